@@ -18,6 +18,7 @@ from flatout.streams import go_nowhere, usable_streams
 from flatout.verbs import (
     bench,
     bundle,
+    completion,
     config,
     data,
     doctor,
@@ -27,6 +28,7 @@ from flatout.verbs import (
     plot,
     profile,
     report,
+    runs,
     train,
     tune,
     watch,
@@ -141,6 +143,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     ),
     "bench": (bench.bench, "what each speed switch is worth on this machine, proven first"),
     "profile": (profile.profile, "what holds a step on this machine: arithmetic, memory, launches or data"),
+    "runs": (runs.runs, "list runs: state, step, loss, size, age"),
     "watch": (watch.watch, "follow a run from another terminal, or in the browser"),
     "plot": (plot.plot, "curves of one run or several, as pictures and CSV"),
     "report": (report.report, "one run or several as a page; serve-report shows it live"),
@@ -149,7 +152,11 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "chat": (models.chat, "talk to a fine-tuned model"),
     "merge": (models.merge, "write a fine-tuned model as one folder, its adapters inside the weights"),
     "export": (models.export, "write a trained model as a Hugging Face folder"),
-    "config": (config.config, "explain, show, schema, presets, copy"),
+    "config": (config.config, "explain, show, search, schema, presets, copy"),
+    "completion": (
+        lambda words: completion.completion(words, {verb: made for verb, (made, text) in VERBS.items() if text}),
+        "a script that completes commands in bash or zsh",
+    ),
 }
 
 if __name__ == "__main__":

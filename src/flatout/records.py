@@ -300,7 +300,8 @@ class SplitSummary:
     """One split of a prepared dataset. Lengths are in tokens, an end-of-text id included.
 
     Bin i holds the documents of length `edges[i]` to `edges[i + 1] - 1`; both splits have the same edges. `quantiles`
-    goes from `min` over `50%` to `max`. `windows` and `remainder` are None when no context was given.
+    goes from `min` over `50%` to `max`. `windows` and `remainder` are None when no context was given;
+    validation is read to its last token, so its `remainder` is 0.
     """
 
     name: str

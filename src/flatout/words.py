@@ -1,6 +1,8 @@
 """Words of a command line to values, and the words in which mistakes are answered."""
 
 import argparse
+import contextvars
+import dataclasses
 import difflib
 import os
 import re
@@ -16,6 +18,37 @@ if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
 
 
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What a verb would understand: its parser, or the names of its actions, each of which has one; or both."""
+
+    parser: "Parser | None"
+    actions: tuple[str, ...] = ()
+
+
+class _Describing(BaseException):
+    """Leaves a verb before it does anything, with what it would understand."""
+
+    def __init__(self, told: Described) -> None:
+        super().__init__()
+        self.told = told
+
+
+_describing = contextvars.ContextVar("describing", default=False)
+
+
+def described(verb: Callable[[list[str]], int], words: Sequence[str]) -> Described:
+    """What a verb would understand after these words. Nothing is parsed and nothing done."""
+    token = _describing.set(True)
+    try:
+        verb(list(words))
+    except _Describing as left:
+        return left.told
+    finally:
+        _describing.reset(token)
+    return Described(None)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose complaints are `UsageError`s with a suggestion."""
 
@@ -24,6 +57,7 @@ class Parser(argparse.ArgumentParser):
         self.verb = verb
         self.default_config: str | None = None
         self.text_option: str | None = None  # where text belongs that people write without an option
+        self.actions: tuple[str, ...] = ()  # words in the place of the first one that choose another parser
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, f"see `{self.prog} --help`")
@@ -37,6 +71,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
         """Parses options and positionals in any order; `a.b=c` words go to `overrides`."""
+        self._describe()
         takes_overrides = "overrides" in self._defaults
         known, rest = self.parse_known_args(list(words))
         overrides: list[str] = []
@@ -58,10 +93,15 @@ class Parser(argparse.ArgumentParser):
 
     def parse_mixed(self, words: Sequence[str]) -> argparse.Namespace:
         """As `parse_words`, for verbs with a list of positionals, which may stand before and after options."""
+        self._describe()
         known, rest = self.parse_known_intermixed_args(list(words))
         for word in rest:
             self._refuse(word)
         return known
+
+    def _describe(self) -> None:
+        if _describing.get():
+            raise _Describing(Described(self, self.actions))
 
     def _refuse(self, word: str, value: str | None = None) -> NoReturn:
         if word.startswith("-"):
@@ -73,15 +113,21 @@ class Parser(argparse.ArgumentParser):
 
     def _nearest(self, option: str, value: str | None) -> str:
         """What an unknown option may have meant: one of ours, the config itself, or a field of it."""
-        takes_overrides = "overrides" in self._defaults
-        if takes_overrides and option in ("--config", "-c", "--preset", "--dataset"):
+        takes_overrides, tunes = "overrides" in self._defaults, self.verb == "finetune"
+        if takes_overrides and option in ("--config", "-c", "--preset", "--dataset", *(() if tunes else ("--model",))):
             return f"write it without the option: `{self.prog} NAME-OR-FILE`, and data as data.source=PATH"
         options = [known for action in self._actions for known in action.option_strings]
         near = difflib.get_close_matches(option, options, n=1, cutoff=0.75)
         if near:
             return f"did you mean {near[0]}?"
-        setting = _setting_called(option.strip("-").replace("-", "_"), value) if takes_overrides else None
+        name = option.strip("-").replace("-", "_")
+        if takes_overrides and (way := _way_elsewhere(name)) is not None:
+            return way
+        name = "base_model" if tunes and name == "model" else name
+        setting = _setting_called(name, value) if takes_overrides else None
         if setting is not None:
+            if tunes and setting.startswith(("data.source=", "data.val_source=")):
+                setting = f"chat.{setting.removeprefix('data.')}"
             return f"did you mean the setting {setting}? settings are written without dashes"
         return f"see `{self.prog} --help` for its options"
 
@@ -154,7 +200,9 @@ def add_base(parser: Parser) -> None:
 def check_model(parsed: argparse.Namespace, text_option: str | None) -> None:
     """Refuses a model or a device that cannot be one, before anything heavy is imported."""
     if parsed.run is not None and (not parsed.run or not Path(parsed.run).is_dir()):
-        hint = "name a run folder, for example runs/shakespeare-char"
+        from flatout.config.suggest import run_hint
+
+        hint = run_hint(parsed.run, "name a run folder, for example runs/shakespeare-char")
         hint += f"; text goes after {text_option}" if text_option is not None else ""
         raise UsageError(f"{quoted(parsed.run)} is not a folder", hint)
     if getattr(parsed, "folder", None) == "":
@@ -197,6 +245,8 @@ def tell(error: UserError) -> None:
 
 def choose_action(verb: str, words: list[str], actions: dict[str, str]) -> tuple[str, Parser, list[str]]:
     """The action of a verb that has several, its parser, and the words after it; leaves where help was asked for."""
+    if not words and _describing.get():
+        raise _Describing(Described(None, tuple(actions)))
     if not words or words[0] in ("-h", "--help"):
         listing = "\n".join(f"  {name:<9}{text}" for name, text in actions.items())
         print(f"usage: flatout {verb} ACTION ...\n\nactions:\n{listing}\n\n`flatout {verb} ACTION --help` tells more.")
@@ -210,15 +260,20 @@ def choose_action(verb: str, words: list[str], actions: dict[str, str]) -> tuple
     return action, Parser(f"{verb} {action}", f"{about[0].upper()}{about[1:]}."), words[1:]
 
 
+def _way_elsewhere(name: str) -> str | None:
+    from flatout.config.suggest import way_elsewhere
+
+    return way_elsewhere(name)
+
+
 def _setting_called(name: str, value: str | None) -> str | None:
     """The setting that people coming from other trainers write as an option, such as --steps 5 or --batch-size 8."""
-    from flatout.config.suggest import is_called_elsewhere, nearest_fields
+    from flatout.config.suggest import keeps_value, nearest_fields
 
     fields = nearest_fields(name)
     if not fields:
         return None
-    # Another trainer's batch size is not in our units, so its value is not taken over.
-    taken = value if value and not is_called_elsewhere(name) and len(value) <= 80 else "..."
+    taken = value if value and keeps_value(name, fields[0]) and len(value) <= 80 else "..."
     return f"{fields[0]}={taken if taken == '...' else shlex.quote(taken)}"
 
 

@@ -135,10 +135,45 @@ def test_suggestions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         (["train", "speed.fp8=up"], "Put brackets around it"),
         (["train", "speed.fp8"], "speed.fp8=VALUE"),
         (["train", "speed.fp8=[qkv,", "foo]"], "quotes"),
+        (["train", "--data", "mine.txt"], "did you mean the setting data.source=mine.txt?"),
+        (["train", "--datta", "mine.txt"], "data.source=mine.txt?"),
+        (["finetune", "--data", "rows.jsonl"], "chat.source=rows.jsonl?"),
+        (["finetune", "--model", "smol"], "model.init_from=smol?"),
+        (["train", "--model", "gpt2-124m"], "without the option"),
+        (["train", "--output_dir", "out"], "output.folder=out?"),
+        (["train", "--save-steps", "5"], "checkpoint.every=..."),
+        (["train", "--optimizer", "muon"], "the optimizer is AdamW"),
+        (["train", "optim.name=muon"], "the optimizer is AdamW"),
+        (["train", "muon=true"], "the optimizer is AdamW"),
+        (["train", "--resume-from-checkpoint", "x"], "--resume auto"),
+        (["train", "per_device_train_batch_size=8"], "speed.micro_batch"),
+        (["train", "eval_iters=8"], "eval.tokens"),
+        (["train", "checkpoint.save_total_limit=8"], "checkpoint.keep"),
+        (["config", "search", "muon"], "the optimizer is AdamW"),
+        (["config", "search", "xyzzy"], "flatout config explain"),
+        (["config", "search", "leraning_rate"], "optim.learning_rate"),
         (["train", "data.source=nowhere.txt"], "the folder you are in"),
     ]:
         assert cli.main(words) == 2 or "nowhere.txt" in words[-1]
         assert suggestion in capsys.readouterr().err
+
+
+def test_settings_are_found_by_a_word(capsys: pytest.CaptureFixture[str]):
+    def found(*words: str) -> list[str]:
+        assert cli.main(["config", "search", *words]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert next(iter(found("warmup"))).startswith("optim.warmup_steps ")
+    assert found("save_steps") == [
+        "checkpoint.every  500  Steps between checkpoints; 0 saves only at the end and when interrupted. "
+        "(elsewhere: save_steps)"
+    ]
+    assert any(line.startswith("lora.quantize ") for line in found("QLoRA"))
+    both = {line.split()[0] for line in found("learning", "rate")}
+    assert both < {line.split()[0] for line in found("rate")}
+    assert cli.main(["config", "search", "save-steps", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["path"], row["default"], row["elsewhere"]) == ("checkpoint.every", "500", ["save_steps"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is a GPU")

@@ -90,7 +90,7 @@ def test_it_writes_a_whole_folder_and_nothing_else(words, tmp_path: Path, capsys
     assert profile([*words, "model.dropout=0.1", "speed.precision=bf16", "speed.micro_batch=2", "--steps", "2"]) == 0
     assert switches() == before
     assert torch.equal(torch.get_rng_state(), random)
-    folder = tmp_path / "profile" / "shakespeare-char"
+    folder = tmp_path / "profile" / "lines"
     assert {path.name for path in folder.iterdir()} == FILES
     assert sorted(path.name for path in tmp_path.iterdir()) == ["profile"], "no run, no prepared data, no leftovers"
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
@@ -117,7 +117,7 @@ def test_it_writes_a_whole_folder_and_nothing_else(words, tmp_path: Path, capsys
 
     page = (folder / "reading.md").read_text("utf-8")
     shown = capsys.readouterr()
-    assert page.startswith(f"# shakespeare-char: {report['verdict']['bottleneck']}")
+    assert page.startswith(f"# lines: {report['verdict']['bottleneck']}")
     assert report["verdict"]["sentence"] in page
     assert report["verdict"]["sentence"] in shown.out
     assert "under the profiler" in shown.err
@@ -146,8 +146,8 @@ def test_the_second_profile_gets_a_folder_of_its_own_and_json_is_one_object(word
         assert profile([*words, "--steps", "1", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert json.loads(lines[1])["config"] == "shakespeare-char"
-    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["shakespeare-char", "shakespeare-char-2"]
+    assert json.loads(lines[1])["config"] == "lines"
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["lines", "lines-2"]
 
 
 def test_an_empty_folder_is_taken_and_a_full_one_refused(words, tmp_path: Path):

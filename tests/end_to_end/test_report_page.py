@@ -209,6 +209,8 @@ def test_marks_of_an_axis_are_equal_steps_and_steps_are_whole(browser: chromium.
     assert browser.run(shown.format("linearTicks('whole', 0, 15, 6)")) == "0 5 10 15"
     assert browser.run(shown.format("linearTicks('whole', 20000, 20010, 4)")) == "20.000k 20.005k 20.010k"
     assert browser.run(shown.format("linearTicks('loss', 2.7, 2.70009, 5)")).startswith("2.70000 2.70002 2.70004")
+    assert browser.run(shown.format("logTicks('seconds', 0.2, 3, 6)")) == "0.2 s 0.5 s 1 s 2 s"
+    assert " 300 1k 3k 10k " in browser.run(shown.format("logTicks('plain', 1, 1e6, 6)"))
     assert browser.run(shown.format("clockTicks(100, 101, 5)")) == "100.0s 100.2s 100.4s 100.6s 100.8s 101.0s"
 
 

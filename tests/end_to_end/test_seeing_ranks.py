@@ -74,8 +74,8 @@ def test_all_ranks_are_profiled_and_the_first_one_writes(corpus: Path, tmp_path:
     assert (second["out"], second["err"]) == ("", "")
     assert "\nRanks\n" in first["out"]
     assert [path.name for path in tmp_path.iterdir()] == ["profile"]
-    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["shakespeare-char"]
-    report = json.loads((tmp_path / "profile" / "shakespeare-char" / "profile.json").read_text("utf-8"))
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["lines"]
+    report = json.loads((tmp_path / "profile" / "lines" / "profile.json").read_text("utf-8"))
     ranks = report["ranks"]
     assert len(ranks["step_seconds"]) == len(ranks["busy_seconds"]) == len(ranks["reduction_seconds"]) == 2
     assert all(seconds > 0 for seconds in ranks["busy_seconds"])

@@ -36,7 +36,7 @@ from flatout.config.load import (
 from flatout.config.model_section import GPT2, ModelConfig
 from flatout.config.schema import CleanConfig, RunConfig, micro_batch_of
 from flatout.config.source import Source
-from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED
+from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED, WAY_ELSEWHERE_CALLED
 from flatout.config.yaml_loader import has_control_character
 from flatout.engine.overlays import fitted, fitted_to
 from flatout.errors import ConfigError
@@ -74,6 +74,23 @@ def all_fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[tup
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             found += all_fields(field.annotation, f"{prefix}{name}.")
     return found
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "name"),
+    [
+        (None, "texts/My notes.txt.gz", "My-notes"),
+        (None, "books/", "books"),
+        (None, "hf:allenai/c4:en", "allenai-c4-en"),
+        (None, "shakespeare", "shakespeare-char"),
+        (None, "-", "shakespeare-char"),
+        (None, "[a.txt, b.txt]", "shakespeare-char"),
+        ("gpt2-124m", "notes.txt", "gpt2-124m-notes"),
+    ],
+)
+def test_a_run_on_ones_own_text_is_named_after_it(target: str | None, source: str, name: str) -> None:
+    assert load_config(target, [f"data.source={source}"]).config.output.name == name
+    assert load_config(target, [f"data.source={source}", "output.name=mine"]).config.output.name == "mine"
 
 
 @pytest.mark.parametrize(("path", "description"), all_fields())
@@ -121,6 +138,21 @@ def test_nothing_given_is_the_default_preset() -> None:
     assert loaded.config.output.name == DEFAULT_PRESET
     assert loaded.sources["output.name"].kind == "default"
     assert loaded.sources["model.layers"] == Source("preset", f"preset {DEFAULT_PRESET}")
+
+
+def test_a_file_without_a_preset_says_whose_defaults_it_has(tmp_path: Path) -> None:
+    plain = write(tmp_path, "train: {steps: 5}\n")
+    (notice,) = load_config(plain).notices
+    assert "names no preset" in notice
+    assert "Flatout's own defaults" in notice
+    assert load_config(write(tmp_path, "preset: gpt2-124m\ntrain: {steps: 5}\n")).notices == ()
+    assert load_config(write(tmp_path, show(load_config().config))).notices == (), "nothing is left out"
+    assert load_config().notices == ()
+
+
+def test_ways_of_other_trainers_are_no_fields() -> None:
+    names = {path.rpartition(".")[2] for path in field_facts()}
+    assert not (names | set(FIELD_ELSEWHERE_CALLED)) & set(WAY_ELSEWHERE_CALLED)
 
 
 def test_every_leaf_has_a_source() -> None:

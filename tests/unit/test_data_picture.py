@@ -188,14 +188,32 @@ def test_pictures_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_account_adds_up_and_names_the_largest_reasons() -> None:
-    account = enormous().report
+    summary = enormous()
+    account = summary.report
     assert account is not None
-    rows = data_picture._where_records_went(account)
+    rows = data_picture._where_records_went(summary, account)
     assert sum(count for _, count, _ in rows) == account["records"]
     assert [kind for _, _, kind in rows] == ["kept"] * 2 + ["dropped"] * 9 + ["damaged"]
     assert rows[-2][0] == "dropped: 22 other reasons"
     counts = [count for _, count, kind in rows[:-2] if kind == "dropped"]
     assert counts == sorted(counts, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("kept", "documents", "rows"),
+    [
+        ({"train": 1, "val": 0}, (1, 1), [("kept for both, cut in two", 1)]),
+        ({"train": 9, "val": 2}, (9, 3), [
+            ("kept for both, cut in two", 1), ("kept for training", 8), ("kept for validation", 2),
+        ]),
+        ({"train": 9, "val": 2}, (9, 2), [("kept for training", 9), ("kept for validation", 2)]),
+    ],
+)  # fmt: skip
+def test_a_document_in_both_splits_is_told_as_one(kept, documents, rows) -> None:
+    splits = tuple(split(name, (5, 6), (count,)) for name, count in zip(("train", "val"), documents, strict=True))
+    account = report(kept, {})
+    found = data_picture._where_records_went(summary_of(splits=splits, report=account), account)
+    assert [(what, count) for what, count, _ in found] == rows
 
 
 @every_summary

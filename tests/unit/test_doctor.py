@@ -19,6 +19,7 @@ import torch
 
 from flatout import cores
 from flatout.config.load import LoadedConfig, load_config
+from flatout.config.usual import usual_rate
 from flatout.data.prepare import prepare_data
 from flatout.data.sampler import window_count
 from flatout.data.training_data import DataFacts as RunFacts
@@ -26,7 +27,6 @@ from flatout.diagnose import check_disk, check_fit, check_machine, check_memory,
 from flatout.diagnose import machine as machine_module
 from flatout.diagnose.cards import held_by, report_of_nvml, report_of_program, xids_in
 from flatout.diagnose.check_card import generation_of
-from flatout.diagnose.check_config import usual_rate
 from flatout.diagnose.check_data import look_at_data
 from flatout.diagnose.doctor import (
     AREAS,
@@ -659,6 +659,27 @@ def test_what_text_will_become_is_reckoned_from_its_beginning(here: Path):
     mixed, found = looked_at(*words)
     assert (mixed.train_tokens, mixed.val_tokens, mixed.to_prepare_bytes, mixed.vocab) == (None, None, None, 257)
     assert "4 files" in found["source"].found
+
+
+def test_characters_are_those_of_the_whole_text(here: Path):
+    """The doctor's parameters are the run's: a character that comes late has a row in the embedding too."""
+    (here / "a.txt").write_text("abc\n" * 200_000 + "xyz\n", encoding="utf-8")
+    facts, _ = looked_at("data.source=a.txt")
+    assert facts.vocab == 7
+    replaced, _ = looked_at("data.source=a.txt", "data.unknown_characters=replace")
+    assert replaced.vocab == 8
+
+
+def test_the_doctor_does_not_warn_of_a_rate_that_a_range_test_found(here: Path):
+    def judged(steps: int) -> Finding:
+        first = f"# Found by `flatout tune`, learning rate, on cpu: a range test of {steps} steps from 1e-07 to 1, the"
+        text = f"{first} end.\npreset: shakespeare-char\n\noptim:\n  learning_rate: 0.09\n"
+        (here / "lr.yaml").write_text(text, encoding="utf-8")
+        return next(one for one in visit(target="lr.yaml") if one.name == "learning rate")
+
+    assert judged(100).status == "ok"
+    assert "`flatout tune lr` found this one" in judged(100).found
+    assert judged(40).status == "warn", "so few steps find rates that are too high, as the finder says itself"
 
 
 def test_problems_at_the_beginning_of_a_text_are_told(here: Path):

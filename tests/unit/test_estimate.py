@@ -18,6 +18,8 @@ from flatout.tuning import estimate as estimate_module
 from flatout.tuning.estimate import Visits, _windows, estimate, visits_of
 from flatout.tuning.estimate_probe import EnergyMeter, Figure, Timed
 
+NOWHERE = ("data.source=null", "data.folder=nowhere", "data.tokenizer=bytes")
+
 
 def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
     """The loop's conditions, step by step, where every evaluation is the best so far."""
@@ -137,6 +139,9 @@ def test_an_estimate_without_a_probe_tells_no_time(tiny):
     assert found.notes == ()
     free = estimate(tiny(), probe=False)
     assert "--price" in free.cost.note
+    assert "timed on" not in " ".join(estimate(tiny(*NOWHERE), probe=False).notes), "nothing was timed"
+    lines = shown(free.to_json())
+    assert "counted: exact; projected: estimated, times how often; estimated: by formula" in lines
 
 
 def test_parts_of_the_memory_add_up_to_the_estimate(tiny):

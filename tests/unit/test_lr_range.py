@@ -15,7 +15,16 @@ from flatout.engine.saving import capture
 from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError
 from flatout.tuning import lr_range
-from flatout.tuning.lr_range import first_rise, longest_fall, range_test, read_curve, smooth, untouched, without_jumps
+from flatout.tuning.lr_range import (
+    first_rise,
+    longest_fall,
+    notes_on,
+    range_test,
+    read_curve,
+    smooth,
+    untouched,
+    without_jumps,
+)
 from flatout.tuning.measure import Steps
 
 RATES = [10.0 ** (-7 + 7 * index / 99) for index in range(100)]
@@ -110,6 +119,17 @@ def test_a_loss_is_the_median_of_as_many_on_either_side():
 
 
 # --- the run itself ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rate_far_from_the_usual_says_why():
+    assert list(notes_on(0.004, 0.003, 100)) == []
+    (few,) = notes_on(0.004, 0.003, 40)
+    assert "40 steps" in few
+    assert "--steps 100" in few
+    assert "`flatout doctor` warns" in list(notes_on(0.038, 0.003, 40))[1]
+    (far,) = notes_on(0.038, 0.003, 100)
+    assert far.startswith("0.038 is 13 times the 0.003 that is usual")
+    assert len(list(notes_on(1e-5, 0.003, 100))) == 1
 
 
 def state_of(run: Run) -> dict:

@@ -24,12 +24,13 @@ from flatout.observe.picture import is_picture
 from flatout.observe.plot import plots
 from flatout.observe.plot import run as plot_run
 from flatout.observe.plot.compare import comparison_figure
-from flatout.observe.plot.panels import short_number, time_unit
+from flatout.observe.plot.panels import short_number, tick_text, time_unit
 from flatout.observe.plot.plots import write_comparison, write_run_plots
 from flatout.observe.plot.run import metrics_figure, panel_figure, results_figure
 from flatout.observe.plot.series import Curve, RunNumbers, smooth, thin, thin_marks, usual_range, window_of
 from flatout.records import StepRecord
 from flatout.verbs.plot import plot
+from tests.made_runs import finished_run
 
 Row = dict[str, Any]
 NASTY = "$x_1^2$ \\frac{1}{0} <script>"
@@ -229,6 +230,7 @@ def test_the_best_validation_loss_has_a_star(run_of: Any) -> None:
 def test_one_slow_step_does_not_press_the_others_flat(run_of: Any) -> None:
     axes = panel(drawn(lambda: metrics_figure(run_of(CASES["plain"]))), "Step time")
     assert axes.get_ylabel() == "milliseconds"
+    assert axes.get_title(loc="right") == "median 400 ms"
     assert axes.get_ylim()[1] < 600
     assert marks(axes, "^") == [1]
     assert "step off the scale, up to 60 s" in words_of(axes)
@@ -345,6 +347,30 @@ def test_limits_leave_out_what_is_rare_and_far_away() -> None:
     assert usual_range(numpy.array([1.0, 1.0, 1.2]), 1) == (1.0, 1.2)  # only a little further
     assert usual_range(numpy.array([math.nan]), 1) is None
     assert usual_range(numpy.array([1e308, -1e308]), 1.5) == (-1e100, 1e100)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"data": {"source": "texts/notes.txt", "folder": None}}, "data: notes.txt"),
+        ({"data": {"source": "books/"}}, "data: books"),
+        ({"data": {"source": [{"path": "a"}, {"path": "b"}]}}, "data: 2 sources"),
+        ({"data": {"source": None, "folder": "data/shards"}}, "data: shards"),
+        ({"data": {"source": "x"}, "chat": {"source": "rows.jsonl"}}, "data: rows.jsonl"),
+        ({}, "tokens per step"),
+        ("damaged", "tokens per step"),
+    ],
+)
+def test_the_header_names_the_data(config: Any, name: str, tmp_path: Path) -> None:
+    folder = finished_run(tmp_path / "run", steps=3, config=config)
+    assert name in plot_run._facts(RunNumbers(read_history(folder)))
+
+
+def test_ticks_of_an_axis_have_one_unit() -> None:
+    assert [tick_text(12_000)(value, 0) for value in (0, 2000, 5000, 10_000)] == ["0", "2k", "5k", "10k"]
+    assert [tick_text(9000)(value, 0) for value in (0, 3000, 9000)] == ["0", "3,000", "9,000"]
+    assert [tick_text(2.5e6)(value, 0) for value in (0, 500_000, 2e6)] == ["0", "0.5M", "2M"]
+    assert [tick_text(1e5, logarithmic=True)(value, 0) for value in (500, 1000, 20_000)] == ["500", "1k", "20k"]
 
 
 def test_numbers_on_axes_are_short() -> None:

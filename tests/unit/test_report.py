@@ -189,6 +189,21 @@ def test_energy_and_cost_of_a_run(tmp_path: Path):
     assert not any(found["key"] == "cost" for found in free["figures"])
 
 
+def test_the_headline_counts_what_was_trained_on(tmp_path: Path):
+    begun = run_of(finished_run(tmp_path / "begun"))["summary"]
+    assert "trained on 13.1M tokens of shakespeare (9.04B tokens), on" in begun  # 200 steps of 65,536
+    often = run_of(finished_run(tmp_path / "often", train_tokens=1_000_000))["summary"]
+    assert "trained on 13.1M tokens of shakespeare (1M tokens, 13.1 times all of it), on" in often
+    stream = run_of(finished_run(tmp_path / "stream", train_tokens=None))["summary"]
+    assert "trained on 13.1M tokens of shakespeare, on" in stream
+
+
+def test_the_headline_of_fine_tuning_counts_samples(tmp_path: Path):
+    config = {"chat": {"source": "rows.jsonl"}, "model": {"init_from": "smol"}}
+    told = run_of(finished_run(tmp_path / "run", config=config, batch_samples=4, windows=1600))["summary"]
+    assert "fine-tuned from smol on 800 samples of rows.jsonl (1.6k samples), on" in told
+
+
 def test_the_table_of_switches_is_what_the_run_said(tmp_path: Path):
     run = run_of(finished_run(tmp_path / "run"))
     assert ["attention", "fa4", "cudnn", "flash-attn-4 is not installed"] in run["switches"]

@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 
+from flatout.observe.live.chart import chart
 from flatout.observe.live.console import TerminalReader
 from flatout.observe.live.panel import panel, spark
 from flatout.observe.live.state import QUIET_SECONDS, Curve, ViewState
@@ -29,6 +31,7 @@ from flatout.records import (
     SampleRecord,
     SpanRecord,
     StepRecord,
+    record_to_json,
 )
 from tests.unit.seen import end, info, machine, step
 
@@ -178,6 +181,26 @@ def test_a_resumed_run_has_the_best_of_before_the_step_it_goes_on_from():
         assert state.best == best
 
 
+def test_the_view_of_a_resumed_run_shows_all_of_it(tmp_path: Path):
+    again = info(start_step=20, resumed_from="x", folder=str(tmp_path))
+    before = [info(folder=str(tmp_path)), *(step(number, loss=float(number)) for number in range(1, 21))]
+    written = [*before, evaluation(20, 0.5), again]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(record_to_json, written)) + "\n", encoding="utf-8")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    reader = ViewReader(10, terminal)
+    try:
+        for record in (NoticeRecord(step=20, message="said before the run begins"), again, step(21, loss=21.0)):
+            if record is again:
+                reader.recall(again)
+            reader.show(record)
+    finally:
+        reader.close()
+    assert reader.state.losses.values() == [float(number) for number in range(1, 22)]
+    assert reader.state.best == (0.5, 20)
+    assert reader.state.info == again
+
+
 def test_silence_is_told_only_when_it_is_long():
     now = 0.0
     state = ViewState(clock=lambda: now)
@@ -206,16 +229,54 @@ def test_a_curve_keeps_few_points_and_all_steps():
 
 
 def test_sparks():
-    assert spark([], 10, 2) == ["", ""] or spark([], 10, 2) == [""]
-    assert spark([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0], 9, 1) == ["▁▂▃▄▅▆▇██"]
-    assert spark([2.0] * 5, 5, 1) == ["▁▁▁▁▁"]
-    assert spark([1.0, math.nan, math.inf, 1.0], 4, 1) == ["▁××▁"]
-    rows = spark([float(number) for number in range(100)], 40, 5)
-    assert [len(row) for row in rows] == [40] * 5
-    assert rows[0].strip(" ")[-1] == "█"
-    assert rows[-1][0] == "▁"
-    falling = spark([10.0] * 2 + [1.0 + 0.1 * (number % 3) for number in range(98)], 100, 1)[0]
+    assert spark([], 10) == ""
+    assert spark([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0], 9) == "▁▂▃▄▅▆▇██"
+    assert spark([2.0] * 5, 5) == "▁▁▁▁▁"
+    assert spark([1.0, math.nan, math.inf, 1.0], 4) == "▁××▁"
+    falling = spark([10.0] * 2 + [1.0 + 0.1 * (number % 3) for number in range(98)], 100)
     assert len(set(falling[2:])) >= 3  # two first values do not press the others flat
+
+
+def drawn(
+    training: list[tuple[int, float]], validation: Sequence[tuple[int, float]] = (), width: int = 48
+) -> list[str]:
+    lines = [line.plain for line in chart(training, validation, "loss", width, 12)]
+    assert len(lines) == 12
+    assert max(map(cell_len, lines)) <= width
+    return lines
+
+
+def test_the_axis_of_the_chart_is_where_it_says():
+    title, *rows, steps = drawn(
+        [(number, float(number)) for number in range(1, 41)], [(1, 40.0), (20, 20.5), (40, 1.0)]
+    )
+    assert title == "loss: ⠒⠒ training  ● validation"
+    assert [row[:8].strip() for row in rows] == ["40.0000", *[""] * 8, "1.0000"]
+    assert steps.split() == ["1", "step", "40"]
+    assert rows[0][8] == "●", "the first step is at the left, the largest value at the top"
+    assert rows[-1][-1] == "●"
+    middle = next(number for number, row in enumerate(rows) if "●" in row[12:-1])
+    assert 4 <= middle <= 5
+    assert 26 <= rows[middle].index("●") <= 28
+
+
+def test_what_is_above_the_axis_says_so():
+    points = [(number, 90.0 if number < 4 else 3.0 + 0.01 * (number % 7)) for number in range(1, 201)]
+    title, first, *_ = drawn(points)
+    assert "↑ above 3.06" in title
+    assert first.startswith(" 3.0600 ↑")
+    calm, *_ = drawn(points[3:])
+    assert "↑" not in calm
+    spiked = [(number, 9.0 if number == 100 else value) for number, value in points[3:]]
+    assert "↑" in drawn(spiked)[1][20:30], "a spike has its arrow where it happened"
+
+
+def test_the_chart_shows_losses_that_are_not_finite():
+    points = [(number, math.nan if number > 50 else 3.0) for number in range(1, 101)]
+    rows = drawn(points, [(100, math.inf)])
+    assert rows[-2].count("×") >= 18
+    assert drawn([(1, math.nan)])[-2].count("×") == 1
+    assert drawn([])[0].startswith("loss")
 
 
 def test_where_there_is_no_terminal_the_lines_are_the_plain_readers():
@@ -243,6 +304,27 @@ def test_the_line_forgets_the_first_steps_of_a_resumed_run_too(before: int):
     assert all("1k tok/s" in line for line in lines), lines
 
 
+@pytest.mark.parametrize(
+    ("width", "kept", "gone"),
+    [
+        (120, ("val 2.5000", "lr 1.00e-03", "MFU 41%", "4.0 GiB", "ETA 14m20s"), ()),
+        (80, ("loss 3.0000", "val 2.5000", "1k tok/s", "MFU 41%", "ETA 14m20s"), ("GiB", "lr ")),
+        (50, ("loss 3.0000", "1k tok/s", "ETA 14m20s"), ("val", "MFU")),
+        (20, ("loss 3.0000", "ETA 14m20s"), ("tok/s",)),
+    ],
+)
+def test_the_line_keeps_what_matters_most(width: int, kept: tuple[str, ...], gone: tuple[str, ...]):
+    reader = TerminalReader(10, io.StringIO())
+    reader.show(info(steps=1000, batch_tokens=1000))
+    reader.show(evaluation(100))
+    last = step(140, tokens_per_second=1000.0, mfu=0.41, memory_bytes=2**32)
+    reader.show(last)
+    line = reader._line(last, width)
+    assert len(line) <= max(width, 40)
+    assert [words for words in kept if words not in line] == []
+    assert [words for words in gone if words in line] == []
+
+
 def test_the_line_forgets_them_where_another_process_goes_on_with_a_run_that_is_watched():
     stream = io.StringIO()
     reader = TerminalReader(1, stream)
@@ -262,6 +344,24 @@ def test_every_run_can_be_shown_in_lines(name: str):
     reader.close()
     steps = [record.step for record in STATES[name] if isinstance(record, StepRecord)]
     assert not steps or f"{steps[-1]}/" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"patience": 3, "min_delta": 0.0}, "of training: no lower validation loss in 3 evaluations; best"),
+        ({"patience": 1, "min_delta": 0.5}, "fell by less than eval.min_delta (0.5) in 1 evaluation; best"),
+        (None, "of training: no lower validation loss; best"),
+    ],
+)
+def test_an_early_stop_says_what_did_not_happen(settings: dict[str, float] | None, words: str):
+    """A loss that fell by less than min_delta is the best so far, and still no improvement that counts."""
+    stream = io.StringIO()
+    reader = TerminalReader(10, stream)
+    for record in (info(config={"eval": settings}), evaluation(10, 2.4), end(10, "early_stop")):
+        reader.show(record)
+    assert words in stream.getvalue()
+    assert "improvement" not in stream.getvalue()
 
 
 def test_lines_of_hostile_records_are_harmless():

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from flatout.config.suggest import run_hint
 from flatout.errors import DataError, UsageError, quoted
 from flatout.files import disk_errors
 from flatout.observe.live.follow import find_run
@@ -48,7 +49,7 @@ def _run_folder(word: str) -> Path:
     """The folder, if there is a run in it; else an error that names one where there is."""
     path = Path(word)
     if not word or not os.path.isdir(word):
-        hint = "name a run folder, for example runs/shakespeare-char"
+        hint = run_hint(word, "name a run folder, for example runs/shakespeare-char")
         if path.name == "metrics.jsonl" and os.path.isfile(word):
             hint = f"name its folder: {path.parent}"
         raise UsageError(f"{quoted(word)} is not a folder", hint)

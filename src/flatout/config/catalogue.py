@@ -74,6 +74,16 @@ def run_name(stem: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:100] or "run"
 
 
+def source_name(source: str) -> str:
+    """What a text is called, from its path or its name on the hub: no folders, no endings."""
+    if source.startswith("hf:"):
+        return source.removeprefix("hf:").replace("/", "-").replace(":", "-")
+    name = Path(source).name
+    for suffix in (".gz", ".zst", ".xz", ".bz2"):
+        name = name.removesuffix(suffix)
+    return Path(name).stem
+
+
 def preset_path(name: str, where: str) -> Path:
     """The file of a preset; `where` says in the error who named one that is not shipped."""
     check_shipped("preset", name, where)

@@ -9,6 +9,7 @@ must also silence its alternatives in lower ones, or no preset could ever be sho
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config import yaml_loader
-from flatout.config.catalogue import DEFAULT_PRESET, ShippedKind, check_shipped, preset_path, run_name, shipped_names
+from flatout.config.catalogue import (
+    DEFAULT_PRESET,
+    ShippedKind,
+    check_shipped,
+    preset_path,
+    run_name,
+    shipped_names,
+    source_name,
+)
 from flatout.config.complain import validate
 from flatout.config.facts import choices, field_facts, item_annotation, names_in, section_paths, with_whole_numbers
 from flatout.config.from_python import python_layer
@@ -93,10 +102,27 @@ def load_config(
 
     values = {key: node for key, node in tree.items() if key not in _FILE_KEYS}
     own = dict(_settings(values, "file", file_name, extras=_FILE_KEYS))
-    name = run_name(path.stem if path is not None else str(preset))
     where = file_name if path is not None else f"preset {preset}"
     shipped = {"preset": (preset, preset_where), "hardware": (hardware, hardware_where)}
-    return _layered(shipped, [own, _override_layer(overrides), written], name, where)
+    name = path.stem if path is not None else None
+    loaded = _layered(shipped, [own, _override_layer(overrides), written], name, where, asked=target is not None)
+    notices = _on_defaults(file_name, loaded) if path is not None and preset is None else ()
+    return replace(loaded, notices=tuple(notices))
+
+
+def _name_of(preset: str | None, own: Layer, merged: Layer, *, asked: bool) -> tuple[str, str]:
+    """A run's name, and after what it is called: the preset, and a text in the place of the preset's `own`.
+
+    Where nobody `asked` for the preset, the text's name alone: the default preset is called after another text.
+    """
+    source, before = merged.get("data.source"), own.get("data.source")
+    text = source.value if source is not None and source is not before else None
+    called = source_name(text) if isinstance(text, str) and (before is None or before.value != text) else ""
+    if not re.search(r"\w", called):
+        return preset or "run", "name of the config"
+    if preset is None or not asked:
+        return called, "name of the text"
+    return f"{preset}-{called}", "names of the config and the text"
 
 
 def _from_mapping(target: Mapping[str, Any], above: Sequence[Layer], hardware: str | None) -> LoadedConfig:
@@ -112,22 +138,31 @@ def _from_mapping(target: Mapping[str, Any], above: Sequence[Layer], hardware: s
     values = {key: value for key, value in target.items() if key not in _FILE_KEYS}
     own = python_layer(values, where, extras=_FILE_KEYS)
     shipped: dict[str, tuple[str | None, str]] = {key: (name, where) for key, name in named.items()}
-    return _layered(shipped, [own, *above], run_name(named["preset"] or "run"), where)
+    return _layered(shipped, [own, *above], None, where, asked=True)
 
 
 def _layered(
-    shipped: Mapping[str, tuple[str | None, str]], above: Sequence[Layer], name: str, where: str
+    shipped: Mapping[str, tuple[str | None, str]], above: Sequence[Layer], name: str | None, where: str, *, asked: bool
 ) -> LoadedConfig:
     """A preset below the layers of the user, with an overlay; each with who named it."""
-    layers: list[Layer] = []
     (preset, preset_where), (hardware, hardware_where) = shipped["preset"], shipped["hardware"]
-    if preset is not None:
-        layers.append(_preset_layer(preset, preset_where))
+    below = {} if preset is None else _preset_layer(preset, preset_where)
     if hardware is not None:
         check_shipped("hardware", hardware, hardware_where)
-    merged = _merge([*layers, *above])
-    merged.setdefault("output.name", Setting(name, Source("default", "name of the config")))
+    merged = _merge([below, *above])
+    called, named_by = _name_of(preset, below, merged, asked=asked) if name is None else (name, "name of the config")
+    merged.setdefault("output.name", Setting(run_name(called), Source("default", named_by)))
     return replace(_validated(merged, where), hardware=hardware)
+
+
+def _on_defaults(file_name: str, loaded: LoadedConfig) -> Iterator[str]:
+    """A file without a preset is not one with the default preset, which a reader may take it for."""
+    left = sum(source.kind in ("default", "family") for source in loaded.sources.values())
+    if left > 1:  # the run's name is the file's
+        yield (
+            f"{file_name} names no preset, so the {left - 1} settings that it leaves out have Flatout's own defaults, "
+            "not a preset's; `preset: NAME` in its first lines changes that"
+        )
 
 
 # Files of these kinds are never configs. JSON may be one: YAML holds all of it.

@@ -1,6 +1,7 @@
 """Which known key a mistyped or foreign one was meant to be."""
 
 import re
+from pathlib import Path
 
 from flatout.config.facts import field_facts, names_in, section_paths
 from flatout.config.yaml_loader import shorten
@@ -14,56 +15,117 @@ def _by_foreign_name(table: dict[str, str]) -> dict[str, str]:
 # Words other trainers use, so that a config written from habit gets a useful answer: ours, and what others call it.
 FIELD_ELSEWHERE_CALLED = _by_foreign_name(
     {
-        "checkpoint.every": "save_interval",
+        "chat.template": "chat_template conversation_template",
+        "chat.train_on": "assistant_only_loss completion_only_loss mask_prompt train_on_inputs",
+        "checkpoint.best": "load_best_model_at_end save_best",
+        "checkpoint.every": "always_save_checkpoint checkpoint_interval ckpt_interval save_every save_interval "
+        "save_steps save_strategy",
+        "checkpoint.keep": "keep_last keep_last_n max_checkpoints save_total_limit",
         "clean.blocked_urls": "block_list blocklist url_blocklist",
         "clean.exact_duplicates": "dedup deduplicate exact_dedup",
         "clean.languages": "lang langs language",
         "clean.min_characters": "min_chars min_length",
         "clean.near_duplicates": "fuzzy_dedup minhash minhash_dedup minhash_threshold near_dedup",
         "data.document_start": "document_separator separator",
-        "data.field": "content_field content_key json_keys text_column text_field text_key",
+        "data.field": "content_field content_key dataset_text_field json_keys text_column text_field text_key",
         "data.format": "dataset_format dataset_type file_format file_type",
         "data.invalid_utf8": "encoding_errors",
         "data.max_bytes": "max_chars",
         "data.max_documents": "max_docs max_examples max_samples num_examples num_samples",
         "data.packing": "pack_sequences sample_packing sequence_packing",
         "data.shard_tokens": "shard_size tokens_per_shard",
-        "data.source": "data_dir data_files data_path dataset dataset_name dataset_path "
+        "data.source": "data data_dir data_files data_path dataset dataset_name dataset_path "
         "datasets input_file mixture train_data train_file train_files",
         "data.streaming": "stream",
         "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_type",
         "data.val_fraction": "test_size val_split validation_split validation_split_percentage",
         "data.val_source": "eval_data eval_dataset val_data val_file validation_data validation_file",
-        "eval.every": "eval_interval",
-        "model.context": "block_size max_length seq_len sequence_length",
+        "eval.every": "eval_freq eval_interval eval_steps eval_strategy evaluation_strategy val_check_interval "
+        "val_interval",
+        "eval.min_delta": "early_stopping_threshold",
+        "eval.patience": "early_stop early_stopping early_stopping_patience",
+        "eval.sample_every": "generate_every sample_interval",
+        "eval.tokens": "eval_iters eval_samples max_eval_samples val_steps",
+        "lora.alpha": "lora_alpha",
+        "lora.dora": "use_dora",
+        "lora.dropout": "lora_dropout",
+        "lora.quantize": "load_in_4bit qlora quantization use_4bit",
+        "lora.rank": "lora_r lora_rank",
+        "lora.rank_stabilised": "rslora use_rslora",
+        "lora.targets": "lora_target_modules target_modules",
+        "model.bias": "attention_bias mlp_bias use_bias",
+        "model.context": "block_size context_length max_length max_position_embeddings max_seq_len max_seq_length "
+        "n_ctx n_positions seq_len seq_length sequence_len sequence_length",
+        "model.dropout": "attention_dropout attn_pdrop dropout_rate embd_pdrop hidden_dropout resid_pdrop",
         "model.head_size": "head_dim",
-        "model.heads": "n_head n_heads",
-        "model.layers": "n_layer n_layers",
-        "model.mlp_width": "d_ff",
-        "model.norm_eps": "rms_norm_eps",
+        "model.heads": "n_head n_heads num_attention_heads num_heads",
+        "model.init_from": "base_model base_model_name_or_path model_name model_name_or_path model_path "
+        "pretrained_model_name_or_path",
+        "model.kv_heads": "n_kv_head n_kv_heads num_key_value_heads num_kv_heads num_query_groups",
+        "model.layers": "depth n_layer n_layers num_hidden_layers num_layers",
+        "model.logit_cap": "final_logit_softcapping logit_softcap softcap",
+        "model.mlp": "activation activation_function hidden_act",
+        "model.mlp_width": "d_ff ffn_dim ffn_hidden_size intermediate_size n_inner",
+        "model.norm_eps": "layer_norm_eps layer_norm_epsilon norm_epsilon rms_norm_eps",
         "model.pattern": "layer_pattern layer_types",
+        "model.positions": "position_embedding_type positional_encoding",
         "model.rope_base": "rope_theta",
         "model.states": "eigenstates k_eigenstates num_eigenstates",
+        "model.tied": "tie_embeddings tie_weights tie_word_embeddings weight_tying",
         "model.vocab": "vocab_size",
-        "model.width": "d_model hidden_size n_embd",
+        "model.width": "d_model dim embed_dim hidden_dim hidden_size n_embd",
         "model.window": "sliding_window",
-        "optim.clip": "grad_clip gradient_clip max_grad_norm",
-        "optim.learning_rate": "lr",
-        "optim.min_ratio": "min_lr_ratio",
+        "optim.beta1": "adam_beta1",
+        "optim.beta2": "adam_beta2",
+        "optim.clip": "clip_grad clip_grad_norm grad_clip gradient_clip gradient_clip_val gradient_clipping "
+        "max_grad_norm",
+        "optim.eps": "adam_eps adam_epsilon",
+        "optim.learning_rate": "base_lr lr max_lr peak_lr",
+        "optim.min_ratio": "final_lr_frac min_lr min_lr_ratio",
+        "optim.schedule": "decay_lr lr_decay_iters lr_decay_style lr_schedule lr_scheduler lr_scheduler_type scheduler",
         "optim.warmup": "warmup_epochs warmup_fraction warmup_ratio",
-        "optim.warmup_steps": "warmup_iters",
-        "output.folder": "output_dir",
-        "output.log_every": "log_interval",
-        "speed.accumulation": "accum_steps grad_accum_steps gradient_accumulation_steps",
-        "speed.attention": "attn_implementation flash flash_attention flash_attn",
-        "speed.checkpointing": "gradient_checkpointing",
-        "speed.compile": "torch_compile use_compile",
-        "speed.micro_batch": "micro_batch_size",
-        "speed.precision": "amp bf16 dtype fp16 tf32 use_amp",
-        "speed.workers": "num_workers",
-        "train.batch_tokens": "batch_size",
-        "train.epochs": "num_epochs",
-        "train.steps": "max_iters max_steps",
+        "optim.warmup_steps": "lr_warmup_iters lr_warmup_steps warmup_iters",
+        "optim.weight_decay": "wd",
+        "output.folder": "log_dir logging_dir out_dir output output_dir save_dir",
+        "output.log_every": "log_freq log_interval logging_steps",
+        "output.name": "experiment_name run_name wandb_name wandb_run_name",
+        "output.trackers": "report_to use_wandb wandb wandb_log wandb_project",
+        "parallel.form": "distributed_strategy fsdp sharding_strategy strategy zero_stage",
+        "parallel.timeout": "ddp_timeout nccl_timeout",
+        "speed.accumulation": "accum_steps accumulate_grad_batches grad_accum_steps gradient_accumulation_iters "
+        "gradient_accumulation_steps",
+        "speed.activation_offload": "offload_activations",
+        "speed.attention": "attention_backend attn_implementation flash flash_attention flash_attn sdpa "
+        "use_flash_attention use_flash_attn",
+        "speed.checkpointing": "activation_checkpoint activation_checkpointing enable_gradient_checkpointing "
+        "gradient_checkpointing recompute",
+        "speed.compile": "torch_compile torch_compile_backend torch_compile_mode use_compile",
+        "speed.micro_batch": "device_batch_size micro_batch_size per_device_eval_batch_size "
+        "per_device_train_batch_size",
+        "speed.optimizer_offload": "cpu_offload offload_optimizer optimizer_cpu_offload",
+        "speed.precision": "amp bf16 dtype fp16 mixed_precision tf32 torch_dtype use_amp",
+        "speed.workers": "dataloader_num_workers num_workers",
+        "train.batch_tokens": "batch_size global_batch_size total_batch_size train_batch_size",
+        "train.epochs": "max_epochs n_epochs num_epochs num_train_epochs",
+        "train.label_smoothing": "label_smoothing_factor",
+        "train.seed": "data_seed manual_seed random_seed",
+        "train.steps": "iters max_iters max_steps n_steps num_iterations num_steps total_steps train_iters",
+        "train.tokens": "max_train_tokens num_tokens total_tokens train_tokens",
+    }
+)
+_OPTIMIZER = "the optimizer is AdamW, and there is no setting for another; its fields are optim.beta1, optim.beta2, ..."
+# What others have a setting for and we do not: the way to it here.
+WAY_ELSEWHERE_CALLED = _by_foreign_name(
+    {
+        _OPTIMIZER: "adafactor adam adamw adamw_8bit lion muon optim.name optim.type "
+        "optim_type optimizer optimizer_type sgd shampoo soap sophia",
+        "start it with `--gpus N`, one process for each GPU": "devices gpus local_rank n_gpu nproc_per_node num_gpus "
+        "num_processes world_size",
+        "resume with `--resume auto`, or `--resume RUN`": "resume resume_from resume_from_checkpoint",
+        "use `flatout eval RUN`": "eval_only",
+        "leave it out: `flatout train` trains, evaluates and saves": "do_eval do_train overwrite_output_dir",
+        "`flatout export RUN FOLDER` writes a Hugging Face folder; nothing is uploaded": "hub_model_id push_to_hub",
+        "several GPUs share a model by parallel.form=fsdp; see docs/many-gpus.md": "deepspeed",
     }
 )
 VALUE_ELSEWHERE_CALLED = _by_foreign_name(
@@ -80,7 +142,10 @@ def unknown_key(path: str, where: str, *, top_level_extras: tuple[str, ...] = ()
         hint = f"give one of its fields: {', '.join(names_in(path))}"
         return ConfigError(f"{where}: {path} is a section, not a value", hint)
     close = nearest_paths(path, top_level_extras)
-    if close:
+    way = way_elsewhere(path)
+    if way is not None:
+        hint = way
+    elif close:
         hint = f"did you mean {' or '.join(close)}?"
     else:
         parent = path.rpartition(".")[0]
@@ -111,6 +176,7 @@ def nearest_paths(path: str, top_level_extras: tuple[str, ...] = ()) -> list[str
     if not found:
         names = {other.rpartition(".")[2]: other for other in known}
         found = [names[match] for match in close_matches(name, list(names), 0.7)]
+        found = found or _meant_elsewhere(name)
     return list(dict.fromkeys(found))[:2]
 
 
@@ -120,12 +186,39 @@ def nearest_fields(name: str) -> list[str]:
     if found:
         return found
     names = {path.rpartition(".")[2]: path for path in reversed(field_facts())}
-    return [names[match] for match in close_matches(name[:100].lower(), list(names), 0.7)]
+    name = name[:100].lower()
+    return [names[match] for match in close_matches(name, list(names), 0.7)] or _meant_elsewhere(name)
 
 
-def is_called_elsewhere(name: str) -> bool:
-    """Whether a word is another trainer's for a field of ours, whose values may be in other units."""
-    return name.lower() in FIELD_ELSEWHERE_CALLED
+def _meant_elsewhere(name: str) -> list[str]:
+    """The field that a mistyped word of another trainer means."""
+    return [FIELD_ELSEWHERE_CALLED[match] for match in close_matches(name, list(FIELD_ELSEWHERE_CALLED), 0.85)]
+
+
+def run_hint(name: str, otherwise: str, runs: Path = Path("runs")) -> str:
+    """What to do about a name that is no run's: a run with a similar name, or else what `otherwise` says."""
+    try:
+        there = [path.name for path in runs.iterdir() if path.is_dir()]
+    except OSError:
+        return otherwise
+    word = Path(name.rstrip("/")).name[:100]
+    near = close_matches(word, there, 0.6) or [known for known in sorted(there) if word and word in known][:1]
+    return f"did you mean {runs / near[0]}? `flatout runs` lists them" if near else otherwise
+
+
+def way_elsewhere(path: str) -> str | None:
+    """What to do here instead of a setting that others have and we do not."""
+    path = path[:100].strip().lower().replace("-", "_")
+    return WAY_ELSEWHERE_CALLED.get(path) or WAY_ELSEWHERE_CALLED.get(path.rpartition(".")[2])
+
+
+# Of these the value can be taken over from another trainer: it is a name or a place, which has no unit.
+_SAME_EVERYWHERE = ("data.source", "data.val_source", "model.init_from", "output.folder", "output.name")
+
+
+def keeps_value(name: str, field: str) -> bool:
+    """Whether a value written for `name` is one for our field: another trainer's may be in other units."""
+    return name.lower() not in FIELD_ELSEWHERE_CALLED or field in _SAME_EVERYWHERE
 
 
 def shorten_path(path: str) -> str:

@@ -230,9 +230,14 @@ def _split_summary(
         documents_by_length=_sums(lengths.documents, borders),
         tokens_by_length=_sums(lengths.tokens, borders),
         quantiles=_quantiles(lengths),
-        windows=None if context is None else window_count(info.tokens, context, context),
-        remainder=None if context is None else remainder(info.tokens, context, context),
+        windows=None if context is None else _windows(name, info.tokens, context),
+        remainder=None if context is None else 0 if name == "val" else remainder(info.tokens, context, context),
     )
+
+
+def _windows(split: str, tokens: int, context: int) -> int:
+    """How many windows a run reads. An evaluation reads all of its split, so its last window may be short."""
+    return -(-(tokens - 1) // context) if split == "val" else window_count(tokens, context, context)
 
 
 def _sums(counts: Counts, borders: list[int]) -> tuple[int, ...]:

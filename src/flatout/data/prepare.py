@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+from flatout.config.catalogue import source_name
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.data.inspect import read_problems, read_report
 from flatout.data.limits import LIMITS
@@ -42,13 +43,7 @@ def _source_name(data: DataConfig) -> str:
         return f"mix-{hashlib.sha256(described.encode('utf-8')).hexdigest()[:8]}"
     if data.source == STDIN:
         return "stdin"
-    source = str(data.source)
-    if source.startswith("hf:"):
-        return source.removeprefix("hf:").replace("/", "-").replace(":", "-")
-    name = Path(source).name
-    for suffix in (".gz", ".zst", ".xz", ".bz2"):
-        name = name.removesuffix(suffix)
-    return Path(name).stem
+    return source_name(str(data.source))
 
 
 def prepare_data(

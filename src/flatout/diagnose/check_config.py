@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from flatout.config.schema import RunConfig, micro_batch_of
 from flatout.config.unused import cut_pattern, wide_window
+from flatout.config.usual import FAR_ABOVE, FAR_BELOW, usual_rate, usual_tuning_rate
 from flatout.diagnose.check_tokens import steps_of
 from flatout.diagnose.doctor import Check, DataFacts, Disk, Finding
 
@@ -18,8 +19,6 @@ _check = functools.partial(Check, "config")
 MOST_STEPS = 20_000_000
 _BIG_SHARE = 0.2  # of a run's time for anything but training
 _BIG_BOUND = 1 / 3  # the same where the share is an upper bound, as it rests on the least time of a step
-_FAR_ABOVE, _FAR_BELOW = 8.0, 20.0
-USUAL_ADAPTER_RATE, USUAL_TUNING_RATE = 2e-4, 2e-5
 
 
 def check_config(
@@ -30,8 +29,12 @@ def check_config(
     step_seconds: float | None,
     disk: Disk | None,
     written: Callable[[str], bool],
+    tested_rate: bool = False,
 ) -> Iterator[Finding | None]:
-    """`written(path)` says whether the user wrote a field; `step_seconds` is the least time of a step, if known."""
+    """`written(path)` says whether the user wrote a field; `step_seconds` is the least time of a step, if known.
+
+    `tested_rate`: the learning rate is what `flatout tune lr` found.
+    """
     steps = steps_of(config, data)
     yield from _pattern(config)
     yield _batch(config)
@@ -39,7 +42,7 @@ def check_config(
         yield _length(config, steps)
         yield _warmup(config, data, steps)
     if parameters is not None:
-        yield _learning_rate(config, parameters)
+        yield _learning_rate(config, parameters, tested=tested_rate)
     yield from _stability(config)
     if steps:
         yield from _evaluation(config, data.val_tokens, steps, config.train.batch_tokens)
@@ -138,21 +141,18 @@ def _shorter(config: RunConfig, steps: int) -> str:
     return f"warmup_steps={steps}" if config.optim.warmup is None else "warmup=0.05"
 
 
-def usual_rate(parameters: int) -> float:
-    """A learning rate that AdamW usually does well with: 6e-4 at 124M parameters, falling with the cube root."""
-    return 6e-4 * (124e6 / parameters) ** (1 / 3)
-
-
-def _learning_rate(config: RunConfig, parameters: int) -> Finding:
+def _learning_rate(config: RunConfig, parameters: int, *, tested: bool) -> Finding:
     rate, usual = config.optim.learning_rate, usual_rate(parameters)
     found = f"{rate:g}; about {usual:.1g} is usual for {parameters / 1e6:.3g}M parameters"
-    if rate > _FAR_ABOVE * usual:
+    if tested:  # on this model and its data, of which a usual rate knows nothing
+        return _check("learning rate").ok(f"{found}, and `flatout tune lr` found this one")
+    if rate > FAR_ABOVE * usual:
         return _check("learning rate").warn(
             found,
             f"That is {rate / usual:.0f} times as much: the loss will likely jump or become NaN. Set "
             f"optim.learning_rate={usual:.1g}, or let `flatout tune lr` find one.",
         )
-    if rate < usual / _FAR_BELOW and config.model.init_from is None:
+    if rate < usual / FAR_BELOW and config.model.init_from is None:
         return _check("learning rate").warn(
             found,
             f"That is {usual / rate:.0f} times less: training will be very slow. Set optim.learning_rate={usual:.1g}, "
@@ -164,15 +164,15 @@ def _learning_rate(config: RunConfig, parameters: int) -> Finding:
 def _fine_tuning_rate(config: RunConfig) -> Finding:
     """Trained weights bear small rates only; adapters, which begin at nothing, ten times as much."""
     rate, adapters = config.optim.learning_rate, config.lora.rank > 0
-    usual = USUAL_ADAPTER_RATE if adapters else USUAL_TUNING_RATE
+    usual = usual_tuning_rate(adapters=adapters)
     found = f"{rate:g}; about {usual:g} is usual for {'adapters' if adapters else 'all weights of a trained model'}"
-    if rate > _FAR_ABOVE * usual:
+    if rate > FAR_ABOVE * usual:
         return _check("learning rate").warn(
             found,
             f"That is {rate / usual:.0f} times as much: the loss will likely jump, or the model forget what it knows. "
             f"Set optim.learning_rate={usual:g}.",
         )
-    if rate < usual / _FAR_BELOW:
+    if rate < usual / FAR_BELOW:
         return _check("learning rate").warn(
             found,
             f"That is {usual / rate:.0f} times less: little will be learned. Set optim.learning_rate={usual:g}.",

@@ -2,7 +2,7 @@
 
 `look_at_data` reads files and writes none. A dataset that is prepared is opened as training opens it. A source that is
 not prepared yet is listed, and the first quarter of a megabyte of it is read and tokenized, from which the number of
-tokens is extrapolated and said to be so. No torch here.
+tokens is extrapolated and said to be so; for the tokenizer `char`, more is read for its characters. No torch here.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import slices_of, told_by_type
 from flatout.data.inspect import read_report
 from flatout.data.limits import LIMITS
-from flatout.data.plan import STDIN, Inputs, Request, find_inputs, request_of
+from flatout.data.part import Part, Recipe, characters_of_part
+from flatout.data.plan import STDIN, Done, Inputs, Request, find_inputs, parts_of, request_of
 from flatout.data.prepare import data_folder, has_dataset, lies_inside, prepare_data
 from flatout.data.shards import Dataset, open_dataset
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
@@ -30,6 +31,7 @@ from flatout.errors import ConfigError, UserError
 _check = functools.partial(Check, "data")
 
 _SAMPLE = 2**18  # bytes of a source that are read
+_CHARACTER_BYTES = 2**25  # of a source that are read for the characters in it
 _DOCUMENTS = 1_000_000  # whose lengths are looked at
 # Formats of which so many bytes are so many tokens, one stretch like the next.
 _MEASURABLE = ("text", "jsonl", "json", "csv", "tsv", "smiles", "tokens")
@@ -158,7 +160,11 @@ def _unprepared(config: RunConfig, folder: Path, machine: Machine, *, quick: boo
     if not inputs.files or any(finding.status == "bad" for finding in packages):
         return facts
     sample = yield from _sampled(request, inputs, quick=quick)
-    return facts if sample is None else _extrapolated(config, inputs, sample, tokenizer, facts)
+    if sample is None:
+        return facts
+    if config.data.tokenizer == "char":
+        facts = dataclasses.replace(facts, vocab=_characters(request, inputs, quick=quick))
+    return _extrapolated(config, inputs, sample, tokenizer, facts)
 
 
 def _tokenizer(config: RunConfig) -> Generator[Finding, None, Tokenizer | None]:
@@ -263,6 +269,20 @@ def _read(piece: Slice, options: Any) -> tuple[list[Document], list[Problem], bo
     return documents, problems, True
 
 
+def _characters(request: Request, inputs: Inputs, *, quick: bool) -> int | None:
+    """The ids that preparing would find in the text, by its own count; of a long text, those of its beginning."""
+    if any(file.format == "hub" for file in inputs.files):
+        return None
+    recipe, found, read = Recipe(request.options, request.rules), set[str](), 0
+    for part in parts_of(inputs, request.options, Done()):
+        assert isinstance(part, Part), "nothing is done yet"
+        found.update(characters_of_part(recipe, part))
+        read += part.bytes
+        if read >= _CHARACTER_BYTES // (8 if quick else 1):
+            break
+    return len(found) + (request.data.unknown_characters == "replace") if found else None
+
+
 def _extrapolated(
     config: RunConfig, inputs: Inputs, sample: _Sample, tokenizer: Tokenizer | None, facts: DataFacts
 ) -> DataFacts:
@@ -271,7 +291,7 @@ def _extrapolated(
         return facts
     first = _first(sample.text, _SAMPLE)
     if tokenizer is None:
-        lengths, vocab = [len(part) for part in first], len(set("".join(sample.text)))
+        lengths, vocab = [len(part) for part in first], facts.vocab or len(set("".join(sample.text)))
     else:
         lengths, vocab = [len(ids) for ids in tokenizer.encode_batch(first)], tokenizer.vocab
     share_of_text, size = _share_of_text(sample, inputs), _bytes_of(first)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, load_config
+from flatout.config.usual import found_by_range_test
 from flatout.diagnose import check_fit, links
 from flatout.diagnose.check_card import check_cards
 from flatout.diagnose.check_config import check_config
@@ -250,7 +251,7 @@ class _Visit:
             yield from guarded("data", "on all ranks", lambda: check_rank_data(meeting, config))
         yield from self.complaints
         for notice in loaded.notices:
-            yield Check("config", "hardware").note(notice)
+            yield Check("config", "preset").note(notice)
         yield from (
             one for one in self.switches if not (self.package_missing and one.found.endswith("is not installed"))
         )
@@ -264,6 +265,8 @@ class _Visit:
         yield from guarded("config", "packages", lambda: check_tracker_packages(self.machine, config))
         yield from guarded("config", "run folder", lambda: [check_folder(config)])
         facts = {"parameters": parameters, "step_seconds": fitted and fitted.step_seconds, "disk": self.disk}
+        in_file = loaded.sources["optim.learning_rate"].kind == "file" and self.target is not None
+        facts["tested_rate"] = in_file and found_by_range_test(Path(str(self.target)))
         yield from guarded("config", "config", lambda: check_config(config, data, written=wrote.__contains__, **facts))
 
     def check_memory_and_time(self, loaded: LoadedConfig) -> Iterator[Finding]:

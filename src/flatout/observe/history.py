@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import DataError
-from flatout.observe.human import printable
+from flatout.observe.human import many, printable
 from flatout.observe.sinks import read_metrics
 
 LARGEST = 2**53
@@ -84,6 +84,18 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
             depth += 1
         names.append("/".join(own[-depth:]).replace("//", "/"))
     return names
+
+
+def early_stop_reason(info: dict[str, Any]) -> str:
+    """Why a run stopped early: with `eval.min_delta`, a loss that still fell may have fallen by too little."""
+    config = info.get("config")
+    settings = config.get("eval") if isinstance(config, dict) else None
+    values = [settings.get(name) if isinstance(settings, dict) else None for name in ("patience", "min_delta")]
+    patience, delta = (value if isinstance(value, int | float) and value > 0 else 0 for value in values)
+    often = f" in {many(int(patience), 'evaluation')}" if patience else ""
+    if delta:
+        return f"the validation loss fell by less than eval.min_delta ({delta:g}){often}"
+    return f"no lower validation loss{often}"
 
 
 def is_count(value: Any, least: int = 0) -> bool:

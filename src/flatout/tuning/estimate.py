@@ -301,7 +301,7 @@ class _Look:
             memory_parts={"process": self.base} | dataclasses.asdict(self._step_memory(config, speed)),
             layers=layers_of(config, self.vocab, speed) if self.practice is None else (),
             table=self._table(timed),
-            notes=tuple(self._notes()),
+            notes=tuple(self._notes(timed)),
             probe_seconds=time.monotonic() - self.began,
             **_rates(timed),
             **_costs(parts, timed, price),
@@ -381,10 +381,11 @@ class _Look:
                 )
         return tuple(cells)
 
-    def _notes(self) -> Iterator[str]:
+    def _notes(self, timed: Timed | None) -> Iterator[str]:
         if self.made_up:
-            yield "the data is not prepared: preparing it is not counted, and steps were timed on random tokens"
-        if self.streaming:
+            on_what = "" if timed is None else ", and steps were timed on random tokens"
+            yield f"the data is not prepared: preparing it is not counted{on_what}"
+        if self.streaming and timed is not None:
             yield "the text is streamed: reading, cleaning and tokenizing it while training is not in the timed steps"
         if self.config.eval.patience:
             yield "eval.patience is set: the run may stop earlier"

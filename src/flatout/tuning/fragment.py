@@ -11,6 +11,7 @@ from typing import Any
 
 from flatout.config.load import LoadedConfig
 from flatout.config.source import Source
+from flatout.config.usual import TUNED as TUNED_FILE
 from flatout.config.yaml_loader import format_value
 from flatout.records import TuneRow
 from flatout.tuning.search import Candidate
@@ -19,7 +20,6 @@ from flatout.tuning.search import Candidate
 # rule.
 TUNED = ("micro_batch", "accumulation", "checkpointing", "loss", "loss_chunk", "kernels", "compile")
 TUNED += ("optimizer_offload", "threads")
-FIRST_LINE = "# Found by `flatout tune`"
 _CHECKSUM = " Checksum of the rest: "
 
 
@@ -90,13 +90,13 @@ def config_text(loaded: LoadedConfig, found: Mapping[str, Any], first: str, comm
     for section, fields in sections.items():
         lines += ["", f"{section}:", *(f"  {name}: {format_value(value)}" for name, value in fields.items())]
     body = "\n".join(lines) + "\n"
-    return f"{' '.join(f'{FIRST_LINE}{first}'.split())}{_CHECKSUM}{_checksum(body)}\n{body}"
+    return f"{' '.join(f'{TUNED_FILE}{first}'.split())}{_CHECKSUM}{_checksum(body)}\n{body}"
 
 
 def is_unchanged(text: str) -> bool | None:
     """Whether the text of a file is as `config_text` made it; None for a file that is not from here at all."""
     first, _, body = text.partition("\n")
-    if not first.startswith(FIRST_LINE):
+    if not first.startswith(TUNED_FILE):
         return None
     return first.rstrip().endswith(f"{_CHECKSUM}{_checksum(body)}")
 

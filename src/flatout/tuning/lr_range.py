@@ -28,10 +28,12 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
+from flatout.config.usual import FAR_ABOVE, FAR_BELOW, RANGE_STEPS, usual_rate, usual_tuning_rate
 from flatout.engine.books import Progress
 from flatout.engine.run import Run
 from flatout.engine.saving import capture, restore
 from flatout.errors import ConfigError
+from flatout.model.count import parameter_count
 from flatout.ops.gradients import clear_gradients
 from flatout.tuning.fragment import config_text, words_of
 from flatout.tuning.measure import Steps, borrowed_run
@@ -39,7 +41,7 @@ from flatout.tuning.plan import machine_of
 from flatout.tuning.practice_data import scratch_folder
 from flatout.tuning.practice_samples import practice_config
 
-LOW, HIGH, STEPS = 1e-7, 1.0, 100
+LOW, HIGH, STEPS = 1e-7, 1.0, RANGE_STEPS
 DIVERGED = 4.0  # times the best smoothed loss
 MEMORY = 0.8  # of the running mean that looks for divergence, per step
 MEDIAN = 5  # steps: a loss is read as the median of so many, so that one step that jumps says nothing
@@ -82,7 +84,10 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LrResult:
-    """One call of the finder. `before` is the rate the config had; `fragment` a config file with the one found."""
+    """One call of the finder. `before` is the rate the config had; `fragment` a config file with the one found.
+
+    `usual` is the rate that models of this size usually do well with, `notes` what to think of one far from it.
+    """
 
     config: str
     device: str
@@ -94,6 +99,8 @@ class LrResult:
     reading: Reading
     rate: float
     before: float
+    usual: float
+    notes: tuple[str, ...]
     ended: str
     words: tuple[str, ...]
     fragment: str
@@ -124,7 +131,7 @@ def find_rate(
     with scratch_folder("flatout-lr-") as scratch:
         fitted, described = practice_config(loaded, scratch)
         with borrowed_run(fitted) as run:
-            device = machine_of(run.speed.device, run.speed.threads)
+            device, usual = machine_of(run.speed.device, run.speed.threads), _usual(run)
             points, ended = range_test(run, low=low, high=high, steps=steps, progress=progress)
     reading = read_curve([point.rate for point in points], [point.loss for point in points])
     found = {"optim.learning_rate": float(f"{reading.rate:.1e}")}  # two digits: the test knows no more
@@ -139,12 +146,15 @@ def find_rate(
         reading=reading,
         rate=found["optim.learning_rate"],
         before=loaded.config.optim.learning_rate,
+        usual=usual,
+        notes=tuple(notes_on(found["optim.learning_rate"], usual, steps)),
         ended=ended,
         words=words_of(found),
         fragment=config_text(
             loaded,
             found,
-            f", learning rate, on {device}: a range test from {low:g} to {points[-1].rate:.2g}, {ended}.",
+            f", learning rate, on {device}: a range test of {steps} steps from {low:g} to {points[-1].rate:.2g}, "
+            f"{ended}.",
             [f"{suggestion.name} {suggestion.rate:.2e}" for suggestion in reading.suggestions]
             + [f"chosen: {reading.chosen}; the config had {loaded.config.optim.learning_rate:g}"],
         ),
@@ -152,6 +162,30 @@ def find_rate(
         flatout=flatout.__version__,
         torch=torch.__version__,
     )
+
+
+def _usual(run: Run) -> float:
+    if run.config.chat.source is not None:
+        return usual_tuning_rate(adapters=run.adapters is not None)
+    return usual_rate(parameter_count(run.config.model, run.model.vocab))
+
+
+def notes_on(rate: float, usual: float, steps: int) -> Iterator[str]:
+    """Why a rate may be wrong, or why it is right where the doctor's rule of thumb says something else."""
+    far = rate > FAR_ABOVE * usual or rate < usual / FAR_BELOW
+    times = f"{rate:g} is {rate / usual:.2g} times the {usual:.1g} that is usual for a model of this size"
+    if steps < RANGE_STEPS:
+        yield (
+            f"{steps} steps raise the rate faster than the {RANGE_STEPS} that the choice was calibrated with, and what "
+            f"they find is often several times too high; --steps {RANGE_STEPS} gives a rate to train with"
+        )
+        if far:
+            yield f"{times}, and `flatout doctor` warns of it"
+    elif far:
+        yield (
+            f"{times}, but this model's loss fell on its own data up to there, of which a usual rate knows nothing; "
+            "`flatout doctor` accepts it in the file that --out writes, and warns of it on a command line"
+        )
 
 
 # --- the test ---------------------------------------------------------------------------------------------------------

@@ -5,11 +5,12 @@ import json
 from pathlib import Path
 
 from flatout.errors import UsageError
-from flatout.words import add_config, choose_action, load
+from flatout.words import add_config, choose_action, load, quoted
 
 CONFIG_ACTIONS = {
     "explain": "every value, where it came from and what it means",
     "show": "the resolved config as YAML",
+    "search": "settings by a word: names, sentences, and what other trainers call them",
     "schema": "the JSON schema of a config file",
     "presets": "the presets and hardware overlays that ship with Flatout",
     "copy": "copy a preset to a file to edit",
@@ -21,11 +22,38 @@ def config(words: list[str]) -> int:
     if action == "copy":
         parser.add_argument("preset", help="name of the preset")
         parser.add_argument("file", nargs="?", help="file to write; default: PRESET.yaml")
+    elif action == "search":
+        parser.add_argument("words", nargs="+", metavar="WORD", help="settings that hold all of these words")
     elif action in ("explain", "show"):
         add_config(parser)
-    if action == "explain":
+    if action in ("explain", "search"):
         parser.flag("--json", "print rows as JSON")
-    return _config_action(action, parser.parse_words(rest))
+    parsed = parser.parse_mixed(rest) if action == "search" else parser.parse_words(rest)
+    return _search(parsed) if action == "search" else _config_action(action, parsed)
+
+
+def _search(parsed: argparse.Namespace) -> int:
+    from flatout.config.search import search_fields
+    from flatout.config.suggest import nearest_fields, way_elsewhere
+
+    found = search_fields(parsed.words)
+    if not found:
+        asked = " ".join(parsed.words)
+        near = nearest_fields(parsed.words[0])
+        hint = way_elsewhere(parsed.words[0]) or (
+            f"did you mean {' or '.join(near)}?" if near else "`flatout config explain` lists every setting"
+        )
+        raise UsageError(f"no setting is about {quoted(asked)}", hint)
+    if parsed.json:
+        print(json.dumps([vars(row) for row in found], ensure_ascii=False))
+        return 0
+    cells = [(row.path, row.default) for row in found]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row, texts in zip(found, cells, strict=True):
+        aligned = (f"{text:<{width}}" for text, width in zip(texts, widths, strict=True))
+        elsewhere = f" (elsewhere: {', '.join(row.elsewhere)})" if row.elsewhere else ""
+        print("  ".join([*aligned, row.description]) + elsewhere)
+    return 0
 
 
 def _config_action(action: str, parsed: argparse.Namespace) -> int:

@@ -77,9 +77,10 @@ def _understood(parser: Parser, words: list[str]) -> tuple[argparse.Namespace, b
 def _loaded(verb: str, parsed: argparse.Namespace, resume: str | None, stored: Path | None) -> "LoadedConfig | None":
     """The config of the command; None where that of the run in `stored` serves."""
     if stored is not None and not stored.is_dir():
-        raise UsageError(
-            f"--resume {quoted(str(stored))} is not a folder", "name a run folder, a checkpoint folder, or auto"
-        )
+        from flatout.config.suggest import run_hint
+
+        hint = run_hint(str(stored), "name a run folder, a checkpoint folder, or auto")
+        raise UsageError(f"--resume {quoted(str(stored))} is not a folder", hint)
     loaded = None if stored is not None else load(parsed, tell=False)
     if loaded is not None and verb == "finetune":
         from flatout.engine.rows_named import check_rows_named
@@ -115,6 +116,8 @@ def _follow_training(
                     stop.training = True
                     preparing.close()
                     folder, nothing_left = record.folder, record.nothing_left
+                    if speaks and isinstance(reader, ViewReader):
+                        reader.recall(record)
                 elif isinstance(record, records.EndRecord):
                     checkpoint, interrupted = record.checkpoint, record.reason == "interrupted"
                 if speaks:

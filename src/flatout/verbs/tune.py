@@ -38,15 +38,16 @@ if TYPE_CHECKING:
 
 def tune(words: list[str]) -> int:
     finders = {"lr": tune_lr, "search": tune_search}
-    return finders[words[0]](words[1:]) if words and words[0] in finders else _tune_speed(words)
+    return finders[words[0]](words[1:]) if words and words[0] in finders else _tune_speed(words, tuple(finders))
 
 
-def _tune_speed(words: list[str]) -> int:
+def _tune_speed(words: list[str], finders: tuple[str, ...]) -> int:
     parser = Parser(
         "tune",
         "Find the micro-batch, checkpointing and loss with the most tokens per second for the config's global batch, "
         "in pretraining or fine-tuning, by real training steps on this device. What is learned does not change.",
     )
+    parser.actions = finders
     add_config(parser)
     parser.number("--memory", 0.1, 10_000.0, metavar="GIB", help="emulate a GPU with this much memory")
     parser.add_argument("--out", metavar="FILE", help="write the config found to this YAML file, to train with")

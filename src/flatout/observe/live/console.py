@@ -11,6 +11,7 @@ from typing import TextIO
 from flatout import records
 from flatout.config.schema import SpeedConfig
 from flatout.observe.eigenstates import record_sentence
+from flatout.observe.history import early_stop_reason
 from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, printable
 from flatout.observe.live.alerts import Alerts
 from flatout.observe.measured.estimate_table import expected
@@ -86,28 +87,32 @@ class TerminalReader:
                 if total.seconds >= LONG:
                     say(self.console, total.sentence)
         if self.console.is_terminal:
-            self.console.redraw(self._line(record))
+            self.console.redraw(self._line(record, self.console.width))
         elif record.step % self.log_every == 0 or record.step == 1 or (self.info and record.step == self.info.steps):
             say(self.console, self._line(record))
 
-    def _line(self, record: StepRecord) -> str:
+    def _line(self, record: StepRecord, width: float = math.inf) -> str:
+        """A step in one line of at most `width` cells: what does not fit is left out, the least important first."""
         steps = self.info.steps if self.info else record.step
-        parts = [f"step {record.step:>{len(str(steps))}}/{steps}", f"loss {record.loss:.4f}"]
+        parts = {"step": f"step {record.step:>{len(str(steps))}}/{steps}", "loss": f"loss {record.loss:.4f}"}
         if self.val_loss is not None:
-            parts.append(f"val {self.val_loss:.4f}")
-        parts.append(f"lr {record.learning_rate:.2e}")
+            parts["val"] = f"val {self.val_loss:.4f}"
+        parts["rate"] = f"lr {record.learning_rate:.2e}"
         if self.speed:
-            parts.append(f"{human_count(self.speed)} tok/s")
+            parts["speed"] = f"{human_count(self.speed)} tok/s"
         if record.mfu is not None:
-            parts.append(f"MFU {100 * record.mfu:.0f}%")
+            parts["MFU"] = f"MFU {100 * record.mfu:.0f}%"
         if record.memory_bytes is not None:
-            parts.append(human_bytes(record.memory_bytes))
+            parts["memory"] = human_bytes(record.memory_bytes)
         if self.speed and self.info:
             left = (steps - record.step) * self.info.batch_tokens / self.speed
-            parts.append(f"ETA {human_seconds(left)}")
+            parts["ETA"] = f"ETA {human_seconds(left)}"
         if not record.applied:
-            parts.append("SKIPPED")
-        return "  ".join(parts)
+            parts["skipped"] = "SKIPPED"
+        for name in ("memory", "rate", "MFU", "val", "speed"):
+            if len("  ".join(parts.values())) > width:
+                parts.pop(name, None)
+        return "  ".join(parts.values())
 
     def _lines(self, record: Record) -> list[str]:
         match record:
@@ -146,7 +151,7 @@ class TerminalReader:
             case EndRecord() if self.info is not None and self.info.nothing_left:
                 return [_finished_before(self.info)]
             case EndRecord():
-                return [*_ending(record), *([self.memory] if self.memory else [])]
+                return [*_ending(record, self.info), *([self.memory] if self.memory else [])]
             case _:
                 return []
 
@@ -221,10 +226,12 @@ def _finished_before(info: RunInfo) -> str:
     )
 
 
-def _ending(record: EndRecord) -> list[str]:
-    words = {"finished": "finished", "early_stop": "stopped early, no more improvement", "interrupted": "interrupted"}
-    why = words.get(record.reason, record.reason)
-    line = f"{why} at step {record.step} after {human_seconds(record.seconds)} of training"
+def _ending(record: EndRecord, info: RunInfo | None) -> list[str]:
+    words = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}
+    word = words.get(record.reason, record.reason)
+    line = f"{word} at step {record.step} after {human_seconds(record.seconds)} of training"
+    if record.reason == "early_stop" and info is not None:
+        line += f": {early_stop_reason({'config': info.config})}"
     if record.best_loss is not None and math.isfinite(record.best_loss):
         line += f"; best val loss {record.best_loss:.4f} at step {record.best_step}"
     return [line]

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from flatout import records
+from flatout.config.suggest import run_hint
 from flatout.errors import DataError, UsageError
 from flatout.observe.history import NUMBERS
 from flatout.records import EndRecord, Record, RunInfo, StepRecord
@@ -195,22 +196,23 @@ def find_run(name: str | None, runs: Path = RUNS) -> Path:
         return _newest(runs)
     path = next((path for path in (Path(name), runs / name) if name and _is_folder(path)), None)
     if path is None:
-        raise UsageError(f"{name!r} is not a folder", "name a run folder, such as runs/NAME")
+        raise UsageError(f"{name!r} is not a folder", run_hint(name, "name a run folder, such as runs/NAME", runs))
     if (path / "manifest.json").is_file() and path.resolve().parent.name == "checkpoints":
         path = path.resolve().parent.parent
-    if not _holds_run(path):
+    if not holds_run(path):
         raise DataError(f"{path} is not a run: it has no {METRICS}", "name a run folder, such as runs/NAME")
     return path
 
 
 def _newest(runs: Path) -> Path:
-    found = [path for path in runs.iterdir() if _holds_run(path)] if _is_folder(runs) else []
+    found = [path for path in runs.iterdir() if holds_run(path)] if _is_folder(runs) else []
     if not found:
         raise DataError(f"there is no run under {runs}/", "name a run folder, or start one with `flatout train`")
-    return max(found, key=_touched)
+    return max(found, key=touched)
 
 
-def _holds_run(path: Path) -> bool:
+def holds_run(path: Path) -> bool:
+    """Whether a run lies in a folder."""
     # A run that has just been started has its lock, and no record yet.
     return (path / METRICS).is_file() or (path / LOCK).is_file()
 
@@ -222,7 +224,8 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _touched(run: Path) -> float:
+def touched(run: Path) -> float:
+    """When a run last said something, in seconds since 1970."""
     times = [0.0]
     for path in (run / METRICS, run / LOCK):
         try:

@@ -14,6 +14,7 @@ from rich.text import Text
 from flatout.observe.eigenstates import record_sentence
 from flatout.observe.human import human_bytes, human_count, human_seconds, many, printable
 from flatout.observe.live.alerts import STALL_SHARE
+from flatout.observe.live.chart import BROKEN, chart, loss_text
 from flatout.observe.live.state import ViewState, mean_of
 from flatout.observe.ranks import exposed_share
 from flatout.records import SLOW_RANK, MachineRecord, SampleRecord, slowest_over_median
@@ -21,7 +22,7 @@ from flatout.records import SLOW_RANK, MachineRecord, SampleRecord, slowest_over
 LONG_WAIT = 0.10  # of the first rank's time: the aim of the report
 ZOOM = 100  # steps of the second chart
 ENDINGS = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}
-_BLOCKS = " ▁▂▃▄▅▆▇█"
+_BLOCKS = "▁▂▃▄▅▆▇█"
 _FAINT, _STRONG, _WARN, _GOOD = "bright_black", "bold", "yellow", "green"
 
 
@@ -50,32 +51,20 @@ def panel(state: ViewState, width: int, height: int) -> list[Text]:
     return _framed(body, width, title, _status(state))
 
 
-def spark(values: Sequence[float], width: int, height: int) -> list[str]:
-    """A series as columns of blocks, `height` rows of at most `width` cells, the top row first.
+def spark(values: Sequence[float], width: int) -> str:
+    """A series as one row of blocks, at most `width` cells, for screens without room for a chart.
 
-    The scale ends at the 90th percentile: the first losses would press everything else flat. What is above fills its
-    column; a column without a finite value is a cross.
+    The scale ends at the 90th percentile: the first losses would press everything else flat. A column without a finite
+    value is a cross.
     """
     columns = _columns(values, width)
-    low, high = _range(columns)
-    if math.isnan(low) or height < 1:
-        return ["×" * len(columns)][:height]
-    scale = (8 * height - 1) / (high - low) if high > low else 0.0
-    rows = [""] * height
-    for value in columns:
-        if not math.isfinite(value):
-            cells = [" "] * (height - 1) + ["×"]
-        else:
-            level = 1 + round(min(value - low, high - low) * scale)
-            cells = [_BLOCKS[min(max(level - 8 * (height - 1 - row), 0), 8)] for row in range(height)]
-        rows = [row + cell for row, cell in zip(rows, cells, strict=True)]
-    return rows
-
-
-def _range(columns: Sequence[float]) -> tuple[float, float]:
-    """From the lowest value to the 90th percentile; NaN where there is none."""
     finite = sorted(value for value in columns if math.isfinite(value))
-    return (finite[0], finite[int(0.9 * (len(finite) - 1))]) if finite else (math.nan, math.nan)
+    if not finite:
+        return BROKEN * len(columns)
+    low, high = finite[0], finite[int(0.9 * (len(finite) - 1))]
+    scale = 7 / (high - low) if high > low else 0.0
+    levels = [1 + round(min(value - low, high - low) * scale) if math.isfinite(value) else 0 for value in columns]
+    return "".join(_BLOCKS[level - 1] if level else BROKEN for level in levels)
 
 
 def _columns(values: Sequence[float], width: int) -> list[float]:
@@ -96,40 +85,34 @@ def _charts(state: ViewState, width: int, height: int) -> list[Text]:
         waiting = "waiting for the first step" if state.info is not None else "waiting for the run to begin"
         return [Text(waiting, style=_FAINT), *[Text("")] * (height - 1)]
     if height == 1:
-        return [Text.assemble(("loss ", _FAINT), (spark(state.losses.values(), width - 5, 1)[0], "cyan"))]
-    recent = list(state.latest)
-    if width < 96 or len(recent) <= 2 * ZOOM:
-        return _chart(state.losses.values(), "training loss, whole run", width, height)
-    left = width * 3 // 5
-    first = _chart(state.losses.values(), "training loss, whole run", left - 2, height)
-    second = _chart(recent[-ZOOM:], f"last {ZOOM} steps", width - left, height)
-    return [_joined([_padded(one, left), two]) for one, two in zip(first, second, strict=True)]
-
-
-def _chart(values: Sequence[float], title: str, width: int, height: int) -> list[Text]:
-    """A title, then the curve with its scale on the left."""
-    low, high = _range(_columns(values, max(width - 8, 1)))
-    rows = spark(values, max(width - 8, 1), height - 1)
-    lines = [_cut(Text(title, style=_FAINT), width)]
-    for number, row in enumerate(rows):
-        value = high if number == 0 else low if number == len(rows) - 1 else None
-        label = "" if value is None else _loss(value)
-        lines.append(Text.assemble((f"{label:>7} ", _FAINT), (row, "cyan")))
-    return lines + [Text("")] * (height - len(lines))
+        return [Text.assemble(("loss ", _FAINT), (spark(state.losses.values(), width - 5), "cyan"))]
+    recent, validation = list(state.latest)[-ZOOM:], state.validation.points()
+    if width < 120 or len(state.latest) <= 2 * ZOOM:
+        return chart(state.losses.points(), validation, "loss", width, height)
+    left, last = width * 3 // 5, state.step.step
+    first = chart(state.losses.points(), validation, "loss", left - 2, height)
+    points = list(zip(range(last - len(recent) + 1, last + 1), recent, strict=True))
+    second = chart(points, validation, f"last {ZOOM} steps", width - left, height)
+    return [_joined([_padded(_cut(one, left - 2), left), two]) for one, two in zip(first, second, strict=True)]
 
 
 def _facts(state: ViewState, width: int) -> list[Text]:
-    """Figures in two to four columns, the most important first, so that what is cut off is the least."""
+    """Figures in as many columns as fit, the most important first, so that what is cut off is the least."""
     cells = _figures(state)
-    columns = min(max(width // 28, 1), 4)
-    each = width // columns
+    for columns in (4, 3, 2, 1):
+        groups = [cells[place::columns] for place in range(columns)]
+        names = [max((len(name) for name, _, _ in group), default=0) + 1 for group in groups]
+        values = [max((cell_len(value) for _, value, _ in group), default=0) for group in groups]
+        if sum(names) + sum(values) + columns - 1 <= width:
+            break
+    gap = min((width - sum(names) - sum(values)) // max(columns - 1, 1), 8)
     lines = []
     for start in range(0, len(cells), columns):
         parts = []
-        for name, value, style in cells[start : start + columns]:
-            cell = Text.assemble((f"{name:<12}", _FAINT), (value, style))
-            parts.append(_padded(_cut(cell, each - 1), each))
-        lines.append(_joined(parts))
+        for place, (name, value, style) in enumerate(cells[start : start + columns]):
+            cell = Text.assemble((f"{name:<{names[place]}}", _FAINT), (value, style))
+            parts.append(cell if place == columns - 1 else _padded(cell, names[place] + values[place] + gap))
+        lines.append(_cut(_joined(parts), width))
     if state.eigenstates is not None and (words := record_sentence(state.eigenstates)):
         lines.append(_cut(Text(words), width))
     return lines
@@ -143,13 +126,13 @@ def _figures(state: ViewState) -> list[tuple[str, str, str]]:
     rate, share, best = state.tokens_per_second, state.data_share, state.best
     held = machine is not None and bool(machine.throttled)
     found: list[tuple[str, str | None, str]] = [
-        ("loss", _loss(step.loss), _STRONG),
+        ("loss", loss_text(step.loss), _STRONG),
         ("speed", f"{human_count(rate)} tokens/s" if rate else None, _STRONG),
-        ("val loss", evaluation and f"{_loss(evaluation.loss)} at {evaluation.step:,}", ""),
+        ("val loss", evaluation and f"{loss_text(evaluation.loss)} at {evaluation.step:,}", ""),
         ("MFU", None if step.mfu is None else f"{step.mfu:.1%}", ""),
-        ("best val", best and f"{_loss(best[0])} at {best[1]:,}", _GOOD),
-        ("peak memory", None if step.memory_bytes is None else human_bytes(step.memory_bytes), ""),
-        ("learn rate", f"{step.learning_rate:.2e}", ""),
+        ("best val", best and f"{loss_text(best[0])} at {best[1]:,}", _GOOD),
+        ("memory", None if step.memory_bytes is None else human_bytes(step.memory_bytes), ""),
+        ("rate", f"{step.learning_rate:.2e}", ""),
         ("data wait", None if share is None else f"{share:.1%}", _WARN if (share or 0.0) > STALL_SHARE else ""),
         *_ranks(state),
         ("grad norm", f"{step.grad_norm:.3g}", ""),
@@ -279,9 +262,9 @@ def _brief(state: ViewState) -> list[Text]:
     words = _progress(state, 200).plain.replace("━", "").replace("─", "")
     lines = [Text(" ".join(words.split()))]
     if (step := state.step) is not None:
-        lines.append(Text(f"loss {_loss(step.loss)}  lr {step.learning_rate:.2e}"))
+        lines.append(Text(f"loss {loss_text(step.loss)}  lr {step.learning_rate:.2e}"))
     if state.evaluation is not None:
-        lines.append(Text(f"val {_loss(state.evaluation.loss)}"))
+        lines.append(Text(f"val {loss_text(state.evaluation.loss)}"))
     if state.tokens_per_second:
         lines.append(Text(f"{human_count(state.tokens_per_second)} tokens/s"))
     return lines + _alert_lines(state, 200, 1)
@@ -300,10 +283,6 @@ def _framed(lines: Sequence[Text], width: int, title: str, status: tuple[str, st
 
 def one_line(text: str) -> str:
     return " ".join(printable(text).split())
-
-
-def _loss(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
 
 
 def _cut(line: Text, width: int) -> Text:

@@ -57,8 +57,12 @@ class Curve:
         self._points = [point for point in self._points if point[0] <= step]
         self._bucket = self._bucket if self._last <= step else []
 
+    def points(self) -> list[tuple[int, float]]:
+        """The last step of each bucket, and its mean."""
+        return self._points + ([(self._last, mean_of(self._bucket))] if self._bucket else [])
+
     def values(self) -> list[float]:
-        return [value for _, value in self._points] + ([mean_of(self._bucket)] if self._bucket else [])
+        return [value for _, value in self.points()]
 
 
 def mean_of(values: Sequence[float]) -> float:
@@ -83,7 +87,7 @@ class ViewState:
         self.spans: records.SpanRecord | None = None
         self.saved: records.CheckpointRecord | None = None
         self.end: records.EndRecord | None = None
-        self.losses = Curve()
+        self.losses, self.validation = Curve(), Curve()
         self.latest: collections.deque[float] = collections.deque(maxlen=POINTS)
         self.alerts: collections.deque[Alert] = collections.deque(maxlen=50)
         self._bests: collections.deque[tuple[float, int]] = collections.deque(maxlen=POINTS)  # each below those before
@@ -105,6 +109,8 @@ class ViewState:
             self._step(record)
         elif isinstance(record, EvalRecord | records.CheckpointRecord):
             self.other_seconds += _finite(record.seconds)
+        if isinstance(record, EvalRecord):
+            self.validation.add(record.step, record.loss)
         lowest = math.inf if self.best is None else self.best[0]
         if isinstance(record, EvalRecord) and -math.inf < record.loss < lowest:
             self._bests.append((record.loss, record.step))
@@ -117,6 +123,7 @@ class ViewState:
         self._recent.clear()
         if self.step is not None and self.step.step > info.start_step:
             self.losses.cut_back(info.start_step)
+            self.validation.cut_back(info.start_step)
             self.latest.clear()
             while self._bests and self._bests[-1][1] > info.start_step:
                 self._bests.pop()

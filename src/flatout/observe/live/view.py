@@ -16,6 +16,7 @@ import io
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import Any, TextIO, final
 
 from rich.console import Console, RenderableType
@@ -23,8 +24,10 @@ from rich.live import Live
 from rich.text import Text
 
 from flatout.observe.live.console import TerminalReader
+from flatout.observe.live.follow import METRICS, record_of
 from flatout.observe.live.panel import ENDINGS, one_line, panel
 from flatout.observe.live.state import ViewState
+from flatout.observe.sinks import read_metrics
 from flatout.records import CheckpointRecord, EndRecord, NoticeRecord, Record, RunInfo
 
 REDRAWS_PER_SECOND = 4
@@ -73,6 +76,19 @@ class ViewReader:
         if held is not None and (text := held.getvalue()):
             held.real.write(text)
             held.real.flush()
+
+    def recall(self, info: RunInfo) -> None:
+        """Takes what a resumed run said before `info`, from its file, so that the panel shows the whole run."""
+        if info.resumed_from is None or self._lines is not None:
+            return
+        rows = read_metrics(Path(info.folder) / METRICS)
+        starts = [place for place, row in enumerate(rows) if row["type"] == "run"]
+        if starts and not info.nothing_left:
+            del rows[starts[-1] :]  # `info` is in the file already
+        with self._lock:
+            for row in rows:
+                if (earlier := record_of(row)) is not None:
+                    self.state.add(earlier)
 
     def leave_at_once(self) -> None:
         """Puts the terminal right without waiting for anything; for a signal handler that ends the process."""

@@ -83,9 +83,16 @@ def _facts(summary: DataSummary) -> list[str]:
     ]
 
 
-def _where_records_went(report: dict[str, Any]) -> list[tuple[str, int, str]]:
+def _where_records_went(summary: DataSummary, report: dict[str, Any]) -> list[tuple[str, int, str]]:
     """(what, records, kind) for each row of the account; kind is kept, dropped or damaged."""
-    kept = [(f"kept for {_SPLIT_WORDS.get(name, name)}", count, "kept") for name, count in report["kept"].items()]
+    counts = dict(report["kept"])
+    # The report counts a document that is cut in two where it begins, in training.
+    documents = {split.name: split.documents for split in summary.splits}
+    cut = 1 if documents.get("val", 0) > counts.get("val", 0) and counts.get("train", 0) else 0
+    kept = [("kept for both, cut in two", cut, "kept")] if cut else []
+    for name, count in counts.items():
+        alone = count - (cut if name == "train" else 0)
+        kept += [(f"kept for {_SPLIT_WORDS.get(name, name)}", alone, "kept")] if alone or not cut else []
     reasons = sorted(report["dropped"].items(), key=lambda pair: (-pair[1], pair[0]))
     dropped = [(f"dropped: {reason.replace('_', ' ')}", count, "dropped") for reason, count in reasons if count]
     if len(dropped) > _MOST_REASONS:
@@ -217,7 +224,7 @@ def _draw_records(axes: Axes, summary: DataSummary) -> None:
     from matplotlib.transforms import blended_transform_factory
 
     notes = [drawable(note) for note in _side_notes(summary)]
-    rows = _where_records_went(summary.report) if summary.report is not None else []
+    rows = _where_records_went(summary, summary.report) if summary.report is not None else []
     total = sum(count for _, count, _ in rows) or 1
     colours = {"kept": BLUE, "dropped": ORANGE, "damaged": RED}
     bars = [
@@ -348,7 +355,7 @@ def _about_records(console: RichConsole, summary: DataSummary) -> Iterator[Rende
     yield ""
     if report is not None:
         table = _table("where the records went", "records", "share")
-        rows = _where_records_went(report)
+        rows = _where_records_went(summary, report)
         total = sum(count for _, count, _ in rows) or 1
         for what, count, _ in rows:
             table.add_row(_text(console, _one_line(what)), f"{count:,}", _percent(count / total))

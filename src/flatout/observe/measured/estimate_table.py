@@ -131,6 +131,18 @@ def _layer_table(body: Mapping[str, Any]) -> Table:
     return table
 
 
+def _meanings(body: Mapping[str, Any]) -> str:
+    """What the words in the sheet's second column mean, of those that stand there."""
+    used = {how for _, value, how, _ in _rows(body) if value != "-"}
+    meanings = {
+        "counted": "exact",
+        "measured": "here, just now",
+        "projected": f"{'measured' if 'measured' in used else 'estimated'}, times how often",
+        "estimated": "by formula",
+    }
+    return "; ".join(f"{how}: {meaning}" for how, meaning in meanings.items() if how in used)
+
+
 def _closing(body: Mapping[str, Any]) -> list[str]:
     own = next((cell for cell in body["table"] if cell["own"]), None)
     rate = "" if own is None or own["tokens_per_second"] is None else f", {own['tokens_per_second']:,.0f} tokens/s"
@@ -138,7 +150,7 @@ def _closing(body: Mapping[str, Any]) -> list[str]:
     return [
         f"* the config's own{rate}" + ("; ! does not fit" if too_large else ""),
         "",
-        "counted: exact; measured: here, just now; projected: measured, times how often; estimated: by formula",
+        _meanings(body),
         *(f"note: {note}" for note in body["notes"]),
     ]
 

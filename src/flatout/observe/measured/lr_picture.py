@@ -40,6 +40,8 @@ def print_rates(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
         f"{len(losses)} steps on {body['device']} in {human_seconds(body['seconds'])}, loss {losses[0]:.3f} to "
         f"{best:.3f} at best; {body['ended']}; the config had {body['before']:g}",
     )
+    for note in body.get("notes", ()):
+        say(console, f"note: {note}")
 
 
 def _figure(body: Mapping[str, Any]) -> Figure:

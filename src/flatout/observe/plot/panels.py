@@ -155,6 +155,21 @@ def short_number(value: float, _place: object = None) -> str:
     return f"{value:,.6g}"
 
 
+def tick_text(largest: float, *, logarithmic: bool = False) -> Callable[[float, object], str]:
+    """How ticks of an axis are written: all in the unit of the largest, on a logarithmic axis each in its own."""
+    units = ((1e15, 0.0, ""), (1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
+    factor, suffix = next(((factor, suffix) for limit, factor, suffix in units if abs(largest) >= limit), (0.0, ""))
+
+    def text(value: float, _place: object = None) -> str:
+        if not factor or not value:
+            return short_number(value)
+        if logarithmic:
+            return human_count(value) if value >= 1e3 else short_number(value)
+        return f"{value / factor:,.6g}{suffix}"
+
+    return text
+
+
 # --- axes -------------------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +195,7 @@ def _set_horizontal(axes: Axes, places: Array, across: str, *, logarithmic: bool
     margin = 0.015 * (high - low) or max(1.0, 0.05 * abs(high))
     axes.set_xlim(low - (margin if low or high <= 0 or low == high else 0.3 * margin), high + margin)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=_NICE, integer=across != "seconds"))
-    axes.xaxis.set_major_formatter(FuncFormatter(short_number))
+    axes.xaxis.set_major_formatter(FuncFormatter(tick_text(max(abs(low), abs(high)))))
     return stretch
 
 
@@ -210,7 +225,7 @@ def _set_vertical(axes: Axes, lines: Sequence[Line], quantity: Quantity, context
     margin = 0.07 * (high - low)
     axes.set_ylim(low if quantity.from_zero and low == 0 else low - margin, high + margin)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_NICE))
-    axes.yaxis.set_major_formatter(FuncFormatter(short_number))
+    axes.yaxis.set_major_formatter(FuncFormatter(tick_text(max(abs(low), abs(high)))))
     return divisor
 
 
@@ -235,7 +250,7 @@ def _set_logarithmic_ticks(axis: "Axis") -> None:
     decades = math.log10(high / low)
     subs = (1.0, 2.0, 5.0) if decades < 3 else (1.0,)
     axis.set_major_locator(LogLocator(subs=subs, numticks=8))
-    axis.set_major_formatter(FuncFormatter(short_number))
+    axis.set_major_formatter(FuncFormatter(tick_text(high, logarithmic=True)))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 
 from flatout.observe import picture
-from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, many
+from flatout.observe.human import human_count, human_parameters, human_seconds, many
 from flatout.observe.picture import BLUE, FAINT, GREY, INK, ORANGE, PURPLE, RED, SMALL, TEAL, Axes, Figure
 from flatout.observe.plot.panels import Line, Marks, Quantity, draw_panel, time_unit
 from flatout.observe.plot.series import Array, RunNumbers, number, window_of
@@ -58,8 +58,14 @@ def panel_figure(run: RunNumbers, draw: Draw, caption: str | None = None) -> Fig
 # --- panels -----------------------------------------------------------------------------------------------------------
 
 
-def _short_time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 2 else f"{seconds:.3g} s"
+def _in_unit(values: Sequence[float], largest: float, units: Sequence[tuple[float, str]]) -> list[str]:
+    """Values in the unit in which an axis up to `largest` is drawn, so that words and ticks can be compared."""
+    factor, unit = _unit_for(largest, units)
+    return [f"{value / factor:{',.0f' if value >= 1e3 * factor else '.3g'}} {unit}" for value in values]
+
+
+def _unit_for(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    return next((unit for unit in units if largest >= unit[0]), units[-1])
 
 
 def _median(values: Array) -> float:
@@ -69,12 +75,11 @@ def _median(values: Array) -> float:
 LOSS = Quantity(lambda high: (1.0, "loss, nats per token"), slack=1.5, logarithmic_from=100)
 THROUGHPUT = Quantity(lambda high: (1.0, "tokens per second"), slack=1, from_zero=True)
 _LEARNING_RATE = Quantity(lambda high: (1.0, "learning rate"), from_zero=True)
-_MEMORY = Quantity(lambda high: (2.0**30, "GiB") if high >= 2**30 else (2.0**20, "MiB"), from_zero=True)
+_BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"))
+_TIMES = ((1.0, "s"), (1e-3, "ms"))
+_MEMORY = Quantity(lambda high: _unit_for(high, _BYTES), from_zero=True)
 _GRADIENT_NORM = Quantity(lambda high: (1.0, "norm, before clipping"), slack=2, logarithmic_from=30)
 _PARAMETER_NORM = Quantity(lambda high: (1.0, "norm of all weights"), slack=20)
-_STEP_TIME = Quantity(
-    lambda high: (1.0, "seconds") if high >= 2 else (1e-3, "milliseconds"), slack=1, from_zero=True, tell=_short_time
-)
 
 
 def _marks(run: RunNumbers, *names: str, against: str = "step") -> list[Marks]:
@@ -124,12 +129,12 @@ def _throughput(axes: Axes, run: RunNumbers) -> None:
 
 
 def _memory(axes: Axes, run: RunNumbers) -> None:
-    words = _told(
-        run,
-        memory_bytes=lambda sizes: f"peak {human_bytes(float(sizes.max()))}",
-        reserved_bytes=lambda sizes: f"held {human_bytes(float(sizes.max()))}",
-    )
     peak, reserved = run.curve("memory_bytes"), run.curve("reserved_bytes")
+    most = {
+        name: float(curve.values.max()) for name, curve in (("peak", peak), ("held", reserved)) if len(curve.values)
+    }
+    told = _in_unit(list(most.values()), max(most.values(), default=0.0), _BYTES)
+    words = ", ".join(f"{name} {size}" for name, size in zip(most, told, strict=True))
     lines = [Line(peak, BLUE, "peak in use"), Line(reserved, ORANGE, "held by the allocator")]
     draw_panel(axes, "Memory", lines, _MEMORY, marks=_marks(run, "memory"), words=words)
 
@@ -147,13 +152,21 @@ def _parameter_norm(axes: Axes, run: RunNumbers) -> None:
 
 
 def _step_time(axes: Axes, run: RunNumbers) -> None:
-    words = _told(run, seconds=lambda seconds: f"median {_short_time(_median(seconds))}")
     step, waiting = run.curve("seconds"), run.curve("data_seconds")
+    median = _median(step.values) if len(step.values) else 0.0
+    # One step that compiles must not change the unit of all others, so the median chooses it.
+    quantity = Quantity(
+        lambda _: (1.0, "seconds") if median >= 1 else (1e-3, "milliseconds"),
+        slack=1,
+        from_zero=True,
+        tell=lambda seconds: _in_unit([seconds], seconds, _TIMES)[0],  # beyond the axis, so in its own unit
+    )
+    words = f"median {_in_unit([median], median, _TIMES)[0]}" if len(step.values) else ""
     lines = [
         Line(step, BLUE, "step", smoothed=True),
         Line(waiting, ORANGE, "waiting for data", smoothed=True, raw=False),
     ]
-    draw_panel(axes, "Step time", lines, _STEP_TIME, marks=_marks(run), words=words)
+    draw_panel(axes, "Step time", lines, quantity, marks=_marks(run), words=words)
 
 
 _METRIC_PANELS: dict[str, Draw] = {
@@ -203,8 +216,23 @@ def _facts(run: RunNumbers) -> str:
     size = number(info.get("batch_tokens")) if samples is None else None
     parts += [f"{size:,.0f} tokens per step"] if size is not None else []
     parts += [f"context {size:,.0f}"] if (size := number(info.get("context"))) is not None else []
+    parts += [f"data: {name}"] if (name := _data_name(info)) else []
     parts += [f"{_text(info, 'tokenizer')} tokenizer" if _text(info, "tokenizer") else "", _text(info, "device")]
     return "   ·   ".join(part for part in parts if part)
+
+
+def _data_name(info: dict[str, Any]) -> str:
+    """What a run was trained on: the last part of its path, or how many sources there are."""
+    config = info.get("config")
+    sections = config if isinstance(config, dict) else {}
+    for section, fields in (("chat", ("source",)), ("data", ("source", "folder"))):
+        values = sections.get(section)
+        for value in (values.get(field) for field in fields) if isinstance(values, dict) else ():
+            if isinstance(value, list):
+                return many(len(value), "source")
+            if isinstance(value, str) and value:
+                return picture.shortened(picture.drawable(value.rstrip("/").rpartition("/")[2] or value), 40)
+    return ""
 
 
 def _text(info: dict[str, Any], field: str) -> str:

@@ -62,7 +62,7 @@ def _run(
         "name": name,
         "folder": str(history.folder),
         "state": {"kind": state.kind, "word": state.word, "text": state.text, "goes_on": state.goes_on},
-        "summary": summary_of(info, state),
+        "summary": summary_of(history, state),
         "figures": [*figures_of(history, state), *cost_figures(history, whole_seconds(history), price)],
         "facts": facts_of(info),
         "speed": speed_groups(history),

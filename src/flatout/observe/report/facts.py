@@ -8,7 +8,7 @@ import shlex
 from typing import Any
 
 from flatout.config.yaml_loader import format_value
-from flatout.observe.history import RunHistory
+from flatout.observe.history import RunHistory, rows_with_step
 from flatout.observe.human import human_count, human_parameters
 from flatout.observe.report.series import amount
 from flatout.observe.report.state import RunState
@@ -16,22 +16,40 @@ from flatout.observe.report.state import RunState
 Rows = list[tuple[str, Any]]
 
 
-def summary_of(info: dict[str, Any], state: RunState) -> str:
-    """The run in a sentence or two."""
-    size = amount(info.get("parameters"))
+def summary_of(history: RunHistory, state: RunState) -> str:
+    """The run in a sentence or two. It counts what was trained on so far, and beside it what there is."""
+    info, size = history.info, amount(history.info.get("parameters"))
     trained = amount(info.get("trained_parameters"))
     what = f"{info.get('family', 'model')}" + ("" if size is None else f" with {human_parameters(size, trained)}")
     where = f"on {info.get('device', 'an unknown device')}. {state.text}"
-    tokens = amount(info.get("train_tokens"))
-    length = "a stream" if tokens is None else f"{human_count(tokens)} tokens"
     if fine_tuned(info):
-        rows = f"{used:,} rows" if (used := _rows_used(info)) is not None else length
+        source, samples = _at(info, "chat.source"), amount(info.get("batch_samples"))
+        seen, there = None if samples is None else samples * state.step, amount(info.get("windows"))
         return (
-            f"{what}, fine-tuned from {_at(info, 'model.init_from')} on {rows} of {_at(info, 'chat.source')}, {where}"
+            f"{what}, fine-tuned from {_at(info, 'model.init_from')} on {_seen(seen, there, 'sample', source)}, {where}"
         )
     source = _at(info, "data.source")
     from_where = source if isinstance(source, str) else "several sources" if isinstance(source, list) else "its data"
-    return f"{what}, trained on {length} of {from_where}, {where}"
+    steps = rows_with_step(history.steps)
+    seen, there = amount(steps[-1].get("tokens")) if steps else 0, amount(info.get("train_tokens"))
+    return f"{what}, trained on {_seen(seen, there, 'token', from_where)}, {where}"
+
+
+def _seen(seen: float | None, there: float | None, noun: str, source: Any) -> str:
+    """How much of a source was trained on: a share of it, or how often all of it."""
+    if seen is None:
+        return f"{source}"
+    count = f"{human_count(seen)} {noun}s"
+    if not there:
+        return f"{count} of {source}"
+    times = (
+        ""
+        if seen < 0.995 * there
+        else f", {seen / there:.3g} times all of it"
+        if seen > 1.005 * there
+        else ", all of it"
+    )
+    return f"{count} of {source} ({human_count(there)} {noun}s{times})"
 
 
 def facts_of(info: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from flatout.folders import process_lives
-from flatout.observe.history import RunHistory, rows_with_step
+from flatout.observe.history import RunHistory, early_stop_reason, rows_with_step
 from flatout.observe.human import human_seconds
 from flatout.observe.report.series import amount
 
@@ -53,7 +53,7 @@ def state_of(history: RunHistory) -> RunState:
     if reason == "finished":
         told = (reason, "finished", f"It finished at {where}{after}.")
     elif reason == "early_stop":
-        told = (reason, "stopped early", f"It stopped early at {where}{after}: the validation loss no longer fell.")
+        told = (reason, "stopped early", f"It stopped early at {where}{after}: {early_stop_reason(history.info)}.")
     elif reason is not None:
         told = ("interrupted", "interrupted", f"It was interrupted at {where}{after}.")
     elif len(rows) >= 3 and all(row.get("applied") is False for row in rows[-3:]):

@@ -153,12 +153,20 @@ function logTicks(kind, low, high, count) {
     1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9
   ];
   const every = Math.max(1, Math.ceil(decades / Math.max(count, 1)));
+  const unit = kind === "loss" ? "plain" : kind;
+  const [factor, suffix] = unitOf(unit, high);
+  // Over a few decades all marks have the unit of the largest; over more, small ones would be rows of zeros.
+  const together = decades <= 3 && kind !== "magnitude" && !suffix.startsWith("e");
+  const text = (value) => {
+    if (together) return trimmed(value / factor, 4) + suffix;
+    return unit === "plain" && high >= 1e4 && value >= 1e3 && value < 1e4 ? value / 1e3 + "k" : shown(unit, value);
+  };
   const ticks = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += every) {
     for (const mark of marks) {
       const value = mark * 10 ** power;
       if (value >= low * 0.999999 && value <= high * 1.000001) ticks.push(
-        [value, shown(kind === "loss" ? "plain" : kind, value)]
+        [value, text(value)]
       );
     }
   }

@@ -1,0 +1,99 @@
+"""The list of runs: what it tells of each, in which order, and what it does where there is none."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from flatout.cli import main
+from flatout.config.suggest import run_hint
+from flatout.errors import UsageError
+from flatout.observe.runs import SORTS, list_runs
+from flatout.verbs.runs import runs
+from tests.made_runs import end_of, finished_run, info_of, step_of, training, write_run
+
+
+@pytest.fixture
+def several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four runs: the oldest and longest finished, one was killed, one has only begun, one has no record."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs"
+    finished_run(folder / "long", steps=400)
+    write_run(folder / "killed", [info_of(folder / "killed"), *training(folder / "killed", 1, 60, steps=200, every=50)])
+    write_run(folder / "begun", [info_of(folder / "begun", steps=9), step_of(1), end_of(folder, 1, "interrupted")])
+    (folder / "empty").mkdir()
+    (folder / "empty" / "run.lock").write_text("pid 999999999 on nowhere\n", encoding="utf-8")
+    (folder / "no run").mkdir()
+    for age, name in enumerate(("begun", "empty", "killed", "long")):
+        for file in (folder / name).iterdir():
+            os.utime(file, (time.time() - 1000 * (age + 1),) * 2)
+    return folder
+
+
+def test_a_row_says_how_a_run_stands(several: Path):
+    rows = {Path(row.run).name: row for row in list_runs(several)}
+    assert {name: row.state for name, row in rows.items()} == {
+        "long": "finished", "killed": "stopped", "begun": "interrupted", "empty": "no records",
+    }  # fmt: skip
+    assert [(rows[name].step, rows[name].steps) for name in ("long", "killed", "begun", "empty")] == [
+        (400, 400), (60, 200), (1, 9), (None, None),
+    ]  # fmt: skip
+    assert [rows[name].loss_of for name in ("long", "killed", "begun", "empty")] == [
+        "validation", "validation", "training", "",
+    ]  # fmt: skip
+    assert rows["long"].bytes == sum(path.stat().st_size for path in (several / "long").iterdir())
+    assert rows["killed"].age_seconds == pytest.approx(3000, abs=60)
+
+
+def test_rows_are_sorted(several: Path, capsys: pytest.CaptureFixture[str]):
+    def order(*words: str) -> list[str]:
+        assert runs([*words, "--json"]) == 0
+        return [Path(json.loads(line)["run"]).name for line in capsys.readouterr().out.splitlines()]
+
+    assert order() == ["begun", "empty", "killed", "long"], "the newest first"
+    assert order("--sort", "name") == ["begun", "empty", "killed", "long"]
+    assert order("--sort", "step") == ["long", "killed", "begun", "empty"]
+    assert order("--sort", "size")[0] == "long"
+    assert order("--sort", "loss")[-2:] == ["begun", "empty"], "a training loss is no validation loss"
+    assert order("--sort", "name", "--reverse") == ["long", "killed", "empty", "begun"]
+    with pytest.raises(UsageError, match="invalid choice"):
+        runs(["--sort", "colour"])
+    assert set(SORTS) == {"age", "name", "state", "step", "loss", "size"}
+
+
+def test_the_table_has_a_line_for_each(several: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["runs"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "state", "step", "loss", "size", "age"]
+    assert len(lines) == 4
+    assert "runs/killed" in lines[2]
+    assert "stopped" in lines[2]
+    assert "60 of 200" in lines[2]
+    assert "(training)" in lines[0]
+
+
+def test_without_runs_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words in ([], ["nowhere"]):
+        assert main(["runs", *words]) == 3
+        assert "there is no run under" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["watch", "killd"], 2), (["report", "runs/killd"], 2), (["plot", "runs/killd"], 2), (["eval", "killd"], 2),
+        (["generate", "runs/killd/"], 2), (["train", "--resume", "runs/killd"], 2),
+    ],
+)  # fmt: skip
+def test_a_mistyped_run_gets_the_nearest(several: Path, words: list[str], code: int, capsys):
+    assert main(words) == code
+    assert "did you mean runs/killed? `flatout runs` lists them" in capsys.readouterr().err
+
+
+def test_a_name_like_no_run_gets_the_usual_hint(several: Path):
+    assert run_hint("something-else", "usual") == "usual"
+    assert run_hint("ong", "usual").startswith("did you mean runs/long?")
+    assert run_hint("x", "usual", several / "nowhere") == "usual"

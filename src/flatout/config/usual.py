@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from flatout.config.source import Source
+
 FAR_ABOVE, FAR_BELOW = 8.0, 20.0  # times the usual rate: beyond that a rate needs a reason
 TUNED = "# Found by `flatout tune`"  # how a file of the finders begins
 RANGE_STEPS = 100  # of the range test that the finder's rule was calibrated with
@@ -18,10 +20,12 @@ def usual_tuning_rate(*, adapters: bool) -> float:
     return 2e-4 if adapters else 2e-5
 
 
-def found_by_range_test(path: Path) -> bool:
-    """Whether a config file is one that `flatout tune lr` wrote after enough steps."""
+def found_by_range_test(rate: Source) -> bool:
+    """Whether a learning rate stands in a file that `flatout tune lr` wrote after enough steps."""
+    if rate.kind != "file":
+        return False
     try:
-        with path.open("rb") as file:
+        with Path(rate.where.rpartition(":")[0]).open("rb") as file:
             first = file.readline(4096).decode("utf-8", "replace")
     except (OSError, ValueError):
         return False

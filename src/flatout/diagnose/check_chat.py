@@ -21,6 +21,7 @@ from pathlib import Path
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.unused import check_used
+from flatout.config.usual import found_by_range_test
 from flatout.corpus.document import Row
 from flatout.corpus.readers import read_rows
 from flatout.corpus.sources import find_files
@@ -221,7 +222,8 @@ def _check_run(loaded: LoadedConfig, base: Base, data: SampleData, *, whole: boo
         steps, held = steps_of(config, facts), len(data.val_samples.tokens)
         yield from _check_steps(config, len(data.train), steps)
         known = {"step_tokens": facts.step_tokens or 1.0, "val_tokens": held}
-        yield from filter(None, check_fine_tuning(config, steps=steps, **known))
+        tested = found_by_range_test(loaded.sources["optim.learning_rate"])
+        yield from filter(None, check_fine_tuning(config, steps=steps, tested_rate=tested, **known))
     yield from _check_adapters(config, vocab)
     yield check_folder(config)
     if not whole:

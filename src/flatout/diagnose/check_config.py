@@ -52,13 +52,13 @@ def check_config(
 
 
 def check_fine_tuning(
-    config: RunConfig, *, steps: int, step_tokens: float, val_tokens: int
+    config: RunConfig, *, steps: int, step_tokens: float, val_tokens: int, tested_rate: bool = False
 ) -> Iterator[Finding | None]:
     """The same of a config with chat.source: learning rate, evaluation, saving. A step has so many tokens on average.
 
     `val_tokens` are those held out.
     """
-    yield _fine_tuning_rate(config)
+    yield _fine_tuning_rate(config, tested=tested_rate)
     if steps:
         yield from _evaluation(config, val_tokens, steps, step_tokens)
         yield _saving(config, steps, None, None, None)
@@ -161,11 +161,13 @@ def _learning_rate(config: RunConfig, parameters: int, *, tested: bool) -> Findi
     return _check("learning rate").ok(found)
 
 
-def _fine_tuning_rate(config: RunConfig) -> Finding:
+def _fine_tuning_rate(config: RunConfig, *, tested: bool) -> Finding:
     """Trained weights bear small rates only; adapters, which begin at nothing, ten times as much."""
     rate, adapters = config.optim.learning_rate, config.lora.rank > 0
     usual = usual_tuning_rate(adapters=adapters)
     found = f"{rate:g}; about {usual:g} is usual for {'adapters' if adapters else 'all weights of a trained model'}"
+    if tested:
+        return _check("learning rate").ok(f"{found}, and `flatout tune lr` found this one")
     if rate > FAR_ABOVE * usual:
         return _check("learning rate").warn(
             found,

@@ -265,8 +265,7 @@ class _Visit:
         yield from guarded("config", "packages", lambda: check_tracker_packages(self.machine, config))
         yield from guarded("config", "run folder", lambda: [check_folder(config)])
         facts = {"parameters": parameters, "step_seconds": fitted and fitted.step_seconds, "disk": self.disk}
-        in_file = loaded.sources["optim.learning_rate"].kind == "file" and self.target is not None
-        facts["tested_rate"] = in_file and found_by_range_test(Path(str(self.target)))
+        facts["tested_rate"] = found_by_range_test(loaded.sources["optim.learning_rate"])
         yield from guarded("config", "config", lambda: check_config(config, data, written=wrote.__contains__, **facts))
 
     def check_memory_and_time(self, loaded: LoadedConfig) -> Iterator[Finding]:

@@ -10,6 +10,8 @@ follows. On the error output are the shares for people, and last how many cases 
 
 Both are of one process with the same data, random tokens, and the kernels of a case are warmed up by a few steps, an
 evaluation and a sample before, so that neither pays for compiling what the other finds in a cache.
+
+Cases that begin with `lora-` train adapters on the instructions of guide 004; their number is the samples of a step.
 """
 
 import argparse
@@ -25,12 +27,17 @@ import time
 import traceback
 from pathlib import Path
 
+from guide_004 import write_base
+from guide_004_rows import rows as instructions
+
 # (preset, sequences at once, checkpointing)
 CASES = [
     *(("gpt2-124m", size, how) for how in ("none", "selective", "full") for size in (8, 16, 32)),
     *(("gpt2-350m", size, how) for how in ("none", "selective", "full") for size in (4, 8, 16)),
 ]
+CASES += [(f"lora-{shape}", size, "none") for shape in ("160m", "1.1b") for size in (8, 32)]
 CPU_CASES = [("shakespeare-char", size, how) for how in ("none", "full") for size in (4, 8, 16)]
+CPU_CASES += [("lora-tiny", 8, "none")]
 
 
 def name_of(case: tuple[str, int, str]) -> str:
@@ -49,10 +56,12 @@ def case_row(preset: str, micro_batch: int, checkpointing: str, steps: int, seco
 
     def config(count: int, folder: str) -> LoadedConfig:
         words = [
-            f"train.steps={count}", f"speed.micro_batch={micro_batch}", f"speed.checkpointing={checkpointing}",
-            f"eval.every={steps // 2}", f"checkpoint.every={steps}", f"output.folder={scratch / folder}",
-            "output.plots=false",
+            f"train.steps={count}", f"speed.checkpointing={checkpointing}", f"eval.every={steps // 2}",
+            f"checkpoint.every={steps}", f"output.folder={scratch / folder}", "output.plots=false",
         ]  # fmt: skip
+        if preset.startswith("lora-"):
+            return load_config("tinyllama-lora", [*words, *_job(preset.removeprefix("lora-"), micro_batch, scratch)])
+        words += [f"speed.micro_batch={micro_batch}"]
         if preset != "shakespeare-char":
             words += ["train.batch_tokens=131072", "eval.tokens=262144", "eval.sample_tokens=100"]
         loaded = load_config(preset, words)
@@ -106,9 +115,19 @@ def case_row(preset: str, micro_batch: int, checkpointing: str, steps: int, seco
     return row
 
 
+def _job(shape: str, samples: int, scratch: Path) -> list[str]:
+    """Words for the job of guide 004 on a base of this shape; what they name is made once."""
+    base, source = scratch / f"base-{shape}", scratch / "instructions.jsonl"
+    if not base.exists():
+        write_base(base, shape)
+        source.write_text("".join(json.dumps(row) + "\n" for row in instructions()), encoding="utf-8")
+    words = [f"model.init_from={base}", f"chat.source={source}", f"data.folder={scratch / shape}-samples"]
+    return [*words, f"chat.batch_samples={samples}", "speed.accumulation=1", "lora.dropout=0.0"]
+
+
 def within_a_tenth(row: dict) -> bool:
     # On a CPU the formula knows the tensors only, and the process is most of the peak.
-    memory = row["probe_share"] if row["preset"] == "shakespeare-char" else row["formula_share"]
+    memory = row["probe_share"] if row["preset"] in ("shakespeare-char", "lora-tiny") else row["formula_share"]
     return abs(row["time_share"] - 1) <= 0.1 and abs(memory - 1) <= 0.1
 
 

@@ -32,6 +32,14 @@ CASES = {
     "padded": ["chat.packing=false"],
     "checkpointed": ["speed.checkpointing=full"],
     "regional": ["lora.dropout=0.0", "speed.accumulation=1", "speed.kernels=torch", "speed.compile=regional"],
+    "compiled": ["lora.dropout=0.0", "speed.accumulation=1", "speed.kernels=torch", "speed.compile=default"],
+    "nf4": ["lora.quantize=nf4"],
+    "nf4-fast": ["lora.quantize=nf4", "lora.dropout=0.0", "speed.accumulation=1"],
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.1b": {"layers": 22, "width": 2048, "heads": 32, "kv_heads": 4, "mlp_width": 5632},
+    "160m": {"layers": 12, "width": 768, "heads": 12, "kv_heads": 4, "mlp_width": 2048},
+    "tiny": {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 128},
 }
 # The guide's table: time, memory and rate of its four states. Its card was an RTX 2080 Ti; the last two rows ask for
 # an attention that does not run there.
@@ -48,8 +56,8 @@ TEMPLATE = (
 SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
-def write_base(folder: Path, tiny: bool) -> None:
-    """A model of TinyLlama's shape with drawn weights, and a tokenizer that was trained on Shakespeare and our rows."""
+def write_base(folder: Path, shape: str) -> None:
+    """A model of that shape with drawn weights, and a tokenizer that was trained on Shakespeare and our rows."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -58,10 +66,7 @@ def write_base(folder: Path, tiny: bool) -> None:
     from flatout.model.gpt import build_model
     from flatout.model.hub_weights import export_huggingface
 
-    shape: dict[str, Any] = {"layers": 22, "width": 2048, "heads": 32, "kv_heads": 4, "mlp_width": 5632}
-    if tiny:
-        shape = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 128}
-    config = ModelConfig(**shape, context=2048, qk_norm=False, tied=False)
+    config = ModelConfig(**SHAPES[shape], context=2048, qk_norm=False, tied=False)
     export_huggingface(build_model(config, 32000, seed=0), folder, dtype=torch.bfloat16)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -138,7 +143,7 @@ def main() -> None:
         base = asked.base
         if base is None:
             base = str(folder / "base")
-            write_base(Path(base), asked.tiny)
+            write_base(Path(base), "tiny" if asked.tiny else "1.1b")
         for case in asked.cases or CASES:
             measured = measure(case, base, str(source), folder, asked.tiny)
             print(json.dumps({"commit": asked.commit, **measured}), flush=True)

@@ -32,7 +32,6 @@ CASES = {
     "padded": ["chat.packing=false"],
     "checkpointed": ["speed.checkpointing=full"],
     "regional": ["lora.dropout=0.0", "speed.accumulation=1", "speed.kernels=torch", "speed.compile=regional"],
-    "compiled": ["lora.dropout=0.0", "speed.accumulation=1", "speed.kernels=torch", "speed.compile=default"],
     "nf4": ["lora.quantize=nf4"],
     "nf4-fast": ["lora.quantize=nf4", "lora.dropout=0.0", "speed.accumulation=1"],
 }

@@ -144,19 +144,25 @@ def _time_steps(run: Run, seconds: float) -> dict[str, Any]:
 
 
 def _time_sample_steps(run: Run, practice: PracticeSamples, seconds: float) -> dict[str, Any]:
-    """Whole steps, the fullest ones first, for the peak. The others differ, so the rate is over all their tokens."""
+    """Whole steps, the fullest ones first, for the peak. The others differ, so the rate is over all their tokens.
+
+    Each is taken once before it is timed: the first step of a shape compiles, or records a graph, which is start-up.
+    """
     fullest = tuple(practice.largest(run.speed))
     with Steps(of_steps(run, fullest)) as steps:
         first = steps.take(1)[0].seconds
         short = min(report.seconds for report in steps.take(max(WARMUP, len(fullest))))
+    wanted = min(MOST, int(seconds / max(short, 1e-6)))
+    chosen = practice.spread(max(FEWEST, wanted // 2))
     meter = EnergyMeter(run.speed.device.torch_device)
-    with Steps(run) as steps:
-        untimed = steps.take(2)
-        wanted = int(seconds / max(*(report.seconds for report in untimed), 1e-6))
+    with Steps(of_steps(run, chosen)) as steps:
+        untimed = steps.take(len(chosen))
+        rounds = max(1, wanted // len(chosen) - 1)
         with meter:
-            timed = steps.take(max(FEWEST, min(MOST, wanted)))
-    tokens = sum(practice.tokens(report.step - 1) for report in timed)
-    rate = tokens / max(sum(report.seconds for report in timed), 1e-9)
+            timed = steps.take(rounds * len(chosen))
+    spent = sum(report.seconds for report in timed) / rounds
+    rate = sum(map(practice.tokens, chosen)) / max(spent, 1e-9)
+    first += max(0.0, sum(report.seconds for report in untimed) - spent)
     spread, note = summary_of(run, untimed, timed).spread, f"mean of {len(timed)} steps"
     return _step_figures(run, practice.step_tokens / rate, rate, spread, note, first - short, meter.watts)
 
@@ -240,15 +246,17 @@ def _time_sample(run: Run, seconds: float) -> Figure:
     wanted = run.config.eval.sample_tokens
     if not wanted:
         return Figure(0.0, "counted", "eval.sample_tokens is 0")
-    prompt = run.data.val.read(0, 1).tolist() if run.base is None else run.data.prompt("")
-    taken, began = 0, time.perf_counter()
+    prompt = run.data.val.read(0, 1).tolist() if run.base is None else run.data.prompt(run.config.eval.sample_prompt)
+    taken, began, cut = 0, time.perf_counter(), False
+    how = {"seed": 0, "vocab": run.data.tokenizer.vocab, "stops": run.data.stops}
     with run.scope(), out_of_memory():
-        for _ in generate_tokens(run.model, prompt, count=wanted, seed=0, vocab=run.data.tokenizer.vocab):
+        for _ in generate_tokens(run.model, prompt[-run.config.model.context :], count=wanted, **how):
             taken += 1
             if time.perf_counter() - began > seconds and taken >= min(wanted, 8):
+                cut = True
                 break
     spent = time.perf_counter() - began
-    if taken == wanted:
+    if not cut:  # the whole of it, or as far as the model goes before it ends its answer
         return Figure(spent, "measured")
     return Figure(spent * wanted / taken, "projected", f"from {taken} of {wanted} tokens")
 

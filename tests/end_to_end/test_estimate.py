@@ -30,7 +30,7 @@ from tests.end_to_end.forked import Forked
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate_probe, "FEWEST", 3)
     monkeypatch.setattr(estimate_probe, "MOST", 20)
-    monkeypatch.setattr("flatout.tuning.measure.free_memory", lambda: None)  # takes longer than these runs do
+    monkeypatch.setattr("flatout.tuning.measure.free_memory", lambda **_: None)  # takes longer than these runs do
 
 
 def everything(folder: Path) -> set[str]:

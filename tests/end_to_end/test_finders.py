@@ -36,7 +36,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(flatout.__file__).parents[1]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collecting garbage before and after every run takes longer than these runs do."""
-    monkeypatch.setattr("flatout.tuning.measure.free_memory", lambda: None)
+    monkeypatch.setattr("flatout.tuning.measure.free_memory", lambda **_: None)
 
 
 def words_for(tiny, *more: str) -> list[str]:

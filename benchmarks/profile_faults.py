@@ -30,7 +30,7 @@ from flatout.diagnose.profile import ProfileReport, fitted, profile_run
 from flatout.engine.run import Run
 from flatout.observe.measured.profile_page import as_markdown, page_of
 from flatout.tuning.measure import WARMUP, Steps, borrowed_run
-from flatout.tuning.practice_data import practice_data
+from flatout.tuning.practice_samples import practice_config
 from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
 
@@ -95,8 +95,8 @@ def slowed(run: Run, delay: float) -> SlowRun:
 def profiled(preset: str, case: Case, settings: list[str], steps: int | None, folder: Path) -> ProfileReport:
     loaded = load_config(preset, [*case.words, *settings])  # the last word wins
     with tempfile.TemporaryDirectory() as scratch:
-        section, described = practice_data(loaded.config, Path(scratch))
-        with borrowed_run(fitted(loaded, section, steps)) as run:
+        practice, described = practice_config(loaded, Path(scratch))
+        with borrowed_run(fitted(practice, steps)) as run:
             measured = slowed(run, case.delay) if case.delay else run
             return profile_run(measured, folder, steps=steps, data=described)
 

@@ -173,6 +173,11 @@ def test_a_busy_host():
     beside_a_card = [info(), *(reading(number, cores_others=1.5, threads_waiting=3.0) for number in (1, 2))]
     assert kinds(beside_a_card) == [(2, "busy host")]
     assert kinds([info(), *(reading(number, cores_others=0.8, threads_waiting=3.0) for number in (1, 2))]) == []
+    for threads, fewer in ((8, 2), (2, 1)):
+        itself = [on_cpu(threads), *(reading(number, cores_others=0.1, threads_waiting=0.5) for number in (1, 2))]
+        assert alerts_of(itself)[0].message.endswith(
+            f"; end this run with Ctrl-C and resume it with speed.threads={fewer}"
+        )
     only = [info(), *(reading(number, cores=1.0, cores_others=0.1) for number in (1, 2))]
     assert kinds(only) == [], "a host with one core"
     ranks = [on_cpu(1, ranks=2), *(reading(number, **short) for number in (1, 2))]

@@ -30,6 +30,7 @@ Found = tuple[str, str]  # the kind of an alert, and what it says
 HEAT_READINGS, POWER_READINGS, READINGS = 2, 10, 2
 LOW_CLOCK, BUSY_CARD, FULL_DRAW = 0.55, 0.8, 0.85
 LOW_MFU, LEAST_SECONDS, COLD_STEPS, FEWEST_STEPS, LARGE_SECONDS = 0.15, 20.0, 3, 5, 0.005
+NOBODY = 0.25  # of a core
 STRIDES, RISES, STEADY, LEAST_GROWTH = (1, 6, 36), 5, 0.25, 64 * 2**20
 SWAP_GROWTH, SHORT_MEMORY = 16 * 2**20, 0.8  # of the host's: below, only pages that nobody uses are moved out
 
@@ -113,10 +114,12 @@ class MachineRules:
         used = f"{who} use {others or 0.0:.1f} of {cores:g} cores{load}"
         if not self._cpu:
             return "busy host", f"{used}, and this run needs one to feed the card; stop the other programs"
-        fits = max(1, min(int(cores), round(cores if left is None else left)))
-        many = "thread waits" if self._threads == 1 else f"{self._threads or 'several'} threads wait"
-        if self._threads is not None and fits < self._threads:
-            advice = f"stop the other programs, or end this run with Ctrl-C and resume it with speed.threads={fits}"
+        threads, fits = self._threads, max(1, min(int(cores), round(cores if left is None else left)))
+        many = "thread waits" if threads == 1 else f"{threads or 'several'} threads wait"
+        by_itself = alone and others is not None and others < NOBODY
+        if threads is not None and (fits < threads or (by_itself and threads > 1)):  # its readers need a core, too
+            advice = f"end this run with Ctrl-C and resume it with speed.threads={min(fits, threads - 1)}"
+            advice = advice if by_itself else f"stop the other programs, or {advice}"
         else:
             advice = "stop the other programs, or train when they are done"
         return "busy host", f"the run's {many} for cores: {used}; {advice}"

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from flatout.host import first_line_of
@@ -24,12 +24,7 @@ def thread_words() -> str | None:
 
 def usable_cores() -> float:
     """The cores this process may use: of its affinity and of its container's quota, the less."""
-    cores = float(len(_processors()))
-    quota = _quota(first_line_of("/sys/fs/cgroup/cpu.max"))
-    if quota is None:
-        group = "/sys/fs/cgroup/cpu"
-        parts = [first_line_of(f"{group}/cpu.cfs_quota_us"), first_line_of(f"{group}/cpu.cfs_period_us")]
-        quota = _quota(" ".join(parts))
+    cores, quota = float(len(_processors())), _container_quota()
     return cores if quota is None else max(0.1, min(cores, quota))
 
 
@@ -46,6 +41,15 @@ def _processors() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
+def _container_quota() -> float | None:
+    quota = _quota(first_line_of("/sys/fs/cgroup/cpu.max"))
+    if quota is None:
+        group = "/sys/fs/cgroup/cpu"
+        parts = [first_line_of(f"{group}/cpu.cfs_quota_us"), first_line_of(f"{group}/cpu.cfs_period_us")]
+        quota = _quota(" ".join(parts))
+    return quota
+
+
 def _quota(text: str) -> float | None:
     """Cores in `QUOTA PERIOD` of a control group; None where there is no limit."""
     found = re.fullmatch(r"(\d+) (\d+)", text.strip())
@@ -60,7 +64,7 @@ class CoreClock:
     """Seconds counted so far, to be compared with a later reading."""
 
     now: float
-    own: float  # of this process on cores
+    own: float  # of this process on cores, and of those that it started
     busy: float | None  # of everybody on the cores that this process may use
     waited: float | None  # of this process's threads, ready to run, for a core
 
@@ -75,8 +79,8 @@ class CoreUse:
 
 
 def core_clock() -> CoreClock:
-    """A reading; takes a fraction of a millisecond."""
-    return CoreClock(now=time.monotonic(), own=time.process_time(), busy=_busy_seconds(), waited=_waited_seconds())
+    """A reading; takes a millisecond or so, by the number of threads."""
+    return CoreClock(now=time.monotonic(), own=_own_seconds(), busy=_busy_seconds(), waited=_waited_seconds())
 
 
 def core_use(before: CoreClock, after: CoreClock) -> CoreUse | None:
@@ -93,7 +97,30 @@ def core_use(before: CoreClock, after: CoreClock) -> CoreUse | None:
     return CoreUse(busy, others, waiting)
 
 
+def _own_seconds() -> float:
+    """Of this process and all below it: a run's readers, its compiler and its writer are no others."""
+    times = os.times()
+    ticks = 0
+    for process in _descendants("self"):
+        fields = first_line_of(f"/proc/{process}/stat").rpartition(")")[2].split()  # a name may hold anything
+        # As a user and in the kernel, with children that have ended.
+        ticks += sum(int(field) for field in fields[11:15] if field.isdigit())
+    ended = times.children_user + times.children_system
+    return time.process_time() + ended + (ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0)
+
+
+def _descendants(process: str) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{process}/task"):
+            for child in first_line_of(f"/proc/{process}/task/{task}/children").split():
+                yield child
+                yield from _descendants(child)
+
+
 def _busy_seconds() -> float | None:
+    quota = _container_quota()
+    if quota is not None and quota < len(_processors()):
+        return _container_seconds()  # what the host does beyond the quota takes nothing away
     with contextlib.suppress(OSError, ValueError):
         rows = re.findall(r"^cpu(\d+) (.*)$", Path("/proc/stat").read_text(encoding="ascii"), re.MULTILINE)
         here = _processors()
@@ -102,6 +129,15 @@ def _busy_seconds() -> float | None:
         if counts:
             ticks = sum(sum(row) - sum(row[3:5]) for row in counts)
             return ticks / os.sysconf("SC_CLK_TCK")
+    return None
+
+
+def _container_seconds() -> float | None:
+    """Of all processes of this container."""
+    for file, unit in (("cpu.stat", 1e6), ("cpuacct/cpuacct.usage", 1e9)):
+        found = re.fullmatch(r"(?:usage_usec )?(\d+)", first_line_of(f"/sys/fs/cgroup/{file}").strip())
+        if found is not None:
+            return int(found[1]) / unit
     return None
 
 

@@ -169,10 +169,11 @@ class MachineRecord(Shown):
     throttled: str
     memory_total_bytes: int | None = None
     clock_most_mhz: float | None = None  # that the card can have
+    power_default_watts: float | None = None  # the limit that the card has unless somebody sets another
     allocated_bytes: int | None = None  # by this run's tensors on the card
     cores: float | None = None  # of the host, that the run may use
     cores_busy: float | None = None  # by everybody: 1.5 is one and a half cores
-    cores_others: float | None = None  # by other processes
+    cores_others: float | None = None  # by processes that the run did not start
     threads_waiting: float | None = None  # threads of the run that waited for a core, on average
     load: float | None = None  # processes that ran or waited, as the system's mean over a minute
     process_bytes: int | None = None  # of the host's memory, allocated by the run; files that it maps left out

@@ -251,7 +251,8 @@ def test_the_step_is_as_it_was_afterwards(tiny, tmp_path: Path):
     assert run.step._update.__func__ is type(run.step)._update  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def test_a_slow_loader_is_found(tiny, tmp_path: Path):
+def test_a_slow_loader_is_found(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("flatout.diagnose.profile.core_use", lambda before, after: None)  # whatever else runs here
     loaded = tiny("speed.workers=0")
     with borrowed_run(fitted(loaded, 2)) as run:
         slow = SlowRun(**{field.name: getattr(run, field.name) for field in dataclasses.fields(run)})

@@ -135,6 +135,10 @@ def test_heat_and_power():
     assert "700 W" in alerts_of(capped)[0].message
     both = alerts_of([machine(number, throttled="power and heat") for number in range(1, 20)])
     assert [alert.message.startswith("heat") for alert in both] == [True]
+    own = {"throttled": "power", "power_default_watts": 700.0}
+    assert kinds([machine(number, **own) for number in range(1, 40)]) == [], "the card's own limit is its full speed"
+    lowered = [machine(number, **own, power_limit_watts=350.0) for number in range(1, 20)]
+    assert "350 W; `nvidia-smi -pl 700` gives it its own limit back" in alerts_of(lowered)[0].message
 
 
 GIB = 2**30
@@ -169,6 +173,21 @@ def test_a_busy_host():
     beside_a_card = [info(), *(reading(number, cores_others=1.5, threads_waiting=3.0) for number in (1, 2))]
     assert kinds(beside_a_card) == [(2, "busy host")]
     assert kinds([info(), *(reading(number, cores_others=0.8, threads_waiting=3.0) for number in (1, 2))]) == []
+    for threads, fewer in ((8, 2), (2, 1)):
+        itself = [on_cpu(threads), *(reading(number, cores_others=0.1, threads_waiting=0.5) for number in (1, 2))]
+        assert alerts_of(itself)[0].message.endswith(
+            f"; end this run with Ctrl-C and resume it with speed.threads={fewer}"
+        )
+    only = [info(), *(reading(number, cores=1.0, cores_others=0.1) for number in (1, 2))]
+    assert kinds(only) == [], "a host with one core"
+    ranks = [on_cpu(1, ranks=2), *(reading(number, **short) for number in (1, 2))]
+    assert "others, the other ranks among them, use 1.5 of 2 cores" in alerts_of(ranks)[0].message
+
+
+def test_alerts_of_the_machine_are_seldom_however_short_the_steps_are():
+    short = {"cores_others": 1.5, "threads_waiting": 1.6}
+    fast = [on_cpu(2), *(reading(number, **short, step=2000 * number) for number in range(1, 361))]  # an hour
+    assert [alert.step / 2000 for alert in alerts_of(fast)] == [2, 14, 38, 86, 182]
 
 
 def growing(sizes: Iterable[float], name: str = "process_bytes") -> list[Record]:
@@ -198,8 +217,11 @@ def test_memory_that_only_moves_is_no_leak():
 
 
 def test_swap():
-    swaps = [on_cpu(1), *(reading(number, swap_bytes=number * 50 * 2**20) for number in range(1, 5))]
+    grows = [{"swap_bytes": number * 50 * 2**20} for number in range(1, 5)]
+    swaps = [on_cpu(1), *(reading(number, **more, host_bytes=22 * GIB) for number, more in enumerate(grows, 1))]
     assert kinds(swaps) == [(3, "swap")]
+    idle = [on_cpu(1), *(reading(number, **more) for number, more in enumerate(grows, 1))]
+    assert kinds(idle) == [], "the system moves pages out that nobody uses"
     assert kinds([on_cpu(1), *(reading(number, swap_bytes=GIB) for number in range(1, 50))]) == [], "in use, and still"
 
 
@@ -211,6 +233,10 @@ def test_a_card_at_half_its_clock():
     assert "nvidia-smi -rgc" in alerts_of(slow)[0].message
     capped = alerts_of([info(), *(machine(number, **half, throttled="power") for number in (1, 2))])
     assert "power limit of 700 W" in capped[0].message
+    own = {**half, "throttled": "power", "power_default_watts": 700.0}
+    assert kinds([info(), *(machine(number, **own) for number in (1, 2, 3))]) == [], "a small card at its full power"
+    short = alerts_of([info(), *(machine(number, **own, power_watts=300.0) for number in (1, 2, 3))])
+    assert "look at its power cables" in short[0].message
     assert kinds([info(), *(machine(number, **half, utilisation=0.1) for number in range(1, 9))]) == [], "it idles"
     assert kinds([info(), *(machine(number, clock_mhz=1300.0, clock_most_mhz=1980.0) for number in (1, 2, 3))]) == []
 
@@ -224,6 +250,8 @@ def test_a_speed_far_below_the_cards():
 
     slow = [info(**large), *steps(40, mfu=0.08)]
     assert kinds(slow)[0] == (13, "low speed"), "20 seconds after the first steps"
+    fast = [step(number, seconds=0.05, tokens_per_second=100_000.0, mfu=0.08) for number in range(1, 20_000)]
+    assert len(kinds([info(**large), *fast])) == 5, "in 1000 seconds"
     assert "8% of the card's peak rate" in alerts_of(slow)[0].message
     assert kinds([info(**large), *steps(40, mfu=0.4)]) == []
     assert kinds([info(**{**large, "micro_batch": 1, "context": 64}), *steps(40, mfu=0.08)]) == [], "launches weigh"
@@ -290,7 +318,7 @@ def test_a_bad_run_does_not_flood():
     records: list[Record] = []
     for number in range(1, 20_001):
         records.append(step(number, **bad))
-        records.append(machine(number, throttled="heat"))
+        records.append(machine(number, throttled="heat", elapsed=2.0 * number))
         records.append(NoticeRecord(step=number, message="compile default: 1 graph more; no graph breaks"))
     found = alerts_of(records)
     assert len(found) < 60
@@ -316,7 +344,7 @@ def every_alert() -> list[Alert]:
     records += [machine(number, throttled="heat") for number in range(401, 404)]
     short = {"cores_others": 1.5, "threads_waiting": 1.6}
     records += [
-        reading(number, **short, process_bytes=number * GIB, swap_bytes=number * GIB, throttled="")
+        reading(number, **short, process_bytes=number * GIB, swap_bytes=number * GIB, host_bytes=22 * GIB, throttled="")
         for number in range(410, 420)
     ]
     records += [machine(number, clock_mhz=990.0, clock_most_mhz=1980.0) for number in range(420, 424)]

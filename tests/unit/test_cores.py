@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import subprocess
 import sys
 import time
 
 import pytest
 import torch
 
+from flatout import cores
 from flatout.cores import CoreClock, ThreadTrial, candidates, core_clock, core_use, usable_cores, whole_cores
 from flatout.device import cpu_threads
 from flatout.engine.threads import shape_of, try_threads
@@ -42,6 +44,40 @@ def test_this_process_is_not_among_the_others():
     assert used.others is not None
     assert used.busy - used.others >= 0.05
     assert used.waiting is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_processes_that_it_started_are_not_among_the_others():
+    spends = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    words = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spends!r}])"]
+    before = core_clock()
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        alive = core_clock()
+        assert alive.own - before.own >= 0.25, "while a child of a child is there"
+        child.communicate("\n")
+    ended = core_clock()
+    assert ended.own >= alive.own - 0.05, "and when it has ended"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"cpu.max": "150000 100000", "cpu.stat": "usage_usec 7500000"},
+        {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000", "cpuacct/cpuacct.usage": "7500000000"},
+    ],
+    ids=["v2", "v1"],
+)
+def test_a_container_with_a_quota_tells_of_itself_not_of_its_host(files, monkeypatch):
+    monkeypatch.setattr(cores, "first_line_of", lambda path: files.get(path.removeprefix("/sys/fs/cgroup/"), ""))
+    monkeypatch.setattr(cores, "_processors", lambda: set(range(64)))
+    assert usable_cores() == 1.5
+    assert core_clock().busy == 7.5
+    monkeypatch.setattr(cores, "_processors", lambda: {0})
+    assert usable_cores() == 1.0, "its affinity allows less"
+    assert core_clock().busy != 7.5
 
 
 def test_numbers_of_threads_that_are_tried():

@@ -521,6 +521,14 @@ def test_threads_that_are_fast_are_fine(here: Path):
     findings = visit(machine=LAPTOP, trials=threads(0.1, {1: 1.0, 2: 0.55}))
     (found,) = [one for one in findings if one.name == "threads"]
     assert (found.status, found.found) == ("ok", "speed.threads=auto gives 2 threads, 1.8 times as fast as one")
+    untried = dataclasses.replace(TRIALS, threads=cores.ThreadTrial(seconds={1: 1.0, 2: 0.55, 4: 0.4}, cores=4))
+    findings = visit("speed.threads=3", machine=LAPTOP, trials=untried)
+    assert [one.found for one in findings if one.name == "threads"] == ["speed.threads=3 gives 3 threads"]
+
+
+def test_the_load_of_a_host_is_none_of_a_small_container(here: Path):
+    findings = visit(machine=machine(cores=64, usable_cores=4.0, load=40.0))
+    assert not [one for one in findings if one.name == "host load"]
 
 
 def test_there_are_more_than_25_planted_problems():

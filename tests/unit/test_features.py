@@ -573,6 +573,8 @@ def test_a_resumed_run_keeps_its_threads_where_there_are_cores_for_them():
     assert threads_of(threads_before=3) == ("3", "as before the resume")
     assert threads_of(threads_before=16)[0] == "4"
     assert threads_of("speed.threads=2", threads_before=3)[0] == "2"
+    assert threads_of(threads_before=2, ranks=2, ranks_here=2) == ("2", "as before the resume")
+    assert threads_of(threads_before=4, ranks=2, ranks_here=2) == ("2", "4 cores for 2 ranks")
 
 
 @pytest.mark.usefixtures("quiet_cores")

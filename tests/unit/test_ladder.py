@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from flatout import files
+from flatout import cores, files
 from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import micro_batch_of
@@ -358,6 +358,18 @@ def test_a_gain_is_over_the_rung_it_was_timed_with_and_a_factor_over_the_baselin
     assert ladder.with_ratios(red, step, None) == red
 
 
+def test_a_ladder_is_gone_on_with_the_threads_it_had(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in cores.THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("flatout.engine.switches.usable_cores", lambda: 64.0)
+    earlier = [row("baseline", used={"threads": "37"})]
+    made = make_plan(tiny("speed.threads=auto"), tmp_path / "auto", 3, 4, None, lambda _: None, earlier)
+    assert made.config.speed.threads == 37
+    assert "37 threads" in made.machine
+    written = make_plan(tiny("speed.threads=2"), tmp_path / "written", 3, 4, None, lambda _: None, earlier)
+    assert written.config.speed.threads == 2
+
+
 def test_another_machine_or_config_is_told_in_words(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     loaded = tiny()
     made = make_plan(loaded, tmp_path / "one", 3, 4, None, lambda _: None)
@@ -366,8 +378,9 @@ def test_another_machine_or_config_is_told_in_words(tiny: Tiny, tmp_path: Path, 
     assert rows[0].device == made.machine
     plan.check_same(made, rows)
     other = dataclasses.replace(made, machine=plan.machine_of(made.device, 7))
-    with pytest.raises(UsageError, match="7 threads"):
+    with pytest.raises(UsageError, match="7 threads") as refused:
         plan.check_same(other, rows)
+    assert "or go on without OMP_NUM_THREADS=" in refused.value.hint
     more = dataclasses.replace(made, config_words=(*made.config_words, "optim.beta2=0.9"))
     with pytest.raises(UsageError, match=r"the settings none, now it is optim\.beta2=0\.9"):
         plan.check_same(more, rows)

@@ -92,15 +92,18 @@ def _threads(machine: Machine, trials: Trials, asked: int | str) -> Finding | No
             "Training and every figure measured now are slower than this machine can be. Stop the other programs, or "
             "train when they are done.",
         )
-    faster = trial.seconds[1] / trial.seconds.get(used, trial.seconds[1])
-    return _check("threads").ok(f"{words} gives {many}" + (f", {faster:.1f} times as fast as one" if used > 1 else ""))
+    faster = ""
+    if used > 1 and used in trial.seconds:
+        faster = f", {trial.seconds[1] / trial.seconds[used]:.1f} times as fast as one"
+    return _check("threads").ok(f"{words} gives {many}{faster}")
 
 
 def _load(machine: Machine) -> Finding | None:
-    if machine.load is None or machine.load <= machine.usable_cores:
+    # The load is that of the whole host, whatever share of its cores a container has.
+    if machine.load is None or machine.load <= machine.cores:
         return None
     return _check("host load").warn(
-        f"load {machine.load:.1f} on {machine.usable_cores:g} cores: processes wait for one",
+        f"load {machine.load:.1f} on {machine.cores} cores: processes wait for one",
         "A run needs a core to feed the GPU, and more to read data. Stop the other programs.",
     )
 

@@ -142,10 +142,8 @@ def _bottleneck(measured: Measurements) -> str:
     if measured.reduction_seconds >= IDLE_SHARE * measured.step_seconds:
         return "communication-bound"
     if measured.device_kind != "cuda":  # operators run one after the other on the host: it is either them or the data
-        waits, crowded = (
-            measured.data_wait_seconds / measured.step_seconds,
-            (measured.threads_waiting or 0.0) >= WAITING,
-        )
+        waits = measured.data_wait_seconds / measured.step_seconds
+        crowded = (measured.threads_waiting or 0.0) >= WAITING
         if measured.device_kind == "cpu" and crowded and waits < 0.5:  # loaders wait for cores, too
             return "oversubscribed"
         return "data-bound" if waits >= IDLE_SHARE else "compute-bound"

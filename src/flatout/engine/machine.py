@@ -58,6 +58,7 @@ class MachineWatch:
             "temperature": _told(lambda: float(library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU))),
             "clock_mhz": _told(lambda: float(library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM))),
             "clock_most_mhz": _told(lambda: float(library.nvmlDeviceGetMaxClockInfo(handle, library.NVML_CLOCK_SM))),
+            "power_default_watts": _told(lambda: library.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000),
             "throttled": throttled(reasons),
         }
 

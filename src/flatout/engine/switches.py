@@ -325,7 +325,7 @@ def _threads(case: Case) -> Answer:
     if words is not None:
         return Answer(now, f"{words} is set")
     cores, before = whole_cores(), case.threads_before
-    if isinstance(before, int) and 1 <= before <= usable_cores():
+    if isinstance(before, int) and 1 <= before * case.ranks_here <= usable_cores():
         return Answer(before, "as before the resume")
     if case.ranks_here > 1:
         return Answer(max(1, cores // case.ranks_here), f"{cores} cores for {case.ranks_here} ranks")

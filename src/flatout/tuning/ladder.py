@@ -103,7 +103,7 @@ def bench(
     check_asked(loaded, names)
     clock = Clock(seconds, parity_steps)
     with scratch_folder("flatout-bench-") as scratch:
-        plan = make_plan(loaded, scratch, steps, parity_steps, batch_tokens, notice)
+        plan = make_plan(loaded, scratch, steps, parity_steps, batch_tokens, notice, earlier)
         check_same(plan, earlier)
         listed = rungs_for(plan)
         how = functools.partial(absences, plan)

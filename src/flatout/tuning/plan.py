@@ -19,6 +19,7 @@ from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import RunConfig, SpeedConfig, micro_batch_of
 from flatout.config.source import DEFAULT, Source
 from flatout.config.yaml_loader import format_value
+from flatout.cores import thread_words
 from flatout.data.shards import open_dataset
 from flatout.device import Device, allocator_words, detect_device
 from flatout.engine.features import Speed, resolve_speed
@@ -67,11 +68,16 @@ def make_plan(
     parity_steps: int,
     batch_tokens: int | None,
     notice: Callable[[str], None],
+    earlier: Sequence[BenchRow] = (),
 ) -> Plan:
-    """Fits a config for measuring, and says what was changed for that."""
+    """Fits a config for measuring, and says what was changed for that.
+
+    `earlier` rows are gone on from: with `speed.threads=auto`, the others get as many CPU threads as they had.
+    """
     config = loaded.config
+    threads = next((int(row.used["threads"]) for row in earlier if row.used.get("threads", "").isdigit()), None)
     if config.chat.source is not None:
-        return _plan_for_samples(loaded, scratch, steps, parity_steps, batch_tokens, notice)
+        return _plan_for_samples(loaded, scratch, steps, parity_steps, batch_tokens, notice, threads)
     data, described = practice_data(config, scratch)
     notice(f"data: {described}")
     _tell_unused(loaded, notice)
@@ -94,6 +100,7 @@ def make_plan(
     return _plan(
         loaded,
         fitted,
+        threads,
         corpus_bytes=dataset.train.tokens * dataset.train.dtype.itemsize,
         data=described,
         vocab=vocab,
@@ -112,6 +119,7 @@ def _plan_for_samples(
     parity_steps: int,
     batch_tokens: int | None,
     notice: Callable[[str], None],
+    threads: int | None,
 ) -> Plan:
     if batch_tokens is not None:
         raise UsageError("--batch-tokens is for pretraining, and this config has chat.source", "set chat.batch_samples")
@@ -124,6 +132,7 @@ def _plan_for_samples(
     return _plan(
         loaded,
         fitted,
+        threads,
         corpus_bytes=None,
         data=practice.described,
         vocab=practice.vocab,
@@ -153,9 +162,10 @@ def _length(loaded: LoadedConfig, steps: int, parity_steps: int, notice: Callabl
     return [f"train.steps={length}", f"optim.warmup_steps={warmup}", "optim.warmup=null"]
 
 
-def _plan(loaded: LoadedConfig, fitted: RunConfig, **known: Any) -> Plan:
+def _plan(loaded: LoadedConfig, fitted: RunConfig, threads_before: int | None, **known: Any) -> Plan:
     config, device = loaded.config, detect_device(loaded.config.speed.device)
-    threads = resolve_speed(fitted, device, None, lambda _: DEFAULT, vocab=known["vocab"]).threads
+    how = {"vocab": known["vocab"], "threads_before": threads_before}
+    threads = resolve_speed(fitted, device, None, lambda _: DEFAULT, **how).threads
     if device.kind == "cpu":  # one number for all rungs
         fitted = load_stored(fitted.model_dump(), [f"speed.threads={threads}"], where="bench").config
     return Plan(
@@ -216,9 +226,11 @@ def check_same(plan: Plan, earlier: Sequence[BenchRow]) -> None:
         told = [", ".join(sorted(part)) or "none" for part in (before - now, now - before)]
         for words, was, is_now in [*pairs, ("the settings", *told)]:
             if was != is_now:
+                threads = thread_words() if words == "the device" and plan.device.kind == "cpu" else None
+                unset = "" if threads is None else f", or go on without {threads}: auto takes the threads of the rows"
                 raise UsageError(
                     f"the rows there were measured with {words} {was or 'unknown'}, now it is {is_now or 'unknown'}",
-                    "name a new folder for this ladder",
+                    f"name a new folder for this ladder{unset}",
                 )
 
 

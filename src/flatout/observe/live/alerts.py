@@ -17,7 +17,8 @@ The rules about card and host are in `machine_alerts.py`.
 
 Contract: pure, no clock and no files: the same records give the same alerts, live or read back later. On clean series
 (falling, flat, noisy with heavy tails, small batches) fewer than one step in a thousand alerts; the tests measure it.
-A kind that has alerted stays quiet for 100 steps, then 200, 400 ... up to 6,400, and then says how many it kept back.
+A kind that has alerted stays quiet for 100 steps, then 200, 400 ... up to 6,400, and then says how many it kept back;
+one of card and host also for 2 minutes, then 4, 8 ... up to 128, however short the steps are.
 Trap: a resumed run says steps again; everything that was remembered of the time before is forgotten at its `RunInfo`.
 """
 
@@ -37,7 +38,7 @@ BEYOND, SPIKE_SHARE, JUMP_FACTOR = 1.5, 0.05, 4.0
 STALL_SHARE, STALL_STEPS, COLD_STEPS = 0.2, 5, 3
 OVERFLOWS, OVERFLOW_STEPS = 10, 100
 BLOCK_STEPS, BLOCK_SECONDS, SLOW = 32, 20.0, 0.85
-QUIET_STEPS, MOST_QUIET_STEPS = 100, 6_400
+QUIET_STEPS, MOST_QUIET_STEPS, QUIET_SECONDS = 100, 6_400, 120.0
 _COMPILED_AGAIN = re.compile(r"compile [\w-]+: \d+ graphs? more")
 
 
@@ -74,9 +75,9 @@ class Alerts:
             case _:
                 self._evaluations += isinstance(record, EvalRecord)
                 return []
-        alerts = []
+        alerts, elapsed = [], record.elapsed if isinstance(record, MachineRecord) else None
         for kind, message in filter(None, found):
-            if (more := self._gates[kind].let_through(record.step)) is not None:
+            if (more := self._gates[kind].let_through(record.step, elapsed)) is not None:
                 alerts.append(Alert(record.step, kind, message + more))
         return alerts
 
@@ -171,20 +172,24 @@ class Alerts:
 
 @final
 class _Gate:
-    """Lets the first alert of a kind through, then one in 100 steps, 200, 400 ..., and counts what it keeps back."""
+    """Lets the first alert of a kind through, then one in 100 steps, 200, 400 ..., and counts what it keeps back.
+
+    Where seconds are told, 2 minutes have to pass for every 100 of these steps, too.
+    """
 
     def __init__(self) -> None:
-        self._quiet_until = -1
+        self._quiet_until, self._quiet_until_seconds = -1, -math.inf
         self._pause = QUIET_STEPS
         self._kept_back = 0
 
-    def let_through(self, step: int) -> str | None:
+    def let_through(self, step: int, elapsed: float | None = None) -> str | None:
         """None to keep it back; else what to add to the message."""
-        if step < self._quiet_until:
+        if step < self._quiet_until or (elapsed is not None and elapsed < self._quiet_until_seconds):
             self._kept_back += 1
             return None
         more = f" (and {self._kept_back} more like it since the last one)" if self._kept_back else ""
         self._quiet_until, self._kept_back = step + self._pause, 0
+        self._quiet_until_seconds = (elapsed or 0.0) + QUIET_SECONDS * self._pause / QUIET_STEPS
         self._pause = min(2 * self._pause, MOST_QUIET_STEPS)
         return more
 

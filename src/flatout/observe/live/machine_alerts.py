@@ -2,14 +2,16 @@
 
 Idea: a single reading may be a moment; each rule wants the same of several in a row. The rules:
 
-    throttling     two readings of the card in a row were held down by heat, or ten in a row by power
-    slow card      two readings in a row of a busy card below 55% of its highest clock, and no heat
+    throttling     two readings of the card in a row were held down by heat, or ten in a row by a power limit below the
+                   card's own
+    slow card      two readings in a row of a busy card below 55% of its highest clock, neither by heat nor by its own
+                   power limit
     low speed      half-precision steps with large micro-batches reach less than 15% of the card's peak over 20 seconds
     busy host      in two readings in a row a CPU run's threads waited for cores (0.3 of a thread on average); beside a
-                   GPU, others left less than one core
+                   GPU, others left less than one core, or less than half of the only one
     memory growth  six readings in a row, each higher than any before, went up steadily by 64 MiB at least; also of the
                    least of every 6 and every 36 readings, for slow leaks
-    swap           two readings in a row had 16 MiB more on the host's disk than the one before
+    swap           two readings in a row had 16 MiB more on the host's disk than the one before, and memory was short
 
 Contract: pure, as `Alerts`, which asks these rules and says at most so often what they find.
 """
@@ -26,10 +28,11 @@ from flatout.records import WAITING, MachineRecord, RunInfo, StepRecord
 Found = tuple[str, str]  # the kind of an alert, and what it says
 
 HEAT_READINGS, POWER_READINGS, READINGS = 2, 10, 2
-LOW_CLOCK, BUSY_CARD = 0.55, 0.8
+LOW_CLOCK, BUSY_CARD, FULL_DRAW = 0.55, 0.8, 0.85
 LOW_MFU, LEAST_SECONDS, COLD_STEPS, FEWEST_STEPS, LARGE_SECONDS = 0.15, 20.0, 3, 5, 0.005
+NOBODY = 0.25  # of a core
 STRIDES, RISES, STEADY, LEAST_GROWTH = (1, 6, 36), 5, 0.25, 64 * 2**20
-SWAP_GROWTH = 16 * 2**20
+SWAP_GROWTH, SHORT_MEMORY = 16 * 2**20, 0.8  # of the host's: below, only pages that nobody uses are moved out
 
 
 @final
@@ -63,27 +66,27 @@ class MachineRules:
 
     def _throttled(self, record: MachineRecord) -> Found | None:
         self._hot = self._hot + 1 if "heat" in record.throttled else 0
-        self._capped = self._capped + 1 if "power" in record.throttled else 0
+        self._capped = self._capped + 1 if _is_capped(record) else 0
         clock = "" if record.clock_mhz is None else f" at {record.clock_mhz:.0f} MHz"
         if self._hot >= HEAT_READINGS:
             degrees = "" if record.temperature is None else f" ({record.temperature:.0f} °C)"
             return "throttling", f"heat{degrees} holds the card's clock down{clock}; improve its cooling"
         if self._capped >= POWER_READINGS and self._hot == 0:
-            watts = "" if record.power_limit_watts is None else f" of {record.power_limit_watts:.0f} W"
-            advice = "raise the limit if it was set below the card's own, else this is its full speed"
-            return "throttling", f"power holds the card's clock down{clock}: it is at its limit{watts}; {advice}"
+            found = f"power holds the card's clock down{clock}: it is at its limit{_watts(record.power_limit_watts)}"
+            return "throttling", f"{found}; {_higher_limit(record)}"
         return None
 
     def _clock(self, record: MachineRecord) -> Found | None:
         now, most = record.clock_mhz, record.clock_most_mhz
         works = (record.utilisation or 0.0) >= BUSY_CARD and "heat" not in record.throttled
+        works = works and not _has_all_its_power(record)
         self._low = self._low + 1 if now is not None and most and works and now < LOW_CLOCK * most else 0
         if self._low < READINGS:
             return None
         found = f"the card works at {now:.0f} of {most:.0f} MHz, far below what is expected of it"
-        if "power" in record.throttled:
-            limit = "" if record.power_limit_watts is None else f" of {record.power_limit_watts:.0f} W"
-            return "slow card", f"{found}: its power limit{limit} holds it down; `nvidia-smi -pl` sets a higher one"
+        if _is_capped(record):
+            limit = f"its power limit{_watts(record.power_limit_watts)}"
+            return "slow card", f"{found}: {limit} holds it down; {_higher_limit(record)}"
         if record.throttled:
             return "slow card", f"{found}: the hardware holds it down; look at its power cables and its cooling"
         return "slow card", (
@@ -98,7 +101,7 @@ class MachineRules:
             return None
         left = None if others is None or not alone else cores - others
         if not self._cpu:
-            short = left is not None and left < 1.0
+            short = left is not None and left < min(1.0, 0.5 * cores)
         elif waiting is not None:
             short = waiting >= WAITING
         else:
@@ -107,13 +110,16 @@ class MachineRules:
         if self._short < READINGS:
             return None
         load = "" if record.load is None else f" (load {record.load:.1f})"
-        used = f"others use {others or 0.0:.1f} of {cores:g} cores{load}"
+        who = "others" if alone else "others, the other ranks among them,"
+        used = f"{who} use {others or 0.0:.1f} of {cores:g} cores{load}"
         if not self._cpu:
             return "busy host", f"{used}, and this run needs one to feed the card; stop the other programs"
-        fits = max(1, min(int(cores), round(cores if left is None else left)))
-        many = "thread waits" if self._threads == 1 else f"{self._threads or 'several'} threads wait"
-        if self._threads is not None and fits < self._threads:
-            advice = f"stop the other programs, or end this run with Ctrl-C and resume it with speed.threads={fits}"
+        threads, fits = self._threads, max(1, min(int(cores), round(cores if left is None else left)))
+        many = "thread waits" if threads == 1 else f"{threads or 'several'} threads wait"
+        by_itself = alone and others is not None and others < NOBODY
+        if threads is not None and (fits < threads or (by_itself and threads > 1)):  # its readers need a core, too
+            advice = f"end this run with Ctrl-C and resume it with speed.threads={min(fits, threads - 1)}"
+            advice = advice if by_itself else f"stop the other programs, or {advice}"
         else:
             advice = "stop the other programs, or train when they are done"
         return "busy host", f"the run's {many} for cores: {used}; {advice}"
@@ -145,7 +151,9 @@ class MachineRules:
         if before is None or record.swap_bytes is None:
             return None
         more = record.swap_bytes - before
-        self._swaps = self._swaps + 1 if more >= SWAP_GROWTH else 0
+        used, whole = record.host_bytes, record.host_total_bytes
+        scarce = used is None or whole is None or used >= SHORT_MEMORY * whole
+        self._swaps = self._swaps + 1 if more >= SWAP_GROWTH and scarce else 0
         if self._swaps < READINGS:
             return None
         return "swap", (
@@ -153,6 +161,28 @@ class MachineRules:
             f"{human_bytes(more)} more than at the last reading; close other programs, or let the run use less (a "
             "smaller speed.micro_batch on a CPU, fewer speed.workers)"
         )
+
+
+def _is_capped(record: MachineRecord) -> bool:
+    """Whether power holds the clock down by a limit that somebody may have set: the card's own is its full speed."""
+    limit, own = record.power_limit_watts, record.power_default_watts
+    return "power" in record.throttled and (limit is None or own is None or limit < 0.99 * own)
+
+
+def _has_all_its_power(record: MachineRecord) -> bool:
+    """Whether nothing but the card's own limit holds it down; one that is short of power draws less than that."""
+    draws, limit = record.power_watts, record.power_limit_watts or 0.0
+    return "power" in record.throttled and not _is_capped(record) and (draws is None or draws >= FULL_DRAW * limit)
+
+
+def _higher_limit(record: MachineRecord) -> str:
+    if record.power_default_watts is None:
+        return "raise the limit if it was set below the card's own, else this is its full speed"
+    return f"`nvidia-smi -pl {record.power_default_watts:.0f}` gives it its own limit back"
+
+
+def _watts(watts: float | None) -> str:
+    return "" if watts is None else f" of {watts:.0f} W"
 
 
 @final
@@ -196,13 +226,13 @@ class _Pace:
 
     def __init__(self, info: RunInfo | None) -> None:
         self._shares: list[float] = []
-        self._seconds, self._cold = 0.0, COLD_STEPS
+        self._seconds, self._wanted, self._cold = 0.0, LEAST_SECONDS, COLD_STEPS
         used = {} if info is None else {one.name: one.used for one in info.features}
         self._half = used.get("precision") in ("bf16", "fp16")
         self._tokens = 0 if info is None else info.micro_batch * info.context * info.ranks  # of a micro-batch in each
 
     def add(self, record: StepRecord) -> float | None:
-        """The median over 20 seconds, where that is far too low."""
+        """The median over 20 seconds, where that is far too low; then over 40, 80 ...: once told, it is known."""
         rate, share, waited = record.tokens_per_second, record.mfu, record.data_seconds or 0.0
         if not self._half or not share or not rate or not math.isfinite(record.seconds) or self._cold > 0:
             self._cold -= 1
@@ -212,7 +242,10 @@ class _Pace:
             return None
         self._shares.append(share)
         self._seconds += record.seconds
-        if self._seconds < LEAST_SECONDS or len(self._shares) < FEWEST_STEPS:
+        if self._seconds < self._wanted or len(self._shares) < FEWEST_STEPS:
             return None
         median, self._shares, self._seconds = statistics.median(self._shares), [], 0.0
-        return median if median < LOW_MFU else None
+        if median >= LOW_MFU:
+            return None
+        self._wanted *= 2
+        return median

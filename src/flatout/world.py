@@ -65,6 +65,9 @@ class World:
         """The sum over all processes, on the device."""
         return value
 
+    def follow_first(self, value: Tensor) -> None:
+        """Puts the first process's value in the place of this one's, on the device."""
+
     def totals(self, numbers: Sequence[int]) -> list[int]:
         """The sums over all processes of numbers of the host."""
         return list(numbers)

@@ -1,6 +1,7 @@
 """A model, data and an optimizer from Python: they train, resume bit-identically, and are refused by name."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,19 @@ def test_the_start_follows_from_the_seed_and_leaves_the_random_state_alone(tiny:
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_runs_in_two_threads_take_turns_and_learn_what_they_learn_alone(tiny: Tiny, tmp_path: Path):
+    words = (*SIZE, "train.steps=6", "model.dropout=0.2", "speed.threads=1")
+
+    def train(name: str) -> None:
+        flatout.train(tiny(*words, f"output.folder={name}"), model=other_mlp, on_record=lambda _: None)
+
+    train("alone")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train, ("one", "two")))
+    for name in ("one", "two"):
+        assert same(checkpoint(tmp_path / "alone", 6), checkpoint(tmp_path / name, 6))
+
+
 def swapped(name: str, module: nn.Module) -> Callable[[GPT], None]:
     def change(model: GPT) -> None:
         owner, _, last = name.rpartition(".")
@@ -208,6 +222,13 @@ def swapped(name: str, module: nn.Module) -> Callable[[GPT], None]:
         ([], {"optimizer": lambda named: torch.optim.SGD(list(named.values())[1:])}, ConfigError, "does not take"),
         ([], {"optimizer": lambda named: list(named)}, ConfigError, "returned a list"),
         ([], {"optimizer": [3]}, ConfigError, "holds a int"),
+        ([], {"optimizer": 3}, ConfigError, "a int was given as optimizer="),
+        ([], {"optimizer": "adam"}, ConfigError, "a str was given as optimizer="),
+        ([], {"optimizer": torch.optim.Adam}, ConfigError, "the class Adam was given as optimizer="),
+        ([], {"optimizer": torch.optim.SGD([torch.zeros(1)])}, ConfigError, "a SGD over parameters of another model"),
+        ([], {"model": "x"}, ConfigError, "a str was given as model="),
+        ([], {"model": nn.Identity()}, ConfigError, "nothing to train"),
+        ([], {"model": lambda built: built.requires_grad_(False)}, ConfigError, "nothing to train"),
         (["speed.fused_optimizer=on"], {"optimizer": two_groups(torch.optim.SGD)}, HardwareError, "form of its own"),
         (["speed.optimizer_state=8bit"], {"optimizer": two_groups(torch.optim.SGD)}, HardwareError, "form of its own"),
     ],

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,7 +39,9 @@ def test_what_reads_a_run_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import flatout\n"
-        "flatout.load_config, flatout.doctor, flatout.plot, flatout.report, flatout.EvalRecord, flatout.Finding"
+        "flatout.load_config, flatout.doctor, flatout.plot, flatout.report, flatout.EvalRecord, flatout.Finding\n"
+        "config = flatout.load_config('shakespeare-char', hardware='8gb')\n"
+        "assert next(one for one in flatout.doctor(config, quick=True) if one.name == 'torch').status == 'bad'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -68,11 +71,56 @@ def test_a_config_from_a_mapping_and_from_keywords():
         ({}, {"train": 3}, r"train is 3, but it is a section"),
         ({"preset": 3}, {}, r"preset is 3, but it must be a name"),
         ({"train": {"steps": "many"}}, {}, r"the mapping: train\.steps is 'many'"),
+        ({"train": {"steps": 1}, "train.steps": 2}, {}, r"the mapping: train\.steps is given twice"),
+        ({}, {"train": {"steps": 1}, "train.steps": 2}, r"keyword: train\.steps is given twice"),
+        ({}, {"overrides": "train.steps=1"}, "must be a list of words"),
+        ({}, {"overrides": [3]}, "must be a list of words"),
+        ({}, {"hardware": 3}, "hardware is 3, but it must be a name"),
+        (3, {}, "a int was given as the config"),
     ],
 )
 def test_mistakes_in_a_mapping_are_named(mapping, keywords, told: str):
     with pytest.raises(ConfigError, match=told):
         flatout.load_config(mapping, **keywords)
+
+
+def test_a_mapping_without_a_preset_says_whose_defaults_it_has():
+    (notice,) = flatout.load_config({"train": {"steps": 5}}).notices
+    assert notice.startswith("the mapping names no preset, so the ")
+    assert flatout.load_config({"preset": "shakespeare-char"}).notices == ()
+    assert flatout.load_config(flatout.load_config().config.model_dump()).notices == (), "nothing is left out"
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    loaded = flatout.load_config(train={"steps": np.int64(7)}, optim={"learning_rate": torch.tensor(0.5)})
+    assert (loaded.config.train.steps, loaded.config.optim.learning_rate) == (7, 0.5)
+
+
+@pytest.mark.parametrize("config", ["shakespeare-char", {"train": {"steps": 1}}, 3])
+def test_what_is_no_config_is_refused(config):
+    for call in (flatout.train, flatout.estimate, flatout.prepare, flatout.finetune):
+        with pytest.raises(UsageError, match=f"a {type(config).__name__} was given as the config"):
+            next(iter(call(config)))
+    for name in ("stop", "on_record"):
+        with pytest.raises(UsageError, match=f"a int was given as {name}="):
+            flatout.train(flatout.load_config(), **{name: 3})
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_run_that_is_left_before_its_first_step_can_be_started_again(tiny: Tiny, tmp_path: Path, error):
+    config = tiny("train.steps=2", "output.folder=run", "output.plots=false")
+
+    def fail(_: flatout.Record) -> None:
+        raise error
+
+    with pytest.raises(error):
+        flatout.train(config, on_record=fail)
+    assert not (tmp_path / "run").exists()
+    result = flatout.train(config, on_record=lambda _: None)
+    assert result.end is not None
+    with pytest.raises(UsageError, match="already holds a run"):
+        flatout.train(config, on_record=fail)
+    assert flatout.stored_config("run").config.train.steps == 2
 
 
 def test_a_run_and_what_can_be_asked_of_it(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -86,8 +134,8 @@ def test_a_run_and_what_can_be_asked_of_it(tiny: Tiny, tmp_path: Path, capsys: p
     assert logits.shape == (len(ids), model.model.vocab)
     assert torch.equal(model([ids, ids])[1], logits)
     assert not logits.requires_grad
-    for bad in ([], [[[1]]], [10**6], ids * 1000):
-        with pytest.raises(DataError, match="were given to the model"):
+    for bad in ([], [[[1]]], [10**6], ids * 1000, "the", [[1, 2], [3]], None, [1.5], torch.zeros(0, 3)):
+        with pytest.raises(DataError, match="given to the model"):
             model(bad)
 
     assert "".join(flatout.chat(model, "the old ", tokens=5, temperature=0.0)) == "".join(
@@ -132,12 +180,6 @@ def test_measuring_functions_return_what_their_verbs_show(
     assert json.loads(json.dumps(done.figures)) == json.loads(
         (done.folder / "profile.json").read_text(encoding="utf-8")
     )
-    chat = flatout.load_config("lora", ["chat.source=rows.jsonl"])
-    for name in ("tune_lr", "estimate", "profile"):
-        with pytest.raises(UsageError, match=f"flatout.{name} is for pretraining"):
-            getattr(flatout, name)(chat)
-    with pytest.raises(UsageError, match=r"flatout\.search is for pretraining"):
-        flatout.search({"model.layers": {"range": [1, 2]}}, chat)
     assert capsys.readouterr() == ("", "")
 
 

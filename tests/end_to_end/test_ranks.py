@@ -23,6 +23,7 @@ from flatout.engine import setup
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.errors import UserError
 from flatout.launch import launch
+from flatout.model.gpt import GPT
 from flatout.parallel.ranks import joined
 from flatout.records import record_to_json
 from tests.chat_models import write_chat_model
@@ -49,11 +50,31 @@ def counting() -> Iterator[npt.NDArray[np.int64]]:
         yield (int(rng.integers(0, 32)) + np.arange(int(rng.integers(1, 60)))) % 32
 
 
+class Normed(torch.nn.Module):
+    """Remembers what it has seen, which is something else in every rank."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(width)
+
+    def forward(self, h_BTW: torch.Tensor) -> torch.Tensor:
+        return self.norm(h_BTW.transpose(1, 2)).transpose(1, 2)
+
+
+def normed(model: GPT) -> None:
+    model.blocks[0].mlp = Normed(model.config.width)
+
+
+def nadam(named: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(named.values(), lr=2e-3)
+
+
 def run_here(folder: str, words: list[str], **asked: Any) -> list[dict[str, Any]]:
     """One run, as the rank that this process is; its records, or at the end what it raised."""
     build = setup._build
     os.chdir(folder)
-    data = {"data": counting} if asked.get("arrays") else {}
+    data: dict[str, Any] = {"data": counting} if asked.get("arrays") else {}
+    data |= {"model": normed, "optimizer": nadam} if asked.get("given") else {}
     if asked.get("double"):
         setup._build = lambda *args, **how: build(*args, **how).double()
     rows: list[dict[str, Any]] = []
@@ -164,6 +185,22 @@ def test_two_processes_resume_bit_for_bit_with_dropout(corpus: Path, tmp_path: P
         assert expected.keys() == found.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), part
     assert not torch.equal(whole.run["random.cpu"], whole.run["random.cpu.1"])
+
+
+def test_two_processes_with_a_model_and_an_optimizer_from_python_resume_bit_for_bit(corpus: Path, tmp_path: Path):
+    more = ["checkpoint.every=3", "checkpoint.keep=9"]
+    _, whole, _, expected = trained("shards", 2, corpus, tmp_path / "run", 6, words=more, given=True)
+    words = [*TINY, *EVEN, f"data.source={corpus}", "train.steps=6", "model.dropout=0", *more]
+    step_3 = str(tmp_path / "run" / "run" / "checkpoints" / "step-00000003")
+    first, _ = train(2, tmp_path / "run", words, preset="shakespeare-char", resume=step_3, given=True)
+    assert [row["loss"] for row in first if row["type"] == "eval"] == whole[-2:]
+    again = read_checkpoint(tmp_path / "run" / "run" / "checkpoints" / "step-00000006")
+    for part in ("model", "optimizer", "run"):
+        found = getattr(again, part)
+        assert all(torch.equal(found[name], tensor) for name, tensor in getattr(expected, part).items()), part
+    slices = [*words, "parallel.form=fsdp", "output.folder=slices"]
+    sliced, _ = train(2, tmp_path / "run", slices, preset="shakespeare-char", given=True)
+    assert "a model from Python (model=) is not sharded" in sliced[-1]["message"]
 
 
 def test_only_the_first_process_writes_and_every_step_is_recorded_once(corpus: Path, tmp_path: Path):

@@ -188,6 +188,7 @@ def test_stages_cut_windows_here_too():
         ({0: [1, 2]}, "a dict was given"),
         (np.array([1, 2]), "is of type int64"),
         (lambda: itertools.repeat([]), "arrays in a row are empty"),
+        (lambda: 3, "the function given to train as data returned a int"),
     ],
 )
 def test_what_are_no_arrays_of_ids_is_refused(train: Any, words: str):

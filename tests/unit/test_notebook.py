@@ -1,5 +1,6 @@
 """Runs in a notebook: one picture redrawn in its place, tables that hold no markup of a run, silence elsewhere."""
 
+import dataclasses
 import re
 import sys
 import types
@@ -55,6 +56,16 @@ def test_a_chart_is_one_picture_that_is_redrawn_and_ends_up_to_date(shown: Handl
     assert last.count("<circle") == 1
     assert len(re.findall(r"[\d.]+,[\d.]+", last)) == 2, "the points of the line"
     assert "validation 2.5000, best 2.5000 · finished" in last
+
+
+def test_a_chart_of_another_run_begins_anew_and_one_of_a_resumed_run_goes_on():
+    chart = Chart(shown=False)
+    for record in (info_of(Path("one")), step(1), step(2), step(3), eval_of(3, 2.0)):
+        chart(record)
+    chart(dataclasses.replace(info_of(Path("one")), start_step=2))
+    assert ([step for step, _ in chart.losses], chart.evals) == ([1, 2], [])
+    chart(info_of(Path("two")))
+    assert (chart.losses, chart.evals, chart.last) == ([], [], None)
 
 
 def test_a_fast_run_is_not_drawn_at_every_step(shown: Handle):

@@ -6,25 +6,29 @@ from pathlib import Path
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
+from flatout.errors import UsageError
 
 Config = LoadedConfig | RunConfig
 
 
-def stored_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+def stored_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """The config a run was trained with, from its newest checkpoint, with changes on top."""
     from flatout.engine.checkpoint import read_checkpoint  # here: the doctor must do without torch
     from flatout.engine.run_folder import checkpoint_to_load
 
-    checkpoint = read_checkpoint(checkpoint_to_load(path))
+    checkpoint = read_checkpoint(checkpoint_to_load(Path(path)))
     return load_stored(checkpoint.config, overrides)
 
 
 def with_sources(config: Config) -> LoadedConfig:
     """A config made in Python counts as written by the user in every field that was set; an overlay is applied."""
     if isinstance(config, LoadedConfig):
+        if config.hardware is None:
+            return config
         from flatout.engine.overlays import fitted  # here: the doctor must do without torch
 
         return fitted(config)
+    config = plain(config)
     set_or_not = {True: Source("python", "config"), False: DEFAULT}
     sources = {
         f"{section}.{name}": set_or_not[name in getattr(config, section).model_fields_set]
@@ -35,4 +39,12 @@ def with_sources(config: Config) -> LoadedConfig:
 
 
 def plain(config: Config) -> RunConfig:
-    return config.config if isinstance(config, LoadedConfig) else config
+    """The values alone; what is no config is refused."""
+    if isinstance(config, LoadedConfig):
+        return config.config
+    if not isinstance(config, RunConfig):
+        raise UsageError(
+            f"a {type(config).__name__} was given as the config",
+            "load it first: flatout.load_config takes a preset's name, a file or a mapping",
+        )
+    return config

@@ -27,7 +27,9 @@ def doctor(
     slow trials. `gpus` is how many ranks the config is meant for, `launched` this process as the first of those that a
     launcher started.
     """
-    target = str(config) if isinstance(config, str | Path) else None if config is None else with_sources(config)
+    target = str(config) if isinstance(config, str | Path) else config
+    if not isinstance(target, str | LoadedConfig | None):
+        target = with_sources(target)
     if overrides and isinstance(target, LoadedConfig):
         raise UsageError("overrides are for a config by its name", "change the config itself, or name its file")
     return examine(

@@ -64,13 +64,17 @@ class LoadedModel:
 
         Position t predicts the token after it. At most the model's context of ids.
         """
-        tokens = torch.as_tensor(ids, dtype=torch.int64, device=self.device.torch_device)
         context, vocab = self.model.config.context, self.model.vocab
-        if tokens.ndim not in (1, 2) or not 0 < tokens.shape[-1] <= context:
-            raise DataError(
-                f"ids of shape {tuple(tokens.shape)} were given to the model",
-                f"give one row of 1 to {context:,} ids, or several of one length",
-            )
+        way = f"give one row of 1 to {context:,} ids, or several of one length"
+        try:
+            tokens = torch.as_tensor(ids, device=self.device.torch_device)
+        except (TypeError, ValueError, RuntimeError) as error:  # a text, or rows of different lengths
+            raise DataError(f"a {type(ids).__name__} that holds no ids was given to the model", way) from error
+        if tokens.ndim not in (1, 2) or not tokens.numel() or tokens.shape[-1] > context:
+            raise DataError(f"ids of shape {tuple(tokens.shape)} were given to the model", way)
+        if tokens.is_floating_point():
+            raise DataError(f"ids of type {tokens.dtype} were given to the model", "give token ids as integers")
+        tokens = tokens.to(torch.int64)
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= vocab:
             raise DataError(f"ids from {low} to {high} were given to the model", f"its ids are 0 to {vocab - 1:,}")

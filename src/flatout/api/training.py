@@ -126,6 +126,9 @@ def train(
     `save()`; when true, the run saves and goes on. With a resume path and no config, the checkpoint's own config is
     used.
     """
+    for name, function in {"stop": stop, "save": save, "progress": progress, "on_record": on_record}.items():
+        if function is not None and not callable(function):
+            raise UsageError(f"a {type(function).__name__} was given as {name}=", "give a function")
     how = {"resume": resume, "stop": stop, "save": save, "progress": progress}
     records = _train(config, _arrays(data, val), Given(model, optimizer), **how)
     return records if on_record is None else _to_the_end(records, on_record)
@@ -260,7 +263,7 @@ def _undone_before_the_first_step(lock: RunLock, origin: Origin) -> Iterator[Non
     made = [path for path in (origin.folder / "config.yaml", origin.metrics) if not path.exists()]
     try:
         yield
-    except Exception:
+    except BaseException:  # one that nobody reads on with, or that is interrupted, fails too
         with contextlib.suppress(OSError):  # a disk that fails here must not hide what went wrong first
             if origin.checkpoint is None and not any(row["type"] == "step" for row in read_metrics(origin.metrics)):
                 for path in made:

@@ -28,7 +28,7 @@ from flatout.config.catalogue import (
 )
 from flatout.config.complain import validate
 from flatout.config.facts import choices, field_facts, item_annotation, names_in, section_paths, with_whole_numbers
-from flatout.config.from_python import python_layer
+from flatout.config.from_python import check_kinds, python_layer
 from flatout.config.model_section import GPT2
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Layer, Setting, Source, SourceKind
@@ -83,6 +83,7 @@ def load_config(
     `train={"steps": 100}`, `**{"train.steps": 100}`. An overlay comes between preset and file, and is only named in the
     result: `flatout.engine.overlays.fitted` applies it.
     """
+    check_kinds(target, overrides, hardware)
     written = python_layer(settings, "keyword")
     if isinstance(target, Mapping):
         return _from_mapping(target, [_override_layer(overrides), written], hardware)
@@ -106,8 +107,9 @@ def load_config(
     shipped = {"preset": (preset, preset_where), "hardware": (hardware, hardware_where)}
     name = path.stem if path is not None else None
     loaded = _layered(shipped, [own, _override_layer(overrides), written], name, where, asked=target is not None)
-    notices = _on_defaults(file_name, loaded) if path is not None and preset is None else ()
-    return replace(loaded, notices=tuple(notices))
+    if path is None or preset is not None:
+        return loaded
+    return replace(loaded, notices=tuple(_on_defaults(file_name, loaded, "`preset: NAME` in its first lines")))
 
 
 def _name_of(preset: str | None, own: Layer, merged: Layer, *, asked: bool) -> tuple[str, str]:
@@ -138,7 +140,10 @@ def _from_mapping(target: Mapping[str, Any], above: Sequence[Layer], hardware: s
     values = {key: value for key, value in target.items() if key not in _FILE_KEYS}
     own = python_layer(values, where, extras=_FILE_KEYS)
     shipped: dict[str, tuple[str | None, str]] = {key: (name, where) for key, name in named.items()}
-    return _layered(shipped, [own, *above], None, where, asked=True)
+    loaded = _layered(shipped, [own, *above], None, where, asked=True)
+    if named["preset"] is not None:
+        return loaded
+    return replace(loaded, notices=tuple(_on_defaults(where, loaded, '"preset": NAME in it')))
 
 
 def _layered(
@@ -155,13 +160,13 @@ def _layered(
     return replace(_validated(merged, where), hardware=hardware)
 
 
-def _on_defaults(file_name: str, loaded: LoadedConfig) -> Iterator[str]:
-    """A file without a preset is not one with the default preset, which a reader may take it for."""
+def _on_defaults(name: str, loaded: LoadedConfig, way: str) -> Iterator[str]:
+    """A config without a preset is not one with the default preset, which a reader may take it for."""
     left = sum(source.kind in ("default", "family") for source in loaded.sources.values())
     if left > 1:  # the run's name is the file's
         yield (
-            f"{file_name} names no preset, so the {left - 1} settings that it leaves out have Flatout's own defaults, "
-            "not a preset's; `preset: NAME` in its first lines changes that"
+            f"{name} names no preset, so the {left - 1} settings that it leaves out have Flatout's own defaults, "
+            f"not a preset's; {way} changes that"
         )
 
 

@@ -165,6 +165,11 @@ class ArraySource:
                 "an iterator can be read once, and it was read beyond where the run goes on",
                 "give train an iterable that can be read again, or a function that returns a new iterator",
             )
+        if self._called and not hasattr(made, "__iter__"):
+            raise DataError(
+                f"the function given to train as data returned a {type(made).__name__}",
+                "return an iterator over token arrays or texts",
+            )
         items = iter(made) if self.items is None else (made[index] for index in range(self.items))
         state, empty = None if state_of is None else state_of(), 0
         for item in items:

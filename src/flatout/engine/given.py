@@ -12,11 +12,13 @@ from torch import Tensor
 
 from flatout.config.schema import RunConfig
 from flatout.engine.case import Speed
+from flatout.engine.randomness import ONE_AT_A_TIME
 from flatout.errors import CheckpointError, ConfigError
 from flatout.model.count import parameter_count
-from flatout.model.given import GivenModel, ModelGiven, adopt, persistent_buffers, structure_of
+from flatout.model.given import GivenModel, ModelGiven, adopt, check_model_given, persistent_buffers, structure_of
 from flatout.model.gpt import GPT
-from flatout.optim.given import OptimizerGiven, is_function
+from flatout.optim.given import OptimizerGiven, check_optimizer_given, is_function
+from flatout.world import World
 
 BUFFER = "buffer."  # before the names of buffers in a checkpoint
 
@@ -38,9 +40,12 @@ class Given:
         return [f"{name}=" for name in ("model", "optimizer") if getattr(self, name) is not None]
 
     def check(self, config: RunConfig) -> None:
-        """Refuses what a model from Python cannot be part of."""
+        """Refuses what is neither a model nor an optimizer, and what a model from Python cannot be part of."""
+        if self.optimizer is not None:
+            check_optimizer_given(self.optimizer)
         if self.model is None:
             return
+        check_model_given(self.model)
         what = "model= was given"
         if config.chat.source is not None:
             raise ConfigError(f"{what}, and chat.source fine-tunes a model from elsewhere", "leave one of them out")
@@ -59,7 +64,8 @@ class Given:
         """The model to train, on the host."""
         if self.model is None:
             return built
-        model = adopt(built, self.model, seed=seed)
+        with ONE_AT_A_TIME:  # it draws from the generators of the process
+            model = adopt(built, self.model, seed=seed)
         if isinstance(model, GivenModel):
             _check_whole(speed)
         return model
@@ -97,6 +103,12 @@ class Given:
             return {}
         # Copies: a forward pass may change them while a checkpoint is still being written.
         return {f"{BUFFER}{name}": tensor.clone() for name, tensor in persistent_buffers(model).items()}
+
+    def share_buffers(self, model: GPT, world: World) -> None:
+        """Gives all ranks what the first one's model remembers: each has seen its own share, and one is saved."""
+        if self.model is not None and world.size > 1:
+            for tensor in persistent_buffers(model).values():
+                world.follow_first(tensor)
 
     def restore_buffers(self, model: GPT, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in ({} if self.model is None else persistent_buffers(model)).items():

@@ -7,10 +7,14 @@ what is learned, and the state to save is always at hand.
 
 import contextlib
 import hashlib
+import threading
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+# torch's generators and switches are those of the process: runs in several threads take turns, step by step.
+ONE_AT_A_TIME = threading.RLock()
 
 
 class RandomStream:
@@ -28,15 +32,16 @@ class RandomStream:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        outside_cpu, outside_device = torch.get_rng_state(), self._get_device_state()
-        torch.set_rng_state(self.cpu_state)
-        self._set_device_state(self.device_state)
-        try:
-            yield
-        finally:
-            self.cpu_state, self.device_state = torch.get_rng_state(), self._get_device_state()
-            torch.set_rng_state(outside_cpu)
-            self._set_device_state(outside_device)
+        with ONE_AT_A_TIME:
+            outside_cpu, outside_device = torch.get_rng_state(), self._get_device_state()
+            torch.set_rng_state(self.cpu_state)
+            self._set_device_state(self.device_state)
+            try:
+                yield
+            finally:
+                self.cpu_state, self.device_state = torch.get_rng_state(), self._get_device_state()
+                torch.set_rng_state(outside_cpu)
+                self._set_device_state(outside_device)
 
     def tensors(self) -> dict[str, Tensor]:
         states = {"random.cpu": self.cpu_state}

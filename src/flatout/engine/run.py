@@ -19,7 +19,7 @@ from flatout.engine.features import Speed
 from flatout.engine.given import Given
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.notices import Notices
-from flatout.engine.randomness import RandomStream
+from flatout.engine.randomness import ONE_AT_A_TIME, RandomStream
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import Trained
 from flatout.model.adapters import Adapters
@@ -107,7 +107,9 @@ class Run:
         """One optimizer step; its report stays on the device."""
         self.step.use_window(batch.attention_window)
         with self.random.active():
-            return self.step(batch.tokens, batch.targets, batch.packed, batch.pieces)
+            report = self.step(batch.tokens, batch.targets, batch.packed, batch.pieces)
+        self.given.share_buffers(self.model, self.world)
+        return report
 
     def epochs_before(self, step: int) -> int | None:
         """Whole epochs that have been read when `step` steps are done; None where their end is not known."""
@@ -128,6 +130,7 @@ def device_scope(speed: Speed, deterministic: bool) -> Iterator[None]:
     """torch's process-wide switches as a run wants them, for one piece of its work: arithmetic, memory, threads."""
     device, how = speed.device.torch_device, {"keep_casts": not speed.sharded}
     with (
+        ONE_AT_A_TIME,
         memory_limit(speed.device),
         cpu_threads(speed.threads),
         arithmetic(speed.precision, deterministic, device, **how),

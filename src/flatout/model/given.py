@@ -93,11 +93,20 @@ class GivenModel(GPT):
         pass
 
 
+def check_model_given(given: object) -> None:
+    if not callable(given):  # a module is, too
+        raise ConfigError(
+            f"a {type(given).__name__} was given as model=",
+            "give a function that changes the built model, or a torch module",
+        )
+
+
 def adopt(built: GPT, given: ModelGiven, *, seed: int) -> GPT:
     """The model that a program gave: `built` after its function has changed it, or a module in its place.
 
     What the function draws comes from `seed`, and the random streams of the process stay as they were.
     """
+    check_model_given(given)
     places = {name: type(module) for name, module in built.named_modules()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -107,6 +116,10 @@ def adopt(built: GPT, given: ModelGiven, *, seed: int) -> GPT:
             raise ConfigError(
                 f"the function given as model= returned a {type(found).__name__}",
                 "return a torch module, or nothing where the model was changed in its place",
+            )
+        if not any(parameter.requires_grad for parameter in found.parameters()):
+            raise ConfigError(
+                "the model given as model= has nothing to train", "let some of its parameters require gradients"
             )
         if isinstance(found, GPT):
             return _with_parts(found, built, places)

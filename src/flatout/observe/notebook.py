@@ -18,6 +18,7 @@ from flatout.records import EndRecord, EvalRecord, Record, RunInfo, StepRecord, 
 
 MOST_POINTS = 2000
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 240, 56, 24
+TRAINING, VALIDATION = "#30638e", "#d1495b"  # colours of the two curves
 _STYLE = "font: 13px sans-serif"
 Points = Sequence[tuple[int, float]]
 
@@ -50,7 +51,7 @@ class Chart:
 
     def __call__(self, record: Record) -> None:
         if isinstance(record, RunInfo):
-            self.info = record
+            self._begin(record)
         elif isinstance(record, StepRecord):
             self.last = record
             if record.step % self._every == 0:
@@ -64,6 +65,17 @@ class Chart:
         else:
             return
         self._show(now=isinstance(record, EndRecord))
+
+    def _begin(self, info: RunInfo) -> None:
+        """Another run gets a picture of its own; one that is resumed keeps what it had until there."""
+        kept = -1
+        if self.info is not None and self.info.folder == info.folder:
+            kept = info.start_step
+        else:
+            self._handle = None
+        self.losses = [point for point in self.losses if point[0] <= kept]
+        self.evals = [point for point in self.evals if point[0] <= kept]
+        self.info, self.last, self.end = info, None, None
 
     def _show(self, *, now: bool) -> None:
         display = display_of_notebook() if self.shown else None
@@ -137,11 +149,13 @@ def curves(losses: Points, evals: Points) -> str:
         return round(across, 1), round(8 + (HEIGHT - BOTTOM - 16) * (high - loss) / room, 1)
 
     line = " ".join(f"{x},{y}" for x, y in (place(*point) for point in both[0]))
-    dots = "".join('<circle cx="{}" cy="{}" r="3" fill="#d1495b"/>'.format(*place(*point)) for point in both[1])
+    dots = "".join('<circle cx="{}" cy="{}" r="3" fill="{}"/>'.format(*place(*point), VALIDATION) for point in both[1])
     labels = [(4, 14, f"{high:.3g}"), (4, HEIGHT - BOTTOM - 4, f"{low:.3g}"), (LEFT, HEIGHT - 6, "step 0")]
     labels.append((WIDTH - 90, HEIGHT - 6, f"step {right:,}"))
-    words = "".join(f'<text x="{x}" y="{y}" font-size="12" fill="currentColor">{text}</text>' for x, y, text in labels)
+    named = [(*label, "currentColor") for label in labels]
+    named += [(WIDTH - 150, 14, "training", TRAINING), (WIDTH - 80, 14, "validation", VALIDATION)]
+    words = "".join(f'<text x="{x}" y="{y}" font-size="12" fill="{ink}">{text}</text>' for x, y, text, ink in named)
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="loss by step">'
-        f'<polyline points="{line}" fill="none" stroke="#30638e" stroke-width="1.5"/>{dots}{words}</svg>'
+        f'<polyline points="{line}" fill="none" stroke="{TRAINING}" stroke-width="1.5"/>{dots}{words}</svg>'
     )

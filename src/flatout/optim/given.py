@@ -34,6 +34,22 @@ def is_function(given: OptimizerGiven | None) -> bool:
     return given is not None and not isinstance(given, Rule | Sequence)
 
 
+def check_optimizer_given(given: OptimizerGiven) -> None:
+    """Refuses what is neither rules nor a function that builds a torch optimizer."""
+    way = "give a function that builds a torch optimizer, such as lambda named: torch.optim.SGD(named.values(), lr=0.1)"
+    if isinstance(given, type) and issubclass(given, torch.optim.Optimizer | Optimizer):
+        raise ConfigError(f"the class {given.__name__} was given as optimizer=", way)
+    if isinstance(given, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer= is a {type(given).__name__} over parameters of another model", way)
+    if isinstance(given, str) or not (callable(given) or isinstance(given, Rule | Sequence)):
+        raise ConfigError(f"a {type(given).__name__} was given as optimizer=", way)
+    wrong = next((one for one in given if not isinstance(one, Rule)), None) if isinstance(given, Sequence) else None
+    if wrong is not None:
+        raise ConfigError(
+            f"optimizer= holds a {type(wrong).__name__}", "give rules, or a function that builds a torch optimizer"
+        )
+
+
 def rules_with(
     given: OptimizerGiven | None, own: Sequence[Rule], trained: Sequence[Trainable], factors: Table
 ) -> tuple[Rule, ...]:
@@ -43,9 +59,6 @@ def rules_with(
     if isinstance(given, Rule):
         return (given, *own)
     if isinstance(given, Sequence):
-        wrong = next((type(one).__name__ for one in given if not isinstance(one, Rule)), None)
-        if wrong is not None:
-            raise ConfigError(f"optimizer= holds a {wrong}", "give rules, or a function that builds a torch optimizer")
         return (*given, *own)
     return (_rule_of(given, trained, factors),)
 
@@ -151,6 +164,8 @@ class TorchOptimizer(Optimizer):
     def forget(self) -> None:
         self.built.state.clear()
         for group, began in zip(self.built.param_groups, self._began, strict=True):
+            for key in group.keys() - began.keys() - {"params"}:
+                del group[key]
             group.update(began)
 
 

@@ -51,6 +51,10 @@ class Ranks(World):
             dist.all_reduce(total)
         return total
 
+    def follow_first(self, value: Tensor) -> None:
+        with self.pulse.waiting():
+            dist.broadcast(value, src=0)
+
     def totals(self, numbers: Sequence[int]) -> list[int]:
         total = torch.tensor(numbers, dtype=torch.int64)
         with self.pulse.waiting():

@@ -130,6 +130,8 @@ def test_a_rate_far_from_the_usual_says_why():
     (far,) = notes_on(0.038, 0.003, 100)
     assert far.startswith("0.038 is 13 times the 0.003 that is usual")
     assert len(list(notes_on(1e-5, 0.003, 100))) == 1
+    (adapters,) = notes_on(0.01, 2e-4, 100, "adapters")
+    assert adapters.startswith("0.01 is 50 times the 0.0002 that is usual for adapters, but")
 
 
 def state_of(run: Run) -> dict:

@@ -131,7 +131,7 @@ def find_rate(
     with scratch_folder("flatout-lr-") as scratch:
         fitted, described = practice_config(loaded, scratch)
         with borrowed_run(fitted) as run:
-            device, usual = machine_of(run.speed.device, run.speed.threads), _usual(run)
+            device, (usual, whose) = machine_of(run.speed.device, run.speed.threads), _usual(run)
             points, ended = range_test(run, low=low, high=high, steps=steps, progress=progress)
     reading = read_curve([point.rate for point in points], [point.loss for point in points])
     found = {"optim.learning_rate": float(f"{reading.rate:.1e}")}  # two digits: the test knows no more
@@ -147,7 +147,7 @@ def find_rate(
         rate=found["optim.learning_rate"],
         before=loaded.config.optim.learning_rate,
         usual=usual,
-        notes=tuple(notes_on(found["optim.learning_rate"], usual, steps)),
+        notes=tuple(notes_on(found["optim.learning_rate"], usual, steps, whose)),
         ended=ended,
         words=words_of(found),
         fragment=config_text(
@@ -164,16 +164,18 @@ def find_rate(
     )
 
 
-def _usual(run: Run) -> float:
+def _usual(run: Run) -> tuple[float, str]:
+    """The usual rate, and for whom it is usual."""
+    adapters = run.adapters is not None
     if run.config.chat.source is not None:
-        return usual_tuning_rate(adapters=run.adapters is not None)
-    return usual_rate(parameter_count(run.config.model, run.model.vocab))
+        return usual_tuning_rate(adapters=adapters), "adapters" if adapters else "all weights of a trained model"
+    return usual_rate(parameter_count(run.config.model, run.model.vocab)), "a model of this size"
 
 
-def notes_on(rate: float, usual: float, steps: int) -> Iterator[str]:
+def notes_on(rate: float, usual: float, steps: int, whose: str = "a model of this size") -> Iterator[str]:
     """Why a rate may be wrong, or why it is right where the doctor's rule of thumb says something else."""
     far = rate > FAR_ABOVE * usual or rate < usual / FAR_BELOW
-    times = f"{rate:g} is {rate / usual:.2g} times the {usual:.1g} that is usual for a model of this size"
+    times = f"{rate:g} is {rate / usual:.2g} times the {usual:.1g} that is usual for {whose}"
     if steps < RANGE_STEPS:
         yield (
             f"{steps} steps raise the rate faster than the {RANGE_STEPS} that the choice was calibrated with, and what "

@@ -5,7 +5,8 @@
 A small GPT first learns the bytes of Shakespeare. Then adapters on it learn rows of speeches, of which a user says one
 and the assistant the next: `speeches` as the base knows them, `shouted` in capitals, which it has to learn. WORDS are
 settings of the base in one argument, such as "model.width=512 train.steps=2000"; the other settings are of the
-fine-tuning. `--model` is a base that is there already: a folder, or a run of ours.
+fine-tuning. `--model` is a base that is there already: a folder, or a run of ours. `--seeds 0` runs the grid alone,
+`--grid ""` the range tests alone.
 
 Rows: `base` (its validation loss), `choice` (one range test: seed, rates, losses, every suggestion), `run` (a whole
 fine-tuning run: rate, validation loss), and `summary`: the loss with the first seed's choice less the lowest of the
@@ -13,6 +14,7 @@ grid. On the error output the summary in words. All runs have the first seed, so
 """
 
 import argparse
+import itertools
 import json
 import random
 import subprocess
@@ -36,7 +38,7 @@ def write_rows(file: Path, kind: str, count: int) -> None:
     from flatout.corpus.shipped import shakespeare
 
     speeches = [speech.strip() for speech in shakespeare().read_text(encoding="utf-8").split("\n\n")]
-    pairs = [pair for pair in zip(speeches, speeches[1:], strict=False) if max(map(len, pair)) <= LONGEST]
+    pairs = [pair for pair in itertools.pairwise(speeches) if max(map(len, pair)) <= LONGEST]
     with file.open("w", encoding="utf-8") as out:
         for asked, said in random.Random(1).sample(pairs, min(count, len(pairs))):
             said = said.upper() if kind == "shouted" else said
@@ -75,7 +77,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     from flatout.config.load import load_config
+    from flatout.device import detect_device
     from flatout.tuning.lr_range import find_rate
+    from flatout.tuning.plan import machine_of
 
     parsed = arguments()
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
@@ -93,20 +97,24 @@ def main() -> None:
         write_rows(scratch / "rows.jsonl", parsed.rows, parsed.count)
         words = [f"model.init_from={parsed.model or scratch / 'base'}", f"chat.source={scratch / 'rows.jsonl'}"]
         words += [f"data.folder={scratch / 'samples'}", *TUNING, *parsed.words]
-        first, choices = load_config("lora", words).config.train.seed, []
+        config, choices = load_config("lora", words).config, []
+        facts["machine"] = machine_of(detect_device(config.speed.device))
+        first = config.train.seed
         for seed in range(first, first + parsed.seeds):
             found = find_rate(load_config("lora", [*words, f"train.seed={seed}"]), steps=parsed.steps)
             choices.append(found.rate)
-            facts["machine"] = found.device
             row = {"type": "choice", "seed": seed, "rate": found.rate, "seconds": found.seconds, "ended": found.ended}
             row |= {"suggestions": {one.name: one.rate for one in found.reading.suggestions}}
             say({**row, "points": [[point.rate, round(point.loss, 4)] for point in found.points]})
         losses: list[float | None] = []
-        for number, rate in enumerate([choices[0], *map(float, parsed.grid.split(","))]):
+        rates = [*choices[:1], *map(float, parsed.grid.split(",") if parsed.grid else [])]
+        for number, rate in enumerate(rates):
             began = time.perf_counter()
             losses.append(last_loss("lora", [*words, f"optim.learning_rate={rate!r}"], scratch / f"run-{number}"))
-            row = {"type": "run", "rate": rate, "loss": losses[-1], "chosen": number == 0}
+            row = {"type": "run", "rate": rate, "loss": losses[-1], "chosen": bool(choices) and number == 0}
             say({**row, "seconds": time.perf_counter() - began})
+    if not choices or not parsed.grid:
+        return
     finite = [loss for loss in losses[1:] if loss is not None]
     over = losses[0] - min(finite) if losses[0] is not None and finite else None
     say({"type": "summary", "choices": choices, "loss": losses[0], "best_of_grid": min(finite), "over_best": over})

@@ -545,7 +545,9 @@ def test_what_a_user_writes_against_an_adapter_is_refused_even_if_it_is_the_defa
 
 
 def test_ranks_and_alphas_by_name_are_written_as_patterns_and_kept_on_resume(words):
-    run(words("lora.rank=4", "lora.ranks=[q_proj=2, 1.mlp.up_proj=6]", "lora.alphas=[v_proj=3.5]", "output.name=first"))
+    begun = ["lora.rank=4", "lora.ranks=[q_proj=2, 1.mlp.up_proj=6]", "lora.alphas=[v_proj=3.5]", "output.name=first"]
+    said = [record.message for record in run(words(*begun)) if isinstance(record, NoticeRecord)]
+    assert any(message.startswith("adapter for PEFT: ") for message in said), "vLLM has one rank and alpha for all"
     plan = read_origin(Path("runs/first/adapter")).plan
     assert (plan.ranks, plan.alphas) == ((("1.mlp.up_proj", 6), ("q_proj", 2)), (("v_proj", 3.5),))
     same = ["lora.ranks=[q_proj=2, 1.mlp.up_proj=6]", "lora.alphas=[v_proj=3.50]"]

@@ -9,6 +9,8 @@ Contract:
 - `range_test` gives the run back bit for bit: weights, moments, counters, loss scale, 8-bit scales, random streams and
   the table of rates are deep copies put back, also after an error. Batches depend on the step's number alone, so the
   order of the data is as it was.
+- In fine-tuning every step is taken once before, with a rate of zero: how hard its samples are is not read as a loss
+  that falls or rises.
 - It stops at a non-finite loss and where the smoothed loss is above four times its best.
 - `read_curve` is arithmetic on numbers only. The rule that chooses is calibrated by measurements: see docs/finders.md.
 Trap: the curve is of a hundred steps from random weights, so its minimum is a rate that a run bears for a moment, not
@@ -55,7 +57,10 @@ MOST_SKIPPED = 40  # steps that fp16 may take to find its loss scale
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One step: the rate it was taken with, and the loss it saw, which is of the weights before it."""
+    """One step: the rate it was taken with, and the loss it saw, which is of the weights before it.
+
+    In fine-tuning less what its samples are harder than others for the base.
+    """
 
     rate: float
     loss: float
@@ -206,6 +211,7 @@ def range_test(
     points: list[Point] = []
     best, mean, skipped = math.inf, 0.0, 0
     longer = dataclasses.replace(run, steps=max(run.steps, steps + MOST_SKIPPED))
+    excess = _excess(longer, steps + (MOST_SKIPPED if run.step.loss_scale is not None else 0))
     with untouched(run):
         run.step.optimizer.follow(rates)
         run.step.updates.zero_()
@@ -216,17 +222,32 @@ def range_test(
                 if overflow and skipped < MOST_SKIPPED:  # the rate stands still with the count of updates
                     skipped += 1
                     continue
-                point = Point(rates[len(points)], report.loss)
+                point = Point(rates[len(points)], report.loss - excess.get(report.step, 0.0))
                 points.append(point)
                 progress(len(points), point)
                 if not report.applied:
                     return points, f"the loss was not finite at {point.rate:.1e}"
-                mean = MEMORY * mean + (1 - MEMORY) * report.loss
+                mean = MEMORY * mean + (1 - MEMORY) * point.loss
                 smoothed = mean / (1 - MEMORY ** len(points))
                 best = min(best, smoothed)
                 if smoothed > DIVERGED * best:
                     return points, f"the loss was {DIVERGED:g} times its best at {point.rate:.1e}"
     return points, "the last rate was reached"
+
+
+def _excess(run: Run, steps: int) -> dict[int, float]:
+    """By how much the loss of each step is above their mean before anything is learned; for fine-tuning alone.
+
+    A few samples differ from the next few by more than a model that has learned before gains in the whole test.
+    """
+    if run.config.chat.source is None:
+        return {}
+    with untouched(run):
+        run.step.optimizer.follow([0.0])
+        with Steps(run) as stepping:
+            losses = {report.step: report.loss for report in stepping.take(steps)}
+    mean = statistics.fmean(losses.values())
+    return {step: loss - mean for step, loss in losses.items()}
 
 
 @contextlib.contextmanager

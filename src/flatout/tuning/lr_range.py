@@ -15,7 +15,8 @@ Contract:
 - `read_curve` is arithmetic on numbers only. The rule that chooses is calibrated by measurements: see docs/finders.md.
 Trap: the curve is of a hundred steps from random weights, so its minimum is a rate that a run bears for a moment, not
 one to train with; and a small model bears any rate, so where the minimum lies is chance. How deep it is, is not: the
-choice is where most of the fall is over.
+choice is where most of the fall is over. In fine-tuning it is the other way round: adapters begin at zero, so the fall
+comes late and is cut short by the rise, and where a model forgets what it knew is the sharpest mark of the curve.
 """
 
 import contextlib
@@ -50,6 +51,7 @@ MEDIAN = 5  # steps: a loss is read as the median of so many, so that one step t
 WIDTH = 0.2  # decades: standard deviation of the bell that smooths the medians
 KNEE = 0.8  # of the whole fall is over there; why so much and no more: docs/finders.md
 CHOSEN = "knee"
+BELOW_RISE = 2  # of fine-tuning: the rate is that much below the one at which the loss has risen
 RISE = 0.25  # of the whole fall: so far above the best the loss has risen for good, and the rest is not read
 LEAST_FALL = 0.02  # of the first loss: a curve that falls by less has nothing to read
 MOST_SKIPPED = 40  # steps that fp16 may take to find its loss scale
@@ -138,7 +140,8 @@ def find_rate(
         with borrowed_run(fitted) as run:
             device, (usual, whose) = machine_of(run.speed.device, run.speed.threads), _usual(run)
             points, ended = range_test(run, low=low, high=high, steps=steps, progress=progress)
-    reading = read_curve([point.rate for point in points], [point.loss for point in points])
+    tuning = loaded.config.chat.source is not None
+    reading = read_curve([point.rate for point in points], [point.loss for point in points], tuning=tuning)
     found = {"optim.learning_rate": float(f"{reading.rate:.1e}")}  # two digits: the test knows no more
     return LrResult(
         config=loaded.config.output.name,
@@ -283,8 +286,11 @@ def _copied(checkpoint: Any) -> Any:
 # --- reading the curve ------------------------------------------------------------------------------------------------
 
 
-def read_curve(rates: Sequence[float], losses: Sequence[float]) -> Reading:
-    """The suggestions of a curve, and which of them to take. A curve that never falls is a `ConfigError`."""
+def read_curve(rates: Sequence[float], losses: Sequence[float], *, tuning: bool = False) -> Reading:
+    """The suggestions of a curve, and which of them to take. A curve that never falls is a `ConfigError`.
+
+    `tuning` says that the model has learned before.
+    """
     finite = [(rate, loss) for rate, loss in zip(rates, losses, strict=True) if math.isfinite(loss)]
     if len(finite) < 10:
         raise _no_curve(f"only {len(finite)} steps had a finite loss")
@@ -302,13 +308,17 @@ def read_curve(rates: Sequence[float], losses: Sequence[float]) -> Reading:
     steepest = 1 + min(range(len(slopes)), key=lambda index: slopes[index])
     start, end = longest_fall(smoothed[:read])
     rate_at = [10.0**place for place in places]
-    suggestions = (
+    suggestions = [
         Suggestion("minimum / 10", rate_at[bottom] / 10, "a tenth of the rate with the lowest loss"),
         Suggestion("steepest", rate_at[steepest], "where the loss falls fastest"),
         Suggestion("valley", rate_at[start + 2 * (end - start) // 3], "two thirds along the longest fall"),
         Suggestion("knee", _crossing(places, smoothed, bottom, KNEE * fall), f"where {KNEE:.0%} of the fall is over"),
-    )
-    return Reading(smoothed=tuple(smoothed), read=read, suggestions=suggestions, chosen=CHOSEN)
+    ]
+    chosen = CHOSEN
+    if tuning and (read < len(smoothed) or len(finite) < len(losses)):
+        chosen, rate = f"rise / {BELOW_RISE}", rate_at[min(read, len(rate_at) - 1)] / BELOW_RISE
+        suggestions.append(Suggestion(chosen, rate, "that share of the rate at which the loss has risen again"))
+    return Reading(smoothed=tuple(smoothed), read=read, suggestions=tuple(suggestions), chosen=chosen)
 
 
 def without_jumps(losses: Sequence[float]) -> list[float]:

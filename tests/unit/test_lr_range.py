@@ -93,6 +93,18 @@ def test_a_second_valley_beyond_the_first_rise_is_not_read():
     assert reading.rate == pytest.approx(read_curve(RATES, losses()).rate)
 
 
+def test_fine_tuning_takes_the_middle_of_the_floor():
+    reading = read_curve(RATES, losses(), tuning=True)
+    assert reading.chosen == "floor"
+    assert rate_of(reading, "knee") < reading.rate < RATES[reading.read]
+    lowest = min(reading.smoothed[: reading.read])
+    assert curve(reading.rate) - lowest < 0.05 * (reading.smoothed[0] - lowest)
+    assert read_curve(RATES, losses()).suggestions == reading.suggestions[:-1], "pretraining has its own"
+    broken = read_curve(RATES[:61], [*losses()[:60], math.nan], tuning=True)
+    assert RATES[40] < broken.rate < RATES[60], "a loss that is not finite has risen"
+    assert read_curve(RATES[:60], losses()[:60], tuning=True).chosen == "knee", "a curve that never rises has no floor"
+
+
 def test_a_loss_that_is_not_finite_ends_the_curve():
     values = [*losses()[:75], math.nan]
     reading = read_curve(RATES[:76], values)

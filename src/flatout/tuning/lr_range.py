@@ -15,8 +15,8 @@ Contract:
 - `read_curve` is arithmetic on numbers only. The rule that chooses is calibrated by measurements: see docs/finders.md.
 Trap: the curve is of a hundred steps from random weights, so its minimum is a rate that a run bears for a moment, not
 one to train with; and a small model bears any rate, so where the minimum lies is chance. How deep it is, is not: the
-choice is where most of the fall is over. In fine-tuning it is the other way round: adapters begin at zero, so the fall
-comes late and is cut short by the rise, and where a model forgets what it knew is the sharpest mark of the curve.
+choice is where most of the fall is over. In fine-tuning it is the other way round: the fall comes late, because
+adapters begin at zero, and ends where the model forgets what it knew. The choice is the middle of the floor between.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ MEDIAN = 5  # steps: a loss is read as the median of so many, so that one step t
 WIDTH = 0.2  # decades: standard deviation of the bell that smooths the medians
 KNEE = 0.8  # of the whole fall is over there; why so much and no more: docs/finders.md
 CHOSEN = "knee"
-BELOW_RISE = 2  # of fine-tuning: the rate is that much below the one at which the loss has risen
+FLOOR = 0.05  # of the whole fall: losses so near the lowest are the floor of a curve of fine-tuning
 RISE = 0.25  # of the whole fall: so far above the best the loss has risen for good, and the rest is not read
 LEAST_FALL = 0.02  # of the first loss: a curve that falls by less has nothing to read
 MOST_SKIPPED = 40  # steps that fp16 may take to find its loss scale
@@ -315,9 +315,13 @@ def read_curve(rates: Sequence[float], losses: Sequence[float], *, tuning: bool 
         Suggestion("knee", _crossing(places, smoothed, bottom, KNEE * fall), f"where {KNEE:.0%} of the fall is over"),
     ]
     chosen = CHOSEN
-    if tuning and (read < len(smoothed) or len(finite) < len(losses)):
-        chosen, rate = f"rise / {BELOW_RISE}", rate_at[min(read, len(rate_at) - 1)] / BELOW_RISE
-        suggestions.append(Suggestion(chosen, rate, "that share of the rate at which the loss has risen again"))
+    if tuning:
+        low = smoothed[bottom] + FLOOR * fall
+        first = next(index for index in range(bottom + 1) if smoothed[index] <= low)
+        end = next((index for index in range(bottom, len(smoothed)) if smoothed[index] > low), len(smoothed))
+        if end < len(smoothed) or len(finite) < len(losses):  # without a rise nothing says where the floor ends
+            chosen, rate = "floor", 10.0 ** ((places[first] + places[end - 1]) / 2)
+            suggestions.append(Suggestion(chosen, rate, "the middle of the rates with the lowest losses"))
     return Reading(smoothed=tuple(smoothed), read=read, suggestions=tuple(suggestions), chosen=chosen)
 
 

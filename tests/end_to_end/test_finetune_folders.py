@@ -545,16 +545,26 @@ def test_what_a_user_writes_against_an_adapter_is_refused_even_if_it_is_the_defa
 
 
 def test_ranks_and_alphas_by_name_are_written_as_patterns_and_kept_on_resume(words):
-    run(words("lora.rank=4", "lora.ranks=[q_proj=2, 1.mlp.up_proj=6]", "lora.alphas=[v_proj=3.5]", "output.name=first"))
+    begun = ["lora.rank=4", "lora.ranks=[q_proj=2, 1.mlp.up_proj=6]", "lora.alphas=[v_proj=3.5]", "output.name=first"]
+    said = [record.message for record in run(words(*begun)) if isinstance(record, NoticeRecord)]
+    assert any(message.startswith("adapter for PEFT: ") for message in said), "vLLM has one rank and alpha for all"
     plan = read_origin(Path("runs/first/adapter")).plan
     assert (plan.ranks, plan.alphas) == ((("1.mlp.up_proj", 6), ("q_proj", 2)), (("v_proj", 3.5),))
-    run(words("lora.init_from=runs/first", "output.folder=runs/second", "train.steps=2"))
+    same = ["lora.ranks=[q_proj=2, 1.mlp.up_proj=6]", "lora.alphas=[v_proj=3.50]"]
+    run(words("lora.init_from=runs/first", "output.folder=runs/second", "train.steps=2", *same))
     list(api.train(api.stored_config(Path("runs/second"), ["train.steps=3"]), resume="runs/second"))
     assert read_origin(Path("runs/second/adapter")).plan == plan
     again = api.load_model("runs/second", device="cpu")
     assert again.adapters is not None
     assert sorted({choice.rank for choice in again.adapters.choices}) == [2, 4, 6]
-    for word, says in (("lora.ranks=[q_proj]", "no name with a number"), ("lora.ranks=[nope=2]", "no projection nope")):
+    for word, says in (
+        ("lora.ranks=[q_proj]", "no name with a number"),
+        ("lora.ranks=[q_proj=0]", "no name with a number above 0"),
+        ("lora.alphas=[q_proj=nan]", "no name with a number above 0"),
+        ("lora.ranks=[q_proj=2, q_proj=3]", "ranks has 'q_proj' twice"),
+        ("lora.ranks=[nope=2]", r"lora\.ranks: there is no projection nope"),
+        ("lora.alphas=[lm_head=2]", r"lora\.alphas: lm_head cannot have an adapter"),
+    ):
         with pytest.raises(UserError, match=says):
             run(words("lora.rank=4", word, "output.name=bad"))
 

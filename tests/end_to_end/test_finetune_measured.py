@@ -13,7 +13,8 @@ from flatout.errors import ConfigError, UsageError
 from flatout.records import RunInfo
 from flatout.tuning import estimate_probe
 from flatout.tuning.estimate import estimate
-from flatout.tuning.lr_range import find_rate
+from flatout.tuning.lr_range import find_rate, range_test
+from flatout.tuning.measure import Steps, borrowed_run
 from flatout.tuning.rungs import FULL, SAMPLES, all_rungs, every_name, settings_of
 from flatout.tuning.search_space import read_space
 from flatout.tuning.study import StudyResult, search
@@ -73,6 +74,16 @@ def test_the_rate_finder_takes_adapters_and_leaves_nothing(words, capsys):
     assert left_behind() == set()
     assert main(["tune", "lr", *words(), "--steps", "30"]) == 0
     assert "train with: flatout finetune lora model.init_from=base" in capsys.readouterr().out
+
+
+def test_how_hard_samples_are_is_not_read_as_learning(words):
+    with borrowed_run(load_config("lora", words())) as run:
+        with Steps(run) as steps:
+            seen = [report.loss for report in steps.take(6)]
+        points, _ = range_test(run, low=1e-12, high=1e-11, steps=6)
+    losses = [point.loss for point in points]
+    assert max(seen) - min(seen) > 1e-2
+    assert max(losses) - min(losses) < 1e-5
 
 
 def test_a_search_over_settings_of_adapters(words):

@@ -97,7 +97,7 @@ def test_a_report_tells_base_rows_and_what_is_trained(words):
     assert facts["Epochs"] == "1.50"
     assert "Tokens per parameter" not in facts
     assert "tokens_per_parameter" not in {figure["key"] for figure in page["figures"]}
-    assert "fine-tuned from base on 30 rows of rows.json" in page["summary"]
+    assert "fine-tuned from base on 45 samples of rows.json (29 samples, 1.55 times all of it)" in page["summary"]
     assert "shakespeare" not in json.dumps({name: page[name] for name in ("summary", "facts", "figures", "commands")})
 
 

@@ -93,6 +93,18 @@ def test_a_second_valley_beyond_the_first_rise_is_not_read():
     assert reading.rate == pytest.approx(read_curve(RATES, losses()).rate)
 
 
+def test_fine_tuning_takes_the_middle_of_the_floor():
+    reading = read_curve(RATES, losses(), tuning=True)
+    assert reading.chosen == "floor"
+    assert rate_of(reading, "knee") < reading.rate < RATES[reading.read]
+    lowest = min(reading.smoothed[: reading.read])
+    assert curve(reading.rate) - lowest < 0.05 * (reading.smoothed[0] - lowest)
+    assert read_curve(RATES, losses()).suggestions == reading.suggestions[:-1], "pretraining has its own"
+    broken = read_curve(RATES[:61], [*losses()[:60], math.nan], tuning=True)
+    assert RATES[40] < broken.rate < RATES[60], "a loss that is not finite has risen"
+    assert read_curve(RATES[:60], losses()[:60], tuning=True).chosen == "knee", "a curve that never rises has no floor"
+
+
 def test_a_loss_that_is_not_finite_ends_the_curve():
     values = [*losses()[:75], math.nan]
     reading = read_curve(RATES[:76], values)
@@ -130,6 +142,8 @@ def test_a_rate_far_from_the_usual_says_why():
     (far,) = notes_on(0.038, 0.003, 100)
     assert far.startswith("0.038 is 13 times the 0.003 that is usual")
     assert len(list(notes_on(1e-5, 0.003, 100))) == 1
+    (adapters,) = notes_on(0.01, 2e-4, 100, "adapters")
+    assert adapters.startswith("0.01 is 50 times the 0.0002 that is usual for adapters, but")
 
 
 def state_of(run: Run) -> dict:

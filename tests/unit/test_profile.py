@@ -60,6 +60,7 @@ def test_the_kind_of_a_kernel(name: str, kind: str):
     [
         ("aten::addmm", "matrix products"),
         ("aten::mm", "matrix products"),
+        ("aten::addmm_", "matrix products"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
         ("aten::gelu", "elementwise"),
         ("aten::native_layer_norm_backward", "elementwise"),
@@ -69,6 +70,7 @@ def test_the_kind_of_a_kernel(name: str, kind: str):
         ("aten::transpose", "bookkeeping"),
         ("autograd::engine::evaluate_function: AddmmBackward0", "bookkeeping"),
         ("AddmmBackward0", "bookkeeping"),
+        ("_LoraProduct", "bookkeeping"),
         ("CompiledFunction", "compiled code"),
         ("c10d::allreduce_", "communication"),
         ("record_param_comms", "communication"),

@@ -1,5 +1,6 @@
 """`lora`, `optim`, `train`, `eval`, `checkpoint`, `parallel`, `output`: how a run learns, is judged, saved, shown."""
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Literal, Self, TypeVar
 
@@ -39,13 +40,19 @@ class LoraConfig(Section):
         if self.quantize != "none" and self.rank == 0:
             raise Conflict("weights in 4 bits cannot be trained, only adapters beside them", "set rank, such as 16")
         for field, number, pairs in (("ranks", int, self.ranks), ("alphas", float, self.alphas)):
+            names: set[str] = set()
             for pair in pairs:
                 try:
-                    sound = bool(_pair(pair, number)[0])
+                    name, value = _pair(pair, number)
                 except ValueError:
-                    sound = False
-                if not sound:
-                    raise Conflict(f"{field} has {pair!r}, which is no name with a number", f"write {field}=[q_proj=8]")
+                    name, value = "", 0
+                if not name or not 0 < value < math.inf:
+                    raise Conflict(
+                        f"{field} has {pair!r}, which is no name with a number above 0", f"write {field}=[q_proj=8]"
+                    )
+                if name in names:  # a file holds a number for each, so the second one would be the adapter's there
+                    raise Conflict(f"{field} has {name!r} twice", "leave one of the two out")
+                names.add(name)
         return self
 
     @property

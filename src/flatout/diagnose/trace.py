@@ -47,9 +47,14 @@ _OPERATOR_KINDS = (
     (COMMUNICATION, r"^c10d::|^record_param_comms|nccl|gloo"),
     (ATTENTION, r"scaled_dot_product|flash_attention"),
     (OPTIMIZER, r"_fused_adam|^aten::_foreach|^aten::linalg_vector_norm"),
-    (PRODUCTS, r"^aten::(addmm|mm|bmm|baddbmm|matmul|linear|dot|mv|addmv|_addmm_activation)$|mkldnn|mkl"),
+    (PRODUCTS, r"^aten::(addmm_?|mm|bmm|baddbmm_?|matmul|linear|dot|mv|addmv|_addmm_activation)$|mkldnn|mkl"),
     (COMPILED, r"Compiled|cpp_fused|Inductor"),
-    (BOOKKEEPING, rf"^autograd::|Backward\d*$|AccumulateGrad|TorchDynamo|bytecode|Dispatcher|^aten::({_NO_WORK})$"),
+    # Operators of our own are classes; the work in them has names of its own.
+    (
+        BOOKKEEPING,
+        r"^autograd::|^_?[A-Z]\w*$|Backward\d*$|AccumulateGrad|TorchDynamo|bytecode|Dispatcher|"
+        rf"^aten::({_NO_WORK})$",
+    ),
     (COPIES, r"^aten::(copy_|clone|contiguous|to|_to_copy|cat|stack|fill_|zero_|zeros\w*|ones\w*|full\w*|new_\w+)$"),
     (ELEMENTWISE, r"^aten::"),
 )

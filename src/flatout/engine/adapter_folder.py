@@ -201,19 +201,24 @@ def with_adapter(
 
 
 def _mean_the_same(field: str, ours: Any, theirs: Any, rank: int, description: Description) -> bool:
-    """Whether two values of a setting make the same adapter: a null alpha is a number, and targets have many names."""
+    """Whether two values of a setting make the same adapter: a null alpha is a number, and lists have many forms."""
     if field == "also":
         return settled(ours, description.config) == tuple(theirs)
     if field == "alpha":
         return (2.0 * rank if ours is None else ours) == (2.0 * rank if theirs is None else theirs)
-    if field != "targets" or sorted(ours) == sorted(theirs):
-        return field == "targets" or ours == theirs
+    if field not in ("targets", "ranks", "alphas") or ours == theirs:
+        return ours == theirs
     targets = targets_of(empty_model(description.config, description.vocab, device="meta"))
+
+    def choices(values: list[str]) -> list[Choice]:
+        lora = LoraConfig.model_validate({field: values})
+        lists = {"ranks": lora.named_ranks, "alphas": lora.named_alphas, "targets": plan_targets(lora.targets)}
+        return choose(AdapterPlan(rank=rank, **lists), targets)
+
     try:
-        one, other = (choose(AdapterPlan(rank=rank, targets=plan_targets(names)), targets) for names in (ours, theirs))
-    except ConfigError:
+        return choices(ours) == choices(theirs)
+    except (ConfigError, ValueError):
         return False
-    return one == other
 
 
 def plan_targets(names: list[str]) -> str | tuple[str, ...]:

@@ -181,12 +181,13 @@ def open_sample_data(
     `written` is where model.context was written, as `Base.fit` has it. Of a `resumed` run a missing base is its own.
     """
     base, template, notices, request, folder = _asked(config, written, resumed=resumed)
-    samples = prepare_samples(request, base.tokenizer, template, folder, progress)
-    if samples.val is None:
+    if request.val_source is None and not request.val_fraction:
         raise DataError(
             f"nothing of {request.source} is held out to evaluate on",
             "set chat.val_fraction, or name chat.val_source",
         )
+    samples = prepare_samples(request, base.tokenizer, template, folder, progress)
+    assert samples.val is not None
     return dataclasses.replace(base, template=template), SampleData(
         sample_set=samples,
         tokenizer=base.tokenizer,

@@ -264,7 +264,12 @@ def _attach(model: GPT, config: RunConfig) -> Adapters:
     try:
         return attach(model, adapter_plan(config.lora), config.train.seed)
     except ConfigError as error:
-        where = "lora.also" if "lora.also" in error.hint else "lora.targets"
+        named = {"lora.ranks": config.lora.named_ranks, "lora.alphas": config.lora.named_alphas}
+        words = set(error.message.split())
+        where = next(
+            (field for field, pairs in named.items() for name, _ in pairs if words & {name, repr(name)}),
+            "lora.also" if "train" in error.message else "lora.targets",
+        )
         raise ConfigError(f"{where}: {error.message}", error.hint) from error
 
 

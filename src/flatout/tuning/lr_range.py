@@ -9,11 +9,14 @@ Contract:
 - `range_test` gives the run back bit for bit: weights, moments, counters, loss scale, 8-bit scales, random streams and
   the table of rates are deep copies put back, also after an error. Batches depend on the step's number alone, so the
   order of the data is as it was.
+- In fine-tuning every step is taken once before, with a rate of zero: how hard its samples are is not read as a loss
+  that falls or rises.
 - It stops at a non-finite loss and where the smoothed loss is above four times its best.
 - `read_curve` is arithmetic on numbers only. The rule that chooses is calibrated by measurements: see docs/finders.md.
 Trap: the curve is of a hundred steps from random weights, so its minimum is a rate that a run bears for a moment, not
 one to train with; and a small model bears any rate, so where the minimum lies is chance. How deep it is, is not: the
-choice is where most of the fall is over.
+choice is where most of the fall is over. In fine-tuning it is the other way round: the fall comes late, because
+adapters begin at zero, and ends where the model forgets what it knew. The choice is the middle of the floor between.
 """
 
 import contextlib
@@ -48,6 +51,7 @@ MEDIAN = 5  # steps: a loss is read as the median of so many, so that one step t
 WIDTH = 0.2  # decades: standard deviation of the bell that smooths the medians
 KNEE = 0.8  # of the whole fall is over there; why so much and no more: docs/finders.md
 CHOSEN = "knee"
+FLOOR = 0.05  # of the whole fall: losses so near the lowest are the floor of a curve of fine-tuning
 RISE = 0.25  # of the whole fall: so far above the best the loss has risen for good, and the rest is not read
 LEAST_FALL = 0.02  # of the first loss: a curve that falls by less has nothing to read
 MOST_SKIPPED = 40  # steps that fp16 may take to find its loss scale
@@ -55,7 +59,10 @@ MOST_SKIPPED = 40  # steps that fp16 may take to find its loss scale
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One step: the rate it was taken with, and the loss it saw, which is of the weights before it."""
+    """One step: the rate it was taken with, and the loss it saw, which is of the weights before it.
+
+    In fine-tuning less what its samples are harder than others for the base.
+    """
 
     rate: float
     loss: float
@@ -131,9 +138,10 @@ def find_rate(
     with scratch_folder("flatout-lr-") as scratch:
         fitted, described = practice_config(loaded, scratch)
         with borrowed_run(fitted) as run:
-            device, usual = machine_of(run.speed.device, run.speed.threads), _usual(run)
+            device, (usual, whose) = machine_of(run.speed.device, run.speed.threads), _usual(run)
             points, ended = range_test(run, low=low, high=high, steps=steps, progress=progress)
-    reading = read_curve([point.rate for point in points], [point.loss for point in points])
+    tuning = loaded.config.chat.source is not None
+    reading = read_curve([point.rate for point in points], [point.loss for point in points], tuning=tuning)
     found = {"optim.learning_rate": float(f"{reading.rate:.1e}")}  # two digits: the test knows no more
     return LrResult(
         config=loaded.config.output.name,
@@ -147,7 +155,7 @@ def find_rate(
         rate=found["optim.learning_rate"],
         before=loaded.config.optim.learning_rate,
         usual=usual,
-        notes=tuple(notes_on(found["optim.learning_rate"], usual, steps)),
+        notes=tuple(notes_on(found["optim.learning_rate"], usual, steps, whose)),
         ended=ended,
         words=words_of(found),
         fragment=config_text(
@@ -164,16 +172,18 @@ def find_rate(
     )
 
 
-def _usual(run: Run) -> float:
+def _usual(run: Run) -> tuple[float, str]:
+    """The usual rate, and for whom it is usual."""
+    adapters = run.adapters is not None
     if run.config.chat.source is not None:
-        return usual_tuning_rate(adapters=run.adapters is not None)
-    return usual_rate(parameter_count(run.config.model, run.model.vocab))
+        return usual_tuning_rate(adapters=adapters), "adapters" if adapters else "all weights of a trained model"
+    return usual_rate(parameter_count(run.config.model, run.model.vocab)), "a model of this size"
 
 
-def notes_on(rate: float, usual: float, steps: int) -> Iterator[str]:
+def notes_on(rate: float, usual: float, steps: int, whose: str = "a model of this size") -> Iterator[str]:
     """Why a rate may be wrong, or why it is right where the doctor's rule of thumb says something else."""
     far = rate > FAR_ABOVE * usual or rate < usual / FAR_BELOW
-    times = f"{rate:g} is {rate / usual:.2g} times the {usual:.1g} that is usual for a model of this size"
+    times = f"{rate:g} is {rate / usual:.2g} times the {usual:.1g} that is usual for {whose}"
     if steps < RANGE_STEPS:
         yield (
             f"{steps} steps raise the rate faster than the {RANGE_STEPS} that the choice was calibrated with, and what "
@@ -204,6 +214,7 @@ def range_test(
     points: list[Point] = []
     best, mean, skipped = math.inf, 0.0, 0
     longer = dataclasses.replace(run, steps=max(run.steps, steps + MOST_SKIPPED))
+    excess = _excess(longer, steps + (MOST_SKIPPED if run.step.loss_scale is not None else 0))
     with untouched(run):
         run.step.optimizer.follow(rates)
         run.step.updates.zero_()
@@ -214,17 +225,32 @@ def range_test(
                 if overflow and skipped < MOST_SKIPPED:  # the rate stands still with the count of updates
                     skipped += 1
                     continue
-                point = Point(rates[len(points)], report.loss)
+                point = Point(rates[len(points)], report.loss - excess.get(report.step, 0.0))
                 points.append(point)
                 progress(len(points), point)
                 if not report.applied:
                     return points, f"the loss was not finite at {point.rate:.1e}"
-                mean = MEMORY * mean + (1 - MEMORY) * report.loss
+                mean = MEMORY * mean + (1 - MEMORY) * point.loss
                 smoothed = mean / (1 - MEMORY ** len(points))
                 best = min(best, smoothed)
                 if smoothed > DIVERGED * best:
                     return points, f"the loss was {DIVERGED:g} times its best at {point.rate:.1e}"
     return points, "the last rate was reached"
+
+
+def _excess(run: Run, steps: int) -> dict[int, float]:
+    """By how much the loss of each step is above their mean before anything is learned; for fine-tuning alone.
+
+    A few samples differ from the next few by more than a model that has learned before gains in the whole test.
+    """
+    if run.config.chat.source is None:
+        return {}
+    with untouched(run):
+        run.step.optimizer.follow([0.0])
+        with Steps(run) as stepping:
+            losses = {report.step: report.loss for report in stepping.take(steps)}
+    mean = statistics.fmean(losses.values())
+    return {step: loss - mean for step, loss in losses.items()}
 
 
 @contextlib.contextmanager
@@ -260,8 +286,11 @@ def _copied(checkpoint: Any) -> Any:
 # --- reading the curve ------------------------------------------------------------------------------------------------
 
 
-def read_curve(rates: Sequence[float], losses: Sequence[float]) -> Reading:
-    """The suggestions of a curve, and which of them to take. A curve that never falls is a `ConfigError`."""
+def read_curve(rates: Sequence[float], losses: Sequence[float], *, tuning: bool = False) -> Reading:
+    """The suggestions of a curve, and which of them to take. A curve that never falls is a `ConfigError`.
+
+    `tuning` says that the model has learned before.
+    """
     finite = [(rate, loss) for rate, loss in zip(rates, losses, strict=True) if math.isfinite(loss)]
     if len(finite) < 10:
         raise _no_curve(f"only {len(finite)} steps had a finite loss")
@@ -279,13 +308,21 @@ def read_curve(rates: Sequence[float], losses: Sequence[float]) -> Reading:
     steepest = 1 + min(range(len(slopes)), key=lambda index: slopes[index])
     start, end = longest_fall(smoothed[:read])
     rate_at = [10.0**place for place in places]
-    suggestions = (
+    suggestions = [
         Suggestion("minimum / 10", rate_at[bottom] / 10, "a tenth of the rate with the lowest loss"),
         Suggestion("steepest", rate_at[steepest], "where the loss falls fastest"),
         Suggestion("valley", rate_at[start + 2 * (end - start) // 3], "two thirds along the longest fall"),
         Suggestion("knee", _crossing(places, smoothed, bottom, KNEE * fall), f"where {KNEE:.0%} of the fall is over"),
-    )
-    return Reading(smoothed=tuple(smoothed), read=read, suggestions=suggestions, chosen=CHOSEN)
+    ]
+    chosen = CHOSEN
+    if tuning:
+        low = smoothed[bottom] + FLOOR * fall
+        first = next(index for index in range(bottom + 1) if smoothed[index] <= low)
+        end = next((index for index in range(bottom, len(smoothed)) if smoothed[index] > low), len(smoothed))
+        if end < len(smoothed) or len(finite) < len(losses):  # without a rise nothing says where the floor ends
+            chosen, rate = "floor", 10.0 ** ((places[first] + places[end - 1]) / 2)
+            suggestions.append(Suggestion(chosen, rate, "the middle of the rates with the lowest losses"))
+    return Reading(smoothed=tuple(smoothed), read=read, suggestions=tuple(suggestions), chosen=chosen)
 
 
 def without_jumps(losses: Sequence[float]) -> list[float]:

@@ -4,6 +4,7 @@ A fine-tuning run has other facts than pretraining: the model it started from, w
 of a text. What an older run did not write is left out.
 """
 
+import math
 import shlex
 from typing import Any
 
@@ -23,16 +24,23 @@ def summary_of(history: RunHistory, state: RunState) -> str:
     what = f"{info.get('family', 'model')}" + ("" if size is None else f" with {human_parameters(size, trained)}")
     where = f"on {info.get('device', 'an unknown device')}. {state.text}"
     if fine_tuned(info):
-        source, samples = _at(info, "chat.source"), amount(info.get("batch_samples"))
-        seen, there = None if samples is None else samples * state.step, amount(info.get("windows"))
-        return (
-            f"{what}, fine-tuned from {_at(info, 'model.init_from')} on {_seen(seen, there, 'sample', source)}, {where}"
-        )
+        source, there = _at(info, "chat.source"), amount(_samples(info).get("train", info.get("windows")))
+        seen = _seen(_samples_seen(info, state.step), there, "sample", source)
+        return f"{what}, fine-tuned from {_at(info, 'model.init_from')} on {seen}, {where}"
     source = _at(info, "data.source")
     from_where = source if isinstance(source, str) else "several sources" if isinstance(source, list) else "its data"
     steps = rows_with_step(history.steps)
     seen, there = amount(steps[-1].get("tokens")) if steps else 0, amount(info.get("train_tokens"))
     return f"{what}, trained on {_seen(seen, there, 'token', from_where)}, {where}"
+
+
+def _samples_seen(info: dict[str, Any], step: int) -> float | None:
+    """Samples of so many steps: the last one of an epoch has what is left."""
+    batch, train = amount(info.get("batch_samples")), amount(_samples(info).get("train"))
+    if not batch or not train:
+        return None if batch is None else batch * step
+    epochs, steps = divmod(step, math.ceil(train / batch))
+    return epochs * train + steps * batch
 
 
 def _seen(seen: float | None, there: float | None, noun: str, source: Any) -> str:

@@ -122,7 +122,9 @@ def _job(shape: str, samples: int, scratch: Path) -> list[str]:
         write_base(base, shape)
         source.write_text("".join(json.dumps(row) + "\n" for row in instructions()), encoding="utf-8")
     words = [f"model.init_from={base}", f"chat.source={source}", f"data.folder={scratch / shape}-samples"]
-    return [*words, f"chat.batch_samples={samples}", "speed.accumulation=1", "lora.dropout=0.0"]
+    # No samples: drawn weights do not know how to end an answer, and learn it in the first steps.
+    words += [f"chat.batch_samples={samples}", "speed.accumulation=1", "lora.dropout=0.0"]
+    return [*words, "eval.sample_tokens=0"]
 
 
 def within_a_tenth(row: dict) -> bool:

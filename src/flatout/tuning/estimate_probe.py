@@ -95,7 +95,7 @@ def time_run(
         if practice is None:
             found = _time_steps(longer, seconds)
         else:
-            found = _time_sample_steps(longer, practice, seconds)
+            found = _time_sample_steps(longer, practice, seconds, run.steps)
         notice("timing an evaluation")
         if practice is None:
             evaluation, once = _time_evaluation(run, validation_tokens, SHARE * seconds)
@@ -143,17 +143,18 @@ def _time_steps(run: Run, seconds: float) -> dict[str, Any]:
     return _step_figures(run, step, run.config.train.batch_tokens / step, spread, note, first - short, meter.watts)
 
 
-def _time_sample_steps(run: Run, practice: PracticeSamples, seconds: float) -> dict[str, Any]:
+def _time_sample_steps(run: Run, practice: PracticeSamples, seconds: float, length: int) -> dict[str, Any]:
     """Whole steps, the fullest ones first, for the peak. The others differ, so the rate is over all their tokens.
 
-    Each is taken once before it is timed: the first step of a shape compiles, or records a graph, which is start-up.
+    They are of the whole run, `length` steps. Each is taken once before it is timed: the first step of a shape compiles,
+    or records a graph, which is start-up.
     """
     fullest = tuple(practice.largest(run.speed))
     with Steps(of_steps(run, fullest)) as steps:
         first = steps.take(1)[0].seconds
         short = min(report.seconds for report in steps.take(max(WARMUP, len(fullest))))
     wanted = min(MOST, int(seconds / max(short, 1e-6)))
-    chosen = practice.spread(max(FEWEST, wanted // 2))
+    chosen = practice.spread(max(FEWEST, wanted // 2), length)
     meter = EnergyMeter(run.speed.device.torch_device)
     with Steps(of_steps(run, chosen)) as steps:
         untimed = steps.take(len(chosen))

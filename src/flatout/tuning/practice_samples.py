@@ -55,9 +55,9 @@ class PracticeSamples:
         rows = self.data.rows(Delivery(device=torch.device("cpu")))
         return rows.most_rows(self.data.order, self.fullest)
 
-    def spread(self, count: int) -> tuple[int, ...]:
-        """So many steps of the first epoch, far apart from each other."""
-        steps = self.data.order.steps_per_epoch
+    def spread(self, count: int, steps: int | None = None) -> tuple[int, ...]:
+        """So many of the first `steps`, which are an epoch if nothing is said, far apart from each other."""
+        steps = steps or self.data.order.steps_per_epoch
         places = (np.arange(count) + 0.5) * steps / max(count, 1)
         return tuple(dict.fromkeys(int(place) for place in places))
 

@@ -146,8 +146,8 @@ def _time_steps(run: Run, seconds: float) -> dict[str, Any]:
 def _time_sample_steps(run: Run, practice: PracticeSamples, seconds: float, length: int) -> dict[str, Any]:
     """Whole steps, the fullest ones first, for the peak. The others differ, so the rate is over all their tokens.
 
-    They are of the whole run, `length` steps. Each is taken once before it is timed: the first step of a shape compiles,
-    or records a graph, which is start-up.
+    They are of the whole run, `length` steps. Each is taken once before it is timed: the first step of a shape
+    compiles, or records a graph, which is start-up.
     """
     fullest = tuple(practice.largest(run.speed))
     with Steps(of_steps(run, fullest)) as steps:

@@ -84,7 +84,8 @@ def bad_value(rng: random.Random, path: str) -> str:
         forms += ["1.5", "1e-1"] if main["type"] == "integer" else []
         forms += _outside(main)
     else:
-        forms += ["3", "0.5", "true", "1e9"] + (["'a b c/'", "''"] if "pattern" in main else [])
+        forms += ["0.5", "true", "1e9"] + (["'a b c/'", "''"] if "pattern" in main else [])
+        forms += [] if any(part.get("type") == "integer" for part in parts) else ["3"]
         forms += ["''", '""'] if main.get("minLength") else []
     return rng.choice(forms)
 

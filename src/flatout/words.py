@@ -155,13 +155,22 @@ def load(words: argparse.Namespace, *, tell: bool = True) -> "LoadedConfig":
         load_config(words.config, words.overrides)
         hardware = _hardware_here()
     loaded = load_config(words.config, words.overrides, hardware=hardware)
-    if loaded.hardware is not None:
-        from flatout.engine.overlays import fitted  # it needs torch: only where an overlay was asked for
-
-        loaded = fitted(loaded)
+    loaded = on_hardware(loaded, loaded.hardware)
     for notice in loaded.notices if tell else ():
         print(f"note: {one_line(notice)}", file=sys.stderr)
     return loaded
+
+
+def on_hardware(loaded: "LoadedConfig", name: str | None) -> "LoadedConfig":
+    """A config with the overlay of that name, which may be auto; for that of a run that is resumed, too."""
+    if name is None:
+        return loaded
+    from flatout.config.catalogue import check_shipped
+    from flatout.engine.overlays import fitted_to  # it needs torch: only where an overlay was asked for
+
+    name = _hardware_here() if name == "auto" else name
+    check_shipped("hardware", name, "command line")
+    return fitted_to(loaded, name)
 
 
 def load_any(words: argparse.Namespace, *, tell: bool = True) -> "LoadedConfig":

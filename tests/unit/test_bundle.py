@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flatout.cli import main
-from flatout.observe.bundle import is_bundle, scrubbed
+from flatout.observe.bundle import Private, is_bundle, scrubbed
 from flatout.records import NoticeRecord, PreviewRecord, SampleRecord
 from tests.made_runs import info_of, step_of, write_run
 
@@ -85,11 +85,41 @@ def test_files_that_are_no_bundles_are_left_alone(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
-        ("/home/somebody/a /home/somebodyelse /home/somebody", "~/a /home/somebodyelse ~"),
+        ("/home/somebody/a /home/somebody", "~/a ~"),
+        ("/home/else/b /Users/else C:\\Users\\else\\x", "/home/(user)/b /Users/(user) C:\\Users\\(user)\\x"),
+        ("/scratch/somebody/x /scratch/somebodyelse", "/scratch/(user)/x /scratch/somebodyelse"),
         ("https://me:pass@host/x", "https://(secret)@host/x"),
+        ("https://me:p@ss@host/x https://key@host", "https://(secret)@host/x https://(secret)@host"),
+        ("s3://b/x?X-Amz-Signature=ab&y=z is read", "s3://b/x?(secret) is read"),
         ("api_key=abcdefgh token: 'ghijklmn'", "api_key=(secret) token: '(secret)'"),
+        ("WANDB_API_KEY=abc,def access_token=abc", "WANDB_API_KEY=(secret) access_token=(secret)"),
+        ('password: "two words" secret_key: x1y2', 'password: "(secret)" secret_key: (secret)'),
+        ("Authorization: Bearer abcdefgh.ijk", "Authorization: Bearer (secret)"),
+        ("Authorization: Basic YWxpY2U6cHc=", "Authorization: Basic (secret)"),
+        ("a eyJhbGciOiJI.eyJzdWIi.x-y b", "a (secret) b"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY-----", "(secret)"),
+        ("it said x-in-the-environment", "it said (secret)"),
         ("tokenizer: gpt2, tokens: 1000000", "tokenizer: gpt2, tokens: 1000000"),
+        ("flops_per_token: 123456, max_tokens: 50000", "flops_per_token: 123456, max_tokens: 50000"),
+        ("at step 3: see http://localhost:8484/ or runs/a", "at step 3: see http://localhost:8484/ or runs/a"),
     ],
 )
 def test_scrubbing(text: str, kept: str):
-    assert scrubbed(text, HOME) == kept
+    private = Private.of({"MY_TOKEN": "x-in-the-environment", "TOKENIZERS_PARALLELISM": "false"}, HOME)
+    assert scrubbed(text, private) == kept
+
+
+def test_rows_that_no_version_of_ours_wrote_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = run_with_data(tmp_path / "mine")
+    rows = [
+        {"type": "sample", "step": 1, "prompt": "private", "text": "private", "more": ["private"]},
+        {"type": "unheard_of", "step": 1, "text": "private"},
+        {"type": "notice", "step": 1, "message": "a name \udcff", "extra": {"auth_token": "0123private"}},
+    ]
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    assert main(["bundle", "mine", "--no-doctor"]) == 0
+    found = contents(tmp_path / "mine-bundle.zip")
+    assert "private" not in "".join(found.values()).replace("private key", "")
+    assert '"flops_per_token"' in found["metrics.jsonl"], "numbers stay"

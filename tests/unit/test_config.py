@@ -42,7 +42,7 @@ from flatout.engine.overlays import fitted, fitted_to
 from flatout.errors import ConfigError
 from flatout.model.count import estimate_memory, parameter_count
 from flatout.model.execution import Execution
-from flatout.words import number_between
+from flatout.words import number_between, on_hardware
 
 PRESETS = shipped_names("preset")
 OVERLAYS = shipped_names("hardware")
@@ -201,6 +201,20 @@ def test_an_overlay_goes_by_the_model_at_hand() -> None:
     assert (long.model.context, long.speed.micro_batch, long.speed.checkpointing) == (32768, 1, "full")
     tuned = load_config("tinyllama-lora")
     assert fitted_to(tuned, "8gb").config == tuned.config
+    assert "hardware 8gb changes nothing in fine-tuning" in fitted_to(tuned, "8gb").notices[-1], (
+        "a flag is never silent"
+    )
+
+
+def test_an_overlay_is_for_a_resumed_run_too() -> None:
+    begun = load_config("gpt2-124m")
+    stored = load_stored(begun.config.model_dump())
+    moved = on_hardware(stored, "8gb").config
+    assert moved == fitted_to(begun, "8gb").config != begun.config
+    kept = load_stored(begun.config.model_dump(), ["speed.micro_batch=32"])
+    assert on_hardware(kept, "8gb").config.speed.micro_batch == 32, "what was written stays"
+    with pytest.raises(ConfigError, match="no hardware overlay 9gb"):
+        on_hardware(stored, "9gb")
 
 
 def test_a_file_without_a_preset_stands_on_the_schema(tmp_path: Path) -> None:

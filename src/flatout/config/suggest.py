@@ -113,7 +113,10 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "train.tokens": "max_train_tokens num_tokens total_tokens train_tokens",
     }
 )
-_OPTIMIZER = "the optimizer is AdamW, and there is no setting for another; its fields are optim.beta1, optim.beta2, ..."
+_OPTIMIZER = (
+    "the optimizer is AdamW, and there is no setting for another (from Python, flatout.train takes optimizer=); its "
+    "fields are optim.beta1, optim.beta2, ..."
+)
 # What others have a setting for and we do not: the way to it here.
 WAY_ELSEWHERE_CALLED = _by_foreign_name(
     {

@@ -64,7 +64,8 @@ class Limits:
             told = " and ".join(f"data.{name}={most}" for name, most in given if most is not None)
             raise DataError(
                 f"the first document of {source} is larger than {told}, and documents are taken whole",
-                "set the limit higher, or data.document_start where a file holds many documents",
+                "set the limit higher, set data.document_start where a file holds many documents, or cut a part off: "
+                "head -c BYTES FILE > PART",
             )
 
 

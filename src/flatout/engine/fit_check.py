@@ -151,7 +151,7 @@ def ways(loaded: LoadedConfig | RunConfig, vocab: int, speed: Speed, *, resumed:
     yield from _first_fitting(kept, config, speed, fits)
     if not resumed:
         yield from _first_fitting(_shorter(config), config, speed, fits)
-    if isinstance(loaded, LoadedConfig):
+    if isinstance(loaded, LoadedConfig) and speed.device.kind == "cuda":  # overlays are worked out for cards
         yield from _by_overlay(loaded, speed, fits, have)
 
 

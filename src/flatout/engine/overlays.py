@@ -7,7 +7,7 @@ fit without.
 Contract: nothing that is learned changes, nothing is raised above what the config has, and what the user wrote stays.
 The card may be elsewhere: switches are decided as on a card where everything works, and a run on one where something
 does not finds out by itself (`recovery.py`). Where nothing fits, the least is taken, and the run says what would.
-Fine-tuning configs stay as they are: their model is not known before it is read.
+Fine-tuning configs stay as they are, and say so: their model is not known before it is read.
 """
 
 import dataclasses
@@ -48,7 +48,11 @@ def fitted_to(loaded: LoadedConfig, name: str) -> LoadedConfig:
     loaded = dataclasses.replace(loaded, hardware=None)
     config, have = loaded.config, int(gigabytes(name) * 1e9)
     if config.chat.source is not None:
-        return loaded
+        said = (
+            f"hardware {name} changes nothing in fine-tuning, whose model is not known before it is read: `flatout "
+            "estimate` says what a step needs, `flatout tune` finds a micro-batch that fits"
+        )
+        return dataclasses.replace(loaded, notices=(*loaded.notices, said))
     changes: dict[str, Any] = {}
     for changes in _changes(loaded):
         changed = with_values(loaded, changes, Source("hardware", f"hardware {name}"))

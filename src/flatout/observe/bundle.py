@@ -1,8 +1,10 @@
 """A run as one archive for a bug report: what it was told, where it ran, what it said, and nothing of its data.
 
-Contract: text of the data never goes in: samples, prompts and previews of rows are replaced by their length. The home
-folder is written as `~`. What looks like a key or a password is replaced wherever it stands. No weights, no shards, no
-checkpoints. The same run and machine give the same bytes but for what the doctor measures.
+Contract: text of the data never goes in: samples and previews of rows are replaced by their length or left out, and so
+are records that this version does not know. The home folder is written as `~`, other users' names in paths as (user).
+What looks like a key or a password is replaced wherever it stands, and so is every value that a variable of the
+environment keeps secret by its name. No weights, no shards, no checkpoints. The same run and machine give the same
+bytes but for what the doctor measures.
 
 Trap: notices and the names of files and folders go in as they are, apart from that. README.txt in the archive says so.
 """
@@ -12,7 +14,7 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ from flatout.errors import ResourceError, UsageError
 from flatout.files import check_replaceable, disk_errors, write_whole
 from flatout.observe.history import read_history
 from flatout.observe.human import human_bytes, printable
+from flatout.observe.live.follow import record_of
 from flatout.observe.report.data import report_data
 from flatout.observe.report.report import page_of
+from flatout.records import PreviewRecord, SampleRecord
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.yaml"
@@ -29,40 +33,85 @@ README = "README.txt"
 _MARK = "A run of Flatout for a bug report."
 _LEFT_OUT = "(left out)"
 _MOST_FILES = 1000
-# Keys by the forms that services give them, and whatever is assigned to a name that says what it is.
-_KEYS = re.compile(r"\b(hf_|gh[opsu]_|github_pat_|sk-|xox[abpr]-|glpat-|AKIA|ASIA|AIza)[A-Za-z0-9_-]{12,}")
-_LOGINS = re.compile(r"://[^/\s:@\"']+:[^/\s@\"']+@")
-_NAMED = re.compile(r"(?i)\b((?:api[_-]?key|token|secret|password|passwd)[\"']?\s*[=:]\s*[\"']?)[^\s\"'\\,}&]{6,}")
-_SECRETS = ((_KEYS, r"\1(secret)"), (_LOGINS, "://(secret)@"), (_NAMED, r"\1(secret)"))
+_SECRET = "(secret)"
+# What names of settings, of parameters in addresses and of variables have that hold a secret. Counts are `per_token`.
+_TELLING = r"[\w-]*(?:secret|passw|credential|(?:api|access|private|auth)[_-]?key)[\w-]*|(?:\w*[_-])?(?<!per_)token"
+_NAMED = rf"(?i)((?:{_TELLING}|authorization)[\"']?\s*[=:]\s*)(?!(?:null|none|true|false)\b)"
+_SECRETS = tuple(
+    (re.compile(pattern), instead)
+    for pattern, instead in (
+        (r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", _SECRET),
+        # Keys by the forms that services give them.
+        (r"\b(hf_|gh[opsu]_|github_pat_|sk-|xox[abpr]-|glpat-|AKIA|ASIA|AIza)[A-Za-z0-9_-]{12,}", rf"\1{_SECRET}"),
+        (r"\beyJ[\w-]{8,}(?:\.[\w-]+)*", _SECRET),
+        (r"(?i)\b((?:bearer|authorization[\"']?\s*[=:]\s*[\"']?basic)\s+)[\w.~+/=-]{6,}", rf"\1{_SECRET}"),
+        # Logins in addresses, and what comes after the question mark.
+        (r"://[^/\s\"']+@", f"://{_SECRET}@"),
+        (r"(\b[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'?]+\?)[^\s\"']+", rf"\1{_SECRET}"),
+        (_NAMED + r"([\"'])(?:\\.|(?!\2).)+\2", rf"\1\2{_SECRET}\2"),
+        (_NAMED + r"(?!bearer\b|basic\b)(?:[^\s\"'\\,}&]|,(?!\s)){3,}", rf"\1{_SECRET}"),
+    )
+)
+_SECRET_NAME = re.compile(rf"(?i)(?:{_TELLING})")
+_USERS = re.compile(r"((?:/home|/Users|[A-Za-z]:[/\\]+Users)[/\\]+)[^/\\\s\"':,]+")
 
 
-def scrubbed(text: str, home: Path) -> str:
-    """A text without keys, and with the home folder as `~`."""
+@dataclasses.dataclass(frozen=True)
+class Private:
+    """What is known of who runs this: the home folder, and values that the environment keeps secret."""
+
+    home: Path
+    values: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], home: Path) -> "Private":
+        secret = {value for name, value in environment.items() if is_secret(name) and len(value) >= 8}
+        return cls(home, tuple(sorted(secret, key=len, reverse=True)))
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable of the environment may hold a secret, by its name."""
+    return re.search(r"(?i)token|key|secret|passw|credential|auth", name) is not None
+
+
+def scrubbed(text: str, private: Private) -> str:
+    """A text without keys, with the home folder as `~` and without names of users in paths."""
+    for value in private.values:
+        text = text.replace(value, _SECRET)
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
-    place = str(home)
-    return text if len(place) < 2 else re.sub(rf"{re.escape(place)}(?=[/\\\"'\s:,]|$)", "~", text)
+    end, place = r"(?=[/\\\"'\s:,]|$)", str(private.home)
+    if len(place) >= 2:
+        text = re.sub(re.escape(place) + end, "~", text)
+    text = _USERS.sub(r"\1(user)", text)
+    name = private.home.name
+    return text if len(name) < 2 else re.sub(rf"(?<=[/\\]){re.escape(name)}{end}", "(user)", text)
 
 
-def bundle_files(folder: Path, home: Path, *, machine: Mapping[str, Any] | None, doctor: list[str]) -> dict[str, str]:
+def bundle_files(
+    folder: Path, private: Private, *, machine: Mapping[str, Any] | None, doctor: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
     """The texts of an archive by name. `machine` and `doctor` are what the machine is and what the doctor found."""
-    metrics = _without_data(_text(folder / METRICS))
-    texts = {CONFIG: _text(folder / CONFIG), METRICS: metrics, "files.txt": _list(folder)}
+    texts = {
+        CONFIG: scrubbed(_text(folder / CONFIG), private),
+        METRICS: _lines(_without_data(_text(folder / METRICS)), private),
+        "files.txt": scrubbed(_list(folder), private),
+    }
     if machine is not None:
-        texts["environment.json"] = json.dumps(machine, indent=2, sort_keys=True, default=str) + "\n"
-    if doctor:
-        texts["doctor.jsonl"] = "".join(f"{line}\n" for line in doctor)
-    texts = {name: scrubbed(text, home) for name, text in texts.items() if text}
+        told = _scrubbed_values(dict(machine), private)
+        texts["environment.json"] = json.dumps(told, indent=2, sort_keys=True, default=str) + "\n"
+    texts["doctor.jsonl"] = _lines(doctor, private)
+    texts = {name: text for name, text in texts.items() if text}
     return {README: _readme(texts), **texts}
 
 
-def write_bundle(folder: Path, home: Path, target: Path, texts: Mapping[str, str]) -> int:
+def write_bundle(folder: Path, private: Private, target: Path, texts: Mapping[str, str]) -> int:
     """Writes the texts and a report made from them to a zip file; returns its size in bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
             archive.writestr(_entry(f"{target.stem}/{name}"), text.encode("utf-8", "replace"))
-        archive.writestr(_entry(f"{target.stem}/report.html"), _report(folder, home, texts[METRICS]))
+        archive.writestr(_entry(f"{target.stem}/report.html"), _report(folder, private, texts[METRICS]))
     content = buffer.getvalue()
     with disk_errors(f"the bundle {printable(str(target))}", safe=""):
         write_whole(target, content)
@@ -104,20 +153,23 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _without_data(metrics: str) -> str:
-    """The records of a run, line by line; a line that is no record is left out, as it may be anything."""
-    lines = []
+def _without_data(metrics: str) -> Iterator[dict[str, Any]]:
+    """The records of a run; a line that is no record of ours is left out, as it may be anything."""
     for line in metrics.splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if not isinstance(row, dict) or row.get("type") == "preview":
+        if not isinstance(row, dict) or (record := record_of(row)) is None or isinstance(record, PreviewRecord):
             continue
-        if row.get("type") == "sample":
-            row |= {name: f"{_LEFT_OUT}, {len(str(row.get(name)))} characters" for name in ("prompt", "text")}
-        lines.append(json.dumps(row, ensure_ascii=False))
-    return "".join(f"{line}\n" for line in lines)
+        if isinstance(record, SampleRecord):
+            lengths = {name: f"{_LEFT_OUT}, {len(getattr(record, name))} characters" for name in ("prompt", "text")}
+            row = {"type": row["type"], "step": record.step, **lengths}
+        yield row
+
+
+def _lines(rows: Iterable[Mapping[str, Any]], private: Private) -> str:
+    return "".join(f"{json.dumps(_scrubbed_values(dict(row), private), ensure_ascii=False)}\n" for row in rows)
 
 
 def _list(folder: Path) -> str:
@@ -133,22 +185,27 @@ def _list(folder: Path) -> str:
     return "".join(f"{line}\n" for line in found[:_MOST_FILES] + more)
 
 
-def _report(folder: Path, home: Path, metrics: str) -> bytes:
+def _report(folder: Path, private: Private, metrics: str) -> bytes:
     """The page of the run as the archive tells it, without data."""
     import tempfile  # here: nothing else needs it
 
     with tempfile.TemporaryDirectory(prefix="flatout-bundle-") as scratch:
-        (Path(scratch) / METRICS).write_text(metrics, encoding="utf-8")
+        (Path(scratch) / METRICS).write_text(metrics, encoding="utf-8", errors="replace")
         history = dataclasses.replace(read_history(Path(scratch)), folder=folder)
-    return page_of(_scrubbed_values(report_data([history]), home))
+    return page_of(_scrubbed_values(report_data([history]), private))
 
 
-def _scrubbed_values(value: Any, home: Path) -> Any:
+def _scrubbed_values(value: Any, private: Private) -> Any:
     if isinstance(value, str):
-        return scrubbed(value, home)
+        return scrubbed(value, private)
     if isinstance(value, dict):
-        return {key: _scrubbed_values(item, home) for key, item in value.items()}
-    return [_scrubbed_values(item, home) for item in value] if isinstance(value, list) else value
+        return {
+            key: _SECRET
+            if isinstance(item, str) and item and _SECRET_NAME.fullmatch(str(key))
+            else _scrubbed_values(item, private)
+            for key, item in value.items()
+        }
+    return [_scrubbed_values(item, private) for item in value] if isinstance(value, list | tuple) else value
 
 
 _TOLD = {
@@ -168,8 +225,9 @@ def _readme(texts: Mapping[str, str]) -> str:
             *rows,
             "",
             "Not in it: data, samples, weights, checkpoints, and variables of the environment other than those named. "
-            "Your home folder is written as ~, and what looks like a key as (secret). Names of files and folders and "
-            "the run's notices are as they were: look through them before you send this.",
+            "Your home folder is written as ~, names of users in paths as (user), and what looks like a key as "
+            "(secret). Names of other files and folders and the run's notices are as they were: look through them "
+            "before you send this.",
             "",
         ]
     )

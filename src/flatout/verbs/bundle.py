@@ -5,15 +5,12 @@ with --overwrite. With --no-doctor neither torch nor the machine is looked at.
 """
 
 import dataclasses
-import json
-import re
+import os
 from pathlib import Path
 from typing import Any
 
 from flatout.verbs.measuring import Line, ended_by_signals
 from flatout.words import Parser
-
-_UNTOLD = re.compile(r"(?i)token|key|secret|passw|credential|auth")  # never taken, whatever else a name says
 
 
 def bundle(words: list[str]) -> int:
@@ -28,7 +25,7 @@ def bundle(words: list[str]) -> int:
     parser.flag("--no-doctor", "leave out the machine and the doctor's findings")
     parser.flag("--overwrite", "also replace a file that is no bundle of flatout")
     parsed = parser.parse_mixed(words)
-    from flatout.observe.bundle import bundle_files, check_target, write_bundle
+    from flatout.observe.bundle import Private, bundle_files, check_target, write_bundle
     from flatout.observe.history import read_history
     from flatout.observe.live.follow import find_run
 
@@ -37,29 +34,31 @@ def bundle(words: list[str]) -> int:
     check_target(target, overwrite=parsed.overwrite)  # before anything is looked at
     read_history(folder)  # a folder without a run is an error now
     machine, findings = (None, []) if parsed.no_doctor else _look(folder)
-    texts = bundle_files(folder, Path.home(), machine=machine, doctor=findings)
-    size = write_bundle(folder, Path.home(), target, texts)
+    private = Private.of(os.environ, Path.home())
+    texts = bundle_files(folder, private, machine=machine, doctor=findings)
+    size = write_bundle(folder, private, target, texts)
     print(f"wrote {target} ({size / 1000:,.0f} kB): {', '.join([*texts, 'report.html'])}")
     print("no data, samples, weights or keys are in it; look through it before you send it")
     return 0
 
 
-def _look(folder: Path) -> tuple[dict[str, Any], list[str]]:
+def _look(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What the machine is, and what the doctor finds of it and of the run's config."""
     from flatout.diagnose.examine import examine
     from flatout.diagnose.machine import gather_machine
+    from flatout.observe.bundle import is_secret
 
     line = Line()
     with ended_by_signals(lambda: "nothing was written"):
         line.show("looking at the machine ...")
         machine = gather_machine()
         found = [
-            json.dumps({"type": "finding", **dataclasses.asdict(finding)}, ensure_ascii=False)
+            {"type": "finding", **dataclasses.asdict(finding)}
             for finding in examine(str(folder / "config.yaml"), quick=True, machine=machine)
         ]
         line.close()
     told = dataclasses.asdict(machine)
-    told["environment"] = {name: value for name, value in machine.environment.items() if not _UNTOLD.search(name)}
+    told["environment"] = {name: value for name, value in machine.environment.items() if not is_secret(name)}
     for card in told["cards"]:
         card.pop("identity")  # its number tells who owns it, and nothing about a bug
         card.pop("processes")

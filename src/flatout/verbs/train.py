@@ -20,7 +20,7 @@ from flatout.launch import launch
 from flatout.streams import output_that_may_go_away
 from flatout.tuning.signals import handled
 from flatout.verbs.launching import add_launching, start_workers, starts_workers, told_by_one
-from flatout.words import Parser, add_config, load, one_line, quoted
+from flatout.words import Parser, add_config, load, on_hardware, one_line, quoted
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
@@ -99,7 +99,7 @@ def _follow_training(
     from flatout.observe.live.view import ViewReader
 
     if loaded is None or stored is not None:
-        loaded = api.stored_config(stored or Path(), parsed.overrides)
+        loaded = on_hardware(api.stored_config(stored or Path(), parsed.overrides), parsed.hardware)
     terminal = ViewReader if parsed.view else TerminalReader
     reader = JsonReader() if parsed.json else terminal(loaded.config.output.log_every)
     preparing = PrepareBar()

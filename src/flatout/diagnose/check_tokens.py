@@ -120,7 +120,7 @@ def _epochs(config: RunConfig, data: DataFacts, windows: int, steps: int, wrote_
 
 def _per_parameter(config: RunConfig, steps: int, parameters: int) -> Finding:
     ratio = steps * config.train.batch_tokens / parameters
-    shown = f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
+    shown = f"{ratio:,.{2 if ratio < 1 else 1 if ratio < 100 else 0}f}"
     found = f"{shown} tokens for each of {parameters:,} parameters"
     rule = f"About {BALANCED} tokens per parameter give the lowest loss for a given amount of computing."
     if ratio < 0.25 * BALANCED:

@@ -49,7 +49,7 @@ class TerminalReader:
         self.val_loss: float | None = None
         self.speed: float | None = None
         self.first_step: int | None = None  # of this process
-        self.epoch_step = -math.inf  # of the last epoch told: short epochs, of a small file, are told as rarely as steps
+        self.epoch_step = -math.inf  # of the last epoch told: those of a small file are as short as a step
         self.memory = ""  # of eigenstates, in a sentence
         self.step_seconds: list[float] | None = []  # until the sentence about the whole run is told
         self.alerts = Alerts()

@@ -43,9 +43,9 @@ SMALLER = {
     "3-gpt2-on-a-gpu": [
         ("width: 64 ", "width: 16 "),
         ("context: 64 ", "context: 16 "),
-        ("steps: 40", "steps: 4"),
+        ("steps: 100", "steps: 4"),
         ("batch_tokens: 512 ", "batch_tokens: 32 "),
-        ("every: 20", "every: 2"),
+        ("every: 50", "every: 2"),
         ("tokens: 4096 ", "tokens: 64 "),
         ("flatout doctor", "flatout doctor --quick"),
         ("--seconds 2 ", "--seconds 0.1 "),

@@ -35,8 +35,8 @@ SMALLER = {
             "model.layers=1 model.width=32 model.heads=2 train.batch_tokens=256 train.steps=4 eval.every=2 "
             "eval.tokens=256 eval.sample_tokens=4 output.plots=false speed.device=cpu",
         ),
-        ("train.epochs=50 optim", "train.epochs=1 eval.sample_tokens=4 output.plots=false speed.device=cpu optim"),
-        ("eval.every=50 eval.sample", "eval.every=2 eval.sample"),
+        ("train.epochs=100 optim", "train.epochs=1 eval.sample_tokens=4 output.plots=false speed.device=cpu optim"),
+        ("eval.every=100 eval.sample", "eval.every=2 eval.sample"),
         ("--temperature 0", "--temperature 0 --tokens 4"),
         ("A helmet costs 45 francs.\n", ""),  # so few steps do not teach it
     ],

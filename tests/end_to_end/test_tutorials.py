@@ -28,6 +28,7 @@ SMALLER = {
         ),
         ("train.steps=150", "train.steps=6"),
         ("--tokens 200", "--tokens 8"),
+        ("flatout eval runs/my", "flatout eval runs/my --tokens 256"),
     ],
     "2-lora-on-your-rows": [
         (

@@ -24,7 +24,7 @@ def test_every_field_named_in_the_documents_exists():
     known = set(field_facts())
     sections = "|".join(section_paths())
     named: set[str] = set()
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         # `optim/schedule.py` and `data/loader.py` are files, `train.py` is the guides'
         fields = set(re.findall(rf"`((?:{sections})\.[a-z_0-9]+)(?:=[^`]*)?`", text))
@@ -32,6 +32,25 @@ def test_every_field_named_in_the_documents_exists():
         assert not unknown, f"{path.name} names {sorted(unknown)}"
         named |= fields & known
     assert len(named) > 0.6 * len(known), "most fields are explained somewhere"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub names them."""
+    lines = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+def test_every_link_of_the_tutorials_leads_somewhere():
+    links = 0
+    for page in sorted((ROOT / "docs" / "tutorials").glob("*.md")):
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            file, _, anchor = target.partition("#")
+            path = page.parent / file
+            assert path.is_file(), f"{page.name} links to {target}"
+            assert not anchor or anchor in headings(path), f"{page.name} links to {target}"
+            links += 1
+    assert links > 20
 
 
 def drawn_modules() -> set[str]:

@@ -9,8 +9,8 @@ import pytest
 
 import flatout
 from tests.chat_models import write_chat_model
+from tests.pages import DOCS, blocks
 
-DOCS = Path(__file__).parents[2] / "docs"
 SMALLER = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "train.batch_tokens=64",
            "eval.tokens=256", "eval.sample_tokens=4", "speed.device=cpu", "output.plots=false"]  # fmt: skip
 TUNED = ["model.context=64", "eval.sample_tokens=4", "speed.device=cpu", "output.plots=false"]
@@ -31,12 +31,11 @@ def test_every_example_of_the_python_page_runs(
         return load(target, [*(TUNED if target == "lora" else SMALLER), *overrides], **more)
 
     monkeypatch.setattr(flatout, "load_config", smaller)
-    text = (DOCS / "python.md").read_text(encoding="utf-8")
-    examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(examples) == text.count("```python") > 8
+    examples = [block for block in blocks(DOCS / "python.md") if block.language == "python"]
+    assert len(examples) > 8
     namespace: dict[str, object] = {}
-    for number, example in enumerate(examples):
-        exec(compile(example, f"python.md, example {number + 1}", "exec"), namespace)
+    for example in examples:
+        exec(compile(example.text, example.where, "exec"), namespace)
     said = capsys.readouterr().out
     assert re.search(r"^step 20: validation loss \d\.\d{3}$", said, flags=re.MULTILINE)
     assert "0.002 command line" in said

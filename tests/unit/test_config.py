@@ -467,6 +467,7 @@ def test_refused_overrides(override: str, message: str, hint: str) -> None:
         ("preset: gpt2-142m\n", 1, "there is no preset gpt2-142m", "did you mean gpt2-124m"),
         ("preset: 5\n", 1, "preset is 5, but it must be a name", "gpt2-124m"),
         ("hardware: 9gb\n", 1, "there is no hardware overlay 9gb", "the overlays are 4gb, 8gb"),
+        ("hardware: auto\n", 1, "there is no hardware overlay auto", "80gb; auto is taken on the command line only"),
         ("data:\n  source: 5\n", 2, "data.source is 5, but it must be text", "double quotes"),
         ("model: {layers: 1}\nmodel: {}\n", 2, "'model' is written twice", "one"),
         (

@@ -746,6 +746,7 @@ TOKENS = DataFacts(exact=True, train_tokens=64_001, val_tokens=20_001, vocab=100
         ("epochs", "train.steps=625", {}, "note", "10.0 passes"),
         ("epochs", "train.steps=626", {}, "warn", "set train.steps=262"),
         ("epochs", "train.steps=626", {"train_tokens": 4_801}, "warn", "134 passes over the text"),
+        ("tokens per parameter", "train.steps=1", {}, "note", "0.10 tokens for each of 10,000 parameters"),
         ("tokens per parameter", "train.steps=48", {}, "note", "4.9 tokens for each of 10,000 parameters"),
         ("tokens per parameter", "train.steps=49", {}, "ok", "5.0 tokens for each of 10,000 parameters; about 20"),
         ("tokens per parameter", "train.steps=1953", {}, "ok", "200 tokens for each of 10,000 parameters; about 20"),

@@ -24,6 +24,7 @@ from flatout.observe.live.state import QUIET_SECONDS, Curve, ViewState
 from flatout.observe.live.view import ViewReader
 from flatout.records import (
     CheckpointRecord,
+    EpochRecord,
     EvalRecord,
     Feature,
     NoticeRecord,
@@ -461,3 +462,19 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines():
     assert ENTER not in written
     assert "\x1b" not in written
     assert "warning: step 200 loss spike" in written
+
+
+def test_epochs_of_a_few_steps_are_told_no_more_often_than_steps():
+    stream = io.StringIO()
+    reader = TerminalReader(10, stream)
+    reader.show(info())
+    for number in range(1, 41):
+        reader.show(step(number))
+        if number % 2 == 0:
+            reader.show(
+                EpochRecord(
+                    step=number, epoch=number // 2, mean_loss=3.0, seconds=1.0, windows_per_second=1.0,
+                    tokens_per_second=1.0,
+                )
+            )  # fmt: skip
+    assert re.findall(r"^epoch (\d+) done", stream.getvalue(), flags=re.MULTILINE) == ["1", "6", "11", "16"]

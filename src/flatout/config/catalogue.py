@@ -100,6 +100,8 @@ def check_shipped(kind: ShippedKind, name: str, where: str) -> None:
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         listed = "`flatout config presets` lists the presets; a file's name ends in .yaml"
         hint = meant + (listed if kind == "preset" else f"the overlays are {', '.join(names)}")
+        if kind == "hardware" and name == "auto":  # in a file it would mean another config on every machine
+            hint += "; auto is taken on the command line only: --hardware auto"
         if kind == "preset" and re.fullmatch(r"[a-z_]+\.[a-z0-9_]+", name):
             hint = f"a setting is written with its value, {name}=VALUE; {listed}"
         elif kind == "preset" and name.endswith(("]", "}", ",")):

@@ -99,9 +99,8 @@ def _windows(config: RunConfig, data: DataFacts, windows: int) -> Finding | None
 
 def _epochs(config: RunConfig, data: DataFacts, windows: int, steps: int, wrote_epochs: bool) -> Finding:
     epochs = steps * (config.train.batch_tokens // config.model.context) / windows
-    shown = f"{epochs:.1f}" if epochs < 100 else f"{epochs:,.0f}"
     seen = steps * config.train.batch_tokens
-    found = f"{steps:,} steps are {seen:,} tokens: {_about(data)}{shown} passes over the text"
+    found = f"{steps:,} steps are {seen:,} tokens: {_about(data)}{_times(epochs)} passes over the text"
     if epochs > _MANY_EPOCHS:
         fitting = int(_SOME_EPOCHS * windows // (config.train.batch_tokens // config.model.context))
         shorter = f", or set train.steps={fitting}" if fitting >= 20 else ""
@@ -118,10 +117,14 @@ def _epochs(config: RunConfig, data: DataFacts, windows: int, steps: int, wrote_
     return _check("epochs").ok(found)
 
 
+def _times(value: float) -> str:
+    """A ratio with two digits or more, so that a small one is not told as 0.0."""
+    return f"{value:,.{2 if value < 1 else 1 if value < 100 else 0}f}"
+
+
 def _per_parameter(config: RunConfig, steps: int, parameters: int) -> Finding:
     ratio = steps * config.train.batch_tokens / parameters
-    shown = f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
-    found = f"{shown} tokens for each of {parameters:,} parameters"
+    found = f"{_times(ratio)} tokens for each of {parameters:,} parameters"
     rule = f"About {BALANCED} tokens per parameter give the lowest loss for a given amount of computing."
     if ratio < 0.25 * BALANCED:
         return _check("tokens per parameter").note(

@@ -49,6 +49,7 @@ class TerminalReader:
         self.val_loss: float | None = None
         self.speed: float | None = None
         self.first_step: int | None = None  # of this process
+        self.epoch_step = -math.inf  # of the last epoch told: those of a small file are as short as a step
         self.memory = ""  # of eigenstates, in a sentence
         self.step_seconds: list[float] | None = []  # until the sentence about the whole run is told
         self.alerts = Alerts()
@@ -125,7 +126,8 @@ class TerminalReader:
                 best = "  best so far" if record.best else ""
                 where = f"{record.tokens:,} tokens in {record.seconds:.1f}s"
                 return [f"eval at step {record.step}: val loss {record.loss:.4f}{bits}  ({where}){best}"]
-            case records.EpochRecord():
+            case records.EpochRecord() if record.step - self.epoch_step >= self.log_every:
+                self.epoch_step = record.step
                 samples = self.info is not None and self.info.batch_samples is not None
                 rate = f"{human_count(record.windows_per_second)} {'samples' if samples else 'windows'}/s"
                 return [

@@ -1,0 +1,152 @@
+"""The tutorials as a reader follows them: every block is run in an empty folder, and prints what the page shows.
+
+`sh` and `python` blocks are run in order, `text` blocks are what the block before prints, figures aside. Blocks without
+a language are shown only. The short form replaces settings by smaller ones and runs commands in this process; the slow
+form runs the pages word for word.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flatout import cli
+from tests.pages import DOCS, Block, blocks, not_printed
+
+PAGES = {page.stem: page for page in sorted((DOCS / "tutorials").glob("[0-9]*.md"))}
+
+# What the short form says instead, in commands and in what they print; each must be on the page.
+SMALLER = {
+    "1-your-own-text": [
+        (
+            "model.layers=2 train.steps=100 eval.every=50 eval.tokens=20_000 eval.sample_tokens=200",
+            "model.layers=1 model.width=32 model.heads=2 train.batch_tokens=256 train.steps=4 eval.every=2 "
+            "eval.tokens=256 eval.sample_tokens=4 output.plots=false speed.device=cpu",
+        ),
+        ("train.steps=150", "train.steps=6"),
+        ("--tokens 200", "--tokens 8"),
+        ("flatout eval runs/my", "flatout eval runs/my --tokens 256"),
+    ],
+    "2-lora-on-your-rows": [
+        (
+            "model.layers=2 \\\n  train.steps=100 eval.every=50 eval.tokens=10_000 eval.sample_tokens=60",
+            "model.layers=1 model.width=32 model.heads=2 train.batch_tokens=256 train.steps=4 eval.every=2 "
+            "eval.tokens=256 eval.sample_tokens=4 output.plots=false speed.device=cpu",
+        ),
+        ("train.epochs=100 optim", "train.epochs=1 eval.sample_tokens=4 output.plots=false speed.device=cpu optim"),
+        ("eval.every=100 eval.sample", "eval.every=2 eval.sample"),
+        ("--temperature 0", "--temperature 0 --tokens 4"),
+        ("A helmet costs 45 francs.\n", ""),  # so few steps do not teach it
+    ],
+    "3-gpt2-on-a-gpu": [
+        ("width: 64 ", "width: 16 "),
+        ("context: 64 ", "context: 16 "),
+        ("steps: 100", "steps: 4"),
+        ("batch_tokens: 512 ", "batch_tokens: 32 "),
+        ("every: 50", "every: 2"),
+        ("tokens: 4096 ", "tokens: 64 "),
+        ("flatout doctor", "flatout doctor --quick"),
+        ("--seconds 2 ", "--seconds 0.1 "),
+        ("--seconds 10", "--seconds 1"),
+    ],
+    "4-long-context": [
+        ("width: 64", "width: 32"),
+        ("context: 256", "context: 32"),
+        ("batch_tokens: 1024", "batch_tokens: 64"),
+        ("steps: 60", "steps: 4"),
+        ("every: 30", "every: 2"),
+        ("tokens: 8_192", "tokens: 64"),
+        ("model.window=32", "model.window=8 output.plots=false"),
+        ("model.pattern=A ", "model.pattern=A output.plots=false "),
+        ("model.states=32", "model.states=8 output.plots=false"),
+        ("model.context=512", "model.context=64"),
+        ("train.steps=20", "train.steps=4"),
+        ("--tokens 100", "--tokens 8"),
+    ],
+    "5-from-python": [
+        ('"width": 64, "heads": 2, "context": 64', '"width": 32, "heads": 2, "context": 32'),
+        ('"steps": 100, "batch_tokens": 1024', '"steps": 6, "batch_tokens": 64'),
+        ('"steps": 60, "batch_tokens": 1024', '"steps": 4, "batch_tokens": 64'),
+        ("losses) >= 60", "losses) >= 3"),
+        ('"every": 50, "tokens": 8192', '"every": 2, "tokens": 256'),
+        ('"every": 30', '"every": 2, "tokens": 256'),
+        ("tokens=60", "tokens=8"),
+    ],
+}
+
+pytestmark = pytest.mark.usefixtures("children_stay")
+
+
+def shell(script: str, where: str) -> str:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-e", "-c", script], env={**os.environ, "PATH": path}, text=True, stdout=-1, stderr=-2, check=False
+    )
+    assert done.returncode == 0, f"{where} ended with {done.returncode}:\n{done.stdout}"
+    return done.stdout
+
+
+def commands(block: Block) -> list[list[str]] | None:
+    """The words of each command, if `flatout` is all that the block calls."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if not all(line.startswith("flatout ") for line in lines):
+        return None
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def run_here(block: Block, namespace: dict[str, object], capfd: pytest.CaptureFixture[str]) -> str:
+    if block.language == "python":
+        exec(compile(block.text, block.where, "exec"), namespace)
+    elif (calls := commands(block)) is None:
+        return shell(block.text, block.where)
+    else:
+        for words in calls:
+            code = cli.main(words)
+            assert code == 0, f"{block.where}: flatout {shlex.join(words)} ended with {code}:\n{capfd.readouterr()}"
+    captured = capfd.readouterr()
+    return captured.out + captured.err
+
+
+def follow(page: Path, capfd: pytest.CaptureFixture[str], smaller: list[tuple[str, str]] | None) -> None:
+    namespace: dict[str, object] = {}
+    printed, seen, ran = "", "", 0
+    capfd.readouterr()
+    for block in blocks(page):
+        seen += block.text
+        for old, new in smaller or []:
+            block = block._replace(text=block.text.replace(old, new))
+        if block.language == "text":
+            missing = not_printed(block.text, printed)
+            assert not missing, f"{block.where}: not printed: {missing}\n{printed}"
+        elif block.language in ("sh", "python"):
+            ran += 1
+            in_process = smaller is not None or block.language == "python"
+            printed = run_here(block, namespace, capfd) if in_process else shell(block.text, block.where)
+    assert ran > 4
+    assert not [old for old, _ in smaller or [] if old not in seen], "what the short form replaces is on the page"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_tutorial_with_smaller_settings(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    follow(PAGES[name], capfd, SMALLER[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAGES)
+def test_a_tutorial_word_for_word(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    follow(PAGES[name], capfd, None)
+
+
+def test_there_are_five_tutorials_and_the_index_names_each():
+    assert len(PAGES) == 5
+    index = (DOCS / "tutorials" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in PAGES if f"({name}.md)" not in index] == []

@@ -107,8 +107,8 @@ _ABOUT = {
     "hardware": "`--hardware NAME`, or `auto`. An overlay keeps the global batch and the context, and sets what has to "
     "fit:\nthe micro-batch and activation checkpointing.",
 }
-_FOREIGN = """What they call our settings stands behind "Elsewhere" above. Such a name is refused with ours; values may be in
-other units. These have no setting here:"""
+_FOREIGN = """What they call our settings stands behind "Elsewhere" above. Such a name is refused with ours; values may
+be in other units. These have no setting here:"""
 
 
 def _setting(path: str, field: Any) -> tuple[str, str, str]:

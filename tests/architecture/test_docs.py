@@ -20,6 +20,37 @@ def test_every_test_named_in_the_guides_page_exists():
     assert not missing
 
 
+def test_every_link_between_documents_leads_somewhere():
+    """To a file that is there, and to a heading or an anchor in it."""
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "benchmarks" / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+    ]
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+    lost: list[str] = []
+    for page, text in texts.items():
+        for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+            if link.startswith("http"):
+                continue
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if target.parent == ROOT / "docs" / "tutorials" and not target.parent.exists():  # on their way
+                continue
+            if not target.exists() or (anchor and anchor not in anchors(texts.get(target, ""))):
+                lost.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not lost
+
+
+def anchors(text: str) -> set[str]:
+    """As GitHub names the headings of a page, and those that it sets itself."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings} | set(
+        re.findall(r'<a id="(.*?)">', text)
+    )
+
+
 def test_every_field_named_in_the_documents_exists():
     known = set(field_facts())
     sections = "|".join(section_paths())

@@ -155,9 +155,9 @@ flatout merge runs/lora merged/                      # the adapters written into
 flatout export runs/my-gpt2 exported/                # config.json and model.safetensors for Hugging Face tools
 ```
 
-`make train` puts the command into `.venv/bin/flatout`; `. .venv/bin/activate` lets you write `flatout`.
-`source <(flatout completion bash)` in `~/.bashrc`, or `zsh` in `~/.zshrc`, completes verbs, options, presets, settings
-and runs.
+`--resume RUN` takes all settings from the run; words on the command line change them. `make train` puts the command
+into `.venv/bin/flatout`; `. .venv/bin/activate` lets you write `flatout`. `source <(flatout completion bash)` in
+`~/.bashrc`, or `zsh` in `~/.zshrc`, completes verbs, options, presets, settings and runs.
 """
 
 

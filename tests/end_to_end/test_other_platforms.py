@@ -74,7 +74,7 @@ def test_every_verb_works_or_is_refused_in_words(tmp_path: Path, platform: str):
     commands = SHORT + (LONGER if platform == "win32" else []) + [words for words, _ in REFUSED[platform]]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, platform, json.dumps(commands)], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}, timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}, timeout=900,
     )  # fmt: skip
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [words for words, *_ in results] == commands, done.stderr

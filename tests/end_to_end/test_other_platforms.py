@@ -1,5 +1,6 @@
 """What only Unix has breaks no verb elsewhere: each works, or is refused in one line and one hint."""
 
+import ast
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chat_models import write_chat_model
+from tests.other_platform import UNIX_MODULES
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = ["speed.device=cpu", "output.plots=false"]
@@ -63,6 +65,19 @@ for words in json.loads(sys.argv[2]):
             code = traceback.format_exc()
     print(json.dumps([words, code, out.getvalue(), err.getvalue()]), flush=True)
 """
+
+
+def test_no_module_needs_a_module_of_unix_to_be_imported():
+    """What it imports at its top, outside any condition, is there on every platform."""
+    needed = [
+        f"{path.name}: {name.name}"
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Import)
+        for name in node.names
+        if name.name.partition(".")[0] in UNIX_MODULES
+    ]
+    assert not needed
 
 
 @pytest.mark.parametrize("platform", ["win32", "darwin"])

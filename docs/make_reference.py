@@ -96,7 +96,8 @@ def settings_page() -> str:
         parts.append(f"\n## {title}\n{_ABOUT[kind]}\n\n{_table(('name', 'what it is for'), rows)}")
     ways: dict[str, list[str]] = {}
     for name, way in WAY_ELSEWHERE_CALLED.items():
-        ways.setdefault(way, []).append(f"`{name}`")
+        if "." not in name:  # `optim.name` looks like a setting of ours
+            ways.setdefault(way, []).append(f"`{name}`")
     rows = [(", ".join(names), way) for way, names in ways.items()]
     parts.append(f"\n## Other trainers' settings\n{_FOREIGN}\n\n{_table(('elsewhere', 'here'), rows)}")
     return "".join(parts)

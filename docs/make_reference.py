@@ -164,7 +164,9 @@ into `.venv/bin/flatout`; `. .venv/bin/activate` lets you write `flatout`. `sour
 
 def verbs_page() -> str:
     rows = [f"  {verb:<11}{text}".replace("\n", f"\n{' ' * 13}") for verb, (_, text) in cli.VERBS.items() if text]
-    parts = [_VERBS, f"\n## flatout --help\n```\n{cli.HELP.format(verbs=chr(10).join(rows))}```\n"]
+    links = " · ".join(f"[{verb}](#flatout-{verb})" for verb in cli.VERBS)
+    help_text = cli.HELP.format(verbs="\n".join(rows))
+    parts = [_VERBS, f"\n{links}\n\n## All verbs and exit codes\n`flatout --help` prints:\n```\n{help_text}```\n"]
     first: dict[Callable[[list[str]], int], str] = {}
     for verb, (function, _) in cli.VERBS.items():
         if (name := first.setdefault(function, verb)) != verb:

@@ -176,14 +176,16 @@ def _host_memory_bytes() -> int | None:
         return None
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory held at once so far: on CUDA by tensors, elsewhere by the whole process."""
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Most memory held at once so far: on CUDA by tensors, elsewhere by the whole process; None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
-    import resource  # absent on Windows, where nothing else here is tested either
-
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

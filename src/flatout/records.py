@@ -35,47 +35,47 @@ class Shown:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Feature:
-    """One switch: what was asked for, what really runs, and why they differ (empty when they do not)."""
+    """One switch: what was asked for, what really runs, and why they differ."""
 
-    name: str
-    asked: str
-    used: str
-    why: str = ""
+    name: str  # the setting of `speed`
+    asked: str  # the value of the config
+    used: str  # the value that the run has
+    why: str = ""  # empty where both are the same
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo(Shown):
     """The first record of every run: what is trained, on what, with which switches."""
 
-    flatout: str
-    torch: str
-    device: str
-    folder: str
-    family: str
-    parameters: int
-    flops_per_token: float
-    memory_estimate_bytes: int
-    steps: int
-    batch_tokens: int
-    micro_batch: int
-    accumulation: int
-    context: int
-    vocab: int
-    train_tokens: int | None  # not known of a stream
-    val_tokens: int
-    windows: int | None
-    dataset: str
-    tokenizer: str
-    start_step: int
-    resumed_from: str | None
-    features: tuple[Feature, ...]
-    config: dict[str, Any]
-    batch_samples: int | None = None  # of a fine-tuning run, whose steps have other numbers of tokens each
-    trained_parameters: int | None = None  # where not all are
+    flatout: str  # version
+    torch: str  # version
+    device: str  # name of the device
+    folder: str  # where the run writes
+    family: str  # model.family
+    parameters: int  # of the whole model
+    flops_per_token: float  # forward and backward pass
+    memory_estimate_bytes: int  # peak of a step, by the formula
+    steps: int  # of the whole run
+    batch_tokens: int  # tokens of a step
+    micro_batch: int  # sequences at once
+    accumulation: int  # micro-batches of a step
+    context: int  # tokens of a sequence
+    vocab: int  # ids of the model
+    train_tokens: int | None  # tokens to train on; not known of a stream
+    val_tokens: int  # tokens of the validation set
+    windows: int | None  # training windows of an epoch; not known of a stream
+    dataset: str  # fingerprint of the prepared data
+    tokenizer: str  # kind, such as char or gpt2
+    start_step: int  # 0, or the step of the checkpoint that is resumed
+    resumed_from: str | None  # path of that checkpoint
+    features: tuple[Feature, ...]  # every switch of `speed`
+    config: dict[str, Any]  # all settings by section
+    batch_samples: int | None = None  # samples of a step; only fine-tuning has them, with other numbers of tokens each
+    trained_parameters: int | None = None  # None where all are trained
     base: str | None = None  # hash of the frozen weights under adapters
     # Of a fine-tuning run: rows, rows_not_used, files, train and val (samples), labelled (tokens), format, template.
     samples: dict[str, Any] | None = None
-    ranks: int = 1  # processes that train together
+    ranks: int = 1  # how many processes that train together
 
     @property
     def nothing_left(self) -> bool:
@@ -87,18 +87,18 @@ class RunInfo(Shown):
 class StepRecord(Shown):
     """One optimizer step. `loss` is the mean over the labelled tokens of the step, label smoothing included."""
 
-    step: int
-    epoch: float | None
+    step: int  # counts from 1
+    epoch: float | None  # passes over the data so far; not known of a stream
     loss: float
-    learning_rate: float
-    grad_norm: float
-    applied: bool
-    tokens: int
-    seconds: float
-    tokens_per_second: float | None
-    mfu: float | None
-    memory_bytes: int | None
-    loss_scale: float | None
+    learning_rate: float  # of this update
+    grad_norm: float  # of all gradients, before clipping
+    applied: bool  # false: skipped, because a value was not finite
+    tokens: int  # seen since the start of the run
+    seconds: float  # of this step
+    tokens_per_second: float | None  # of this step
+    mfu: float | None  # share of the device's peak rate; None where that is not known
+    memory_bytes: int | None  # most held at once so far: on CUDA by tensors, on a CPU by the whole process
+    loss_scale: float | None  # of fp16; None otherwise
     micro_batch: int  # sequences at once; smaller than at the start after the device ran out of memory
     parameter_norm: float | None = None  # of all weights, before the update
     data_seconds: float | None = None  # how long the host waited for the batch
@@ -109,14 +109,14 @@ class StepRecord(Shown):
 class EvalRecord(Shown):
     """Loss on the fixed validation set, without dropout and without label smoothing."""
 
-    step: int
-    loss: float
-    perplexity: float
-    bits_per_byte: float | None
-    tokens: int
-    seconds: float
-    best: bool
-    reason: str
+    step: int  # the last step before it
+    loss: float  # mean over the tokens
+    perplexity: float  # exp(loss)
+    bits_per_byte: float | None  # None where the text's bytes are not known
+    tokens: int  # that were predicted
+    seconds: float  # that it took
+    best: bool  # lowest loss of the run so far
+    reason: str  # why now: step (eval.every), epoch or end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,10 +129,10 @@ class SpanRecord(Shown):
     the time it waited for batches, which may have passed while the device was busy.
     """
 
-    step: int
+    step: int  # the last of them
     steps: int
-    seconds: dict[str, float]
-    calls: dict[str, int]
+    seconds: dict[str, float]  # by name
+    calls: dict[str, int]  # by name, as `seconds`
     # Of several ranks, how long each was at work on these steps, waiting for the others not counted.
     rank_seconds: tuple[float, ...] = ()
 
@@ -158,16 +158,16 @@ class MachineRecord(Shown):
     What cores did is counted since the record before.
     """
 
-    step: int
+    step: int  # the newest one
     elapsed: float
     utilisation: float | None  # 0 to 1
     memory_bytes: int | None  # in use on the card, by everybody
-    power_watts: float | None
-    power_limit_watts: float | None
-    temperature: float | None
-    clock_mhz: float | None
+    power_watts: float | None  # at this moment
+    power_limit_watts: float | None  # set for the card
+    temperature: float | None  # of the card, in degrees Celsius
+    clock_mhz: float | None  # of the card's processors now
     throttled: str
-    memory_total_bytes: int | None = None
+    memory_total_bytes: int | None = None  # of the card
     clock_most_mhz: float | None = None  # that the card can have
     power_default_watts: float | None = None  # the limit that the card has unless somebody sets another
     allocated_bytes: int | None = None  # by this run's tensors on the card
@@ -178,7 +178,7 @@ class MachineRecord(Shown):
     load: float | None = None  # processes that ran or waited, as the system's mean over a minute
     process_bytes: int | None = None  # of the host's memory, allocated by the run; files that it maps left out
     host_bytes: int | None = None  # of the host's memory in use, by everybody
-    host_total_bytes: int | None = None
+    host_total_bytes: int | None = None  # of the host, or of the container if that has less
     swap_bytes: int | None = None  # of the host's memory that lie on the disk
 
 
@@ -193,7 +193,7 @@ class EigenstateLayer:
     """
 
     layer: int
-    states: int
+    states: int  # of the block
     magnitude: dict[str, float]
     horizon: dict[str, float]
     period: dict[str, float]
@@ -205,35 +205,37 @@ class EigenstateRecord(Shown):
     """The eigenstate blocks of a model after `step`: at a run's start, at every evaluation and at the end."""
 
     step: int
-    context: int
-    layers: tuple[EigenstateLayer, ...]
+    context: int  # tokens of a sequence
+    layers: tuple[EigenstateLayer, ...]  # one for each block with eigenstates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochRecord(Shown):
     """An epoch's end: every training window was seen once since the last one. In fine-tuning windows are samples."""
 
-    step: int
-    epoch: int
-    mean_loss: float
-    seconds: float
-    windows_per_second: float
-    tokens_per_second: float
+    step: int  # the last of the epoch
+    epoch: int  # counts from 1
+    mean_loss: float  # of its steps
+    seconds: float  # of its steps
+    windows_per_second: float  # of its steps
+    tokens_per_second: float  # of its steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleRecord(Shown):
-    step: int
-    prompt: str
-    text: str
+    """Text that the model wrote while it was being trained."""
+
+    step: int  # the last step before it
+    prompt: str  # eval.sample_prompt, as the tokenizer reads it
+    text: str  # what the model wrote after it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreviewRecord(Shown):
     """The first sample of a fine-tuning run before anything is learned: its text in pieces, and whether each is."""
 
-    step: int
-    pieces: tuple[tuple[str, bool], ...]
+    step: int  # always 0
+    pieces: tuple[tuple[str, bool], ...]  # text, and whether it is trained on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,11 +246,11 @@ class CheckpointRecord(Shown):
     long that took, and records of later steps may come before this one.
     """
 
-    step: int
-    path: str
-    bytes: int
+    step: int  # whose state it holds
+    path: str  # of its folder
+    bytes: int  # of all its files
     seconds: float
-    best: bool
+    best: bool  # lowest validation loss of the run so far
     background_seconds: float | None = None
 
 
@@ -256,8 +258,8 @@ class CheckpointRecord(Shown):
 class NoticeRecord(Shown):
     """Something the user should know and need not act on at once: a fallback, a skipped update."""
 
-    step: int
-    message: str
+    step: int  # the newest one
+    message: str  # one line of text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,13 +271,13 @@ class PrepareProgress:
     """
 
     phase: str
-    files: int
-    total_files: int
-    bytes: int
-    total_bytes: int
-    documents: int
-    tokens: int
-    problems: int
+    files: int  # read so far
+    total_files: int  # in all
+    bytes: int  # read so far
+    total_bytes: int  # in all
+    documents: int  # kept so far
+    tokens: int  # of them
+    problems: int  # places that could not be read
     notice: str = ""
 
     def plus(self, **counts: int) -> "PrepareProgress":
@@ -287,13 +289,13 @@ class PrepareProgress:
 class EndRecord(Shown):
     """The last record. `reason` is finished, early_stop or interrupted."""
 
-    step: int
+    step: int  # the last one
     reason: str
-    seconds: float
-    val_loss: float | None
-    best_loss: float | None
-    best_step: int | None
-    checkpoint: str | None
+    seconds: float  # of all steps; evaluations and saves are not in it
+    val_loss: float | None  # of the last evaluation
+    best_loss: float | None  # of all evaluations
+    best_step: int | None  # where it was
+    checkpoint: str | None  # path of the newest one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,16 +307,16 @@ class SplitSummary:
     validation is read to its last token, so its `remainder` is 0.
     """
 
-    name: str
-    documents: int
-    tokens: int
-    text_bytes: int
-    bytes_per_token: float
-    shards: int
-    disk_bytes: int
-    edges: tuple[int, ...]
-    documents_by_length: tuple[int, ...]
-    tokens_by_length: tuple[int, ...]
+    name: str  # train or val
+    documents: int  # count
+    tokens: int  # count
+    text_bytes: int  # of the text before it was tokenized
+    bytes_per_token: float  # of the text
+    shards: int  # files with tokens
+    disk_bytes: int  # of all files of the split
+    edges: tuple[int, ...]  # of the bins, in tokens
+    documents_by_length: tuple[int, ...]  # one count for each bin
+    tokens_by_length: tuple[int, ...]  # one count for each bin
     quantiles: dict[str, int]
     windows: int | None
     remainder: int | None
@@ -324,20 +326,20 @@ class SplitSummary:
 class TokenCount:
     """How often an id occurs; `text` is what it stands for, with escapes, or empty when that is no whole character."""
 
-    id: int
+    id: int  # of the vocabulary
     text: str
-    count: int
-    share: float
+    count: int  # in both splits
+    share: float  # of all tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DocumentSample:
     """The beginning of a document, as it is; `document` counts from 0, and `cut` says that there is more."""
 
-    split: str
+    split: str  # train or val
     document: int
-    tokens: int
-    text: str
+    tokens: int  # of the whole document
+    text: str  # its beginning
     cut: bool
 
 
@@ -345,16 +347,16 @@ class DocumentSample:
 class DataSummary:
     """What a prepared dataset holds. `report` is its report.json, None if it has none; `problems` are the first few."""
 
-    folder: str
-    fingerprint: str
-    tokenizer: str
-    vocab: int
-    dtype: str
-    context: int | None
-    splits: tuple[SplitSummary, ...]
-    top_tokens: tuple[TokenCount, ...]
-    unused_ids: int
-    samples: tuple[DocumentSample, ...]
+    folder: str  # of the dataset
+    fingerprint: str  # hash of its content and settings
+    tokenizer: str  # kind, such as char or gpt2
+    vocab: int  # ids
+    dtype: str  # of a token on disk
+    context: int | None  # by which windows were counted
+    splits: tuple[SplitSummary, ...]  # train and val
+    top_tokens: tuple[TokenCount, ...]  # the most frequent ids
+    unused_ids: int  # that never occur
+    samples: tuple[DocumentSample, ...]  # documents
     report: dict[str, Any] | None
     problems: tuple[dict[str, Any], ...]
 
@@ -374,8 +376,8 @@ class BenchRow(Shown):
     mean for a trick that happens in some steps only. `place` is the rung's place in the list of all.
     """
 
-    rung: str
-    group: str
+    rung: str  # name of the switch
+    group: str  # part of the ladder
     place: int
     status: str
     reason: str
@@ -385,33 +387,33 @@ class BenchRow(Shown):
     used: dict[str, str]
     parity: float | None
     parity_steps: int
-    tolerance: float
-    tokens_per_second: float | None
+    tolerance: float  # largest `parity` that is green
+    tokens_per_second: float | None  # by `milliseconds`
     milliseconds: float | None
-    mean_milliseconds: float | None
-    spread: float | None
-    mfu: float | None
-    peak_bytes: int | None
-    compile_seconds: float | None
-    steps: int
+    mean_milliseconds: float | None  # of a step
+    spread: float | None  # middle half of the steps' times, as a share of the median
+    mfu: float | None  # share of the device's peak rate
+    peak_bytes: int | None  # most memory held at once
+    compile_seconds: float | None  # of the first step, beyond an ordinary one
+    steps: int  # that were timed
     gain: float | None
     factor: float | None
-    claim: str
-    claim_low: float | None
-    claim_high: float | None
-    config: str
-    config_words: tuple[str, ...]
-    data: str
-    parameters: int
-    context: int
-    batch_tokens: int
-    micro_batch: int | None
-    accumulation: int | None
-    device: str
-    flatout: str
-    torch: str
-    commit: str | None
-    # Rows of earlier versions, which timed rungs one after the other, have none of these.
+    claim: str  # what guides say the switch is worth
+    claim_low: float | None  # as a factor
+    claim_high: float | None  # as a factor
+    config: str  # name of the config
+    config_words: tuple[str, ...]  # settings on top of it
+    data: str  # what was trained on
+    parameters: int  # of the model
+    context: int  # tokens of a sequence
+    batch_tokens: int  # tokens of a step
+    micro_batch: int | None  # sequences at once
+    accumulation: int | None  # micro-batches of a step
+    device: str  # name of the machine's device
+    flatout: str  # version
+    torch: str  # version
+    commit: str | None  # of Flatout's sources, if known
+    # From here on: not in rows of earlier versions, which timed rungs one after the other.
     gain_low: float | None = None
     gain_high: float | None = None
     error: float | None = None
@@ -427,7 +429,7 @@ class BenchProgress:
 
     number: int
     total: int
-    rung: str
+    rung: str  # its name
     phase: str
 
 
@@ -440,22 +442,22 @@ class TuneRow(Shown):
     `seconds` is what trying took.
     """
 
-    number: int
+    number: int  # counts from 1
     status: str
     reason: str
-    micro_batch: int
-    accumulation: int
-    checkpointing: str
-    loss: str
-    loss_chunk: int
-    kernels: str
-    compile: str
-    cuda_graphs: bool
-    optimizer_offload: bool
+    micro_batch: int  # sequences at once
+    accumulation: int  # micro-batches of a step
+    checkpointing: str  # speed.checkpointing
+    loss: str  # speed.loss
+    loss_chunk: int  # speed.loss_chunk
+    kernels: str  # speed.kernels
+    compile: str  # speed.compile
+    cuda_graphs: bool  # speed.cuda_graphs
+    optimizer_offload: bool  # speed.optimizer_offload
     tokens_per_second: float | None
     milliseconds: float | None
-    peak_bytes: int | None
-    estimate_bytes: int
+    peak_bytes: int | None  # most memory held at once; None on a CPU
+    estimate_bytes: int  # the same by the formula
     seconds: float
     threads: int | str = "auto"  # of torch on a CPU
 
@@ -469,19 +471,19 @@ class TuneResult(Shown):
     Of fine-tuning, which has `batch_samples`, all figures are of whole steps, and `confirmed` ones were measured again.
     """
 
-    chosen: TuneRow
+    chosen: TuneRow  # the row it took
     words: tuple[str, ...]
     fragment: str
-    device: str
-    capacity_bytes: int | None
-    batch_tokens: int
-    data: str
-    tried: int
-    ended: str
+    device: str  # its name
+    capacity_bytes: int | None  # memory that a setting may use
+    batch_tokens: int  # tokens of a step
+    data: str  # what was trained on
+    tried: int  # rows in all
+    ended: str  # why it stopped looking
     confirmed: bool
-    seconds: float
-    flatout: str
-    torch: str
+    seconds: float  # in all
+    flatout: str  # version
+    torch: str  # version
     batch_samples: int | None = None
 
 
@@ -489,10 +491,10 @@ class TuneResult(Shown):
 class TuneProgress:
     """What is being tried now, and how much time has been used."""
 
-    number: int
-    text: str
-    seconds: float
-    budget: float
+    number: int  # of the setting
+    text: str  # the setting in words
+    seconds: float  # used so far
+    budget: float  # seconds that may be used
 
 
 Record = (

@@ -57,6 +57,7 @@ class Parser(argparse.ArgumentParser):
         self.verb = verb
         self.default_config: str | None = None
         self.text_option: str | None = None  # where text belongs that people write without an option
+        self.limits: dict[str, str] = {}  # of options with a number, by `dest`, as text
         self.actions: tuple[str, ...] = ()  # words in the place of the first one that choose another parser
 
     def error(self, message: str) -> NoReturn:
@@ -67,7 +68,8 @@ class Parser(argparse.ArgumentParser):
 
     def number(self, option: str, low: float, high: float, *, help: str, **more: Any) -> None:
         """An option with a number from `low` to `high`, which is a whole one if `high` is."""
-        self.add_argument(option, type=number_between(type(high), low, high), help=help, **more)
+        action = self.add_argument(option, type=number_between(type(high), low, high), help=help, **more)
+        self.limits[action.dest] = f"{_limit(low)} to {_limit(high)}"
 
     def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
         """Parses options and positionals in any order; `a.b=c` words go to `overrides`."""

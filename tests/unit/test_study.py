@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flatout.config.load import load_config
+from flatout.engine.overlays import fitted
 from flatout.errors import ConfigError
 from flatout.observe.measured.study_picture import at_the_edge, draw_study, print_study, trial_line
 from flatout.tuning.fragment import config_text
@@ -128,11 +129,12 @@ def test_values_become_a_config():
 
 
 def test_what_an_overlay_changed_is_in_the_file_that_was_found(tmp_path: Path):
-    loaded = load_config("gpt2-124m", ["train.seed=5"], hardware="8gb")
+    loaded = fitted(load_config("gpt2-124m", ["train.seed=5"], hardware="8gb"))
     path = tmp_path / "found.yaml"
     path.write_text(config_text(loaded, {"optim.learning_rate": 3e-4}, ", by hand."), encoding="utf-8")
     found = load_config(path).config
-    assert found.model.context == 512
+    assert loaded.sources["speed.micro_batch"].kind == "hardware"
+    assert found.speed.micro_batch == loaded.config.speed.micro_batch
     optim = loaded.config.optim.model_copy(update={"learning_rate": 3e-4})
     assert found == loaded.config.model_copy(update={"optim": optim, "output": found.output})
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from flatout.tuning.lr_range import LrResult
     from flatout.tuning.study import StudyResult, TrialRow
 
-# Which module has which names; the order of both is that of docs/api.md.
+# Which module has which names; the order of both is that of docs/reference/api.md.
 HOMES = {
     "flatout.config.load": ("load_config", "LoadedConfig"),
     "flatout.config.schema": ("RunConfig",),

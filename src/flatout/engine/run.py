@@ -82,12 +82,12 @@ class Run:
         rules = [group.rule for group in self.step.optimizer.groups]
         return self.given.saved(self.model, name_of(self.given.optimizer, rules))
 
-    def peak_memory_bytes(self) -> int:
+    def peak_memory_bytes(self) -> int | None:
         """Most memory held at once so far. What recordings hold is in no peak of torch's, and is there all the time."""
         device, graph = self.speed.device.torch_device, self.step.run_micro_batch
         peak = peak_memory_bytes(device)
         if isinstance(graph, MicroBatchGraph) and graph.held_bytes:
-            peak = max(peak, torch.cuda.memory_allocated(device) + graph.held_bytes)
+            peak = max(peak or 0, torch.cuda.memory_allocated(device) + graph.held_bytes)
         return peak
 
     def batches(self, first_step: int, position: dict[str, Any] | None = None) -> BatchLoader:

@@ -19,7 +19,7 @@ It lives beside `measure.py` and not in `diagnose`, whose modules may not import
 
 import dataclasses
 import math
-import resource
+import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -358,7 +358,7 @@ class _Look:
         """
         own = self.speed.micro_batch, self.config.model.context
         beyond = 0
-        if timed is not None and self.device.kind == "cpu":
+        if timed is not None and timed.peak_bytes is not None and self.device.kind == "cpu":
             beyond = max(0, timed.peak_bytes - self._memory(self.config, self.speed))
         rate = None if timed is None else timed.tokens_per_second
         cells = []
@@ -408,7 +408,7 @@ def _rates(timed: Timed | None) -> dict[str, Figure]:
     return {
         "tokens_per_second": Figure(timed.tokens_per_second, "measured", timed.note),
         "step_seconds": Figure(timed.step, "measured", timed.note),
-        "peak_measured": Figure(timed.peak_bytes, "measured"),
+        "peak_measured": _told(timed.peak_bytes, "measured", why="Windows does not tell it"),
         "mfu": _told(timed.mfu, "measured", why="the peak rate of this device is not known"),
     }
 
@@ -444,4 +444,4 @@ def _resident_bytes() -> int:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):  # only Linux has it
         return 0
-    return pages * resource.getpagesize()
+    return pages * mmap.PAGESIZE

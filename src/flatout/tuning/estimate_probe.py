@@ -68,7 +68,7 @@ class Timed:
     sample: Figure
     checkpoint: Figure
     checkpoint_bytes: int | None
-    peak_bytes: int
+    peak_bytes: int | None
 
 
 def time_run(
@@ -107,7 +107,7 @@ def time_run(
         notice("timing a checkpoint")
         checkpoint, size = _time_checkpoint(run)
         if device.type == "cpu":  # what is written passes through the host's memory, which is the device's here
-            peak = max(peak, run.peak_memory_bytes())
+            peak = run.peak_memory_bytes()
         return Timed(
             steps=run.steps,
             setup=built,

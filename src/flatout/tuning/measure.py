@@ -54,7 +54,7 @@ class Measurement:
     milliseconds: float
     mean_milliseconds: float
     spread: float
-    peak_bytes: int
+    peak_bytes: int | None
     compile_seconds: float
     steps: int
 

@@ -230,7 +230,7 @@ class Probe:
         """None on a CPU, where only the whole process's peak is known, and never falls."""
         if self.device.kind != "cuda":
             return None
-        return max(peak_memory_bytes(self.device.torch_device), held)
+        return max(peak_memory_bytes(self.device.torch_device) or 0, held)
 
 
 def _median_seconds(steps: Steps) -> float:

@@ -15,7 +15,6 @@ the trials as long as you can pay for, and look at the picture, not only at the 
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import math
 import os
@@ -219,6 +218,12 @@ def _opened(optuna: Any, path: Path) -> Iterator[Any]:
     """The file of a study, for this process alone; made where there is none."""
     if any(character in str(path) for character in "?#%\0"):
         raise UsageError(f"--study {str(path)!r} has a character that SQLite takes for its own", "name another file")
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        raise UsageError(
+            "--study needs file locks that Windows does not have", "leave --study out, or use Flatout in WSL"
+        ) from None
     made = not os.path.lexists(path)
     with disk_errors(f"the study {path}", safe=""), open_to_append(path) as file:
         try:

@@ -40,6 +40,11 @@ def starts_workers(parsed: argparse.Namespace) -> bool:
                 f"{option} goes with --gpus", f"add --gpus N, the GPUs of this host, or leave {option} out"
             )
         return False
+    if os.name == "nt":
+        raise HardwareError(
+            "--gpus needs signals and process groups, which Windows does not have",
+            "use Flatout in WSL, or leave --gpus out and train on one GPU",
+        )
     found = launch() if "WORLD_SIZE" in os.environ else None
     if found is not None:
         raise UsageError(

@@ -52,7 +52,7 @@ def test_a_healthy_set_up(here: Path, capsys: pytest.CaptureFixture[str]):
     assert code == 0
     assert err == "", "nobody watches, so there is no line to wipe away"
     assert "\x1b" not in out
-    for title in ("Machine", "GPU", "What really runs", "Environment variables", "Disk", "Data", "Config"):
+    for title in ("Machine", "GPU", "Functional checks", "Environment variables", "Disk", "Data", "Config"):
         assert f"\n{title}\n" in f"\n{out}"
     assert "BAD" not in out
     assert "about 1.4 passes over the text" in out

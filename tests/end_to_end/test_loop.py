@@ -255,6 +255,18 @@ def test_shards_of_a_text_that_has_changed_are_not_trained_on(tiny, tmp_path: Pa
     next(flatout.train(tiny(f"data.source={text}", "output.folder=c")))
 
 
+def test_a_text_that_is_too_short_leaves_no_shards_behind(tiny, tmp_path: Path):
+    text = tmp_path / "short.txt"
+    text.write_text("too short", encoding="utf-8")
+    with pytest.raises(DataError, match="needs at least"):
+        next(flatout.train(tiny(f"data.source={text}", "data.folder=new/shards", "output.folder=a")))
+    assert not Path("new").exists()
+    flatout.prepare(tiny(f"data.source={text}", "data.folder=kept"))
+    with pytest.raises(DataError, match="needs at least"):
+        next(flatout.train(tiny(f"data.source={text}", "data.folder=kept", "output.folder=a")))
+    assert Path("kept/manifest.json").exists(), "it was there before"
+
+
 def test_init_from_starts_at_the_given_weights(tiny, tmp_path: Path):
     shape = ["model.family=gpt2", "model.layers=2", "model.width=32", "model.heads=2"]
     records = list(flatout.train(tiny(*shape, "train.steps=30", "optim.learning_rate=1e-2", "output.folder=first")))

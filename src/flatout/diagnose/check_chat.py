@@ -241,7 +241,7 @@ def _check_run(loaded: LoadedConfig, base: Base, data: SampleData, *, whole: boo
         yield finding_of(error, "memory", "a step")
     else:
         have = "" if device.memory_bytes is None else f" of {in_gib(device.memory_bytes)}"
-        need = f"{memory.total / 2**20:,.0f} MiB" if memory.total < 2**30 else in_gib(memory.total)
+        need = in_gib(memory.total)
         yield Check("memory", "a step").ok(f"needs about {need}{have} on {device.name}")
 
 

@@ -292,4 +292,6 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 def in_gib(size: float) -> str:
+    if size < GIB / 10:
+        return f"{size / 2**20:,.0f} MiB"
     return f"{size / GIB:.1f} GiB" if size < 100 * GIB else f"{size / GIB:.0f} GiB"

@@ -5,6 +5,7 @@ gives way to what the model's folder says; only the context is the run's own, si
 Everything after that (step, loop, checkpoints, records) is what pretraining has.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from flatout.data.make_samples import SampleRequest, prepare_samples, why_made
 from flatout.data.masking import stops_of
 from flatout.data.pack import Progress
 from flatout.data.positions import Schedule, Stage
+from flatout.data.prepare import data_folder
 from flatout.data.sample_data import SampleData
 from flatout.data.shard_data import ShardData, open_shards
 from flatout.data.stream import open_stream
@@ -30,6 +32,7 @@ from flatout.engine.adapter_folder import plan_targets, with_adapter
 from flatout.engine.base_model import Base, open_base
 from flatout.engine.checkpoint import Checkpoint
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
+from flatout.folders import remove_empty, retire
 from flatout.model.adapter_targets import AdapterPlan, choose, targets_of
 from flatout.model.count import flops_per_token, parameter_count, whole_count
 from flatout.model.gpt import empty_model
@@ -71,11 +74,28 @@ def open_data(
         _check_no_epoch_end(config, "a stream")
         stream = open_stream(config.data, config.clean, val_tokens=val_tokens, progress=progress)
         return Opened(config, StreamData(stream, schedule, seed=seed, val_tokens=val_tokens))
+    missing = _missing(data_folder(config.data))
     dataset = open_shards(config.data, config.clean, progress)
     how = {"seed": seed, "best_fit": config.data.packing == "best_fit", "apart": config.documents_apart}
     context, stride = schedule.longest, config.data.stride or schedule.longest
-    windows = windows_of(dataset.train, context=context, stride=stride, **how)
+    try:
+        windows = windows_of(dataset.train, context=context, stride=stride, **how)
+    except DataError:
+        _take_back(missing)
+        raise
     return Opened(config, ShardData(dataset, windows, schedule, val_tokens))
+
+
+def _missing(folder: Path) -> list[Path]:
+    """A folder and those above it that are not there yet, outermost first."""
+    return [place for place in (*reversed(folder.parents), folder) if not place.exists()]
+
+
+def _take_back(made: list[Path]) -> None:
+    """Removes a dataset that was made for a run which cannot use it: with more text, it would be in the way."""
+    with contextlib.suppress(OSError):  # what cannot be removed must not hide why the run was refused
+        if made and retire(made[-1], [path.name for path in made[-1].iterdir()]):
+            remove_empty(made[:-1])
 
 
 def _open_arrays(config: RunConfig, sources: Mapping[str, Source], arrays: Arrays) -> TrainingData:

@@ -29,7 +29,7 @@ _MARKS = {"ok": ("ok", "32"), "note": ("note", "36"), "warn": ("WARN", "33"), "b
 _TITLES = {
     "machine": "Machine",
     "gpu": "GPU",
-    "kernels": "What really runs",
+    "kernels": "Functional checks",
     "environment": "Environment variables",
     "disk": "Disk",
     "data": "Data",

@@ -17,10 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flatout import api, cli
+from flatout import cli
+from flatout.api import models, training
 from flatout.observe.sinks import read_metrics
 
-SLOW_IMPORTS = (api,)  # and torch with it, which every fork would do again
+SLOW_IMPORTS = (models, training)  # and torch with it, which every fork would do again
 
 
 def main() -> None:

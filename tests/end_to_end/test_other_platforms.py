@@ -80,7 +80,7 @@ def test_no_module_needs_a_module_of_unix_to_be_imported():
     assert not needed
 
 
-@pytest.mark.parametrize("platform", ["win32", "darwin"])
+@pytest.mark.parametrize("platform", ["win32", pytest.param("darwin", marks=pytest.mark.slow)])
 def test_every_verb_works_or_is_refused_in_words(tmp_path: Path, platform: str):
     write_chat_model(tmp_path / "base")
     rows = [{"instruction": f"What is {n} and one?", "output": f"It is {n + 1}."} for n in range(20)]

@@ -213,7 +213,7 @@ def check_model(parsed: argparse.Namespace, text_option: str | None) -> None:
     if parsed.run is not None and (not parsed.run or not Path(parsed.run).is_dir()):
         from flatout.config.suggest import run_hint
 
-        hint = run_hint(parsed.run, "name a run folder, for example runs/shakespeare-char")
+        hint = run_hint(parsed.run, "name a run folder, such as runs/NAME")
         hint += f"; text goes after {text_option}" if text_option is not None else ""
         raise UsageError(f"{quoted(parsed.run)} is not a folder", hint)
     if getattr(parsed, "folder", None) == "":

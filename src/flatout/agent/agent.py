@@ -185,4 +185,4 @@ class Agent:
         elif number == signal.SIGINT and not self.at_once:
             self.at_once = True
             with contextlib.suppress(OSError):
-                os.write(2, b"\nquitting at once; the last finished checkpoint is intact\n")
+                os.write(2, b"\nquitting at once; checkpoints that were finished are intact\n")

@@ -49,7 +49,7 @@ def _run_folder(word: str) -> Path:
     """The folder, if there is a run in it; else an error that names one where there is."""
     path = Path(word)
     if not word or not os.path.isdir(word):
-        hint = run_hint(word, "name a run folder, for example runs/shakespeare-char")
+        hint = run_hint(word, "name a run folder, such as runs/NAME")
         if path.name == "metrics.jsonl" and os.path.isfile(word):
             hint = f"name its folder: {path.parent}"
         raise UsageError(f"{quoted(word)} is not a folder", hint)

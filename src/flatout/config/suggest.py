@@ -206,7 +206,9 @@ def run_hint(name: str, otherwise: str, runs: Path = Path("runs")) -> str:
         return otherwise
     word = Path(name.rstrip("/")).name[:100]
     near = close_matches(word, there, 0.6) or [known for known in sorted(there) if word and word in known][:1]
-    return f"did you mean {runs / near[0]}? `flatout runs` lists them" if near else otherwise
+    if near:
+        return f"did you mean {runs / near[0]}? `flatout runs` lists them"
+    return f"{otherwise}; `flatout runs` lists yours" if there else otherwise
 
 
 def way_elsewhere(path: str) -> str | None:

@@ -156,11 +156,11 @@ def choose_reading(format: str, fields: Mapping[str, str], first: Sequence[Row],
     if rows and (wrong := _why_not(rows[0], fields)):
         raise DataError(
             f"the rows of {shown(source)} fit no format; the first has {kind}, but {wrong}",
-            "mend the rows, or name other columns, such as chat.fields=[prompt=question, completion=answer]",
+            "mend the rows, or name other columns, such as chat.fields='[prompt=question, completion=answer]'",
         )
     raise DataError(
         f"the rows of {shown(source)} fit no format; the first has {kind}",
-        "name the columns, such as chat.fields=[prompt=question, completion=answer]; formats are "
+        "name the columns, such as chat.fields='[prompt=question, completion=answer]'; formats are "
         "messages, conversations with from and value, instruction with output, prompt with completion, text",
     )
 

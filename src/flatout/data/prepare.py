@@ -134,6 +134,8 @@ def _check_settings(data: DataConfig, clean: CleanConfig | None, folder: Path) -
         if name == "tokenizer":
             stored, wanted = _tokenizers(manifest, data)
         if stored != wanted:
+            if name == "source" and not request.piped and "hf:" not in str(data.source):
+                find_inputs(request, Path())  # which says so where there is no such text
             raise DataError(
                 f"{folder} was prepared with {name} {stored!r}, the config says {wanted!r}",
                 "set data.folder to a new folder, or run `flatout prepare --overwrite` with this config",

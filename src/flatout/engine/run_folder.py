@@ -108,7 +108,9 @@ def checkpoint_to_load(path: Path, *, best: bool = False) -> Path:
         return path
     found = dict(list_checkpoints(checkpoints_of(path)))
     if not found:
-        raise CheckpointError(f"{path} holds no checkpoint", "name a run folder that has checkpoints/step-N in it")
+        begun = (path / "metrics.jsonl").is_file()
+        way = "it ended before its first one: start it again" if begun else "name a run folder that has checkpoints"
+        raise CheckpointError(f"{path} holds no checkpoint", way)
     best_step = read_best(path) if best else None
     if best_step in found:
         return found[best_step]

@@ -64,7 +64,7 @@ def fragment_of(loaded: LoadedConfig, settings: dict[str, Any], row: TuneRow, de
     if loaded.config.chat.source is not None:
         batch = f"{loaded.config.chat.batch_samples} samples, {row.micro_batch} rows at once"
     speed = f"{row.tokens_per_second or 0.0:,.0f} tokens/s, {row.milliseconds or 0.0:,.1f} ms per step of {batch}"
-    holds = "The switches hold for that device and this model; what is learned does not depend on them."
+    holds = "The switches hold for that device and this model; what is learned depends on them by rounding at most."
     return config_text(loaded, settings, f" on {device}: {speed}{peak}.", [holds])
 
 

@@ -13,7 +13,7 @@ import torch
 import flatout
 from flatout.config.load import LoadedConfig
 from flatout.config.yaml_loader import format_value
-from flatout.cores import candidates, thread_words, whole_cores
+from flatout.cores import candidates, core_clock, core_use, thread_words, usable_cores, whole_cores
 from flatout.device import detect_device
 from flatout.errors import ConfigError, DoesNotFitError, HardwareError, ResourceError, UsageError
 from flatout.records import TuneProgress, TuneResult, TuneRow
@@ -41,6 +41,7 @@ SEARCHING = 0.8  # of the time; the rest is for confirming
 # The best confirmed speed must be so much above the search's figure of the next one, or that is confirmed as well.
 SURE = 1.05
 MOST_CONFIRMED = 3
+BUSY = 0.5  # cores
 SMALL_CHUNK = 2048
 COMPILE_MODES = ("default", "regional", "max-autotune")
 
@@ -110,7 +111,7 @@ class _Tuning:
         progress: Callable[[TuneProgress], None],
     ) -> None:
         self.loaded, self.probe, self.data, self.progress = loaded, probe, data, progress
-        self.began = time.monotonic()
+        self.began, self.cores = time.monotonic(), core_clock()
         self.seconds = seconds
         self.budget = SECONDS if seconds is None else seconds
         self.rows: dict[Candidate, TuneRow] = {}
@@ -298,12 +299,22 @@ class _Tuning:
             batch_tokens=probe.batch_tokens,
             data=self.data,
             tried=len(self.rows),
-            ended=self.ended + beside + _kept(probe),
+            ended=self.ended + beside + _kept(probe) + self._busy(),
             confirmed=candidate in confirmed,
             seconds=time.monotonic() - self.began,
             flatout=flatout.__version__,
             torch=torch.__version__,
             batch_samples=self.samples,
+        )
+
+    def _busy(self) -> str:
+        """Whether others had a good part of the cores of a CPU meanwhile: without them, something else may be best."""
+        used = core_use(self.cores, core_clock())
+        if self.probe.device.kind != "cpu" or used is None or (used.others or 0.0) < BUSY:
+            return ""
+        return (
+            f"; others used {used.others:.1f} of {usable_cores():g} cores meanwhile: tune again when they are done, as "
+            "another setting may then be faster"
         )
 
     def _smaller(self) -> str:

@@ -207,7 +207,7 @@ class StopOnSignal:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         if self.number is not None and number == signal.SIGINT:
             self.at_once()
-            _cry("quitting at once; the last finished checkpoint is intact")
+            _cry("quitting at once; checkpoints that were finished are intact")
             os._exit(130)
         self.number = number
         _cry("stopping: saving after this step (Ctrl-C again quits at once)")

@@ -485,6 +485,7 @@ class TuneResult(Shown):
     flatout: str  # version
     torch: str  # version
     batch_samples: int | None = None
+    note: str = ""  # why the choice may be another at another time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT
-from flatout.cores import THREAD_VARIABLES
+from flatout.cores import THREAD_VARIABLES, CoreUse
 from flatout.device import detect_device
 from flatout.engine import switches as engine_switches
 from flatout.engine import threads as engine_threads
@@ -644,6 +644,15 @@ def test_quick_is_near_exhaustive_on_the_device(gpt2):
     rows, _ = run(loaded, memory=6.0, exhaustive=True, seconds=300)
     best = max(row.tokens_per_second or 0 for row in rows if row.status == "fits")
     assert (fast.chosen.tokens_per_second or 0) > 0.93 * best, "0.95 asked for, and noise"
+
+
+def test_cores_that_others_used_are_told(tiny, monkeypatch):
+    monkeypatch.setattr(tuner, "core_use", lambda *_: CoreUse(busy=2.0, others=1.2, waiting=0.4))
+    _, result = run(tiny(BATCH, "speed.threads=1"))
+    assert result.note.startswith("others used 1.2 of ")
+    monkeypatch.setattr(tuner, "core_use", lambda *_: CoreUse(busy=1.1, others=0.1, waiting=0.0))
+    _, result = run(tiny(BATCH, "speed.threads=1"))
+    assert result.note == ""
 
 
 def test_on_a_cpu_numbers_of_threads_are_tried(tiny, monkeypatch):

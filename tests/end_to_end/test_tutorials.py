@@ -94,7 +94,7 @@ def commands(block: Block) -> list[list[str]] | None:
     lines = block.text.replace("\\\n", " ").splitlines()
     if not all(line.startswith("flatout ") for line in lines):
         return None
-    return [shlex.split(line, comments=True)[1:] for line in lines]
+    return [shlex.split(line.removesuffix(" | cat"), comments=True)[1:] for line in lines]
 
 
 def run_here(block: Block, namespace: dict[str, object], capfd: pytest.CaptureFixture[str]) -> str:

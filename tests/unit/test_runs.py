@@ -94,6 +94,6 @@ def test_a_mistyped_run_gets_the_nearest(several: Path, words: list[str], code: 
 
 
 def test_a_name_like_no_run_gets_the_usual_hint(several: Path):
-    assert run_hint("something-else", "usual") == "usual"
+    assert run_hint("something-else", "usual") == "usual; `flatout runs` lists yours"
     assert run_hint("ong", "usual").startswith("did you mean runs/long?")
     assert run_hint("x", "usual", several / "nowhere") == "usual"

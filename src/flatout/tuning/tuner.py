@@ -299,7 +299,8 @@ class _Tuning:
             batch_tokens=probe.batch_tokens,
             data=self.data,
             tried=len(self.rows),
-            ended=self.ended + beside + _kept(probe) + self._busy(),
+            ended=self.ended + beside + _kept(probe),
+            note=self._busy(),
             confirmed=candidate in confirmed,
             seconds=time.monotonic() - self.began,
             flatout=flatout.__version__,
@@ -313,7 +314,7 @@ class _Tuning:
         if self.probe.device.kind != "cpu" or used is None or (used.others or 0.0) < BUSY:
             return ""
         return (
-            f"; others used {used.others:.1f} of {usable_cores():g} cores meanwhile: tune again when they are done, as "
+            f"others used {used.others:.1f} of {usable_cores():g} cores meanwhile; tune again when they are done, as "
             "another setting may then be faster"
         )
 

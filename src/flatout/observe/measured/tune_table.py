@@ -74,6 +74,8 @@ class TuneReader:
         if result is not None:
             # Whoever shows it may break the line: breaks of ours would stay in files, and leave spaces at their ends.
             say(self.output, _sentence(result))
+            if result.note:
+                say(self.output, f"note: {result.note}")
 
 
 def _gib(value: int) -> str:

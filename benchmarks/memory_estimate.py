@@ -10,6 +10,7 @@ compiled ones, which take half a minute each, only with --compile.
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -78,7 +79,8 @@ def measure_case(preset: str, micro_batch: int, switches: list[str], scratch: Pa
             "device": speed.device.name,
             "torch": torch.__version__,
         }
-        share, peak = run.memory.total / result.peak_bytes, result.peak_bytes / 2**30
+        held = result.peak_bytes or math.nan
+        share, peak = run.memory.total / held, held / 2**30
         print(f"{share:6.3f} of {peak:6.2f} GiB: {preset} {micro_batch} {' '.join(switches)}", file=sys.stderr)
         return row
 

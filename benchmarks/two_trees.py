@@ -127,7 +127,7 @@ def work(case: str, *, small: bool) -> None:
             say({"rates": rates})
 
 
-Case = tuple[Callable[[], int], Callable[[], int], list[float], int]
+Case = tuple[Callable[[], int], Callable[[], int | None], list[float], int]
 
 
 def pretraining(case: str, stack: contextlib.ExitStack, *, small: bool) -> Case:

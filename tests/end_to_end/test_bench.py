@@ -366,6 +366,6 @@ def test_a_rung_leaves_the_card_clean(tmp_path: Path):
     before = torch.cuda.memory_allocated()
     with borrowed_run(config) as run, Steps(run) as steps:
         found = summary_of(run, steps.take(2), steps.take(3))
-    assert found.peak_bytes > 2**20
+    assert (found.peak_bytes or 0) > 2**20
     torch._C._cuda_clearCublasWorkspaces()
     assert torch.cuda.memory_allocated() - before < 2**20

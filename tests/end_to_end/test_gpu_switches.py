@@ -179,7 +179,7 @@ def test_the_peak_of_a_recorded_run_counts_what_the_recording_holds():
     gc.collect()
     torch.cuda.empty_cache()
     assert graph.held_bytes > 0
-    assert run.peak_memory_bytes() >= 0.9 * torch.cuda.memory_reserved()
+    assert (run.peak_memory_bytes() or 0) >= 0.9 * torch.cuda.memory_reserved()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

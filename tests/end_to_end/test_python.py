@@ -15,6 +15,8 @@ import flatout
 from flatout import api
 from flatout.config.load import LoadedConfig
 from flatout.errors import ConfigError, DataError, UsageError
+from flatout.observe.live.alerts import Alert, Alerts
+from flatout.records import StepRecord
 
 Tiny = Callable[..., LoadedConfig]
 VERBS = ("bench", "chat", "consolidate", "doctor", "estimate", "evaluate", "export", "finetune", "generate", "merge",
@@ -33,6 +35,20 @@ def test_names_are_listed_once_typed_and_documented():
         assert all(one.annotation is not inspect.Parameter.empty for one in signature.parameters.values()), name
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         flatout.trian  # noqa: B018
+
+
+def test_alerts_are_logged_unless_nobody_wants_them(tiny: Tiny, monkeypatch, caplog):
+    def see(_: Alerts, record: flatout.Record) -> list[Alert]:
+        return [Alert(record.step, "busy host", "others use the cores")] if isinstance(record, StepRecord) else []
+
+    monkeypatch.setattr(Alerts, "see", see)
+    flatout.train(tiny("train.steps=2", "output.folder=a"), on_record=lambda _: None)
+    assert [line.getMessage() for line in caplog.records if line.name == "flatout"] == [
+        f"step {step} busy host: others use the cores" for step in (1, 2)
+    ]
+    caplog.clear()
+    list(flatout.train(tiny("train.steps=2", "output.folder=b"), alerts=False))
+    assert not caplog.records
 
 
 def test_what_reads_a_run_needs_no_torch():

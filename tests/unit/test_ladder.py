@@ -192,7 +192,7 @@ def test_measuring_trains_real_steps(tiny: Tiny):
     assert found.milliseconds == pytest.approx(1000 * statistics.median(report.seconds for report in timed))
     assert [report.loss for report in (*untimed, *timed)][:3] == parity_losses(setup_run(tiny()), 3)
     assert found.compile_seconds == 0.0
-    assert found.peak_bytes > 0
+    assert (found.peak_bytes or 0) > 0
 
 
 def test_the_figures_of_steps_of_different_lengths(tiny: Tiny):

@@ -23,6 +23,7 @@ def finetune(
     stop: Callable[[], bool] = lambda: False,
     save: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
+    alerts: bool = True,
     on_record: None = None,
 ) -> Generator[Record]: ...
 
@@ -36,6 +37,7 @@ def finetune(
     stop: Callable[[], bool] = lambda: False,
     save: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
+    alerts: bool = True,
     on_record: Callable[[Record], object],
 ) -> RunResult: ...
 
@@ -48,6 +50,7 @@ def finetune(
     stop: Callable[[], bool] = lambda: False,
     save: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
+    alerts: bool = True,
     on_record: Callable[[Record], object] | None = None,
 ) -> Generator[Record] | RunResult:
     """Fine-tunes a model on the rows of `chat.source`, by LoRA unless `lora.rank` is 0; all else is as in `train`.
@@ -60,4 +63,4 @@ def finetune(
         config = with_sources(config or load_config("lora"))
         check_rows_named(config, resume)
     how = {"optimizer": optimizer, "resume": resume, "stop": stop, "save": save, "progress": progress}
-    return train(config, on_record=on_record, **how)
+    return train(config, alerts=alerts, on_record=on_record, **how)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ from flatout.errors import DataError, DivergedError, UsageError
 from flatout.files import disk_errors, write_whole
 from flatout.launch import OtherProcessError, launch
 from flatout.model.given import ModelGiven
+from flatout.observe.live.alerts import Alerts
 from flatout.observe.notebook import Chart, RunResult
 from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
 from flatout.observe.track.trackers import Trackers, check_trackers, open_trackers
@@ -79,6 +81,7 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     save: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
+    alerts: bool = True,
     on_record: None = None,
 ) -> Generator[Record]: ...
 
@@ -95,6 +98,7 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     save: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
+    alerts: bool = True,
     on_record: Callable[[Record], object],
 ) -> RunResult: ...
 
@@ -110,11 +114,13 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     save: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
+    alerts: bool = True,
     on_record: Callable[[Record], object] | None = None,
 ) -> Generator[Record] | RunResult:
     """Trains and yields records; also writes them to metrics.jsonl in the run folder.
 
     With `on_record`, a function that is called with each record, it trains to the end and returns a `RunResult`.
+    What goes wrong meanwhile (docs/watching.md) is a warning of the logger `flatout`, unless `alerts` is false.
 
     `data` takes the place of the config's text: an iterable of token arrays or texts, a function that returns one, or a
     torch Dataset of them; `val` is the same to evaluate on. `model` is a function that changes the built model, or a
@@ -131,7 +137,18 @@ def train(
             raise UsageError(f"a {type(function).__name__} was given as {name}=", "give a function")
     how = {"resume": resume, "stop": stop, "save": save, "progress": progress}
     records = _train(config, _arrays(data, val), Given(model, optimizer), **how)
+    records = _watched(records) if alerts else records
     return records if on_record is None else _to_the_end(records, on_record)
+
+
+def _watched(records: Generator[Record]) -> Generator[Record]:
+    """The same records; alerts that they raise are logged."""
+    alerts, log = Alerts(), logging.getLogger("flatout")
+    with contextlib.closing(records):
+        for record in records:
+            for alert in alerts.see(record):
+                log.warning("step %d %s: %s", alert.step, alert.kind, alert.message)
+            yield record
 
 
 def _to_the_end(records: Generator[Record], on_record: Callable[[Record], object]) -> RunResult:

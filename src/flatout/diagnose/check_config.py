@@ -254,9 +254,11 @@ def _saving(
         told += ["at the end of every epoch" if epochs == 1 else f"every {epochs:,} epochs"] if epochs else []
         return _check("saving").ok(" and ".join(told))
     if every > steps:
+        evaluated = 0 < config.eval.every < steps or config.eval.epoch_end
+        lost = "everything since its best evaluation" if config.checkpoint.best and evaluated else "everything"
         return _check("saving").warn(
             f"checkpoint.every is {every:,}, which a run of {steps:,} steps never reaches",
-            f"A run that is killed loses everything. Set checkpoint.every={max(1, steps // 4)}.",
+            f"A run that is killed loses {lost}. Set checkpoint.every={max(1, steps // 4)}.",
         )
     long_run = step_seconds is not None and steps * step_seconds > 1800
     if every == 0:

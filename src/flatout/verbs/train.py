@@ -111,7 +111,8 @@ def _follow_training(
     interrupted = nothing_left = False
     with stop:
         try:
-            for record in api.train(loaded, resume=resume, stop=stop.requested, save=stop.save, progress=preparing):
+            asked = {"stop": stop.requested, "save": stop.save, "progress": preparing}
+            for record in api.train(loaded, resume=resume, alerts=False, **asked):  # the reader has its own
                 if isinstance(record, records.RunInfo):
                     stop.training = True
                     preparing.close()

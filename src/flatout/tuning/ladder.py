@@ -35,7 +35,7 @@ from flatout.records import BenchProgress, BenchRow
 from flatout.tuning.claims import claim_of
 from flatout.tuning.clock import Clock
 from flatout.tuning.compare import Comparison, chained
-from flatout.tuning.measure import Measurement, parity_losses, summary_of
+from flatout.tuning.measure import Measurement, borrowed_run, of_steps, parity_losses, summary_of
 from flatout.tuning.plan import Plan, absences, check_same, config_for, make_plan, refusals, rungs_for
 from flatout.tuning.practice_data import scratch_folder
 from flatout.tuning.rungs import (
@@ -128,8 +128,9 @@ def reference_losses(plan: Plan, notice: Callable[[str], None], clock: Clock) ->
     while True:
         try:
             more = SAMPLES if plan.chosen else {}
-            with _side(plan, "reference", {**REFERENCE, **more, "speed.micro_batch": str(size)}) as side:
-                return parity_losses(side.run, plan.parity_steps, functools.partial(clock.check, plan))
+            with borrowed_run(config_for(plan, {**REFERENCE, **more, "speed.micro_batch": str(size)})) as run:
+                began = functools.partial(clock.check, plan)
+                return parity_losses(of_steps(run, plan.chosen), plan.parity_steps, began)
         except ResourceError:
             if size == 1:
                 raise

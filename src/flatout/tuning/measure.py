@@ -114,7 +114,9 @@ def with_sequences(run: Run, sequences: int) -> Run:
 
 
 def of_steps(run: Run, steps: tuple[int, ...]) -> Run:
-    """The same run, which takes these of its steps over and over."""
+    """The same run, which takes these of its steps over and over; none stands for all of them in turn."""
+    if not steps:
+        return run
     return dataclasses.replace(run, schedule=dataclasses.replace(run.schedule, chosen=steps))
 
 

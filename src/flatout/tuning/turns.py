@@ -67,7 +67,7 @@ class Side:
     def open(self, *, beside: bool = False) -> Self:
         """Builds the run; `beside` another one that stays."""
         run = self.stack.enter_context(borrowed_run(self.config, beside=beside))
-        self.steps = self.stack.enter_context(Steps(of_steps(run, self.chosen) if self.chosen else run))
+        self.steps = self.stack.enter_context(Steps(of_steps(run, self.chosen)))
         return self
 
     def close(self) -> None:

@@ -303,6 +303,28 @@ NAMED: dict[str, str] = {
     "bigram": "bigram_rows:251520",
     "mtp": "mtp:0.5",
     "mtp-short": "mtp:0.5,mtp_end:0.33",
+    # The best of batch, rates and decay, and one field more.
+    "best": "batch:32768,embedding_rate:0.3,head_rate:0.008,decay_form:cautious",
+    "best-x0": "from:best,x0_mix:true",
+    "best-values-1": "from:best,value_tables:1",
+    "best-values-2": "from:best,value_tables:2",
+    "best-skips": "from:best,skips:true",
+    "best-bigram": "from:best,bigram_rows:251520",
+    "best-gates": "from:best,attention_gates:true",
+    "best-smear": "from:best,smear:true",
+    "best-half-rotary": "from:best,half_rotary:true",
+    "best-mtp": "from:best,mtp:0.5",
+    "best-sigmoid": "from:best,cap:23,cap_form:sigmoid",
+    "best-qk-1.2": "from:best,qk_scale:1.2",
+    "best-normuon": "from:best,normuon:true",
+    "best-floor": "from:best,floor:0.05",
+    "best-decay-1": "from:best,decay:1",
+    "best-16k": "from:best,batch:16384,rate:0.71",
+    "best-swiglu": "from:best,activation:swiglu",
+    # What Qwen3 can hold: no cap, no norm of the embedding.
+    "modern": "from:best,activation:swiglu,cap:0,embedding_norm:false",
+    "best-everything": "from:best,x0_mix:true,skips:true,value_tables:2,attention_gates:true,half_rotary:true,"
+    "smear:true,bigram_rows:251520,normuon:true,cap:23,cap_form:sigmoid",
     "everything": "x0_mix:true,skips:true,value_tables:2,attention_gates:true,half_rotary:true,smear:true,"
     "bigram_rows:251520,normuon:true,decay_form:cautious,cap:23,cap_form:sigmoid",
 }
@@ -317,6 +339,8 @@ CAMPAIGNS: dict[str, str] = {
     "warmup-40 momentum-late momentum-back",
     "fields": "muon x0 values-2 skips bigram gates smear half-rotary mtp everything",
     "fields-more": "muon values-1 values-3 mtp-short rope-1k qk-1.2 cap-30 cap-sigmoid swiglu",
+    "best": "best best-x0 best-values-2 best-bigram best-everything modern best-normuon best-skips best-gates "
+    "best-smear best-half-rotary best-mtp best-sigmoid best-decay-1 best-qk-1.2 best-floor best-swiglu best-values-1",
     "minus": "muon tied gelu no-qk-norm no-zero-init no-cap norm-weights no-embedding-norm",
 }
 

@@ -1048,7 +1048,7 @@ def run(asked: argparse.Namespace) -> None:
         sys.exit(f"error: {error.args[0]}")
     rows, before = [], {identity(row): row for row in rows_before() if "error" not in row and not asked.again}
     work = [(name, recipe, seed) for seed in asked.seeds for name, recipe in candidates]
-    latest = 0.0
+    latest, compiled_for = 0.0, None
     for i, (name, recipe, seed) in enumerate(work):
         row = {"candidate": name, "seed": seed, **facts, "changed": changed(recipe)}
         row["recipe"] = dataclasses.asdict(recipe)
@@ -1066,11 +1066,15 @@ def run(asked: argparse.Namespace) -> None:
 
         protocol = Protocol(size, place, data, int(asked.tokens), asked.micro, asked.evaluations, told)
         started = time.perf_counter()
+        # Guards of an old graph look for weights by name, and raise where another model has none of that name.
+        if (look := only(MODEL_FIELDS, recipe)) != compiled_for:
+            torch._dynamo.reset()
+            compiled_for = look
         try:
             row["compile_seconds"] = round(warmed(recipe, protocol), 1)
             told(f"compiled and warmed up in {row['compile_seconds']} s")
             row |= rounded(trained(Model(recipe, size, place, seed), recipe, protocol))
-        except (RuntimeError, ValueError) as error:  # the other candidates still run
+        except (RuntimeError, ValueError, KeyError) as error:  # the other candidates still run
             row["error"] = f"{type(error).__name__}: {error}"[:300]
             told(row["error"])
         rows.append(row)

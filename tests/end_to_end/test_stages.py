@@ -136,3 +136,60 @@ def test_epochs_end_where_they_end_whatever_the_batch_size_was(tiny):
     with pytest.raises(ConfigError, match=r"at step \d+ already, and train.epochs=0.5 ends it at step") as refused:
         list(flatout.train(tiny(*words, "train.epochs=0.5", "train.batch_tokens=256"), resume="auto"))
     assert "raise train.epochs" in refused.value.hint
+
+
+STAGES = ("train.batch_tokens=64", "train.batch_stages=[32, 64, 96]", "train.length_stages=[8, 8, 16]",
+          "train.window_stages=[4, 6, 8]", "model.pattern=AW", "model.window=8", "optim.warmup_steps=2")  # fmt: skip
+
+
+@pytest.mark.parametrize("length", ["train.steps=11", "train.tokens=576", "train.epochs=0.02"])
+def test_a_config_asks_for_stages_of_equal_tokens(tiny, length: str):
+    words = [*STAGES, "train.steps=null", length, "optim.schedule=constant", "output.folder=run", "checkpoint.every=1"]
+    whole = list(flatout.train(tiny(*words, "checkpoint.keep=99")))
+    info, steps = whole[0], [record for record in whole if isinstance(record, StepRecord)]
+    tokens = [after.tokens - before for before, after in zip([0, *(s.tokens for s in steps)], steps, strict=False)]
+    assert tokens == sorted(tokens)
+    shares = [sum(size for size in tokens if size == kind) for kind in (32, 64, 96)]
+    assert max(shares) - min(shares) < 96
+    assert info.steps * info.batch_tokens == pytest.approx(sum(tokens), rel=0.02)
+    peak = tiny().config.optim.learning_rate
+    assert [record.learning_rate for record in steps[2:]] == pytest.approx(
+        [peak * (size / 64) ** 0.5 for size in tokens[2:]]
+    )
+    middle = tokens.index(64) + 1
+    stops = iter([False] * (middle - 1) + [True])
+    words[words.index("output.folder=run")] = "output.folder=cut"
+    list(flatout.train(tiny(*words), stop=lambda: next(stops)))
+    rest = list(flatout.train(tiny(*words), resume="auto"))
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > middle}
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (["train.batch_stages=[40]"], "train.batch_stages has 40, which is not a multiple of model.context 16", "32"),
+        (["train.length_stages=[5, 16]"], "train.length_stages has 5, which does not divide model.context 16", "4"),
+        (["train.batch_stages=[32, 64]", "train.length_stages=[8]"], "batch_stages 2, length_stages 1", "one entry"),
+        (["train.batch_stages=[32, 64]", "speed.accumulation=2"], "speed.accumulation", "speed.micro_batch"),
+        (["train.window_stages=[2, 4]"], "train.window_stages is set, but no block", "model.pattern=WWWA"),
+        (["train.batch_rate_power=1.0"], "there are no train.batch_stages", "leave"),
+    ],
+)
+def test_stages_that_mean_nothing_are_refused(tiny, words, message: str, hint: str):
+    with pytest.raises(ConfigError) as refused:
+        list(flatout.train(tiny(*words)))
+    assert message in refused.value.message
+    assert hint in refused.value.hint
+    assert not Path("runs").exists()
+
+
+def test_micro_batches_divide_the_steps_of_all_stages(tiny):
+    run = setup_run(tiny("train.batch_stages=[64, 96]", "speed.micro_batch=4"))
+    assert (run.speed.micro_batch, run.speed.accumulation) == (2, 3)
+
+
+def test_what_measures_steps_takes_the_last_stage(tiny):
+    notices: list[str] = []
+    found = flatout.estimate(tiny(*STAGES, "train.steps=11"), probe=False, notice=notices.append)
+    assert (found.batch_tokens, found.steps.value) == (96, 6)
+    assert any("as in the last one, with 96 tokens" in notice for notice in notices)

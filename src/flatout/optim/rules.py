@@ -5,18 +5,24 @@ import functools
 from flatout.config.schema import OptimConfig
 from flatout.optim.adamw import AdamW, EightBitAdamW, HostAdamW
 from flatout.optim.optimizer import Rule, StateBytes, Trainable
-from flatout.optim.schedule import rate_factors
+from flatout.optim.schedule import Pace, rate_factors
 
 
 def rules_of(
-    config: OptimConfig, updates: int, *, fused: bool = True, state: str = "fp32", offload: bool = False
+    config: OptimConfig,
+    updates: int,
+    pace: Pace | None = None,
+    *,
+    fused: bool = True,
+    state: str = "fp32",
+    offload: bool = False,
 ) -> tuple[Rule, ...]:
     """AdamW with moments in fp32 or 8 bits, on the device or on the host; decay for matrices only."""
     kind = HostAdamW if offload else EightBitAdamW if state == "8bit" else AdamW
     common = {
         "optimizer": functools.partial(kind, fused=fused),
         "bytes": kind.BYTES,
-        "rate": [factor * config.learning_rate for factor in rate_factors(config, updates)],
+        "rate": [factor * config.learning_rate for factor in rate_factors(config, updates, pace)],
         "settings": {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps},
     }
     return (

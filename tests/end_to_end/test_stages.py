@@ -12,6 +12,7 @@ from flatout.data.positions import Schedule, Stage
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.setup import setup_run
+from flatout.engine.warm_up import warm_up
 from flatout.errors import ConfigError
 from flatout.records import EpochRecord, EvalRecord, RunInfo, StepRecord
 from tests.unit.test_graphs import FakeRecorder
@@ -78,14 +79,7 @@ def test_epochs_are_counted_in_windows_and_evaluation_has_full_length(tiny, in_s
 
 def test_recordings_of_all_stages_live_side_by_side(tiny):
     plain, run = (staged(setup_run(tiny(*WORDS, "speed.micro_batch=2")), 16) for _ in range(2))
-    graph = MicroBatchGraph(run.step.forward_backward, run.model, run.new_notices, FakeRecorder())
-    run.step.run_micro_batch, run.step.keep_gradients = graph, True
-
-    def use_window(window: int | None) -> None:
-        run.model.use_window(window)
-        graph.window = window
-
-    run.step.use_window = use_window
+    graph = recorded(run)
     with plain.batches(0) as left, run.batches(0) as right:
         for one, other in zip(left, right, strict=True):
             assert torch.equal(plain.take_step(one), run.take_step(other)), one.step
@@ -93,6 +87,84 @@ def test_recordings_of_all_stages_live_side_by_side(tiny):
         ((4, 8), None, 4), ((4, 8), None, None), ((2, 16), None, None),
     }  # fmt: skip
     assert run.new_notices.take() == []
+
+
+def recorded(run) -> MicroBatchGraph:
+    """Gives a run recordings without a GPU."""
+    graph = MicroBatchGraph(run.step.forward_backward, run.model, run.new_notices, FakeRecorder())
+    run.step.run_micro_batch, run.step.keep_gradients, plain = graph, True, run.step.use_window
+
+    def use_window(window: int | None) -> None:
+        plain(window)
+        graph.window = window
+
+    run.step.use_window = use_window
+    return graph
+
+
+@pytest.mark.parametrize("documents", ["joined", "apart"])
+def test_stages_are_recorded_before_the_first_step_and_nothing_is_learned_from_it(tiny, documents: str):
+    # Attention within a window has no dropout, so one of the two cases has windows, and the other dropout.
+    more = ["model.dropout=0.1", "train.steps=9"] if documents == "joined" else [*WORDS, "data.documents=apart"]
+    plain, run = (staged(setup_run(tiny(*more, "speed.micro_batch=2")), 16) for _ in range(2))
+    recorded(plain)
+    graph = recorded(run)
+    before = {name: tensor.clone() for name, tensor in run.random.tensors().items()}
+    notice, again = warm_up(run, 0)
+    assert notice is not None
+    assert "3 forms of micro-batches warmed up" in notice
+    assert not again
+    assert all(torch.equal(state, before[name]) for name, state in run.random.tensors().items())
+    assert len(graph.recordings) == 3
+    count = graph.recorder.recordings
+    with plain.batches(0) as left, run.batches(0) as right:
+        for one, other in zip(left, right, strict=True):
+            assert torch.equal(plain.take_step(one), run.take_step(other)), one.step
+    assert documents == "apart" or graph.recorder.recordings == count, "nothing is left to be recorded"
+    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), run.model.parameters(), strict=True))
+    assert warm_up(run, 6) == (None, False), "the last stage is like a run without stages"
+
+
+def test_a_warm_up_leaves_8_bit_scales_and_comes_again_when_they_are_known(tiny, monkeypatch: pytest.MonkeyPatch):
+    class Scales:
+        def __init__(self) -> None:
+            self.scale, self.rounding, self.settled = torch.zeros(3), False, 0
+
+    class Narrow:
+        scales = Scales()
+
+        def tensors(self):
+            return {"fp8.scales": self.scales.scale}
+
+        def settle(self) -> None:
+            self.scales.scale.fill_(4.0)
+            self.scales.settled += 1
+
+        def assign(self, tensors) -> None:
+            self.scales.scale.copy_(tensors["fp8.scales"])
+
+    run = staged(setup_run(tiny(*WORDS)), 16)
+    recorded(run)
+    monkeypatch.setattr(run.model, "narrow", Narrow())
+    assert warm_up(run, 0)[1]
+    assert (Narrow.scales.settled, Narrow.scales.scale.tolist()) == (1, [0.0] * 3)
+    Narrow.scales.rounding = True
+    assert not warm_up(run, 1)[1]
+    assert Narrow.scales.settled == 1
+
+
+def test_a_warm_up_without_memory_leaves_it_to_the_step(tiny):
+    run = staged(setup_run(tiny(*WORDS)), 16)
+    graph = recorded(run)
+
+    def lacking(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    graph.plain = lacking
+    notice, again = warm_up(run, 0)
+    assert notice == "the warm-up of stages ended early: CUDA out of memory. Tried to allocate 2 GiB"
+    assert not again
+    assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
 def test_the_window_of_a_stage_changes_what_is_seen_and_goes_away(tiny):
@@ -144,8 +216,8 @@ STAGES = ("train.batch_tokens=64", "train.batch_stages=[32, 64, 96]", "train.len
 
 @pytest.mark.parametrize("length", ["train.steps=11", "train.tokens=576", "train.epochs=0.02"])
 def test_a_config_asks_for_stages_of_equal_tokens(tiny, length: str):
-    words = [*STAGES, "train.steps=null", length, "optim.schedule=constant", "output.folder=run", "checkpoint.every=1"]
-    whole = list(flatout.train(tiny(*words, "checkpoint.keep=99")))
+    words = [*STAGES, "train.steps=null", length, "optim.schedule=constant", "output.folder=run"]
+    whole = list(flatout.train(tiny(*words)))
     info, steps = whole[0], [record for record in whole if isinstance(record, StepRecord)]
     tokens = [after.tokens - before for before, after in zip([0, *(s.tokens for s in steps)], steps, strict=False)]
     assert tokens == sorted(tokens)

@@ -241,7 +241,8 @@ def _build(
     if speed.compile != "off":
         notices.follow(CompileWatch(speed.compile).notices)
         any_shape = base is not None or config.documents_apart
-        compile_model(model, speed.compile, our_graphs=speed.cuda_graphs, any_shape=any_shape)
+        stages = len(config.train.stages(config.model.context))
+        compile_model(model, speed.compile, our_graphs=speed.cuda_graphs, any_shape=any_shape, stages=stages)
     return model
 
 

@@ -20,6 +20,7 @@ import torch
 from flatout.config.catalogue import gigabytes
 from flatout.config.load import LoadedConfig, with_values
 from flatout.config.schema import RunConfig, micro_batch_of, windows_of_steps
+from flatout.config.sizes import usual_vocab
 from flatout.config.source import DEFAULT, Source
 from flatout.device import Device
 from flatout.engine.case import Probes
@@ -27,8 +28,6 @@ from flatout.engine.features import resolve_speed
 from flatout.engine.memory import memory_of
 
 ROOM = 0.85  # of the card: CUDA itself, fragmentation and evaluation want the rest
-_VOCABS = {"char": 128, "bytes": 257}
-_COMMON_VOCAB = 50257
 _ALL_WORKS = Probes(
     attention=lambda *_, **__: None,
     picked=lambda *_, **__: None,
@@ -81,7 +80,7 @@ def _changes(loaded: LoadedConfig) -> Iterator[dict[str, Any]]:
 def _need(config: RunConfig, have: int) -> int:
     """Bytes of a step on a card of this memory, by the estimate."""
     card = Device(torch_device=torch.device("cuda", 0), name="the overlay's card", memory_bytes=have, capability=(8, 0))
-    vocab = config.model.vocab or _VOCABS.get(config.data.tokenizer, _COMMON_VOCAB)
+    vocab = config.model.vocab or usual_vocab(config.data.tokenizer)
     plain = config.model_copy(update={"speed": config.speed.model_copy(update={"device": "auto"})})
     speed = resolve_speed(plain, card, None, lambda _: DEFAULT, vocab=vocab, probes=_ALL_WORKS)
     return memory_of(plain, vocab, speed).total

@@ -59,6 +59,7 @@ from flatout.optim.given import rules_with
 from flatout.optim.optimizers import Optimizers, check_slices
 from flatout.optim.rules import rules_of
 from flatout.optim.schedule import rate_factors
+from flatout.parallel.matrices import exchange_of
 from flatout.parallel.reducer import reducer_of
 from flatout.world import World
 
@@ -304,7 +305,7 @@ def _build_step(
 ) -> TrainStep:
     device = speed.device.torch_device
     form = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
-    rules = rules_of(optim, steps, fused=speed.fused_optimizer, **form)
+    rules = rules_of(optim, steps, fused=speed.fused_optimizer, exchange=exchange_of(world, trained.sharding), **form)
     rules = rules_with(given.optimizer, rules, trained.updated, rate_factors(optim, steps))
     if speed.sharded:
         check_slices(rules)

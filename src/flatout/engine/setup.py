@@ -61,6 +61,7 @@ from flatout.optim.given import rules_with
 from flatout.optim.optimizers import Optimizers, check_slices
 from flatout.optim.rules import rules_of
 from flatout.optim.schedule import Pace, rate_factors
+from flatout.parallel.matrices import exchange_of
 from flatout.parallel.reducer import reducer_of
 from flatout.world import World
 
@@ -166,7 +167,7 @@ def _assembled(
             model,
             trained,
             speed,
-            _optimizers(optim, trained, speed, steps, pace_of(config, schedule, steps), given),
+            _optimizers(optim, trained, speed, steps, pace_of(config, schedule, steps), given, world),
             later,
             world,
         ),
@@ -194,7 +195,7 @@ def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
         raise ValueError("another device or way of compiling needs another model")
     run.model.use(speed.execution)
     pace = pace_of(config, run.schedule, run.steps)
-    optimizers = _optimizers(run.optim, run.trained, speed, run.steps, pace, run.given)
+    optimizers = _optimizers(run.optim, run.trained, speed, run.steps, pace, run.given, run.world)
     return dataclasses.replace(
         run,
         config=config,
@@ -303,10 +304,11 @@ def _base_hash(adapters: Adapters, opened: Opened, *, weights: bool) -> str:
 
 
 def _optimizers(
-    optim: OptimConfig, trained: Trained, speed: Speed, steps: int, pace: Pace | None, given: Given
+    optim: OptimConfig, trained: Trained, speed: Speed, steps: int, pace: Pace | None, given: Given, world: World
 ) -> Optimizers:
     form = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
-    rules = rules_of(optim, steps, pace, fused=speed.fused_optimizer, **form)
+    exchange = exchange_of(world, trained.sharding)
+    rules = rules_of(optim, steps, pace, fused=speed.fused_optimizer, exchange=exchange, **form)
     rules = rules_with(given.optimizer, rules, trained.updated, rate_factors(optim, steps, pace))
     if speed.sharded:
         check_slices(rules)

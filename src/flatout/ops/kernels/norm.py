@@ -31,11 +31,6 @@ from flatout.ops.scales import Slot
 
 
 @triton.jit
-def mixed(x, first, mix_ptr):
-    return tl.load(mix_ptr).to(tl.float32) * x + tl.load(mix_ptr + 1).to(tl.float32) * first
-
-
-@triton.jit
 def _forward(
     x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, x_new_ptr, h_ptr, mean_ptr, rstd_ptr,
     branch_scale_ptr, seed_ptr, first_ptr, mix_ptr, before_ptr, narrow_ptr, scale_ptr, seen_ptr, top, rows, width,
@@ -67,7 +62,7 @@ def _forward(
     if MIXED:
         if HAS_BRANCH:
             tl.store(before_ptr + place, x.to(before_ptr.dtype.element_ty), mask)
-        x = mixed(x, tl.load(first_ptr + place, mask, 0.0).to(tl.float32), mix_ptr)
+        x = tl.load(mix_ptr) * x + tl.load(mix_ptr + 1) * tl.load(first_ptr + place, mask, 0.0).to(tl.float32)
     if HAS_BRANCH or MIXED:
         stored = x.to(x_new_ptr.dtype.element_ty)
         tl.store(x_new_ptr + place, stored, mask)
@@ -112,6 +107,8 @@ def _backward(
     first_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     if SCALED:
         branch_scale = tl.load(branch_scale_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+    if MIXED:
+        of_before, of_first = tl.load(mix_ptr), tl.load(mix_ptr + 1)
     scale = tl.load(scale_ptr) if NARROW else 1.0
     highest = tl.zeros((ROWS,), tl.float32)  # by row: a fourth array of this width would not fit into registers
     end = tl.minimum(program * share + share, rows)
@@ -124,7 +121,7 @@ def _backward(
         x = tl.load(x_new_ptr + place, mask, 0.0).to(tl.float32)
         if MIXED:  # it was not x_new yet
             before, first = x, tl.load(first_ptr + place, mask, 0.0).to(tl.float32)
-            x = mixed(before, first, mix_ptr).to(x_new_ptr.dtype.element_ty).to(tl.float32)
+            x = (of_before * before + of_first * first).to(x_new_ptr.dtype.element_ty).to(tl.float32)
         at = row.to(tl.int64)[:, None]
         dx_new = tl.load(dx_new_ptr + at * dx_new_stride + column[None, :], mask, 0.0) if HAS_DX else None
         rstd = tl.load(rstd_ptr + row, alive, 0.0)[:, None]
@@ -150,11 +147,11 @@ def _backward(
         if MIXED:
             before_sum += dx * before
             first_sum += dx * first
-            dfirst = dx * tl.load(mix_ptr + 1).to(tl.float32)
+            dfirst = dx * of_first
             if ADD_FIRST:
                 dfirst += tl.load(dfirst_ptr + place, mask, 0.0).to(tl.float32)
             tl.store(dfirst_ptr + place, dfirst.to(dfirst_ptr.dtype.element_ty), mask)
-            dx *= tl.load(mix_ptr).to(tl.float32)
+            dx *= of_before
         tl.store(dx_ptr + at * dx_stride + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask)
         if DROPPED:  # from here on it is the gradient of the branch
             dx *= kept(tl.load(seed_ptr), place, rate)

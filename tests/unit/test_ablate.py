@@ -203,7 +203,7 @@ def test_a_change_that_diverges_is_told_and_the_rest_goes_on(tiny, made):
     lost = [one for one in result.effects if one.field == "optim.learning_rate"]
     assert all(one.pairs == 0 and "non-finite" in one.reason and one.verdict == "" for one in lost)
     assert [one.verdict for one in result.effects if one.field == "model.qk_norm"] == ["helps", "helps"]
-    with pytest.raises(DivergedError, match="as it is did not come to its end"):
+    with pytest.raises(DivergedError, match="non-finite"):  # nothing to compare with
         ablated(tiny("optim.learning_rate=50"), fields=["model.qk_norm"])
 
 

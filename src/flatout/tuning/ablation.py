@@ -14,8 +14,8 @@ Contract:
 - Times of equal seconds are of training steps, without evaluation, compiling and warm-up. Two speeds closer than
   `SAME_SPEED` are the same: then the run at equal tokens counts for both.
 - After about `minutes`, nothing is begun; a run that would probably end later is not begun either.
-- A changed run that diverges, runs out of memory or is no valid config is told, and has no pair. Without the unchanged
-  run there is nothing to compare with, and its failure is an error.
+- A changed run that diverges, runs out of memory or is no valid config is told, and has no pair; what goes wrong in the
+  unchanged run is an error.
 Trap: a model field that adds or removes weights shifts the draws of those that are initialised after them; such pairs
 share the order of the data, and scatter more.
 """
@@ -153,13 +153,7 @@ def ablate(
                 missing += 1
                 continue
             told = functools.partial(progress, number, len(jobs), job.words)
-            row = runs.make(job, scratch / str(number), told)
-            if job.change is None and row.status != "done":
-                raise DivergedError(
-                    f"the config as it is did not come to its end with seed {row.seed}: {row.reason}",
-                    "without it there is nothing to compare with; lower optim.learning_rate, or make the model smaller",
-                )
-            yield row
+            yield runs.make(job, scratch / str(number), told)
     yield _result(runs, changes, dict(left_out or {}), jobs, missing, time.monotonic() - began)
 
 
@@ -256,11 +250,15 @@ class _Runs:
         return self.reference(job.seed) is not None and (job.equal == TOKENS or self._steps_in_time(job) is not None)
 
     def in_time(self, job: _Job) -> bool:
-        """Whether a run would end before the deadline, if it takes as long as the slowest of its kind did."""
+        """Whether a run would end before the deadline, if it takes as long as the slowest with this change or none."""
         if self.deadline is None:
             return True
-        kind = [row for row in self.rows.values() if job.change is not None and row.field == job.change.path]
-        known = [row.whole_seconds for row in kind or self.rows.values() if row.device == self.device]
+        hashes = {hash for _, hash in self.configs.values()}
+        rows = [row for row in self.rows.values() if row.hash in hashes]
+        like = [row for row in rows if job.change is not None and row.field == job.change.path]
+        if like:
+            rows = [row for row in rows if not row.field] + like
+        known = [row.whole_seconds for row in rows]
         return time.monotonic() + max(known, default=0.0) < self.deadline
 
     def make(self, job: _Job, folder: Path, told: Callable[[EvalRecord | None], None]) -> AblateRow:
@@ -276,6 +274,8 @@ class _Runs:
             for evaluation in course.train(loaded, folder):
                 told(evaluation)
         except (DivergedError, ResourceError, ConfigError, HardwareError) as error:
+            if change is None:
+                raise  # there is nothing to compare with
             status, reason = status_of(error)
         row = AblateRow(
             field="" if change is None else change.path,
@@ -327,7 +327,9 @@ class _Course:
                     self.tokens = record.tokens
                 elif isinstance(record, EvalRecord):
                     if not math.isfinite(record.loss):
-                        raise DivergedError(f"the validation loss was {record.loss} at step {record.step}", "")
+                        raise DivergedError(
+                            f"the validation loss was {record.loss} at step {record.step}", "lower optim.learning_rate"
+                        )
                     self.curve.append((self.tokens, self.seconds, record.loss))
                     yield record
 

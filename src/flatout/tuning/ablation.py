@@ -228,9 +228,9 @@ class _Runs:
         yield f"train.seed={job.seed}"
         if job.change is not None:
             yield job.change.word
-            plain = None if job.change.path not in _BATCH else self.reference(job.seed)
-            if plain is not None and self.base.config.train.epochs is None:
-                yield f"train.tokens={plain.tokens}"
+            train = self.base.config.train
+            if job.change.path in _BATCH and train.steps is not None:
+                yield f"train.tokens={round(train.steps * train.mean_batch)}"
 
     def _made(self, *words: str) -> tuple[LoadedConfig, str]:
         """The config with some settings, and the hash by which its run is found again."""

@@ -69,6 +69,8 @@ def _understood(parser: Parser, words: list[str]) -> tuple[argparse.Namespace, b
     starts = starts_workers(parsed)
     if parsed.view and parsed.json:
         raise UsageError("--view and --json exclude each other", "leave one of them out")
+    if parsed.size is not None and parsed.resume not in (None, "auto") and not parsed.config_given:
+        raise UsageError("--size is for a new run, and a run that is resumed keeps its size", "leave --size out")
     if parsed.resume == "":
         raise UsageError("--resume needs auto or a folder", "for example --resume auto")
     return parsed, starts

@@ -39,7 +39,7 @@ def test_true_and_false_are_flipped_and_others_written():
         (["model.qknorm"], "model.qknorm is not a known key", "did you mean model.qk_norm"),
         (["lr=1"], "lr is not a known key", "optim.learning_rate"),
         (["model.width"], "model.width is 128 and has more than one other value", "model.width=384"),
-        (["optim.schedule"], "optim.schedule is cosine and has", "optim.schedule=..."),
+        (["optim.schedule"], "optim.schedule is cosine and has", "One of cosine, linear"),
         (["optim.schedule=cosine"], "is cosine in the config already", "another value"),
         (["optim.schedule=cosne"], "--fields: optim.schedule is 'cosne'", "cosine"),
         (["model.heads=3"], "not a multiple of heads 3", "model.width"),

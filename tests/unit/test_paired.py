@@ -51,6 +51,13 @@ def test_without_two_pairs_there_is_a_number_and_no_verdict():
     assert effects({"a": [5.0], "b": [0.1, 0.11], "c": [0.2, 0.19]})["a"].verdict == "helps"
 
 
+def test_a_field_that_is_not_used_does_not_make_the_others_look_sure():
+    used = {"a": [0.3, 0.1], "b": [-0.2, 0.2]}
+    found = effects({**used, "unused": [0.0, 0.0]})
+    assert {name: found[name] for name in used} == effects(used)
+    assert effects({"unused": [0.0, 0.0]})["unused"].verdict == "no difference seen"
+
+
 def test_degrees_of_freedom_know_what_is_shared():
     one = pooled([[0.0, 1.0]])
     eight = pooled([[0.0, 1.0]] * 8)

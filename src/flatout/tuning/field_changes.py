@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flatout.config.facts import field_facts, value_at
+from flatout.config.facts import choices, field_facts, value_at
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.model_section import GPT2
 from flatout.config.suggest import unknown_key
@@ -93,7 +93,7 @@ def _named(entry: str, loaded: LoadedConfig) -> Change:
         other = "..." if value == default else format_value(default)
         raise ConfigError(
             f"{_WHERE}: {path} is {format_value(value)} and has more than one other value",
-            f"write the one to compare with: {path}={other}",
+            f"write the one to compare with: {path}={other}. {choices(path)}",
         )
     word = entry if equals else f"{path}={format_value(not value)}"
     try:

@@ -70,16 +70,19 @@ def _effect(own: Sequence[float], noise: Noise | None) -> Effect:
 
 def pooled(differences: Sequence[Sequence[float]]) -> Noise | None:
     """The noise of one difference; None where no field has two pairs."""
-    free = [len(own) - 1 for own in differences if len(own) > 1]
-    if not free:
+    several = [own for own in differences if len(own) > 1]
+    # A field that the run does not use makes no difference at all, and tells nothing of the noise of others.
+    several = [own for own in several if any(own)] or several
+    if not several:
         return None
+    free = [len(own) - 1 for own in several]
     # The variance of such a sum of squares has a term for every two fields that share runs.
     shared = sum(
         (1.0 if first == second else SHARED**2) * min(free[first], free[second])
         for first in range(len(free))
         for second in range(len(free))
     )
-    return Noise(math.sqrt(sum(map(_squares, differences)) / sum(free)), sum(free) ** 2 / shared)
+    return Noise(math.sqrt(sum(map(_squares, several)) / sum(free)), sum(free) ** 2 / shared)
 
 
 def _squares(own: Sequence[float]) -> float:

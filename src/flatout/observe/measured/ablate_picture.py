@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.observe.human import printable
+from flatout.observe.human import human_count, printable
 from flatout.observe.measured.ablate_table import difference_text, ordered, sentence
 from flatout.observe.picture import (
     BLUE,
@@ -70,6 +70,7 @@ def _draw_differences(axes: Axes, body: Mapping[str, Any], kinds: Sequence[str],
         axes.plot([], [], "o-", color=_COLOURS[equal], label=f"at equal {equal}")
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False, ncols=2, labelcolor=FAINT)
     axes.set_xlim(*limits)
+    axes.locator_params(axis="x", nbins=7)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_yticks(range(len(names)), [shortened(drawable(name), 44) for name in names])
     axes.set_xlabel(
@@ -134,9 +135,10 @@ def _draw_curves(axes: Axes, curves: Mapping[str, Sequence[tuple[int, float]]]) 
         label = shortened(drawable(name), 36)
         axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1.4, label=label)
     # The first evaluations differ most and matter least: the last half decides the height of the panel.
-    late = [abs(loss) for points in curves.values() for _, loss in points[len(points) // 2 :]]
-    most = 1.6 * max(late, default=0.0) or 1e-3
-    axes.set_ylim(-most, most)
+    late = [0.0, *(loss for points in curves.values() for _, loss in points[len(points) // 2 :])]
+    room = 0.25 * (max(late) - min(late)) or 1e-3
+    axes.set_ylim(min(late) - room, max(late) + room)
+    axes.xaxis.set_major_formatter(lambda tokens, _: human_count(tokens))
     axes.set_xlabel("tokens", size=SMALL, color=INK)
     axes.set_title("difference over the run, at equal tokens", size=SMALL, color=INK, loc="left")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8, frameon=False, labelcolor=FAINT)

@@ -8,6 +8,7 @@ from typing import Any
 
 from flatout.config.load import resolve_from_mapping
 from flatout.config.schema import RunConfig
+from flatout.config.training_sections import LENGTHS
 from flatout.config.yaml_loader import format_value
 from flatout.engine.checkpoint import Checkpoint, Unusable, read_checkpoint
 from flatout.engine.given import check_given
@@ -59,9 +60,9 @@ def check_resumed(run: Run, origin: Origin) -> list[str]:
     checkpoint = origin.checkpoint
     if checkpoint is None:
         return []
-    if run.steps < checkpoint.step:
+    if run.last_step < checkpoint.step:
         train = run.config.train
-        length = next(name for name in ("steps", "tokens", "epochs") if getattr(train, name) is not None)
+        length = next(name for name in LENGTHS if getattr(train, name) is not None)
         more = f"set train.steps above {checkpoint.step}" if length == "steps" else f"raise train.{length}"
         raise ConfigError(
             f"the run is at step {checkpoint.step:,} already, and train.{length}={getattr(train, length)} ends it at "
@@ -133,7 +134,7 @@ def check_shape(config: RunConfig, checkpoint: Checkpoint, folder: Path) -> None
 
 def _perhaps_forgotten(path: str) -> bool:
     """Whether a setting that differs may be one that was not typed again: runs are made longer on purpose."""
-    lengths = ("train.steps", "train.tokens", "train.epochs")
+    lengths = [f"train.{name}" for name in LENGTHS]
     return path.partition(".")[0] in ("data", "clean", "optim", "train", "model") and path not in lengths
 
 

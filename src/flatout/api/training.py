@@ -317,7 +317,7 @@ def _set_up(
 def _is_done(run: Run, origin: Origin) -> bool:
     """Whether the checkpoint is the end of the run, judged and recorded."""
     judged = origin.checkpoint is not None and not lacks_verdict(origin.checkpoint)
-    return judged and origin.step == run.steps and ends_at(origin.metrics, origin.step)
+    return judged and origin.step == run.last_step and ends_at(origin.metrics, origin.step)
 
 
 def _mark_base(run: Run, folder: Path) -> Iterator[str]:

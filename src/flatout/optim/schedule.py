@@ -28,11 +28,16 @@ def _factor(config: OptimConfig, update: int, updates: int) -> float:
         return 1.0
     floor, start = config.min_ratio, warmup
     if config.schedule == "wsd":
-        start = max(warmup, updates - max(1, round(config.decay_fraction * updates)))
+        start = cooling_from(config, updates)
     share = _share(update, start, updates, ends_after=floor == 0.0)
     if config.schedule in ("linear", "wsd"):
         return 1.0 - (1.0 - floor) * share
     return floor + (1.0 - floor) * (1 + math.cos(math.pi * share)) / 2
+
+
+def cooling_from(config: OptimConfig, updates: int) -> int:
+    """The update from which wsd decays."""
+    return max(min(config.warmup_steps, updates), updates - max(1, round(config.decay_fraction * updates)))
 
 
 def _share(update: int, start: int, end: int, *, ends_after: bool) -> float:

@@ -113,6 +113,10 @@ class RunConfig(Section):
         return self
 
     def _check_chat(self) -> Self:
+        if self.lora.rank and self.optim.optimizer == "muon":
+            raise Conflict(
+                "optim.optimizer muon takes whole matrices, and adapters have none", "set optim.optimizer=adamw"
+            )
         if self.model.init_from is None:
             raise Conflict(
                 "chat.source is something to fine-tune on, and there is no model to start from",

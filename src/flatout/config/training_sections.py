@@ -71,9 +71,24 @@ def _pair(text: str, number: Callable[[str], _Number]) -> tuple[str, _Number]:
     return name, number(value)
 
 
+_Rate = Annotated[float, Field(gt=0.0, le=100.0)]
+_Decay = Annotated[float, Field(ge=0.0, le=10.0)]
+_Memory = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
 class OptimConfig(Section):
-    learning_rate: Annotated[float, Field(gt=0.0, le=100.0)] = 1e-3
-    """Peak learning rate."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """What updates the matrices of blocks: adamw, or muon, which orthogonalises their updates; the rest is AdamW's."""
+    learning_rate: _Rate = 1e-3
+    """Peak learning rate of AdamW; with muon that of scalars, norms and whatever has no rate of its own."""
+    muon_rate: _Rate = 0.02
+    """Peak learning rate of Muon's matrices."""
+    embedding_rate: _Rate | None = None
+    """Peak learning rate of the token embedding, and of a head tied to it; null is learning_rate."""
+    head_rate: _Rate | None = None
+    """Peak learning rate of an untied head; null is learning_rate."""
+    table_rate: _Rate | None = None
+    """Peak learning rate of other embedding tables; null is embedding_rate, then learning_rate."""
     schedule: Literal["cosine", "linear", "wsd", "one-cycle", "constant"] = "cosine"
     """Shape of the learning rate after warm-up; wsd is warm-up, stable, decay."""
     warmup_steps: Natural = 100
@@ -84,16 +99,37 @@ class OptimConfig(Section):
     """Final learning rate as a share of the peak; 0 is reached after the last update."""
     decay_fraction: Share = 0.2
     """Share of the run that wsd spends decaying at its end."""
-    weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = 0.1
-    """Decoupled weight decay, on matrices only: never on biases, norms or scales."""
-    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    weight_decay: _Decay = 0.1
+    """Decoupled weight decay, on matrices only: never on biases, norms or scales; with muon on its matrices alone."""
+    weight_decay_end: _Decay | None = None
+    """Weight decay at the end of the run, to which it goes linearly; null keeps weight_decay."""
+    cautious: bool = False
+    """Muon decays a weight only where the update makes it smaller, too."""
+    momentum: _Memory = 0.95
+    """Muon's memory of the gradient, after momentum_warmup_steps."""
+    momentum_start: _Memory = 0.85
+    """Muon's memory of the gradient at the beginning, and at the end of a cool-down."""
+    momentum_warmup_steps: Natural = 100
+    """Updates over which Muon's momentum goes from momentum_start to momentum; 0 starts with momentum."""
+    momentum_cooldown_steps: Natural = 0
+    """Updates at the end of the run over which Muon's momentum goes back to momentum_start; 0 never does."""
+    normuon: bool = False
+    """Muon scales rows of an update, or columns of a wide one, to equal size by a second moment (NorMuon)."""
+    beta1: _Memory = 0.9
     """AdamW's memory of the gradient."""
-    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    beta2: _Memory = 0.95
     """AdamW's memory of the squared gradient."""
     eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-8
     """AdamW's guard against division by zero."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm, larger ones are scaled down; 0 never clips."""
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Every peak rate that is set, by field; the last one, `learning_rate`, is the one that a run reports."""
+        own = ["muon_rate"] if self.optimizer == "muon" else []
+        fields = [*own, "embedding_rate", "head_rate", "table_rate", "learning_rate"]
+        return {name: rate for name in fields if (rate := getattr(self, name)) is not None}
 
     @property
     def warmup_epochs(self) -> float | None:

@@ -43,6 +43,12 @@ _OF_BLOCKS = {
     "speed.attention": "AW",
 }  # fmt: skip
 
+_OF_MUON = [
+    f"optim.{name}"
+    for name in ("muon_rate", "cautious", "momentum", "momentum_start", "momentum_warmup_steps",
+                 "momentum_cooldown_steps", "normuon")
+]  # fmt: skip
+
 
 def check_used(loaded: LoadedConfig) -> None:
     """Refuses the first setting, in the schema's order, that a user wrote for another kind of run."""
@@ -78,6 +84,12 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if config.optim.warmup is not None:
         why, hint = "optim.warmup says how long the warm-up is", "leave one of the two out, or set optim.warmup=null"
         yield "optim.warmup_steps", why, hint
+    if config.optim.optimizer != "muon":
+        for path in _OF_MUON:
+            yield path, "optim.optimizer is adamw", f"set optim.optimizer=muon, or leave {path} out"
+    if config.model.tied and config.model.init_from is None:
+        why = "the head has the embedding's weights (model.tied)"
+        yield "optim.head_rate", why, "set model.tied=false, or optim.embedding_rate, or leave optim.head_rate out"
     if not config.lora.rank:
         for path in _fields("lora", but="rank"):
             yield path, "lora.rank is 0, which trains all weights", f"set lora.rank=16, or leave {path} out"

@@ -26,6 +26,8 @@ from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
 class Embedding(nn.Embedding):
     """The token table. Returns token rows plus position rows: the first values of the residual stream."""
 
+    role = "embedding"  # by which optimizers choose a rate
+
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tokens_BT: Tensor, do: Operations, positions_TW: Tensor | None, dropout: float, seed: Tensor | None
     ) -> Tensor:
@@ -35,12 +37,16 @@ class Embedding(nn.Embedding):
 class Positions(nn.Embedding):
     """Learned positions."""
 
+    role = "positions"
+
     def forward(self, places: slice | Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.weight[places]
 
 
 class Head(nn.Module):
     """The output head, with its loss or without. A tied one has no weight of its own and takes the embedding's."""
+
+    role = "head"
 
     def __init__(self, config: ModelConfig, vocab: int) -> None:
         super().__init__()
@@ -85,7 +91,9 @@ class Attention(nn.Module):
         self.groups = config.kv_heads or config.heads
         self.size = config.size
         self.dropout = config.dropout
-        self.qkv = nn.Linear(config.width, (self.heads + 2 * self.groups) * self.size, bias=config.has_qkv_bias)
+        queries, keys = self.heads * self.size, self.groups * self.size
+        self.qkv = nn.Linear(config.width, queries + 2 * keys, bias=config.has_qkv_bias)
+        self.parts = {"qkv.weight": (queries, keys, keys)}
         self.out = nn.Linear(config.queries, config.width, bias=config.bias)
         self.q_norm = RMSNorm(self.size, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.size, config.norm_eps) if config.qk_norm else None
@@ -138,7 +146,9 @@ class MLP(nn.Module):
         hidden = mlp_width_of(config)
         self.kind = config.mlp
         # swiglu keeps gate and value in one matrix: one product instead of two
-        self.up = nn.Linear(config.width, 2 * hidden if config.mlp == "swiglu" else hidden, bias=config.bias)
+        parts = (hidden, hidden) if config.mlp == "swiglu" else (hidden,)
+        self.up = nn.Linear(config.width, sum(parts), bias=config.bias)
+        self.parts = {"up.weight": parts}
         self.out = nn.Linear(hidden, config.width, bias=config.bias)
 
     def forward(self, h_BTW: Tensor, shared: Shared, own: Own) -> Branch:

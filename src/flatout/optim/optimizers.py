@@ -124,9 +124,9 @@ def check_slices(rules: Sequence[Rule]) -> None:
         )
 
 
-def deal(rules: Sequence[Rule], trained: Sequence[Trainable]) -> dict[Rule, list[nn.Parameter]]:
+def deal(rules: Sequence[Rule], trained: Sequence[Trainable]) -> dict[Rule, list[Trainable]]:
     """What each rule takes, by the order of rules; those that take nothing are left out."""
-    taken: dict[int, list[nn.Parameter]] = {}
+    taken: dict[int, list[Trainable]] = {}
     for one in trained:
         number = next((number for number, rule in enumerate(rules) if rule.takes(one)), None)
         if number is None:
@@ -134,5 +134,5 @@ def deal(rules: Sequence[Rule], trained: Sequence[Trainable]) -> dict[Rule, list
             raise ConfigError(
                 f"no optimizer takes {one.name}; there are rules for {names}", "add a rule that takes all that is left"
             )
-        taken.setdefault(number, []).append(one.parameter)
+        taken.setdefault(number, []).append(one)
     return {rules[number]: taken[number] for number in sorted(taken)}

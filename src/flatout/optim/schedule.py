@@ -1,7 +1,7 @@
-"""Learning-rate schedules as tables: one factor of the peak rate per applied update.
+"""Schedules as tables: a factor of the peak rate, a decay and Muon's momentum for every applied update.
 
 A table, because an update skipped for a non-finite gradient must not advance the schedule, and only the device knows
-about the skip: it looks the rate up by its own count of applied updates, without telling the host.
+about the skip: it looks the value up by its own count of applied updates, without telling the host.
 
 Contract: no update has a rate of zero, which would waste it. A decay to a share of the peak ends with the last update.
 One to zero would reach it one update later, as the schedules of transformers do, whose rates it has after the warm-up.
@@ -15,6 +15,27 @@ from flatout.config.schema import OptimConfig
 def rate_factors(config: OptimConfig, updates: int) -> list[float]:
     """Factor of the peak rate for updates 0 .. updates-1. Never zero, never rising again past the end."""
     return [_factor(config, update, updates) for update in range(max(updates, 1))]
+
+
+def decays_of(config: OptimConfig, updates: int) -> float | list[float]:
+    """Weight decay: a number, or for every update one on the way to `weight_decay_end`, which the last update has."""
+    start, end = config.weight_decay, config.weight_decay_end
+    if end is None or end == start:
+        return start
+    last = max(1, updates - 1)
+    return [start + (end - start) * min(1.0, update / last) for update in range(max(updates, 1))]
+
+
+def momenta(config: OptimConfig, updates: int) -> list[float]:
+    """Muon's momentum: up during its warm-up, and down again in the last updates of a cool-down."""
+    low, high = config.momentum_start, config.momentum
+    found = []
+    for update in range(max(updates, 1)):
+        risen = min(1.0, update / config.momentum_warmup_steps) if config.momentum_warmup_steps else 1.0
+        if config.momentum_cooldown_steps:
+            risen = min(risen, (updates - update) / config.momentum_cooldown_steps)
+        found.append(low + (high - low) * risen)
+    return found
 
 
 def _factor(config: OptimConfig, update: int, updates: int) -> float:

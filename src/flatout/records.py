@@ -56,9 +56,9 @@ class RunInfo(Shown):
     flops_per_token: float  # forward and backward pass
     memory_estimate_bytes: int  # peak of a step, by the formula
     steps: int  # of the whole run
-    batch_tokens: int  # tokens of a step
+    batch_tokens: int  # tokens of a step, on average where stages have different batches
     micro_batch: int  # sequences at once
-    accumulation: int  # micro-batches of a step
+    accumulation: int  # micro-batches of a step, of the largest one where stages have different batches
     context: int  # tokens of a sequence
     vocab: int  # ids of the model
     train_tokens: int | None  # tokens to train on; not known of a stream

@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.api.configs import Config, with_sources
+from flatout.api.configs import Config, measured, with_sources
 from flatout.config.load import load_config
 from flatout.errors import UsageError
 from flatout.files import disk_errors
@@ -41,7 +41,7 @@ def bench(
     `seconds`, no other rung is begun. With a `folder`, rows are also written to bench.jsonl there, from the first
     measured one on; with `go_on`, rungs that are there already are not measured again.
     """
-    config = with_sources(config or load_config())
+    config = measured(config, notice)
     path = None if folder is None else Path(folder) / "bench.jsonl"
     if path is not None and path.exists() and not go_on:
         raise UsageError(
@@ -90,7 +90,7 @@ def tune(
     GiB that emulates a smaller card, `exhaustive` tries everything, `compile` torch.compile's modes too (minutes).
     """
     yield from search_settings(
-        with_sources(config or load_config()),
+        measured(config),
         memory=memory,
         thorough=exhaustive,
         compiled=compile,
@@ -116,7 +116,7 @@ def tune_lr(
             f"--from {low:g} and --to {high:g} are less than a factor of ten apart",
             "a range test needs rates from far too small to far too large, such as --from 1e-7 --to 1",
         )
-    return find_rate(with_sources(config or load_config()), low=low, high=high, steps=steps, progress=progress)
+    return find_rate(measured(config), low=low, high=high, steps=steps, progress=progress)
 
 
 def search(
@@ -152,5 +152,5 @@ def estimate(
     `price` is per hour; steps are timed for about `seconds`, or not at all without `probe`. `imported` is how long
     importing took, to be counted into the start-up. A run that does not fit has a `problem` and a `way_out`.
     """
-    loaded = with_sources(config or load_config())
+    loaded = measured(config, notice)
     return look_ahead(loaded, price=price, seconds=seconds, probe=probe, imported=imported, notice=notice)

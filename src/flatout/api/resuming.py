@@ -12,7 +12,7 @@ from flatout.config.training_sections import LENGTHS
 from flatout.config.yaml_loader import format_value
 from flatout.engine.checkpoint import Checkpoint, Unusable, read_checkpoint
 from flatout.engine.given import check_given
-from flatout.engine.opening import steps_of, stored_schedule
+from flatout.engine.opening import pace_of, steps_of, stored_schedule
 from flatout.engine.run import Run
 from flatout.engine.run_folder import find_resume_point
 from flatout.engine.saving import as_word, differences
@@ -163,12 +163,14 @@ def own_settings(config: RunConfig, checkpoint: Checkpoint, folder: Path, sectio
 def _about_rate(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
     """A run that is made longer or shorter gets the schedule of its new length, which may be a jump from the old."""
     before = resolve_from_mapping(checkpoint.config)
-    steps = steps_of(before, run.data.facts, stored_schedule(run.data, checkpoint))
+    schedule = stored_schedule(run.data, checkpoint)
+    steps = steps_of(before, run.data.facts, schedule)
     done = int(checkpoint.run["updates"])
     if steps == run.steps or not 0 < done < min(steps + 1, run.steps):
         return
-    last = before.optim.learning_rate * rate_factors(before.optim, steps)[done - 1]
-    following = run.config.optim.learning_rate * rate_factors(run.config.optim, run.steps)[done]
+    earlier, now = pace_of(before, schedule or run.schedule, steps), pace_of(run.config, run.schedule, run.steps)
+    last = before.optim.learning_rate * rate_factors(before.optim, steps, earlier)[done - 1]
+    following = run.config.optim.learning_rate * rate_factors(run.config.optim, run.steps, now)[done]
     if abs(following - last) > 0.1 * last:
         yield (
             f"the schedule was over {steps:,} steps and is now over {run.steps:,}: the learning rate goes from "

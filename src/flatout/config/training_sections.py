@@ -147,6 +147,7 @@ class OptimConfig(Section):
 
 
 LENGTHS = ("steps", "epochs", "tokens", "minutes")
+_STAGES = ("batch_stages", "length_stages", "window_stages")
 
 
 class TrainConfig(Section):
@@ -160,6 +161,14 @@ class TrainConfig(Section):
     """Length of the run in minutes, from its first step to its last checkpoint; steps beside it are the plan."""
     batch_tokens: Positive = 16384
     """Tokens per optimizer step over all micro-batches and devices."""
+    batch_stages: list[Positive] = Field(default=[])
+    """Tokens per step in stages of equally many tokens, such as [32768, 65536]; [] has batch_tokens in all steps."""
+    length_stages: list[Positive] = Field(default=[])
+    """Sequence length of each stage, a divisor of model.context; evaluation has the whole context, and so has []."""
+    window_stages: list[Positive] = Field(default=[])
+    """Attention window of W blocks in each stage; evaluation and the trained model have model.window, and so has []."""
+    batch_rate_power: Annotated[float, Field(ge=0.0, le=2.0)] = 0.5
+    """Rates of a stage are multiplied by (its batch / batch_tokens) to this power; 0 leaves them alone."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Label smoothing in training; evaluation never smooths."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
@@ -175,7 +184,30 @@ class TrainConfig(Section):
                 f"give exactly one of {', '.join(LENGTHS)}, not {' and '.join(given) or 'none'}",
                 "keep one of train.steps, train.epochs, train.tokens and train.minutes, such as train.steps=1000",
             )
+        counts = {name: len(stages) for name in _STAGES if (stages := getattr(self, name))}
+        if len(set(counts.values())) > 1:
+            told = ", ".join(f"{name} {count}" for name, count in counts.items())
+            raise Conflict(
+                f"the lists of stages differ in length: {told}", "give each list one entry for every stage of the run"
+            )
         return self
+
+    @property
+    def staged(self) -> bool:
+        return any(getattr(self, name) for name in _STAGES)
+
+    @property
+    def mean_batch(self) -> float:
+        """Tokens of a step on average: stages have equally many tokens, so small batches have more steps."""
+        batches = self.batch_stages or [self.batch_tokens]
+        return len(batches) / sum(1 / batch for batch in batches)
+
+    def stages(self, context: int) -> list[tuple[int, int, int | None]]:
+        """(tokens of a step, sequence length, attention window) of each stage; one where there are no lists."""
+        count = max(1, *(len(getattr(self, name)) for name in _STAGES))
+        batches = self.batch_stages or [self.batch_tokens] * count
+        lengths, windows = self.length_stages or [context] * count, self.window_stages or [None] * count
+        return list(zip(batches, lengths, windows, strict=True))
 
 
 class EvalConfig(Section):

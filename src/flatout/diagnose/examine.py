@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, load_config
+from flatout.config.schema import at_last_stage
 from flatout.config.usual import found_by_range_test
 from flatout.diagnose import check_fit, links
 from flatout.diagnose.check_card import check_cards
@@ -126,6 +127,9 @@ class _Visit:
             self.complaints += more
         if self.loaded is not None and self.loaded.hardware is not None:
             self.loaded, more = _fitted(self.loaded, works=self.works)
+            self.complaints += more
+        if self.loaded is not None and self.loaded.config.train.staged:
+            self.loaded, more = _without_stages(self.loaded)
             self.complaints += more
         self.config = None if self.loaded is None else self.loaded.config
         self.kind, self.index, complaint = check_fit.kind_of(self.machine, self.config)
@@ -336,6 +340,14 @@ def _load(
         advice = "Mend that first, then ask again: what follows from it is not checked yet."
         complaints.append(Check("config", "left out").note(found, advice))
     return loaded, complaints
+
+
+def _without_stages(loaded: LoadedConfig) -> tuple[LoadedConfig, list[Finding]]:
+    """The config with all steps like those of its last stage, which the other checks are of."""
+    config = at_last_stage(loaded.config)
+    count, batch = len(loaded.config.train.stages(config.model.context)), config.train.batch_tokens
+    found = f"{count} of equally many tokens; steps are judged as in the last one, with {batch:,} tokens each"
+    return dataclasses.replace(loaded, config=config), [Check("config", "stages").note(found)]
 
 
 def _for_card(machine: Machine, loaded: LoadedConfig) -> tuple[LoadedConfig, list[Finding]]:

@@ -43,7 +43,8 @@ class Deadline:
 
     def __post_init__(self) -> None:
         self.last_step = self.planned
-        self.anchor = (0, 0.0)  # a step, and its place in the tables; from there to the last step they are stretched
+        # A step, and its place in the tables; from there to the last step they are stretched.
+        self.anchor: tuple[int, float] = (0, 0.0)
         self.began: float | None = None
         self.marks: list[tuple[float, int]] = []  # (seconds of steps, windows read)
 
@@ -58,7 +59,8 @@ class Deadline:
     @property
     def stretch(self) -> tuple[int, float, int]:
         """What `Optimizers.stretch` needs: a step, its place in the tables, and the step at which they end."""
-        return *self.anchor, self.last_step
+        step, place = self.anchor
+        return step, place, self.last_step
 
     def place(self, step: int) -> float:
         """Where in the tables a step looks its numbers up."""

@@ -11,6 +11,7 @@ Fine-tuning configs stay as they are, and say so: their model is not known befor
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from flatout.config.catalogue import gigabytes
 from flatout.config.load import LoadedConfig, with_values
-from flatout.config.schema import RunConfig, micro_batch_of
+from flatout.config.schema import RunConfig, micro_batch_of, windows_of_steps
 from flatout.config.sizes import usual_vocab
 from flatout.config.source import DEFAULT, Source
 from flatout.device import Device
@@ -64,7 +65,7 @@ def _changes(loaded: LoadedConfig) -> Iterator[dict[str, Any]]:
     """What may be changed, from nothing to all of it."""
     config, sources = loaded.config, loaded.sources
     own, _ = micro_batch_of(config)
-    sequences = config.train.batch_tokens // config.model.context
+    sequences = math.gcd(*windows_of_steps(config))
     sizes = [size for size in range(own, 0, -1) if sequences % size == 0]
     if any(sources[f"speed.{name}"].by_user for name in ("micro_batch", "accumulation")):
         sizes = [own]

@@ -66,8 +66,10 @@ class Run:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step; of samples, which differ, on average."""
+        """Tokens of a step; of samples and of stages, which differ, on average."""
         mean = self.data.facts.step_tokens
+        if mean is None and self.config.train.batch_stages and self.steps:
+            mean = self.schedule.at(self.steps).start * self.config.model.context / self.steps
         return self.config.train.batch_tokens if mean is None else round(mean)
 
     @property

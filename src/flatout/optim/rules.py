@@ -10,12 +10,13 @@ from flatout.config.schema import OptimConfig
 from flatout.optim.adamw import AdamW, EightBitAdamW, HostAdamW
 from flatout.optim.muon import Exchange, Muon
 from flatout.optim.optimizer import Rule, StateBytes, Trainable
-from flatout.optim.schedule import decays_of, momenta, rate_factors
+from flatout.optim.schedule import Pace, decays_of, momenta, rate_factors
 
 
 def rules_of(
     config: OptimConfig,
     updates: int,
+    pace: Pace | None = None,
     *,
     fused: bool = True,
     state: str = "fp32",
@@ -28,7 +29,7 @@ def rules_of(
     several processes share Muon's work.
     """
     kind = HostAdamW if offload else EightBitAdamW if state == "8bit" else AdamW
-    factors, decay = rate_factors(config, updates), decays_of(config, updates)
+    factors, decay = rate_factors(config, updates, pace), decays_of(config, updates)
     common: dict[str, Any] = {
         "optimizer": functools.partial(kind, fused=fused),
         "bytes": kind.BYTES,

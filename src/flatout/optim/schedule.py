@@ -7,14 +7,32 @@ Contract: no update has a rate of zero, which would waste it. A decay to a share
 One to zero would reach it one update later, as the schedules of transformers do, whose rates it has after the warm-up.
 """
 
+import bisect
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flatout.config.schema import OptimConfig
 
 
-def rate_factors(config: OptimConfig, updates: int) -> list[float]:
+@dataclass(frozen=True)
+class Pace:
+    """Updates of different sizes, those of `train.batch_stages`: schedules then decay over tokens, not over updates.
+
+    `places` says how far the run has come before each update and after the last, from 0 to the number of updates;
+    `factors` are what the rates of each update are multiplied by.
+    """
+
+    places: Sequence[float]
+    factors: Sequence[float]
+
+
+def rate_factors(config: OptimConfig, updates: int, pace: Pace | None = None) -> list[float]:
     """Factor of the peak rate for updates 0 .. updates-1. Never zero, never rising again past the end."""
-    return [_factor(config, update, updates) for update in range(max(updates, 1))]
+    count = max(updates, 1)
+    if pace is None:
+        return [_factor(config, update, updates, range(count + 1)) for update in range(count)]
+    return [_factor(config, update, updates, pace.places) * pace.factors[update] for update in range(count)]
 
 
 def decays_of(config: OptimConfig, updates: int) -> float | list[float]:
@@ -38,7 +56,7 @@ def momenta(config: OptimConfig, updates: int) -> list[float]:
     return found
 
 
-def _factor(config: OptimConfig, update: int, updates: int) -> float:
+def _factor(config: OptimConfig, update: int, updates: int, places: Sequence[float]) -> float:
     warmup = min(config.warmup_steps, updates)
     if update < warmup:
         rising = (update + 1) / warmup
@@ -47,22 +65,20 @@ def _factor(config: OptimConfig, update: int, updates: int) -> float:
         return rising
     if config.schedule == "constant":
         return 1.0
-    floor, start = config.min_ratio, warmup
+    floor, start = config.min_ratio, places[warmup]
     if config.schedule == "wsd":
-        start = cooling_from(config, updates)
-    share = _share(update, start, updates, ends_after=floor == 0.0)
+        start = max(start, updates - max(1, round(config.decay_fraction * updates)))
+    # A decay to a share of the peak counts the update itself, one to zero does not.
+    share = 0.0
+    if places[update] >= start:
+        share = min(1.0, (places[update + (floor > 0.0)] - start) / max(1, updates - start))
     if config.schedule in ("linear", "wsd"):
         return 1.0 - (1.0 - floor) * share
     return floor + (1.0 - floor) * (1 + math.cos(math.pi * share)) / 2
 
 
-def cooling_from(config: OptimConfig, updates: int) -> int:
+def cooling_from(config: OptimConfig, updates: int, pace: Pace | None = None) -> int:
     """The update from which wsd decays."""
-    return max(min(config.warmup_steps, updates), updates - max(1, round(config.decay_fraction * updates)))
-
-
-def _share(update: int, start: int, end: int, *, ends_after: bool) -> float:
-    """How far `update` is from `start` to the last update, or to the one that would come after it, in 0 .. 1."""
-    if update < start:
-        return 0.0
-    return min(1.0, (update - start + (not ends_after)) / max(1, end - start))
+    places = range(max(updates, 1) + 1) if pace is None else pace.places
+    start = max(places[min(config.warmup_steps, updates)], updates - max(1, round(config.decay_fraction * updates)))
+    return bisect.bisect_left(places, start)

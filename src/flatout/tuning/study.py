@@ -185,7 +185,7 @@ def _for_trials(loaded: LoadedConfig) -> LoadedConfig:
 def _steps(loaded: LoadedConfig) -> int | None:
     """The length of a trial, where the config says it without the data."""
     train = loaded.config.train
-    return train.steps or (None if train.tokens is None else -(-train.tokens // train.batch_tokens))
+    return train.steps or (None if train.tokens is None else math.ceil(train.tokens / train.mean_batch))
 
 
 def _distribution(optuna: Any, one: Dimension) -> Any:

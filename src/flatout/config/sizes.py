@@ -37,6 +37,7 @@ _NAMED = {
 _USUAL_VOCAB, _VOCABS = 50257, {"char": 128, "bytes": 257}
 
 REFERENCE_BATCH, REFERENCE_TOKENS, REFERENCE_WIDTH = 32_768, 26e6, 512
+_ADAM_RATES = {"embedding_rate": 0.3, "head_rate": 0.008, "learning_rate": 0.02}
 SHORT_STEPS = 800
 TOKENS_PER_PARAMETER, MOST_EPOCHS = 20, 2.0
 FRESH_EPOCHS = 3.0  # time-to-loss ladders of fresh and of repeated data disagree from about here on
@@ -223,7 +224,9 @@ def batch_factor(batch: int) -> float:
 
 def _rates(shape: Shape, batch: int, tokens: int) -> Iterator[tuple[str, float]]:
     factor, thin = batch_factor(batch), math.sqrt(REFERENCE_WIDTH / shape.width)
-    yield "optim.learning_rate", _short(2e-3 * factor * thin)
+    yield "optim.muon_rate", _short(0.02 * factor)
+    for name, rate in _ADAM_RATES.items():
+        yield f"optim.{name}", _short(rate * factor * thin)
     yield "optim.weight_decay", _short(min(1.0, 0.1 * factor * REFERENCE_TOKENS / tokens))
 
 

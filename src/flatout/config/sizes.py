@@ -81,6 +81,28 @@ class Shape:
         return 12 * self.layers * self.width**2 + vocab * self.width
 
 
+# What a run whose length is told in minutes chooses from: about 64 of width for each block, as the named sizes.
+LADDER = tuple(
+    Shape(*shape)
+    for shape in (
+        *(
+            (2, 32),
+            (2, 64),
+            (3, 96),
+            (4, 128),
+            (4, 192),
+            (4, 256),
+            (6, 384),
+            (8, 512),
+            (10, 640),
+            (12, 768),
+            (16, 1024),
+        ),
+        *((24, 1024), (24, 1536), (24, 2048)),
+    )
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Known:
     """What is known of a run when its settings are derived; None where it is not known yet."""

@@ -35,6 +35,7 @@ from flatout.engine.opening import (
     Opened,
     adapter_plan,
     check_shares,
+    deadline_of,
     open_data,
     optim_of,
     pace_of,
@@ -150,6 +151,7 @@ def _assembled(
     schedule = schedule_of(data, resumed)
     steps = steps_of(config, facts, schedule)
     optim = optim_of(config, facts, schedule, steps)
+    deadline = deadline_of(config, optim, schedule, steps, resumed)
     adapters = _attach(model, config) if config.lora.rank else None
     base_hash = None if adapters is None else _base_hash(adapters, opened, weights=fresh)
     trained = all_weights(model, sharding) if adapters is None else only_adapters(adapters)
@@ -178,6 +180,7 @@ def _assembled(
         memory=memory,
         notices=(),
         new_notices=later,
+        deadline=deadline,
         base=opened.base,
         base_hash=base_hash,
     )

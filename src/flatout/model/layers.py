@@ -16,7 +16,7 @@ from flatout.model.cache import LayerCache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.model.narrow import input_slot
-from flatout.model.norms import Norm, RMSNorm, build_norm
+from flatout.model.norms import RMSNorm, build_norm
 from flatout.model.operations import Branch, Operations, Own, Shared, Stream
 from flatout.ops.attention import causal_attention
 from flatout.ops.documents import document_attention
@@ -29,9 +29,9 @@ class Embedding(nn.Embedding):
     role = "embedding"  # by which optimizers choose a rate
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tokens_BT: Tensor, do: Operations, positions_TW: Tensor | None, dropout: float, seed: Tensor | None
+        self, tokens_BT: Tensor, do: Operations, positions_TW: Tensor | None
     ) -> Tensor:
-        return do.embed(tokens_BT, self.weight, positions_TW, dropout, seed)
+        return do.embed(tokens_BT, self.weight, positions_TW)
 
 
 class Positions(nn.Embedding):
@@ -50,7 +50,7 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab: int) -> None:
         super().__init__()
-        self.cap = config.logit_cap or 0.0
+        self.cap, self.cap_form = config.logit_cap or 0.0, config.logit_cap_form
         self.weight = None if config.tied else nn.Parameter(torch.empty(vocab, config.width))
 
     def forward(
@@ -65,7 +65,7 @@ class Head(nn.Module):
         weight_VW = table_VW if self.weight is None else self.weight
         assert weight_VW is not None, "a tied head is given the table"
         if targets_BT is None:
-            return padded_logits(hidden_BTW, weight_VW, how.pad_vocab, self.cap)
+            return padded_logits(hidden_BTW, weight_VW, how.pad_vocab, self.cap, self.cap_form)
         return linear_cross_entropy(
             hidden_BTW.flatten(0, 1),
             weight_VW,
@@ -78,6 +78,7 @@ class Head(nn.Module):
             fp8="head" in how.fp8,
             tuned=how.products == "tuned",
             cap=self.cap,
+            cap_form=self.cap_form,
         )
 
 
@@ -95,11 +96,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, queries + 2 * keys, bias=config.has_qkv_bias)
         self.parts = {"qkv.weight": (queries, keys, keys)}
         self.out = nn.Linear(config.queries, config.width, bias=config.bias)
-        self.q_norm = RMSNorm(self.size, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.size, config.norm_eps) if config.qk_norm else None
+        how = {"eps": config.norm_eps, "weight": config.norm_weights, "scale": config.qk_scale}
+        self.q_norm = RMSNorm(self.size, **how) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.size, **how) if config.qk_norm else None
 
     @property
-    def norms(self) -> tuple[Norm, Norm] | None:
+    def norms(self) -> tuple[RMSNorm, RMSNorm] | None:
         """Those of queries and keys."""
         return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
 

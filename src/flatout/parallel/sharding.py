@@ -149,7 +149,8 @@ class Sharding:
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """The norm of tensors of which every process has its slices, and one counts the vectors."""
-        total = torch.nn.utils.get_total_norm([one for one in tensors if one.ndim > 1 or self.number == 0]).square()
+        own = [one for one in tensors if one.ndim > 1 or self.number == 0] or [tensors[0].new_zeros(1)]
+        total = torch.nn.utils.get_total_norm(own).square()
         dist.all_reduce(total, group=self.group)
         return total.sqrt()
 

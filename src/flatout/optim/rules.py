@@ -40,10 +40,14 @@ def decays(one: Trainable) -> bool:
 
 
 def state_bytes(config: OptimConfig, *, state: str, offload: bool) -> StateBytes:
-    """Bytes of optimizer state for each parameter, before there is a model to deal out: the most of any rule."""
+    """Bytes of optimizer state for each parameter, before there is a model to deal out: the most of any rule.
+
+    An average of the weights lies beside them, and a checkpoint holds both.
+    """
+    average = 4 if config.ema else 0
     sizes = [rule.bytes for rule in rules_of(config, 1, state=state, offload=offload)]
     return StateBytes(
-        device=max(size.device for size in sizes),
+        device=max(size.device for size in sizes) + average,
         host=max(size.host for size in sizes),
-        checkpoint=max(size.checkpoint for size in sizes),
+        checkpoint=max(size.checkpoint for size in sizes) + average,
     )

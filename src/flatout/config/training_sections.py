@@ -123,6 +123,8 @@ class OptimConfig(Section):
     """AdamW's guard against division by zero."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm, larger ones are scaled down; 0 never clips."""
+    ema: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Evaluate, sample and export an average of weights, of which update n keeps min(ema, (1+n)/(10+n)); 0 has none."""
 
     @property
     def rates(self) -> dict[str, float]:

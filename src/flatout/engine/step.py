@@ -27,6 +27,7 @@ from flatout.engine.spans import StepClock
 from flatout.ops.documents import Layout, PackedRows
 from flatout.ops.gradients import clear_gradients, hold_gradients
 from flatout.ops.reference import IGNORED
+from flatout.optim.average import Average
 from flatout.optim.optimizers import Optimizers
 from flatout.world import Reducer, World
 
@@ -74,6 +75,7 @@ class TrainStep:
     after_update: Callable[[], None] = lambda: None
     before_update: Callable[[], None] = lambda: None
     clear_gradients: Callable[[], None] | None = None
+    average: Average | None = None  # of the weights, for evaluation
     scope: Callable[[], AbstractContextManager[None]]
     world: World = dataclasses.field(default_factory=World)
     reducer: Reducer | None = None  # adds up the gradients of several processes
@@ -203,6 +205,8 @@ class TrainStep:
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
         self.updates.add_(finite)
+        if self.average is not None:
+            self.average.update(self.updates, finite)
         self.after_update()
         self.updating = False
         self._clear(drop=not self.keep_gradients)

@@ -141,6 +141,11 @@ class Sharding:
                 module.set_reshard_after_forward(True, recurse=False)
                 module.reshard()
 
+    def reshard(self) -> None:
+        """Lets go of weights that an evaluation has left whole, after slices were written to."""
+        for module in self._modules:
+            module.reshard()
+
     def _room(self) -> float:
         if self._device.type != "cuda":
             return math.inf

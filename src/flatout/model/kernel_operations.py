@@ -44,20 +44,15 @@ class KernelOperations(Operations):
         return torch.randint(2**62, (count, 2), device=device)[:, 0].unbind()
 
     def embed(
-        self,
-        tokens_BT: Tensor,
-        table_VW: Tensor,
-        positions_TW: Tensor | None,
-        bigrams: tuple[Tensor, Tensor] | None,
-        dropout: float,
-        seed: Tensor | None,
+        self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, dropout: float, seed: Tensor | None
     ) -> Tensor:
         wide = torch.promote_types(table_VW.dtype, torch.float32)  # of a frozen model weights may be narrower
         dtype = torch.bfloat16 if self.execution.residual == "bf16" else wide
         x_BTW = embed(tokens_BT, table_VW, None if positions_TW is None else positions_TW.flatten(0, -2), dtype)
-        if bigrams is not None:
-            x_BTW = x_BTW + embed(*bigrams, None, dtype)
         return x_BTW if seed is None else drop(x_BTW, seed, dropout)
+
+    def add_rows(self, x_BTW: Tensor, ids_BT: Tensor, table_RW: Tensor) -> Tensor:
+        return x_BTW + embed(ids_BT, table_RW, None, x_BTW.dtype)
 
     def first(self, x_BTW: Tensor) -> tuple[Tensor, First]:
         return begin(x_BTW)

@@ -29,15 +29,9 @@ class Embedding(nn.Embedding):
     """The token table. Returns token rows plus position rows: the first values of the residual stream."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        tokens_BT: Tensor,
-        do: Operations,
-        positions_TW: Tensor | None,
-        bigrams: tuple[Tensor, Tensor] | None,
-        dropout: float,
-        seed: Tensor | None,
+        self, tokens_BT: Tensor, do: Operations, positions_TW: Tensor | None, dropout: float, seed: Tensor | None
     ) -> Tensor:
-        return do.embed(tokens_BT, self.weight, positions_TW, bigrams, dropout, seed)
+        return do.embed(tokens_BT, self.weight, positions_TW, dropout, seed)
 
 
 class Table(nn.Module):

@@ -19,17 +19,10 @@ class TorchOperations(Operations):
     kernels = False
 
     def embed(
-        self,
-        tokens_BT: Tensor,
-        table_VW: Tensor,
-        positions_TW: Tensor | None,
-        bigrams: tuple[Tensor, Tensor] | None,
-        dropout: float,
-        seed: Tensor | None,
+        self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, dropout: float, seed: Tensor | None
     ) -> Tensor:
         x_BTW = F.embedding(tokens_BT, table_VW)
         x_BTW = x_BTW if positions_TW is None else x_BTW + positions_TW
-        x_BTW = x_BTW if bigrams is None else x_BTW + F.embedding(*bigrams)
         return F.dropout(x_BTW, dropout) if dropout > 0.0 else x_BTW
 
     def add_norm(
@@ -39,6 +32,9 @@ class TorchOperations(Operations):
         if mix is not None:
             x_BTW = mix.weights_2[0] * x_BTW + mix.weights_2[1] * mix.first
         return x_BTW, norm(x_BTW)
+
+    def add_rows(self, x_BTW: Tensor, ids_BT: Tensor, table_RW: Tensor) -> Tensor:
+        return x_BTW + F.embedding(ids_BT, table_RW)
 
     def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Tensor:
         return F.embedding(tokens_BT, table_VC).to(product_type(table_VC))  # once for all blocks that it serves

@@ -3,6 +3,7 @@
     python benchmarks/lab.py prepare enwik8.gz TOKENIZER OUT
     python benchmarks/lab.py run COMMIT --data OUT [--size 60m] [--tokens 26e6] [--seeds 0,1] [CANDIDATE ...]
     python benchmarks/lab.py run COMMIT --data OUT --campaign batch --seconds 480
+    python benchmarks/lab.py table
     python benchmarks/lab.py list
     python benchmarks/lab.py dry
 
@@ -34,6 +35,7 @@ import json
 import math
 import os
 import re
+import statistics
 import sys
 import time
 import zlib
@@ -89,6 +91,7 @@ class Recipe:
     embedding_rate: float = 0.1
     head_rate: float = 0.02
     table_rate: float = 0.1  # value and bigram tables
+    table_decay: float = 0.0  # of those tables, times their rate
     scalar_rate: float = 0.02  # learned scalars, gates and norm weights
     beta1: float = 0.8
     beta2: float = 0.95
@@ -134,6 +137,11 @@ class Recipe:
     mtp: float = 0.0  # weight of the second next token at the beginning
     mtp_end: float = 0.67  # share of the run after which that weight is 0
 
+    # For text that is read more than once.
+    dropout: float = 0.0  # on both branches of a layer
+    table_dropout: float = 0.0  # on rows of value tables
+    shift: bool = False  # windows of each pass begin elsewhere
+
 
 # What the compiled functions depend on. Other fields must not reach them, or every candidate would compile anew.
 MODEL_FIELDS = (
@@ -153,6 +161,8 @@ MODEL_FIELDS = (
     "smear",
     "bigram_rows",
     "mtp",
+    "dropout",
+    "table_dropout",
 )
 MUON_FIELDS = ("iteration", "scale", "normuon", "normuon_beta", "decay_form", "decay")
 
@@ -230,6 +240,10 @@ VARIATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bigram_rows": (512, {}),
     "mtp": (0.5, {}),
     "mtp_end": (0.3, {"mtp": 0.5}),
+    "table_decay": (0.5, {"value_tables": 1}),
+    "dropout": (0.2, {}),
+    "table_dropout": (0.2, {"value_tables": 1}),
+    "shift": (True, {}),
 }
 
 CLASSIC = (  # GPT as it was trained before 2024, with rotary positions
@@ -435,6 +449,7 @@ def block(
     values: Tensor | None,
     turns: tuple[Tensor, Tensor],
     w: dict[str, Tensor],
+    training: bool,
 ) -> Tensor:
     """One layer: attention and MLP, each added to the residual stream."""
     if look.x0_mix:
@@ -448,19 +463,20 @@ def block(
         q, k = norm(q) * look.qk_scale, norm(k) * look.qk_scale
     q, k = rotated(q, *turns), rotated(k, *turns)
     if values is not None:
+        values = F.dropout(values, look.table_dropout, training)
         v = v + gate(h, w["value_gate"])[..., None] * values.view_as(v)
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     if look.attention_gates:
         y = y * gate(h, w["attention_gate"])[..., None]
-    x = x + linear(y.reshape(batch, length, width), w["out"])
+    x = x + F.dropout(linear(y.reshape(batch, length, width), w["out"]), look.dropout, training)
     h = linear(norm(x, w.get("norm2")), w["up"])
     if look.activation == "swiglu":
         first, second = h.chunk(2, dim=-1)
         h = F.silu(first) * second
     else:
         h = F.relu(h).square() if look.activation == "relu2" else F.gelu(h, approximate="tanh")
-    return x + linear(h, w["down"])
+    return x + F.dropout(linear(h, w["down"]), look.dropout, training)
 
 
 def head(
@@ -593,8 +609,9 @@ class Model:
         angles = torch.arange(self.size.context, device=device)[:, None, None] * speeds
         return angles.cos(), angles.sin()
 
-    def losses(self, rows: Tensor, second: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def losses(self, rows: Tensor, second: Tensor | None = None, *, training: bool = True) -> tuple[Tensor, Tensor]:
         """(training loss, next-token cross entropy) of rows of `context + 2` tokens."""
+        training = training and self.look.dropout + self.look.table_dropout > 0  # else one graph serves both
         place, look = self.place, self.look
         tokens, targets = rows[:, :-2].contiguous(), rows[:, 1:].contiguous()
         x, values = compiled(embed, place.compile)(look, tokens, self.tables, place.dtype)
@@ -605,7 +622,8 @@ class Model:
             other = self._skip_from(i) if look.skips else None
             table = self._values_of(i, look.value_tables)
             skip = None if other is None else inputs[other]
-            x = layer(look, self.size.heads, x, x0, skip, None if table is None else values[table], self.turns, w)
+            looked_up = None if table is None else values[table]
+            x = layer(look, self.size.heads, x, x0, skip, looked_up, self.turns, w, training)
         last = compiled(head, place.compile)
         second = self.no_second if second is None else second
         return last(look, x, self.tables["head"], self.tables.get("norm"), targets, second)
@@ -718,7 +736,7 @@ class Optimizer:
         self.muon = Muon(matrices, recipe, compile=model.place.compile) if matrices else None
         rates = {name: getattr(recipe, f"{name}_rate") for name in ("embedding", "head", "table", "scalar")}
         rates["matrix"] = recipe.adam_rate
-        decays = {"matrix": recipe.decay if recipe.decay_form != "none" else 0.0}
+        decays = {"matrix": recipe.decay if recipe.decay_form != "none" else 0.0, "table": recipe.table_decay}
         groups = [
             {"params": tensors, "lr": rates[group], "base": rates[group], "weight_decay": decays.get(group, 0.0)}
             for group, tensors in by_group.items()
@@ -846,12 +864,15 @@ def made_up(size: Size) -> Data:
 class Rows:
     """Micro-batches of rows, in an order that depends on the seed only."""
 
-    def __init__(self, data: Tensor, context: int, micro_rows: int, count: int, seed: int) -> None:
-        windows = (len(data) - 2) // context
+    def __init__(
+        self, data: Tensor, context: int, micro_rows: int, count: int, seed: int, *, shift: bool = False
+    ) -> None:
+        windows = (len(data) - 2) // context - shift
         generator = torch.Generator().manual_seed(seed)
         passes = math.ceil(count * micro_rows / windows)
-        order = torch.cat([torch.randperm(windows, generator=generator) for _ in range(passes)])
-        self.begins = (order[: count * micro_rows] * context).view(count, micro_rows).to(data.device)
+        drawn = [torch.randperm(windows, generator=generator) * context for _ in range(passes)]
+        order = torch.cat([begins + (i * 389 % context if shift else 0) for i, begins in enumerate(drawn)])
+        self.begins = order[: count * micro_rows].view(count, micro_rows).to(data.device)
         self.data, self.inside = data, torch.arange(context + 2, device=data.device)
 
     def __getitem__(self, i: int) -> Tensor:
@@ -867,7 +888,7 @@ def evaluate(model: Model, val: Tensor, micro_rows: int) -> float:
     for group in begins.split(micro_rows):
         # The last row has no second next token; nobody looks at it here.
         rows = val[(group[:, None] + inside).clamp(max=len(val) - 1)].long()
-        total += model.losses(rows)[1].double() * len(group)
+        total += model.losses(rows, training=False)[1].double() * len(group)
     return float(total) / len(begins)
 
 
@@ -930,7 +951,8 @@ def trained(model: Model, recipe: Recipe, protocol: Protocol) -> dict[str, Any]:
         raise ValueError(f"a batch of {recipe.batch:,} is no multiple of micro-batches of {protocol.micro_tokens:,}")
     optimizer = Optimizer(model, recipe)
     steps = planned(recipe, protocol.micro_batches, protocol.micro_tokens)
-    rows = Rows(protocol.data.train, size.context, protocol.micro_rows, protocol.micro_batches, model.seed)
+    counts = (size.context, protocol.micro_rows, protocol.micro_batches)
+    rows = Rows(protocol.data.train, *counts, model.seed, shift=recipe.shift)
     micro_batches = (rows[i] for i in range(protocol.micro_batches))
     evaluated = {round(len(steps) * i / protocol.evaluations) for i in range(1, protocol.evaluations + 1)}
     if device.type == "cuda":
@@ -1011,6 +1033,37 @@ def summary(rows: list[dict[str, Any]], names: list[str]) -> str:
     return "\n".join(lines)
 
 
+def table() -> None:
+    """Print what each field is worth, as docs/recipe.md has it: rows that differ from a base in one field."""
+    rows = [row for row in rows_before() if row.get("loss") is not None]
+    for base in ("muon", "best", "rec"):
+        own = [row for row in rows if row["candidate"] == base]
+        if not own:
+            continue
+        about = {name: own[0][name] for name in ("size", "asked_tokens")}
+        own = [row for row in own if about.items() <= row.items()]
+        losses = {row["seed"]: row["loss"] for row in own}
+        mean = sum(losses.values()) / len(losses)
+        told = f"{about['size']}, {about['asked_tokens'] / 1e6:.0f}M tokens"
+        print(f"\nAgainst `{base}` ({told}, {len(losses)} seeds, {mean:.3f}):\n")
+        print("| field | difference | seeds | speed |\n|---|---|---|---|")
+        recipe = dataclasses.asdict(Recipe())
+        kinds: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            ours, theirs = recipe | row["recipe"], recipe | own[0]["recipe"]
+            fields = {name: ours[name] for name in recipe if ours[name] != theirs[name]}
+            many = len(fields) > (2 if "batch" in fields or "cap_form" in fields or "bigram_rows" in fields else 1)
+            if about.items() <= row.items() and fields and not many and row["seed"] in losses:
+                kinds.setdefault(", ".join(f"{k} {v}" for k, v in fields.items()), []).append(row)
+        found = []
+        for told, same in kinds.items():
+            pairs = [row["loss"] - losses[row["seed"]] for row in same]
+            speed = statistics.mean(row["tokens_per_second"] for row in same) / own[0]["tokens_per_second"]
+            found.append((sum(pairs) / len(pairs), told, len(pairs), speed))
+        for difference, told, count, speed in sorted(found):
+            print(f"| {told} | {difference:+.3f} | {count} | {speed:.3f} |")
+
+
 def chosen(asked: argparse.Namespace) -> list[tuple[str, Recipe]]:
     words = [*(CAMPAIGNS[asked.campaign].split() if asked.campaign else []), *asked.candidates]
     found = [candidate_of(word) for word in words]
@@ -1048,7 +1101,7 @@ def run(asked: argparse.Namespace) -> None:
         sys.exit(f"error: {error.args[0]}")
     rows, before = [], {identity(row): row for row in rows_before() if "error" not in row and not asked.again}
     work = [(name, recipe, seed) for seed in asked.seeds for name, recipe in candidates]
-    latest = 0.0
+    latest, compiled_for = 0.0, None
     for i, (name, recipe, seed) in enumerate(work):
         row = {"candidate": name, "seed": seed, **facts, "changed": changed(recipe)}
         row["recipe"] = dataclasses.asdict(recipe)
@@ -1066,11 +1119,15 @@ def run(asked: argparse.Namespace) -> None:
 
         protocol = Protocol(size, place, data, int(asked.tokens), asked.micro, asked.evaluations, told)
         started = time.perf_counter()
+        # Guards of an old graph look for weights by name, and raise where another model has none of that name.
+        if (look := only(MODEL_FIELDS, recipe)) != compiled_for:
+            torch._dynamo.reset()
+            compiled_for = look
         try:
             row["compile_seconds"] = round(warmed(recipe, protocol), 1)
             told(f"compiled and warmed up in {row['compile_seconds']} s")
             row |= rounded(trained(Model(recipe, size, place, seed), recipe, protocol))
-        except (RuntimeError, ValueError) as error:  # the other candidates still run
+        except (RuntimeError, ValueError, KeyError) as error:  # the other candidates still run
             row["error"] = f"{type(error).__name__}: {error}"[:300]
             told(row["error"])
         rows.append(row)
@@ -1148,6 +1205,7 @@ def main() -> None:
     running.add_argument("--again", action="store_true", help="run what lab.jsonl has already")
     trying = commands.add_parser("dry", help="try every field on a tiny model on the CPU")
     trying.add_argument("--steps", type=int, default=20)
+    commands.add_parser("table", help="what each field is worth, by lab.jsonl")
     commands.add_parser("list", help="candidates and campaigns")
     # Candidates may stand behind options; argparse's own way of allowing that knows no subcommands.
     asked, rest = parser.parse_known_args()
@@ -1160,6 +1218,8 @@ def main() -> None:
         run(asked)
     elif asked.command == "dry":
         dry(asked.steps)
+    elif asked.command == "table":
+        table()
     else:
         for name, text in NAMED.items():
             print(f"{name:20} {text}")

@@ -145,6 +145,7 @@ flatout plan --gpus 8..64 --size 7b --gpu h100       # memory, communication, ti
 flatout tune gpt2-124m --out tuned.yaml              # what trains fastest on this machine, as a config
 flatout tune lr                                      # a learning rate by a range test
 flatout bench                                        # what every speed switch is worth here
+flatout ablate --fields model.qk_norm                # what a field is worth to the loss, by pairs of runs
 flatout profile                                      # what holds a step on this machine, and the switch to try
 flatout runs --sort loss                             # all runs: state, step, loss, size, age
 flatout watch runs/a                                 # follow a run from another terminal
@@ -251,7 +252,7 @@ def records_page() -> str:
     parts = [one for one in rest if one not in progress]
     groups = {
         "Records of a run": run,
-        "Records of `data inspect`, `bench` and `tune`": others,
+        "Records of `data inspect`, `bench`, `ablate` and `tune`": others,
         "Parts of records": parts,
         "Progress": progress,
     }

@@ -11,7 +11,7 @@ from tests.bad_configs import as_yaml, bad_config_files, bad_overrides, good_sec
 
 CONFIG_VERBS = [
     ["train"], ["prepare"], ["config", "show"], ["config", "explain"], ["train", "--json"], ["finetune"], ["estimate"],
-    ["plan"], ["tune"], ["tune", "lr"], ["bench"], ["profile"], ["tokenizer", "report"],
+    ["plan"], ["tune"], ["tune", "lr"], ["bench"], ["ablate"], ["profile"], ["tokenizer", "report"],
     ["tokenizer", "train", "--vocab", "300"],
 ]  # fmt: skip
 MODEL_VERBS = ["eval", "generate", "chat", "merge", "export", "plot", "report", "watch", "serve-report"]
@@ -28,6 +28,7 @@ NUMBERS = {
     ("tune", "lr"): ["--from", "--to", "--steps"],
     ("tune", "search", "space.yaml"): ["--trials"],
     ("bench",): ["--steps", "--parity-steps", "--batch-tokens", "--seconds"],
+    ("ablate",): ["--seeds", "--minutes"],
     ("profile",): ["--steps"],
     ("watch",): ["--port"],
     ("serve-report",): ["--port"],
@@ -37,6 +38,8 @@ CONTRADICTIONS = [
     ["train", "--view", "--json"], ["train", "--resume", ""], ["watch", "--web", "--json"], ["watch", "--port", "5"],
     ["bench", "--rungs", ","], ["bench", "--rungs", "bf16", "--only", "extra"], ["bench", "--go-on"],
     ["bench", "--rungs", "nope"], ["bench", "--out", ""], ["profile", "--out", " "], ["tune", "--out", "found.txt"],
+    ["ablate", "--fields", ","], ["ablate", "--fields", "model.nope"], ["ablate", "--fields", "model.width"],
+    ["ablate", "--fields", "train.seed=2"], ["ablate", "--equal", "steps"], ["ablate", "--out", ""],
     ["tune", "--out", "nowhere/found.yaml"], ["tune", "lr", "--from", "1", "--to", "2"], ["tune", "search"],
     ["tune", "search", "nowhere.yaml"], ["tune", "search", "nowhere.yaml", "--study", "nowhere/x.db"],
     ["data", "inspect"], ["data", "inspect", ".", "--picture", "a.bmp"], ["data", "verify", "."], ["data", "look"],

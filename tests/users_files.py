@@ -348,6 +348,7 @@ def _measure(draw: Drawer) -> list[str]:
                 out,
                 *draw.maybe("--go-on"),
             ],
+            ["ablate", *settings, "--fields", draw.chance.choice(["nope", "model.width"]), "--out", out],
             ["profile", *settings, "--steps", "1", *draw.maybe("--out", out, share=0.8), *wrong],
         ]
     )

@@ -16,6 +16,7 @@ from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.launch import OtherProcessError, check_one_process
 from flatout.streams import go_nowhere, usable_streams
 from flatout.verbs import (
+    ablate,
     bench,
     bundle,
     completion,
@@ -115,7 +116,7 @@ def _dispatch(words: list[str]) -> int:
         near = [f"config {verb}"] if verb in config.CONFIG_ACTIONS else near
         hint = f"did you mean `flatout {near[0]}`?" if near else "see `flatout --help` for the verbs"
         raise UsageError(f"unknown verb {quoted(verb)}", hint)
-    if verb in ("bench", "tune", "estimate"):
+    if verb in ("ablate", "bench", "tune", "estimate"):
         check_one_process(verb)
     try:
         return VERBS[verb][0](rest)
@@ -142,6 +143,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "`tune lr` finds a learning rate, `tune search` searches any settings",
     ),
     "bench": (bench.bench, "what each speed switch is worth on this machine, proven first"),
+    "ablate": (ablate.ablate, "what each field of a config is worth to the loss, by pairs of runs and their noise"),
     "profile": (profile.profile, "what holds a step on this machine: arithmetic, memory, launches or data"),
     "runs": (runs.runs, "list runs: state, step, loss, size, age"),
     "watch": (watch.watch, "follow a run from another terminal, or in the browser"),

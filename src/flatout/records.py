@@ -56,9 +56,9 @@ class RunInfo(Shown):
     flops_per_token: float  # forward and backward pass
     memory_estimate_bytes: int  # peak of a step, by the formula
     steps: int  # of the whole run
-    batch_tokens: int  # tokens of a step
+    batch_tokens: int  # tokens of a step, on average where stages have different batches
     micro_batch: int  # sequences at once
-    accumulation: int  # micro-batches of a step
+    accumulation: int  # micro-batches of a step, of the largest one where stages have different batches
     context: int  # tokens of a sequence
     vocab: int  # ids of the model
     train_tokens: int | None  # tokens to train on; not known of a stream
@@ -434,6 +434,35 @@ class BenchProgress:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AblateRow(Shown):
+    """One run of `flatout ablate`: the config as it is, or with one field changed.
+
+    `status` is done, diverged, out_of_memory or invalid, and `reason` says why. `equal` is what the run has in common
+    with that of the unchanged config: tokens or seconds. `seconds` and those in `curve` are of training steps alone,
+    without evaluation, compiling and warm-up; `curve` has a point for each evaluation.
+    """
+
+    field: str  # path of the field that is changed; empty for the config as it is
+    configured: str  # its value in the config, as YAML
+    changed: str  # its value in this run, as YAML
+    equal: str
+    seed: int  # train.seed
+    status: str
+    reason: str
+    loss: float | None  # validation loss at the end; None where the run did not get there
+    steps: int  # taken
+    tokens: int  # trained on
+    seconds: float
+    whole_seconds: float  # of the run with all that belongs to it
+    curve: tuple[tuple[int, float, float], ...]  # tokens, seconds, validation loss
+    hash: str  # of settings, data and device; a run at equal seconds has that of the one at equal tokens
+    config: str  # name of the config
+    device: str  # name of the machine's device
+    flatout: str  # version
+    torch: str  # version
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneRow(Shown):
     """One setting that `flatout tune` tried.
 
@@ -528,12 +557,13 @@ NAMES: dict[type, str] = {
     EndRecord: "end",
     DataSummary: "data",
     BenchRow: "bench",
+    AblateRow: "ablate",
     TuneRow: "tune",
     TuneResult: "tuned",
 }
 
 
-def record_to_json(record: Record | DataSummary | BenchRow | TuneRow | TuneResult) -> str:
+def record_to_json(record: Record | DataSummary | BenchRow | AblateRow | TuneRow | TuneResult) -> str:
     """One JSON line. Non-finite numbers become the strings "nan", "inf", "-inf": JSON has no word for them, and a
     NaN loss must be visible in the log, never averaged or filtered away."""
     body = {"type": NAMES[type(record)], **dataclasses.asdict(record)}
@@ -550,6 +580,18 @@ def bench_row_from_json(line: str) -> BenchRow:
         body.pop("claim_rows", None)  # in rows of earlier versions
         body |= {name: tuple(value) for name, value in body.items() if isinstance(value, list)}
         return BenchRow(**{**body, "parity": None if parity is None else float(parity)})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def ablate_row_from_json(line: str) -> AblateRow:
+    """The row that `record_to_json` wrote; a line of anything else is a ValueError."""
+    try:
+        body = json.loads(line)
+        if body.pop("type") != NAMES[AblateRow]:
+            raise ValueError("a record of another kind")
+        curve = tuple((int(tokens), float(seconds), float(loss)) for tokens, seconds, loss in body["curve"])
+        return AblateRow(**{**body, "curve": curve})
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 

@@ -134,13 +134,18 @@ class Parser(argparse.ArgumentParser):
         return f"see `{self.prog} --help` for its options"
 
 
-def add_config(parser: Parser, default: str | None = None) -> None:
-    """Makes a verb take a config, a hardware overlay and settings."""
+def add_config(parser: Parser, default: str | None = None, *, size: str | None = None) -> None:
+    """Makes a verb take a config, a hardware overlay, a size and settings; `size` is another sentence for --size."""
+    from flatout.config.sizes import SIZED, size_names
+
     name = default or "shakespeare-char"
     parser.add_argument("config", nargs="?", help=f"a preset's name or a YAML file; default: {name}")
     parser.default_config = default
     parser.add_argument(
         "--hardware", metavar="NAME", help="memory overlay: 4gb to 80gb, or auto for this machine's GPU"
+    )
+    parser.add_argument(
+        "--size", metavar="NAME", help=size or f"size of {' or '.join(SIZED)}: {', '.join(size_names())}"
     )
     parser.set_defaults(overrides=[])
     parser.usage = f"{parser.prog} [CONFIG] [SECTION.FIELD=VALUE ...] [options]"
@@ -154,9 +159,9 @@ def load(words: argparse.Namespace, *, tell: bool = True) -> "LoadedConfig":
     hardware = words.hardware
     if hardware == "auto":
         # A mistake in the config answers before torch is asked about the GPU.
-        load_config(words.config, words.overrides)
+        load_config(words.config, words.overrides, size=words.size)
         hardware = _hardware_here()
-    loaded = load_config(words.config, words.overrides, hardware=hardware)
+    loaded = load_config(words.config, words.overrides, hardware=hardware, size=words.size)
     loaded = on_hardware(loaded, loaded.hardware)
     for notice in loaded.notices if tell else ():
         print(f"note: {one_line(notice)}", file=sys.stderr)

@@ -30,6 +30,7 @@ LLAMA3 = ["model.rope_scaling=llama3", "model.rope_original_context=64"]
 STATES = ["model.pattern=EA", "model.states=16"]
 CHAT = ["model.init_from=chatty", "chat.source=rows.json", "model.context=64"]
 ADAPTERS = [*CHAT, "lora.rank=4"]
+MUON = ["optim.optimizer=muon", "optim.momentum_warmup_steps=1"]
 EPOCH = ["train.epochs=1.2", "train.batch_tokens=1024"]
 # One other value for each field. A list of words where a field only makes sense beside another.
 OTHER: dict[str, str | list[str]] = {
@@ -52,8 +53,13 @@ OTHER: dict[str, str | list[str]] = {
     "model.vocab": "100",
     "model.norm": "rmsnorm",
     "model.norm_eps": "0.01",
+    "model.norm_weights": "false",
+    "model.embedding_norm": "true",
+    "model.embedding_std": "0.5",
+    "model.zero_init": "true",
     "model.positions": "learned",
     "model.rope_base": "100.0",
+    "model.rope_half": "true",
     "model.rope_scaling": "linear",
     "model.rope_factor": ["model.rope_scaling=linear", "model.rope_factor=2.0"],
     "model.rope_low": [*LLAMA3, "model.rope_low=2.0"],
@@ -64,8 +70,10 @@ OTHER: dict[str, str | list[str]] = {
     "model.bias": "true",
     "model.qkv_bias": "true",
     "model.qk_norm": "false",
+    "model.qk_scale": "1.2",
     "model.residual_scale": "0.1",
     "model.logit_cap": "2.0",
+    "model.logit_cap_form": ["model.logit_cap=2.0", "model.logit_cap_form=sigmoid"],
     "model.first_mix": "true",
     "model.value_tables": "1",
     "model.head_gate": "true",
@@ -122,13 +130,24 @@ OTHER: dict[str, str | list[str]] = {
     "lora.dora": [*ADAPTERS, "lora.dora=true"],
     "lora.init_from": [*ADAPTERS, "lora.init_from=adapter"],
     "lora.quantize": [*ADAPTERS, "lora.quantize=nf4"],
+    "optim.optimizer": "muon",
     "optim.learning_rate": "1e-3",
+    "optim.muon_rate": [*MUON, "optim.muon_rate=0.01"],
+    "optim.embedding_rate": "1e-2",
+    "optim.head_rate": ["model.tied=false", "optim.head_rate=1e-2"],
     "optim.schedule": "linear",
     "optim.warmup_steps": "1",
     "optim.warmup": ["optim.warmup=1.0", "optim.warmup_steps=100"],
     "optim.min_ratio": "0.9",
     "optim.decay_fraction": ["optim.schedule=wsd", "optim.decay_fraction=0.9"],
     "optim.weight_decay": "1.0",
+    "optim.weight_decay_end": "1.0",
+    "optim.cautious": [*MUON, "optim.cautious=true"],
+    "optim.momentum": [*MUON, "optim.momentum=0.9"],
+    "optim.momentum_start": [*MUON, "optim.momentum_start=0.5"],
+    "optim.momentum_warmup_steps": ["optim.optimizer=muon", "optim.momentum_warmup_steps=3"],
+    "optim.momentum_cooldown_steps": [*MUON, "optim.momentum_cooldown_steps=3"],
+    "optim.normuon": [*MUON, "optim.normuon=true"],
     "optim.beta1": "0.5",
     "optim.beta2": "0.5",
     "optim.eps": "0.1",
@@ -136,7 +155,12 @@ OTHER: dict[str, str | list[str]] = {
     "train.steps": "7",
     "train.epochs": "0.1",
     "train.tokens": "500",
+    "train.minutes": ["train.minutes=0.01", "optim.schedule=wsd"],
     "train.batch_tokens": "128",
+    "train.batch_stages": "[32, 64]",
+    "train.length_stages": "[8, 16]",
+    "train.window_stages": ["model.pattern=AW", "model.window=9", "train.window_stages=[3, 5]"],
+    "train.batch_rate_power": ["train.batch_stages=[32, 64]", "train.batch_rate_power=1.0"],
     "train.label_smoothing": "0.1",
     "train.seed": "5",
     "train.deterministic": "true",
@@ -191,6 +215,7 @@ BESIDE: dict[str, list[str]] = {
     **{name: CHAT for name in OTHER if name.startswith("chat.") or name == "lora.rank"},
     **{name: ADAPTERS for name in OTHER if name.startswith("lora.") and name != "lora.rank"},
     "model.rope_factor": ["model.rope_scaling=linear"],
+    "model.logit_cap_form": ["model.logit_cap=2.0"],
     "model.window": ["model.pattern=AW", "model.window=9"],
     **{f"model.{name}": STATES for name in ("states", "resonance", "modulation", "convolution", "scales", "energy")},
     "model.state_heads": [*STATES, "model.resonance=0.2"],
@@ -210,6 +235,14 @@ BESIDE: dict[str, list[str]] = {
     **{f"clean.{name}": ["data.source=web.jsonl"] for name in WEB_RULES},
     "clean.blocked_urls": ["data.source=pages.warc"],
     "optim.decay_fraction": ["optim.schedule=wsd"],
+    **{
+        f"optim.{name}": MUON
+        for name in ("muon_rate", "cautious", "momentum", "momentum_start", "momentum_cooldown_steps", "normuon")
+    },
+    "optim.momentum_warmup_steps": MUON,
+    "optim.head_rate": ["model.tied=false"],
+    "train.window_stages": ["model.pattern=AW", "model.window=9"],
+    "train.batch_rate_power": ["train.batch_stages=[32, 64]"],
     "eval.epoch_end": EPOCH,
     "checkpoint.epochs": EPOCH,
     "eval.patience": ["eval.every=1", "optim.learning_rate=1.0", "eval.min_delta=9.0"],
@@ -220,10 +253,12 @@ BESIDE: dict[str, list[str]] = {
 # Read by the terminal alone, or about files beside the run: tests/end_to_end/test_cli.py counts lines and looks for
 # them. tests/unit/test_hostile_models.py has models with an auto_map. And what a CPU refuses when it is written:
 # tests/unit/test_features.py and tests/end_to_end/test_gpu_switches.py show it at work.
-# Several ranks: tests/end_to_end/test_many.py. A full disk: tests/unit/test_full_disk.py.
+# Several ranks: tests/end_to_end/test_many.py. A full disk: tests/unit/test_full_disk.py. No model of ours has tables
+# besides the embedding: tests/unit/test_muon.py has one.
 ELSEWHERE = {
     "checkpoint.full_disk_wait",
     "model.ignore_auto_map",
+    "optim.table_rate",
     "output.log_every",
     "output.plots",
     "output.trackers",
@@ -242,7 +277,7 @@ ELSEWHERE = {
 def signature(words: list[str]) -> Any:
     """Everything a run builds and says, times left out."""
     shutil.rmtree("runs", ignore_errors=True)
-    lengths = ("train.steps", "train.epochs", "train.tokens")
+    lengths = ("train.steps", "train.epochs", "train.tokens", "train.minutes")
     length = [] if any(word.startswith(lengths) for word in words) else ["train.steps=5"]
     short = ["optim.warmup_steps=2", "eval.tokens=128", "eval.sample_tokens=4"]
     base = [*TINY, "data.source=text.txt", *short, *length]

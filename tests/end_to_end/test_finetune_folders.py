@@ -1,5 +1,6 @@
 """What a fine-tuning run stands on and leaves behind: bases, adapters, merged folders, and where answers end."""
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from flatout import api, folders
 from flatout.api import exporting
 from flatout.cli import main
 from flatout.config.load import load_config
+from flatout.data import pack
+from flatout.data.tokenizer import CharTokenizer
 from flatout.data.train_tokenizer import train_bpe, write_tokenizer
 from flatout.diagnose.examine import examine
 from flatout.engine import checkpoint
@@ -328,11 +331,22 @@ def test_what_was_fine_tuned_whole_is_a_base_that_knows_its_template(words):
     assert config["max_position_embeddings"] == 256  # that of its base, not the run's
 
 
-def test_a_run_with_adapters_is_no_base_and_char_has_no_end(words, text, capsys):
+def test_a_run_with_adapters_is_no_base(words):
     run(words())
     with pytest.raises(UserError, match="adapters beside a frozen model"):
         run(words("model.init_from=runs/lora"))
-    list(flatout.train(load_config(None, [*PRETRAIN, f"data.source={text}", "data.tokenizer=char"])))
+
+
+def test_characters_from_before_they_had_an_end_are_trained_resumed_and_written_but_not_taught(
+    words, text, capsys, monkeypatch
+):
+    """Such datasets lie around: what can be done with them can still be done."""
+    with monkeypatch.context() as patch:
+        patch.setattr(pack, "CharTokenizer", functools.partial(CharTokenizer, ends=False))
+        list(flatout.train(load_config(None, [*PRETRAIN, f"data.source={text}", "data.tokenizer=char"])))
+    assert api.load_model("runs/mine", device="cpu").tokenizer.end_of_text is None
+    assert main(["train", "--resume", "runs/mine", "train.steps=4"]) == 0
+    assert len("".join(api.generate("runs/mine", "a", tokens=5))) == 5
     with pytest.raises(UserError, match="no end-of-text token"):
         run(words("model.init_from=runs/mine"))
     assert main(["export", "runs/mine", "out"]) == 0

@@ -19,8 +19,8 @@ from flatout.observe.live.alerts import Alert, Alerts
 from flatout.records import StepRecord
 
 Tiny = Callable[..., LoadedConfig]
-VERBS = ("bench", "chat", "consolidate", "doctor", "estimate", "evaluate", "export", "finetune", "generate", "merge",
-         "plot", "prepare", "profile", "report", "search", "train", "tune", "tune_lr")  # fmt: skip
+VERBS = ("ablate", "bench", "chat", "consolidate", "doctor", "estimate", "evaluate", "export", "finetune", "generate",
+         "merge", "plot", "prepare", "profile", "report", "search", "train", "tune", "tune_lr")  # fmt: skip
 
 
 def test_names_are_listed_once_typed_and_documented():

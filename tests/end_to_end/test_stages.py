@@ -12,6 +12,7 @@ from flatout.data.positions import Schedule, Stage
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.setup import setup_run
+from flatout.engine.warm_up import warm_up
 from flatout.errors import ConfigError
 from flatout.records import EpochRecord, EvalRecord, RunInfo, StepRecord
 from tests.unit.test_graphs import FakeRecorder
@@ -78,14 +79,7 @@ def test_epochs_are_counted_in_windows_and_evaluation_has_full_length(tiny, in_s
 
 def test_recordings_of_all_stages_live_side_by_side(tiny):
     plain, run = (staged(setup_run(tiny(*WORDS, "speed.micro_batch=2")), 16) for _ in range(2))
-    graph = MicroBatchGraph(run.step.forward_backward, run.model, run.new_notices, FakeRecorder())
-    run.step.run_micro_batch, run.step.keep_gradients = graph, True
-
-    def use_window(window: int | None) -> None:
-        run.model.use_window(window)
-        graph.window = window
-
-    run.step.use_window = use_window
+    graph = recorded(run)
     with plain.batches(0) as left, run.batches(0) as right:
         for one, other in zip(left, right, strict=True):
             assert torch.equal(plain.take_step(one), run.take_step(other)), one.step
@@ -93,6 +87,84 @@ def test_recordings_of_all_stages_live_side_by_side(tiny):
         ((4, 8), None, 4), ((4, 8), None, None), ((2, 16), None, None),
     }  # fmt: skip
     assert run.new_notices.take() == []
+
+
+def recorded(run) -> MicroBatchGraph:
+    """Gives a run recordings without a GPU."""
+    graph = MicroBatchGraph(run.step.forward_backward, run.model, run.new_notices, FakeRecorder())
+    run.step.run_micro_batch, run.step.keep_gradients, plain = graph, True, run.step.use_window
+
+    def use_window(window: int | None) -> None:
+        plain(window)
+        graph.window = window
+
+    run.step.use_window = use_window
+    return graph
+
+
+@pytest.mark.parametrize("documents", ["joined", "apart"])
+def test_stages_are_recorded_before_the_first_step_and_nothing_is_learned_from_it(tiny, documents: str):
+    # Attention within a window has no dropout, so one of the two cases has windows, and the other dropout.
+    more = ["model.dropout=0.1", "train.steps=9"] if documents == "joined" else [*WORDS, "data.documents=apart"]
+    plain, run = (staged(setup_run(tiny(*more, "speed.micro_batch=2")), 16) for _ in range(2))
+    recorded(plain)
+    graph = recorded(run)
+    before = {name: tensor.clone() for name, tensor in run.random.tensors().items()}
+    notice, again = warm_up(run, 0)
+    assert notice is not None
+    assert "3 forms of micro-batches warmed up" in notice
+    assert not again
+    assert all(torch.equal(state, before[name]) for name, state in run.random.tensors().items())
+    assert len(graph.recordings) == 3
+    count = graph.recorder.recordings
+    with plain.batches(0) as left, run.batches(0) as right:
+        for one, other in zip(left, right, strict=True):
+            assert torch.equal(plain.take_step(one), run.take_step(other)), one.step
+    assert documents == "apart" or graph.recorder.recordings == count, "nothing is left to be recorded"
+    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), run.model.parameters(), strict=True))
+    assert warm_up(run, 6) == (None, False), "the last stage is like a run without stages"
+
+
+def test_a_warm_up_leaves_8_bit_scales_and_comes_again_when_they_are_known(tiny, monkeypatch: pytest.MonkeyPatch):
+    class Scales:
+        def __init__(self) -> None:
+            self.scale, self.rounding, self.settled = torch.zeros(3), False, 0
+
+    class Narrow:
+        scales = Scales()
+
+        def tensors(self):
+            return {"fp8.scales": self.scales.scale}
+
+        def settle(self) -> None:
+            self.scales.scale.fill_(4.0)
+            self.scales.settled += 1
+
+        def assign(self, tensors) -> None:
+            self.scales.scale.copy_(tensors["fp8.scales"])
+
+    run = staged(setup_run(tiny(*WORDS)), 16)
+    recorded(run)
+    monkeypatch.setattr(run.model, "narrow", Narrow())
+    assert warm_up(run, 0)[1]
+    assert (Narrow.scales.settled, Narrow.scales.scale.tolist()) == (1, [0.0] * 3)
+    Narrow.scales.rounding = True
+    assert not warm_up(run, 1)[1]
+    assert Narrow.scales.settled == 1
+
+
+def test_a_warm_up_without_memory_leaves_it_to_the_step(tiny):
+    run = staged(setup_run(tiny(*WORDS)), 16)
+    graph = recorded(run)
+
+    def lacking(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    graph.plain = lacking
+    notice, again = warm_up(run, 0)
+    assert notice == "the warm-up of stages ended early: CUDA out of memory. Tried to allocate 2 GiB"
+    assert not again
+    assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
 def test_the_window_of_a_stage_changes_what_is_seen_and_goes_away(tiny):
@@ -136,3 +208,60 @@ def test_epochs_end_where_they_end_whatever_the_batch_size_was(tiny):
     with pytest.raises(ConfigError, match=r"at step \d+ already, and train.epochs=0.5 ends it at step") as refused:
         list(flatout.train(tiny(*words, "train.epochs=0.5", "train.batch_tokens=256"), resume="auto"))
     assert "raise train.epochs" in refused.value.hint
+
+
+STAGES = ("train.batch_tokens=64", "train.batch_stages=[32, 64, 96]", "train.length_stages=[8, 8, 16]",
+          "train.window_stages=[4, 6, 8]", "model.pattern=AW", "model.window=8", "optim.warmup_steps=2")  # fmt: skip
+
+
+@pytest.mark.parametrize("length", ["train.steps=11", "train.tokens=576", "train.epochs=0.02"])
+def test_a_config_asks_for_stages_of_equal_tokens(tiny, length: str):
+    words = [*STAGES, "train.steps=null", length, "optim.schedule=constant", "output.folder=run"]
+    whole = list(flatout.train(tiny(*words)))
+    info, steps = whole[0], [record for record in whole if isinstance(record, StepRecord)]
+    tokens = [after.tokens - before for before, after in zip([0, *(s.tokens for s in steps)], steps, strict=False)]
+    assert tokens == sorted(tokens)
+    shares = [sum(size for size in tokens if size == kind) for kind in (32, 64, 96)]
+    assert max(shares) - min(shares) < 96
+    assert info.steps * info.batch_tokens == pytest.approx(sum(tokens), rel=0.02)
+    peak = tiny().config.optim.learning_rate
+    assert [record.learning_rate for record in steps[2:]] == pytest.approx(
+        [peak * (size / 64) ** 0.5 for size in tokens[2:]]
+    )
+    middle = tokens.index(64) + 1
+    stops = iter([False] * (middle - 1) + [True])
+    words[words.index("output.folder=run")] = "output.folder=cut"
+    list(flatout.train(tiny(*words), stop=lambda: next(stops)))
+    rest = list(flatout.train(tiny(*words), resume="auto"))
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > middle}
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (["train.batch_stages=[40]"], "train.batch_stages has 40, which is not a multiple of model.context 16", "32"),
+        (["train.length_stages=[5, 16]"], "train.length_stages has 5, which does not divide model.context 16", "4"),
+        (["train.batch_stages=[32, 64]", "train.length_stages=[8]"], "batch_stages 2, length_stages 1", "one entry"),
+        (["train.batch_stages=[32, 64]", "speed.accumulation=2"], "speed.accumulation", "speed.micro_batch"),
+        (["train.window_stages=[2, 4]"], "train.window_stages is set, but no block", "model.pattern=WWWA"),
+        (["train.batch_rate_power=1.0"], "there are no train.batch_stages", "leave"),
+    ],
+)
+def test_stages_that_mean_nothing_are_refused(tiny, words, message: str, hint: str):
+    with pytest.raises(ConfigError) as refused:
+        list(flatout.train(tiny(*words)))
+    assert message in refused.value.message
+    assert hint in refused.value.hint
+    assert not Path("runs").exists()
+
+
+def test_micro_batches_divide_the_steps_of_all_stages(tiny):
+    run = setup_run(tiny("train.batch_stages=[64, 96]", "speed.micro_batch=4"))
+    assert (run.speed.micro_batch, run.speed.accumulation) == (2, 3)
+
+
+def test_what_measures_steps_takes_the_last_stage(tiny):
+    notices: list[str] = []
+    found = flatout.estimate(tiny(*STAGES, "train.steps=11"), probe=False, notice=notices.append)
+    assert (found.batch_tokens, found.steps.value) == (96, 6)
+    assert any("as in the last one, with 96 tokens" in notice for notice in notices)

@@ -22,6 +22,8 @@ def naive_logits(config: ModelConfig, weights: Weights, tokens: list[int]) -> Te
         stream = [x + weights["positions.weight"][place] for place, x in enumerate(stream)]
     if config.bigram_rows:
         stream = [x + weights["bigram.weight"][_pair(config, tokens, place)] for place, x in enumerate(stream)]
+    if config.embedding_norm:
+        stream = [_rms(config, None, x) for x in stream]
     first = stream
     for layer, kind in enumerate(config.kinds):
         own = {name.removeprefix(f"blocks.{layer}."): x for name, x in weights.items() if _inside(name, layer)}
@@ -36,6 +38,8 @@ def naive_logits(config: ModelConfig, weights: Weights, tokens: list[int]) -> Te
     head = weights["embedding.weight"] if config.tied else weights["head.weight"]
     logits = torch.stack([head @ _norm(config, weights, "norm", x) for x in stream])
     cap = config.logit_cap
+    if cap is not None and config.logit_cap_form == "sigmoid":
+        return cap / (1 + torch.exp(-(logits + 5) / 7.5))
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
@@ -63,14 +67,16 @@ def _linear(own: Weights, name: str, x: Tensor) -> Tensor:
 
 def _norm(config: ModelConfig, own: Weights, name: str, x: Tensor) -> Tensor:
     if config.norm == "rmsnorm":
-        return _rms(config, own[f"{name}.weight"], x)
+        return _rms(config, own.get(f"{name}.weight"), x)
     apart = x - x.sum() / len(x)
-    y = apart / torch.sqrt((apart * apart).sum() / len(x) + config.norm_eps) * own[f"{name}.weight"]
+    y = apart / torch.sqrt((apart * apart).sum() / len(x) + config.norm_eps)
+    y = y * own[f"{name}.weight"] if config.norm_weights else y
     return y + own[f"{name}.bias"] if f"{name}.bias" in own else y
 
 
-def _rms(config: ModelConfig, weight: Tensor, x: Tensor) -> Tensor:
-    return x / torch.sqrt((x * x).sum() / len(x) + config.norm_eps) * weight
+def _rms(config: ModelConfig, weight: Tensor | None, x: Tensor) -> Tensor:
+    y = x / torch.sqrt((x * x).sum() / len(x) + config.norm_eps)
+    return y if weight is None else y * weight
 
 
 def _pair(config: ModelConfig, tokens: list[int], place: int) -> int:
@@ -105,7 +111,8 @@ def _attention(
         ready = []
         for number, part in enumerate(parts[: heads + groups]):
             if config.qk_norm:
-                part = _rms(config, own[f"attention.{'q' if number < heads else 'k'}_norm.weight"], part)
+                part = _rms(config, own.get(f"attention.{'q' if number < heads else 'k'}_norm.weight"), part)
+                part = config.qk_scale * part
             ready.append(_turned(config, part, place) if config.positions == "rope" else part)
         queries.append(ready[:heads])
         keys.append(ready[heads:])
@@ -140,6 +147,8 @@ def _turned(config: ModelConfig, x: Tensor, place: int) -> Tensor:
             turns = config.rope_original_context * rate / (2 * math.pi)
             kept = min(1.0, max(0.0, (turns - config.rope_low) / (config.rope_high - config.rope_low)))
             rate = (1 - kept) * rate / config.rope_factor + kept * rate
+        if config.rope_half:
+            rate = (1 / 1024) ** (i / max(1, half // 2 - 1)) if i < half // 2 else 0.0
         angles.append(place * rate)
     turn = torch.polar(torch.ones(half, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64))
     y = torch.complex(x[:half], x[half:]) * turn

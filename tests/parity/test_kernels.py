@@ -28,7 +28,7 @@ from flatout.ops.kernels.swiglu_adapters import SwigluPass
 from flatout.ops.kernels.thin import add_adapter_gradients, by_our_kernel, by_products
 from flatout.ops.linear_cross_entropy import linear_cross_entropy
 from flatout.ops.lora import LoraLayout, LoraPart
-from flatout.ops.reference import IGNORED
+from flatout.ops.reference import IGNORED, capped_reference
 from tests.parity.checking import (
     DEVICES,
     assert_near,
@@ -58,7 +58,8 @@ def norm_reference(x, branch, branch_bias, weight, bias, *, centred, stored):
         x = x + branch if branch_bias is None else x + branch + branch_bias
         x = rounded(x, stored)
     n = x - x.mean(-1, keepdim=True) if centred else x
-    h = n * torch.rsqrt(n.square().mean(-1, keepdim=True) + EPS) * weight
+    h = n * torch.rsqrt(n.square().mean(-1, keepdim=True) + EPS)
+    h = h if weight is None else h * weight
     return x, h if bias is None else h + bias
 
 
@@ -80,13 +81,15 @@ def test_add_norm(rows, width, types, device):
         (True, True, False, True),
         (False, False, False, False),
         (False, True, False, False),
+        (False, True, True, None),
+        (True, True, False, None),
     ]
     for centred, has_branch, has_branch_bias, has_bias in kinds if stream == product and width < 100 else kinds[:2]:
         inputs = [
             draw(rows, width, dtype=stream, device=device),
             draw(rows, width, dtype=product, device=device, seed=1) if has_branch else None,
             draw(width, device=device, seed=2) if has_branch_bias else None,
-            draw(width, device=device, seed=3),
+            draw(width, device=device, seed=3) if has_bias is not None else None,  # nor has it weights
             draw(width, device=device, seed=4) if has_bias else None,
         ]
         compare(
@@ -341,12 +344,12 @@ def test_pack_heads_finds_gradients_that_are_packed_already(sums, device):
 # --- norm and rotation of queries and keys ------------------------------------------------------------------------
 
 
-def heads_reference(packed, q_weight, k_weight, cos, sin, heads, groups):
+def heads_reference(packed, q_weight, k_weight, cos, sin, heads, groups, *, scale=1.0, normed=False):
     every = packed.transpose(1, 2)
     out = []
     for x, weight in [(every[:, :heads], q_weight), (every[:, heads : heads + groups], k_weight)]:
-        if weight is not None:
-            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+        if weight is not None or normed:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * (1.0 if weight is None else weight) * scale
         if cos is not None:
             first, second = x.chunk(2, dim=-1)
             x = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
@@ -364,7 +367,14 @@ def heads_reference(packed, q_weight, k_weight, cos, sin, heads, groups):
     ),
 )
 def test_prepare_heads(batch, positions, heads, groups, size, dtype, device):
-    kinds = [("both", True), ("none", True), ("both", False), ("keys", True)]
+    kinds = [
+        ("both", True),
+        ("none", True),
+        ("both", False),
+        ("keys", True),
+        ("weightless", True),
+        ("weightless", False),
+    ]
     for norm, rope in kinds if dtype == FP32 and size < 64 else kinds[:1]:
         check_heads(batch, positions, heads, groups, size, norm, rope, dtype, device)
 
@@ -376,20 +386,21 @@ def check_heads(batch, positions, heads, groups, size, norm, rope, dtype, device
     inputs = [
         draw(batch, positions, heads + 2 * groups, size, dtype=dtype, device=device),
         draw(size, device=device, seed=1) if norm == "both" else None,
-        draw(size, device=device, seed=2) if norm != "none" else None,
+        draw(size, device=device, seed=2) if norm in ("both", "keys") else None,
     ]
+    how = {"scale": 1.0 if norm == "keys" else 1.3, "normed": norm == "weightless"}
 
     def fast(packed, q_weight, k_weight):
         every = packed.transpose(1, 2)
         q, k = every[:, :heads], every[:, heads : heads + groups]
-        q, k = prepare_heads(q, k, q_weight, k_weight, cos, sin, EPS)
+        q, k = prepare_heads(q, k, q_weight, k_weight, cos, sin, EPS, **how)
         assert q.transpose(1, 2).is_contiguous()  # attention needs no copy
         assert k.transpose(1, 2).is_contiguous()
         return q, k
 
     def slow(packed, q_weight, k_weight):
         turn = (None, None) if cos is None or sin is None else (cos[:positions].double(), sin[:positions].double())
-        return heads_reference(packed, q_weight, k_weight, *turn, heads, groups)
+        return heads_reference(packed, q_weight, k_weight, *turn, heads, groups, **how)
 
     compare(fast, slow, inputs, dtype=dtype, slack=1.0 if size > 2 else 20.0)
 
@@ -484,10 +495,10 @@ def test_embed_never_reads_beyond_its_table(device):
 # --- cross-entropy -----------------------------------------------------------------------------------------------
 
 
-def loss_reference(logits_NV, targets_N, smoothing, cap=0.0):
+def loss_reference(logits_NV, targets_N, smoothing, cap=0.0, cap_form="tanh"):
     """(loss per row, gradient of their sum), in float64."""
     exact = logits_NV.detach().double().requires_grad_()
-    bent = cap * torch.tanh(exact / cap) if cap else exact
+    bent = capped_reference(exact, cap, cap_form)
     log_p = bent - torch.logsumexp(bent, dim=-1, keepdim=True)
     labelled = targets_N != IGNORED
     at_target = log_p.gather(1, targets_N.clamp(min=0)[:, None])[:, 0]
@@ -496,13 +507,13 @@ def loss_reference(logits_NV, targets_N, smoothing, cap=0.0):
     return losses.detach(), gradient
 
 
-def check_rows(logits_NV, targets_N, *, columns, smoothing, dtype, atol, cap=0.0):
+def check_rows(logits_NV, targets_N, *, columns, smoothing, dtype, atol, **cap):
     vocab = logits_NV.shape[1]
-    losses, gradient = loss_reference(logits_NV, targets_N, smoothing, cap)
+    losses, gradient = loss_reference(logits_NV, targets_N, smoothing, **cap)
     padded = torch.full((logits_NV.shape[0], columns), float("nan"), dtype=dtype, device=logits_NV.device)
     padded[:, :vocab] = logits_NV.detach()
     before = padded.clone()
-    options = {"vocab": vocab, "label_smoothing": smoothing, "cap": cap}
+    options = {"vocab": vocab, "label_smoothing": smoothing, **cap}
     evaluated = cross_entropy_rows(padded, targets_N, gradient=False, **options)
     assert torch.equal(padded.nan_to_num(-7.0), before.nan_to_num(-7.0))  # without a gradient nothing is written
     mine = cross_entropy_rows(padded, targets_N, gradient=True, **options)
@@ -535,12 +546,13 @@ def test_cross_entropy_rows(rows, vocab, pad, smoothing, dtype, device):
     check_rows(logits, targets, columns=columns, smoothing=smoothing, dtype=dtype, atol=2e-6)
 
 
+@pytest.mark.parametrize("form", ["tanh", "sigmoid"])
 @pytest.mark.parametrize(("vocab", "smoothing", "cap"), [(101, 0.2, 2.0), (17001, 0.0, 5.0)])
-def test_cross_entropy_with_a_cap(vocab, smoothing, cap, device):
+def test_cross_entropy_with_a_cap(vocab, smoothing, cap, form, device):
     logits = draw(4, vocab, device=device, scale=6.0)
     targets = torch.tensor([0, vocab - 1, IGNORED, 7], device=device)
     columns = vocab + -vocab % 8
-    check_rows(logits, targets, columns=columns, smoothing=smoothing, dtype=FP32, atol=5e-6, cap=cap)
+    check_rows(logits, targets, columns=columns, smoothing=smoothing, dtype=FP32, atol=5e-6, cap=cap, cap_form=form)
 
 
 def test_cross_entropy_when_nothing_is_labelled(device):

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 VOCAB, CONTEXT = 23, 7
 SHAPE = {"layers": 2, "width": 24, "heads": 4, "context": CONTEXT, "window": 3, "states": 8, "state_heads": 2}
+RECORD = {"norm_weights": False, "embedding_norm": True, "qk_scale": 1.2, "mlp": "relu2", "logit_cap": 15.0}
 KINDS = {
     "gpt2": {"family": "gpt2"},
     "gpt": {"family": "gpt", "kv_heads": 2},
@@ -31,11 +32,15 @@ KINDS = {
     "linear": {"rope_scaling": "linear", "rope_factor": 3.0},
     "residual scales": {"family": "gpt", "residual_scale": 0.7, "bias": True, "norm": "layernorm"},
     "capped": {"family": "gpt", "logit_cap": 1.5, "tied": False},
+    "sigmoid": {"logit_cap": 4.0, "logit_cap_form": "sigmoid", "rope_half": True, "head_size": 10},
+    "no norm weights": {"norm_weights": False, "embedding_norm": True, "qk_scale": 1.3, "tied": False, "kv_heads": 2},
+    "scaled heads": {"qk_scale": 0.7, "positions": "learned", "embedding_norm": True, "bias": True},
+    "layernorm without weights": {"norm": "layernorm", "norm_weights": False, "bias": True, "rope_half": True},
     "windows": {"pattern": "WA", "layers": 3, "kv_heads": 2},
     "eigenstates": {"pattern": "E", "bias": True},
     "first mix": {"first_mix": True, "bias": True, "norm": "layernorm", "pattern": "AE"},
-    "tables": {"layers": 3, "value_tables": 1, "bigram_rows": 19, "kv_heads": 2, "tied": False},
-    "gates": {"value_tables": 1, "head_gate": True, "first_mix": True, "residual_scale": 0.7},
+    "tables": {"layers": 3, "value_tables": 1, "kv_heads": 2, "residual_scale": 0.7},
+    "record": {"value_tables": 1, "head_gate": True, "first_mix": True, "bigram_rows": 19, "tied": False, **RECORD},
     "mixed": {"pattern": "EWA", "layers": 3, "positions": "learned"},
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -728,6 +728,8 @@ def test_the_shipped_names() -> None:
         "medium-32k",
         "medium-32k-eigenstate",
         "medium-32k-hybrid",
+        "modern",
+        "record",
         "shakespeare-bpe",
         "shakespeare-char",
         "shakespeare-eigenstate",

@@ -90,12 +90,12 @@ def split_tokens(folder: Path) -> tuple[list[int], list[int]]:
 
 def test_shakespeare_splits_at_the_customary_character(tmp_path: Path) -> None:
     manifest = pack("shakespeare", tmp_path / "char", "char")
-    assert (manifest.vocab, manifest.dtype) == (65, "uint16")
-    assert [manifest.splits[name].tokens for name in ("train", "val")] == [1_003_854, 111_540]
+    assert (manifest.vocab, manifest.dtype) == (66, "uint16")
+    # The document ends in the validation split, and so does its end-of-text id.
+    assert [manifest.splits[name].tokens for name in ("train", "val")] == [1_003_854, 111_540 + 1]
     dataset = open_dataset(tmp_path / "char", verify="full")
     assert dataset.tokenizer.decode(dataset.val.read(0, 15)) == "?\n\nGREMIO:\nGood"
     manifest = pack("shakespeare", tmp_path / "gpt2", "gpt2")
-    # The document ends in the validation split, and so does its end-of-text id.
     assert [manifest.splits[name].tokens for name in ("train", "val")] == [301_966, 36_059 + 1]
     assert [manifest.splits[name].text_bytes for name in ("train", "val")] == [1_003_854, 111_540]
 
@@ -129,11 +129,13 @@ def test_contiguous_loses_and_repeats_nothing(tmp_path: Path, fraction: float) -
     manifest = pack(rows(tmp_path, texts), tmp_path / "data", "char", "contiguous", fraction)
     train, val = split_tokens(tmp_path / "data")
     tokenizer = open_dataset(tmp_path / "data").tokenizer
-    decoded = {"train": tokenizer.decode(train), "val": tokenizer.decode(val)}
+    end = tokenizer.end_of_text
+    decoded = {name: tokenizer.decode([i for i in ids if i != end]) for name, ids in (("train", train), ("val", val))}
     assert decoded["train"] + decoded["val"] == "".join(texts)
+    assert tokenizer.decode([*train, *val]) == "".join(f"{text}<|endoftext|>" for text in texts)
     for name, text in decoded.items():
         assert manifest.splits[name].text_bytes == len(text.encode()), "bits per byte are over these"
-    assert len(train) == int(len("".join(texts)) * (1 - fraction))
+    assert len(decoded["train"]) == int(len("".join(texts)) * (1 - fraction))
 
 
 def test_document_split_is_by_the_text_alone(tmp_path: Path) -> None:
@@ -194,7 +196,7 @@ def test_a_large_vocabulary_is_kept_in_four_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     manifest = pack(str(tmp_path / "a.txt"), tmp_path / "data", "char")
     assert manifest.dtype == "uint32"
-    assert split_tokens(tmp_path / "data") == (list(range(63_000)), list(range(63_000, 70_000)))
+    assert split_tokens(tmp_path / "data") == (list(range(63_000)), list(range(63_000, 70_001)))
 
 
 def test_progress_counts_up_to_the_whole(tmp_path: Path, small_parts: None) -> None:
@@ -371,7 +373,7 @@ def test_a_limited_prepare_goes_on_where_it_was_stopped(
 def test_the_characters_of_a_limited_source_are_those_of_what_is_taken(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "aab bab"}\n{"text": "abba b"}\n{"text": "xyz"}\n')
     manifest = pack(str(tmp_path / "a.jsonl"), tmp_path / "data", "char", more={"max_documents": 2}, workers=0)
-    assert manifest.vocab == 3
+    assert manifest.vocab == 3 + 1
 
 
 def test_a_first_document_past_the_limit_is_an_error(tmp_path: Path) -> None:
@@ -511,7 +513,8 @@ def test_a_long_document_of_which_one_piece_is_rejected_is_dropped_whole(
         clean = CleanConfig(max_characters=limit)
         pack(str(tmp_path / "texts"), tmp_path / "data", tokenizer, clean=clean, more=more, overwrite=True)
         dataset = open_dataset(tmp_path / "data")
-        assert dataset.tokenizer.decode(dataset.train.read(0, dataset.train.tokens)) == "".join(kept)
+        decoded = dataset.tokenizer.decode(dataset.train.read(0, dataset.train.tokens))
+        assert decoded == "".join(f"{text}<|endoftext|>" for text in kept)
         report = read_report(tmp_path / "data") or {}
         assert (report["dropped"], report["kept"]) == (dropped, {"train": len(kept), "val": 1})
 

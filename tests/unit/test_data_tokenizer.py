@@ -108,13 +108,18 @@ def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:
     tokenizers = [*every_kind(tmp_path), CharTokenizer("ab"), CharTokenizer("abc")]
     assert len({tokenizer.fingerprint for tokenizer in tokenizers}) == len(tokenizers)
     # Pinned: datasets and checkpoints store it, so it must not change between versions.
-    assert CharTokenizer("ab").fingerprint == "d7c902bb1925eb660821e868465c60d50d753b749e136911ea074cabc8325000"
+    old = tokenizer_from_json({"kind": "char", "characters": "ab"})  # from before characters had an end of text
+    assert old.fingerprint == "d7c902bb1925eb660821e868465c60d50d753b749e136911ea074cabc8325000"
+    assert (old.vocab, old.end_of_text) == (2, None)
+    assert old.decode(old.encode("abba")) == "abba"
+    assert CharTokenizer("ab").fingerprint == "e1a18d13405d86e02c28241716488f255c7425be492421c43189a8d92ddf5f6d"
 
 
 def test_known_facts_about_each_kind(tmp_path: Path, gpt2: Gpt2Tokenizer) -> None:
     assert (gpt2.vocab, gpt2.end_of_text) == (50257, 50256)
     assert (ByteTokenizer().vocab, ByteTokenizer().end_of_text) == (257, 256)
-    assert CharTokenizer("ab").end_of_text is None
+    assert (CharTokenizer("ab").vocab, CharTokenizer("ab").end_of_text) == (3, 2)
+    assert (CharTokenizer("ab", "replace").vocab, CharTokenizer("ab", "replace").end_of_text) == (4, 3)
     assert load_tokenizer(str(library_file(tmp_path))).end_of_text == 0
     assert load_tokenizer(str(library_file(tmp_path, ("<x>", "</s>")))).end_of_text == 1
     assert load_tokenizer(str(library_file(tmp_path, ("<x>",)))).end_of_text is None
@@ -215,7 +220,7 @@ def test_a_damaged_rank_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_char_vocabulary_is_the_sorted_characters_of_the_corpus(shakespeare: str) -> None:
     tokenizer = load_tokenizer("char", lambda: [shakespeare[:5000], shakespeare[5000:]])
-    assert tokenizer.vocab == 65
+    assert (tokenizer.vocab, tokenizer.end_of_text) == (66, 65)
     assert tokenizer.encode("\n !").tolist() == [0, 1, 2]
     assert tokenizer.encode("z").tolist() == [64]
     assert tokenizer.decode(tokenizer.encode(shakespeare)) == shakespeare
@@ -237,7 +242,7 @@ def test_an_unknown_character_in_a_batch_is_named_as_in_its_text() -> None:
 
 def test_unknown_characters_can_be_dropped_or_replaced() -> None:
     drop, replace = CharTokenizer("abz", unknown="drop"), CharTokenizer("abz", unknown="replace")
-    assert (drop.vocab, replace.vocab) == (3, 4)
+    assert (drop.vocab, replace.vocab) == (4, 5)
     assert drop.encode("éa\x00zz\U0001f600").tolist() == [0, 2, 2]
     assert drop.encode("é").tolist() == []
     assert replace.encode("éaz\U0001f600").tolist() == [3, 0, 2, 3]
@@ -248,15 +253,16 @@ def test_unknown_characters_can_be_dropped_or_replaced() -> None:
         assert rebuilt.fingerprint == tokenizer.fingerprint
         assert rebuilt.encode("azé").tolist() == tokenizer.encode("azé").tolist()
     assert len({drop.fingerprint, replace.fingerprint, CharTokenizer("abz").fingerprint}) == 3
-    with pytest.raises(DataError, match="token id 3 "):
-        drop.decode([3])
+    with pytest.raises(DataError, match="token id 4 "):
+        drop.decode([4])
 
 
 def test_a_replacement_id_counts_when_choosing_the_width() -> None:
-    characters = "".join(chr(code) for code in range(0x10000, 0x20000))
+    characters = "".join(chr(code) for code in range(0x10000, 0x1FFFF))
     assert CharTokenizer(characters, "drop").encode("a" + characters[-1]).dtype == np.dtype("<u2")
-    assert CharTokenizer(characters, "drop").encode("a" + characters[-1]).tolist() == [65535]
-    assert CharTokenizer(characters, "replace").encode("a").tolist() == [65536]
+    assert CharTokenizer(characters, "drop").encode("a" + characters[-1]).tolist() == [65534]
+    assert CharTokenizer(characters, "replace").encode("a").tolist() == [65535]
+    assert CharTokenizer(characters, "replace").encode("a").dtype == np.dtype("<u4")
 
 
 def test_characters_collected_elsewhere_make_the_same_tokenizer() -> None:
@@ -267,6 +273,11 @@ def test_characters_collected_elsewhere_make_the_same_tokenizer() -> None:
         CharTokenizer.from_text([])
 
 
+def test_another_end_of_text_is_refused() -> None:
+    with pytest.raises(DataError, match="its end of text is '</s>'"):
+        tokenizer_from_json({"kind": "char", "characters": "ab", "end_of_text": "</s>"})
+
+
 def test_a_large_char_vocabulary_needs_four_bytes() -> None:
     characters = "".join(chr(code) for code in range(0x10000, 0x10000 + 65537))
     assert CharTokenizer(characters[:-1]).encode(characters[65535]).tolist() == [65535]
@@ -275,7 +286,11 @@ def test_a_large_char_vocabulary_needs_four_bytes() -> None:
     assert big.decode(big.encode(characters)) == characters
 
 
-def test_bytes_decode_shows_broken_text_and_ends_of_text() -> None:
+def test_decoding_shows_broken_text_and_ends_of_text() -> None:
+    assert (
+        CharTokenizer("ab", "replace").decode([3, 0, 2, 3, 3, 1]) == "<|endoftext|>a\ufffd<|endoftext|><|endoftext|>b"
+    )
+    assert CharTokenizer("ab").decode([2]) == "<|endoftext|>"
     assert ByteTokenizer().decode([0xC3, 256, 0xA9, 65]) == "\ufffd<|endoftext|>\ufffdA"
 
 

@@ -1,5 +1,7 @@
 """The table of positions: exact sums over stages, windows cut into rows, and what was read before a resume."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +57,26 @@ def test_another_table_after_a_resume_leaves_what_was_read():
     assert other.after(TABLE, 0) == other
     begun = other.after(TABLE, 9)  # at the first step of a stage that is that stage
     assert (begun.at(9).start, begun.at(9).windows) == (TABLE.at(9).start, 2)
+
+
+@pytest.mark.parametrize(
+    ("length", "firsts", "steps"),
+    [
+        ({"windows": 36}, [0, 6, 9], 11),
+        ({"windows": 37}, [0, 7, 10], 12),
+        ({"windows": 1}, [0], 1),
+        ({"steps": 22}, [0, 12, 18], 22),
+        ({"steps": 2}, [0, 1], 2),
+        ({"steps": 0}, [0], 0),
+    ],
+)
+def test_stages_have_equally_many_windows(length: dict[str, int], firsts: list[int], steps: int):
+    kinds = [Stage(0, 4, 4), Stage(0, 4, 8, 3), Stage(0, 6, 8)]
+    table = Schedule.in_stages(kinds, 8, **length)
+    assert [stage.first_step for stage in table.stages] == firsts
+    assert all(stage in [replace(kind, first_step=stage.first_step) for kind in kinds] for stage in table.stages)
+    if "windows" in length:
+        assert table.steps_until(length["windows"]) == steps
 
 
 @pytest.mark.parametrize("apart", [False, True])

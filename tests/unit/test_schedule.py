@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from flatout.config.schema import OptimConfig
-from flatout.optim.schedule import rate_factors
+from flatout.optim.schedule import Pace, rate_factors
 
 KINDS = ["cosine", "linear", "wsd", "one-cycle", "constant"]
 
@@ -84,3 +84,18 @@ def test_a_warm_up_longer_than_the_run_reaches_the_peak_with_its_last_update(kin
 def test_a_warm_up_is_told_in_steps_as_a_share_or_in_epochs(warmup, steps):
     optim = OptimConfig(warmup_steps=7, warmup=warmup).with_warmup_steps(200, lambda epochs: round(40 * epochs))
     assert (optim.warmup_steps, optim.warmup) == (steps, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_decay_over_tokens_and_multiply_the_rates(kind):
+    config = OptimConfig(schedule=kind, warmup_steps=2, min_ratio=0.0, decay_fraction=0.5)
+    # Six updates of one batch, then three of two: the tokens of twelve small updates.
+    read = [0, 1, 2, 3, 4, 5, 6, 8, 10, 12]
+    plain = rate_factors(config, 9, Pace([9 * place / 12 for place in read], [1.0] * 9))
+    staged = rate_factors(config, 9, Pace([9 * place / 12 for place in read], [1.0] * 6 + [3.0] * 3))
+    assert staged == [*plain[:6], *(3 * factor for factor in plain[6:])]
+    if kind in ("linear", "wsd"):
+        start = 2 if kind == "linear" else 9 - round(4.5)
+        start = start * 9 / 12 if kind == "linear" else start
+        assert plain[7] == pytest.approx(1 - (8 * 9 / 12 - start) / (9 - start))
+    assert rate_factors(config, 9, Pace(range(10), [1.0] * 9)) == rate_factors(config, 9)

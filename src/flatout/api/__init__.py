@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from flatout.api.evaluation import Evaluation, evaluate
     from flatout.api.exporting import Merged, consolidate, export, merge
     from flatout.api.finetuning import finetune
-    from flatout.api.measuring import bench, estimate, search, tune, tune_lr
+    from flatout.api.measuring import ablate, bench, estimate, search, tune, tune_lr
     from flatout.api.models import LoadedModel, load_model
     from flatout.api.profiling import Profile, profile
+    from flatout.api.resuming import more_minutes
     from flatout.api.text import chat, chat_prompt, generate, is_untaught
     from flatout.api.training import prepare, train
     from flatout.config.load import LoadedConfig, load_config
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from flatout.observe.notebook import Chart, RunResult
     from flatout.optim.optimizer import Group, Optimizer, Rule, StateBytes, Trainable
     from flatout.records import (
+        AblateRow,
         BenchProgress,
         BenchRow,
         CheckpointRecord,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
         TuneResult,
         TuneRow,
     )
+    from flatout.tuning.ablation import AblateResult, FieldEffect
     from flatout.tuning.estimate import EstimateResult
     from flatout.tuning.lr_range import LrResult
     from flatout.tuning.study import StudyResult, TrialRow
@@ -57,17 +60,19 @@ HOMES = {
     "flatout.api.configs": ("stored_config",),
     "flatout.api.training": ("prepare", "train"),
     "flatout.api.finetuning": ("finetune",),
+    "flatout.api.resuming": ("more_minutes",),
     "flatout.observe.notebook": ("RunResult", "Chart"),
     "flatout.optim.optimizer": ("Rule", "StateBytes", "Optimizer", "Trainable", "Group"),
     "flatout.api.models": ("load_model", "LoadedModel"),
     "flatout.api.text": ("generate", "chat", "chat_prompt", "is_untaught"),
     "flatout.api.evaluation": ("evaluate", "Evaluation"),
     "flatout.api.exporting": ("export", "merge", "Merged", "consolidate"),
-    "flatout.api.measuring": ("bench", "tune", "tune_lr", "search", "estimate"),
+    "flatout.api.measuring": ("bench", "ablate", "tune", "tune_lr", "search", "estimate"),
     "flatout.api.profiling": ("profile", "Profile"),
     "flatout.api.diagnosing": ("doctor",),
     "flatout.api.drawing": ("plot", "report"),
     "flatout.diagnose.doctor": ("Finding",),
+    "flatout.tuning.ablation": ("AblateResult", "FieldEffect"),
     "flatout.tuning.estimate": ("EstimateResult",),
     "flatout.tuning.lr_range": ("LrResult",),
     "flatout.tuning.study": ("StudyResult", "TrialRow"),
@@ -89,6 +94,7 @@ HOMES = {
         "PrepareProgress",
         "BenchRow",
         "BenchProgress",
+        "AblateRow",
         "TuneRow",
         "TuneResult",
         "TuneProgress",
@@ -96,6 +102,8 @@ HOMES = {
 }
 _HOME_OF = {name: module for module, names in HOMES.items() for name in names}
 __all__ = [
+    "AblateResult",
+    "AblateRow",
     "BenchProgress",
     "BenchRow",
     "Chart",
@@ -106,6 +114,7 @@ __all__ = [
     "EstimateResult",
     "EvalRecord",
     "Evaluation",
+    "FieldEffect",
     "Finding",
     "Group",
     "LoadedConfig",
@@ -134,6 +143,7 @@ __all__ = [
     "TuneResult",
     "TuneRow",
     "UserError",
+    "ablate",
     "bench",
     "chat",
     "chat_prompt",
@@ -148,6 +158,7 @@ __all__ = [
     "load_config",
     "load_model",
     "merge",
+    "more_minutes",
     "plot",
     "prepare",
     "profile",

@@ -4,14 +4,18 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.api.configs import Config, with_sources
+from flatout.api.configs import Config, measured, with_sources
 from flatout.config.load import load_config
 from flatout.errors import UsageError
 from flatout.files import disk_errors
-from flatout.observe.measured.bench_rows import read_bench
-from flatout.records import BenchProgress, BenchRow, TuneProgress, TuneResult, TuneRow, record_to_json
-from flatout.tuning.estimate import SECONDS, EstimateResult
+from flatout.observe.measured.bench_rows import read_ablate, read_bench
+from flatout.records import AblateRow, BenchProgress, BenchRow, TuneProgress, TuneResult, TuneRow, record_to_json
+from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, Told
+from flatout.tuning.ablation import ablate as ablate_fields
+from flatout.tuning.estimate import SECONDS as PROBE_SECONDS
+from flatout.tuning.estimate import EstimateResult
 from flatout.tuning.estimate import estimate as look_ahead
+from flatout.tuning.field_changes import changes_to_defaults, named_changes
 from flatout.tuning.ladder import bench as climb_ladder
 from flatout.tuning.lr_range import HIGH, LOW, STEPS, LrResult, Point, find_rate
 from flatout.tuning.search_space import read_space, space_of
@@ -41,7 +45,7 @@ def bench(
     `seconds`, no other rung is begun. With a `folder`, rows are also written to bench.jsonl there, from the first
     measured one on; with `go_on`, rungs that are there already are not measured again.
     """
-    config = with_sources(config or load_config())
+    config = measured(config, notice)
     path = None if folder is None else Path(folder) / "bench.jsonl"
     if path is not None and path.exists() and not go_on:
         raise UsageError(
@@ -66,10 +70,7 @@ def bench(
     for row in ladder:
         waiting.append(row)
         if row.status != "absent" or path.exists():  # rows without a measurement alone would only block the folder
-            with disk_errors(str(path), safe=""):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("a", encoding="utf-8") as file:
-                    file.writelines(record_to_json(one) + "\n" for one in waiting)
+            _append(path, waiting)
             waiting = []
         yield row
 
@@ -90,7 +91,7 @@ def tune(
     GiB that emulates a smaller card, `exhaustive` tries everything, `compile` torch.compile's modes too (minutes).
     """
     yield from search_settings(
-        with_sources(config or load_config()),
+        measured(config),
         memory=memory,
         thorough=exhaustive,
         compiled=compile,
@@ -116,7 +117,7 @@ def tune_lr(
             f"--from {low:g} and --to {high:g} are less than a factor of ten apart",
             "a range test needs rates from far too small to far too large, such as --from 1e-7 --to 1",
         )
-    return find_rate(with_sources(config or load_config()), low=low, high=high, steps=steps, progress=progress)
+    return find_rate(measured(config), low=low, high=high, steps=steps, progress=progress)
 
 
 def search(
@@ -138,11 +139,50 @@ def search(
     return search_space(loaded, found, trials=trials, study=kept, progress=progress)
 
 
+def ablate(
+    config: Config | None = None,
+    *,
+    fields: Sequence[str] | None = None,
+    seeds: int = SEEDS,
+    equal: str = BOTH,
+    minutes: float | None = None,
+    folder: str | Path | None = None,
+    notice: Callable[[str], None] = lambda _: None,
+    progress: Told = lambda *_: None,
+) -> Generator[AblateRow | AblateResult]:
+    """Trains a config with and without each of some fields; yields a row for each new run, an `AblateResult` last.
+
+    `fields` are words such as `model.qk_norm`, which is flipped, or `optim.schedule=linear`; without them everything
+    that the config sets in `model`, `optim` and `train` goes back to its default, one at a time. Pairs of runs have a
+    seed in common, `seeds` of them, and are compared at `equal` tokens, seconds or both. With a `folder`, rows are kept
+    in ablate.jsonl there, and the same call goes on with them. After `minutes` nothing is begun; 0 reads what is there.
+    """
+    loaded = with_sources(config or load_config())
+    if equal not in (TOKENS, SECONDS, BOTH):
+        raise UsageError(f"runs cannot be compared at equal {equal!r}", "use tokens, seconds or both")
+    changes, left_out = changes_to_defaults(loaded) if fields is None else (named_changes(fields, loaded), {})
+    path = None if folder is None else Path(folder) / "ablate.jsonl"
+    earlier = [] if path is None or not path.exists() else read_ablate(path, notice)
+    how = {"seeds": seeds, "equal": equal, "minutes": minutes, "earlier": earlier, "progress": progress}
+    for record in ablate_fields(loaded, changes, left_out=left_out, **how):
+        if path is not None and isinstance(record, AblateRow):
+            _append(path, [record])
+        yield record
+
+
+def _append(path: Path, rows: Sequence[BenchRow | AblateRow]) -> None:
+    """Adds rows to a file, which is made with its folder."""
+    with disk_errors(str(path), safe=""):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(record_to_json(row) + "\n" for row in rows)
+
+
 def estimate(
     config: Config | None = None,
     *,
     price: float | None = None,
-    seconds: float = SECONDS,
+    seconds: float = PROBE_SECONDS,
     probe: bool = True,
     imported: float | None = None,
     notice: Callable[[str], None] = lambda _: None,
@@ -152,5 +192,5 @@ def estimate(
     `price` is per hour; steps are timed for about `seconds`, or not at all without `probe`. `imported` is how long
     importing took, to be counted into the start-up. A run that does not fit has a `problem` and a `way_out`.
     """
-    loaded = with_sources(config or load_config())
+    loaded = measured(config, notice)
     return look_ahead(loaded, price=price, seconds=seconds, probe=probe, imported=imported, notice=notice)

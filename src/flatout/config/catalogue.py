@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from flatout.config.sizes import DEFAULT_SIZE, SIZED
 from flatout.config.suggest import shorten_path
 from flatout.config.yaml_loader import printable
 from flatout.errors import ConfigError
@@ -44,6 +45,8 @@ def copy_preset(name: str, destination: Path) -> Path:
     It loads to the same config but for the run's name, which is the file's: runs of the copy are not the preset's.
     """
     text = preset_text(name)
+    if name in SIZED:  # the rules for its size are the preset's
+        text += f"\npreset: {name}\nsize: {DEFAULT_SIZE}\n"
     path = destination / f"{name}.yaml" if destination.is_dir() else destination
     shown = printable(str(path))
     try:

@@ -11,8 +11,8 @@ from flatout.config.yaml_loader import shorten
 from flatout.errors import ConfigError
 
 
-def check_kinds(target: object, overrides: Iterable[object], hardware: object) -> None:
-    """Refuses what cannot be meant as a config, as words or as an overlay."""
+def check_kinds(target: object, overrides: Iterable[object], hardware: object, size: object) -> None:
+    """Refuses what cannot be meant as a config, as words, as an overlay or as a size."""
     if not isinstance(target, str | Path | Mapping | None):
         raise ConfigError(
             f"a {type(target).__name__} was given as the config",
@@ -25,6 +25,8 @@ def check_kinds(target: object, overrides: Iterable[object], hardware: object) -
         )
     if not isinstance(hardware, str | None):
         raise ConfigError(f"hardware is {shorten(hardware)}, but it must be a name", "for example hardware='8gb'")
+    if not isinstance(size, str | None):
+        raise ConfigError(f"size is {shorten(size)}, but it must be a name", "for example size='124m'")
 
 
 def python_layer(values: Mapping[str, Any], where: str, *, extras: tuple[str, ...] = ()) -> Layer:

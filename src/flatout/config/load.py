@@ -19,7 +19,6 @@ from typing import Any
 from flatout.config import yaml_loader
 from flatout.config.catalogue import (
     DEFAULT_PRESET,
-    ShippedKind,
     check_shipped,
     preset_path,
     run_name,
@@ -31,15 +30,16 @@ from flatout.config.facts import choices, field_facts, item_annotation, names_in
 from flatout.config.from_python import check_kinds, python_layer
 from flatout.config.model_section import GPT2
 from flatout.config.schema import RunConfig
+from flatout.config.sizes import Sized, size_layer, size_names
 from flatout.config.source import DEFAULT, Layer, Setting, Source, SourceKind
 from flatout.config.suggest import nearest_paths, unknown_key
 from flatout.errors import ConfigError
 
-_FILE_KEYS = ("preset", "hardware")
+_FILE_KEYS = ("preset", "hardware", "size")
 
 # A layer that gives one of a group silences those it does not give itself in the layers below.
 _ALTERNATIVES = (
-    ("train.steps", "train.epochs", "train.tokens"),
+    ("train.steps", "train.epochs", "train.tokens", "train.minutes"),
     ("speed.micro_batch", "speed.accumulation"),
 )
 
@@ -49,13 +49,15 @@ class LoadedConfig:
     """A valid config and, for every leaf by dotted path, the source of its value.
 
     `notices` are lines for whoever trains it. `hardware` is an overlay that was named; what it sets depends on the
-    memory that the model needs, which `flatout.engine.overlays` works out.
+    memory that the model needs, which `flatout.engine.overlays` works out. `size` is that of a preset with sizes, until
+    `flatout.engine.sizing` has derived its settings again with the data at hand.
     """
 
     config: RunConfig
     sources: Mapping[str, Source]
     notices: tuple[str, ...] = ()
     hardware: str | None = None
+    size: Sized | None = None
 
 
 @dataclass(frozen=True)
@@ -73,20 +75,22 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     hardware: str | None = None,
+    size: str | None = None,
     **settings: Any,
 ) -> LoadedConfig:
-    """Merges defaults < preset < file < overrides < settings, and checks the result.
+    """Merges defaults < preset < size < file < overrides < settings, and checks the result.
 
     `target` is a preset's name, a config file, or a mapping of what such a file holds; None is the default preset. A
     file may name a `preset:` whose values it changes and a `hardware:` overlay; the `hardware` argument wins over the
     file's. `overrides` are words such as `train.steps=100`, `settings` the same as keywords, by section or by path:
     `train={"steps": 100}`, `**{"train.steps": 100}`. An overlay comes between preset and file, and is only named in the
-    result: `flatout.engine.overlays.fitted` applies it.
+    result: `flatout.engine.overlays.fitted` applies it. `size`, such as 124m, is for presets that have sizes; a file
+    names it as `size:`.
     """
-    check_kinds(target, overrides, hardware)
+    check_kinds(target, overrides, hardware, size)
     written = python_layer(settings, "keyword")
     if isinstance(target, Mapping):
-        return _from_mapping(target, [_override_layer(overrides), written], hardware)
+        return _from_mapping(target, [_override_layer(overrides), written], {"hardware": hardware, "size": size})
     path = _path_of(target)
     _refuse_data(Path(str(target)) if path is None else path)
     tree = yaml_loader.read_yaml(path) if path is not None else {}
@@ -96,17 +100,15 @@ def load_config(
         preset_where = "command line"
     else:
         preset, preset_where = _named_in_file(tree, "preset", file_name)
-    if hardware is None:
-        hardware, hardware_where = _named_in_file(tree, "hardware", file_name)
-    else:
-        hardware_where = "command line"
+    named = {"preset": (preset, preset_where)}
+    for key, given in {"hardware": hardware, "size": size}.items():
+        named[key] = _named_in_file(tree, key, file_name) if given is None else (given, "command line")
 
     values = {key: node for key, node in tree.items() if key not in _FILE_KEYS}
     own = dict(_settings(values, "file", file_name, extras=_FILE_KEYS))
     where = file_name if path is not None else f"preset {preset}"
-    shipped = {"preset": (preset, preset_where), "hardware": (hardware, hardware_where)}
     name = path.stem if path is not None else None
-    loaded = _layered(shipped, [own, _override_layer(overrides), written], name, where, asked=target is not None)
+    loaded = _layered(named, [own, _override_layer(overrides), written], name, where, asked=target is not None)
     if path is None or preset is not None:
         return loaded
     return replace(loaded, notices=tuple(_on_defaults(file_name, loaded, "`preset: NAME` in its first lines")))
@@ -127,15 +129,15 @@ def _name_of(preset: str | None, own: Layer, merged: Layer, *, asked: bool) -> t
     return f"{preset}-{called}", "names of the config and the text"
 
 
-def _from_mapping(target: Mapping[str, Any], above: Sequence[Layer], hardware: str | None) -> LoadedConfig:
-    """The config that a mapping holds, with layers above it."""
+def _from_mapping(target: Mapping[str, Any], above: Sequence[Layer], given: Mapping[str, str | None]) -> LoadedConfig:
+    """The config that a mapping holds, with layers above it; what is `given` beside it wins over its own names."""
     where = "the mapping"
-    named: dict[ShippedKind, Any] = {"preset": target.get("preset"), "hardware": hardware or target.get("hardware")}
+    named: dict[str, Any] = {key: given.get(key) or target.get(key) for key in _FILE_KEYS}
     for key, name in named.items():
         if name is not None and not isinstance(name, str):
             raise ConfigError(
                 f"{where}: {key} is {yaml_loader.shorten(name)}, but it must be a name",
-                f"the names are {', '.join(shipped_names(key))}",
+                f"the names are {', '.join(_names(key))}",
             )
     values = {key: value for key, value in target.items() if key not in _FILE_KEYS}
     own = python_layer(values, where, extras=_FILE_KEYS)
@@ -149,15 +151,16 @@ def _from_mapping(target: Mapping[str, Any], above: Sequence[Layer], hardware: s
 def _layered(
     shipped: Mapping[str, tuple[str | None, str]], above: Sequence[Layer], name: str | None, where: str, *, asked: bool
 ) -> LoadedConfig:
-    """A preset below the layers of the user, with an overlay; each with who named it."""
+    """A preset below the layers of the user, with a size and an overlay; each with who named it."""
     (preset, preset_where), (hardware, hardware_where) = shipped["preset"], shipped["hardware"]
     below = {} if preset is None else _preset_layer(preset, preset_where)
     if hardware is not None:
         check_shipped("hardware", hardware, hardware_where)
-    merged = _merge([below, *above])
+    sized, derived = size_layer(preset, *shipped["size"], merged=_merge([below, *above]), written=_merge(above))
+    merged = _merge([below, derived, *above])
     called, named_by = _name_of(preset, below, merged, asked=asked) if name is None else (name, "name of the config")
     merged.setdefault("output.name", Setting(run_name(called), Source("default", named_by)))
-    return replace(_validated(merged, where), hardware=hardware)
+    return replace(_validated(merged, where), hardware=hardware, size=sized)
 
 
 def _on_defaults(name: str, loaded: LoadedConfig, way: str) -> Iterator[str]:
@@ -210,7 +213,8 @@ def with_values(loaded: LoadedConfig, values: Mapping[str, Any], source: Source)
         path: replace(setting, source=loaded.sources[path]) for path, setting in _layer_of(loaded.config, "").items()
     }
     layer |= {path: Setting(value, source) for path, value in values.items()}
-    return replace(loaded, **vars(_validated(layer, source.where)) | {"notices": loaded.notices})
+    valid = _validated(layer, source.where)
+    return replace(loaded, config=valid.config, sources=valid.sources)
 
 
 def _layer_of(config: RunConfig, where: str) -> Layer:
@@ -250,13 +254,14 @@ def show(config: RunConfig) -> str:
 
 
 def schema_json() -> dict[str, Any]:
-    """JSON Schema of a config file, for editors: nothing is required, and `preset` and `hardware` are allowed."""
+    """JSON Schema of a config file, for editors: nothing is required; `preset`, `hardware` and `size` are allowed."""
     schema = RunConfig.model_json_schema()
     schema.pop("required", None)
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["properties"] = {
         "preset": {"enum": shipped_names("preset"), "description": "Preset whose values this file changes."},
         "hardware": {"enum": shipped_names("hardware"), "description": "Overlay that makes a run fit a card's memory."},
+        "size": {"type": "string", "description": f"Size of a preset that has sizes: {', '.join(size_names())}."},
         **schema["properties"],
     }
     return schema
@@ -273,8 +278,13 @@ def _path_of(target: str | Path | None) -> Path | None:
     return None
 
 
-def _named_in_file(tree: Mapping[str, yaml_loader.Node], key: ShippedKind, file_name: str) -> tuple[str | None, str]:
-    """The preset or overlay a file names, and where it does so."""
+def _names(key: str) -> Sequence[str]:
+    """The names that a key of a config file may have."""
+    return size_names() if key == "size" else shipped_names("hardware" if key == "hardware" else "preset")
+
+
+def _named_in_file(tree: Mapping[str, yaml_loader.Node], key: str, file_name: str) -> tuple[str | None, str]:
+    """The preset, overlay or size a file names, and where it does so."""
     node = tree.get(key)
     if node is None:
         return None, file_name
@@ -282,7 +292,7 @@ def _named_in_file(tree: Mapping[str, yaml_loader.Node], key: ShippedKind, file_
     if node.value is not None and not isinstance(node.value, str):
         raise ConfigError(
             f"{where}: {key} is {yaml_loader.shorten(node.plain)}, but it must be a name",
-            f"the names are {', '.join(shipped_names(key))}",
+            f"the names are {', '.join(_names(key))}",
         )
     return node.value, where
 
@@ -332,10 +342,10 @@ def _override_layer(overrides: Sequence[str]) -> Layer:
                 f"command line: {yaml_loader.shorten(override)} is not of the form section.field=value",
                 f"write an override like train.steps=100{example}",
             )
-        if path == "preset" or path == "hardware":
+        if path in _FILE_KEYS:
             raise ConfigError(
                 f"command line: {path} cannot be set by an override",
-                f"a file names it as `{path}: NAME` in its first lines; the names are {', '.join(shipped_names(path))}",
+                f"a file names it as `{path}: NAME` in its first lines; the names are {', '.join(_names(path))}",
             )
         if path == "clean":
             layer |= _no_cleaning(text, source)

@@ -12,10 +12,12 @@ from flatout.config.yaml_loader import format_value
 # of gpt2 are fixed: with other values it would not be GPT-2, and other libraries could not take its weights.
 GPT2: dict[str, Any] = {
     "norm": "layernorm",
+    "norm_weights": True,
     "positions": "learned",
     "mlp": "gelu",
     "bias": True,
     "qk_norm": False,
+    "embedding_norm": False,
     "residual_scale": None,
     "logit_cap": None,
     "tied": True,
@@ -71,10 +73,20 @@ class ModelConfig(Section):
     """Normalisation before attention and MLP."""
     norm_eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-5
     """What norms add to the mean square or variance before the root."""
+    norm_weights: bool = True
+    """Learned weights (and of LayerNorm biases) in norms, those of queries and keys included."""
+    embedding_norm: bool = False
+    """RMS norm without weights right after the embedding."""
+    embedding_std: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
+    """Standard deviation that token embeddings are drawn with; null is 0.02."""
+    zero_init: bool = False
+    """Start with zeros where attention and MLP join the residual stream, so that every block begins as nothing."""
     positions: Literal["rope", "learned"] = "rope"
     """How the model knows where a token stands."""
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base of the rotary frequencies."""
+    rope_half: bool = False
+    """Turn only half of the pairs, at rates from 1 to 1/1024 radians per token; the slower half stands still."""
     rope_scaling: Literal["linear", "llama3"] | None = None
     """Rotary frequencies stretched for a longer context: all alike, or only the slow ones as Llama 3.1."""
     rope_factor: Annotated[float, Field(ge=1.0, le=1e6)] = 8.0
@@ -95,10 +107,14 @@ class ModelConfig(Section):
     """Bias of the projection to queries, keys and values; null follows bias."""
     qk_norm: bool = True
     """RMS-normalise queries and keys per head before the product."""
+    qk_scale: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
+    """Multiplies queries, and keys, after their norm."""
     residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
     """Initial value of learned scales on both residual branches; null has no scales."""
     logit_cap: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
-    """Bends logits to stay below this: cap·tanh(logits / cap); null leaves them alone."""
+    """Bends logits to stay below this, in the form of logit_cap_form; null leaves them alone."""
+    logit_cap_form: Literal["tanh", "sigmoid"] = "tanh"
+    """tanh: cap·tanh(logits / cap), between -cap and cap; sigmoid: cap·sigmoid((logits + 5) / 7.5), above 0."""
     first_mix: bool = False
     """Begin every block with a·x + b·x0, where x0 is the first residual stream; a and b are learned, from 1 and 0.1."""
     value_tables: Annotated[int, Field(ge=0, le=500)] = 0
@@ -197,6 +213,13 @@ class ModelConfig(Section):
             raise Conflict(
                 f"rotary positions need an even head size (width over heads), not {self.width // self.heads}",
                 f"set model.width={multiple_near(self.width, 2 * self.heads)}, or model.positions=learned",
+            )
+        if self.qk_scale != 1.0 and not self.qk_norm:
+            raise Conflict("qk_scale multiplies what qk_norm normalised", "set model.qk_norm=true, or model.qk_scale=1")
+        if self.rope_half and (self.positions != "rope" or self.rope_scaling is not None or self.size < 4):
+            raise Conflict(
+                "rope_half needs rotary positions, no rope_scaling, and heads of 4 values or more",
+                "set model.positions=rope and model.rope_scaling=null, or model.rope_half=false",
             )
         if self.rope_scaling is not None and self.positions != "rope":
             raise Conflict(

@@ -4,7 +4,8 @@
 sections. A value of null means "work it out"; what was worked out is shown in the run's first record.
 """
 
-from typing import Self
+import math
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -62,10 +63,15 @@ class RunConfig(Section):
             return self._check_chat()
         if self.lora.rank:
             raise Conflict("lora.rank trains adapters, and there is nothing to fine-tune on", "set chat.source")
+        if self.train.minutes is not None and (self.optim.schedule != "wsd" or self.optim.decay_fraction > 0.95):
+            raise Conflict(
+                "train.minutes needs a rate that stays up until the clock says that it must fall",
+                "set optim.schedule=wsd and optim.decay_fraction=0.6, or give the length in train.steps",
+            )
         context, batch = self.model.context, self.train.batch_tokens
         if self.data.streaming and (self.data.source is None or self.train.epochs is not None):
             raise Conflict(
-                "data.streaming needs data.source, and a length in train.steps or train.tokens",
+                "data.streaming needs data.source, and a length in train.steps, train.tokens or train.minutes",
                 "name files in data.source and set train.steps, or leave data.streaming out",
             )
         if self.data.streaming and (self.data.packing != "concat" or self.data.stride is not None):
@@ -93,7 +99,8 @@ class RunConfig(Section):
                 f"train.batch_tokens {batch} is not a multiple of model.context {context}",
                 f"set train.batch_tokens={multiple_near(batch, context)}, or model.context to a divisor of {batch}",
             )
-        sequences, count = batch // context, self.speed.accumulation
+        self._check_stages()
+        sequences, count = windows_of_steps(self)[0], self.speed.accumulation
         if count is not None and sequences % count:
             raise Conflict(
                 f"a batch of {sequences} sequences does not split into speed.accumulation {count}",
@@ -107,13 +114,38 @@ class RunConfig(Section):
             )
         return self
 
+    def _check_stages(self) -> None:
+        train, context = self.train, self.model.context
+        for batch in train.batch_stages:
+            if batch % context:
+                raise Conflict(
+                    f"train.batch_stages has {batch}, which is not a multiple of model.context {context}",
+                    f"set it to {multiple_near(batch, context)}",
+                )
+        for length in train.length_stages:
+            if context % length:
+                near = min((one for one in range(1, context + 1) if context % one == 0), key=lambda n: abs(n - length))
+                raise Conflict(
+                    f"train.length_stages has {length}, which does not divide model.context {context}",
+                    f"set it to {near}, or to another divisor of {context}",
+                )
+        if len(set(train.batch_stages)) > 1 and self.speed.accumulation is not None:
+            raise Conflict(
+                "speed.accumulation is the micro-batches of a step, and steps of train.batch_stages differ in size",
+                "set speed.micro_batch instead",
+            )
+
     def _check_chat(self) -> Self:
+        if self.lora.rank and self.optim.optimizer == "muon":
+            raise Conflict(
+                "optim.optimizer muon takes whole matrices, and adapters have none", "set optim.optimizer=adamw"
+            )
         if self.model.init_from is None:
             raise Conflict(
                 "chat.source is something to fine-tune on, and there is no model to start from",
                 "set model.init_from to a folder with a model, or to a name on the hub",
             )
-        if self.train.tokens is not None:
+        if self.train.tokens is not None or self.train.minutes is not None:
             raise Conflict(
                 "the length of a fine-tuning run is told in steps or epochs", "set train.epochs, such as train.epochs=3"
             )
@@ -132,16 +164,37 @@ class RunConfig(Section):
         return self
 
 
+def windows_of_steps(config: RunConfig) -> list[int]:
+    """Windows of `model.context` tokens that a step reads, for each stage of a run on plain text."""
+    context = config.model.context
+    return [batch // context for batch, _, _ in config.train.stages(context)]
+
+
+def at_last_stage(config: RunConfig) -> RunConfig:
+    """The run without stages: as many tokens, all read in steps like the last ones. What measures a step takes this."""
+    train = config.train
+    if not train.staged:
+        return config
+    fields = ("batch_stages", "length_stages", "window_stages", "batch_rate_power")
+    changes: dict[str, Any] = {name: TrainConfig.model_fields[name].default for name in fields}
+    changes["batch_tokens"] = last = (train.batch_stages or [train.batch_tokens])[-1]
+    if train.steps is not None:
+        changes["steps"] = max(1, round(train.steps * train.mean_batch / last))
+    return config.model_copy(update={"train": train.model_copy(update=changes)})
+
+
 def micro_batch_of(config: RunConfig, ranks: int = 1) -> tuple[int, int]:
     """(sequences per micro-batch, micro-batches per step) of one of `ranks` processes.
 
     The global batch never changes: a `micro_batch` that does not divide a process's share of it is lowered to the next
-    divisor. `accumulation` is of the whole batch, so that several processes keep the micro-batch that one has.
+    divisor. `accumulation` is of the whole batch, so that several processes keep the micro-batch that one has. Stages
+    share one micro-batch, which divides the steps of all of them; its count is then that of the largest steps.
     """
     # Rows of a step: those of the batch, or as many as it has samples at most.
     chat = config.chat
-    sequences = chat.batch_samples if chat.source is not None else config.train.batch_tokens // config.model.context
-    share, count = -(-sequences // ranks), config.speed.accumulation
-    most = min((config.speed.micro_batch if count is None else sequences // count) or share, share)
+    steps = [chat.batch_samples] if chat.source is not None else windows_of_steps(config)
+    shares, count = [-(-windows // ranks) for windows in steps], config.speed.accumulation
+    share = math.gcd(*shares)
+    most = min((config.speed.micro_batch if count is None else steps[0] // count) or share, share)
     size = next(size for size in range(most, 0, -1) if share % size == 0)
-    return size, share // size
+    return size, max(shares) // size

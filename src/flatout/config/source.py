@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-SourceKind = Literal["default", "family", "preset", "hardware", "file", "override", "python"]
+SourceKind = Literal["default", "family", "preset", "size", "hardware", "file", "override", "python"]
 
 
 @dataclass(frozen=True)

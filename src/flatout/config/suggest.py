@@ -81,6 +81,9 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "max_grad_norm",
         "optim.eps": "adam_eps adam_epsilon",
         "optim.learning_rate": "base_lr lr max_lr peak_lr",
+        "optim.embedding_rate": "embed_lr embedding_lr",
+        "optim.head_rate": "lm_head_lr unembedding_lr",
+        "optim.muon_rate": "matrix_lr muon_lr",
         "optim.min_ratio": "final_lr_frac min_lr min_lr_ratio",
         "optim.schedule": "decay_lr lr_decay_iters lr_decay_style lr_schedule lr_scheduler lr_scheduler_type scheduler",
         "optim.warmup": "warmup_epochs warmup_fraction warmup_ratio",
@@ -114,14 +117,14 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
     }
 )
 _OPTIMIZER = (
-    "the optimizer is AdamW, and there is no setting for another (from Python, flatout.train takes optimizer=); its "
-    "fields are optim.beta1, optim.beta2, ..."
+    "optim.optimizer is adamw or muon (from Python, flatout.train takes others as optimizer=); AdamW's fields are "
+    "optim.beta1, optim.beta2, ..."
 )
 # What others have a setting for and we do not: the way to it here.
 WAY_ELSEWHERE_CALLED = _by_foreign_name(
     {
         _OPTIMIZER: "adafactor adam adamw adamw_8bit lion muon optim.name optim.type "
-        "optim_type optimizer optimizer_type sgd shampoo soap sophia",
+        "optim_type optimizer_type sgd shampoo soap sophia",
         "start it with `--gpus N`, one process for each GPU": "devices gpus local_rank n_gpu nproc_per_node num_gpus "
         "num_processes world_size",
         "resume with `--resume auto`, or `--resume RUN`": "resume resume_from resume_from_checkpoint",

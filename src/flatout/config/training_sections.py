@@ -71,9 +71,24 @@ def _pair(text: str, number: Callable[[str], _Number]) -> tuple[str, _Number]:
     return name, number(value)
 
 
+_Rate = Annotated[float, Field(gt=0.0, le=100.0)]
+_Decay = Annotated[float, Field(ge=0.0, le=10.0)]
+_Memory = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
 class OptimConfig(Section):
-    learning_rate: Annotated[float, Field(gt=0.0, le=100.0)] = 1e-3
-    """Peak learning rate."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """What updates the matrices of blocks: adamw, or muon, which orthogonalises their updates; the rest is AdamW's."""
+    learning_rate: _Rate = 1e-3
+    """Peak learning rate of AdamW; with muon that of scalars, norms and whatever has no rate of its own."""
+    muon_rate: _Rate = 0.02
+    """Peak learning rate of Muon's matrices."""
+    embedding_rate: _Rate | None = None
+    """Peak learning rate of the token embedding, and of a head tied to it; null is learning_rate."""
+    head_rate: _Rate | None = None
+    """Peak learning rate of an untied head; null is learning_rate."""
+    table_rate: _Rate | None = None
+    """Peak learning rate of other embedding tables; null is embedding_rate, then learning_rate."""
     schedule: Literal["cosine", "linear", "wsd", "one-cycle", "constant"] = "cosine"
     """Shape of the learning rate after warm-up; wsd is warm-up, stable, decay."""
     warmup_steps: Natural = 100
@@ -84,16 +99,37 @@ class OptimConfig(Section):
     """Final learning rate as a share of the peak; 0 is reached after the last update."""
     decay_fraction: Share = 0.2
     """Share of the run that wsd spends decaying at its end."""
-    weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = 0.1
-    """Decoupled weight decay, on matrices only: never on biases, norms or scales."""
-    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    weight_decay: _Decay = 0.1
+    """Decoupled weight decay, on matrices only: never on biases, norms or scales; with muon on its matrices alone."""
+    weight_decay_end: _Decay | None = None
+    """Weight decay at the end of the run, to which it goes linearly; null keeps weight_decay."""
+    cautious: bool = False
+    """Muon decays a weight only where the update makes it smaller, too."""
+    momentum: _Memory = 0.95
+    """Muon's memory of the gradient, after momentum_warmup_steps."""
+    momentum_start: _Memory = 0.85
+    """Muon's memory of the gradient at the beginning, and at the end of a cool-down."""
+    momentum_warmup_steps: Natural = 100
+    """Updates over which Muon's momentum goes from momentum_start to momentum; 0 starts with momentum."""
+    momentum_cooldown_steps: Natural = 0
+    """Updates at the end of the run over which Muon's momentum goes back to momentum_start; 0 never does."""
+    normuon: bool = False
+    """Muon scales rows of an update, or columns of a wide one, to equal size by a second moment (NorMuon)."""
+    beta1: _Memory = 0.9
     """AdamW's memory of the gradient."""
-    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    beta2: _Memory = 0.95
     """AdamW's memory of the squared gradient."""
     eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-8
     """AdamW's guard against division by zero."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm, larger ones are scaled down; 0 never clips."""
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Every peak rate that is set, by field; the last one, `learning_rate`, is the one that a run reports."""
+        own = ["muon_rate"] if self.optimizer == "muon" else []
+        fields = [*own, "embedding_rate", "head_rate", "table_rate", "learning_rate"]
+        return {name: rate for name in fields if (rate := getattr(self, name)) is not None}
 
     @property
     def warmup_epochs(self) -> float | None:
@@ -110,15 +146,29 @@ class OptimConfig(Section):
         return self.model_copy(update={"warmup_steps": count, "warmup": None})
 
 
+LENGTHS = ("steps", "epochs", "tokens", "minutes")
+_STAGES = ("batch_stages", "length_stages", "window_stages")
+
+
 class TrainConfig(Section):
     steps: Positive | None = None
-    """Length of the run in optimizer steps; give one of steps, epochs, tokens."""
+    """Length of the run in optimizer steps; give one of steps, epochs, tokens, minutes."""
     epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     """Length of the run in passes over the windows."""
     tokens: Positive | None = None
     """Length of the run in training tokens, rounded up to whole steps."""
+    minutes: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Length of the run in minutes, from its first step to its last checkpoint; steps beside it are the plan."""
     batch_tokens: Positive = 16384
     """Tokens per optimizer step over all micro-batches and devices."""
+    batch_stages: list[Positive] = Field(default=[])
+    """Tokens per step in stages of equally many tokens, such as [32768, 65536]; [] has batch_tokens in all steps."""
+    length_stages: list[Positive] = Field(default=[])
+    """Sequence length of each stage, a divisor of model.context; evaluation has the whole context, and so has []."""
+    window_stages: list[Positive] = Field(default=[])
+    """Attention window of W blocks in each stage; evaluation and the trained model have model.window, and so has []."""
+    batch_rate_power: Annotated[float, Field(ge=0.0, le=2.0)] = 0.5
+    """Rates of a stage are multiplied by (its batch / batch_tokens) to this power; 0 leaves them alone."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Label smoothing in training; evaluation never smooths."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
@@ -128,13 +178,36 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = [name for name in ("steps", "epochs", "tokens") if getattr(self, name) is not None]
-        if len(given) != 1:
+        given = [name for name in LENGTHS if getattr(self, name) is not None]
+        if len(given) != 1 and given != ["steps", "minutes"]:
             raise Conflict(
-                f"give exactly one of steps, epochs, tokens, not {' and '.join(given) or 'none'}",
-                "keep one of train.steps, train.epochs and train.tokens, such as train.steps=1000",
+                f"give exactly one of {', '.join(LENGTHS)}, not {' and '.join(given) or 'none'}",
+                "keep one of train.steps, train.epochs, train.tokens and train.minutes, such as train.steps=1000",
+            )
+        counts = {name: len(stages) for name in _STAGES if (stages := getattr(self, name))}
+        if len(set(counts.values())) > 1:
+            told = ", ".join(f"{name} {count}" for name, count in counts.items())
+            raise Conflict(
+                f"the lists of stages differ in length: {told}", "give each list one entry for every stage of the run"
             )
         return self
+
+    @property
+    def staged(self) -> bool:
+        return any(getattr(self, name) for name in _STAGES)
+
+    @property
+    def mean_batch(self) -> float:
+        """Tokens of a step on average: stages have equally many tokens, so small batches have more steps."""
+        batches = self.batch_stages or [self.batch_tokens]
+        return len(batches) / sum(1 / batch for batch in batches)
+
+    def stages(self, context: int) -> list[tuple[int, int, int | None]]:
+        """(tokens of a step, sequence length, attention window) of each stage; one where there are no lists."""
+        count = max(1, *(len(getattr(self, name)) for name in _STAGES))
+        batches = self.batch_stages or [self.batch_tokens] * count
+        lengths, windows = self.length_stages or [context] * count, self.window_stages or [None] * count
+        return list(zip(batches, lengths, windows, strict=True))
 
 
 class EvalConfig(Section):

@@ -23,6 +23,9 @@ _INSTEAD = {
     "data.field": "chat.fields names columns",
     "data.packing": "chat.packing says whether samples share rows",
     "train.batch_tokens": "chat.batch_samples is the size of a step",
+    "train.batch_stages": "chat.batch_samples is the size of a step",
+    "train.length_stages": "samples are read whole",
+    "train.window_stages": "the model's own window is used",
     "eval.sample_prompt": "samples answer the first held-out conversation",
 }
 
@@ -30,6 +33,7 @@ _INSTEAD = {
 # What only blocks of one letter read.
 _OF_BLOCKS = {
     "model.window": "W",
+    "train.window_stages": "W",
     **{
         f"model.{name}": "E"
         for name in ("states", "state_heads", "resonance", "modulation", "convolution", "scales", "energy")
@@ -37,11 +41,17 @@ _OF_BLOCKS = {
     "speed.scan": "E",
     **{
         f"model.{name}": "AW"
-        for name in ("kv_heads", "qk_norm", "rope_base", "rope_scaling", "rope_factor", "rope_low", "rope_high",
-                     "rope_original_context")
+        for name in ("kv_heads", "qk_norm", "qk_scale", "rope_base", "rope_half", "rope_scaling", "rope_factor",
+                     "rope_low", "rope_high", "rope_original_context")
     },
     "speed.attention": "AW",
 }  # fmt: skip
+
+_OF_MUON = [
+    f"optim.{name}"
+    for name in ("muon_rate", "cautious", "momentum", "momentum_start", "momentum_warmup_steps",
+                 "momentum_cooldown_steps", "normuon")
+]  # fmt: skip
 
 
 def check_used(loaded: LoadedConfig) -> None:
@@ -75,9 +85,22 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                     why += f" where model.layers={config.model.layers}"
                 pattern = {"W": "WWWA", "E": "EEEA", "AW": "EEEA"}[letters]
                 yield path, why, f"set a pattern with {told}, such as model.pattern={pattern}, or leave {path} out"
+        if config.model.logit_cap is None:
+            yield "model.logit_cap_form", "model.logit_cap is null", "set model.logit_cap=15, or leave it out"
+        if config.model.rope_half:
+            yield "model.rope_base", "model.rope_half has rates of its own", "leave one of the two out"
+    if not config.train.batch_stages:
+        why, hint = "there are no train.batch_stages", "set train.batch_stages, or leave train.batch_rate_power out"
+        yield "train.batch_rate_power", why, hint
     if config.optim.warmup is not None:
         why, hint = "optim.warmup says how long the warm-up is", "leave one of the two out, or set optim.warmup=null"
         yield "optim.warmup_steps", why, hint
+    if config.optim.optimizer != "muon":
+        for path in _OF_MUON:
+            yield path, "optim.optimizer is adamw", f"set optim.optimizer=muon, or leave {path} out"
+    if config.model.tied and config.model.init_from is None:
+        why = "the head has the embedding's weights (model.tied)"
+        yield "optim.head_rate", why, "set model.tied=false, or optim.embedding_rate, or leave optim.head_rate out"
     if not config.lora.rank:
         for path in _fields("lora", but="rank"):
             yield path, "lora.rank is 0, which trains all weights", f"set lora.rank=16, or leave {path} out"

@@ -76,7 +76,7 @@ def as_model_tokenizer(tokenizer: Tokenizer) -> ModelTokenizer:
     if "eos_token" not in found.special:
         raise DataError(
             f"its tokenizer ({tokenizer.kind}) has no end-of-text token, so that a model could never learn to stop",
-            "train the base with data.tokenizer=bytes, gpt2, or a tokenizer.json that has <|endoftext|>",
+            "train the base anew on data that this version prepares, or with a tokenizer.json that has <|endoftext|>",
         )
     return ModelTokenizer(found.content, found.special, found.begin)
 
@@ -95,6 +95,13 @@ def _byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], *, split: 
     library: Any = tokenizers.Tokenizer(models.BPE(vocab, merges))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
     library.decoder = decoders.ByteLevel()
+    return _with_end(library)
+
+
+def _with_end(library: Any) -> dict[str, Any]:
+    """What tokenizer.json holds, with the end of a text as the last id."""
+    import tokenizers
+
     library.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, normalized=False, special=True)])
     return json.loads(library.to_str())
 
@@ -142,12 +149,16 @@ def _characters(tokenizer: CharTokenizer) -> Portable:
         vocab[unknown] = len(characters)
     library: Any = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token=unknown))
     library.decoder = decoders.Fuse()
-    notices = ["its tokenizer (char) has no end of text, so nothing tells a reader to stop"]
+    special = {} if unknown is None else {"unk_token": unknown}
+    notices: list[str] = []
+    if tokenizer.end_of_text is None:
+        notices.append("its tokenizer (char) has no end of text, so nothing tells a reader to stop")
+    else:
+        special["eos_token"] = END_OF_TEXT
     if tokenizer.unknown == "error":
         notices.append("in tokenizer.json characters that it has never seen are left out, where ours refuses them")
-    return Portable(
-        json.loads(library.to_str()), {} if unknown is None else {"unk_token": unknown}, None, tuple(notices)
-    )
+    content = json.loads(library.to_str()) if tokenizer.end_of_text is None else _with_end(library)
+    return Portable(content, special, None, tuple(notices))
 
 
 # --- files beside the weights -----------------------------------------------------------------------------------------

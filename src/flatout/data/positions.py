@@ -12,6 +12,7 @@ import bisect
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -84,6 +85,30 @@ class Schedule:
     @classmethod
     def constant(cls, sequences: int, length: int) -> "Schedule":
         return cls((Stage(0, sequences, length),), length)
+
+    @classmethod
+    def in_stages(
+        cls, stages: Sequence[Stage], longest: int, *, windows: float | None = None, steps: int | None = None
+    ) -> "Schedule":
+        """Stages that read equally many windows, as nearly as whole steps allow, in a run of so many windows or steps.
+
+        A stage ends with the step that reaches its share; `first_step` is worked out here. Stages without a step, which
+        only a very short run has, are left out.
+        """
+        each = [stage.sequences * stage.length / longest for stage in stages]
+        if steps is None:
+            assert windows is not None, "a run has a length"
+            ends, position, last = [], 0.0, 0
+            for number, taken in enumerate(each, start=1):
+                count = max(0, math.ceil((windows * number / len(each) - position) / taken))
+                position, last = position + count * taken, last + count
+                ends.append(last)
+        else:
+            parts = list(itertools.accumulate(1 / taken for taken in each))
+            ends = [round(steps * part / parts[-1]) for part in parts]
+        begun = [replace(stage, first_step=first) for stage, first in zip(stages, [0, *ends[:-1]], strict=True)]
+        kept = [stage for stage, end in zip(begun, ends, strict=True) if end > stage.first_step]
+        return cls(tuple(kept) or (begun[0],), longest)
 
     def after(self, earlier: "Schedule", step: int) -> "Schedule":
         """This table from `step` on and `earlier` before it, so that positions read before `step` stay."""

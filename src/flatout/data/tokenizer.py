@@ -119,18 +119,21 @@ class Tokenizer(abc.ABC):
 class CharTokenizer(Tokenizer):
     """One id per character, in the order of their code points. Knows only the characters it was made from.
 
-    What becomes of others is `unknown`: an error, nothing, or one more id at the end, which decodes to U+FFFD.
+    What becomes of others is `unknown`: an error, nothing, or one more id after theirs, which decodes to U+FFFD. The
+    last id is the end of a text. Tokenizers from before they had one stay without (`ends` false).
     """
 
     kind = "char"
 
-    def __init__(self, characters: str, unknown: UnknownPolicy = "error") -> None:
+    def __init__(self, characters: str, unknown: UnknownPolicy = "error", *, ends: bool = True) -> None:
         if not characters or list(characters) != sorted(set(characters)):
             raise ValueError("the characters of a char tokenizer are sorted, without repetition, and at least one")
         if unknown not in ("error", "drop", "replace"):
             raise ValueError(f"unknown characters are an error, or drop or replace them, not {unknown!r}")
         self.unknown = unknown
-        self.vocab = len(characters) + (unknown == "replace")
+        self._texts = len(characters) + (unknown == "replace")  # ids that stand for text
+        self.vocab = self._texts + ends
+        self.end_of_text = self._texts if ends else None
         self._characters = characters
         self._code_of_id = _code_points(characters + "\ufffd")
         # A table over code points makes encoding one numpy gather: 1 MB takes a few milliseconds, not a Python loop.
@@ -156,7 +159,7 @@ class CharTokenizer(Tokenizer):
     def _encode_group(self, texts: list[str]) -> list[Ids]:
         ids = self._id_of_code.take(_code_points("".join(texts)), mode="clip")
         bounds = np.cumsum([0, *map(len, texts)])
-        if self.unknown != "replace" and not (known := ids < self.vocab).all():
+        if self.unknown != "replace" and not (known := ids < self._texts).all():
             if self.unknown == "error":
                 raise self._unknown_error(texts)
             ids, bounds = ids[known], np.concatenate([[0], np.cumsum(known)])[bounds]
@@ -169,19 +172,24 @@ class CharTokenizer(Tokenizer):
         position, character = next(pair for pair in enumerate(text) if pair[1] not in known)
         return DataError(
             f"character {character!r} (U+{ord(character):04X}) at position {position} is not among the "
-            f"{self.vocab} characters of this tokenizer",
+            f"{len(self._characters)} characters of this tokenizer",
             "leave it out, prepare the data again from text that contains it or with data.unknown_characters=replace, "
             "or use the tokenizer `bytes`, which knows every text",
         )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        codes = self._code_of_id[_checked_ids(ids, self.vocab)]
-        return codes.tobytes().decode("utf-32-le", "surrogatepass")
+        values = _checked_ids(ids, self.vocab)
+        parts = (
+            np.split(values, np.flatnonzero(values == self.end_of_text)) if self.end_of_text is not None else [values]
+        )
+        texts = [self._code_of_id[part[part < self._texts]].tobytes() for part in parts]
+        return END_OF_TEXT.join(text.decode("utf-32-le", "surrogatepass") for text in texts)
 
     def to_json(self) -> dict[str, Any]:
-        # Datasets from before there was a choice say nothing about it and mean "error".
+        # Datasets from before there was a choice say nothing about it and mean "error", and no end of text.
         policy = {} if self.unknown == "error" else {"unknown": self.unknown}
-        return {"kind": self.kind, "characters": self._characters, **policy}
+        ending = {} if self.end_of_text is None else {"end_of_text": END_OF_TEXT}
+        return {"kind": self.kind, "characters": self._characters, **policy, **ending}
 
 
 @final
@@ -521,6 +529,13 @@ def tokenizer_from_json(description: Any) -> Tokenizer:
         raise DataError(f"the description of a {kind} tokenizer is not usable: {error}", _INTACT) from error
 
 
+def _char_tokenizer(description: dict[str, Any]) -> CharTokenizer:
+    if (ending := description.get("end_of_text")) not in (None, END_OF_TEXT):
+        raise ValueError(f"its end of text is {ending!r:.100}, and this version has {END_OF_TEXT!r}")
+    characters, unknown = _text_field(description, "characters"), description.get("unknown", "error")
+    return CharTokenizer(characters, unknown, ends=ending is not None)
+
+
 def _gpt2_tokenizer(description: dict[str, Any]) -> Gpt2Tokenizer:
     if (ranks := _text_field(description, "ranks_sha256")) != GPT2_RANKS_SHA256:
         raise ValueError(f"it was made with GPT-2 ranks {ranks}, and this version has {GPT2_RANKS_SHA256}")
@@ -555,7 +570,7 @@ def _content_field(description: dict[str, Any]) -> dict[str, Any]:
 
 
 _KINDS: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
-    "char": lambda given: CharTokenizer(_text_field(given, "characters"), given.get("unknown", "error")),
+    "char": _char_tokenizer,
     "bytes": lambda given: ByteTokenizer(),
     "gpt2": _gpt2_tokenizer,
     "huggingface": lambda given: HuggingFaceTokenizer(_content_field(given)),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, load_config
+from flatout.config.schema import at_last_stage
 from flatout.config.usual import found_by_range_test
 from flatout.diagnose import check_fit, links
 from flatout.diagnose.check_card import check_cards
@@ -53,6 +54,7 @@ def examine(
     overrides: Sequence[str] = (),
     *,
     hardware: str | None = None,
+    size: str | None = None,
     quick: bool = False,
     machine: Machine | None = None,
     trials: Trials | None = None,
@@ -67,7 +69,7 @@ def examine(
     `gpus` is how many ranks the config is meant for, and `launched` this process as the first of those that a launcher
     started. Several GPUs are looked at without being asked where this machine has them.
     """
-    visit = _Visit(target, overrides, hardware, quick=quick, machine=machine, progress=progress)
+    visit = _Visit(target, overrides, hardware, size, quick=quick, machine=machine, progress=progress)
     visit.meet(several, gpus, launched)
     yield from visit.check_machine(trials)
     progress("looking at disk and data")
@@ -86,9 +88,9 @@ def examine(
     yield from visit.check_ranks()
 
 
-def attend(launched: Launch, target: str | None, overrides: Sequence[str]) -> None:
+def attend(launched: Launch, target: str | None, overrides: Sequence[str], size: str | None = None) -> None:
     """Takes part as a rank that is not the first: it answers, and says nothing itself."""
-    loaded, _ = _load(target, overrides, None)
+    loaded, _ = _load(target, overrides, None, size)
     if usable(look_at_torch()):
         from flatout.diagnose.meeting import meet
 
@@ -103,13 +105,15 @@ class _Visit:
         target: str | LoadedConfig | None,
         overrides: Sequence[str],
         hardware: str | None,
+        size: str | None,
         *,
         quick: bool,
         machine: Machine | None,
         progress: Progress,
     ) -> None:
         self.target, self.overrides, self.quick, self.progress = target, overrides, quick, progress
-        self.loaded, self.complaints = _load(target, overrides, None if hardware == "auto" else hardware)
+        self.size = size
+        self.loaded, self.complaints = _load(target, overrides, None if hardware == "auto" else hardware, size)
         self.chat: LoadedConfig | None = None
         if self.loaded is not None and self.loaded.config.chat.source is not None:
             # The model is that of another folder, and the data are samples: other checks would be of something else.
@@ -123,6 +127,9 @@ class _Visit:
             self.complaints += more
         if self.loaded is not None and self.loaded.hardware is not None:
             self.loaded, more = _fitted(self.loaded, works=self.works)
+            self.complaints += more
+        if self.loaded is not None and self.loaded.config.train.staged:
+            self.loaded, more = _without_stages(self.loaded)
             self.complaints += more
         self.config = None if self.loaded is None else self.loaded.config
         self.kind, self.index, complaint = check_fit.kind_of(self.machine, self.config)
@@ -275,7 +282,7 @@ class _Visit:
             from flatout.engine.overlays import fitted_to  # the doctor starts without torch
 
             with contextlib.suppress(UserError):
-                return fitted_to(_loaded(self.target, self.overrides, None), name)
+                return fitted_to(_loaded(self.target, self.overrides, None, self.size), name)
             return None
 
         yield from guarded("memory", "a step", lambda: check_memory(loaded, fitted, host, on_hardware))
@@ -298,32 +305,34 @@ def _fine_tuning(chat: LoadedConfig, *, quick: bool, here: bool, works: bool) ->
         yield from (one for one in findings if one.area == area)
 
 
-def _loaded(target: str | LoadedConfig | None, overrides: Sequence[str], hardware: str | None) -> LoadedConfig:
+def _loaded(
+    target: str | LoadedConfig | None, overrides: Sequence[str], hardware: str | None, size: str | None
+) -> LoadedConfig:
     if not isinstance(target, LoadedConfig):
-        return load_config(target, overrides, hardware=hardware)
+        return load_config(target, overrides, hardware=hardware, size=size)
     return target if hardware is None else dataclasses.replace(target, hardware=hardware)
 
 
 def _load(
-    target: str | LoadedConfig | None, overrides: Sequence[str], hardware: str | None
+    target: str | LoadedConfig | None, overrides: Sequence[str], hardware: str | None, size: str | None
 ) -> tuple[LoadedConfig | None, list[Finding]]:
     """The config; if it has a mistake, that as a finding, and the config without the words that are to blame."""
     try:
-        return _loaded(target, overrides, hardware), []
+        return _loaded(target, overrides, hardware, size), []
     except UserError as error:
         complaints = [finding_of(error, "config", "values")]
     good: list[str] = []
     loaded: LoadedConfig | None = None
     for overlay in dict.fromkeys((hardware, None)):
         with contextlib.suppress(UserError):
-            loaded = _loaded(target, (), overlay)
+            loaded = _loaded(target, (), overlay, size)
             hardware = overlay
             break
     if loaded is None:
         return None, complaints
     for word in overrides:
         with contextlib.suppress(UserError):
-            loaded = _loaded(target, [*good, word], hardware)
+            loaded = _loaded(target, [*good, word], hardware, size)
             good.append(word)
     left = [word for word in overrides if word not in good]
     if left:
@@ -331,6 +340,14 @@ def _load(
         advice = "Mend that first, then ask again: what follows from it is not checked yet."
         complaints.append(Check("config", "left out").note(found, advice))
     return loaded, complaints
+
+
+def _without_stages(loaded: LoadedConfig) -> tuple[LoadedConfig, list[Finding]]:
+    """The config with all steps like those of its last stage, which the other checks are of."""
+    config = at_last_stage(loaded.config)
+    count, batch = len(loaded.config.train.stages(config.model.context)), config.train.batch_tokens
+    found = f"{count} of equally many tokens; steps are judged as in the last one, with {batch:,} tokens each"
+    return dataclasses.replace(loaded, config=config), [Check("config", "stages").note(found)]
 
 
 def _for_card(machine: Machine, loaded: LoadedConfig) -> tuple[LoadedConfig, list[Finding]]:

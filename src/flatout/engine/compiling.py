@@ -26,10 +26,16 @@ def graphs_of_its_own(mode: str, *, our_graphs: bool) -> bool:
     return mode == "reduce-overhead" or (mode == "max-autotune" and not our_graphs)
 
 
-def compile_model(model: GPT, mode: str, *, our_graphs: bool = False, any_shape: bool = False) -> None:
-    """Compiles in place; parameter names and checkpoints do not notice. With `any_shape` one code serves all shapes."""
+def compile_model(model: GPT, mode: str, *, our_graphs: bool = False, any_shape: bool = False, stages: int = 1) -> None:
+    """Compiles in place; parameter names and checkpoints do not notice. With `any_shape` one code serves all shapes.
+
+    Each of several `stages` has code of its own.
+    """
     if mode == "off":
         return
+    if stages > 1:  # beyond the limit, which counts the code of all blocks together, torch goes on without compiling
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, 8 * stages)
     if mode == "regional":
         for part in (*model.blocks, model.head):
             part.compile(fullgraph=True, dynamic=any_shape)

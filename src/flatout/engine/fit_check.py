@@ -7,6 +7,7 @@ are for machines that may be elsewhere.
 
 import contextlib
 import dataclasses
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 from flatout.config.catalogue import hardware_for, shipped_names
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import RunConfig, micro_batch_of
+from flatout.config.schema import RunConfig, micro_batch_of, windows_of_steps
 from flatout.data.training_data import TrainingData
 from flatout.device import Device, is_out_of_memory
 from flatout.engine.features import Speed
@@ -198,7 +199,7 @@ def _by_overlay(loaded: LoadedConfig, speed: Speed, fits: Fits, have: int) -> It
 
 def _words_for(config: RunConfig, context: int, size: int) -> list[str]:
     """What to write so that micro-batches have `size` sequences of `context` tokens; nothing where they have anyway."""
-    speed, sequences = config.speed, config.train.batch_tokens // context
+    speed, sequences = config.speed, math.gcd(*(batch // context for batch, _, _ in config.train.stages(context)))
     words = []
     if speed.accumulation is not None:
         count = sequences // size
@@ -212,7 +213,7 @@ def _words_for(config: RunConfig, context: int, size: int) -> list[str]:
 
 def _sizes(config: RunConfig, most: int) -> Iterator[int]:
     """Micro-batches from `most` down, each about half of the one before, that divide the batch."""
-    sequences = config.train.batch_tokens // config.model.context
+    sequences = math.gcd(*windows_of_steps(config))
     size = most
     while size >= 1:
         if sequences % size == 0:
@@ -221,5 +222,5 @@ def _sizes(config: RunConfig, most: int) -> Iterator[int]:
 
 
 def _switched(config: RunConfig, speed: Speed, micro_batch: int, saving: dict[str, Any]) -> Speed:
-    accumulation = config.train.batch_tokens // config.model.context // micro_batch
+    accumulation = max(windows_of_steps(config)) // micro_batch
     return dataclasses.replace(speed, micro_batch=micro_batch, accumulation=accumulation, **saving)

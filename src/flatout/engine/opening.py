@@ -7,6 +7,7 @@ Everything after that (step, loop, checkpoints, records) is what pretraining has
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,15 +32,18 @@ from flatout.data.training_data import DataFacts, TrainingData
 from flatout.engine.adapter_folder import plan_targets, with_adapter
 from flatout.engine.base_model import Base, open_base
 from flatout.engine.checkpoint import Checkpoint
+from flatout.engine.deadline import Deadline
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.folders import remove_empty, retire
 from flatout.model.adapter_targets import AdapterPlan, choose, targets_of
 from flatout.model.count import flops_per_token, parameter_count, whole_count
 from flatout.model.gpt import empty_model
 from flatout.model.hub import Description
+from flatout.optim.schedule import Pace, cooling_from
 from flatout.world import World
 
 MOST_STEPS = 20_000_000  # the schedule is a table with one entry per step
+UNPLANNED_STEPS = 1000  # of a run whose minutes nobody has turned into steps yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +69,7 @@ def open_data(
         base, samples = open_sample_data(config, progress, written=written, resumed=resumed is not None)
         begun = None if resumed is None else resolve_from_mapping(resumed.config).lora
         return Opened(described_config(config, base, sources, begun=begun), samples, base)
-    schedule, seed, val_tokens = _schedule_of(config), config.train.seed, config.eval.tokens
+    seed, val_tokens = config.train.seed, config.eval.tokens
     if arrays is not None:
         # Its own source is not what the run was trained on, and must not be what is resumed with.
         own = config.data.model_copy(update={"source": None, "folder": None})
@@ -73,17 +77,17 @@ def open_data(
     if config.data.streaming:
         _check_no_epoch_end(config, "a stream")
         stream = open_stream(config.data, config.clean, val_tokens=val_tokens, progress=progress)
-        return Opened(config, StreamData(stream, schedule, seed=seed, val_tokens=val_tokens))
+        return Opened(config, StreamData(stream, _schedule_of(config), seed=seed, val_tokens=val_tokens))
     missing = _missing(data_folder(config.data))
     dataset = open_shards(config.data, config.clean, progress)
     how = {"seed": seed, "best_fit": config.data.packing == "best_fit", "apart": config.documents_apart}
-    context, stride = schedule.longest, config.data.stride or schedule.longest
+    context, stride = config.model.context, config.data.stride or config.model.context
     try:
         windows = windows_of(dataset.train, context=context, stride=stride, **how)
     except DataError:
         _take_back(missing)
         raise
-    return Opened(config, ShardData(dataset, windows, schedule, val_tokens))
+    return Opened(config, ShardData(dataset, windows, _schedule_of(config, windows.order.windows), val_tokens))
 
 
 def _missing(folder: Path) -> list[Path]:
@@ -134,9 +138,35 @@ def _check_no_epoch_end(config: RunConfig, what: str) -> None:
             raise ConfigError(f"{path} is set, but where an epoch of {what} ends is not known", hint)
 
 
-def _schedule_of(config: RunConfig) -> Schedule:
-    """The table that a config asks for: one stage, for all presets today."""
-    return Schedule.constant(config.train.batch_tokens // config.model.context, config.model.context)
+def _schedule_of(config: RunConfig, windows: int | None = None) -> Schedule:
+    """The table that a config asks for, of one stage or several; `windows` are those of an epoch, where it has one."""
+    train, context = config.train, config.model.context
+    if not train.staged:
+        return Schedule.constant(train.batch_tokens // context, context)
+    stages = [Stage(0, batch // length, length, window) for batch, length, window in train.stages(context)]
+    if train.steps is not None or train.minutes is not None:
+        return Schedule.in_stages(stages, context, steps=train.steps or UNPLANNED_STEPS)
+    return Schedule.in_stages(stages, context, windows=_windows_of_run(config, windows))
+
+
+def _windows_of_run(config: RunConfig, windows: int | None) -> float:
+    """How many windows a run reads whose length is told in tokens or epochs."""
+    tokens = config.train.tokens
+    return (config.train.epochs or 0) * (windows or 0) if tokens is None else -(-tokens // config.model.context)
+
+
+def pace_of(config: RunConfig, schedule: Schedule, steps: int) -> Pace | None:
+    """How far a run has come before each of its steps, where steps differ in size because the config says so."""
+    train = config.train
+    if not train.batch_stages or config.chat.source is not None:
+        return None
+    sizes = [schedule.at(step).windows for step in range(max(steps, 1))]
+    read = list(itertools.accumulate(sizes, initial=0))
+    usual = train.batch_tokens / config.model.context
+    return Pace(
+        places=[len(sizes) * position / read[-1] for position in read],
+        factors=[(size / usual) ** train.batch_rate_power for size in sizes],
+    )
 
 
 def check_shares(data: TrainingData, world: World) -> None:
@@ -153,10 +183,12 @@ def check_shares(data: TrainingData, world: World) -> None:
             windows, longest = data.schedule.at(stage.first_step).windows, data.schedule.longest
             if windows % world.size:
                 tokens = (round(windows / world.size) or 1) * world.size * longest
+                several = len(data.schedule.stages) > 1
+                size = f"{tokens} in train.batch_stages" if several else f"train.batch_tokens={tokens}"
                 raise ConfigError(
                     f"a step has {windows} windows of {longest:,} tokens, which {world.size} processes cannot share "
                     "evenly",
-                    f"set train.batch_tokens={tokens}, or start as many processes as divide {windows}",
+                    f"set {size}, or start as many processes as divide {windows}",
                 )
 
 
@@ -361,6 +393,19 @@ def schedule_of(data: TrainingData, resumed: Checkpoint | None) -> Schedule:
     return data.schedule if resumed is None or earlier is None else data.schedule.after(earlier, resumed.step)
 
 
+def deadline_of(
+    config: RunConfig, optim: OptimConfig, schedule: Schedule, steps: int, resumed: Checkpoint | None
+) -> Deadline | None:
+    """When a run ends whose length is told in minutes."""
+    if config.train.minutes is None:
+        return None
+    cooling = cooling_from(optim, steps, pace_of(config, schedule, steps))
+    deadline = Deadline(60 * config.train.minutes, steps, cooling, schedule)
+    if resumed is not None:
+        deadline.resume(resumed.state.get("deadline"), resumed.step)
+    return deadline
+
+
 def optim_of(config: RunConfig, facts: DataFacts, schedule: Schedule, steps: int) -> OptimConfig:
     """The config's, with its warm-up in steps."""
     per_epoch = facts.steps_per_epoch
@@ -375,15 +420,14 @@ def optim_of(config: RunConfig, facts: DataFacts, schedule: Schedule, steps: int
 
 def steps_of(config: RunConfig, facts: DataFacts, schedule: Schedule | None = None) -> int:
     """The steps of a run that reads by `schedule`: the config's own, unless it was resumed with another batch size."""
-    train, table = config.train, schedule or _schedule_of(config)
-    if train.steps is not None:
-        steps = train.steps
+    train = config.train
+    if train.steps is not None or train.minutes is not None:
+        steps = train.steps or UNPLANNED_STEPS
     elif facts.steps_per_epoch is not None:
         steps = math.ceil((train.epochs or 0) * facts.steps_per_epoch)
-    elif train.tokens is not None:
-        steps = table.steps_until(-(-train.tokens // config.model.context))
     else:
-        steps = table.steps_until((train.epochs or 0) * (facts.windows or 0))
+        table = schedule or _schedule_of(config, facts.windows)
+        steps = table.steps_until(_windows_of_run(config, facts.windows))
     if steps > MOST_STEPS:
         size = "train.batch_tokens" if facts.batch_samples is None else "chat.batch_samples"
         raise ConfigError(f"the run would have {steps:,} steps, more than {MOST_STEPS:,}", f"raise {size}")

@@ -11,6 +11,7 @@ Fine-tuning configs stay as they are, and say so: their model is not known befor
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 
 from flatout.config.catalogue import gigabytes
 from flatout.config.load import LoadedConfig, with_values
-from flatout.config.schema import RunConfig, micro_batch_of
+from flatout.config.schema import RunConfig, micro_batch_of, windows_of_steps
+from flatout.config.sizes import usual_vocab
 from flatout.config.source import DEFAULT, Source
 from flatout.device import Device
 from flatout.engine.case import Probes
@@ -26,8 +28,6 @@ from flatout.engine.features import resolve_speed
 from flatout.engine.memory import memory_of
 
 ROOM = 0.85  # of the card: CUDA itself, fragmentation and evaluation want the rest
-_VOCABS = {"char": 128, "bytes": 257}
-_COMMON_VOCAB = 50257
 _ALL_WORKS = Probes(
     attention=lambda *_, **__: None,
     picked=lambda *_, **__: None,
@@ -65,7 +65,7 @@ def _changes(loaded: LoadedConfig) -> Iterator[dict[str, Any]]:
     """What may be changed, from nothing to all of it."""
     config, sources = loaded.config, loaded.sources
     own, _ = micro_batch_of(config)
-    sequences = config.train.batch_tokens // config.model.context
+    sequences = math.gcd(*windows_of_steps(config))
     sizes = [size for size in range(own, 0, -1) if sequences % size == 0]
     if any(sources[f"speed.{name}"].by_user for name in ("micro_batch", "accumulation")):
         sizes = [own]
@@ -80,7 +80,7 @@ def _changes(loaded: LoadedConfig) -> Iterator[dict[str, Any]]:
 def _need(config: RunConfig, have: int) -> int:
     """Bytes of a step on a card of this memory, by the estimate."""
     card = Device(torch_device=torch.device("cuda", 0), name="the overlay's card", memory_bytes=have, capability=(8, 0))
-    vocab = config.model.vocab or _VOCABS.get(config.data.tokenizer, _COMMON_VOCAB)
+    vocab = config.model.vocab or usual_vocab(config.data.tokenizer)
     plain = config.model_copy(update={"speed": config.speed.model_copy(update={"device": "auto"})})
     speed = resolve_speed(plain, card, None, lambda _: DEFAULT, vocab=vocab, probes=_ALL_WORKS)
     return memory_of(plain, vocab, speed).total

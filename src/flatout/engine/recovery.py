@@ -53,8 +53,8 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
             return sentence
         rows = min(run.step.micro_batch, _windows_in(batch))  # packed samples may have fewer than a micro-batch
         recording = _rows_vary(run) and run.step.run_micro_batch != run.step.forward_backward
-        if _needs_a_restart(run):
-            raise _for_all_ranks(run, batch, error) from error
+        if needs_a_restart(run):
+            raise for_all_ranks(run, batch, error) from error
         # Nothing left to halve or to give up, or the weights may have moved.
         if (rows == 1 and not recording) or run.step.updating:
             raise memory_error(error) from error
@@ -69,7 +69,7 @@ def _compile_failure(run: Run, error: RuntimeError) -> CompileFailure:
         raise error
     cause = getattr(error, "inner_exception", error)  # of the backend, where that failed
     told = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:120]}"
-    if _needs_a_restart(run):  # other ranks may have compiled it, and are in the middle of the step
+    if needs_a_restart(run):  # other ranks may have compiled it, and are in the middle of the step
         raise HardwareError(f"torch.compile failed: {told}", "set speed.compile=off") from error
     return CompileFailure(told)
 
@@ -123,12 +123,12 @@ def _smaller(run: Run, batch: Batch) -> int:
     return next((size for size in range(before // 2, 0, -1) if _rows_vary(run) or sequences % size == 0), 0)
 
 
-def _needs_a_restart(run: Run) -> bool:
+def needs_a_restart(run: Run) -> bool:
     """Whether a failed pass cannot be taken again: by several ranks, or where torch's FSDP holds half of its work."""
     return run.world.size > 1 or run.speed.sharded
 
 
-def _for_all_ranks(run: Run, batch: Batch | None, error: RuntimeError) -> UserError:
+def for_all_ranks(run: Run, batch: Batch | None, error: RuntimeError) -> UserError:
     """Other ranks are in the middle of this step, so this one leaves: its agent starts all of them with less.
 
     Without an agent, or with nothing left to halve, it is an error as it is in one process.
@@ -184,8 +184,8 @@ def _attempt_evaluation(run: Run, batch_size: int, batches: int | None) -> tuple
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        if _needs_a_restart(run):
-            raise _for_all_ranks(run, None, error) from error
+        if needs_a_restart(run):
+            raise for_all_ranks(run, None, error) from error
         if batch_size == 1:
             raise memory_error(error) from error
         return first_sentence(error)

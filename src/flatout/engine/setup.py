@@ -18,6 +18,7 @@ from flatout.config.source import Source
 from flatout.config.unused import check_used, cut_pattern, wide_window
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
+from flatout.data.positions import Schedule
 from flatout.device import detect_device, limit_memory, use_device, use_expandable_segments
 from flatout.engine.adapter_folder import adapter_at, stored_base, stored_quantize
 from flatout.engine.base_model import Start, base_fingerprint, build_base, open_start
@@ -34,8 +35,10 @@ from flatout.engine.opening import (
     Opened,
     adapter_plan,
     check_shares,
+    deadline_of,
     open_data,
     optim_of,
+    pace_of,
     schedule_of,
     sources_of,
     steps_of,
@@ -58,7 +61,8 @@ from flatout.ops.attention import install_flash
 from flatout.optim.given import rules_with
 from flatout.optim.optimizers import Optimizers, check_slices
 from flatout.optim.rules import rules_of
-from flatout.optim.schedule import rate_factors
+from flatout.optim.schedule import Pace, rate_factors
+from flatout.parallel.matrices import exchange_of
 from flatout.parallel.reducer import reducer_of
 from flatout.world import World
 
@@ -147,6 +151,7 @@ def _assembled(
     schedule = schedule_of(data, resumed)
     steps = steps_of(config, facts, schedule)
     optim = optim_of(config, facts, schedule, steps)
+    deadline = deadline_of(config, optim, schedule, steps, resumed)
     adapters = _attach(model, config) if config.lora.rank else None
     base_hash = None if adapters is None else _base_hash(adapters, opened, weights=fresh)
     trained = all_weights(model, sharding) if adapters is None else only_adapters(adapters)
@@ -159,7 +164,15 @@ def _assembled(
         trained=trained,
         adapters=adapters,
         given=given,
-        step=_build_step(config, optim, model, trained, speed, steps, later, world, given),
+        step=_build_step(
+            config,
+            model,
+            trained,
+            speed,
+            _optimizers(optim, trained, speed, steps, pace_of(config, schedule, steps), given, world),
+            later,
+            world,
+        ),
         random=RandomStream(config.train.seed, device.torch_device, world.rank),
         steps=steps,
         optim=optim,
@@ -167,6 +180,7 @@ def _assembled(
         memory=memory,
         notices=(),
         new_notices=later,
+        deadline=deadline,
         base=opened.base,
         base_hash=base_hash,
     )
@@ -183,13 +197,13 @@ def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
     if speed.compile != run.speed.compile or speed.device != run.speed.device:
         raise ValueError("another device or way of compiling needs another model")
     run.model.use(speed.execution)
+    pace = pace_of(config, run.schedule, run.steps)
+    optimizers = _optimizers(run.optim, run.trained, speed, run.steps, pace, run.given, run.world)
     return dataclasses.replace(
         run,
         config=config,
         speed=speed,
-        step=_build_step(
-            config, run.optim, run.model, run.trained, speed, run.steps, run.new_notices, run.world, run.given
-        ),
+        step=_build_step(config, run.model, run.trained, speed, optimizers, run.new_notices, run.world),
         memory=memory_on(run.data, config, run.model.vocab, speed),
     )
 
@@ -231,7 +245,8 @@ def _build(
     if speed.compile != "off":
         notices.follow(CompileWatch(speed.compile).notices)
         any_shape = base is not None or config.documents_apart
-        compile_model(model, speed.compile, our_graphs=speed.cuda_graphs, any_shape=any_shape)
+        stages = len(config.train.stages(config.model.context))
+        compile_model(model, speed.compile, our_graphs=speed.cuda_graphs, any_shape=any_shape, stages=stages)
     return model
 
 
@@ -291,27 +306,32 @@ def _base_hash(adapters: Adapters, opened: Opened, *, weights: bool) -> str:
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
+def _optimizers(
+    optim: OptimConfig, trained: Trained, speed: Speed, steps: int, pace: Pace | None, given: Given, world: World
+) -> Optimizers:
+    form = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
+    exchange = exchange_of(world, trained.sharding)
+    rules = rules_of(optim, steps, pace, fused=speed.fused_optimizer, exchange=exchange, **form)
+    rules = rules_with(given.optimizer, rules, trained.updated, rate_factors(optim, steps, pace))
+    if speed.sharded:
+        check_slices(rules)
+    return Optimizers(rules, trained.updated)
+
+
 def _build_step(
     config: RunConfig,
-    optim: OptimConfig,
     model: GPT,
     trained: Trained,
     speed: Speed,
-    steps: int,
+    optimizers: Optimizers,
     notices: Notices,
     world: World,
-    given: Given,
 ) -> TrainStep:
     device = speed.device.torch_device
-    form = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
-    rules = rules_of(optim, steps, fused=speed.fused_optimizer, **form)
-    rules = rules_with(given.optimizer, rules, trained.updated, rate_factors(optim, steps))
-    if speed.sharded:
-        check_slices(rules)
     step = TrainStep(
         model,
-        Optimizers(rules, trained.updated),
-        clip=optim.clip,
+        optimizers,
+        clip=config.optim.clip,
         micro_batch=speed.micro_batch,
         label_smoothing=config.train.label_smoothing,
         loss_scale=LossScale.start(device) if speed.precision == "fp16" else None,
@@ -359,6 +379,8 @@ def _build_step(
 def _notices(run: Run, start: Start | None, written: Callable[[str], bool], *, weights: bool) -> Iterator[str]:
     """`weights` is whether they come from elsewhere, and not from a checkpoint of the run."""
     yield from _notices_on_config(run.config, run.optim, run.steps, written)
+    if run.config.train.staged and run.data.facts.batch_samples is None:
+        yield _told_stages(run.schedule, run.steps)
     yield from run.data.notices(delivery_of(run.speed, run.speed.micro_batch))
     if start is not None:
         yield start.notice
@@ -393,6 +415,16 @@ def _notices_on_config(
         between = config.checkpoint.best and (0 < every < steps or epochs)
         which = "the end and each best so far are" if between else "the end is"
         yield f"checkpoint.every {config.checkpoint.every} is never reached in {steps} steps: only {which} saved"
+
+
+def _told_stages(schedule: Schedule, steps: int) -> str:
+    """Which steps each stage has, and what they read."""
+    firsts = [stage.first_step for stage in schedule.stages]
+    told = []
+    for stage, end in zip(schedule.stages, [*firsts[1:], steps], strict=True):
+        window = "" if stage.attention_window is None else f", window {stage.attention_window:,}"
+        told.append(f"{stage.first_step + 1:,} to {end:,} of {stage.sequences:,} x {stage.length:,} tokens{window}")
+    return f"stages: steps {'; '.join(told)}"
 
 
 def _notices_on_adapter(config: RunConfig) -> Iterator[str]:

@@ -108,6 +108,18 @@ class TrainStep:
         self.clock.mark("optimizer")
         return report
 
+    def rehearse(
+        self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None = None, pieces: int = 1
+    ) -> None:
+        """The passes of a step without its update; gradients are let go."""
+        self.model.train()
+        with self.scope():
+            self.accumulate(tokens_BT, targets_BT, packed, pieces)
+            if self.reducer is not None:
+                self.reducer.finish()
+            self._clear(drop=not self.keep_gradients)
+        self.clock.take()
+
     def use_micro_batch(self, size: int) -> None:
         """Cuts the batch into other micro-batches from now on: the one place where their size changes.
 

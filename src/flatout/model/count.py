@@ -395,11 +395,12 @@ def _backward_bytes(config: ModelConfig, form: Form) -> int:
 
 
 def _end_bytes(config: ModelConfig, form: Form) -> int:
-    """Bytes per token of the final norm and the head's input."""
+    """Bytes per token of the final norm, the head's input, and what a norm after the embedding was given."""
     kept = (form.stream + form.cell) * config.width
+    kept += form.stream * config.width if config.embedding_norm else 0
     if form.triton:
         return kept + 8
-    return kept + (form.stream * config.width if config.norm == "rmsnorm" else 0)
+    return kept + (form.stream * config.width if config.norm == "rmsnorm" and config.norm_weights else 0)
 
 
 def _loss_bytes(config: ModelConfig, vocab: int, tokens: int, form: Form) -> tuple[int, int]:

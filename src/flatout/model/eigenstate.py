@@ -92,6 +92,7 @@ class Eigenstate(nn.Module):
         states, heads = config.states, config.state_heads
         # One product for the complex input and for the gate, which has a value for each half of each state.
         self.inward = nn.Linear(config.width, 4 * states, bias=False)
+        self.parts = {"inward.weight": (2 * states, 2 * states)}
         self.out = nn.Linear(2 * states, config.width, bias=config.bias)
         self.decay_K = nn.Parameter(torch.empty(states))  # ν
         self.detuning_K = nn.Parameter(torch.empty(states))  # φ

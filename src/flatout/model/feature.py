@@ -94,6 +94,16 @@ class Format:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Fold:
+    """How weights take a feature in: a model of which `when` is true, with `fields` and `weights` in the place of its
+    own, computes the same. `weights` gets all weights by name and returns those that are other ones."""
+
+    when: Callable[[ModelConfig], bool]
+    fields: Mapping[str, Any]
+    weights: Callable[[ModelConfig, Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Feature:
     """A feature of the architecture, declared once. Everything that is left out is nothing.
 
@@ -108,6 +118,7 @@ class Feature:
     made again in backward).
     Export: `gpt2`, and `llama` for llama, mistral, qwen2 and qwen3. Where neither has the feature, `no_export` says
     why, and `without` holds the fields' values in a model that does not use it: any other value is refused by name.
+    `fold` is for a feature that no format has, but whose work the weights of an exported model can do.
     `described=False` marks fields that may differ from the folder a model comes from.
     """
 
@@ -125,6 +136,7 @@ class Feature:
     llama: Format = Format()
     no_export: str = ""
     without: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fold: Fold | None = None
     described: bool = True
 
     def format(self, kind: str) -> Format:

@@ -7,11 +7,15 @@ built models, torch's FLOP counter and the bytes that autograd keeps; declared f
 a feature: docs/architecture.md, "Adding a model field".
 """
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
 
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value, shorten
-from flatout.model.feature import Feature, Form, Format, Piece, mixer_widths, mlp_widths
+from flatout.model.feature import Feature, Fold, Form, Format, Piece, mixer_widths, mlp_widths
 from flatout.model.fields_mixing import ATTENTION, MIXING
 from flatout.model.fields_streams import STREAMS
 from flatout.model.hub_values import HubValues
@@ -46,15 +50,21 @@ def _norm_kept(model: ModelConfig, kind: str, form: Form) -> int:
     kept = 2 * (form.stream + form.cell) * model.width  # inputs and outputs of both norms
     if form.triton:
         kept += 16 if model.norm == "layernorm" else 8  # statistics of both
-    elif form.eager and model.norm == "rmsnorm" and not form.frozen:  # a frozen scale needs no gradient
+    elif form.eager and model.norm == "rmsnorm" and model.norm_weights and not form.frozen:
+        # a frozen scale needs no gradient
         kept += 2 * form.stream * model.width  # the normalised input, before its weight
     return kept
 
 
+def _norms_of_ones(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    names = ["norm", *(f"blocks.{layer}.{at}_norm" for layer in range(model.layers) for at in ("attention", "mlp"))]
+    return dict.fromkeys([f"{name}.weight" for name in names], weights["embedding.weight"].new_ones(model.width))
+
+
 NORM = Feature(
-    fields=("norm", "norm_eps"),
-    values=lambda model, kind: 2 * model.width,
-    outside=lambda model, vocab: model.width,
+    fields=("norm", "norm_eps", "norm_weights"),
+    values=lambda model, kind: 2 * model.width if model.norm_weights else 0,
+    outside=lambda model, vocab: model.width if model.norm_weights else 0,
     kept=_norm_kept,
     gpt2=Format(
         read=lambda read: read.check_gpt2(layer_norm_epsilon=(1e-5,)),
@@ -75,10 +85,32 @@ NORM = Feature(
             "norm": Piece("norm"),
         },
     ),
+    fold=Fold(
+        when=lambda model: not model.norm_weights and model.norm == "rmsnorm",
+        fields={"norm_weights": True},
+        weights=_norms_of_ones,
+    ),
+)
+
+
+def _normed_rows(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    table = weights["embedding.weight"].float()
+    return {"embedding.weight": F.rms_norm(table, (model.width,), None, model.norm_eps)}
+
+
+EMBEDDING_NORM = Feature(
+    fields=("embedding_norm",),
+    without={"embedding_norm": False},
+    no_export="only a table that is the embedding's alone can hold rows that are normed already: with model.tied=false",
+    fold=Fold(
+        when=lambda model: model.embedding_norm and not model.tied and model.positions == "rope",
+        fields={"embedding_norm": False},
+        weights=_normed_rows,
+    ),
 )
 
 LOGIT_CAP = Feature(
-    fields=("logit_cap",),
+    fields=("logit_cap", "logit_cap_form"),
     without={"logit_cap": None},
     no_export="the formats written here have no cap on the logits",
 )
@@ -171,7 +203,7 @@ def has_bias(model: ModelConfig, module: str) -> bool:
         return False
     if module.endswith("attention.qkv"):
         return model.has_qkv_bias
-    return model.bias and (model.norm == "layernorm" or not module.endswith("norm"))
+    return model.bias and (not module.endswith("norm") or (model.norm == "layernorm" and model.norm_weights))
 
 
 def bias_values(model: ModelConfig, kind: str) -> int:
@@ -179,7 +211,7 @@ def bias_values(model: ModelConfig, kind: str) -> int:
     total = mixer_widths(model, kind)[0] if kind != "E" and model.has_qkv_bias else 0
     if model.bias:
         total += 2 * model.width + mlp_widths(model)[0]  # after the mixer, and of the MLP
-        total += 2 * model.width if model.norm == "layernorm" else 0
+        total += 2 * model.width if model.norm == "layernorm" and model.norm_weights else 0
     return total
 
 
@@ -200,7 +232,7 @@ def _write_bias(model: ModelConfig, kind: str) -> dict[str, Any]:
 BIAS = Feature(
     fields=("bias", "qkv_bias"),
     values=bias_values,
-    outside=lambda model, vocab: model.width if model.bias and model.norm == "layernorm" else 0,
+    outside=lambda model, vocab: model.width if has_bias(model, "norm") else 0,
     llama=Format(read=_read_bias, write=_write_bias),
 )
 
@@ -223,12 +255,15 @@ DROPOUT = Feature(
 )
 
 START = Feature(
-    fields=("vocab", "init_from", "ignore_auto_map"),
+    fields=("vocab", "init_from", "ignore_auto_map", "zero_init", "embedding_std"),
     described=False,
     no_export="they say how a model is begun; the size of its vocabulary is written as it came out",
 )
 
-FEATURES = (STREAM, CONTEXT, NORM, *MIXING, MLP, BIAS, RESIDUAL_SCALE, *STREAMS, LOGIT_CAP, HEAD, DROPOUT, START)
+FEATURES = (
+    *(STREAM, CONTEXT, NORM, EMBEDDING_NORM, *MIXING, MLP, BIAS, RESIDUAL_SCALE, *STREAMS, LOGIT_CAP, HEAD, DROPOUT),
+    START,
+)
 
 
 def projections(model: ModelConfig) -> dict[str, tuple[str, Piece]]:

@@ -4,11 +4,14 @@ Trap: transformers 5 writes `rope_parameters` where 4 wrote `rope_theta` and `ro
 file has both, `rope_scaling` wins, as in transformers.
 """
 
+from collections.abc import Mapping
 from typing import Any
+
+from torch import Tensor
 
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import shorten
-from flatout.model.feature import Feature, Form, Format, Piece, key_width, mixer_widths
+from flatout.model.feature import Feature, Fold, Form, Format, Piece, key_width, mixer_widths
 from flatout.model.hub_values import HubValues
 from flatout.ops.scan import CHUNK
 
@@ -71,18 +74,36 @@ def _qk_norm_kept(model: ModelConfig, kind: str, form: Form) -> int:
     both = model.queries + key_width(model)
     if form.triton:  # one copy for norm and rotation; a frozen block rotates in place where there is no norm
         return form.cell * both if form.frozen or model.positions != "rope" else 0
-    return (8 if form.half else 4) * both if form.eager else 0  # normalised in fp32, and widened first
+    if not form.eager:
+        return 0
+    return 4 * both * (form.half + model.norm_weights)  # widened first, and normalised in fp32 before their weights
+
+
+def _scaled_norms(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The scale of both in the norm of queries: keys keep weights that no type rounds."""
+    found: dict[str, Tensor] = {}
+    for layer in range(model.layers):
+        for name, scale in (("q", model.qk_scale**2), ("k", 1.0)):
+            full = f"blocks.{layer}.attention.{name}_norm.weight"
+            weight = weights[full] if model.norm_weights else weights["embedding.weight"].new_ones(model.size)
+            found[full] = weight.float() * scale
+    return found
 
 
 QK_NORM = Feature(
-    fields=("qk_norm",),
-    values=lambda model, kind: 2 * model.size if model.qk_norm and kind != "E" else 0,
+    fields=("qk_norm", "qk_scale"),
+    values=lambda model, kind: 2 * model.size if model.qk_norm and model.norm_weights and kind != "E" else 0,
     kept=_qk_norm_kept,
     llama=Format(
         read=lambda read: {"qk_norm": read.kind == "qwen3"},  # which states no key for it
         modules=lambda model: {
             f"layers.*.self_attn.{x}_norm": Piece(f"blocks.*.attention.{x}_norm") for x in "qk" if model.qk_norm
         },
+    ),
+    fold=Fold(
+        when=lambda model: model.qk_norm and (not model.norm_weights or model.qk_scale != 1.0),
+        fields={"qk_scale": 1.0},
+        weights=_scaled_norms,
     ),
 )
 
@@ -152,6 +173,13 @@ POSITIONS = Feature(
     kept=_positions_kept,
     gpt2=Format(modules=lambda model: {"wpe": Piece("positions")}),
     llama=Format(only={"positions": "rope"}, read=_read_rope, write=_write_rope),
+)
+
+
+ROPE_HALF = Feature(
+    fields=("rope_half",),
+    without={"rope_half": False},
+    no_export="the formats written here turn all pairs of a head's channels",
 )
 
 
@@ -270,4 +298,4 @@ EIGENSTATES = Feature(
     no_export="transformers has no blocks of eigenstates; model.pattern says whether there are any",
 )
 
-MIXING = (ATTENTION, QK_NORM, POSITIONS, PATTERN, EIGENSTATES)
+MIXING = (ATTENTION, QK_NORM, POSITIONS, ROPE_HALF, PATTERN, EIGENSTATES)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flatout.config.schema import ModelConfig
 from flatout.model.hub import Description
-from flatout.model.hub_weights import inventory, pieces_of
+from flatout.model.hub_weights import folded_weights, inventory, pieces_of
 from flatout.model.weights import opened
 
 PIECE = 2**24
@@ -43,7 +43,7 @@ def own_fingerprint(weights: Mapping[str, Tensor], config: ModelConfig, *, porta
     """
     if not portable:
         return _hash(sorted(weights.items()))
-    pieces = sorted(pieces_of(config).items())
+    pieces, weights = sorted(pieces_of(config).items()), folded_weights(config, weights)
     return _hash((name, piece.of(weights[piece.name]).float()) for name, piece in pieces)
 
 

@@ -46,6 +46,7 @@ class FrozenOperations(KernelOperations):
             groups=attention.groups,
             head_norms=None if norms is None else (norms[0].weight, norms[1].weight),
             head_eps=0.0 if norms is None else norms[0].eps,
+            head_scale=1.0 if norms is None else norms[0].scale,
             cos=cos,
             sin=sin,
             kind=block.mlp.kind,

@@ -22,7 +22,7 @@ from flatout.model.adapted import AdaptedLinear
 from flatout.model.cache import Cache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
-from flatout.model.layers import Attention, Block, Embedding, Head, Positions, Table, bigram_ids
+from flatout.model.layers import MLP, Attention, Block, Embedding, Head, Positions, Table, bigram_ids
 from flatout.model.narrow import ModelNarrow, NarrowBlock
 from flatout.model.norms import Norm, build_norm
 from flatout.model.operations import Operations, Own, Shared, Stream, product_type
@@ -138,11 +138,15 @@ class GPT(nn.Module):
         dropout, count = config.dropout if self.training else 0.0, 1 + 2 * len(layers)
         first, *seeds = do.seeds(count, tokens_BT.device) if dropout > 0.0 else [None] * count
         pairs = zip(seeds[::2], seeds[1::2], strict=True)
-        x_BTW = self.embedding(tokens_BT, do, positions_TW, dropout, first)
+        x_BTW = self.embedding(tokens_BT, do, positions_TW)
         if self.bigram is not None:
             x_BTW = do.add_rows(x_BTW, self._bigrams(tokens_BT, places, cache), self.bigram.weight)
-        if self.embedding.weight.requires_grad and not self.norm.weight.requires_grad:
-            x_BTW = x_BTW.to(self.norm.weight.dtype)  # a table that is trained beside adapters is wider than the blocks
+        if self.embedding.weight.requires_grad and not self._inside.requires_grad:
+            x_BTW = x_BTW.to(self._inside.dtype)  # a table that is trained beside adapters is wider than the blocks
+        if config.embedding_norm:
+            x_BTW = do.unit_norm(x_BTW, config.norm_eps)
+        if dropout > 0.0:
+            x_BTW = do.drop(x_BTW, dropout, first)
         if config.first_mix:
             x_BTW, mixed_in = do.first(x_BTW)
             shared = dataclasses.replace(shared, first=mixed_in)
@@ -167,6 +171,16 @@ class GPT(nn.Module):
         before_B1 = tokens_BT[:, :1] if cache is None else cache.last_B1
         return bigram_ids(tokens_BT, before_B1, places == 0, self.config.bigram_rows)
 
+    @property
+    def _inside(self) -> Tensor:
+        """A weight that adapters leave alone: its type is that of all blocks, and they are frozen if it is."""
+        if self.norm.weight is not None:
+            return self.norm.weight
+        for block in self.blocks:
+            if isinstance(block, Block) and isinstance(block.mlp, MLP):
+                return block.mlp.out.weight
+        return self.embedding.weight  # blocks of the user's, which have no adapters
+
     def _begin(self, cache: Cache | None) -> tuple[Operations, Sequence[NarrowBlock]]:
         """Our kernels where the switches ask for them, and what each block has in narrower types, made fresh.
 
@@ -179,7 +193,7 @@ class GPT(nn.Module):
         from flatout.model.kernel_operations import KernelOperations
 
         dtype = product_type(self.embedding.weight)
-        if self.norm.weight.requires_grad or not all(block.is_frozen for block in self.blocks):
+        if self._inside.requires_grad or not all(block.is_frozen for block in self.blocks):
             if how.sharded:
                 return KernelOperations(how), nothing
             recording = self.training and torch.is_grad_enabled()
@@ -238,7 +252,7 @@ class GPT(nn.Module):
         """Draws every weight: GPT-2's scheme, 0.02 everywhere and 0.02/√(2L) where a branch joins the residual stream.
 
         The `gpt` family takes 0.5/√W instead of 0.02: the same at W = 625, and still of use at the widths of small
-        models, where 0.02 starts the blocks almost silent.
+        models, where 0.02 starts the blocks almost silent. `zero_init` has zeros where a branch joins.
         """
         generator = torch.Generator().manual_seed(seed)
         std = 0.02 if self.config.family == "gpt2" else 0.5 / math.sqrt(self.config.width)
@@ -247,6 +261,8 @@ class GPT(nn.Module):
                 joins = name.endswith((".attention.out", ".mlp.out"))
                 scale = std / math.sqrt(2 * self.config.layers) if joins else std
                 module.weight.normal_(0.0, scale, generator=generator)
+                if joins and self.config.zero_init:  # drawn all the same: the others start as they would without
+                    module.weight.zero_()
                 if module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, Head) and module.weight is not None:
@@ -254,9 +270,11 @@ class GPT(nn.Module):
             elif isinstance(module, Table):
                 module.weight.normal_(0.0, module.std, generator=generator) if module.std else module.weight.zero_()
             elif isinstance(module, nn.Embedding):
-                module.weight.normal_(0.0, 0.02, generator=generator)
+                own = self.config.embedding_std if isinstance(module, Embedding) else None
+                module.weight.normal_(0.0, own or 0.02, generator=generator)
             elif isinstance(module, Norm):
-                module.weight.fill_(1.0)
+                if module.weight is not None:
+                    module.weight.fill_(1.0)
                 if module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, Block):

@@ -211,6 +211,7 @@ def _stated_dtype(values: dict[str, Any]) -> str | None:
 
 def model_type_of(config: ModelConfig) -> str:
     """The type of transformers' that computes exactly what this model does; refused where there is none."""
+    config = folded(config)
     if set(config.kinds) != {"A"}:  # first, for nothing else that is changed would help
         raise CheckpointError(
             f"transformers has no such model with model.pattern={shorten(config.pattern)}", PATTERN.no_export
@@ -230,6 +231,12 @@ def model_type_of(config: ModelConfig) -> str:
     if config.qk_norm:
         return "qwen3"
     return "qwen2" if config.has_qkv_bias and not config.bias else "llama"
+
+
+def folded(config: ModelConfig) -> ModelConfig:
+    """The model without what its weights can take in (`hub_weights.folded_weights`)."""
+    folds = [feature.fold for feature in FEATURES if feature.fold is not None and feature.fold.when(config)]
+    return config.model_copy(update={field: value for fold in folds for field, value in fold.fields.items()})
 
 
 def _needed(config: ModelConfig) -> dict[str, Any]:

@@ -65,6 +65,15 @@ def pieces_of(config: ModelConfig) -> dict[str, Piece]:
     return pieces
 
 
+def folded_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our weights as a model of transformers' has them: with what only fields of ours say inside."""
+    found = dict(weights)
+    for feature in FEATURES:
+        if feature.fold is not None and feature.fold.when(config):
+            found |= feature.fold.weights(config, found)
+    return found
+
+
 def _embedding_name(config: ModelConfig) -> str:
     return "wte.weight" if config.family == "gpt2" else "embed_tokens.weight"
 
@@ -284,7 +293,7 @@ def companions(folder: Path) -> dict[str, bytes]:
 
 def _write_weights(model: GPT, folder: Path, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     """Writes the files of weights; returns size and hash of each."""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    parameters = folded_weights(model.config, {name: x.detach() for name, x in model.named_parameters()})
     prefix = "transformer." if model.config.family == "gpt2" else "model."
     shards: list[dict[str, Tensor]] = [{}]
     filled = total = 0

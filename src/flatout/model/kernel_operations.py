@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flatout.model.execution import Execution
 from flatout.model.narrow import NarrowBlock, gradient_slot, input_slot
-from flatout.model.norms import Norm
+from flatout.model.norms import Norm, RMSNorm
 from flatout.model.operations import Branch, Gates, Heads, Mix, Operations, Stream, product_type
 from flatout.model.rotary import Turn
 from flatout.ops.documents import Layout
@@ -43,13 +43,17 @@ class KernelOperations(Operations):
         # Sixteen bytes apart: Triton compiles a kernel twice if some of its pointers are aligned so and some are not.
         return torch.randint(2**62, (count, 2), device=device)[:, 0].unbind()
 
-    def embed(
-        self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, dropout: float, seed: Tensor | None
-    ) -> Tensor:
+    def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
         wide = torch.promote_types(table_VW.dtype, torch.float32)  # of a frozen model weights may be narrower
         dtype = torch.bfloat16 if self.execution.residual == "bf16" else wide
-        x_BTW = embed(tokens_BT, table_VW, None if positions_TW is None else positions_TW.flatten(0, -2), dtype)
-        return x_BTW if seed is None else drop(x_BTW, seed, dropout)
+        return embed(tokens_BT, table_VW, None if positions_TW is None else positions_TW.flatten(0, -2), dtype)
+
+    def unit_norm(self, x_BTW: Tensor, eps: float) -> Tensor:
+        return add_norm(x_BTW, None, None, None, None, centred=False, eps=eps, dtype=x_BTW.dtype)[1]
+
+    def drop(self, x_BTW: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
+        assert seed is not None, "these kernels draw from a counter"
+        return drop(x_BTW, seed, dropout)
 
     def add_rows(self, x_BTW: Tensor, ids_BT: Tensor, table_RW: Tensor) -> Tensor:
         return x_BTW + embed(ids_BT, table_RW, None, x_BTW.dtype)
@@ -84,10 +88,12 @@ class KernelOperations(Operations):
         return gate_heads(y_BHTD, gates_BTH)
 
     def prepare_heads(
-        self, q_BHTD: Tensor, k_BGTD: Tensor, norms: tuple[Norm, Norm] | None, turn: Turn | None
+        self, q_BHTD: Tensor, k_BGTD: Tensor, norms: tuple[RMSNorm, RMSNorm] | None, turn: Turn | None
     ) -> tuple[Tensor, Tensor]:
-        weights, eps = ((None, None), 0.0) if norms is None else ((norms[0].weight, norms[1].weight), norms[0].eps)
-        return prepare_heads(q_BHTD, k_BGTD, *weights, *by_place(turn), eps)
+        if norms is None:
+            return prepare_heads(q_BHTD, k_BGTD, None, None, *by_place(turn), 0.0)
+        weights, (eps, scale) = (norms[0].weight, norms[1].weight), (norms[0].eps, norms[0].scale)
+        return prepare_heads(q_BHTD, k_BGTD, *weights, *by_place(turn), eps, scale=scale, normed=True)
 
     def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
         return input_slot(narrow) is None  # 8-bit weights are rounded once per update, before any scaling

@@ -16,7 +16,7 @@ from flatout.model.cache import LayerCache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.model.narrow import input_slot
-from flatout.model.norms import Norm, RMSNorm, build_norm
+from flatout.model.norms import RMSNorm, build_norm
 from flatout.model.operations import Branch, Gates, Mix, Operations, Own, Shared, Stream
 from flatout.ops.attention import causal_attention
 from flatout.ops.documents import document_attention
@@ -28,14 +28,18 @@ GATE_INPUTS = 12  # channels of a block's normed input that its gates read
 class Embedding(nn.Embedding):
     """The token table. Returns token rows plus position rows: the first values of the residual stream."""
 
+    role = "embedding"  # by which optimizers choose a rate
+
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tokens_BT: Tensor, do: Operations, positions_TW: Tensor | None, dropout: float, seed: Tensor | None
+        self, tokens_BT: Tensor, do: Operations, positions_TW: Tensor | None
     ) -> Tensor:
-        return do.embed(tokens_BT, self.weight, positions_TW, dropout, seed)
+        return do.embed(tokens_BT, self.weight, positions_TW)
 
 
 class Table(nn.Module):
     """A table beside that of tokens: rows of values, or of pairs of tokens. `std` is what it is drawn with."""
+
+    role = "table"  # by which optimizers choose a rate
 
     def __init__(self, rows: int, width: int, std: float) -> None:
         super().__init__()
@@ -56,6 +60,8 @@ def bigram_ids(tokens_BT: Tensor, before_B1: Tensor, starts_BT: Tensor, rows: in
 class Positions(nn.Embedding):
     """Learned positions."""
 
+    role = "positions"
+
     def forward(self, places: slice | Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.weight[places]
 
@@ -63,9 +69,11 @@ class Positions(nn.Embedding):
 class Head(nn.Module):
     """The output head, with its loss or without. A tied one has no weight of its own and takes the embedding's."""
 
+    role = "head"
+
     def __init__(self, config: ModelConfig, vocab: int) -> None:
         super().__init__()
-        self.cap = config.logit_cap or 0.0
+        self.cap, self.cap_form = config.logit_cap or 0.0, config.logit_cap_form
         self.weight = None if config.tied else nn.Parameter(torch.empty(vocab, config.width))
 
     def forward(
@@ -80,7 +88,7 @@ class Head(nn.Module):
         weight_VW = table_VW if self.weight is None else self.weight
         assert weight_VW is not None, "a tied head is given the table"
         if targets_BT is None:
-            return padded_logits(hidden_BTW, weight_VW, how.pad_vocab, self.cap)
+            return padded_logits(hidden_BTW, weight_VW, how.pad_vocab, self.cap, self.cap_form)
         return linear_cross_entropy(
             hidden_BTW.flatten(0, 1),
             weight_VW,
@@ -93,6 +101,7 @@ class Head(nn.Module):
             fp8="head" in how.fp8,
             tuned=how.products == "tuned",
             cap=self.cap,
+            cap_form=self.cap_form,
         )
 
 
@@ -107,17 +116,20 @@ class Attention(nn.Module):
         self.groups = config.kv_heads or config.heads
         self.size = config.size
         self.dropout = config.dropout
-        self.qkv = nn.Linear(config.width, (self.heads + 2 * self.groups) * self.size, bias=config.has_qkv_bias)
+        queries, keys = self.heads * self.size, self.groups * self.size
+        self.qkv = nn.Linear(config.width, queries + 2 * keys, bias=config.has_qkv_bias)
+        self.parts = {"qkv.weight": (queries, keys, keys)}
         self.out = nn.Linear(config.queries, config.width, bias=config.bias)
-        self.q_norm = RMSNorm(self.size, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.size, config.norm_eps) if config.qk_norm else None
+        how = {"eps": config.norm_eps, "weight": config.norm_weights, "scale": config.qk_scale}
+        self.q_norm = RMSNorm(self.size, **how) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.size, **how) if config.qk_norm else None
         # Of one dimension, as everything that is no matrix to an optimizer or to sharding.
         self.gated = (self.groups if valued else 0, self.heads if config.head_gate else 0)
         self.gate_inputs = min(GATE_INPUTS, config.width)
         self.gates = nn.Parameter(torch.empty(sum(self.gated) * self.gate_inputs)) if any(self.gated) else None
 
     @property
-    def norms(self) -> tuple[Norm, Norm] | None:
+    def norms(self) -> tuple[RMSNorm, RMSNorm] | None:
         """Those of queries and keys."""
         return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
 
@@ -170,7 +182,9 @@ class MLP(nn.Module):
         hidden = mlp_width_of(config)
         self.kind = config.mlp
         # swiglu keeps gate and value in one matrix: one product instead of two
-        self.up = nn.Linear(config.width, 2 * hidden if config.mlp == "swiglu" else hidden, bias=config.bias)
+        parts = (hidden, hidden) if config.mlp == "swiglu" else (hidden,)
+        self.up = nn.Linear(config.width, sum(parts), bias=config.bias)
+        self.parts = {"up.weight": parts}
         self.out = nn.Linear(hidden, config.width, bias=config.bias)
 
     def forward(self, h_BTW: Tensor, shared: Shared, own: Own) -> Branch:

@@ -1,4 +1,7 @@
-"""The two norms of a model, as torch computes them. Our kernels read their weights (model/kernel_operations.py)."""
+"""The two norms of a model, as torch computes them. Our kernels read their weights (model/kernel_operations.py).
+
+`model.norm_weights=false` leaves weights and biases out: a norm's result is then its input in another length.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -12,21 +15,26 @@ class Norm(nn.Module):
 
     centred: bool
 
-    def __init__(self, width: int, bias: bool, eps: float) -> None:
+    def __init__(self, width: int, *, weight: bool, bias: bool, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(width)) if weight else None
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
 
 class RMSNorm(Norm):
+    """`scale` multiplies the result."""
+
     centred = False
 
-    def __init__(self, width: int, eps: float = 1e-5) -> None:
-        super().__init__(width, bias=False, eps=eps)
+    def __init__(self, width: int, eps: float = 1e-5, *, weight: bool = True, scale: float = 1.0) -> None:
+        super().__init__(width, weight=weight, bias=False, eps=eps)
+        self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        normed = F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+        return normed if self.scale == 1.0 else normed * self.scale
 
 
 class LayerNorm(Norm):
@@ -34,10 +42,12 @@ class LayerNorm(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         # A bias that is trained beside adapters is wider than the frozen weight.
-        bias = None if self.bias is None else self.bias.to(self.weight.dtype)
+        bias = None if self.bias is None or self.weight is None else self.bias.to(self.weight.dtype)
         return F.layer_norm(x, (x.shape[-1],), self.weight, bias, self.eps)
 
 
 def build_norm(config: ModelConfig, width: int) -> Norm:
-    eps = config.norm_eps
-    return RMSNorm(width, eps) if config.norm == "rmsnorm" else LayerNorm(width, config.bias, eps)
+    eps, weight = config.norm_eps, config.norm_weights
+    if config.norm == "rmsnorm":
+        return RMSNorm(width, eps, weight=weight)
+    return LayerNorm(width, weight=weight, bias=config.bias and weight, eps=eps)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from flatout.model.cache import Decoding
 from flatout.model.execution import Execution
 from flatout.model.narrow import NarrowBlock
-from flatout.model.norms import Norm
+from flatout.model.norms import Norm, RMSNorm
 from flatout.model.rotary import Turn
 from flatout.ops.documents import Layout
 from flatout.ops.scales import NarrowLinear, Slot
@@ -119,9 +119,7 @@ class Operations(abc.ABC):
         return [None] * count
 
     @abc.abstractmethod
-    def embed(
-        self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, dropout: float, seed: Tensor | None
-    ) -> Tensor:
+    def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
         """The residual stream's first values; positions are [T, W], or [B, T, W] where rows differ."""
 
     @abc.abstractmethod
@@ -135,6 +133,14 @@ class Operations(abc.ABC):
     @abc.abstractmethod
     def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Any:
         """Rows of a value table, for all blocks that it serves."""
+
+    @abc.abstractmethod
+    def unit_norm(self, x_BTW: Tensor, eps: float) -> Tensor:
+        """RMS norm without weights, in the type of the stream."""
+
+    @abc.abstractmethod
+    def drop(self, x_BTW: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
+        """Dropout on the stream itself."""
 
     def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
         """The block in one step, where this form has it so."""
@@ -162,7 +168,7 @@ class Operations(abc.ABC):
 
     @abc.abstractmethod
     def prepare_heads(
-        self, q_BHTD: Tensor, k_BGTD: Tensor, norms: tuple[Norm, Norm] | None, turn: Turn | None
+        self, q_BHTD: Tensor, k_BGTD: Tensor, norms: tuple[RMSNorm, RMSNorm] | None, turn: Turn | None
     ) -> tuple[Tensor, Tensor]:
         """Queries and keys with their norms and positions."""
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from flatout.model.adapted import AdaptedLinear
 from flatout.model.narrow import NarrowBlock
-from flatout.model.norms import Norm
+from flatout.model.norms import Norm, RMSNorm
 from flatout.model.operations import Branch, Gates, Heads, Mix, Operations, Stream, product_type
 from flatout.model.rotary import Turn, turned
 from flatout.ops.scales import NarrowLinear, Slot
@@ -18,12 +18,15 @@ class TorchOperations(Operations):
     recomputes = ("selective", "full")
     kernels = False
 
-    def embed(
-        self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, dropout: float, seed: Tensor | None
-    ) -> Tensor:
+    def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
         x_BTW = F.embedding(tokens_BT, table_VW)
-        x_BTW = x_BTW if positions_TW is None else x_BTW + positions_TW
-        return F.dropout(x_BTW, dropout) if dropout > 0.0 else x_BTW
+        return x_BTW if positions_TW is None else x_BTW + positions_TW
+
+    def unit_norm(self, x_BTW: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x_BTW, (x_BTW.shape[-1],), None, eps)
+
+    def drop(self, x_BTW: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
+        return F.dropout(x_BTW, dropout)
 
     def add_norm(
         self, stream: Stream, norm: Norm, slot: Slot | None = None, mix: Mix | None = None
@@ -70,7 +73,7 @@ class TorchOperations(Operations):
         return tuple(F.linear(h_BTW, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     def prepare_heads(
-        self, q_BHTD: Tensor, k_BGTD: Tensor, norms: tuple[Norm, Norm] | None, turn: Turn | None
+        self, q_BHTD: Tensor, k_BGTD: Tensor, norms: tuple[RMSNorm, RMSNorm] | None, turn: Turn | None
     ) -> tuple[Tensor, Tensor]:
         if norms is not None:
             q_BHTD, k_BGTD = norms[0](q_BHTD), norms[1](k_BGTD)

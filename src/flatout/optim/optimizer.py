@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, ConfigError
 
 Table = Sequence[float]  # a value for every applied update; the last one stays
 
@@ -23,19 +23,41 @@ class Trainable:
     """A tensor that an optimizer updates, as rules see it."""
 
     name: str
-    parameter: nn.Parameter
+    parameter: nn.Parameter  # or, where every process holds slices, this one's
     module: object  # that holds it under the last part of its name
     matrix: bool  # or many of them, laid out flat
+    parts: tuple[tuple[int, int], ...] = ()  # rows and columns of the matrices that lie in it one below the other
 
 
 def trainables(model: nn.Module) -> list[Trainable]:
-    """What a model trains, in its own order; a tied weight comes once."""
+    """What a model trains, in its own order; a tied weight comes once.
+
+    A module whose matrix is several in one, such as those of queries, keys and values, says so in `parts`: the rows of
+    each by the name of the parameter, seen from this module (`{"qkv.weight": (64, 16, 16)}`).
+    """
     modules = dict(model.named_modules())
+    rows: dict[str, Sequence[int]] = {}
+    for name, module in modules.items():
+        told = getattr(module, "parts", None)
+        if isinstance(told, Mapping):
+            rows |= {f"{name}.{inner}".lstrip("."): each for inner, each in told.items()}
     return [
-        Trainable(name, parameter, modules[name.rpartition(".")[0]], parameter.ndim >= 2)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
+        Trainable(name, p, modules[name.rpartition(".")[0]], p.ndim >= 2, _parts(name, p, rows.get(name)))
+        for name, p in model.named_parameters()
+        if p.requires_grad
     ]
+
+
+def _parts(name: str, parameter: Tensor, rows: Sequence[int] | None) -> tuple[tuple[int, int], ...]:
+    if parameter.ndim != 2:
+        return ()
+    whole, columns = parameter.shape
+    if rows is not None and sum(rows) != whole:
+        raise ConfigError(
+            f"the parts of {name} have {' + '.join(map(str, rows))} rows, and it has {whole}",
+            "correct `parts` of the module that says so",
+        )
+    return tuple((each, columns) for each in rows or [whole])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +95,12 @@ class Group:
     """The parameters that a rule took. `numbers` are the rule's; one with a schedule is a tensor on the device."""
 
     rule: Rule
-    parameters: Sequence[nn.Parameter]
+    trained: Sequence[Trainable]
     numbers: Mapping[str, float | Tensor]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [one.parameter for one in self.trained]
 
     def updated(self) -> list[nn.Parameter]:
         """The parameters that have a gradient."""

@@ -1,27 +1,61 @@
 """The rules of a run: which optimizer its config asks for, for which parameters, by which schedules."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
 
 from flatout.config.schema import OptimConfig
 from flatout.optim.adamw import AdamW, EightBitAdamW, HostAdamW
+from flatout.optim.muon import Exchange, Muon
 from flatout.optim.optimizer import Rule, StateBytes, Trainable
-from flatout.optim.schedule import rate_factors
+from flatout.optim.schedule import Pace, decays_of, momenta, rate_factors
 
 
 def rules_of(
-    config: OptimConfig, updates: int, *, fused: bool = True, state: str = "fp32", offload: bool = False
+    config: OptimConfig,
+    updates: int,
+    pace: Pace | None = None,
+    *,
+    fused: bool = True,
+    state: str = "fp32",
+    offload: bool = False,
+    exchange: Exchange | None = None,
 ) -> tuple[Rule, ...]:
-    """AdamW with moments in fp32 or 8 bits, on the device or on the host; decay for matrices only."""
+    """AdamW with moments in fp32 or 8 bits, on the device or on the host; decay for matrices only.
+
+    With Muon the matrices of blocks are Muon's, decay is for them alone, and AdamW has the rest. `exchange` is how
+    several processes share Muon's work.
+    """
     kind = HostAdamW if offload else EightBitAdamW if state == "8bit" else AdamW
-    common = {
+    factors, decay = rate_factors(config, updates, pace), decays_of(config, updates)
+    common: dict[str, Any] = {
         "optimizer": functools.partial(kind, fused=fused),
         "bytes": kind.BYTES,
-        "rate": [factor * config.learning_rate for factor in rate_factors(config, updates)],
         "settings": {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps},
     }
+
+    def rule(name: str, takes: Callable[[Trainable], bool], peak: float, **others: Any) -> Rule:
+        return Rule(name=name, takes=takes, rate=[factor * peak for factor in factors], **{**common, **others})
+
+    table_rate = config.embedding_rate if config.table_rate is None else config.table_rate
+    peaks = {"embedding": config.embedding_rate, "head": config.head_rate, "table": table_rate}
+    if config.optimizer == "muon":
+        how = {"cautious": config.cautious, "normuon": config.normuon, "fused": fused, "exchange": exchange}
+        how = {
+            "optimizer": functools.partial(Muon, **how),
+            "bytes": Muon.BYTES,
+            "settings": {"momentum": momenta(config, updates)},
+        }
+        first = rule("matrices", in_a_block, config.muon_rate, decay=decay, **how)
+        named = [rule(role, _plays(role), peak or config.learning_rate) for role, peak in peaks.items()]
+        return (first, *named, rule("all that is left", lambda _: True, config.learning_rate))
+    named = [rule(role, _plays(role), peak, decay=decay) for role, peak in peaks.items() if peak is not None]
     return (
-        Rule(name="matrices", takes=decays, decay=config.weight_decay, **common),
-        Rule(name="all that is left", takes=lambda _: True, **common),
+        *named,
+        rule("matrices", decays, config.learning_rate, decay=decay),
+        rule("all that is left", lambda _: True, config.learning_rate),
     )
 
 
@@ -31,6 +65,27 @@ def decays(one: Trainable) -> bool:
     Biases, norms and residual scales have one dimension. Going by dimension, not by name, cannot miss a layer.
     """
     return one.matrix and one.name.rpartition(".")[2] not in getattr(one.module, "undecayed", ())
+
+
+def in_a_block(one: Trainable) -> bool:
+    """Whether Muon takes a tensor: a matrix that decays, in a module of a list, as blocks are, and no table or head.
+
+    The same holds for a model from Python. One without lists leaves Muon nothing.
+    """
+    inside = any(word.isdigit() for word in one.name.split("."))
+    return bool(one.parts) and decays(one) and role_of(one) is None and inside
+
+
+def role_of(one: Trainable) -> str | None:
+    """What a tensor's module says that it is, such as embedding or head; any other embedding is a table."""
+    role = getattr(one.module, "role", None)
+    if isinstance(role, str):
+        return role
+    return "table" if isinstance(one.module, nn.Embedding) else None
+
+
+def _plays(role: str) -> Callable[[Trainable], bool]:
+    return lambda one: role_of(one) == role
 
 
 def state_bytes(config: OptimConfig, *, state: str, offload: bool) -> StateBytes:

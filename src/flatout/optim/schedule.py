@@ -1,23 +1,62 @@
-"""Learning-rate schedules as tables: one factor of the peak rate per applied update.
+"""Schedules as tables: a factor of the peak rate, a decay and Muon's momentum for every applied update.
 
 A table, because an update skipped for a non-finite gradient must not advance the schedule, and only the device knows
-about the skip: it looks the rate up by its own count of applied updates, without telling the host.
+about the skip: it looks the value up by its own count of applied updates, without telling the host.
 
 Contract: no update has a rate of zero, which would waste it. A decay to a share of the peak ends with the last update.
 One to zero would reach it one update later, as the schedules of transformers do, whose rates it has after the warm-up.
 """
 
+import bisect
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flatout.config.schema import OptimConfig
 
 
-def rate_factors(config: OptimConfig, updates: int) -> list[float]:
+@dataclass(frozen=True)
+class Pace:
+    """Updates of different sizes, those of `train.batch_stages`: schedules then decay over tokens, not over updates.
+
+    `places` says how far the run has come before each update and after the last, from 0 to the number of updates;
+    `factors` are what the rates of each update are multiplied by.
+    """
+
+    places: Sequence[float]
+    factors: Sequence[float]
+
+
+def rate_factors(config: OptimConfig, updates: int, pace: Pace | None = None) -> list[float]:
     """Factor of the peak rate for updates 0 .. updates-1. Never zero, never rising again past the end."""
-    return [_factor(config, update, updates) for update in range(max(updates, 1))]
+    count = max(updates, 1)
+    if pace is None:
+        return [_factor(config, update, updates, range(count + 1)) for update in range(count)]
+    return [_factor(config, update, updates, pace.places) * pace.factors[update] for update in range(count)]
 
 
-def _factor(config: OptimConfig, update: int, updates: int) -> float:
+def decays_of(config: OptimConfig, updates: int) -> float | list[float]:
+    """Weight decay: a number, or for every update one on the way to `weight_decay_end`, which the last update has."""
+    start, end = config.weight_decay, config.weight_decay_end
+    if end is None or end == start:
+        return start
+    last = max(1, updates - 1)
+    return [start + (end - start) * min(1.0, update / last) for update in range(max(updates, 1))]
+
+
+def momenta(config: OptimConfig, updates: int) -> list[float]:
+    """Muon's momentum: up during its warm-up, and down again in the last updates of a cool-down."""
+    low, high = config.momentum_start, config.momentum
+    found = []
+    for update in range(max(updates, 1)):
+        risen = min(1.0, update / config.momentum_warmup_steps) if config.momentum_warmup_steps else 1.0
+        if config.momentum_cooldown_steps:
+            risen = min(risen, (updates - update) / config.momentum_cooldown_steps)
+        found.append(low + (high - low) * risen)
+    return found
+
+
+def _factor(config: OptimConfig, update: int, updates: int, places: Sequence[float]) -> float:
     warmup = min(config.warmup_steps, updates)
     if update < warmup:
         rising = (update + 1) / warmup
@@ -26,17 +65,20 @@ def _factor(config: OptimConfig, update: int, updates: int) -> float:
         return rising
     if config.schedule == "constant":
         return 1.0
-    floor, start = config.min_ratio, warmup
+    floor, start = config.min_ratio, places[warmup]
     if config.schedule == "wsd":
-        start = max(warmup, updates - max(1, round(config.decay_fraction * updates)))
-    share = _share(update, start, updates, ends_after=floor == 0.0)
+        start = max(start, updates - max(1, round(config.decay_fraction * updates)))
+    # A decay to a share of the peak counts the update itself, one to zero does not.
+    share = 0.0
+    if places[update] >= start:
+        share = min(1.0, (places[update + (floor > 0.0)] - start) / max(1, updates - start))
     if config.schedule in ("linear", "wsd"):
         return 1.0 - (1.0 - floor) * share
     return floor + (1.0 - floor) * (1 + math.cos(math.pi * share)) / 2
 
 
-def _share(update: int, start: int, end: int, *, ends_after: bool) -> float:
-    """How far `update` is from `start` to the last update, or to the one that would come after it, in 0 .. 1."""
-    if update < start:
-        return 0.0
-    return min(1.0, (update - start + (not ends_after)) / max(1, end - start))
+def cooling_from(config: OptimConfig, updates: int, pace: Pace | None = None) -> int:
+    """The update from which wsd decays."""
+    places = range(max(updates, 1) + 1) if pace is None else pace.places
+    start = max(places[min(config.warmup_steps, updates)], updates - max(1, round(config.decay_fraction * updates)))
+    return bisect.bisect_left(places, start)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import RunConfig, micro_batch_of
+from flatout.config.schema import RunConfig, at_last_stage, micro_batch_of
 from flatout.config.source import DEFAULT, Source
 from flatout.device import limit_memory
 from flatout.engine.case import Dealing, Probes
@@ -125,6 +125,8 @@ def plan(
     without reading the checkpoint, `failure_hours` the GPU-hours between interruptions.
     """
     _check_counts(counts, cluster)
+    if loaded.config.chat.source is None:
+        loaded = dataclasses.replace(loaded, config=at_last_stage(loaded.config))
     look = _Look(loaded, cluster, rate)
     rows: list[PlanRow] = []
     saves: dict[int, Goodput] = {}

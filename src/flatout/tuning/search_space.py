@@ -138,7 +138,7 @@ def _dimension(path: str, node: Node, where: str) -> Dimension:
                 f"{where}: {path} is a section", f"write the whole path of each field here, such as `{path}.{inner}:`"
             )
         raise unknown_key(path, where)
-    reason = _REFUSED.get(path) or _REFUSED.get(path.partition(".")[0])
+    reason = reason_against(path)
     if reason is not None and path not in _ALLOWED:
         raise ConfigError(f"{where}: {path} cannot be searched over: {reason}", "leave it out of the space")
     form, items = _form(path, node, where)
@@ -155,6 +155,11 @@ def _dimension(path: str, node: Node, where: str) -> Dimension:
     if form == "steps" and (values[2] <= 0 or values[2] > high - low):
         _fail(where, f"{path}: the step {format_value(values[2])} does not fit between the ends", "take a smaller step")
     return Dimension(path, form, tuple(values if whole else map(float, values)), whole, where)
+
+
+def reason_against(path: str) -> str | None:
+    """Why losses of runs with other values of a field cannot be compared, or need not be."""
+    return _REFUSED.get(path) or _REFUSED.get(path.partition(".")[0])
 
 
 def _form(path: str, node: Node, where: str) -> tuple[str, list[Node]]:

@@ -32,7 +32,15 @@ from flatout.config.load import LoadedConfig
 from flatout.data.prepare import prepare_data
 from flatout.device import detect_device
 from flatout.engine.loop import train_loop
-from flatout.errors import ConfigError, DataError, DivergedError, DoesNotFitError, ResourceError, UsageError
+from flatout.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    DoesNotFitError,
+    HardwareError,
+    ResourceError,
+    UsageError,
+)
 from flatout.files import disk_errors, open_to_append
 from flatout.records import EvalRecord
 from flatout.tuning.fragment import config_text, words_of
@@ -107,7 +115,7 @@ def search(
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         storage = None if study is None else stack.enter_context(_opened(optuna, study))
-        base = _for_trials(loaded)
+        base = for_trials(loaded)
         kept = _study(optuna, storage, loaded, space, study)
         for trial in kept.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
             # What was under way when a search was killed will not end any more.
@@ -150,14 +158,8 @@ def _run(kept: Any, trial: Any, base: LoadedConfig, values: dict[str, Any], fold
                 if trial.should_prune():
                     status, reason = "pruned", f"worse than the median at step {record.step}"
                     break
-    except DivergedError as error:
-        status, reason = "diverged", error.message
-    except ResourceError as error:
-        if "device memory" not in error.message and not isinstance(error, DoesNotFitError):
-            raise  # a full disk is no property of the values
-        status, reason = "out_of_memory", error.message
-    except ConfigError as error:
-        status, reason = "invalid", error.message
+    except (DivergedError, ResourceError, ConfigError) as error:
+        status, reason = status_of(error)
     finally:
         # One entry for all of it: each is a transaction that waits for the disk.
         loss = None if last is None or not math.isfinite(last.loss) else last.loss
@@ -172,12 +174,23 @@ def _run(kept: Any, trial: Any, base: LoadedConfig, values: dict[str, Any], fold
             kept.tell(trial, WORST if status != "done" or last is None else last.loss)
 
 
-def _for_trials(loaded: LoadedConfig) -> LoadedConfig:
-    """The config as a trial trains it: nothing saved, no samples, evaluations in between."""
+def status_of(error: DivergedError | ResourceError | ConfigError | HardwareError) -> tuple[str, str]:
+    """What a short run that failed counts as, and why; an error that is no property of its values is raised again."""
+    if isinstance(error, DivergedError):
+        return "diverged", error.message
+    if isinstance(error, ConfigError | HardwareError):
+        return "invalid", error.message
+    if "device memory" not in error.message and not isinstance(error, DoesNotFitError):
+        raise error  # a full disk
+    return "out_of_memory", error.message
+
+
+def for_trials(loaded: LoadedConfig, evaluations: int = EVALUATIONS) -> LoadedConfig:
+    """The config as a trial trains it: nothing saved, no samples, some evaluations unless the user wrote how many."""
     config, steps = loaded.config, _steps(loaded)
     every = config.eval.every
     if not loaded.sources["eval.every"].by_user and steps is not None:
-        every = max(1, steps // EVALUATIONS)
+        every = max(1, steps // evaluations)
     words = {"eval.every": every, "eval.sample_tokens": 0, "eval.patience": 0}
     return with_values(loaded, {**words, "checkpoint.every": 0, "checkpoint.best": False})
 
@@ -185,7 +198,7 @@ def _for_trials(loaded: LoadedConfig) -> LoadedConfig:
 def _steps(loaded: LoadedConfig) -> int | None:
     """The length of a trial, where the config says it without the data."""
     train = loaded.config.train
-    return train.steps or (None if train.tokens is None else -(-train.tokens // train.batch_tokens))
+    return train.steps or (None if train.tokens is None else math.ceil(train.tokens / train.mean_batch))
 
 
 def _distribution(optuna: Any, one: Dimension) -> Any:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.errors import HardwareError, ResourceError, UsageError
-from flatout.files import check_folder_writable, disk_errors
-from flatout.folders import free_folder, make_folders, remove_empty
-from flatout.words import Parser, add_config, load_any, quoted
+from flatout.folders import free_folder
+from flatout.verbs.measuring import folder_target
+from flatout.words import Parser, add_config, load_any
 
 if TYPE_CHECKING:
     from flatout.records import BenchRow
@@ -43,7 +43,7 @@ def bench(words: list[str]) -> int:
     loaded = load_any(parsed)
     check_asked(loaded, names)
     folder = _free_folder(loaded.config.output.name) if parsed.out is None else Path(parsed.out)
-    _check_folder(folder, "" if parsed.out == "" else str(folder))
+    folder_target(folder, "" if parsed.out == "" else str(folder), ROWS)
     from flatout.observe.measured.bench_table import BenchReader
 
     reader = BenchReader()
@@ -198,20 +198,3 @@ def _free_folder(name: str) -> Path:
     return free_folder(
         Path("bench") / name, lambda folder: any(os.path.lexists(folder / made) for made in (ROWS, PICTURE))
     )
-
-
-def _check_folder(folder: Path, written: str) -> None:
-    """Tries whether a folder can be made and written, and leaves nothing behind."""
-    if not written:
-        raise UsageError("--out needs a folder", "for example --out rows")
-    with disk_errors(f"to the folder {written}", safe=", or name another one with --out"):
-        parent = next(filter(os.path.lexists, (folder, *folder.parents)))
-        if not parent.is_dir():
-            raise UsageError(f"--out {quoted(written)}: {str(parent)!r} is not a folder", "name another one with --out")
-        made = make_folders(folder)
-        try:
-            check_folder_writable(folder)
-        finally:
-            remove_empty(made)
-    if (folder / ROWS).is_symlink():
-        raise UsageError(f"{folder / ROWS} is a link, and links are not followed", "name another folder with --out")

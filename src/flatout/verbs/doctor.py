@@ -64,11 +64,11 @@ def doctor(words: list[str]) -> int:
     from flatout.diagnose.examine import attend
 
     if launched is not None and launched.rank:
-        attend(launched, parsed.config, parsed.overrides)
+        attend(launched, parsed.config, parsed.overrides, parsed.size)
         return 0
     printer = _Printer(as_json=parsed.json)
     findings: list[Finding] = []
-    how = {"hardware": parsed.hardware, "quick": parsed.quick, "progress": printer.progress}
+    how = {"hardware": parsed.hardware, "size": parsed.size, "quick": parsed.quick, "progress": printer.progress}
     how |= {"gpus": parsed.gpus, "launched": launched}
     with ended_by_signals(printer.stopped):
         for finding in api.doctor(parsed.config, parsed.overrides, **how):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flatout.errors import UsageError
 from flatout.files import check_folder_writable, check_replaceable, disk_errors, write_whole
+from flatout.folders import make_folders, remove_empty
 from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 from flatout.words import Parser, one_line, quoted
 
@@ -74,6 +75,23 @@ def study_target(path: Path) -> Path:
     _check_name(path, "--study", (".db", ".sqlite"))
     check_replaceable(path, lambda _: True, way="name another file with --study")
     return path
+
+
+def folder_target(folder: Path, written: str, rows: str) -> None:
+    """Tries whether a folder for rows and a picture can be made and written, and leaves nothing behind."""
+    if not written:
+        raise UsageError("--out needs a folder", "for example --out rows")
+    with disk_errors(f"to the folder {written}", safe=", or name another one with --out"):
+        parent = next(filter(os.path.lexists, (folder, *folder.parents)))
+        if not parent.is_dir():
+            raise UsageError(f"--out {quoted(written)}: {str(parent)!r} is not a folder", "name another one with --out")
+        made = make_folders(folder)
+        try:
+            check_folder_writable(folder)
+        finally:
+            remove_empty(made)
+    if (folder / rows).is_symlink():
+        raise UsageError(f"{folder / rows} is a link, and links are not followed", "name another folder with --out")
 
 
 def write_config(path: Path, text: str, *, overwrite: bool = False) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flatout.config.sizes import SIZED
 from flatout.errors import UsageError
 from flatout.tuning.cluster import CARDS, GB, Card, card_here, card_named
 from flatout.tuning.goodput import FAILURE_HOURS
@@ -30,8 +31,10 @@ def plan(words: list[str]) -> int:
     counts = _counts(parsed.gpus)
     picture = None if parsed.plot is None else picture_target(Path(parsed.plot), "--plot", overwrite=parsed.overwrite)
     named = None if parsed.gpu is None else (parsed.gpu, card_named(parsed.gpu))
-    if parsed.size is not None:
-        parsed.overrides = size_words(parsed.size, parsed.overrides, batch=not parsed.config_given) + parsed.overrides
+    size = parsed.size
+    if size is not None and parsed.config not in SIZED:
+        parsed.size = None  # here it is a common model, of other projects too
+        parsed.overrides = size_words(size, parsed.overrides, batch=not parsed.config_given) + parsed.overrides
         parsed.config = parsed.config if parsed.config_given else PRESET
     loaded = load_pretraining(parsed, "plan")
     name, card = named or card_here() or ("h100", CARDS["h100"])
@@ -48,7 +51,7 @@ def plan(words: list[str]) -> int:
     )
     rate = _rate(parsed, name, card, planned_parameters(loaded.config))
     told = {"disk": parsed.disk * GB, "restart": parsed.restart, "failure_hours": parsed.failure_hours}
-    body = {"size": parsed.size, **look(loaded, cluster, rate, counts, **told).to_json()}
+    body = {"size": size, **look(loaded, cluster, rate, counts, **told).to_json()}
     if parsed.json:
         print(json.dumps(body, ensure_ascii=False, allow_nan=False), flush=True)
     else:
@@ -68,11 +71,10 @@ def _parser() -> Parser:
         "Memory, communication, step time, checkpoints and interruptions of a run on many GPUs, for data parallel, "
         "FSDP2 and hybrid sharding. Measures nothing and needs no GPU.",
     )
-    add_config(parser)
+    add_config(parser, size=f"a common model: {', '.join(SIZES)}; of {' and '.join(SIZED)}, their own sizes")
     parser.add_argument(
         "--gpus", default="1..8", metavar="A..B", help="8..64 (doubling), or a list: 8,24; default 1..8"
     )
-    parser.add_argument("--size", metavar="NAME", help=f"a common model: {', '.join(SIZES)}")
     parser.add_argument("--gpu", metavar="NAME", help=f"the card: {', '.join(CARDS)}; default this machine's, or h100")
     parser.number("--per-host", 1, 1024, default=8, help="GPUs of a host; default 8")
     parser.number("--intra", 0.01, 1e5, metavar="GB/S", help="what a collective reaches inside a host, for each GPU")

@@ -270,4 +270,5 @@ def _train_with(verb: str, out: Path | None, found: tuple[str, ...], parsed: arg
         return f"wrote {out}; train with: flatout {verb} {shlex.quote(str(out))}"
     words = [*([parsed.config] if parsed.config else []), *train_words(parsed.overrides, found)]
     words += ["--hardware", parsed.hardware] if parsed.hardware else []
+    words += ["--size", parsed.size] if parsed.size else []
     return f"train with: flatout {verb} {shlex.join(words)}"

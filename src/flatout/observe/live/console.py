@@ -163,6 +163,8 @@ def _banner(info: RunInfo) -> list[str]:
     size = human_parameters(info.parameters, info.trained_parameters)
     ranks = f" x {info.ranks} ranks" if info.ranks > 1 else ""
     step = f"{info.batch_tokens:,} tokens ({info.micro_batch} x {info.context} x {info.accumulation}{ranks})"
+    if info.config.get("train", {}).get("batch_stages"):
+        step = f"about {info.batch_tokens:,} tokens (in stages; {info.micro_batch} x {info.context} at once{ranks})"
     epochs = f", {info.steps * info.batch_tokens / (info.windows * info.context):.2f} epochs" if info.windows else ""
     if info.batch_samples is not None:
         step = f"{info.batch_samples:,} samples (about {info.batch_tokens:,} tokens)"

@@ -28,7 +28,7 @@ from flatout.ops.gradients import accumulated, for_autograd
 from flatout.ops.kernels.activation import KINDS, activate, activate_backward
 from flatout.ops.kernels.cublaslt import by_torch, multiply
 from flatout.ops.kernels.norm import FrozenNorm
-from flatout.ops.kernels.rotary import turn_back_packed, turn_packed
+from flatout.ops.kernels.rotary import HeadWeights, turn_back_packed, turn_packed
 from flatout.ops.kernels.swiglu_adapters import SwigluPass
 from flatout.ops.kernels.thin import add_adapter_gradients
 from flatout.ops.lora import JoinedWeight
@@ -157,8 +157,9 @@ class FrozenBlock:
     down: FrozenLinear
     heads: int
     groups: int
-    head_norms: tuple[Tensor, Tensor] | None  # of queries and keys
+    head_norms: HeadWeights | None  # of queries and keys
     head_eps: float
+    head_scale: float
     cos: Tensor | None
     sin: Tensor | None
     kind: str  # of the MLP
@@ -197,7 +198,7 @@ def _attend(block: FrozenBlock, h_NK: Tensor, batch: int, *, learning: bool) -> 
     whole_BATD = qkv_NC.view(batch, h_NK.shape[0] // batch, heads + 2 * groups, -1).transpose(1, 2)
     q, k, v = whole_BATD.split([heads, groups, groups], dim=1)
     norms = block.head_norms
-    turned = turn_packed(q, k, norms, block.cos, block.sin, block.head_eps)
+    turned = turn_packed(q, k, norms, block.cos, block.sin, block.head_eps, block.head_scale)
     inputs = tuple(x.detach().requires_grad_(learning) for x in (*turned, v))
     with torch.set_grad_enabled(learning):
         y_BHTD = block.attend(*inputs)
@@ -409,7 +410,7 @@ def _backward(
     dqkv_NJ = qkv.gradient_room(x1, block.dtype)
     turn_back_packed(
         (dqkv[0], dqkv[1], dqkv[2]), before, block.head_norms, block.cos, block.sin, block.head_eps,
-        dqkv_NJ[:, : qkv.weight_OI.shape[0]],
+        block.head_scale, dqkv_NJ[:, : qkv.weight_OI.shape[0]],
     )  # fmt: skip
     del dqkv, before
     qkv.thin_gradient(dqkv_NJ)

@@ -73,7 +73,9 @@ def _forward(
         tl.store(mean_ptr + row, mean, row < rows)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
     tl.store(rstd_ptr + row, rstd, row < rows)
-    h = x * rstd[:, None] * tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+    h = x * rstd[:, None]
+    if weight_ptr is not None:
+        h *= tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
         h += tl.load(bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
     stored_h = h.to(h_ptr.dtype.element_ty)
@@ -97,7 +99,8 @@ def _backward(
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)[None, :]
     # Sums stay apart by row until the end: adding rows up crosses warps, which is too dear inside the loop.
     weight_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     bias_sum = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -129,15 +132,19 @@ def _backward(
             x = tl.where(mask, x - tl.load(mean_ptr + row, alive, 0.0)[:, None], 0.0)
         x *= rstd
         if HAS_SUMS:
-            weight_sum += dh * x
+            if weight_ptr is not None:
+                weight_sum += dh * x
             if HAS_BIAS:
                 bias_sum += dh
         if AGAIN:
-            h = x * weight
+            h = x
+            if weight_ptr is not None:
+                h = x * weight
             if HAS_BIAS:
                 h += tl.load(bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
             tl.store(h_ptr + place, h.to(h_ptr.dtype.element_ty), mask)
-        dh *= weight
+        if weight_ptr is not None:
+            dh *= weight
         dx = dh - x * (tl.sum(dh * x, 1) / width)[:, None]
         if CENTRED:
             dx -= (tl.sum(dh, 1) / width)[:, None]
@@ -285,7 +292,7 @@ class _AddNorm(torch.autograd.Function):
             dx,
             None if ctx.branch_dtype is None else dbranch,
             totals[2] if ctx.branch_bias else None,
-            totals[0].to(weight.dtype),
+            None if weight is None else totals[0].to(weight.dtype),
             totals[1] if ctx.has_bias else None,
             None if scale is None else totals[3].to(scale.dtype),
             *([None] * 7),
@@ -298,7 +305,7 @@ def add_norm(
     x: Tensor,
     branch: Tensor | None,
     branch_bias: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
     *,
     centred: bool,
@@ -330,7 +337,7 @@ def add_norm(
 class FrozenNorm:
     """A norm that is not trained."""
 
-    weight_W: Tensor
+    weight_W: Tensor | None
     bias_W: Tensor | None
     centred: bool
     eps: float

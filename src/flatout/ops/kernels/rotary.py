@@ -1,11 +1,12 @@
 """Queries and keys made ready for attention: RMS norm per head and rotary positions, one pass forward, one back.
 
-    n = x / sqrt(mean(x²) + eps) · weight                                (where the model norms queries and keys)
+    n = x / sqrt(mean(x²) + eps) · weight · scale                        (where the model norms queries and keys)
     y = [n₁·cos − n₂·sin, n₁·sin + n₂·cos],  n = [n₁, n₂]                (where positions are rotary)
 
 Queries and keys are read where the fused projection left them, and written as [B, T, heads, D], which attention takes
 without a copy. Backward reads x again and finds its statistics anew: that is cheaper than keeping them. Everything in
-between is fp32; torch's own path rounds between norm and rotation, so the two differ by one rounding.
+between is fp32; torch's own path rounds between norm and rotation, so the two differ by one rounding. Norms may do
+without weights; both of a model have the same scale.
 
 The trap: both views of the caller are strided and stay so. Only the last axis has to be dense.
 
@@ -23,11 +24,14 @@ from torch.autograd.function import once_differentiable
 
 from flatout.ops.kernels.launch import multiprocessors
 
+HeadWeights = tuple[Tensor | None, Tensor | None]  # of the norms of queries and keys, which may have none
+
 
 @triton.jit
 def _turn(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, y_ptr, head, out_stride, row, alive, positions, stride_b, stride_h, stride_t,
-    eps, SIZE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, BLOCK: tl.constexpr,
+    eps, scale, SIZE: tl.constexpr, HAS_NORM: tl.constexpr, WEIGHTED: tl.constexpr, HAS_ROPE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     half: tl.constexpr = (SIZE + 1) // 2
     column = tl.arange(0, BLOCK)
@@ -39,9 +43,13 @@ def _turn(
     first = tl.load(x_ptr + place, first_mask, 0.0).to(tl.float32)
     second = tl.load(x_ptr + place + half, second_mask, 0.0).to(tl.float32)
     if HAS_NORM:
-        rstd = (1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / SIZE + eps))[:, None]
-        first *= rstd * tl.load(weight_ptr + column, in_first, 0.0).to(tl.float32)[None, :]
-        second *= rstd * tl.load(weight_ptr + half + column, in_second, 0.0).to(tl.float32)[None, :]
+        rstd = (scale / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / SIZE + eps))[:, None]
+        if WEIGHTED:
+            first *= rstd * tl.load(weight_ptr + column, in_first, 0.0).to(tl.float32)[None, :]
+            second *= rstd * tl.load(weight_ptr + half + column, in_second, 0.0).to(tl.float32)[None, :]
+        else:
+            first *= rstd
+            second *= rstd
     if HAS_ROPE:
         angle = (row % positions)[:, None] * half + column[None, :]
         cos = tl.load(cos_ptr + angle, first_mask, 0.0)
@@ -57,9 +65,9 @@ def _turn(
 @triton.jit
 def _forward(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, rows, positions, heads, groups,
-    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, q_out_stride, k_out_stride, eps,
-    SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, q_out_stride, k_out_stride, eps, scale,
+    SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, Q_WEIGHTED: tl.constexpr, K_WEIGHTED: tl.constexpr,
+    HAS_ROPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Neighbouring programs take neighbouring heads of the same rows: what they read lies side by side.
     head = tl.program_id(0) % (heads + groups)
@@ -68,21 +76,21 @@ def _forward(
     if head < heads:
         _turn(
             q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, head, q_out_stride, row, alive, positions, q_stride_b,
-            q_stride_h, q_stride_t, eps, SIZE, Q_NORM, HAS_ROPE, BLOCK,
+            q_stride_h, q_stride_t, eps, scale, SIZE, Q_NORM, Q_WEIGHTED, HAS_ROPE, BLOCK,
         )  # fmt: skip
     else:
         _turn(
             k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_out_ptr, head - heads, k_out_stride, row, alive, positions,
-            k_stride_b, k_stride_h, k_stride_t, eps, SIZE, K_NORM, HAS_ROPE, BLOCK,
+            k_stride_b, k_stride_h, k_stride_t, eps, scale, SIZE, K_NORM, K_WEIGHTED, HAS_ROPE, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def _turn_back(
     dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, sums_ptr, head, out_stride, start, end, positions,
-    dy_stride_b, dy_stride_h, dy_stride_t, stride_b, stride_h, stride_t, eps,
-    SIZE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_ROPE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dy_stride_b, dy_stride_h, dy_stride_t, stride_b, stride_h, stride_t, eps, scale,
+    SIZE: tl.constexpr, HAS_NORM: tl.constexpr, WEIGHTED: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_ROPE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     half: tl.constexpr = (SIZE + 1) // 2
     column = tl.arange(0, BLOCK)
@@ -115,11 +123,14 @@ def _turn_back(
             rstd = (1.0 / tl.sqrt(squares / SIZE + eps))[:, None]
             x_first *= rstd
             x_second *= rstd
+            first *= scale
+            second *= scale
             if HAS_SUMS:
                 first_sum += first * x_first
                 second_sum += second * x_second
-            first *= tl.load(weight_ptr + column, in_first, 0.0).to(tl.float32)[None, :]
-            second *= tl.load(weight_ptr + half + column, in_second, 0.0).to(tl.float32)[None, :]
+            if WEIGHTED:
+                first *= tl.load(weight_ptr + column, in_first, 0.0).to(tl.float32)[None, :]
+                second *= tl.load(weight_ptr + half + column, in_second, 0.0).to(tl.float32)[None, :]
             along = ((tl.sum(first * x_first, 1) + tl.sum(second * x_second, 1)) / SIZE)[:, None]
             first = (first - x_first * along) * rstd
             second = (second - x_second * along) * rstd
@@ -135,9 +146,9 @@ def _turn_back(
 def _backward(
     dq_ptr, dk_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dq_out_ptr, dk_out_ptr, sums_ptr,
     rows, positions, heads, groups, share, dq_stride_b, dq_stride_h, dq_stride_t, dk_stride_b, dk_stride_h,
-    dk_stride_t, q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, eps,
-    SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dk_stride_t, q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, eps, scale,
+    SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, Q_WEIGHTED: tl.constexpr, K_WEIGHTED: tl.constexpr,
+    HAS_ROPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % (heads + groups)
     start = tl.program_id(0) // (heads + groups) * share
@@ -146,14 +157,14 @@ def _backward(
     if head < heads:
         _turn_back(
             dq_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, dq_out_ptr, sums_ptr, head, heads * SIZE, start, end,
-            positions, dq_stride_b, dq_stride_h, dq_stride_t, q_stride_b, q_stride_h, q_stride_t, eps, SIZE, Q_NORM,
-            Q_NORM, HAS_ROPE, ROWS, BLOCK,
+            positions, dq_stride_b, dq_stride_h, dq_stride_t, q_stride_b, q_stride_h, q_stride_t, eps, scale, SIZE,
+            Q_NORM, Q_WEIGHTED, Q_WEIGHTED, HAS_ROPE, ROWS, BLOCK,
         )  # fmt: skip
     else:
         _turn_back(
             dk_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, dk_out_ptr, sums_ptr, head - heads, groups * SIZE, start,
-            end, positions, dk_stride_b, dk_stride_h, dk_stride_t, k_stride_b, k_stride_h, k_stride_t, eps, SIZE,
-            K_NORM, K_NORM, HAS_ROPE, ROWS, BLOCK,
+            end, positions, dk_stride_b, dk_stride_h, dk_stride_t, k_stride_b, k_stride_h, k_stride_t, eps, scale, SIZE,
+            K_NORM, K_WEIGHTED, K_WEIGHTED, HAS_ROPE, ROWS, BLOCK,
         )  # fmt: skip
 
 
@@ -171,9 +182,15 @@ def _strides(x: Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
 
 
+def _norm_flags(normed: bool, q_weight: Tensor | None, k_weight: Tensor | None) -> dict[str, bool]:
+    q_weighted, k_weighted = q_weight is not None, k_weight is not None
+    flags = {"Q_WEIGHTED": q_weighted, "K_WEIGHTED": k_weighted}
+    return {"Q_NORM": normed or q_weighted, "K_NORM": normed or k_weighted, **flags}
+
+
 class _PrepareHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps):
+    def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, scale, normed):
         q, k = _dense(q), _dense(k)
         batch, heads, positions, size = q.shape
         groups = k.shape[1]
@@ -183,13 +200,14 @@ class _PrepareHeads(torch.autograd.Function):
         rows = batch * positions
         _forward[(triton.cdiv(rows, at_once) * (heads + groups),)](
             q, k, q_weight, k_weight, cos, sin, q_out, k_out, rows, positions, heads, groups, *_strides(q),
-            *_strides(k), heads * size, groups * size, eps, SIZE=size, Q_NORM=q_weight is not None,
-            K_NORM=k_weight is not None, HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
+            *_strides(k), heads * size, groups * size, eps, scale, SIZE=size, **_norm_flags(normed, q_weight, k_weight),
+            HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
         )  # fmt: skip
         # A rotation alone is turned back without knowing what was turned.
-        keep_q, keep_k = (None if q_weight is None else q), (None if k_weight is None else k)
+        keep_q = None if q_weight is None and not normed else q
+        keep_k = None if k_weight is None and not normed else k
         ctx.save_for_backward(keep_q, keep_k, q_weight, k_weight, cos, sin)
-        ctx.eps = eps
+        ctx.eps, ctx.scale, ctx.normed = eps, scale, normed
         return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
     @staticmethod
@@ -203,21 +221,21 @@ class _PrepareHeads(torch.autograd.Function):
         dk_out = torch.empty(batch, positions, groups, size, dtype=dk.dtype, device=device)
         block, at_once = _block_and_rows(size)
         strips = triton.cdiv(rows, at_once)
-        if q_weight is not None or k_weight is not None:  # few long shares, so that few sums are left to add
+        weighted = q_weight is not None or k_weight is not None
+        if weighted:  # few long shares, so that few sums are left to add
             strips = max(1, min(strips, triton.cdiv(16 * multiprocessors(device), heads + groups)))
         share = triton.cdiv(triton.cdiv(rows, strips), at_once) * at_once
         shares = triton.cdiv(rows, share)
-        normed = q_weight is not None or k_weight is not None
-        sums_SAD = torch.empty(shares if normed else 0, heads + groups, size, dtype=torch.float32, device=device)
+        sums_SAD = torch.empty(shares if weighted else 0, heads + groups, size, dtype=torch.float32, device=device)
         _backward[(shares * (heads + groups),)](
             dq, dk, q, k, q_weight, k_weight, cos, sin, dq_out, dk_out, sums_SAD, rows, positions, heads, groups,
-            share, *_strides(dq), *_strides(dk), *_strides(q), *_strides(k), ctx.eps, SIZE=size,
-            Q_NORM=q_weight is not None, K_NORM=k_weight is not None, HAS_ROPE=cos is not None, ROWS=at_once,
-            BLOCK=block, num_warps=4,
+            share, *_strides(dq), *_strides(dk), *_strides(q), *_strides(k), ctx.eps, ctx.scale, SIZE=size,
+            **_norm_flags(ctx.normed, q_weight, k_weight), HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block,
+            num_warps=4,
         )  # fmt: skip
         dq_weight = None if q_weight is None else sums_SAD[:, :heads].sum((0, 1)).to(q_weight.dtype)
         dk_weight = None if k_weight is None else sums_SAD[:, heads:].sum((0, 1)).to(k_weight.dtype)
-        return dq_out.transpose(1, 2), dk_out.transpose(1, 2), dq_weight, dk_weight, None, None, None
+        return dq_out.transpose(1, 2), dk_out.transpose(1, 2), dq_weight, dk_weight, *([None] * 5)
 
 
 def prepare_heads(
@@ -228,12 +246,16 @@ def prepare_heads(
     cos: Tensor | None,
     sin: Tensor | None,
     eps: float,
+    *,
+    scale: float = 1.0,
+    normed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys normed per head (with weights) and turned (with `cos` and `sin`, fp32 [T or more, D/2]).
 
-    The results have the shape of the inputs and lie in memory as [B, T, heads, D].
+    `normed` norms both, whether they have weights or not; `scale` multiplies what is normed. The results have the shape
+    of the inputs and lie in memory as [B, T, heads, D].
     """
-    if q_weight_D is None and k_weight_D is None and cos is None:
+    if q_weight_D is None and k_weight_D is None and cos is None and not normed:
         return q_BHTD, k_BGTD
     if cos is not None:
         assert sin is not None
@@ -241,7 +263,7 @@ def prepare_heads(
         assert sin.is_contiguous()
         assert cos.shape[0] >= q_BHTD.shape[2]
         assert cos.shape[1] * 2 == q_BHTD.shape[3]
-    return _PrepareHeads.apply(q_BHTD, k_BGTD, q_weight_D, k_weight_D, cos, sin, eps)  # pyright: ignore
+    return _PrepareHeads.apply(q_BHTD, k_BGTD, q_weight_D, k_weight_D, cos, sin, eps, scale, normed)  # pyright: ignore
 
 
 # --- under frozen weights ---------------------------------------------------------------------------------------------
@@ -252,7 +274,8 @@ def _pack_back(
     dq_ptr, dk_ptr, dv_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, out_ptr, rows, positions,
     heads, groups, out_stride, dq_stride_b, dq_stride_h, dq_stride_t, dk_stride_b, dk_stride_h, dk_stride_t,
     dv_stride_b, dv_stride_h, dv_stride_t, q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, eps,
-    SIZE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    scale, SIZE: tl.constexpr, HAS_NORM: tl.constexpr, WEIGHTED: tl.constexpr, HAS_ROPE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % (heads + 2 * groups)
     start = tl.program_id(0) // (heads + 2 * groups) * ROWS
@@ -260,30 +283,31 @@ def _pack_back(
     if head < heads:
         _turn_back(
             dq_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, out_ptr, out_ptr, head, out_stride, start, end, positions,
-            dq_stride_b, dq_stride_h, dq_stride_t, q_stride_b, q_stride_h, q_stride_t, eps, SIZE, HAS_NORM, False,
-            HAS_ROPE, ROWS, BLOCK,
+            dq_stride_b, dq_stride_h, dq_stride_t, q_stride_b, q_stride_h, q_stride_t, eps, scale, SIZE, HAS_NORM,
+            WEIGHTED, False, HAS_ROPE, ROWS, BLOCK,
         )  # fmt: skip
     elif head < heads + groups:
         _turn_back(
             dk_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, out_ptr + heads * SIZE, out_ptr, head - heads, out_stride,
-            start, end, positions, dk_stride_b, dk_stride_h, dk_stride_t, k_stride_b, k_stride_h, k_stride_t, eps, SIZE,
-            HAS_NORM, False, HAS_ROPE, ROWS, BLOCK,
+            start, end, positions, dk_stride_b, dk_stride_h, dk_stride_t, k_stride_b, k_stride_h, k_stride_t, eps,
+            scale, SIZE, HAS_NORM, WEIGHTED, False, HAS_ROPE, ROWS, BLOCK,
         )  # fmt: skip
     else:
         _turn_back(
             dv_ptr, dv_ptr, q_weight_ptr, cos_ptr, sin_ptr, out_ptr + (heads + groups) * SIZE, out_ptr,
             head - heads - groups, out_stride, start, end, positions, dv_stride_b, dv_stride_h, dv_stride_t, 0, 0, 0,
-            eps, SIZE, False, False, False, ROWS, BLOCK,
+            eps, scale, SIZE, False, False, False, False, ROWS, BLOCK,
         )  # fmt: skip
 
 
 def turn_packed(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
+    norms: HeadWeights | None,
     cos: Tensor | None,
     sin: Tensor | None,
     eps: float,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys as `prepare_heads` has them, without a graph. Without norms they are turned where they lie."""
     if norms is None and cos is None:
@@ -299,8 +323,9 @@ def turn_packed(
     block, at_once = _block_and_rows(size)
     _forward[(triton.cdiv(rows, at_once) * (heads + groups),)](
         q_BHTD, k_BGTD, q_weight, k_weight, cos, sin, q_out, k_out, rows, positions, heads, groups, *_strides(q_BHTD),
-        *_strides(k_BGTD), q_out.stride(2), k_out.stride(2), eps, SIZE=size, Q_NORM=norms is not None,
-        K_NORM=norms is not None, HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
+        *_strides(k_BGTD), q_out.stride(2), k_out.stride(2), eps, scale, SIZE=size,
+        **_norm_flags(norms is not None, q_weight, k_weight), HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block,
+        num_warps=4,
     )  # fmt: skip
     return q_out, k_out
 
@@ -308,10 +333,11 @@ def turn_packed(
 def turn_back_packed(
     gradients: tuple[Tensor, Tensor, Tensor],
     before: tuple[Tensor, Tensor] | None,
-    norms: tuple[Tensor, Tensor] | None,
+    norms: HeadWeights | None,
     cos: Tensor | None,
     sin: Tensor | None,
     eps: float,
+    scale: float,
     out_NC: Tensor,
 ) -> None:
     """Gradients of queries, keys (before `turn_packed`) and values side by side in `out_NC`, whose rows may be apart.
@@ -326,6 +352,7 @@ def turn_back_packed(
     block, at_once = _block_and_rows(size)
     _pack_back[(triton.cdiv(rows, at_once) * (heads + 2 * groups),)](
         dq, dk, dv, q, k, q_weight, k_weight, cos, sin, out_NC, rows, positions, heads, groups, out_NC.stride(0),
-        *_strides(dq), *_strides(dk), *_strides(dv), *_strides(q), *_strides(k), eps, SIZE=size,
-        HAS_NORM=norms is not None, HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
+        *_strides(dq), *_strides(dk), *_strides(dv), *_strides(q), *_strides(k), eps, scale, SIZE=size,
+        HAS_NORM=norms is not None, WEIGHTED=q_weight is not None, HAS_ROPE=cos is not None, ROWS=at_once,
+        BLOCK=block, num_warps=4,
     )  # fmt: skip

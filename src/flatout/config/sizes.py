@@ -1,0 +1,262 @@
+"""Sizes of the presets `modern` and `record`: shape, batch, rates, decay and length follow from one name. No torch.
+
+Idea: a preset's file holds what is the same at every size; what depends on size or length is derived here, by rules.
+They were found at 60m on 26 million tokens of enwik8 (`benchmarks/lab.py`) and are carried to other sizes and lengths
+by the exponents of nanochat's `scripts/base_train.py` (92d63d4):
+- dense parameters N are the matrices of the blocks plus the head, without embedding tables; D are the run's tokens
+- D is 20 N, and at most two epochs, where the user says nothing
+- batch: 32,768 tokens at 26M, rising with D^0.4; below, as many as make about 800 steps
+- all rates rise with the square root of the batch, AdamW's fall with the square root of the width
+- decay is 0.1 at 26M tokens, times the root of the batch, times 26M / D
+Above three epochs the data is no longer fresh, and the settings turn to regularisation.
+
+Contract: what the user wrote wins, and the rest is derived from it: another batch brings other rates.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.config.source import Layer, Setting, Source
+from flatout.config.yaml_loader import shorten
+from flatout.errors import ConfigError
+
+SIZED = ("modern", "record")  # the presets that have sizes
+DEFAULT_SIZE = "124m"
+AUTO = "auto"  # the size is chosen by the machine's speed, for a run whose length is told in minutes
+_NAMED = {
+    "15m": (4, 256),
+    "60m": (8, 512),
+    "124m": (12, 768),
+    "350m": (24, 1024),
+    "760m": (24, 1536),
+    "1.3b": (24, 2048),
+}
+_USUAL_VOCAB, _VOCABS = 50257, {"char": 128, "bytes": 257}
+
+REFERENCE_BATCH, REFERENCE_TOKENS, REFERENCE_WIDTH = 32_768, 26e6, 512
+_ADAM_RATES = {"embedding_rate": 0.3, "head_rate": 0.008, "learning_rate": 0.02}
+SHORT_STEPS = 800
+TOKENS_PER_PARAMETER, MOST_EPOCHS = 20, 2.0
+FRESH_EPOCHS = 3.0  # time-to-loss ladders of fresh and of repeated data disagree from about here on
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A preset that has sizes, and the size that was asked for."""
+
+    preset: str
+    name: str
+
+    @property
+    def source(self) -> Source:
+        return Source("size", f"size {self.name}")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a model by its blocks and its width."""
+
+    layers: int
+    width: int
+
+    @property
+    def name(self) -> str:
+        found = (name for name, shape in _NAMED.items() if shape == (self.layers, self.width))
+        return next(found, f"{self.layers}x{self.width}")
+
+    @property
+    def heads(self) -> int:
+        """Heads of 128, which attention kernels like best, or smaller ones where there would be too few."""
+        return self.width // (128 if self.width >= 512 else 64 if self.width >= 256 else 32)
+
+    @property
+    def context(self) -> int:
+        return 1024 if self.width >= 256 else 256
+
+    def dense(self, vocab: int) -> int:
+        """Matrices of the blocks plus the head; the MLP's are 8 times width squared in every kind."""
+        return 12 * self.layers * self.width**2 + vocab * self.width
+
+
+# What a run whose length is told in minutes chooses from: about 64 of width for each block, as the named sizes.
+LADDER = tuple(
+    Shape(*shape)
+    for shape in (
+        *(
+            (2, 32),
+            (2, 64),
+            (3, 96),
+            (4, 128),
+            (4, 192),
+            (4, 256),
+            (6, 384),
+            (8, 512),
+            (10, 640),
+            (12, 768),
+            (16, 1024),
+        ),
+        *((24, 1024), (24, 1536), (24, 2048)),
+    )
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What is known of a run when its settings are derived; None where it is not known yet."""
+
+    vocab: int
+    unique: int | None = None  # training tokens of the data
+    tokens: int | None = None  # training tokens of the run, where they follow from its minutes
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Settings by path, in two layers: those of the size, and those of repeated data."""
+
+    size: dict[str, Any]
+    repeated: dict[str, Any]
+    epochs: float | None
+
+
+def size_names() -> tuple[str, ...]:
+    return tuple(_NAMED)
+
+
+def usual_vocab(tokenizer: str) -> int:
+    """The ids of a tokenizer before it is read."""
+    return _VOCABS.get(tokenizer, _USUAL_VOCAB)
+
+
+def shape_of(name: str, where: str) -> Shape:
+    """The shape of a size; `where` says in the error who named it."""
+    if name.lower() in _NAMED:
+        return Shape(*_NAMED[name.lower()])
+    found = re.fullmatch(r"([1-9]\d{0,2})x([1-9]\d{1,4})", name)
+    if found is None or int(found[2]) % 32 or int(found[2]) > 65536:
+        raise ConfigError(
+            f"{where}: there is no size {shorten(name)}",
+            f"use one of {', '.join(_NAMED)}, or LAYERSxWIDTH with a width that is a multiple of 32, such as 4x128",
+        )
+    return Shape(int(found[1]), int(found[2]))
+
+
+def check_sized(preset: str | None, size: str, where: str) -> None:
+    """Refuses a size for a config that has none."""
+    if preset not in SIZED:
+        named = "a config without a preset" if preset is None else f"the preset {preset}"
+        raise ConfigError(
+            f"{where}: size {shorten(size)} is for the presets {' and '.join(SIZED)}, not for {named}",
+            f"use {' or '.join(SIZED)}, or set model.layers, model.width and the rest yourself",
+        )
+
+
+def size_layer(
+    preset: str | None, size: str | None, where: str, *, merged: Layer, written: Layer
+) -> tuple[Sized | None, Layer]:
+    """The size of a preset that has sizes, and what it sets as long as the data is not known.
+
+    `merged` has what preset and user say, `written` the user's alone.
+    """
+    if size is not None:
+        check_sized(preset, size, where)
+    if preset not in SIZED:
+        return None, {}
+    minutes = "train.minutes" in written and written["train.minutes"].value is not None
+    sized = Sized(preset, size or (AUTO if minutes else DEFAULT_SIZE))
+    shape = shape_of(DEFAULT_SIZE if sized.name == AUTO else sized.name, where)
+    tokenizer = merged["data.tokenizer"].value if "data.tokenizer" in merged else ""
+    known = Known(vocab=usual_vocab(tokenizer if isinstance(tokenizer, str) else ""))
+    values = {path: setting.value for path, setting in written.items() if _is_number(setting.value)}
+    derived = derive(preset, shape, values, known).size
+    return sized, {path: Setting(value, sized.source) for path, value in derived.items()}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether rules can reckon with a value that a user wrote: what is no number, validation refuses."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def derive(preset: str, shape: Shape, written: Mapping[str, Any], known: Known) -> Derived:
+    """The settings of a size, given what the user has `written`, by path."""
+    width, layers = written.get("model.width", shape.width), written.get("model.layers", shape.layers)
+    shape = Shape(layers, width)
+    context = written.get("model.context", shape.context)
+    steps, batch = written.get("train.steps"), written.get("train.batch_tokens")
+    if steps is not None and batch is None and known.tokens is None:
+        batch = _batch_of_steps(int(steps), context)
+    tokens, told = run_tokens(shape, {**written, "train.batch_tokens": batch}, known)
+    batch = batch or batch_of(tokens, context)
+    epochs = None if known.unique is None else tokens / max(known.unique, 1)
+    values: dict[str, Any] = {
+        "model.layers": shape.layers,
+        "model.width": shape.width,
+        "model.heads": shape.heads,
+        "model.context": context,
+        "train.batch_tokens": batch,
+        **dict(_rates(shape, batch, tokens)),
+        **({} if told else {"train.tokens": tokens}),
+    }
+    repeated = _repeated(preset) if epochs is not None and epochs > FRESH_EPOCHS else {}
+    return Derived(values, repeated, epochs)
+
+
+def run_tokens(shape: Shape, written: Mapping[str, Any], known: Known) -> tuple[int, bool]:
+    """Training tokens of the run, and whether the user has told its length."""
+    usual = TOKENS_PER_PARAMETER * shape.dense(known.vocab)
+    if known.tokens is not None:
+        return known.tokens, True
+    if (tokens := written.get("train.tokens")) is not None:
+        return int(tokens), True
+    if (epochs := written.get("train.epochs")) is not None:
+        return (usual if known.unique is None else max(1, round(epochs * known.unique))), True
+    if (steps := written.get("train.steps")) is not None:
+        return int(steps) * written["train.batch_tokens"], True
+    if written.get("train.minutes") is not None:
+        return usual, True
+    return (usual if known.unique is None else min(usual, max(1, round(MOST_EPOCHS * known.unique)))), False
+
+
+def batch_of(tokens: int, context: int) -> int:
+    """Tokens of a step for a run of so many: whole windows, a power of two of them or three times one."""
+    short = tokens / SHORT_STEPS
+    long = REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** 0.4
+    return _nearest(max(min(short, long), 1.0) / context) * context
+
+
+def _nearest(windows: float) -> int:
+    """The nearest of 1, 2, 3, 4, 6, 8, 12, 16, ... by ratio."""
+    power = 2 ** max(0, math.floor(math.log2(max(windows, 1.0))))
+    near = (power, 2 * power, *((3 * power // 2,) if power > 1 else ()))
+    return min(near, key=lambda count: abs(math.log(count / windows)))
+
+
+def _batch_of_steps(steps: int, context: int) -> int:
+    """Tokens of a step for a run of so many steps: the batch at which the rule for its tokens gives that very batch."""
+    ideal = (REFERENCE_BATCH * (steps / REFERENCE_TOKENS) ** 0.4) ** (1 / 0.6)
+    return _nearest(ideal / context) * context
+
+
+def batch_factor(batch: int) -> float:
+    """How much a batch raises rates; never by more than half: Muon's rate has not been seen to rise further."""
+    return min(1.5, math.sqrt(batch / REFERENCE_BATCH))
+
+
+def _rates(shape: Shape, batch: int, tokens: int) -> Iterator[tuple[str, float]]:
+    factor, thin = batch_factor(batch), math.sqrt(REFERENCE_WIDTH / shape.width)
+    yield "optim.muon_rate", _short(0.02 * factor)
+    for name, rate in _ADAM_RATES.items():
+        yield f"optim.{name}", _short(rate * factor * thin)
+    yield "optim.weight_decay", _short(min(1.0, 0.1 * factor * REFERENCE_TOKENS / tokens))
+
+
+def _short(value: float) -> float:
+    """A rate as people write it."""
+    return float(f"{value:.3g}")
+
+
+def _repeated(preset: str) -> dict[str, Any]:
+    """What pays where the data is read many times."""
+    return {"model.mlp": "swiglu", "model.dropout": 0.1}

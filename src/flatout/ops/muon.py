@@ -1,0 +1,105 @@
+"""What Muon does with a matrix: momentum, an orthogonal update by Polar Express, NorMuon's second moment, decay.
+
+The update of a matrix G = U S V' is about U V': every direction moves by the same amount. Polar Express (Amsel et al.,
+arXiv 2505.16932) comes near it by five odd polynomials of degree 5, which are products of matrices alone.
+
+Contract: numbers are tensors on the device, and where `finite` is false nothing changes. A matrix of a stack gets the
+same bits whatever the others hold, but not if there are more or fewer of them: who needs the same bits keeps stacks
+as they are.
+
+Shape legend: N matrices of a stack, R rows, C columns, K = max(R, C).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+POLAR_EXPRESS = (
+    (8.1566, -22.4833, 15.8788),
+    (4.0429, -2.8089, 0.5000),
+    (3.8917, -2.7725, 0.5061),
+    (3.2858, -2.3681, 0.4645),
+    (2.3465, -1.7098, 0.4232),
+)
+SAFETY = 1.02  # no singular value may be above 1, rounding included
+NORMUON_BETA = 0.9
+_TINY, _SMALLEST = 1e-7, 1e-10
+
+
+class Numbers(NamedTuple):
+    """The numbers of one update, as tensors of no dimensions; `finite` is true or false."""
+
+    rate: Tensor
+    decay: Tensor
+    momentum: Tensor
+    divisor: Tensor
+    finite: Tensor
+
+
+def product_type(weight: Tensor) -> torch.dtype:
+    """The type in which matrices are orthogonalised: bf16 on a GPU, that of the weights elsewhere."""
+    return torch.bfloat16 if weight.device.type == "cuda" else weight.dtype
+
+
+def advance_reference(gradient: Tensor, moving: Tensor, out: Tensor | None, numbers: Numbers) -> None:
+    """Moves the momentum, and writes what is to be orthogonalised, by Nesterov's rule, to `out`."""
+    divisor, momentum = (number.to(moving.dtype) for number in (numbers.divisor, numbers.momentum))
+    gradient = gradient / divisor
+    moved = moving.lerp(gradient, 1 - momentum)
+    if out is not None:
+        out.copy_(gradient.lerp(moved, momentum))
+    moving.copy_(torch.where(numbers.finite, moved, moving))
+
+
+def apply_reference(weight: Tensor, update: Tensor, numbers: Numbers, *, decays: bool, cautious: bool) -> None:
+    """Subtracts the update times the rate; decay, too, times the rate, of all weights or those that it agrees with."""
+    rate, decay = (number.to(weight.dtype) for number in (numbers.rate, numbers.decay))
+    change = update.to(weight.dtype)
+    if decays:
+        kept = weight * (change * weight > 0) if cautious else weight
+        change = change + decay * kept
+    weight.copy_(torch.where(numbers.finite, weight - rate * change, weight))
+
+
+def orthogonalise(
+    matrices_NRC: Tensor,
+    scale: float = 1.0,
+    out: Tensor | None = None,
+    iterations: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS,
+) -> Tensor:
+    """U V' of each matrix, about, times `scale`; in the type of the matrices, of which nothing is left afterwards."""
+    if matrices_NRC.device.type == "cpu" and matrices_NRC.shape[-2] < matrices_NRC.shape[-1]:
+        # A stack times its transpose on the right takes torch four times as long there as one on the left.
+        made_NRC = orthogonalise(matrices_NRC.mT.contiguous(), scale, iterations=iterations).mT
+        return made_NRC if out is None else out.copy_(made_NRC)
+    x = matrices_NRC
+    tall = x.shape[-2] >= x.shape[-1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm_N11 = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
+    x.div_((norm_N11 * SAFETY + _TINY).to(x.dtype))
+    with torch.autocast(x.device.type, enabled=False):
+        for number, (a, b, c) in enumerate(iterations, start=1):
+            last = number == len(iterations)
+            times, place = (scale, out) if last else (1.0, None)
+            square = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
+            square = torch.baddbmm(square, square, square, beta=b, alpha=c)
+            left, right = (x, square) if tall else (square, x)
+            x = torch.baddbmm(x, left, right, beta=a * times, alpha=times, out=place)
+    return x
+
+
+def normalise(update_NRC: Tensor, second_NK: Tensor) -> Tensor:
+    """Gives the rows of updates equal size over time, in place (NorMuon, arXiv 2510.05491); the new second moment.
+
+    Of a wide matrix it is the columns. The Frobenius norm of an update stays as it was.
+    """
+    axis = -1 if update_NRC.shape[-2] >= update_NRC.shape[-1] else -2
+    size = torch.linalg.vector_norm(update_NRC, dim=axis, dtype=second_NK.dtype)
+    mean_NK = size.square() / update_NRC.shape[axis]
+    second_NK = second_NK.lerp(mean_NK, 1 - NORMUON_BETA)
+    factor_NK = second_NK.clamp(min=_SMALLEST).rsqrt()
+    before, after = mean_NK.sum(-1, keepdim=True), (mean_NK * factor_NK.square()).sum(-1, keepdim=True)
+    factor_NK = factor_NK * (before.sqrt() / after.sqrt().clamp(min=_SMALLEST))
+    torch.mul(update_NRC, factor_NK.unsqueeze(axis), out=update_NRC)
+    return second_NK

@@ -1,0 +1,413 @@
+"""Ablation: what each field of a config is worth, by whole runs with and without it; to learning what `bench` is to
+speed.
+
+Idea: a field is judged by pairs of runs that differ in nothing else: same seed, so the same order of the data and the
+same random draws. At equal tokens the changed run reads as much as the unchanged one. At equal seconds it gets as many
+steps as fit into the time of the unchanged run's steps, each at its own measured speed; its schedule is that of a run
+of this length. What counts is the validation loss at the end. `paired.py` makes a verdict of the differences.
+
+Contract:
+- Runs go through the same loop as `flatout train` and write nothing. Data is prepared once, where training would put
+  it.
+- A row is a finished run and is yielded as soon as it is known; a run that is among the `earlier` rows, by the hash of
+  its settings, data and device, is not made again. The order is seed by seed, so that all fields have as many pairs.
+- Times of equal seconds are of training steps, without evaluation, compiling and warm-up. Two speeds closer than
+  `SAME_SPEED` are the same: then the run at equal tokens counts for both.
+- After about `minutes`, nothing is begun; a run that would probably end later is not begun either.
+- A changed run that diverges, runs out of memory or is no valid config is told, and has no pair; what goes wrong in the
+  unchanged run is an error.
+Trap: a model field that adds or removes weights shifts the draws of those that are initialised after them; such pairs
+share the order of the data, and scatter more.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+import flatout
+from flatout.config.load import LoadedConfig
+from flatout.data.manifest import read_manifest
+from flatout.data.prepare import data_folder, prepare_data
+from flatout.device import detect_device
+from flatout.engine.loop import train_loop
+from flatout.errors import ConfigError, DivergedError, HardwareError, ResourceError
+from flatout.records import AblateRow, EvalRecord, StepRecord
+from flatout.tuning.field_changes import Change, with_words
+from flatout.tuning.measure import WARMUP, borrowed_run
+from flatout.tuning.paired import Effect, effects, pooled, steady_seconds
+from flatout.tuning.plan import machine_of
+from flatout.tuning.practice_data import scratch_folder
+from flatout.tuning.study import for_trials, status_of
+
+SEEDS = 2
+TOKENS, SECONDS, BOTH = "tokens", "seconds", "both"
+SAME_SPEED = 0.02
+EVALUATIONS = 4  # of a run, for its curve
+# With one of these changed, as many steps are not as many tokens.
+_BATCH = ("train.batch_tokens", "train.batch_stages")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FieldEffect:
+    """What the pairs of a field say at equal tokens or at equal seconds.
+
+    `difference` is the loss with the change minus the loss as configured, the mean over `pairs` seeds; `half_width` is
+    half of its interval, the smallest difference that these runs could have shown. `verdict` is of the value in the
+    config: helps, hurts or no difference seen; empty where there is none. `reason` says why a changed run failed.
+    """
+
+    field: str
+    configured: str
+    changed: str
+    equal: str  # tokens or seconds
+    pairs: int
+    loss: float | None  # as configured, the mean over the same seeds
+    changed_loss: float | None
+    difference: float | None
+    half_width: float | None
+    verdict: str
+    steps: int  # of the changed run
+    step_time: float | None  # of the changed run over that of the unchanged one
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AblateResult:
+    """The end of an ablation: what each field is worth, and the noise that it was judged by.
+
+    `noise` is the standard deviation of one paired difference, pooled over the fields, at equal tokens and at equal
+    seconds; `degrees` are its degrees of freedom. `missing` counts the runs that were not begun for lack of time.
+    """
+
+    effects: tuple[FieldEffect, ...]
+    left_out: dict[str, str]
+    seeds: tuple[int, ...]
+    loss: float | None  # of the config as it is, the mean over the seeds
+    spread: float | None  # standard deviation of that over the seeds
+    steps: int
+    tokens: int
+    training_seconds: float  # of a run of the config as it is, the median over the seeds
+    noise: dict[str, float]
+    degrees: dict[str, float]
+    rows: tuple[AblateRow, ...]
+    missing: int
+    config: str
+    device: str
+    seconds: float
+    flatout: str
+    torch: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "ablation", **dataclasses.asdict(self)}
+
+
+# Which run of how many, in words, and its evaluations as they come; None when it begins.
+Told = Callable[[int, int, str, EvalRecord | None], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A run to make: a change or none, a seed, and what it has in common with the unchanged run."""
+
+    change: Change | None
+    seed: int
+    equal: str
+
+    @property
+    def words(self) -> str:
+        name = "as configured" if self.change is None else self.change.word
+        return f"{name}, seed {self.seed}" + (", equal seconds" if self.equal == SECONDS else "")
+
+
+def ablate(
+    loaded: LoadedConfig,
+    changes: Sequence[Change],
+    *,
+    left_out: Mapping[str, str] | None = None,
+    seeds: int = SEEDS,
+    equal: str = BOTH,
+    minutes: float | None = None,
+    earlier: Sequence[AblateRow] = (),
+    progress: Told = lambda *_: None,
+) -> Generator[AblateRow | AblateResult]:
+    """Trains what is missing and yields a row for each new run; the `AblateResult` last."""
+    began = time.monotonic()
+    runs = _Runs(loaded, earlier, None if minutes is None else began + 60 * minutes)
+    jobs = _jobs(changes, [loaded.config.train.seed + number for number in range(seeds)], equal)
+    missing = 0
+    with scratch_folder("flatout-ablate-") as scratch:
+        for number, job in enumerate(jobs, start=1):
+            if runs.row_of(job) is not None:
+                continue
+            if not (runs.can_be_made(job) and runs.in_time(job)):
+                missing += 1
+                continue
+            told = functools.partial(progress, number, len(jobs), job.words)
+            yield runs.make(job, scratch / str(number), told)
+    yield _result(runs, changes, dict(left_out or {}), jobs, missing, time.monotonic() - began)
+
+
+def _jobs(changes: Sequence[Change], seeds: Sequence[int], equal: str) -> list[_Job]:
+    jobs: list[_Job] = []
+    for number, seed in enumerate(seeds):
+        jobs.append(_Job(None, seed, TOKENS))
+        if equal != SECONDS or number == 0:  # at equal seconds alone, the first seed still has to show the speeds
+            jobs += [_Job(change, seed, TOKENS) for change in changes]
+        if equal != TOKENS:
+            jobs += [_Job(change, seed, SECONDS) for change in changes]
+    return jobs
+
+
+@final
+class _Runs:
+    """The runs of an ablation: those that are there, and how another one is made."""
+
+    def __init__(self, loaded: LoadedConfig, earlier: Sequence[AblateRow], deadline: float | None) -> None:
+        self.loaded, self.deadline = loaded, deadline
+        self.base = for_trials(loaded, EVALUATIONS)
+        data = self.base.config.data
+        prepared = loaded.config.chat.source is None and not data.streaming
+        if prepared:  # samples of conversations are made by the first run
+            prepare_data(data, self.base.config.clean)
+        self.device = machine_of(detect_device(loaded.config.speed.device))
+        self.dataset = read_manifest(data_folder(data)).fingerprint if prepared else ""
+        self.rows = {(row.hash, row.equal): row for row in earlier}
+        self.first_seed = loaded.config.train.seed
+        self.configs: dict[tuple[str, ...], tuple[LoadedConfig, str]] = {}
+
+    def row_of(self, job: _Job) -> AblateRow | None:
+        """The row of a job, if there is one; at equal seconds that of equal tokens where the speeds are the same."""
+        row = self.rows.get((self._hash(job), job.equal))
+        if row is not None or job.equal == TOKENS:
+            return row
+        same = self.row_of(dataclasses.replace(job, equal=TOKENS))
+        if same is not None and (same.status != "done" or self._steps_in_time(job) == same.steps):
+            return same
+        return None
+
+    def reference(self, seed: int) -> AblateRow | None:
+        return self.row_of(_Job(None, seed, TOKENS))
+
+    def step_time(self, job: _Job) -> float | None:
+        """How long a step with the change takes, over a step without it; by the runs of this seed or of the first."""
+        for seed in (job.seed, self.first_seed):
+            changed, plain = self.row_of(_Job(job.change, seed, TOKENS)), self.reference(seed)
+            if changed is not None and plain is not None and changed.status == "done":
+                return (changed.seconds / changed.steps) / (plain.seconds / plain.steps)
+        return None
+
+    def _steps_in_time(self, job: _Job) -> int | None:
+        """How many steps with the change fit into the time of the unchanged run."""
+        plain, ratio = self.reference(job.seed), self.step_time(job)
+        at_tokens = self.row_of(dataclasses.replace(job, equal=TOKENS)) or self.row_of(
+            _Job(job.change, self.first_seed, TOKENS)
+        )
+        if plain is None or ratio is None or at_tokens is None:
+            return None
+        steps = max(1, math.floor(plain.steps / ratio + 1e-9))
+        return at_tokens.steps if abs(steps / at_tokens.steps - 1) < SAME_SPEED else steps
+
+    def _config(self, job: _Job) -> LoadedConfig:
+        """The config of a job, at equal tokens."""
+        return self._made(*self._words(job))[0]
+
+    def _hash(self, job: _Job) -> str:
+        return self._made(*self._words(job))[1]
+
+    def _words(self, job: _Job) -> Iterator[str]:
+        yield f"train.seed={job.seed}"
+        if job.change is not None:
+            yield job.change.word
+            train = self.base.config.train
+            if job.change.path in _BATCH and train.steps is not None:
+                yield f"train.tokens={round(train.steps * train.mean_batch)}"
+
+    def _made(self, *words: str) -> tuple[LoadedConfig, str]:
+        """The config with some settings, and the hash by which its run is found again."""
+        if words in self.configs:
+            return self.configs[words]
+        loaded = with_words(self.base, words)
+        sections = loaded.config.model_dump()
+        facts = {name: fields for name, fields in sections.items() if name not in ("output", "checkpoint")}
+        text = json.dumps([facts, self.dataset, self.device], sort_keys=True)
+        self.configs[words] = loaded, hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+        return self.configs[words]
+
+    def can_be_made(self, job: _Job) -> bool:
+        """Whether what a run is compared with is there, and what its length is taken from."""
+        if job.change is None:
+            return True
+        return self.reference(job.seed) is not None and (job.equal == TOKENS or self._steps_in_time(job) is not None)
+
+    def in_time(self, job: _Job) -> bool:
+        """Whether a run would end before the deadline, if it takes as long as the slowest with this change or none."""
+        if self.deadline is None:
+            return True
+        hashes = {hash for _, hash in self.configs.values()}
+        rows = [row for row in self.rows.values() if row.hash in hashes]
+        like = [row for row in rows if job.change is not None and row.field == job.change.path]
+        if like:
+            rows = [row for row in rows if not row.field] + like
+        known = [row.whole_seconds for row in rows]
+        return time.monotonic() + max(known, default=0.0) < self.deadline
+
+    def make(self, job: _Job, folder: Path, told: Callable[[EvalRecord | None], None]) -> AblateRow:
+        """Trains one run and keeps its row."""
+        told(None)
+        began, change = time.monotonic(), job.change
+        loaded = self._config(job)
+        if job.equal == SECONDS:
+            loaded = with_words(loaded, [f"train.steps={self._steps_in_time(job)}"])
+        course = _Course()
+        status, reason = "done", ""
+        try:
+            for evaluation in course.train(loaded, folder):
+                told(evaluation)
+        except (DivergedError, ResourceError, ConfigError, HardwareError) as error:
+            if change is None:
+                raise  # there is nothing to compare with
+            status, reason = status_of(error)
+        row = AblateRow(
+            field="" if change is None else change.path,
+            configured="" if change is None else change.configured,
+            changed="" if change is None else change.changed,
+            equal=job.equal,
+            seed=job.seed,
+            status=status,
+            reason=reason,
+            loss=course.curve[-1][2] if status == "done" else None,
+            steps=len(course.steps),
+            tokens=course.tokens,
+            seconds=course.seconds,
+            whole_seconds=time.monotonic() - began,
+            curve=tuple(course.curve),
+            hash=self._hash(job),
+            config=self.loaded.config.output.name,
+            device=self.device,
+            flatout=flatout.__version__,
+            torch=torch.__version__,
+        )
+        self.rows[row.hash, row.equal] = row
+        return row
+
+
+@final
+class _Course:
+    """How a run goes: the time of its steps, its tokens, and its evaluations."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.tokens = 0
+        self.curve: list[tuple[int, float, float]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Of the training steps so far, without what only some of them have."""
+        return (steady_seconds(self.steps, WARMUP) or [0.0])[-1]
+
+    def train(self, loaded: LoadedConfig, folder: Path) -> Iterator[EvalRecord]:
+        """Trains to the end, and yields the evaluations. A validation loss that is not finite is a `DivergedError`."""
+        with borrowed_run(loaded) as run, contextlib.closing(
+            train_loop(run, folder, resumed=None, stop=lambda: False, saves=False)
+        ) as records:  # fmt: skip
+            folder.mkdir(parents=True)
+            for record in records:
+                if isinstance(record, StepRecord):
+                    self.steps.append(record.seconds)
+                    self.tokens = record.tokens
+                elif isinstance(record, EvalRecord):
+                    if not math.isfinite(record.loss):
+                        raise DivergedError(
+                            f"the validation loss was {record.loss} at step {record.step}", "lower optim.learning_rate"
+                        )
+                    self.curve.append((self.tokens, self.seconds, record.loss))
+                    yield record
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
+
+
+def _result(
+    runs: _Runs,
+    changes: Sequence[Change],
+    left_out: dict[str, str],
+    jobs: Sequence[_Job],
+    missing: int,
+    seconds: float,
+) -> AblateResult:
+    plain = [row for job in jobs if job.change is None and (row := runs.row_of(job)) is not None]
+    losses = [row.loss for row in plain if row.loss is not None]
+    found: list[FieldEffect] = []
+    noise: dict[str, float] = {}
+    degrees: dict[str, float] = {}
+    for equal in dict.fromkeys(job.equal for job in jobs if job.change is not None):
+        pairs = {change.word: list(_pairs(runs, jobs, change, equal)) for change in changes}
+        differences = {
+            word: [other.loss - own.loss for own, other in pair if own.loss is not None and other.loss is not None]
+            for word, pair in pairs.items()
+        }
+        known = pooled(list(differences.values()))
+        if known is not None:
+            noise[equal], degrees[equal] = known.deviation, known.degrees
+        judged = effects(differences)
+        found += [_effect(runs, change, equal, pairs[change.word], judged.get(change.word)) for change in changes]
+    return AblateResult(
+        effects=tuple(found),
+        left_out=left_out,
+        seeds=tuple(dict.fromkeys(job.seed for job in jobs)),
+        loss=statistics.fmean(losses) if losses else None,
+        spread=statistics.stdev(losses) if len(losses) > 1 else None,
+        steps=plain[0].steps if plain else 0,
+        tokens=plain[0].tokens if plain else 0,
+        training_seconds=statistics.median(row.seconds for row in plain) if plain else 0.0,
+        noise=noise,
+        degrees=degrees,
+        rows=tuple(dict.fromkeys(row for job in jobs if (row := runs.row_of(job)) is not None)),
+        missing=missing,
+        config=runs.loaded.config.output.name,
+        device=runs.device,
+        seconds=seconds,
+        flatout=flatout.__version__,
+        torch=torch.__version__,
+    )
+
+
+def _pairs(runs: _Runs, jobs: Sequence[_Job], change: Change, equal: str) -> Iterator[tuple[AblateRow, AblateRow]]:
+    """The unchanged and the changed run of every seed that has both."""
+    for job in jobs:
+        if job.change == change and job.equal == equal:
+            own, other = runs.reference(job.seed), runs.row_of(job)
+            if own is not None and other is not None:
+                yield own, other
+
+
+def _effect(
+    runs: _Runs, change: Change, equal: str, pairs: Sequence[tuple[AblateRow, AblateRow]], judged: Effect | None
+) -> FieldEffect:
+    whole = [(own.loss, other.loss) for own, other in pairs if own.loss is not None and other.loss is not None]
+    ratios = [ratio for own, _ in pairs if (ratio := runs.step_time(_Job(change, own.seed, equal))) is not None]
+    return FieldEffect(
+        field=change.path,
+        configured=change.configured,
+        changed=change.changed,
+        equal=equal,
+        pairs=len(whole),
+        loss=statistics.fmean(own for own, _ in whole) if whole else None,
+        changed_loss=statistics.fmean(other for _, other in whole) if whole else None,
+        difference=None if judged is None else judged.mean,
+        half_width=None if judged is None else judged.half_width,
+        verdict="" if judged is None else judged.verdict,
+        steps=pairs[0][1].steps if pairs else 0,
+        step_time=statistics.median(ratios) if ratios else None,
+        reason=next((f"{other.status}: {other.reason}" for _, other in pairs if other.status != "done"), ""),
+    )

@@ -1,0 +1,88 @@
+"""Sizes of presets: rules that derive settings, and who wins over them."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from flatout.config.load import load_config
+from flatout.config.sizes import FRESH_EPOCHS, SIZED, Known, Shape, batch_of, derive, shape_of, size_names
+from flatout.errors import ConfigError
+
+GPT2 = 50257
+
+
+def test_sizes_are_counted_without_embedding_tables() -> None:
+    counts = {name: round(shape_of(name, "").dense(GPT2) / 1e6) for name in size_names()}
+    assert counts == {"15m": 16, "60m": 51, "124m": 124, "350m": 353, "760m": 757, "1.3b": 1311}
+
+
+@pytest.mark.parametrize("preset", SIZED)
+@pytest.mark.parametrize("size", [*size_names(), "4x128", "2x64"])
+def test_each_size_is_a_valid_config_whose_values_say_where_they_come_from(preset: str, size: str) -> None:
+    loaded = load_config(preset, size=size)
+    shape, model = shape_of(size, ""), loaded.config.model
+    assert (model.layers, model.width, model.width % model.heads) == (shape.layers, shape.width, 0)
+    assert loaded.config.train.tokens == 20 * shape.dense(GPT2)
+    for path in ("model.layers", "model.width", "model.heads", "train.batch_tokens", "optim.learning_rate"):
+        assert (loaded.sources[path].kind, loaded.sources[path].where) == ("size", f"size {shape.name}")
+
+
+def test_heads_of_128_from_a_width_of_512_on() -> None:
+    sizes = {name: shape_of(name, "").width // shape_of(name, "").heads for name in ("15m", "60m", "1.3b", "4x128")}
+    assert sizes == {"15m": 64, "60m": 128, "1.3b": 128, "4x128": 32}
+
+
+def test_the_batch_follows_the_tokens_of_the_run() -> None:
+    assert batch_of(26_000_000, 1024) == 32768, "the lab's best at 60m"
+    assert batch_of(52_000_000, 1024) == 49152
+    batches = [batch_of(int(tokens), 256) for tokens in (1e5, 1e6, 1e7, 1e8, 1e9, 1e10)]
+    assert all(before < after for before, after in itertools.pairwise(batches))
+    assert all(batch % 256 == 0 for batch in batches)
+
+
+def test_what_the_user_wrote_wins_and_the_rest_follows_it() -> None:
+    usual, wide = load_config("modern").config, load_config("modern", ["train.batch_tokens=8192"]).config
+    assert wide.train.batch_tokens == 8192
+    assert wide.optim.learning_rate < usual.optim.learning_rate, "rates rise with the batch"
+    short = load_config("modern", ["train.tokens=26_000_000"]).config
+    assert (short.train.tokens, short.train.batch_tokens) == (26_000_000, 32768)
+    steps = load_config("modern", ["train.steps=800"]).config
+    assert (steps.train.steps, steps.train.tokens, steps.train.batch_tokens) == (800, None, 32768)
+
+
+def test_data_that_is_read_more_than_three_times_is_regularised() -> None:
+    shape = Shape(8, 512)
+
+    def repeated(epochs: float) -> bool:
+        return bool(derive("record", shape, {"train.epochs": epochs}, Known(vocab=GPT2, unique=10_000_000)).repeated)
+
+    assert not repeated(FRESH_EPOCHS)
+    assert repeated(FRESH_EPOCHS + 0.1)
+
+
+def test_a_run_without_a_length_reads_the_data_twice_at_most() -> None:
+    derived = derive("modern", Shape(8, 512), {}, Known(vocab=GPT2, unique=10_000_000))
+    assert derived.size["train.tokens"] == 20_000_000
+    assert derived.epochs == 2.0
+
+
+def test_a_file_names_a_size(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("preset: record\nsize: 60m\n", encoding="utf-8")
+    assert load_config(path).config.model.width == 512
+    assert load_config(path, size="15m").config.model.width == 256
+
+
+@pytest.mark.parametrize(
+    ("preset", "size", "message"),
+    [
+        ("gpt2-124m", "124m", "size '124m' is for the presets modern and record, not for the preset gpt2-124m"),
+        ("modern", "7b", "there is no size '7b'"),
+        ("modern", "4x100", "there is no size '4x100'"),
+    ],
+)
+def test_other_sizes_are_refused_by_name(preset: str, size: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(preset, size=size)
+    assert message in error.value.message

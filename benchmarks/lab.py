@@ -3,6 +3,7 @@
     python benchmarks/lab.py prepare enwik8.gz TOKENIZER OUT
     python benchmarks/lab.py run COMMIT --data OUT [--size 60m] [--tokens 26e6] [--seeds 0,1] [CANDIDATE ...]
     python benchmarks/lab.py run COMMIT --data OUT --campaign batch --seconds 480
+    python benchmarks/lab.py table
     python benchmarks/lab.py list
     python benchmarks/lab.py dry
 
@@ -34,6 +35,7 @@ import json
 import math
 import os
 import re
+import statistics
 import sys
 import time
 import zlib
@@ -1031,6 +1033,37 @@ def summary(rows: list[dict[str, Any]], names: list[str]) -> str:
     return "\n".join(lines)
 
 
+def table() -> None:
+    """Print what each field is worth, as docs/recipe.md has it: rows that differ from a base in one field."""
+    rows = [row for row in rows_before() if row.get("loss") is not None]
+    for base in ("muon", "best", "rec"):
+        own = [row for row in rows if row["candidate"] == base]
+        if not own:
+            continue
+        about = {name: own[0][name] for name in ("size", "asked_tokens")}
+        own = [row for row in own if about.items() <= row.items()]
+        losses = {row["seed"]: row["loss"] for row in own}
+        mean = sum(losses.values()) / len(losses)
+        told = f"{about['size']}, {about['asked_tokens'] / 1e6:.0f}M tokens"
+        print(f"\nAgainst `{base}` ({told}, {len(losses)} seeds, {mean:.3f}):\n")
+        print("| field | difference | seeds | speed |\n|---|---|---|---|")
+        recipe = dataclasses.asdict(Recipe())
+        kinds: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            ours, theirs = recipe | row["recipe"], recipe | own[0]["recipe"]
+            fields = {name: ours[name] for name in recipe if ours[name] != theirs[name]}
+            many = len(fields) > (2 if "batch" in fields or "cap_form" in fields or "bigram_rows" in fields else 1)
+            if about.items() <= row.items() and fields and not many and row["seed"] in losses:
+                kinds.setdefault(", ".join(f"{k} {v}" for k, v in fields.items()), []).append(row)
+        found = []
+        for told, same in kinds.items():
+            pairs = [row["loss"] - losses[row["seed"]] for row in same]
+            speed = statistics.mean(row["tokens_per_second"] for row in same) / own[0]["tokens_per_second"]
+            found.append((sum(pairs) / len(pairs), told, len(pairs), speed))
+        for difference, told, count, speed in sorted(found):
+            print(f"| {told} | {difference:+.3f} | {count} | {speed:.3f} |")
+
+
 def chosen(asked: argparse.Namespace) -> list[tuple[str, Recipe]]:
     words = [*(CAMPAIGNS[asked.campaign].split() if asked.campaign else []), *asked.candidates]
     found = [candidate_of(word) for word in words]
@@ -1172,6 +1205,7 @@ def main() -> None:
     running.add_argument("--again", action="store_true", help="run what lab.jsonl has already")
     trying = commands.add_parser("dry", help="try every field on a tiny model on the CPU")
     trying.add_argument("--steps", type=int, default=20)
+    commands.add_parser("table", help="what each field is worth, by lab.jsonl")
     commands.add_parser("list", help="candidates and campaigns")
     # Candidates may stand behind options; argparse's own way of allowing that knows no subcommands.
     asked, rest = parser.parse_known_args()
@@ -1184,6 +1218,8 @@ def main() -> None:
         run(asked)
     elif asked.command == "dry":
         dry(asked.steps)
+    elif asked.command == "table":
+        table()
     else:
         for name, text in NAMED.items():
             print(f"{name:20} {text}")

@@ -74,6 +74,10 @@ OTHER: dict[str, str | list[str]] = {
     "model.residual_scale": "0.1",
     "model.logit_cap": "2.0",
     "model.logit_cap_form": ["model.logit_cap=2.0", "model.logit_cap_form=sigmoid"],
+    "model.first_mix": "true",
+    "model.value_tables": "1",
+    "model.head_gate": "true",
+    "model.bigram_rows": "50",
     "model.tied": "false",
     "model.dropout": "0.2",
     "model.init_from": ["model.family=gpt2", "model.init_from=weights"],
@@ -151,6 +155,7 @@ OTHER: dict[str, str | list[str]] = {
     "train.steps": "7",
     "train.epochs": "0.1",
     "train.tokens": "500",
+    "train.minutes": ["train.minutes=0.01", "optim.schedule=wsd"],
     "train.batch_tokens": "128",
     "train.batch_stages": "[32, 64]",
     "train.length_stages": "[8, 16]",
@@ -272,7 +277,7 @@ ELSEWHERE = {
 def signature(words: list[str]) -> Any:
     """Everything a run builds and says, times left out."""
     shutil.rmtree("runs", ignore_errors=True)
-    lengths = ("train.steps", "train.epochs", "train.tokens")
+    lengths = ("train.steps", "train.epochs", "train.tokens", "train.minutes")
     length = [] if any(word.startswith(lengths) for word in words) else ["train.steps=5"]
     short = ["optim.warmup_steps=2", "eval.tokens=128", "eval.sample_tokens=4"]
     base = [*TINY, "data.source=text.txt", *short, *length]

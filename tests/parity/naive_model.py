@@ -20,12 +20,18 @@ def naive_logits(config: ModelConfig, weights: Weights, tokens: list[int]) -> Te
     stream = [weights["embedding.weight"][token] for token in tokens]
     if config.positions == "learned":
         stream = [x + weights["positions.weight"][place] for place, x in enumerate(stream)]
+    if config.bigram_rows:
+        stream = [x + weights["bigram.weight"][_pair(config, tokens, place)] for place, x in enumerate(stream)]
     if config.embedding_norm:
         stream = [_rms(config, None, x) for x in stream]
+    first = stream
     for layer, kind in enumerate(config.kinds):
         own = {name.removeprefix(f"blocks.{layer}."): x for name, x in weights.items() if _inside(name, layer)}
+        if config.first_mix:
+            stream = [own["mix"][0] * x + own["mix"][1] * x0 for x, x0 in zip(stream, first, strict=True)]
         h = [_norm(config, own, "attention_norm", x) for x in stream]
-        mixed = _eigenstates(config, own, layer, h) if kind == "E" else _attention(config, own, kind, h)
+        rows = _value_rows(config, weights, layer, tokens)
+        mixed = _eigenstates(config, own, layer, h) if kind == "E" else _attention(config, own, kind, h, rows)
         stream = [x + _scaled(own, "attention_scale", y) for x, y in zip(stream, mixed, strict=True)]
         h = [_norm(config, own, "mlp_norm", x) for x in stream]
         stream = [x + _scaled(own, "mlp_scale", _mlp(config, own, y)) for x, y in zip(stream, h, strict=True)]
@@ -73,7 +79,30 @@ def _rms(config: ModelConfig, weight: Tensor | None, x: Tensor) -> Tensor:
     return y if weight is None else y * weight
 
 
-def _attention(config: ModelConfig, own: Weights, kind: str, h: list[Tensor]) -> list[Tensor]:
+def _pair(config: ModelConfig, tokens: list[int], place: int) -> int:
+    """The row of a token and the one before it; the last row is for the first token."""
+    if place == 0:
+        return config.bigram_rows - 1
+    return ((tokens[place] * 36313) ^ (tokens[place - 1] * 27191)) % (config.bigram_rows - 1)
+
+
+def _value_rows(config: ModelConfig, weights: Weights, layer: int, tokens: list[int]) -> list[Tensor] | None:
+    """What comes to the values of attention: of the first blocks a table each, and of the last ones the same again."""
+    for table in range(config.value_tables):
+        if layer in (table, config.layers - config.value_tables + table):
+            return [weights[f"value_tables.{table}.weight"][token] for token in tokens]
+    return None
+
+
+def _gate(own: Weights, number: int, x: Tensor) -> Tensor:
+    """The gate of this number in a block: between 0 and 2."""
+    weight = own["attention.gates"][12 * number : 12 * number + 12]
+    return 2 / (1 + torch.exp(-(weight * x[:12]).sum()))
+
+
+def _attention(
+    config: ModelConfig, own: Weights, kind: str, h: list[Tensor], rows: list[Tensor] | None
+) -> list[Tensor]:
     size, heads = config.size, config.heads
     groups = config.kv_heads or heads
     queries, keys, values = [], [], []
@@ -87,7 +116,11 @@ def _attention(config: ModelConfig, own: Weights, kind: str, h: list[Tensor]) ->
             ready.append(_turned(config, part, place) if config.positions == "rope" else part)
         queries.append(ready[:heads])
         keys.append(ready[heads:])
-        values.append(parts[heads + groups :])
+        parts = parts[heads + groups :]
+        if rows is not None:
+            added = rows[place].split(size)
+            parts = [parts[group] + _gate(own, group, x) * added[group] for group in range(groups)]
+        values.append(parts)
     results = []
     for place in range(len(h)):
         first = max(0, place - config.window + 1) if kind == "W" else 0
@@ -98,6 +131,8 @@ def _attention(config: ModelConfig, own: Weights, kind: str, h: list[Tensor]) ->
             shares = torch.exp(torch.stack(scores))
             shares = shares / shares.sum()
             result.append(sum(share * values[first + s][group] for s, share in enumerate(shares)))
+            if config.head_gate:
+                result[-1] = result[-1] * _gate(own, head + (groups if rows is not None else 0), h[place])
         results.append(_linear(own, "attention.out", torch.cat(result)))
     return results
 

@@ -37,6 +37,9 @@ KINDS = {
     "layernorm without weights": {"norm": "layernorm", "norm_weights": False, "bias": True, "rope_half": True},
     "windows": {"pattern": "WA", "layers": 3, "kv_heads": 2},
     "eigenstates": {"pattern": "E", "bias": True},
+    "first mix": {"first_mix": True, "bias": True, "norm": "layernorm", "pattern": "AE"},
+    "tables": {"layers": 3, "value_tables": 1, "bigram_rows": 19, "kv_heads": 2, "tied": False},
+    "gates": {"value_tables": 1, "head_gate": True, "first_mix": True, "residual_scale": 0.7},
     "mixed": {"pattern": "EWA", "layers": 3, "positions": "learned"},
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -55,9 +58,9 @@ FORMS = {
 def built(kind: str, how: Execution, **more) -> GPT:
     config = ModelConfig(**{**SHAPE, **KINDS[kind], **more})
     model = build_model(config, VOCAB, seed=5, execution=how)
-    with torch.no_grad():  # biases, norms and scales that start as zeros and ones would hide mistakes
+    with torch.no_grad():  # biases, norms, scales and tables that start as zeros and ones would hide mistakes
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or not parameter.any():
                 generator = torch.Generator().manual_seed(len(name))
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
     return model

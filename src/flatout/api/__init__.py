@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flatout.api.measuring import ablate, bench, estimate, search, tune, tune_lr
     from flatout.api.models import LoadedModel, load_model
     from flatout.api.profiling import Profile, profile
+    from flatout.api.resuming import more_minutes
     from flatout.api.text import chat, chat_prompt, generate, is_untaught
     from flatout.api.training import prepare, train
     from flatout.config.load import LoadedConfig, load_config
@@ -59,6 +60,7 @@ HOMES = {
     "flatout.api.configs": ("stored_config",),
     "flatout.api.training": ("prepare", "train"),
     "flatout.api.finetuning": ("finetune",),
+    "flatout.api.resuming": ("more_minutes",),
     "flatout.observe.notebook": ("RunResult", "Chart"),
     "flatout.optim.optimizer": ("Rule", "StateBytes", "Optimizer", "Trainable", "Group"),
     "flatout.api.models": ("load_model", "LoadedModel"),
@@ -156,6 +158,7 @@ __all__ = [
     "load_config",
     "load_model",
     "merge",
+    "more_minutes",
     "plot",
     "prepare",
     "profile",

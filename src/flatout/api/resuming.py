@@ -8,14 +8,15 @@ from typing import Any
 
 from flatout.config.load import resolve_from_mapping
 from flatout.config.schema import RunConfig
+from flatout.config.training_sections import LENGTHS
 from flatout.config.yaml_loader import format_value
-from flatout.engine.checkpoint import Checkpoint, Unusable, read_checkpoint
+from flatout.engine.checkpoint import Checkpoint, Unusable, checkpoint_path, read_checkpoint
 from flatout.engine.given import check_given
 from flatout.engine.opening import pace_of, steps_of, stored_schedule
 from flatout.engine.run import Run
-from flatout.engine.run_folder import find_resume_point
+from flatout.engine.run_folder import checkpoint_to_load, find_resume_point
 from flatout.engine.saving import as_word, differences
-from flatout.errors import CheckpointError, ConfigError
+from flatout.errors import CheckpointError, ConfigError, UsageError
 from flatout.optim.schedule import rate_factors
 
 _MOST_WORDS = 8  # of a hint, which is one line
@@ -54,14 +55,42 @@ def find_origin(folder: Path, resume: str | None) -> Origin:
     return Origin(folder=folder, asked=resume, unusable=unusable, checkpoint=checkpoint)
 
 
+def more_minutes(path: str | Path, minutes: float) -> tuple[Path, list[str]]:
+    """The checkpoint from which a run goes on for so many minutes more, and the settings of its new length.
+
+    That is the one at the start of its cool-down, or the newest where it has not come so far.
+    """
+    newest = read_checkpoint(checkpoint_to_load(Path(path)))
+    plan, train = newest.state.get("deadline"), newest.config.get("train", {})
+    if not isinstance(plan, dict) or not isinstance(train, dict) or newest.path is None:
+        raise UsageError(
+            f"{path} is no run whose length was told in minutes", "resume it with a length in steps: train.steps=N"
+        )
+    step = plan.get("cooldown_step")
+    chosen = newest
+    if isinstance(step, int) and step < newest.step:
+        place = checkpoint_path(newest.path.parent, step)
+        if not place.is_dir():
+            raise CheckpointError(
+                f"the checkpoint at the start of the cool-down, {place}, is gone",
+                "start a new run with --minutes, or resume this one with train.steps=N",
+            )
+        chosen = read_checkpoint(place)
+    spent = float(chosen.state["deadline"]["spent"])
+    seconds = spent + 60 * minutes
+    steps = max(chosen.step + 1, round(chosen.step * seconds / max(spent, 1e-9)))
+    assert chosen.path is not None, "it was read from there"
+    return chosen.path, [f"train.minutes={seconds / 60!r}", f"train.steps={steps}"]
+
+
 def check_resumed(run: Run, origin: Origin) -> list[str]:
     """Refuses a checkpoint that this run cannot resume; returns a notice for each thing that is not as it was."""
     checkpoint = origin.checkpoint
     if checkpoint is None:
         return []
-    if run.steps < checkpoint.step:
+    if run.last_step < checkpoint.step:
         train = run.config.train
-        length = next(name for name in ("steps", "tokens", "epochs") if getattr(train, name) is not None)
+        length = next(name for name in LENGTHS if getattr(train, name) is not None)
         more = f"set train.steps above {checkpoint.step}" if length == "steps" else f"raise train.{length}"
         raise ConfigError(
             f"the run is at step {checkpoint.step:,} already, and train.{length}={getattr(train, length)} ends it at "
@@ -133,7 +162,7 @@ def check_shape(config: RunConfig, checkpoint: Checkpoint, folder: Path) -> None
 
 def _perhaps_forgotten(path: str) -> bool:
     """Whether a setting that differs may be one that was not typed again: runs are made longer on purpose."""
-    lengths = ("train.steps", "train.tokens", "train.epochs")
+    lengths = [f"train.{name}" for name in LENGTHS]
     return path.partition(".")[0] in ("data", "clean", "optim", "train", "model") and path not in lengths
 
 

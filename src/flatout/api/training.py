@@ -10,6 +10,7 @@ from typing import Any, overload
 
 from flatout.api.configs import Config, plain, stored_config
 from flatout.api.resuming import Origin, check_resumed, check_shape, find_origin, own_settings
+from flatout.api.settling import settled
 from flatout.config.load import LoadedConfig, load_config, show
 from flatout.config.schema import RunConfig
 from flatout.data.array_data import Arrays
@@ -183,6 +184,7 @@ def _train(
     waits = {"join": settings.parallel.join, "timeout": settings.parallel.timeout}
     with joined(found, settings.speed.device, **waits) as world, contextlib.ExitStack() as held:
         origin, lock = _found(settings, resume, world, held, None if found is None else found.folder)
+        config = settled(config, origin.checkpoint, progress, arrays, world)
         run = _set_up(config, origin, progress, arrays, given, world)
         limit = None if found is None or found.attempt is None else found.attempt.micro_batch
         less = [] if limit is None else use_at_most(run, limit)
@@ -317,7 +319,7 @@ def _set_up(
 def _is_done(run: Run, origin: Origin) -> bool:
     """Whether the checkpoint is the end of the run, judged and recorded."""
     judged = origin.checkpoint is not None and not lacks_verdict(origin.checkpoint)
-    return judged and origin.step == run.steps and ends_at(origin.metrics, origin.step)
+    return judged and origin.step == run.last_step and ends_at(origin.metrics, origin.step)
 
 
 def _mark_base(run: Run, folder: Path) -> Iterator[str]:

@@ -39,7 +39,7 @@ _FILE_KEYS = ("preset", "hardware", "size")
 
 # A layer that gives one of a group silences those it does not give itself in the layers below.
 _ALTERNATIVES = (
-    ("train.steps", "train.epochs", "train.tokens"),
+    ("train.steps", "train.epochs", "train.tokens", "train.minutes"),
     ("speed.micro_batch", "speed.accumulation"),
 )
 

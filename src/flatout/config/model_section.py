@@ -27,6 +27,10 @@ GPT2: dict[str, Any] = {
     "qkv_bias": None,
     "norm_eps": 1e-5,
     "rope_scaling": None,
+    "first_mix": False,
+    "value_tables": 0,
+    "head_gate": False,
+    "bigram_rows": 0,
 }
 
 
@@ -111,6 +115,14 @@ class ModelConfig(Section):
     """Bends logits to stay below this, in the form of logit_cap_form; null leaves them alone."""
     logit_cap_form: Literal["tanh", "sigmoid"] = "tanh"
     """tanh: cap·tanh(logits / cap), between -cap and cap; sigmoid: cap·sigmoid((logits + 5) / 7.5), above 0."""
+    first_mix: bool = False
+    """Begin every block with a·x + b·x0, where x0 is the first residual stream; a and b are learned, from 1 and 0.1."""
+    value_tables: Annotated[int, Field(ge=0, le=500)] = 0
+    """Tables with a row per token id that is added to attention's values; table i serves block i from either end."""
+    head_gate: bool = False
+    """Multiply each head's attention output by a gate between 0 and 2 that reads 12 channels of the block's input."""
+    bigram_rows: Annotated[int, Field(ge=0, le=2**28)] = 0
+    """Rows of a table that is added to the embedding, looked up by a hash of a token and the one before; 0 has none."""
     tied: bool = True
     """Share one matrix between token embedding and output head."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -149,6 +161,11 @@ class ModelConfig(Section):
     def queries(self) -> int:
         """Values in the queries of one token, over all heads: what attention hands to its output projection."""
         return self.heads * self.size
+
+    def table_of(self, place: int) -> int | None:
+        """Which of `value_tables` serves the block at `place`; those of the last blocks come again in order."""
+        from_end = place - (self.layers - self.value_tables)
+        return place if place < self.value_tables else from_end if from_end >= 0 else None
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -213,6 +230,21 @@ class ModelConfig(Section):
             raise Conflict(
                 f"rope_low {self.rope_low} is not below rope_high {self.rope_high}",
                 "set model.rope_low lower or model.rope_high higher; Llama 3.1 has 1.0 and 4.0",
+            )
+        if 2 * self.value_tables > self.layers:
+            raise Conflict(
+                f"{self.value_tables} value_tables serve {2 * self.value_tables} blocks, and there are {self.layers}",
+                f"set model.value_tables={self.layers // 2} at most",
+            )
+        without = [place for place in range(self.layers) if self.kinds[place] == "E"]
+        if any(self.table_of(place) is not None for place in without):
+            raise Conflict(
+                "value_tables are for attention, and a block that they serve has kind E",
+                "set model.value_tables=0, or a model.pattern with attention in the first and last blocks",
+            )
+        if self.bigram_rows == 1:
+            raise Conflict(
+                "bigram_rows 1 leaves no row for pairs", "set model.bigram_rows=0, or a few times the vocabulary"
             )
         if self.family == "gpt2":
             for name, fixed in GPT2.items():

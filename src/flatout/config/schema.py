@@ -63,10 +63,15 @@ class RunConfig(Section):
             return self._check_chat()
         if self.lora.rank:
             raise Conflict("lora.rank trains adapters, and there is nothing to fine-tune on", "set chat.source")
+        if self.train.minutes is not None and (self.optim.schedule != "wsd" or self.optim.decay_fraction > 0.95):
+            raise Conflict(
+                "train.minutes needs a rate that stays up until the clock says that it must fall",
+                "set optim.schedule=wsd and optim.decay_fraction=0.6, or give the length in train.steps",
+            )
         context, batch = self.model.context, self.train.batch_tokens
         if self.data.streaming and (self.data.source is None or self.train.epochs is not None):
             raise Conflict(
-                "data.streaming needs data.source, and a length in train.steps or train.tokens",
+                "data.streaming needs data.source, and a length in train.steps, train.tokens or train.minutes",
                 "name files in data.source and set train.steps, or leave data.streaming out",
             )
         if self.data.streaming and (self.data.packing != "concat" or self.data.stride is not None):
@@ -140,7 +145,7 @@ class RunConfig(Section):
                 "chat.source is something to fine-tune on, and there is no model to start from",
                 "set model.init_from to a folder with a model, or to a name on the hub",
             )
-        if self.train.tokens is not None:
+        if self.train.tokens is not None or self.train.minutes is not None:
             raise Conflict(
                 "the length of a fine-tuning run is told in steps or epochs", "set train.epochs, such as train.epochs=3"
             )

@@ -37,6 +37,7 @@ _NAMED = {
 _USUAL_VOCAB, _VOCABS = 50257, {"char": 128, "bytes": 257}
 
 REFERENCE_BATCH, REFERENCE_TOKENS, REFERENCE_WIDTH = 32_768, 26e6, 512
+_ADAM_RATES = {"embedding_rate": 0.3, "head_rate": 0.008, "learning_rate": 0.02}
 SHORT_STEPS = 800
 TOKENS_PER_PARAMETER, MOST_EPOCHS = 20, 2.0
 FRESH_EPOCHS = 3.0  # time-to-loss ladders of fresh and of repeated data disagree from about here on
@@ -78,6 +79,28 @@ class Shape:
     def dense(self, vocab: int) -> int:
         """Matrices of the blocks plus the head; the MLP's are 8 times width squared in every kind."""
         return 12 * self.layers * self.width**2 + vocab * self.width
+
+
+# What a run whose length is told in minutes chooses from: about 64 of width for each block, as the named sizes.
+LADDER = tuple(
+    Shape(*shape)
+    for shape in (
+        *(
+            (2, 32),
+            (2, 64),
+            (3, 96),
+            (4, 128),
+            (4, 192),
+            (4, 256),
+            (6, 384),
+            (8, 512),
+            (10, 640),
+            (12, 768),
+            (16, 1024),
+        ),
+        *((24, 1024), (24, 1536), (24, 2048)),
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +246,9 @@ def batch_factor(batch: int) -> float:
 
 def _rates(shape: Shape, batch: int, tokens: int) -> Iterator[tuple[str, float]]:
     factor, thin = batch_factor(batch), math.sqrt(REFERENCE_WIDTH / shape.width)
-    yield "optim.learning_rate", _short(2e-3 * factor * thin)
+    yield "optim.muon_rate", _short(0.02 * factor)
+    for name, rate in _ADAM_RATES.items():
+        yield f"optim.{name}", _short(rate * factor * thin)
     yield "optim.weight_decay", _short(min(1.0, 0.1 * factor * REFERENCE_TOKENS / tokens))
 
 

@@ -146,16 +146,19 @@ class OptimConfig(Section):
         return self.model_copy(update={"warmup_steps": count, "warmup": None})
 
 
+LENGTHS = ("steps", "epochs", "tokens", "minutes")
 _STAGES = ("batch_stages", "length_stages", "window_stages")
 
 
 class TrainConfig(Section):
     steps: Positive | None = None
-    """Length of the run in optimizer steps; give one of steps, epochs, tokens."""
+    """Length of the run in optimizer steps; give one of steps, epochs, tokens, minutes."""
     epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     """Length of the run in passes over the windows."""
     tokens: Positive | None = None
     """Length of the run in training tokens, rounded up to whole steps."""
+    minutes: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Length of the run in minutes, from its first step to its last checkpoint; steps beside it are the plan."""
     batch_tokens: Positive = 16384
     """Tokens per optimizer step over all micro-batches and devices."""
     batch_stages: list[Positive] = Field(default=[])
@@ -175,11 +178,11 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = [name for name in ("steps", "epochs", "tokens") if getattr(self, name) is not None]
-        if len(given) != 1:
+        given = [name for name in LENGTHS if getattr(self, name) is not None]
+        if len(given) != 1 and given != ["steps", "minutes"]:
             raise Conflict(
-                f"give exactly one of steps, epochs, tokens, not {' and '.join(given) or 'none'}",
-                "keep one of train.steps, train.epochs and train.tokens, such as train.steps=1000",
+                f"give exactly one of {', '.join(LENGTHS)}, not {' and '.join(given) or 'none'}",
+                "keep one of train.steps, train.epochs, train.tokens and train.minutes, such as train.steps=1000",
             )
         counts = {name: len(stages) for name in _STAGES if (stages := getattr(self, name))}
         if len(set(counts.values())) > 1:

@@ -262,7 +262,8 @@ class Boundary:
         if found.improved:
             write_best(folder, best_step, best_loss)
         best = best_step if run.config.checkpoint.best else None
-        left = set(keep_newest(checkpoints_of(folder), run.config.checkpoint.keep, best)) - self.kept
+        cooldown = None if run.deadline is None else run.deadline.cooldown_step
+        left = set(keep_newest(checkpoints_of(folder), run.config.checkpoint.keep, best, cooldown)) - self.kept
         self.kept |= left
         notices += [
             f"{path} is kept: it is a link, its manifest is damaged, or it holds files that are not the run's"
@@ -300,7 +301,7 @@ def quick_loss(run: Run, batch_size: int) -> tuple[float, int, list[str]]:
 
 
 def due_after(run: Run, step: int) -> Due:
-    ending, settings = step == run.steps, run.config.eval
+    ending, settings = step == run.last_step, run.config.eval
     at_step = is_due(step, settings.every)
     evaluating = ending or at_step or (settings.epoch_end and run.ends_epoch(step))
     reason = "end" if ending else "step" if at_step else "epoch"

@@ -107,12 +107,14 @@ def sweep_leftovers(folder: Path) -> None:
     sweep(folder, r"step-\d{8}", locked=True)
 
 
-def keep_newest(folder: Path, keep: int, best_step: int | None) -> list[Path]:
-    """Removes all but the newest `keep` checkpoints, the best one, the newest with a finite loss, and those under
-    somebody's adapters. Returns those that were to go but hold files of somebody else's."""
+def keep_newest(folder: Path, keep: int, best_step: int | None, cooldown_step: int | None = None) -> list[Path]:
+    """Removes all but the newest `keep` checkpoints, the best one, the one before a cool-down, the newest with a finite
+    loss, and those under somebody's adapters. Returns those that were to go but hold files of somebody else's."""
     found = list_checkpoints(folder)
     finite = next((step for step, path in reversed(found) if (v := read_verdict(path)) is not None and v.finite), None)
-    doomed = [path for step, path in found[: max(0, len(found) - keep)] if step not in (best_step, finite)]
+    doomed = [
+        path for step, path in found[: max(0, len(found) - keep)] if step not in (best_step, cooldown_step, finite)
+    ]
     return [path for path in doomed if not (path / BASE_MARK).exists() and not remove_checkpoint(path)]
 
 

@@ -24,6 +24,7 @@ from flatout.engine.run import Run
 from flatout.engine.run_folder import read_best
 from flatout.engine.saving import due_of, lacks_verdict, mend_run_adapter, notice_on_adapter, restore
 from flatout.engine.spans import PendingReports, SpanTotals
+from flatout.engine.timekeeping import begin, keep_time, noted
 from flatout.engine.warm_up import warm_up
 from flatout.records import CheckpointRecord, EndRecord, NoticeRecord, PreviewRecord, Record
 
@@ -58,7 +59,7 @@ def train_loop(
         write_best(folder, progress.best_step, progress.best_loss)
     mended = [] if resumed is None or not run.world.first else list(mend_run_adapter(run, folder))
     yield run_info(run, folder, progress.step, resumed_from)
-    yield from notices_at(progress.step, (*run.notices, *mended) if progress.step < run.steps else ())
+    yield from notices_at(progress.step, (*run.notices, *mended) if progress.step < run.last_step else ())
     preview = run.data.preview() if progress.step == 0 else ()
     if preview:
         yield PreviewRecord(step=0, pieces=preview)
@@ -74,11 +75,12 @@ def train_loop(
         spent = out_of_patience(run, progress)  # resuming a run that stopped early, with the patience it had
         position = None if resumed is None else resumed.state.get("stream")
         steps = _Steps(boundary, stop, save, position, reason="early_stop" if spent else "finished")
-        yield from steps.run(run.steps if spent else progress.step)  # starting at the last step means no step at all
+        if not spent and progress.step < run.last_step:
+            yield from steps.run(progress.step)
         yield from boundary.conclude()
     yield from notices_at(progress.step, () if spent else run.data.last_notices(steps.position))
     yield from notices_at(progress.step, run.new_notices.take())
-    if resumed is None or resumed.step != run.steps:
+    if resumed is None or resumed.step != run.last_step:
         yield from notices_at(progress.step, notice_on_adapter(run, folder))
     if boundary.eigenstates_seen_at != progress.step:
         yield from look_at_eigenstates(run.model, progress.step)
@@ -128,6 +130,7 @@ class _Steps:
         run, machine = self.training, MachineWatch(self.training.speed.device)
         with contextlib.closing(machine), run.batches(first_step, self.position) as loader:
             again = yield from self._warm_up(first_step)
+            begin(run)
             self.pending.restart()
             for batch, data_seconds in timed(loader):
                 yield from self._take(batch, data_seconds, loader)
@@ -135,8 +138,9 @@ class _Steps:
                     again = yield from self._warm_up(batch.step + 1)
                     self.pending.restart()
                 if self.boundary.landed:
-                    yield from self.boundary.conclude()
+                    yield from noted(run, self.boundary.conclude())
                     self.pending.restart()
+                keep_time(run, self.progress, batch.step + 1)
                 if self.totals.steps >= SPANS_EVERY:
                     yield self.totals.take(self.progress.step, run.world)
                 if (state := machine.poll(batch.step + 1)) is not None:
@@ -155,7 +159,7 @@ class _Steps:
         """One step, taken again with less where it fails, and the reports that have arrived by then."""
         run, step = self.training, batch.step + 1
         run.world.pulse.at_step(step)
-        run.step.with_parameter_norm = step == 1 or step % PARAMETER_NORM_EVERY == 0 or step == run.steps
+        run.step.with_parameter_norm = step == 1 or step % PARAMETER_NORM_EVERY == 0 or step == run.last_step
         report = attempt_step(run, batch)
         while not isinstance(report, torch.Tensor):  # it failed, and nothing has changed: again, with less
             yield from settle(run, self.progress, self.totals, self.pending.drain())
@@ -178,11 +182,12 @@ class _Steps:
     def _at_boundary(self, step: int) -> Generator[Record, None, bool]:
         """Saves and evaluates where that is due; whether the run ends here."""
         run, progress = self.training, self.progress
-        stopping, ending = self.stopping, step == run.steps
+        stopping, ending = self.stopping, step == run.last_step
         due = due_after(run, step)
         settings = run.config.checkpoint
         every = is_due(step, settings.every) or run.ends_epoch(step, settings.epochs)
-        saving = self.boundary.saves and (ending or stopping or self.owed or self.asked or every)
+        cooling = run.deadline is not None and run.deadline.cools_down(step)
+        saving = self.boundary.saves and (ending or stopping or self.owed or self.asked or every or cooling)
         if not (due.evaluate or due.sample or saving):
             return False
         yield from settle(run, progress, self.totals, self.pending.drain())
@@ -191,13 +196,14 @@ class _Steps:
         else:
             self.owed = False
         last = ending or stopping
-        yield from self.boundary.pass_through(due, saving=saving, last=last, position=self.position)
+        passing = self.boundary.pass_through(due, saving=saving, last=last, position=self.position)
+        yield from noted(run, passing)
         yield self.totals.take(step, run.world)
         if self.boundary.exhausted or (stopping and not ending):
             self.reason = "early_stop" if self.boundary.exhausted else "interrupted"
             return True
         self.pending.restart()
-        return False
+        return ending
 
     def _late(self) -> bool:
         """Whether the last save is longer ago than `checkpoint.minutes`."""

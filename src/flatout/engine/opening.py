@@ -32,16 +32,18 @@ from flatout.data.training_data import DataFacts, TrainingData
 from flatout.engine.adapter_folder import plan_targets, with_adapter
 from flatout.engine.base_model import Base, open_base
 from flatout.engine.checkpoint import Checkpoint
+from flatout.engine.deadline import Deadline
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.folders import remove_empty, retire
 from flatout.model.adapter_targets import AdapterPlan, choose, targets_of
 from flatout.model.count import flops_per_token, parameter_count, whole_count
 from flatout.model.gpt import empty_model
 from flatout.model.hub import Description
-from flatout.optim.schedule import Pace
+from flatout.optim.schedule import Pace, cooling_from
 from flatout.world import World
 
 MOST_STEPS = 20_000_000  # the schedule is a table with one entry per step
+UNPLANNED_STEPS = 1000  # of a run whose minutes nobody has turned into steps yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +144,8 @@ def _schedule_of(config: RunConfig, windows: int | None = None) -> Schedule:
     if not train.staged:
         return Schedule.constant(train.batch_tokens // context, context)
     stages = [Stage(0, batch // length, length, window) for batch, length, window in train.stages(context)]
-    if train.steps is not None:
-        return Schedule.in_stages(stages, context, steps=train.steps)
+    if train.steps is not None or train.minutes is not None:
+        return Schedule.in_stages(stages, context, steps=train.steps or UNPLANNED_STEPS)
     return Schedule.in_stages(stages, context, windows=_windows_of_run(config, windows))
 
 
@@ -391,6 +393,19 @@ def schedule_of(data: TrainingData, resumed: Checkpoint | None) -> Schedule:
     return data.schedule if resumed is None or earlier is None else data.schedule.after(earlier, resumed.step)
 
 
+def deadline_of(
+    config: RunConfig, optim: OptimConfig, schedule: Schedule, steps: int, resumed: Checkpoint | None
+) -> Deadline | None:
+    """When a run ends whose length is told in minutes."""
+    if config.train.minutes is None:
+        return None
+    cooling = cooling_from(optim, steps, pace_of(config, schedule, steps))
+    deadline = Deadline(60 * config.train.minutes, steps, cooling, schedule)
+    if resumed is not None:
+        deadline.resume(resumed.state.get("deadline"), resumed.step)
+    return deadline
+
+
 def optim_of(config: RunConfig, facts: DataFacts, schedule: Schedule, steps: int) -> OptimConfig:
     """The config's, with its warm-up in steps."""
     per_epoch = facts.steps_per_epoch
@@ -406,8 +421,8 @@ def optim_of(config: RunConfig, facts: DataFacts, schedule: Schedule, steps: int
 def steps_of(config: RunConfig, facts: DataFacts, schedule: Schedule | None = None) -> int:
     """The steps of a run that reads by `schedule`: the config's own, unless it was resumed with another batch size."""
     train = config.train
-    if train.steps is not None:
-        steps = train.steps
+    if train.steps is not None or train.minutes is not None:
+        steps = train.steps or UNPLANNED_STEPS
     elif facts.steps_per_epoch is not None:
         steps = math.ceil((train.epochs or 0) * facts.steps_per_epoch)
     else:

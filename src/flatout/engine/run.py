@@ -15,6 +15,7 @@ from flatout.data.training_data import TrainingData
 from flatout.device import arithmetic, cpu_threads, memory_limit, peak_memory_bytes
 from flatout.engine.adapter_folder import files_beside
 from flatout.engine.base_model import Base
+from flatout.engine.deadline import FAR, Deadline
 from flatout.engine.features import Speed
 from flatout.engine.given import Given
 from flatout.engine.graphs import MicroBatchGraph
@@ -50,12 +51,18 @@ class Run:
     notices: tuple[str, ...]  # known before the first step
     new_notices: Notices  # those that come up later
     given: Given = dataclasses.field(default_factory=Given)  # what a program put in the place of the config's parts
+    deadline: Deadline | None = None  # of a run whose length is told in minutes
     base: Base | None = None  # the model that is fine-tuned
     base_hash: str | None = None  # of its frozen weights, under adapters
 
     @property
     def world(self) -> World:
         return self.step.world
+
+    @property
+    def last_step(self) -> int:
+        """The step that ends the run; with a deadline, as it is planned now."""
+        return self.steps if self.deadline is None else self.deadline.last_step
 
     @property
     def step_tokens(self) -> int:
@@ -97,7 +104,8 @@ class Run:
         delivery = delivery_of(self.speed, self.step.micro_batch, self.world)
         # Sooner than the other ranks give up waiting for this one.
         delivery = dataclasses.replace(delivery, patience=self.config.parallel.timeout / 2)
-        span = Span(schedule=self.schedule, first_step=first_step, last_step=self.steps, position=position)
+        last = self.steps if self.deadline is None else FAR
+        span = Span(schedule=self.schedule, first_step=first_step, last_step=last, position=position)
         return self.data.batches(delivery, span)
 
     def evaluation(self, batch_size: int | None = None) -> Iterator[Batch]:

@@ -48,6 +48,7 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
         **run.data.saved(),
         **({} if run.base_hash is None else {"base": run.base_hash}),
         **run.given_state,
+        **({} if run.deadline is None else {"deadline": run.deadline.saved()}),
     }
     return Checkpoint(
         model=run.trained.tensors(),

@@ -35,6 +35,7 @@ from flatout.engine.opening import (
     Opened,
     adapter_plan,
     check_shares,
+    deadline_of,
     open_data,
     optim_of,
     pace_of,
@@ -61,6 +62,7 @@ from flatout.optim.given import rules_with
 from flatout.optim.optimizers import Optimizers, check_slices
 from flatout.optim.rules import rules_of
 from flatout.optim.schedule import Pace, rate_factors
+from flatout.parallel.matrices import exchange_of
 from flatout.parallel.reducer import reducer_of
 from flatout.world import World
 
@@ -149,6 +151,7 @@ def _assembled(
     schedule = schedule_of(data, resumed)
     steps = steps_of(config, facts, schedule)
     optim = optim_of(config, facts, schedule, steps)
+    deadline = deadline_of(config, optim, schedule, steps, resumed)
     adapters = _attach(model, config) if config.lora.rank else None
     base_hash = None if adapters is None else _base_hash(adapters, opened, weights=fresh)
     trained = all_weights(model, sharding) if adapters is None else only_adapters(adapters)
@@ -166,7 +169,7 @@ def _assembled(
             model,
             trained,
             speed,
-            _optimizers(optim, trained, speed, steps, pace_of(config, schedule, steps), given),
+            _optimizers(optim, trained, speed, steps, pace_of(config, schedule, steps), given, world),
             later,
             world,
         ),
@@ -177,6 +180,7 @@ def _assembled(
         memory=memory,
         notices=(),
         new_notices=later,
+        deadline=deadline,
         base=opened.base,
         base_hash=base_hash,
     )
@@ -194,7 +198,7 @@ def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
         raise ValueError("another device or way of compiling needs another model")
     run.model.use(speed.execution)
     pace = pace_of(config, run.schedule, run.steps)
-    optimizers = _optimizers(run.optim, run.trained, speed, run.steps, pace, run.given)
+    optimizers = _optimizers(run.optim, run.trained, speed, run.steps, pace, run.given, run.world)
     return dataclasses.replace(
         run,
         config=config,
@@ -303,10 +307,11 @@ def _base_hash(adapters: Adapters, opened: Opened, *, weights: bool) -> str:
 
 
 def _optimizers(
-    optim: OptimConfig, trained: Trained, speed: Speed, steps: int, pace: Pace | None, given: Given
+    optim: OptimConfig, trained: Trained, speed: Speed, steps: int, pace: Pace | None, given: Given, world: World
 ) -> Optimizers:
     form = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
-    rules = rules_of(optim, steps, pace, fused=speed.fused_optimizer, **form)
+    exchange = exchange_of(world, trained.sharding)
+    rules = rules_of(optim, steps, pace, fused=speed.fused_optimizer, exchange=exchange, **form)
     rules = rules_with(given.optimizer, rules, trained.updated, rate_factors(optim, steps, pace))
     if speed.sharded:
         check_slices(rules)

@@ -84,6 +84,8 @@ def _adapters_beyond_kernels(case: Case) -> str | None:
         return None
     if case.model.residual_scale is not None:
         return "under adapters they have no residual scales"
+    if case.model.first_mix or case.model.head_gate or case.model.value_tables:
+        return "under adapters they have no first_mix, head_gate or value_tables"
     asked = {"offload": case.asked.activation_offload, "whole": bool(lora.also)}
     return adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, fp8=(), **asked)
 

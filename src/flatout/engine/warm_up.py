@@ -5,7 +5,8 @@ What goes by shape is compiled (torch.compile, Triton), tuned (products of `ops/
 attention window, goes through forward and backward as often as a recording takes.
 
 Contract: nothing that is learned changes. There is no update; gradients are let go, the random stream and the scales of
-8-bit tensors are put back, and the tokens are made up, so no loader is asked. A run without stages is not warmed up.
+8-bit tensors are put back, and the tokens are made up, so no loader is asked. A run without stages is not
+warmed up, unless its length is told in minutes: its clock begins with the first step.
 What fails for lack of memory, or in the compiler, is left to the step itself, which knows what to do about it.
 8-bit scales that are not known yet are measured here for the length of the warm-up, so that 8-bit products are tuned
 too. Recordings with them are of no use to a first step that measures: the run is warmed up once more after it.
@@ -27,9 +28,13 @@ from flatout.ops.documents import PackedRows
 
 
 def shapes_of(run: Run, first_step: int) -> list[Reading]:
-    """One step of each form of micro-batch that is still to come; nothing where no other stage follows."""
+    """One step of each form of micro-batch that is still to come; nothing where no other stage follows.
+
+    A run whose length is told in minutes is warmed up in any case.
+    """
     later = [stage.first_step for stage in run.schedule.stages if first_step < stage.first_step < run.steps]
-    readings = [run.schedule.at(step) for step in (first_step, *later)] if later else []
+    met = bool(later) or run.deadline is not None  # a run that ends on time pays for no first step either
+    readings = [run.schedule.at(step) for step in (first_step, *later)] if met else []
     return list({(reading.pieces, reading.attention_window): reading for reading in readings}.values())
 
 
@@ -55,7 +60,8 @@ def warm_up(run: Run, first_step: int) -> tuple[str | None, bool]:
         free_memory(run.speed.device.torch_device)
         return f"the warm-up of stages ended early: {failure}", False
     forms = "1 form" if len(shapes) == 1 else f"{len(shapes)} forms"
-    return f"stages: {forms} of micro-batches warmed up in {time.perf_counter() - began:.1f} s", measuring
+    name = "stages" if len(run.schedule.stages) > 1 else "minutes"
+    return f"{name}: {forms} of micro-batches warmed up in {time.perf_counter() - began:.1f} s", measuring
 
 
 def _attempt(run: Run, shapes: list[Reading]) -> str | None:

@@ -122,6 +122,7 @@ class Cache:
         self.most = 0  # positions that the longest row may have filled, as far as the host knows
         self.level = True  # all rows have as many; who joins rows of different lengths, or records a pass, says no
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.last_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # the last token of each row
 
     def begin(self, length: int) -> Decoding:
         """For a pass over so many positions more."""
@@ -129,6 +130,9 @@ class Cache:
         filled = self.most + length if self.level else None
         return Decoding(self.length_B[:, None] + steps_T, fresh=self.most == 0, filled=filled)
 
-    def advance(self, length: int) -> None:
+    def advance(self, tokens_BT: Tensor) -> None:
+        """These tokens have gone through all layers."""
+        length = tokens_BT.shape[1]
         self.most += length
         self.length_B += length
+        self.last_B1.copy_(tokens_BT[:, -1:])

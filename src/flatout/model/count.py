@@ -16,7 +16,7 @@ takes them at once, and backward keeps the wide ones.
 """
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from flatout.config.schema import ModelConfig
 from flatout.model.execution import Execution
@@ -34,6 +34,11 @@ def parameter_count(config: ModelConfig, vocab: int) -> int:
     """Exactly the number of trained values; a tied head is counted once."""
     total = sum(feature.outside(config, vocab) for feature in FEATURES)
     return total + sum(block_count(config, kind) for kind in config.kinds)
+
+
+def table_count(config: ModelConfig, vocab: int) -> int:
+    """Trained values in tables beside the embedding, of which a token reads a row each. All others are dense."""
+    return sum(feature.tables(config, vocab) for feature in FEATURES)
 
 
 def block_count(config: ModelConfig, kind: str) -> int:
@@ -85,16 +90,23 @@ def flops_per_token(
     `context` is the length of what attends to itself, where rows hold several samples. `adapters` is how many values
     are trained beside frozen weights; None trains them all. `head` says that the head is trained beside them, too.
     """
-    weights = vocab * config.width
-    for kind in config.kinds:
-        weights += sum(_matrices(config, kind).values()) + sum(feature.work(config, kind) for feature in FEATURES)
+    weights = vocab * config.width + sum(feature.outside_work(config) for feature in FEATURES)
+    weights += sum(_block_work(config, kind) for kind in config.kinds)
     products = 6.0 * weights if adapters is None else 4.0 * weights + 6.0 * adapters
     products += 2.0 * vocab * config.width if head and adapters is not None else 0.0
-    context = context or config.context
-    windows = (context if window is None else min(context, window) for window in config.windows)
+    return products + _attention_flops(config, config.windows, context or config.context)
+
+
+def _block_work(config: ModelConfig, kind: str) -> int:
+    """Weights that a token is multiplied with in a block."""
+    return sum(_matrices(config, kind).values()) + sum(feature.work(config, kind) for feature in FEATURES)
+
+
+def _attention_flops(config: ModelConfig, windows: Iterable[int | None], context: float) -> float:
+    """Of a token with all that it attends to, in blocks that reach so far back."""
+    reaches = (context if window is None else min(context, window) for window in windows)
     # The first tokens of a context have less before them than the window, or the context, would let them see.
-    reached = sum(window - window * (window - 1) / (2 * context) for window in windows)
-    return products + 12.0 * config.queries * reached
+    return 12.0 * config.queries * sum(reach - reach * (reach - 1) / (2 * context) for reach in reaches)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,22 +124,26 @@ def layer_rows(config: ModelConfig, vocab: int, tokens: int, form: Form) -> tupl
     """A model by its layers, in a step over micro-batches of `tokens`; the blocks of one kind are one row."""
     rows = []
     for kind in dict.fromkeys(config.kinds):
-        alone = config.model_copy(update={"pattern": kind, "layers": 1})
+        windows = [] if kind == "E" else [config.window if kind == "W" else None]
         kept, _ = _kept_and_again(config, kind, _block_bytes(config, kind, form), form)
         rows.append(
             LayerRow(
                 name=f"block {kind}",
                 times=config.kinds.count(kind),
                 parameters=block_count(config, kind),
-                flops=flops_per_token(alone, 0),
+                flops=6.0 * _block_work(config, kind) + _attention_flops(config, windows, config.context),
                 kept_bytes=tokens * kept,
             )
         )
+    tables = table_count(config, vocab)
+    if tables:
+        kept = tokens * sum(feature.outside_kept(config, form) for feature in FEATURES)
+        rows.append(LayerRow(name="tables", times=1, parameters=tables, flops=0.0, kept_bytes=kept))
     outside = LayerRow(
         name="embedding, last norm, head",
         times=1,
-        parameters=sum(feature.outside(config, vocab) for feature in FEATURES),
-        flops=6.0 * vocab * config.width,
+        parameters=sum(feature.outside(config, vocab) for feature in FEATURES) - tables,
+        flops=6.0 * (vocab * config.width + sum(feature.outside_work(config) for feature in FEATURES)),
         kept_bytes=tokens * _end_bytes(config, form),
     )
     return (*rows, outside)
@@ -197,7 +213,7 @@ def estimate_memory(
     labels = tokens if labels is None else labels
     if frozen is None:
         trained, recorded = parameters, tokens
-        weights = 4 * parameters + _narrow_bytes(config, parameters, form)
+        weights = 4 * parameters + _narrow_bytes(config, parameters - table_count(config, vocab), form)
         activations, working = _trained_bytes(config, vocab, tokens, labels, row_tokens or config.context, form)
     else:
         trained, recorded = adapter_count(config, frozen.rank), labels
@@ -239,7 +255,7 @@ def _sharded_memory(
     """
     blocks = blocks_gathered(config) * max(block_count(config, kind) for kind in config.kinds)
     parameters, table = parameter_count(config, vocab), vocab * config.width
-    slices, stays = -(-parameters // shards), table if config.tied else 0
+    slices, stays = -(-parameters // shards), (table if config.tied else 0) + table_count(config, vocab)
     largest = blocks if config.tied else max(blocks, table)
     cell = form.cell if form.triton else 4 + (2 if form.half else 0)
     return MemoryEstimate(
@@ -289,7 +305,8 @@ def _trained_bytes(
     if form.execution.activation_offload:  # on its way out or back: one block being made, one being used
         kept = min(kept, 2 * max(kept for kept, _ in blocks.values()))
     fixed = [feature.fixed(config, positions, form) for feature in FEATURES]
-    activations = tokens * (kept + _end_bytes(config, form)) + sum(kept for kept, _ in fixed)
+    kept += _end_bytes(config, form) + sum(feature.outside_kept(config, form) for feature in FEATURES)
+    activations = tokens * kept + sum(kept for kept, _ in fixed)
     loss, head_gradient = _loss_bytes(config, vocab, labels, form)
     backward = tokens * (again + _backward_bytes(config, form)) + sum(again for _, again in fixed)
     return activations, max(loss, backward + head_gradient)
@@ -311,7 +328,8 @@ def _frozen_bytes(
     backward = tokens * (again + 2 * cell * config.width + cell * (up + hidden))
     # Gradients of whole tables are made before they are added to their places.
     tables = 4 * padded * config.width if frozen.also & {"embedding", "head"} else 0
-    return tokens * (kept + (cell + form.stream) * config.width), max(loss, backward) + tables
+    kept += (cell + form.stream) * config.width + sum(feature.outside_kept(config, form) for feature in FEATURES)
+    return tokens * kept, max(loss, backward) + tables
 
 
 def _mask_bytes(config: ModelConfig, tokens: int, row_tokens: int, form: Form) -> int:

@@ -109,9 +109,11 @@ class Feature:
 
     `fields` are the names in `ModelConfig` that it owns; each field belongs to one feature.
     Counts: `matrices` are the trained matrices of a block of a kind, by name, which a token is multiplied with once.
-    `values` counts all other trained values of a block, `outside` those outside the blocks (given the vocabulary), and
-    `work` the weights of a block's products that are not in `matrices`.
+    `values` counts all other trained values of a block, `outside` those outside the blocks or in some blocks of a kind
+    only (given the vocabulary), and `tables` those of them that lie in tables beside the embedding. `work` has the
+    weights of a block's products that are not in `matrices`, `outside_work` those of some blocks of a kind only.
     Memory: `kept` is how many bytes per token a block of a kind keeps for backward where nothing is computed again.
+    `outside_kept` is the same for what is kept outside the blocks, or by some of a kind only.
     `fixed` is for bytes that do not grow with the batch, given the positions of a row: (kept by all blocks together,
     made again in backward).
     Export: `gpt2`, and `llama` for llama, mistral, qwen2 and qwen3. Where neither has the feature, `no_export` says
@@ -124,8 +126,11 @@ class Feature:
     matrices: Callable[[ModelConfig, str], Mapping[str, int]] = lambda model, kind: {}
     values: Callable[[ModelConfig, str], int] = lambda model, kind: 0
     outside: Callable[[ModelConfig, int], int] = lambda model, vocab: 0
+    tables: Callable[[ModelConfig, int], int] = lambda model, vocab: 0
     work: Callable[[ModelConfig, str], int] = lambda model, kind: 0
+    outside_work: Callable[[ModelConfig], int] = lambda model: 0
     kept: Callable[[ModelConfig, str, Form], int] = lambda model, kind, form: 0
+    outside_kept: Callable[[ModelConfig, Form], int] = lambda model, form: 0
     fixed: Callable[[ModelConfig, int, Form], tuple[int, int]] = lambda model, positions, form: (0, 0)
     gpt2: Format = Format()
     llama: Format = Format()

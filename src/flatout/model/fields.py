@@ -1,7 +1,8 @@
 """Every field of the model section, declared once: parameters, work, memory, and Hugging Face's formats.
 
 Contract: each field of `ModelConfig` belongs to exactly one feature of `FEATURES`; a test names one that is missing.
-The features of attention, and of what may take its place, are in `fields_mixing.py`. Declared sizes are tested against
+The features of attention, and of what may take its place, are in `fields_mixing.py`, those of tables, gates and mixed
+streams in `fields_streams.py`. Declared sizes are tested against
 built models, torch's FLOP counter and the bytes that autograd keeps; declared formats against transformers. How to add
 a feature: docs/architecture.md, "Adding a model field".
 """
@@ -16,6 +17,7 @@ from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value, shorten
 from flatout.model.feature import Feature, Fold, Form, Format, Piece, mixer_widths, mlp_widths
 from flatout.model.fields_mixing import ATTENTION, MIXING
+from flatout.model.fields_streams import STREAMS
 from flatout.model.hub_values import HubValues
 from flatout.model.layers import mlp_width_of
 
@@ -258,7 +260,10 @@ START = Feature(
     no_export="they say how a model is begun; the size of its vocabulary is written as it came out",
 )
 
-FEATURES = (STREAM, CONTEXT, NORM, EMBEDDING_NORM, *MIXING, MLP, BIAS, RESIDUAL_SCALE, LOGIT_CAP, HEAD, DROPOUT, START)
+FEATURES = (
+    *(STREAM, CONTEXT, NORM, EMBEDDING_NORM, *MIXING, MLP, BIAS, RESIDUAL_SCALE, *STREAMS, LOGIT_CAP, HEAD, DROPOUT),
+    START,
+)
 
 
 def projections(model: ModelConfig) -> dict[str, tuple[str, Piece]]:

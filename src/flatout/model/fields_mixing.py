@@ -115,10 +115,10 @@ def _positions_kept(model: ModelConfig, kind: str, form: Form) -> int:
     if form.triton:  # turned queries and keys
         return both if model.positions == "rope" and not form.frozen else 0
     # and attention's output in the layout of the product after it
-    return both + form.cell * model.queries if _apart(model, form) else 0
+    return both + form.cell * model.queries if apart(model, form) else 0
 
 
-def _apart(model: ModelConfig, form: Form) -> bool:
+def apart(model: ModelConfig, form: Form) -> bool:
     """Whether torch's operations give attention queries and keys in memory of their own: turned, or normalised."""
     return not form.triton and (model.positions == "rope" or model.qk_norm)
 

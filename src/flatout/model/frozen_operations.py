@@ -11,7 +11,7 @@ from flatout.model.adapted import AdaptedLinear
 from flatout.model.kernel_operations import KernelOperations, by_place
 from flatout.model.layers import Attention, Block
 from flatout.model.norms import Norm
-from flatout.model.operations import Shared, Stream, product_type
+from flatout.model.operations import Mix, Shared, Stream, product_type
 from flatout.ops.attention import causal_attention
 from flatout.ops.documents import document_attention
 from flatout.ops.kernels.frozen import FrozenBlock, FrozenLinear, GradientRoom, frozen_block, frozen_end
@@ -59,7 +59,9 @@ class FrozenOperations(KernelOperations):
         x_BTW, branch_BTW = frozen_block(stream.x_BTW, stream.branch_BTW, stream.bias_W, frozen)
         return Stream(x_BTW, branch_BTW, last.bias, above)
 
-    def add_norm(self, stream: Stream, norm: Norm, slot: Slot | None = None) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, stream: Stream, norm: Norm, slot: Slot | None = None, mix: Mix | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Only after the last block: the others have theirs inside."""
         x_BTW, branch_BTW, bias_W, below, *_ = stream
         assert branch_BTW is not None, "a model has at least one block"

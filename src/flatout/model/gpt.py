@@ -8,6 +8,7 @@ Shape legend: B batch, T positions, W width, V vocabulary.
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from flatout.model.adapted import AdaptedLinear
 from flatout.model.cache import Cache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
-from flatout.model.layers import MLP, Attention, Block, Embedding, Head, Positions
+from flatout.model.layers import MLP, Attention, Block, Embedding, Head, Positions, Table, bigram_ids
 from flatout.model.narrow import ModelNarrow, NarrowBlock
 from flatout.model.norms import Norm, build_norm
 from flatout.model.operations import Operations, Own, Shared, Stream, product_type
@@ -46,6 +47,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, kind, place) for place, kind in enumerate(config.kinds))
         self.norm = build_norm(config, config.width)
         self.head = Head(config, vocab)
+        values = (config.kv_heads or config.heads) * config.size
+        self.value_tables = nn.ModuleList(Table(vocab, values, std=0.01) for _ in range(config.value_tables))
+        self.bigram = Table(config.bigram_rows, config.width, std=0.0) if config.bigram_rows else None
         self.offload = ActivationOffload(self)
         self.narrow = ModelNarrow([block.linears() for block in self.blocks if isinstance(block, Block)], execution)
         # what adapters must do before a pass in our kernels, with the type of its products; theirs to set
@@ -134,21 +138,37 @@ class GPT(nn.Module):
         dropout, count = config.dropout if self.training else 0.0, 1 + 2 * len(layers)
         first, *seeds = do.seeds(count, tokens_BT.device) if dropout > 0.0 else [None] * count
         pairs = zip(seeds[::2], seeds[1::2], strict=True)
-        x_BTW = self.embedding(tokens_BT, do, positions_TW)
+        bigrams = None if self.bigram is None else (self._bigrams(tokens_BT, places, cache), self.bigram.weight)
+        x_BTW = self.embedding(tokens_BT, do, positions_TW, bigrams)
         if self.embedding.weight.requires_grad and not self._inside.requires_grad:
             x_BTW = x_BTW.to(self._inside.dtype)  # a table that is trained beside adapters is wider than the blocks
         if config.embedding_norm:
             x_BTW = do.unit_norm(x_BTW, config.norm_eps)
         if dropout > 0.0:
             x_BTW = do.drop(x_BTW, dropout, first)
+        if config.first_mix:
+            x_BTW, mixed_in = do.first(x_BTW)
+            shared = dataclasses.replace(shared, first=mixed_in)
         stream = Stream(x_BTW)
+        values = [do.look_up(tokens_BT, table.weight) for table in self.value_tables]
         inferring = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         with self._eager(decoding=cache is not None or inferring):
-            for block, narrow, layer, pair in zip(self.blocks, all_narrow, layers, pairs, strict=True):
-                stream = self._recomputed(block, stream, shared, Own(narrow, layer, pair))
+            for place, (block, narrow, layer, pair) in enumerate(
+                zip(self.blocks, all_narrow, layers, pairs, strict=True)
+            ):
+                table = config.table_of(place)
+                own = Own(narrow, layer, pair, None if table is None else values[table])
+                stream = self._recomputed(block, stream, shared, own)
         if cache is not None:
-            cache.advance(shape[1])
+            cache.advance(tokens_BT)
         return do.add_norm(stream, self.norm)[1].view(*shape, -1)
+
+    def _bigrams(self, tokens_BT: Tensor, places: slice | Tensor, cache: Cache | None) -> Tensor:
+        """Ids of tokens with those before them; at position 0 a text starts."""
+        if isinstance(places, slice):
+            places = torch.arange(places.start, places.stop, device=tokens_BT.device)
+        before_B1 = tokens_BT[:, :1] if cache is None else cache.last_B1
+        return bigram_ids(tokens_BT, before_B1, places == 0, self.config.bigram_rows)
 
     @property
     def _inside(self) -> Tensor:
@@ -246,6 +266,8 @@ class GPT(nn.Module):
                     module.bias.zero_()
             elif isinstance(module, Head) and module.weight is not None:
                 module.weight.normal_(0.0, std, generator=generator)
+            elif isinstance(module, Table):
+                module.weight.normal_(0.0, module.std, generator=generator) if module.std else module.weight.zero_()
             elif isinstance(module, nn.Embedding):
                 own = self.config.embedding_std if isinstance(module, Embedding) else None
                 module.weight.normal_(0.0, own or 0.02, generator=generator)
@@ -254,11 +276,19 @@ class GPT(nn.Module):
                     module.weight.fill_(1.0)
                 if module.bias is not None:
                     module.bias.zero_()
-            elif isinstance(module, Block) and module.attention_scale is not None and module.mlp_scale is not None:
-                module.attention_scale.fill_(self.config.residual_scale or 0.0)
-                module.mlp_scale.fill_(self.config.residual_scale or 0.0)
+            elif isinstance(module, Block):
+                _fill(module.attention_scale, self.config.residual_scale or 0.0)
+                _fill(module.mlp_scale, self.config.residual_scale or 0.0)
+                _fill(module.mix, [1.0, 0.1])
+            elif isinstance(module, Attention):
+                _fill(module.gates, 0.0)
         for mixer in self.eigenstates:  # after all linear layers, of which nothing is to be overwritten
             mixer.init_states(generator)
+
+
+def _fill(parameter: Tensor | None, value: float | list[float]) -> None:
+    if parameter is not None:
+        parameter.copy_(torch.tensor(value))
 
 
 def build_model(config: ModelConfig, vocab: int, *, seed: int = 0, execution: Execution | None = None) -> GPT:

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from flatout.model.execution import Execution
 from flatout.model.narrow import NarrowBlock, gradient_slot, input_slot
 from flatout.model.norms import Norm, RMSNorm
-from flatout.model.operations import Branch, Operations, Stream, product_type
+from flatout.model.operations import Branch, Gates, Heads, Mix, Operations, Stream, product_type
 from flatout.model.rotary import Turn
 from flatout.ops.documents import Layout
 from flatout.ops.kernels.activation import activated_linear, linear_gelu
 from flatout.ops.kernels.dropout import dropout as drop
 from flatout.ops.kernels.embedding import embed
+from flatout.ops.kernels.first import First, begin
+from flatout.ops.kernels.gates import Rows, add_values, gate_heads
 from flatout.ops.kernels.heads import project_heads
 from flatout.ops.kernels.linear import linear
 from flatout.ops.kernels.norm import add_norm
@@ -41,10 +43,13 @@ class KernelOperations(Operations):
         # Sixteen bytes apart: Triton compiles a kernel twice if some of its pointers are aligned so and some are not.
         return torch.randint(2**62, (count, 2), device=device)[:, 0].unbind()
 
-    def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
+    def embed(
+        self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, bigrams: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         wide = torch.promote_types(table_VW.dtype, torch.float32)  # of a frozen model weights may be narrower
         dtype = torch.bfloat16 if self.execution.residual == "bf16" else wide
-        return embed(tokens_BT, table_VW, None if positions_TW is None else positions_TW.flatten(0, -2), dtype)
+        x_BTW = embed(tokens_BT, table_VW, None if positions_TW is None else positions_TW.flatten(0, -2), dtype)
+        return x_BTW if bigrams is None else x_BTW + embed(*bigrams, None, dtype)
 
     def unit_norm(self, x_BTW: Tensor, eps: float) -> Tensor:
         return add_norm(x_BTW, None, None, None, None, centred=False, eps=eps, dtype=x_BTW.dtype)[1]
@@ -53,18 +58,34 @@ class KernelOperations(Operations):
         assert seed is not None, "these kernels draw from a counter"
         return drop(x_BTW, seed, dropout)
 
-    def add_norm(self, stream: Stream, norm: Norm, slot: Slot | None = None) -> tuple[Tensor, Tensor]:
+    def first(self, x_BTW: Tensor) -> tuple[Tensor, First]:
+        return begin(x_BTW)
+
+    def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Rows:
+        return Rows(tokens_BT, table_VC)
+
+    def add_norm(
+        self, stream: Stream, norm: Norm, slot: Slot | None = None, mix: Mix | None = None
+    ) -> tuple[Tensor, Tensor]:
         x_BTW, branch_BTW, bias_W, branch_slot, scale_W, dropout, seed = stream
         how = {"centred": norm.centred, "eps": norm.eps, "dtype": product_type(x_BTW)}
         values = (x_BTW, branch_BTW, bias_W, norm.weight, norm.bias)
         how |= {"scale": scale_W, "dropout": dropout, "seed": seed}
+        how |= {} if mix is None else {"mix": mix.weights_2, "first": mix.first}
         return add_norm(*values, **how, slot=slot, branch_slot=branch_slot)
 
     def project_heads(
-        self, h_BTW: Tensor, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, h_BTW: Tensor, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None, gates: Gates
+    ) -> Heads:
         how = {"heads": heads, "groups": groups, "narrow": narrow, "tuned": self.tuned}
-        return project_heads(h_BTW, layer.weight, layer.bias, **how)
+        how |= {"gates": gates.weight_CI, "counts": (gates.values, gates.heads)}
+        return Heads(*project_heads(h_BTW, layer.weight, layer.bias, **how))
+
+    def add_values(self, v_BGTD: Tensor, gates_BTG: Tensor, values: Rows) -> Tensor:
+        return add_values(v_BGTD, gates_BTG, values)
+
+    def gate_heads(self, y_BHTD: Tensor, gates_BTH: Tensor) -> Tensor:
+        return gate_heads(y_BHTD, gates_BTH)
 
     def prepare_heads(
         self, q_BHTD: Tensor, k_BGTD: Tensor, norms: tuple[RMSNorm, RMSNorm] | None, turn: Turn | None

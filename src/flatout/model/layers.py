@@ -17,10 +17,12 @@ from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.model.narrow import input_slot
 from flatout.model.norms import RMSNorm, build_norm
-from flatout.model.operations import Branch, Operations, Own, Shared, Stream
+from flatout.model.operations import Branch, Gates, Mix, Operations, Own, Shared, Stream
 from flatout.ops.attention import causal_attention
 from flatout.ops.documents import document_attention
 from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
+
+GATE_INPUTS = 12  # channels of a block's normed input that its gates read
 
 
 class Embedding(nn.Embedding):
@@ -29,9 +31,30 @@ class Embedding(nn.Embedding):
     role = "embedding"  # by which optimizers choose a rate
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tokens_BT: Tensor, do: Operations, positions_TW: Tensor | None
+        self, tokens_BT: Tensor, do: Operations, positions_TW: Tensor | None, bigrams: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        return do.embed(tokens_BT, self.weight, positions_TW)
+        return do.embed(tokens_BT, self.weight, positions_TW, bigrams)
+
+
+class Table(nn.Module):
+    """A table beside that of tokens: rows of values, or of pairs of tokens. `std` is what it is drawn with."""
+
+    role = "table"  # by which optimizers choose a rate
+
+    def __init__(self, rows: int, width: int, std: float) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(rows, width))
+
+
+def bigram_ids(tokens_BT: Tensor, before_B1: Tensor, starts_BT: Tensor, rows: int) -> Tensor:
+    """Rows [B, T] of a table of pairs: a hash of each token and the one before, the last row where a text starts.
+
+    `before_B1` has the token before the first one of each row, whatever it is where that starts a text.
+    """
+    before_BT = torch.cat([before_B1, tokens_BT[:, :-1]], dim=1)
+    hashed_BT = torch.bitwise_xor(tokens_BT * 36_313, before_BT * 27_191) % (rows - 1)
+    return torch.where(starts_BT, rows - 1, hashed_BT)
 
 
 class Positions(nn.Embedding):
@@ -85,7 +108,8 @@ class Head(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with one fused projection for queries, keys and values."""
 
-    def __init__(self, config: ModelConfig, window: int | None = None) -> None:
+    def __init__(self, config: ModelConfig, window: int | None = None, *, valued: bool = False) -> None:
+        """`valued`: rows of a value table come to its values."""
         super().__init__()
         self.window = window
         self.heads = config.heads
@@ -99,6 +123,10 @@ class Attention(nn.Module):
         how = {"eps": config.norm_eps, "weight": config.norm_weights, "scale": config.qk_scale}
         self.q_norm = RMSNorm(self.size, **how) if config.qk_norm else None
         self.k_norm = RMSNorm(self.size, **how) if config.qk_norm else None
+        # Of one dimension, as everything that is no matrix to an optimizer or to sharding.
+        self.gated = (self.groups if valued else 0, self.heads if config.head_gate else 0)
+        self.gate_inputs = min(GATE_INPUTS, config.width)
+        self.gates = nn.Parameter(torch.empty(sum(self.gated) * self.gate_inputs)) if any(self.gated) else None
 
     @property
     def norms(self) -> tuple[RMSNorm, RMSNorm] | None:
@@ -107,9 +135,15 @@ class Attention(nn.Module):
 
     def forward(self, h_BTW: Tensor, shared: Shared, own: Own) -> Branch:
         do, narrow = shared.operations, own.narrow
-        q_BHTD, k_BGTD, v_BGTD = do.project_heads(h_BTW, self.qkv, self.heads, self.groups, narrow.qkv)
-        q_BHTD, k_BGTD = do.prepare_heads(q_BHTD, k_BGTD, self.norms, shared.turn)
+        gates = Gates(None if self.gates is None else self.gates.view(-1, self.gate_inputs), *self.gated)
+        made = do.project_heads(h_BTW, self.qkv, self.heads, self.groups, narrow.qkv, gates)
+        q_BHTD, k_BGTD = do.prepare_heads(made.q_BHTD, made.k_BGTD, self.norms, shared.turn)
+        v_BGTD = made.v_BGTD
+        if made.value_gates_BTG is not None:
+            v_BGTD = do.add_values(v_BGTD, made.value_gates_BTG, own.values)
         y_BHTD = self._attend(q_BHTD, k_BGTD, v_BGTD, shared, own.cache)
+        if made.head_gates_BTH is not None:
+            y_BHTD = do.gate_heads(y_BHTD, made.head_gates_BTH)
         return do.product(y_BHTD.transpose(1, 2).flatten(2), self.out, narrow.out)
 
     def _attend(
@@ -161,7 +195,7 @@ def build_mixer(config: ModelConfig, kind: str, place: int) -> Attention | Eigen
     """What `kind`, a letter of `model.pattern`, means in the block at `place`."""
     if kind == "E":
         return Eigenstate(config, place)
-    return Attention(config, config.window if kind == "W" else None)
+    return Attention(config, config.window if kind == "W" else None, valued=config.table_of(place) is not None)
 
 
 _IN_ONE_STEP = ("attention_norm", "attention.qkv", "attention.q_norm", "attention.k_norm", "attention.out", "mlp_norm")
@@ -184,6 +218,7 @@ class Block(nn.Module):
         scaled = config.residual_scale is not None
         self.attention_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
         self.mlp_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
+        self.mix = nn.Parameter(torch.empty(2)) if config.first_mix else None
         # parameters that the frozen form of a block (model/frozen_operations.py) would leave out
         self.beside = [name for name, _ in self.named_parameters() if name.rpartition(".")[0] not in _IN_ONE_STEP]
 
@@ -194,7 +229,8 @@ class Block(nn.Module):
         if whole is not None:
             return whole
         dropout = self.dropout if self.training else 0.0
-        x_BTW, h_BTW = do.add_norm(stream, self.attention_norm, input_slot(own.narrow.qkv))
+        mix = None if self.mix is None else Mix(self.mix, shared.first)
+        x_BTW, h_BTW = do.add_norm(stream, self.attention_norm, input_slot(own.narrow.qkv), mix)
         branch = self.attention(h_BTW, shared, own)
         stream = Stream(x_BTW, *branch, scale_W=self.attention_scale, dropout=dropout, seed=own.seeds[0])
         x_BTW, h_BTW = do.add_norm(stream, self.mlp_norm, input_slot(own.narrow.up))

@@ -6,6 +6,8 @@ dropout and its learned scale, which in our kernels is one pass over memory.
 
     x_new = x + dropout(branch + bias) * scale          h = norm(x_new)
 
+With `model.first_mix` the first norm of a block mixes the first stream in, too: x_new = a·(x + ...) + b·first.
+
 Between blocks only our kernels leave a branch waiting. torch's form adds it before it hands the stream on (`hand_on`):
 so the first block is the same code to a compiler as the others, and a block that is recomputed keeps one tensor.
 
@@ -53,12 +55,38 @@ class Stream(NamedTuple):
     seed: Tensor | None = None  # of the dropout, where the form wants one
 
 
+class Mix(NamedTuple):
+    """What the input x of a block becomes: weights[0]·x + weights[1]·first."""
+
+    weights_2: Tensor
+    first: Any  # as `Operations.first` gave it
+
+
+class Gates(NamedTuple):
+    """2·sigmoid of products with the first channels of a block's normed input: between 0 and 2, and 1 at zero."""
+
+    weight_CI: Tensor | None = None  # those of values first, then those of heads
+    values: int = 0  # how many of them there are
+    heads: int = 0
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of a block's attention, and its gates."""
+
+    q_BHTD: Tensor
+    k_BGTD: Tensor
+    v_BGTD: Tensor
+    value_gates_BTG: Tensor | None = None
+    head_gates_BTH: Tensor | None = None
+
+
 class Own(NamedTuple):
     """What one block has to itself in a pass."""
 
     narrow: NarrowBlock = NarrowBlock()
     cache: Any = None  # that of its mixer
     seeds: Sequence[Tensor | None] = (None, None)  # of the dropout on its two branches
+    values: Any = None  # rows of its value table, as `Operations.look_up` gave them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +97,7 @@ class Shared:
     turn: Turn | None = None
     layout: Layout | None = None
     decoding: Decoding | None = None
+    first: Any = None  # the first stream, where blocks mix it in
 
 
 class Operations(abc.ABC):
@@ -90,8 +119,21 @@ class Operations(abc.ABC):
         return [None] * count
 
     @abc.abstractmethod
-    def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
-        """The residual stream's first values; positions are [T, W], or [B, T, W] where rows differ."""
+    def embed(
+        self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, bigrams: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """The residual stream's first values; positions are [T, W], or [B, T, W] where rows differ.
+
+        `bigrams` are ids [B, T] of another table, and that table.
+        """
+
+    def first(self, x_BTW: Tensor) -> tuple[Tensor, Any]:
+        """(the first stream, the same as blocks get it to mix it in)."""
+        return x_BTW, x_BTW
+
+    @abc.abstractmethod
+    def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Any:
+        """Rows of a value table, for all blocks that it serves."""
 
     @abc.abstractmethod
     def unit_norm(self, x_BTW: Tensor, eps: float) -> Tensor:
@@ -106,14 +148,24 @@ class Operations(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def add_norm(self, stream: Stream, norm: Norm, slot: Slot | None = None) -> tuple[Tensor, Tensor]:
-        """(the stream with its branch added, the norm of that); `slot` takes the norm in 8 bits."""
+    def add_norm(
+        self, stream: Stream, norm: Norm, slot: Slot | None = None, mix: Mix | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(the stream with its branch added, and mixed; the norm of that). `slot` takes the norm in 8 bits."""
 
     @abc.abstractmethod
     def project_heads(
-        self, h_BTW: Tensor, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, H, T, D], keys and values [B, G, T, D]."""
+        self, h_BTW: Tensor, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None, gates: Gates
+    ) -> Heads:
+        """Queries, keys and values, and the gates that `gates` asks for."""
+
+    @abc.abstractmethod
+    def add_values(self, v_BGTD: Tensor, gates_BTG: Tensor, values: Any) -> Tensor:
+        """Attention's values plus gated rows of a table. The given ones may be overwritten."""
+
+    @abc.abstractmethod
+    def gate_heads(self, y_BHTD: Tensor, gates_BTH: Tensor) -> Tensor:
+        """Attention's output, each head times its gate."""
 
     @abc.abstractmethod
     def prepare_heads(

@@ -1,12 +1,13 @@
 """The operations of a block by torch's own: any device, any type, and what a compiler looks into."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatout.model.adapted import AdaptedLinear
 from flatout.model.narrow import NarrowBlock
 from flatout.model.norms import Norm, RMSNorm
-from flatout.model.operations import Branch, Operations, Stream
+from flatout.model.operations import Branch, Gates, Heads, Mix, Operations, Stream, product_type
 from flatout.model.rotary import Turn, turned
 from flatout.ops.scales import NarrowLinear, Slot
 
@@ -17,9 +18,12 @@ class TorchOperations(Operations):
     recomputes = ("selective", "full")
     kernels = False
 
-    def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
+    def embed(
+        self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, bigrams: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         x_BTW = F.embedding(tokens_BT, table_VW)
-        return x_BTW if positions_TW is None else x_BTW + positions_TW
+        x_BTW = x_BTW if positions_TW is None else x_BTW + positions_TW
+        return x_BTW if bigrams is None else x_BTW + F.embedding(*bigrams)
 
     def unit_norm(self, x_BTW: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x_BTW, (x_BTW.shape[-1],), None, eps)
@@ -27,18 +31,37 @@ class TorchOperations(Operations):
     def drop(self, x_BTW: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
         return F.dropout(x_BTW, dropout)
 
-    def add_norm(self, stream: Stream, norm: Norm, slot: Slot | None = None) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, stream: Stream, norm: Norm, slot: Slot | None = None, mix: Mix | None = None
+    ) -> tuple[Tensor, Tensor]:
         x_BTW = self.hand_on(stream).x_BTW
+        if mix is not None:
+            x_BTW = mix.weights_2[0] * x_BTW + mix.weights_2[1] * mix.first
         return x_BTW, norm(x_BTW)
 
+    def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Tensor:
+        return F.embedding(tokens_BT, table_VC).to(product_type(table_VC))  # once for all blocks that it serves
+
     def project_heads(
-        self, h_BTW: Tensor, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, h_BTW: Tensor, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None, gates: Gates
+    ) -> Heads:
         counts = (heads, groups, groups)
         size = layer.out_features // sum(counts)
         parts = self._parts(h_BTW, layer, [count * size for count in counts])
         q, k, v = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
-        return q, k, v
+        if gates.weight_CI is None:
+            return Heads(q, k, v)
+        read_BTI = h_BTW[..., : gates.weight_CI.shape[1]]
+        all_BTC = 2 * torch.sigmoid(F.linear(read_BTI, gates.weight_CI))
+        for_values, for_heads = all_BTC.split([gates.values, gates.heads], dim=-1)
+        return Heads(q, k, v, for_values if gates.values else None, for_heads if gates.heads else None)
+
+    def add_values(self, v_BGTD: Tensor, gates_BTG: Tensor, values: Tensor) -> Tensor:
+        rows_BGTD = values.to(v_BGTD.dtype).unflatten(-1, (v_BGTD.shape[1], -1)).transpose(1, 2)
+        return v_BGTD + gates_BTG.transpose(1, 2)[..., None] * rows_BGTD
+
+    def gate_heads(self, y_BHTD: Tensor, gates_BTH: Tensor) -> Tensor:
+        return y_BHTD * gates_BTH.transpose(1, 2)[..., None]
 
     def _parts(self, h_BTW: Tensor, layer: nn.Linear, sizes: list[int]) -> tuple[Tensor, ...]:
         if self.execution.fused_qkv:

@@ -12,12 +12,14 @@ that is the same in all processes.
 
 import collections
 import dataclasses
+import importlib.util
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from flatout.ops.muon import (
     Numbers,
@@ -26,7 +28,6 @@ from flatout.ops.muon import (
     normalise,
     orthogonalise,
     product_type,
-    second_size,
 )
 from flatout.optim.optimizer import Group, Optimizer, StateBytes, Trainable, gradient_of
 
@@ -39,12 +40,16 @@ class Exchange(Protocol):
     number: int  # of this process
     count: int
 
+    def room(self, rows: int) -> int:
+        """Rows that a process has place for, of a matrix of so many."""
+        ...
+
     def gather(self, held_NRC: Tensor, rows: int, owner: int) -> Tensor | None:
         """The whole matrices, of so many rows, where this is the owner."""
         ...
 
     def share(self, whole_NRC: Tensor | None, held_NRC: Tensor, owner: int) -> Tensor:
-        """What this process holds of the owner's matrices, with the shape of `held_NRC`."""
+        """What this process holds of the owner's matrices, with the shape of `held_NRC`, which may be written over."""
         ...
 
     def follow(self, values: Tensor, owner: int) -> None:
@@ -57,6 +62,9 @@ class Alone:
     """One process, which owns everything."""
 
     number, count = 0, 1
+
+    def room(self, rows: int) -> int:
+        return rows
 
     def gather(self, held_NRC: Tensor, rows: int, owner: int) -> Tensor | None:
         return held_NRC
@@ -80,31 +88,50 @@ class Unit:
         return self.trained[0].parts
 
     @property
+    def rows(self) -> int:
+        return sum(rows for rows, _ in self.parts)
+
+    @property
     def work(self) -> int:
         """Multiplications of one iteration, about."""
         return len(self.trained) * sum(2 * r * c * min(r, c) + min(r, c) ** 3 for r, c in self.parts)
 
+    def with_gradients(self) -> "Unit":
+        return Unit(tuple(one for one in self.trained if one.parameter.grad is not None))
+
+    def stacks(self) -> Iterator[tuple[int, int, int]]:
+        """(how many in a row, rows, columns) of the parts, in order: all in a row if they have one shape."""
+        count = len(self.parts) if len(set(self.parts)) == 1 else 1
+        return ((count, rows, columns) for rows, columns in self.parts[::count])
+
 
 class Muon(Optimizer):
+    """`fused` takes our kernels where there are some; `exchange` is how several processes share the work."""
+
     BYTES = StateBytes(device=4, host=0, checkpoint=4)
 
     def __init__(
-        self, groups: Sequence[Group], *, cautious: bool, normuon: bool, exchange: Exchange | None = None
+        self,
+        groups: Sequence[Group],
+        *,
+        cautious: bool,
+        normuon: bool,
+        fused: bool = True,
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__(groups)
         self.cautious, self.normuon = cautious, normuon
         self.exchange = exchange or Alone()
-        self.rounds = [(group, list(self._rounds(group))) for group in groups]
+        self.rounds = [list(self._rounds(group)) for group in groups]
         self._parts: dict[Tensor, Sequence[tuple[int, int]]] = {
             one.parameter: one.parts for group in groups for one in group.trained
         }
-        # torch.full fills them on the device; a number that is copied there would make the host wait
         device = self.parameters[0].device
+        wide = any(parameter.dtype != torch.float32 for parameter in self.parameters)
+        self._advance, self._apply = _elementwise(device, fused and not wide)
+        # torch.full fills them on the device; a number that is copied there would make the host wait
         self._numbers = [
-            {
-                name: n if isinstance(n, Tensor) else torch.full((), n, device=device)
-                for name, n in group.numbers.items()
-            }
+            {k: n if isinstance(n, Tensor) else torch.full((), n, device=device) for k, n in group.numbers.items()}
             for group in groups
         ]
 
@@ -113,7 +140,7 @@ class Muon(Optimizer):
         alike: dict[object, list[Trainable]] = collections.defaultdict(list)
         for one in group.trained:
             alike[one.parts, one.parameter.dtype].append(one)
-        units = []
+        units: list[Unit] = []
         for same in alike.values():
             count = -(-len(same) // TOGETHER)
             cuts = [number * len(same) // count for number in range(count + 1)]
@@ -126,22 +153,24 @@ class Muon(Optimizer):
         state = {"momentum": torch.zeros_like(parameter)}
         if self.normuon:
             wide = torch.promote_types(parameter.dtype, torch.float32)
-            size = sum(second_size(*part) for part in self._parts[parameter])
+            size = sum(max(part) for part in self._parts[parameter])
             state["second"] = torch.zeros(size, dtype=wide, device=parameter.device)
         return state
 
     @torch.no_grad()
     def update(self, divisor: Tensor, finite: Tensor) -> None:
-        for (group, rounds), given in zip(self.rounds, self._numbers, strict=True):
+        for group, rounds, given in zip(self.groups, self.rounds, self._numbers, strict=True):
             numbers = Numbers(given["rate"], given["decay"], given["momentum"], divisor, finite)
             decay = group.numbers["decay"]
             for units in rounds:
-                self._update_round(units, numbers, decays=isinstance(decay, Tensor) or decay > 0.0)
+                live = [unit for unit in (unit.with_gradients() for unit in units) if unit.trained]
+                self._update_round(live, numbers, decays=isinstance(decay, Tensor) or decay > 0.0)
+        increment_version(self.parameters)  # kernels write weights without moving their versions
 
     def _update_round(self, units: Sequence[Unit], numbers: Numbers, *, decays: bool) -> None:
-        held = [self._advance(unit, numbers) for unit in units]
+        held = [self._ahead(unit, numbers) for unit in units]
         whole = [
-            self.exchange.gather(own, sum(rows for rows, _ in unit.parts), owner)
+            self.exchange.gather(own, unit.rows, owner)
             for owner, (unit, own) in enumerate(zip(units, held, strict=True))
         ]
         mine = self.exchange.number
@@ -152,34 +181,44 @@ class Muon(Optimizer):
         for owner, (unit, own) in enumerate(zip(units, held, strict=True)):
             update_NRC = self.exchange.share(whole[owner], own, owner)
             for one, update in zip(unit.trained, update_NRC, strict=True):
-                apply_reference(one.parameter, update, numbers, decays=decays, cautious=self.cautious)
-            if self.normuon:
-                for one in unit.trained:
-                    self.exchange.follow(self.state[one.parameter]["second"], owner)
+                weight = one.parameter
+                self._apply(weight, update[: len(weight)], numbers, decays=decays, cautious=self.cautious)
+            for one in unit.trained if self.normuon else ():
+                self.exchange.follow(self.state[one.parameter]["second"], owner)
 
-    def _advance(self, unit: Unit, numbers: Numbers) -> Tensor:
-        """The momentum of what this process holds moves; what is to be orthogonalised, one parameter after another."""
+    def _ahead(self, unit: Unit, numbers: Numbers) -> Tensor:
+        """Moves the momentum of what this process holds; what is to be orthogonalised, one parameter after another."""
         first = unit.trained[0].parameter
-        held_NRC = torch.empty(len(unit.trained), *first.shape, dtype=product_type(first), device=first.device)
+        shape = (len(unit.trained), self.exchange.room(unit.rows), unit.parts[0][1])
+        held_NRC = torch.empty(shape, dtype=product_type(first), device=first.device)
         for one, out in zip(unit.trained, held_NRC, strict=True):
-            advance_reference(gradient_of(one.parameter), self.state[one.parameter]["momentum"], out, numbers)
+            moving = self.state[one.parameter]["momentum"]
+            self._advance(gradient_of(one.parameter), moving, out[: len(moving)], numbers)
         return held_NRC
 
     def _orthogonal(self, unit: Unit, whole_NRC: Tensor, finite: Tensor) -> Tensor:
         """The updates of a unit: every part made orthogonal by itself, tall ones longer by the root of their aspect."""
-        made_NRC = torch.empty_like(whole_NRC)
-        start = place = 0
-        for rows, columns in unit.parts:
-            part = slice(start, start + rows)
-            scale = max(1.0, rows / columns) ** 0.5
-            update_NRC = orthogonalise(whole_NRC[:, part], scale, made_NRC[:, part])
+        made_NRC = torch.empty_like(whole_NRC, memory_format=torch.contiguous_format)
+        top = place = 0
+        for count, rows, columns in unit.stacks():
+            cut = slice(top, top + count * rows)
+            made = made_NRC[:, cut].view(-1, rows, columns)
+            orthogonalise(whole_NRC[:, cut].reshape(-1, rows, columns), max(1.0, rows / columns) ** 0.5, made)
             if self.normuon:
-                states = [self.state[one.parameter]["second"] for one in unit.trained]
-                size = second_size(rows, columns)
-                second_NK = torch.stack([state[place : place + size] for state in states])
-                made_NRC[:, part], moved_NK = normalise(update_NRC, second_NK)
-                for state, old_K, new_K in zip(states, second_NK, moved_NK, strict=True):
-                    state[place : place + size] = torch.where(finite, new_K, old_K)
+                size = count * max(rows, columns)
+                states = [self.state[one.parameter]["second"][place : place + size] for one in unit.trained]
+                before = torch.stack(states).view(-1, max(rows, columns))
+                after = torch.where(finite, normalise(made, before), before)
+                for state, values in zip(states, after.view(-1, size), strict=True):
+                    state.copy_(values)
                 place += size
-            start += rows
+            top += count * rows
         return made_NRC
+
+
+def _elementwise(device: torch.device, fused: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    if fused and device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from flatout.ops.kernels.muon import advance, apply
+
+        return advance, apply
+    return advance_reference, apply_reference

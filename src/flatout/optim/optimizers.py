@@ -27,7 +27,7 @@ class Optimizers:
         # Keyed by id(): rules that hold the same list share one row of the table.
         numbers = [number for rule in taken for number in rule.numbers.values()]
         self._schedules = {id(number): number for number in numbers if isinstance(number, Sequence)}
-        self.schedules_KU = self._tabulate(list(self._schedules.values()))
+        self.schedules_KU = self._as_built_KU = self._tabulate(list(self._schedules.values()))
         self._now_K1 = self.schedules_KU[:, :1].clone()
         now = {key: self._now_K1[row, 0] for row, key in enumerate(self._schedules)}
         self.groups = [
@@ -52,6 +52,17 @@ class Optimizers:
         last = max(self.groups[-1].rule.rate)
         scaled = {key: [rate * (peak / last) for rate in rates] for key, peak in peaks.items()}
         self.schedules_KU = self._tabulate([scaled.get(key, schedule) for key, schedule in self._schedules.items()])
+
+    def stretch(self, step: int, place: float, end: int) -> None:
+        """Stretches what is left of all schedules, from `place` on, to the updates from `step` to `end`."""
+        schedules_KU = self._as_built_KU
+        length = schedules_KU.shape[1]
+        updates = torch.arange(max(end, 1), dtype=torch.float64, device=schedules_KU.device)
+        places = place + (updates - step) * ((length - place) / max(1, end - step))
+        low = places.floor().clamp(0, length - 1)
+        share = (places - low).clamp(0.0, 1.0).float()
+        before, after = (schedules_KU[:, at.long()] for at in (low, (low + 1).clamp(max=length - 1)))
+        self.schedules_KU = torch.lerp(before, after, share)
 
     def look_up(self, updates: Tensor) -> Tensor:
         """Puts all schedules where they are after so many updates, without the host. Returns the last rule's rate."""

@@ -42,9 +42,13 @@ def rules_of(
     table_rate = config.embedding_rate if config.table_rate is None else config.table_rate
     peaks = {"embedding": config.embedding_rate, "head": config.head_rate, "table": table_rate}
     if config.optimizer == "muon":
-        own = functools.partial(Muon, cautious=config.cautious, normuon=config.normuon, exchange=exchange)
-        how = {"optimizer": own, "bytes": Muon.BYTES, "settings": {"momentum": momenta(config, updates)}}
-        first = rule("matrices", in_a_block, config.muon_rate, decay=decay, whole=True, **how)
+        how = {"cautious": config.cautious, "normuon": config.normuon, "fused": fused, "exchange": exchange}
+        how = {
+            "optimizer": functools.partial(Muon, **how),
+            "bytes": Muon.BYTES,
+            "settings": {"momentum": momenta(config, updates)},
+        }
+        first = rule("matrices", in_a_block, config.muon_rate, decay=decay, **how)
         named = [rule(role, _plays(role), peak or config.learning_rate) for role, peak in peaks.items()]
         return (first, *named, rule("all that is left", lambda _: True, config.learning_rate))
     named = [rule(role, _plays(role), peak, decay=decay) for role, peak in peaks.items() if peak is not None]

@@ -70,8 +70,8 @@ class Sharding:
     ) -> None:
         """Shards `model` in place. `entries` are methods that are called from outside besides `forward`."""
         mesh = _mesh(world, device, hybrid=hybrid)
-        self._group = mesh.get_group("shard")
-        self.number, self.count = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self.group = mesh.get_group("shard")
+        self.number, self.count = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._world, self._device, self._gathered = world, device, gathered
         self.writes = not hybrid or mesh.get_local_rank("replicate") == 0  # others hold the same
         wide = None if gathered is None else torch.float32
@@ -150,7 +150,7 @@ class Sharding:
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """The norm of tensors of which every process has its slices, and one counts the vectors."""
         total = torch.nn.utils.get_total_norm([one for one in tensors if one.ndim > 1 or self.number == 0]).square()
-        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(total, group=self.group)
         return total.sqrt()
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -170,7 +170,7 @@ class Sharding:
     def slice_of(self, name: str, tensor: Tensor) -> Slice | None:
         """Which slice `tensor`, or what it is a slice of, has here; None for what is whole everywhere."""
         one = self.slices.get(name) or self.slices.get(name.rpartition(".")[0])
-        return one if tensor.ndim and one is not None else None
+        return one if one is not None and tensor.ndim == len(one.shape) else None
 
     # --- as a `Reducer` of gradients ----------------------------------------------------------------------------------
 

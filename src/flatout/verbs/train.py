@@ -33,6 +33,13 @@ def train(words: list[str]) -> int:
         "SIGUSR1 saves and goes on.",
     )
     add_config(parser)
+    parser.number(
+        "--minutes",
+        0.01,
+        1e6,
+        metavar="N",
+        help="train so long: this machine's speed decides size, batch and steps; with --resume RUN, so much longer",
+    )
     return _run_training(parser, words)
 
 
@@ -67,6 +74,7 @@ def _understood(parser: Parser, words: list[str]) -> tuple[argparse.Namespace, b
     """The parsed words, and whether this process starts others."""
     parsed = parser.parse_words(words)
     starts = starts_workers(parsed)
+    _in_minutes(parsed)
     if parsed.view and parsed.json:
         raise UsageError("--view and --json exclude each other", "leave one of them out")
     if parsed.size is not None and parsed.resume not in (None, "auto") and not parsed.config_given:
@@ -74,6 +82,22 @@ def _understood(parser: Parser, words: list[str]) -> tuple[argparse.Namespace, b
     if parsed.resume == "":
         raise UsageError("--resume needs auto or a folder", "for example --resume auto")
     return parsed, starts
+
+
+def _in_minutes(parsed: argparse.Namespace) -> None:
+    """--minutes as settings; where no config is named, those of the preset that learns most in a time."""
+    minutes = getattr(parsed, "minutes", None)
+    if minutes is None:
+        return
+    if parsed.resume not in (None, "auto"):
+        if parsed.config_given or parsed.gpus is not None:
+            raise UsageError(
+                "--resume RUN with --minutes takes the config and the one process of the run",
+                "leave the config and --gpus out; settings may be given",
+            )
+        return
+    parsed.config = parsed.config or "record"
+    parsed.overrides = [f"train.minutes={minutes!r}", *parsed.overrides]
 
 
 def _loaded(verb: str, parsed: argparse.Namespace, resume: str | None, stored: Path | None) -> "LoadedConfig | None":
@@ -101,6 +125,9 @@ def _follow_training(
     from flatout.observe.live.view import ViewReader
 
     if loaded is None or stored is not None:
+        if getattr(parsed, "minutes", None) is not None and stored is not None:
+            stored, more = api.more_minutes(stored, parsed.minutes)
+            parsed.overrides, resume = [*more, *parsed.overrides], str(stored)
         loaded = on_hardware(api.stored_config(stored or Path(), parsed.overrides), parsed.hardware)
     terminal = ViewReader if parsed.view else TerminalReader
     reader = JsonReader() if parsed.json else terminal(loaded.config.output.log_every)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
+from flatout.ops.kernels.gates import gates_back, make_gates
 from flatout.ops.kernels.launch import fold, multiprocessors
 from flatout.ops.kernels.linear import Weight
 from flatout.ops.packing import packed
@@ -97,24 +98,34 @@ def pack_heads(parts: list[Tensor], *, sums: bool, slot: Slot | None = None) -> 
 
 class _ProjectHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, bias, heads, groups, narrow, tuned):
-        batch, positions, _ = h.shape
-        ctx.save_for_backward(h)
+    def forward(ctx, h, weight, bias, heads, groups, narrow, tuned, gates, counts):
+        batch, positions, width = h.shape
         ctx.weight, ctx.has_bias, ctx.tuned = Weight(weight, narrow), bias is not None, tuned
         packed = ctx.weight.forward(h, bias, tuned=tuned)
         size = weight.shape[0] // (heads + 2 * groups)
         all_heads = packed.view(batch, positions, heads + 2 * groups, size).transpose(1, 2)
-        return all_heads[:, :heads], all_heads[:, heads : heads + groups], all_heads[:, heads + groups :]
+        parts = all_heads[:, :heads], all_heads[:, heads : heads + groups], all_heads[:, heads + groups :]
+        made = None if gates is None else make_gates(h.reshape(-1, width), gates)
+        ctx.save_for_backward(h, gates, made)
+        if made is None:
+            return *parts, None, None
+        for_values, for_heads = made.view(batch, positions, -1).split(counts, dim=-1)
+        return *parts, for_values if counts[0] else None, for_heads if counts[1] else None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dq, dk, dv):
-        (h,) = ctx.saved_tensors
+    def backward(ctx, dq, dk, dv, dvalues, dheads):
+        h, gates, made = ctx.saved_tensors
         narrow = ctx.weight.narrow
         packed, dbias = pack_heads([dq, dk, dv], sums=ctx.has_bias, slot=None if narrow is None else narrow.dy)
         dh = ctx.weight.input_gradient(packed, tuned=ctx.tuned).view(h.shape) if ctx.needs_input_grad[0] else None
         dweight = ctx.weight.gradient(packed, h, tuned=ctx.tuned) if ctx.needs_input_grad[1] else None
-        return dh, dweight, dbias, None, None, None, None
+        dgates = None
+        if made is not None:
+            assert dh is not None, "gates are trained, and so is what their input comes from"
+            flat = [None if d is None else d.flatten(0, 1).contiguous() for d in (dvalues, dheads)]
+            dgates = gates_back(*flat, made, h.reshape(len(made), -1), gates, dh.view(len(made), -1)).to(gates.dtype)
+        return dh, dweight, dbias, *([None] * 4), dgates, None
 
 
 def project_heads(
@@ -126,6 +137,11 @@ def project_heads(
     groups: int,
     narrow: NarrowLinear | None = None,
     tuned: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, H, T, D], keys and values [B, G, T, D], as views of one product."""
-    return _ProjectHeads.apply(h_BTW, weight_CW, bias_C, heads, groups, narrow, tuned)  # pyright: ignore
+    gates: Tensor | None = None,
+    counts: tuple[int, int] = (0, 0),
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Queries [B, H, T, D], keys and values [B, G, T, D], as views of one product; gates of values and of heads [B, T].
+
+    `counts` says how many of the rows of `gates` are for values, and how many for heads.
+    """
+    return _ProjectHeads.apply(h_BTW, weight_CW, bias_C, heads, groups, narrow, tuned, gates, counts)  # pyright: ignore

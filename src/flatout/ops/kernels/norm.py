@@ -1,11 +1,13 @@
 """Residual addition and normalisation in one pass over memory, forward and backward.
 
     x_new = x + dropout(branch + branch_bias) * scale       (in the residual stream's own precision)
+    x_new = mix[0] * x_new + mix[1] * first                 (where the first stream is mixed in)
     h     = norm(x_new)                                     (in the precision of the products)
 
 A block does nothing else to its residual stream, so the branch's bias and all column sums of backward (the gradients
 of that bias, of the scale and of the norm's own weights) ride along in the same pass. Statistics are in fp32, of the
-stored x_new. A learned scale keeps the branch for backward; dropout keeps nothing (ops/kernels/dropout.py).
+stored x_new. A learned scale keeps the branch for backward; dropout keeps nothing (ops/kernels/dropout.py). With a mix,
+backward keeps what was mixed and mixes again: the gradient of mix[0] needs it, and dividing by mix[0] is no way back.
 So do 8-bit copies of h and of the branch's gradient, for 8-bit products (ops/scales.py). Under frozen weights nothing
 is summed (ops/kernels/frozen.py); h and the gradient may then lie in wider rows, with room for a low-rank product
 beside them, and backward can write h again.
@@ -22,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flatout.ops.kernels.dropout import kept
+from flatout.ops.kernels.first import First
 from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
 from flatout.ops.kernels.launch import columns_of, fold, programs_for
 from flatout.ops.scales import Slot
@@ -30,10 +33,11 @@ from flatout.ops.scales import Slot
 @triton.jit
 def _forward(
     x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, x_new_ptr, h_ptr, mean_ptr, rstd_ptr,
-    branch_scale_ptr, seed_ptr, narrow_ptr, scale_ptr, seen_ptr, top, rows, width, h_stride, eps, rate,
+    branch_scale_ptr, seed_ptr, first_ptr, mix_ptr, before_ptr, narrow_ptr, scale_ptr, seen_ptr, top, rows, width,
+    h_stride, eps, rate,
     HAS_BRANCH: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
-    SCALED: tl.constexpr, DROPPED: tl.constexpr, NARROW: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, DROPPED: tl.constexpr, MIXED: tl.constexpr, NARROW: tl.constexpr, RECORD: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -55,6 +59,11 @@ def _forward(
             x += branch
             if HAS_BRANCH_BIAS:
                 x += tl.load(branch_bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+    if MIXED:
+        if HAS_BRANCH:
+            tl.store(before_ptr + place, x.to(before_ptr.dtype.element_ty), mask)
+        x = tl.load(mix_ptr) * x + tl.load(mix_ptr + 1) * tl.load(first_ptr + place, mask, 0.0).to(tl.float32)
+    if HAS_BRANCH or MIXED:
         stored = x.to(x_new_ptr.dtype.element_ty)
         tl.store(x_new_ptr + place, stored, mask)
         x = stored.to(tl.float32)
@@ -80,10 +89,11 @@ def _forward(
 @triton.jit
 def _backward(
     dx_new_ptr, dh_ptr, x_new_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr, h_ptr, sums_ptr,
-    branch_ptr, branch_bias_ptr, branch_scale_ptr, seed_ptr, narrow_ptr, scale_ptr, seen_ptr, top, rows, width, share,
-    dx_new_stride, dx_stride, dbranch_stride, rate,
+    branch_ptr, branch_bias_ptr, branch_scale_ptr, seed_ptr, first_ptr, mix_ptr, dfirst_ptr, mix_sums_ptr,
+    narrow_ptr, scale_ptr, seen_ptr, top, rows, width, share, dx_new_stride, dx_stride, dbranch_stride, rate,
     HAS_DX: tl.constexpr, OWN_BRANCH: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr, AGAIN: tl.constexpr, SCALED: tl.constexpr, DROPPED: tl.constexpr,
+    MIXED: tl.constexpr, ADD_FIRST: tl.constexpr,
     NARROW: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -96,8 +106,12 @@ def _backward(
     bias_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     branch_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     scale_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    before_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    first_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     if SCALED:
         branch_scale = tl.load(branch_scale_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+    if MIXED:
+        of_before, of_first = tl.load(mix_ptr), tl.load(mix_ptr + 1)
     scale = tl.load(scale_ptr) if NARROW else 1.0
     highest = tl.zeros((ROWS,), tl.float32)  # by row: a fourth array of this width would not fit into registers
     end = tl.minimum(program * share + share, rows)
@@ -108,6 +122,9 @@ def _backward(
         place = row.to(tl.int64)[:, None] * width + column[None, :]
         dh = tl.load(dh_ptr + place, mask, 0.0).to(tl.float32)
         x = tl.load(x_new_ptr + place, mask, 0.0).to(tl.float32)
+        if MIXED:  # it was not x_new yet
+            before, first = x, tl.load(first_ptr + place, mask, 0.0).to(tl.float32)
+            x = (of_before * before + of_first * first).to(x_new_ptr.dtype.element_ty).to(tl.float32)
         at = row.to(tl.int64)[:, None]
         dx_new = tl.load(dx_new_ptr + at * dx_new_stride + column[None, :], mask, 0.0) if HAS_DX else None
         rstd = tl.load(rstd_ptr + row, alive, 0.0)[:, None]
@@ -134,6 +151,14 @@ def _backward(
         dx *= rstd
         if HAS_DX:
             dx += dx_new.to(tl.float32)
+        if MIXED:
+            before_sum += dx * before
+            first_sum += dx * first
+            dfirst = dx * of_first
+            if ADD_FIRST:
+                dfirst += tl.load(dfirst_ptr + place, mask, 0.0).to(tl.float32)
+            tl.store(dfirst_ptr + place, dfirst.to(dfirst_ptr.dtype.element_ty), mask)
+            dx *= of_before
         tl.store(dx_ptr + at * dx_stride + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask)
         if DROPPED:  # from here on it is the gradient of the branch
             dx *= kept(tl.load(seed_ptr), place, rate)
@@ -156,6 +181,9 @@ def _backward(
             branch_sum += tl.where(mask, dx, 0.0)
     if RECORD:
         record(seen_ptr, highest)
+    if MIXED:
+        tl.store(mix_sums_ptr + 2 * program, tl.sum(before_sum))
+        tl.store(mix_sums_ptr + 2 * program + 1, tl.sum(first_sum))
     if HAS_SUMS:
         place = program.to(tl.int64) * (4 if SCALED else 3) * width + column
         # All three, zeros where there is nothing to sum: they are folded together, and other memory may hold NaN.
@@ -182,56 +210,64 @@ def _sizes_back(width: int, *read: Tensor | None) -> tuple[int, int, int]:
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, branch, branch_bias, weight, bias, scale, seed, rate, centred, eps, dtype, slot, branch_slot):
+    def forward(
+        ctx, x, branch, branch_bias, weight, bias, scale, seed, rate, centred, eps, dtype, slot, branch_slot, mix, first
+    ):  # fmt: skip
         x = x.contiguous()
         width = x.shape[-1]
         rows = x.numel() // width
         branch = None if branch is None else branch.contiguous()
-        x_new = x if branch is None else torch.empty_like(x)
+        own = branch is not None or mix is not None
+        x_new = torch.empty_like(x) if own else x
+        before = x_new if mix is None else x if branch is None else torch.empty_like(x)
+        values = None if first is None else first.values
         h = torch.empty(x.shape, dtype=dtype, device=x.device)
         mean = torch.empty(rows if centred else 0, dtype=torch.float32, device=x.device)
         rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
         block, at_once, warps = columns_of(width)
         rounding = rounding_of(slot, h.shape, h.device)
         _forward[(triton.cdiv(rows, at_once),)](
-            x, branch, branch_bias, weight, bias, x_new, h, mean, rstd, scale, seed, *rounding.pointers,
-            rows, width, width, eps, rate, HAS_BRANCH=branch is not None,
+            x, branch, branch_bias, weight, bias, x_new, h, mean, rstd, scale, seed, values, mix, before,
+            *rounding.pointers, rows, width, width, eps, rate, HAS_BRANCH=branch is not None,
             HAS_BRANCH_BIAS=branch_bias is not None, HAS_BIAS=bias is not None,
-            CENTRED=centred, SCALED=scale is not None, DROPPED=rate > 0.0, NARROW=rounding.narrow,
-            RECORD=rounding.record, ROWS=at_once, BLOCK=block, num_warps=warps,
+            CENTRED=centred, SCALED=scale is not None, DROPPED=rate > 0.0, MIXED=mix is not None,
+            NARROW=rounding.narrow, RECORD=rounding.record, ROWS=at_once, BLOCK=block, num_warps=warps,
         )  # fmt: skip
         rounding.hand_over(h)
         scaled = (None, None, None) if scale is None else (branch, branch_bias, scale)
-        ctx.save_for_backward(x_new, weight, mean, rstd, seed, *scaled)
-        ctx.rate = rate
+        ctx.save_for_backward(before, weight, mean, rstd, seed, mix, *scaled)
+        ctx.rate, ctx.first = rate, first
         ctx.centred, ctx.has_bias = centred, bias is not None
         ctx.has_sums = any(ctx.needs_input_grad[2:6])
         ctx.branch_dtype = None if branch is None else branch.dtype
         ctx.branch_bias = branch_bias is not None
         ctx.branch_slot = None if branch is None else branch_slot
         ctx.set_materialize_grads(False)
-        return x_new.view_as(x_new) if branch is None else x_new, h
+        return x_new if own else x_new.view_as(x_new), h
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx_new, dh):
-        x_new, weight, mean, rstd, seed, branch, branch_bias, scale = ctx.saved_tensors
+        x_new, weight, mean, rstd, seed, mix, branch, branch_bias, scale = ctx.saved_tensors
+        values, added = (None, None) if mix is None else (ctx.first.values, ctx.first.gradient)
         width = x_new.shape[-1]
-        rows, plain = rstd.numel(), scale is None and ctx.rate == 0.0
+        rows, plain = rstd.numel(), scale is None and ctx.rate == 0.0 and mix is None
         if dh is None and not plain:
             dh = torch.zeros_like(x_new)
         if dh is None:  # nobody used the normalised values
             dbranch = None if ctx.branch_dtype is None or dx_new is None else dx_new.to(ctx.branch_dtype)
             dbranch_bias = dx_new.sum(tuple(range(dx_new.ndim - 1))) if ctx.branch_bias and dx_new is not None else None
-            return dx_new, dbranch, dbranch_bias, *([None] * 10)
+            return dx_new, dbranch, dbranch_bias, *([None] * 12)
         dh = dh.contiguous()
         dx_new = None if dx_new is None else dx_new.contiguous()
         dx = torch.empty_like(x_new)
         # In the residual stream's own precision branch and stream share one gradient.
-        own = ctx.branch_dtype is not None and (ctx.branch_dtype != dx.dtype or not plain)
+        own = ctx.branch_dtype is not None and (ctx.branch_dtype != dx.dtype or scale is not None or ctx.rate > 0.0)
         dbranch = torch.empty(dx.shape, dtype=ctx.branch_dtype, device=dx.device) if own else dx
-        block, warps, stages = _sizes_back(width, dx_new, dh, x_new)
+        dfirst = torch.empty_like(dx) if mix is not None and added is None else added
+        block, warps, stages = _sizes_back(width, dx_new, dh, x_new, values, added)
         programs = programs_for(rows, x_new.device)
+        mix_sums = None if mix is None else torch.empty(programs, 2, dtype=torch.float32, device=dx.device)
         share = triton.cdiv(rows, programs)
         has_sums = ctx.has_sums
         kinds = 3 if scale is None else 4
@@ -239,15 +275,18 @@ class _AddNorm(torch.autograd.Function):
         rounding = rounding_of(ctx.branch_slot, dx.shape, dx.device)
         _backward[(programs,)](
             dx_new, dh, x_new, weight, None, mean, rstd, dx, dbranch, None, sums, branch, branch_bias, scale, seed,
-            *rounding.pointers, rows, width, share, width, width, width, ctx.rate,
+            values, mix, dfirst, mix_sums, *rounding.pointers, rows, width, share, width, width, width, ctx.rate,
             HAS_DX=dx_new is not None, OWN_BRANCH=own, HAS_SUMS=has_sums,
             HAS_BRANCH_BIAS=ctx.branch_bias and has_sums, HAS_BIAS=ctx.has_bias, CENTRED=ctx.centred, AGAIN=False,
-            SCALED=scale is not None, DROPPED=ctx.rate > 0.0, NARROW=rounding.narrow,
-            RECORD=rounding.record, ROWS=1, BLOCK=block, STAGES=stages, num_warps=warps,
+            SCALED=scale is not None, DROPPED=ctx.rate > 0.0, MIXED=mix is not None, ADD_FIRST=added is not None,
+            NARROW=rounding.narrow, RECORD=rounding.record, ROWS=1, BLOCK=block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
         rounding.hand_over(dbranch)
+        dmix = None
+        if mix_sums is not None:
+            ctx.first.gradient, dmix = dfirst, fold(mix_sums).to(mix.dtype)
         if not has_sums:  # frozen weights
-            return dx, None if ctx.branch_dtype is None else dbranch, *([None] * 11)
+            return dx, None if ctx.branch_dtype is None else dbranch, *([None] * 11), dmix, None
         totals = fold(sums)
         return (
             dx,
@@ -257,6 +296,8 @@ class _AddNorm(torch.autograd.Function):
             totals[1] if ctx.has_bias else None,
             None if scale is None else totals[3].to(scale.dtype),
             *([None] * 7),
+            dmix,
+            None,
         )
 
 
@@ -275,14 +316,17 @@ def add_norm(
     scale: Tensor | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
+    mix: Tensor | None = None,
+    first: First | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(x + dropout(branch + branch_bias) * scale, its norm in `dtype`). `centred` is LayerNorm, otherwise RMSNorm.
 
-    `slot` gets the norm in 8 bits too, `branch_slot` the gradient of the branch.
+    `slot` gets the norm in 8 bits too, `branch_slot` the gradient of the branch. With `mix` the sum is mixed with
+    `first` before its norm.
     """
     if branch is None:
         scale, dropout, seed = None, 0.0, None
-    how = (scale, seed, dropout, centred, eps, dtype, slot, branch_slot)
+    how = (scale, seed, dropout, centred, eps, dtype, slot, branch_slot, mix, first)
     return _AddNorm.apply(x, branch, branch_bias, weight, bias, *how)  # pyright: ignore
 
 
@@ -309,10 +353,11 @@ class FrozenNorm:
         block, at_once, warps = columns_of(width)
         _forward[(triton.cdiv(rows, at_once),)](
             x_NW, branch_NW, branch_bias_W, self.weight_W, self.bias_W, x_new_NW, out_NW, mean_N, rstd_N, None,
-            None, *rounding_of(None, x_NW.shape, x_NW.device).pointers, rows, width, out_NW.stride(0), self.eps, 0.0,
+            None, None, None, None, *rounding_of(None, x_NW.shape, x_NW.device).pointers, rows, width,
+            out_NW.stride(0), self.eps, 0.0,
             HAS_BRANCH=branch_NW is not None, HAS_BRANCH_BIAS=branch_NW is not None and branch_bias_W is not None,
-            HAS_BIAS=self.bias_W is not None, CENTRED=self.centred, SCALED=False, DROPPED=False, NARROW=False,
-            RECORD=False, ROWS=at_once, BLOCK=block, num_warps=warps,
+            HAS_BIAS=self.bias_W is not None, CENTRED=self.centred, SCALED=False, DROPPED=False, MIXED=False,
+            NARROW=False, RECORD=False, ROWS=at_once, BLOCK=block, num_warps=warps,
         )  # fmt: skip
         return x_new_NW, mean_N, rstd_N
 
@@ -337,12 +382,13 @@ class FrozenNorm:
         programs = programs_for(rows, x_new_NW.device)
         _backward[(programs,)](
             dx_new_NW, dh_NW, x_new_NW, self.weight_W, self.bias_W, mean_N, rstd_N, dx_NW, dbranch_NW, again_NW, None,
-            None, None, None, None, *rounding_of(None, x_new_NW.shape, x_new_NW.device).pointers, rows, width,
+            *([None] * 8), *rounding_of(None, x_new_NW.shape, x_new_NW.device).pointers, rows, width,
             triton.cdiv(rows, programs),
             0 if dx_new_NW is None else dx_new_NW.stride(0), dx_NW.stride(0), dbranch_NW.stride(0),
             0.0, HAS_DX=dx_new_NW is not None, OWN_BRANCH=own, HAS_SUMS=False,
             HAS_BRANCH_BIAS=False, HAS_BIAS=self.bias_W is not None, CENTRED=self.centred,
-            AGAIN=again_NW is not None, SCALED=False, DROPPED=False, NARROW=False, RECORD=False,
+            AGAIN=again_NW is not None, SCALED=False, DROPPED=False, MIXED=False, ADD_FIRST=False, NARROW=False,
+            RECORD=False,
             ROWS=1, BLOCK=block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
         return dx_NW

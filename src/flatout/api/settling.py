@@ -1,0 +1,64 @@
+"""What a config leaves open until a run begins: the size of a preset, and the steps of a length in minutes."""
+
+from flatout.api.configs import Config
+from flatout.config.catalogue import hardware_for
+from flatout.config.load import LoadedConfig
+from flatout.config.sizes import Known, usual_vocab
+from flatout.data.array_data import Arrays
+from flatout.data.pack import Progress
+from flatout.device import Device, detect_device, limit_memory
+from flatout.engine.checkpoint import Checkpoint
+from flatout.engine.overlays import fitted_to
+from flatout.engine.sizing import Decision, applied, as_before, data_facts, decide, shape_named
+from flatout.world import World
+
+
+def settled(
+    config: Config, resumed: Checkpoint | None, progress: Progress | None, arrays: Arrays | None, world: World
+) -> Config:
+    """A config with all that it leaves open decided: by data and device, by a measurement, or by the run it resumes.
+
+    The first of several processes decides for all.
+    """
+    if not isinstance(config, LoadedConfig):
+        return config
+    train = config.config.train
+    plans = train.minutes is not None and train.steps is None
+    if config.size is None and not plans:
+        return config
+    if resumed is not None:
+        with world.together():
+            return as_before(config, resumed.config)
+    speed = config.config.speed
+    with world.together():
+        device = limit_memory(detect_device(speed.device, world.local), speed.memory_limit)
+    with world.together(), world.in_turns():
+        known = _known(config, progress, arrays)
+    decision = Decision()
+    with world.together():
+        if world.first:
+            decision = _decided(config, known, device, arrays)
+    told = world.told(decision.told())
+    with world.together():
+        return _on_card(applied(config, told), device, sized=config.size is not None)
+
+
+def _known(config: LoadedConfig, progress: Progress | None, arrays: Arrays | None) -> Known:
+    if arrays is not None:
+        return Known(vocab=config.config.model.vocab or usual_vocab(config.config.data.tokenizer))
+    return data_facts(config, progress)
+
+
+def _decided(config: LoadedConfig, known: Known, device: Device, arrays: Arrays | None) -> Decision:
+    if config.config.train.minutes is not None and arrays is None:
+        from flatout.tuning.minutes_probe import plan  # here: other runs measure nothing
+
+        return plan(config, known, device)
+    return Decision() if config.size is None else decide(config, shape_named(config.size), known, device)
+
+
+def _on_card(config: LoadedConfig, device: Device, *, sized: bool) -> LoadedConfig:
+    """A preset with sizes fits the card by itself: micro-batch and checkpointing are those of its overlay."""
+    if not sized or device.kind != "cuda" or device.memory_bytes is None:
+        return config
+    return fitted_to(config, hardware_for(device.memory_bytes))

@@ -1,0 +1,111 @@
+"""The size of a preset with data and device at hand: how long, how often the data is read, whether tables fit.
+
+Idea: a config is derived from its size before anything is open (`config/sizes.py`). Once the data has been counted and
+the device is known, the same rules are asked again. What they say is a `Decision`: plain values, so that one process
+can tell it to the others, and so that a run keeps it in its config: a resume decides nothing anew.
+
+Contract: what the user wrote stays. Every value says where it comes from.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from flatout.config.facts import field_facts, value_at
+from flatout.config.load import LoadedConfig, with_values
+from flatout.config.sizes import AUTO, DEFAULT_SIZE, FRESH_EPOCHS, Known, Shape, Sized, derive, shape_of, usual_vocab
+from flatout.config.source import Source
+from flatout.data.pack import Progress
+from flatout.data.shard_data import open_shards
+from flatout.device import Device
+
+SMALL_CARD = 12e9  # bytes: below, tables of value and bigram embeddings take too much of a card
+TABLES = {"model.value_tables": 0, "model.bigram_rows": 0}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Settings by path, each with the words that say where it comes from, and lines for the user."""
+
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+    def told(self) -> dict[str, Any]:
+        """As one process tells it to others."""
+        return asdict(self)
+
+
+def data_facts(loaded: LoadedConfig, progress: Progress | None) -> Known:
+    """What is known of the data of a config, which is prepared now where it is not there yet."""
+    config = loaded.config
+    if config.data.streaming:
+        return Known(vocab=config.model.vocab or usual_vocab(config.data.tokenizer))
+    dataset = open_shards(config.data, config.clean, progress)
+    return Known(vocab=config.model.vocab or dataset.tokenizer.vocab, unique=dataset.train.tokens)
+
+
+def shape_named(size: Sized) -> Shape:
+    return shape_of(DEFAULT_SIZE if size.name == AUTO else size.name, "size")
+
+
+def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> Decision:
+    """What follows from a size for this data on this device."""
+    size = loaded.size
+    assert size is not None, "a config without a size has nothing to decide"
+    derived = derive(size.preset, shape, written(loaded), known)
+    where = f"size {shape.name}"
+    values = {path: (value, where) for path, value in derived.size.items()}
+    notices: list[str] = []
+    if derived.repeated:
+        times = f"{derived.epochs:.1f} epochs"
+        values |= {path: (value, times) for path, value in derived.repeated.items()}
+        told = ", ".join(f"{path}={value}" for path, value in derived.repeated.items() if not _by_user(loaded, path))
+        notices.append(
+            f"the data is read {derived.epochs:.1f} times, more than {FRESH_EPOCHS:g}: settings are those for repeated "
+            f"data ({told})"
+        )
+    if size.preset == "record" and is_small(device):
+        left = [path for path in TABLES if path in field_facts() and not _by_user(loaded, path)]
+        left = [path for path in left if values.get(path, (value_at(loaded.config, path),))[0]]
+        values |= {path: (TABLES[path], "small device") for path in left}
+        if left:
+            notices.append(f"{device.name} is small for embedding tables: {', '.join(left)} left out")
+    kept = {path: found for path, found in values.items() if not _by_user(loaded, path)}
+    return Decision(kept, tuple(notices))
+
+
+def is_small(device: Device) -> bool:
+    return device.kind != "cuda" or device.memory_bytes is None or device.memory_bytes < SMALL_CARD
+
+
+def written(loaded: LoadedConfig) -> dict[str, Any]:
+    """The numbers that the user wrote, by path."""
+    found = {path: value_at(loaded.config, path) for path, source in loaded.sources.items() if source.by_user}
+    return {path: value for path, value in found.items() if isinstance(value, int | float) and value is not True}
+
+
+def applied(loaded: LoadedConfig, decision: Mapping[str, Any]) -> LoadedConfig:
+    """A config with a decision, as it was `told`; its size is settled then."""
+    for where in dict.fromkeys(where for _, where in decision["values"].values()):
+        values = {path: value for path, (value, at) in decision["values"].items() if at == where}
+        loaded = with_values(loaded, values, Source("size", where))
+    return replace(loaded, size=None, notices=(*loaded.notices, *decision["notices"]))
+
+
+def as_before(loaded: LoadedConfig, stored: Mapping[str, Any]) -> LoadedConfig:
+    """A config as it was decided when the run began that it resumes; what the user wrote stays.
+
+    Without a size, that is the number of planned steps alone.
+    """
+    paths = ["train.steps"] if loaded.size is None else list(field_facts())
+    values = {
+        path: stored[section][name]
+        for path in paths
+        for section, name in [path.split(".", 1)]
+        if not _by_user(loaded, path) and section != "output" and name in stored.get(section, {})
+    }
+    return replace(with_values(loaded, values, Source("size", "the run")), size=None)
+
+
+def _by_user(loaded: LoadedConfig, path: str) -> bool:
+    return loaded.sources[path].by_user

@@ -1,0 +1,53 @@
+"""What a model of some size learns from so many tokens: a scaling law to choose sizes by. No torch here.
+
+Idea: loss = E + A / N^a + B / D^b + C / S, with N dense parameters, D tokens of which repeated ones count less, and S
+steps. Only the choice has to be right, not the loss: near the best size the curve is flat.
+
+Where the constants come from:
+- Words (a vocabulary like GPT-2's): a = b = 0.3, and A and B such that 12 tokens per parameter are best, as nanochat
+  found (`scripts/base_train.py`, 92d63d4), and that 51M parameters on 26M tokens of enwik8 end at 3.10, as in
+  `benchmarks/lab.jsonl`. C is from the batches of that size there, 32K to 262K.
+- Characters: runs of the preset `record` on Shakespeare, 0.1M to 0.8M parameters, 0.2M to 0.8M characters.
+- Repeated tokens: Muennighoff et al. 2023, "Scaling data-constrained language models", R* = 15.4.
+"""
+
+import math
+from dataclasses import dataclass
+
+_REPEATS = 15.4  # epochs beyond the first after which repeated tokens teach hardly anything
+_SMALL_VOCAB = 1000
+
+
+@dataclass(frozen=True)
+class Law:
+    floor: float
+    size: float
+    size_power: float
+    data: float
+    data_power: float
+    steps: float
+
+    def loss(self, parameters: float, tokens: float, steps: float) -> float:
+        """The loss after `tokens` fresh tokens in so many steps."""
+        return (
+            self.floor
+            + self.size / parameters**self.size_power
+            + self.data / max(tokens, 1.0) ** self.data_power
+            + self.steps / max(steps, 1.0)
+        )
+
+
+WORDS = Law(floor=2.0, size=63.0, size_power=0.3, data=133.0, data_power=0.3, steps=59.0)
+CHARACTERS = Law(floor=0.9, size=3.3, size_power=0.3, data=33.0, data_power=0.3, steps=59.0)
+
+
+def law_for(vocab: int) -> Law:
+    return CHARACTERS if vocab < _SMALL_VOCAB else WORDS
+
+
+def effective_tokens(tokens: float, unique: float | None) -> float:
+    """Fresh tokens that teach as much as `tokens` of a text that has `unique` ones."""
+    if unique is None or tokens <= unique:
+        return tokens
+    repeats = tokens / unique - 1
+    return unique * (1 + _REPEATS * (1 - math.exp(-repeats / _REPEATS)))

@@ -1,0 +1,133 @@
+"""Which size, batch and length have the lowest loss when the time is up: measured speeds and a scaling law. No torch.
+
+Idea: one size is measured, the law names the best one by what speed goes like with size, that one is measured, and so
+on until the best one has been measured or the time for measuring is spent. So at most three sizes are tried.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flatout.config.sizes import Shape, batch_of
+from flatout.tuning.law import effective_tokens, law_for
+
+MOST_MEASURED = 3
+SECONDS = 20.0  # for measuring
+_SLOWER = (
+    0.9  # time of a token goes with so much of its FLOPs where one size is all that was measured: larger is busier
+)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a token, and of what a step takes once however many tokens it has: mostly the update."""
+
+    token: float
+    update: float
+
+    def tokens_in(self, seconds: float, batch: int) -> float:
+        return seconds * batch / (batch * self.token + self.update)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prospect:
+    """What a size would reach."""
+
+    shape: Shape
+    measured: bool
+    tokens_per_second: float
+    tokens: int
+    batch: int
+    loss: float
+
+    @property
+    def steps(self) -> int:
+        return max(1, self.tokens // self.batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The time that there is, and the data; `batch` is one that the user wrote."""
+
+    seconds: float
+    vocab: int
+    unique: int | None = None
+    batch: int | None = None
+    context: int | None = None
+
+    def prospect(self, shape: Shape, speed: Speed, *, measured: bool) -> Prospect:
+        """What a size would reach at that speed; its batch follows from the tokens there is time for."""
+        context = self.context or shape.context
+        batch = self.batch or context
+        for _ in range(8):  # tokens and batch follow from each other, and settle at once
+            tokens = speed.tokens_in(self.seconds, batch)
+            batch = self.batch or batch_of(int(tokens), context)
+        tokens = speed.tokens_in(self.seconds, batch)
+        law, fresh = law_for(self.vocab), effective_tokens(tokens, self.unique)
+        return Prospect(
+            shape=shape,
+            measured=measured,
+            tokens_per_second=tokens / self.seconds,
+            tokens=max(batch, int(tokens)),
+            batch=batch,
+            loss=law.loss(shape.dense(self.vocab), fresh, tokens / batch),
+        )
+
+
+def choose(
+    budget: Budget,
+    shapes: Sequence[Shape],
+    first: Shape,
+    measure: Callable[[Shape], Speed | None],
+    clock: Callable[[], float],
+) -> list[Prospect]:
+    """All shapes that fit, the best one first. `measure` says how fast a shape is; None where it does not fit."""
+    found: dict[Shape, Speed | None] = {}
+    began, following = clock(), first
+    while True:
+        before = clock()
+        found[following] = measure(following)
+        took = clock() - before
+        prospects = _prospects(budget, shapes, found)
+        if not prospects or len(found) == MOST_MEASURED:
+            break
+        best = prospects[0].shape
+        larger = max(1.0, best.dense(budget.vocab) / following.dense(budget.vocab))
+        if best in found or clock() - began + took * larger > SECONDS:
+            break
+        following = best
+    return prospects
+
+
+def _prospects(budget: Budget, shapes: Sequence[Shape], found: Mapping[Shape, Speed | None]) -> list[Prospect]:
+    known = {shape: speed for shape, speed in found.items() if speed is not None}
+    too_large = min((flops(shape, budget) for shape, speed in found.items() if speed is None), default=math.inf)
+    rows = [
+        budget.prospect(shape, speed, measured=shape in known)
+        for shape in dict.fromkeys((*shapes, *known))
+        if flops(shape, budget) < too_large and (speed := _speed_of(shape, known, budget)) is not None
+    ]
+    return sorted(rows, key=lambda row: row.loss)
+
+
+def flops(shape: Shape, budget: Budget) -> float:
+    """FLOPs of a training token."""
+    attention = 6 * shape.layers * shape.width * (budget.context or shape.context)
+    return 6.0 * shape.dense(budget.vocab) + attention
+
+
+def _speed_of(shape: Shape, known: Mapping[Shape, Speed], budget: Budget) -> Speed | None:
+    """A measured speed, or one that follows from the nearest measured sizes by their FLOPs."""
+    if shape in known or not known:
+        return known.get(shape)
+    wanted = math.log(flops(shape, budget))
+    near = sorted(known, key=lambda other: abs(math.log(flops(other, budget)) - wanted))[:2]
+    base, power = known[near[0]], _SLOWER
+    if len(near) == 2:
+        apart = math.log(flops(near[1], budget)) - math.log(flops(near[0], budget))
+        if abs(apart) > 0.1:
+            power = math.log(known[near[1]].token / base.token) / apart
+            power = min(1.2, max(0.3, power))
+    ratio = math.exp(wanted - math.log(flops(near[0], budget)))
+    matrices = shape.layers * shape.width**2 / (near[0].layers * near[0].width ** 2)
+    return Speed(base.token * ratio**power, base.update * max(matrices, 0.1))

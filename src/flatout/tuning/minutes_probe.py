@@ -1,0 +1,128 @@
+"""How fast this machine trains a size: real steps of two lengths, on the run's own data."""
+
+import dataclasses
+import statistics
+import time
+
+from flatout.config.catalogue import hardware_for
+from flatout.config.load import LoadedConfig, with_values
+from flatout.config.schema import micro_batch_of
+from flatout.config.sizes import LADDER, Known, Shape
+from flatout.config.source import Source
+from flatout.device import Device
+from flatout.engine.overlays import fitted_to
+from flatout.engine.run import Run
+from flatout.engine.sizing import Decision, decide, written
+from flatout.errors import ResourceError
+from flatout.tuning.measure import Steps, borrowed_run, with_sequences
+from flatout.tuning.minutes import Budget, Prospect, Speed, choose
+
+STEP_TOKENS = {"cuda": 32_768}  # of the shorter steps that are timed
+FEW_TOKENS = 1024  # elsewhere
+LONGER = 3  # times as many in the longer ones
+TIMED_SECONDS, FEWEST, MOST = 0.8, 3, 40  # of one length of steps
+FIRST = {"cuda": Shape(8, 512)}  # what is measured first
+FIRST_ELSEWHERE = Shape(3, 96)
+ROWS = 5  # that are told
+
+
+def plan(loaded: LoadedConfig, known: Known, device: Device) -> Decision:
+    """Chooses size, batch and steps for `train.minutes` of a preset with sizes; those of any other config are kept."""
+    minutes = loaded.config.train.minutes
+    assert minutes is not None, "only a length in minutes is planned"
+    config, own = loaded.config, written(loaded)
+    budget = Budget(
+        seconds=60 * minutes,
+        vocab=known.vocab,
+        unique=known.unique,
+        batch=config.train.batch_tokens if loaded.size is None else own.get("train.batch_tokens"),
+        context=config.model.context if loaded.size is None else own.get("model.context"),
+    )
+    shapes, first = _shapes(loaded, device)
+
+    def measure(shape: Shape) -> Speed | None:
+        return measured_speed(loaded, shape, known, device)
+
+    prospects = choose(budget, shapes, first, measure, time.monotonic)
+    if not prospects:
+        raise ResourceError(
+            f"a model of {first.layers} blocks and width {first.width} does not fit {device.name}",
+            "name a smaller one with --size, such as --size 4x128",
+        )
+    best = prospects[0]
+    return decision_for(loaded, best, prospects, known, device)
+
+
+def _shapes(loaded: LoadedConfig, device: Device) -> tuple[list[Shape], Shape]:
+    """The shapes to choose from, and the one to measure first."""
+    model, size = loaded.config.model, loaded.size
+    fixed = size is None or size.name != "auto" or {"model.layers", "model.width"} & written(loaded).keys()
+    if fixed:
+        only = Shape(model.layers, model.width)
+        return [only], only
+    return list(LADDER), FIRST.get(device.kind, FIRST_ELSEWHERE)
+
+
+def decision_for(
+    loaded: LoadedConfig, best: Prospect, prospects: list[Prospect], known: Known, device: Device
+) -> Decision:
+    """The settings of a choice, and what is told of it."""
+    where = f"{loaded.config.train.minutes:g} minutes"
+    told = dataclasses.replace(known, tokens=best.tokens)
+    sized = Decision() if loaded.size is None else decide(loaded, best.shape, told, device)
+    values = {**sized.values, "train.steps": (best.steps, where)}
+    if loaded.size is not None:
+        context = sized.values.get("model.context", (loaded.config.model.context, ""))[0]
+        look = max(context, int(0.09 * best.tokens) // context * context)
+        quiet = {"eval.every": 0, "eval.sample_tokens": 0, "checkpoint.every": 0, "eval.tokens": min(1_048_576, look)}
+        values |= {path: (value, where) for path, value in quiet.items() if not loaded.sources[path].by_user}
+    return Decision(values, (*_lines(loaded, best, prospects, known, device), *sized.notices))
+
+
+def _lines(loaded: LoadedConfig, best: Prospect, prospects: list[Prospect], known: Known, device: Device) -> list[str]:
+    epochs = "" if known.unique is None else f", {best.tokens / known.unique:.2f} epochs"
+    first = (
+        f"{loaded.config.train.minutes:g} minutes on {device.name}: size {best.shape.name}, about {best.steps:,} steps "
+        f"of {best.batch:,} tokens, {best.tokens:,} in all{epochs}"
+    )
+    if len(prospects) == 1:
+        return [first]
+    near = sorted(prospects[:ROWS] + [row for row in prospects[ROWS:] if row.measured], key=lambda row: row.tokens)
+    rows = [
+        f"size {row.shape.name}: {row.tokens_per_second:,.0f} tokens/s {'measured' if row.measured else 'reckoned'}, "
+        f"{row.tokens:,} tokens, loss about {row.loss:.2f}"
+        for row in near
+    ]
+    return [first, *rows]
+
+
+def measured_speed(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> Speed | None:
+    """Times steps of two lengths: their difference is the tokens', the rest the update's. None: it does not fit."""
+    context = (
+        loaded.config.model.context if loaded.size is None else written(loaded).get("model.context", shape.context)
+    )
+    sequences = max(1, STEP_TOKENS.get(device.kind, FEW_TOKENS) // context)
+    values = {"train.batch_tokens": LONGER * sequences * context, "train.minutes": None, "train.steps": 1000}
+    values |= {"speed.accumulation": None, "speed.micro_batch": sequences}
+    if loaded.size is not None:
+        values = {path: value for path, (value, _) in decide(loaded, shape, known, device).values.items()} | values
+        values |= {"train.tokens": None, "train.epochs": None}
+    trial = with_values(loaded, values, Source("preset", "minutes"))
+    if device.kind == "cuda" and device.memory_bytes is not None:
+        trial = fitted_to(trial, hardware_for(device.memory_bytes))
+    few = micro_batch_of(trial.config)[0]
+    try:
+        with borrowed_run(dataclasses.replace(trial, size=None)) as run:
+            short, long = (_step_seconds(run, count) for count in (few, LONGER * few))
+    except ResourceError:
+        return None
+    token = max((long - short) / ((LONGER - 1) * few * context), 0.3 * long / (LONGER * few * context))
+    return Speed(token, max(0.0, short - token * few * context))
+
+
+def _step_seconds(run: Run, sequences: int) -> float:
+    with Steps(with_sequences(run, sequences)) as steps:
+        steps.take(1)
+        once = steps.take(1)[0].seconds
+        count = max(FEWEST, min(MOST, int(TIMED_SECONDS / max(once, 1e-6))))
+        return statistics.median(report.seconds for report in steps.take(count))

@@ -152,6 +152,7 @@ OTHER: dict[str, str | list[str]] = {
     "optim.beta2": "0.5",
     "optim.eps": "0.1",
     "optim.clip": "0.01",
+    "optim.ema": "0.9",
     "train.steps": "7",
     "train.epochs": "0.1",
     "train.tokens": "500",

@@ -1,4 +1,4 @@
-"""Kernels of gates, value tables and the first stream that blocks mix in, each against its formula in float64."""
+"""Kernels of gates, of values from tables and of the first stream that blocks mix in, against formulas in float64."""
 
 import pytest
 import torch

@@ -97,6 +97,10 @@ def sharded(model: dict, how: dict) -> tuple[list[float], dict[str, Tensor]]:
             {"family": "gpt", "tied": False, "bias": True, "kv_heads": 2, "residual_scale": 0.7},
             {"checkpointing": "full", "loss": "fused"},
         ),
+        (
+            {"tied": False, "layers": 2, "first_mix": True, "value_tables": 1, "head_gate": True, "bigram_rows": 19},
+            {"checkpointing": "full", "loss": "fused"},
+        ),
     ],
     ids=str,
 )

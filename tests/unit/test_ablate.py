@@ -231,7 +231,7 @@ def test_the_table_says_what_helps_and_what_could_not_be_seen(tiny, made, tmp_pa
     draw_ablation(body, tmp_path / "a.png")
     assert is_picture(tmp_path / "a.png")
     _, result = ablated(tiny(), fields=["model.qk_norm"], seeds=1, equal="tokens")
-    assert "one seed says nothing of the noise" in shown(result.to_json())
+    assert "one pair says nothing of the noise" in shown(result.to_json())
 
 
 def test_what_hurts_is_told_as_the_better_value(tiny, made, monkeypatch: pytest.MonkeyPatch):

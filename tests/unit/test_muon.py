@@ -13,9 +13,10 @@ from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.config.unused import check_used
 from flatout.engine.step import TrainStep
-from flatout.engine.trained import all_weights
+from flatout.engine.trained import all_weights, state_of
 from flatout.errors import CheckpointError, ConfigError
 from flatout.launch import launch
+from flatout.model.count import parameter_count
 from flatout.model.gpt import GPT, build_model
 from flatout.ops import muon as ops
 from flatout.ops.muon import Numbers, advance_reference, apply_reference, normalise, orthogonalise
@@ -61,7 +62,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def state_of(model: GPT, optimizer: Optimizers) -> dict[str, Tensor]:
+def everything(model: GPT, optimizer: Optimizers) -> dict[str, Tensor]:
     return {name: x.detach().clone() for name, x in {**dict(model.named_parameters()), **optimizer.tensors()}.items()}
 
 
@@ -208,11 +209,11 @@ def test_a_skipped_step_changes_nothing_and_a_resumed_run_goes_on_bit_for_bit(no
     model, step = make(config)
     for seed in range(2):
         step(*batch(seed))
-    before = state_of(model, step.optimizer)
+    before = everything(model, step.optimizer)
     handle = model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
     assert step(*batch(9))[2] == 0.0
     handle.remove()
-    assert alike(before, state_of(model, step.optimizer))
+    assert alike(before, everything(model, step.optimizer))
     assert before["blocks.0.mlp.up.weight.momentum"].shape == (84, 32)
     assert ("blocks.0.mlp.up.weight.second" in before) == normuon
 
@@ -225,18 +226,18 @@ def test_a_skipped_step_changes_nothing_and_a_resumed_run_goes_on_bit_for_bit(no
     fresh.updates.copy_(step.updates)
     for seed in range(2, 5):
         assert torch.equal(step(*batch(seed)), fresh(*batch(seed)))
-    assert alike(state_of(model, step.optimizer), state_of(other, fresh.optimizer))
+    assert alike(everything(model, step.optimizer), everything(other, fresh.optimizer))
 
 
 def test_weights_without_a_gradient_stay():
     model, step = make()
     step(*batch(0))
-    before = state_of(model, step.optimizer)
+    before = everything(model, step.optimizer)
     model.blocks[1].requires_grad_(False)
     for p in model.parameters():
         p.grad = None
     step(*batch(1))
-    after = state_of(model, step.optimizer)
+    after = everything(model, step.optimizer)
     assert {name for name in before if not torch.equal(before[name], after[name])} == {
         name for name in before if not name.startswith("blocks.1.")
     }
@@ -249,6 +250,20 @@ def test_state_of_adamw_is_refused():
     adamw.create_state()
     with pytest.raises(CheckpointError, match="state is exp_avg, exp_avg_sq, step, this optimizer needs momentum"):
         step.optimizer.assign(adamw.tensors(), "a file")
+
+
+@pytest.mark.parametrize("kinds", ["A", "EA"])
+def test_matrices_have_4_bytes_of_state_and_the_rest_8(kinds: str):
+    states = {"pattern": kinds, "states": 16, "modulation": 0.2} if "E" in kinds else {}
+    shape = ModelConfig.model_validate({**MODEL.model_dump(), **states})
+    model = build_model(shape, VOCAB)
+    optimizer = Optimizers(rules_of(MUON, 1), trainables(model))
+    optimizer.create_state()
+    held = sum(x.nbytes for name, x in optimizer.tensors().items() if not name.endswith(".step"))
+    count = parameter_count(shape, VOCAB)
+    config = load_config("shakespeare-char").config.model_copy(update={"optim": MUON, "model": shape})
+    expected = state_of(config, config.speed, count)
+    assert expected.device * count == expected.checkpoint * count == pytest.approx(held)
 
 
 # --- the kernels ------------------------------------------------------------------------------------------------------

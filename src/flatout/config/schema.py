@@ -153,6 +153,8 @@ class RunConfig(Section):
             raise Conflict(
                 "attention inside samples has no dropout, and model.dropout is set", "set lora.dropout instead"
             )
+        if self.lora.rank and self.optim.ema:
+            raise Conflict("optim.ema averages whole weights, and lora.rank trains adapters", "set optim.ema=0")
         if self.data.streaming:
             raise Conflict("data.streaming is for plain text", "leave data.streaming out, or chat.source")
         count, samples = self.speed.accumulation, self.chat.batch_samples

@@ -58,6 +58,7 @@ from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub import Description
 from flatout.model.quantize import check_quantizing, quantize_linears, quantized_base
 from flatout.ops.attention import install_flash
+from flatout.optim.average import Average
 from flatout.optim.given import rules_with
 from flatout.optim.optimizers import Optimizers, check_slices
 from flatout.optim.rules import rules_of
@@ -338,6 +339,7 @@ def _build_step(
         keep_gradients=speed.cuda_graphs or graphs_of_its_own(speed.compile, our_graphs=speed.cuda_graphs),
         after_update=model.narrow.settle,
         clear_gradients=trained.clear_gradients,
+        average=Average(trained.updated, config.optim.ema) if config.optim.ema else None,
         scope=lambda: device_scope(speed, config.train.deterministic),
         world=world,
         reducer=trained.sharding

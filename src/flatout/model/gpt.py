@@ -138,8 +138,9 @@ class GPT(nn.Module):
         dropout, count = config.dropout if self.training else 0.0, 1 + 2 * len(layers)
         first, *seeds = do.seeds(count, tokens_BT.device) if dropout > 0.0 else [None] * count
         pairs = zip(seeds[::2], seeds[1::2], strict=True)
-        bigrams = None if self.bigram is None else (self._bigrams(tokens_BT, places, cache), self.bigram.weight)
-        x_BTW = self.embedding(tokens_BT, do, positions_TW, bigrams)
+        x_BTW = self.embedding(tokens_BT, do, positions_TW)
+        if self.bigram is not None:
+            x_BTW = do.add_rows(x_BTW, self._bigrams(tokens_BT, places, cache), self.bigram.weight)
         if self.embedding.weight.requires_grad and not self._inside.requires_grad:
             x_BTW = x_BTW.to(self._inside.dtype)  # a table that is trained beside adapters is wider than the blocks
         if config.embedding_norm:
@@ -150,7 +151,7 @@ class GPT(nn.Module):
             x_BTW, mixed_in = do.first(x_BTW)
             shared = dataclasses.replace(shared, first=mixed_in)
         stream = Stream(x_BTW)
-        values = [do.look_up(tokens_BT, table.weight) for table in self.value_tables]
+        values = [do.look_up(tokens_BT, table) for table in self.value_tables.parameters()]
         inferring = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         with self._eager(decoding=cache is not None or inferring):
             for place, (block, narrow, layer, pair) in enumerate(

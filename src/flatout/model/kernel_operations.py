@@ -43,13 +43,10 @@ class KernelOperations(Operations):
         # Sixteen bytes apart: Triton compiles a kernel twice if some of its pointers are aligned so and some are not.
         return torch.randint(2**62, (count, 2), device=device)[:, 0].unbind()
 
-    def embed(
-        self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, bigrams: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
         wide = torch.promote_types(table_VW.dtype, torch.float32)  # of a frozen model weights may be narrower
         dtype = torch.bfloat16 if self.execution.residual == "bf16" else wide
-        x_BTW = embed(tokens_BT, table_VW, None if positions_TW is None else positions_TW.flatten(0, -2), dtype)
-        return x_BTW if bigrams is None else x_BTW + embed(*bigrams, None, dtype)
+        return embed(tokens_BT, table_VW, None if positions_TW is None else positions_TW.flatten(0, -2), dtype)
 
     def unit_norm(self, x_BTW: Tensor, eps: float) -> Tensor:
         return add_norm(x_BTW, None, None, None, None, centred=False, eps=eps, dtype=x_BTW.dtype)[1]
@@ -57,6 +54,9 @@ class KernelOperations(Operations):
     def drop(self, x_BTW: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
         assert seed is not None, "these kernels draw from a counter"
         return drop(x_BTW, seed, dropout)
+
+    def add_rows(self, x_BTW: Tensor, ids_BT: Tensor, table_RW: Tensor) -> Tensor:
+        return x_BTW + embed(ids_BT, table_RW, None, x_BTW.dtype)
 
     def first(self, x_BTW: Tensor) -> tuple[Tensor, First]:
         return begin(x_BTW)

@@ -31,9 +31,9 @@ class Embedding(nn.Embedding):
     role = "embedding"  # by which optimizers choose a rate
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tokens_BT: Tensor, do: Operations, positions_TW: Tensor | None, bigrams: tuple[Tensor, Tensor] | None
+        self, tokens_BT: Tensor, do: Operations, positions_TW: Tensor | None
     ) -> Tensor:
-        return do.embed(tokens_BT, self.weight, positions_TW, bigrams)
+        return do.embed(tokens_BT, self.weight, positions_TW)
 
 
 class Table(nn.Module):

@@ -119,13 +119,12 @@ class Operations(abc.ABC):
         return [None] * count
 
     @abc.abstractmethod
-    def embed(
-        self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, bigrams: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        """The residual stream's first values; positions are [T, W], or [B, T, W] where rows differ.
+    def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
+        """The residual stream's first values; positions are [T, W], or [B, T, W] where rows differ."""
 
-        `bigrams` are ids [B, T] of another table, and that table.
-        """
+    @abc.abstractmethod
+    def add_rows(self, x_BTW: Tensor, ids_BT: Tensor, table_RW: Tensor) -> Tensor:
+        """The first values with rows of another table added."""
 
     def first(self, x_BTW: Tensor) -> tuple[Tensor, Any]:
         """(the first stream, the same as blocks get it to mix it in)."""

@@ -18,12 +18,9 @@ class TorchOperations(Operations):
     recomputes = ("selective", "full")
     kernels = False
 
-    def embed(
-        self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, bigrams: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
         x_BTW = F.embedding(tokens_BT, table_VW)
-        x_BTW = x_BTW if positions_TW is None else x_BTW + positions_TW
-        return x_BTW if bigrams is None else x_BTW + F.embedding(*bigrams)
+        return x_BTW if positions_TW is None else x_BTW + positions_TW
 
     def unit_norm(self, x_BTW: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x_BTW, (x_BTW.shape[-1],), None, eps)
@@ -38,6 +35,9 @@ class TorchOperations(Operations):
         if mix is not None:
             x_BTW = mix.weights_2[0] * x_BTW + mix.weights_2[1] * mix.first
         return x_BTW, norm(x_BTW)
+
+    def add_rows(self, x_BTW: Tensor, ids_BT: Tensor, table_RW: Tensor) -> Tensor:
+        return x_BTW + F.embedding(ids_BT, table_RW)
 
     def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Tensor:
         return F.embedding(tokens_BT, table_VC).to(product_type(table_VC))  # once for all blocks that it serves

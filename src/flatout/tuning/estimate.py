@@ -316,7 +316,7 @@ class _Look:
     def _disk(self, timed: Timed | None, visits: Visits) -> dict[str, Figure]:
         """What a checkpoint takes, and all that are there at once."""
         config = self.config
-        size = Figure(checkpoint_size(self.trained, config.optim, config.speed), "estimated", _MOMENTS)
+        size = Figure(checkpoint_size(self.trained, config, config.speed), "estimated", _MOMENTS)
         if timed is not None and timed.checkpoint_bytes is not None:
             size = Figure(timed.checkpoint_bytes, "measured")
         # Kept ones, the best, and the one being written before an older one goes.

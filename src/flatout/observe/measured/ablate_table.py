@@ -51,10 +51,11 @@ def ordered(body: Mapping[str, Any], equal: str) -> list[Mapping[str, Any]]:
 def sentence(body: Mapping[str, Any]) -> str:
     if body["loss"] is None:
         return f"{body['config']}: no run of the config as it is has ended yet; on {body['device']}"
+    ended = sum(not row["field"] for row in body["rows"])
     spread = "" if body["spread"] is None else f" (standard deviation {body['spread']:.4f})"
     return (
         f"{body['config']} as it is: validation loss {body['loss']:.4f} over "
-        f"{many(len(body['seeds']), 'seed')}{spread}, {many(body['steps'], 'step')}, {body['tokens']:,} tokens, "
+        f"{many(ended, 'seed')}{spread}, {many(body['steps'], 'step')}, {body['tokens']:,} tokens, "
         f"{_seconds(body['training_seconds'])} of training; on {body['device']}"
     )
 
@@ -77,7 +78,7 @@ def _table(rows: Sequence[Mapping[str, Any]], *, seconds: bool) -> Table:
     table.add_column("verdict")
     for one in rows:
         cells = [one["field"], one["configured"][:_NARROW], one["changed"][:_NARROW]]
-        cells += [f"{one['steps']:,}"] if seconds else []
+        cells += [f"{one['steps']:,}" if one["pairs"] else "-"] if seconds else []
         cells += ["-" if one[name] is None else f"{one[name]:.4f}" for name in ("loss", "changed_loss")]
         cells += [difference_text(one), one["reason"] or one["verdict"] or _without_verdict(one)]
         table.add_row(*(printable(cell) for cell in cells), style=_STYLES.get(one["verdict"], ""))
@@ -85,7 +86,7 @@ def _table(rows: Sequence[Mapping[str, Any]], *, seconds: bool) -> Table:
 
 
 def _without_verdict(one: Mapping[str, Any]) -> str:
-    return "one seed: no verdict" if one["pairs"] else "not run yet"
+    return "one pair: no verdict" if one["pairs"] else "not run yet"
 
 
 def notes(body: Mapping[str, Any]) -> Iterator[str]:
@@ -112,12 +113,13 @@ def notes(body: Mapping[str, Any]) -> Iterator[str]:
     if unread:
         yield f"equal to the last digit with and without: {', '.join(sorted(unread))}; does this run use it?"
     if body["loss"] is not None and not body["noise"]:
-        yield "one seed says nothing of the noise, so there is no verdict: --seeds 2 trains what is missing for one"
+        way = ": --seeds 2 trains a second one" if len(body["seeds"]) == 1 else ""
+        yield f"one pair says nothing of the noise, so there is no verdict{way}"
     if body["left_out"]:
         told = ", ".join(f"{path} ({why})" for path, why in body["left_out"].items())
         yield f"left out: {told}; --fields names what to change"
     if body["missing"]:
-        yield f"{many(body['missing'], 'run')} of the table are missing; the same command goes on with them"
+        yield f"not run yet: {many(body['missing'], 'run')}; the same command goes on with them"
 
 
 def _seconds(value: float) -> str:

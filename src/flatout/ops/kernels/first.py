@@ -5,19 +5,20 @@ Here the pass that makes it adds it to what later blocks have left, and the begi
 comes last, takes the sum.
 """
 
-import dataclasses
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-@dataclasses.dataclass(eq=False)
 class First:
-    """The first stream [B, T, W], and what its gradient has come to in this backward pass."""
+    """The first stream [B, T, W], and what its gradient has come to in this backward pass.
 
-    values: Tensor
-    gradient: Tensor | None = None
+    No dataclass: sharding would hand blocks a copy of it.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.gradient: Tensor | None = None
 
 
 class _Begin(torch.autograd.Function):

@@ -15,8 +15,6 @@ Shape legend: N rows (tokens), C gates of a token, I channels that they read, B 
 H query heads, D head size, V vocabulary.
 """
 
-import dataclasses
-
 import torch
 import triton
 import triton.language as tl
@@ -79,7 +77,7 @@ def _back(
 
 def _blocks(count: int, inputs: int) -> dict[str, int]:
     """Sizes that a product of Triton's takes."""
-    return {"COUNT": max(16, triton.next_power_of_2(count)), "INPUTS": max(16, triton.next_power_of_2(inputs))}
+    return {name: max(16, int(triton.next_power_of_2(size))) for name, size in (("COUNT", count), ("INPUTS", inputs))}
 
 
 def make_gates(h_NW: Tensor, weight_CI: Tensor) -> Tensor:
@@ -117,13 +115,16 @@ def gates_back(
 # --- values from a table ----------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(eq=False)
 class Rows:
-    """Which rows of a value table [V, G·D] are to come to the values, and what its gradient has come to."""
+    """Which rows of a value table [V, G·D] are to come to the values, and what its gradient has come to.
 
-    tokens_BT: Tensor
-    table_VC: Tensor
-    gradient: Tensor | None = None
+    No dataclass: sharding would hand blocks copies, with a table that is no leaf any more.
+    """
+
+    def __init__(self, tokens_BT: Tensor, table_VC: Tensor) -> None:
+        self.tokens_BT = tokens_BT
+        self.table_VC = table_VC
+        self.gradient: Tensor | None = None
 
     def room(self) -> tuple[Tensor, Tensor | None]:
         """(where to add the table's gradient, what autograd gets of it: nothing from any but the first to ask)."""

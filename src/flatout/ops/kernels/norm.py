@@ -283,7 +283,7 @@ class _AddNorm(torch.autograd.Function):
         )  # fmt: skip
         rounding.hand_over(dbranch)
         dmix = None
-        if mix_sums is not None:
+        if mix is not None and mix_sums is not None:
             ctx.first.gradient, dmix = dfirst, fold(mix_sums).to(mix.dtype)
         if not has_sums:  # frozen weights
             return dx, None if ctx.branch_dtype is None else dbranch, *([None] * 11), dmix, None

@@ -150,7 +150,7 @@ def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) 
         parameters=parameter_count(config.model, run.model.vocab) if run.given.model is None else count_of(run.model),
         flops_per_token=run.flops_per_token,
         memory_estimate_bytes=run.memory.total,
-        steps=run.steps,
+        steps=run.last_step,
         batch_tokens=run.step_tokens,
         micro_batch=run.speed.micro_batch,
         accumulation=run.speed.accumulation,

@@ -61,6 +61,12 @@ def fitted_to(loaded: LoadedConfig, name: str) -> LoadedConfig:
     return with_values(loaded, changes, Source("hardware", f"hardware {name}"))
 
 
+def fits(loaded: LoadedConfig, name: str) -> bool:
+    """Whether a step of a config fits a card of that overlay, by the estimate, with all that the overlay may change."""
+    have = int(gigabytes(name) * 1e9)
+    return _need(fitted_to(loaded, name).config, have) <= ROOM * have
+
+
 def _changes(loaded: LoadedConfig) -> Iterator[dict[str, Any]]:
     """What may be changed, from nothing to all of it."""
     config, sources = loaded.config, loaded.sources

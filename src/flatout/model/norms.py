@@ -24,7 +24,7 @@ class Norm(nn.Module):
 
 
 class _CpuRms(torch.autograd.Function):
-    """RMS norm times `scale` in few passes over memory; torch has no kernel for it on a CPU and takes twice as long."""
+    """RMS norm times `scale`, without weights; torch has no kernel for it on a CPU and takes twice as long."""
 
     @staticmethod
     def forward(ctx, x, eps, scale):
@@ -52,10 +52,9 @@ class RMSNorm(Norm):
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.weight is None and x.device.type == "cpu" and x.itemsize >= 4 and not torch.compiler.is_compiling():
+            return _CpuRms.apply(x, self.eps, self.scale)
         weight = None if self.weight is None else self.weight.to(x.dtype)
-        if x.device.type == "cpu" and x.dtype.itemsize >= 4 and not torch.compiler.is_compiling():
-            normed = _CpuRms.apply(x, self.eps, self.scale)
-            return normed if weight is None else normed * weight
         normed = F.rms_norm(x, (x.shape[-1],), weight, self.eps)
         return normed if self.scale == 1.0 else normed * self.scale
 

@@ -175,6 +175,13 @@ def test_rms_norm():
     assert_same(norm(x), rms_norm_reference(x, weight, 1e-5), [x, weight])
 
 
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+def test_rms_norm_without_weights(scale):
+    x = draw(3, 4, 10).transpose(0, 1)
+    norm = RMSNorm(10, weight=False, scale=scale)
+    assert_same(norm(x), scale * rms_norm_reference(x, torch.ones(10, dtype=x.dtype), 1e-5), [x])
+
+
 @pytest.mark.parametrize("scope", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_the_fused_loss_makes_none(scope, monkeypatch):
     hidden, weight, targets = draw(11, 5), draw(13, 5, seed=1), torch.arange(11)

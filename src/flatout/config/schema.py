@@ -79,6 +79,10 @@ class RunConfig(Section):
                 "data.streaming does not tell where documents end",
                 "set data.documents=joined, or data.streaming=false",
             )
+        if self.data.reshuffle and (self.data.streaming or self.data.packing == "best_fit"):
+            other = "data.streaming reads once" if self.data.streaming else "data.packing best_fit joins no documents"
+            way = "data.streaming=false" if self.data.streaming else "data.packing=concat"
+            raise Conflict(f"{other}, and data.reshuffle joins them anew", f"set {way}, or data.reshuffle=false")
         if self.data.documents != "joined" and self.model.dropout > 0 and self.model.attends:
             raise Conflict(
                 "attention inside documents has no dropout, and model.dropout is set",

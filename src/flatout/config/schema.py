@@ -168,7 +168,10 @@ def windows_of_steps(config: RunConfig) -> list[int]:
 
 
 def at_last_stage(config: RunConfig) -> RunConfig:
-    """The run without stages: as many tokens, all read in steps like the last ones. What measures a step takes this."""
+    """The run without stages: as many tokens, all read in steps like the last ones, in the micro-batch of all stages.
+
+    What measures a step, or judges one, takes this.
+    """
     train = config.train
     if not train.staged:
         return config
@@ -177,7 +180,8 @@ def at_last_stage(config: RunConfig) -> RunConfig:
     changes["batch_tokens"] = last = (train.batch_stages or [train.batch_tokens])[-1]
     if train.steps is not None:
         changes["steps"] = max(1, round(train.steps * train.mean_batch / last))
-    return config.model_copy(update={"train": train.model_copy(update=changes)})
+    speed = config.speed.model_copy(update={"micro_batch": micro_batch_of(config)[0], "accumulation": None})
+    return config.model_copy(update={"train": train.model_copy(update=changes), "speed": speed})
 
 
 def micro_batch_of(config: RunConfig, ranks: int = 1) -> tuple[int, int]:

@@ -59,6 +59,8 @@ class DataConfig(Section):
     """Windows over the joined documents, or whole documents fitted into windows with little padding."""
     documents: Literal["joined", "apart"] = "joined"
     """Whether a token sees all of its window before it, or its own document alone, labels included."""
+    reshuffle: bool = False
+    """Join documents in another order in every epoch, so that windows cut the text elsewhere each time."""
     streaming: bool = False
     """Train while reading data.source, without preparing shards first."""
     stride: Positive | None = None

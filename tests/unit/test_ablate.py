@@ -17,7 +17,7 @@ from flatout.observe.picture import is_picture
 from flatout.records import AblateRow, EvalRecord, ablate_row_from_json, record_to_json
 from flatout.tuning import ablation
 from flatout.tuning.ablation import AblateResult
-from flatout.tuning.field_changes import Change, changes_to_defaults, named_changes, split_fields
+from flatout.tuning.field_changes import Change, changes_to_defaults, choose, named_changes, split_fields
 
 # --- which fields -----------------------------------------------------------------------------------------------------
 
@@ -71,6 +71,11 @@ def test_without_a_list_what_is_set_goes_back_to_its_default():
     assert "alone does not go" in left_out["train.batch_tokens"]
     with pytest.raises(ConfigError, match="sets nothing"):
         changes_to_defaults(load_config({"train": {"steps": 5}, "data": {"source": "shakespeare"}}))
+
+
+def test_a_length_in_minutes_is_refused():
+    with pytest.raises(ConfigError, match="no number of tokens"):
+        choose(["model.qk_norm"], load_config("shakespeare-char", ["train.minutes=1.0", "optim.schedule=wsd"]))
 
 
 # --- which runs -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.config.unused import check_used
+from flatout.engine.notices import Notices
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import all_weights, state_of
+from flatout.engine.update_graph import recorded_updates
 from flatout.errors import CheckpointError, ConfigError
 from flatout.launch import launch
 from flatout.model.count import parameter_count
@@ -264,6 +267,65 @@ def test_matrices_have_4_bytes_of_state_and_the_rest_8(kinds: str):
     config = load_config("shakespeare-char").config.model_copy(update={"optim": MUON, "model": shape})
     expected = state_of(config, config.speed, count)
     assert expected.device * count == expected.checkpoint * count == pytest.approx(held)
+
+
+class FakeRecorder:
+    """Records a function and executes nothing, as CUDA does; a replay calls it."""
+
+    def __init__(self, error: RuntimeError | None = None) -> None:
+        self.error, self.did = error, []
+
+    def warm_up(self, function: Callable[[], Tensor]) -> Tensor:
+        self.did.append("warm-up")
+        return function()
+
+    def record(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor, None]:
+        if self.error is not None:
+            raise self.error
+        self.did.append("record")
+
+        def replay() -> None:
+            self.did.append("replay")
+            function()
+
+        return replay, torch.zeros(()), None
+
+    def finish(self) -> None:
+        pass
+
+
+def test_a_recorded_update_is_made_anew_where_gradients_or_state_have_moved():
+    model, step = make()
+    twin, plain = make()
+    recorder: Any = FakeRecorder()
+    step.keep_gradients = plain.keep_gradients = True
+    recorded_updates(step.optimizer, Notices(), recorder)
+    for seed in range(5):
+        version = model.blocks[0].mlp.up.weight._version
+        step(*batch(seed))
+        plain(*batch(seed))
+        assert model.blocks[0].mlp.up.weight._version > version
+    assert recorder.did == ["warm-up", "warm-up", "record", "replay", "replay", "replay"]
+    step.optimizer.assign({name: x.clone() for name, x in step.optimizer.tensors().items()}, "a file")
+    model.blocks[2].mlp.up.weight.grad = None
+    for seed in range(5, 8):
+        step(*batch(seed))
+        plain(*batch(seed))
+    assert recorder.did[6:] == ["warm-up", "warm-up", "record", "replay"]
+    assert alike(everything(model, step.optimizer), everything(twin, plain.optimizer))
+
+
+def test_an_update_that_cannot_be_recorded_goes_on_without():
+    model, step = make()
+    twin, plain = make()
+    recorder: Any = FakeRecorder(RuntimeError("no graphs here\nbut a trace"))
+    step.keep_gradients, notices = True, Notices()
+    recorded_updates(step.optimizer, notices, recorder)
+    for seed in range(4):
+        step(*batch(seed))
+        plain(*batch(seed))
+    assert notices.take() == ["Muon's update is not recorded: RuntimeError: no graphs here"]
+    assert alike(everything(model, step.optimizer), everything(twin, plain.optimizer))
 
 
 # --- the kernels ------------------------------------------------------------------------------------------------------

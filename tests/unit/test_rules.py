@@ -100,7 +100,7 @@ class Written:
 
 def spoiled(model: GPT, step: TrainStep, seed: int) -> Tensor:
     """A step with a gradient that is not finite."""
-    handle = model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+    handle = model.get_parameter("norm.weight").register_hook(lambda gradient: gradient * float("nan"))
     report = step(*batch(seed))
     handle.remove()
     return report

@@ -49,6 +49,7 @@ from flatout.engine.randomness import RandomStream
 from flatout.engine.run import Run, delivery_of, device_scope
 from flatout.engine.step import LossScale, TrainStep
 from flatout.engine.trained import Trained, all_weights, only_adapters
+from flatout.engine.update_graph import recorded_updates
 from flatout.errors import CheckpointError, ConfigError
 from flatout.model.adapter_files import load_into
 from flatout.model.adapter_targets import needless_rank
@@ -351,11 +352,12 @@ def _build_step(
             replayed=speed.cuda_graphs,
         ),
     )
-    graph = None
+    graph, updates = None, []
     if speed.cuda_graphs:
         how = (Recorder(device), model.prepare, trained.forget)
         graph = MicroBatchGraph(step.forward_backward, model, notices, *how)
         step.run_micro_batch = graph
+        updates = recorded_updates(step.optimizer, notices, Recorder(device)) if world.size == 1 else []
 
     def rebuild() -> None:
         """What was made for one shape goes."""
@@ -363,6 +365,8 @@ def _build_step(
         model.offload.drop()
         if graph is not None:
             graph.reset()
+        for update in updates:
+            update.reset()
         if speed.compile != "off":
             torch._dynamo.reset()  # code for a shape that never comes again only holds memory
 

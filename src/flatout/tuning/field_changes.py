@@ -67,6 +67,16 @@ def split_fields(text: str) -> list[str]:
     return [entry.strip() for entry in entries if entry.strip()]
 
 
+def choose(fields: Sequence[str] | None, loaded: LoadedConfig) -> tuple[list[Change], dict[str, str]]:
+    """The changes that were asked for, or leave-one-out; and which fields are left out, with why."""
+    if loaded.config.train.minutes is not None:
+        raise ConfigError(
+            "a run of train.minutes has no number of tokens at which others could be compared with it",
+            "give its length as train.steps or train.tokens",
+        )
+    return changes_to_defaults(loaded) if fields is None else (named_changes(fields, loaded), {})
+
+
 def named_changes(entries: Sequence[str], loaded: LoadedConfig) -> list[Change]:
     """The changes that were asked for: `section.field` flips what is true or false, `section.field=value` is any."""
     changes: list[Change] = []

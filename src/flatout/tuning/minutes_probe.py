@@ -7,7 +7,7 @@ import time
 from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, with_values
 from flatout.config.schema import micro_batch_of
-from flatout.config.sizes import LADDER, Known, Shape
+from flatout.config.sizes import FRESH_EPOCHS, LADDER, Known, Shape
 from flatout.config.source import Source
 from flatout.device import Device
 from flatout.engine.overlays import fits, fitted_to
@@ -24,6 +24,8 @@ TIMED_SECONDS, FEWEST, MOST = 0.8, 3, 40  # of one length of steps
 FIRST = {"cuda": Shape(8, 512)}  # what is measured first
 FIRST_ELSEWHERE = Shape(3, 96)
 ROWS = 5  # that are told
+EVALUATIONS = 10  # of a run over repeated text
+MOST_LOOKED = 1_048_576  # tokens of an evaluation
 
 
 def plan(loaded: LoadedConfig, known: Known, device: Device) -> Decision:
@@ -79,7 +81,15 @@ def decision_for(
     if loaded.size is not None:
         context = sized.values.get("model.context", (loaded.config.model.context, ""))[0]
         look = max(context, int(0.09 * best.tokens) // context * context)
-        quiet = {"eval.every": 0, "eval.sample_tokens": 0, "checkpoint.every": 0, "eval.tokens": min(1_048_576, look)}
+        # Text that is read many times is learned by heart at some point: evaluations on the way find the best weights.
+        often = known.unique is not None and best.tokens > FRESH_EPOCHS * known.unique
+        every = max(1, best.steps // EVALUATIONS) if often else 0
+        quiet = {
+            "eval.every": every,
+            "eval.sample_tokens": 0,
+            "checkpoint.every": 0,
+            "eval.tokens": min(MOST_LOOKED, look),
+        }
         values |= {path: (value, where) for path, value in quiet.items() if not loaded.sources[path].by_user}
     return Decision(values, (*_lines(loaded, best, prospects, known, device), *sized.notices))
 

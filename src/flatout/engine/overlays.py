@@ -20,6 +20,7 @@ from flatout.config.catalogue import gigabytes
 from flatout.config.load import LoadedConfig, with_values
 from flatout.config.schema import RunConfig, micro_batch_of
 from flatout.config.source import DEFAULT, Source
+from flatout.data.tokenizer import learned_vocab
 from flatout.device import Device
 from flatout.engine.case import Probes
 from flatout.engine.features import resolve_speed
@@ -80,7 +81,8 @@ def _changes(loaded: LoadedConfig) -> Iterator[dict[str, Any]]:
 def _need(config: RunConfig, have: int) -> int:
     """Bytes of a step on a card of this memory, by the estimate."""
     card = Device(torch_device=torch.device("cuda", 0), name="the overlay's card", memory_bytes=have, capability=(8, 0))
-    vocab = config.model.vocab or _VOCABS.get(config.data.tokenizer, _COMMON_VOCAB)
+    spec = config.data.tokenizer
+    vocab = config.model.vocab or learned_vocab(spec) or _VOCABS.get(spec, _COMMON_VOCAB)
     plain = config.model_copy(update={"speed": config.speed.model_copy(update={"device": "auto"})})
     speed = resolve_speed(plain, card, None, lambda _: DEFAULT, vocab=vocab, probes=_ALL_WORKS)
     return memory_of(plain, vocab, speed).total

@@ -32,7 +32,7 @@ class DataConfig(Section):
     folder: Name | None = None
     """Folder of prepared token shards; null means data/SOURCE-TOKENIZER, filled on first use."""
     tokenizer: str = "char"
-    """`char`, `bytes`, `gpt2`, or the path of a Hugging Face tokenizer.json."""
+    """`char`, `bytes`, `gpt2`, `bpe-512` (learned from the text, of any size), or a tokenizer.json's path."""
     unknown_characters: Literal["error", "drop", "replace"] = "error"
     """What tokenizer `char` does with a character it has never seen."""
     format: Format | None = None

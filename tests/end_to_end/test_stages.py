@@ -14,6 +14,7 @@ from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.setup import setup_run
 from flatout.engine.warm_up import warm_up
 from flatout.errors import ConfigError
+from flatout.model.count import flops_per_token
 from flatout.records import EpochRecord, EvalRecord, RunInfo, StepRecord
 from tests.unit.test_graphs import FakeRecorder
 
@@ -259,6 +260,14 @@ def test_stages_that_mean_nothing_are_refused(tiny, words, message: str, hint: s
 def test_micro_batches_divide_the_steps_of_all_stages(tiny):
     run = setup_run(tiny("train.batch_stages=[64, 96]", "speed.micro_batch=4"))
     assert (run.speed.micro_batch, run.speed.accumulation) == (2, 3)
+
+
+def test_a_stage_that_attends_to_less_counts_fewer_flops(tiny):
+    run = setup_run(tiny(*STAGES, "train.steps=11"))
+    model, vocab = run.config.model, run.model.vocab
+    narrow = model.model_copy(update={"window": 4})
+    assert run.flops_at(1) == flops_per_token(narrow, vocab, 8)
+    assert run.flops_at(11) == run.flops_per_token == flops_per_token(model, vocab)  # window 8, whole context
 
 
 def test_what_measures_steps_takes_the_last_stage(tiny):

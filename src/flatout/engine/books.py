@@ -82,7 +82,7 @@ def _step_record(run: Run, progress: Progress, report: StepReport) -> StepRecord
         tokens=progress.tokens,
         seconds=report.seconds,
         tokens_per_second=rate,
-        mfu=rate * run.flops_per_token / (peak * run.world.size) if rate and peak else None,
+        mfu=rate * run.flops_at(report.step) / (peak * run.world.size) if rate and peak else None,
         memory_bytes=run.peak_memory_bytes(),
         loss_scale=None if run.step.loss_scale is None else report.loss_scale,
         micro_batch=run.step.micro_batch,

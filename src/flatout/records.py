@@ -83,6 +83,13 @@ class RunInfo(Shown):
         """Whether a run was resumed that had all its steps."""
         return self.resumed_from is not None and self.start_step >= self.steps
 
+    @property
+    def rate_setting(self) -> str:
+        """The setting to lower where a run is unstable: the peak rate of the matrices."""
+        optim = self.config.get("optim")
+        muon = isinstance(optim, dict) and optim.get("optimizer") == "muon"
+        return "optim.muon_rate" if muon else "optim.learning_rate"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRecord(Shown):
@@ -102,6 +109,7 @@ class StepRecord(Shown):
     loss_scale: float | None  # of fp16; None otherwise
     micro_batch: int  # sequences at once; smaller than at the start after the device ran out of memory
     parameter_norm: float | None = None  # of all weights, before the update
+    update_ratio: dict[str, float] | None = None  # norm of the update over that of the weights, by rule
     data_seconds: float | None = None  # how long the host waited for the batch
     reserved_bytes: int | None = None  # what torch's allocator holds, its cache included
 

@@ -1,4 +1,4 @@
-"""The verbs that measure, on fine-tuning configs: estimate, bench, profile, tune lr and tune search."""
+"""The verbs that measure, on fine-tuning configs: estimate, bench, ablate, profile, tune lr and tune search."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from flatout import api
 from flatout.cli import main
 from flatout.config.load import load_config
 from flatout.errors import ConfigError, UsageError
-from flatout.records import RunInfo
+from flatout.records import AblateRow, RunInfo
 from flatout.tuning import estimate_probe
 from flatout.tuning.estimate import estimate
 from flatout.tuning.lr_range import find_rate, range_test
@@ -102,6 +102,15 @@ def test_a_search_over_settings_of_adapters(words):
         Path("space.yaml").write_text(f"{field}\n", encoding="utf-8")
         with pytest.raises(ConfigError, match="cannot be searched over"):
             read_space(Path("space.yaml"), loaded)
+
+
+def test_an_ablation_of_adapters(words):
+    loaded = load_config("lora", words("train.epochs=null", "train.steps=3"))
+    *rows, result = api.ablate(loaded, fields=["lora.rank=2"], seeds=1, equal="tokens")
+    assert [(row.field, row.steps) for row in rows if isinstance(row, AblateRow)] == [("", 3), ("lora.rank", 3)]
+    assert isinstance(result, api.AblateResult)
+    assert result.effects[0].difference is not None
+    assert not left_behind() - {"data"}
 
 
 def test_a_profile_of_adapters(words, capsys):

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
 
 EVEN = ["train.batch_tokens=192", "speed.micro_batch=2", "eval.every=4", "output.folder=run"]  # 12 windows
 KINDS: dict[str, dict[str, Any]] = {
-    "shards": {"preset": "shakespeare-char", "words": []},
+    "shards": {"preset": "shakespeare-char", "words": ["optim.ema=0.8"]},
     "documents": {"preset": "shakespeare-char", "words": ["data.documents=apart", "data.packing=best_fit"]},
     "stream": {"preset": "shakespeare-char", "words": ["data.streaming=true", "data.tokenizer=bytes"]},
     "arrays": {"preset": "shakespeare-char", "words": ["model.vocab=32"], "arrays": True},
@@ -175,7 +175,7 @@ def test_two_processes_resume_bit_for_bit_with_dropout(corpus: Path, tmp_path: P
     """Each process draws its own numbers, and goes on drawing where it was."""
     dropped = ["model.dropout=0.3", "checkpoint.every=3", "checkpoint.keep=9"]
     *_, whole = trained("shards", 2, corpus, tmp_path / "whole", 6, words=dropped)
-    words = [*words_of("shards", corpus, tmp_path / "parts", 6), *dropped]
+    words = [*words_of("shards", corpus, tmp_path / "parts", 6), *KINDS["shards"]["words"], *dropped]
     train(2, tmp_path / "parts", words, preset="shakespeare-char")
     step_3 = str(tmp_path / "parts" / "run" / "checkpoints" / "step-00000003")
     train(2, tmp_path / "parts", words, preset="shakespeare-char", resume=step_3)

@@ -89,7 +89,7 @@ def check_equal(ours: Checkpoint, theirs: Checkpoint) -> None:
 
 
 KINDS = {
-    "text": ["model.tied=false", "data.documents=apart"],
+    "text": ["model.tied=false", "data.documents=apart", "optim.ema=0.8"],
     "text, accumulated": ["speed.micro_batch=2", "speed.checkpointing=full"],
     "stream": ["speed.micro_batch=3"],
     "samples": ["speed.micro_batch=2"],
@@ -105,7 +105,7 @@ def test_two_processes_with_slices_learn_what_one_learns(tmp_path: Path, words: 
 
 
 def test_slices_are_saved_read_anywhere_and_gone_on_from(tmp_path: Path, words: Make):
-    preset, run = words("text", "train.steps=6", "checkpoint.every=3", "model.layers=1")
+    preset, run = words("text", "train.steps=6", "checkpoint.every=3", "model.layers=1", "optim.ema=0.8")
     whole = together(2, tmp_path, (preset, [*run, "output.folder=whole", "checkpoint.asynchronous=on"]))
     assert "checkpoint.asynchronous became off: under FSDP2" in (tmp_path / "whole" / "metrics.jsonl").read_text()
     folder = tmp_path / "whole" / "checkpoints" / "step-00000003"

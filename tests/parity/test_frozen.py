@@ -36,6 +36,7 @@ VOCAB, CONTEXT = 29, 8
 LLAMA = {"family": "gpt", "kv_heads": 2, "tied": False, "qk_norm": False, "mlp_width": 40}
 QWEN2 = LLAMA | {"qkv_bias": True, "tied": True, "head_size": 10}
 QWEN3 = LLAMA | {"qk_norm": True, "kv_heads": 1}
+BARE = {"norm_weights": False, "qk_scale": 1.3, "embedding_norm": True, "logit_cap": 5.0, "logit_cap_form": "sigmoid"}
 GPT2 = {"family": "gpt2"}
 FUSED = Execution(kernels="triton", loss="fused", loss_chunk=7)
 
@@ -108,6 +109,7 @@ RANKS = {"ranks": (("k_proj", 5), ("up_proj", 2)), "alphas": (("v_proj", 9.0),)}
         (QWEN2 | {"layers": 1}, {"targets": ("q_proj", "v_proj")}, {}, False),
         (QWEN3 | {"layers": 1}, {}, {"checkpointing": "full"}, False),
         (QWEN3, {}, {}, True),
+        (QWEN3 | BARE, {}, {"checkpointing": "full"}, True),
         (GPT2, {}, {}, False),
         (GPT2 | {"layers": 1}, {}, {"checkpointing": "full"}, True),
         (GPT2 | {"layers": 3}, {"layers": (1,)}, {"checkpointing": "selective"}, False),

@@ -228,9 +228,13 @@ def test_weights_go_straight_to_the_device(tmp_path):
 
 # --- our own models ---------------------------------------------------------------------------------------------------
 
+BARE = {"norm_weights": False, "qk_scale": 1.2, "embedding_norm": True, "tied": False, "kv_heads": 2}
+BARE |= {"zero_init": True, "embedding_std": 1.0}
 OWN: dict[str, tuple[dict[str, Any], str]] = {
     "as it comes": ({}, "qwen3"),
     "wide heads": ({"head_size": 12, "kv_heads": 2, "tied": False}, "qwen3"),
+    "no weights in norms": (BARE, "qwen3"),
+    "a scale, and weights in norms": ({"qk_scale": 0.8, "embedding_norm": True, "tied": False}, "qwen3"),
     "without norms of queries": ({"qk_norm": False, "tied": False}, "llama"),
     "stretched": ({"qk_norm": False, "rope_scaling": "llama3", "rope_original_context": 16}, "llama"),
     "stretched alike": ({"rope_scaling": "linear", "rope_factor": 2.5}, "qwen3"),
@@ -261,6 +265,7 @@ def test_our_own_models_run_in_transformers(name, tmp_path):
     x = tokens(ours.vocab)
     with torch.no_grad():
         assert distance(theirs(x).logits, ours.logits(x)) < 1e-5
+        assert (theirs(x).logits - ours.logits(x)).abs().max() < 1e-4
 
 
 # What transformers itself takes for keys that a file does not have.

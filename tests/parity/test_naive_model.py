@@ -27,22 +27,22 @@ KINDS = {
     "gpt": {"family": "gpt", "kv_heads": 2},
     "untied, biases": {"family": "gpt", "tied": False, "bias": True, "mlp": "relu2"},
     "layernorm without biases": {"family": "gpt", "norm": "layernorm", "mlp": "gelu", "qk_norm": False},
-    "odd heads": {"family": "gpt", "head_size": 10, "kv_heads": 1, "qkv_bias": True, "norm_eps": 1e-2},
+    "odd heads": {"family": "gpt", "head_size": 10, "kv_heads": 1, "qkv_bias": True, "norm_eps": 1e-2, "qk_scale": 0.7},
     "llama3": {"rope_scaling": "llama3", "rope_factor": 4.0, "rope_original_context": 8, "qk_norm": False},
     "linear": {"rope_scaling": "linear", "rope_factor": 3.0},
     "residual scales": {"family": "gpt", "residual_scale": 0.7, "bias": True, "norm": "layernorm"},
     "capped": {"family": "gpt", "logit_cap": 1.5, "tied": False},
-    "sigmoid": {"logit_cap": 4.0, "logit_cap_form": "sigmoid", "rope_half": True, "head_size": 10},
-    "no norm weights": {"norm_weights": False, "embedding_norm": True, "qk_scale": 1.3, "tied": False, "kv_heads": 2},
-    "scaled heads": {"qk_scale": 0.7, "positions": "learned", "embedding_norm": True, "bias": True},
-    "layernorm without weights": {"norm": "layernorm", "norm_weights": False, "bias": True, "rope_half": True},
+    "no norm weights": {"norm_weights": False, "embedding_norm": True, "qk_scale": 1.3, "tied": False, "kv_heads": 2,
+                        "head_size": 10, "rope_half": True, "logit_cap": 4.0, "logit_cap_form": "sigmoid"},
+    "layernorm without weights": {"norm": "layernorm", "norm_weights": False, "bias": True, "positions": "learned",
+                                  "embedding_norm": True, "mlp": "gelu"},
     "windows": {"pattern": "WA", "layers": 3, "kv_heads": 2},
     "eigenstates": {"pattern": "E", "bias": True},
     "first mix": {"first_mix": True, "bias": True, "norm": "layernorm", "pattern": "AE"},
     "tables": {"layers": 3, "value_tables": 1, "kv_heads": 2, "residual_scale": 0.7},
     "record": {"value_tables": 1, "head_gate": True, "first_mix": True, "bigram_rows": 19, "tied": False, **RECORD},
     "mixed": {"pattern": "EWA", "layers": 3, "positions": "learned"},
-}
+}  # fmt: skip
 every_kind = pytest.mark.parametrize("kind", KINDS)
 TORCH = Execution()
 REFERENCE = Execution(attention="reference", document_attention="reference", scan="reference", fused_qkv=False)

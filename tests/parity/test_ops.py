@@ -169,9 +169,17 @@ def test_rotary_scores_depend_on_distance_only():
 
 def test_rms_norm():
     x, norm = draw(3, 4, 10), RMSNorm(10).double()
+    weight = norm.get_parameter("weight")
     with torch.no_grad():
-        norm.weight.copy_(draw(10, seed=1))
-    assert_same(norm(x), rms_norm_reference(x, norm.weight, 1e-5), [x, norm.weight])
+        weight.copy_(draw(10, seed=1))
+    assert_same(norm(x), rms_norm_reference(x, weight, 1e-5), [x, weight])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+def test_rms_norm_without_weights(scale):
+    x = draw(3, 4, 10).transpose(0, 1)
+    norm = RMSNorm(10, weight=False, scale=scale)
+    assert_same(norm(x), scale * rms_norm_reference(x, torch.ones(10, dtype=x.dtype), 1e-5), [x])
 
 
 @pytest.mark.parametrize("scope", [torch.no_grad, torch.inference_mode])

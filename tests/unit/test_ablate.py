@@ -17,7 +17,7 @@ from flatout.observe.picture import is_picture
 from flatout.records import AblateRow, EvalRecord, ablate_row_from_json, record_to_json
 from flatout.tuning import ablation
 from flatout.tuning.ablation import AblateResult
-from flatout.tuning.field_changes import Change, changes_to_defaults, named_changes, split_fields
+from flatout.tuning.field_changes import Change, changes_to_defaults, choose, named_changes, split_fields
 
 # --- which fields -----------------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ def test_without_a_list_what_is_set_goes_back_to_its_default():
     words = [change.word for change in changes]
     assert {"optim.learning_rate=0.001", "model.mlp=swiglu", "optim.clip=1.0", "train.batch_tokens=16384"} <= set(words)
     assert "optim.weight_decay" not in {change.path for change in changes}, "0.1 is the default"
-    assert left_out["model.width"] == "it is a size"
+    assert left_out["model.width"] == "a size"
     assert not {path for path in [*left_out, *words] if path.startswith(("train.seed", "train.steps"))}
     _, left_out = changes_to_defaults(
         load_config("shakespeare-char", ["model.context=192", "train.batch_tokens=19200"])
@@ -71,6 +71,11 @@ def test_without_a_list_what_is_set_goes_back_to_its_default():
     assert "alone does not go" in left_out["train.batch_tokens"]
     with pytest.raises(ConfigError, match="sets nothing"):
         changes_to_defaults(load_config({"train": {"steps": 5}, "data": {"source": "shakespeare"}}))
+
+
+def test_a_length_in_minutes_is_refused():
+    with pytest.raises(ConfigError, match="no number of tokens"):
+        choose(["model.qk_norm"], load_config("shakespeare-char", ["train.minutes=1.0", "optim.schedule=wsd"]))
 
 
 # --- which runs -------------------------------------------------------------------------------------------------------
@@ -186,6 +191,7 @@ def test_a_row_that_was_cut_off_is_made_again_and_other_lines_are_refused(tiny, 
 def test_no_minutes_begin_nothing(tiny, made, tmp_path: Path):
     rows, result = ablated(tiny(), fields=["model.qk_norm"], minutes=0.0)
     assert (rows, made, result.missing, result.loss) == ([], [], 6, None)
+    assert not list(Path().iterdir()), "not even data is prepared"
     ablated(tiny(), fields=["model.qk_norm"], seeds=1, folder=tmp_path)
     path = tmp_path / "ablate.jsonl"
     slow = [
@@ -231,7 +237,7 @@ def test_the_table_says_what_helps_and_what_could_not_be_seen(tiny, made, tmp_pa
     draw_ablation(body, tmp_path / "a.png")
     assert is_picture(tmp_path / "a.png")
     _, result = ablated(tiny(), fields=["model.qk_norm"], seeds=1, equal="tokens")
-    assert "one seed says nothing of the noise" in shown(result.to_json())
+    assert "one pair says nothing of the noise" in shown(result.to_json())
 
 
 def test_what_hurts_is_told_as_the_better_value(tiny, made, monkeypatch: pytest.MonkeyPatch):

@@ -659,7 +659,7 @@ def test_no_pattern_is_shown_to_a_user() -> None:
         (["model.rope_scaling=linear", "model.positions=learned"], "or leave model.rope_scaling out"),
         (["model.family=gpt2", "model.head_size=16"], "leave model.head_size out, or set model.family=gpt"),
         (["model.family=gpt2", "model.norm_eps=1e-6"], "leave model.norm_eps out, or set model.family=gpt"),
-        (["train.steps=1", "train.epochs=1"], "keep one of train.steps, train.epochs and train.tokens"),
+        (["train.steps=1", "train.epochs=1"], "keep one of train.steps, train.epochs, train.tokens and train.minutes"),
     ],
 )
 def test_the_hint_of_a_conflict_says_what_would_do(overrides: list[str], hint: str) -> None:

@@ -1058,7 +1058,7 @@ def test_as_many_checkpoints_as_are_proposed_fit_and_no_more():
 
 def test_space_is_for_checkpoints_and_for_shards_that_are_still_to_be_written():
     config = load_config(overrides=["checkpoint.keep=2"]).config
-    one = checkpoint_size(100_000_000, config.optim, config.speed)
+    one = checkpoint_size(100_000_000, config, config.speed)
 
     def space(free: int, shards: int | None = None) -> Finding:
         disk, data = dataclasses.replace(DISK, free_bytes=free), DataFacts(to_prepare_bytes=shards)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.config.unused import check_used
+from flatout.engine.notices import Notices
 from flatout.engine.step import TrainStep
-from flatout.engine.trained import all_weights
+from flatout.engine.trained import all_weights, state_of
+from flatout.engine.update_graph import recorded_updates
 from flatout.errors import CheckpointError, ConfigError
 from flatout.launch import launch
+from flatout.model.count import parameter_count
 from flatout.model.gpt import GPT, build_model
 from flatout.ops import muon as ops
 from flatout.ops.muon import Numbers, advance_reference, apply_reference, normalise, orthogonalise
@@ -61,7 +65,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def state_of(model: GPT, optimizer: Optimizers) -> dict[str, Tensor]:
+def everything(model: GPT, optimizer: Optimizers) -> dict[str, Tensor]:
     return {name: x.detach().clone() for name, x in {**dict(model.named_parameters()), **optimizer.tensors()}.items()}
 
 
@@ -208,11 +212,11 @@ def test_a_skipped_step_changes_nothing_and_a_resumed_run_goes_on_bit_for_bit(no
     model, step = make(config)
     for seed in range(2):
         step(*batch(seed))
-    before = state_of(model, step.optimizer)
+    before = everything(model, step.optimizer)
     handle = model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
     assert step(*batch(9))[2] == 0.0
     handle.remove()
-    assert alike(before, state_of(model, step.optimizer))
+    assert alike(before, everything(model, step.optimizer))
     assert before["blocks.0.mlp.up.weight.momentum"].shape == (84, 32)
     assert ("blocks.0.mlp.up.weight.second" in before) == normuon
 
@@ -225,18 +229,18 @@ def test_a_skipped_step_changes_nothing_and_a_resumed_run_goes_on_bit_for_bit(no
     fresh.updates.copy_(step.updates)
     for seed in range(2, 5):
         assert torch.equal(step(*batch(seed)), fresh(*batch(seed)))
-    assert alike(state_of(model, step.optimizer), state_of(other, fresh.optimizer))
+    assert alike(everything(model, step.optimizer), everything(other, fresh.optimizer))
 
 
 def test_weights_without_a_gradient_stay():
     model, step = make()
     step(*batch(0))
-    before = state_of(model, step.optimizer)
+    before = everything(model, step.optimizer)
     model.blocks[1].requires_grad_(False)
     for p in model.parameters():
         p.grad = None
     step(*batch(1))
-    after = state_of(model, step.optimizer)
+    after = everything(model, step.optimizer)
     assert {name for name in before if not torch.equal(before[name], after[name])} == {
         name for name in before if not name.startswith("blocks.1.")
     }
@@ -249,6 +253,79 @@ def test_state_of_adamw_is_refused():
     adamw.create_state()
     with pytest.raises(CheckpointError, match="state is exp_avg, exp_avg_sq, step, this optimizer needs momentum"):
         step.optimizer.assign(adamw.tensors(), "a file")
+
+
+@pytest.mark.parametrize("kinds", ["A", "EA"])
+def test_matrices_have_4_bytes_of_state_and_the_rest_8(kinds: str):
+    states = {"pattern": kinds, "states": 16, "modulation": 0.2} if "E" in kinds else {}
+    shape = ModelConfig.model_validate({**MODEL.model_dump(), **states})
+    model = build_model(shape, VOCAB)
+    optimizer = Optimizers(rules_of(MUON, 1), trainables(model))
+    optimizer.create_state()
+    held = sum(x.nbytes for name, x in optimizer.tensors().items() if not name.endswith(".step"))
+    count = parameter_count(shape, VOCAB)
+    config = load_config("shakespeare-char").config.model_copy(update={"optim": MUON, "model": shape})
+    expected = state_of(config, config.speed, count)
+    assert expected.device * count == expected.checkpoint * count == pytest.approx(held)
+
+
+class FakeRecorder:
+    """Records a function and executes nothing, as CUDA does; a replay calls it."""
+
+    def __init__(self, error: RuntimeError | None = None) -> None:
+        self.error, self.did = error, []
+
+    def warm_up(self, function: Callable[[], Tensor]) -> Tensor:
+        self.did.append("warm-up")
+        return function()
+
+    def record(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor, None]:
+        if self.error is not None:
+            raise self.error
+        self.did.append("record")
+
+        def replay() -> None:
+            self.did.append("replay")
+            function()
+
+        return replay, torch.zeros(()), None
+
+    def finish(self) -> None:
+        pass
+
+
+def test_a_recorded_update_is_made_anew_where_gradients_or_state_have_moved():
+    model, step = make()
+    twin, plain = make()
+    recorder: Any = FakeRecorder()
+    step.keep_gradients = plain.keep_gradients = True
+    recorded_updates(step.optimizer, Notices(), recorder)
+    for seed in range(5):
+        version = model.blocks[0].mlp.up.weight._version
+        step(*batch(seed))
+        plain(*batch(seed))
+        assert model.blocks[0].mlp.up.weight._version > version
+    assert recorder.did == ["warm-up", "warm-up", "record", "replay", "replay", "replay"]
+    step.optimizer.assign({name: x.clone() for name, x in step.optimizer.tensors().items()}, "a file")
+    model.blocks[2].mlp.up.weight.grad = None
+    for seed in range(5, 8):
+        step(*batch(seed))
+        plain(*batch(seed))
+    assert recorder.did[6:] == ["warm-up", "warm-up", "record", "replay"]
+    assert alike(everything(model, step.optimizer), everything(twin, plain.optimizer))
+
+
+def test_an_update_that_cannot_be_recorded_goes_on_without():
+    model, step = make()
+    twin, plain = make()
+    recorder: Any = FakeRecorder(RuntimeError("no graphs here\nbut a trace"))
+    step.keep_gradients, notices = True, Notices()
+    recorded_updates(step.optimizer, notices, recorder)
+    for seed in range(4):
+        step(*batch(seed))
+        plain(*batch(seed))
+    assert notices.take() == ["Muon's update is not recorded: RuntimeError: no graphs here"]
+    assert alike(everything(model, step.optimizer), everything(twin, plain.optimizer))
 
 
 # --- the kernels ------------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class Written:
 
 def spoiled(model: GPT, step: TrainStep, seed: int) -> Tensor:
     """A step with a gradient that is not finite."""
-    handle = model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+    handle = model.get_parameter("norm.weight").register_hook(lambda gradient: gradient * float("nan"))
     report = step(*batch(seed))
     handle.remove()
     return report
@@ -274,6 +274,7 @@ def test_the_bytes_of_a_rule_are_those_of_its_state(form, kind):
 
 
 def test_a_checkpoint_has_weights_and_state(tiny):
-    optim, speed = tiny().config.optim, tiny().config.speed
-    assert checkpoint_size(1000, optim, speed) == 12_000
-    assert checkpoint_size(1024, optim, speed.model_copy(update={"optimizer_state": "8bit"})) == 6 * 1024 + 16
+    config = tiny().config
+    assert checkpoint_size(1000, config, config.speed) == 12_000
+    narrow = config.speed.model_copy(update={"optimizer_state": "8bit"})
+    assert checkpoint_size(1024, config, narrow) == 6 * 1024 + 16

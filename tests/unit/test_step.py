@@ -108,7 +108,7 @@ def test_nothing_moves_on_a_non_finite_value(fused, where):
         real = model.forward
         model.forward = lambda *a: real(*a) * float("inf")  # type: ignore[method-assign]
     else:
-        handle = model.norm.weight.register_hook(lambda grad: grad * float("nan"))
+        handle = model.get_parameter("norm.weight").register_hook(lambda grad: grad * float("nan"))
     report = step(*batch(1))
     assert report[2] == 0.0
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -135,7 +135,7 @@ def test_loss_scale_halves_on_overflow_doubles_after_good_updates_and_cancels_ou
         torch.testing.assert_close(report[:4], expected[:4], rtol=1e-4, atol=1e-6)
         seen.append(float(report[4]))
     assert seen == [2.0**16, 2.0**16, 2.0**16, 2.0**17]
-    handle = scaled.norm.weight.register_hook(lambda grad: grad * float("inf"))
+    handle = scaled.get_parameter("norm.weight").register_hook(lambda grad: grad * float("inf"))
     step(*batch())
     handle.remove()
     assert float(scale.scale) == 2.0**16

@@ -15,7 +15,7 @@ from flatout.tuning.ablation import ablate as ablate_fields
 from flatout.tuning.estimate import SECONDS as PROBE_SECONDS
 from flatout.tuning.estimate import EstimateResult
 from flatout.tuning.estimate import estimate as look_ahead
-from flatout.tuning.field_changes import changes_to_defaults, named_changes
+from flatout.tuning.field_changes import choose
 from flatout.tuning.ladder import bench as climb_ladder
 from flatout.tuning.lr_range import HIGH, LOW, STEPS, LrResult, Point, find_rate
 from flatout.tuning.search_space import read_space, space_of
@@ -160,7 +160,7 @@ def ablate(
     loaded = with_sources(config or load_config())
     if equal not in (TOKENS, SECONDS, BOTH):
         raise UsageError(f"runs cannot be compared at equal {equal!r}", "use tokens, seconds or both")
-    changes, left_out = changes_to_defaults(loaded) if fields is None else (named_changes(fields, loaded), {})
+    changes, left_out = choose(fields, loaded)
     path = None if folder is None else Path(folder) / "ablate.jsonl"
     earlier = [] if path is None or not path.exists() else read_ablate(path, notice)
     how = {"seeds": seeds, "equal": equal, "minutes": minutes, "earlier": earlier, "progress": progress}

@@ -191,6 +191,8 @@ def own_settings(config: RunConfig, checkpoint: Checkpoint, folder: Path, sectio
 def _about_rate(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
     """A run that is made longer or shorter gets the schedule of its new length, which may be a jump from the old."""
     before = resolve_from_mapping(checkpoint.config)
+    if before.train.minutes is not None or run.deadline is not None:  # the clock bends it, and it never jumps
+        return
     schedule = stored_schedule(run.data, checkpoint)
     steps = steps_of(before, run.data.facts, schedule)
     done = int(checkpoint.run["updates"])

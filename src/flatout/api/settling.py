@@ -2,8 +2,9 @@
 
 from flatout.api.configs import Config
 from flatout.config.catalogue import hardware_for
-from flatout.config.load import LoadedConfig
+from flatout.config.load import LoadedConfig, with_values
 from flatout.config.sizes import Known, usual_vocab
+from flatout.config.source import Source
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
 from flatout.device import Device, detect_device, limit_memory
@@ -11,6 +12,8 @@ from flatout.engine.checkpoint import Checkpoint
 from flatout.engine.overlays import fitted_to
 from flatout.engine.sizing import Decision, applied, as_before, data_facts, decide, shape_named
 from flatout.world import World
+
+FEW_TOKENS = 8192  # of a micro-batch on a CPU: more are no faster there, and take memory
 
 
 def settled(
@@ -58,7 +61,13 @@ def _decided(config: LoadedConfig, known: Known, device: Device, arrays: Arrays 
 
 
 def _on_card(config: LoadedConfig, device: Device, *, sized: bool) -> LoadedConfig:
-    """A preset with sizes fits the card by itself: micro-batch and checkpointing are those of its overlay."""
-    if not sized or device.kind != "cuda" or device.memory_bytes is None:
+    """A preset with sizes fits the device by itself: micro-batch and checkpointing are those of the card's overlay."""
+    if not sized:
         return config
-    return fitted_to(config, hardware_for(device.memory_bytes))
+    if device.kind == "cuda" and device.memory_bytes is not None:
+        return fitted_to(config, hardware_for(device.memory_bytes))
+    context, asked = config.config.model.context, ("speed.micro_batch", "speed.accumulation")
+    few = max(1, FEW_TOKENS // context)
+    if config.config.train.batch_tokens <= few * context or any(config.sources[path].by_user for path in asked):
+        return config
+    return with_values(config, {"speed.micro_batch": few, "speed.accumulation": None}, Source("size", device.name))

@@ -266,7 +266,7 @@ def _accepted(run: Run, origin: Origin, lock: RunLock, *, done: bool) -> list[st
     notices = check_resumed(run, origin)
     if done:
         notices.clear()  # settings that are other than the run's change nothing any more
-    one = checkpoint_size(run.trained.count, run.config.optim, run.speed)
+    one = checkpoint_size(run.trained.count, run.config, run.speed)
     check_disk(origin.folder, one, run.config.checkpoint.keep + 2)
     if not done or origin.unusable:
         lock.accept()

@@ -209,11 +209,15 @@ def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = (), *, whe
 
 def with_values(loaded: LoadedConfig, values: Mapping[str, Any], source: Source) -> LoadedConfig:
     """A loaded config with other values of some fields, which come from `source`."""
+    return with_layer(loaded, {path: Setting(value, source) for path, value in values.items()}, source.where)
+
+
+def with_layer(loaded: LoadedConfig, above: Layer, where: str) -> LoadedConfig:
+    """A loaded config with other values of some fields, each with its source; `where` is named in errors."""
     layer = {
         path: replace(setting, source=loaded.sources[path]) for path, setting in _layer_of(loaded.config, "").items()
     }
-    layer |= {path: Setting(value, source) for path, value in values.items()}
-    valid = _validated(layer, source.where)
+    valid = _validated(layer | above, where)
     return replace(loaded, config=valid.config, sources=valid.sources)
 
 

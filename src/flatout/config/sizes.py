@@ -6,8 +6,9 @@ by the exponents of nanochat's `scripts/base_train.py` (92d63d4):
 - dense parameters N are the matrices of the blocks plus the head, without embedding tables; D are the run's tokens
 - D is 20 N, and at most two epochs, where the user says nothing
 - batch: 32,768 tokens at 26M, rising with D^0.4; below, as many as make about 800 steps
-- all rates rise with the square root of the batch, AdamW's fall with the square root of the width
-- decay is 0.1 at 26M tokens, times the root of the batch, times 26M / D
+- rates are the lab's where the batch is the rule's and the run is short, and go with the square root of the batch;
+  AdamW's fall with the square root of the width, from 256 on
+- decay is 0.1 up to 26M tokens, and falls with 26M / D
 Above three epochs the data is no longer fresh, and the settings turn to regularisation.
 
 Contract: what the user wrote wins, and the rest is derived from it: another batch brings other rates.
@@ -37,7 +38,7 @@ _NAMED = {
 _USUAL_VOCAB, _VOCABS = 50257, {"char": 128, "bytes": 257}
 
 REFERENCE_BATCH, REFERENCE_TOKENS, REFERENCE_WIDTH = 32_768, 26e6, 512
-_ADAM_RATES = {"embedding_rate": 0.3, "head_rate": 0.008, "learning_rate": 0.02}
+_ADAM_RATES = {"embedding_rate": 0.3, "head_rate": 0.008, "table_rate": 0.3, "learning_rate": 0.02}
 SHORT_STEPS = 800
 TOKENS_PER_PARAMETER, MOST_EPOCHS = 20, 2.0
 FRESH_EPOCHS = 3.0  # time-to-loss ladders of fresh and of repeated data disagree from about here on
@@ -196,7 +197,8 @@ def derive(preset: str, shape: Shape, written: Mapping[str, Any], known: Known) 
         "model.heads": shape.heads,
         "model.context": context,
         "train.batch_tokens": batch,
-        **dict(_rates(shape, batch, tokens)),
+        **dict(_rates(shape, batch, tokens, context)),
+        **(_tables(shape, known.vocab) if preset == "record" else {}),
         **({} if told else {"train.tokens": tokens}),
     }
     repeated = _repeated(preset) if epochs is not None and epochs > FRESH_EPOCHS else {}
@@ -239,17 +241,31 @@ def _batch_of_steps(steps: int, context: int) -> int:
     return _nearest(ideal / context) * context
 
 
-def batch_factor(batch: int) -> float:
-    """How much a batch raises rates; never by more than half: Muon's rate has not been seen to rise further."""
-    return min(1.5, math.sqrt(batch / REFERENCE_BATCH))
+def batch_factor(batch: int, tokens: int, context: int) -> float:
+    """How much a batch raises rates: by its root, against the batch that the rule has for the run's tokens.
+
+    That one has the lab's rates in short runs, since they have as many steps. In longer ones its root counts too, for
+    a fifth at most: records with batches of 131K to 524K have Muon's rate between 0.015 and 0.023.
+    """
+    usual = batch_of(tokens, context)
+    return math.sqrt(batch / usual) * min(1.2, max(1.0, math.sqrt(usual / REFERENCE_BATCH)))
 
 
-def _rates(shape: Shape, batch: int, tokens: int) -> Iterator[tuple[str, float]]:
-    factor, thin = batch_factor(batch), math.sqrt(REFERENCE_WIDTH / shape.width)
+def _rates(shape: Shape, batch: int, tokens: int, context: int) -> Iterator[tuple[str, float]]:
+    factor, thin = batch_factor(batch, tokens, context), math.sqrt(REFERENCE_WIDTH / max(shape.width, 256))
     yield "optim.muon_rate", _short(0.02 * factor)
     for name, rate in _ADAM_RATES.items():
         yield f"optim.{name}", _short(rate * factor * thin)
-    yield "optim.weight_decay", _short(min(1.0, 0.1 * factor * REFERENCE_TOKENS / tokens))
+    yield "optim.weight_decay", _short(0.1 * factor * min(1.0, REFERENCE_TOKENS / tokens))
+
+
+def _tables(shape: Shape, vocab: int) -> dict[str, Any]:
+    """Tables of values for two blocks from either end, and of bigrams with five rows for each id of a large vocabulary.
+
+    Five rows for each of a few characters would be fewer than there are pairs of them.
+    """
+    rows = 64 * round(5 * vocab / 64) if vocab >= 1000 else 0
+    return {"model.value_tables": min(2, shape.layers // 2), "model.bigram_rows": rows}
 
 
 def _short(value: float) -> float:
@@ -258,5 +274,7 @@ def _short(value: float) -> float:
 
 
 def _repeated(preset: str) -> dict[str, Any]:
-    """What pays where the data is read many times."""
-    return {"model.mlp": "swiglu", "model.dropout": 0.1}
+    """What pays where the data is read many times: more of what keeps a model from learning it by heart, no tables."""
+    values = {"model.mlp": "swiglu", "model.dropout": 0.1, "optim.ema": 0.995}
+    values |= {"optim.weight_decay": 1.0, "optim.weight_decay_end": 0.2}
+    return values | ({"model.value_tables": 0, "model.bigram_rows": 0} if preset == "record" else {})

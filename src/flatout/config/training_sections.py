@@ -123,13 +123,19 @@ class OptimConfig(Section):
     """AdamW's guard against division by zero."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm, larger ones are scaled down; 0 never clips."""
+    ema: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Evaluate, sample and export an average of weights, of which update n keeps min(ema, (1+n)/(10+n)); 0 has none."""
 
     @property
     def rates(self) -> dict[str, float]:
-        """Every peak rate that is set, by field; the last one, `learning_rate`, is the one that a run reports."""
-        own = ["muon_rate"] if self.optimizer == "muon" else []
-        fields = [*own, "embedding_rate", "head_rate", "table_rate", "learning_rate"]
+        """Every peak rate that is set, by field: first that of the matrices, which decides whether a run is stable."""
+        first = ["muon_rate", "learning_rate"] if self.optimizer == "muon" else ["learning_rate"]
+        fields = [*first, "embedding_rate", "head_rate", "table_rate"]
         return {name: rate for name in fields if (rate := getattr(self, name)) is not None}
+
+    def scaled_rates(self, factor: float) -> dict[str, float]:
+        """All peak rates times a factor, by the paths of their fields."""
+        return {f"optim.{name}": factor * rate for name, rate in self.rates.items()}
 
     @property
     def warmup_epochs(self) -> float | None:

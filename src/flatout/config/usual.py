@@ -15,6 +15,9 @@ def usual_rate(parameters: int) -> float:
     return 6e-4 * (124e6 / parameters) ** (1 / 3)
 
 
+USUAL_MUON_RATE = 0.02  # of models of any size: the size of an update does not depend on that of the gradient
+
+
 def usual_tuning_rate(*, adapters: bool) -> float:
     """The same for a model that has learned before, of any size."""
     return 2e-4 if adapters else 2e-5

@@ -292,7 +292,7 @@ def _check_adapters(config: RunConfig, vocab: int) -> Iterator[Finding]:
 def _check_space(config: RunConfig, trained: int) -> Iterator[Finding]:
     folder = folder_of(config).absolute()
     nearest = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
-    kept, one = config.checkpoint.keep + 2, checkpoint_size(trained, config.optim, config.speed)
+    kept, one = config.checkpoint.keep + 2, checkpoint_size(trained, config, config.speed)
     try:
         check_disk(nearest, one, kept)
     except UserError as error:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from flatout.config.schema import RunConfig, micro_batch_of
 from flatout.config.unused import cut_pattern, wide_window
-from flatout.config.usual import FAR_ABOVE, FAR_BELOW, usual_rate, usual_tuning_rate
+from flatout.config.usual import FAR_ABOVE, FAR_BELOW, USUAL_MUON_RATE, usual_rate, usual_tuning_rate
 from flatout.diagnose.check_tokens import steps_of
 from flatout.diagnose.doctor import Check, DataFacts, Disk, Finding
 
@@ -142,20 +142,23 @@ def _shorter(config: RunConfig, steps: int) -> str:
 
 
 def _learning_rate(config: RunConfig, parameters: int, *, tested: bool) -> Finding:
-    rate, usual = config.optim.learning_rate, usual_rate(parameters)
-    found = f"{rate:g}; about {usual:.1g} is usual for {parameters / 1e6:.3g}M parameters"
+    field, rate = next(iter(config.optim.rates.items()))
+    usual, whose = usual_rate(parameters), f"{parameters / 1e6:.3g}M parameters"
+    if config.optim.optimizer == "muon":
+        usual, whose = USUAL_MUON_RATE, "Muon"
+    found = f"{rate:g}; about {usual:.1g} is usual for {whose}"
     if tested:  # on this model and its data, of which a usual rate knows nothing
         return _check("learning rate").ok(f"{found}, and `flatout tune lr` found this one")
     if rate > FAR_ABOVE * usual:
         return _check("learning rate").warn(
             found,
             f"That is {rate / usual:.0f} times as much: the loss will likely jump or become NaN. Set "
-            f"optim.learning_rate={usual:.1g}, or let `flatout tune lr` find one.",
+            f"optim.{field}={usual:.1g}, or let `flatout tune lr` find one.",
         )
     if rate < usual / FAR_BELOW and config.model.init_from is None:
         return _check("learning rate").warn(
             found,
-            f"That is {usual / rate:.0f} times less: training will be very slow. Set optim.learning_rate={usual:.1g}, "
+            f"That is {usual / rate:.0f} times less: training will be very slow. Set optim.{field}={usual:.1g}, "
             "or let `flatout tune lr` find one.",
         )
     return _check("learning rate").ok(found)
@@ -164,6 +167,8 @@ def _learning_rate(config: RunConfig, parameters: int, *, tested: bool) -> Findi
 def _fine_tuning_rate(config: RunConfig, *, tested: bool) -> Finding:
     """Trained weights bear small rates only; adapters, which begin at nothing, ten times as much."""
     rate, adapters = config.optim.learning_rate, config.lora.rank > 0
+    if config.optim.optimizer == "muon":
+        return _check("learning rate").ok(f"{config.optim.muon_rate:g} of Muon, {rate:g} of the rest")
     usual = usual_tuning_rate(adapters=adapters)
     found = f"{rate:g}; about {usual:g} is usual for {'adapters' if adapters else 'all weights of a trained model'}"
     if tested:
@@ -273,7 +278,7 @@ def _saving(
     from flatout.engine.saver import SMALL  # the doctor starts without torch
     from flatout.engine.trained import checkpoint_size
 
-    size = checkpoint_size(parameters, config.optim, config.speed)
+    size = checkpoint_size(parameters, config, config.speed)
     one = size / rate
     share = one / (one + every * step_seconds)
     if config.checkpoint.asynchronous != "off" and size >= SMALL and one < every * step_seconds:

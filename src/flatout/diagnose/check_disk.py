@@ -98,7 +98,7 @@ def _space(disk: Disk, free: int, config: RunConfig | None, parameters: int | No
     # Those it keeps, the best one, and the one being written before an old one is removed.
     from flatout.engine.trained import checkpoint_size  # the doctor starts without torch
 
-    count, one = config.checkpoint.keep + 2, checkpoint_size(parameters, config.optim, config.speed)
+    count, one = config.checkpoint.keep + 2, checkpoint_size(parameters, config, config.speed)
     need = count * one
     shards = data.to_prepare_bytes or 0
     for_shards = f", and the shards of the text about {in_gib(shards)}" if shards > 0.05 * need + 2**28 else ""

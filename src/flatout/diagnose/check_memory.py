@@ -71,12 +71,10 @@ def _on_host(config: RunConfig, fitted: Fit, have: int | None) -> Finding | None
     offloaded, copied = fitted.speed.optimizer_offload, config.checkpoint.asynchronous == "on"
     if not offloaded and not copied:
         return None
-    from flatout.engine.trained import checkpoint_size  # the doctor starts without torch
-    from flatout.optim.rules import state_bytes
+    from flatout.engine.trained import checkpoint_size, state_of  # the doctor starts without torch
 
-    state = state_bytes(config.optim, state=fitted.speed.optimizer_state, offload=True)
-    need = int(state.host * fitted.parameters) if offloaded else 0
-    need += checkpoint_size(fitted.parameters, config.optim, fitted.speed) if copied else 0
+    need = int(state_of(config, fitted.speed, fitted.parameters).host * fitted.parameters) if offloaded else 0
+    need += checkpoint_size(fitted.parameters, config, fitted.speed) if copied else 0
     if have is None or need <= 0.8 * have:
         return None
     names = {"speed.optimizer_offload": offloaded, "checkpoint.asynchronous=on": copied}

@@ -28,14 +28,14 @@ def windows_of(config: RunConfig, data: DataFacts) -> int | None:
 
 
 def steps_of(config: RunConfig, data: DataFacts) -> int | None:
-    """Optimizer steps of the run; None for a length in epochs of text that nobody has counted."""
+    """Optimizer steps of the run; None for a length in minutes, or in epochs of text that nobody has counted."""
     train, batch = config.train, config.train.batch_tokens // config.model.context
     if train.steps is not None:
         return train.steps
     if train.tokens is not None:
         return -(-train.tokens // train.batch_tokens)
     windows = windows_of(config, data)
-    return None if windows is None else math.ceil((train.epochs or 0) * windows / batch)
+    return None if windows is None or train.epochs is None else math.ceil(train.epochs * windows / batch)
 
 
 def check_tokens(

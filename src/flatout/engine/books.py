@@ -1,6 +1,7 @@
 """The books of a run: what the host remembers between steps, and the records that are made of it."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,17 @@ def _step_record(run: Run, progress: Progress, report: StepReport) -> StepRecord
         loss_scale=None if run.step.loss_scale is None else report.loss_scale,
         micro_batch=run.step.micro_batch,
         parameter_norm=report.parameter_norm,
+        update_ratio=_update_ratio(run, report),
         data_seconds=report.data_seconds,
         reserved_bytes=reserved_memory_bytes(run.speed.device.torch_device),
     )
+
+
+def _update_ratio(run: Run, report: StepReport) -> dict[str, float] | None:
+    """By the names of rules; weights that are all zero have none."""
+    names = [group.rule.name for group in run.step.optimizer.groups]
+    ratios = dict(zip(names, report.update_ratios, strict=False))
+    return {name: ratio for name, ratio in ratios.items() if math.isfinite(ratio)} or None
 
 
 def _bad_step(run: Run, progress: Progress, report: StepReport) -> Iterator[Record]:
@@ -107,7 +116,7 @@ def _bad_step(run: Run, progress: Progress, report: StepReport) -> Iterator[Reco
     if progress.bad_steps >= MOST_BAD_STEPS:
         raise DivergedError(
             f"{MOST_BAD_STEPS} steps in a row had a non-finite loss or gradient; step {report.step}: {batch}",
-            "lower optim.learning_rate",
+            f"lower optim.{next(iter(run.config.optim.rates))}",
         )
 
 
@@ -141,7 +150,7 @@ def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) 
         parameters=parameter_count(config.model, run.model.vocab) if run.given.model is None else count_of(run.model),
         flops_per_token=run.flops_per_token,
         memory_estimate_bytes=run.memory.total,
-        steps=run.steps,
+        steps=run.last_step,
         batch_tokens=run.step_tokens,
         micro_batch=run.speed.micro_batch,
         accumulation=run.speed.accumulation,

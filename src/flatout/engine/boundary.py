@@ -233,7 +233,12 @@ class Boundary:
         tokenizer = run.data.tokenizer
         prompt = run.data.prompt(settings.sample_prompt)[-run.config.model.context :]
         sharding = run.trained.sharding
-        with run.scope(), out_of_memory(), contextlib.nullcontext() if sharding is None else sharding.gathered():
+        with (
+            run.averaged(),
+            run.scope(),
+            out_of_memory(),
+            contextlib.nullcontext() if sharding is None else sharding.gathered(),
+        ):
             ids = list(
                 generate_tokens(
                     run.model,

@@ -77,7 +77,8 @@ class Deadline:
         rate = self._rate(done, seconds)
         if rate is None:
             return False
-        left = world.told(self.seconds - self.elapsed - self.evaluation - self.checkpoint)
+        left = self.seconds - self.elapsed - self.evaluation - self.checkpoint
+        left, rate = world.told([left, rate])  # clocks of several processes differ, and all must end alike
         read = self.schedule.at(done).start
         last = max(step, self.schedule.steps_until(read + max(0.0, left) * rate) - 1)
         if last == self.last_step:

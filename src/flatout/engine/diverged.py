@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
+from flatout.config.usual import USUAL_MUON_RATE
 from flatout.data.array_data import Arrays
 from flatout.engine.books import Progress
 from flatout.engine.boundary import quick_loss
@@ -63,8 +64,10 @@ def with_way_back(
 
 def gentler(config: RunConfig) -> dict[str, str]:
     """Settings that hold where these did not."""
-    rate = {"optim.learning_rate": f"{min(config.optim.learning_rate / 10, SAFE_RATE):g}"}
-    return rate if 0 < config.optim.clip <= 1 else {**rate, "optim.clip": "1"}
+    safe = USUAL_MUON_RATE if config.optim.optimizer == "muon" else SAFE_RATE
+    first = next(iter(config.optim.rates.values()))
+    rates = {path: f"{rate:g}" for path, rate in config.optim.scaled_rates(min(0.1, safe / first)).items()}
+    return rates if 0 < config.optim.clip <= 1 else {**rates, "optim.clip": "1"}
 
 
 def _newest_sound(folder: Path, vocab: int) -> Path | None:

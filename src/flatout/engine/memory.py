@@ -3,9 +3,9 @@
 from flatout.config.schema import RunConfig
 from flatout.data.sample_loader import LargestRows
 from flatout.engine.features import Speed
-from flatout.model.count import FrozenModel, LayerRow, MemoryEstimate, estimate_memory, layer_rows
+from flatout.engine.trained import state_of
+from flatout.model.count import FrozenModel, LayerRow, MemoryEstimate, estimate_memory, layer_rows, parameter_count
 from flatout.model.feature import Form
-from flatout.optim.rules import state_bytes
 
 
 def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | None = None) -> MemoryEstimate:
@@ -22,7 +22,7 @@ def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | N
         half=speed.precision in ("bf16", "fp16"),
         compiled=speed.compile != "off",
         execution=speed.execution,
-        state_bytes=state_bytes(config.optim, state=speed.optimizer_state, offload=speed.optimizer_offload).device,
+        state_bytes=state_of(config, speed, parameter_count(config.model, vocab)).device,
         accumulated=speed.accumulation > 1 or speed.parallel == "data",  # whose gradients stay in their buckets
         graphs=speed.cuda_graphs,
         frozen=frozen if lora.rank else None,

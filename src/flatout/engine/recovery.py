@@ -180,7 +180,8 @@ def fitting_evaluation(
 
 def _attempt_evaluation(run: Run, batch_size: int, batches: int | None) -> tuple[float, int] | str:
     try:
-        return evaluate(run.model, itertools.islice(run.evaluation(batch_size), batches), run.scope, run.world)
+        with run.averaged():
+            return evaluate(run.model, itertools.islice(run.evaluation(batch_size), batches), run.scope, run.world)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

@@ -121,6 +121,22 @@ class Run:
         self.given.share_buffers(self.model, self.world)
         return report
 
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Where a run averages its weights, the model has the average for the length of a block."""
+        average, sharding = self.step.average, self.trained.sharding
+        if average is None:
+            yield
+            return
+        self.step.before_update()  # a checkpoint may still be copied
+        average.swap()
+        try:
+            yield
+        finally:
+            average.swap()
+            if sharding is not None:
+                sharding.reshard()
+
     def epochs_before(self, step: int) -> int | None:
         """Whole epochs that have been read when `step` steps are done; None where their end is not known."""
         windows = self.data.facts.windows

@@ -20,6 +20,8 @@ from flatout.engine.run_folder import checkpoint_to_load, checkpoints_of
 from flatout.errors import CheckpointError
 from flatout.model.adapter_files import OccupiedError
 
+TRAINED = "trained"  # the key of a weight in the optimizer's file, where the model's file has its average
+
 
 @dataclasses.dataclass(frozen=True)
 class Due:
@@ -50,14 +52,35 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
         **run.given_state,
         **({} if run.deadline is None else {"deadline": run.deadline.saved()}),
     }
+    model, optimizer = _model_and_optimizer(run)
     return Checkpoint(
-        model=run.trained.tensors(),
-        optimizer=run.step.optimizer.tensors(),
+        model=model,
+        optimizer=optimizer,
         run=tensors,
         state=state,
         config=run.config.model_dump(),
         tokenizer=run.data.tokenizer.to_json(),
     )
+
+
+def _model_and_optimizer(run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What others load, and what training resumes with besides: where weights are averaged, they are part of that."""
+    weights, state, average = run.trained.tensors(), run.step.optimizer.tensors(), run.step.average
+    if average is None:
+        return weights, state
+    return weights | average.values, state | {f"{name}.{TRAINED}": weights[name] for name in average.values}
+
+
+def _restore_weights(run: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Puts weights and their average back; returns what is the optimizers' alone. Without a saved average, one begins
+    with the weights."""
+    state = dict(checkpoint.optimizer)
+    averaged = [name for name in checkpoint.model if f"{name}.{TRAINED}" in state]
+    weights = {name: state.pop(f"{name}.{TRAINED}") for name in averaged}
+    run.trained.assign({**checkpoint.model, **weights}, "the checkpoint")
+    if run.step.average is not None:
+        run.step.average.assign(run.trained.own(checkpoint.model))
+    return state
 
 
 def _random_of_all(run: Run) -> dict[str, Tensor]:
@@ -85,9 +108,9 @@ def _random_of(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | N
 
 def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     """Puts a checkpoint's state into a freshly built run; the counterpart of `capture`."""
-    run.trained.assign(checkpoint.model, "the checkpoint")
+    state = _restore_weights(run, checkpoint)
     try:
-        converted = run.step.optimizer.assign(run.trained.own(checkpoint.optimizer), "the checkpoint")
+        converted = run.step.optimizer.assign(run.trained.own(state), "the checkpoint")
     except CheckpointError as error:
         changed = [row for row in differences(run.config, checkpoint.config) if row[0].startswith("optim.")]
         if not changed:

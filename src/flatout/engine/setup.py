@@ -49,6 +49,7 @@ from flatout.engine.randomness import RandomStream
 from flatout.engine.run import Run, delivery_of, device_scope
 from flatout.engine.step import LossScale, TrainStep
 from flatout.engine.trained import Trained, all_weights, only_adapters
+from flatout.engine.update_graph import recorded_updates
 from flatout.errors import CheckpointError, ConfigError
 from flatout.model.adapter_files import load_into
 from flatout.model.adapter_targets import needless_rank
@@ -58,6 +59,7 @@ from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub import Description
 from flatout.model.quantize import check_quantizing, quantize_linears, quantized_base
 from flatout.ops.attention import install_flash
+from flatout.optim.average import Average
 from flatout.optim.given import rules_with
 from flatout.optim.optimizers import Optimizers, check_slices
 from flatout.optim.rules import rules_of
@@ -338,6 +340,7 @@ def _build_step(
         keep_gradients=speed.cuda_graphs or graphs_of_its_own(speed.compile, our_graphs=speed.cuda_graphs),
         after_update=model.narrow.settle,
         clear_gradients=trained.clear_gradients,
+        average=Average(trained.updated, config.optim.ema) if config.optim.ema else None,
         scope=lambda: device_scope(speed, config.train.deterministic),
         world=world,
         reducer=trained.sharding
@@ -349,11 +352,12 @@ def _build_step(
             replayed=speed.cuda_graphs,
         ),
     )
-    graph = None
+    graph, updates = None, []
     if speed.cuda_graphs:
         how = (Recorder(device), model.prepare, trained.forget)
         graph = MicroBatchGraph(step.forward_backward, model, notices, *how)
         step.run_micro_batch = graph
+        updates = recorded_updates(step.optimizer, notices, Recorder(device)) if world.size == 1 else []
 
     def rebuild() -> None:
         """What was made for one shape goes."""
@@ -361,6 +365,8 @@ def _build_step(
         model.offload.drop()
         if graph is not None:
             graph.reset()
+        for update in updates:
+            update.reset()
         if speed.compile != "off":
             torch._dynamo.reset()  # code for a shape that never comes again only holds memory
 

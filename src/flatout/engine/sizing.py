@@ -12,15 +12,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from flatout.config.facts import field_facts, value_at
-from flatout.config.load import LoadedConfig, with_values
+from flatout.config.load import LoadedConfig, with_layer, with_values
 from flatout.config.sizes import AUTO, DEFAULT_SIZE, FRESH_EPOCHS, Known, Shape, Sized, derive, shape_of, usual_vocab
-from flatout.config.source import Source
+from flatout.config.source import Setting, Source
 from flatout.data.pack import Progress
 from flatout.data.shard_data import open_shards
 from flatout.device import Device
 
 SMALL_CARD = 12e9  # bytes: below, tables of value and bigram embeddings take too much of a card
-TABLES = {"model.value_tables": 0, "model.bigram_rows": 0}
+TABLES = ("model.value_tables", "model.bigram_rows")
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,10 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
             f"the data is read {derived.epochs:.1f} times, more than {FRESH_EPOCHS:g}: settings are those for repeated "
             f"data ({told})"
         )
-    if size.preset == "record" and is_small(device):
-        left = [path for path in TABLES if path in field_facts() and not _by_user(loaded, path)]
-        left = [path for path in left if values.get(path, (value_at(loaded.config, path),))[0]]
-        values |= {path: (TABLES[path], "small device") for path in left}
-        if left:
-            notices.append(f"{device.name} is small for embedding tables: {', '.join(left)} left out")
+    left = [path for path in TABLES if values.get(path, (0, ""))[0] and not _by_user(loaded, path)]
+    if left and is_small(device):
+        values |= dict.fromkeys(left, (0, "small device"))
+        notices.append(f"{device.name} is small for embedding tables: {', '.join(left)} left out")
     kept = {path: found for path, found in values.items() if not _by_user(loaded, path)}
     return Decision(kept, tuple(notices))
 
@@ -86,9 +84,8 @@ def written(loaded: LoadedConfig) -> dict[str, Any]:
 
 def applied(loaded: LoadedConfig, decision: Mapping[str, Any]) -> LoadedConfig:
     """A config with a decision, as it was `told`; its size is settled then."""
-    for where in dict.fromkeys(where for _, where in decision["values"].values()):
-        values = {path: value for path, (value, at) in decision["values"].items() if at == where}
-        loaded = with_values(loaded, values, Source("size", where))
+    layer = {path: Setting(value, Source("size", where)) for path, (value, where) in decision["values"].items()}
+    loaded = with_layer(loaded, layer, "size")
     return replace(loaded, size=None, notices=(*loaded.notices, *decision["notices"]))
 
 

@@ -88,6 +88,7 @@ class StepReport:
     learning_rate: float
     loss_scale: float
     parameter_norm: float | None  # where it was asked for
+    update_ratios: tuple[float, ...]  # of every group of the optimizers, with it
     tokens: int
     seconds: float
     data_seconds: float
@@ -118,7 +119,7 @@ class PendingReports:
 
         def read() -> StepReport:
             seconds = after.seconds_since(before)  # first: it waits for the copy
-            loss, norm, applied, rate, scale, parameter_norm = host.tolist()
+            loss, norm, applied, rate, scale, parameter_norm, *ratios = host.tolist()
             return StepReport(
                 step=step,
                 loss=loss,
@@ -127,6 +128,7 @@ class PendingReports:
                 learning_rate=rate,
                 loss_scale=scale,
                 parameter_norm=None if parameter_norm < 0 else parameter_norm,
+                update_ratios=tuple(ratios),
                 tokens=tokens,
                 seconds=seconds,
                 data_seconds=data_seconds,

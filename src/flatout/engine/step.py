@@ -27,6 +27,7 @@ from flatout.engine.spans import StepClock
 from flatout.ops.documents import Layout, PackedRows
 from flatout.ops.gradients import clear_gradients, hold_gradients
 from flatout.ops.reference import IGNORED
+from flatout.optim.average import Average
 from flatout.optim.optimizers import Optimizers
 from flatout.world import Reducer, World
 
@@ -74,13 +75,14 @@ class TrainStep:
     after_update: Callable[[], None] = lambda: None
     before_update: Callable[[], None] = lambda: None
     clear_gradients: Callable[[], None] | None = None
+    average: Average | None = None  # of the weights, for evaluation
     scope: Callable[[], AbstractContextManager[None]]
     world: World = dataclasses.field(default_factory=World)
     reducer: Reducer | None = None  # adds up the gradients of several processes
     rebuild: Callable[[], None] = lambda: None  # what was made for one shape: setup says how to make it anew
     use_window: Callable[[int | None], None] = lambda window: None  # another attention window, from setup too
     updating: bool = False  # weights may be half moved: there is no way back to before the step
-    with_parameter_norm: bool = False  # whether the next report has it: it reads all weights once more
+    with_parameter_norm: bool = False  # whether the next report has it, and ratios: it reads all weights once more
 
     def __post_init__(self) -> None:
         device = next(self.model.parameters()).device
@@ -99,7 +101,8 @@ class TrainStep:
         self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None = None, pieces: int = 1
     ) -> Tensor:
         """Six numbers on the device: loss, gradient norm before clipping, applied (0 or 1), rate, loss scale, norm of
-        the parameters (-1 where it was not asked for). A micro-batch has so many `pieces` of windows more rows."""
+        the parameters (-1 where it was not asked for; where it was, the norm of the update of every group follows, as a
+        share of its weights). A micro-batch has so many `pieces` of windows more rows."""
         self.model.train()
         self.clock.begin()
         with self.scope():
@@ -193,16 +196,21 @@ class TrainStep:
         numbers = [loss, norm, finite, rate, scale, self._parameter_norm()]
         report = torch.stack([number.to(rate.dtype) for number in numbers])
         self.optimizer.create_state()
+        seen = (
+            [[x.clone() for x in group] for group in self.optimizer.some_weights()] if self.with_parameter_norm else []
+        )
         self.before_update()
         self.updating = True
         self.optimizer.update((scale * excess).float(), finite)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
         self.updates.add_(finite)
+        if self.average is not None:
+            self.average.update(self.updates, finite)
         self.after_update()
         self.updating = False
         self._clear(drop=not self.keep_gradients)
-        return report
+        return torch.cat([report, *self._update_ratios(seen)])
 
     def _clear(self, *, drop: bool) -> None:
         if self.clear_gradients is not None:
@@ -214,6 +222,11 @@ class TrainStep:
         if not self.with_parameter_norm:
             return -self.one
         return self._norm([parameter.detach() for parameter in self.optimizer.parameters])
+
+    def _update_ratios(self, before: list[list[Tensor]]) -> Iterator[Tensor]:
+        for old, new in zip(before, self.optimizer.some_weights() if before else [], strict=True):
+            moved = [b - a for a, b in zip(old, new, strict=True)]
+            yield (self._norm(moved) / self._norm(old)).to(torch.float32).view(1)
 
 
 def with_last(things: Iterable[Thing]) -> Iterator[tuple[bool, Thing]]:

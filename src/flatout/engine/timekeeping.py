@@ -18,7 +18,7 @@ def begin(run: Run) -> None:
     if deadline is None:
         return
     deadline.evaluation = _evaluation_seconds(run)
-    deadline.checkpoint = checkpoint_size(run.trained.count, run.config.optim, run.speed) / DISK
+    deadline.checkpoint = checkpoint_size(run.trained.count, run.config, run.speed) / DISK
     run.step.optimizer.stretch(*deadline.stretch)
     deadline.start()
 

@@ -7,21 +7,28 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from flatout.config.schema import OptimConfig, SpeedConfig
+from flatout.config.schema import RunConfig, SpeedConfig
 from flatout.engine.features import Speed
 from flatout.model.adapters import Adapters
+from flatout.model.count import matrix_count
 from flatout.model.weights import assign_tensors, check_tensors
-from flatout.optim.optimizer import Trainable, trainables
+from flatout.optim.optimizer import StateBytes, Trainable, trainables
 from flatout.optim.rules import state_bytes
 
 if TYPE_CHECKING:
     from flatout.parallel.sharding import Sharding
 
 
-def checkpoint_size(parameters: int, optim: OptimConfig, speed: Speed | SpeedConfig) -> int:
+def checkpoint_size(parameters: int, config: RunConfig, speed: Speed | SpeedConfig) -> int:
     """Bytes of one checkpoint of so many trained parameters: fp32 weights, and what optimizers keep of them."""
-    state = state_bytes(optim, state=speed.optimizer_state, offload=speed.optimizer_offload)
-    return int((4 + state.checkpoint) * parameters)
+    return int((4 + state_of(config, speed, parameters).checkpoint) * parameters)
+
+
+def state_of(config: RunConfig, speed: Speed | SpeedConfig, parameters: int) -> StateBytes:
+    """Bytes of optimizer state for each of so many trained parameters."""
+    matrices = min(1.0, matrix_count(config.model) / parameters)
+    how = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
+    return state_bytes(config.optim, matrices=matrices, **how)
 
 
 @dataclasses.dataclass(frozen=True)

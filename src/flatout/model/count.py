@@ -52,6 +52,11 @@ def blocks_gathered(config: ModelConfig) -> int:
     return max(1, min(GATHERED // largest, config.layers // 4))
 
 
+def matrix_count(config: ModelConfig) -> int:
+    """Weights of the matrices of all blocks."""
+    return sum(sum(_matrices(config, kind).values()) for kind in config.kinds)
+
+
 def linear_count(config: ModelConfig) -> int:
     """Weights of the linear layers in all blocks, but those that have no place in `speed.fp8`."""
     return sum(_matrices(config, kind)[name] for kind in config.kinds for name in LINEARS)

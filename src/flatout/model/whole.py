@@ -69,6 +69,11 @@ def settled(also: Iterable[str], config: ModelConfig) -> tuple[str, ...]:
                 "train both: lora.also=[embedding]",
             )
         named.discard(HEAD)
+    if config.embedding_norm and EMBEDDING in named:
+        raise ConfigError(
+            "this model norms its embedding (model.embedding_norm), and no format of adapters can say so of a table",
+            "leave embedding out of lora.also",
+        )
     return tuple(name for name in (EMBEDDING, HEAD, BIASES) if name in named)
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from flatout.errors import CheckpointError, ConfigError
 from flatout.optim.optimizer import Group, Optimizer, Rule, Table, Trainable
 
+SEEN = 2**18  # values of a tensor, about: all of them would need as much memory as the weights, once more
+
 
 class Optimizers:
     """The optimizers of a run. `groups` are in the order of their rules, `parameters` in that of the model."""
@@ -38,6 +40,8 @@ class Optimizers:
         for group in self.groups:
             built[group.rule.optimizer].append(group)
         self.optimizers = [build(groups) for build, groups in built.items()]
+        # engine/update_graph.py puts a recording in the place of one
+        self.updates: list[Callable[[Tensor, Tensor], None]] = [one.update for one in self.optimizers]
         self._of = {parameter: one for one in self.optimizers for parameter in one.parameters}
         self._complete = False
 
@@ -75,8 +79,12 @@ class Optimizers:
 
     def update(self, divisor: Tensor, finite: Tensor) -> None:
         """Updates all that has a gradient, with the rates of the last `look_up`; nothing where `finite` is false."""
-        for optimizer in self.optimizers:
-            optimizer.update(divisor, finite)
+        for update in self.updates:
+            update(divisor, finite)
+
+    def some_weights(self) -> list[list[Tensor]]:
+        """Of every group its weights, of large ones evenly spaced rows: enough to see how far an update moves them."""
+        return [[p.detach()[:: max(1, p.numel() // SEEN)] for p in group.parameters] for group in self.groups]
 
     def create_state(self) -> None:
         """Creates missing state tensors before the first update."""

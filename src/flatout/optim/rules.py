@@ -88,11 +88,17 @@ def _plays(role: str) -> Callable[[Trainable], bool]:
     return lambda one: role_of(one) == role
 
 
-def state_bytes(config: OptimConfig, *, state: str, offload: bool) -> StateBytes:
-    """Bytes of optimizer state for each parameter, before there is a model to deal out: the most of any rule."""
-    sizes = [rule.bytes for rule in rules_of(config, 1, state=state, offload=offload)]
+def state_bytes(config: OptimConfig, *, state: str, offload: bool, matrices: float = 0.0) -> StateBytes:
+    """Bytes of optimizer state for each parameter, on average, before there is a model to deal out.
+
+    `matrices` is the share of the parameters that are matrices of blocks. An average of the weights lies beside them,
+    and a checkpoint holds both.
+    """
+    average = 4 if config.ema else 0
+    first, *_, last = (rule.bytes for rule in rules_of(config, 1, state=state, offload=offload))
+    share = matrices if config.optimizer == "muon" else 0.0
     return StateBytes(
-        device=max(size.device for size in sizes),
-        host=max(size.host for size in sizes),
-        checkpoint=max(size.checkpoint for size in sizes),
+        device=share * first.device + (1 - share) * last.device + average,
+        host=share * first.host + (1 - share) * last.host,
+        checkpoint=share * first.checkpoint + (1 - share) * last.checkpoint + average,
     )

@@ -141,6 +141,11 @@ class Sharding:
                 module.set_reshard_after_forward(True, recurse=False)
                 module.reshard()
 
+    def reshard(self) -> None:
+        """Lets go of weights that an evaluation has left whole, after slices were written to."""
+        for module in self._modules:
+            module.reshard()
+
     def _room(self) -> float:
         if self._device.type != "cuda":
             return math.inf
@@ -149,7 +154,8 @@ class Sharding:
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """The norm of tensors of which every process has its slices, and one counts the vectors."""
-        total = torch.nn.utils.get_total_norm([one for one in tensors if one.ndim > 1 or self.number == 0]).square()
+        own = [one for one in tensors if one.ndim > 1 or self.number == 0] or [tensors[0].new_zeros(1)]
+        total = torch.nn.utils.get_total_norm(own).square()
         dist.all_reduce(total, group=self.group)
         return total.sqrt()
 

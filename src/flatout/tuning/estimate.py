@@ -39,7 +39,7 @@ from flatout.engine.fit_check import check_fits, check_samples_fit, memory_on, w
 from flatout.engine.memory import layers_of, memory_of
 from flatout.engine.opening import steps_of, trained_count
 from flatout.engine.trained import checkpoint_size
-from flatout.errors import DataError, ResourceError
+from flatout.errors import ConfigError, DataError, ResourceError
 from flatout.model.count import LayerRow, MemoryEstimate, parameter_count, table_count
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
 from flatout.tuning.plan import machine_of
@@ -137,6 +137,11 @@ def estimate(
     `imported` is what importing took before the config was looked at; it is counted into the start-up. `notice` hears
     what is being done.
     """
+    if loaded.config.train.minutes is not None:
+        raise ConfigError(
+            f"the run takes {loaded.config.train.minutes:g} minutes, as train.minutes says",
+            "give its length in train.steps, train.tokens or train.epochs to have its time estimated",
+        )
     began = time.monotonic()
     with scratch_folder("flatout-estimate-") as scratch:
         notice("opening the data")
@@ -311,7 +316,7 @@ class _Look:
     def _disk(self, timed: Timed | None, visits: Visits) -> dict[str, Figure]:
         """What a checkpoint takes, and all that are there at once."""
         config = self.config
-        size = Figure(checkpoint_size(self.trained, config.optim, config.speed), "estimated", _MOMENTS)
+        size = Figure(checkpoint_size(self.trained, config, config.speed), "estimated", _MOMENTS)
         if timed is not None and timed.checkpoint_bytes is not None:
             size = Figure(timed.checkpoint_bytes, "measured")
         # Kept ones, the best, and the one being written before an older one goes.

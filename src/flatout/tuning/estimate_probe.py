@@ -268,7 +268,7 @@ def _time_checkpoint(run: Run) -> tuple[Figure, int | None]:
     Two are saved where they are written beside training: the first one also makes the memory for the copy.
     """
     asked, device = run.config.checkpoint.asynchronous, run.speed.device.torch_device
-    need = checkpoint_size(run.trained.count, run.config.optim, run.speed)
+    need = checkpoint_size(run.trained.count, run.config, run.speed)
     need *= 1 if asked == "off" else 2
     try:
         with _beside(Path(run.config.output.folder or "runs")) as folder:

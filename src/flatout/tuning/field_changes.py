@@ -27,7 +27,7 @@ _SECTIONS = ("model", "optim", "train")
 _ALLOWED = ("speed.precision", "speed.fp8", "speed.optimizer_state", "data.reshuffle")
 _SIZES = ("layers", "width", "heads", "kv_heads", "head_size", "mlp_width", "states", "state_heads", "context")
 _NOT_BY_THEMSELVES = {
-    **{f"model.{name}": "it is a size" for name in _SIZES},
+    **{f"model.{name}": "a size" for name in _SIZES},
     "model.family": "other fields depend on it",
 }
 
@@ -65,6 +65,16 @@ def split_fields(text: str) -> list[str]:
         else:
             entries[-1] += letter
     return [entry.strip() for entry in entries if entry.strip()]
+
+
+def choose(fields: Sequence[str] | None, loaded: LoadedConfig) -> tuple[list[Change], dict[str, str]]:
+    """The changes that were asked for, or leave-one-out; and which fields are left out, with why."""
+    if loaded.config.train.minutes is not None:
+        raise ConfigError(
+            "a run of train.minutes has no number of tokens at which others could be compared with it",
+            "give its length as train.steps or train.tokens",
+        )
+    return changes_to_defaults(loaded) if fields is None else (named_changes(fields, loaded), {})
 
 
 def named_changes(entries: Sequence[str], loaded: LoadedConfig) -> list[Change]:

@@ -31,7 +31,14 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
-from flatout.config.usual import FAR_ABOVE, FAR_BELOW, RANGE_STEPS, usual_rate, usual_tuning_rate
+from flatout.config.usual import (
+    FAR_ABOVE,
+    FAR_BELOW,
+    RANGE_STEPS,
+    USUAL_MUON_RATE,
+    usual_rate,
+    usual_tuning_rate,
+)
 from flatout.engine.books import Progress
 from flatout.engine.run import Run
 from flatout.engine.saving import capture, restore
@@ -142,7 +149,9 @@ def find_rate(
             points, ended = range_test(run, low=low, high=high, steps=steps, progress=progress)
     tuning = loaded.config.chat.source is not None
     reading = read_curve([point.rate for point in points], [point.loss for point in points], tuning=tuning)
-    found = {"optim.learning_rate": float(f"{reading.rate:.1e}")}  # two digits: the test knows no more
+    optim = loaded.config.optim
+    all_rates = optim.scaled_rates(reading.rate / optim.learning_rate)  # they rose together
+    found = {path: float(f"{rate:.1e}") for path, rate in all_rates.items()}  # two digits: the test knows no more
     return LrResult(
         config=loaded.config.output.name,
         device=device,
@@ -153,7 +162,7 @@ def find_rate(
         points=tuple(points),
         reading=reading,
         rate=found["optim.learning_rate"],
-        before=loaded.config.optim.learning_rate,
+        before=optim.learning_rate,
         usual=usual,
         notes=tuple(notes_on(found["optim.learning_rate"], usual, steps, whose)),
         ended=ended,
@@ -164,7 +173,7 @@ def find_rate(
             f", learning rate, on {device}: a range test of {steps} steps from {low:g} to {points[-1].rate:.2g}, "
             f"{ended}.",
             [f"{suggestion.name} {suggestion.rate:.2e}" for suggestion in reading.suggestions]
-            + [f"chosen: {reading.chosen}; the config had {loaded.config.optim.learning_rate:g}"],
+            + [f"chosen: {reading.chosen}; the config had {optim.learning_rate:g}"],
         ),
         seconds=time.monotonic() - began,
         flatout=flatout.__version__,
@@ -177,6 +186,10 @@ def _usual(run: Run) -> tuple[float, str]:
     adapters = run.adapters is not None
     if run.config.chat.source is not None:
         return usual_tuning_rate(adapters=adapters), "adapters" if adapters else "all weights of a trained model"
+    optim = run.config.optim
+    if optim.optimizer == "muon":
+        usual = USUAL_MUON_RATE * optim.learning_rate / optim.muon_rate
+        return usual, f"Muon, whose own rate is {USUAL_MUON_RATE:g} then"
     return usual_rate(parameter_count(run.config.model, run.model.vocab)), "a model of this size"
 
 

@@ -23,10 +23,9 @@ from flatout.engine.fit_check import ROOM, fits_well
 from flatout.engine.form import not_in_slices
 from flatout.engine.memory import memory_of
 from flatout.engine.switches import COMMON_VOCAB
-from flatout.engine.trained import checkpoint_size
+from flatout.engine.trained import checkpoint_size, state_of
 from flatout.errors import HardwareError, UsageError
 from flatout.model.count import MemoryEstimate, flops_per_token, parameter_count
-from flatout.optim.rules import state_bytes
 from flatout.tuning.cluster import GB, Cluster
 from flatout.tuning.goodput import FAILURE_HOURS, FAILURE_SOURCE, Goodput, plan_saves
 from flatout.tuning.spread import AGAIN, FORMS, Layout, layouts, step_time, update_seconds, work_of
@@ -136,7 +135,7 @@ def plan(
         taken = next((row.form for row in here if row.auto), spreads[-1].form)
         rows += here
         saves[gpus] = plan_saves(
-            checkpoint_size(look.work.parameters, look.config.optim, look.speeds[taken]),
+            checkpoint_size(look.work.parameters, look.config, look.speeds[taken]),
             next(layout for layout in spreads if layout.form == taken),
             to_host=cluster.card.to_host,
             disk=disk,
@@ -218,7 +217,7 @@ class _Look:
         return dataclasses.replace(speed, cuda_graphs=False)  # what recording costs is not planned
 
     def _state(self, speed: Speed) -> float:
-        return state_bytes(self.config.optim, state=speed.optimizer_state, offload=speed.optimizer_offload).device
+        return state_of(self.config, speed, parameter_count(self.config.model, self.vocab)).device
 
     def row(self, gpus: int, layout: Layout) -> PlanRow:
         dealing = Dealing(layout.form, layout.shards) if gpus > 1 else Dealing()

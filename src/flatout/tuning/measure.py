@@ -176,6 +176,7 @@ def release(run: Run) -> None:
         run.step.run_micro_batch.reset()
     run.step.run_micro_batch = run.step.forward_backward
     run.step.optimizer.forget()
+    run.step.average = None
     run.model.narrow.forget()
     if run.adapters is not None:
         run.adapters.let_go()

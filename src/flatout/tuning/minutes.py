@@ -92,11 +92,11 @@ def choose(
         if not prospects or len(found) == MOST_MEASURED:
             break
         best = prospects[0].shape
-        larger = max(1.0, best.dense(budget.vocab) / following.dense(budget.vocab))
-        if best in found or clock() - began + took * larger > SECONDS:
+        if best in found or clock() - began + 1.5 * took > SECONDS:
             break
         following = best
-    return prospects
+    # Where something did not fit, what was not tried may not fit either.
+    return [row for row in prospects if row.measured] if None in found.values() else prospects
 
 
 def _prospects(budget: Budget, shapes: Sequence[Shape], found: Mapping[Shape, Speed | None]) -> list[Prospect]:

@@ -7,10 +7,10 @@ import time
 from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, with_values
 from flatout.config.schema import micro_batch_of
-from flatout.config.sizes import LADDER, Known, Shape
+from flatout.config.sizes import FRESH_EPOCHS, LADDER, Known, Shape
 from flatout.config.source import Source
 from flatout.device import Device
-from flatout.engine.overlays import fitted_to
+from flatout.engine.overlays import fits, fitted_to
 from flatout.engine.run import Run
 from flatout.engine.sizing import Decision, decide, written
 from flatout.errors import ResourceError
@@ -24,6 +24,8 @@ TIMED_SECONDS, FEWEST, MOST = 0.8, 3, 40  # of one length of steps
 FIRST = {"cuda": Shape(8, 512)}  # what is measured first
 FIRST_ELSEWHERE = Shape(3, 96)
 ROWS = 5  # that are told
+EVALUATIONS = 10  # of a run over repeated text
+MOST_LOOKED = 1_048_576  # tokens of an evaluation
 
 
 def plan(loaded: LoadedConfig, known: Known, device: Device) -> Decision:
@@ -38,7 +40,7 @@ def plan(loaded: LoadedConfig, known: Known, device: Device) -> Decision:
         batch=config.train.batch_tokens if loaded.size is None else own.get("train.batch_tokens"),
         context=config.model.context if loaded.size is None else own.get("model.context"),
     )
-    shapes, first = _shapes(loaded, device)
+    shapes, first = _shapes(loaded, known, device)
 
     def measure(shape: Shape) -> Speed | None:
         return measured_speed(loaded, shape, known, device)
@@ -53,14 +55,19 @@ def plan(loaded: LoadedConfig, known: Known, device: Device) -> Decision:
     return decision_for(loaded, best, prospects, known, device)
 
 
-def _shapes(loaded: LoadedConfig, device: Device) -> tuple[list[Shape], Shape]:
+def _shapes(loaded: LoadedConfig, known: Known, device: Device) -> tuple[list[Shape], Shape]:
     """The shapes to choose from, and the one to measure first."""
     model, size = loaded.config.model, loaded.size
     fixed = size is None or size.name != "auto" or {"model.layers", "model.width"} & written(loaded).keys()
     if fixed:
         only = Shape(model.layers, model.width)
         return [only], only
-    return list(LADDER), FIRST.get(device.kind, FIRST_ELSEWHERE)
+    shapes = list(LADDER)
+    if device.kind == "cuda" and device.memory_bytes is not None:
+        card = hardware_for(device.memory_bytes)
+        shapes = [shape for shape in LADDER if fits(_trial(loaded, shape, known, device), card)]
+    first = FIRST.get(device.kind, FIRST_ELSEWHERE)
+    return shapes, first if first in shapes else shapes[-1] if shapes else LADDER[0]
 
 
 def decision_for(
@@ -74,7 +81,15 @@ def decision_for(
     if loaded.size is not None:
         context = sized.values.get("model.context", (loaded.config.model.context, ""))[0]
         look = max(context, int(0.09 * best.tokens) // context * context)
-        quiet = {"eval.every": 0, "eval.sample_tokens": 0, "checkpoint.every": 0, "eval.tokens": min(1_048_576, look)}
+        # Text that is read many times is learned by heart at some point: evaluations on the way find the best weights.
+        often = known.unique is not None and best.tokens > FRESH_EPOCHS * known.unique
+        every = max(1, best.steps // EVALUATIONS) if often else 0
+        quiet = {
+            "eval.every": every,
+            "eval.sample_tokens": 0,
+            "checkpoint.every": 0,
+            "eval.tokens": min(MOST_LOOKED, look),
+        }
         values |= {path: (value, where) for path, value in quiet.items() if not loaded.sources[path].by_user}
     return Decision(values, (*_lines(loaded, best, prospects, known, device), *sized.notices))
 
@@ -98,6 +113,21 @@ def _lines(loaded: LoadedConfig, best: Prospect, prospects: list[Prospect], know
 
 def measured_speed(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> Speed | None:
     """Times steps of two lengths: their difference is the tokens', the rest the update's. None: it does not fit."""
+    trial = _trial(loaded, shape, known, device)
+    if device.kind == "cuda" and device.memory_bytes is not None:
+        trial = fitted_to(trial, hardware_for(device.memory_bytes))
+    few, context = micro_batch_of(trial.config)[0], trial.config.model.context
+    try:
+        with borrowed_run(trial) as run:
+            short, long = (_step_seconds(run, count) for count in (few, LONGER * few))
+    except ResourceError:
+        return None
+    token = max((long - short) / ((LONGER - 1) * few * context), 0.3 * long / (LONGER * few * context))
+    return Speed(token, max(0.0, short - token * few * context))
+
+
+def _trial(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> LoadedConfig:
+    """The config of a size, with steps to be timed: so many micro-batches as the longer ones have."""
     context = (
         loaded.config.model.context if loaded.size is None else written(loaded).get("model.context", shape.context)
     )
@@ -107,17 +137,7 @@ def measured_speed(loaded: LoadedConfig, shape: Shape, known: Known, device: Dev
     if loaded.size is not None:
         values = {path: value for path, (value, _) in decide(loaded, shape, known, device).values.items()} | values
         values |= {"train.tokens": None, "train.epochs": None}
-    trial = with_values(loaded, values, Source("preset", "minutes"))
-    if device.kind == "cuda" and device.memory_bytes is not None:
-        trial = fitted_to(trial, hardware_for(device.memory_bytes))
-    few = micro_batch_of(trial.config)[0]
-    try:
-        with borrowed_run(dataclasses.replace(trial, size=None)) as run:
-            short, long = (_step_seconds(run, count) for count in (few, LONGER * few))
-    except ResourceError:
-        return None
-    token = max((long - short) / ((LONGER - 1) * few * context), 0.3 * long / (LONGER * few * context))
-    return Speed(token, max(0.0, short - token * few * context))
+    return dataclasses.replace(with_values(loaded, values, Source("preset", "minutes")), size=None, notices=())
 
 
 def _step_seconds(run: Run, sequences: int) -> float:

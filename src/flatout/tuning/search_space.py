@@ -41,6 +41,7 @@ _REFUSED = {
     "train.steps": "the longest run would win",
     "train.epochs": "the longest run would win",
     "train.tokens": "the longest run would win",
+    "train.minutes": "the longest run would win",
     "train.seed": "the luckiest seed is not a better setting",
     "train.deterministic": "it does not change what is learned",
     "model.vocab": "trials with other tokens could not be compared by their loss",

@@ -10,13 +10,10 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.verbs.measuring import Line, folder_target, picture_target
 from flatout.words import Parser, add_config, load_any
-
-if TYPE_CHECKING:
-    from flatout.config.load import LoadedConfig
 
 ROWS, PICTURE = "ablate.jsonl", "ablate.png"
 
@@ -24,7 +21,10 @@ ROWS, PICTURE = "ablate.jsonl", "ablate.png"
 def ablate(words: list[str]) -> int:
     parsed = _parser().parse_words(words)
     loaded = load_any(parsed)
-    fields = _fields(parsed.fields, loaded)
+    from flatout.tuning.field_changes import choose, split_fields
+
+    fields = None if parsed.fields is None else split_fields(parsed.fields)
+    choose(fields, loaded)  # what is wrong with them is told before anything else
     folder = Path("ablate") / loaded.config.output.name if parsed.out is None else Path(parsed.out)
     folder_target(folder, "" if parsed.out == "" else str(folder), ROWS)
     if folder.is_dir():
@@ -98,18 +98,6 @@ def _parser() -> Parser:
     )
     parser.flag("--json", "print runs and the result as JSON lines instead of the table")
     return parser
-
-
-def _fields(written: str | None, loaded: "LoadedConfig") -> list[str] | None:
-    """The words of --fields, after everything about them that can be wrong was asked; None takes the defaults."""
-    from flatout.tuning.field_changes import changes_to_defaults, named_changes, split_fields
-
-    if written is None:
-        changes_to_defaults(loaded)
-        return None
-    fields = split_fields(written)
-    named_changes(fields, loaded)
-    return fields
 
 
 def _hand_over(body: dict[str, Any], folder: Path, *, quiet: bool) -> None:

@@ -94,6 +94,7 @@ class _LastWord:
     step: int = 0
     skipped: int = 0
     heard: bool = False
+    rate: str = "optim.learning_rate"
 
     def hear(self, record: "Record") -> None:
         from flatout.records import EndRecord, RunInfo, StepRecord
@@ -103,6 +104,7 @@ class _LastWord:
             self.reason = record.reason
         elif isinstance(record, RunInfo):
             self.reason, self.step, self.skipped = None, record.start_step, 0
+            self.rate = record.rate_setting
         elif isinstance(record, StepRecord):
             self.reason, self.step = None, record.step
             self.skipped = 0 if record.applied else self.skipped + 1
@@ -128,7 +130,7 @@ class _LastWord:
             stopped = (
                 f"the run stopped at step {self.step:,} after {self.skipped} skipped updates in a row: it diverged"
             )
-            print(f"{stopped}; lower optim.learning_rate, then {again}", file=sys.stderr)
+            print(f"{stopped}; lower {self.rate}, then {again}", file=sys.stderr)
         else:
             dead = f"the run seems dead: no process works in {shown}, and its last record is of step {self.step:,}"
             print(f"{dead}; {again}", file=sys.stderr)

@@ -83,6 +83,7 @@ class Alerts:
 
     def _forget(self, info: RunInfo | None = None) -> None:
         self._config: dict[str, Any] = {} if info is None else info.config
+        self._rate = "optim.learning_rate" if info is None else info.rate_setting
         self._features = {} if info is None else {feature.name: feature.used for feature in info.features}
         self._gates: dict[str, _Gate] = collections.defaultdict(_Gate)
         self._losses, self._norms = _Level(), _Level()
@@ -99,14 +100,14 @@ class Alerts:
         if not overflow:
             return "skipped update", (
                 f"loss {record.loss:.4g} and gradient norm {record.grad_norm:.4g}: the update was skipped; if it "
-                "happens again, lower optim.learning_rate or lengthen optim.warmup_steps"
+                f"happens again, lower {self._rate} or lengthen optim.warmup_steps"
             )
         self._overflows.append(record.step)
         if len(self._overflows) < OVERFLOWS or record.step - self._overflows[0] >= OVERFLOW_STEPS:
             return None
         return "skipped update", (
             f"fp16 overflowed {OVERFLOWS} times within {OVERFLOW_STEPS} steps; use speed.precision=bf16 where the GPU "
-            "has it, or lower optim.learning_rate"
+            f"has it, or lower {self._rate}"
         )
 
     def _spike(self, record: StepRecord) -> tuple[str, str] | None:
@@ -115,7 +116,7 @@ class Alerts:
             return None
         return "loss spike", (
             f"loss {record.loss:.4f} after about {before:.4f}; look at the batch if it is one step, and lower "
-            "optim.learning_rate if it stays up"
+            f"{self._rate} if it stays up"
         )
 
     def _jump(self, record: StepRecord) -> tuple[str, str] | None:
@@ -126,7 +127,7 @@ class Alerts:
             return None
         optim = self._config.get("optim")
         off = isinstance(optim, dict) and optim.get("clip") == 0
-        advice = "set optim.clip, which is off" if off else "lower optim.learning_rate if it goes on"
+        advice = "set optim.clip, which is off" if off else f"lower {self._rate} if it goes on"
         return "gradient jump", (f"gradient norm {record.grad_norm:.3g} after about {math.exp(before):.3g}; {advice}")
 
     def _stall(self, record: StepRecord) -> tuple[str, str] | None:

@@ -6,6 +6,7 @@ to move the cursor or rename the window.
 
 import math
 import sys
+import time
 from typing import TextIO
 
 from flatout import records
@@ -53,6 +54,7 @@ class TerminalReader:
         self.memory = ""  # of eigenstates, in a sentence
         self.step_seconds: list[float] | None = []  # until the sentence about the whole run is told
         self.alerts = Alerts()
+        self.began = time.monotonic()
 
     def show(self, record: Record) -> None:
         self._show(record)
@@ -83,7 +85,7 @@ class TerminalReader:
             self.speed = rate if self.speed is None or cold else 0.9 * self.speed + 0.1 * rate
         if self.step_seconds is not None and self.info is not None:
             self.step_seconds.append(record.seconds)
-            if (total := expected(self.step_seconds, self.info)) is not None:
+            if self._minutes is None and (total := expected(self.step_seconds, self.info)) is not None:
                 self.step_seconds = None
                 if total.seconds >= LONG:
                     say(self.console, total.sentence)
@@ -95,7 +97,8 @@ class TerminalReader:
     def _line(self, record: StepRecord, width: float = math.inf) -> str:
         """A step in one line of at most `width` cells: what does not fit is left out, the least important first."""
         steps = self.info.steps if self.info else record.step
-        parts = {"step": f"step {record.step:>{len(str(steps))}}/{steps}", "loss": f"loss {record.loss:.4f}"}
+        told = f"step {record.step:>{len(str(steps))}}" + ("" if self._minutes else f"/{steps}")
+        parts = {"step": told, "loss": f"loss {record.loss:.4f}"}
         if self.val_loss is not None:
             parts["val"] = f"val {self.val_loss:.4f}"
         parts["rate"] = f"lr {record.learning_rate:.2e}"
@@ -105,8 +108,8 @@ class TerminalReader:
             parts["MFU"] = f"MFU {100 * record.mfu:.0f}%"
         if record.memory_bytes is not None:
             parts["memory"] = human_bytes(record.memory_bytes)
-        if self.speed and self.info:
-            left = (steps - record.step) * self.info.batch_tokens / self.speed
+        left = self._seconds_left(record)
+        if left is not None:
             parts["ETA"] = f"ETA {human_seconds(left)}"
         if not record.applied:
             parts["skipped"] = "SKIPPED"
@@ -115,10 +118,22 @@ class TerminalReader:
                 parts.pop(name, None)
         return "  ".join(parts.values())
 
+    @property
+    def _minutes(self) -> float | None:
+        return None if self.info is None else minutes_of(self.info)
+
+    def _seconds_left(self, record: StepRecord) -> float | None:
+        """Until the last step; by the clock where the length is told in minutes, unless some were spent before."""
+        if self.info is None:
+            return None
+        if self._minutes is not None:
+            return None if self.info.start_step else max(0.0, 60 * self._minutes - (time.monotonic() - self.began))
+        return (self.info.steps - record.step) * self.info.batch_tokens / self.speed if self.speed else None
+
     def _lines(self, record: Record) -> list[str]:
         match record:
             case RunInfo():
-                self.info, self.first_step = record, None
+                self.info, self.first_step, self.began = record, None, time.monotonic()
                 return [] if record.nothing_left else _banner(record)
             case records.EvalRecord():
                 self.val_loss = record.loss
@@ -175,10 +190,12 @@ def _banner(info: RunInfo) -> list[str]:
     shown = [f for f in features if f.name in _SHOWN or f.used not in _QUIET.get(f.name, (f.used,))]
     used = ", ".join(f"{f.name} {f.used}" + (f" ({f.why})" if f.why else "") for f in shown)
     fallbacks = [f for f in info.features if f.why and f.asked not in ("auto", "null", f.used) and _is_told(f)]
+    minutes = minutes_of(info)
+    length = f"{info.steps:,}" if minutes is None else f"{minutes:.3g} minutes, about {info.steps:,}"
     return [
         f"flatout {info.flatout}: {info.family}, {size}, on {many}{info.device} (torch {info.torch})",
         f"data: {training} and {info.val_tokens:,} validation tokens ({info.tokenizer}, {info.vocab:,} ids)",
-        f"run: {info.steps:,} steps of {step}{epochs}{start}, in {info.folder}",
+        f"run: {length} steps of {step}{epochs}{start}, in {info.folder}",
         f"speed: {used}; memory about {human_bytes(info.memory_estimate_bytes)}",
         *(f"note: speed.{f.name} {f.asked} became {f.used}: {f.why}" for f in fallbacks),
         *([f"resuming from {info.resumed_from}"] if info.resumed_from else []),
@@ -220,7 +237,16 @@ def _is_told(feature: records.Feature) -> bool:
     return feature.name in _TOLD
 
 
+def minutes_of(info: RunInfo) -> float | None:
+    """The length of a run, where it is told in minutes."""
+    train = info.config.get("train")
+    minutes = train.get("minutes") if isinstance(train, dict) else None
+    return minutes if isinstance(minutes, int | float) else None
+
+
 def _finished_before(info: RunInfo) -> str:
+    if minutes_of(info) is not None:
+        return f"{info.folder} is finished already; --resume {info.folder} --minutes N goes on for N minutes more"
     train = info.config.get("train")
     lengths = train if isinstance(train, dict) else {}  # what was read from a file may be anything
     length = next((name for name in ("tokens", "epochs") if lengths.get(name) is not None), "steps")

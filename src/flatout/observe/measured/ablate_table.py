@@ -10,12 +10,15 @@ from typing import Any, TextIO
 from rich.table import Table
 
 from flatout.observe.human import human_seconds, many, printable
+from flatout.observe.picture import shortened
 from flatout.observe.terminal import Terminal, say
 from flatout.records import AblateRow
 
 HELPS, HURTS = "helps", "hurts"
 _STYLES = {HELPS: "green", HURTS: "bold red"}
-_NARROW = 24  # columns of a value; longer ones are cut
+_VALUES = ("config", "change")
+_SHORT, _LONG = 6, 24  # characters of a value; longer ones are cut
+_WIDE = 102  # columns of a terminal that has room for all of the table
 
 
 def run_line(row: AblateRow, number: int, total: int) -> str:
@@ -36,7 +39,7 @@ def print_ablation(body: Mapping[str, Any], stream: TextIO | None = None) -> Non
         if rows:
             say(console, "")
             say(console, title(body, equal), "bold")
-            console.print(_table(rows, seconds=equal == "seconds"))
+            console.print(_table(rows, console.width, seconds=equal == "seconds"))
     say(console, "")
     for line in notes(body):
         say(console, line)
@@ -51,10 +54,11 @@ def ordered(body: Mapping[str, Any], equal: str) -> list[Mapping[str, Any]]:
 def sentence(body: Mapping[str, Any]) -> str:
     if body["loss"] is None:
         return f"{body['config']}: no run of the config as it is has ended yet; on {body['device']}"
+    ended = sum(not row["field"] for row in body["rows"])
     spread = "" if body["spread"] is None else f" (standard deviation {body['spread']:.4f})"
     return (
         f"{body['config']} as it is: validation loss {body['loss']:.4f} over "
-        f"{many(len(body['seeds']), 'seed')}{spread}, {many(body['steps'], 'step')}, {body['tokens']:,} tokens, "
+        f"{many(ended, 'seed')}{spread}, {many(body['steps'], 'step')}, {body['tokens']:,} tokens, "
         f"{_seconds(body['training_seconds'])} of training; on {body['device']}"
     )
 
@@ -69,23 +73,41 @@ def difference_text(one: Mapping[str, Any]) -> str:
     return "-" if one["difference"] is None else f"{one['difference']:+.4f}{error}"
 
 
-def _table(rows: Sequence[Mapping[str, Any]], *, seconds: bool) -> Table:
+def _table(rows: Sequence[Mapping[str, Any]], width: int, *, seconds: bool) -> Table:
+    """A narrow terminal goes without the two losses, and cuts the values of fields before anything else."""
+    names = ["field", "config", "change", *(["steps"] if seconds else [])]
+    names += [*(["loss", "changed"] if width >= _WIDE else []), "difference", "verdict"]
+    cells = [_cells(one) for one in rows]
+    widths = {name: max(len(name), *(len(cell[name]) for cell in cells)) for name in names}
+    room = width - sum(widths[name] for name in names if name not in _VALUES) - 2 * (len(names) - 1)
     table = Table(box=None, header_style="bold", pad_edge=False)
-    names = ["field", "config", "changed to", *(["steps"] if seconds else []), "loss", "changed", "difference"]
     for name in names:
-        table.add_column(name, justify="left" if name in names[:3] else "right", no_wrap=True)
-    table.add_column("verdict")
-    for one in rows:
-        cells = [one["field"], one["configured"][:_NARROW], one["changed"][:_NARROW]]
-        cells += [f"{one['steps']:,}"] if seconds else []
-        cells += ["-" if one[name] is None else f"{one[name]:.4f}" for name in ("loss", "changed_loss")]
-        cells += [difference_text(one), one["reason"] or one["verdict"] or _without_verdict(one)]
-        table.add_row(*(printable(cell) for cell in cells), style=_STYLES.get(one["verdict"], ""))
+        left = name in ("field", "verdict", *_VALUES)
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for one, cell in zip(rows, cells, strict=True):
+        cell |= {name: shortened(cell[name], min(_LONG, max(_SHORT, room // 2))) for name in _VALUES}
+        table.add_row(*(printable(cell[name]) for name in names), style=_STYLES.get(one["verdict"], ""))
     return table
 
 
+def _cells(one: Mapping[str, Any]) -> dict[str, str]:
+    def loss(name: str) -> str:
+        return "-" if one[name] is None else f"{one[name]:.4f}"
+
+    return {
+        "field": one["field"],
+        "config": one["configured"],
+        "change": one["changed"],
+        "steps": f"{one['steps']:,}" if one["pairs"] else "-",
+        "loss": loss("loss"),
+        "changed": loss("changed_loss"),
+        "difference": difference_text(one),
+        "verdict": one["reason"].partition(":")[0].replace("_", " ") or one["verdict"] or _without_verdict(one),
+    }
+
+
 def _without_verdict(one: Mapping[str, Any]) -> str:
-    return "one seed: no verdict" if one["pairs"] else "not run yet"
+    return "one pair: no verdict" if one["pairs"] else "not run yet"
 
 
 def notes(body: Mapping[str, Any]) -> Iterator[str]:
@@ -102,6 +124,8 @@ def notes(body: Mapping[str, Any]) -> Iterator[str]:
                 f"smallest difference that could be seen at equal {equal}: {spread} (noise of a pair "
                 f"{body['noise'][equal]:.4f}, {body['degrees'][equal]:.1f} degrees of freedom)"
             )
+    failed = {f"{one['field']}={one['changed']}: {one['reason']}" for one in body["effects"] if one["reason"]}
+    yield from sorted(failed)
     for one in body["effects"]:
         if one["verdict"] == HURTS:
             yield (
@@ -112,12 +136,15 @@ def notes(body: Mapping[str, Any]) -> Iterator[str]:
     if unread:
         yield f"equal to the last digit with and without: {', '.join(sorted(unread))}; does this run use it?"
     if body["loss"] is not None and not body["noise"]:
-        yield "one seed says nothing of the noise, so there is no verdict: --seeds 2 trains what is missing for one"
+        way = ": --seeds 2 trains a second one" if len(body["seeds"]) == 1 else ""
+        yield f"one pair says nothing of the noise, so there is no verdict{way}"
     if body["left_out"]:
-        told = ", ".join(f"{path} ({why})" for path, why in body["left_out"].items())
+        reasons = dict.fromkeys(body["left_out"].values())
+        paths = {why: [path for path, other in body["left_out"].items() if other == why] for why in reasons}
+        told = "; ".join(f"{', '.join(those)} ({why})" for why, those in paths.items())
         yield f"left out: {told}; --fields names what to change"
     if body["missing"]:
-        yield f"{many(body['missing'], 'run')} of the table are missing; the same command goes on with them"
+        yield f"not run yet: {many(body['missing'], 'run')}; the same command goes on with them"
 
 
 def _seconds(value: float) -> str:

@@ -78,6 +78,7 @@ def _numbers(record: Record) -> dict[str, float | None]:
                 "optimizer/learning_rate": record.learning_rate,
                 "optimizer/gradient_norm": record.grad_norm,
                 "optimizer/parameter_norm": record.parameter_norm,
+                **{f"optimizer/update_ratio/{rule}": ratio for rule, ratio in (record.update_ratio or {}).items()},
                 "optimizer/loss_scale": record.loss_scale,
                 "optimizer/skipped": None if record.applied else 1.0,
                 "throughput/tokens_per_second": record.tokens_per_second,

@@ -1,0 +1,126 @@
+"""Runs whose length is told in minutes, from the command line: chosen, trained, ended on time, gone on with."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import flatout
+from flatout.cli import main
+from flatout.config.load import LoadedConfig, load_config
+from flatout.config.sizes import Shape
+from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
+from flatout.errors import ConfigError
+from flatout.observe.sinks import read_metrics
+from flatout.records import EndRecord, EvalRecord, NoticeRecord, RunInfo, StepRecord
+from flatout.tuning import minutes_probe
+from flatout.tuning.minutes import Speed
+
+WSD = ["optim.schedule=wsd", "optim.decay_fraction=0.6", "optim.min_ratio=0.0", "speed.threads=1"]
+
+
+def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(tiny: Callable[..., LoadedConfig]) -> None:
+    config = tiny("train.minutes=0.02", "train.steps=200", *WSD)
+    began = time.monotonic()
+    records = list(flatout.train(config))
+    assert time.monotonic() - began < 20
+    info, end = records[0], records[-1]
+    assert isinstance(info, RunInfo)
+    assert isinstance(end, EndRecord)
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    rates = [record.learning_rate for record in steps]
+    assert rates[-1] < 0.5 * max(rates), "it has cooled down, as far as so short a run on a busy machine can"
+    assert end.step == steps[-1].step
+    assert isinstance(records[-2], EvalRecord) or end.val_loss is not None
+    kept = dict(list_checkpoints(Path(info.folder) / "checkpoints"))
+    state = read_checkpoint(kept[end.step]).state["deadline"]
+    assert state["last_step"] == end.step
+    assert state["cooldown_step"] in kept, "the start of the cool-down is kept"
+
+    again = list(flatout.train(config, resume=info.folder))
+    assert not any(isinstance(record, StepRecord) for record in again), "it is finished"
+
+    point, words = flatout.more_minutes(info.folder, 0.01)
+    assert point == kept[state["cooldown_step"]]
+    more = list(flatout.train(flatout.stored_config(point, words), resume=point))
+    went_on = [record for record in more if isinstance(record, StepRecord)]
+    assert went_on[0].step == state["cooldown_step"] + 1
+    assert went_on[-1].learning_rate < went_on[0].learning_rate
+
+
+def test_an_interrupted_run_has_the_time_that_is_left(tiny: Callable[..., LoadedConfig]) -> None:
+    config, asked = tiny("train.minutes=0.02", "train.steps=200", *WSD), iter(range(10**6))
+    records = list(flatout.train(config, stop=lambda: next(asked) >= 20))
+    info = records[0]
+    assert isinstance(info, RunInfo)
+    (_, path), *_ = list_checkpoints(Path(info.folder) / "checkpoints")[::-1]
+    spent = read_checkpoint(path).state["deadline"]["spent"]
+    assert 0 < spent < 1.2
+    end = list(flatout.train(config, resume="auto"))[-1]
+    assert isinstance(end, EndRecord)
+    assert end.reason == "finished"
+
+
+def test_minutes_choose_a_size_and_say_why(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tried: list[Shape] = []
+
+    def measured(_loaded: object, shape: Shape, *_: object) -> Speed:
+        tried.append(shape)
+        return Speed(2e-5 * shape.dense(64) / 1e5, 0.002)
+
+    monkeypatch.setattr(minutes_probe, "measured_speed", measured)
+    words = [f"data.source={corpus}", "data.tokenizer=char", "output.plots=false", "speed.threads=1"]
+    assert main(["train", "--minutes", "0.02", *words, "output.folder=out"]) == 0
+    told = capsys.readouterr().out
+    assert "0.02 minutes on cpu: size " in told
+    assert "tokens/s measured" in told
+    assert "run: 0.02 minutes, about " in told
+    assert 1 <= len(tried) <= 3
+    rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    stored = flatout.stored_config(tmp_path / "out").config
+    assert stored.train.minutes == 0.02
+    assert stored.train.steps is not None
+    assert stored.model.value_tables == 0, "no tables on a CPU"
+    assert rows[-1]["type"] == "end"
+    asked = len(tried)
+    assert main(["train", "--minutes", "0.02", *words, "output.folder=out", "--resume", "auto"]) == 0
+    assert len(tried) == asked, "a resume measures nothing"
+    assert "is finished already; --resume" in capsys.readouterr().out
+
+
+def test_the_size_of_a_preset_is_settled_with_its_data(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        f"data.source={corpus}",
+        "data.tokenizer=char",
+        "eval.tokens=512",
+        "eval.sample_tokens=0",
+        "speed.threads=1",
+    ]
+    loaded = load_config(
+        "modern", [*words, "train.epochs=4", "model.context=64", "train.batch_tokens=4096"], size="2x32"
+    )
+    records = list(flatout.train(loaded))
+    info = records[0]
+    assert isinstance(info, RunInfo)
+    assert info.config["model"]["dropout"] == 0.1
+    told = [record.message for record in records if isinstance(record, NoticeRecord)]
+    assert any("the data is read 4.0 times" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["optim.schedule=cosine"], "train.minutes needs a rate that stays up"),
+        (["train.tokens=5"], "give exactly one of steps, epochs, tokens, minutes"),
+    ],
+)
+def test_what_cannot_end_on_time_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("record", ["train.minutes=1", "data.source=shakespeare", *words])

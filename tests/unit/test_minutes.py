@@ -1,0 +1,135 @@
+"""Choosing a size for a time: the law, the chooser on machines that are made up, and what becomes of a choice."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatout.config.load import LoadedConfig, load_config
+from flatout.config.sizes import LADDER, Known, Shape
+from flatout.device import Device
+from flatout.engine.sizing import applied, as_before, decide
+from flatout.tuning.law import WORDS, effective_tokens, law_for
+from flatout.tuning.minutes import SECONDS, Budget, Prospect, Speed, choose, flops
+from flatout.tuning.minutes_probe import decision_for
+
+CPU = Device(torch_device=torch.device("cpu"), name="cpu", memory_bytes=None, capability=None)
+
+
+def card(gigabytes: float) -> Device:
+    return Device(
+        torch_device=torch.device("cuda", 0), name="a card", memory_bytes=int(gigabytes * 1e9), capability=(8, 0)
+    )
+
+
+class Machine:
+    """A machine that is made up: so many FLOP/s, so much memory, and a clock that measuring moves on."""
+
+    def __init__(self, rate: float, budget: Budget, most: int = 10**12, measuring: float = 3.0) -> None:
+        self.rate, self.budget, self.most, self.measuring = rate, budget, most, measuring
+        self.now, self.asked = 0.0, list[Shape]()
+
+    def measure(self, shape: Shape) -> Speed | None:
+        self.now += self.measuring
+        self.asked.append(shape)
+        if shape.dense(self.budget.vocab) > self.most:
+            return None
+        return Speed(flops(shape, self.budget) / self.rate, 0.001)
+
+    def choose(self, first: Shape) -> list[Prospect]:
+        return choose(self.budget, LADDER, first, self.measure, lambda: self.now)
+
+
+def test_more_parameters_tokens_and_steps_lower_the_loss_and_repeats_count_less() -> None:
+    assert WORDS.loss(1e8, 1e9, 1e4) < WORDS.loss(1e7, 1e9, 1e4)
+    assert WORDS.loss(1e8, 1e9, 1e4) < WORDS.loss(1e8, 1e8, 1e4)
+    assert WORDS.loss(1e8, 1e9, 1e4) < WORDS.loss(1e8, 1e9, 100)
+    assert WORDS.loss(51e6, 26e6, 793) == pytest.approx(3.10, abs=0.1), "the lab's row"
+    assert effective_tokens(1e6, 2e6) == 1e6
+    assert effective_tokens(2e6, 1e6) == pytest.approx(2e6, rel=0.05), "a second reading is almost as good as the first"
+    assert effective_tokens(1e9, 1e6) < 17e6, "the thousandth is not"
+    assert law_for(65) is not law_for(50257)
+
+
+def test_a_faster_machine_and_more_time_choose_larger_models() -> None:
+    chosen = []
+    for rate, seconds in ((1e10, 90), (1e11, 90), (1e13, 600), (4e14, 30), (4e14, 3600), (4e14, 10 * 3600)):
+        machine = Machine(rate, Budget(seconds=seconds, vocab=50257))
+        chosen.append(machine.choose(Shape(8, 512))[0].shape.dense(50257))
+        assert len(machine.asked) <= 3
+        assert machine.now <= SECONDS
+    assert chosen == sorted(chosen)
+    assert chosen[0] < 10e6
+    assert chosen[-1] > 200e6
+
+
+def test_what_does_not_fit_is_not_chosen() -> None:
+    budget = Budget(seconds=36000, vocab=50257)
+    machine = Machine(4e14, budget, most=200_000_000)
+    rows = machine.choose(Shape(8, 512))
+    assert rows[0].shape.dense(50257) <= 200_000_000
+    assert Machine(4e14, budget, most=0).choose(Shape(8, 512)) == []
+
+
+def test_a_slow_machine_is_measured_once() -> None:
+    machine = Machine(1e9, Budget(seconds=90, vocab=66), measuring=15.0)
+    rows = machine.choose(Shape(3, 96))
+    assert machine.asked == [Shape(3, 96)]
+    assert rows[0].measured or rows[0].loss <= min(row.loss for row in rows)
+
+
+def test_a_batch_that_the_user_wrote_stays() -> None:
+    machine = Machine(1e12, Budget(seconds=90, vocab=50257, batch=8192, context=1024))
+    assert {row.batch for row in machine.choose(Shape(4, 256))} == {8192}
+
+
+def test_a_choice_becomes_settings_with_their_source(tmp_path: Path) -> None:
+    loaded = load_config("record", ["train.minutes=2", "data.source=shakespeare", "eval.sample_tokens=5"])
+    assert loaded.size is not None
+    assert loaded.size.name == "auto"
+    known = Known(vocab=50257, unique=26_000_000)
+    rows = Machine(4e14, Budget(seconds=120, vocab=50257, unique=26_000_000)).choose(Shape(8, 512))
+    decision = decision_for(loaded, rows[0], rows, known, card(80))
+    settled = applied(loaded, decision.told())
+    train = settled.config.train
+    assert (train.minutes, train.steps) == (2.0, rows[0].steps)
+    assert train.batch_tokens == rows[0].batch
+    assert settled.config.model.width == rows[0].shape.width
+    assert settled.config.eval.sample_tokens == 5, "the user's"
+    assert settled.sources["train.steps"].where == "2 minutes"
+    assert settled.sources["model.width"].where == f"size {rows[0].shape.name}"
+    assert settled.size is None
+    told = settled.notices
+    assert told[0].startswith(f"2 minutes on a card: size {rows[0].shape.name}, about {rows[0].steps:,} steps of ")
+    assert any("measured" in line and "loss about" in line for line in told[1:])
+    again = as_before(loaded, settled.config.model_dump())
+    assert again.config == settled.config, "a resume decides nothing anew"
+
+
+def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised() -> None:
+    loaded = load_config("record", ["data.source=shakespeare"], size="60m")
+    shape, known = Shape(8, 512), Known(vocab=50257, unique=100_000_000)
+
+    def settled(device: Device, unique: int = 100_000_000, **words: str) -> LoadedConfig:
+        config = load_config("record", ["data.source=shakespeare", *words.values()], size="60m")
+        return applied(config, decide(config, shape, dataclasses.replace(known, unique=unique), device).told())
+
+    large, small = settled(card(80)), settled(card(8))
+    assert large.config.model.value_tables == 2
+    assert large.config.model.bigram_rows > 0
+    assert (small.config.model.value_tables, small.config.model.bigram_rows) == (0, 0)
+    assert "small for embedding tables" in small.notices[-1]
+    assert settled(card(8), words="model.value_tables=1").config.model.value_tables == 1, "the user's"
+    repeated = settled(card(80), 10_000_000, words="train.epochs=10")
+    assert (repeated.config.model.dropout, repeated.config.model.mlp) == (0.1, "swiglu")
+    assert repeated.sources["model.dropout"].where == "10.0 epochs"
+    assert "read 10.0 times" in repeated.notices[-1]
+    assert loaded.config.model.dropout == 0.0
+
+
+def test_the_ladder_rises_and_goes_down_to_models_for_characters() -> None:
+    counts = [shape.dense(66) for shape in LADDER]
+    assert all(before < after for before, after in itertools.pairwise(counts))
+    assert counts[0] < 300_000

@@ -1,0 +1,81 @@
+"""Fields of the model section that say how it starts, which of them go together, and what becomes of an export."""
+
+import pytest
+import torch
+
+import flatout
+from flatout.config.schema import ModelConfig
+from flatout.errors import ConfigError
+from flatout.model.adapter_targets import AdapterPlan
+from flatout.model.adapters import attach
+from flatout.model.fingerprint import own_fingerprint, weights_fingerprint
+from flatout.model.gpt import GPT, build_model
+from flatout.model.hub import read_description
+from flatout.model.hub_weights import export_huggingface
+from flatout.model.rotary import rates_of
+from tests.hub_folders import from_huggingface
+
+SHAPE = {"layers": 2, "width": 32, "heads": 4, "context": 16}
+BARE = {"norm_weights": False, "qk_scale": 1.2, "embedding_norm": True, "tied": False}
+
+
+def built(**changes) -> GPT:
+    return build_model(ModelConfig(**SHAPE, **changes), 31, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "others"),
+    [
+        ({"zero_init": True}, (".attention.out.weight", ".mlp.out.weight")),
+        ({"embedding_std": 0.5}, ("embedding.weight",)),
+        ({"norm_weights": False, "qk_scale": 1.2, "embedding_norm": True, "rope_half": True}, ()),
+    ],
+    ids=str,
+)
+def test_a_field_changes_no_weight_but_its_own(changes, others):
+    plain, changed = (dict(model.named_parameters()) for model in (built(), built(**changes)))
+    for name, weight in changed.items():
+        if not name.endswith(others or "nothing"):
+            assert torch.equal(weight, plain[name]), name
+        elif "zero_init" in changes:
+            assert not weight.any(), name
+        else:
+            assert torch.allclose(weight, plain[name] * 25)
+    gone = {name for name in plain if "norm" in name} if "norm_weights" in changes else set()
+    assert plain.keys() - changed.keys() == gone
+
+
+def test_half_of_the_pairs_stand_still():
+    rates = rates_of(ModelConfig(**SHAPE, head_size=16, rope_half=True))
+    assert rates.tolist() == pytest.approx([1.0, 1024 ** (-1 / 3), 1024 ** (-2 / 3), 1 / 1024, 0.0, 0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["qk_scale=1.2", "qk_norm=false"], "qk_scale multiplies what qk_norm normalised"),
+        (["rope_half=true", "rope_scaling=linear"], "rope_half needs rotary positions, no rope_scaling"),
+        (["rope_half=true", "head_size=2"], "heads of 4 values or more"),
+        (["family=gpt2", "norm_weights=false"], "family gpt2 fixes norm_weights to true, not false"),
+    ],
+    ids=str,
+)
+def test_fields_that_do_not_go_together_are_refused(words, says):
+    with pytest.raises(ConfigError, match=says):
+        flatout.load_config(None, [f"model.{word}" for word in words])
+
+
+def test_an_exported_model_is_the_same_model(tmp_path):
+    """To who starts from it, and to adapters, which know their base by a hash."""
+    model, tokens = built(**BARE).eval(), torch.arange(16)[None]
+    export_huggingface(model, tmp_path / "out")
+    back = from_huggingface(tmp_path / "out").eval()
+    assert torch.allclose(back.logits(tokens), model.logits(tokens), rtol=1e-5, atol=1e-6)
+    weights = {name: x.detach() for name, x in model.named_parameters()}
+    own = own_fingerprint(weights, model.config, portable=True)
+    assert own == weights_fingerprint(read_description(tmp_path / "out"))
+
+
+def test_a_normed_embedding_is_not_trained_beside_adapters():
+    with pytest.raises(ConfigError, match="norms its embedding"):
+        attach(built(**BARE), AdapterPlan(rank=2, also=("embedding",)), seed=0)

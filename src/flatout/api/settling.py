@@ -1,5 +1,7 @@
 """What a config leaves open until a run begins: the size of a preset, and the steps of a length in minutes."""
 
+from dataclasses import replace
+
 from flatout.api.configs import Config
 from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, with_values
@@ -36,7 +38,7 @@ def settled(
     with world.together():
         device = limit_memory(detect_device(speed.device, world.local), speed.memory_limit)
     with world.together(), world.in_turns():
-        known = _known(config, progress, arrays)
+        known = replace(_known(config, progress, arrays), ranks=world.size)
     decision = Decision()
     with world.together():
         if world.first:

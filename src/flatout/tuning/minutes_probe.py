@@ -89,6 +89,22 @@ def decision_for(
     return Decision(values, (*_lines(loaded, best, prospects, known, device), *sized.notices))
 
 
+def _evaluations(minutes: float, best: Prospect, known: Known, context: int) -> dict[str, Any]:
+    """When a run is evaluated and saved: as seldom as can be, since that takes time of the run.
+
+    Text that is read many times is learned by heart at some point: evaluations on the way find the best weights.
+    """
+    often = minutes >= LONG or (known.unique is not None and best.tokens > FRESH_EPOCHS * known.unique)
+    look = max(context, int(0.09 * best.tokens) // context * context)
+    return {
+        "eval.every": max(1, best.steps // EVALUATIONS) if often else 0,
+        "eval.tokens": min(MOST_LOOKED, look),
+        "eval.sample_tokens": 0,
+        "checkpoint.every": 0,
+        "checkpoint.minutes": LONG if minutes >= LONG else 0.0,
+    }
+
+
 def _lines(loaded: LoadedConfig, best: Prospect, prospects: list[Prospect], known: Known, device: Device) -> list[str]:
     epochs = "" if known.unique is None else f", {best.tokens / known.unique:.2f} epochs"
     first = (

@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraint
 .PHONY: train data test test-slow lint clean
 
 train: $(VENV)/.core
-	$(BIN)/flatout train
+	$(BIN)/flatout train shakespeare
 
 # Readers and cleaning beyond text, JSON and CSV.
 data: $(VENV)/.data

@@ -1,6 +1,7 @@
-"""The default run goes on: its model generates, is fine-tuned, chats, and transformers loads what is exported."""
+"""The first run goes on: its model generates, is fine-tuned, chats, and transformers loads what is exported."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from flatout.data.tokenizer import CharTokenizer
 
 pytestmark = pytest.mark.usefixtures("children_stay")
 
+FIRST = "shakespeare"  # what `make train` trains
 TEXT = "ROMEO:\nWhat, ho! apothecary!\n\nSay 3: & $ -'.;?, ZzQX"
 ANSWERS = {
     "Who art thou?": "A poor player.",
@@ -20,7 +22,8 @@ ANSWERS = {
     "What news?": "None good, my liege.",
     "What is it o'clock?": "It hath struck 12.",
 }
-SHORT = ["model.width=32", "model.layers=2", "train.steps=12", "train.batch_tokens=256", "eval.tokens=4096"]
+QUIET = ["output.plots=false", "eval.sample_tokens=8", "speed.device=cpu"]
+SHORT = ["model.width=32", "model.layers=2", "train.steps=12", "train.batch_tokens=256", "eval.tokens=4096", *QUIET]
 
 
 @pytest.fixture
@@ -31,23 +34,17 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "rows.jsonl"
 
 
-def goes_on(rows: str, settings: list[str], steps: int) -> None:
-    """The way of a user, from the first command on."""
-    device = "speed.device=cpu"
-    assert main(["train", device, *settings]) == 0
-    run = "runs/shakespeare-char"
-    assert main(["generate", run, "--prompt", "ROMEO:", "--tokens", "20"]) == 0
-    length = ["train.epochs=null", f"train.steps={steps}", "eval.sample_tokens=8", "output.plots=false", device]
-    base = ["finetune", f"model.init_from={run}", f"chat.source={rows}", *length]
-    assert main([*base, "lora.rank=4", "output.name=adapters"]) == 0
-    assert main([*base, "lora.rank=0", "optim.learning_rate=1e-3", "output.name=whole"]) == 0
-    for name in ("adapters", "whole"):
-        assert main(["chat", f"runs/{name}", "--message", "What news, 2?", "--tokens", "10"]) == 0
-    assert main(["export", run, "exported"]) == 0
-    assert main(["export", "runs/whole", "taught"]) == 0
-    assert main(["merge", "runs/adapters", "merged", "--dtype", "fp32"]) == 0
-    for name, folder in ((run, "exported"), ("runs/whole", "taught"), ("runs/adapters", "merged")):
-        transformers_agrees(name, Path(folder))
+def train(preset: str, *settings: str) -> str:
+    assert main(["train", preset, *settings]) == 0
+    assert main(["generate", f"runs/{preset}", "--prompt", "ROMEO:", "--tokens", "20"]) == 0
+    return f"runs/{preset}"
+
+
+def finetune(run: str, rows: str, name: str, steps: int, *settings: str) -> str:
+    length = ["train.epochs=null", f"train.steps={steps}", f"output.name={name}", *QUIET]
+    assert main(["finetune", f"model.init_from={run}", f"chat.source={rows}", *length, *settings]) == 0
+    assert main(["chat", f"runs/{name}", "--message", "What news, 2?", "--tokens", "10"]) == 0
+    return f"runs/{name}"
 
 
 def transformers_agrees(run: str, folder: Path) -> None:
@@ -63,24 +60,41 @@ def transformers_agrees(run: str, folder: Path) -> None:
     assert difference.abs().max() < 1e-4
 
 
-def test_the_default_model_goes_on(rows: str, capsys: pytest.CaptureFixture[str]):
-    goes_on(rows, [*SHORT, "output.plots=false", "eval.sample_tokens=8"], steps=2)
+def test_the_first_model_goes_on(rows: str, capsys: pytest.CaptureFixture[str]):
+    assert f"flatout train {FIRST}\n" in Path(__file__).parents[2].joinpath("Makefile").read_text(encoding="utf-8")
+    run = train(FIRST, *SHORT)
+    whole = finetune(run, rows, "whole", 2, "lora.rank=0", "optim.learning_rate=1e-3")
+    adapters = finetune(run, rows, "adapters", 2, "lora.rank=4")
+    assert main(["export", run, "exported"]) == 0
+    assert main(["export", whole, "taught"]) == 0
+    assert main(["merge", adapters, "merged", "--dtype", "fp32"]) == 0
+    for name, folder in ((run, "exported"), (whole, "taught"), (adapters, "merged")):
+        transformers_agrees(name, Path(folder))
     said = capsys.readouterr().out
-    assert "(char, 67 ids)" in said
+    assert "(huggingface, 768 ids)" in said
     assert "samples are written by `plain`" in said
+    assert "### Response:" in said
     assert "<|endoftext|>" in said, "in the sample that is shown"
-    tokenizer = api.load_model("runs/shakespeare-char", device="cpu").tokenizer
+
+
+def test_a_model_of_characters_goes_on(rows: str, capsys: pytest.CaptureFixture[str]):
+    run = train("shakespeare-char", *SHORT)
+    whole = finetune(run, rows, "whole", 2, "lora.rank=0", "optim.learning_rate=1e-3")
+    assert main(["export", whole, "taught"]) == 0
+    transformers_agrees(whole, Path("taught"))
+    assert "(char, 67 ids)" in capsys.readouterr().out
+    tokenizer = api.load_model(run, device="cpu").tokenizer
     assert isinstance(tokenizer, CharTokenizer)
     assert tokenizer.encode("3#4").tolist()[1:] == [65, 65], "what Shakespeare never wrote"
 
 
 @pytest.mark.slow  # minutes on a CPU
-def test_the_default_run_learns_what_it_says_and_answers(rows: str, capsys: pytest.CaptureFixture[str]):
-    goes_on(rows, [], steps=150)
-    said = capsys.readouterr().out
-    assert float(re.findall(r"best val loss ([0-9.]+)", said)[0]) < 1.6
-    right = 0
-    for ask, say in ANSWERS.items():
-        answer = "".join(api.chat("runs/whole", ask, tokens=60, temperature=0.0))
-        right += answer.strip() == re.sub(r"\d", lambda digit: digit[0] if digit[0] == "3" else "\ufffd", say)
-    assert right == len(ANSWERS), "learned by heart, to the end"
+def test_the_first_run_learns_what_it_says_and_answers(rows: str, capsys: pytest.CaptureFixture[str]):
+    run = train(FIRST)
+    bits = re.findall(r"val loss [0-9.]+  ([0-9.]+) bits/byte", capsys.readouterr().out)
+    assert float(bits[-1]) * math.log(2) < 1.6, "nats per character: the text is ASCII"
+    whole = finetune(run, rows, "whole", 150, "lora.rank=0", "optim.learning_rate=1e-3")
+    adapters = finetune(run, rows, "adapters", 150, "lora.rank=16", "optim.learning_rate=3e-3")
+    for name in (whole, adapters):
+        answers = ["".join(api.chat(name, ask, tokens=60, temperature=0.0)).strip() for ask in ANSWERS]
+        assert answers == list(ANSWERS.values()), "learned by heart, to the end"

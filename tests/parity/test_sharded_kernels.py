@@ -25,6 +25,7 @@ from tests.ranks import WORKERS
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 VOCAB, CONTEXT = 29, 6
+STREAMS = {"first_mix": True, "value_tables": 1, "head_gate": True, "bigram_rows": 19}
 
 
 def built(model: dict, how: dict) -> GPT:
@@ -99,11 +100,15 @@ def sharded(model: dict, how: dict) -> tuple[list[float], dict[str, Tensor]]:
             marks=pytest.mark.slow,
         ),
         (
-            {"family": "gpt", "tied": False, "bias": True, "kv_heads": 2, "residual_scale": 0.7},
-            {"checkpointing": "full", "loss": "fused"},
-        ),
-        (
-            {"tied": False, "layers": 2, "first_mix": True, "value_tables": 1, "head_gate": True, "bigram_rows": 19},
+            {
+                "family": "gpt",
+                "tied": False,
+                "bias": True,
+                "kv_heads": 2,
+                "residual_scale": 0.7,
+                "layers": 2,
+                **STREAMS,
+            },
             {"checkpointing": "full", "loss": "fused"},
         ),
     ],

@@ -63,7 +63,7 @@ def test_without_a_list_what_is_set_goes_back_to_its_default():
     words = [change.word for change in changes]
     assert {"optim.learning_rate=0.001", "model.mlp=swiglu", "optim.clip=1.0", "train.batch_tokens=16384"} <= set(words)
     assert "optim.weight_decay" not in {change.path for change in changes}, "0.1 is the default"
-    assert left_out["model.width"] == "it is a size"
+    assert left_out["model.width"] == "a size"
     assert not {path for path in [*left_out, *words] if path.startswith(("train.seed", "train.steps"))}
     _, left_out = changes_to_defaults(
         load_config("shakespeare-char", ["model.context=192", "train.batch_tokens=19200"])
@@ -191,6 +191,7 @@ def test_a_row_that_was_cut_off_is_made_again_and_other_lines_are_refused(tiny, 
 def test_no_minutes_begin_nothing(tiny, made, tmp_path: Path):
     rows, result = ablated(tiny(), fields=["model.qk_norm"], minutes=0.0)
     assert (rows, made, result.missing, result.loss) == ([], [], 6, None)
+    assert not list(Path().iterdir()), "not even data is prepared"
     ablated(tiny(), fields=["model.qk_norm"], seeds=1, folder=tmp_path)
     path = tmp_path / "ablate.jsonl"
     slow = [

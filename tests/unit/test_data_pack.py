@@ -1248,3 +1248,27 @@ def test_a_folder_of_mostly_other_files_is_refused_unless_a_format_is_given(tmp_
 def test_splits_of_a_saved_dataset_are_no_reason_to_refuse_it() -> None:
     found = sources.Found(files=(Mock(),), passed_over={"split test": 1, "split validation": 1, "split more": 1})
     assert not found.mostly_unknown
+
+
+def test_a_tokenizer_is_learned_from_the_training_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the sly fox and the red cow, " * 90 + "zyzzyva " * 40, encoding="utf-8")
+    manifest = pack(str(tmp_path / "a.txt"), tmp_path / "data", "bpe-300", "contiguous", 0.2)
+    assert (manifest.tokenizer_kind, manifest.settings["tokenizer"]) == ("huggingface", "bpe-300")
+    assert 260 < manifest.vocab < 300, "a small text gives fewer"
+    tokenizer = open_dataset(tmp_path / "data").tokenizer
+    assert len(tokenizer.encode("the")) < 3
+    assert len(tokenizer.encode("zyzz")) == 4, "validation text teaches nothing"
+    assert tokenizer.end_of_text == manifest.vocab - 1
+    train, val = split_tokens(tmp_path / "data")
+    assert tokenizer.decode([*train, *val]) == (tmp_path / "a.txt").read_text(encoding="utf-8") + "<|endoftext|>"
+    assert pack(str(tmp_path / "a.txt"), tmp_path / "again", "bpe-300", "contiguous", 0.2) == manifest
+
+
+@pytest.mark.parametrize(("first", "second"), [("bpe-300", "bpe-301"), ("bpe-300", "char"), ("char", "bpe-300")])
+def test_a_learned_tokenizer_of_another_size_is_another(tmp_path: Path, first: str, second: str) -> None:
+    (tmp_path / "a.txt").write_text("the sly fox and the red cow, " * 90, encoding="utf-8")
+    made = {"source": str(tmp_path / "a.txt"), "folder": str(tmp_path / "data")}
+    prepare_data(DataConfig(**made, tokenizer=first))
+    prepare_data(DataConfig(**made, tokenizer=first))
+    with pytest.raises(DataError, match=f"was prepared with tokenizer '{first}', the config says '{second}'"):
+        prepare_data(DataConfig(**made, tokenizer=second))

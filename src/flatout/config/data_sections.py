@@ -32,7 +32,7 @@ class DataConfig(Section):
     folder: Name | None = None
     """Folder of prepared token shards; null means data/SOURCE-TOKENIZER, filled on first use."""
     tokenizer: str = "char"
-    """`char`, `bytes`, `gpt2`, or the path of a Hugging Face tokenizer.json."""
+    """`char`, `bytes`, `gpt2`, `bpe-512` (learned from the text, of any size), or a tokenizer.json's path."""
     unknown_characters: Literal["error", "drop", "replace"] = "error"
     """What tokenizer `char` does with a character it has never seen."""
     format: Format | None = None
@@ -59,6 +59,8 @@ class DataConfig(Section):
     """Windows over the joined documents, or whole documents fitted into windows with little padding."""
     documents: Literal["joined", "apart"] = "joined"
     """Whether a token sees all of its window before it, or its own document alone, labels included."""
+    reshuffle: bool = False
+    """Join documents in another order in every epoch, so that windows cut the text elsewhere each time."""
     streaming: bool = False
     """Train while reading data.source, without preparing shards first."""
     stride: Positive | None = None

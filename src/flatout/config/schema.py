@@ -84,6 +84,10 @@ class RunConfig(Section):
                 "data.streaming does not tell where documents end",
                 "set data.documents=joined, or data.streaming=false",
             )
+        if self.data.reshuffle and (self.data.streaming or self.data.packing == "best_fit"):
+            other = "data.streaming reads once" if self.data.streaming else "data.packing best_fit joins no documents"
+            way = "data.streaming=false" if self.data.streaming else "data.packing=concat"
+            raise Conflict(f"{other}, and data.reshuffle joins them anew", f"set {way}, or data.reshuffle=false")
         if self.data.documents != "joined" and self.model.dropout > 0 and self.model.attends:
             raise Conflict(
                 "attention inside documents has no dropout, and model.dropout is set",
@@ -173,7 +177,10 @@ def windows_of_steps(config: RunConfig) -> list[int]:
 
 
 def at_last_stage(config: RunConfig) -> RunConfig:
-    """The run without stages: as many tokens, all read in steps like the last ones. What measures a step takes this."""
+    """The run without stages: as many tokens, all read in steps like the last ones, in the micro-batch of all stages.
+
+    What measures a step, or judges one, takes this.
+    """
     train = config.train
     if not train.staged:
         return config
@@ -182,7 +189,8 @@ def at_last_stage(config: RunConfig) -> RunConfig:
     changes["batch_tokens"] = last = (train.batch_stages or [train.batch_tokens])[-1]
     if train.steps is not None:
         changes["steps"] = max(1, round(train.steps * train.mean_batch / last))
-    return config.model_copy(update={"train": train.model_copy(update=changes)})
+    speed = config.speed.model_copy(update={"micro_batch": micro_batch_of(config)[0], "accumulation": None})
+    return config.model_copy(update={"train": train.model_copy(update=changes), "speed": speed})
 
 
 def micro_batch_of(config: RunConfig, ranks: int = 1) -> tuple[int, int]:

@@ -79,6 +79,7 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "optim.beta2": "adam_beta2",
         "optim.clip": "clip_grad clip_grad_norm grad_clip gradient_clip gradient_clip_val gradient_clipping "
         "max_grad_norm",
+        "optim.ema": "average_weights ema_decay ema_weight use_ema weight_averaging",
         "optim.eps": "adam_eps adam_epsilon",
         "optim.learning_rate": "base_lr lr max_lr peak_lr",
         "optim.embedding_rate": "embed_lr embedding_lr",
@@ -108,6 +109,7 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "speed.optimizer_offload": "cpu_offload offload_optimizer optimizer_cpu_offload",
         "speed.precision": "amp bf16 dtype fp16 mixed_precision tf32 torch_dtype use_amp",
         "speed.workers": "dataloader_num_workers num_workers",
+        "train.batch_stages": "batch_size_schedule batch_size_warmup rampup_batch_size",
         "train.batch_tokens": "batch_size global_batch_size total_batch_size train_batch_size",
         "train.epochs": "max_epochs n_epochs num_epochs num_train_epochs",
         "train.label_smoothing": "label_smoothing_factor",

@@ -28,7 +28,7 @@ from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
 from flatout.data.shards import HeldTokens
 from flatout.data.stream import epoch_notices
-from flatout.data.tokenizer import Ids, IdTokenizer, Tokenizer, load_tokenizer, token_dtype
+from flatout.data.tokenizer import Ids, IdTokenizer, Tokenizer, learned_vocab, load_tokenizer, token_dtype
 from flatout.data.training_data import DataFacts, TrainingData
 from flatout.errors import ConfigError, DataError
 from flatout.files import canonical_json
@@ -73,12 +73,13 @@ def open_arrays(
 ) -> "ArrayData":
     """Reads the validation arrays. The vocabulary is that of a tokenizer, or without one `vocab` numbers."""
     tokenizer = data.tokenizer
-    if tokenizer == "char" and vocab is None:
+    untold = tokenizer == "char" or learned_vocab(tokenizer) is not None
+    if untold and vocab is None:
         raise ConfigError(
             "the arrays given to train need a vocabulary",
             "set data.tokenizer to bytes, gpt2 or a tokenizer.json, or model.vocab to the number of ids",
         )
-    known = IdTokenizer(vocab) if tokenizer == "char" and vocab is not None else load_tokenizer(tokenizer)
+    known = IdTokenizer(vocab) if untold and vocab is not None else load_tokenizer(tokenizer)
     source = ArraySource(arrays.train, known, seed)
     wanted = (VAL_TOKENS if val_tokens is None else val_tokens) + 1
     if arrays.val is not None:

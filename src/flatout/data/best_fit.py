@@ -65,7 +65,7 @@ class Packing:
         sizes = self.sizes[pieces].astype(np.int64)
         before = _before(sizes)
         before_row = before[_before(counts)][rows]
-        cells = _runs(rows * self.capacity + before - before_row, sizes)
+        cells = runs(rows * self.capacity + before - before_row, sizes)
         documents = np.full((len(windows), self.capacity), -1, dtype=np.int32)
         documents.reshape(-1)[cells] = np.repeat(number_in_row, sizes)
         return Layout(self.starts[pieces], sizes, cells, documents)
@@ -87,7 +87,7 @@ class Layout:
     def sources(self, bases: Places) -> Places:
         """[B, T]: for each position the token that is its input, if piece p lies at `bases[p]`; -1 for padding."""
         result = np.full(self.documents.shape, -1, dtype=np.int64)
-        result.reshape(-1)[self.cells] = _runs(bases, self.sizes)
+        result.reshape(-1)[self.cells] = runs(bases, self.sizes)
         return result
 
 
@@ -181,6 +181,6 @@ def _before(counts: npt.NDArray[np.int64]) -> Places:
     return np.cumsum(counts) - counts
 
 
-def _runs(firsts: Places, lengths: npt.NDArray[np.int64]) -> Places:
+def runs(firsts: Places, lengths: npt.NDArray[np.int64]) -> Places:
     """firsts[0], firsts[0] + 1, ..., a run of lengths[0] of them, then the next run."""
     return np.repeat(firsts - _before(lengths), lengths) + np.arange(int(lengths.sum()))

@@ -3,7 +3,7 @@
 Idea: a step reads the positions of the window order that its `Schedule` gives. `HostLoader` reads from the shards, in
 background threads and ahead of time; `DeviceLoader` keeps the split on the device and gathers there. Both hand on raw
 ids (`batch.Raw`), so they cannot differ. Windows lie at a fixed stride in the joined documents, or are those of a
-`Packing` of whole documents.
+`Packing` of whole documents. With a `Reshuffle` documents are joined in another order in every epoch.
 
 Contract: batches come in the order of steps, for any number of workers, and depend on nothing but (windows, schedule,
 step, rank).
@@ -24,6 +24,7 @@ from flatout.data.batch import Batch, BatchLoader, Delivery, Raw, Span, as_signe
 from flatout.data.best_fit import Packing
 from flatout.data.best_fit import best_fit as fit
 from flatout.data.positions import Reading
+from flatout.data.reshuffle import Pieces, Reshuffle
 from flatout.data.sampler import WindowOrder, window_count
 from flatout.data.shards import Tokens, TokenShards
 from flatout.errors import DataError, ResourceError
@@ -45,16 +46,29 @@ class Windows:
     packing: Packing | None
     order: WindowOrder
     apart: bool  # a document does not see the one before it
+    reshuffle: Reshuffle | None = None  # documents are joined in another order in every epoch
 
     def numbers(self, reading: Reading) -> npt.NDArray[np.int64]:
         return self.order.indices(reading.start, reading.windows)
 
+    def pieces(self, reading: Reading, reshuffle: Reshuffle) -> Pieces:
+        """What the windows of a step are made of, where documents are joined anew in every epoch."""
+        epochs = np.arange(reading.start, reading.start + reading.windows) // self.order.windows
+        return reshuffle.pieces(epochs, self.numbers(reading) * self.stride, self.context + 1)
+
 
 def windows_of(
-    shards: TokenShards, *, context: int, stride: int, seed: int, best_fit: bool = False, apart: bool = False
+    shards: TokenShards,
+    *,
+    context: int,
+    stride: int,
+    seed: int,
+    best_fit: bool = False,
+    apart: bool = False,
+    reshuffle: bool = False,
 ) -> Windows:
     """The windows of a split, or of its whole documents by best fit; without a single one it is a `DataError`."""
-    if best_fit or apart:
+    if best_fit or apart or reshuffle:
         shards.check_document_starts()  # wrong lengths would make pieces that are no documents
     packing = None
     if best_fit:
@@ -67,7 +81,8 @@ def windows_of(
     elif shards.tokens < context + 1:
         raise _too_short(shards, context + 1, f"the context of {context} and one target")
     count = packing.windows if packing is not None else window_count(shards.tokens, context, stride)
-    return Windows(shards, context, stride, packing, WindowOrder(count, seed), apart)
+    joined = Reshuffle(shards.document_starts(), shards.tokens, seed) if reshuffle else None
+    return Windows(shards, context, stride, packing, WindowOrder(count, seed), apart, joined)
 
 
 @final
@@ -79,15 +94,19 @@ class HostLoader(BatchLoader):
         self._windows = windows
 
     def _made(self, step: int) -> Batch | Raw:
-        windows, reading = self._windows, self.reading(step)
-        numbers, documents = windows.numbers(reading), None
-        if windows.packing is None:
-            starts = numbers * windows.stride
+        windows, reading, documents = self._windows, self.reading(step), None
+        if windows.reshuffle is not None:
+            pieces = windows.pieces(reading, windows.reshuffle)
+            ids = windows.shards.read_ranges(pieces.starts, pieces.lengths)
+            raw = Raw(step, reading, as_signed(ids.reshape(-1, windows.context + 1)))
+            documents = pieces.documents() if windows.apart else None
+        elif windows.packing is None:
+            starts = windows.numbers(reading) * windows.stride
             raw = Raw(step, reading, as_signed(windows.shards.gather(starts, windows.context + 1)))
             if windows.apart:
                 documents = _documents_in(windows.shards.document_starts(), starts, windows.context + 1)
         else:
-            layout = windows.packing.layout(numbers)
+            layout = windows.packing.layout(windows.numbers(reading))
             lengths = layout.sizes + 1
             ids = as_signed(windows.shards.read_ranges(layout.starts, lengths))
             sources = torch.from_numpy(layout.sources(np.cumsum(lengths) - lengths))
@@ -127,6 +146,9 @@ class DeviceLoader(BatchLoader):
     def _made(self, step: int) -> Raw:
         windows, reading, resident = self._windows, self.reading(step), self._resident
         assert resident is not None
+        if windows.reshuffle is not None:
+            places = pinned(torch.from_numpy(windows.pieces(reading, windows.reshuffle).places()), self.device)
+            return Raw(step, reading, resident[places.to(self.device, non_blocking=self.device.type == "cuda")])
         numbers = windows.numbers(reading)
         if windows.packing is not None:
             layout = windows.packing.layout(numbers)

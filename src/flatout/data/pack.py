@@ -39,7 +39,15 @@ from flatout.data.manifest import FILE_NAME, MANIFEST, REPORT, Manifest, read_ma
 from flatout.data.merge import Finished, merge_parts
 from flatout.data.part import Part, PartHead, Recipe
 from flatout.data.plan import PART_BYTES, STDIN_NAME, Done, Request, check_free, documents_of, find_inputs, parts_of
-from flatout.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, token_dtype
+from flatout.data.tokenizer import (
+    CharTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    learned_vocab,
+    load_tokenizer,
+    token_dtype,
+)
+from flatout.data.train_tokenizer import train_bpe
 from flatout.data.workers import Engine, EngineName, open_engine
 from flatout.errors import DataError, ResourceError
 from flatout.folders import MARK, claim, foreign_entry, make_folders, remove_empty, sweep, whole_folder
@@ -52,6 +60,7 @@ Progress = Callable[[PrepareProgress], None]
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FOLDER = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EINVAL)
+_LEARNED_FROM = 2**26  # characters
 _OTHER_FOLDER = "set data.folder to another folder"
 
 
@@ -160,6 +169,9 @@ class _Packer:
 
     def _find_tokenizer(self, engine: Engine) -> Tokenizer:
         data = self._request.data
+        vocab = learned_vocab(data.tokenizer)
+        if vocab is not None:
+            return HuggingFaceTokenizer(train_bpe(self._texts_to_learn_from(), vocab, exact=False))
         if data.tokenizer != "char":
             return load_tokenizer(data.tokenizer, None)
         found: set[str] = set()
@@ -176,6 +188,23 @@ class _Packer:
         if not found:
             found = {"\n"}  # there is no text; what became of the input is told when it has been read
         return CharTokenizer("".join(sorted(found)), unknown=data.unknown_characters)
+
+    def _texts_to_learn_from(self) -> list[str]:
+        """The beginning of the text, without what a contiguous split keeps for validation."""
+        data, texts, size = self._request.data, [], 0
+        for item in documents_of(self._request, self._inputs):
+            if size >= _LEARNED_FROM:
+                return texts
+            if isinstance(item, Document):
+                texts.append(item.text)
+                size += len(item.text)
+        left = int(size * (1.0 - data.val_fraction)) if data.split == "contiguous" and data.val_source is None else size
+        while texts and size > left:
+            size -= len(texts[-1])
+            texts[-1] = texts[-1][: max(0, left - size)]
+            size += len(texts[-1])
+            texts = texts if texts[-1] else texts[:-1]
+        return texts or ["\n"]  # there is no text; what became of the input is told when it has been read
 
     def _tokenize(self, engine: Engine, journal: Journal, recipe: Recipe) -> int:
         """Make sure that every part is in the journal, and return how many there are."""

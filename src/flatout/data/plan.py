@@ -30,6 +30,7 @@ from flatout.corpus.sources import Found, find_files, slices_of
 from flatout.corpus.streams import PIECE
 from flatout.data.limits import LIMITS, NONE_TAKEN, Limits, limits_of
 from flatout.data.part import Part, Recipe, judged
+from flatout.data.tokenizer import learned_vocab
 from flatout.errors import DataError, ResourceError
 from flatout.files import readable_sizes
 
@@ -94,6 +95,8 @@ class Request:
         data = self.data.model_dump(mode="json")
         limits = {name: data[name] for name in LIMITS if data[name] is not None}
         chosen = {name: data[name] for name in _DECISIVE} | limits
+        if learned_vocab(self.data.tokenizer) is not None:  # which its fingerprint does not tell
+            chosen["tokenizer"] = self.data.tokenizer
         return {**chosen, "clean": self.rules.to_json(), "source_bytes": source_bytes, "source_sha256": source_sha256}
 
 

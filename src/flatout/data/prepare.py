@@ -15,7 +15,7 @@ from flatout.data.limits import LIMITS
 from flatout.data.manifest import MANIFEST, PROBLEMS, Manifest, read_manifest
 from flatout.data.pack import Progress, pack_corpus
 from flatout.data.plan import STDIN, Request, find_inputs, request_of
-from flatout.data.tokenizer import load_tokenizer
+from flatout.data.tokenizer import learned_vocab, load_tokenizer
 from flatout.data.workers import EngineName
 from flatout.errors import ConfigError, DataError
 
@@ -145,8 +145,9 @@ def _check_settings(data: DataConfig, clean: CleanConfig | None, folder: Path) -
 
 def _tokenizers(manifest: Manifest, data: DataConfig) -> tuple[str, str]:
     """What a dataset was tokenized with, and what is asked for."""
-    if data.tokenizer in ("char", "bytes", "gpt2"):
-        return manifest.tokenizer_kind, data.tokenizer
+    learned = manifest.settings.get("tokenizer", manifest.tokenizer_kind)
+    if data.tokenizer in ("char", "bytes", "gpt2") or learned_vocab(data.tokenizer) is not None:
+        return learned, data.tokenizer
     return manifest.tokenizer_fingerprint, load_tokenizer(data.tokenizer, None).fingerprint
 
 

@@ -55,6 +55,8 @@ class ShardData(TrainingData):
         if packing is not None:
             share, alone = packing.padding, packing.remainder
             yield f"best fit: {packing.windows:,} windows, {share:.2%} padding, {alone:,} tokens without a pair"
+        if self.windows.reshuffle is not None and self.windows.reshuffle.documents == 1:
+            yield "data.reshuffle: the training text is one document, whose order stays (data.document_start cuts it)"
 
 
 def notices_on_folder(folder: Path) -> Iterator[str]:

@@ -40,7 +40,7 @@ from flatout.data.plan import PART_BYTES, STDIN, Inputs, Request, find_inputs, r
 from flatout.data.shards import HeldTokens
 from flatout.data.stream_parts import Lap, Position, parts_of_lap
 from flatout.data.threads import LoaderError
-from flatout.data.tokenizer import Ids, Tokenizer, load_tokenizer, token_dtype
+from flatout.data.tokenizer import Ids, Tokenizer, learned_vocab, load_tokenizer, token_dtype
 from flatout.data.workers import ProcessEngine, WorkerGoneError
 from flatout.errors import ConfigError, DataError, ResourceError
 from flatout.files import canonical_json
@@ -110,9 +110,10 @@ def _check_request(data: DataConfig, clean: CleanConfig) -> None:
     for name in ("exact_duplicates", "near_duplicates"):
         if getattr(clean, name):
             raise ConfigError(f"clean.{name} needs the whole corpus, and data.streaming does not hold it", _PREPARE)
-    if data.tokenizer == "char":
+    if data.tokenizer == "char" or learned_vocab(data.tokenizer) is not None:
         raise ConfigError(
-            "the tokenizer `char` is made from the whole corpus, and data.streaming reads it only as it trains",
+            f"the tokenizer `{data.tokenizer}` is made from the whole corpus, "
+            "and data.streaming reads it only as it trains",
             "set data.tokenizer to bytes, gpt2 or a tokenizer.json, such as that of a prepared dataset",
         )
     sources = data.source if isinstance(data.source, list) else [data.source]

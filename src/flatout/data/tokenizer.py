@@ -82,6 +82,12 @@ def token_dtype(vocab: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab <= 2**16 else "<u4")
 
 
+def learned_vocab(spec: str) -> int | None:
+    """How many ids a tokenizer may have that is learned from the text it is for, as `bpe-512`; None for others."""
+    found = re.fullmatch(r"bpe-(\d{1,6})", spec)
+    return None if found is None else int(found[1])
+
+
 class Tokenizer(abc.ABC):
     """What every tokenizer offers. Subclasses are final; they set the attributes once and never change them."""
 
@@ -460,13 +466,14 @@ def _deterministic(content: dict[str, Any]) -> dict[str, Any]:
 def load_tokenizer(spec: str, corpus: Callable[[], Iterable[str]] | None = None) -> Tokenizer:
     """The tokenizer that a config names: `char`, `bytes`, `gpt2`, or the path of a JSON file.
 
-    `char` needs `corpus`, which gives the texts to take characters from. A file may be a Hugging Face `tokenizer.json`
+    `char` needs `corpus`, which gives the texts to take characters from; `bpe-512` and its like are learned while data
+    is prepared (data/pack.py) and only found in its folder. A file may be a Hugging Face `tokenizer.json`
     or one that Flatout wrote beside its shards, so that new text can be prepared for an old model.
     """
-    if spec == "char":
-        if corpus is None:
+    if spec == "char" or learned_vocab(spec) is not None:
+        if corpus is None or spec != "char":
             raise DataError(
-                "the tokenizer `char` is made from a text, and none was given",
+                f"the tokenizer `{spec}` is made from a text, and none was given",
                 "give the tokenizer.json of a prepared dataset instead",
             )
         return CharTokenizer.from_text(corpus())
@@ -590,7 +597,7 @@ def _tokenizer_hint(spec: str, path: Path) -> str:
     if path.suffix == ".json" or len(path.parts) > 1:
         return "check the path; it must be a tokenizer.json file"
     close = difflib.get_close_matches(spec.lower(), ["char", "bytes", "gpt2"], n=1, cutoff=0.5)
-    choices = "use char, bytes, gpt2, or the path of a tokenizer.json"
+    choices = "use char, bytes, gpt2, bpe-512 or another number, or the path of a tokenizer.json"
     return f"did you mean {close[0]!r}? {choices}" if close else choices
 
 

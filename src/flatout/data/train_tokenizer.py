@@ -59,8 +59,13 @@ class Fertility:
     round_trip_failures: int
 
 
-def train_bpe(texts: Iterable[str], vocab: int, *, min_frequency: int = 2, split: Split = "gpt2") -> dict[str, Any]:
-    """Learn a byte-level BPE of `vocab` ids; the result is the content of a `tokenizer.json`."""
+def train_bpe(
+    texts: Iterable[str], vocab: int, *, min_frequency: int = 2, split: Split = "gpt2", exact: bool = True
+) -> dict[str, Any]:
+    """Learn a byte-level BPE of `vocab` ids; the result is the content of a `tokenizer.json`.
+
+    Where it need not be `exact`, a small text gives fewer.
+    """
     if vocab < SMALLEST_VOCAB:
         raise UsageError(
             f"a vocabulary of {vocab} ids is too small",
@@ -92,7 +97,7 @@ def train_bpe(texts: Iterable[str], vocab: int, *, min_frequency: int = 2, split
     if not characters:
         raise DataError("there is no text to learn a tokenizer from", "give a source that is not empty")
     learned = library.get_vocab_size()
-    if learned < vocab - 1:
+    if exact and learned < vocab - 1:
         raise DataError(
             f"the text is too small for a vocabulary of {vocab:,}: only {learned + 1:,} ids could be learned",
             f"ask for {learned + 1} or fewer, or give more text",

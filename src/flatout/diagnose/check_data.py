@@ -23,7 +23,7 @@ from flatout.data.part import Part, Recipe, characters_of_part
 from flatout.data.plan import STDIN, Done, Inputs, Request, find_inputs, parts_of, request_of
 from flatout.data.prepare import data_folder, has_dataset, lies_inside, prepare_data
 from flatout.data.shards import Dataset, open_dataset
-from flatout.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
+from flatout.data.tokenizer import Tokenizer, learned_vocab, load_tokenizer, token_dtype
 from flatout.diagnose.check_environment import check_packages, source_paths
 from flatout.diagnose.doctor import Check, DataFacts, Finding, Machine, finding_of
 from flatout.errors import ConfigError, UserError
@@ -114,8 +114,8 @@ def _tokenizer_of_folder(config: RunConfig, dataset: Dataset) -> Finding:
     asked, kind = config.data.tokenizer, dataset.tokenizer.kind
     if config.data.source is not None:
         return _check("fits config").ok("it was prepared with the settings of this config")
-    if asked in ("char", "bytes", "gpt2"):
-        same = asked == kind
+    if asked in ("char", "bytes", "gpt2") or learned_vocab(asked) is not None:
+        same = asked == dataset.manifest.settings.get("tokenizer", kind)
     else:
         same = load_tokenizer(asked, None).fingerprint == dataset.manifest.tokenizer_fingerprint
     if same:
@@ -169,10 +169,10 @@ def _unprepared(config: RunConfig, folder: Path, machine: Machine, *, quick: boo
 
 def _tokenizer(config: RunConfig) -> Generator[Finding, None, Tokenizer | None]:
     """The tokenizer, where it does not have to be made from the text first."""
-    if config.data.tokenizer == "char":
+    if config.data.tokenizer == "char" or learned_vocab(config.data.tokenizer) is not None:
         if config.data.streaming:
             yield _check("tokenizer").bad(
-                "data.streaming is set, and the tokenizer char has to read the whole text first",
+                f"data.streaming is set, and the tokenizer {config.data.tokenizer} has to read the whole text first",
                 "Set data.tokenizer=gpt2 or bytes, or leave data.streaming out.",
             )
         return None
@@ -280,7 +280,7 @@ def _characters(request: Request, inputs: Inputs, *, quick: bool) -> int | None:
         read += part.bytes
         if read >= _CHARACTER_BYTES // (8 if quick else 1):
             break
-    return len(found) + (request.data.unknown_characters == "replace") if found else None
+    return len(found) + (request.data.unknown_characters == "replace") + 1 if found else None  # one is the end of text
 
 
 def _extrapolated(

@@ -81,6 +81,7 @@ def open_data(
     missing = _missing(data_folder(config.data))
     dataset = open_shards(config.data, config.clean, progress)
     how = {"seed": seed, "best_fit": config.data.packing == "best_fit", "apart": config.documents_apart}
+    how["reshuffle"] = config.data.reshuffle
     context, stride = config.model.context, config.data.stride or config.model.context
     try:
         windows = windows_of(dataset.train, context=context, stride=stride, **how)
@@ -115,6 +116,8 @@ def _open_arrays(config: RunConfig, sources: Mapping[str, Source], arrays: Array
             "arrays that are given to train are joined as they come",
             "set data.packing=concat, data.stride=null, data.documents=joined and data.streaming=false",
         )
+    if data.reshuffle:
+        raise ConfigError("data.reshuffle is for prepared text, and train was given data=", "set data.reshuffle=false")
     if limits_of(data) is not None:
         raise ConfigError(
             "limits on documents, tokens or bytes are for text that is read, and train was given data=",

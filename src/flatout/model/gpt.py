@@ -42,14 +42,15 @@ class GPT(nn.Module):
         self.embedding = Embedding.from_pretrained(torch.empty(vocab, config.width), freeze=False)
         places = torch.empty(config.context, config.width)
         self.positions = Positions.from_pretrained(places, freeze=False) if config.positions == "learned" else None
+        # Before the blocks, as backward comes by them last: several processes send gradients in reverse order.
+        values = (config.kv_heads or config.heads) * config.size
+        self.value_tables = nn.ModuleList(Table(vocab, values, std=0.01) for _ in range(config.value_tables))
+        self.bigram = Table(config.bigram_rows, config.width, std=0.0) if config.bigram_rows else None
         self.rotary = Rotary(config) if config.positions == "rope" and config.attends else None
         self.random = config.dropout > 0  # whether blocks draw random numbers in training
         self.blocks = nn.ModuleList(Block(config, kind, place) for place, kind in enumerate(config.kinds))
         self.norm = build_norm(config, config.width)
         self.head = Head(config, vocab)
-        values = (config.kv_heads or config.heads) * config.size
-        self.value_tables = nn.ModuleList(Table(vocab, values, std=0.01) for _ in range(config.value_tables))
-        self.bigram = Table(config.bigram_rows, config.width, std=0.0) if config.bigram_rows else None
         self.offload = ActivationOffload(self)
         self.narrow = ModelNarrow([block.linears() for block in self.blocks if isinstance(block, Block)], execution)
         # what adapters must do before a pass in our kernels, with the type of its products; theirs to set
@@ -267,8 +268,6 @@ class GPT(nn.Module):
                     module.bias.zero_()
             elif isinstance(module, Head) and module.weight is not None:
                 module.weight.normal_(0.0, std, generator=generator)
-            elif isinstance(module, Table):
-                module.weight.normal_(0.0, module.std, generator=generator) if module.std else module.weight.zero_()
             elif isinstance(module, nn.Embedding):
                 own = self.config.embedding_std if isinstance(module, Embedding) else None
                 module.weight.normal_(0.0, own or 0.02, generator=generator)
@@ -283,6 +282,9 @@ class GPT(nn.Module):
                 _fill(module.mix, [1.0, 0.1])
             elif isinstance(module, Attention):
                 _fill(module.gates, 0.0)
+        for table in self.modules():  # after all others, which start as they would without
+            if isinstance(table, Table):
+                table.weight.normal_(0.0, table.std, generator=generator) if table.std else table.weight.zero_()
         for mixer in self.eigenstates:  # after all linear layers, of which nothing is to be overwritten
             mixer.init_states(generator)
 

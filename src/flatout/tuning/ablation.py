@@ -37,7 +37,7 @@ import torch
 import flatout
 from flatout.config.load import LoadedConfig
 from flatout.data.manifest import read_manifest
-from flatout.data.prepare import data_folder, prepare_data
+from flatout.data.prepare import data_folder, has_dataset, prepare_data
 from flatout.device import detect_device
 from flatout.engine.loop import train_loop
 from flatout.errors import ConfigError, DivergedError, HardwareError, ResourceError
@@ -176,10 +176,11 @@ class _Runs:
         self.loaded, self.deadline = loaded, deadline
         self.base = for_trials(loaded, EVALUATIONS)
         data = self.base.config.data
-        prepared = loaded.config.chat.source is None and not data.streaming
-        if prepared:  # samples of conversations are made by the first run
+        shards = loaded.config.chat.source is None and not data.streaming  # samples are made by the first run
+        if shards and (deadline is None or time.monotonic() < deadline):
             prepare_data(data, self.base.config.clean)
         self.device = machine_of(detect_device(loaded.config.speed.device))
+        prepared = shards and has_dataset(data_folder(data))
         self.dataset = read_manifest(data_folder(data)).fingerprint if prepared else ""
         self.rows = {(row.hash, row.equal): row for row in earlier}
         self.first_seed = loaded.config.train.seed

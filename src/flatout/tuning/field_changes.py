@@ -27,7 +27,7 @@ _SECTIONS = ("model", "optim", "train")
 _ALLOWED = ("speed.precision", "speed.fp8", "speed.optimizer_state", "data.reshuffle")
 _SIZES = ("layers", "width", "heads", "kv_heads", "head_size", "mlp_width", "states", "state_heads", "context")
 _NOT_BY_THEMSELVES = {
-    **{f"model.{name}": "it is a size" for name in _SIZES},
+    **{f"model.{name}": "a size" for name in _SIZES},
     "model.family": "other fields depend on it",
 }
 

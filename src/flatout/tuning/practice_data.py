@@ -22,7 +22,15 @@ from flatout.data.manifest import MANIFEST, OFFSET_DTYPE, TOKENIZER, VERSION, Fi
 from flatout.data.pack import pack_corpus
 from flatout.data.plan import request_of
 from flatout.data.prepare import data_folder
-from flatout.data.tokenizer import ByteTokenizer, Ids, Tokenizer, load_tokenizer, token_dtype
+from flatout.data.tokenizer import (
+    ByteTokenizer,
+    Ids,
+    IdTokenizer,
+    Tokenizer,
+    learned_vocab,
+    load_tokenizer,
+    token_dtype,
+)
 from flatout.errors import ResourceError
 from flatout.files import disk_errors
 
@@ -59,7 +67,11 @@ def practice_data(config: RunConfig, scratch: Path) -> tuple[DataConfig, str]:
             raise ResourceError(error.message, _MORE_SPACE) from error
         return _prepared(data, folder), data.source
     # The characters of `char` are those of a text that is not here: bytes take their place.
-    tokenizer = ByteTokenizer() if data.tokenizer == "char" else load_tokenizer(data.tokenizer, None)
+    learned = learned_vocab(data.tokenizer)
+    if learned is not None:
+        tokenizer = IdTokenizer(learned)
+    else:
+        tokenizer = ByteTokenizer() if data.tokenizer == "char" else load_tokenizer(data.tokenizer, None)
     vocab = min(config.model.vocab or tokenizer.vocab, tokenizer.vocab)
     windows = (TRAIN_TOKENS - 1) // config.model.context
     tokens = TRAIN_TOKENS if windows >= 64 else 64 * config.model.context + 1

@@ -139,7 +139,9 @@ def notes(body: Mapping[str, Any]) -> Iterator[str]:
         way = ": --seeds 2 trains a second one" if len(body["seeds"]) == 1 else ""
         yield f"one pair says nothing of the noise, so there is no verdict{way}"
     if body["left_out"]:
-        told = ", ".join(f"{path} ({why})" for path, why in body["left_out"].items())
+        reasons = dict.fromkeys(body["left_out"].values())
+        paths = {why: [path for path, other in body["left_out"].items() if other == why] for why in reasons}
+        told = "; ".join(f"{', '.join(those)} ({why})" for why, those in paths.items())
         yield f"left out: {told}; --fields names what to change"
     if body["missing"]:
         yield f"not run yet: {many(body['missing'], 'run')}; the same command goes on with them"

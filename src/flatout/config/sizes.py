@@ -282,6 +282,6 @@ def _short(value: float) -> float:
 
 def _repeated(preset: str) -> dict[str, Any]:
     """What pays where the data is read many times: more of what keeps a model from learning it by heart, no tables."""
-    values = {"model.mlp": "swiglu", "model.dropout": 0.1, "optim.ema": 0.995}
+    values = {"model.mlp": "swiglu", "model.dropout": 0.1, "optim.ema": 0.995, "data.reshuffle": True}
     values |= {"optim.weight_decay": 1.0, "optim.weight_decay_end": 0.2}
     return values | ({"model.value_tables": 0, "model.bigram_rows": 0} if preset == "record" else {})

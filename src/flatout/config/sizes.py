@@ -255,7 +255,7 @@ def batch_factor(batch: int, tokens: int, context: int) -> float:
     a fifth at most: records with batches of 131K to 524K have Muon's rate between 0.015 and 0.023.
     """
     usual = batch_of(tokens, context)
-    return math.sqrt(batch / usual) * min(1.2, max(1.0, math.sqrt(usual / REFERENCE_BATCH)))
+    return min(2.0, math.sqrt(batch / usual)) * min(1.2, max(1.0, math.sqrt(usual / REFERENCE_BATCH)))
 
 
 def _rates(shape: Shape, batch: int, tokens: int, context: int) -> Iterator[tuple[str, float]]:

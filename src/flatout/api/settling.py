@@ -45,7 +45,7 @@ def settled(
             decision = _decided(config, known, device, arrays)
     told = world.told(decision.told())
     with world.together():
-        return _on_card(applied(config, told), device, sized=config.size is not None)
+        return on_device(applied(config, told), device, sized=config.size is not None)
 
 
 def _known(config: LoadedConfig, progress: Progress | None, arrays: Arrays | None) -> Known:
@@ -62,7 +62,7 @@ def _decided(config: LoadedConfig, known: Known, device: Device, arrays: Arrays 
     return Decision() if config.size is None else decide(config, shape_named(config.size), known, device)
 
 
-def _on_card(config: LoadedConfig, device: Device, *, sized: bool) -> LoadedConfig:
+def on_device(config: LoadedConfig, device: Device, *, sized: bool) -> LoadedConfig:
     """A preset with sizes fits the device by itself: micro-batch and checkpointing are those of the card's overlay."""
     if not sized:
         return config

@@ -43,7 +43,7 @@ def plan(loaded: LoadedConfig, known: Known, device: Device) -> Decision:
         context=config.model.context if loaded.size is None else own.get("model.context"),
         ranks=known.ranks,
     )
-    shapes, first = _shapes(loaded, known, device)
+    shapes, first = shapes_for(loaded, known, device)
 
     def measure(shape: Shape) -> Speed | None:
         found = measured_speed(loaded, shape, dataclasses.replace(known, ranks=1), device)
@@ -59,7 +59,7 @@ def plan(loaded: LoadedConfig, known: Known, device: Device) -> Decision:
     return decision_for(loaded, best, prospects, known, device)
 
 
-def _shapes(loaded: LoadedConfig, known: Known, device: Device) -> tuple[list[Shape], Shape]:
+def shapes_for(loaded: LoadedConfig, known: Known, device: Device) -> tuple[list[Shape], Shape]:
     """The shapes to choose from, and the one to measure first."""
     model, size = loaded.config.model, loaded.size
     fixed = size is None or size.name != "auto" or {"model.layers", "model.width"} & written(loaded).keys()
@@ -69,7 +69,7 @@ def _shapes(loaded: LoadedConfig, known: Known, device: Device) -> tuple[list[Sh
     shapes = list(LADDER)
     if device.kind == "cuda" and device.memory_bytes is not None:
         card = hardware_for(device.memory_bytes)
-        shapes = [shape for shape in LADDER if fits(_trial(loaded, shape, known, device), card)]
+        shapes = [shape for shape in LADDER if fits(trial_of(loaded, shape, known, device), card)]
     first = FIRST.get(device.kind, FIRST_ELSEWHERE)
     return shapes, first if first in shapes else shapes[-1] if shapes else LADDER[0]
 
@@ -124,7 +124,7 @@ def _lines(loaded: LoadedConfig, best: Prospect, prospects: list[Prospect], know
 
 def measured_speed(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> Speed | None:
     """Times steps of two lengths: their difference is the tokens', the rest the update's. None: it does not fit."""
-    trial = _trial(loaded, shape, known, device)
+    trial = trial_of(loaded, shape, known, device)
     if device.kind == "cuda" and device.memory_bytes is not None:
         trial = fitted_to(trial, hardware_for(device.memory_bytes))
     few, context = micro_batch_of(trial.config)[0], trial.config.model.context
@@ -137,7 +137,7 @@ def measured_speed(loaded: LoadedConfig, shape: Shape, known: Known, device: Dev
     return Speed(token, max(0.0, short - token * few * context))
 
 
-def _trial(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> LoadedConfig:
+def trial_of(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> LoadedConfig:
     """The config of a size, with steps to be timed: so many micro-batches as the longer ones have."""
     context = (
         loaded.config.model.context if loaded.size is None else written(loaded).get("model.context", shape.context)

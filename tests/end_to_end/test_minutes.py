@@ -104,7 +104,7 @@ def test_the_size_of_a_preset_is_settled_with_its_data(
         "speed.threads=1",
     ]
     loaded = load_config(
-        "modern", [*words, "train.epochs=4", "model.context=64", "train.batch_tokens=4096"], size="2x32"
+        "record", [*words, "train.epochs=4", "model.context=64", "train.batch_tokens=4096"], size="4x32"
     )
     records = list(flatout.train(loaded))
     info = records[0]

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from flatout.api.settling import on_device
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.sizes import LADDER, Known, Shape
 from flatout.device import Device
+from flatout.engine.overlays import fitted_to
 from flatout.engine.sizing import applied, as_before, decide
+from flatout.tuning import minutes_probe
 from flatout.tuning.law import WORDS, effective_tokens, law_for
 from flatout.tuning.minutes import SECONDS, Budget, Prospect, Speed, choose, flops
 from flatout.tuning.minutes_probe import decision_for
@@ -133,3 +136,31 @@ def test_the_ladder_rises_and_goes_down_to_models_for_characters() -> None:
     counts = [shape.dense(66) for shape in LADDER]
     assert all(before < after for before, after in itertools.pairwise(counts))
     assert counts[0] < 300_000
+
+
+def test_a_card_is_offered_the_sizes_that_fit_it() -> None:
+    loaded, known = load_config("record", ["train.minutes=2", "data.source=shakespeare"]), Known(vocab=50257)
+    offered = {}
+    for gigabytes in (8, 80):
+        shapes, first = minutes_probe.shapes_for(loaded, known, card(gigabytes))
+        assert first in shapes
+        offered[gigabytes] = [shape.dense(50257) for shape in shapes]
+        trial = minutes_probe.trial_of(loaded, shapes[-1], known, card(gigabytes))
+        fitted = fitted_to(trial, f"{gigabytes}gb").config
+        assert fitted.speed.micro_batch is not None
+        assert (fitted.model.value_tables > 0) == (gigabytes == 80)
+    assert max(offered[8]) < max(offered[80])
+    assert max(offered[8]) >= 50e6
+    assert max(offered[80]) > 1e9
+    only, first = minutes_probe.shapes_for(load_config("gpt-124m", ["optim.schedule=wsd"]), known, card(8))
+    assert only == [Shape(12, 768)] == [first], "the model of a config without sizes is its own"
+
+
+def test_a_sized_run_on_a_card_has_the_micro_batch_of_its_overlay() -> None:
+    loaded = load_config("modern", ["data.source=shakespeare", "train.tokens=2e9"], size="350m")
+    decision = decide(loaded, Shape(24, 1024), Known(vocab=50257, unique=3 * 10**9), card(8))
+    settled = on_device(applied(loaded, decision.told()), card(8), sized=True)
+    assert settled.sources["speed.micro_batch"].where == "hardware 8gb"
+    assert settled.config.train.batch_tokens == loaded.config.train.batch_tokens
+    here = on_device(applied(loaded, decision.told()), CPU, sized=True)
+    assert here.config.speed.micro_batch == 8

@@ -1,5 +1,7 @@
 """What a config leaves open until a run begins: the size of a preset, and the steps of a length in minutes."""
 
+from dataclasses import replace
+
 from flatout.api.configs import Config
 from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, with_values
@@ -36,14 +38,14 @@ def settled(
     with world.together():
         device = limit_memory(detect_device(speed.device, world.local), speed.memory_limit)
     with world.together(), world.in_turns():
-        known = _known(config, progress, arrays)
+        known = replace(_known(config, progress, arrays), ranks=world.size)
     decision = Decision()
     with world.together():
         if world.first:
             decision = _decided(config, known, device, arrays)
     told = world.told(decision.told())
     with world.together():
-        return _on_card(applied(config, told), device, sized=config.size is not None)
+        return on_device(applied(config, told), device, sized=config.size is not None)
 
 
 def _known(config: LoadedConfig, progress: Progress | None, arrays: Arrays | None) -> Known:
@@ -60,7 +62,7 @@ def _decided(config: LoadedConfig, known: Known, device: Device, arrays: Arrays 
     return Decision() if config.size is None else decide(config, shape_named(config.size), known, device)
 
 
-def _on_card(config: LoadedConfig, device: Device, *, sized: bool) -> LoadedConfig:
+def on_device(config: LoadedConfig, device: Device, *, sized: bool) -> LoadedConfig:
     """A preset with sizes fits the device by itself: micro-batch and checkpointing are those of the card's overlay."""
     if not sized:
         return config

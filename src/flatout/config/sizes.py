@@ -110,7 +110,9 @@ class Known:
 
     vocab: int
     unique: int | None = None  # training tokens of the data
-    tokens: int | None = None  # training tokens of the run, where they follow from its minutes
+    tokens: int | None = None  # training tokens of the run, and of a step, where they follow from its minutes
+    batch: int | None = None
+    ranks: int = 1  # processes that share a step evenly
 
 
 @dataclass(frozen=True)
@@ -185,11 +187,11 @@ def derive(preset: str, shape: Shape, written: Mapping[str, Any], known: Known) 
     width, layers = written.get("model.width", shape.width), written.get("model.layers", shape.layers)
     shape = Shape(layers, width)
     context = written.get("model.context", shape.context)
-    steps, batch = written.get("train.steps"), written.get("train.batch_tokens")
+    steps, batch = written.get("train.steps"), written.get("train.batch_tokens") or known.batch
     if steps is not None and batch is None and known.tokens is None:
-        batch = _batch_of_steps(int(steps), context)
+        batch = _shared(_batch_of_steps(int(steps), context), context, known.ranks)
     tokens, told = run_tokens(shape, {**written, "train.batch_tokens": batch}, known)
-    batch = batch or batch_of(tokens, context)
+    batch = batch or batch_of(tokens, context, known.ranks)
     epochs = None if known.unique is None else tokens / max(known.unique, 1)
     values: dict[str, Any] = {
         "model.layers": shape.layers,
@@ -221,11 +223,16 @@ def run_tokens(shape: Shape, written: Mapping[str, Any], known: Known) -> tuple[
     return (usual if known.unique is None else min(usual, max(1, round(MOST_EPOCHS * known.unique)))), False
 
 
-def batch_of(tokens: int, context: int) -> int:
+def batch_of(tokens: int, context: int, ranks: int = 1) -> int:
     """Tokens of a step for a run of so many: whole windows, a power of two of them or three times one."""
     short = tokens / SHORT_STEPS
     long = REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** 0.4
-    return _nearest(max(min(short, long), 1.0) / context) * context
+    return _shared(_nearest(max(min(short, long), 1.0) / context) * context, context, ranks)
+
+
+def _shared(batch: int, context: int, ranks: int) -> int:
+    """A batch, raised to as many windows as so many processes can share."""
+    return -(-batch // (context * ranks)) * context * ranks
 
 
 def _nearest(windows: float) -> int:
@@ -248,7 +255,7 @@ def batch_factor(batch: int, tokens: int, context: int) -> float:
     a fifth at most: records with batches of 131K to 524K have Muon's rate between 0.015 and 0.023.
     """
     usual = batch_of(tokens, context)
-    return math.sqrt(batch / usual) * min(1.2, max(1.0, math.sqrt(usual / REFERENCE_BATCH)))
+    return min(2.0, math.sqrt(batch / usual)) * min(1.2, max(1.0, math.sqrt(usual / REFERENCE_BATCH)))
 
 
 def _rates(shape: Shape, batch: int, tokens: int, context: int) -> Iterator[tuple[str, float]]:
@@ -275,6 +282,6 @@ def _short(value: float) -> float:
 
 def _repeated(preset: str) -> dict[str, Any]:
     """What pays where the data is read many times: more of what keeps a model from learning it by heart, no tables."""
-    values = {"model.mlp": "swiglu", "model.dropout": 0.1, "optim.ema": 0.995}
+    values = {"model.mlp": "swiglu", "model.dropout": 0.1, "optim.ema": 0.995, "data.reshuffle": True}
     values |= {"optim.weight_decay": 1.0, "optim.weight_decay_end": 0.2}
     return values | ({"model.value_tables": 0, "model.bigram_rows": 0} if preset == "record" else {})

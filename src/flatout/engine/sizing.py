@@ -13,8 +13,10 @@ from typing import Any
 
 from flatout.config.facts import field_facts, value_at
 from flatout.config.load import LoadedConfig, with_layer, with_values
+from flatout.config.schema import RunConfig
 from flatout.config.sizes import AUTO, DEFAULT_SIZE, FRESH_EPOCHS, Known, Shape, Sized, derive, shape_of, usual_vocab
 from flatout.config.source import Setting, Source
+from flatout.config.yaml_loader import format_value
 from flatout.data.pack import Progress
 from flatout.data.shard_data import open_shards
 from flatout.device import Device
@@ -58,8 +60,11 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
     notices: list[str] = []
     if derived.repeated:
         times = f"{derived.epochs:.1f} epochs"
-        values |= {path: (value, times) for path, value in derived.repeated.items()}
-        told = ", ".join(f"{path}={value}" for path, value in derived.repeated.items() if not _by_user(loaded, path))
+        repeated = {path: value for path, value in derived.repeated.items() if path not in _impossible(loaded.config)}
+        values |= {path: (value, times) for path, value in repeated.items()}
+        told = ", ".join(
+            f"{path}={format_value(value)}" for path, value in repeated.items() if not _by_user(loaded, path)
+        )
         notices.append(
             f"the data is read {derived.epochs:.1f} times, more than {FRESH_EPOCHS:g}: settings are those for repeated "
             f"data ({told})"
@@ -70,6 +75,12 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
         notices.append(f"{device.name} is small for embedding tables: {', '.join(left)} left out")
     kept = {path: found for path, found in values.items() if not _by_user(loaded, path)}
     return Decision(kept, tuple(notices))
+
+
+def _impossible(config: RunConfig) -> set[str]:
+    """What would help with repeated data, and does not go together with what the config has."""
+    windows = config.data.documents != "joined" or "W" in config.model.pattern
+    return {*(["model.dropout"] if windows else []), *(["data.reshuffle"] if config.data.packing == "best_fit" else [])}
 
 
 def is_small(device: Device) -> bool:

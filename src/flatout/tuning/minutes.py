@@ -54,6 +54,7 @@ class Budget:
     unique: int | None = None
     batch: int | None = None
     context: int | None = None
+    ranks: int = 1
 
     def prospect(self, shape: Shape, speed: Speed, *, measured: bool) -> Prospect:
         """What a size would reach at that speed; its batch follows from the tokens there is time for."""
@@ -61,7 +62,7 @@ class Budget:
         batch = self.batch or context
         for _ in range(8):  # tokens and batch follow from each other, and settle at once
             tokens = speed.tokens_in(self.seconds, batch)
-            batch = self.batch or batch_of(int(tokens), context)
+            batch = self.batch or batch_of(int(tokens), context, self.ranks)
         tokens = speed.tokens_in(self.seconds, batch)
         law, fresh = law_for(self.vocab), effective_tokens(tokens, self.unique)
         return Prospect(

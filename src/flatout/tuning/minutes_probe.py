@@ -3,6 +3,7 @@
 import dataclasses
 import statistics
 import time
+from typing import Any
 
 from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, with_values
@@ -24,7 +25,8 @@ TIMED_SECONDS, FEWEST, MOST = 0.8, 3, 40  # of one length of steps
 FIRST = {"cuda": Shape(8, 512)}  # what is measured first
 FIRST_ELSEWHERE = Shape(3, 96)
 ROWS = 5  # that are told
-EVALUATIONS = 10  # of a run over repeated text
+EVALUATIONS = 10  # of a long run, and of one over repeated text
+LONG = 10.0  # minutes: such a run is saved after so many of them, too
 MOST_LOOKED = 1_048_576  # tokens of an evaluation
 
 
@@ -39,11 +41,13 @@ def plan(loaded: LoadedConfig, known: Known, device: Device) -> Decision:
         unique=known.unique,
         batch=config.train.batch_tokens if loaded.size is None else own.get("train.batch_tokens"),
         context=config.model.context if loaded.size is None else own.get("model.context"),
+        ranks=known.ranks,
     )
-    shapes, first = _shapes(loaded, known, device)
+    shapes, first = shapes_for(loaded, known, device)
 
     def measure(shape: Shape) -> Speed | None:
-        return measured_speed(loaded, shape, known, device)
+        found = measured_speed(loaded, shape, dataclasses.replace(known, ranks=1), device)
+        return None if found is None else dataclasses.replace(found, token=found.token / known.ranks)
 
     prospects = choose(budget, shapes, first, measure, time.monotonic)
     if not prospects:
@@ -55,7 +59,7 @@ def plan(loaded: LoadedConfig, known: Known, device: Device) -> Decision:
     return decision_for(loaded, best, prospects, known, device)
 
 
-def _shapes(loaded: LoadedConfig, known: Known, device: Device) -> tuple[list[Shape], Shape]:
+def shapes_for(loaded: LoadedConfig, known: Known, device: Device) -> tuple[list[Shape], Shape]:
     """The shapes to choose from, and the one to measure first."""
     model, size = loaded.config.model, loaded.size
     fixed = size is None or size.name != "auto" or {"model.layers", "model.width"} & written(loaded).keys()
@@ -65,7 +69,7 @@ def _shapes(loaded: LoadedConfig, known: Known, device: Device) -> tuple[list[Sh
     shapes = list(LADDER)
     if device.kind == "cuda" and device.memory_bytes is not None:
         card = hardware_for(device.memory_bytes)
-        shapes = [shape for shape in LADDER if fits(_trial(loaded, shape, known, device), card)]
+        shapes = [shape for shape in LADDER if fits(trial_of(loaded, shape, known, device), card)]
     first = FIRST.get(device.kind, FIRST_ELSEWHERE)
     return shapes, first if first in shapes else shapes[-1] if shapes else LADDER[0]
 
@@ -75,23 +79,30 @@ def decision_for(
 ) -> Decision:
     """The settings of a choice, and what is told of it."""
     where = f"{loaded.config.train.minutes:g} minutes"
-    told = dataclasses.replace(known, tokens=best.tokens)
+    told = dataclasses.replace(known, tokens=best.tokens, batch=best.batch)
     sized = Decision() if loaded.size is None else decide(loaded, best.shape, told, device)
     values = {**sized.values, "train.steps": (best.steps, where)}
     if loaded.size is not None:
         context = sized.values.get("model.context", (loaded.config.model.context, ""))[0]
-        look = max(context, int(0.09 * best.tokens) // context * context)
-        # Text that is read many times is learned by heart at some point: evaluations on the way find the best weights.
-        often = known.unique is not None and best.tokens > FRESH_EPOCHS * known.unique
-        every = max(1, best.steps // EVALUATIONS) if often else 0
-        quiet = {
-            "eval.every": every,
-            "eval.sample_tokens": 0,
-            "checkpoint.every": 0,
-            "eval.tokens": min(MOST_LOOKED, look),
-        }
+        quiet = _evaluations(loaded.config.train.minutes or 0.0, best, known, context)
         values |= {path: (value, where) for path, value in quiet.items() if not loaded.sources[path].by_user}
     return Decision(values, (*_lines(loaded, best, prospects, known, device), *sized.notices))
+
+
+def _evaluations(minutes: float, best: Prospect, known: Known, context: int) -> dict[str, Any]:
+    """When a run is evaluated and saved: as seldom as can be, since that takes time of the run.
+
+    Text that is read many times is learned by heart at some point: evaluations on the way find the best weights.
+    """
+    often = minutes >= LONG or (known.unique is not None and best.tokens > FRESH_EPOCHS * known.unique)
+    look = max(context, int(0.09 * best.tokens) // context * context)
+    return {
+        "eval.every": max(1, best.steps // EVALUATIONS) if often else 0,
+        "eval.tokens": min(MOST_LOOKED, look),
+        "eval.sample_tokens": 0,
+        "checkpoint.every": 0,
+        "checkpoint.minutes": LONG if minutes >= LONG else 0.0,
+    }
 
 
 def _lines(loaded: LoadedConfig, best: Prospect, prospects: list[Prospect], known: Known, device: Device) -> list[str]:
@@ -113,7 +124,7 @@ def _lines(loaded: LoadedConfig, best: Prospect, prospects: list[Prospect], know
 
 def measured_speed(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> Speed | None:
     """Times steps of two lengths: their difference is the tokens', the rest the update's. None: it does not fit."""
-    trial = _trial(loaded, shape, known, device)
+    trial = trial_of(loaded, shape, known, device)
     if device.kind == "cuda" and device.memory_bytes is not None:
         trial = fitted_to(trial, hardware_for(device.memory_bytes))
     few, context = micro_batch_of(trial.config)[0], trial.config.model.context
@@ -126,7 +137,7 @@ def measured_speed(loaded: LoadedConfig, shape: Shape, known: Known, device: Dev
     return Speed(token, max(0.0, short - token * few * context))
 
 
-def _trial(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> LoadedConfig:
+def trial_of(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> LoadedConfig:
     """The config of a size, with steps to be timed: so many micro-batches as the longer ones have."""
     context = (
         loaded.config.model.context if loaded.size is None else written(loaded).get("model.context", shape.context)

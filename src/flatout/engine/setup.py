@@ -57,6 +57,7 @@ from flatout.model.hub import Description
 from flatout.model.quantize import check_quantizing, quantize_linears, quantized_base
 from flatout.ops.attention import install_flash
 from flatout.optim.given import rules_with
+from flatout.optim.optimizer import Rule
 from flatout.optim.optimizers import Optimizers, check_slices
 from flatout.optim.rules import rules_of
 from flatout.optim.schedule import rate_factors
@@ -293,6 +294,19 @@ def _base_hash(adapters: Adapters, opened: Opened, *, weights: bool) -> str:
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
+def _rules(
+    optim: OptimConfig, trained: Trained, speed: Speed, steps: int, world: World, given: Given
+) -> tuple[Rule, ...]:
+    """Which optimizer updates what."""
+    form = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
+    exchange = exchange_of(world, trained.sharding)
+    rules = rules_of(optim, steps, fused=speed.fused_optimizer, exchange=exchange, **form)
+    rules = rules_with(given.optimizer, rules, trained.updated, rate_factors(optim, steps))
+    if speed.sharded:
+        check_slices(rules)
+    return rules
+
+
 def _build_step(
     config: RunConfig,
     optim: OptimConfig,
@@ -305,14 +319,9 @@ def _build_step(
     given: Given,
 ) -> TrainStep:
     device = speed.device.torch_device
-    form = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
-    rules = rules_of(optim, steps, fused=speed.fused_optimizer, exchange=exchange_of(world, trained.sharding), **form)
-    rules = rules_with(given.optimizer, rules, trained.updated, rate_factors(optim, steps))
-    if speed.sharded:
-        check_slices(rules)
     step = TrainStep(
         model,
-        Optimizers(rules, trained.updated),
+        Optimizers(_rules(optim, trained, speed, steps, world, given), trained.updated),
         clip=optim.clip,
         micro_batch=speed.micro_batch,
         label_smoothing=config.train.label_smoothing,

@@ -15,15 +15,22 @@ from torch import Tensor
 
 import flatout
 from flatout.config.load import load_config
+from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.engine import setup
 from flatout.engine.checkpoint import read_checkpoint, write_checkpoint
 from flatout.engine.saving import capture, restore
 from flatout.engine.sharded_saving import write_sharded
 from flatout.engine.step import TrainStep
+from flatout.engine.trained import all_weights
 from flatout.errors import UserError
 from flatout.launch import launch
-from flatout.parallel.ranks import joined
+from flatout.model.gpt import build_model
+from flatout.optim.optimizers import Optimizers
+from flatout.optim.rules import rules_of
+from flatout.parallel.matrices import exchange_of
+from flatout.parallel.ranks import Ranks, joined
 from flatout.records import EvalRecord, NoticeRecord, RunInfo, SampleRecord, StepRecord
+from flatout.world import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,3 +123,39 @@ def saved_again(folder: Path, preset: str, words: Sequence[str], checkpoint: Pat
             write_sharded(target, state, run.trained.sharding, world)
         elif world.first:
             write_checkpoint(target, state)
+
+
+def muon_updated(world: World, *, sharded: bool, normuon: bool) -> dict[str, Tensor]:
+    """Weights and state of Muon's matrices, as this process holds them, after three updates of which one is skipped.
+
+    All processes get the same gradients. 84 rows of a matrix are no multiple of the slices of more than four.
+    """
+    config = OptimConfig(optimizer="muon", momentum_warmup_steps=3, weight_decay=0.5, normuon=normuon, cautious=True)
+    shape = {"layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "context": 8, "mlp": "swiglu", "mlp_width": 42}
+    model, sharding = build_model(ModelConfig(tied=False, **shape), 71, seed=1), None
+    if sharded:
+        from flatout.parallel.sharding import Sharding
+
+        assert isinstance(world, Ranks)
+        groups = [[block] for block in model.blocks]
+        sharding = Sharding(model, groups, world, hybrid=False, device=torch.device("cpu"), gathered=None)
+    trained = all_weights(model, sharding)
+    optimizer = Optimizers(rules_of(config, 8, exchange=exchange_of(world, sharding)), trained.updated)
+    optimizer.create_state()
+    for update in range(3):
+        generator = torch.Generator().manual_seed(update)
+        whole = {name: torch.randn(shape, generator=generator) for name, shape in trained._shapes().items()}
+        own = trained.own(whole)
+        for one in trained.updated:
+            one.parameter.grad = own[one.name].clone()
+        optimizer.look_up(torch.tensor(update))
+        optimizer.update(torch.tensor(3.0), torch.tensor(update != 1))
+    ours = {one.name for one in optimizer.groups[0].trained}
+    held = {**trained.tensors(), **optimizer.tensors()}
+    return {name: x.clone() for name, x in held.items() if {name, name.rpartition(".")[0]} & ours}
+
+
+def muon_in_both_forms(normuon: bool) -> list[dict[str, Tensor]]:
+    """The same in data parallel and in slices."""
+    with joined(launch(), "cpu", join=60, timeout=60) as world:
+        return [muon_updated(world, sharded=sharded, normuon=normuon) for sharded in (False, True)]

@@ -23,9 +23,10 @@ from flatout.engine.checkpoint import Checkpoint, read_checkpoint, verify_checkp
 from flatout.engine.step import TrainStep
 from flatout.errors import CheckpointError
 from flatout.model.count import MemoryEstimate
+from flatout.world import World
 from tests.chat_models import write_chat_model
 from tests.conftest import TINY
-from tests.parallel_runs import Told, attempt, learn, saved_again
+from tests.parallel_runs import Told, attempt, learn, muon_in_both_forms, muon_updated, saved_again
 from tests.ranks import WORKERS
 
 QUIET = ["optim.learning_rate=3e-3", "checkpoint.keep=9", "parallel.check_every=2"]
@@ -262,6 +263,30 @@ def test_slices_inside_hosts_and_copies_between_them(tmp_path: Path, words: Make
     check_alike(four, one, within=1e-9, form="hybrid")
     names = {path.name for path in (tmp_path / "four" / "checkpoints" / "step-00000010").iterdir()}
     assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} <= names
+
+
+def check_muon(ranks: int, *, normuon: bool) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the others have
+    one = muon_updated(World(), sharded=False, normuon=normuon)
+    torch.set_num_threads(threads)
+    copies, slices = zip(*WORKERS.run(ranks, muon_in_both_forms, normuon), strict=True)
+    assert any(name.endswith(".momentum") for name in one)
+    for name, expected in one.items():
+        pieces = [told[name] for told in slices]
+        pieces = [torch.cat(pieces)] if expected.ndim == 2 else pieces  # second moments are whole everywhere
+        assert all(torch.equal(x, expected) for x in [*pieces, *(told[name] for told in copies)]), name
+
+
+def test_two_processes_make_muons_update_of_one_bit_for_bit():
+    check_muon(2, normuon=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("normuon", [False, True])
+def test_any_number_of_processes_makes_muons_update_of_one_bit_for_bit(ranks: int, normuon: bool):
+    check_muon(ranks, normuon=normuon)
 
 
 @pytest.mark.slow

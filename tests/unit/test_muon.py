@@ -1,4 +1,4 @@
-"""Muon: orthogonal updates against SVD and torch's own, fused weights part by part, any number of processes."""
+"""Muon: orthogonal updates against SVD and torch's own, fused weights part by part, rates of groups."""
 
 import contextlib
 import functools
@@ -13,30 +13,27 @@ from torch import Tensor, nn
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.config.unused import check_used
+from flatout.diagnose.check_config import check_config
+from flatout.diagnose.doctor import DataFacts
+from flatout.engine.diverged import gentler
 from flatout.engine.notices import Notices
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import all_weights, state_of
 from flatout.engine.update_graph import recorded_updates
 from flatout.errors import CheckpointError, ConfigError
-from flatout.launch import launch
 from flatout.model.count import parameter_count
 from flatout.model.gpt import GPT, build_model
 from flatout.ops import muon as ops
 from flatout.ops.muon import Numbers, advance_reference, apply_reference, normalise, orthogonalise
 from flatout.optim import muon as module
-from flatout.optim.muon import Muon
 from flatout.optim.optimizer import Trainable, trainables
 from flatout.optim.optimizers import Optimizers
 from flatout.optim.rules import rules_of
 from flatout.optim.schedule import decays_of, momenta
-from flatout.parallel.matrices import exchange_of
-from flatout.parallel.ranks import Ranks, joined
-from flatout.world import World
 from tests.conftest import TINY
-from tests.ranks import WORKERS
 
 VOCAB = 71
-# Queries have more rows than keys and values, and 40 hidden values are no multiple of four slices of rows.
+# Queries have more rows than keys and values.
 MODEL = ModelConfig(layers=3, width=32, heads=4, kv_heads=2, context=8, tied=False, mlp="swiglu", mlp_width=42)
 MUON = OptimConfig(optimizer="muon", learning_rate=0.01, momentum_warmup_steps=3, weight_decay=0.5)
 
@@ -230,6 +227,21 @@ def test_a_skipped_step_changes_nothing_and_a_resumed_run_goes_on_bit_for_bit(no
     for seed in range(2, 5):
         assert torch.equal(step(*batch(seed)), fresh(*batch(seed)))
     assert alike(everything(model, step.optimizer), everything(other, fresh.optimizer))
+
+
+def test_a_report_has_the_ratio_of_update_to_weights_of_every_rule():
+    model, step = make()
+    step(*batch(0))
+    step.with_parameter_norm = True
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    *_, norm, matrices, embedding, head, left = step(*batch(1)).tolist()
+    for group, ratio in zip(step.optimizer.groups, (matrices, embedding, head, left), strict=True):
+        moved = torch.cat([(one.parameter.detach() - before[one.name]).flatten() for one in group.trained])
+        weights = torch.cat([before[one.name].flatten() for one in group.trained])
+        assert ratio == pytest.approx(float(moved.norm() / weights.norm()), rel=1e-4), group.rule.name
+    step.with_parameter_norm = False
+    assert len(step(*batch(2))) == 6
+    assert norm > 0
 
 
 def test_weights_without_a_gradient_stay():
@@ -432,6 +444,19 @@ def test_a_model_from_python_says_which_parts_and_roles_it_has():
         trainables(Whole())
 
 
+def test_places_that_name_a_rate_name_muons():
+    words = [*TINY, "optim.optimizer=muon", "optim.muon_rate=0.5", "optim.embedding_rate=0.3", "optim.clip=1"]
+    config = load_config("shakespeare-char", words).config
+    gentle = {"optim.muon_rate": "0.02", "optim.learning_rate": "0.00016", "optim.embedding_rate": "0.012"}
+    assert gentler(config) == gentle
+    facts: dict[str, Any] = {"parameters": 10**6, "step_seconds": None, "disk": None, "written": lambda _: True}
+    findings = check_config(config, DataFacts(), **facts)
+    found = next(one for one in findings if one is not None and one.name == "learning rate")
+    assert (found.status, found.found) == ("warn", "0.5; about 0.02 is usual for Muon")
+    assert "Set optim.muon_rate=0.02" in found.advice
+    assert config.optim.scaled_rates(0.04) == pytest.approx({path: float(rate) for path, rate in gentle.items()})
+
+
 def test_momentum_and_decay_follow_schedules():
     config = MUON.model_copy(update={"momentum_warmup_steps": 2, "momentum_cooldown_steps": 4, "weight_decay_end": 0.1})
     assert momenta(config, 8) == pytest.approx([0.85, 0.9, 0.95, 0.95, 0.95, 0.925, 0.9, 0.875])
@@ -456,60 +481,3 @@ def test_adapters_are_adamws():
     words = ["model.init_from=base", "chat.source=rows.json", "lora.rank=4", "optim.optimizer=muon"]
     with pytest.raises(ConfigError, match="muon takes whole matrices, and adapters have none"):
         load_config("lora", words)
-
-
-# --- several processes ------------------------------------------------------------------------------------------------
-
-
-def updated(world: World, *, sharded: bool, normuon: bool) -> dict[str, Tensor]:
-    """Three updates by the same gradients, one of them skipped: what this process holds afterwards."""
-    config = MUON.model_copy(update={"normuon": normuon, "cautious": True})
-    model, sharding = build_model(MODEL, VOCAB, seed=1), None
-    if sharded:
-        from flatout.parallel.sharding import Sharding
-
-        assert isinstance(world, Ranks)
-        groups = [[block] for block in model.blocks]
-        sharding = Sharding(model, groups, world, hybrid=False, device=torch.device("cpu"), gathered=None)
-    trained = all_weights(model, sharding)
-    optimizer = Optimizers(rules_of(config, 8, exchange=exchange_of(world, sharding)), trained.updated)
-    optimizer.create_state()
-    for seed in range(3):
-        whole = {name: drawn(*shape, seed=seed + 1).float() for name, shape in trained._shapes().items()}
-        own = trained.own(whole)
-        for one in trained.updated:
-            one.parameter.grad = own[one.name].clone()
-        optimizer.look_up(torch.tensor(seed))
-        optimizer.update(torch.tensor(3.0), torch.tensor(seed != 1))
-    muon = next(one for one in optimizer.optimizers if isinstance(one, Muon))
-    ours = {one.name for group in muon.groups for one in group.trained}
-    held = {**trained.tensors(), **optimizer.tensors()}
-    return {name: x.clone() for name, x in held.items() if {name, name.rpartition(".")[0]} & ours}
-
-
-def _in_both_forms(normuon: bool) -> list[dict[str, Tensor]]:
-    with joined(launch(), "cpu", join=60, timeout=60) as world:
-        return [updated(world, sharded=sharded, normuon=normuon) for sharded in (False, True)]
-
-
-def check_ranks(ranks: int, *, normuon: bool) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the others have
-    one = updated(World(), sharded=False, normuon=normuon)
-    torch.set_num_threads(threads)
-    copies, slices = zip(*WORKERS.run(ranks, _in_both_forms, normuon), strict=True)
-    for name, expected in one.items():
-        pieces = [told[name] for told in slices]
-        pieces = [torch.cat(pieces)] if expected.ndim == 2 else pieces  # second moments are whole everywhere
-        assert all(torch.equal(x, expected) for x in [*pieces, *(told[name] for told in copies)]), name
-
-
-def test_two_processes_make_the_same_update_bit_for_bit():
-    check_ranks(2, normuon=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("normuon", [False, True])
-def test_any_number_of_processes_makes_the_same_update_bit_for_bit(ranks: int, normuon: bool):
-    check_ranks(ranks, normuon=normuon)

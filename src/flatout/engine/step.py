@@ -210,7 +210,7 @@ class TrainStep:
         self.after_update()
         self.updating = False
         self._clear(drop=not self.keep_gradients)
-        return torch.cat([report, *self._update_ratios(seen)])
+        return torch.cat([report, *self._update_ratios(seen)]) if seen else report
 
     def _clear(self, *, drop: bool) -> None:
         if self.clear_gradients is not None:
@@ -224,7 +224,7 @@ class TrainStep:
         return self._norm([parameter.detach() for parameter in self.optimizer.parameters])
 
     def _update_ratios(self, before: list[list[Tensor]]) -> Iterator[Tensor]:
-        for old, new in zip(before, self.optimizer.some_weights() if before else [], strict=True):
+        for old, new in zip(before, self.optimizer.some_weights(), strict=True):
             moved = [b - a for a, b in zip(old, new, strict=True)]
             yield (self._norm(moved) / self._norm(old)).to(torch.float32).view(1)
 

@@ -80,12 +80,12 @@ def orthogonalise(
     x.div_((norm_N11 * SAFETY + _TINY).to(x.dtype))
     with torch.autocast(x.device.type, enabled=False):
         for number, (a, b, c) in enumerate(iterations, start=1):
-            last = number == len(iterations)
-            times, place = (scale, out) if last else (1.0, None)
+            times, place = (scale, out) if number == len(iterations) else (1.0, None)
             square = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
-            square = torch.baddbmm(square, square, square, beta=b, alpha=c)
-            left, right = (x, square) if tall else (square, x)
-            x = torch.baddbmm(x, left, right, beta=a * times, alpha=times, out=place)
+            factor = torch.baddbmm(square, square, square, beta=b * times, alpha=c * times)
+            # a·x as a part of the product: to add it, torch would copy x first
+            factor.diagonal(dim1=-2, dim2=-1).add_(a * times)
+            x = torch.bmm(x, factor, out=place) if tall else torch.bmm(factor, x, out=place)
     return x
 
 

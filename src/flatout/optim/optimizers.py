@@ -83,7 +83,7 @@ class Optimizers:
 
     def some_weights(self) -> list[list[Tensor]]:
         """Of every group its weights, of large ones evenly spaced rows: enough to see how far an update moves them."""
-        return [[p.detach()[:: max(1, p.numel() // SEEN)] for p in group.parameters] for group in self.groups]
+        return [[_some_rows(p.detach()) for p in group.parameters] for group in self.groups]
 
     def create_state(self) -> None:
         """Creates missing state tensors before the first update."""
@@ -119,6 +119,10 @@ class Optimizers:
         parameters = ((self.named[name], state) for name, state in saved.items())
         converted = collections.Counter(self._of[p].take_over(p, state) for p, state in parameters)
         return [f"the moments of {count} tensors in {origin} are {how}" for how, count in converted.items() if how]
+
+
+def _some_rows(weight: Tensor) -> Tensor:
+    return weight[:: max(1, weight.numel() // SEEN)] if weight.ndim else weight
 
 
 def check_slices(rules: Sequence[Rule]) -> None:

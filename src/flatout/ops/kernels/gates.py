@@ -107,7 +107,7 @@ def gates_back(
     _back[(programs,)](
         gates_NC if dvalues_NG is None else dvalues_NG, gates_NC if dheads_NH is None else dheads_NH, gates_NC, h_NW,
         weight_CI, dh_NW, sums, rows, share, h_NW.stride(0), dh_NW.stride(0), values, count - values, inputs,
-        ROWS=_ROWS, **_blocks(count, inputs),
+        ROWS=_ROWS, **_blocks(count, inputs), num_stages=1,
     )  # fmt: skip
     return fold(sums)
 

@@ -76,7 +76,7 @@ class FieldEffect:
     difference: float | None
     half_width: float | None
     verdict: str
-    steps: int  # of the changed run
+    steps: int  # of the changed run, the median over the seeds
     step_time: float | None  # of the changed run over that of the unchanged one
     reason: str
 
@@ -408,7 +408,7 @@ def _effect(
         difference=None if judged is None else judged.mean,
         half_width=None if judged is None else judged.half_width,
         verdict="" if judged is None else judged.verdict,
-        steps=pairs[0][1].steps if pairs else 0,
+        steps=statistics.median_low(other.steps for _, other in pairs) if pairs else 0,
         step_time=statistics.median(ratios) if ratios else None,
         reason=next((f"{other.status}: {other.reason}" for _, other in pairs if other.status != "done"), ""),
     )

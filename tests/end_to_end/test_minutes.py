@@ -21,7 +21,7 @@ WSD = ["optim.schedule=wsd", "optim.decay_fraction=0.6", "optim.min_ratio=0.0", 
 
 
 def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(tiny: Callable[..., LoadedConfig]) -> None:
-    config = tiny("train.minutes=0.02", "train.steps=200", *WSD)
+    config = tiny("train.minutes=0.012", "train.steps=200", *WSD)
     began = time.monotonic()
     records = list(flatout.train(config))
     assert time.monotonic() - began < 20
@@ -50,7 +50,7 @@ def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(tiny: Callable[...,
 
 
 def test_an_interrupted_run_has_the_time_that_is_left(tiny: Callable[..., LoadedConfig]) -> None:
-    config, asked = tiny("train.minutes=0.02", "train.steps=200", *WSD), iter(range(10**6))
+    config, asked = tiny("train.minutes=0.012", "train.steps=200", *WSD), iter(range(10**6))
     records = list(flatout.train(config, stop=lambda: next(asked) >= 20))
     info = records[0]
     assert isinstance(info, RunInfo)
@@ -74,20 +74,20 @@ def test_minutes_choose_a_size_and_say_why(
 
     monkeypatch.setattr(minutes_probe, "measured_speed", measured)
     words = [f"data.source={corpus}", "data.tokenizer=char", "output.plots=false", "speed.threads=1"]
-    assert main(["train", "--minutes", "0.02", *words, "output.folder=out"]) == 0
+    assert main(["train", "--minutes", "0.012", *words, "output.folder=out"]) == 0
     told = capsys.readouterr().out
-    assert "0.02 minutes on cpu: size " in told
+    assert "0.012 minutes on cpu: size " in told
     assert "tokens/s measured" in told
-    assert "run: 0.02 minutes, about " in told
+    assert "run: 0.012 minutes, about " in told
     assert 1 <= len(tried) <= 3
     rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
     stored = flatout.stored_config(tmp_path / "out").config
-    assert stored.train.minutes == 0.02
+    assert stored.train.minutes == 0.012
     assert stored.train.steps is not None
     assert stored.model.value_tables == 0, "no tables on a CPU"
     assert rows[-1]["type"] == "end"
     asked = len(tried)
-    assert main(["train", "--minutes", "0.02", *words, "output.folder=out", "--resume", "auto"]) == 0
+    assert main(["train", "--minutes", "0.012", *words, "output.folder=out", "--resume", "auto"]) == 0
     assert len(tried) == asked, "a resume measures nothing"
     assert "is finished already; --resume" in capsys.readouterr().out
 

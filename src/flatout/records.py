@@ -72,6 +72,7 @@ class RunInfo(Shown):
     config: dict[str, Any]  # all settings by section
     batch_samples: int | None = None  # samples of a step; only fine-tuning has them, with other numbers of tokens each
     trained_parameters: int | None = None  # None where all are trained
+    table_parameters: int = 0  # of all parameters, those in value and bigram tables
     base: str | None = None  # hash of the frozen weights under adapters
     # Of a fine-tuning run: rows, rows_not_used, files, train and val (samples), labelled (tokens), format, template.
     samples: dict[str, Any] | None = None

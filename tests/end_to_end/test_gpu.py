@@ -97,8 +97,9 @@ def test_fp16_saves_its_scale_and_resumes_with_it():
     assert all(r.applied for r in second if isinstance(r, StepRecord))
 
 
-def test_a_step_never_waits_for_the_device():
-    run = setup_run(load_config(None, [*SMALL, "train.steps=10"]))
+@pytest.mark.parametrize("words", [[], ["optim.ema=0.99"]])
+def test_a_step_never_waits_for_the_device(words):
+    run = setup_run(load_config(None, [*SMALL, "train.steps=10", *words]))
     take_steps_without_waiting(run)
 
 

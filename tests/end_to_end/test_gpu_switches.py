@@ -8,6 +8,7 @@ import torch
 
 import flatout
 from flatout.config.load import load_config
+from flatout.engine import loop
 from flatout.engine.compiling import compile_counts
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.run import Run
@@ -169,6 +170,18 @@ def test_graphs_give_the_same_numbers_exactly(kernels, checkpointing):
     assert isinstance(graph, MicroBatchGraph)
     assert len(graph.recordings) == 1, run.new_notices.take()
     assert all(torch.equal(a, b) for a, b in zip(reports, expected, strict=True))
+
+
+@pytest.mark.parametrize("kernels", [EAGER[:2], TRITON[:1]])
+def test_stages_are_recorded_before_the_first_step_and_learn_the_same(kernels, monkeypatch: pytest.MonkeyPatch):
+    words = [*kernels, *FP32, "train.deterministic=true", "speed.cuda_graphs=on", "model.pattern=WA", "model.window=96"]
+    words += ["train.batch_stages=[2048,4096]", "train.length_stages=[64,128]", "train.window_stages=[32,64]"]
+    warmed = train(*words, "output.folder=warmed")
+    told = [message for message in notices(warmed) if "warmed up" in message]
+    assert [message.split(" in ")[0] for message in told] == ["stages: 2 forms of micro-batches warmed up"]
+    assert not [message for message in notices(warmed) if "cuda_graphs became off" in message]
+    monkeypatch.setattr(loop, "warm_up", lambda *_: None)
+    assert losses(train(*words, "output.folder=cold")) == losses(warmed)
 
 
 def test_the_peak_of_a_recorded_run_counts_what_the_recording_holds():

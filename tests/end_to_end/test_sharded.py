@@ -265,6 +265,20 @@ def test_slices_inside_hosts_and_copies_between_them(tmp_path: Path, words: Make
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["data", "fsdp"])
+def test_muon_learns_the_same_in_any_number_of_processes_and_goes_on_in_another(tmp_path: Path, words: Make, form: str):
+    muon = ["optim.optimizer=muon", "optim.normuon=true", "optim.cautious=true", "model.layers=2"]
+    preset, run = words("text", "train.steps=6", "checkpoint.every=3", *muon)
+    one = learn(tmp_path, preset, [*run, "output.folder=one"], double=True)
+    for ranks in (2, 4):
+        told = together(ranks, tmp_path, (preset, [*run, f"output.folder=many{ranks}"]), form, double=True)
+        check_alike(told, one, within=1e-9, form=form)
+    shutil.rmtree(tmp_path / "many4" / "checkpoints" / "step-00000006")
+    last = learn(tmp_path, preset, [*run, "output.folder=many4"], resume="auto", double=True)
+    assert last.losses == pytest.approx(one.losses[3:], abs=1e-9)
+
+
+@pytest.mark.slow
 def test_what_four_save_any_number_loads_bit_for_bit(tmp_path: Path, words: Make):
     preset, run = words("text", "train.steps=4")
     together(4, tmp_path, (preset, [*run, "output.folder=four"]))

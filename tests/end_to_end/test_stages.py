@@ -14,6 +14,7 @@ from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.setup import setup_run
 from flatout.engine.warm_up import warm_up
 from flatout.errors import ConfigError
+from flatout.model.count import flops_per_token
 from flatout.records import EpochRecord, EvalRecord, RunInfo, StepRecord
 from tests.unit.test_graphs import FakeRecorder
 
@@ -110,10 +111,7 @@ def test_stages_are_recorded_before_the_first_step_and_nothing_is_learned_from_i
     recorded(plain)
     graph = recorded(run)
     before = {name: tensor.clone() for name, tensor in run.random.tensors().items()}
-    notice, again = warm_up(run, 0)
-    assert notice is not None
-    assert "3 forms of micro-batches warmed up" in notice
-    assert not again
+    assert "3 forms of micro-batches warmed up" in (warm_up(run, 0) or "")
     assert all(torch.equal(state, before[name]) for name, state in run.random.tensors().items())
     assert len(graph.recordings) == 3
     count = graph.recorder.recordings
@@ -122,13 +120,12 @@ def test_stages_are_recorded_before_the_first_step_and_nothing_is_learned_from_i
             assert torch.equal(plain.take_step(one), run.take_step(other)), one.step
     assert documents == "apart" or graph.recorder.recordings == count, "nothing is left to be recorded"
     assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), run.model.parameters(), strict=True))
-    assert warm_up(run, 6) == (None, False), "the last stage is like a run without stages"
+    assert warm_up(run, 6) is None, "the last stage is like a run without stages"
 
 
-def test_a_warm_up_leaves_8_bit_scales_and_comes_again_when_they_are_known(tiny, monkeypatch: pytest.MonkeyPatch):
+def test_a_warm_up_records_for_8_bit_scales_and_leaves_them_unknown(tiny, monkeypatch: pytest.MonkeyPatch):
     class Scales:
-        def __init__(self) -> None:
-            self.scale, self.rounding, self.settled = torch.zeros(3), False, 0
+        scale, rounding = torch.zeros(3), False
 
     class Narrow:
         scales = Scales()
@@ -138,19 +135,26 @@ def test_a_warm_up_leaves_8_bit_scales_and_comes_again_when_they_are_known(tiny,
 
         def settle(self) -> None:
             self.scales.scale.fill_(4.0)
-            self.scales.settled += 1
+            self.scales.rounding = True
 
         def assign(self, tensors) -> None:
             self.scales.scale.copy_(tensors["fp8.scales"])
+            self.scales.rounding = bool((self.scales.scale > 0).all())
 
     run = staged(setup_run(tiny(*WORDS)), 16)
-    recorded(run)
+    graph = recorded(run)
     monkeypatch.setattr(run.model, "narrow", Narrow())
-    assert warm_up(run, 0)[1]
-    assert (Narrow.scales.settled, Narrow.scales.scale.tolist()) == (1, [0.0] * 3)
-    Narrow.scales.rounding = True
-    assert not warm_up(run, 1)[1]
-    assert Narrow.scales.settled == 1
+    graph.prepare = lambda: "rounding" if Narrow.scales.rounding else False
+    assert warm_up(run, 0)
+    assert (Narrow.scales.rounding, Narrow.scales.scale.tolist()) == (False, [0.0] * 3)
+    made = dict(graph.recordings)
+    assert len(made) == 3
+    with run.batches(0) as loader:
+        run.take_step(next(loader))  # measures, and is not recorded
+        assert graph.recordings == made
+        Narrow.scales.rounding = True
+        run.take_step(next(loader))
+        assert graph.recordings == made, "what was recorded serves the steps that round"
 
 
 def test_a_warm_up_without_memory_leaves_it_to_the_step(tiny):
@@ -161,9 +165,7 @@ def test_a_warm_up_without_memory_leaves_it_to_the_step(tiny):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     graph.plain = lacking
-    notice, again = warm_up(run, 0)
-    assert notice == "the warm-up of stages ended early: CUDA out of memory. Tried to allocate 2 GiB"
-    assert not again
+    assert warm_up(run, 0) == "the warm-up of stages ended early: CUDA out of memory. Tried to allocate 2 GiB"
     assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
@@ -258,6 +260,14 @@ def test_stages_that_mean_nothing_are_refused(tiny, words, message: str, hint: s
 def test_micro_batches_divide_the_steps_of_all_stages(tiny):
     run = setup_run(tiny("train.batch_stages=[64, 96]", "speed.micro_batch=4"))
     assert (run.speed.micro_batch, run.speed.accumulation) == (2, 3)
+
+
+def test_a_stage_that_attends_to_less_counts_fewer_flops(tiny):
+    run = setup_run(tiny(*STAGES, "train.steps=11"))
+    model, vocab = run.config.model, run.model.vocab
+    narrow = model.model_copy(update={"window": 4})
+    assert run.flops_at(1) == flops_per_token(narrow, vocab, 8)
+    assert run.flops_at(11) == run.flops_per_token == flops_per_token(model, vocab)  # window 8, whole context
 
 
 def test_what_measures_steps_takes_the_last_stage(tiny):

@@ -306,7 +306,7 @@ def test_resuming_without_scales_or_with_those_of_other_layers_says_so(tiny, dev
 
 
 def test_recorded_passes_find_fresh_weights_and_follow_the_change_to_rounding(device):
-    """Four micro-batches in a step: the recording of the measured step is of no use to the next."""
+    """Four micro-batches in a step: the measured step is not recorded, as it never comes again."""
     steps = []
     recorder = FakeRecorder() if device == "cpu" else Recorder(torch.device(device))
     news = Notices()
@@ -325,8 +325,8 @@ def test_recorded_passes_find_fresh_weights_and_follow_the_change_to_rounding(de
         assert torch.equal(a, b)
     assert news.take() == []
     if isinstance(recorder, FakeRecorder):
-        assert recorder.recordings == 2
-        assert recorder.replays == 2 + 2  # of 8, in two recordings with two passes each to warm up
+        assert recorder.recordings == 1
+        assert recorder.replays == 2  # of the four of the second step, two of which warm up
 
 
 def test_inference_mode_before_and_after_training(device):

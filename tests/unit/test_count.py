@@ -22,12 +22,14 @@ from flatout.model.count import (
     flops_per_token,
     layer_rows,
     parameter_count,
+    table_count,
     whole_count,
 )
 from flatout.model.execution import Execution
 from flatout.model.feature import Form
 from flatout.model.fields import FEATURES
 from flatout.model.gpt import GPT, build_model
+from flatout.observe.human import human_parameters
 from flatout.optim.adamw import EightBitAdamW
 from flatout.optim.rules import state_bytes
 
@@ -56,6 +58,15 @@ VARIANTS = [
 def test_parameter_count_is_numel(variant):
     config = ModelConfig(**SHAPE, **variant)
     assert parameter_count(config, VOCAB) == sum(p.numel() for p in build_model(config, VOCAB).parameters())
+
+
+def test_parameters_in_tables_are_told_apart():
+    config = ModelConfig(**SHAPE, value_tables=1, kv_heads=2, bigram_rows=50)
+    model = build_model(config, VOCAB)
+    tables = [table.numel() for name, table in model.named_parameters() if name.startswith(("value_tables", "bigram"))]
+    assert table_count(config, VOCAB) == sum(tables) == VOCAB * 16 + 50 * 48
+    assert table_count(ModelConfig(**SHAPE), VOCAB) == 0
+    assert human_parameters(163e6, None, 38.6e6) == "163M parameters (124M dense, 38.6M in tables)"
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, {"pattern": "WWA", "window": 8}])

@@ -118,7 +118,7 @@ class ModelConfig(Section):
     first_mix: bool = False
     """Begin every block with a·x + b·x0, where x0 is the first residual stream; a and b are learned, from 1 and 0.1."""
     value_tables: Annotated[int, Field(ge=0, le=500)] = 0
-    """Tables with a row per token id that is added to attention's values; table i serves block i from either end."""
+    """Tables of a row per token id, added to attention's values; table i serves blocks i and layers - tables + i."""
     head_gate: bool = False
     """Multiply each head's attention output by a gate between 0 and 2 that reads 12 channels of the block's input."""
     bigram_rows: Annotated[int, Field(ge=0, le=2**28)] = 0

@@ -14,7 +14,7 @@ from flatout.engine.given import count_of
 from flatout.engine.run import Run
 from flatout.engine.spans import SpanTotals, StepReport
 from flatout.errors import DivergedError
-from flatout.model.count import parameter_count
+from flatout.model.count import parameter_count, table_count
 from flatout.records import EpochRecord, NoticeRecord, Record, RunInfo, StepRecord
 
 MOST_BAD_STEPS = 3
@@ -82,7 +82,7 @@ def _step_record(run: Run, progress: Progress, report: StepReport) -> StepRecord
         tokens=progress.tokens,
         seconds=report.seconds,
         tokens_per_second=rate,
-        mfu=rate * run.flops_per_token / (peak * run.world.size) if rate and peak else None,
+        mfu=rate * run.flops_at(report.step) / (peak * run.world.size) if rate and peak else None,
         memory_bytes=run.peak_memory_bytes(),
         loss_scale=None if run.step.loss_scale is None else report.loss_scale,
         micro_batch=run.step.micro_batch,
@@ -167,6 +167,7 @@ def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) 
         config=config.model_dump(),
         batch_samples=facts.batch_samples,
         trained_parameters=run.trained.count if config.lora.rank else None,
+        table_parameters=table_count(config.model, run.model.vocab) if run.given.model is None else 0,
         base=run.base_hash,
         samples=facts.samples,
         ranks=run.world.size,

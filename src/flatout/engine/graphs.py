@@ -98,8 +98,9 @@ class Recording:
 class MicroBatchGraph:
     """Takes the place of `TrainStep.forward_backward`, which is `plain`.
 
-    `prepare` is called before every micro-batch and says what a recording depends on besides shapes. `forget` is called
-    around every recording, so that what is kept from one pass to the next is made inside it.
+    `prepare` is called before every micro-batch and says what a recording depends on besides shapes; False: this one is
+    not worth recording, and recordings for later ones stay. `forget` is called around every recording, so that what is
+    kept from one pass to the next is made inside it.
     """
 
     plain: MicroBatch
@@ -132,6 +133,8 @@ class MicroBatchGraph:
         if self.failed:
             return self.plain(tokens_BT, targets_BT, labelled, *packed)
         prepared = self.prepare()
+        if prepared is False:
+            return self.recorder.warm_up(lambda: self.plain(tokens_BT, targets_BT, labelled, *packed))
         if self.prepared != prepared or (self.recordings and not self._same_gradients()):
             self.reset()
             self.prepared = prepared

@@ -129,14 +129,11 @@ class _Steps:
     def run(self, first_step: int) -> Iterator[Record]:
         run, machine = self.training, MachineWatch(self.training.speed.device)
         with contextlib.closing(machine), run.batches(first_step, self.position) as loader:
-            again = yield from self._warm_up(first_step)
+            yield from notices_at(first_step, filter(None, [warm_up(run, first_step)]))
             begin(run)
             self.pending.restart()
             for batch, data_seconds in timed(loader):
                 yield from self._take(batch, data_seconds, loader)
-                if again:
-                    again = yield from self._warm_up(batch.step + 1)
-                    self.pending.restart()
                 if self.boundary.landed:
                     yield from noted(run, self.boundary.conclude())
                     self.pending.restart()
@@ -148,12 +145,6 @@ class _Steps:
                 ended = yield from self._at_boundary(batch.step + 1)
                 if ended:
                     return
-
-    def _warm_up(self, first_step: int) -> Generator[Record, None, bool]:
-        """Warms a run in stages up; whether that is to be done again after the first step."""
-        notice, again = warm_up(self.training, first_step)
-        yield from notices_at(self.progress.step, filter(None, [notice]))
-        return again
 
     def _take(self, batch: Batch, data_seconds: float, loader: BatchLoader) -> Iterator[Record]:
         """One step, taken again with less where it fails, and the reports that have arrived by then."""

@@ -24,7 +24,7 @@ from flatout.engine.randomness import ONE_AT_A_TIME, RandomStream
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import Trained
 from flatout.model.adapters import Adapters
-from flatout.model.count import MemoryEstimate
+from flatout.model.count import MemoryEstimate, flops_per_token
 from flatout.model.gpt import GPT
 from flatout.ops.documents import BY_BOUNDS
 from flatout.optim.given import name_of
@@ -120,6 +120,24 @@ class Run:
             report = self.step(batch.tokens, batch.targets, batch.packed, batch.pieces)
         self.given.share_buffers(self.model, self.world)
         return report
+
+    def flops_at(self, step: int) -> float:
+        """FLOPs of a training token of a step, counted from 1: in a stage it may attend to less than the model can."""
+        reading = self.schedule.at(step - 1)
+        form = reading.length, reading.attention_window
+        if reading.pieces == 1 and reading.attention_window is None:
+            return self.flops_per_token
+        if form not in self._stage_flops:
+            model, vocab, attended = self.config.model, self.model.vocab, self.data.facts.attended
+            window = model.model_copy(update={"window": reading.attention_window or model.window})
+            length = min(attended or reading.length, reading.length)
+            less = flops_per_token(model, vocab, attended) - flops_per_token(window, vocab, length)
+            self._stage_flops[form] = self.flops_per_token - less
+        return self._stage_flops[form]
+
+    @functools.cached_property
+    def _stage_flops(self) -> dict[tuple[int, int | None], float]:
+        return {}
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

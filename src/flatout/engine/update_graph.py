@@ -81,9 +81,6 @@ class UpdateGraph:
 
 def recorded_updates(optimizers: Optimizers, notices: Notices, recorder: Recorder) -> list[UpdateGraph]:
     """Puts recordings in the place of what can be recorded: Muon alone, since AdamW is a few kernels."""
-    made = []
-    for number, one in enumerate(optimizers.optimizers):
-        if isinstance(one, Muon):
-            optimizers.updates[number] = graph = UpdateGraph(one, notices, recorder)
-            made.append(graph)
-    return made
+    made = {one: UpdateGraph(one, notices, recorder) for one in optimizers.optimizers if isinstance(one, Muon)}
+    optimizers.recorded.update(made)
+    return list(made.values())

@@ -9,7 +9,7 @@ Contract: nothing that is learned changes. There is no update; gradients are let
 warmed up, unless its length is told in minutes: its clock begins with the first step.
 What fails for lack of memory, or in the compiler, is left to the step itself, which knows what to do about it.
 8-bit scales that are not known yet are measured here for the length of the warm-up, so that 8-bit products are tuned
-too. Recordings with them are of no use to a first step that measures: the run is warmed up once more after it.
+and recorded too; the first step measures them itself, and recordings wait for the second.
 """
 
 import time
@@ -38,12 +38,12 @@ def shapes_of(run: Run, first_step: int) -> list[Reading]:
     return list({(reading.pieces, reading.attention_window): reading for reading in readings}.values())
 
 
-def warm_up(run: Run, first_step: int) -> tuple[str | None, bool]:
-    """(a notice where something was warmed up, whether to do so again after the first step)."""
+def warm_up(run: Run, first_step: int) -> str | None:
+    """Warms a run up before `first_step`, where that is worth it; returns a notice."""
     made_for_shapes = run.step.run_micro_batch != run.step.forward_backward or run.speed.compile != "off"
     shapes = shapes_of(run, first_step)
     if not shapes or run.given.model is not None or not (made_for_shapes or run.speed.device.kind == "cuda"):
-        return None, False
+        return None
     began, scales = time.perf_counter(), run.model.narrow.scales
     measuring = scales is not None and not scales.rounding
     random = run.random.tensors()
@@ -58,10 +58,10 @@ def warm_up(run: Run, first_step: int) -> tuple[str | None, bool]:
     if failure is not None:  # it may have left anything half done
         run.step.use_micro_batch(run.step.micro_batch)
         free_memory(run.speed.device.torch_device)
-        return f"the warm-up of stages ended early: {failure}", False
+        return f"the warm-up of stages ended early: {failure}"
     forms = "1 form" if len(shapes) == 1 else f"{len(shapes)} forms"
     name = "stages" if len(run.schedule.stages) > 1 else "minutes"
-    return f"{name}: {forms} of micro-batches warmed up in {time.perf_counter() - began:.1f} s", measuring
+    return f"{name}: {forms} of micro-batches warmed up in {time.perf_counter() - began:.1f} s"
 
 
 def _attempt(run: Run, shapes: list[Reading]) -> str | None:

@@ -160,9 +160,13 @@ class ModelNarrow:
         return None
 
     def prepare(self, dtype: torch.dtype) -> Hashable:
-        """Makes what a recorded pass reads fresh. Another answer than before means: the recording is of no use."""
+        """Makes what a recorded pass reads fresh. Another answer than before means: the recording is of no use.
+
+        False while scales are measured: the passes of that step never come again.
+        """
         self.begin(dtype, recording=True)
-        return (self.scales is not None and self.scales.rounding, self.weights.allocations, self.beginnings)
+        measuring = self.scales is not None and not self.scales.rounding
+        return False if measuring else (self.weights.allocations, self.beginnings)
 
     def settle(self) -> None:
         """After an update: the next step's scales."""

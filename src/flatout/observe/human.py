@@ -22,10 +22,14 @@ def many(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def human_parameters(parameters: float, trained: float | None) -> str:
-    """The size of a model; `trained` is that of the adapters beside it, where it is frozen."""
+def human_parameters(parameters: float, trained: float | None, tables: float | None = None) -> str:
+    """The size of a model; `trained` is that of the adapters beside it, where it is frozen.
+
+    `tables` of the parameters lie in value and bigram tables, of which a token reads a row each.
+    """
     frozen = "" if trained is None else f" frozen and {human_count(trained)} trained"
-    return f"{human_count(parameters)}{frozen} parameters"
+    parts = f" ({human_count(parameters - tables)} dense, {human_count(tables)} in tables)" if tables else ""
+    return f"{human_count(parameters)}{frozen} parameters{parts}"
 
 
 def human_bytes(value: float) -> str:

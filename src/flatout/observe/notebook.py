@@ -97,7 +97,9 @@ class Chart:
     def _line(self) -> str:
         """One line of figures."""
         info, last = self.info, self.last
-        parts = [] if info is None else [info.folder, human_parameters(info.parameters, info.trained_parameters)]
+        parts = []
+        if info is not None:
+            parts = [info.folder, human_parameters(info.parameters, info.trained_parameters, info.table_parameters)]
         if last is not None:
             steps = "" if info is None else f" of {info.steps:,}"
             parts += [f"step {last.step:,}{steps}", f"loss {last.loss:.4f}"]

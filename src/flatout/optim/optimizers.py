@@ -40,8 +40,7 @@ class Optimizers:
         for group in self.groups:
             built[group.rule.optimizer].append(group)
         self.optimizers = [build(groups) for build, groups in built.items()]
-        # engine/update_graph.py puts a recording in the place of one
-        self.updates: list[Callable[[Tensor, Tensor], None]] = [one.update for one in self.optimizers]
+        self.recorded: dict[Optimizer, Callable[[Tensor, Tensor], None]] = {}  # engine/update_graph.py fills it
         self._of = {parameter: one for one in self.optimizers for parameter in one.parameters}
         self._complete = False
 
@@ -79,8 +78,8 @@ class Optimizers:
 
     def update(self, divisor: Tensor, finite: Tensor) -> None:
         """Updates all that has a gradient, with the rates of the last `look_up`; nothing where `finite` is false."""
-        for update in self.updates:
-            update(divisor, finite)
+        for optimizer in self.optimizers:
+            self.recorded.get(optimizer, optimizer.update)(divisor, finite)
 
     def some_weights(self) -> list[list[Tensor]]:
         """Of every group its weights, of large ones evenly spaced rows: enough to see how far an update moves them."""

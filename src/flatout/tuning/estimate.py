@@ -40,7 +40,7 @@ from flatout.engine.memory import layers_of, memory_of
 from flatout.engine.opening import steps_of, trained_count
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import ConfigError, DataError, ResourceError
-from flatout.model.count import LayerRow, MemoryEstimate, parameter_count
+from flatout.model.count import LayerRow, MemoryEstimate, parameter_count, table_count
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
 from flatout.tuning.plan import machine_of
 from flatout.tuning.practice_data import practice_data, scratch_folder
@@ -283,7 +283,7 @@ class _Look:
             data=data,
             problem=problem[0],
             way_out=problem[1],
-            parameters=Figure(self.parameters, "counted", self._trained_words()),
+            parameters=Figure(self.parameters, "counted", self._trained_words() or self._table_words()),
             steps=Figure(steps, "counted"),
             batch_tokens=self.batch_tokens,
             micro_batch=speed.micro_batch,
@@ -343,6 +343,10 @@ class _Look:
             part("samples", visits.samples, timed.sample),
             part("checkpoints", visits.checkpoints, timed.checkpoint),
         )
+
+    def _table_words(self) -> str:
+        tables = table_count(self.config.model, self.vocab)
+        return f"{self.parameters - tables:,} dense, {tables:,} in tables" if tables else ""
 
     def _trained_words(self) -> str:
         return "" if self.practice is None else f"{self.trained:,} values are trained"

@@ -175,7 +175,7 @@ class TerminalReader:
 
 def _banner(info: RunInfo) -> list[str]:
     start = f", from step {info.start_step}" if info.start_step else ""
-    size = human_parameters(info.parameters, info.trained_parameters)
+    size = human_parameters(info.parameters, info.trained_parameters, info.table_parameters)
     ranks = f" x {info.ranks} ranks" if info.ranks > 1 else ""
     step = f"{info.batch_tokens:,} tokens ({info.micro_batch} x {info.context} x {info.accumulation}{ranks})"
     if info.config.get("train", {}).get("batch_stages"):

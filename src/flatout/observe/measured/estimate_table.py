@@ -74,6 +74,8 @@ def _rows(body: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     rows.append(_row("tokens", body["tokens"], human_count))
     rows.append(_row("  epochs", body["epochs"], lambda value: f"{value:.2f}"))
     parameters = f"{body['parameters']['value']:,.0f} parameters"
+    if body["tokens_per_parameter"]["value"] is not None and body["parameters"]["note"]:
+        parameters += f" ({body['parameters']['note']})"
     rows.append(_row("  per parameter", body["tokens_per_parameter"], lambda value: f"{value:.2f}", parameters))
     have = "" if body["device_bytes"] is None else f"of {human_bytes(body['device_bytes'])}"
     rows.append(_row("peak memory", body["peak_measured"], human_bytes, have))

@@ -210,8 +210,11 @@ def draw_title(figure: Figure, name: str, facts: str, state: str, *, warning: bo
 def _facts(run: RunNumbers) -> str:
     info = run.info
     parts = [_text(info, "family")]
-    trained, samples = number(info.get("trained_parameters")), number(info.get("batch_samples"))
-    parts += [human_parameters(size, trained)] if (size := number(info.get("parameters"))) is not None else []
+    samples, some = (
+        number(info.get("batch_samples")),
+        [number(info.get(f"{x}_parameters")) for x in ("trained", "table")],
+    )
+    parts += [human_parameters(size, *some)] if (size := number(info.get("parameters"))) is not None else []
     parts += [f"{samples:,.0f} samples per step"] if samples is not None else []
     size = number(info.get("batch_tokens")) if samples is None else None
     parts += [f"{size:,.0f} tokens per step"] if size is not None else []

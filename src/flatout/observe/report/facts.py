@@ -20,8 +20,8 @@ Rows = list[tuple[str, Any]]
 def summary_of(history: RunHistory, state: RunState) -> str:
     """The run in a sentence or two. It counts what was trained on so far, and beside it what there is."""
     info, size = history.info, amount(history.info.get("parameters"))
-    trained = amount(info.get("trained_parameters"))
-    what = f"{info.get('family', 'model')}" + ("" if size is None else f" with {human_parameters(size, trained)}")
+    parts = [amount(info.get(f"{name}_parameters")) for name in ("trained", "table")]
+    what = f"{info.get('family', 'model')}" + ("" if size is None else f" with {human_parameters(size, *parts)}")
     where = f"on {info.get('device', 'an unknown device')}. {state.text}"
     if fine_tuned(info):
         source, there = _at(info, "chat.source"), amount(_samples(info).get("train", info.get("windows")))
@@ -85,6 +85,7 @@ def _model_rows(info: dict[str, Any]) -> Rows:
     return [
         ("Family", info.get("family")),
         ("Parameters", _whole(info.get("parameters"))),
+        ("In tables", _whole(info.get("table_parameters") or None, " of them")),
         ("Blocks, width, heads", None if None in shape else " × ".join(str(item) for item in shape)),
         *_mixer_rows(info),
         ("Context", _whole(info.get("context"), " tokens")),

@@ -145,7 +145,7 @@ def _of_ranks(record: records.SpanRecord) -> dict[str, float | None]:
 def _texts(record: Record) -> dict[str, str]:
     match record:
         case RunInfo():
-            size = human_parameters(record.parameters, record.trained_parameters)
+            size = human_parameters(record.parameters, record.trained_parameters, record.table_parameters)
             lines = [f"flatout {record.flatout}, torch {record.torch}", f"{record.family}, {size}, on {record.device}"]
             used = "\n".join(f"{item.name}: {item.used}" for item in record.features)
             return {"run": "\n".join([*lines, used])}

@@ -59,6 +59,7 @@ class Pretended:
         lambda step: 0.1 if step < 300 else 0.2,  # slower from within the cool-down on
         lambda step: 0.1 if step < 100 else 0.04,  # faster from before it on
         lambda step: 0.1 * (1 + 0.5 * math.sin(step)),  # unsteady
+        lambda step: 0.1 if step < 800 else 0.4,  # much slower at the end
     ],
 )
 def test_a_run_ends_on_time_with_its_cool_down_complete(pace: Callable[[int], float]) -> None:

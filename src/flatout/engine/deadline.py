@@ -22,7 +22,7 @@ from flatout.world import World
 
 LOOKS = 128  # at the clock, over the run
 FIRST_LOOKS = 4  # steps after which it is looked at in any case: a run may have few
-WINDOW = 8  # the speed is that of the last eighth of the run
+WINDOW = 16  # the speed is that of the last sixteenth of the time
 FAR = 2**40  # steps: a loader does not know which one will be the last
 
 
@@ -46,6 +46,7 @@ class Deadline:
         # A step, and its place in the tables; from there to the last step they are stretched.
         self.anchor: tuple[int, float] = (0, 0.0)
         self.began: float | None = None
+        self.looked = 0.0
         self.marks: list[tuple[float, int]] = []  # (seconds of steps, windows read)
 
     def start(self) -> None:
@@ -72,8 +73,10 @@ class Deadline:
 
         `done` steps have been reported, which took so many `seconds` in all.
         """
-        if step > FIRST_LOOKS and step % max(1, self.last_step // LOOKS):
+        late = world.size == 1 and self.elapsed - self.looked > 2 * self.seconds / LOOKS  # much slower than planned
+        if step > FIRST_LOOKS and step % max(1, self.last_step // LOOKS) and not late:
             return False
+        self.looked = self.elapsed
         rate = self._rate(done, seconds)
         if rate is None:
             return False
@@ -92,8 +95,7 @@ class Deadline:
         now = (seconds, self.schedule.at(done).start)
         if done < 1 or (self.marks and now[1] <= self.marks[-1][1]):
             return None
-        since = now[1] - self.schedule.at(self.last_step).start / WINDOW
-        while len(self.marks) > 1 and self.marks[1][1] <= since:
+        while len(self.marks) > 1 and self.marks[1][0] <= seconds - self.seconds / WINDOW:
             del self.marks[0]
         self.marks.append(now)
         (before, first), (after, last) = self.marks[0], now

@@ -9,7 +9,7 @@ from flatout.engine.run import Run
 from flatout.engine.trained import checkpoint_size
 from flatout.records import Record
 
-DISK = 5e8  # bytes per second that a checkpoint is taken to be written with, before one was
+DISK = 1e9  # bytes per second that a checkpoint is taken to be written with, before one was
 
 
 def begin(run: Run) -> None:

@@ -12,6 +12,7 @@ from flatout.config.sizes import Shape, batch_of
 from flatout.tuning.law import effective_tokens, law_for
 
 MOST_MEASURED = 3
+BATCHES = (1, 2, 4)  # times that of the rule
 SECONDS = 20.0  # for measuring
 _SLOWER = (
     0.9  # time of a token goes with so much of its FLOPs where one size is all that was measured: larger is busier
@@ -57,12 +58,19 @@ class Budget:
     ranks: int = 1
 
     def prospect(self, shape: Shape, speed: Speed, *, measured: bool) -> Prospect:
-        """What a size would reach at that speed; its batch follows from the tokens there is time for."""
+        """What a size would reach at that speed, with the best of the batch of the rule and multiples of it.
+
+        Where a step costs much however few tokens it has, as on a CPU, a larger batch reads more text in the same time.
+        """
         context = self.context or shape.context
-        batch = self.batch or context
+        rule = self.batch or context
         for _ in range(8):  # tokens and batch follow from each other, and settle at once
-            tokens = speed.tokens_in(self.seconds, batch)
-            batch = self.batch or batch_of(int(tokens), context, self.ranks)
+            rule = self.batch or batch_of(int(speed.tokens_in(self.seconds, rule)), context, self.ranks)
+        batches = [rule] if self.batch else [times * rule for times in BATCHES]
+        rows = [self._with(shape, speed, batch, measured) for batch in batches]
+        return min(rows, key=lambda row: row.loss)
+
+    def _with(self, shape: Shape, speed: Speed, batch: int, measured: bool) -> Prospect:
         tokens = speed.tokens_in(self.seconds, batch)
         law, fresh = law_for(self.vocab), effective_tokens(tokens, self.unique)
         return Prospect(

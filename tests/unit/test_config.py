@@ -728,6 +728,7 @@ def test_the_shipped_names() -> None:
         "medium-32k",
         "medium-32k-eigenstate",
         "medium-32k-hybrid",
+        "shakespeare",
         "shakespeare-bpe",
         "shakespeare-char",
         "shakespeare-eigenstate",

@@ -58,6 +58,7 @@ TINY = [
     "optim.weight_decay=0.1",
     "optim.beta1=0.9",
     "optim.clip=1.0",
+    "data.unknown_characters=error",
     "train.batch_tokens=64",
     "optim.warmup_steps=5",
     "output.plots=false",

@@ -210,7 +210,7 @@ def swapped(name: str, module: nn.Module) -> Callable[[GPT], None]:
     ("words", "given", "error", "told"),
     [
         (["speed.kernels=triton"], {"model": other_mlp}, HardwareError, "do not know a model from Python"),
-        (["speed.checkpointing=full"], {"model": Recurrent(20)}, ConfigError, r"speed\.checkpointing is about"),
+        (["speed.checkpointing=full"], {"model": Recurrent(21)}, ConfigError, r"speed\.checkpointing is about"),
         (["data.documents=apart"], {"model": other_mlp}, ConfigError, r"data\.documents=apart"),
         ([], {"model": swapped("norm", nn.LayerNorm(16))}, ConfigError, "model= changes norm"),
         ([], {"model": swapped("blocks.0.attention.qkv", nn.Linear(16, 48).requires_grad_(False))}, None, ""),

@@ -447,7 +447,7 @@ PLANTED = [
     Planted(case="warm-up too long", words=("optim.warmup_steps=5000",), area="config", status="warn",
             found="5,000 of 700 steps", fix="optim.warmup_steps=35"),
     Planted(case="learning rate far too high", words=("optim.learning_rate=0.5",), area="config", status="warn",
-            found="is usual for 0.796M parameters", fix="optim.learning_rate=0.003"),
+            found="is usual for 0.455M parameters", fix="optim.learning_rate=0.004"),
     Planted(case="learning rate far too low", words=("optim.learning_rate=1e-6",), area="config", status="warn",
             found="1e-06", fix="flatout tune lr"),
     Planted(case="evaluation too often", words=("eval.every=1",), area="config", status="warn",
@@ -471,7 +471,7 @@ PLANTED = [
             area="config", status="warn", found="train.deterministic is set beside speed.compile",
             fix="train.deterministic=false"),
     Planted(case="folder of another run", prepare=another_run, area="config", status="bad",
-            found="it has model.width 256, the config says 128", fix="Set output.folder"),
+            found="it has model.width 256, the config says 96", fix="Set output.folder"),
     Planted(case="folder of a run that can go on", prepare=same_run, area="config", status="warn",
             found="saved up to step 500", fix="--resume auto"),
     Planted(case="a card that is not there", words=("speed.device=cuda:3",), area="config", status="bad",
@@ -663,7 +663,7 @@ def test_what_text_will_become_is_reckoned_from_its_beginning(here: Path):
     assert (streamed.train_tokens, streamed.to_prepare_bytes) == (facts.train_tokens, None)
     assert found["source"].found.endswith("read while training")
     letters, _ = looked_at(*words[:1], "data.tokenizer=char", "data.val_source=texts/0.jsonl")
-    assert (letters.vocab, letters.train_tokens, letters.val_tokens) == (3, 4 * 9_200, None)
+    assert (letters.vocab, letters.train_tokens, letters.val_tokens) == (3 + 2, 4 * 9_200, None)
     (here / "texts" / "other.txt").write_text("another kind", encoding="utf-8")
     mixed, found = looked_at(*words)
     assert (mixed.train_tokens, mixed.val_tokens, mixed.to_prepare_bytes, mixed.vocab) == (None, None, None, 257)
@@ -673,10 +673,10 @@ def test_what_text_will_become_is_reckoned_from_its_beginning(here: Path):
 def test_characters_are_those_of_the_whole_text(here: Path):
     """The doctor's parameters are the run's: a character that comes late has a row in the embedding too."""
     (here / "a.txt").write_text("abc\n" * 200_000 + "xyz\n", encoding="utf-8")
-    facts, _ = looked_at("data.source=a.txt")
-    assert facts.vocab == 7
+    facts, _ = looked_at("data.source=a.txt", "data.unknown_characters=error")
+    assert facts.vocab == 7 + 1, "and the end of text"
     replaced, _ = looked_at("data.source=a.txt", "data.unknown_characters=replace")
-    assert replaced.vocab == 8
+    assert replaced.vocab == 9
 
 
 def test_the_doctor_does_not_warn_of_a_rate_that_a_range_test_found(here: Path):

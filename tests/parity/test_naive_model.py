@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 VOCAB, CONTEXT = 23, 7
 SHAPE = {"layers": 2, "width": 24, "heads": 4, "context": CONTEXT, "window": 3, "states": 8, "state_heads": 2}
-RECORD = {"norm_weights": False, "embedding_norm": True, "qk_scale": 1.2, "mlp": "relu2", "logit_cap": 15.0}
+RECORD = {"norm_weights": False, "embedding_norm": True, "qk_scale": 1.2, "mlp": "relu2", "tied": False, "kv_heads": 2}
 KINDS = {
     "gpt2": {"family": "gpt2"},
     "gpt": {"family": "gpt", "kv_heads": 2},
@@ -38,9 +38,8 @@ KINDS = {
                                   "embedding_norm": True, "mlp": "gelu"},
     "windows": {"pattern": "WA", "layers": 3, "kv_heads": 2},
     "eigenstates": {"pattern": "E", "bias": True},
-    "first mix": {"first_mix": True, "bias": True, "norm": "layernorm", "pattern": "AE"},
-    "tables": {"layers": 3, "value_tables": 1, "kv_heads": 2, "residual_scale": 0.7},
-    "record": {"value_tables": 1, "head_gate": True, "first_mix": True, "bigram_rows": 19, "tied": False, **RECORD},
+    "first mix": {"first_mix": True, "bias": True, "norm": "layernorm", "pattern": "AE", "residual_scale": 0.7},
+    "record": {"layers": 3, "value_tables": 1, "head_gate": True, "first_mix": True, "bigram_rows": 19, **RECORD},
     "mixed": {"pattern": "EWA", "layers": 3, "positions": "learned"},
 }  # fmt: skip
 every_kind = pytest.mark.parametrize("kind", KINDS)

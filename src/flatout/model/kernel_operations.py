@@ -62,7 +62,7 @@ class KernelOperations(Operations):
         return begin(x_BTW)
 
     def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Rows:
-        return Rows(tokens_BT, table_VC)
+        return Rows(tokens_BT, table_VC, blocks=2)
 
     def add_norm(
         self, stream: Stream, norm: Norm, slot: Slot | None = None, mix: Mix | None = None

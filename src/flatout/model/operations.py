@@ -132,7 +132,7 @@ class Operations(abc.ABC):
 
     @abc.abstractmethod
     def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Any:
-        """Rows of a value table, for all blocks that it serves."""
+        """Rows of a value table, for the two blocks that it serves."""
 
     @abc.abstractmethod
     def unit_norm(self, x_BTW: Tensor, eps: float) -> Tensor:

@@ -116,27 +116,33 @@ def gates_back(
 
 
 class Rows:
-    """Which rows of a value table [V, G·D] are to come to the values, and what its gradient has come to.
+    """Which rows of a value table [V, G·D] come to the values of so many blocks, and what its gradient has come to.
 
     No dataclass: sharding would hand blocks copies, with a table that is no leaf any more.
     """
 
-    def __init__(self, tokens_BT: Tensor, table_VC: Tensor) -> None:
+    def __init__(self, tokens_BT: Tensor, table_VC: Tensor, blocks: int) -> None:
         self.tokens_BT = tokens_BT
         self.table_VC = table_VC
+        self.blocks = blocks  # whose backward is still to come
         self.gradient: Tensor | None = None
 
     def room(self) -> tuple[Tensor, Tensor | None]:
-        """(where to add the table's gradient, what autograd gets of it: nothing from any but the first to ask)."""
+        """(where to add the table's gradient, what autograd gets of it: from the last block alone).
+
+        Autograd takes a tensor as it is where nobody else holds it, and copies it otherwise.
+        """
+        self.blocks -= 1
         there = accumulated(self.table_VC)
         if there is not None and there.dtype == torch.float32 and there.is_contiguous():
             return there, None
-        if self.gradient is not None:
-            return self.gradient, None
-        made = torch.zeros(self.table_VC.shape, dtype=torch.float32, device=self.table_VC.device)
-        if gradient_type(self.table_VC) == torch.float32:  # another one is handed on as a copy
-            self.gradient = made
-        return made, made
+        room, self.gradient = self.gradient, None
+        if room is None:
+            room = torch.zeros(self.table_VC.shape, dtype=torch.float32, device=self.table_VC.device)
+        if self.blocks > 0:
+            self.gradient = room
+            return room, None
+        return room, room
 
 
 @triton.jit

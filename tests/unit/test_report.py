@@ -597,7 +597,7 @@ def test_every_record_of_a_step_can_be_hovered(tmp_path: Path):
     from flatout.observe.report import series as report_series
 
     drawn = set(report_series._STEP_FIELDS.values())
-    assert fields - drawn == {"step", "epoch", "applied", "tokens", "micro_batch"}
+    assert fields - drawn == {"step", "epoch", "applied", "tokens", "micro_batch", "update_ratio"}
 
 
 def test_facts_tell_the_pattern_states_and_documents_of_models_that_have_them(tmp_path: Path):

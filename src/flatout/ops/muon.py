@@ -5,7 +5,7 @@ arXiv 2505.16932) comes near it by five odd polynomials of degree 5, which are p
 
 Contract: numbers are tensors on the device, and where `finite` is false nothing changes. A matrix of a stack gets the
 same bits whatever the others hold, but not if there are more or fewer of them: who needs the same bits keeps stacks
-as they are.
+as they are. Products are in the type of the matrices only where autocast is off.
 
 Shape legend: N matrices of a stack, R rows, C columns, K = max(R, C).
 """
@@ -78,14 +78,13 @@ def orthogonalise(
     wide = torch.promote_types(x.dtype, torch.float32)
     norm_N11 = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
     x.div_((norm_N11 * SAFETY + _TINY).to(x.dtype))
-    with torch.autocast(x.device.type, enabled=False):
-        for number, (a, b, c) in enumerate(iterations, start=1):
-            times, place = (scale, out) if number == len(iterations) else (1.0, None)
-            square = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
-            factor = torch.baddbmm(square, square, square, beta=b * times, alpha=c * times)
-            # a·x as a part of the product: to add it, torch would copy x first
-            factor.diagonal(dim1=-2, dim2=-1).add_(a * times)
-            x = torch.bmm(x, factor, out=place) if tall else torch.bmm(factor, x, out=place)
+    for number, (a, b, c) in enumerate(iterations, start=1):
+        times, place = (scale, out) if number == len(iterations) else (1.0, None)
+        square = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
+        factor = torch.baddbmm(square, square, square, beta=b * times, alpha=c * times)
+        # a·x as a part of the product: to add it, torch would copy x first
+        factor.diagonal(dim1=-2, dim2=-1).add_(a * times)
+        x = torch.bmm(x, factor, out=place) if tall else torch.bmm(factor, x, out=place)
     return x
 
 

@@ -159,13 +159,17 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def update(self, divisor: Tensor, finite: Tensor) -> None:
+        with torch.autocast(divisor.device.type, enabled=False):
+            self._update(divisor, finite)
+        increment_version(self.parameters)  # kernels write weights without moving their versions
+
+    def _update(self, divisor: Tensor, finite: Tensor) -> None:
         for group, rounds, given in zip(self.groups, self.rounds, self._numbers, strict=True):
             numbers = Numbers(given["rate"], given["decay"], given["momentum"], divisor, finite)
             decay = group.numbers["decay"]
             for units in rounds:
                 live = [unit for unit in (unit.with_gradients() for unit in units) if unit.trained]
                 self._update_round(live, numbers, decays=isinstance(decay, Tensor) or decay > 0.0)
-        increment_version(self.parameters)  # kernels write weights without moving their versions
 
     def _update_round(self, units: Sequence[Unit], numbers: Numbers, *, decays: bool) -> None:
         held = [self._ahead(unit, numbers) for unit in units]

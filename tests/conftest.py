@@ -54,6 +54,7 @@ TINY = [
     "optim.embedding_rate=null",
     "optim.head_rate=null",
     "optim.schedule=cosine",
+    "optim.decay_fraction=0.2",
     "optim.min_ratio=0.02",
     "optim.weight_decay=0.1",
     "optim.beta1=0.9",

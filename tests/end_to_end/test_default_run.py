@@ -71,7 +71,7 @@ def test_the_first_model_goes_on(rows: str, capsys: pytest.CaptureFixture[str]):
     for name, folder in ((run, "exported"), (whole, "taught"), (adapters, "merged")):
         transformers_agrees(name, Path(folder))
     said = capsys.readouterr().out
-    assert "(huggingface, 768 ids)" in said
+    assert "(huggingface, 1,024 ids)" in said
     assert "samples are written by `plain`" in said
     assert "### Response:" in said
     assert "<|endoftext|>" in said, "in the sample that is shown"

@@ -36,7 +36,7 @@ class _CpuRms(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, factor = ctx.saved_tensors
         along = (dy * x).sum(dim=-1, keepdim=True).mul_(factor**3).mul_(ctx.share)
         return (dy * factor).addcmul_(x, along), None, None

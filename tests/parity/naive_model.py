@@ -38,8 +38,6 @@ def naive_logits(config: ModelConfig, weights: Weights, tokens: list[int]) -> Te
     head = weights["embedding.weight"] if config.tied else weights["head.weight"]
     logits = torch.stack([head @ _norm(config, weights, "norm", x) for x in stream])
     cap = config.logit_cap
-    if cap is not None and config.logit_cap_form == "sigmoid":
-        return cap / (1 + torch.exp(-(logits + 5) / 7.5))
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
@@ -147,8 +145,6 @@ def _turned(config: ModelConfig, x: Tensor, place: int) -> Tensor:
             turns = config.rope_original_context * rate / (2 * math.pi)
             kept = min(1.0, max(0.0, (turns - config.rope_low) / (config.rope_high - config.rope_low)))
             rate = (1 - kept) * rate / config.rope_factor + kept * rate
-        if config.rope_half:
-            rate = (1 / 1024) ** (i / max(1, half // 2 - 1)) if i < half // 2 else 0.0
         angles.append(place * rate)
     turn = torch.polar(torch.ones(half, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64))
     y = torch.complex(x[:half], x[half:]) * turn

@@ -33,7 +33,7 @@ KINDS = {
     "residual scales": {"family": "gpt", "residual_scale": 0.7, "bias": True, "norm": "layernorm"},
     "capped": {"family": "gpt", "logit_cap": 1.5, "tied": False},
     "no norm weights": {"norm_weights": False, "embedding_norm": True, "qk_scale": 1.3, "tied": False, "kv_heads": 2,
-                        "head_size": 10, "rope_half": True, "logit_cap": 4.0, "logit_cap_form": "sigmoid"},
+                        "head_size": 10, "logit_cap": 4.0},
     "layernorm without weights": {"norm": "layernorm", "norm_weights": False, "bias": True, "positions": "learned",
                                   "embedding_norm": True, "mlp": "gelu"},
     "windows": {"pattern": "WA", "layers": 3, "kv_heads": 2},

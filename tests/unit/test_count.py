@@ -48,7 +48,7 @@ VARIANTS = [
     {"pattern": "E", "states": 24, "bias": True},
     {"pattern": "EEA", "states": 40, "state_heads": 4, "resonance": 0.1, "scales": [1, 4]},
     {"pattern": "EAE", "states": 16, "state_heads": 4, "modulation": 0.1, "convolution": 4},
-    {"norm_weights": False, "qk_scale": 1.2, "embedding_norm": True, "tied": False, "rope_half": True, "mlp": "relu2"},
+    {"norm_weights": False, "qk_scale": 1.2, "embedding_norm": True, "tied": False, "mlp": "relu2"},
     {"norm_weights": False, "norm": "layernorm", "bias": True, "qk_norm": False, "mlp": "gelu"},
 ]
 
@@ -176,7 +176,6 @@ FIELDS = [
     {"norm_weights": False},
     {"qk_scale": 1.2},
     {"embedding_norm": True},
-    {"rope_half": True},
     {"first_mix": True},
     {"value_tables": 2},
     {"head_gate": True},

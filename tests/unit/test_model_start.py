@@ -12,7 +12,6 @@ from flatout.model.fingerprint import own_fingerprint, weights_fingerprint
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import read_description
 from flatout.model.hub_weights import export_huggingface
-from flatout.model.rotary import rates_of
 from tests.hub_folders import from_huggingface
 
 SHAPE = {"layers": 2, "width": 32, "heads": 4, "context": 16}
@@ -28,7 +27,7 @@ def built(**changes) -> GPT:
     [
         ({"zero_init": True}, (".attention.out.weight", ".mlp.out.weight")),
         ({"embedding_std": 0.5}, ("embedding.weight",)),
-        ({"norm_weights": False, "qk_scale": 1.2, "embedding_norm": True, "rope_half": True}, ()),
+        ({"norm_weights": False, "qk_scale": 1.2, "embedding_norm": True}, ()),
     ],
     ids=str,
 )
@@ -45,17 +44,10 @@ def test_a_field_changes_no_weight_but_its_own(changes, others):
     assert plain.keys() - changed.keys() == gone
 
 
-def test_half_of_the_pairs_stand_still():
-    rates = rates_of(ModelConfig(**SHAPE, head_size=16, rope_half=True))
-    assert rates.tolist() == pytest.approx([1.0, 1024 ** (-1 / 3), 1024 ** (-2 / 3), 1 / 1024, 0.0, 0.0, 0.0, 0.0])
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["qk_scale=1.2", "qk_norm=false"], "qk_scale multiplies what qk_norm normalised"),
-        (["rope_half=true", "rope_scaling=linear"], "rope_half needs rotary positions, no rope_scaling"),
-        (["rope_half=true", "head_size=2"], "heads of 4 values or more"),
         (["family=gpt2", "norm_weights=false"], "family gpt2 fixes norm_weights to true, not false"),
     ],
     ids=str,

@@ -85,8 +85,6 @@ class ModelConfig(Section):
     """How the model knows where a token stands."""
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base of the rotary frequencies."""
-    rope_half: bool = False
-    """Turn only half of the pairs, at rates from 1 to 1/1024 radians per token; the slower half stands still."""
     rope_scaling: Literal["linear", "llama3"] | None = None
     """Rotary frequencies stretched for a longer context: all alike, or only the slow ones as Llama 3.1."""
     rope_factor: Annotated[float, Field(ge=1.0, le=1e6)] = 8.0
@@ -112,9 +110,7 @@ class ModelConfig(Section):
     residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
     """Initial value of learned scales on both residual branches; null has no scales."""
     logit_cap: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
-    """Bends logits to stay below this, in the form of logit_cap_form; null leaves them alone."""
-    logit_cap_form: Literal["tanh", "sigmoid"] = "tanh"
-    """tanh: cap·tanh(logits / cap), between -cap and cap; sigmoid: cap·sigmoid((logits + 5) / 7.5), above 0."""
+    """Bends logits to stay below this: cap·tanh(logits / cap); null leaves them alone."""
     first_mix: bool = False
     """Begin every block with a·x + b·x0, where x0 is the first residual stream; a and b are learned, from 1 and 0.1."""
     value_tables: Annotated[int, Field(ge=0, le=500)] = 0
@@ -216,11 +212,6 @@ class ModelConfig(Section):
             )
         if self.qk_scale != 1.0 and not self.qk_norm:
             raise Conflict("qk_scale multiplies what qk_norm normalised", "set model.qk_norm=true, or model.qk_scale=1")
-        if self.rope_half and (self.positions != "rope" or self.rope_scaling is not None or self.size < 4):
-            raise Conflict(
-                "rope_half needs rotary positions, no rope_scaling, and heads of 4 values or more",
-                "set model.positions=rope and model.rope_scaling=null, or model.rope_half=false",
-            )
         if self.rope_scaling is not None and self.positions != "rope":
             raise Conflict(
                 f"rope_scaling {self.rope_scaling} needs rotary positions, not {self.positions} ones",

@@ -41,7 +41,7 @@ _OF_BLOCKS = {
     "speed.scan": "E",
     **{
         f"model.{name}": "AW"
-        for name in ("kv_heads", "qk_norm", "qk_scale", "rope_base", "rope_half", "rope_scaling", "rope_factor",
+        for name in ("kv_heads", "qk_norm", "qk_scale", "rope_base", "rope_scaling", "rope_factor",
                      "rope_low", "rope_high", "rope_original_context")
     },
     "speed.attention": "AW",
@@ -85,10 +85,6 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                     why += f" where model.layers={config.model.layers}"
                 pattern = {"W": "WWWA", "E": "EEEA", "AW": "EEEA"}[letters]
                 yield path, why, f"set a pattern with {told}, such as model.pattern={pattern}, or leave {path} out"
-        if config.model.logit_cap is None:
-            yield "model.logit_cap_form", "model.logit_cap is null", "set model.logit_cap=15, or leave it out"
-        if config.model.rope_half:
-            yield "model.rope_base", "model.rope_half has rates of its own", "leave one of the two out"
     if not config.train.batch_stages:
         why, hint = "there are no train.batch_stages", "set train.batch_stages, or leave train.batch_rate_power out"
         yield "train.batch_rate_power", why, hint

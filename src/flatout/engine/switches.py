@@ -138,8 +138,6 @@ def _no_fp8(case: Case) -> str | None:
     loss = _loss(case).used
     if "head" in case.asked.fp8 and loss != "fused":
         return f"the head in 8 bits needs the fused loss, and loss is {loss}"
-    if "head" in case.asked.fp8 and model.logit_cap_form == "sigmoid" and (model.logit_cap or 0.0) > 30.0:
-        return "a sigmoid cap above 30 has gradients that the head in 8 bits cannot hold"  # cap / 30 at the steepest
     sizes = {"width": model.width, "mlp": mlp_width_of(model)}
     if model.attends:
         groups = model.kv_heads or model.heads

@@ -110,7 +110,7 @@ EMBEDDING_NORM = Feature(
 )
 
 LOGIT_CAP = Feature(
-    fields=("logit_cap", "logit_cap_form"),
+    fields=("logit_cap",),
     without={"logit_cap": None},
     no_export="the formats written here have no cap on the logits",
 )

@@ -176,13 +176,6 @@ POSITIONS = Feature(
 )
 
 
-ROPE_HALF = Feature(
-    fields=("rope_half",),
-    without={"rope_half": False},
-    no_export="the formats written here turn all pairs of a head's channels",
-)
-
-
 def read_windows(read: HubValues, layers: int, context: int) -> dict[str, Any]:
     """The fields that a sliding window gives; none where it is at least as long as the context."""
     if read.kind not in ("mistral", "qwen2", "qwen3"):
@@ -298,4 +291,4 @@ EIGENSTATES = Feature(
     no_export="transformers has no blocks of eigenstates; model.pattern says whether there are any",
 )
 
-MIXING = (ATTENTION, QK_NORM, POSITIONS, ROPE_HALF, PATTERN, EIGENSTATES)
+MIXING = (ATTENTION, QK_NORM, POSITIONS, PATTERN, EIGENSTATES)

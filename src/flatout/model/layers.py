@@ -73,7 +73,7 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab: int) -> None:
         super().__init__()
-        self.cap, self.cap_form = config.logit_cap or 0.0, config.logit_cap_form
+        self.cap = config.logit_cap or 0.0
         self.weight = None if config.tied else nn.Parameter(torch.empty(vocab, config.width))
 
     def forward(
@@ -88,7 +88,7 @@ class Head(nn.Module):
         weight_VW = table_VW if self.weight is None else self.weight
         assert weight_VW is not None, "a tied head is given the table"
         if targets_BT is None:
-            return padded_logits(hidden_BTW, weight_VW, how.pad_vocab, self.cap, self.cap_form)
+            return padded_logits(hidden_BTW, weight_VW, how.pad_vocab, self.cap)
         return linear_cross_entropy(
             hidden_BTW.flatten(0, 1),
             weight_VW,
@@ -101,7 +101,6 @@ class Head(nn.Module):
             fp8="head" in how.fp8,
             tuned=how.products == "tuned",
             cap=self.cap,
-            cap_form=self.cap_form,
         )
 
 

@@ -30,16 +30,6 @@ def scaled_rates(rates_D: Tensor, config: ModelConfig) -> Tensor:
     return slow_D + kept_D * (rates_D - slow_D)
 
 
-def rates_of(config: ModelConfig) -> Tensor:
-    """Radians per position of every channel pair, in float64."""
-    half = config.size // 2
-    if config.rope_half:  # geometric from 1 to 1/1024, and as many that stand still
-        moving = 1024.0 ** -torch.linspace(0.0, 1.0, half // 2, dtype=torch.float64)
-        return torch.cat([moving, moving.new_zeros(half - half // 2)])
-    rates_D = config.rope_base ** (-torch.arange(0, config.size, 2, dtype=torch.float64) / config.size)
-    return scaled_rates(rates_D, config)
-
-
 class Rotary(nn.Module):
     """Rotary positions from a table in fp32; the table is derived from the config and never saved."""
 
@@ -55,8 +45,9 @@ class Rotary(nn.Module):
     def fill(self) -> None:
         """Computes the table, in float64 first: at large positions fp32 angles lose digits."""
         config = self.config
+        rates_D = config.rope_base ** (-torch.arange(0, config.size, 2, dtype=torch.float64) / config.size)
         places_T = torch.arange(config.context, dtype=torch.float64)
-        angles_TD = places_T[:, None] * rates_of(config)
+        angles_TD = places_T[:, None] * scaled_rates(rates_D, config)
         self.cos_TD.copy_(angles_TD.cos())
         self.sin_TD.copy_(angles_TD.sin())
 

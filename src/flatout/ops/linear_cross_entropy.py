@@ -44,47 +44,38 @@ def linear_cross_entropy(
     fp8: bool = False,
     tuned: bool = False,
     cap: float = 0.0,
-    cap_form: str = "tanh",
 ) -> Tensor:
     """Sum of the cross-entropy over targets that are not IGNORED, as a scalar of at least fp32.
 
-    With a `cap` above 0 logits are bent by `capped`.
+    With a `cap` above 0 logits are cap·tanh(logits / cap).
     """
     if path == "fused":
         # Asked here: what autograd tells a function of its inputs is the same without gradients.
         learning = torch.is_grad_enabled() and (hidden_NW.requires_grad or weight_VW.requires_grad)
         frozen = learning and not weight_VW.requires_grad
-        how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap, cap_form)
+        how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap)
         return _FusedLoss.apply(hidden_NW, weight_VW, targets_N, how)  # pyright: ignore
     if path == "plain" or hidden_NW.shape[0] <= chunk:
-        return _plain_loss(hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab, cap, cap_form)
+        return _plain_loss(hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab, cap)
     total = hidden_NW.new_zeros((), dtype=torch.promote_types(hidden_NW.dtype, torch.float32))
     kind = hidden_NW.device.type
     autocasting, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     # Each chunk casts the weight for itself: through a cached copy their gradients would be summed in its narrow type.
     with torch.autocast(kind, dtype, enabled=autocasting, cache_enabled=False):
         for hidden, targets in zip(hidden_NW.split(chunk), targets_N.split(chunk), strict=True):
-            arguments = (hidden, weight_VW, targets, label_smoothing, pad_vocab, cap, cap_form)
+            arguments = (hidden, weight_VW, targets, label_smoothing, pad_vocab, cap)
             total = total + checkpoint(_plain_loss, *arguments, use_reentrant=False, preserve_rng_state=False)
     return total
 
 
 def _plain_loss(
-    hidden_NW: Tensor,
-    weight_VW: Tensor,
-    targets_N: Tensor,
-    label_smoothing: float,
-    pad_vocab: int,
-    cap: float,
-    cap_form: str,
+    hidden_NW: Tensor, weight_VW: Tensor, targets_N: Tensor, label_smoothing: float, pad_vocab: int, cap: float
 ) -> Tensor:
-    logits_NV = padded_logits(hidden_NW, weight_VW, pad_vocab, cap, cap_form)
+    logits_NV = padded_logits(hidden_NW, weight_VW, pad_vocab, cap)
     return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
 
 
-def padded_logits(
-    hidden: Tensor, weight_VW: Tensor, pad_vocab: int, cap: float = 0.0, cap_form: str = "tanh"
-) -> Tensor:
+def padded_logits(hidden: Tensor, weight_VW: Tensor, pad_vocab: int, cap: float = 0.0) -> Tensor:
     """`hidden @ weight.T` in at least fp32, the product computed for V rounded up to a multiple of `pad_vocab`.
 
     A row length that is no multiple of 8 elements keeps matrix units from their fast layout. The padding exists only
@@ -95,17 +86,7 @@ def padded_logits(
     padded_PW = weight_VW if missing == 0 else F.pad(weight_VW, (0, 0, 0, missing))
     logits = F.linear(hidden, padded_PW)[..., :vocab] if missing else F.linear(hidden, padded_PW)
     logits = logits.float() if logits.element_size() < 4 else logits
-    return capped(logits, cap, cap_form) if cap > 0.0 else logits
-
-
-SIGMOID_SHIFT, SIGMOID_WIDTH = 5.0, 7.5
-
-
-def capped(logits: Tensor, cap: float, form: str) -> Tensor:
-    """cap·tanh(logits / cap), or cap·sigmoid((logits + 5) / 7.5)."""
-    if form == "sigmoid":
-        return cap * torch.sigmoid((logits + SIGMOID_SHIFT) / SIGMOID_WIDTH)
-    return cap * torch.tanh(logits / cap)
+    return cap * torch.tanh(logits / cap) if cap > 0.0 else logits
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -158,7 +139,6 @@ class _Work:
     learning: bool
     frozen: bool  # learning without a gradient of the weights
     cap: float  # 0: none
-    cap_form: str
 
     def room(self, hidden_NW: Tensor, weight_VW: Tensor, narrow: torch.dtype) -> list[Tensor]:
         """Where the summed loss goes, and when learning its gradients: of the hidden states, of the padded weights.
@@ -199,8 +179,7 @@ class _Work:
         total, *gradients = room
         total.zero_()
         vocab, width = weight_VW.shape
-        rows_loss = self.rows_loss(compiled=compiled)
-        how = (vocab, self.label_smoothing, self.learning, self.cap, self.cap_form)
+        rows_loss, how = self.rows_loss(compiled=compiled), (vocab, self.label_smoothing, self.learning, self.cap)
         with torch.autocast(hidden_NW.device.type, enabled=False):
             weight_PW = weight_VW.to(narrow)
             if self.padded(vocab) != vocab:
@@ -242,13 +221,12 @@ def _one_operation(
     learning: bool,
     frozen: bool,
     cap: float,
-    cap_form: str,
 ) -> list[Tensor]:
     """The fused loss for compiled code, which calls it without a look inside. Products are in the type of `hidden_NW`.
 
     A CPU spends its time in the products and compiles slowly, so that only a GPU has the softmax compiled.
     """
-    work = _Work(label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap, cap_form)
+    work = _Work(label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap)
     room = work.room(hidden_NW, weight_VW, hidden_NW.dtype)
     # torch runs the first call of compiled code under a watch of its own, in which tensors seem to be of another kind.
     # Tensors of inference mode are always of the same: the softmax is compiled once, and never while a graph is
@@ -298,19 +276,12 @@ class _NarrowHead:
 
 
 def _torch_rows_loss(
-    logits_CP: Tensor,
-    targets_C: Tensor,
-    vocab: int,
-    label_smoothing: float,
-    gradient: bool,
-    cap: float = 0.0,
-    cap_form: str = "tanh",
+    logits_CP: Tensor, targets_C: Tensor, vocab: int, label_smoothing: float, gradient: bool, cap: float = 0.0
 ) -> Tensor:
     """Loss per row; with `gradient` the logits are overwritten with their gradient."""
     wide = logits_CP[:, :vocab].to(torch.promote_types(logits_CP.dtype, torch.float32))
-    sigmoid = cap_form == "sigmoid"
     if cap > 0.0:
-        wide = torch.sigmoid((wide + SIGMOID_SHIFT) / SIGMOID_WIDTH) if sigmoid else torch.tanh(wide / cap)
+        wide = torch.tanh(wide / cap)
     log_p_CV = torch.log_softmax(cap * wide if cap > 0.0 else wide, dim=-1)
     labelled_C = targets_C != IGNORED
     index_C1 = targets_C.clamp(min=0)[:, None]
@@ -325,7 +296,7 @@ def _torch_rows_loss(
             share_CV = log_p_CV.exp_().sub_(label_smoothing / vocab)
             share_CV.scatter_add_(1, index_C1, torch.full_like(share_CV[:, :1], label_smoothing - 1.0))
         if cap > 0.0:
-            share_CV = share_CV * (wide * (1 - wide) * (cap / SIGMOID_WIDTH) if sigmoid else 1 - wide.square())
+            share_CV = share_CV * (1 - wide.square())
         logits_CP[:, :vocab] = share_CV * labelled_C[:, None]
         logits_CP[:, vocab:] = 0.0
     return losses_C * labelled_C

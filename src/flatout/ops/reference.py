@@ -60,30 +60,19 @@ def rotate_reference(x_BHTD: Tensor, base: float, offset: int = 0) -> Tensor:
 
 
 def linear_cross_entropy_reference(
-    hidden_NW: Tensor,
-    weight_VW: Tensor,
-    targets_N: Tensor,
-    *,
-    label_smoothing: float = 0.0,
-    cap: float = 0.0,
-    cap_form: str = "tanh",
+    hidden_NW: Tensor, weight_VW: Tensor, targets_N: Tensor, *, label_smoothing: float = 0.0, cap: float = 0.0
 ) -> Tensor:
     """Sum over labelled tokens of -log p(target); smoothing mixes in the uniform distribution over V.
 
     A cap above 0 bends logits so that none reaches it.
     """
-    log_p_NV = torch.log_softmax(capped_reference(hidden_NW @ weight_VW.T, cap, cap_form), dim=-1)
+    logits_NV = hidden_NW @ weight_VW.T
+    log_p_NV = torch.log_softmax(cap * torch.tanh(logits_NV / cap) if cap > 0 else logits_NV, dim=-1)
     total = hidden_NW.new_zeros(())
     for row, target in zip(log_p_NV, targets_N.tolist(), strict=True):
         if target != IGNORED:
             total = total - (1 - label_smoothing) * row[target] - label_smoothing * row.mean()
     return total
-
-
-def capped_reference(logits: Tensor, cap: float, form: str) -> Tensor:
-    if cap == 0.0:
-        return logits
-    return cap * torch.sigmoid((logits + 5) / 7.5) if form == "sigmoid" else cap * torch.tanh(logits / cap)
 
 
 def fp8_rounded(x: Tensor, kind: torch.dtype, scale: float | None = None) -> Tensor:

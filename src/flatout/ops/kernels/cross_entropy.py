@@ -17,23 +17,16 @@ from flatout.ops.reference import IGNORED
 
 @triton.jit
 def _soft(x, cap, CAPPED: tl.constexpr):
-    """cap·tanh(x / cap) where CAPPED is 1, cap·sigmoid((x + 5) / 7.5) where it is 2."""
-    if CAPPED == 1:
+    """cap·tanh(x / cap)."""
+    if CAPPED:
         x = cap * (2.0 / (1.0 + tl.exp(-2.0 * x / cap)) - 1.0)
-    elif CAPPED == 2:
-        x = cap / (1.0 + tl.exp((x + 5.0) * (-1.0 / 7.5)))
     return x
 
 
 @triton.jit
 def _slope(x, cap, CAPPED: tl.constexpr):
     """What the cap leaves of a gradient, from its result."""
-    slope = 1.0
-    if CAPPED == 1:
-        slope = 1.0 - (x / cap) * (x / cap)
-    elif CAPPED == 2:
-        slope = x * (1.0 - x / cap) * (1.0 / 7.5)
-    return slope
+    return 1.0 - (x / cap) * (x / cap) if CAPPED else 1.0
 
 
 @triton.jit
@@ -142,22 +135,20 @@ def cross_entropy_rows(
     label_smoothing: float,
     gradient: bool,
     cap: float = 0.0,
-    cap_form: str = "tanh",
     narrow_NP: Tensor | None = None,
 ) -> Tensor:
     """Loss of every row in fp32, zero where the target is IGNORED. With `gradient` the logits become their gradient.
 
     `narrow_NP` is filled with that gradient times GRADIENT_SCALE, in a type of its own. With a `cap` above 0 the loss
-    is that of cap·tanh(logits / cap), or of the other `cap_form`, cap·sigmoid((logits + 5) / 7.5).
+    is that of cap·tanh(logits / cap).
     """
     assert logits_NP.is_contiguous()
     assert targets_N.is_contiguous()
     rows, columns = logits_NP.shape
-    capped = 0 if cap == 0.0 else 2 if cap_form == "sigmoid" else 1
     losses_N = torch.empty(rows, dtype=torch.float32, device=logits_NP.device)
     _rows[(rows,)](
         logits_NP, targets_N, losses_N, narrow_NP, vocab, columns, label_smoothing, IGNORED, GRADIENT_SCALE, cap,
-        CAPPED=capped, SMOOTH=label_smoothing > 0.0, GRADIENT=gradient, NARROW=gradient and narrow_NP is not None,
+        CAPPED=cap > 0.0, SMOOTH=label_smoothing > 0.0, GRADIENT=gradient, NARROW=gradient and narrow_NP is not None,
         BLOCK=min(_BLOCK, triton.next_power_of_2(columns)), num_warps=_WARPS,
     )  # fmt: skip
     return losses_N

@@ -121,7 +121,10 @@ def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised()
 
     large, small = settled(card(80)), settled(card(8))
     assert large.config.model.value_tables == 2
-    assert large.config.model.bigram_rows > 0
+    assert large.config.model.bigram_rows == 0, "two epochs"
+    once = settled(card(80), words="train.epochs=1")
+    assert once.config.model.bigram_rows > 0
+    assert (once.config.optim.table_rate, large.config.optim.table_rate) == (0.36, 0.12)
     assert (small.config.model.value_tables, small.config.model.bigram_rows) == (0, 0)
     assert "small for embedding tables" in small.notices[-1]
     assert settled(card(8), words="model.value_tables=1").config.model.value_tables == 1, "the user's"

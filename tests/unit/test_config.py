@@ -730,6 +730,7 @@ def test_the_shipped_names() -> None:
         "medium-32k-hybrid",
         "modern",
         "record",
+        "shakespeare",
         "shakespeare-bpe",
         "shakespeare-char",
         "shakespeare-eigenstate",

@@ -592,12 +592,12 @@ def test_a_report_needs_no_torch(tmp_path: Path):
 
 
 def test_every_record_of_a_step_can_be_hovered(tmp_path: Path):
-    """Fields of StepRecord that are numbers over time are all curves, so that a new one is not forgotten."""
+    """Fields of StepRecord that are one number over time are all curves, so that a new one is not forgotten."""
     fields = {field.name for field in dataclasses.fields(StepRecord)}
     from flatout.observe.report import series as report_series
 
     drawn = set(report_series._STEP_FIELDS.values())
-    assert fields - drawn == {"step", "epoch", "applied", "tokens", "micro_batch"}
+    assert fields - drawn == {"step", "epoch", "applied", "tokens", "micro_batch", "update_ratio"}
 
 
 def test_facts_tell_the_pattern_states_and_documents_of_models_that_have_them(tmp_path: Path):

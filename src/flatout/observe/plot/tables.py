@@ -23,7 +23,7 @@ from flatout.observe.plot.series import RunNumbers
 from flatout.records import EvalRecord, StepRecord
 
 STEPS, EVALS, EIGENSTATES = "steps.csv", "evals.csv", "eigenstates.csv"
-_STEP_FIELDS = tuple(field.name for field in dataclasses.fields(StepRecord))
+_STEP_FIELDS = tuple(field.name for field in dataclasses.fields(StepRecord) if field.name != "update_ratio")
 _EVAL_FIELDS = tuple(field.name for field in dataclasses.fields(EvalRecord))
 STEP_HEADER = (*_STEP_FIELDS, "training_seconds", "val_loss")
 EVAL_HEADER = (*_EVAL_FIELDS, "tokens_seen", "training_seconds")

@@ -22,7 +22,7 @@ PRODUCTS, ATTENTION, OURS, COMPILED = "matrix products", "attention", "our kerne
 ELEMENTWISE, COPIES, OPTIMIZER, COMMUNICATION = "elementwise", "copies", "optimizer", "communication"
 BOOKKEEPING, UNKNOWN = "bookkeeping", "unknown"
 
-# Kernels in src/flatout/ops/kernels by their names in a trace. Those of updates (in 8 bits, of Muon) count as optimizer.
+# Kernels in src/flatout/ops/kernels by their names in a trace. Those of updates (8-bit, Muon) count as optimizer.
 OUR_KERNELS = (
     *("_add", "_add_back", "_back", "_make", "_weigh"),
     *("_backward", "_carry", "_drop", "_ends", "_fold", "_forward", "_gate_backward", "_gate_forward", "_gradients"),

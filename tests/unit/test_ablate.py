@@ -27,7 +27,7 @@ def test_true_and_false_are_flipped_and_others_written():
     assert words == ["model.qk_norm", "optim.schedule=linear", "speed.fp8=[qkv,out]"]
     assert named_changes(words, load_config("shakespeare-char")) == [
         Change("model.qk_norm", "true", "false"),
-        Change("optim.schedule", "cosine", "linear"),
+        Change("optim.schedule", "wsd", "linear"),
         Change("speed.fp8", "[]", "[qkv, out]"),
     ]
 
@@ -38,11 +38,11 @@ def test_true_and_false_are_flipped_and_others_written():
         ([], "names no field", "model.qk_norm"),
         (["model.qknorm"], "model.qknorm is not a known key", "did you mean model.qk_norm"),
         (["lr=1"], "lr is not a known key", "optim.learning_rate"),
-        (["model.width"], "model.width is 128 and has more than one other value", "model.width=384"),
-        (["optim.schedule"], "optim.schedule is cosine and has", "One of cosine, linear"),
-        (["optim.schedule=cosine"], "is cosine in the config already", "another value"),
+        (["model.width"], "model.width is 96 and has more than one other value", "model.width=384"),
+        (["optim.schedule"], "optim.schedule is wsd and has", "One of cosine, linear"),
+        (["optim.schedule=wsd"], "is wsd in the config already", "another value"),
         (["optim.schedule=cosne"], "--fields: optim.schedule is 'cosne'", "cosine"),
-        (["model.heads=3"], "not a multiple of heads 3", "model.width"),
+        (["model.heads=5"], "not a multiple of heads 5", "model.width"),
         (["model.bias", "model.bias=true"], "model.bias=true is named twice", "leave one"),
         (["train.seed=3"], "train.seed cannot be ablated: the luckiest seed", "leave it out"),
         (["speed.compile=off"], "speed.compile cannot be ablated", "leave it out"),
@@ -58,7 +58,7 @@ def test_what_cannot_be_changed_is_refused(words: list[str], message: str, hint:
 
 
 def test_without_a_list_what_is_set_goes_back_to_its_default():
-    set_here = ["optim.clip=0.5", "model.mlp=relu2", "train.seed=3"]
+    set_here = ["optim.clip=0.5", "optim.weight_decay=0.1", "model.mlp=relu2", "train.seed=3"]
     changes, left_out = changes_to_defaults(load_config("shakespeare-char", set_here))
     words = [change.word for change in changes]
     assert {"optim.learning_rate=0.001", "model.mlp=swiglu", "optim.clip=1.0", "train.batch_tokens=16384"} <= set(words)

@@ -19,7 +19,7 @@ import torch
 
 from flatout import cores
 from flatout.config.load import LoadedConfig, load_config
-from flatout.config.usual import usual_rate
+from flatout.config.usual import USUAL_MUON_RATE, usual_rate
 from flatout.data.prepare import prepare_data
 from flatout.data.sampler import window_count
 from flatout.data.training_data import DataFacts as RunFacts
@@ -377,7 +377,7 @@ PLANTED = [
     Planted(case="a busy host of a GPU", machine=machine(load=40.0), area="kernels", status="warn",
             found="load 40.0 on 16 cores", fix="Stop the other programs"),
     # disk
-    Planted(case="tiny disk", disk=dataclasses.replace(DISK, free_bytes=20_000_000), area="disk", status="bad",
+    Planted(case="tiny disk", disk=dataclasses.replace(DISK, free_bytes=10_000_000), area="disk", status="bad",
             found="4 checkpoints need", fix="output.folder to another disk"),
     Planted(case="too many checkpoints kept", words=("checkpoint.keep=900",), area="disk", status="bad",
             disk=dataclasses.replace(DISK, free_bytes=GIB), found="up to 902 checkpoints", fix="checkpoint.keep="),
@@ -446,18 +446,22 @@ PLANTED = [
             found="model.vocab is 20", fix="Leave model.vocab at null"),
     Planted(case="warm-up too long", words=("optim.warmup_steps=5000",), area="config", status="warn",
             found="5,000 of 700 steps", fix="optim.warmup_steps=35"),
-    Planted(case="learning rate far too high", words=("optim.learning_rate=0.5",), area="config", status="warn",
-            found="is usual for 0.455M parameters", fix="optim.learning_rate=0.004"),
-    Planted(case="learning rate far too low", words=("optim.learning_rate=1e-6",), area="config", status="warn",
-            found="1e-06", fix="flatout tune lr"),
+    Planted(case="learning rate far too high", words=("optim.optimizer=adamw", "optim.learning_rate=0.5"),
+            area="config", status="warn", found="is usual for 0.455M parameters", fix="optim.learning_rate=0.004"),
+    Planted(case="learning rate far too low", words=("optim.optimizer=adamw", "optim.learning_rate=1e-6"),
+            area="config", status="warn", found="1e-06", fix="flatout tune lr"),
+    Planted(case="rate of Muon far too high", words=("optim.muon_rate=0.5",), area="config", status="warn",
+            found="is usual for Muon", fix="optim.muon_rate=0.02"),
+    Planted(case="rate of Muon far too low", words=("optim.muon_rate=1e-5",), area="config", status="warn",
+            found="1e-05", fix="flatout tune lr"),
     Planted(case="evaluation too often", words=("eval.every=1",), area="config", status="warn",
             found="of the run's time", fix="Set eval.every="),
     Planted(case="evaluation never reached", words=("eval.every=5000",), area="config", status="warn",
-            found="never reaches", fix="eval.every=70"),
+            found="never reaches", fix="eval.every=85"),
     Planted(case="save never reached", words=("checkpoint.every=5000",), area="config", status="warn",
-            found="never reaches", fix="checkpoint.every=175"),
+            found="never reaches", fix="checkpoint.every=212"),
     Planted(case="samples too often", words=("eval.sample_every=1",), area="config", status="warn",
-            found="700 samples of 400 tokens", fix="eval.sample_every="),
+            found="850 samples of 400 tokens", fix="eval.sample_every="),
     Planted(case="micro-batch does not divide", words=("speed.micro_batch=7",), area="config", status="warn",
             found="speed.micro_batch is 7, which does not divide 16", fix="speed.micro_batch to 4 or 8"),
     Planted(case="a pattern longer than the model", words=("model.pattern=EEEA", "model.layers=2"), area="config",
@@ -679,16 +683,19 @@ def test_characters_are_those_of_the_whole_text(here: Path):
     assert replaced.vocab == 9
 
 
-def test_the_doctor_does_not_warn_of_a_rate_that_a_range_test_found(here: Path):
-    def judged(steps: int) -> Finding:
+@pytest.mark.parametrize("field", ["learning_rate", "muon_rate"])
+def test_the_doctor_does_not_warn_of_a_rate_that_a_range_test_found(here: Path, field: str):
+    def judged(steps: int, *words: str) -> Finding:
         first = f"# Found by `flatout tune`, learning rate, on cpu: a range test of {steps} steps from 1e-07 to 1, the"
-        text = f"{first} end.\npreset: shakespeare-char\n\noptim:\n  learning_rate: 0.09\n"
+        optim = f"optim:\n  optimizer: {'muon' if field == 'muon_rate' else 'adamw'}\n  {field}: 0.9\n"
+        text = f"{first} end.\npreset: shakespeare-char\n\n{optim}"
         (here / "lr.yaml").write_text(text, encoding="utf-8")
-        return next(one for one in visit(target="lr.yaml") if one.name == "learning rate")
+        return next(one for one in visit(*words, target="lr.yaml") if one.name == "learning rate")
 
     assert judged(100).status == "ok"
     assert "`flatout tune lr` found this one" in judged(100).found
     assert judged(40).status == "warn", "so few steps find rates that are too high, as the finder says itself"
+    assert judged(100, f"optim.{field}=0.8").status == "warn", "it is not the one of the file"
 
 
 def test_problems_at_the_beginning_of_a_text_are_told(here: Path):
@@ -1018,9 +1025,9 @@ def test_advice_knows_the_generation(here: Path, capability: tuple[int, int], na
 
 @pytest.mark.parametrize("preset", ["shakespeare-char", "shakespeare-bpe", "gpt2-124m", "gpt2-350m", "gpt-124m"])
 def test_learning_rates_of_presets_are_usual(preset: str):
-    config = load_config(preset).config
+    field, rate = next(iter(load_config(preset).config.optim.rates.items()))
     parameters = check_fit.fit(load_config(preset), LAPTOP, TRIALS, DataFacts(), "cpu", 0)[0].parameters
-    assert 0.3 < config.optim.learning_rate / usual_rate(parameters) < 3
+    assert 0.3 < rate / (USUAL_MUON_RATE if field == "muon_rate" else usual_rate(parameters)) < 3
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------

@@ -592,7 +592,7 @@ def test_a_report_needs_no_torch(tmp_path: Path):
 
 
 def test_every_record_of_a_step_can_be_hovered(tmp_path: Path):
-    """Fields of StepRecord that are numbers over time are all curves, so that a new one is not forgotten."""
+    """Fields of StepRecord that are one number over time are all curves, so that a new one is not forgotten."""
     fields = {field.name for field in dataclasses.fields(StepRecord)}
     from flatout.observe.report import series as report_series
 

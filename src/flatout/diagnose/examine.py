@@ -272,7 +272,8 @@ class _Visit:
         yield from guarded("config", "packages", lambda: check_tracker_packages(self.machine, config))
         yield from guarded("config", "run folder", lambda: [check_folder(config)])
         facts = {"parameters": parameters, "step_seconds": fitted and fitted.step_seconds, "disk": self.disk}
-        facts["tested_rate"] = found_by_range_test(loaded.sources["optim.learning_rate"])
+        judged = next(iter(config.optim.rates))
+        facts["tested_rate"] = found_by_range_test(loaded.sources[f"optim.{judged}"])
         yield from guarded("config", "config", lambda: check_config(config, data, written=wrote.__contains__, **facts))
 
     def check_memory_and_time(self, loaded: LoadedConfig) -> Iterator[Finding]:

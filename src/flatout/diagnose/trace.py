@@ -22,8 +22,9 @@ PRODUCTS, ATTENTION, OURS, COMPILED = "matrix products", "attention", "our kerne
 ELEMENTWISE, COPIES, OPTIMIZER, COMMUNICATION = "elementwise", "copies", "optimizer", "communication"
 BOOKKEEPING, UNKNOWN = "bookkeeping", "unknown"
 
-# Kernels in src/flatout/ops/kernels by their names in a trace. The update in 8 bits counts as optimizer.
+# Kernels in src/flatout/ops/kernels by their names in a trace. Those of updates (8-bit, Muon) count as optimizer.
 OUR_KERNELS = (
+    *("_add", "_add_back", "_back", "_make", "_weigh"),
     *("_backward", "_carry", "_drop", "_ends", "_fold", "_forward", "_gate_backward", "_gate_forward", "_gradients"),
     *("_maxima", "_pack", "_pack_back", "_round", "_round_delayed", "_rows", "_scale", "_spread", "_states"),
     *("_swiglu_backward", "_table"),
@@ -32,7 +33,7 @@ OUR_KERNELS = (
 _KERNEL_KINDS = (
     (COMMUNICATION, r"nccl|nvshmem"),
     (ATTENTION, r"sdpa|fmha|flash|attention|attn|cudnn::fusion::(compute_dot_do_o|convert_dq)"),
-    (OPTIMIZER, r"multi_tensor_apply|FusedOptimizer|FusedAdam|LpNorm|^_update$"),
+    (OPTIMIZER, r"multi_tensor_apply|FusedOptimizer|FusedAdam|LpNorm|^_(update|advance|apply)$"),
     (OURS, rf"^({'|'.join(OUR_KERNELS)})$"),
     (PRODUCTS, r"nvjet|gemm|gemv|cutlass|cublas|splitK|xmma|^triton_tem_|^triton_mm"),
     (COMPILED, r"^triton_"),

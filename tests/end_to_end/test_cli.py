@@ -422,7 +422,7 @@ def test_verbs_on_a_finished_run(tiny_words, tmp_path, capsys: pytest.CaptureFix
         captured = capsys.readouterr()
         return captured.out, captured.err
 
-    here("train", *tiny_words, "model.family=gpt2", "train.steps=20")
+    here("train", *tiny_words, "model.family=gpt2", "model.mlp=gelu", "train.steps=20")
     measured = json.loads(here("eval", "run", "--json")[0])
     assert measured["loss"] > 0
     assert measured["bits_per_byte"] > 0
@@ -437,7 +437,8 @@ def test_verbs_on_a_finished_run(tiny_words, tmp_path, capsys: pytest.CaptureFix
     assert "error: " in talk.errors, "a bad prompt is told"
     assert talk.output.count(">") >= 4, "and the session goes on"
     here("export", "run", "out")
-    written = ["config.json", "flatout.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    configs = ["config.json", "generation_config.json", "tokenizer_config.json"]
+    written = sorted([*configs, "flatout.json", "model.safetensors", "tokenizer.json"])
     assert sorted(path.name for path in Path("out").iterdir()) == written
     assert_two_lines(2, here("export", "run", "out", expected=2)[1])
 
@@ -448,7 +449,7 @@ def test_prepare_counts_by_another_context(tiny_words, tmp_path):
     text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
     words = [f"data.source={text}", f"data.folder={tmp_path / 'made'}", "data.val_fraction=0.01", "--context", "256"]
     told = json.loads(call(["prepare", *tiny_words, *words, "--json"]).output)
-    assert told["long_documents"] == {"documents": 2, "tokens": len(rows[0]) + len(rows[2])}
+    assert told["long_documents"] == {"documents": 2, "tokens": len(rows[0]) + len(rows[2]) + 2}, "an end each"
     assert told["context"] == 256
     assert told["windows"] == (told["train_tokens"] - 1) // 256
     shown = call(["prepare", *tiny_words, *words]).output

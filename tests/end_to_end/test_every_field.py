@@ -30,11 +30,12 @@ LLAMA3 = ["model.rope_scaling=llama3", "model.rope_original_context=64"]
 STATES = ["model.pattern=EA", "model.states=16"]
 CHAT = ["model.init_from=chatty", "chat.source=rows.json", "model.context=64"]
 ADAPTERS = [*CHAT, "lora.rank=4"]
+GPT2 = ["model.family=gpt2", "model.mlp=gelu"]
 MUON = ["optim.optimizer=muon", "optim.momentum_warmup_steps=1"]
 EPOCH = ["train.epochs=1.2", "train.batch_tokens=1024"]
 # One other value for each field. A list of words where a field only makes sense beside another.
 OTHER: dict[str, str | list[str]] = {
-    "model.family": "gpt2",
+    "model.family": GPT2,
     "model.layers": "3",
     "model.width": "48",
     "model.heads": "4",
@@ -78,7 +79,7 @@ OTHER: dict[str, str | list[str]] = {
     "model.bigram_rows": "50",
     "model.tied": "false",
     "model.dropout": "0.2",
-    "model.init_from": ["model.family=gpt2", "model.init_from=weights"],
+    "model.init_from": [*GPT2, "model.init_from=weights"],
     "data.source": "other.txt",
     "data.val_source": "other.txt",
     "data.folder": "shards",
@@ -133,6 +134,7 @@ OTHER: dict[str, str | list[str]] = {
     "optim.learning_rate": "1e-3",
     "optim.muon_rate": [*MUON, "optim.muon_rate=0.01"],
     "optim.embedding_rate": "1e-2",
+    "optim.table_rate": ["model.bigram_rows=50", "optim.table_rate=1e-2"],
     "optim.head_rate": ["model.tied=false", "optim.head_rate=1e-2"],
     "optim.schedule": "linear",
     "optim.warmup_steps": "1",
@@ -220,7 +222,7 @@ BESIDE: dict[str, list[str]] = {
     "model.state_heads": [*STATES, "model.resonance=0.2"],
     "speed.scan": STATES,
     **{f"model.rope_{name}": LLAMA3 for name in ("low", "high", "original_context")},
-    "model.init_from": ["model.family=gpt2"],
+    "model.init_from": GPT2,
     "data.format": ["data.source=rows.txt"],
     "data.field": ["data.source=many.jsonl"],
     "data.document_start": ["data.tokenizer=bytes"],
@@ -240,6 +242,7 @@ BESIDE: dict[str, list[str]] = {
         for name in ("muon_rate", "cautious", "momentum", "momentum_start", "momentum_cooldown_steps", "normuon")
     },
     "optim.momentum_warmup_steps": MUON,
+    "optim.table_rate": ["model.bigram_rows=50"],
     "optim.head_rate": ["model.tied=false"],
     "train.window_stages": ["model.pattern=AW", "model.window=9"],
     "train.batch_rate_power": ["train.batch_stages=[32, 64]"],
@@ -253,12 +256,10 @@ BESIDE: dict[str, list[str]] = {
 # Read by the terminal alone, or about files beside the run: tests/end_to_end/test_cli.py counts lines and looks for
 # them. tests/unit/test_hostile_models.py has models with an auto_map. And what a CPU refuses when it is written:
 # tests/unit/test_features.py and tests/end_to_end/test_gpu_switches.py show it at work.
-# Several ranks: tests/end_to_end/test_many.py. A full disk: tests/unit/test_full_disk.py. No model of ours has tables
-# besides the embedding: tests/unit/test_muon.py has one.
+# Several ranks: tests/end_to_end/test_many.py. A full disk: tests/unit/test_full_disk.py.
 ELSEWHERE = {
     "checkpoint.full_disk_wait",
     "model.ignore_auto_map",
-    "optim.table_rate",
     "output.log_every",
     "output.plots",
     "output.trackers",
@@ -362,7 +363,7 @@ def test_field_matters(field: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     if field == "lora.quantize":
         pytest.importorskip("bitsandbytes")
     if field == "model.init_from" and not Path("weights").exists():
-        words = [*TINY, "data.source=text.txt", "train.steps=2", "model.family=gpt2", "train.seed=9"]
+        words = [*TINY, "data.source=text.txt", "train.steps=2", *GPT2, "train.seed=9"]
         list(flatout.train(load_config(None, words)))
         export_huggingface(flatout.load_model().model, Path("weights"))
     beside = BESIDE.get(field, [])

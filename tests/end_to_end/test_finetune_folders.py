@@ -285,7 +285,7 @@ def refuse(write: Callable, name: str) -> Callable:
 def test_a_base_of_ours_is_the_same_model_once_it_is_exported(words, text, family, capsys):
     shape = {
         "gpt2": ["model.family=gpt2", "model.layers=2", "model.width=32", "model.heads=2", *PRETRAIN[8:]],
-        "tied": [*PRETRAIN, "model.tied=true"],
+        "tied": [*PRETRAIN, "model.tied=true", "model.embedding_norm=false", "model.norm_weights=true"],
     }.get(family, PRETRAIN)
     if family == "fine-tuned":
         run(words("lora.rank=0", "output.name=mine"))
@@ -302,7 +302,11 @@ def test_a_base_of_ours_is_the_same_model_once_it_is_exported(words, text, famil
     assert hint in capsys.readouterr().out
     assert main([*hint.strip("`").split()[1:-1], "whole"]) == 0
     assert main(["chat", "apart", "--base", "whole", "--message", "Hello", "--tokens", "2"]) == 0
-    assert torch.equal(logits(api.load_model("apart", device="cpu", base="whole").model), logits(ours.model))
+    apart = logits(api.load_model("apart", device="cpu", base="whole").model)
+    if family == "flatout":  # its norms have no weights, so what is written computes the same in another way
+        torch.testing.assert_close(apart, logits(ours.model))
+    else:
+        assert torch.equal(apart, logits(ours.model))
     more = ["model.init_from=whole", "model.context=128", "lora.init_from=apart", "output.name=more"]
     assert isinstance(run(words(*more, "chat.template=plain"))[-1], EndRecord)
     assert main(["chat", "apart", "--base", "base", "--message", "Hello"]) == 3

@@ -190,7 +190,8 @@ def test_two_processes_resume_bit_for_bit_with_dropout(corpus: Path, tmp_path: P
 def test_two_processes_with_a_model_and_an_optimizer_from_python_resume_bit_for_bit(corpus: Path, tmp_path: Path):
     more = ["checkpoint.every=3", "checkpoint.keep=9"]
     _, whole, _, expected = trained("shards", 2, corpus, tmp_path / "run", 6, words=more, given=True)
-    words = [*TINY, *EVEN, f"data.source={corpus}", "train.steps=6", "model.dropout=0", *more]
+    shards = [*KINDS["shards"]["words"], f"data.source={corpus}"]
+    words = [*TINY, *EVEN, *shards, "train.steps=6", "model.dropout=0", *more]
     step_3 = str(tmp_path / "run" / "run" / "checkpoints" / "step-00000003")
     first, _ = train(2, tmp_path / "run", words, preset="shakespeare-char", resume=step_3, given=True)
     assert [row["loss"] for row in first if row["type"] == "eval"] == whole[-2:]

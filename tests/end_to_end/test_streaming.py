@@ -177,7 +177,7 @@ def test_what_a_stream_cannot_do_is_refused_before_anything_is_written(tiny: Tin
         list(flatout.train(tiny(*words, "eval.epoch_end=true")))
     with pytest.raises(ConfigError, match="tokenizer `char`"):
         list(flatout.train(tiny(*words, "data.tokenizer=char")))
-    with pytest.raises(ConfigError, match=r"train\.steps or train\.tokens"):
+    with pytest.raises(ConfigError, match=r"train\.steps, train\.tokens or train\.minutes"):
         tiny(*words, "train.steps=null", "train.epochs=1")
     assert not (tmp_path / "runs").exists()
 

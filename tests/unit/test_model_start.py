@@ -1,5 +1,9 @@
 """Fields of the model section that say how it starts, which of them go together, and what becomes of an export."""
 
+import functools
+import math
+import operator
+
 import pytest
 import torch
 
@@ -11,7 +15,7 @@ from flatout.model.adapters import attach
 from flatout.model.fingerprint import own_fingerprint, weights_fingerprint
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import read_description
-from flatout.model.hub_weights import export_huggingface
+from flatout.model.hub_weights import export_huggingface, folded_weights
 from tests.hub_folders import from_huggingface
 
 SHAPE = {"layers": 2, "width": 32, "heads": 4, "context": 16}
@@ -66,6 +70,19 @@ def test_an_exported_model_is_the_same_model(tmp_path):
     weights = {name: x.detach() for name, x in model.named_parameters()}
     own = own_fingerprint(weights, model.config, portable=True)
     assert own == weights_fingerprint(read_description(tmp_path / "out"))
+
+
+def test_normed_rows_have_the_same_bits_on_every_machine():
+    """Those that Python's own arithmetic gives: else the hash of a base were another where its export is made."""
+    model = built(**BARE)
+    table = model.embedding.weight.detach()
+    factors = []
+    for row in table.tolist():
+        squares = functools.reduce(operator.add, (value * value for value in row))  # sum() compensates, from 3.12
+        factors.append(1.0 / math.sqrt(squares / 32 + model.config.norm_eps))
+    weights = folded_weights(model.config, {"embedding.weight": table})
+    expected = table * torch.tensor(factors, dtype=torch.float64).float()[:, None]
+    assert torch.equal(weights["embedding.weight"], expected)
 
 
 def test_a_normed_embedding_is_not_trained_beside_adapters():

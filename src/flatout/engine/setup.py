@@ -354,10 +354,10 @@ def _build_step(
     )
     graph, updates = None, []
     if speed.cuda_graphs:
-        how = (Recorder(device), model.prepare, trained.forget)
-        graph = MicroBatchGraph(step.forward_backward, model, notices, *how)
+        recorder = Recorder(device)
+        graph = MicroBatchGraph(step.forward_backward, model, notices, recorder, model.prepare, trained.forget)
         step.run_micro_batch = graph
-        updates = recorded_updates(step.optimizer, notices, Recorder(device)) if world.size == 1 else []
+        updates = recorded_updates(step.optimizer, notices, recorder) if world.size == 1 else []
 
     def rebuild() -> None:
         """What was made for one shape goes."""

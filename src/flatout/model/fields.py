@@ -7,10 +7,11 @@ built models, torch's FLOP counter and the bytes that autograd keeps; declared f
 a feature: docs/architecture.md, "Adding a model field".
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from flatout.config.schema import ModelConfig
@@ -94,8 +95,11 @@ NORM = Feature(
 
 
 def _normed_rows(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Summed in a fixed order: adapters know their base by every bit, and torch sums otherwise on other machines."""
     table = weights["embedding.weight"].float()
-    return {"embedding.weight": F.rms_norm(table, (model.width,), None, model.norm_eps)}
+    squares = functools.reduce(torch.add, (column.double().square() for column in table.unbind(1)))
+    factor = (squares / model.width + model.norm_eps).sqrt().reciprocal().float()
+    return {"embedding.weight": table * factor[:, None]}
 
 
 EMBEDDING_NORM = Feature(

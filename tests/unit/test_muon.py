@@ -210,7 +210,7 @@ def test_a_skipped_step_changes_nothing_and_a_resumed_run_goes_on_bit_for_bit(no
     for seed in range(2):
         step(*batch(seed))
     before = everything(model, step.optimizer)
-    handle = model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+    handle = model.get_parameter("norm.weight").register_hook(lambda gradient: gradient * float("nan"))
     assert step(*batch(9))[2] == 0.0
     handle.remove()
     assert alike(before, everything(model, step.optimizer))

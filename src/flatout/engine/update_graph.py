@@ -81,6 +81,6 @@ class UpdateGraph:
 
 def recorded_updates(optimizers: Optimizers, notices: Notices, recorder: Recorder) -> list[UpdateGraph]:
     """Puts recordings in the place of what can be recorded: Muon alone, since AdamW is a few kernels."""
-    made = {one: UpdateGraph(one, notices, recorder) for one in optimizers.optimizers if isinstance(one, Muon)}
-    optimizers.recorded.update(made)
-    return list(made.values())
+    made = [UpdateGraph(one, notices, recorder) for one in optimizers.optimizers if isinstance(one, Muon)]
+    optimizers.recorded.update((graph.muon, graph) for graph in made)
+    return made

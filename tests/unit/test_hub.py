@@ -453,7 +453,7 @@ def test_a_model_of_another_shape_is_not_filled(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "needed"),
     [
-        ({"norm": "layernorm", "mlp": "relu2"}, "model.norm=rmsnorm model.mlp=swiglu"),  # as shakespeare-char has it
+        ({"norm": "layernorm", "mlp": "relu2"}, "model.norm=rmsnorm model.mlp=swiglu"),
         ({"positions": "learned", "residual_scale": 0.1}, "model.positions=rope model.residual_scale=null"),
         ({"logit_cap": 30.0, "norm_weights": False, "qk_scale": 1.2}, "model.logit_cap=null"),
         ({"embedding_norm": True}, "model.embedding_norm=false"),  # tied, as it comes

@@ -222,6 +222,17 @@ class ModelConfig(Section):
                 f"rope_low {self.rope_low} is not below rope_high {self.rope_high}",
                 "set model.rope_low lower or model.rope_high higher; Llama 3.1 has 1.0 and 4.0",
             )
+        if self.family == "gpt2":
+            for name, fixed in GPT2.items():
+                if getattr(self, name) != fixed:
+                    raise Conflict(
+                        f"family gpt2 fixes {name} to {format_value(fixed)}, not {format_value(getattr(self, name))}",
+                        f"leave model.{name} out, or set model.family=gpt",
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tables(self) -> Self:
         if 2 * self.value_tables > self.layers:
             raise Conflict(
                 f"{self.value_tables} value_tables serve {2 * self.value_tables} blocks, and there are {self.layers}",
@@ -237,11 +248,4 @@ class ModelConfig(Section):
             raise Conflict(
                 "bigram_rows 1 leaves no row for pairs", "set model.bigram_rows=0, or a few times the vocabulary"
             )
-        if self.family == "gpt2":
-            for name, fixed in GPT2.items():
-                if getattr(self, name) != fixed:
-                    raise Conflict(
-                        f"family gpt2 fixes {name} to {format_value(fixed)}, not {format_value(getattr(self, name))}",
-                        f"leave model.{name} out, or set model.family=gpt",
-                    )
         return self

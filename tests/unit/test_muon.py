@@ -412,7 +412,12 @@ def test_rates_of_groups(optimizer: str):
         assert rates["matrices"] == (0.02 if optimizer == "muon" else 1e-3)
         assert rates["all that is left"] == groups[-1].rule.rate[0] == 1e-3
         decay = {group.rule.name: group.rule.decay for group in groups}
-        assert decay["embedding"] == (0.0 if optimizer == "muon" else 0.1)
+        assert decay["embedding"] == decay["table"] == (0.0 if optimizer == "muon" else 0.1)
+    for more in ({}, {"table_rate": 0.07}):
+        groups = Optimizers(rules_of(OptimConfig(**given, table_decay=0.03, **more), 1), trainables(tied)).groups
+        table = next(group.rule for group in groups if group.rule.name == "table")
+        assert table.decay == 0.03
+        assert table.rate[0] == more.get("table_rate", 1e-3)
 
 
 def test_a_model_from_python_says_which_parts_and_roles_it_has():

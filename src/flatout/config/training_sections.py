@@ -103,6 +103,8 @@ class OptimConfig(Section):
     """Decoupled weight decay, on matrices only: never on biases, norms or scales; with muon on its matrices alone."""
     weight_decay_end: _Decay | None = None
     """Weight decay at the end of the run, to which it goes linearly; null keeps weight_decay."""
+    table_decay: _Decay | None = None
+    """Weight decay of the tables that have table_rate; null is weight_decay, with muon none."""
     cautious: bool = False
     """Muon decays a weight only where the update makes it smaller, too."""
     momentum: _Memory = 0.95

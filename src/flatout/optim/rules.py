@@ -25,8 +25,8 @@ def rules_of(
 ) -> tuple[Rule, ...]:
     """AdamW with moments in fp32 or 8 bits, on the device or on the host; decay for matrices only.
 
-    With Muon the matrices of blocks are Muon's, decay is for them alone, and AdamW has the rest. `exchange` is how
-    several processes share Muon's work.
+    With Muon the matrices of blocks are Muon's, decay is for them alone, and AdamW has the rest. Tables may have a
+    decay of their own. `exchange` is how several processes share Muon's work.
     """
     kind = HostAdamW if offload else EightBitAdamW if state == "8bit" else AdamW
     factors, decay = rate_factors(config, updates, pace), decays_of(config, updates)
@@ -41,6 +41,14 @@ def rules_of(
 
     table_rate = config.embedding_rate if config.table_rate is None else config.table_rate
     peaks = {"embedding": config.embedding_rate, "head": config.head_rate, "table": table_rate}
+    own = {} if config.table_decay is None else {"table": config.table_decay}
+
+    def roles(usual: float | list[float]) -> list[Rule]:
+        return [
+            rule(role, _plays(role), peak or config.learning_rate, decay=own.get(role, usual))
+            for role, peak in peaks.items()
+        ]
+
     if config.optimizer == "muon":
         how = {"cautious": config.cautious, "normuon": config.normuon, "fused": fused, "exchange": exchange}
         how = {
@@ -49,11 +57,9 @@ def rules_of(
             "settings": {"momentum": momenta(config, updates)},
         }
         first = rule("matrices", in_a_block, config.muon_rate, decay=decay, **how)
-        named = [rule(role, _plays(role), peak or config.learning_rate) for role, peak in peaks.items()]
-        return (first, *named, rule("all that is left", lambda _: True, config.learning_rate))
-    named = [rule(role, _plays(role), peak, decay=decay) for role, peak in peaks.items() if peak is not None]
+        return (first, *roles(0.0), rule("all that is left", lambda _: True, config.learning_rate))
     return (
-        *named,
+        *(rule for rule in roles(decay) if peaks[rule.name] is not None or rule.name in own),
         rule("matrices", decays, config.learning_rate, decay=decay),
         rule("all that is left", lambda _: True, config.learning_rate),
     )

@@ -65,7 +65,8 @@ def tokens_of(folder: Path, split: str) -> torch.Tensor:
 @torch.no_grad()
 def in_windows(model: GPT, val: torch.Tensor, device: torch.device) -> float:
     """Mean loss in separate windows of 1,024 tokens."""
-    tokens, targets = (val[i : i + EVALUATED].view(-1, CONTEXT) for i in (0, 1))
+    counted = min(EVALUATED, len(val) - 1) // CONTEXT * CONTEXT
+    tokens, targets = (val[i : i + counted].view(-1, CONTEXT) for i in (0, 1))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for some, wanted in zip(tokens.split(32), targets.split(32), strict=True):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):

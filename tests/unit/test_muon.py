@@ -24,7 +24,16 @@ from flatout.errors import CheckpointError, ConfigError
 from flatout.model.count import parameter_count
 from flatout.model.gpt import GPT, build_model
 from flatout.ops import muon as ops
-from flatout.ops.muon import Numbers, advance_reference, apply_reference, normalise, orthogonalise
+from flatout.ops.muon import (
+    Numbers,
+    Products,
+    advance_reference,
+    apply_reference,
+    gram_reference,
+    normalise,
+    orthogonalise,
+    polynomial_reference,
+)
 from flatout.optim import muon as module
 from flatout.optim.optimizer import Trainable, trainables
 from flatout.optim.optimizers import Optimizers
@@ -486,3 +495,22 @@ def test_adapters_are_adamws():
     words = ["model.init_from=base", "chat.source=rows.json", "lora.rank=4", "optim.optimizer=muon"]
     with pytest.raises(ConfigError, match="muon takes whole matrices, and adapters have none"):
         load_config("lora", words)
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 70), (2, 200, 30), (1, 150, 150)])
+def test_the_symmetric_products_equal_the_plain_forms(shape: tuple[int, int, int]):
+    pytest.importorskip("triton")
+    from flatout.ops.kernels.muon import gram, polynomial
+
+    # the interpreter takes the bits of bf16 for whole numbers in a product
+    device, kind = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    matrices = drawn(*shape, seed=5, dtype=torch.float32).to(device, kind)
+    exact = gram_reference(matrices.double())
+    square = gram(matrices)
+    torch.testing.assert_close(square.double(), exact, rtol=1e-2, atol=1e-2 * float(exact.abs().max()))
+    assert torch.equal(square, square.mT)
+    unit = square / square.float().norm(dim=(-2, -1), keepdim=True).to(square.dtype)
+    wanted = polynomial_reference(unit.double(), 3.4, -4.7, 2.0)
+    torch.testing.assert_close(polynomial(unit, 3.4, -4.7, 2.0).double(), wanted, rtol=1e-2, atol=1e-2)
+    made = orthogonalise(matrices.clone(), products=Products(gram, polynomial))
+    torch.testing.assert_close(made, orthogonalise(matrices.clone()), rtol=0.05, atol=0.05)

@@ -96,7 +96,7 @@ def test_our_kernels_are_those_that_the_sources_launch():
         text = path.read_text(encoding="utf-8")
         jitted = re.findall(r"@triton\.jit\ndef (\w+)\(", text)
         launched |= {name for name in jitted if re.search(rf"\b{name}\[", text)}
-    assert launched == {*OUR_KERNELS, "_update", "_advance", "_apply"}
+    assert launched == {*OUR_KERNELS, "_update", "_advance", "_apply", "_symmetric"}
 
 
 # --- traces -----------------------------------------------------------------------------------------------------------

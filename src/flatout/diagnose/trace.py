@@ -33,7 +33,7 @@ OUR_KERNELS = (
 _KERNEL_KINDS = (
     (COMMUNICATION, r"nccl|nvshmem"),
     (ATTENTION, r"sdpa|fmha|flash|attention|attn|cudnn::fusion::(compute_dot_do_o|convert_dq)"),
-    (OPTIMIZER, r"multi_tensor_apply|FusedOptimizer|FusedAdam|LpNorm|^_(update|advance|apply)$"),
+    (OPTIMIZER, r"multi_tensor_apply|FusedOptimizer|FusedAdam|LpNorm|^_(update|advance|apply|symmetric)$"),
     (OURS, rf"^({'|'.join(OUR_KERNELS)})$"),
     (PRODUCTS, r"nvjet|gemm|gemv|cutlass|cublas|splitK|xmma|^triton_tem_|^triton_mm"),
     (COMPILED, r"^triton_"),

@@ -10,6 +10,7 @@ as they are. Products are in the type of the matrices only where autocast is off
 Shape legend: N matrices of a stack, R rows, C columns, K = max(R, C).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -62,16 +63,36 @@ def apply_reference(weight: Tensor, update: Tensor, numbers: Numbers, *, decays:
     weight.copy_(torch.where(numbers.finite, weight - rate * change, weight))
 
 
+def gram_reference(x_NRC: Tensor) -> Tensor:
+    """Each matrix times its transpose, on the side where the result is small."""
+    return torch.bmm(x_NRC.mT, x_NRC) if x_NRC.shape[-2] >= x_NRC.shape[-1] else torch.bmm(x_NRC, x_NRC.mT)
+
+
+def polynomial_reference(square_NSS: Tensor, a: float, b: float, c: float) -> Tensor:
+    """a + b·S + c·S² of each symmetric matrix S."""
+    factor_NSS = torch.baddbmm(square_NSS, square_NSS, square_NSS, beta=b, alpha=c)
+    factor_NSS.diagonal(dim1=-2, dim2=-1).add_(a)
+    return factor_NSS
+
+
+class Products(NamedTuple):
+    """The two symmetric products of an iteration, in one of their forms."""
+
+    gram: Callable[[Tensor], Tensor] = gram_reference
+    polynomial: Callable[[Tensor, float, float, float], Tensor] = polynomial_reference
+
+
 def orthogonalise(
     matrices_NRC: Tensor,
     scale: float = 1.0,
     out: Tensor | None = None,
     iterations: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS,
+    products: Products = Products(),  # noqa: B008 - it never changes
 ) -> Tensor:
     """U V' of each matrix, about, times `scale`; in the type of the matrices, of which nothing is left afterwards."""
     if matrices_NRC.device.type == "cpu" and matrices_NRC.shape[-2] < matrices_NRC.shape[-1]:
         # A stack times its transpose on the right takes torch four times as long there as one on the left.
-        made_NRC = orthogonalise(matrices_NRC.mT.contiguous(), scale, iterations=iterations).mT
+        made_NRC = orthogonalise(matrices_NRC.mT.contiguous(), scale, None, iterations, products).mT
         return made_NRC if out is None else out.copy_(made_NRC)
     x = matrices_NRC
     tall = x.shape[-2] >= x.shape[-1]
@@ -80,11 +101,9 @@ def orthogonalise(
     x.div_((norm_N11 * SAFETY + _TINY).to(x.dtype))
     for number, (a, b, c) in enumerate(iterations, start=1):
         times, place = (scale, out) if number == len(iterations) else (1.0, None)
-        square = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
-        factor = torch.baddbmm(square, square, square, beta=b * times, alpha=c * times)
-        # a·x as a part of the product: to add it, torch would copy x first
-        factor.diagonal(dim1=-2, dim2=-1).add_(a * times)
-        x = torch.bmm(x, factor, out=place) if tall else torch.bmm(factor, x, out=place)
+        # a·x is a part of the product: to add it afterwards, torch would copy x first
+        factor_NSS = products.polynomial(products.gram(x), a * times, b * times, c * times)
+        x = torch.bmm(x, factor_NSS, out=place) if tall else torch.bmm(factor_NSS, x, out=place)
     return x
 
 

@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 
 from flatout.ops.muon import (
     Numbers,
+    Products,
     advance_reference,
     apply_reference,
     normalise,
@@ -128,7 +129,7 @@ class Muon(Optimizer):
         }
         device = self.parameters[0].device
         wide = any(parameter.dtype != torch.float32 for parameter in self.parameters)
-        self._advance, self._apply = _elementwise(device, fused and not wide)
+        self._advance, self._apply, self._products = _forms(device, fused and not wide)
         # torch.full fills them on the device; a number that is copied there would make the host wait
         self._numbers = [
             {k: n if isinstance(n, Tensor) else torch.full((), n, device=device) for k, n in group.numbers.items()}
@@ -207,7 +208,8 @@ class Muon(Optimizer):
         for count, rows, columns in unit.stacks():
             cut = slice(top, top + count * rows)
             made = made_NRC[:, cut].view(-1, rows, columns)
-            orthogonalise(whole_NRC[:, cut].reshape(-1, rows, columns), max(1.0, rows / columns) ** 0.5, made)
+            scale = max(1.0, rows / columns) ** 0.5
+            orthogonalise(whole_NRC[:, cut].reshape(-1, rows, columns), scale, made, products=self._products)
             if self.normuon:
                 size = count * max(rows, columns)
                 states = [self.state[one.parameter]["second"][place : place + size] for one in unit.trained]
@@ -220,9 +222,10 @@ class Muon(Optimizer):
         return made_NRC
 
 
-def _elementwise(device: torch.device, fused: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+def _forms(device: torch.device, fused: bool) -> tuple[Callable[..., None], Callable[..., None], Products]:
+    """Momentum, update and symmetric products, as torch's operations or our kernels."""
     if fused and device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from flatout.ops.kernels.muon import advance, apply
+        from flatout.ops.kernels.muon import advance, apply, gram, polynomial
 
-        return advance, apply
-    return advance_reference, apply_reference
+        return advance, apply, Products(gram, polynomial)
+    return advance_reference, apply_reference, Products()

@@ -7,7 +7,8 @@
     python benchmarks/lab.py list
     python benchmarks/lab.py dry
 
-`prepare` wants enwik8.gz as the source package minGRU-pytorch 0.2.1 has it, and GPT-2's `r50k_base.tiktoken`.
+`prepare` wants enwik8.gz as the source package minGRU-pytorch 0.2.1 has it, and GPT-2's `r50k_base.tiktoken`. Any other
+folder with GPT-2's tokens in train.bin and val.bin, as uint16, can be given to --data as well.
 
 Protocol: training text is bytes 0 to 90M of enwik8, validation text bytes 90M to 95M, one document per `<page>` with
 `<|endoftext|>` before each, GPT-2 BPE. Rows of 1,024 tokens are drawn in a random order that depends on the seed only,
@@ -68,6 +69,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "tiny": Size(2, 32, 2, 256, 32),
+    "15m": Size(4, 256, 4),
     "60m": Size(8, 512, 8),
     "124m": Size(12, 768, 12),
     "350m": Size(24, 1024, 16),
@@ -92,6 +94,8 @@ class Recipe:
     head_rate: float = 0.02
     table_rate: float = 0.1  # value and bigram tables
     table_decay: float = 0.0  # of those tables, times their rate
+    embedding_decay: float = 0.0
+    head_decay: float = 0.0
     scalar_rate: float = 0.02  # learned scalars, gates and norm weights
     beta1: float = 0.8
     beta2: float = 0.95
@@ -203,6 +207,8 @@ VARIATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "head_rate": (0.01, {}),
     "table_rate": (0.03, {"value_tables": 1}),
     "table_decay": (0.5, {"value_tables": 1}),
+    "embedding_decay": (0.5, {}),
+    "head_decay": (0.5, {}),
     "scalar_rate": (0.01, {"x0_mix": True}),
     "beta1": (0.9, {}),
     "beta2": (0.99, {}),
@@ -736,7 +742,8 @@ class Optimizer:
         self.muon = Muon(matrices, recipe, compile=model.place.compile) if matrices else None
         rates = {name: getattr(recipe, f"{name}_rate") for name in ("embedding", "head", "table", "scalar")}
         rates["matrix"] = recipe.adam_rate
-        decays = {"matrix": recipe.decay if recipe.decay_form != "none" else 0.0, "table": recipe.table_decay}
+        decays = {name: getattr(recipe, f"{name}_decay") for name in ("embedding", "head", "table")}
+        decays["matrix"] = recipe.decay if recipe.decay_form != "none" else 0.0
         groups = [
             {"params": tensors, "lr": rates[group], "base": rates[group], "weight_decay": decays.get(group, 0.0)}
             for group, tensors in by_group.items()
@@ -838,14 +845,22 @@ def prepare(source: Path, tokenizer: Path, out: Path) -> None:
         print(f"{name}: {len(tokens):,} tokens, {(out / f'{name}.bin').stat().st_size:,} bytes", flush=True)
 
 
-def loaded(folder: Path, device: torch.device) -> Data:
+def loaded(folder: Path, device: torch.device, group: int) -> Data:
+    """enwik8, or another text as GPT-2's tokens; of its validation text whole groups of `group` tokens."""
+
     def tensor(name: str) -> Tensor:
         return torch.from_numpy(np.fromfile(folder / f"{name}.bin", dtype=np.uint16).astype(np.int32)).to(device)
 
     data = Data(tensor("train"), tensor("val"))
-    if len(data.train) != PARTS["train"][2] or len(data.val) != EVALUATED + 1:
-        sys.exit(f"error: {folder} holds {len(data.train):,} and {len(data.val):,} tokens; run `prepare` again")
-    return data
+    return Data(data.train, data.val[: min(EVALUATED, (len(data.val) - 1) // group * group) + 1])
+
+
+def protocol_of(data: Data, size: str) -> str:
+    if size == "tiny":
+        return "made-up tokens"
+    if len(data.train) == PARTS["train"][2]:
+        return PROTOCOL
+    return f"{len(data.train):,} tokens, loss on {len(data.val) - 1:,} others, separate rows of 1,024"
 
 
 def made_up(size: Size) -> Data:
@@ -999,7 +1014,7 @@ def changed(recipe: Recipe) -> dict[str, Any]:
 
 def identity(row: dict[str, Any]) -> str:
     # A field that a row does not have yet is one that was off when it was measured.
-    facts = [row[name] for name in ("size", "asked_tokens", "micro_rows", "seed")]
+    facts = [row[name] for name in ("protocol", "size", "asked_tokens", "micro_rows", "seed")]
     return json.dumps([*facts, dataclasses.asdict(Recipe()) | row["recipe"]], sort_keys=True)
 
 
@@ -1040,7 +1055,7 @@ def table() -> None:
         own = [row for row in rows if row["candidate"] == base]
         if not own:
             continue
-        about = {name: own[0][name] for name in ("size", "asked_tokens")}
+        about = {name: own[0][name] for name in ("protocol", "size", "asked_tokens")}
         own = [row for row in own if about.items() <= row.items()]
         losses = {row["seed"]: row["loss"] for row in own}
         mean = sum(losses.values()) / len(losses)
@@ -1084,13 +1099,13 @@ def run(asked: argparse.Namespace) -> None:
     config.recompile_limit, config.accumulated_recompile_limit = 1000, 10_000
     config.fail_on_recompile_limit_hit = True
     size = SIZES[asked.size]
-    data = made_up(size) if asked.size == "tiny" else loaded(asked.data, device)
+    data = made_up(size) if asked.size == "tiny" else loaded(asked.data, device, asked.micro * CONTEXT)
     place = Place(device, torch.bfloat16 if cuda else torch.float32, not asked.eager)
     facts = {
         "commit": asked.commit,
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "torch": torch.__version__,
-        "protocol": PROTOCOL if asked.size != "tiny" else "made-up tokens",
+        "protocol": protocol_of(data, asked.size),
         "size": asked.size,
         "asked_tokens": int(asked.tokens),
         "micro_rows": asked.micro,

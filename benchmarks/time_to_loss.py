@@ -12,7 +12,7 @@ bytes 90M to 95M. Every trained model is evaluated twice:
 - `loss`: in separate windows of 1,024 tokens;
 - `loss_32k`: in rows of 32,768 tokens of whole documents, where every block attends to the last `window` tokens of the
   document only: as many as the model was trained on, and at most 1,792. nanoGPT's learned positions end at 1,024.
-Seconds are those of the training steps. Start-up, compilation and evaluation are not timed: the first three steps count
+Seconds are those of the training steps; `elapsed` is all from the first step to the end of the run. Start-up, compilation and evaluation are not timed: the first three steps count
 as the median of all steps. nanoGPT is its own model and optimizer, compiled, in a loop of ours.
 """
 
@@ -103,18 +103,27 @@ def ours(words: str, data: Path, seed: int) -> dict[str, Any]:
     preset, *rest = words.split()
     size = next((word.partition("=")[2] for word in rest if word.startswith("--size=")), None)
     rest = [word for word in rest if not word.startswith("--")]
-    if not any(word.startswith(("train.tokens=", "train.steps=", "train.epochs=", "train.minutes=")) for word in rest):
+    timed = any(word.startswith("train.minutes=") for word in rest)
+    if not timed and not any(word.startswith(("train.tokens=", "train.steps=", "train.epochs=")) for word in rest):
         rest.append(f"train.tokens={TOKENS}")
     with tempfile.TemporaryDirectory() as folder:
         plan = [f"data.folder={data}", "data.source=null", "data.tokenizer=gpt2", f"train.seed={seed}",
-                f"eval.tokens={EVALUATED}", "eval.sample_tokens=0", "checkpoint.every=0", "checkpoint.best=false",
-                "output.plots=false", f"output.folder={folder}/run"]  # fmt: skip
+                "eval.sample_tokens=0", "checkpoint.every=0", "checkpoint.best=false", "output.plots=false",
+                f"output.folder={folder}/run"]  # fmt: skip
         named = {} if size is None else {"size": size}
         loaded = load_config(preset, [*plan, *rest], **named)
-        batch, tokens = loaded.config.train.batch_tokens, loaded.config.train.tokens or TOKENS
-        loaded = load_config(preset, [*plan, f"eval.every={max(1, tokens // batch // 8)}", *rest], **named)
-        records = [record for record in flatout.train(loaded) if isinstance(record, RunInfo | StepRecord | EvalRecord)]
-        return measured(records) | losses_of(Path(folder) / "run", data)
+        if not timed:  # a run of so many minutes plans its evaluations
+            batch, tokens = loaded.config.train.batch_tokens, loaded.config.train.tokens or TOKENS
+            often = [f"eval.tokens={EVALUATED}", f"eval.every={max(1, tokens // batch // 8)}"]
+            loaded = load_config(preset, [*plan, *often, *rest], **named)
+        records, began = [], math.inf
+        for record in flatout.train(loaded):
+            if isinstance(record, RunInfo | StepRecord | EvalRecord):
+                records.append(record)
+            if isinstance(record, StepRecord):
+                began = min(began, time.perf_counter() - record.seconds)
+        elapsed = {"elapsed": round(time.perf_counter() - began, 2)}
+        return measured(records) | elapsed | losses_of(Path(folder) / "run", data)
 
 
 def measured(records: list[Any]) -> dict[str, Any]:
@@ -136,6 +145,7 @@ def measured(records: list[Any]) -> dict[str, Any]:
         "slowest_step": round(max(step.seconds for step in steps[SETTLED:]) / middle, 2),
         "curve": curve,
         "features": {feature.name: feature.used for feature in info.features},
+        "shape": [info.config["model"]["layers"], info.config["model"]["width"]],
         "parameters": info.parameters,
         "batch_tokens": info.batch_tokens,
         "peak_gib": round(max(step.memory_bytes or 0 for step in steps) / 2**30, 2),

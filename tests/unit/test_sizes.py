@@ -61,6 +61,18 @@ def test_data_that_is_read_more_than_three_times_is_regularised() -> None:
     assert repeated(FRESH_EPOCHS + 0.1)
 
 
+def test_text_that_is_read_again_comes_in_another_order_and_tables_decay() -> None:
+    known, shape = Known(vocab=GPT2, unique=10_000_000), Shape(8, 512)
+
+    def settings(preset: str, epochs: float) -> tuple[object, object]:
+        size = derive(preset, shape, {"train.epochs": epochs}, known).size
+        return size.get("data.reshuffle"), size.get("optim.table_decay")
+
+    assert settings("record", 1.0) == settings("modern", 1.0) == (None, None)
+    assert settings("record", 2.0) == (True, 0.03)
+    assert settings("modern", 2.0) == (True, None)
+
+
 def test_a_run_without_a_length_reads_the_data_twice_at_most() -> None:
     derived = derive("modern", Shape(8, 512), {}, Known(vocab=GPT2, unique=10_000_000))
     assert derived.size["train.tokens"] == 20_000_000

@@ -42,7 +42,8 @@ _ADAM_RATES = {"embedding_rate": 0.3, "head_rate": 0.008, "learning_rate": 0.02}
 _VALUE_RATE, _BIGRAM_RATE = 0.1, 0.3
 SHORT_STEPS = 800
 TOKENS_PER_PARAMETER, MOST_EPOCHS = 20, 2.0
-ONCE = 1.1  # epochs: in a second one bigram rows are learned by heart, and the loss rises
+ONCE = 1.1  # epochs: in a second one tables are learned by heart
+_VALUE_DECAY = 0.03  # of value tables that see text again
 FRESH_EPOCHS = 3.0  # time-to-loss ladders of fresh and of repeated data disagree from about here on
 
 
@@ -204,6 +205,7 @@ def derive(preset: str, shape: Shape, written: Mapping[str, Any], known: Known) 
         "train.batch_tokens": batch,
         **dict(_rates(shape, batch, tokens, context, bigrams=bool(tables.get("model.bigram_rows")))),
         **tables,
+        **_again(preset, epochs),
         **({} if told else {"train.tokens": tokens}),
     }
     repeated = _repeated(preset) if epochs is not None and epochs > FRESH_EPOCHS else {}
@@ -283,6 +285,16 @@ def _tables(shape: Shape, vocab: int, epochs: float | None) -> dict[str, Any]:
     return {"model.value_tables": min(2, shape.layers // 2), "model.bigram_rows": rows}
 
 
+def _again(preset: str, epochs: float | None) -> dict[str, Any]:
+    """What pays in a second epoch: documents in another order, and a decay of value tables.
+
+    Two epochs of enwik8, `record` at 60m: 2.757 with the former alone, 2.751 with a decay of 0.01, 2.738 with 0.03.
+    """
+    if epochs is None or epochs <= ONCE:
+        return {}
+    return {"data.reshuffle": True, **({"optim.table_decay": _VALUE_DECAY} if preset == "record" else {})}
+
+
 def _short(value: float) -> float:
     """A rate as people write it."""
     return float(f"{value:.3g}")
@@ -290,6 +302,6 @@ def _short(value: float) -> float:
 
 def _repeated(preset: str) -> dict[str, Any]:
     """What pays where the data is read many times: more of what keeps a model from learning it by heart, no tables."""
-    values = {"model.mlp": "swiglu", "model.dropout": 0.1, "optim.ema": 0.995, "data.reshuffle": True}
+    values: dict[str, Any] = {"model.mlp": "swiglu", "model.dropout": 0.1, "optim.ema": 0.995}
     values |= {"optim.weight_decay": 1.0, "optim.weight_decay_end": 0.2}
     return values | ({"model.value_tables": 0, "model.bigram_rows": 0} if preset == "record" else {})

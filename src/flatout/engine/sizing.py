@@ -56,11 +56,12 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
     assert size is not None, "a config without a size has nothing to decide"
     derived = derive(size.preset, shape, written(loaded), known)
     where = f"size {shape.name}"
-    values = {path: (value, where) for path, value in derived.size.items()}
+    impossible = _impossible(loaded.config)
+    values = {path: (value, where) for path, value in derived.size.items() if path not in impossible}
     notices: list[str] = []
     if derived.repeated:
         times = f"{derived.epochs:.1f} epochs"
-        repeated = {path: value for path, value in derived.repeated.items() if path not in _impossible(loaded.config)}
+        repeated = {path: value for path, value in derived.repeated.items() if path not in impossible}
         values |= {path: (value, times) for path, value in repeated.items()}
         told = ", ".join(
             f"{path}={format_value(value)}" for path, value in repeated.items() if not _by_user(loaded, path)
@@ -78,7 +79,7 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
 
 
 def _impossible(config: RunConfig) -> set[str]:
-    """What would help with repeated data, and does not go together with what the config has."""
+    """What would help with text that is read again, and does not go together with what the config has."""
     windows = config.data.documents != "joined" or "W" in config.model.pattern
     return {*(["model.dropout"] if windows else []), *(["data.reshuffle"] if config.data.packing == "best_fit" else [])}
 

@@ -12,8 +12,9 @@ bytes 90M to 95M. Every trained model is evaluated twice:
 - `loss`: in separate windows of 1,024 tokens;
 - `loss_32k`: in rows of 32,768 tokens of whole documents, where every block attends to the last `window` tokens of the
   document only: as many as the model was trained on, and at most 1,792. nanoGPT's learned positions end at 1,024.
-Seconds are those of the training steps; `elapsed` is all from the first step to the end of the run. Start-up, compilation and evaluation are not timed: the first three steps count
-as the median of all steps. nanoGPT is its own model and optimizer, compiled, in a loop of ours.
+Seconds are those of the training steps; `elapsed` is all from the first step to the end of the run. Start-up,
+compilation and evaluation are not timed: the first three steps count as the median of all steps. nanoGPT is its own
+model and optimizer, compiled, in a loop of ours.
 """
 
 import argparse

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatout.api.settling import on_device
+from flatout.api.settling import on_device, with_tokenizer
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.sizes import LADDER, Known, Shape
 from flatout.device import Device
@@ -53,7 +53,7 @@ def test_more_parameters_tokens_and_steps_lower_the_loss_and_repeats_count_less(
     assert effective_tokens(1e6, 2e6) == 1e6
     assert effective_tokens(2e6, 1e6) == pytest.approx(2e6, rel=0.05), "a second reading is almost as good as the first"
     assert effective_tokens(1e9, 1e6) < 17e6, "the thousandth is not"
-    assert law_for(65) is not law_for(50257)
+    assert len({law_for(65), law_for(1024), law_for(50257)}) == 3
 
 
 def test_a_faster_machine_and_more_time_choose_larger_models() -> None:
@@ -133,6 +133,24 @@ def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised()
     assert repeated.sources["model.dropout"].where == "10.0 epochs"
     assert "read 10.0 times" in repeated.notices[-1]
     assert loaded.config.model.dropout == 0.0
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "tokenizer"),
+    [
+        (CPU, [], "bpe-1024"),
+        (CPU, ["data.tokenizer=char"], "char"),
+        (CPU, ["data.folder=shards"], "gpt2"),
+        (CPU, ["train.minutes=null"], "gpt2"),
+        (card(8), [], "gpt2"),
+    ],
+)
+def test_on_a_cpu_a_size_that_is_chosen_has_a_small_vocabulary(
+    device: Device, words: list[str], tokenizer: str
+) -> None:
+    found = with_tokenizer(load_config("record", ["data.source=shakespeare", "train.minutes=2", *words]), device)
+    assert found.config.data.tokenizer == tokenizer
+    assert (tokenizer == "bpe-1024") == any("bpe-1024" in notice for notice in found.notices)
 
 
 def test_the_ladder_rises_and_goes_down_to_models_for_characters() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from flatout.api.configs import Config
 from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, with_values
-from flatout.config.sizes import Known, usual_vocab
+from flatout.config.sizes import AUTO, Known, usual_vocab
 from flatout.config.source import Source
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
@@ -15,6 +15,7 @@ from flatout.engine.overlays import fitted_to
 from flatout.engine.sizing import Decision, applied, as_before, data_facts, decide, shape_named
 from flatout.world import World
 
+CPU_TOKENIZER = "bpe-1024"
 FEW_TOKENS = 8192  # of a micro-batch on a CPU: more are no faster there, and take memory
 
 
@@ -37,6 +38,7 @@ def settled(
     speed = config.config.speed
     with world.together():
         device = limit_memory(detect_device(speed.device, world.local), speed.memory_limit)
+    config = config if arrays is not None else with_tokenizer(config, device)
     with world.together(), world.in_turns():
         known = replace(_known(config, progress, arrays), ranks=world.size)
     decision = Decision()
@@ -46,6 +48,18 @@ def settled(
     told = world.told(decision.told())
     with world.together():
         return on_device(applied(config, told), device, sized=config.size is not None)
+
+
+def with_tokenizer(config: LoadedConfig, device: Device) -> LoadedConfig:
+    """On a CPU a size that is chosen has a small vocabulary: a head of GPT-2's would take nearly all of the time."""
+    data, path = config.config.data, "data.tokenizer"
+    chosen = config.size is not None and config.size.name == AUTO and device.kind == "cpu"
+    theirs = any(config.sources[name].by_user for name in (path, "data.folder", "model.vocab"))
+    if not chosen or theirs or data.source is None or data.streaming or data.format == "tokens":
+        return config
+    notice = f"{data.tokenizer}'s vocabulary is large for a CPU: {path}={CPU_TOKENIZER}, learned from the text"
+    config = with_values(config, {path: CPU_TOKENIZER}, Source("size", device.name))
+    return replace(config, notices=(*config.notices, notice))
 
 
 def _known(config: LoadedConfig, progress: Progress | None, arrays: Arrays | None) -> Known:

@@ -10,6 +10,8 @@ Where the constants come from:
 - Characters: fitted to 13 runs of `record` on Shakespeare, 0.10M, 0.34M and 0.79M parameters after 0.4M to 2.5M
   characters in 113 to 1,573 steps, ending between 1.60 and 1.86; off by 0.023 (root of the mean square). Ten of them
   are the grid of `docs/minutes.md`. Steeper exponents fit a little better there, and worse elsewhere.
+- Subwords (a small vocabulary learned from the text): the law of characters, 2.4 of them a token as in `bpe-1024` of
+  Shakespeare.
 - Repeated tokens: Muennighoff et al. 2023, "Scaling data-constrained language models", R* = 15.4.
 """
 
@@ -17,7 +19,8 @@ import math
 from dataclasses import dataclass
 
 _REPEATS = 15.4  # epochs beyond the first after which repeated tokens teach hardly anything
-_SMALL_VOCAB = 1000
+_CHARACTERS, _SUBWORDS = 300, 8000  # vocabularies up to so many ids
+_LETTERS = 2.4  # characters of a subword
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,18 @@ class Law:
 WORDS = Law(floor=2.0, size=63.0, size_power=0.3, data=133.0, data_power=0.3, steps=59.0)
 CHARACTERS = Law(floor=1.18, size=87.0, size_power=0.5, data=228.0, data_power=0.5, steps=20.0)
 
+SUBWORDS = Law(
+    floor=_LETTERS * CHARACTERS.floor,
+    size=_LETTERS * CHARACTERS.size,
+    size_power=CHARACTERS.size_power,
+    data=_LETTERS ** (1 - CHARACTERS.data_power) * CHARACTERS.data,
+    data_power=CHARACTERS.data_power,
+    steps=_LETTERS * CHARACTERS.steps,
+)
+
 
 def law_for(vocab: int) -> Law:
-    return CHARACTERS if vocab < _SMALL_VOCAB else WORDS
+    return CHARACTERS if vocab <= _CHARACTERS else SUBWORDS if vocab <= _SUBWORDS else WORDS
 
 
 def effective_tokens(tokens: float, unique: float | None) -> float:

@@ -180,6 +180,7 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
     "tied": (True, False),
     "activation": ("gelu", "relu2"),
     "qk_norm": (False, True),
+    "qk_scale": (1.0, 1.2),
     "zero_init": (False, True),
     "cap": (0.0, 15.0),
     "norm_weights": (True, False),
@@ -343,6 +344,13 @@ NAMED: dict[str, str] = {
     "best-swiglu": "from:best,activation:swiglu",
     # What Qwen3 can hold: no cap, no norm of the embedding.
     "modern": "from:best,activation:swiglu,cap:0,embedding_norm:false",
+    # The record recipe without bigrams, and what was tried on top of it.
+    "rec": "from:best,normuon:true,qk_scale:1.2,x0_mix:true,value_tables:2,attention_gates:true",
+    "rec-mtp": "from:rec,mtp:0.5",
+    "rec-values-4": "from:rec,value_tables:4",
+    "rec-bigram-0.3": "from:rec,bigram_rows:251520,table_rate:0.3",
+    "rec-16k": "from:rec,batch:16384,rate:0.71",
+    "rec-64k": "from:rec,batch:65536",
     "best-everything": "from:best,x0_mix:true,skips:true,value_tables:2,attention_gates:true,half_rotary:true,"
     "smear:true,bigram_rows:251520,normuon:true,cap:23,cap_form:sigmoid",
     "everything": "x0_mix:true,skips:true,value_tables:2,attention_gates:true,half_rotary:true,smear:true,"
@@ -1052,31 +1060,39 @@ def table() -> None:
     """Print what each field is worth, as docs/recipe.md has it: rows that differ from a base in one field."""
     rows = [row for row in rows_before() if row.get("loss") is not None]
     for base in ("muon", "best", "rec"):
-        own = [row for row in rows if row["candidate"] == base]
-        if not own:
-            continue
-        about = {name: own[0][name] for name in ("protocol", "size", "asked_tokens")}
-        own = [row for row in own if about.items() <= row.items()]
-        losses = {row["seed"]: row["loss"] for row in own}
-        mean = sum(losses.values()) / len(losses)
-        told = f"{about['size']}, {about['asked_tokens'] / 1e6:.0f}M tokens"
-        print(f"\nAgainst `{base}` ({told}, {len(losses)} seeds, {mean:.3f}):\n")
-        print("| field | difference | seeds | speed |\n|---|---|---|---|")
-        recipe = dataclasses.asdict(Recipe())
-        kinds: dict[str, list[dict[str, Any]]] = {}
-        for row in rows:
-            ours, theirs = recipe | row["recipe"], recipe | own[0]["recipe"]
-            fields = {name: ours[name] for name in recipe if ours[name] != theirs[name]}
-            many = len(fields) > (2 if "batch" in fields or "cap_form" in fields or "bigram_rows" in fields else 1)
-            if about.items() <= row.items() and fields and not many and row["seed"] in losses:
-                kinds.setdefault(", ".join(f"{k} {v}" for k, v in fields.items()), []).append(row)
-        found = []
-        for told, same in kinds.items():
-            pairs = [row["loss"] - losses[row["seed"]] for row in same]
-            speed = statistics.mean(row["tokens_per_second"] for row in same) / own[0]["tokens_per_second"]
-            found.append((sum(pairs) / len(pairs), told, len(pairs), speed))
-        for difference, told, count, speed in sorted(found):
-            print(f"| {told} | {difference:+.3f} | {count} | {speed:.3f} |")
+        kinds = [tuple(row[name] for name in ABOUT) for row in rows if row["candidate"] == base]
+        for kind in dict.fromkeys(kinds):
+            print_table(base, [row for row in rows if tuple(row[name] for name in ABOUT) == kind])
+
+
+ABOUT = ("protocol", "size", "asked_tokens")
+
+
+def print_table(base: str, rows: list[dict[str, Any]]) -> None:
+    """What each field changes of a base, over the same seeds, with the verdict of `flatout ablate`."""
+    from flatout.tuning.paired import ALIKE, HELPS, HURTS, effects
+
+    own = {row["seed"]: row for row in rows if row["candidate"] == base}
+    first = next(iter(own.values()))
+    mean = statistics.mean(row["loss"] for row in own.values())
+    told = f"{first['size']}, {first['asked_tokens'] / 1e6:.0f}M tokens of {first['protocol'].split(',')[0]}"
+    print(f"\nAgainst `{base}` ({told}; {len(own)} seeds, {mean:.3f}):\n")
+    print("| field | difference | could be seen | seeds | verdict | speed |\n|---|---|---|---|---|---|")
+    recipe, kinds = dataclasses.asdict(Recipe()), dict[str, dict[int, dict[str, Any]]]()
+    for row in rows:
+        ours, theirs = recipe | row["recipe"], recipe | first["recipe"]
+        fields = {name: ours[name] for name in recipe if ours[name] != theirs[name]}
+        many = len(fields) > (2 if "batch" in fields or "cap_form" in fields or "bigram_rows" in fields else 1)
+        if fields and not many and row["seed"] in own:
+            kinds.setdefault(", ".join(f"{k} {v}" for k, v in fields.items()), {})[row["seed"]] = row
+    pairs = {told: [same[seed]["loss"] - own[seed]["loss"] for seed in sorted(same)] for told, same in kinds.items()}
+    of_the_change = {HELPS: "hurts", HURTS: "helps", ALIKE: ALIKE}
+    for told, effect in sorted(effects(pairs).items(), key=lambda item: item[1].mean):
+        same = kinds[told]
+        speed = statistics.mean(same[seed]["tokens_per_second"] / own[seed]["tokens_per_second"] for seed in same)
+        width = "-" if effect.half_width is None else f"{effect.half_width:.3f}"
+        verdict = of_the_change.get(effect.verdict, "one seed")
+        print(f"| {told} | {effect.mean:+.3f} | {width} | {effect.pairs} | {verdict} | {speed:.3f} |")
 
 
 def chosen(asked: argparse.Namespace) -> list[tuple[str, Recipe]]:

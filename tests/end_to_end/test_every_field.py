@@ -27,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("children_stay")
 
 STREAM = ["data.source=many.jsonl", "data.tokenizer=bytes", "data.split=document"]
 LLAMA3 = ["model.rope_scaling=llama3", "model.rope_original_context=64"]
-STATES = ["model.pattern=EA", "model.states=16"]
+STATES = ["model.layers=2", "model.pattern=EA", "model.states=16"]
+WINDOWS = ["model.layers=2", "model.pattern=AW", "model.window=9"]
 CHAT = ["model.init_from=chatty", "chat.source=rows.json", "model.context=64"]
 ADAPTERS = [*CHAT, "lora.rank=4"]
 GPT2 = ["model.family=gpt2", "model.mlp=gelu"]
@@ -41,8 +42,8 @@ OTHER: dict[str, str | list[str]] = {
     "model.heads": "4",
     "model.kv_heads": "1",
     "model.head_size": "20",
-    "model.pattern": ["model.pattern=AW", "model.window=5"],
-    "model.window": ["model.pattern=AW", "model.window=5"],
+    "model.pattern": [*WINDOWS, "model.window=5"],
+    "model.window": [*WINDOWS, "model.window=5"],
     "model.states": [*STATES, "model.states=24"],
     "model.state_heads": [*STATES, "model.resonance=0.2", "model.state_heads=2"],
     "model.resonance": [*STATES, "model.resonance=0.2"],
@@ -74,7 +75,7 @@ OTHER: dict[str, str | list[str]] = {
     "model.residual_scale": "0.1",
     "model.logit_cap": "2.0",
     "model.first_mix": "true",
-    "model.value_tables": "1",
+    "model.value_tables": ["model.layers=2", "model.value_tables=1"],
     "model.head_gate": "true",
     "model.bigram_rows": "50",
     "model.tied": "false",
@@ -162,7 +163,7 @@ OTHER: dict[str, str | list[str]] = {
     "train.batch_tokens": "128",
     "train.batch_stages": "[32, 64]",
     "train.length_stages": "[8, 16]",
-    "train.window_stages": ["model.pattern=AW", "model.window=9", "train.window_stages=[3, 5]"],
+    "train.window_stages": [*WINDOWS, "train.window_stages=[3, 5]"],
     "train.batch_rate_power": ["train.batch_stages=[32, 64]", "train.batch_rate_power=1.0"],
     "train.label_smoothing": "0.1",
     "train.seed": "5",
@@ -218,7 +219,8 @@ BESIDE: dict[str, list[str]] = {
     **{name: CHAT for name in OTHER if name.startswith("chat.") or name == "lora.rank"},
     **{name: ADAPTERS for name in OTHER if name.startswith("lora.") and name != "lora.rank"},
     "model.rope_factor": ["model.rope_scaling=linear"],
-    "model.window": ["model.pattern=AW", "model.window=9"],
+    **{f"model.{name}": ["model.layers=2"] for name in ("pattern", "value_tables")},
+    "model.window": WINDOWS,
     **{f"model.{name}": STATES for name in ("states", "resonance", "modulation", "convolution", "scales", "energy")},
     "model.state_heads": [*STATES, "model.resonance=0.2"],
     "speed.scan": STATES,
@@ -246,7 +248,7 @@ BESIDE: dict[str, list[str]] = {
     "optim.table_rate": ["model.bigram_rows=50"],
     "optim.table_decay": ["model.bigram_rows=50"],
     "optim.head_rate": ["model.tied=false"],
-    "train.window_stages": ["model.pattern=AW", "model.window=9"],
+    "train.window_stages": WINDOWS,
     "train.batch_rate_power": ["train.batch_stages=[32, 64]"],
     "eval.epoch_end": EPOCH,
     "checkpoint.epochs": EPOCH,
@@ -282,7 +284,7 @@ def signature(words: list[str]) -> Any:
     shutil.rmtree("runs", ignore_errors=True)
     lengths = ("train.steps", "train.epochs", "train.tokens", "train.minutes")
     length = [] if any(word.startswith(lengths) for word in words) else ["train.steps=5"]
-    short = ["optim.warmup_steps=2", "eval.tokens=128", "eval.sample_tokens=4"]
+    short = ["model.layers=1", "optim.warmup_steps=2", "eval.tokens=128", "eval.sample_tokens=4"]
     base = [*TINY, "data.source=text.txt", *short, *length]
     if any(word.startswith("chat.") for word in words):  # the shape is the model's own
         base = [word for word in base if not word.startswith(("model.", "data.", "train.batch_tokens"))]
@@ -365,7 +367,7 @@ def test_field_matters(field: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     if field == "lora.quantize":
         pytest.importorskip("bitsandbytes")
     if field == "model.init_from" and not Path("weights").exists():
-        words = [*TINY, "data.source=text.txt", "train.steps=2", *GPT2, "train.seed=9"]
+        words = [*TINY, "model.layers=1", "data.source=text.txt", "train.steps=2", *GPT2, "train.seed=9"]
         list(flatout.train(load_config(None, words)))
         export_huggingface(flatout.load_model().model, Path("weights"))
     beside = BESIDE.get(field, [])

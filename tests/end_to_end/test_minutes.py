@@ -101,12 +101,13 @@ def test_the_size_of_a_preset_is_settled_with_its_data(
         "data.tokenizer=char",
         "eval.tokens=512",
         "eval.sample_tokens=0",
+        "output.plots=false",
         "speed.threads=1",
     ]
     loaded = load_config(
         "record", [*words, "train.epochs=4", "model.context=64", "train.batch_tokens=4096"], size="4x32"
     )
-    records = list(flatout.train(loaded))
+    records = list(flatout.train(loaded, stop=lambda: True))
     info = records[0]
     assert isinstance(info, RunInfo)
     assert info.config["model"]["dropout"] == 0.1

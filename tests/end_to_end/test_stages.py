@@ -18,8 +18,8 @@ from flatout.model.count import flops_per_token
 from flatout.records import EpochRecord, EvalRecord, RunInfo, StepRecord
 from tests.unit.test_graphs import FakeRecorder
 
-WORDS = ("train.steps=9", "model.pattern=AW", "model.window=8", "checkpoint.every=1", "checkpoint.keep=20",
-         "eval.every=3", "eval.epoch_end=true")  # fmt: skip
+WORDS = ("train.steps=9", "model.pattern=AW", "model.window=8", "eval.every=3", "eval.tokens=64",
+         "eval.epoch_end=true")  # fmt: skip
 
 
 def staged(run, context: int):
@@ -64,13 +64,15 @@ def test_a_run_in_stages_resumes_bit_identically_at_every_edge(tiny, in_stages, 
 
 
 def test_epochs_are_counted_in_windows_and_evaluation_has_full_length(tiny, in_stages):
-    loaded = tiny("train.steps=200", "model.pattern=AW", "model.window=8", "output.folder=run", "eval.epoch_end=true")
+    Path("short.txt").write_text("the sly fox over the moon.\n" * 60, encoding="utf-8")
+    words = ["data.source=short.txt", "train.steps=30", "model.pattern=AW", "model.window=8", "eval.epoch_end=true"]
+    loaded = tiny(*words, "output.folder=run")
     run = staged(setup_run(loaded), loaded.config.model.context)
     windows = run.data.facts.windows
     assert windows is not None
     records = list(flatout.train(loaded))
     steps = [record for record in records if isinstance(record, StepRecord)]
-    assert [record.epoch for record in steps] == [run.schedule.at(step).start / windows for step in range(1, 201)]
+    assert [record.epoch for record in steps] == [run.schedule.at(step).start / windows for step in range(1, 31)]
     assert 1 < (steps[-1].epoch or 0) < 2
     ends = [record.step for record in records if isinstance(record, EpochRecord)]
     assert ends == [run.schedule.steps_until(windows)]

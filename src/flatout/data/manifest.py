@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,15 +115,20 @@ def read_manifest(folder: str | Path) -> Manifest:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}", "check that you may read it") from error
     try:
-        content = parse_json(raw)
-        _check_version(content, path)
-        manifest = _manifest_from(content)
-        _check_consistent(manifest)
-        found, wanted = hashlib.sha256(raw).hexdigest(), hashlib.sha256(manifest.to_bytes()).hexdigest()
-        if found != wanted:
-            raise ValueError(f"its SHA-256 is {found}, and its own content asks for {wanted}")
+        return _verified(raw, path)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {type(error).__name__}: {error}", PREPARE_AGAIN) from error
+
+
+@lru_cache(maxsize=2)  # a run asks for the manifest of its dataset seven times
+def _verified(raw: bytes, path: Path) -> Manifest:
+    content = parse_json(raw)
+    _check_version(content, path)
+    manifest = _manifest_from(content)
+    _check_consistent(manifest)
+    found, wanted = hashlib.sha256(raw).hexdigest(), hashlib.sha256(manifest.to_bytes()).hexdigest()
+    if found != wanted:
+        raise ValueError(f"its SHA-256 is {found}, and its own content asks for {wanted}")
     return manifest
 
 

@@ -30,7 +30,7 @@ from flatout.ops.muon import (
     advance_reference,
     apply_reference,
     gram_reference,
-    normalise,
+    normalise_reference,
     orthogonalise,
     polynomial_reference,
 )
@@ -159,7 +159,7 @@ def test_normuon_cautious_decay_and_momentum_are_those_of_the_formulas():
 def test_the_second_moment_leaves_the_size_of_an_update():
     update = drawn(2, 12, 5)
     made = update.clone()
-    second = normalise(made, torch.zeros(2, 12, dtype=torch.float64))
+    second = normalise_reference(made, torch.zeros(2, 12, dtype=torch.float64), torch.tensor(True))
     torch.testing.assert_close(made.norm(dim=(1, 2)), update.norm(dim=(1, 2)))
     torch.testing.assert_close(made.norm(dim=2).std(dim=1), torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-12)
     torch.testing.assert_close(second, 0.1 * update.square().mean(dim=2))
@@ -495,6 +495,25 @@ def test_adapters_are_adamws():
     words = ["model.init_from=base", "chat.source=rows.json", "lora.rank=4", "optim.optimizer=muon"]
     with pytest.raises(ConfigError, match="muon takes whole matrices, and adapters have none"):
         load_config("lora", words)
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 70), (2, 300, 30), (1, 33, 33), (2, 1, 5)])
+@pytest.mark.parametrize("finite", [True, False])
+def test_the_kernels_of_normuon_equal_the_plain_form(shape: tuple[int, int, int], finite: bool):
+    pytest.importorskip("triton")
+    from flatout.ops.kernels.muon import normalise
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    count, rows, columns = shape
+    second = drawn(count, max(rows, columns), seed=6, dtype=torch.float32).square().to(device)
+    stacked = drawn(count, 3 + rows, columns, seed=5, dtype=torch.bfloat16).to(device)
+    made = [stacked.clone()[:, 3:] for _ in range(2)]  # as parts of a fused weight lie
+    flag = torch.tensor(finite, device=device)
+    ours, theirs = (form(x, second, flag) for form, x in zip((normalise, normalise_reference), made, strict=True))
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(ours, second) != finite
+    torch.testing.assert_close(made[0], made[1], rtol=1e-2, atol=1e-6)
+    assert torch.equal(made[0]._base[:, :3], stacked[:, :3])  # pyright: ignore[reportOptionalSubscript]
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 70), (2, 200, 30), (1, 150, 150)])

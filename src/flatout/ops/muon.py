@@ -25,7 +25,8 @@ POLAR_EXPRESS = (
 )
 SAFETY = 1.02  # no singular value may be above 1, rounding included
 NORMUON_BETA = 0.9
-_TINY, _SMALLEST = 1e-7, 1e-10
+SMALLEST = 1e-10  # that a second moment, or a norm, counts for
+_TINY = 1e-7
 
 
 class Numbers(NamedTuple):
@@ -107,7 +108,7 @@ def orthogonalise(
     return x
 
 
-def normalise(update_NRC: Tensor, second_NK: Tensor) -> Tensor:
+def normalise_reference(update_NRC: Tensor, second_NK: Tensor, finite: Tensor) -> Tensor:
     """Gives the rows of updates equal size over time, in place (NorMuon, arXiv 2510.05491); the new second moment.
 
     Of a wide matrix it is the columns. The Frobenius norm of an update stays as it was.
@@ -115,9 +116,9 @@ def normalise(update_NRC: Tensor, second_NK: Tensor) -> Tensor:
     axis = -1 if update_NRC.shape[-2] >= update_NRC.shape[-1] else -2
     size = torch.linalg.vector_norm(update_NRC, dim=axis, dtype=second_NK.dtype)
     mean_NK = size.square() / update_NRC.shape[axis]
-    second_NK = second_NK.lerp(mean_NK, 1 - NORMUON_BETA)
-    factor_NK = second_NK.clamp(min=_SMALLEST).rsqrt()
+    moved_NK = second_NK.lerp(mean_NK, 1 - NORMUON_BETA)
+    factor_NK = moved_NK.clamp(min=SMALLEST).rsqrt()
     before, after = mean_NK.sum(-1, keepdim=True), (mean_NK * factor_NK.square()).sum(-1, keepdim=True)
-    factor_NK = factor_NK * (before.sqrt() / after.sqrt().clamp(min=_SMALLEST))
+    factor_NK = factor_NK * (before.sqrt() / after.sqrt().clamp(min=SMALLEST))
     torch.mul(update_NRC, factor_NK.unsqueeze(axis), out=update_NRC)
-    return second_NK
+    return torch.where(finite, moved_NK, second_NK)

@@ -95,6 +95,14 @@ def test_an_orthogonal_update_is_near_that_of_the_svd(shape: tuple[int, ...], dt
     torch.testing.assert_close(orthogonalise(gradient.to(dtype), 3.0).double(), 3 * update, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-3, 1e5, 1e15])
+@pytest.mark.parametrize("shape", [(2, 12, 40), (2, 40, 12)])
+def test_the_size_of_a_gradient_does_not_matter(shape: tuple[int, ...], size: float):
+    gradient = drawn(*shape, dtype=torch.float32)
+    expected = orthogonalise(gradient) if size else torch.zeros_like(gradient)
+    torch.testing.assert_close(orthogonalise(gradient * size), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_the_update_is_torchs_where_the_polynomial_is(monkeypatch: pytest.MonkeyPatch):
     """torch's works in bf16, which is as near as two of them come."""
     newton = ((3.4445, -4.7750, 2.0315),) * 5
@@ -531,5 +539,10 @@ def test_the_symmetric_products_equal_the_plain_forms(shape: tuple[int, int, int
     unit = square / square.float().norm(dim=(-2, -1), keepdim=True).to(square.dtype)
     wanted = polynomial_reference(unit.double(), 3.4, -4.7, 2.0)
     torch.testing.assert_close(polynomial(unit, 3.4, -4.7, 2.0).double(), wanted, rtol=1e-2, atol=1e-2)
+    scale = drawn(len(matrices), 1, 1, seed=6, dtype=torch.float32).to(device)
+    scaled = (gram(matrices, scale), polynomial(unit, 3.4, -4.7, 2.0, scale))
+    for ours, plain in zip(scaled, (exact, wanted), strict=True):
+        largest = 1e-2 * float((plain * scale).abs().max())
+        torch.testing.assert_close(ours.double(), plain * scale, rtol=1e-2, atol=largest)
     made = orthogonalise(matrices.clone(), products=Products(gram, polynomial))
     torch.testing.assert_close(made, orthogonalise(matrices.clone()), rtol=0.05, atol=0.05)

@@ -53,8 +53,8 @@ def _apply(
 
 @triton.jit
 def _symmetric(
-    x_ptr, out_ptr, rows, inner, stride_n, stride_r, stride_i, times, itself, diagonal,
-    ADDS: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
+    x_ptr, out_ptr, scale_ptr, rows, inner, stride_n, stride_r, stride_i, times, itself, diagonal,
+    ADDS: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)  # of tiles: 0 0, 1 0, 1 1, 2 0, ...
     high = ((tl.sqrt(8.0 * pair.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
@@ -77,6 +77,8 @@ def _symmetric(
     if ADDS:
         own = tl.load(x_ptr + row[:, None] * stride_r + column[None, :] * stride_i, mask, 0.0)
         total += itself * own.to(tl.float32) + tl.where(row[:, None] == column[None, :], diagonal, 0.0)
+    if SCALED:
+        total *= tl.load(scale_ptr + matrix)
     out_ptr += matrix * rows * rows
     value = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row[:, None] * rows + column[None, :], value, mask)
@@ -155,26 +157,26 @@ def normalise(update_NRC: Tensor, second_NK: Tensor, finite: Tensor) -> Tensor:
     return moved
 
 
-def gram(x_NRC: Tensor) -> Tensor:
+def gram(x_NRC: Tensor, scale_N11: Tensor | None = None) -> Tensor:
     """As `ops.muon.gram_reference`, up to rounding."""
     if x_NRC.shape[-2] >= x_NRC.shape[-1]:
         x_NRC = x_NRC.mT
-    return _launch(x_NRC, 1.0, None)
+    return _launch(x_NRC, 1.0, None, scale_N11)
 
 
-def polynomial(square_NSS: Tensor, a: float, b: float, c: float) -> Tensor:
+def polynomial(square_NSS: Tensor, a: float, b: float, c: float, scale_N11: Tensor | None = None) -> Tensor:
     """As `ops.muon.polynomial_reference`, up to rounding."""
-    return _launch(square_NSS, c, (b, a))
+    return _launch(square_NSS, c, (b, a), scale_N11)
 
 
-def _launch(x_NRI: Tensor, times: float, added: tuple[float, float] | None) -> Tensor:
-    """times · X X', and with `added` also its multiples of X itself and of the identity."""
+def _launch(x_NRI: Tensor, times: float, added: tuple[float, float] | None, scale_N11: Tensor | None) -> Tensor:
+    """times · X X', and with `added` also its multiples of X itself and of the identity; all of it times a scale."""
     count, rows, inner = x_NRI.shape
     out = torch.empty(count, rows, rows, dtype=x_NRI.dtype, device=x_NRI.device)
     tiles = triton.cdiv(rows, _TILE)
     _symmetric[(tiles * (tiles + 1) // 2, count)](
-        x_NRI, out, rows, inner, *x_NRI.stride(), times, *(added or (0.0, 0.0)),
-        ADDS=added is not None, TILE=_TILE, INNER=_INNER, num_warps=8, num_stages=3,
+        x_NRI, out, scale_N11, rows, inner, *x_NRI.stride(), times, *(added or (0.0, 0.0)), ADDS=added is not None,
+        SCALED=scale_N11 is not None, TILE=_TILE, INNER=_INNER, num_warps=8, num_stages=3,
     )  # fmt: skip
     return out
 

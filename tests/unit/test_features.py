@@ -261,7 +261,7 @@ def test_kernels_and_compile_mode(device, words, kernels, compiled):
 
 
 def test_dropout_leaves_our_kernels_where_launching_them_costs_little():
-    """Sizes and micro-batches at which compiled code was 1.4 and 1.8 times as slow on an H200."""
+    """On an H200 compiled steps with dropout took 1.4 and 1.8 times as long here as ours without dropout."""
     sixty = ["model.layers=8", "model.width=512", "model.heads=4", "model.dropout=0.1", "speed.micro_batch=64"]
     fifteen = ["model.layers=4", "model.width=256", "model.heads=4", "model.dropout=0.1", "speed.micro_batch=64"]
     for words in (sixty, fifteen):

@@ -26,7 +26,7 @@ DEVICE_LOADER_BYTES = 2**31  # a corpus up to this size lives on the GPU by defa
 # Per layer, forward and backward, measured beside an H200: GPT-2 takes 50 ms with 12 layers and 105 with 24, whatever
 # the micro-batch, as long as that keeps the card waiting. FlashAttention-4 comes on top.
 LAUNCH_SECONDS, FA4_LAUNCH_SECONDS = 4e-3, 1e-3
-COMPILED = 2.0  # times `Case.running_seconds` take compiled steps at least: 1.9 at 60m, 3.4 at 15m
+COMPILED = 2.0  # times `Case.running_seconds` is what compiled steps with dropout took: 1.9 at 60m, 3.4 at 15m
 FROM_PYTHON = "they do not know a model from Python (model=)"
 TORCHS_OWN = "optimizer= has a form of its own"
 

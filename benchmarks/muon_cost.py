@@ -10,8 +10,12 @@ Each row is appended to benchmarks/muon_cost.jsonl, and to $OUT/muon_cost.jsonl 
 - `step`: whole steps of `gpt-124m` on random tokens with AdamW and with Muon, and what share of Muon's step its update
   takes.
 - `resume`: whether a run in deterministic mode that was stopped and resumed has the bits of one that was not.
-- `micro_batches`: how far Muon's first update differs between one micro-batch and eight, by the norm of each matrix's
-  update.
+- `micro_batches`: how far Muon's first and twentieth update from the same weights and momentum differ, by their norms:
+  of all matrices together (`whole`), the mean and the largest of the matrices. One micro-batch is compared with eight;
+  with one whose products come from other kernels, which add up in another order; and with one in fp32. Gradients are
+  summed in fp32, so cutting a batch brings no more than the other kernels that smaller products get: activations round
+  to other bf16 numbers, the matrix that is made orthogonal does too, and an orthogonal update makes as much of the
+  weakest directions as of the strongest.
 """
 
 import argparse
@@ -20,7 +24,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +46,7 @@ from flatout.tuning.measure import Steps, borrowed_run
 from flatout.tuning.practice_data import practice_data
 
 ROWS = Path(__file__).with_name("muon_cost.jsonl")
-REPEATS, WARM_UP, STEPS, ITERATIONS = 50, 8, 30, 5
+REPEATS, WARM_UP, STEPS, ITERATIONS, COMPARED = 50, 8, 30, 5, 20
 QUIET = ["eval.every=0", "eval.sample_tokens=0", "eval.tokens=8192", "output.plots=false", "checkpoint.every=0"]
 FORMS: dict[str, list[str]] = {
     "kernels": [],
@@ -140,19 +144,56 @@ def resumed_alike(words: list[str], scratch: Path) -> dict[str, Any]:
     return {"steps": [steps, others], "identical": same and steps == others}
 
 
-def difference(loaded: LoadedConfig) -> dict[str, Any]:
-    """How far the first update of Muon differs where a batch is cut into eight, of each matrix."""
-    moved = []
-    for count in (1, 8):
-        speed = loaded.config.speed.model_copy(update={"micro_batch": None, "accumulation": count})
-        config = LoadedConfig(loaded.config.model_copy(update={"speed": speed}), loaded.sources)
-        with borrowed_run(config) as run, Steps(run) as stepping:
-            muon = next(one for one in run.step.optimizer.optimizers if isinstance(one, Muon))
-            before = [parameter.detach().clone() for parameter in muon.parameters]
-            stepping.take(1)
-            moved.append([p.detach() - b for p, b in zip(muon.parameters, before, strict=True)])
-    ratios = [float((a - b).norm() / a.norm()) for a, b in zip(*moved, strict=True)]
-    return {"largest": round(max(ratios), 5), "mean": round(statistics.fmean(ratios), 5), "matrices": len(ratios)}
+OTHERS: dict[str, dict[str, Any]] = {
+    "eight micro-batches": {"accumulation": 8},
+    "other kernels of products": {"products": "torch"},
+    "fp32": {"precision": "fp32"},
+}
+State = tuple[dict[str, Tensor], dict[str, Tensor], Tensor]  # weights, state of optimizers, count of updates
+
+
+def moved_by(stepping: Steps) -> list[Tensor]:
+    """What the next update adds to Muon's matrices."""
+    muon = next(one for one in stepping.run.step.optimizer.optimizers if isinstance(one, Muon))
+    before = [parameter.detach().clone() for parameter in muon.parameters]
+    stepping.take(1)
+    return [p.detach() - b for p, b in zip(muon.parameters, before, strict=True)]
+
+
+def first_and_last(
+    loaded: LoadedConfig, given: State | None, **speed: Any
+) -> tuple[tuple[list[Tensor], list[Tensor]], State]:
+    """The first update and number COMPARED, and the state before the latter: `given`, or this run's own."""
+    switches = loaded.config.speed.model_copy(update={"micro_batch": None, "accumulation": 1, **speed})
+    config = LoadedConfig(loaded.config.model_copy(update={"speed": switches}), loaded.sources)
+    with borrowed_run(config) as run, Steps(run) as stepping:
+        step, weights = run.step, dict(run.model.named_parameters())
+        first = moved_by(stepping)
+        stepping.take(COMPARED - 2)
+        if given is None:
+            kept = [{name: x.detach().clone() for name, x in of.items()} for of in (weights, step.optimizer.tensors())]
+            given = (kept[0], kept[1], step.updates.clone())
+        with torch.no_grad():
+            for name, value in given[0].items():
+                weights[name].copy_(value)
+        step.optimizer.assign(given[1], "the first run")
+        step.updates.copy_(given[2])
+        return (first, moved_by(stepping)), given
+
+
+def apart(one: list[Tensor], other: list[Tensor]) -> dict[str, float]:
+    pairs = [(float((a - b).norm()), float(a.norm())) for a, b in zip(one, other, strict=True)]
+    ratios = [off / norm for off, norm in pairs]
+    whole = (sum(off**2 for off, _ in pairs) / sum(norm**2 for _, norm in pairs)) ** 0.5
+    return {"whole": round(whole, 5), "mean": round(statistics.fmean(ratios), 5), "largest": round(max(ratios), 5)}
+
+
+def differences(loaded: LoadedConfig) -> Iterator[dict[str, Any]]:
+    base, state = first_and_last(loaded, None)
+    for name, speed in OTHERS.items():
+        other, _ = first_and_last(loaded, state, **speed)
+        found = [apart(one, two) for one, two in zip(base, other, strict=True)]
+        yield {"against": name, "first": found[0], f"update {COMPARED}": found[1], "matrices": len(base[0])}
 
 
 def main() -> None:
@@ -195,7 +236,8 @@ def main() -> None:
         small += [muon, "train.deterministic=true", "optim.warmup_steps=2", "optim.normuon=true"]
         written({"type": "resume", **resumed_alike(small, Path(scratch)), **facts, "layers": 4, "width": 256})
         first = loaded(muon, "optim.warmup_steps=0", f"train.batch_tokens={8 * asked.context}")
-        written({"type": "micro_batches", **difference(first), **facts})
+        for row in differences(first):
+            written({"type": "micro_batches", **row, **facts})
 
 
 if __name__ == "__main__":

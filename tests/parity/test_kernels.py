@@ -354,7 +354,7 @@ def heads_reference(packed, q_weight, k_weight, cos, sin, heads, groups, *, scal
             first, second = x.chunk(2, dim=-1)
             x = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
         out.append(x)
-    return tuple(out)
+    return (*out, every[:, heads + groups :])
 
 
 @pytest.mark.parametrize(
@@ -391,12 +391,12 @@ def check_heads(batch, positions, heads, groups, size, norm, rope, dtype, device
     how = {"scale": 1.0 if norm == "keys" else 1.3, "normed": norm == "weightless"}
 
     def fast(packed, q_weight, k_weight):
-        every = packed.transpose(1, 2)
-        q, k = every[:, :heads], every[:, heads : heads + groups]
-        q, k = prepare_heads(q, k, q_weight, k_weight, cos, sin, EPS, **how)
+        parts = packed.transpose(1, 2).split([heads, groups, groups], dim=1)
+        q, k, v = prepare_heads(*parts, q_weight, k_weight, cos, sin, EPS, **how)
         assert q.transpose(1, 2).is_contiguous()  # attention needs no copy
         assert k.transpose(1, 2).is_contiguous()
-        return q, k
+        assert v.data_ptr() == parts[2].data_ptr()
+        return q, k, v
 
     def slow(packed, q_weight, k_weight):
         turn = (None, None) if cos is None or sin is None else (cos[:positions].double(), sin[:positions].double())
@@ -406,22 +406,33 @@ def check_heads(batch, positions, heads, groups, size, norm, rope, dtype, device
 
 
 def test_prepare_heads_without_work_changes_nothing(device):
-    q, k = draw(2, 3, 5, 4, device=device), draw(2, 1, 5, 4, device=device, seed=1)
-    assert prepare_heads(q, k, None, None, None, None, EPS) == (q, k)
+    q, k, v = draw(2, 3, 5, 4, device=device), *(draw(2, 1, 5, 4, device=device, seed=seed) for seed in (1, 2))
+    assert prepare_heads(q, k, v, None, None, None, None, EPS) == (q, k, v)
+
+
+def test_prepare_heads_leaves_gradients_packed(device):
+    whole = draw(2, 9, 8, 6, dtype=BF16, device=device)
+    apart = [part.detach().transpose(1, 2).requires_grad_() for part in whole.split([4, 2, 2], dim=2)]
+    made = prepare_heads(*apart, None, None, None, None, EPS, normed=True)
+    sent = [draw(*x.shape, dtype=BF16, device=device, seed=seed).detach() for seed, x in enumerate(made)]
+    gradients = torch.autograd.grad(made, apart, sent)
+    out, _ = pack_heads(list(gradients), sums=False)
+    assert out.data_ptr() == gradients[0].data_ptr(), "nothing is copied"
+    assert torch.equal(gradients[2], sent[2])
 
 
 def test_prepare_heads_of_an_odd_size(device):
     """Odd heads cannot be turned, but they can be normed."""
-    q, k = draw(2, 3, 5, 3, device=device), draw(2, 1, 5, 3, device=device, seed=1)
+    qkv = [draw(2, 3, 5, 3, device=device), *(draw(2, 1, 5, 3, device=device, seed=seed) for seed in (1, 4))]
     weights = [draw(3, device=device, seed=2), draw(3, device=device, seed=3)]
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
     compare(
-        lambda q, k, a, b: prepare_heads(q, k, a, b, None, None, EPS),
-        lambda q, k, a, b: (norm(q, a), norm(k, b)),
-        [q, k, *weights],
+        lambda q, k, v, a, b: prepare_heads(q, k, v, a, b, None, None, EPS),
+        lambda q, k, v, a, b: (norm(q, a), norm(k, b), v),
+        [*qkv, *weights],
         dtype=FP32,
         slack=4.0,
     )
@@ -626,8 +637,7 @@ def test_kernels_at_full_size(width, device):
     cos, sin = rotary.cos_TD.to(device), rotary.sin_TD.to(device)
 
     def fast(packed, q_weight, k_weight):
-        q, k, _ = packed.transpose(1, 2).split(heads, dim=1)
-        return prepare_heads(q, k, q_weight, k_weight, cos, sin, EPS)
+        return prepare_heads(*packed.transpose(1, 2).split(heads, dim=1), q_weight, k_weight, cos, sin, EPS)
 
     compare(
         fast,

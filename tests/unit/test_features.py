@@ -233,8 +233,9 @@ def test_flash_attention_4_is_not_compiled_and_not_deterministic():
         (PASCAL, [], "torch", "off"),
         (CPU, [], "torch", "off"),
         (MPS, [], "torch", "off"),
-        (HOPPER, ["model.dropout=0.1"], "torch", "default"),
-        (HOPPER, ["model.dropout=0.1", "speed.kernels=triton"], "triton", "off"),
+        (HOPPER, ["model.dropout=0.1"], "triton", "off"),
+        (HOPPER, ["model.dropout=0.1", "speed.micro_batch=1"], "torch", "default"),
+        (HOPPER, ["model.dropout=0.1", "speed.micro_batch=1", "speed.kernels=triton"], "triton", "off"),
         (HOPPER, ["model.residual_scale=0.1", "model.family=gpt"], "triton", "off"),
         (HOPPER, ["speed.kernels=torch"], "torch", "default"),
         (HOPPER, ["speed.kernels=torch", "speed.compile=off"], "torch", "off"),
@@ -257,6 +258,21 @@ def test_kernels_and_compile_mode(device, words, kernels, compiled):
         answer = feature(speed, name)
         if answer.asked not in (asked, answer.used):
             assert answer.why, f"{name} fell back in silence"
+
+
+def test_dropout_leaves_our_kernels_where_launching_them_costs_little():
+    """On an H200 compiled steps with dropout took 1.4 and 1.8 times as long here as ours without dropout."""
+    sixty = ["model.layers=8", "model.width=512", "model.heads=4", "model.dropout=0.1", "speed.micro_batch=64"]
+    fifteen = ["model.layers=4", "model.width=256", "model.heads=4", "model.dropout=0.1", "speed.micro_batch=64"]
+    for words in (sixty, fifteen):
+        speed = resolve(HOPPER, *words, "train.batch_tokens=65536")
+        assert speed.execution.kernels == "triton"
+        assert used(speed, "cuda_graphs")[0] == "off"
+    small = resolve(HOPPER, *fifteen[:-1], "speed.micro_batch=4", "train.batch_tokens=65536")
+    assert used(small, "kernels") == (
+        "torch",
+        "steps with dropout are not recorded, and compiled code launches fewer kernels",
+    )
 
 
 def test_compile_that_was_asked_for_turns_our_kernels_off_and_says_so():

@@ -30,7 +30,7 @@ from flatout.ops.muon import (
     advance_reference,
     apply_reference,
     gram_reference,
-    normalise,
+    normalise_reference,
     orthogonalise,
     polynomial_reference,
 )
@@ -93,6 +93,14 @@ def test_an_orthogonal_update_is_near_that_of_the_svd(shape: tuple[int, ...], dt
     angle = (update * exact).sum((-2, -1)) / (update.norm(dim=(-2, -1)) * exact.norm(dim=(-2, -1)))
     assert angle.min() > 0.98
     torch.testing.assert_close(orthogonalise(gradient.to(dtype), 3.0).double(), 3 * update, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-3, 1e5, 1e15])
+@pytest.mark.parametrize("shape", [(2, 12, 40), (2, 40, 12)])
+def test_the_size_of_a_gradient_does_not_matter(shape: tuple[int, ...], size: float):
+    gradient = drawn(*shape, dtype=torch.float32)
+    expected = orthogonalise(gradient) if size else torch.zeros_like(gradient)
+    torch.testing.assert_close(orthogonalise(gradient * size), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_update_is_torchs_where_the_polynomial_is(monkeypatch: pytest.MonkeyPatch):
@@ -159,7 +167,7 @@ def test_normuon_cautious_decay_and_momentum_are_those_of_the_formulas():
 def test_the_second_moment_leaves_the_size_of_an_update():
     update = drawn(2, 12, 5)
     made = update.clone()
-    second = normalise(made, torch.zeros(2, 12, dtype=torch.float64))
+    second = normalise_reference(made, torch.zeros(2, 12, dtype=torch.float64), torch.tensor(True))
     torch.testing.assert_close(made.norm(dim=(1, 2)), update.norm(dim=(1, 2)))
     torch.testing.assert_close(made.norm(dim=2).std(dim=1), torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-12)
     torch.testing.assert_close(second, 0.1 * update.square().mean(dim=2))
@@ -497,6 +505,25 @@ def test_adapters_are_adamws():
         load_config("lora", words)
 
 
+@pytest.mark.parametrize("shape", [(3, 40, 70), (2, 300, 30), (1, 33, 33), (2, 1, 5)])
+@pytest.mark.parametrize("finite", [True, False])
+def test_the_kernels_of_normuon_equal_the_plain_form(shape: tuple[int, int, int], finite: bool):
+    pytest.importorskip("triton")
+    from flatout.ops.kernels.muon import normalise
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    count, rows, columns = shape
+    second = drawn(count, max(rows, columns), seed=6, dtype=torch.float32).square().to(device)
+    stacked = drawn(count, 3 + rows, columns, seed=5, dtype=torch.bfloat16).to(device)
+    made = [stacked.clone()[:, 3:] for _ in range(2)]  # as parts of a fused weight lie
+    flag = torch.tensor(finite, device=device)
+    ours, theirs = (form(x, second, flag) for form, x in zip((normalise, normalise_reference), made, strict=True))
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(ours, second) != finite
+    torch.testing.assert_close(made[0], made[1], rtol=1e-2, atol=1e-6)
+    assert torch.equal(made[0]._base[:, :3], stacked[:, :3])  # pyright: ignore[reportOptionalSubscript]
+
+
 @pytest.mark.parametrize("shape", [(3, 40, 70), (2, 200, 30), (1, 150, 150)])
 def test_the_symmetric_products_equal_the_plain_forms(shape: tuple[int, int, int]):
     pytest.importorskip("triton")
@@ -512,5 +539,10 @@ def test_the_symmetric_products_equal_the_plain_forms(shape: tuple[int, int, int
     unit = square / square.float().norm(dim=(-2, -1), keepdim=True).to(square.dtype)
     wanted = polynomial_reference(unit.double(), 3.4, -4.7, 2.0)
     torch.testing.assert_close(polynomial(unit, 3.4, -4.7, 2.0).double(), wanted, rtol=1e-2, atol=1e-2)
+    scale = drawn(len(matrices), 1, 1, seed=6, dtype=torch.float32).to(device)
+    scaled = (gram(matrices, scale), polynomial(unit, 3.4, -4.7, 2.0, scale))
+    for ours, plain in zip(scaled, (exact, wanted), strict=True):
+        largest = 1e-2 * float((plain * scale).abs().max())
+        torch.testing.assert_close(ours.double(), plain * scale, rtol=1e-2, atol=largest)
     made = orthogonalise(matrices.clone(), products=Products(gram, polynomial))
     torch.testing.assert_close(made, orthogonalise(matrices.clone()), rtol=0.05, atol=0.05)

@@ -13,6 +13,7 @@ from flatout.engine.evaluate import evaluate
 from flatout.engine.step import LossScale, TrainStep
 from flatout.model.gpt import GPT, build_model
 from flatout.ops.reference import IGNORED
+from flatout.optim import adamw as adamw_module
 from flatout.optim.optimizers import Optimizers
 from flatout.world import World
 from tests.made_optimizers import made_optimizers
@@ -97,9 +98,10 @@ def test_update_equals_torchs_clip_and_adamw(fused, clip):
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_nothing_moves_on_a_non_finite_value(fused, where):
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_nothing_moves_on_a_non_finite_value(fused, where, clip):
     model = build_model(SMALL, VOCAB, seed=1)
-    step = make_step(model, fused=fused, rates=[0.01, 0.02, 0.03])
+    step = make_step(model, fused=fused, clip=clip, rates=[0.01, 0.02, 0.03])
     step(*batch())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     moments = state_of(step.optimizer)
@@ -121,6 +123,20 @@ def test_nothing_moves_on_a_non_finite_value(fused, where):
     assert report[2] == 1.0
     assert report[3] == pytest.approx(0.02), "the skipped step did not advance the schedule"
     assert int(step.updates) == 2
+
+
+def test_gradients_that_nothing_divides_are_not_written_back(monkeypatch):
+    """torch's fused kernel stores divided gradients: a pass over all of them for nothing."""
+    divisors: list[torch.Tensor | None] = []
+    real = adamw_module.adamw
+    monkeypatch.setattr(adamw_module, "adamw", lambda *a, **b: (divisors.append(b["grad_scale"]), real(*a, **b)))
+    model = build_model(SMALL, VOCAB, seed=1)
+    step = make_step(model, clip=0.0)
+    step(*batch())
+    assert divisors == [None, None]
+    step.loss_scale = LossScale.start(torch.device("cpu"))
+    step(*batch())
+    assert divisors[2:] == [2.0**16] * 2
 
 
 def test_loss_scale_halves_on_overflow_doubles_after_good_updates_and_cancels_out():

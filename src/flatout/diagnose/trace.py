@@ -23,17 +23,18 @@ ELEMENTWISE, COPIES, OPTIMIZER, COMMUNICATION = "elementwise", "copies", "optimi
 BOOKKEEPING, UNKNOWN = "bookkeeping", "unknown"
 
 # Kernels in src/flatout/ops/kernels by their names in a trace. Those of updates (8-bit, Muon) count as optimizer.
+UPDATE_KERNELS = ("_update", "_advance", "_apply", "_symmetric", "_mean_squares", "_second_moment", "_scale_matrices")
 OUR_KERNELS = (
     *("_add", "_add_back", "_back", "_make", "_weigh"),
     *("_backward", "_carry", "_drop", "_ends", "_fold", "_forward", "_gate_backward", "_gate_forward", "_gradients"),
-    *("_maxima", "_pack", "_pack_back", "_round", "_round_delayed", "_rows", "_scale", "_spread", "_states"),
+    *("_maxima", "_pack", "_round", "_round_delayed", "_rows", "_scale", "_spread", "_states"),
     *("_swiglu_backward", "_table"),
 )
 # First match wins: a library's attention is full of words for products, and torch's copies are elementwise kernels.
 _KERNEL_KINDS = (
     (COMMUNICATION, r"nccl|nvshmem"),
     (ATTENTION, r"sdpa|fmha|flash|attention|attn|cudnn::fusion::(compute_dot_do_o|convert_dq)"),
-    (OPTIMIZER, r"multi_tensor_apply|FusedOptimizer|FusedAdam|LpNorm|^_(update|advance|apply|symmetric)$"),
+    (OPTIMIZER, rf"multi_tensor_apply|FusedOptimizer|FusedAdam|LpNorm|^({'|'.join(UPDATE_KERNELS)})$"),
     (OURS, rf"^({'|'.join(OUR_KERNELS)})$"),
     (PRODUCTS, r"nvjet|gemm|gemv|cutlass|cublas|splitK|xmma|^triton_tem_|^triton_mm"),
     (COMPILED, r"^triton_"),

@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import torch
 
-from flatout.config.schema import ModelConfig, RunConfig, SpeedConfig
+from flatout.config.schema import ModelConfig, RunConfig, SpeedConfig, micro_batch_of
 from flatout.cores import ThreadTrial
 from flatout.device import Device, arithmetic
 from flatout.engine.compiling import compile_failure
 from flatout.engine.threads import try_threads
+from flatout.model.count import flops_per_token
 from flatout.model.execution import Execution
 from flatout.ops.attention import attention_failure, picked_kernel
 from flatout.ops.documents import document_failure
@@ -21,6 +22,9 @@ from flatout.ops.kernels.cublaslt import missing as cublaslt_missing
 from flatout.records import Feature
 
 NOT_CUDA = "only CUDA devices have it"
+COMMON_VOCAB = 50257  # where nobody has said how large the vocabulary is
+BUSY = 0.5  # of a device's peak rate is what a step makes of it
+UNKNOWN_PEAK = 1e14
 
 
 def try_attention(
@@ -154,6 +158,23 @@ class Case:
     @property
     def quantized(self) -> bool:
         return self.config.lora.quantize != "none"
+
+    @functools.cached_property
+    def micro_batch_flops(self) -> float:
+        size, _ = micro_batch_of(self.config, self.ranks)
+        model, most = self.model, size * self.model.context
+        tokens, length = most, None
+        if self.step_tokens is not None:  # a token of packed rows attends inside its own sample
+            tokens = min(self.step_tokens, most)
+            length = min(model.context, self.step_tokens / self.config.chat.batch_samples)
+        vocab = self.vocab or model.vocab or COMMON_VOCAB
+        # Frozen weights get no gradients.
+        return flops_per_token(model, vocab, length, adapters=0 if self.adapters else None) * tokens
+
+    @property
+    def running_seconds(self) -> float:
+        """How long the device takes for a micro-batch, about, where nothing keeps it waiting."""
+        return self.micro_batch_flops / (BUSY * (self.device.peak_flops or UNKNOWN_PEAK))
 
     @functools.cached_property
     def no_triton(self) -> str | None:

@@ -201,7 +201,8 @@ class TrainStep:
         )
         self.before_update()
         self.updating = True
-        self.optimizer.update((scale * excess).float(), finite)
+        divides = self.clip > 0 or self.loss_scale is not None
+        self.optimizer.update((scale * excess).float() if divides else None, finite)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
         self.updates.add_(finite)

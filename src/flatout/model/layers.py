@@ -136,8 +136,8 @@ class Attention(nn.Module):
         do, narrow = shared.operations, own.narrow
         gates = Gates(None if self.gates is None else self.gates.view(-1, self.gate_inputs), *self.gated)
         made = do.project_heads(h_BTW, self.qkv, self.heads, self.groups, narrow.qkv, gates)
-        q_BHTD, k_BGTD = do.prepare_heads(made.q_BHTD, made.k_BGTD, self.norms, shared.turn)
-        v_BGTD = made.v_BGTD
+        qkv = (made.q_BHTD, made.k_BGTD, made.v_BGTD)
+        q_BHTD, k_BGTD, v_BGTD = do.prepare_heads(*qkv, self.norms, shared.turn)
         if made.value_gates_BTG is not None:
             v_BGTD = do.add_values(v_BGTD, made.value_gates_BTG, own.values)
         y_BHTD = self._attend(q_BHTD, k_BGTD, v_BGTD, shared, own.cache)

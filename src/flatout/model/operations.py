@@ -168,9 +168,14 @@ class Operations(abc.ABC):
 
     @abc.abstractmethod
     def prepare_heads(
-        self, q_BHTD: Tensor, k_BGTD: Tensor, norms: tuple[RMSNorm, RMSNorm] | None, turn: Turn | None
-    ) -> tuple[Tensor, Tensor]:
-        """Queries and keys with their norms and positions."""
+        self,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        turn: Turn | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys with their norms and positions, and values as they are."""
 
     @abc.abstractmethod
     def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:

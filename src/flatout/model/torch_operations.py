@@ -73,13 +73,18 @@ class TorchOperations(Operations):
         return tuple(F.linear(h_BTW, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     def prepare_heads(
-        self, q_BHTD: Tensor, k_BGTD: Tensor, norms: tuple[RMSNorm, RMSNorm] | None, turn: Turn | None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        turn: Turn | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if norms is not None:
             q_BHTD, k_BGTD = norms[0](q_BHTD), norms[1](k_BGTD)
         if turn is not None:
             q_BHTD, k_BGTD = turned(q_BHTD, turn), turned(k_BGTD, turn)
-        return q_BHTD, k_BGTD
+        return q_BHTD, k_BGTD, v_BGTD
 
     def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
         return type(layer) is nn.Linear  # another one has more than its weight, as an adapter

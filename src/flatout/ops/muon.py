@@ -25,7 +25,8 @@ POLAR_EXPRESS = (
 )
 SAFETY = 1.02  # no singular value may be above 1, rounding included
 NORMUON_BETA = 0.9
-_TINY, _SMALLEST = 1e-7, 1e-10
+SMALLEST = 1e-10  # that a second moment, or a norm, counts for
+_TINY = 1e-7
 
 
 class Numbers(NamedTuple):
@@ -63,23 +64,24 @@ def apply_reference(weight: Tensor, update: Tensor, numbers: Numbers, *, decays:
     weight.copy_(torch.where(numbers.finite, weight - rate * change, weight))
 
 
-def gram_reference(x_NRC: Tensor) -> Tensor:
-    """Each matrix times its transpose, on the side where the result is small."""
-    return torch.bmm(x_NRC.mT, x_NRC) if x_NRC.shape[-2] >= x_NRC.shape[-1] else torch.bmm(x_NRC, x_NRC.mT)
+def gram_reference(x_NRC: Tensor, scale_N11: Tensor | None = None) -> Tensor:
+    """Each matrix times its transpose, on the side where the result is small, times a number of its own."""
+    square = torch.bmm(x_NRC.mT, x_NRC) if x_NRC.shape[-2] >= x_NRC.shape[-1] else torch.bmm(x_NRC, x_NRC.mT)
+    return square if scale_N11 is None else square.mul_(scale_N11)
 
 
-def polynomial_reference(square_NSS: Tensor, a: float, b: float, c: float) -> Tensor:
-    """a + b·S + c·S² of each symmetric matrix S."""
+def polynomial_reference(square_NSS: Tensor, a: float, b: float, c: float, scale_N11: Tensor | None = None) -> Tensor:
+    """a + b·S + c·S² of each symmetric matrix S, times a number of its own."""
     factor_NSS = torch.baddbmm(square_NSS, square_NSS, square_NSS, beta=b, alpha=c)
     factor_NSS.diagonal(dim1=-2, dim2=-1).add_(a)
-    return factor_NSS
+    return factor_NSS if scale_N11 is None else factor_NSS.mul_(scale_N11)
 
 
 class Products(NamedTuple):
     """The two symmetric products of an iteration, in one of their forms."""
 
-    gram: Callable[[Tensor], Tensor] = gram_reference
-    polynomial: Callable[[Tensor, float, float, float], Tensor] = polynomial_reference
+    gram: Callable[[Tensor, Tensor | None], Tensor] = gram_reference
+    polynomial: Callable[[Tensor, float, float, float, Tensor | None], Tensor] = polynomial_reference
 
 
 def orthogonalise(
@@ -89,7 +91,7 @@ def orthogonalise(
     iterations: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS,
     products: Products = Products(),  # noqa: B008 - it never changes
 ) -> Tensor:
-    """U V' of each matrix, about, times `scale`; in the type of the matrices, of which nothing is left afterwards."""
+    """U V' of each matrix, about, times `scale`, in the type of the matrices."""
     if matrices_NRC.device.type == "cpu" and matrices_NRC.shape[-2] < matrices_NRC.shape[-1]:
         # A stack times its transpose on the right takes torch four times as long there as one on the left.
         made_NRC = orthogonalise(matrices_NRC.mT.contiguous(), scale, None, iterations, products).mT
@@ -98,16 +100,19 @@ def orthogonalise(
     tall = x.shape[-2] >= x.shape[-1]
     wide = torch.promote_types(x.dtype, torch.float32)
     norm_N11 = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
-    x.div_((norm_N11 * SAFETY + _TINY).to(x.dtype))
+    # Matrices are not divided by their norms, which is a pass over all of them: the first products are.
+    unit_N11 = 1 / (norm_N11 * SAFETY + _TINY)
+    scales: tuple[Tensor | None, Tensor | None] = (unit_N11.square(), unit_N11)
     for number, (a, b, c) in enumerate(iterations, start=1):
         times, place = (scale, out) if number == len(iterations) else (1.0, None)
         # a·x is a part of the product: to add it afterwards, torch would copy x first
-        factor_NSS = products.polynomial(products.gram(x), a * times, b * times, c * times)
+        factor_NSS = products.polynomial(products.gram(x, scales[0]), a * times, b * times, c * times, scales[1])
         x = torch.bmm(x, factor_NSS, out=place) if tall else torch.bmm(factor_NSS, x, out=place)
+        scales = (None, None)
     return x
 
 
-def normalise(update_NRC: Tensor, second_NK: Tensor) -> Tensor:
+def normalise_reference(update_NRC: Tensor, second_NK: Tensor, finite: Tensor) -> Tensor:
     """Gives the rows of updates equal size over time, in place (NorMuon, arXiv 2510.05491); the new second moment.
 
     Of a wide matrix it is the columns. The Frobenius norm of an update stays as it was.
@@ -115,9 +120,9 @@ def normalise(update_NRC: Tensor, second_NK: Tensor) -> Tensor:
     axis = -1 if update_NRC.shape[-2] >= update_NRC.shape[-1] else -2
     size = torch.linalg.vector_norm(update_NRC, dim=axis, dtype=second_NK.dtype)
     mean_NK = size.square() / update_NRC.shape[axis]
-    second_NK = second_NK.lerp(mean_NK, 1 - NORMUON_BETA)
-    factor_NK = second_NK.clamp(min=_SMALLEST).rsqrt()
+    moved_NK = second_NK.lerp(mean_NK, 1 - NORMUON_BETA)
+    factor_NK = moved_NK.clamp(min=SMALLEST).rsqrt()
     before, after = mean_NK.sum(-1, keepdim=True), (mean_NK * factor_NK.square()).sum(-1, keepdim=True)
-    factor_NK = factor_NK * (before.sqrt() / after.sqrt().clamp(min=_SMALLEST))
+    factor_NK = factor_NK * (before.sqrt() / after.sqrt().clamp(min=SMALLEST))
     torch.mul(update_NRC, factor_NK.unsqueeze(axis), out=update_NRC)
-    return second_NK
+    return torch.where(finite, moved_NK, second_NK)

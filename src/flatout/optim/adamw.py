@@ -89,7 +89,7 @@ class _OnDevice(_Form, abc.ABC):
         if self.fused:
             skip = (~finite).to(torch.float32)
             for group in self.groups:
-                self._update_group(group, group.updated(), (divisor, skip))
+                self._update_group(group, group.updated(), (None if self.undivided else divisor, skip))
         else:
             _, applied, groups = read_numbers(self.groups, numbers_of(self.groups, divisor, finite).tolist())
             if not applied:

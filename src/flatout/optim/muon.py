@@ -15,7 +15,7 @@ import dataclasses
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from flatout.ops.muon import (
     Products,
     advance_reference,
     apply_reference,
-    normalise,
+    normalise_reference,
     orthogonalise,
     product_type,
 )
@@ -129,7 +129,7 @@ class Muon(Optimizer):
         }
         device = self.parameters[0].device
         wide = any(parameter.dtype != torch.float32 for parameter in self.parameters)
-        self._advance, self._apply, self._products = _forms(device, fused and not wide)
+        self._forms = _forms(device, fused and not wide)
         # torch.full fills them on the device; a number that is copied there would make the host wait
         self._numbers = [
             {k: n if isinstance(n, Tensor) else torch.full((), n, device=device) for k, n in group.numbers.items()}
@@ -187,7 +187,7 @@ class Muon(Optimizer):
             update_NRC = self.exchange.share(whole[owner], own, owner)
             for one, update in zip(unit.trained, update_NRC, strict=True):
                 weight = one.parameter
-                self._apply(weight, update[: len(weight)], numbers, decays=decays, cautious=self.cautious)
+                self._forms.apply(weight, update[: len(weight)], numbers, decays=decays, cautious=self.cautious)
             for one in unit.trained if self.normuon else ():
                 self.exchange.follow(self.state[one.parameter]["second"], owner)
 
@@ -198,7 +198,7 @@ class Muon(Optimizer):
         held_NRC = torch.empty(shape, dtype=product_type(first), device=first.device)
         for one, out in zip(unit.trained, held_NRC, strict=True):
             moving = self.state[one.parameter]["momentum"]
-            self._advance(gradient_of(one.parameter), moving, out[: len(moving)], numbers)
+            self._forms.advance(gradient_of(one.parameter), moving, out[: len(moving)], numbers)
         return held_NRC
 
     def _orthogonal(self, unit: Unit, whole_NRC: Tensor, finite: Tensor) -> Tensor:
@@ -209,23 +209,30 @@ class Muon(Optimizer):
             cut = slice(top, top + count * rows)
             made = made_NRC[:, cut].view(-1, rows, columns)
             scale = max(1.0, rows / columns) ** 0.5
-            orthogonalise(whole_NRC[:, cut].reshape(-1, rows, columns), scale, made, products=self._products)
+            orthogonalise(whole_NRC[:, cut].reshape(-1, rows, columns), scale, made, products=self._forms.products)
             if self.normuon:
                 size = count * max(rows, columns)
                 states = [self.state[one.parameter]["second"][place : place + size] for one in unit.trained]
                 before = torch.stack(states).view(-1, max(rows, columns))
-                after = torch.where(finite, normalise(made, before), before)
-                for state, values in zip(states, after.view(-1, size), strict=True):
-                    state.copy_(values)
+                after = self._forms.normalise(made, before, finite).view(-1, size)
+                torch._foreach_copy_(states, list(after))  # pyright: ignore[reportPrivateImportUsage]
                 place += size
             top += count * rows
         return made_NRC
 
 
-def _forms(device: torch.device, fused: bool) -> tuple[Callable[..., None], Callable[..., None], Products]:
-    """Momentum, update and symmetric products, as torch's operations or our kernels."""
-    if fused and device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from flatout.ops.kernels.muon import advance, apply, gram, polynomial
+class Forms(NamedTuple):
+    """What is done with matrices, as torch's operations or our kernels."""
 
-        return advance, apply, Products(gram, polynomial)
-    return advance_reference, apply_reference, Products()
+    advance: Callable[..., None] = advance_reference
+    apply: Callable[..., None] = apply_reference
+    normalise: Callable[[Tensor, Tensor, Tensor], Tensor] = normalise_reference
+    products: Products = Products()
+
+
+def _forms(device: torch.device, fused: bool) -> Forms:
+    if fused and device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from flatout.ops.kernels.muon import advance, apply, gram, normalise, polynomial
+
+        return Forms(advance, apply, normalise, Products(gram, polynomial))
+    return Forms()

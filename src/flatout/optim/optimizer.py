@@ -116,6 +116,8 @@ class Group:
 class Optimizer(abc.ABC):
     """Updates the parameters of its groups, and holds their state by parameter."""
 
+    undivided = False  # whether the next divisor is one: torch's fused AdamW would write all gradients back divided
+
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
         self.parameters: list[Tensor] = [parameter for group in groups for parameter in group.parameters]

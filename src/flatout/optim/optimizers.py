@@ -76,10 +76,15 @@ class Optimizers:
         assert isinstance(rate, Tensor)
         return rate
 
-    def update(self, divisor: Tensor, finite: Tensor) -> None:
-        """Updates all that has a gradient, with the rates of the last `look_up`; nothing where `finite` is false."""
+    def update(self, divisor: Tensor | None, finite: Tensor) -> None:
+        """Updates all that has a gradient, with the rates of the last `look_up`; nothing where `finite` is false.
+
+        Without a divisor gradients count as they are.
+        """
+        given = torch.ones((), device=finite.device) if divisor is None else divisor
         for optimizer in self.optimizers:
-            self.recorded.get(optimizer, optimizer.update)(divisor, finite)
+            optimizer.undivided = divisor is None
+            self.recorded.get(optimizer, optimizer.update)(given, finite)
 
     def some_weights(self) -> list[list[Tensor]]:
         """Of every group its weights, of large ones evenly spaced rows: enough to see how far an update moves them."""

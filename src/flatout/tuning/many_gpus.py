@@ -17,12 +17,11 @@ from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig, at_last_stage, micro_batch_of
 from flatout.config.source import DEFAULT, Source
 from flatout.device import limit_memory
-from flatout.engine.case import Dealing, Probes
+from flatout.engine.case import COMMON_VOCAB, Dealing, Probes
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.fit_check import ROOM, fits_well
 from flatout.engine.form import not_in_slices
 from flatout.engine.memory import memory_of
-from flatout.engine.switches import COMMON_VOCAB
 from flatout.engine.trained import checkpoint_size, state_of
 from flatout.errors import HardwareError, UsageError
 from flatout.model.count import MemoryEstimate, flops_per_token, parameter_count

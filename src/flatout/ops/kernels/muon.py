@@ -1,6 +1,7 @@
 """Muon's work in Triton: the form of functions of ops/muon.py that writes each value once.
 
-Momentum and weights move in one pass each. Products of a matrix with itself are symmetric: only tiles on and below the
+Momentum and weights move in one pass each. NorMuon reads updates once for the sizes of their rows, and once to scale
+them. Products of a matrix with itself are symmetric: only tiles on and below the
 diagonal are computed, 21 of 36 at 768 rows, and the others are their mirror image. What a polynomial adds to its square
 is added in the same pass.
 """
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flatout.ops.muon import Numbers
+from flatout.ops.muon import NORMUON_BETA, SMALLEST, Numbers
 
 _BLOCK, _WARPS = 2048, 4
 _TILE, _INNER = 128, 64
@@ -52,8 +53,8 @@ def _apply(
 
 @triton.jit
 def _symmetric(
-    x_ptr, out_ptr, rows, inner, stride_n, stride_r, stride_i, times, itself, diagonal,
-    ADDS: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
+    x_ptr, out_ptr, scale_ptr, rows, inner, stride_n, stride_r, stride_i, times, itself, diagonal,
+    ADDS: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)  # of tiles: 0 0, 1 0, 1 1, 2 0, ...
     high = ((tl.sqrt(8.0 * pair.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
@@ -76,6 +77,8 @@ def _symmetric(
     if ADDS:
         own = tl.load(x_ptr + row[:, None] * stride_r + column[None, :] * stride_i, mask, 0.0)
         total += itself * own.to(tl.float32) + tl.where(row[:, None] == column[None, :], diagonal, 0.0)
+    if SCALED:
+        total *= tl.load(scale_ptr + matrix)
     out_ptr += matrix * rows * rows
     value = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row[:, None] * rows + column[None, :], value, mask)
@@ -83,26 +86,97 @@ def _symmetric(
         tl.store(out_ptr + column[:, None] * rows + row[None, :], tl.trans(value), tl.trans(mask))
 
 
-def gram(x_NRC: Tensor) -> Tensor:
+@triton.jit
+def _mean_squares(
+    x_ptr, mean_ptr, kept, summed, stride_n, stride_k, stride_s, KEPT: tl.constexpr, SUMMED: tl.constexpr
+):  # fmt: skip
+    matrix = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * KEPT + tl.arange(0, KEPT)
+    total = tl.zeros((KEPT, SUMMED), tl.float32)
+    for start in range(0, summed, SUMMED):
+        column = start + tl.arange(0, SUMMED)
+        place = matrix * stride_n + row[:, None] * stride_k + column[None, :] * stride_s
+        x = tl.load(x_ptr + place, (row < kept)[:, None] & (column < summed)[None, :], 0.0).to(tl.float32)
+        total += x * x
+    tl.store(mean_ptr + matrix * kept + row, tl.sum(total, 1) / summed, row < kept)
+
+
+@triton.jit
+def _second_moment(
+    mean_ptr, second_ptr, moved_ptr, factor_ptr, finite_ptr, kept, share, smallest, BLOCK: tl.constexpr
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    inside = column < kept
+    place = tl.program_id(0).to(tl.int64) * kept + column
+    mean, second = tl.load(mean_ptr + place, inside, 0.0), tl.load(second_ptr + place, inside, 0.0)
+    moved = second + share * (mean - second)
+    factor = 1.0 / tl.sqrt(tl.maximum(moved, smallest))
+    before, after = tl.sqrt(tl.sum(mean)), tl.sqrt(tl.sum(mean * factor * factor))
+    tl.store(factor_ptr + place, factor * (before / tl.maximum(after, smallest)), inside)
+    tl.store(moved_ptr + place, tl.where(tl.load(finite_ptr) != 0, moved, second), inside)
+
+
+@triton.jit
+def _scale_matrices(
+    x_ptr, factor_ptr, rows, columns, kept, stride_n, BY_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    matrix = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    place = x_ptr + matrix * stride_n + row[:, None] * columns + column[None, :]
+    factor_ptr += matrix * kept
+    if BY_ROW:
+        factor = tl.load(factor_ptr + row, row < rows, 0.0)[:, None]
+    else:
+        factor = tl.load(factor_ptr + column, column < columns, 0.0)[None, :]
+    tl.store(place, (tl.load(place, mask, 0.0).to(tl.float32) * factor).to(x_ptr.dtype.element_ty), mask)
+
+
+def normalise(update_NRC: Tensor, second_NK: Tensor, finite: Tensor) -> Tensor:
+    """As `ops.muon.normalise_reference`, up to rounding."""
+    (count, rows, columns), kept = update_NRC.shape, second_NK.shape[1]
+    stride, *inside = update_NRC.stride()
+    assert inside == [columns, 1]
+    by_row = rows >= columns
+    # 2,048 values at once, more of them along the axis on which they lie side by side
+    sizes, strides, tile = (rows, columns), (columns, 1), (16, 128)
+    if not by_row:
+        sizes, strides, tile = (columns, rows), (1, columns), (32, 64)
+    mean, factor, moved = torch.empty(3, *second_NK.shape, dtype=torch.float32, device=second_NK.device)
+    _mean_squares[(triton.cdiv(kept, tile[0]), count)](
+        update_NRC, mean, *sizes, stride, *strides, KEPT=tile[0], SUMMED=tile[1], num_warps=_WARPS
+    )
+    _second_moment[(count,)](
+        mean, second_NK, moved, factor, finite.view(torch.uint8), kept, 1.0 - NORMUON_BETA, SMALLEST,
+        BLOCK=triton.next_power_of_2(kept), num_warps=8,
+    )  # fmt: skip
+    _scale_matrices[(triton.cdiv(columns, 256), triton.cdiv(rows, 16), count)](
+        update_NRC, factor, rows, columns, kept, stride, BY_ROW=by_row, ROWS=16, COLUMNS=256, num_warps=_WARPS
+    )
+    return moved
+
+
+def gram(x_NRC: Tensor, scale_N11: Tensor | None = None) -> Tensor:
     """As `ops.muon.gram_reference`, up to rounding."""
     if x_NRC.shape[-2] >= x_NRC.shape[-1]:
         x_NRC = x_NRC.mT
-    return _launch(x_NRC, 1.0, None)
+    return _launch(x_NRC, 1.0, None, scale_N11)
 
 
-def polynomial(square_NSS: Tensor, a: float, b: float, c: float) -> Tensor:
+def polynomial(square_NSS: Tensor, a: float, b: float, c: float, scale_N11: Tensor | None = None) -> Tensor:
     """As `ops.muon.polynomial_reference`, up to rounding."""
-    return _launch(square_NSS, c, (b, a))
+    return _launch(square_NSS, c, (b, a), scale_N11)
 
 
-def _launch(x_NRI: Tensor, times: float, added: tuple[float, float] | None) -> Tensor:
-    """times · X X', and with `added` also its multiples of X itself and of the identity."""
+def _launch(x_NRI: Tensor, times: float, added: tuple[float, float] | None, scale_N11: Tensor | None) -> Tensor:
+    """times · X X', and with `added` also its multiples of X itself and of the identity; all of it times a scale."""
     count, rows, inner = x_NRI.shape
     out = torch.empty(count, rows, rows, dtype=x_NRI.dtype, device=x_NRI.device)
     tiles = triton.cdiv(rows, _TILE)
     _symmetric[(tiles * (tiles + 1) // 2, count)](
-        x_NRI, out, rows, inner, *x_NRI.stride(), times, *(added or (0.0, 0.0)),
-        ADDS=added is not None, TILE=_TILE, INNER=_INNER, num_warps=8, num_stages=3,
+        x_NRI, out, scale_N11, rows, inner, *x_NRI.stride(), times, *(added or (0.0, 0.0)), ADDS=added is not None,
+        SCALED=scale_N11 is not None, TILE=_TILE, INNER=_INNER, num_warps=8, num_stages=3,
     )  # fmt: skip
     return out
 

@@ -8,12 +8,16 @@ without a copy. Backward reads x again and finds its statistics anew: that is ch
 between is fp32; torch's own path rounds between norm and rotation, so the two differ by one rounding. Norms may do
 without weights; both of a model have the same scale.
 
-The trap: both views of the caller are strided and stay so. Only the last axis has to be dense.
+Values come through untouched. Their gradients are written beside those of queries and keys, in one buffer, so that
+the projection's backward (ops/kernels/heads.py) finds all three packed and copies none.
+
+The trap: all views of the caller are strided and stay so. Only the last axis has to be dense.
 
 `turn_packed` and `turn_back_packed` are the same for blocks whose weights are frozen (ops/kernels/frozen.py): a
-rotation alone happens where queries and keys lie, and backward packs the gradients of queries, keys and values.
+rotation alone happens where queries and keys lie.
 
-Shape legend: B batch, T positions, H query heads, G key heads, D head size, A = H + G heads in all, S shares of rows.
+Shape legend: B batch, T positions, H query heads, G key/value heads, D head size, A = H + 2G heads in all, S shares of
+rows, N = B·T.
 """
 
 import torch
@@ -144,27 +148,34 @@ def _turn_back(
 
 @triton.jit
 def _backward(
-    dq_ptr, dk_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dq_out_ptr, dk_out_ptr, sums_ptr,
-    rows, positions, heads, groups, share, dq_stride_b, dq_stride_h, dq_stride_t, dk_stride_b, dk_stride_h,
-    dk_stride_t, q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, eps, scale,
+    dq_ptr, dk_ptr, dv_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, out_ptr, sums_ptr, rows,
+    positions, heads, groups, share, out_stride, dq_stride_b, dq_stride_h, dq_stride_t, dk_stride_b, dk_stride_h,
+    dk_stride_t, dv_stride_b, dv_stride_h, dv_stride_t, q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h,
+    k_stride_t, eps, scale,
     SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, Q_WEIGHTED: tl.constexpr, K_WEIGHTED: tl.constexpr,
-    HAS_ROPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SUMS: tl.constexpr, HAS_ROPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0) % (heads + groups)
-    start = tl.program_id(0) // (heads + groups) * share
+    head = tl.program_id(0) % (heads + 2 * groups)
+    start = tl.program_id(0) // (heads + 2 * groups) * share
     end = tl.minimum(start + share, rows)
     sums_ptr += tl.program_id(0).to(tl.int64) * SIZE
     if head < heads:
         _turn_back(
-            dq_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, dq_out_ptr, sums_ptr, head, heads * SIZE, start, end,
-            positions, dq_stride_b, dq_stride_h, dq_stride_t, q_stride_b, q_stride_h, q_stride_t, eps, scale, SIZE,
-            Q_NORM, Q_WEIGHTED, Q_WEIGHTED, HAS_ROPE, ROWS, BLOCK,
+            dq_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, out_ptr, sums_ptr, head, out_stride, start, end, positions,
+            dq_stride_b, dq_stride_h, dq_stride_t, q_stride_b, q_stride_h, q_stride_t, eps, scale, SIZE, Q_NORM,
+            Q_WEIGHTED, HAS_SUMS and Q_WEIGHTED, HAS_ROPE, ROWS, BLOCK,
+        )  # fmt: skip
+    elif head < heads + groups:
+        _turn_back(
+            dk_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, out_ptr + heads * SIZE, sums_ptr, head - heads, out_stride,
+            start, end, positions, dk_stride_b, dk_stride_h, dk_stride_t, k_stride_b, k_stride_h, k_stride_t, eps,
+            scale, SIZE, K_NORM, K_WEIGHTED, HAS_SUMS and K_WEIGHTED, HAS_ROPE, ROWS, BLOCK,
         )  # fmt: skip
     else:
         _turn_back(
-            dk_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, dk_out_ptr, sums_ptr, head - heads, groups * SIZE, start,
-            end, positions, dk_stride_b, dk_stride_h, dk_stride_t, k_stride_b, k_stride_h, k_stride_t, eps, scale, SIZE,
-            K_NORM, K_WEIGHTED, K_WEIGHTED, HAS_ROPE, ROWS, BLOCK,
+            dv_ptr, dv_ptr, q_weight_ptr, cos_ptr, sin_ptr, out_ptr + (heads + groups) * SIZE, sums_ptr,
+            head - heads - groups, out_stride, start, end, positions, dv_stride_b, dv_stride_h, dv_stride_t, 0, 0, 0,
+            eps, scale, SIZE, False, False, False, False, ROWS, BLOCK,
         )  # fmt: skip
 
 
@@ -188,9 +199,41 @@ def _norm_flags(normed: bool, q_weight: Tensor | None, k_weight: Tensor | None) 
     return {"Q_NORM": normed or q_weighted, "K_NORM": normed or k_weighted, **flags}
 
 
+def _turned_back(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    before: tuple[Tensor | None, Tensor | None],
+    weights: HeadWeights,
+    turn: tuple[Tensor | None, Tensor | None],
+    eps: float,
+    scale: float,
+    out_NC: Tensor,
+    *,
+    normed: bool,
+    sums: bool,
+) -> Tensor:
+    """Writes the gradients side by side; with `sums` returns shares [S, A, D] of those of the norms' weights."""
+    dq, dk, dv = (_dense(gradient) for gradient in gradients)
+    (batch, heads, positions, size), groups = dq.shape, dk.shape[1]
+    rows, every, device = batch * positions, heads + 2 * groups, dq.device
+    block, at_once = _block_and_rows(size)
+    strips = triton.cdiv(rows, at_once)
+    if sums:  # few long shares, so that few sums are left to add
+        strips = max(1, min(strips, triton.cdiv(16 * multiprocessors(device), every)))
+    share = triton.cdiv(triton.cdiv(rows, strips), at_once) * at_once
+    shares = triton.cdiv(rows, share)
+    sums_SAD = torch.empty(shares if sums else 0, every, size, dtype=torch.float32, device=device)
+    _backward[(shares * every,)](
+        dq, dk, dv, *before, *weights, *turn, out_NC, sums_SAD, rows, positions, heads, groups, share, out_NC.stride(0),
+        *_strides(dq), *_strides(dk), *_strides(dv), *_strides(before[0]), *_strides(before[1]), eps, scale, SIZE=size,
+        **_norm_flags(normed, *weights), HAS_SUMS=sums, HAS_ROPE=turn[0] is not None, ROWS=at_once, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
+    return sums_SAD
+
+
 class _PrepareHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, scale, normed):
+    def forward(ctx, q, k, v, q_weight, k_weight, cos, sin, eps, scale, normed):
         q, k = _dense(q), _dense(k)
         batch, heads, positions, size = q.shape
         groups = k.shape[1]
@@ -208,39 +251,30 @@ class _PrepareHeads(torch.autograd.Function):
         keep_k = None if k_weight is None and not normed else k
         ctx.save_for_backward(keep_q, keep_k, q_weight, k_weight, cos, sin)
         ctx.eps, ctx.scale, ctx.normed = eps, scale, normed
-        return q_out.transpose(1, 2), k_out.transpose(1, 2)
+        return q_out.transpose(1, 2), k_out.transpose(1, 2), v.view_as(v)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dq, dk):
+    def backward(ctx, dq, dk, dv):
         q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
-        dq, dk = _dense(dq), _dense(dk)
-        batch, heads, positions, size = dq.shape
-        groups, rows, device = dk.shape[1], batch * positions, dq.device
-        dq_out = torch.empty(batch, positions, heads, size, dtype=dq.dtype, device=device)
-        dk_out = torch.empty(batch, positions, groups, size, dtype=dk.dtype, device=device)
-        block, at_once = _block_and_rows(size)
-        strips = triton.cdiv(rows, at_once)
+        (batch, heads, positions, size), groups = dq.shape, dk.shape[1]
+        out_BTAD = torch.empty(batch, positions, heads + 2 * groups, size, dtype=dq.dtype, device=dq.device)
         weighted = q_weight is not None or k_weight is not None
-        if weighted:  # few long shares, so that few sums are left to add
-            strips = max(1, min(strips, triton.cdiv(16 * multiprocessors(device), heads + groups)))
-        share = triton.cdiv(triton.cdiv(rows, strips), at_once) * at_once
-        shares = triton.cdiv(rows, share)
-        sums_SAD = torch.empty(shares if weighted else 0, heads + groups, size, dtype=torch.float32, device=device)
-        _backward[(shares * (heads + groups),)](
-            dq, dk, q, k, q_weight, k_weight, cos, sin, dq_out, dk_out, sums_SAD, rows, positions, heads, groups,
-            share, *_strides(dq), *_strides(dk), *_strides(q), *_strides(k), ctx.eps, ctx.scale, SIZE=size,
-            **_norm_flags(ctx.normed, q_weight, k_weight), HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block,
-            num_warps=4,
+        sums_SAD = _turned_back(
+            (dq, dk, dv), (q, k), (q_weight, k_weight), (cos, sin), ctx.eps, ctx.scale,
+            out_BTAD.view(batch * positions, -1), normed=ctx.normed, sums=weighted,
         )  # fmt: skip
+        after = heads + groups
         dq_weight = None if q_weight is None else sums_SAD[:, :heads].sum((0, 1)).to(q_weight.dtype)
-        dk_weight = None if k_weight is None else sums_SAD[:, heads:].sum((0, 1)).to(k_weight.dtype)
-        return dq_out.transpose(1, 2), dk_out.transpose(1, 2), dq_weight, dk_weight, *([None] * 5)
+        dk_weight = None if k_weight is None else sums_SAD[:, heads:after].sum((0, 1)).to(k_weight.dtype)
+        out_BATD = out_BTAD.transpose(1, 2)
+        return out_BATD[:, :heads], out_BATD[:, heads:after], out_BATD[:, after:], dq_weight, dk_weight, *([None] * 5)
 
 
 def prepare_heads(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
+    v_BGTD: Tensor,
     q_weight_D: Tensor | None,
     k_weight_D: Tensor | None,
     cos: Tensor | None,
@@ -249,55 +283,25 @@ def prepare_heads(
     *,
     scale: float = 1.0,
     normed: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys normed per head (with weights) and turned (with `cos` and `sin`, fp32 [T or more, D/2]).
 
-    `normed` norms both, whether they have weights or not; `scale` multiplies what is normed. The results have the shape
-    of the inputs and lie in memory as [B, T, heads, D].
+    `normed` norms both, whether they have weights or not; `scale` multiplies what is normed. They have the shape of the
+    inputs and lie in memory as [B, T, heads, D]. Values stay as and where they are.
     """
     if q_weight_D is None and k_weight_D is None and cos is None and not normed:
-        return q_BHTD, k_BGTD
+        return q_BHTD, k_BGTD, v_BGTD
     if cos is not None:
         assert sin is not None
         assert cos.is_contiguous()
         assert sin.is_contiguous()
         assert cos.shape[0] >= q_BHTD.shape[2]
         assert cos.shape[1] * 2 == q_BHTD.shape[3]
-    return _PrepareHeads.apply(q_BHTD, k_BGTD, q_weight_D, k_weight_D, cos, sin, eps, scale, normed)  # pyright: ignore
+    how = (q_weight_D, k_weight_D, cos, sin, eps, scale, normed)
+    return _PrepareHeads.apply(q_BHTD, k_BGTD, v_BGTD, *how)  # pyright: ignore
 
 
 # --- under frozen weights ---------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _pack_back(
-    dq_ptr, dk_ptr, dv_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, out_ptr, rows, positions,
-    heads, groups, out_stride, dq_stride_b, dq_stride_h, dq_stride_t, dk_stride_b, dk_stride_h, dk_stride_t,
-    dv_stride_b, dv_stride_h, dv_stride_t, q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, eps,
-    scale, SIZE: tl.constexpr, HAS_NORM: tl.constexpr, WEIGHTED: tl.constexpr, HAS_ROPE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(0) % (heads + 2 * groups)
-    start = tl.program_id(0) // (heads + 2 * groups) * ROWS
-    end = tl.minimum(start + ROWS, rows)
-    if head < heads:
-        _turn_back(
-            dq_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, out_ptr, out_ptr, head, out_stride, start, end, positions,
-            dq_stride_b, dq_stride_h, dq_stride_t, q_stride_b, q_stride_h, q_stride_t, eps, scale, SIZE, HAS_NORM,
-            WEIGHTED, False, HAS_ROPE, ROWS, BLOCK,
-        )  # fmt: skip
-    elif head < heads + groups:
-        _turn_back(
-            dk_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, out_ptr + heads * SIZE, out_ptr, head - heads, out_stride,
-            start, end, positions, dk_stride_b, dk_stride_h, dk_stride_t, k_stride_b, k_stride_h, k_stride_t, eps,
-            scale, SIZE, HAS_NORM, WEIGHTED, False, HAS_ROPE, ROWS, BLOCK,
-        )  # fmt: skip
-    else:
-        _turn_back(
-            dv_ptr, dv_ptr, q_weight_ptr, cos_ptr, sin_ptr, out_ptr + (heads + groups) * SIZE, out_ptr,
-            head - heads - groups, out_stride, start, end, positions, dv_stride_b, dv_stride_h, dv_stride_t, 0, 0, 0,
-            eps, scale, SIZE, False, False, False, False, ROWS, BLOCK,
-        )  # fmt: skip
 
 
 def turn_packed(
@@ -344,15 +348,7 @@ def turn_back_packed(
 
     `before` has queries and keys as they were, which is of interest with norms only.
     """
-    dq, dk, dv = (_dense(gradient) for gradient in gradients)
-    batch, heads, positions, size = dq.shape
-    groups, rows = dk.shape[1], batch * positions
-    q, k = (None, None) if before is None else before
-    q_weight, k_weight = (None, None) if norms is None else norms
-    block, at_once = _block_and_rows(size)
-    _pack_back[(triton.cdiv(rows, at_once) * (heads + 2 * groups),)](
-        dq, dk, dv, q, k, q_weight, k_weight, cos, sin, out_NC, rows, positions, heads, groups, out_NC.stride(0),
-        *_strides(dq), *_strides(dk), *_strides(dv), *_strides(q), *_strides(k), eps, scale, SIZE=size,
-        HAS_NORM=norms is not None, WEIGHTED=q_weight is not None, HAS_ROPE=cos is not None, ROWS=at_once,
-        BLOCK=block, num_warps=4,
-    )  # fmt: skip
+    weights = (None, None) if norms is None else norms
+    values = (None, None) if before is None else before
+    how = {"normed": norms is not None, "sums": False}
+    _turned_back(gradients, values, weights, (cos, sin), eps, scale, out_NC, **how)

@@ -68,6 +68,11 @@ class RunConfig(Section):
                 "train.minutes needs a rate that stays up until the clock says that it must fall",
                 "set optim.schedule=wsd and optim.decay_fraction=0.6, or give the length in train.steps",
             )
+        if self.train.minutes is not None and self.train.staged:
+            raise Conflict(
+                "stages are shares of a length that is known, and train.minutes ends when the clock says so",
+                "give the length in train.steps or train.tokens, or leave the stages out",
+            )
         context, batch = self.model.context, self.train.batch_tokens
         if self.data.streaming and (self.data.source is None or self.train.epochs is not None):
             raise Conflict(

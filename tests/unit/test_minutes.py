@@ -111,6 +111,21 @@ def test_a_choice_becomes_settings_with_their_source(tmp_path: Path) -> None:
     assert again.config == settled.config, "a resume decides nothing anew"
 
 
+def test_a_resume_keeps_the_plan_of_minutes_and_takes_another_length() -> None:
+    words = ["data.source=shakespeare"]
+    for preset in ("shakespeare", "record"):  # with steps of its own, and without
+        loaded = load_config(preset, [*words, "train.minutes=2"])
+        stored = load_config(preset, [*words, "train.minutes=2", "train.steps=123"]).config
+        assert as_before(loaded, stored.model_dump()).config.train == stored.train
+    longer = load_config("record", [*words, "train.tokens=1000000", "speed.accumulation=1"])
+    for told in ("train.steps=500", "train.epochs=1", "train.minutes=3"):
+        stored = load_config("record", [*words, told, "speed.micro_batch=1"]).config
+        again = as_before(longer, stored.model_dump()).config
+        lengths = (again.train.steps, again.train.epochs, again.train.tokens, again.train.minutes)
+        assert lengths == (None, None, 1_000_000, None)
+        assert (again.speed.micro_batch, again.speed.accumulation) == (None, 1)
+
+
 def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised() -> None:
     loaded = load_config("record", ["data.source=shakespeare"], size="60m")
     shape, known = Shape(8, 512), Known(vocab=50257, unique=100_000_000)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flatout.api import settling
 from flatout.api.settling import on_device
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.sizes import LADDER, Known, Shape
@@ -17,6 +18,7 @@ from flatout.tuning import minutes_probe
 from flatout.tuning.law import WORDS, effective_tokens, law_for
 from flatout.tuning.minutes import SECONDS, Budget, Prospect, Speed, choose, flops
 from flatout.tuning.minutes_probe import decision_for
+from flatout.world import World
 
 CPU = Device(torch_device=torch.device("cpu"), name="cpu", memory_bytes=None, capability=None)
 
@@ -124,6 +126,12 @@ def test_a_resume_keeps_the_plan_of_minutes_and_takes_another_length() -> None:
         lengths = (again.train.steps, again.train.epochs, again.train.tokens, again.train.minutes)
         assert lengths == (None, None, 1_000_000, None)
         assert (again.speed.micro_batch, again.speed.accumulation) == (None, 1)
+
+
+def test_fine_tuning_with_a_sized_preset_looks_for_no_text() -> None:
+    words = ["chat.source=rows.jsonl", "model.init_from=base", "train.epochs=1"]
+    loaded = load_config("modern", words)
+    assert settling.settled(loaded, None, None, None, World()) is loaded
 
 
 def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised() -> None:

@@ -210,10 +210,8 @@ def draw_title(figure: Figure, name: str, facts: str, state: str, *, warning: bo
 def _facts(run: RunNumbers) -> str:
     info = run.info
     parts = [_text(info, "family")]
-    samples, some = (
-        number(info.get("batch_samples")),
-        [number(info.get(f"{x}_parameters")) for x in ("trained", "table")],
-    )
+    samples = number(info.get("batch_samples"))
+    some = [number(info.get(f"{name}_parameters")) for name in ("trained", "table")]
     parts += [human_parameters(size, *some)] if (size := number(info.get("parameters"))) is not None else []
     parts += [f"{samples:,.0f} samples per step"] if samples is not None else []
     size = number(info.get("batch_tokens")) if samples is None else None

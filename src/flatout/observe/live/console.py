@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from flatout import records
 from flatout.config.schema import SpeedConfig
 from flatout.observe.eigenstates import record_sentence
-from flatout.observe.history import early_stop_reason
+from flatout.observe.history import early_stop_reason, minutes_of
 from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, printable
 from flatout.observe.live.alerts import Alerts
 from flatout.observe.measured.estimate_table import expected
@@ -120,7 +120,7 @@ class TerminalReader:
 
     @property
     def _minutes(self) -> float | None:
-        return None if self.info is None else minutes_of(self.info)
+        return None if self.info is None else minutes_of(self.info.config)
 
     def _seconds_left(self, record: StepRecord) -> float | None:
         """Until the last step; by the clock where the length is told in minutes, unless some were spent before."""
@@ -190,7 +190,7 @@ def _banner(info: RunInfo) -> list[str]:
     shown = [f for f in features if f.name in _SHOWN or f.used not in _QUIET.get(f.name, (f.used,))]
     used = ", ".join(f"{f.name} {f.used}" + (f" ({f.why})" if f.why else "") for f in shown)
     fallbacks = [f for f in info.features if f.why and f.asked not in ("auto", "null", f.used) and _is_told(f)]
-    minutes = minutes_of(info)
+    minutes = minutes_of(info.config)
     length = f"{info.steps:,}" if minutes is None else f"{minutes:.3g} minutes, about {info.steps:,}"
     return [
         f"flatout {info.flatout}: {info.family}, {size}, on {many}{info.device} (torch {info.torch})",
@@ -237,19 +237,13 @@ def _is_told(feature: records.Feature) -> bool:
     return feature.name in _TOLD
 
 
-def minutes_of(info: RunInfo) -> float | None:
-    """The length of a run, where it is told in minutes."""
-    minutes = _train_section(info).get("minutes")
-    return minutes if isinstance(minutes, int | float) else None
-
-
 def _train_section(info: RunInfo) -> dict[str, Any]:
     train = info.config.get("train")
     return train if isinstance(train, dict) else {}  # what was read from a file may be anything
 
 
 def _finished_before(info: RunInfo) -> str:
-    if minutes_of(info) is not None:
+    if minutes_of(info.config) is not None:
         return f"{info.folder} is finished already; --resume {info.folder} --minutes N goes on for N minutes more"
     lengths = _train_section(info)
     length = next((name for name in ("tokens", "epochs") if lengths.get(name) is not None), "steps")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 
 from flatout.observe import picture
+from flatout.observe.history import minutes_of
 from flatout.observe.human import human_count, human_parameters, human_seconds, many
 from flatout.observe.picture import BLUE, FAINT, GREY, INK, ORANGE, PURPLE, RED, SMALL, TEAL, Axes, Figure
 from flatout.observe.plot.panels import Line, Marks, Quantity, draw_panel, time_unit
@@ -246,6 +247,7 @@ def _state(run: RunNumbers) -> str:
     if not run.rows:
         return "no step was taken"
     done, asked = run.rows[-1]["step"], number(run.info.get("steps"))
+    asked = None if minutes_of(run.info.get("config")) is not None else asked
     where = f"step {done:,}" + (f" of {asked:,.0f}" if asked is not None and asked != done else "")
     reason = None if run.end is None else run.end.get("reason")
     endings = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}

@@ -371,6 +371,7 @@ def test_prepare_heads(batch, positions, heads, groups, size, dtype, device):
         ("both", True),
         ("none", True),
         ("both", False),
+        ("keys", True),
         ("weightless", True),
         ("weightless", False),
     ]
@@ -385,28 +386,28 @@ def check_heads(batch, positions, heads, groups, size, norm, rope, dtype, device
     inputs = [
         draw(batch, positions, heads + 2 * groups, size, dtype=dtype, device=device),
         draw(size, device=device, seed=1) if norm == "both" else None,
-        draw(size, device=device, seed=2) if norm == "both" else None,
+        draw(size, device=device, seed=2) if norm in ("both", "keys") else None,
     ]
+    how = {"scale": 1.0 if norm == "keys" else 1.3, "normed": norm == "weightless"}
 
     def fast(packed, q_weight, k_weight):
         every = packed.transpose(1, 2)
         q, k = every[:, :heads], every[:, heads : heads + groups]
-        q, k = prepare_heads(q, k, None if norm == "none" else (q_weight, k_weight), cos, sin, EPS, 1.3)
+        q, k = prepare_heads(q, k, q_weight, k_weight, cos, sin, EPS, **how)
         assert q.transpose(1, 2).is_contiguous()  # attention needs no copy
         assert k.transpose(1, 2).is_contiguous()
         return q, k
 
     def slow(packed, q_weight, k_weight):
         turn = (None, None) if cos is None or sin is None else (cos[:positions].double(), sin[:positions].double())
-        normed = norm == "weightless"
-        return heads_reference(packed, q_weight, k_weight, *turn, heads, groups, scale=1.3, normed=normed)
+        return heads_reference(packed, q_weight, k_weight, *turn, heads, groups, **how)
 
     compare(fast, slow, inputs, dtype=dtype, slack=1.0 if size > 2 else 20.0)
 
 
 def test_prepare_heads_without_work_changes_nothing(device):
     q, k = draw(2, 3, 5, 4, device=device), draw(2, 1, 5, 4, device=device, seed=1)
-    assert prepare_heads(q, k, None, None, None, EPS) == (q, k)
+    assert prepare_heads(q, k, None, None, None, None, EPS) == (q, k)
 
 
 def test_prepare_heads_of_an_odd_size(device):
@@ -418,7 +419,7 @@ def test_prepare_heads_of_an_odd_size(device):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
     compare(
-        lambda q, k, a, b: prepare_heads(q, k, (a, b), None, None, EPS),
+        lambda q, k, a, b: prepare_heads(q, k, a, b, None, None, EPS),
         lambda q, k, a, b: (norm(q, a), norm(k, b)),
         [q, k, *weights],
         dtype=FP32,
@@ -626,7 +627,7 @@ def test_kernels_at_full_size(width, device):
 
     def fast(packed, q_weight, k_weight):
         q, k, _ = packed.transpose(1, 2).split(heads, dim=1)
-        return prepare_heads(q, k, (q_weight, k_weight), cos, sin, EPS)
+        return prepare_heads(q, k, q_weight, k_weight, cos, sin, EPS)
 
     compare(
         fast,

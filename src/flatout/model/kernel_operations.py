@@ -91,9 +91,9 @@ class KernelOperations(Operations):
         self, q_BHTD: Tensor, k_BGTD: Tensor, norms: tuple[RMSNorm, RMSNorm] | None, turn: Turn | None
     ) -> tuple[Tensor, Tensor]:
         if norms is None:
-            return prepare_heads(q_BHTD, k_BGTD, None, *by_place(turn), 0.0)
-        weights = (norms[0].weight, norms[1].weight)
-        return prepare_heads(q_BHTD, k_BGTD, weights, *by_place(turn), norms[0].eps, norms[0].scale)
+            return prepare_heads(q_BHTD, k_BGTD, None, None, *by_place(turn), 0.0)
+        weights, (eps, scale) = (norms[0].weight, norms[1].weight), (norms[0].eps, norms[0].scale)
+        return prepare_heads(q_BHTD, k_BGTD, *weights, *by_place(turn), eps, scale=scale, normed=True)
 
     def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
         return input_slot(narrow) is None  # 8-bit weights are rounded once per update, before any scaling

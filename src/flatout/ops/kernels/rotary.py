@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from flatout.ops.kernels.launch import multiprocessors
 
-HeadWeights = tuple[Tensor | None, Tensor | None]  # of the norms of queries and keys: both have some, or none
+HeadWeights = tuple[Tensor | None, Tensor | None]  # of the norms of queries and keys, which may have none
 
 
 @triton.jit
@@ -66,8 +66,8 @@ def _turn(
 def _forward(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, rows, positions, heads, groups,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, q_out_stride, k_out_stride, eps, scale,
-    SIZE: tl.constexpr, HAS_NORM: tl.constexpr, WEIGHTED: tl.constexpr, HAS_ROPE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, Q_WEIGHTED: tl.constexpr, K_WEIGHTED: tl.constexpr,
+    HAS_ROPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Neighbouring programs take neighbouring heads of the same rows: what they read lies side by side.
     head = tl.program_id(0) % (heads + groups)
@@ -76,12 +76,12 @@ def _forward(
     if head < heads:
         _turn(
             q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, head, q_out_stride, row, alive, positions, q_stride_b,
-            q_stride_h, q_stride_t, eps, scale, SIZE, HAS_NORM, WEIGHTED, HAS_ROPE, BLOCK,
+            q_stride_h, q_stride_t, eps, scale, SIZE, Q_NORM, Q_WEIGHTED, HAS_ROPE, BLOCK,
         )  # fmt: skip
     else:
         _turn(
             k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_out_ptr, head - heads, k_out_stride, row, alive, positions,
-            k_stride_b, k_stride_h, k_stride_t, eps, scale, SIZE, HAS_NORM, WEIGHTED, HAS_ROPE, BLOCK,
+            k_stride_b, k_stride_h, k_stride_t, eps, scale, SIZE, K_NORM, K_WEIGHTED, HAS_ROPE, BLOCK,
         )  # fmt: skip
 
 
@@ -147,8 +147,8 @@ def _backward(
     dq_ptr, dk_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dq_out_ptr, dk_out_ptr, sums_ptr,
     rows, positions, heads, groups, share, dq_stride_b, dq_stride_h, dq_stride_t, dk_stride_b, dk_stride_h,
     dk_stride_t, q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, eps, scale,
-    SIZE: tl.constexpr, HAS_NORM: tl.constexpr, WEIGHTED: tl.constexpr, HAS_ROPE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, Q_WEIGHTED: tl.constexpr, K_WEIGHTED: tl.constexpr,
+    HAS_ROPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % (heads + groups)
     start = tl.program_id(0) // (heads + groups) * share
@@ -158,13 +158,13 @@ def _backward(
         _turn_back(
             dq_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, dq_out_ptr, sums_ptr, head, heads * SIZE, start, end,
             positions, dq_stride_b, dq_stride_h, dq_stride_t, q_stride_b, q_stride_h, q_stride_t, eps, scale, SIZE,
-            HAS_NORM, WEIGHTED, WEIGHTED, HAS_ROPE, ROWS, BLOCK,
+            Q_NORM, Q_WEIGHTED, Q_WEIGHTED, HAS_ROPE, ROWS, BLOCK,
         )  # fmt: skip
     else:
         _turn_back(
             dk_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, dk_out_ptr, sums_ptr, head - heads, groups * SIZE, start,
             end, positions, dk_stride_b, dk_stride_h, dk_stride_t, k_stride_b, k_stride_h, k_stride_t, eps, scale, SIZE,
-            HAS_NORM, WEIGHTED, WEIGHTED, HAS_ROPE, ROWS, BLOCK,
+            K_NORM, K_WEIGHTED, K_WEIGHTED, HAS_ROPE, ROWS, BLOCK,
         )  # fmt: skip
 
 
@@ -182,6 +182,12 @@ def _strides(x: Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
 
 
+def _norm_flags(normed: bool, q_weight: Tensor | None, k_weight: Tensor | None) -> dict[str, bool]:
+    q_weighted, k_weighted = q_weight is not None, k_weight is not None
+    flags = {"Q_WEIGHTED": q_weighted, "K_WEIGHTED": k_weighted}
+    return {"Q_NORM": normed or q_weighted, "K_NORM": normed or k_weighted, **flags}
+
+
 class _PrepareHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, scale, normed):
@@ -194,11 +200,13 @@ class _PrepareHeads(torch.autograd.Function):
         rows = batch * positions
         _forward[(triton.cdiv(rows, at_once) * (heads + groups),)](
             q, k, q_weight, k_weight, cos, sin, q_out, k_out, rows, positions, heads, groups, *_strides(q),
-            *_strides(k), heads * size, groups * size, eps, scale, SIZE=size, HAS_NORM=normed,
-            WEIGHTED=q_weight is not None, HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
+            *_strides(k), heads * size, groups * size, eps, scale, SIZE=size, **_norm_flags(normed, q_weight, k_weight),
+            HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
         )  # fmt: skip
         # A rotation alone is turned back without knowing what was turned.
-        ctx.save_for_backward(*((q, k) if normed else (None, None)), q_weight, k_weight, cos, sin)
+        keep_q = None if q_weight is None and not normed else q
+        keep_k = None if k_weight is None and not normed else k
+        ctx.save_for_backward(keep_q, keep_k, q_weight, k_weight, cos, sin)
         ctx.eps, ctx.scale, ctx.normed = eps, scale, normed
         return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
@@ -213,7 +221,7 @@ class _PrepareHeads(torch.autograd.Function):
         dk_out = torch.empty(batch, positions, groups, size, dtype=dk.dtype, device=device)
         block, at_once = _block_and_rows(size)
         strips = triton.cdiv(rows, at_once)
-        weighted = q_weight is not None
+        weighted = q_weight is not None or k_weight is not None
         if weighted:  # few long shares, so that few sums are left to add
             strips = max(1, min(strips, triton.cdiv(16 * multiprocessors(device), heads + groups)))
         share = triton.cdiv(triton.cdiv(rows, strips), at_once) * at_once
@@ -222,27 +230,32 @@ class _PrepareHeads(torch.autograd.Function):
         _backward[(shares * (heads + groups),)](
             dq, dk, q, k, q_weight, k_weight, cos, sin, dq_out, dk_out, sums_SAD, rows, positions, heads, groups,
             share, *_strides(dq), *_strides(dk), *_strides(q), *_strides(k), ctx.eps, ctx.scale, SIZE=size,
-            HAS_NORM=ctx.normed, WEIGHTED=weighted, HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
+            **_norm_flags(ctx.normed, q_weight, k_weight), HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block,
+            num_warps=4,
         )  # fmt: skip
-        dq_weight = sums_SAD[:, :heads].sum((0, 1)).to(q_weight.dtype) if weighted else None
-        dk_weight = sums_SAD[:, heads:].sum((0, 1)).to(k_weight.dtype) if weighted else None
+        dq_weight = None if q_weight is None else sums_SAD[:, :heads].sum((0, 1)).to(q_weight.dtype)
+        dk_weight = None if k_weight is None else sums_SAD[:, heads:].sum((0, 1)).to(k_weight.dtype)
         return dq_out.transpose(1, 2), dk_out.transpose(1, 2), dq_weight, dk_weight, *([None] * 5)
 
 
 def prepare_heads(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
-    norms: HeadWeights | None,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     eps: float,
+    *,
     scale: float = 1.0,
+    normed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys normed per head (with `norms`) and turned (with `cos` and `sin`, fp32 [T or more, D/2]).
+    """Queries and keys normed per head (with weights) and turned (with `cos` and `sin`, fp32 [T or more, D/2]).
 
-    `scale` multiplies what is normed. The results have the shape of the inputs and lie in memory as [B, T, heads, D].
+    `normed` norms both, whether they have weights or not; `scale` multiplies what is normed. The results have the shape
+    of the inputs and lie in memory as [B, T, heads, D].
     """
-    if norms is None and cos is None:
+    if q_weight_D is None and k_weight_D is None and cos is None and not normed:
         return q_BHTD, k_BGTD
     if cos is not None:
         assert sin is not None
@@ -250,8 +263,7 @@ def prepare_heads(
         assert sin.is_contiguous()
         assert cos.shape[0] >= q_BHTD.shape[2]
         assert cos.shape[1] * 2 == q_BHTD.shape[3]
-    weights = (None, None) if norms is None else norms
-    return _PrepareHeads.apply(q_BHTD, k_BGTD, *weights, cos, sin, eps, scale, norms is not None)  # pyright: ignore
+    return _PrepareHeads.apply(q_BHTD, k_BGTD, q_weight_D, k_weight_D, cos, sin, eps, scale, normed)  # pyright: ignore
 
 
 # --- under frozen weights ---------------------------------------------------------------------------------------------
@@ -312,8 +324,8 @@ def turn_packed(
     _forward[(triton.cdiv(rows, at_once) * (heads + groups),)](
         q_BHTD, k_BGTD, q_weight, k_weight, cos, sin, q_out, k_out, rows, positions, heads, groups, *_strides(q_BHTD),
         *_strides(k_BGTD), q_out.stride(2), k_out.stride(2), eps, scale, SIZE=size,
-        HAS_NORM=norms is not None, WEIGHTED=q_weight is not None, HAS_ROPE=cos is not None, ROWS=at_once,
-        BLOCK=block, num_warps=4,
+        **_norm_flags(norms is not None, q_weight, k_weight), HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block,
+        num_warps=4,
     )  # fmt: skip
     return q_out, k_out
 

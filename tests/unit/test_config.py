@@ -659,6 +659,10 @@ def test_no_pattern_is_shown_to_a_user() -> None:
         (["model.rope_scaling=linear", "model.positions=learned"], "or leave model.rope_scaling out"),
         (["model.family=gpt2", "model.head_size=16"], "leave model.head_size out, or set model.family=gpt"),
         (["model.family=gpt2", "model.norm_eps=1e-6"], "leave model.norm_eps out, or set model.family=gpt"),
+        (
+            ["train.minutes=1", "optim.schedule=wsd", "train.batch_stages=[4096, 8192]"],
+            "in train.steps or train.tokens, or leave the stages out",
+        ),
         (["train.steps=1", "train.epochs=1"], "keep one of train.steps, train.epochs, train.tokens and train.minutes"),
     ],
 )

@@ -107,6 +107,14 @@ def test_more_minutes_go_on_at_the_full_rate_and_cool_down_again() -> None:
     assert short.deadline.place(step) == cooling_from(WSD, 600), "less than a cool-down is left: it begins at once"
 
 
+def test_a_cool_down_whose_first_step_could_not_be_saved_begins_one_later() -> None:
+    deadline = Pretended(100.0, planned=1000).deadline
+    assert [deadline.cools_down(step) for step in (399, 400, 401)] == [False, True, False]
+    deadline.put_off()
+    assert deadline.cools_down(401)
+    assert deadline.cooldown_step == 401
+
+
 def test_a_checkpoint_without_a_plan_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no usable plan"):
         Pretended(1.0, planned=10).deadline.resume(None, 5)

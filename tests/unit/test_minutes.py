@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flatout.api import settling
 from flatout.api.settling import on_device, with_tokenizer
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.sizes import LADDER, Known, Shape
@@ -17,6 +18,7 @@ from flatout.tuning import minutes_probe
 from flatout.tuning.law import WORDS, effective_tokens, law_for
 from flatout.tuning.minutes import SECONDS, Budget, Prospect, Speed, choose, flops
 from flatout.tuning.minutes_probe import decision_for
+from flatout.world import World
 
 CPU = Device(torch_device=torch.device("cpu"), name="cpu", memory_bytes=None, capability=None)
 
@@ -109,6 +111,27 @@ def test_a_choice_becomes_settings_with_their_source(tmp_path: Path) -> None:
     assert any("measured" in line and "loss about" in line for line in told[1:])
     again = as_before(loaded, settled.config.model_dump())
     assert again.config == settled.config, "a resume decides nothing anew"
+
+
+def test_a_resume_keeps_the_plan_of_minutes_and_takes_another_length() -> None:
+    words = ["data.source=shakespeare"]
+    for preset in ("shakespeare", "record"):  # with steps of its own, and without
+        loaded = load_config(preset, [*words, "train.minutes=2"])
+        stored = load_config(preset, [*words, "train.minutes=2", "train.steps=123"]).config
+        assert as_before(loaded, stored.model_dump()).config.train == stored.train
+    longer = load_config("record", [*words, "train.tokens=1000000", "speed.accumulation=1"])
+    for told in ("train.steps=500", "train.epochs=1", "train.minutes=3"):
+        stored = load_config("record", [*words, told, "speed.micro_batch=1"]).config
+        again = as_before(longer, stored.model_dump()).config
+        lengths = (again.train.steps, again.train.epochs, again.train.tokens, again.train.minutes)
+        assert lengths == (None, None, 1_000_000, None)
+        assert (again.speed.micro_batch, again.speed.accumulation) == (None, 1)
+
+
+def test_fine_tuning_with_a_sized_preset_looks_for_no_text() -> None:
+    words = ["chat.source=rows.jsonl", "model.init_from=base", "train.epochs=1"]
+    loaded = load_config("modern", words)
+    assert settling.settled(loaded, None, None, None, World()) is loaded
 
 
 def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised() -> None:

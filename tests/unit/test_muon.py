@@ -19,7 +19,7 @@ from flatout.engine.diverged import gentler
 from flatout.engine.notices import Notices
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import all_weights, state_of
-from flatout.engine.update_graph import recorded_updates
+from flatout.engine.update_graph import UpdateGraph, record_updates
 from flatout.errors import CheckpointError, ConfigError
 from flatout.model.count import parameter_count
 from flatout.model.gpt import GPT, build_model
@@ -328,7 +328,7 @@ def test_a_recorded_update_is_made_anew_where_gradients_or_state_have_moved():
     twin, plain = make()
     recorder: Any = FakeRecorder()
     step.keep_gradients = plain.keep_gradients = True
-    recorded_updates(step.optimizer, Notices(), recorder)
+    record_updates(step.optimizer, Notices(), recorder)
     for seed in range(5):
         version = model.blocks[0].mlp.up.weight._version
         step(*batch(seed))
@@ -344,12 +344,28 @@ def test_a_recorded_update_is_made_anew_where_gradients_or_state_have_moved():
     assert alike(everything(model, step.optimizer), everything(twin, plain.optimizer))
 
 
+def test_state_that_is_dropped_takes_its_recording_along():
+    _, step = make()
+    recorder: Any = FakeRecorder()
+    step.keep_gradients = True
+    record_updates(step.optimizer, Notices(), recorder)
+    for seed in range(3):
+        step(*batch(seed))
+    assert recorder.did[-1] == "replay"
+    step.optimizer.forget()
+    (graph,) = step.optimizer.recorded.values()
+    assert isinstance(graph, UpdateGraph)
+    assert graph.replay is None, "it holds memory, and writes to state that is gone"
+    step(*batch(3))
+    assert recorder.did[-1] == "warm-up"
+
+
 def test_an_update_that_cannot_be_recorded_goes_on_without():
     model, step = make()
     twin, plain = make()
     recorder: Any = FakeRecorder(RuntimeError("no graphs here\nbut a trace"))
     step.keep_gradients, notices = True, Notices()
-    recorded_updates(step.optimizer, notices, recorder)
+    record_updates(step.optimizer, notices, recorder)
     for seed in range(4):
         step(*batch(seed))
         plain(*batch(seed))

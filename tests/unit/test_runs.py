@@ -47,6 +47,16 @@ def test_a_row_says_how_a_run_stands(several: Path):
     assert rows["killed"].age_seconds == pytest.approx(3000, abs=60)
 
 
+def test_the_steps_of_minutes_are_a_plan_and_no_total(tmp_path: Path):
+    folder = tmp_path / "timed"
+    config = {"train": {"minutes": 2.0, "steps": 9}}
+    write_run(
+        folder, [info_of(folder, steps=9, config=config), step_of(1), step_of(12), end_of(folder, 12, "finished")]
+    )
+    (row,) = list_runs(tmp_path)
+    assert (row.step, row.steps, row.state) == (12, None, "finished")
+
+
 def test_rows_are_sorted(several: Path, capsys: pytest.CaptureFixture[str]):
     def order(*words: str) -> list[str]:
         assert runs([*words, "--json"]) == 0

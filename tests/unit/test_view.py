@@ -121,6 +121,17 @@ def test_what_matters_is_shown(size: tuple[int, int]):
             assert words in shown
 
 
+def test_minutes_are_shown_by_the_clock_and_not_by_planned_steps():
+    config = {**info().config, "train": {"minutes": 20.0, "steps": 1000}}
+    records = [info(config=config), *(step(number, seconds=0.5) for number in range(1, 1201))]
+    shown = text_of(state_of(records))
+    assert "step 1,200 " in shown
+    assert "50.0%  ETA 10m00s" in shown
+    again = text_of(state_of([info(config=config, start_step=1100, resumed_from="x"), *records[1101:]]))
+    assert "step 1,200 " in again
+    assert "ETA" not in again
+
+
 def test_a_run_on_a_cpu_shows_no_empty_fields():
     shown = text_of(state_of([info(), *(step(number) for number in range(1, 20))]))
     for words in ("MFU", "GPU", "power", "clock", "data wait", "reserved", "None"):

@@ -30,7 +30,7 @@ def settled(
         return config
     train = config.config.train
     plans = train.minutes is not None and train.steps is None
-    if config.size is None and not plans:
+    if (config.size is None and not plans) or config.config.chat.source is not None:  # a model that has a shape
         return config
     if resumed is not None:
         with world.together():

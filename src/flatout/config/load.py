@@ -38,7 +38,7 @@ from flatout.errors import ConfigError
 _FILE_KEYS = ("preset", "hardware", "size")
 
 # A layer that gives one of a group silences those it does not give itself in the layers below.
-_ALTERNATIVES = (
+ALTERNATIVES = (
     ("train.steps", "train.epochs", "train.tokens", "train.minutes"),
     ("speed.micro_batch", "speed.accumulation"),
 )
@@ -378,7 +378,7 @@ def _no_cleaning(text: str, source: Source) -> Layer:
 def _merge(layers: Sequence[Layer]) -> Layer:
     merged: Layer = {}
     for layer in layers:
-        for group in _ALTERNATIVES:
+        for group in ALTERNATIVES:
             given = next((path for path in group if path in layer and layer[path].value is not None), None)
             if given is None:
                 continue

@@ -63,12 +63,44 @@ class RunConfig(Section):
             return self._check_chat()
         if self.lora.rank:
             raise Conflict("lora.rank trains adapters, and there is nothing to fine-tune on", "set chat.source")
-        if self.train.minutes is not None and (self.optim.schedule != "wsd" or self.optim.decay_fraction > 0.95):
+        self._check_minutes()
+        self._check_data()
+        context, batch = self.model.context, self.train.batch_tokens
+        if batch % context:
+            raise Conflict(
+                f"train.batch_tokens {batch} is not a multiple of model.context {context}",
+                f"set train.batch_tokens={multiple_near(batch, context)}, or model.context to a divisor of {batch}",
+            )
+        self._check_stages()
+        sequences, count = windows_of_steps(self)[0], self.speed.accumulation
+        if count is not None and sequences % count:
+            raise Conflict(
+                f"a batch of {sequences} sequences does not split into speed.accumulation {count}",
+                f"set speed.accumulation to a divisor of {sequences}; the batch is train.batch_tokens / model.context",
+            )
+        if count is not None and self.speed.micro_batch is not None and count * self.speed.micro_batch != sequences:
+            raise Conflict(
+                f"speed.micro_batch {self.speed.micro_batch} times speed.accumulation {count} "
+                f"is not the batch of {sequences} sequences",
+                f"set speed.micro_batch={sequences // count}, or give only one of the two",
+            )
+        return self
+
+    def _check_minutes(self) -> None:
+        if self.train.minutes is None:
+            return
+        if self.optim.schedule != "wsd" or self.optim.decay_fraction > 0.95:
             raise Conflict(
                 "train.minutes needs a rate that stays up until the clock says that it must fall",
                 "set optim.schedule=wsd and optim.decay_fraction=0.6, or give the length in train.steps",
             )
-        context, batch = self.model.context, self.train.batch_tokens
+        if self.train.staged:
+            raise Conflict(
+                "stages are shares of a length that is known, and train.minutes ends when the clock says so",
+                "give the length in train.steps or train.tokens, or leave the stages out",
+            )
+
+    def _check_data(self) -> None:
         if self.data.streaming and (self.data.source is None or self.train.epochs is not None):
             raise Conflict(
                 "data.streaming needs data.source, and a length in train.steps, train.tokens or train.minutes",
@@ -98,25 +130,6 @@ class RunConfig(Section):
                 "data.packing best_fit fits whole documents and takes no data.stride",
                 "set data.stride=null, or data.packing=concat",
             )
-        if batch % context:
-            raise Conflict(
-                f"train.batch_tokens {batch} is not a multiple of model.context {context}",
-                f"set train.batch_tokens={multiple_near(batch, context)}, or model.context to a divisor of {batch}",
-            )
-        self._check_stages()
-        sequences, count = windows_of_steps(self)[0], self.speed.accumulation
-        if count is not None and sequences % count:
-            raise Conflict(
-                f"a batch of {sequences} sequences does not split into speed.accumulation {count}",
-                f"set speed.accumulation to a divisor of {sequences}; the batch is train.batch_tokens / model.context",
-            )
-        if count is not None and self.speed.micro_batch is not None and count * self.speed.micro_batch != sequences:
-            raise Conflict(
-                f"speed.micro_batch {self.speed.micro_batch} times speed.accumulation {count} "
-                f"is not the batch of {sequences} sequences",
-                f"set speed.micro_batch={sequences // count}, or give only one of the two",
-            )
-        return self
 
     def _check_stages(self) -> None:
         train, context = self.train, self.model.context

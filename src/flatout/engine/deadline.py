@@ -108,6 +108,10 @@ class Deadline:
             return True
         return False
 
+    def put_off(self) -> None:
+        """The step at which the rate began to fall was not saved; the next one counts."""
+        self.cooldown_step = None
+
     def see(self, record: Record) -> None:
         """Notes how long the last evaluation and the last save took: both come once more at the end."""
         if isinstance(record, EvalRecord):

@@ -184,6 +184,8 @@ class _Steps:
         yield from settle(run, progress, self.totals, self.pending.drain())
         if progress.bad_steps and not ending:  # wait: a good step ends the count, or the third bad one ends the run
             self.owed, saving, stopping = saving, False, False
+            if cooling and run.deadline is not None:
+                run.deadline.put_off()
         else:
             self.owed = False
         last = ending or stopping

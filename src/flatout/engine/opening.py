@@ -402,8 +402,7 @@ def deadline_of(
     """When a run ends whose length is told in minutes."""
     if config.train.minutes is None:
         return None
-    cooling = cooling_from(optim, steps, pace_of(config, schedule, steps))
-    deadline = Deadline(60 * config.train.minutes, steps, cooling, schedule)
+    deadline = Deadline(60 * config.train.minutes, steps, cooling_from(optim, steps), schedule)
     if resumed is not None:
         deadline.resume(resumed.state.get("deadline"), resumed.step)
     return deadline

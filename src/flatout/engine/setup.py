@@ -49,7 +49,7 @@ from flatout.engine.randomness import RandomStream
 from flatout.engine.run import Run, delivery_of, device_scope
 from flatout.engine.step import LossScale, TrainStep
 from flatout.engine.trained import Trained, all_weights, only_adapters
-from flatout.engine.update_graph import recorded_updates
+from flatout.engine.update_graph import record_updates
 from flatout.errors import CheckpointError, ConfigError
 from flatout.model.adapter_files import load_into
 from flatout.model.adapter_targets import needless_rank
@@ -352,12 +352,13 @@ def _build_step(
             replayed=speed.cuda_graphs,
         ),
     )
-    graph, updates = None, []
+    graph = None
     if speed.cuda_graphs:
         recorder = Recorder(device)
         graph = MicroBatchGraph(step.forward_backward, model, notices, recorder, model.prepare, trained.forget)
         step.run_micro_batch = graph
-        updates = recorded_updates(step.optimizer, notices, recorder) if world.size == 1 else []
+        if world.size == 1:
+            record_updates(optimizers, notices, recorder)
 
     def rebuild() -> None:
         """What was made for one shape goes."""
@@ -365,7 +366,7 @@ def _build_step(
         model.offload.drop()
         if graph is not None:
             graph.reset()
-        for update in updates:
+        for update in optimizers.recorded.values():
             update.reset()
         if speed.compile != "off":
             torch._dynamo.reset()  # code for a shape that never comes again only holds memory

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from flatout.config.facts import field_facts, value_at
-from flatout.config.load import LoadedConfig, with_layer, with_values
+from flatout.config.load import ALTERNATIVES, LoadedConfig, with_layer, with_values
 from flatout.config.schema import RunConfig
 from flatout.config.sizes import AUTO, DEFAULT_SIZE, FRESH_EPOCHS, Known, Shape, Sized, derive, shape_of, usual_vocab
 from flatout.config.source import Setting, Source
@@ -111,9 +111,18 @@ def as_before(loaded: LoadedConfig, stored: Mapping[str, Any]) -> LoadedConfig:
         path: stored[section][name]
         for path in paths
         for section, name in [path.split(".", 1)]
-        if not _by_user(loaded, path) and section != "output" and name in stored.get(section, {})
+        if not _is_replaced(loaded, path) and section != "output" and name in stored.get(section, {})
     }
     return replace(with_values(loaded, values, Source("size", "the run")), size=None)
+
+
+def _is_replaced(loaded: LoadedConfig, path: str) -> bool:
+    """Whether the user wrote this setting or one that takes its place. Steps are the plan of minutes, and stay."""
+    group = next((group for group in ALTERNATIVES if path in group), ())
+    given = [one for one in group if _by_user(loaded, one) and value_at(loaded.config, one) is not None]
+    if path == "train.steps" and given == ["train.minutes"]:
+        return False
+    return bool(given) or _by_user(loaded, path)
 
 
 def _by_user(loaded: LoadedConfig, path: str) -> bool:

@@ -79,8 +79,7 @@ class UpdateGraph:
         self.inputs = inputs
 
 
-def recorded_updates(optimizers: Optimizers, notices: Notices, recorder: Recorder) -> list[UpdateGraph]:
+def record_updates(optimizers: Optimizers, notices: Notices, recorder: Recorder) -> None:
     """Puts recordings in the place of what can be recorded: Muon alone, since AdamW is a few kernels."""
-    made = [UpdateGraph(one, notices, recorder) for one in optimizers.optimizers if isinstance(one, Muon)]
-    optimizers.recorded.update((graph.muon, graph) for graph in made)
-    return made
+    muons = [one for one in optimizers.optimizers if isinstance(one, Muon)]
+    optimizers.recorded.update((muon, UpdateGraph(muon, notices, recorder)) for muon in muons)

@@ -2,9 +2,9 @@
 
 Contract: each field of `ModelConfig` belongs to exactly one feature of `FEATURES`; a test names one that is missing.
 The features of attention, and of what may take its place, are in `fields_mixing.py`, those of tables, gates and mixed
-streams in `fields_streams.py`. Declared sizes are tested against
-built models, torch's FLOP counter and the bytes that autograd keeps; declared formats against transformers. How to add
-a feature: docs/architecture.md, "Adding a model field".
+streams in `fields_streams.py`. Declared sizes are tested against built models, torch's FLOP counter and the bytes that
+autograd keeps; declared formats against transformers. How to add a feature: docs/architecture.md, "Adding a model
+field".
 """
 
 import functools
@@ -52,8 +52,7 @@ def _norm_kept(model: ModelConfig, kind: str, form: Form) -> int:
     if form.triton:
         kept += 16 if model.norm == "layernorm" else 8  # statistics of both
     elif form.eager and model.norm == "rmsnorm" and model.norm_weights and not form.frozen:
-        # a frozen scale needs no gradient
-        kept += 2 * form.stream * model.width  # the normalised input, before its weight
+        kept += 2 * form.stream * model.width  # the normalised input, for the gradient of its weight
     return kept
 
 
@@ -264,10 +263,8 @@ START = Feature(
     no_export="they say how a model is begun; the size of its vocabulary is written as it came out",
 )
 
-FEATURES = (
-    *(STREAM, CONTEXT, NORM, EMBEDDING_NORM, *MIXING, MLP, BIAS, RESIDUAL_SCALE, *STREAMS, LOGIT_CAP, HEAD, DROPOUT),
-    START,
-)
+FEATURES = (STREAM, CONTEXT, NORM, EMBEDDING_NORM, *MIXING, MLP, BIAS, RESIDUAL_SCALE, *STREAMS, LOGIT_CAP, HEAD)
+FEATURES += (DROPOUT, START)
 
 
 def projections(model: ModelConfig) -> dict[str, tuple[str, Piece]]:

@@ -79,7 +79,7 @@ class GPT(nn.Module):
             targets_BT = targets_BT.flatten().index_select(0, layout.labelled_L)[None]
         loss = self.head(hidden_BTW, self._table, self.execution, targets_BT, label_smoothing)
         if self.config.energy and self.training and self.eigenstates:
-            # Times the targets, by all of which of a step the sum is divided: however it is cut, the term counts once.
+            # Scaled by the number of targets, by which the step divides later: however it is cut, the term counts once.
             loss = loss + self.config.energy * self.energy() * (targets_BT != IGNORED).sum()
         return loss
 

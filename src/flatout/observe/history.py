@@ -86,6 +86,13 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
+def minutes_of(config: Any) -> float | None:
+    """The length of a run by its stored config, where it is told in minutes: its steps are a plan then, and change."""
+    train = config.get("train") if isinstance(config, dict) else None  # what was read from a file may be anything
+    minutes = train.get("minutes") if isinstance(train, dict) else None
+    return minutes if isinstance(minutes, int | float) and 0 < minutes < math.inf else None
+
+
 def early_stop_reason(info: dict[str, Any]) -> str:
     """Why a run stopped early: with `eval.min_delta`, a loss that still fell may have fallen by too little."""
     config = info.get("config")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from flatout.observe.history import minutes_of
 from flatout.observe.human import human_count, human_parameters, human_seconds
 from flatout.records import EndRecord, EvalRecord, Record, RunInfo, StepRecord, html_table
 
@@ -101,7 +102,7 @@ class Chart:
         if info is not None:
             parts = [info.folder, human_parameters(info.parameters, info.trained_parameters, info.table_parameters)]
         if last is not None:
-            steps = "" if info is None else f" of {info.steps:,}"
+            steps = "" if info is None or minutes_of(info.config) is not None else f" of {info.steps:,}"
             parts += [f"step {last.step:,}{steps}", f"loss {last.loss:.4f}"]
             parts += [] if last.tokens_per_second is None else [f"{human_count(last.tokens_per_second)} tokens/s"]
         if self.evals:
@@ -130,6 +131,8 @@ class RunResult:
     def _repr_html_(self) -> str:
         rows: dict[str, object] = {"folder": self.folder, "steps": f"{self.info.steps:,}"}
         if self.end is not None:
+            timed = minutes_of(self.info.config) is not None  # its steps were a plan
+            rows |= {"steps": f"{self.end.step:,}"} if timed else {}
             rows |= {"ended": self.end.reason, "time": human_seconds(self.end.seconds)}
             rows |= {"validation loss": self.end.val_loss, "best": self.end.best_loss}
             rows["checkpoint"] = self.end.checkpoint

@@ -1,10 +1,10 @@
 """An exponential moving average of the weights, in fp32 like them and beside them.
 
 After every applied update the average moves by 1 - min(decay, (1 + n) / (10 + n)) of the way towards the weights, where
-n counts applied updates: early on, when a long memory would be one of the first weights, it is a short one.
+n counts applied updates: the memory is short at first, since a long one would mostly hold the first weights.
 
-Contract: elementwise, without a word to the host, so it serves slices of weights as well; an update that was turned
-into nothing does not move the average. `swap` exchanges average and weights bit for bit, where both lie.
+Contract: elementwise and without a host sync, so it serves slices of weights as well; a skipped update does not move
+the average. `swap` exchanges average and weights bit for bit, where both lie.
 """
 
 from collections.abc import Mapping, Sequence

@@ -9,6 +9,7 @@ Shape legend: K schedules, U updates.
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,16 @@ from flatout.errors import CheckpointError, ConfigError
 from flatout.optim.optimizer import Group, Optimizer, Rule, Table, Trainable
 
 SEEN = 2**18  # values of a tensor, about: all of them would need as much memory as the weights, once more
+
+
+class Recorded(Protocol):
+    """Takes the place of an optimizer's `update`, and replays it (engine/update_graph.py)."""
+
+    def __call__(self, divisor: Tensor, finite: Tensor) -> None: ...
+
+    def reset(self) -> None:
+        """Forgets the recording."""
+        ...
 
 
 class Optimizers:
@@ -40,7 +51,7 @@ class Optimizers:
         for group in self.groups:
             built[group.rule.optimizer].append(group)
         self.optimizers = [build(groups) for build, groups in built.items()]
-        self.recorded: dict[Optimizer, Callable[[Tensor, Tensor], None]] = {}  # engine/update_graph.py fills it
+        self.recorded: dict[Optimizer, Recorded] = {}
         self._of = {parameter: one for one in self.optimizers for parameter in one.parameters}
         self._complete = False
 
@@ -98,8 +109,10 @@ class Optimizers:
             self._complete = True
 
     def forget(self) -> None:
-        """Drops all state, as before the first update."""
+        """Drops all state, as before the first update, and recordings, which know where it lay."""
         self._complete = False
+        for update in self.recorded.values():
+            update.reset()
         for optimizer in self.optimizers:
             optimizer.forget()
 

@@ -7,7 +7,6 @@ Contract: no update has a rate of zero, which would waste it. A decay to a share
 One to zero would reach it one update later, as the schedules of transformers do, whose rates it has after the warm-up.
 """
 
-import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,8 +76,6 @@ def _factor(config: OptimConfig, update: int, updates: int, places: Sequence[flo
     return floor + (1.0 - floor) * (1 + math.cos(math.pi * share)) / 2
 
 
-def cooling_from(config: OptimConfig, updates: int, pace: Pace | None = None) -> int:
+def cooling_from(config: OptimConfig, updates: int) -> int:
     """The update from which wsd decays."""
-    places = range(max(updates, 1) + 1) if pace is None else pace.places
-    start = max(places[min(config.warmup_steps, updates)], updates - max(1, round(config.decay_fraction * updates)))
-    return bisect.bisect_left(places, start)
+    return max(min(config.warmup_steps, updates), updates - max(1, round(config.decay_fraction * updates)))

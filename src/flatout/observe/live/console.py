@@ -7,12 +7,12 @@ to move the cursor or rename the window.
 import math
 import sys
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 from flatout import records
 from flatout.config.schema import SpeedConfig
 from flatout.observe.eigenstates import record_sentence
-from flatout.observe.history import early_stop_reason
+from flatout.observe.history import early_stop_reason, minutes_of
 from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, printable
 from flatout.observe.live.alerts import Alerts
 from flatout.observe.measured.estimate_table import expected
@@ -83,9 +83,9 @@ class TerminalReader:
         if rate is not None:
             cold = record.step < self.first_step + 4
             self.speed = rate if self.speed is None or cold else 0.9 * self.speed + 0.1 * rate
-        if self.step_seconds is not None and self.info is not None:
+        if self.step_seconds is not None and self.info is not None and self._minutes is None:
             self.step_seconds.append(record.seconds)
-            if self._minutes is None and (total := expected(self.step_seconds, self.info)) is not None:
+            if (total := expected(self.step_seconds, self.info)) is not None:
                 self.step_seconds = None
                 if total.seconds >= LONG:
                     say(self.console, total.sentence)
@@ -120,7 +120,7 @@ class TerminalReader:
 
     @property
     def _minutes(self) -> float | None:
-        return None if self.info is None else minutes_of(self.info)
+        return None if self.info is None else minutes_of(self.info.config)
 
     def _seconds_left(self, record: StepRecord) -> float | None:
         """Until the last step; by the clock where the length is told in minutes, unless some were spent before."""
@@ -178,7 +178,7 @@ def _banner(info: RunInfo) -> list[str]:
     size = human_parameters(info.parameters, info.trained_parameters, info.table_parameters)
     ranks = f" x {info.ranks} ranks" if info.ranks > 1 else ""
     step = f"{info.batch_tokens:,} tokens ({info.micro_batch} x {info.context} x {info.accumulation}{ranks})"
-    if info.config.get("train", {}).get("batch_stages"):
+    if _train_section(info).get("batch_stages"):
         step = f"about {info.batch_tokens:,} tokens (in stages; {info.micro_batch} x {info.context} at once{ranks})"
     epochs = f", {info.steps * info.batch_tokens / (info.windows * info.context):.2f} epochs" if info.windows else ""
     if info.batch_samples is not None:
@@ -190,7 +190,7 @@ def _banner(info: RunInfo) -> list[str]:
     shown = [f for f in features if f.name in _SHOWN or f.used not in _QUIET.get(f.name, (f.used,))]
     used = ", ".join(f"{f.name} {f.used}" + (f" ({f.why})" if f.why else "") for f in shown)
     fallbacks = [f for f in info.features if f.why and f.asked not in ("auto", "null", f.used) and _is_told(f)]
-    minutes = minutes_of(info)
+    minutes = minutes_of(info.config)
     length = f"{info.steps:,}" if minutes is None else f"{minutes:.3g} minutes, about {info.steps:,}"
     return [
         f"flatout {info.flatout}: {info.family}, {size}, on {many}{info.device} (torch {info.torch})",
@@ -237,18 +237,15 @@ def _is_told(feature: records.Feature) -> bool:
     return feature.name in _TOLD
 
 
-def minutes_of(info: RunInfo) -> float | None:
-    """The length of a run, where it is told in minutes."""
+def _train_section(info: RunInfo) -> dict[str, Any]:
     train = info.config.get("train")
-    minutes = train.get("minutes") if isinstance(train, dict) else None
-    return minutes if isinstance(minutes, int | float) else None
+    return train if isinstance(train, dict) else {}  # what was read from a file may be anything
 
 
 def _finished_before(info: RunInfo) -> str:
-    if minutes_of(info) is not None:
+    if minutes_of(info.config) is not None:
         return f"{info.folder} is finished already; --resume {info.folder} --minutes N goes on for N minutes more"
-    train = info.config.get("train")
-    lengths = train if isinstance(train, dict) else {}  # what was read from a file may be anything
+    lengths = _train_section(info)
     length = next((name for name in ("tokens", "epochs") if lengths.get(name) is not None), "steps")
     now = lengths.get(length) or info.steps
     return (

@@ -12,6 +12,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from flatout.observe.eigenstates import record_sentence
+from flatout.observe.history import minutes_of
 from flatout.observe.human import human_bytes, human_count, human_seconds, many, printable
 from flatout.observe.live.alerts import STALL_SHARE
 from flatout.observe.live.chart import BROKEN, chart, loss_text
@@ -198,9 +199,13 @@ def _clock(machine: MachineRecord) -> str | None:
 def _progress(state: ViewState, width: int) -> Text:
     total, start = (0, 0) if state.info is None else (state.info.steps, state.info.start_step)
     done = start if state.step is None else state.step.step
-    share = min(done / total, 1.0) if total else 0.0
+    share, of = min(done / total, 1.0) if total else 0.0, f"/{total:,}"
+    minutes = None if state.info is None else minutes_of(state.info.config)
+    if minutes is not None:  # the number of steps is a plan that changes
+        of = ""
+        share = share if state.seconds_left is None else 1 - state.seconds_left / (60 * minutes)
     left = "" if state.seconds_left is None or state.end is not None else f"  ETA {human_seconds(state.seconds_left)}"
-    before, after = f"step {done:,}/{total:,} ", f" {share:.1%}{left}"
+    before, after = f"step {done:,}{of} ", f" {share:.1%}{left}"
     bar = width - len(before) - len(after)
     if bar < 4:
         return _cut(Text(before.strip() + after), width)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from flatout import records
+from flatout.observe.history import minutes_of
 from flatout.observe.live.alerts import Alert, Alerts
 from flatout.records import EvalRecord, Record, RunInfo, StepRecord
 
@@ -159,7 +160,14 @@ class ViewState:
 
     @property
     def seconds_left(self) -> float | None:
-        """Training, and as much evaluation and saving for each second of it as there has been until now."""
+        """Training, and as much evaluation and saving for each second of it as there has been until now.
+
+        By the clock where the length is told in minutes, unless some were spent before.
+        """
+        minutes = None if self.info is None else minutes_of(self.info.config)
+        if self.info is not None and minutes is not None:
+            spent = self.trained_seconds + self.other_seconds
+            return None if self.info.start_step else max(0.0, 60 * minutes - spent)
         if self.info is None or self.step is None or not self.tokens_per_second:
             return None
         training = max(self.info.steps - self.step.step, 0) * self.info.batch_tokens / self.tokens_per_second

@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 
 from flatout.observe import picture
+from flatout.observe.history import minutes_of
 from flatout.observe.human import human_count, human_parameters, human_seconds, many
 from flatout.observe.picture import BLUE, FAINT, GREY, INK, ORANGE, PURPLE, RED, SMALL, TEAL, Axes, Figure
 from flatout.observe.plot.panels import Line, Marks, Quantity, draw_panel, time_unit
@@ -210,10 +211,8 @@ def draw_title(figure: Figure, name: str, facts: str, state: str, *, warning: bo
 def _facts(run: RunNumbers) -> str:
     info = run.info
     parts = [_text(info, "family")]
-    samples, some = (
-        number(info.get("batch_samples")),
-        [number(info.get(f"{x}_parameters")) for x in ("trained", "table")],
-    )
+    samples = number(info.get("batch_samples"))
+    some = [number(info.get(f"{name}_parameters")) for name in ("trained", "table")]
     parts += [human_parameters(size, *some)] if (size := number(info.get("parameters"))) is not None else []
     parts += [f"{samples:,.0f} samples per step"] if samples is not None else []
     size = number(info.get("batch_tokens")) if samples is None else None
@@ -248,6 +247,7 @@ def _state(run: RunNumbers) -> str:
     if not run.rows:
         return "no step was taken"
     done, asked = run.rows[-1]["step"], number(run.info.get("steps"))
+    asked = None if minutes_of(run.info.get("config")) is not None else asked
     where = f"step {done:,}" + (f" of {asked:,.0f}" if asked is not None and asked != done else "")
     reason = None if run.end is None else run.end.get("reason")
     endings = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from flatout.folders import process_lives
-from flatout.observe.history import RunHistory, early_stop_reason, rows_with_step
+from flatout.observe.history import RunHistory, early_stop_reason, minutes_of, rows_with_step
 from flatout.observe.human import human_seconds
 from flatout.observe.report.series import amount
 
@@ -38,7 +38,7 @@ def state_of(history: RunHistory) -> RunState:
     rows = rows_with_step(history.steps)
     start = amount(history.info.get("start_step"))
     step = rows[-1]["step"] if rows else int(start or 0)
-    planned = amount(history.info.get("steps"))
+    planned = None if minutes_of(history.info.get("config")) is not None else amount(history.info.get("steps"))
     steps = None if planned is None else int(planned)
     end = history.end
     reason = None if end is None else str(end.get("reason"))

@@ -5,12 +5,14 @@
     h     = norm(x_new)                                     (in the precision of the products)
 
 A block does nothing else to its residual stream, so the branch's bias and all column sums of backward (the gradients
-of that bias, of the scale and of the norm's own weights) ride along in the same pass. Statistics are in fp32, of the
-stored x_new. A learned scale keeps the branch for backward; dropout keeps nothing (ops/kernels/dropout.py). With a mix,
-backward keeps what was mixed and mixes again: the gradient of mix[0] needs it, and dividing by mix[0] is no way back.
-So do 8-bit copies of h and of the branch's gradient, for 8-bit products (ops/scales.py). Under frozen weights nothing
-is summed (ops/kernels/frozen.py); h and the gradient may then lie in wider rows, with room for a low-rank product
-beside them, and backward can write h again.
+of that bias, of the scale and of the norm's own weights) ride along in the same pass. So do 8-bit copies of h and of
+the branch's gradient, for 8-bit products (ops/scales.py). Statistics are in fp32, of the stored x_new.
+
+Kept for backward: with a learned scale the branch; with dropout nothing (ops/kernels/dropout.py); with a mix the stream
+before it, which backward mixes again, because the gradient of mix[0] needs it and mix[0] may be too small to divide by.
+
+Under frozen weights nothing is summed (ops/kernels/frozen.py); h and the gradient may then lie in wider rows, with room
+for a low-rank product beside them, and backward can write h again.
 
 Shape legend: N rows (tokens), W width, P programs that each sum the columns of their share of rows.
 """

@@ -14,9 +14,7 @@ from flatout.tuning.law import effective_tokens, law_for
 MOST_MEASURED = 3
 BATCHES = (1, 2, 4)  # times that of the rule
 SECONDS = 20.0  # for measuring
-_SLOWER = (
-    0.9  # time of a token goes with so much of its FLOPs where one size is all that was measured: larger is busier
-)
+_SLOWER = 0.9  # power of FLOPs that a token's time goes with, where one size is all that was measured
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,23 @@ import time
 from collections.abc import Iterator
 
 from flatout.engine.books import Progress
+from flatout.engine.boundary import sample_ids
 from flatout.engine.recovery import fitting_evaluation
 from flatout.engine.run import Run
 from flatout.engine.trained import checkpoint_size
 from flatout.records import Record
 
+FEW = 8  # tokens of a sample that are timed
 DISK = 1e9  # bytes per second that a checkpoint is taken to be written with, before one was
 
 
 def begin(run: Run) -> None:
-    """Starts the clock before the first step, once it is known how long the evaluation at the end will take."""
+    """Starts the clock before the first step, once it is known how long evaluation and sample at the end will take."""
     deadline = run.deadline
     if deadline is None:
         return
     deadline.evaluation = _evaluation_seconds(run)
+    deadline.sample = _sample_seconds(run)
     deadline.checkpoint = checkpoint_size(run.trained.count, run.config, run.speed) / DISK
     run.step.optimizer.stretch(*deadline.stretch)
     deadline.start()
@@ -31,6 +34,17 @@ def _evaluation_seconds(run: Run) -> float:
     (_, tokens), _, _ = fitting_evaluation(run, size, batches=1)
     seconds = time.perf_counter() - began
     return seconds * min(run.data.val.tokens, run.data.val_tokens or run.data.val.tokens) / max(tokens, 1)
+
+
+def _sample_seconds(run: Run) -> float:
+    """Seconds of a sample, from its first tokens, which are drawn twice as well."""
+    tokens = run.config.eval.sample_tokens
+    if not tokens:
+        return 0.0
+    sample_ids(run, min(tokens, FEW))
+    began = time.perf_counter()
+    _, ids = sample_ids(run, min(tokens, FEW))
+    return (time.perf_counter() - began) * tokens / max(len(ids), 1)
 
 
 def keep_time(run: Run, progress: Progress, step: int) -> None:

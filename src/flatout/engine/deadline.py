@@ -49,6 +49,7 @@ class Deadline:
         self.began: float | None = None
         self.looked = 0.0
         self.marks: list[tuple[float, int]] = []  # (seconds of steps, windows read)
+        self.fastest = 0.0  # windows per second since the evaluation was measured
 
     def start(self) -> None:
         """The first step begins."""
@@ -81,7 +82,9 @@ class Deadline:
         rate = self._rate(done, seconds)
         if rate is None:
             return False
-        left = self.seconds - self.elapsed - self.evaluation - self.checkpoint - self.sample
+        self.fastest = max(self.fastest, rate)
+        slower = self.fastest / rate  # a machine that has other work to do is slower at the end, too
+        left = self.seconds - self.elapsed - self.checkpoint - slower * (self.evaluation + self.sample)
         left, rate = world.told([left, rate])  # clocks of several processes differ, and all must end alike
         read = self.schedule.at(done).start
         last = max(step, self.schedule.steps_until(read + max(0.0, left) * rate) - 1)
@@ -112,7 +115,7 @@ class Deadline:
     def see(self, record: Record) -> None:
         """Notes how long the last evaluation and the last save took: both come once more at the end."""
         if isinstance(record, EvalRecord):
-            self.evaluation = record.seconds
+            self.evaluation, self.fastest = record.seconds, 0.0
         elif isinstance(record, CheckpointRecord):
             self.checkpoint = record.seconds + (record.background_seconds or 0.0)
 

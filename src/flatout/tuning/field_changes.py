@@ -17,6 +17,7 @@ from flatout.config.facts import choices, field_facts, value_at
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.model_section import GPT2
 from flatout.config.suggest import unknown_key
+from flatout.config.unused import check_used
 from flatout.config.yaml_loader import format_value
 from flatout.errors import ConfigError
 from flatout.tuning.search_space import reason_against
@@ -111,14 +112,16 @@ def _named(entry: str, loaded: LoadedConfig) -> Change:
     value = value_at(loaded.config, path)
     if not equals and not isinstance(value, bool):
         default = _default(path, loaded)
-        other = "..." if value == default else format_value(default)
+        other = "VALUE" if value == default else format_value(default)
         raise ConfigError(
             f"{_WHERE}: {path} is {format_value(value)} and has more than one other value",
             f"write the one to compare with: {path}={other}. {choices(path)}",
         )
     word = entry if equals else f"{path}={format_value(not value)}"
     try:
-        other = value_at(with_words(loaded, [word]).config, path)
+        made = load_stored(loaded.config.model_dump(), [word], where="the config")
+        check_used(made)  # a change that no run looks at is not worth one
+        other = value_at(made.config, path)
     except ConfigError as error:
         raise ConfigError(error.message.replace("command line", _WHERE, 1), error.hint) from None
     if other == value:

@@ -3,6 +3,8 @@
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ from torch import nn
 from flatout.config.schema import OptimConfig
 from flatout.data.positions import Schedule
 from flatout.engine.deadline import Deadline
+from flatout.engine.timekeeping import noted
 from flatout.errors import CheckpointError
 from flatout.optim.optimizer import trainables
 from flatout.optim.optimizers import Optimizers
 from flatout.optim.rules import rules_of
 from flatout.optim.schedule import cooling_from
+from flatout.records import CheckpointRecord, NoticeRecord
 from flatout.world import World
 
 WSD = OptimConfig(schedule="wsd", decay_fraction=0.6, min_ratio=0.0, warmup_steps=10, learning_rate=1.0)
@@ -120,3 +124,11 @@ def test_more_minutes_go_on_at_the_full_rate_and_cool_down_again() -> None:
 def test_a_checkpoint_without_a_plan_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no usable plan"):
         Pretended(1.0, planned=10).deadline.resume(None, 5)
+
+
+def test_a_save_that_waited_for_space_says_nothing_of_the_last_one() -> None:
+    run: Any = SimpleNamespace(deadline=Deadline(100.0, 1000, 400, Schedule.constant(4, 16)))
+    saved = [CheckpointRecord(step=1, path="", bytes=1, seconds=seconds, best=False) for seconds in (2.0, 60.0)]
+    list(noted(run, iter(saved[:1])))
+    list(noted(run, iter([NoticeRecord(step=1, message="the disk is full"), saved[1]])))
+    assert run.deadline.checkpoint == 2.0

@@ -8,7 +8,7 @@ from flatout.engine.boundary import sample_ids
 from flatout.engine.recovery import fitting_evaluation
 from flatout.engine.run import Run
 from flatout.engine.trained import checkpoint_size
-from flatout.records import Record
+from flatout.records import CheckpointRecord, NoticeRecord, Record
 
 FEW = 8  # tokens of a sample that are timed
 DISK = 1e9  # bytes per second that a checkpoint is taken to be written with, before one was
@@ -55,8 +55,13 @@ def keep_time(run: Run, progress: Progress, step: int) -> None:
 
 
 def noted(run: Run, records: Iterator[Record]) -> Iterator[Record]:
-    """Passes records on, after the deadline has seen how long evaluations and saves take."""
+    """Passes records on, after the deadline has seen how long evaluations and saves take.
+
+    A save with a notice before it is not as others are: it has waited for space, or was written twice.
+    """
+    unusual = False
     for record in records:
-        if run.deadline is not None:
+        unusual = unusual or isinstance(record, NoticeRecord)
+        if run.deadline is not None and not (unusual and isinstance(record, CheckpointRecord)):
             run.deadline.see(record)
         yield record

@@ -83,3 +83,21 @@ def test_a_refused_command_leaves_the_disk_as_it_was(tiny, tmp_path: Path, capsy
         shown = capsys.readouterr().err.splitlines()
         assert [line.partition(":")[0] for line in shown] == ["error", "hint"]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_preset_with_sizes_is_settled_with_its_data_first(corpus: Path, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    monkeypatch.setattr("flatout.api.measuring.ablate_fields", lambda loaded, *_, **__: iter(seen.append(loaded) or ()))
+    words = ["ablate", "record", "--size", "2x32", f"data.source={corpus}", "data.tokenizer=char"]
+    assert main([*words, "--fields", "model.head_gat"]) == 2
+    capsys.readouterr()
+    assert main([*words, "--fields", "model.head_gate", "--minutes", "0"]) == 0
+    assert not list(tmp_path.iterdir()), "nothing is prepared to show what is there"
+    # There are no tables on a CPU, so 1 is a change, and 0 is none.
+    assert main([*words, "--fields", "model.value_tables=1"]) == 0
+    assert "model.value_tables left out" in capsys.readouterr().err
+    assert main([*words, "--fields", "model.value_tables=0"]) == 2
+    assert "model.value_tables is 0 in the config already" in capsys.readouterr().err
+    config = seen[-1].config
+    assert config.train.tokens < 2 * corpus.stat().st_size, "two epochs, not twenty tokens for each parameter"

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from flatout.config.load import LoadedConfig, load_config
 from flatout.config.sizes import Shape
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.errors import ConfigError
+from flatout.launch import ATTEMPT, Attempt, Launch
 from flatout.observe.sinks import read_metrics
 from flatout.records import EndRecord, EvalRecord, NoticeRecord, RunInfo, StepRecord
 from flatout.tuning import minutes_probe
@@ -20,7 +23,9 @@ from flatout.tuning.minutes import Speed
 WSD = ["optim.schedule=wsd", "optim.decay_fraction=0.6", "optim.min_ratio=0.0", "speed.threads=1"]
 
 
-def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(tiny: Callable[..., LoadedConfig]) -> None:
+def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(
+    tiny: Callable[..., LoadedConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny("train.minutes=0.02", "train.steps=200", *WSD)
     began = time.monotonic()
     records = list(flatout.train(config))
@@ -47,6 +52,24 @@ def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(tiny: Callable[...,
     went_on = [record for record in more if isinstance(record, StepRecord)]
     assert went_on[0].step == state["cooldown_step"] + 1
     assert went_on[-1].learning_rate < went_on[0].learning_rate
+
+    # Several processes get the new length from the one that starts them, and keep it when they are started again.
+    commands: list[Any] = []
+    agent = SimpleNamespace(run=lambda: 0)
+    monkeypatch.setattr("flatout.agent.agent.Agent", lambda command, *_, **__: commands.append(command) or agent)
+    asked = ["--resume", info.folder, "--minutes", "0.01", "--gpus", "2"]
+    assert main(["train", *asked]) == 0
+    (command,) = commands
+    point, words = flatout.more_minutes(info.folder, 0.01)
+    assert command == ["train", *asked, "--resume", str(point), *words]
+    attempt = Attempt(folder=info.folder, accepted=True)
+    monkeypatch.setattr("flatout.verbs.train.launch", lambda: Launch(0, 1, 0, 1, attempt=attempt))
+    monkeypatch.setenv(ATTEMPT, attempt.as_json())
+    trained: list[Any] = []
+    monkeypatch.setattr("flatout.api.train", lambda config, **_: trained.append(config.config.train) or iter(()))
+    assert main([word if word != str(point) else "gone" for word in command]) == 0
+    (train,) = trained
+    assert [f"train.minutes={train.minutes!r}", f"train.steps={train.steps}"] == words
 
 
 def test_an_interrupted_run_has_the_time_that_is_left(tiny: Callable[..., LoadedConfig]) -> None:
@@ -125,3 +148,23 @@ def test_the_size_of_a_preset_is_settled_with_its_data(
 def test_what_cannot_end_on_time_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config("record", ["train.minutes=1", "data.source=shakespeare", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.steps=100"], "--minutes and train.steps both say how long the run is"),
+        (["--resume", "runs/x", "train.minutes=2"], "--minutes and train.minutes both say how long the run is"),
+        (["--resume", "runs/x", "record"], "--resume RUN with --minutes takes the config of the run"),
+        (["--size", ""], "there is no size ''"),
+    ],
+)
+def test_commands_that_contradict_themselves_are_refused(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--minutes", "1", "data.source=shakespeare", *words]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert message in error
+    assert hint.startswith("hint: ")
+    assert not list(tmp_path.iterdir())

@@ -47,6 +47,12 @@ def test_true_and_false_are_flipped_and_others_written():
         (["train.seed=3"], "train.seed cannot be ablated: the luckiest seed", "leave it out"),
         (["speed.compile=off"], "speed.compile cannot be ablated", "leave it out"),
         (["data.source=x"], "data.source cannot be ablated", "leave it out"),
+        (
+            ["model.window=64"],
+            "--fields: model.window is set, but no block of model.pattern=A is W",
+            "leave model.window",
+        ),
+        (["optim.ema"], "optim.ema is 0.0 and has more than one other value", "optim.ema=VALUE"),
         (["optim"], "optim is a section", "learning_rate"),
     ],
 )

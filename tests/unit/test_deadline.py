@@ -3,6 +3,8 @@
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ from torch import nn
 from flatout.config.schema import OptimConfig
 from flatout.data.positions import Schedule
 from flatout.engine.deadline import Deadline
+from flatout.engine.timekeeping import noted
 from flatout.errors import CheckpointError
 from flatout.optim.optimizer import trainables
 from flatout.optim.optimizers import Optimizers
 from flatout.optim.rules import rules_of
 from flatout.optim.schedule import cooling_from
+from flatout.records import CheckpointRecord, NoticeRecord
 from flatout.world import World
 
 WSD = OptimConfig(schedule="wsd", decay_fraction=0.6, min_ratio=0.0, warmup_steps=10, learning_rate=1.0)
@@ -59,13 +63,13 @@ class Pretended:
         lambda step: 0.1 if step < 300 else 0.2,  # slower from within the cool-down on
         lambda step: 0.1 if step < 100 else 0.04,  # faster from before it on
         lambda step: 0.1 * (1 + 0.5 * math.sin(step)),  # unsteady
-        lambda step: 0.1 if step < 800 else 0.4,  # much slower at the end
     ],
 )
 def test_a_run_ends_on_time_with_its_cool_down_complete(pace: Callable[[int], float]) -> None:
     run = Pretended(100.0, planned=1000)
     last = run.train(pace, tail=2.0)
-    assert 0.97 * 100 <= run.now + 2.0 <= 100.5, "on time, with the evaluation inside"
+    tail = 2.0 * max(1.0, pace(last) / pace(1))  # a slower machine evaluates more slowly
+    assert 0.97 * 100 <= run.now + tail <= 100.5, "on time, with the evaluation inside"
     assert run.rates[40] == pytest.approx(1.0), "after a warm-up that is stretched, too"
     assert run.rates[-1] < 0.02, "the rate has reached its end"
     falling = run.rates[40:]
@@ -74,6 +78,16 @@ def test_a_run_ends_on_time_with_its_cool_down_complete(pace: Callable[[int], fl
     assert steepest < 10 / last, "it never jumps"
     assert run.deadline.cooldown_step is not None
     assert 0.15 * last < run.deadline.cooldown_step < 0.7 * last
+
+
+@pytest.mark.parametrize(("since", "times"), [(500, 5.0), (800, 4.0)])
+def test_a_machine_that_becomes_much_slower_evaluates_more_slowly_too(since: int, times: float) -> None:
+    run = Pretended(100.0, planned=1000)
+    run.train(lambda step: 0.1 if step < since else 0.1 * times, tail=2.0)
+    assert 97.0 <= run.now + 2.0 * times <= 101.0
+    assert run.rates[-1] < 0.02
+    falling = run.rates[40:]
+    assert all(0 <= before - after + 1e-6 < 0.021 for before, after in itertools.pairwise(falling)), "it never jumps"
 
 
 def test_a_resumed_run_has_the_time_that_is_left_and_its_rates() -> None:
@@ -118,3 +132,11 @@ def test_a_cool_down_whose_first_step_could_not_be_saved_begins_one_later() -> N
 def test_a_checkpoint_without_a_plan_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no usable plan"):
         Pretended(1.0, planned=10).deadline.resume(None, 5)
+
+
+def test_a_save_that_waited_for_space_says_nothing_of_the_last_one() -> None:
+    run: Any = SimpleNamespace(deadline=Deadline(100.0, 1000, 400, Schedule.constant(4, 16)))
+    saved = [CheckpointRecord(step=1, path="", bytes=1, seconds=seconds, best=False) for seconds in (2.0, 60.0)]
+    list(noted(run, iter(saved[:1])))
+    list(noted(run, iter([NoticeRecord(step=1, message="the disk is full"), saved[1]])))
+    assert run.deadline.checkpoint == 2.0

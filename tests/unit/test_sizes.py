@@ -91,6 +91,7 @@ def test_a_file_names_a_size(tmp_path: Path) -> None:
     [
         ("gpt2-124m", "124m", "size '124m' is for the presets modern and record, not for the preset gpt2-124m"),
         ("modern", "7b", "there is no size '7b'"),
+        ("modern", "auto", "there is no size 'auto'"),
         ("modern", "4x100", "there is no size '4x100'"),
     ],
 )

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from flatout.api.configs import Config, measured, with_sources
-from flatout.config.load import load_config
+from flatout.api.settling import settled
+from flatout.config.load import LoadedConfig, load_config
+from flatout.data.prepare import data_folder, has_dataset
 from flatout.errors import UsageError
 from flatout.files import disk_errors
 from flatout.observe.measured.bench_rows import read_ablate, read_bench
@@ -15,13 +17,14 @@ from flatout.tuning.ablation import ablate as ablate_fields
 from flatout.tuning.estimate import SECONDS as PROBE_SECONDS
 from flatout.tuning.estimate import EstimateResult
 from flatout.tuning.estimate import estimate as look_ahead
-from flatout.tuning.field_changes import choose
+from flatout.tuning.field_changes import check_length, choose
 from flatout.tuning.ladder import bench as climb_ladder
 from flatout.tuning.lr_range import HIGH, LOW, STEPS, LrResult, Point, find_rate
 from flatout.tuning.search_space import read_space, space_of
 from flatout.tuning.study import TRIALS, StudyResult, TrialRow
 from flatout.tuning.study import search as search_space
 from flatout.tuning.tuner import tune as search_settings
+from flatout.world import World
 
 
 def bench(
@@ -160,6 +163,8 @@ def ablate(
     loaded = with_sources(config or load_config())
     if equal not in (TOKENS, SECONDS, BOTH):
         raise UsageError(f"runs cannot be compared at equal {equal!r}", "use tokens, seconds or both")
+    check_length(loaded)
+    loaded = _sized(loaded, notice, reads=minutes != 0)
     changes, left_out = choose(fields, loaded)
     path = None if folder is None else Path(folder) / "ablate.jsonl"
     earlier = [] if path is None or not path.exists() else read_ablate(path, notice)
@@ -168,6 +173,20 @@ def ablate(
         if path is not None and isinstance(record, AblateRow):
             _append(path, [record])
         yield record
+
+
+def _sized(loaded: LoadedConfig, notice: Callable[[str], None], *, reads: bool) -> LoadedConfig:
+    """A config of a preset with sizes as a run would have it: what depends on the data is settled, once for all runs.
+
+    Unless it `reads`, data that is not prepared yet stays so.
+    """
+    if loaded.size is None or not (reads or has_dataset(data_folder(loaded.config.data))):
+        return loaded
+    before = len(loaded.notices)
+    loaded = with_sources(settled(loaded, None, None, None, World()))
+    for message in loaded.notices[before:]:
+        notice(message)
+    return loaded
 
 
 def _append(path: Path, rows: Sequence[BenchRow | AblateRow]) -> None:

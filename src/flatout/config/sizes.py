@@ -159,8 +159,8 @@ def size_layer(
     if preset not in SIZED:
         return None, {}
     minutes = "train.minutes" in written and written["train.minutes"].value is not None
-    sized = Sized(preset, size or (AUTO if minutes else DEFAULT_SIZE))
-    shape = shape_of(DEFAULT_SIZE if sized.name == AUTO else sized.name, where)
+    sized = Sized(preset, (AUTO if minutes else DEFAULT_SIZE) if size is None else size)
+    shape = shape_of(DEFAULT_SIZE if sized.name == AUTO and minutes else sized.name, where)
     tokenizer = merged["data.tokenizer"].value if "data.tokenizer" in merged else ""
     known = Known(vocab=usual_vocab(tokenizer if isinstance(tokenizer, str) else ""))
     values = {path: setting.value for path, setting in written.items() if _is_number(setting.value)}

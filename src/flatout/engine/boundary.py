@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,27 +229,8 @@ class Boundary:
         return record, notices
 
     def _sample(self) -> SampleRecord:
-        run, settings, began = self.run, self.run.config.eval, time.perf_counter()
-        tokenizer = run.data.tokenizer
-        prompt = run.data.prompt(settings.sample_prompt)[-run.config.model.context :]
-        sharding = run.trained.sharding
-        with (
-            run.averaged(),
-            run.scope(),
-            out_of_memory(),
-            contextlib.nullcontext() if sharding is None else sharding.gathered(),
-        ):
-            ids = list(
-                generate_tokens(
-                    run.model,
-                    prompt,
-                    count=settings.sample_tokens,
-                    temperature=settings.sample_temperature,
-                    seed=run.config.train.seed,
-                    stops=run.data.stops,
-                    vocab=tokenizer.vocab,
-                )
-            )
+        run, tokenizer, began = self.run, self.run.data.tokenizer, time.perf_counter()
+        prompt, ids = sample_ids(run, run.config.eval.sample_tokens)
         record = SampleRecord(step=self.progress.step, prompt=tokenizer.decode(prompt), text=tokenizer.decode(ids))
         self.totals.add("sample", time.perf_counter() - began)
         return record
@@ -303,6 +284,28 @@ def quick_loss(run: Run, batch_size: int) -> tuple[float, int, list[str]]:
     """
     (loss, _), size, notices = fitting_evaluation(run, batch_size, batches=1)
     return loss, size, notices
+
+
+def sample_ids(run: Run, count: int) -> tuple[Sequence[int], list[int]]:
+    """The prompt of a run's samples, and up to `count` tokens after it."""
+    settings, sharding = run.config.eval, run.trained.sharding
+    prompt = run.data.prompt(settings.sample_prompt)[-run.config.model.context :]
+    with (
+        run.averaged(),
+        run.scope(),
+        out_of_memory(),
+        contextlib.nullcontext() if sharding is None else sharding.gathered(),
+    ):
+        found = generate_tokens(
+            run.model,
+            prompt,
+            count=count,
+            temperature=settings.sample_temperature,
+            seed=run.config.train.seed,
+            stops=run.data.stops,
+            vocab=run.data.tokenizer.vocab,
+        )
+        return prompt, list(found)
 
 
 def due_after(run: Run, step: int) -> Due:

@@ -4,9 +4,9 @@ Idea: `train.steps` is what was planned, and all tables over updates (rates, mom
 training goes on, the clock says how many steps there is time for; the rest of the tables is then stretched or squeezed
 to end there. What was learned so far keeps the rates that it had, and the rate never jumps.
 
-Contract: the clock runs from the first step to the last checkpoint, the evaluation before it included; pauses of a run
-that is resumed do not count. All of several processes go by the clock of the first one. The plan is in every
-checkpoint. The step at which the cool-down begins is saved and kept: a run with more minutes goes on from there.
+Contract: the clock runs from the first step to the last checkpoint, the evaluation and the sample before it included;
+pauses of a run that is resumed do not count. All of several processes go by the clock of the first one. The plan is in
+every checkpoint. The step at which the cool-down begins is saved and kept: a run with more minutes goes on from there.
 Trap: on a GPU the host is some steps ahead. Speed is taken from reports that have arrived, by the device's own clock.
 """
 
@@ -40,6 +40,7 @@ class Deadline:
     spent: float = 0.0  # before this process
     evaluation: float = 0.0  # seconds, as last measured
     checkpoint: float = 0.0
+    sample: float = 0.0
 
     def __post_init__(self) -> None:
         self.last_step = self.planned
@@ -48,6 +49,7 @@ class Deadline:
         self.began: float | None = None
         self.looked = 0.0
         self.marks: list[tuple[float, int]] = []  # (seconds of steps, windows read)
+        self.fastest = 0.0  # windows per second since the evaluation was measured
 
     def start(self) -> None:
         """The first step begins."""
@@ -80,7 +82,9 @@ class Deadline:
         rate = self._rate(done, seconds)
         if rate is None:
             return False
-        left = self.seconds - self.elapsed - self.evaluation - self.checkpoint
+        self.fastest = max(self.fastest, rate)
+        slower = self.fastest / rate  # a machine that has other work to do is slower at the end, too
+        left = self.seconds - self.elapsed - self.checkpoint - slower * (self.evaluation + self.sample)
         left, rate = world.told([left, rate])  # clocks of several processes differ, and all must end alike
         read = self.schedule.at(done).start
         last = max(step, self.schedule.steps_until(read + max(0.0, left) * rate) - 1)
@@ -115,7 +119,7 @@ class Deadline:
     def see(self, record: Record) -> None:
         """Notes how long the last evaluation and the last save took: both come once more at the end."""
         if isinstance(record, EvalRecord):
-            self.evaluation = record.seconds
+            self.evaluation, self.fastest = record.seconds, 0.0
         elif isinstance(record, CheckpointRecord):
             self.checkpoint = record.seconds + (record.background_seconds or 0.0)
 

@@ -125,7 +125,9 @@ def window_kernel(backend: str, x: Tensor) -> str:
 
 def _torch_attention(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, dropout: float) -> Tensor:
     # Only is_causal reaches the fast kernels; an explicit mask would rule them out.
-    causal, grouped = q_BHTD.shape[2] > 1, q_BHTD.shape[1] != k_BGTD.shape[1]
+    causal, grouped = False, q_BHTD.shape[1] != k_BGTD.shape[1]
+    if q_BHTD.shape[2] > 1:  # a branch, since to a compiler that has met other lengths the comparison is a symbol
+        causal = True
     y_BHTD = F.scaled_dot_product_attention(
         q_BHTD, k_BGTD, v_BGTD, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
     )

@@ -17,6 +17,7 @@ from flatout.config.facts import choices, field_facts, value_at
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.model_section import GPT2
 from flatout.config.suggest import unknown_key
+from flatout.config.unused import check_used
 from flatout.config.yaml_loader import format_value
 from flatout.errors import ConfigError
 from flatout.tuning.search_space import reason_against
@@ -67,13 +68,18 @@ def split_fields(text: str) -> list[str]:
     return [entry.strip() for entry in entries if entry.strip()]
 
 
-def choose(fields: Sequence[str] | None, loaded: LoadedConfig) -> tuple[list[Change], dict[str, str]]:
-    """The changes that were asked for, or leave-one-out; and which fields are left out, with why."""
+def check_length(loaded: LoadedConfig) -> None:
+    """Refuses a config whose runs cannot be of equal length."""
     if loaded.config.train.minutes is not None:
         raise ConfigError(
             "a run of train.minutes has no number of tokens at which others could be compared with it",
             "give its length as train.steps or train.tokens",
         )
+
+
+def choose(fields: Sequence[str] | None, loaded: LoadedConfig) -> tuple[list[Change], dict[str, str]]:
+    """The changes that were asked for, or leave-one-out; and which fields are left out, with why."""
+    check_length(loaded)
     return changes_to_defaults(loaded) if fields is None else (named_changes(fields, loaded), {})
 
 
@@ -90,24 +96,32 @@ def named_changes(entries: Sequence[str], loaded: LoadedConfig) -> list[Change]:
     return changes
 
 
-def _named(entry: str, loaded: LoadedConfig) -> Change:
-    path, equals, _ = (part.strip() for part in entry.partition("="))
+def check_named(entry: str) -> str:
+    """The field that an entry names; one that nobody knows or that cannot be changed is refused."""
+    path = entry.partition("=")[0].strip()
     if path not in field_facts():
         raise unknown_key(path, _WHERE)
     reason = None if path in _ALLOWED else reason_against(path)
     if reason is not None:
         raise ConfigError(f"{_WHERE}: {path} cannot be ablated: {reason}", "leave it out")
+    return path
+
+
+def _named(entry: str, loaded: LoadedConfig) -> Change:
+    path, equals = check_named(entry), "=" in entry
     value = value_at(loaded.config, path)
     if not equals and not isinstance(value, bool):
         default = _default(path, loaded)
-        other = "..." if value == default else format_value(default)
+        other = "VALUE" if value == default else format_value(default)
         raise ConfigError(
             f"{_WHERE}: {path} is {format_value(value)} and has more than one other value",
             f"write the one to compare with: {path}={other}. {choices(path)}",
         )
     word = entry if equals else f"{path}={format_value(not value)}"
     try:
-        other = value_at(with_words(loaded, [word]).config, path)
+        made = load_stored(loaded.config.model_dump(), [word], where="the config")
+        check_used(made)  # a change that no run looks at is not worth one
+        other = value_at(made.config, path)
     except ConfigError as error:
         raise ConfigError(error.message.replace("command line", _WHERE, 1), error.hint) from None
     if other == value:

@@ -21,10 +21,16 @@ ROWS, PICTURE = "ablate.jsonl", "ablate.png"
 def ablate(words: list[str]) -> int:
     parsed = _parser().parse_words(words)
     loaded = load_any(parsed)
-    from flatout.tuning.field_changes import choose, split_fields
+    from flatout.tuning.field_changes import check_length, check_named, choose, split_fields
 
     fields = None if parsed.fields is None else split_fields(parsed.fields)
-    choose(fields, loaded)  # what is wrong with them is told before anything else
+    # What is wrong with them is told before anything else. Values of a size wait for the data, and so do their changes.
+    if loaded.size is None:
+        choose(fields, loaded)
+    else:
+        check_length(loaded)
+        for entry in fields or ():
+            check_named(entry)
     folder = Path("ablate") / loaded.config.output.name if parsed.out is None else Path(parsed.out)
     folder_target(folder, "" if parsed.out == "" else str(folder), ROWS)
     if folder.is_dir():

@@ -55,18 +55,18 @@ def starts_workers(parsed: argparse.Namespace) -> bool:
 
 
 def start_workers(
-    verb: str, words: Sequence[str], parsed: argparse.Namespace, checked: Callable[[], "LoadedConfig | None"]
+    verb: str, parsed: argparse.Namespace, checked: "Callable[[], tuple[LoadedConfig | None, Sequence[str]]]"
 ) -> int:
     """Starts the processes and stays with them to the end; returns the command's exit code.
 
-    `checked` loads the config: what is wrong with it is told here, once, and not by every process.
+    `checked` loads the config, and has the words for them: what is wrong is told here, once, and not by every process.
     """
     from flatout.agent.agent import Agent
     from flatout.config.training_sections import ParallelConfig
 
     hosts_of, parallel = _hosts(parsed), ParallelConfig()
     try:
-        loaded = checked()
+        loaded, words = checked()
         _check_gpus(parsed.gpus, None if loaded is None else loaded.config.speed.device)
     except UserError as error:
         raise hosts_of(parallel.join, parallel.timeout).refuse(error) from error

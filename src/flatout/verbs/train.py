@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout import records
 from flatout.errors import UsageError, UserError
-from flatout.launch import launch
+from flatout.launch import ATTEMPT, launch
 from flatout.streams import output_that_may_go_away
 from flatout.tuning.signals import handled
 from flatout.verbs.launching import add_launching, start_workers, starts_workers, told_by_one
@@ -58,16 +58,33 @@ def _run_training(parser: Parser, words: list[str]) -> int:
     add_launching(parser)
     parsed, starts = told_by_one(lambda: _understood(parser, words))
     resume: str | None = parsed.resume
-    stored = None if resume in (None, "auto") or parsed.config_given else Path(resume)
+    stored = None if resume in (None, "auto") or parsed.config_given else _point(resume)
 
     def checked() -> "LoadedConfig | None":
         return _loaded(parser.verb, parsed, resume, stored)
 
     if starts:
-        return start_workers(parser.verb, words, parsed, checked)
+        return start_workers(parser.verb, parsed, lambda: (checked(), _for_workers(words, parsed, stored)))
     loaded = told_by_one(checked)
     with output_that_may_go_away():  # the terminal is not the run
         return _follow_training(parsed, loaded, resume, stored)
+
+
+def _point(resume: str) -> Path:
+    """What a command resumes. When our agent starts workers again, that is the run: the checkpoint may be gone."""
+    found = launch()
+    return found.folder if found is not None and found.resumes and found.folder is not None else Path(resume)
+
+
+def _for_workers(words: list[str], parsed: argparse.Namespace, stored: Path | None) -> list[str]:
+    """The words for the processes that are started. What --minutes adds to a run is reckoned once, here: they may be
+    started again."""
+    if stored is None or getattr(parsed, "minutes", None) is None:
+        return words
+    from flatout import api
+
+    point, more = api.more_minutes(stored, parsed.minutes)
+    return [*words, "--resume", str(point), *more]
 
 
 def _understood(parser: Parser, words: list[str]) -> tuple[argparse.Namespace, bool]:
@@ -89,11 +106,16 @@ def _in_minutes(parsed: argparse.Namespace) -> None:
     minutes = getattr(parsed, "minutes", None)
     if minutes is None:
         return
+    twice = next((word for word in parsed.overrides if word.startswith(("train.steps=", "train.minutes="))), None)
+    if twice is not None and not os.environ.get(ATTEMPT):  # our agent gives its workers both
+        raise UsageError(
+            f"--minutes and {twice.partition('=')[0]} both say how long the run is", "leave one of them out"
+        )
     if parsed.resume not in (None, "auto"):
-        if parsed.config_given or parsed.gpus is not None:
+        if parsed.config_given:
             raise UsageError(
-                "--resume RUN with --minutes takes the config and the one process of the run",
-                "leave the config and --gpus out; settings may be given",
+                "--resume RUN with --minutes takes the config of the run",
+                "leave the config out; settings may be given",
             )
         return
     parsed.config = parsed.config or "record"
@@ -125,7 +147,8 @@ def _follow_training(
     from flatout.observe.live.view import ViewReader
 
     if loaded is None or stored is not None:
-        if getattr(parsed, "minutes", None) is not None and stored is not None:
+        started = found is not None and found.attempt is not None  # by our agent, which has reckoned the minutes
+        if getattr(parsed, "minutes", None) is not None and stored is not None and not started:
             stored, more = api.more_minutes(stored, parsed.minutes)
             parsed.overrides, resume = [*more, *parsed.overrides], str(stored)
         loaded = on_hardware(api.stored_config(stored or Path(), parsed.overrides), parsed.hardware)

@@ -82,21 +82,21 @@ def test_json_is_one_line_with_every_point(tiny, capsys):
 
 def test_with_muon_every_rate_is_found_told_and_written(tiny, tmp_path: Path, capsys):
     out = tmp_path / "lr.yaml"
-    rates = ["optim.optimizer=muon", "optim.muon_rate=0.02", "optim.learning_rate=4e-3", "optim.head_rate=0.01"]
+    rates = ["optim.optimizer=muon", "optim.muon_rate=0.02", "optim.learning_rate=4e-3", "optim.embedding_rate=0.1"]
     result = find_rate(tiny(*rates), steps=30)
     assert (result.field, result.before) == ("optim.muon_rate", 0.02)
     assert result.found == pytest.approx(
-        {"optim.muon_rate": result.rate, "optim.learning_rate": result.rate / 5, "optim.head_rate": result.rate / 2},
+        {path: result.rate * ratio for path, ratio in zip(result.found, (1, 0.2, 5), strict=True)},
         rel=0.06,  # two digits
     )
     assert list(result.words) == [f"{path}={rate!r}" for path, rate in result.found.items()]
     assert verb.tune_lr([*words_for(tiny, *rates), "--out", str(out), "--steps", "30"]) == 0
     shown = capsys.readouterr().out
-    assert "rates are those of optim.muon_rate; optim.learning_rate, optim.head_rate rose with it" in shown
+    assert "rates are those of optim.muon_rate; optim.learning_rate, optim.embedding_rate rose with it" in shown
     found = load_config(out).config.optim
     assert {f"optim.{name}": rate for name, rate in found.rates.items()} == result.found
     with pytest.raises(UsageError, match=r"--to 50 takes optim\.embedding_rate to 250, and rates above 100"):
-        find_rate(tiny(*rates, "optim.embedding_rate=0.1"), high=50)
+        find_rate(tiny(*rates), high=50)
 
 
 def test_a_file_that_was_found_keeps_the_size_of_its_preset(tiny, tmp_path: Path):

@@ -4,8 +4,9 @@
 
 Rows: `choice` (one range test: seed, every suggestion, seconds), `run` (a whole run: rate, seed, validation loss), and
 `summary`: how far the choices of the seeds lie apart, and how much worse than the best rate of the grid the loss
-with the first seed's choice is. Without words it is the shakespeare preset with ten seeds and seven rates. On the error
-output the summary in words. A run of the grid is trained with the first seed, so all of them see the same data.
+with the first seed's choice is. Without words it is the shakespeare preset with ten seeds and seven rates. A rate is
+that of the matrices, with which all others are scaled. On the error output the summary in words. A run of the grid is
+trained with the first seed, so all of them see the same data.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-GRID = "2.5e-4,5e-4,1e-3,2e-3,4e-3,8e-3,1.6e-2"
+GRID = "2.5e-3,5e-3,1e-2,2e-2,4e-2,8e-2,1.6e-1"  # of Muon
 
 
 def final_loss(config: str, words: list[str], rate: float, folder: Path) -> dict:
@@ -26,7 +27,9 @@ def final_loss(config: str, words: list[str], rate: float, folder: Path) -> dict
     from flatout.records import EvalRecord
 
     quiet = ["eval.every=0", "eval.sample_tokens=0", "checkpoint.every=0", "output.plots=false"]
-    words = [*words, *quiet, f"optim.learning_rate={rate!r}", f"output.folder={folder}"]
+    optim = load_config(config, words).config.optim
+    rates = optim.scaled_rates(rate / next(iter(optim.rates.values())))
+    words = [*words, *quiet, *(f"{path}={value!r}" for path, value in rates.items()), f"output.folder={folder}"]
     began, loss = time.perf_counter(), None
     try:
         for record in api.train(load_config(config, words)):
@@ -42,7 +45,7 @@ def main() -> None:
     from flatout.tuning.lr_range import find_rate
 
     parser = argparse.ArgumentParser()
-    parser.add_argument("config", nargs="?", default="shakespeare-char")
+    parser.add_argument("config", nargs="?", default="shakespeare")
     parser.add_argument("words", nargs="*")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--grid", default=GRID)

@@ -62,7 +62,7 @@ and a suggestion.
 
 ```sh
 flatout config presets                    # what ships
-flatout config copy shakespeare-char my.yaml
+flatout config copy shakespeare my.yaml
 flatout config explain my.yaml            # every value, its source, its meaning
 flatout config search save_steps          # settings by a word, also by another trainer's
 flatout config show gpt2-124m --hardware 8gb
@@ -136,8 +136,8 @@ flatout train --view                                 # a panel with curve, speed
 flatout prepare gpt2-124m data.source=texts/         # only make the token shards; killed, it goes on where it was
 flatout data inspect data/gpt2-corpus                # what is in them, what was dropped and why, with a picture
 flatout tokenizer train data.source=texts/ --vocab 8192   # a byte-pair encoding of your own
-flatout eval runs/shakespeare-char                   # loss, perplexity, bits per byte
-flatout generate runs/shakespeare-char --prompt "ROMEO:" --temperature 0.8 --top-p 0.95
+flatout eval runs/shakespeare                   # loss, perplexity, bits per byte
+flatout generate runs/shakespeare --prompt "ROMEO:" --temperature 0.8 --top-p 0.95
 flatout generate --interactive                       # the newest run, prompt by prompt
 flatout doctor gpt2-124m data.source=texts/          # what is wrong before it starts, and what to do about it
 flatout estimate gpt2-124m --price 3                 # time, memory, energy and cost, from a few real steps

@@ -2,7 +2,7 @@
 
     import flatout
 
-    config = flatout.load_config("shakespeare-char", train={"steps": 100})
+    config = flatout.load_config("shakespeare", train={"steps": 100})
     for record in flatout.train(config):
         print(record)
 

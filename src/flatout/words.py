@@ -136,9 +136,10 @@ class Parser(argparse.ArgumentParser):
 
 def add_config(parser: Parser, default: str | None = None, *, size: str | None = None) -> None:
     """Makes a verb take a config, a hardware overlay, a size and settings; `size` is another sentence for --size."""
+    from flatout.config.catalogue import DEFAULT_PRESET
     from flatout.config.sizes import SIZED, size_names
 
-    name = default or "shakespeare-char"
+    name = default or DEFAULT_PRESET
     parser.add_argument("config", nargs="?", help=f"a preset's name or a YAML file; default: {name}")
     parser.default_config = default
     parser.add_argument(

@@ -57,7 +57,7 @@ def test_rows_as_json_and_folders_in_turn(tmp_path: Path, capsys: pytest.Capture
         assert main([*QUICK, "--rungs", "baseline,tf32", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["rung"], line["status"]) for line in lines] == 2 * [("baseline", "green"), ("tf32", "absent")]
-    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == ["shakespeare-char", "shakespeare-char-2"]
+    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == ["shakespeare", "shakespeare-2"]
 
 
 def test_ctrl_c_keeps_what_was_measured(
@@ -182,12 +182,12 @@ def test_a_picture_of_somebody_else_is_not_written_over(
 
 
 def test_the_folder_by_default_is_one_without_a_picture(tmp_path: Path):
-    picture = tmp_path / "bench" / "shakespeare-char" / "bench.png"
+    picture = tmp_path / "bench" / "shakespeare" / "bench.png"
     picture.parent.mkdir(parents=True)
     picture.write_text("mine", encoding="utf-8")
     assert main([*QUICK, "--rungs", "baseline"]) == 0
     assert picture.read_text(encoding="utf-8") == "mine"
-    assert (tmp_path / "bench" / "shakespeare-char-2" / "bench.png").exists()
+    assert (tmp_path / "bench" / "shakespeare-2" / "bench.png").exists()
 
 
 def test_rows_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -80,6 +80,36 @@ def test_json_is_one_line_with_every_point(tiny, capsys):
     assert body["words"] == [f"optim.learning_rate={body['rate']!r}"]
 
 
+def test_with_muon_every_rate_is_found_told_and_written(tiny, tmp_path: Path, capsys):
+    out = tmp_path / "lr.yaml"
+    rates = ["optim.optimizer=muon", "optim.muon_rate=0.02", "optim.learning_rate=4e-3", "optim.embedding_rate=0.1"]
+    result = find_rate(tiny(*rates), steps=30)
+    assert (result.field, result.before) == ("optim.muon_rate", 0.02)
+    assert result.found == pytest.approx(
+        {path: result.rate * ratio for path, ratio in zip(result.found, (1, 0.2, 5), strict=True)},
+        rel=0.06,  # two digits
+    )
+    assert list(result.words) == [f"{path}={rate!r}" for path, rate in result.found.items()]
+    assert verb.tune_lr([*words_for(tiny, *rates), "--out", str(out), "--steps", "30"]) == 0
+    shown = capsys.readouterr().out
+    assert "rates are those of optim.muon_rate; optim.learning_rate, optim.embedding_rate rose with it" in shown
+    found = load_config(out).config.optim
+    assert (found.learning_rate, found.embedding_rate) == pytest.approx(
+        (found.muon_rate / 5, found.muon_rate * 5), rel=0.06
+    )
+    with pytest.raises(UsageError, match=r"--to 50 takes optim\.embedding_rate to 250, and rates above 100"):
+        find_rate(tiny(*rates), high=50)
+
+
+def test_a_file_that_was_found_keeps_the_size_of_its_preset(tiny, tmp_path: Path):
+    text = f"data.source={tiny().config.data.source}"
+    words = [text, "data.tokenizer=char", "model.context=16", "train.batch_tokens=128"]
+    result = find_rate(load_config("modern", words, size="2x32"), steps=20)
+    (tmp_path / "found.yaml").write_text(result.fragment, encoding="utf-8")
+    model = load_config(tmp_path / "found.yaml").config.model
+    assert (model.layers, model.width) == (2, 32)
+
+
 def test_the_same_seed_finds_the_same_rate(tiny):
     first, second = (find_rate(tiny("model.dropout=0.1"), steps=30) for _ in range(2))
     assert first.points == second.points

@@ -36,8 +36,8 @@ def test_the_python_of_the_readme_runs(
     exec(compile(snippet, "README.md", "exec"), {})
     evaluated, *text, perplexity = capsys.readouterr().out.splitlines()
     loss = float(re.fullmatch(r"step 20: validation loss (\d+\.\d{3})", evaluated)[1])  # pyright: ignore
-    assert 2.5 < loss < math.log(65), "it learned a little"
-    assert len("\n".join(text)) == 50, "what comes after the prompt"
+    assert 2.5 < loss < math.log(1024), "it learned a little"
+    assert len("\n".join(text)) > 50, "what comes after the prompt, tokens of more than a character"
     assert math.exp(loss) * 0.8 < float(perplexity) < math.exp(loss) * 1.2
     assert (tmp_path / "runs" / "demo" / "checkpoints").is_dir()
 

@@ -69,10 +69,10 @@ SMALLER = {
     "5-from-python": [
         ('"width": 64, "heads": 2, "context": 64', '"width": 32, "heads": 2, "context": 32'),
         ('"steps": 100, "batch_tokens": 1024', '"steps": 6, "batch_tokens": 64'),
-        ('"steps": 60, "batch_tokens": 1024', '"steps": 4, "batch_tokens": 64'),
+        ('"steps": 40, "batch_tokens": 1024', '"steps": 4, "batch_tokens": 64'),
         ("losses) >= 60", "losses) >= 3"),
         ('"every": 50, "tokens": 8192', '"every": 2, "tokens": 256'),
-        ('"every": 30', '"every": 2, "tokens": 256'),
+        ('"every": 20', '"every": 2, "tokens": 256'),
         ("tokens=60", "tokens=8"),
     ],
 }

@@ -82,9 +82,9 @@ def all_fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[tup
         (None, "texts/My notes.txt.gz", "My-notes"),
         (None, "books/", "books"),
         (None, "hf:allenai/c4:en", "allenai-c4-en"),
-        (None, "shakespeare", "shakespeare-char"),
-        (None, "-", "shakespeare-char"),
-        (None, "[a.txt, b.txt]", "shakespeare-char"),
+        (None, "shakespeare", "shakespeare"),
+        (None, "-", "shakespeare"),
+        (None, "[a.txt, b.txt]", "shakespeare"),
         ("gpt2-124m", "notes.txt", "gpt2-124m-notes"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,6 +139,16 @@ def test_long_texts_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # files
+
+
+def test_texts_without_words_are_learned_from_in_time() -> None:
+    bases = "".join(random.Random(1).choices("ACGT", k=2**16))
+    parts = list(module._cut_long_words(f"words and {bases} words"))
+    assert "".join(parts) == f"words and {bases} words"
+    assert max(map(len, parts)) <= 512 + len("words and ")
+    assert list(module._cut_long_words("words\n" * 1000)) == ["words\n" * 1000]
+    learned = HuggingFaceTokenizer(train_bpe([bases], 300))  # half a minute with one word of that length
+    assert len(learned.encode(bases)) < 2**15
 
 
 def test_a_file_is_replaced_only_when_asked(tmp_path: Path) -> None:

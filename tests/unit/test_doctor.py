@@ -27,6 +27,7 @@ from flatout.diagnose import check_disk, check_fit, check_machine, check_memory,
 from flatout.diagnose import machine as machine_module
 from flatout.diagnose.cards import held_by, report_of_nvml, report_of_program, xids_in
 from flatout.diagnose.check_card import generation_of
+from flatout.diagnose.check_config import check_config
 from flatout.diagnose.check_data import look_at_data
 from flatout.diagnose.doctor import (
     AREAS,
@@ -138,7 +139,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def visit(*words: str, target: str | None = None, **facts) -> list[Finding]:
+# Characters are counted, and no tokenizer has to be learned for every case.
+PRESET = "shakespeare-char"
+
+
+def visit(*words: str, target: str | None = PRESET, **facts) -> list[Finding]:
     given = {"machine": MACHINE, "trials": TRIALS, "disk": DISK, "quick": True, **facts}
     return list(examine(target, words, **given))
 
@@ -150,9 +155,12 @@ def told(findings: list[Finding], *statuses: str) -> list[Finding]:
 # --- healthy ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("target", [PRESET, None])
 @pytest.mark.parametrize("base", [MACHINE, LAPTOP], ids=["H200", "laptop"])
-def test_a_healthy_set_up_is_all_green(here: Path, base: Machine):
-    findings = visit(machine=base, trials=dataclasses.replace(TRIALS, product_flops=50e9, product_type="fp32"))
+def test_a_healthy_set_up_is_all_green(here: Path, base: Machine, target: str | None):
+    findings = visit(
+        target=target, machine=base, trials=dataclasses.replace(TRIALS, product_flops=50e9, product_type="fp32")
+    )
     assert told(findings, "warn", "bad") == []
     assert exit_code(findings) == 0
     assert {finding.area for finding in findings} == set(AREAS) - {"ranks"}
@@ -192,7 +200,7 @@ class Planted:
     found: str
     fix: str
     words: tuple[str, ...] = ()
-    target: str | None = None
+    target: str | None = PRESET
     machine: Machine = MACHINE
     trials: Trials = TRIALS
     disk: Disk | None = DISK
@@ -225,7 +233,7 @@ def prepared(*settings: str, then: tuple[str, ...] = ()) -> Callable[[Path], tup
     def make(folder: Path) -> tuple[str, ...]:
         (folder / "some.txt").write_text("the fox jumps over the dog\n" * 400, encoding="utf-8")
         where = (f"data.source={folder / 'some.txt'}", f"data.folder={folder / 'shards'}")
-        config = load_config(None, [*where, *settings]).config
+        config = load_config(PRESET, [*where, *settings]).config
         prepare_data(config.data, config.clean, workers=0)
         return (*where, *settings, *then)
 
@@ -469,8 +477,8 @@ PLANTED = [
     Planted(case="a window as long as the context", words=("model.pattern=WA", "model.dropout=0"), area="config",
             status="warn", found="model.window is 1,024 and model.context 128: blocks of windows (W) see all",
             fix="model.window=32"),
-    Planted(case="gradients never clipped", words=("optim.clip=0",), area="config", status="note",
-            found="never clipped", fix="1.0 is usual"),
+    Planted(case="gradients never clipped", words=("optim.optimizer=adamw", "optim.clip=0"), area="config",
+            status="note", found="never clipped", fix="1.0 is usual"),
     Planted(case="deterministic beside a fast switch", words=("train.deterministic=true", "speed.compile=max-autotune"),
             area="config", status="warn", found="train.deterministic is set beside speed.compile",
             fix="train.deterministic=false"),
@@ -537,6 +545,16 @@ def test_the_load_of_a_host_is_none_of_a_small_container(here: Path):
 
 def test_there_are_more_than_25_planted_problems():
     assert len({planted.case for planted in PLANTED}) == len(PLANTED) > 80
+
+
+@pytest.mark.parametrize("target", ["shakespeare", "modern"])
+def test_the_updates_of_muon_need_no_clipping(here: Path, target: str):
+    config = load_config(target).config
+    assert (config.optim.optimizer, config.optim.clip) == ("muon", 0)
+    findings = check_config(config, DataFacts(), parameters=10**6, step_seconds=None, disk=None, written=lambda _: True)
+    names = {one.name for one in findings if one is not None}
+    assert "learning rate" in names
+    assert "clipping" not in names
 
 
 def test_one_problem_brings_no_false_alarms(here: Path):
@@ -644,7 +662,7 @@ def looked_at(*words: str) -> tuple[DataFacts, dict[str, Finding]]:
     facts: list[DataFacts] = []
 
     def collected() -> Iterator[Finding]:
-        facts.append((yield from look_at_data(load_config(None, words).config, MACHINE, None)))
+        facts.append((yield from look_at_data(load_config(PRESET, words).config, MACHINE, None)))
 
     findings = {one.name: one for one in collected()}
     return facts[0], findings
@@ -681,6 +699,22 @@ def test_characters_are_those_of_the_whole_text(here: Path):
     assert facts.vocab == 7 + 1, "and the end of text"
     replaced, _ = looked_at("data.source=a.txt", "data.unknown_characters=replace")
     assert replaced.vocab == 9
+
+
+def test_a_tokenizer_that_is_learned_from_the_text_is_learned_from_its_beginning(here: Path):
+    facts, _ = looked_at("data.tokenizer=bpe-1024")
+    assert facts.vocab == 1024
+    assert facts.train_tokens == pytest.approx(411_268, rel=0.1)  # what `flatout prepare shakespeare` makes of it
+    (here / "a.txt").write_text("the fox jumps over the dog\n" * 20, encoding="utf-8")
+    words = ["data.source=a.txt", "data.tokenizer=bpe-1024"]
+    small, _ = looked_at(*words)
+    prepare_data(load_config(PRESET, words).config.data)
+    assert looked_at(*words)[0].vocab == small.vocab
+    assert small.vocab != 1024
+    (here / "b").mkdir()
+    for name in ("1.txt", "2.txt"):
+        (here / "b" / name).write_text("the fox jumps over the dog\n" * 20, encoding="utf-8")
+    assert looked_at("data.source=b", words[1])[0].vocab == 1024, "the other file may have more to learn"
 
 
 @pytest.mark.parametrize("field", ["learning_rate", "muon_rate"])
@@ -723,7 +757,7 @@ def test_the_length_of_documents_needs_two_that_are_whole(here: Path):
         (here / "a.jsonl").write_text(texts, encoding="utf-8")
         (here / "val.txt").write_text("for validation", encoding="utf-8")
         words = ["data.source=a.jsonl", "data.tokenizer=bytes", "data.val_source=val.txt", f"data.folder=data{count}"]
-        prepare_data(load_config(None, words).config.data)
+        prepare_data(load_config(PRESET, words).config.data)
         assert looked_at(*words)[0].document_tokens == length
 
 

@@ -142,6 +142,7 @@ def test_a_rate_far_from_the_usual_says_why():
     (far,) = notes_on(0.038, 0.003, 100)
     assert far.startswith("0.038 is 13 times the 0.003 that is usual")
     assert len(list(notes_on(1e-5, 0.003, 100))) == 1
+    assert list(notes_on(0.5, None, 100)) == [], "nothing is usual"
     (adapters,) = notes_on(0.01, 2e-4, 100, "adapters")
     assert adapters.startswith("0.01 is 50 times the 0.0002 that is usual for adapters, but")
 
@@ -240,6 +241,23 @@ def test_the_steps_are_those_of_training_with_these_rates(tiny):
     twin.step.optimizer.follow([point.rate for point in points])
     with Steps(twin) as steps:
         assert [report.loss for report in steps.take(12)] == [point.loss for point in points]
+
+
+def test_with_muon_all_rates_rise_in_the_ratios_of_the_config(tiny):
+    """The rates are Muon's, also where a model without weights in its norms has nothing for `learning_rate`."""
+    words = ["optim.optimizer=muon", "optim.learning_rate=1e-3", "optim.embedding_rate=0.1", "model.norm_weights=false"]
+    run = setup_run(tiny(*words, "model.tied=false"))
+    assert [group.rule.name for group in run.step.optimizer.groups] == ["matrices", "embedding", "head"]
+    with untouched(run):
+        points, _ = range_test(run, low=2e-4, high=2e-2, steps=3)
+        seen = []
+
+        def look(_number: int, _point) -> None:
+            seen.append([float(group.numbers["rate"]) for group in run.step.optimizer.groups])
+
+        range_test(run, low=2e-4, high=2e-2, steps=3, progress=look)
+    assert [point.rate for point in points] == pytest.approx([2e-4, 2e-3, 2e-2])
+    assert seen == [pytest.approx([rate, 5 * rate, rate / 20]) for rate in (2e-4, 2e-3, 2e-2)]
 
 
 def test_it_stops_where_the_loss_blows_up(tiny):

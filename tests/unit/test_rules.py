@@ -241,9 +241,9 @@ def test_rates_of_a_range_test_keep_the_proportions_of_the_rules():
     optimizer = Optimizers(rules("fused"), trainables(build_model(MODEL, VOCAB)))
     optimizer.follow([0.3, 0.6])
     for update, rate in ((0, 0.3), (1, 0.6), (9, 0.6)):
-        assert optimizer.look_up(torch.tensor(update)) == pytest.approx(rate)
+        optimizer.look_up(torch.tensor(update))
         rates = [float(group.numbers["rate"]) for group in optimizer.groups]
-        assert rates == pytest.approx([rate * max(peaks) / 7e-3 for peaks in RATES.values()])
+        assert rates == pytest.approx([rate * max(peaks) / max(RATES["matrices"]) for peaks in RATES.values()])
         assert float(optimizer.groups[1].numbers["decay"]) == pytest.approx(at(DECAYS["matrices"], update))
 
 

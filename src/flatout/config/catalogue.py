@@ -16,7 +16,7 @@ from flatout.config.suggest import shorten_path
 from flatout.config.yaml_loader import printable
 from flatout.errors import ConfigError
 
-DEFAULT_PRESET = "shakespeare-char"
+DEFAULT_PRESET = "shakespeare"
 _PRESETS = Path(__file__).with_name("presets")
 
 ShippedKind = Literal["preset", "hardware"]

@@ -71,7 +71,8 @@ def _pair(text: str, number: Callable[[str], _Number]) -> tuple[str, _Number]:
     return name, number(value)
 
 
-_Rate = Annotated[float, Field(gt=0.0, le=100.0)]
+MOST_RATE = 100.0
+_Rate = Annotated[float, Field(gt=0.0, le=MOST_RATE)]
 _Decay = Annotated[float, Field(ge=0.0, le=10.0)]
 _Memory = Annotated[float, Field(ge=0.0, lt=1.0)]
 

@@ -15,6 +15,7 @@ ids that no text can ever use would cost memory and time in every step of a trai
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,9 @@ GPT4_SPLIT = (
 )
 # The library takes 256 texts at a time out of a stream, so what is one text to it must be small.
 _SEGMENT = 2**16
+# Its time grows with the square of a word's length: a sequence of DNA, or one base64 line, would take minutes.
+_LONGEST_WORD = 512
+_LONG_WORD = re.compile(rf"\w{{{_LONGEST_WORD}}}|[^\w\s]{{{_LONGEST_WORD}}}|\s{{{_LONGEST_WORD}}}")
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ def train_bpe(
     def parts() -> Iterator[str]:
         nonlocal characters
         for text in texts:
-            yield from word_segments(text, _SEGMENT)
+            for segment in word_segments(text, _SEGMENT):
+                yield from _cut_long_words(segment)
             characters += len(text)
 
     library.train_from_iterator(parts(), trainer)
@@ -104,6 +109,16 @@ def train_bpe(
         )
     library.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, normalized=False, special=True)])
     return json.loads(library.to_str())
+
+
+def _cut_long_words(text: str) -> Iterator[str]:
+    """The text in parts without a word above `_LONGEST_WORD`; almost always in one."""
+    start = 0
+    for match in _LONG_WORD.finditer(text):
+        yield text[start : match.end()]
+        start = match.end()
+    if start < len(text):
+        yield text[start:]
 
 
 def write_tokenizer(content: dict[str, Any], path: str | Path, overwrite: bool = False) -> None:

@@ -69,7 +69,7 @@ GENERATIONS = {
     (0, 0): Generation(
         "Pascal or older",
         "It has no matrix units, so half precision brings little, and torch.compile does not support it. Small models "
-        "only: begin with the preset shakespeare-char.",
+        "only: begin with the preset shakespeare.",
     ),
 }
 

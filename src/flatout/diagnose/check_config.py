@@ -188,7 +188,7 @@ def _fine_tuning_rate(config: RunConfig, *, tested: bool) -> Finding:
 
 
 def _stability(config: RunConfig) -> Iterator[Finding]:
-    if config.optim.clip == 0:
+    if config.optim.clip == 0 and config.optim.optimizer == "adamw":  # the size of Muon's updates is fixed
         yield _check("clipping").note(
             "optim.clip is 0: gradients are never clipped",
             "One bad batch can then throw the weights far off. 1.0 is usual, and costs nothing.",

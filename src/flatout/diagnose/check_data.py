@@ -2,7 +2,8 @@
 
 `look_at_data` reads files and writes none. A dataset that is prepared is opened as training opens it. A source that is
 not prepared yet is listed, and the first quarter of a megabyte of it is read and tokenized, from which the number of
-tokens is extrapolated and said to be so; for the tokenizer `char`, more is read for its characters. No torch here.
+tokens is extrapolated and said to be so; for the tokenizer `char`, more is read for its characters, and one such as
+`bpe-1024` is learned from that beginning for the occasion. No torch here.
 """
 
 import dataclasses
@@ -23,7 +24,8 @@ from flatout.data.part import Part, Recipe, characters_of_part
 from flatout.data.plan import STDIN, Done, Inputs, Request, find_inputs, parts_of, request_of
 from flatout.data.prepare import data_folder, has_dataset, lies_inside, prepare_data
 from flatout.data.shards import Dataset, open_dataset
-from flatout.data.tokenizer import Tokenizer, learned_vocab, load_tokenizer, token_dtype
+from flatout.data.tokenizer import HuggingFaceTokenizer, Tokenizer, learned_vocab, load_tokenizer, token_dtype
+from flatout.data.train_tokenizer import train_bpe
 from flatout.diagnose.check_environment import check_packages, source_paths
 from flatout.diagnose.doctor import Check, DataFacts, Finding, Machine, finding_of
 from flatout.errors import ConfigError, UserError
@@ -61,7 +63,8 @@ def look_at_data(config: RunConfig, machine: Machine, target: str | None, *, qui
 
 
 def _known_vocab(config: RunConfig) -> int | None:
-    return {"gpt2": 50257, "bytes": 257}.get(config.data.tokenizer)
+    """The ids of the tokenizer before the text is read; of one that is learned from it, the most it may have."""
+    return {"gpt2": 50257, "bytes": 257}.get(config.data.tokenizer) or learned_vocab(config.data.tokenizer)
 
 
 # --- prepared ---------------------------------------------------------------------------------------------------------
@@ -164,6 +167,11 @@ def _unprepared(config: RunConfig, folder: Path, machine: Machine, *, quick: boo
         return facts
     if config.data.tokenizer == "char":
         facts = dataclasses.replace(facts, vocab=_characters(request, inputs, quick=quick))
+    learned = learned_vocab(config.data.tokenizer)
+    if learned is not None:
+        tokenizer = HuggingFaceTokenizer(train_bpe(_first(sample.text, _SAMPLE), learned, exact=False))
+        all_read = sample.whole and sample.piece.end is None and len(inputs.files) == 1
+        facts = dataclasses.replace(facts, vocab=tokenizer.vocab if all_read else learned)
     return _extrapolated(config, inputs, sample, tokenizer, facts)
 
 
@@ -293,7 +301,7 @@ def _extrapolated(
     if tokenizer is None:
         lengths, vocab = [len(part) for part in first], facts.vocab or len(set("".join(sample.text)))
     else:
-        lengths, vocab = [len(ids) for ids in tokenizer.encode_batch(first)], tokenizer.vocab
+        lengths, vocab = [len(ids) for ids in tokenizer.encode_batch(first)], facts.vocab or tokenizer.vocab
     share_of_text, size = _share_of_text(sample, inputs), _bytes_of(first)
     tokens = None if share_of_text is None or not size else round(inputs.bytes * share_of_text * sum(lengths) / size)
     if tokens is not None:

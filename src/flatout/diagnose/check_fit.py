@@ -241,7 +241,7 @@ def check_time(config: RunConfig, fitted: Fit, steps: int | None) -> Finding | N
     rate = _count(config.train.batch_tokens / fitted.step_seconds)
     too_long = fitted.speed.device.kind == "cpu" and seconds is not None and seconds >= 48 * 3600
     estimate = "`flatout estimate` times real steps."
-    smaller = "This model is not for a CPU. Use a machine with a GPU, or begin with the preset shakespeare-char; "
+    smaller = "This model is not for a CPU. Use a machine with a GPU, or begin with the preset shakespeare; "
     return Check("memory", "least time").told(
         "warn" if too_long else "ok",
         f"{least}at most {rate} tokens/s: the FLOPs of a step at {fitted.rate_of}",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flatout.errors import CheckpointError, ConfigError
 
 Table = Sequence[float]  # a value for every applied update; the last one stays
+MATRICES = "matrices"  # the rule for matrices of blocks, whose rate decides whether a run is stable
 
 
 @dataclasses.dataclass(frozen=True)

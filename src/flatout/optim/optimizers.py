@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.errors import CheckpointError, ConfigError
-from flatout.optim.optimizer import Group, Optimizer, Rule, Table, Trainable
+from flatout.optim.optimizer import MATRICES, Group, Optimizer, Rule, Table, Trainable
 
 SEEN = 2**18  # values of a tensor, about: all of them would need as much memory as the weights, once more
 
@@ -61,10 +61,14 @@ class Optimizers:
         return torch.tensor(rows, dtype=torch.float64).to(self.parameters[0].device, torch.float32)
 
     def follow(self, rates: Table) -> None:
-        """Replaces all rates: the last rule's by `rates`, another rule's by `rates` times the ratio of their peaks."""
+        """Replaces all rates: that of the matrices by `rates`, another by `rates` times the ratio of their peaks.
+
+        Without a rule for matrices the last rule takes its place.
+        """
         peaks = {id(group.rule.rate): max(group.rule.rate) for group in self.groups}
-        last = max(self.groups[-1].rule.rate)
-        scaled = {key: [rate * (peak / last) for rate in rates] for key, peak in peaks.items()}
+        leading = next((group for group in self.groups if group.rule.name == MATRICES), self.groups[-1])
+        first = max(leading.rule.rate)
+        scaled = {key: [rate * (peak / first) for rate in rates] for key, peak in peaks.items()}
         self.schedules_KU = self._tabulate([scaled.get(key, schedule) for key, schedule in self._schedules.items()])
 
     def stretch(self, step: int, place: float, end: int) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from flatout.config.schema import OptimConfig
 from flatout.optim.adamw import AdamW, EightBitAdamW, HostAdamW
 from flatout.optim.muon import Exchange, Muon
-from flatout.optim.optimizer import Rule, StateBytes, Trainable
+from flatout.optim.optimizer import MATRICES, Rule, StateBytes, Trainable
 from flatout.optim.schedule import Pace, decays_of, momenta, rate_factors
 
 
@@ -56,11 +56,11 @@ def rules_of(
             "bytes": Muon.BYTES,
             "settings": {"momentum": momenta(config, updates)},
         }
-        first = rule("matrices", in_a_block, config.muon_rate, decay=decay, **how)
+        first = rule(MATRICES, in_a_block, config.muon_rate, decay=decay, **how)
         return (first, *roles(0.0), rule("all that is left", lambda _: True, config.learning_rate))
     return (
         *(rule for rule in roles(decay) if peaks[rule.name] is not None or rule.name in own),
-        rule("matrices", decays, config.learning_rate, decay=decay),
+        rule(MATRICES, decays, config.learning_rate, decay=decay),
         rule("all that is left", lambda _: True, config.learning_rate),
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatout.config.load import LoadedConfig
+from flatout.config.sizes import AUTO
 from flatout.config.source import Source
 from flatout.config.usual import TUNED as TUNED_FILE
 from flatout.config.yaml_loader import format_value
@@ -87,6 +88,8 @@ def config_text(loaded: LoadedConfig, found: Mapping[str, Any], first: str, comm
         section, _, name = path.partition(".")
         sections.setdefault(section, {})[name] = value
     lines = [*(f"# {' '.join(comment.split())}" for comment in comments), *([f"preset: {preset}"] if preset else [])]
+    # One that follows from minutes does so again.
+    lines += [f"size: {loaded.size.name}"] if loaded.size is not None and loaded.size.name != AUTO else []
     for section, fields in sections.items():
         lines += ["", f"{section}:", *(f"  {name}: {format_value(value)}" for name, value in fields.items())]
     body = "\n".join(lines) + "\n"

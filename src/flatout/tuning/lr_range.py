@@ -3,7 +3,8 @@
 Idea: the rate rises by a constant factor with every step of a training run, from far too small to far too large. The
 loss first stands still, then falls, then rises again; where it falls says which rates the run can bear. The schedule of
 a `TrainStep` is a table of rates, so the test is a run with another table and nothing else is special about it: the
-config's own model, optimizer, clipping, precision and data.
+config's own model, optimizer, clipping, precision and data. Where a config has several rates, all of them rise in its
+ratios; the curve is over that of the matrices, which is Muon's where the config has Muon.
 
 Contract:
 - `range_test` gives the run back bit for bit: weights, moments, counters, loss scale, 8-bit scales, random streams and
@@ -31,6 +32,7 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
+from flatout.config.training_sections import MOST_RATE, OptimConfig
 from flatout.config.usual import (
     FAR_ABOVE,
     FAR_BELOW,
@@ -42,7 +44,7 @@ from flatout.config.usual import (
 from flatout.engine.books import Progress
 from flatout.engine.run import Run
 from flatout.engine.saving import capture, restore
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, UsageError
 from flatout.model.count import parameter_count
 from flatout.ops.gradients import clear_gradients
 from flatout.tuning.fragment import config_text, words_of
@@ -100,7 +102,9 @@ class Reading:
 class LrResult:
     """One call of the finder. `before` is the rate the config had; `fragment` a config file with the one found.
 
-    `usual` is the rate that models of this size usually do well with, `notes` what to think of one far from it.
+    `field` is whose rate that is, of the points too; `found` has it and all other rates of the config, in its ratios.
+    `usual` is the rate that models of this size usually do well with, or None where nothing is usual; `notes` say what
+    to think of one far from it.
     """
 
     config: str
@@ -111,9 +115,11 @@ class LrResult:
     steps: int
     points: tuple[Point, ...]
     reading: Reading
+    field: str
     rate: float
+    found: dict[str, float]
     before: float
-    usual: float
+    usual: float | None
     notes: tuple[str, ...]
     ended: str
     words: tuple[str, ...]
@@ -141,7 +147,9 @@ def find_rate(
     progress: Callable[[int, Point], None] = lambda _step, _point: None,
 ) -> LrResult:
     """The learning rate for a config, from `steps` training steps with rates from `low` to `high`."""
-    began = time.monotonic()
+    began, optim = time.monotonic(), loaded.config.optim
+    field, before = next(iter(optim.rates.items()))
+    _check_rates(optim, high, before)
     with scratch_folder("flatout-lr-") as scratch:
         fitted, described = practice_config(loaded, scratch)
         with borrowed_run(fitted) as run:
@@ -149,9 +157,9 @@ def find_rate(
             points, ended = range_test(run, low=low, high=high, steps=steps, progress=progress)
     tuning = loaded.config.chat.source is not None
     reading = read_curve([point.rate for point in points], [point.loss for point in points], tuning=tuning)
-    optim = loaded.config.optim
-    all_rates = optim.scaled_rates(reading.rate / optim.learning_rate)  # they rose together
+    all_rates = optim.scaled_rates(reading.rate / before)
     found = {path: float(f"{rate:.1e}") for path, rate in all_rates.items()}  # two digits: the test knows no more
+    rate = found[f"optim.{field}"]
     return LrResult(
         config=loaded.config.output.name,
         device=device,
@@ -161,10 +169,12 @@ def find_rate(
         steps=steps,
         points=tuple(points),
         reading=reading,
-        rate=found["optim.learning_rate"],
-        before=optim.learning_rate,
+        field=f"optim.{field}",
+        rate=rate,
+        found=found,
+        before=before,
         usual=usual,
-        notes=tuple(notes_on(found["optim.learning_rate"], usual, steps, whose)),
+        notes=tuple(notes_on(rate, usual, steps, whose)),
         ended=ended,
         words=words_of(found),
         fragment=config_text(
@@ -173,7 +183,8 @@ def find_rate(
             f", learning rate, on {device}: a range test of {steps} steps from {low:g} to {points[-1].rate:.2g}, "
             f"{ended}.",
             [f"{suggestion.name} {suggestion.rate:.2e}" for suggestion in reading.suggestions]
-            + [f"chosen: {reading.chosen}; the config had {optim.learning_rate:g}"],
+            + [f"chosen: {reading.chosen}; the config had {before:g}"]
+            + ([f"these are rates of optim.{field}; all others rose with it"] if len(found) > 1 else []),
         ),
         seconds=time.monotonic() - began,
         flatout=flatout.__version__,
@@ -181,22 +192,32 @@ def find_rate(
     )
 
 
-def _usual(run: Run) -> tuple[float, str]:
+def _check_rates(optim: OptimConfig, high: float, first: float) -> None:
+    """Refuses a last rate that takes another rate, in its ratio to the first one, beyond what a config may hold."""
+    field, largest = max(optim.rates.items(), key=lambda item: item[1])
+    if high * largest / first > MOST_RATE:
+        raise UsageError(
+            f"--to {high:g} takes optim.{field} to {high * largest / first:g}, and rates above {MOST_RATE:g} are "
+            "never taken",
+            f"set --to {10.0 ** math.floor(math.log10(MOST_RATE * first / largest)):g}",
+        )
+
+
+def _usual(run: Run) -> tuple[float | None, str]:
     """The usual rate, and for whom it is usual."""
-    adapters = run.adapters is not None
+    adapters, muon = run.adapters is not None, run.config.optim.optimizer == "muon"
     if run.config.chat.source is not None:
-        return usual_tuning_rate(adapters=adapters), "adapters" if adapters else "all weights of a trained model"
-    optim = run.config.optim
-    if optim.optimizer == "muon":
-        usual = USUAL_MUON_RATE * optim.learning_rate / optim.muon_rate
-        return usual, f"Muon, whose own rate is {USUAL_MUON_RATE:g} then"
+        whose = "adapters" if adapters else "all weights of a trained model"
+        return None if muon else usual_tuning_rate(adapters=adapters), whose
+    if muon:
+        return USUAL_MUON_RATE, "Muon"
     return usual_rate(parameter_count(run.config.model, run.model.vocab)), "a model of this size"
 
 
-def notes_on(rate: float, usual: float, steps: int, whose: str = "a model of this size") -> Iterator[str]:
+def notes_on(rate: float, usual: float | None, steps: int, whose: str = "a model of this size") -> Iterator[str]:
     """Why a rate may be wrong, or why it is right where the doctor's rule of thumb says something else."""
-    far = rate > FAR_ABOVE * usual or rate < usual / FAR_BELOW
-    times = f"{rate:g} is {rate / usual:.2g} times the {usual:.1g} that is usual for {whose}"
+    far = usual is not None and (rate > FAR_ABOVE * usual or rate < usual / FAR_BELOW)
+    times = "" if usual is None else f"{rate:g} is {rate / usual:.2g} times the {usual:.1g} that is usual for {whose}"
     if steps < RANGE_STEPS:
         yield (
             f"{steps} steps raise the rate faster than the {RANGE_STEPS} that the choice was calibrated with, and what "
@@ -222,7 +243,10 @@ def range_test(
     steps: int = STEPS,
     progress: Callable[[int, Point], None] = lambda _step, _point: None,
 ) -> tuple[list[Point], str]:
-    """The points of a range test, and why it ended. The run is afterwards what it was before, bit for bit."""
+    """The points of a range test, and why it ended. The run is afterwards what it was before, bit for bit.
+
+    Rates are those of the matrices; all others rise with them.
+    """
     rates = [low * (high / low) ** (number / max(1, steps - 1)) for number in range(steps)]
     points: list[Point] = []
     best, mean, skipped = math.inf, 0.0, 0

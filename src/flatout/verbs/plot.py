@@ -35,7 +35,7 @@ def _parser() -> Parser:
         "eigenstate blocks has a third. Several runs are drawn into one picture, to compare them. A run that still "
         "goes on can be drawn too.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, such as runs/shakespeare-char")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, such as runs/shakespeare")
     parser.add_argument(
         "--out",
         metavar="FOLDER",

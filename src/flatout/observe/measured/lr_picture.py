@@ -40,6 +40,9 @@ def print_rates(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
         f"{len(losses)} steps on {body['device']} in {human_seconds(body['seconds'])}, loss {losses[0]:.3f} to "
         f"{best:.3f} at best; {body['ended']}; the config had {body['before']:g}",
     )
+    others = [path for path in body["found"] if path != body["field"]]
+    if others:
+        say(console, f"rates are those of {body['field']}; {', '.join(others)} rose with it, in the config's ratios")
     for note in body.get("notes", ()):
         say(console, f"note: {note}")
 
@@ -47,18 +50,27 @@ def print_rates(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
 def _figure(body: Mapping[str, Any]) -> Figure:
     figure = new_figure(9.0, 5.6)
     axes = figure.add_axes((0.08, 0.11, 0.89, 0.72))
-    figure.text(0.015, 0.945, f"Learning rate: {body['rate']:g}", size=15, weight="bold", color=INK)
+    figure.text(0.015, 0.945, _title(body), size=15, weight="bold", color=INK)
     for height, line in zip((0.906, 0.872), _sentences(body), strict=True):
         figure.text(0.015, height, printable(line), size=SMALL, color=FAINT)
     _draw_curve(axes, body)
     _draw_suggestions(axes, body)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=SMALL, colors=FAINT)
-    axes.set_xlabel("learning rate", size=10, color=INK)
+    axes.set_xlabel(_axis(body), size=10, color=INK)
     axes.set_ylabel("training loss", size=10, color=INK)
     axes.grid(axis="y", color="#e7eaee", linewidth=0.8)
     axes.set_axisbelow(True)
     return figure
+
+
+def _title(body: Mapping[str, Any]) -> str:
+    rates = [f"{path.removeprefix('optim.')} {rate:g}" for path, rate in body["found"].items()]
+    return f"Learning rate: {body['rate']:g}" if len(rates) == 1 else f"Learning rates: {', '.join(rates)}"
+
+
+def _axis(body: Mapping[str, Any]) -> str:
+    return "learning rate" if len(body["found"]) == 1 else f"{body['field']}, with which the other rates rose"
 
 
 def _sentences(body: Mapping[str, Any]) -> tuple[str, str]:

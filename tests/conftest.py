@@ -49,6 +49,7 @@ TINY = [
     "model.embedding_norm=false",
     "model.embedding_std=null",
     "model.zero_init=false",
+    "model.qk_scale=1.0",
     "data.tokenizer=char",  # nothing has to be learned first
     "optim.optimizer=adamw",
     "optim.learning_rate=4e-3",

@@ -55,7 +55,7 @@ def test_a_healthy_set_up(here: Path, capsys: pytest.CaptureFixture[str]):
     for title in ("Machine", "GPU", "Functional checks", "Environment variables", "Disk", "Data", "Config"):
         assert f"\n{title}\n" in f"\n{out}"
     assert "BAD" not in out
-    assert "about 1.4 passes over the text" in out
+    assert "about 1.7 passes over the text" in out
     assert "attention sdpa" in out
     assert re.fullmatch(r"\d+ checks(, all fine\.|: \d+ warnings?, no problems\..*)", out.rstrip().splitlines()[-1])
     assert list(here.iterdir()) == []
@@ -69,7 +69,7 @@ def test_problems_come_last_with_their_advice(here: Path, capsys: pytest.Capture
     problems = out.index("Problems: training would not work")
     assert first < warnings < problems
     assert "there is no source nowhere.txt" in out[problems:]
-    assert "optim.warmup_steps=35, a twentieth of the run" in out[warnings:problems]
+    assert "optim.warmup_steps=16, a twentieth of the run" in out[warnings:problems]
     assert re.match(r"\d+ checks: 1 problem, \d+ warnings?\. Mend the problems first", out.rstrip().splitlines()[-1])
 
 
@@ -94,7 +94,7 @@ def test_a_prepared_dataset_and_a_run_folder(tiny, here: Path, corpus: Path, cap
     words = [*TINY, f"data.source={corpus}", "train.steps=3", f"output.folder={here / 'run'}", "--quick"]
     code, rows = lines(*words, capsys=capsys)
     found = {row["name"]: row for row in rows if row["type"] == "finding"}
-    assert code == 0, "a run that can go on is a warning"
+    assert code == 0, [row for row in rows if row.get("status") == "bad"]  # a run that can go on is a warning
     assert found["dataset"]["status"] == found["fits config"]["status"] == "ok"
     assert "saved up to step 3" in found["run folder"]["found"]
     assert "--resume auto" in found["run folder"]["advice"]

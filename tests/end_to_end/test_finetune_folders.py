@@ -285,7 +285,13 @@ def refuse(write: Callable, name: str) -> Callable:
 def test_a_base_of_ours_is_the_same_model_once_it_is_exported(words, text, family, capsys):
     shape = {
         "gpt2": ["model.family=gpt2", "model.layers=2", "model.width=32", "model.heads=2", *PRETRAIN[8:]],
-        "tied": [*PRETRAIN, "model.tied=true", "model.embedding_norm=false", "model.norm_weights=true"],
+        "tied": [
+            *PRETRAIN,
+            "model.tied=true",
+            "model.embedding_norm=false",
+            "model.norm_weights=true",
+            "model.qk_scale=1.0",
+        ],
     }.get(family, PRETRAIN)
     if family == "fine-tuned":
         run(words("lora.rank=0", "output.name=mine"))

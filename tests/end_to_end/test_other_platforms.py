@@ -26,14 +26,14 @@ SHORT = [
     ["completion", "bash"],
     ["prepare", "--workers", "1"],
     ["train", *SMALL],
-    ["train", "--resume", "runs/shakespeare-char", "train.steps=2"],
-    ["eval", "runs/shakespeare-char", "--tokens", "256"],
-    ["generate", "runs/shakespeare-char", "--tokens", "4"],
-    ["report", "runs/shakespeare-char"],
+    ["train", "--resume", "runs/shakespeare", "train.steps=2"],
+    ["eval", "runs/shakespeare", "--tokens", "256"],
+    ["generate", "runs/shakespeare", "--tokens", "4"],
+    ["report", "runs/shakespeare"],
     ["runs"],
-    ["watch", "runs/shakespeare-char"],
-    ["bundle", "runs/shakespeare-char"],
-    ["data", "verify", "data/shakespeare-char"],
+    ["watch", "runs/shakespeare"],
+    ["bundle", "runs/shakespeare"],
+    ["data", "verify", "data/shakespeare-bpe-1024"],
 ]
 LONGER = [
     ["estimate", "--seconds", "1", *SMALL],
@@ -104,7 +104,7 @@ def test_every_verb_works_or_is_refused_in_words(tmp_path: Path, platform: str):
             assert hint.startswith("hint: "), told
         else:
             assert code == 0, told
-    metrics = (tmp_path / "runs" / "shakespeare-char" / "metrics.jsonl").read_text(encoding="utf-8")
+    metrics = (tmp_path / "runs" / "shakespeare" / "metrics.jsonl").read_text(encoding="utf-8")
     records = [json.loads(line) for line in metrics.splitlines()]
     first = next(record["memory_bytes"] for record in records if record["type"] == "step")
     assert first is None if platform == "win32" else first > 0, "what nobody tells is not said to be nothing"

@@ -9,6 +9,7 @@ import torch
 
 import flatout
 from flatout.config.schema import ModelConfig
+from flatout.config.unused import check_used
 from flatout.errors import ConfigError
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
@@ -51,14 +52,20 @@ def test_a_field_changes_no_weight_but_its_own(changes, others):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["qk_scale=1.2", "qk_norm=false"], "qk_scale multiplies what qk_norm normalised"),
+        (["qk_scale=1.2", "qk_norm=false"], "qk_scale is set, but queries and keys are not normed"),
         (["family=gpt2", "norm_weights=false"], "family gpt2 fixes norm_weights to true, not false"),
     ],
     ids=str,
 )
 def test_fields_that_do_not_go_together_are_refused(words, says):
     with pytest.raises(ConfigError, match=says):
-        flatout.load_config(None, [f"model.{word}" for word in words])
+        check_used(flatout.load_config(None, [f"model.{word}" for word in words]))
+
+
+def test_a_scale_of_the_preset_goes_with_the_norm_that_it_scales():
+    assert flatout.load_config().config.model.qk_scale == 1.2
+    check_used(flatout.load_config(None, ["model.qk_norm=false"]))
+    assert flatout.load_config(None, ["model.family=gpt2"]).config.model.qk_scale == 1.0
 
 
 def test_an_exported_model_is_the_same_model(tmp_path):

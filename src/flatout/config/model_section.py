@@ -17,6 +17,7 @@ GPT2: dict[str, Any] = {
     "mlp": "gelu",
     "bias": True,
     "qk_norm": False,
+    "qk_scale": 1.0,
     "embedding_norm": False,
     "residual_scale": None,
     "logit_cap": None,
@@ -106,7 +107,7 @@ class ModelConfig(Section):
     qk_norm: bool = True
     """RMS-normalise queries and keys per head before the product."""
     qk_scale: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
-    """Multiplies queries, and keys, after their norm."""
+    """Multiplies queries, and keys, after their norm; without qk_norm nothing."""
     residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
     """Initial value of learned scales on both residual branches; null has no scales."""
     logit_cap: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
@@ -210,8 +211,6 @@ class ModelConfig(Section):
                 f"rotary positions need an even head size (width over heads), not {self.width // self.heads}",
                 f"set model.width={multiple_near(self.width, 2 * self.heads)}, or model.positions=learned",
             )
-        if self.qk_scale != 1.0 and not self.qk_norm:
-            raise Conflict("qk_scale multiplies what qk_norm normalised", "set model.qk_norm=true, or model.qk_scale=1")
         if self.rope_scaling is not None and self.positions != "rope":
             raise Conflict(
                 f"rope_scaling {self.rope_scaling} needs rotary positions, not {self.positions} ones",

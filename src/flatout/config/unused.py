@@ -85,6 +85,9 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                     why += f" where model.layers={config.model.layers}"
                 pattern = {"W": "WWWA", "E": "EEEA", "AW": "EEEA"}[letters]
                 yield path, why, f"set a pattern with {told}, such as model.pattern={pattern}, or leave {path} out"
+        if not config.model.qk_norm:
+            why, hint = "queries and keys are not normed (model.qk_norm)", "set model.qk_norm=true, or leave it out"
+            yield "model.qk_scale", why, hint
     if not config.train.batch_stages:
         why, hint = "there are no train.batch_stages", "set train.batch_stages, or leave train.batch_rate_power out"
         yield "train.batch_rate_power", why, hint

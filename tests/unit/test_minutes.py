@@ -158,6 +158,12 @@ def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised()
     assert loaded.config.model.dropout == 0.0
 
 
+def test_a_size_is_measured_with_the_settings_of_text_that_is_not_repeated() -> None:
+    loaded = load_config("record", ["data.source=shakespeare", "train.minutes=2"])
+    trial = minutes_probe.trial_of(loaded, Shape(3, 96), Known(vocab=66, unique=1_000_000), CPU)
+    assert (trial.config.model.dropout, trial.config.model.mlp, trial.config.optim.ema) == (0.0, "relu2", 0.0)
+
+
 @pytest.mark.parametrize(
     ("device", "words", "tokenizer"),
     [

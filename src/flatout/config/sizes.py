@@ -211,9 +211,8 @@ def run_tokens(shape: Shape, written: Mapping[str, Any], known: Known) -> tuple[
         return (usual if known.unique is None else max(1, round(epochs * known.unique))), True
     if (steps := written.get("train.steps")) is not None:
         return int(steps) * written["train.batch_tokens"], True
-    if written.get("train.minutes") is not None:
-        return usual, True
-    return (usual if known.unique is None else min(usual, max(1, round(MOST_EPOCHS * known.unique)))), False
+    most = usual if known.unique is None else max(1, round(MOST_EPOCHS * known.unique))
+    return min(usual, most), written.get("train.minutes") is not None
 
 
 def batch_of(tokens: int, context: int, ranks: int = 1) -> int:

@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 
 from flatout.config.load import load_config
-from flatout.config.sizes import FRESH_EPOCHS, SIZED, Known, Shape, batch_of, derive, shape_of, size_names
+from flatout.config.sizes import (
+    FRESH_EPOCHS,
+    MOST_FRESH,
+    SIZED,
+    Known,
+    Shape,
+    batch_of,
+    derive,
+    fresh_epochs,
+    shape_of,
+    size_names,
+)
 from flatout.errors import ConfigError
 
 GPT2 = 50257
@@ -59,6 +70,8 @@ def test_data_that_is_read_more_than_three_times_is_regularised() -> None:
 
     assert not repeated(FRESH_EPOCHS)
     assert repeated(FRESH_EPOCHS + 0.1)
+    assert fresh_epochs(2e6, 4_000_000) == 2 * FRESH_EPOCHS, "a small model takes longer to learn data by heart"
+    assert fresh_epochs(2e6, 400_000_000) == MOST_FRESH
 
 
 def test_text_that_is_read_again_comes_in_another_order_and_tables_decay() -> None:

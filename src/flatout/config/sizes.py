@@ -9,7 +9,8 @@ by the exponents of nanochat's `scripts/base_train.py` (92d63d4):
 - rates are the lab's where the batch is the rule's and the run is short; a smaller batch lowers them by its root;
   AdamW's fall with the square root of the width, from 256 on
 - decay is 0.1 up to 26M tokens, and falls with 26M / D
-Above three epochs the data is no longer fresh, and the settings turn to regularisation.
+Above three epochs the data is no longer fresh, and the settings turn to regularisation; a model with fewer parameters
+than the data has tokens takes longer to learn it by heart.
 
 Contract: what the user wrote wins, and the rest is derived from it: another batch brings other rates.
 """
@@ -44,7 +45,7 @@ SHORT_STEPS = 800
 TOKENS_PER_PARAMETER, MOST_EPOCHS = 20, 2.0
 ONCE = 1.1  # epochs: in a second one tables are learned by heart
 _VALUE_DECAY = 0.03  # of value tables that see text again
-FRESH_EPOCHS = 3.0  # time-to-loss ladders of fresh and of repeated data disagree from about here on
+FRESH_EPOCHS, MOST_FRESH = 3.0, 15.0  # ladders of fresh and of repeated data disagree from about three epochs on
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,18 @@ def derive(preset: str, shape: Shape, written: Mapping[str, Any], known: Known) 
         **_again(preset, epochs),
         **({} if told else {"train.tokens": tokens}),
     }
-    repeated = _repeated(preset) if epochs is not None and epochs > FRESH_EPOCHS else {}
+    fresh = fresh_epochs(shape.dense(known.vocab), known.unique)
+    repeated = _repeated(preset) if epochs is not None and epochs > fresh else {}
     return Derived(values, repeated, epochs)
+
+
+def fresh_epochs(parameters: float, unique: int | None) -> float:
+    """How often data may be read before it counts as repeated: the fewer parameters for each token, the more often.
+
+    Shakespeare in 0.16M parameters and 411,000 tokens: 2.219 bits per byte after 2.8 epochs of the settings for fresh
+    data, 2.302 after 2.3 epochs of those for repeated data, in the same 90 s.
+    """
+    return min(MOST_FRESH, FRESH_EPOCHS * max(1.0, (unique or 0) / parameters))
 
 
 def run_tokens(shape: Shape, written: Mapping[str, Any], known: Known) -> tuple[int, bool]:

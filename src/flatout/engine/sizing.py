@@ -14,7 +14,7 @@ from typing import Any
 from flatout.config.facts import field_facts, value_at
 from flatout.config.load import ALTERNATIVES, LoadedConfig, with_layer, with_values
 from flatout.config.schema import RunConfig
-from flatout.config.sizes import AUTO, DEFAULT_SIZE, FRESH_EPOCHS, Known, Shape, Sized, derive, shape_of, usual_vocab
+from flatout.config.sizes import AUTO, DEFAULT_SIZE, Known, Shape, Sized, derive, shape_of, usual_vocab
 from flatout.config.source import Setting, Source
 from flatout.config.yaml_loader import format_value
 from flatout.data.pack import Progress
@@ -67,8 +67,8 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
             f"{path}={format_value(value)}" for path, value in repeated.items() if not _by_user(loaded, path)
         )
         notices.append(
-            f"the data is read {derived.epochs:.1f} times, more than {FRESH_EPOCHS:g}: settings are those for repeated "
-            f"data ({told})"
+            f"the data is read {derived.epochs:.1f} times, too often for a model of this size to count as fresh: "
+            f"settings are those for repeated data ({told})"
         )
     left = [path for path in TABLES if values.get(path, (0, ""))[0] and not _by_user(loaded, path)]
     if left and is_small(device):

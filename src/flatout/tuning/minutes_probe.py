@@ -8,7 +8,7 @@ from typing import Any
 from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, with_values
 from flatout.config.schema import micro_batch_of
-from flatout.config.sizes import FRESH_EPOCHS, LADDER, Known, Shape
+from flatout.config.sizes import LADDER, Known, Shape, fresh_epochs
 from flatout.config.source import Source
 from flatout.device import Device
 from flatout.engine.overlays import fits, fitted_to
@@ -94,7 +94,8 @@ def _evaluations(minutes: float, best: Prospect, known: Known, context: int) -> 
 
     Text that is read many times is learned by heart at some point: evaluations on the way find the best weights.
     """
-    often = minutes >= LONG or (known.unique is not None and best.tokens > FRESH_EPOCHS * known.unique)
+    fresh = fresh_epochs(best.shape.dense(known.vocab), known.unique)
+    often = minutes >= LONG or (known.unique is not None and best.tokens > fresh * known.unique)
     look = max(context, int(0.09 * best.tokens) // context * context)
     return {
         "eval.every": max(1, best.steps // EVALUATIONS) if often else 0,

@@ -131,6 +131,7 @@ class Recording:
             if name in known and number not in self._numbers:  # safetensors puts a file of its own in its place
                 self._forget(folder, name)
             if name not in known:
+                self._free(number)
                 assert number not in self._numbers, f"{entry.path} came from elsewhere without a call"
                 self._count += 1
                 self._numbers[number] = known[name] = self._count
@@ -145,6 +146,21 @@ class Recording:
                 self._scan(path / name, node)
             else:
                 self._look_at(path / name, node)
+
+    def _free(self, number: int) -> None:
+        """Forgets a number that the file system has given again: what had it was replaced, and is looked at later."""
+        node = self._numbers.get(number)
+        place = None if node is None else self._find(node, self.root, ROOT)
+        if place is not None and os.lstat(place).st_ino != number:
+            del self._numbers[number]
+
+    def _find(self, node: Node, path: Path, folder: Node) -> Path | None:
+        for name, other in self._entries[folder].items():
+            if other == node:
+                return path / name
+            if other in self._entries and (found := self._find(node, path / name, other)) is not None:
+                return found
+        return None
 
     def _look_at(self, path: Path, node: Node) -> None:
         seen = os.stat(path)

@@ -115,6 +115,19 @@ def test_a_recording_replayed_is_the_folder_itself(tmp_path: Path):
     assert sorted(read_tree(tmp_path)) == ["before", "before/moved.txt", "renamed", "renamed/whole.txt"]
 
 
+def test_a_number_that_the_file_system_gives_again_is_a_new_file(tmp_path: Path):
+    record = Recording(tmp_path.resolve())
+    (tmp_path / "z").write_bytes(b"old")
+    record.scan()
+    number = os.stat(tmp_path / "z").st_ino
+    (tmp_path / "b").write_bytes(b"new")
+    os.replace(tmp_path / "b", tmp_path / "z")  # as safetensors does, without a call that is seen
+    (tmp_path / "a").mkdir()
+    record._numbers[os.stat(tmp_path / "a").st_ino] = record._numbers.pop(number)
+    record.scan()
+    assert everything(record) == read_tree(tmp_path)
+
+
 def test_the_disk_keeps_what_was_synced_and_may_lose_or_tear_the_rest(tmp_path: Path):
     with recording(tmp_path) as record:
         write_whole(tmp_path / "safe", b"0123456789", durable=True)

@@ -1,9 +1,8 @@
 """Muon's work in Triton: the form of functions of ops/muon.py that writes each value once.
 
 Momentum and weights move in one pass each. NorMuon reads updates once for the sizes of their rows, and once to scale
-them. Products of a matrix with itself are symmetric: only tiles on and below the
-diagonal are computed, 21 of 36 at 768 rows, and the others are their mirror image. What a polynomial adds to its square
-is added in the same pass.
+them. Products of a matrix with itself are symmetric: only tiles on and below the diagonal are computed, 21 of 36 at 768
+rows, and the others are their mirror image. What a polynomial adds to its square is added in the same pass.
 """
 
 import torch

@@ -65,8 +65,8 @@ def _figure(body: Mapping[str, Any]) -> Figure:
 
 
 def _title(body: Mapping[str, Any]) -> str:
-    rates = [f"{path.removeprefix('optim.')} {rate:g}" for path, rate in body["found"].items()]
-    return f"Learning rate: {body['rate']:g}" if len(rates) == 1 else f"Learning rates: {', '.join(rates)}"
+    whose = "" if len(body["found"]) == 1 else f" ({body['field']})"  # the table has the others
+    return f"Learning rate: {body['rate']:g}{whose}"
 
 
 def _axis(body: Mapping[str, Any]) -> str:

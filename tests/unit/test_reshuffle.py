@@ -9,7 +9,7 @@ import torch
 import flatout
 from flatout.config.load import load_config
 from flatout.data.batch import Delivery, Span
-from flatout.data.loader import DeviceLoader, HostLoader, windows_of
+from flatout.data.loader import DeviceLoader, HostLoader, places_of, windows_of
 from flatout.data.positions import Schedule, Stage
 from flatout.data.reshuffle import Reshuffle
 from flatout.data.shards import TokenShards
@@ -98,7 +98,8 @@ def test_pieces_are_those_of_the_joined_text(seed: int):
     epochs = np.sort(chance.integers(0, 4, size=12))
     begins = chance.integers(0, lengths.sum() - 33, size=12)
     pieces = made.pieces(epochs, begins, 33)
-    for epoch, begin, places, documents in zip(epochs, begins, pieces.places(), pieces.documents(), strict=True):
+    found = places_of(pieces, CPU)
+    for epoch, begin, places, documents in zip(epochs, begins, found, pieces.documents(), strict=True):
         order, _ = made._join(int(epoch))
         assert sorted(order.tolist()) == list(range(50))
         text = np.concatenate([np.arange(starts[number], starts[number] + lengths[number]) for number in order])

@@ -147,8 +147,8 @@ class DeviceLoader(BatchLoader):
         windows, reading, resident = self._windows, self.reading(step), self._resident
         assert resident is not None
         if windows.reshuffle is not None:
-            places = pinned(torch.from_numpy(windows.pieces(reading, windows.reshuffle).places()), self.device)
-            return Raw(step, reading, resident[places.to(self.device, non_blocking=self.device.type == "cuda")])
+            pieces = windows.pieces(reading, windows.reshuffle)
+            return Raw(step, reading, resident[places_of(pieces, self.device)])
         numbers = windows.numbers(reading)
         if windows.packing is not None:
             layout = windows.packing.layout(numbers)
@@ -158,6 +158,16 @@ class DeviceLoader(BatchLoader):
         rows = resident.unfold(0, windows.context + 1, windows.stride)
         places = pinned(torch.from_numpy(numbers), self.device)
         return Raw(step, reading, rows[places.to(self.device, non_blocking=self.device.type == "cuda")])
+
+
+def places_of(pieces: Pieces, device: torch.device) -> torch.Tensor:
+    """[B, W]: where each token of the windows lies in the split, made on the device: only the pieces travel."""
+    ends = np.cumsum(pieces.lengths)
+    ranges = torch.from_numpy(np.stack([pieces.starts - ends + pieces.lengths, pieces.lengths]))
+    shifts, lengths = pinned(ranges, device).to(device, non_blocking=device.type == "cuda")
+    tokens = int(ends[-1])  # told, or torch would wait for the device
+    places = torch.repeat_interleave(shifts, lengths, output_size=tokens) + torch.arange(tokens, device=device)
+    return places.view(len(pieces.counts), -1)
 
 
 def evaluation_batches(

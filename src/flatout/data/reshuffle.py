@@ -33,10 +33,6 @@ class Pieces:
     lengths: Numbers
     counts: Numbers
 
-    def places(self) -> Numbers:
-        """[B, W]: where each token of the windows lies in the split."""
-        return runs(self.starts, self.lengths).reshape(len(self.counts), -1)
-
     def documents(self) -> npt.NDArray[np.int32]:
         """[B, W]: the number of the document within its window, for each token."""
         numbers = runs(np.zeros_like(self.counts), self.counts)

@@ -26,6 +26,9 @@ DEVICE_LOADER_BYTES = 2**31  # a corpus up to this size lives on the GPU by defa
 # Per layer, forward and backward, measured beside an H200: GPT-2 takes 50 ms with 12 layers and 105 with 24, whatever
 # the micro-batch, as long as that keeps the card waiting. FlashAttention-4 comes on top.
 LAUNCH_SECONDS, FA4_LAUNCH_SECONDS = 4e-3, 1e-3
+# Other hosts and models take longer: `record` 7e-3, and its steps of 49,152 tokens at 60m came at 876,000 tokens/s
+# instead of 1,150,000. One recording costs little, so it is made wherever the host may be the slower one.
+SLOWER_HOST = 2.0
 COMPILED = 2.0  # times `Case.running_seconds` is what compiled steps with dropout took: 1.9 at 60m, 3.4 at 15m
 FROM_PYTHON = "they do not know a model from Python (model=)"
 TORCHS_OWN = "optimizer= has a form of its own"
@@ -290,8 +293,9 @@ def _cuda_graphs(case: Case) -> Answer:
         return Answer(False, "compiled code launches few kernels")
     fa4 = FA4_LAUNCH_SECONDS if case.used.attention in FA4 else 0.0
     size = f"{case.micro_batch_flops:.1g} FLOPs in a micro-batch"
-    if case.running_seconds < case.model.layers * (LAUNCH_SECONDS + fa4):
-        return Answer(True, f"{size}: launching kernels takes longer than running them")
+    slower = 1.0 if case.packed else SLOWER_HOST  # samples have many shapes, each with a recording of its own
+    if case.running_seconds < slower * case.model.layers * (LAUNCH_SECONDS + fa4):
+        return Answer(True, f"{size}: launching kernels may take longer than running them")
     return Answer(False, f"{size} keep the device busy without")
 
 

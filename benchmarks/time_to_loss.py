@@ -50,8 +50,8 @@ OLD = "gpt-124m train.batch_tokens=131072 optim.learning_rate=1.2e-3 optim.warmu
 CASES = {
     "old": OLD,
     "old-untied": "gpt-124m train.batch_tokens=65536 optim.learning_rate=2e-3 optim.warmup_steps=100 model.tied=false",
-    "modern": "modern",
-    "record": "record",
+    "modern": "modern --size=124m",
+    "record": "record --size=60m",
 }
 SETTLED = 3  # steps that compile, record and tune
 
@@ -277,12 +277,12 @@ def draw(asked: argparse.Namespace) -> None:
 
     rows = [json.loads(line) for line in ROWS.read_text("utf-8").splitlines()]
     newest = {row["case"]: row for row in rows if row.get("curve") and row["case"] in (*CASES, "nanogpt")}
-    labels = {"nanogpt": "nanoGPT", "old": "flatout gpt-124m", "old-untied": "gpt-124m, untied, rate tuned"}
+    labels = {"nanogpt": "nanoGPT 124M", "old": "flatout gpt-124m", "old-untied": "gpt-124m, untied, rate tuned"}
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for case in sorted(newest, key=lambda case: -newest[case]["curve"][-1][1]):
         seconds, losses = zip(*newest[case]["curve"], strict=True)
-        axes.plot(seconds, losses, marker="o", markersize=3, label=labels.get(case, f"flatout {case}"))
+        axes.plot(seconds, losses, marker="o", markersize=3, label=labels.get(case, f"flatout {newest[case]['words']}"))
         axes.annotate(f"{losses[-1]:.2f}", (seconds[-1], losses[-1]), (4, 0), textcoords="offset points", fontsize=8)
     axes.set(
         xlabel="seconds of training, one H200", ylabel="validation loss, nats per token", title="enwik8, two epochs"

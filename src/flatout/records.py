@@ -98,7 +98,7 @@ class StepRecord(Shown):
     step: int  # counts from 1
     epoch: float | None  # passes over the data so far; not known of a stream
     loss: float
-    learning_rate: float  # of this update
+    learning_rate: float  # of this update, for the matrices
     grad_norm: float  # of all gradients, before clipping
     applied: bool  # false: skipped, because a value was not finite
     tokens: int  # seen since the start of the run

@@ -60,14 +60,15 @@ class Optimizers:
         rows = [[*schedule, *[schedule[-1]] * (most - len(schedule))] for schedule in schedules]
         return torch.tensor(rows, dtype=torch.float64).to(self.parameters[0].device, torch.float32)
 
-    def follow(self, rates: Table) -> None:
-        """Replaces all rates: that of the matrices by `rates`, another by `rates` times the ratio of their peaks.
+    @property
+    def _leading(self) -> Group:
+        """The group whose rate counts as the run's: that of the matrices, or the last one where there are none."""
+        return next((group for group in self.groups if group.rule.name == MATRICES), self.groups[-1])
 
-        Without a rule for matrices the last rule takes its place.
-        """
+    def follow(self, rates: Table) -> None:
+        """Replaces all rates: that of the matrices by `rates`, another by `rates` times the ratio of their peaks."""
         peaks = {id(group.rule.rate): max(group.rule.rate) for group in self.groups}
-        leading = next((group for group in self.groups if group.rule.name == MATRICES), self.groups[-1])
-        first = max(leading.rule.rate)
+        first = max(self._leading.rule.rate)
         scaled = {key: [rate * (peak / first) for rate in rates] for key, peak in peaks.items()}
         self.schedules_KU = self._tabulate([scaled.get(key, schedule) for key, schedule in self._schedules.items()])
 
@@ -83,11 +84,11 @@ class Optimizers:
         self.schedules_KU = torch.lerp(before, after, share)
 
     def look_up(self, updates: Tensor) -> Tensor:
-        """Puts all schedules where they are after so many updates, without the host. Returns the last rule's rate."""
+        """Puts all schedules where they are after so many updates, without the host. Returns the rate of the matrices."""
         # index_select, because plain indexing by a tensor of no dimensions asks the device for its value and waits
         place = updates.clamp(max=self.schedules_KU.shape[1] - 1).view(1)
         torch.index_select(self.schedules_KU, 1, place, out=self._now_K1)
-        rate = self.groups[-1].numbers["rate"]
+        rate = self._leading.numbers["rate"]
         assert isinstance(rate, Tensor)
         return rate
 

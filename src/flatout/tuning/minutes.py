@@ -70,14 +70,15 @@ class Budget:
 
     def _with(self, shape: Shape, speed: Speed, batch: int, measured: bool) -> Prospect:
         tokens = speed.tokens_in(self.seconds, batch)
-        law, fresh = law_for(self.vocab), effective_tokens(tokens, self.unique)
+        law, parameters = law_for(self.vocab), shape.dense(self.vocab)
+        fresh = effective_tokens(tokens, self.unique, parameters)
         return Prospect(
             shape=shape,
             measured=measured,
             tokens_per_second=tokens / self.seconds,
             tokens=max(batch, int(tokens)),
             batch=batch,
-            loss=law.loss(shape.dense(self.vocab), fresh, tokens / batch),
+            loss=law.loss(parameters, fresh, tokens / batch),
         )
 
 

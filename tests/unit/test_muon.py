@@ -446,11 +446,14 @@ def test_rates_of_groups(optimizer: str):
         assert rates["all that is left"] == groups[-1].rule.rate[0] == 1e-3
         decay = {group.rule.name: group.rule.decay for group in groups}
         assert decay["embedding"] == decay["table"] == (0.0 if optimizer == "muon" else 0.1)
+    untied = build_model(MODEL.model_copy(update={"tied": False}), VOCAB)
+    untied.add_module("values", nn.Embedding(5, 4))
+    decays = {"embedding": 0.01, "head": 0.02, "table": 0.03}
     for more in ({}, {"table_rate": 0.07}):
-        groups = Optimizers(rules_of(OptimConfig(**given, table_decay=0.03, **more), 1), trainables(tied)).groups
-        table = next(group.rule for group in groups if group.rule.name == "table")
-        assert table.decay == 0.03
-        assert table.rate[0] == more.get("table_rate", 1e-3)
+        config = OptimConfig(**given, **{f"{role}_decay": decay for role, decay in decays.items()}, **more)
+        rules = {group.rule.name: group.rule for group in Optimizers(rules_of(config, 1), trainables(untied)).groups}
+        assert {role: rules[role].decay for role in decays} == decays
+        assert rules["table"].rate[0] == more.get("table_rate", 1e-3)
 
 
 def test_a_model_from_python_says_which_parts_and_roles_it_has():
@@ -508,6 +511,7 @@ def test_momentum_and_decay_follow_schedules():
     [
         (["optim.cautious=true"], "optim.cautious is set, but optim.optimizer is adamw"),
         (["optim.optimizer=muon", "optim.head_rate=0.1"], "the head has the embedding's weights"),
+        (["optim.head_decay=0.1"], "the head has the embedding's weights"),
     ],
 )
 def test_fields_that_nobody_reads_are_refused(words: list[str], message: str):

@@ -104,6 +104,10 @@ class OptimConfig(Section):
     """Decoupled weight decay, on matrices only: never on biases, norms or scales; with muon on its matrices alone."""
     weight_decay_end: _Decay | None = None
     """Weight decay at the end of the run, to which it goes linearly; null keeps weight_decay."""
+    embedding_decay: _Decay | None = None
+    """Weight decay of what has embedding_rate; null is weight_decay, with muon none."""
+    head_decay: _Decay | None = None
+    """Weight decay of an untied head; null is weight_decay, with muon none."""
     table_decay: _Decay | None = None
     """Weight decay of the tables that have table_rate; null is weight_decay, with muon none."""
     cautious: bool = False

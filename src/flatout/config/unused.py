@@ -99,7 +99,9 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield path, "optim.optimizer is adamw", f"set optim.optimizer=muon, or leave {path} out"
     if config.model.tied and config.model.init_from is None:
         why = "the head has the embedding's weights (model.tied)"
-        yield "optim.head_rate", why, "set model.tied=false, or optim.embedding_rate, or leave optim.head_rate out"
+        for what in ("rate", "decay"):
+            hint = f"set model.tied=false, or optim.embedding_{what}, or leave optim.head_{what} out"
+            yield f"optim.head_{what}", why, hint
     if not config.lora.rank:
         for path in _fields("lora", but="rank"):
             yield path, "lora.rank is 0, which trains all weights", f"set lora.rank=16, or leave {path} out"

@@ -84,7 +84,7 @@ class Optimizers:
         self.schedules_KU = torch.lerp(before, after, share)
 
     def look_up(self, updates: Tensor) -> Tensor:
-        """Puts all schedules where they are after so many updates, without the host. Returns the rate of the matrices."""
+        """Puts all schedules where they are after so many updates, without the host. Returns the matrices' rate."""
         # index_select, because plain indexing by a tensor of no dimensions asks the device for its value and waits
         place = updates.clamp(max=self.schedules_KU.shape[1] - 1).view(1)
         torch.index_select(self.schedules_KU, 1, place, out=self._now_K1)

@@ -41,7 +41,8 @@ def rules_of(
 
     table_rate = config.embedding_rate if config.table_rate is None else config.table_rate
     peaks = {"embedding": config.embedding_rate, "head": config.head_rate, "table": table_rate}
-    own = {} if config.table_decay is None else {"table": config.table_decay}
+    decays_of_roles = {"embedding": config.embedding_decay, "head": config.head_decay, "table": config.table_decay}
+    own = {role: decay for role, decay in decays_of_roles.items() if decay is not None}
 
     def roles(usual: float | list[float]) -> list[Rule]:
         return [

@@ -7,7 +7,8 @@ Where the constants come from:
 - Words (a vocabulary like GPT-2's): fitted to runs of `record` on enwik8, 16M, 51M and 124M parameters after 8M tokens,
   124M after 10M, 51M after 26M, which end between 2.90 and 3.65 (`benchmarks/time_to_loss.jsonl`); off by 0.03 at most.
   With powers of 0.5 it fits as well; 0.4 makes 7 tokens per parameter the best, nearer to the 12 of longer runs
-  (nanochat, `scripts/base_train.py`, 92d63d4). C is from the batches of 51M parameters in `benchmarks/lab.jsonl`, 32K to 262K.
+  (nanochat, `scripts/base_train.py`, 92d63d4). C is from the batches of 51M parameters in `benchmarks/lab.jsonl`, 32K
+  to 262K.
 - Characters: fitted to 15 runs of `record` on Shakespeare, 0.10M, 0.34M and 0.79M parameters after 0.4M to 2.5M
   characters in 113 to 1,573 steps, ending between 1.63 and 1.86; off by 0.013 (root of the mean square). Ten of them
   are the grid of `docs/minutes.md`.

@@ -49,10 +49,9 @@ from flatout.device import detect_device, use_expandable_segments
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.notices import Notices
-from flatout.engine.opening import adapter_plan
 from flatout.engine.run import delivery_of, device_scope
 from flatout.engine.step import TrainStep
-from flatout.engine.trained import only_adapters
+from flatout.engine.trained import adapter_plan, only_adapters
 from flatout.errors import UserError
 from flatout.model.adapters import attach
 from flatout.model.gpt import empty_model

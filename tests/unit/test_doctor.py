@@ -45,7 +45,7 @@ from flatout.diagnose.doctor import (
 )
 from flatout.diagnose.examine import examine
 from flatout.diagnose.machine import merged
-from flatout.engine import opening
+from flatout.engine.length import steps_of
 from flatout.engine.run_files import CHECKPOINT_FILES
 from flatout.engine.trained import checkpoint_size
 from flatout.model.count import flops_per_token
@@ -840,7 +840,7 @@ def test_the_doctor_counts_the_steps_that_a_run_takes(tokens: int):
     words = ["model.context=64", "train.batch_tokens=1024", "train.steps=null", f"train.tokens={tokens}"]
     config = load_config(None, words).config
     facts = RunFacts(fingerprint="", place="", train_tokens=None, windows=None)
-    assert check_tokens.steps_of(config, DataFacts()) == opening.steps_of(config, facts)
+    assert check_tokens.steps_of(config, DataFacts()) == steps_of(config, facts)
 
 
 def test_a_missing_attention_package_is_told_once(here: Path):

@@ -19,9 +19,9 @@ from flatout.device import Device
 from flatout.engine import form, setup
 from flatout.engine.case import Probes
 from flatout.engine.features import resolve_speed
-from flatout.engine.opening import adapter_plan
 from flatout.engine.setup import setup_run
 from flatout.engine.step import LossScale
+from flatout.engine.trained import adapter_plan
 from flatout.errors import DoesNotFitError, HardwareError, UserError
 from flatout.model.adapters import attach
 from flatout.model.gpt import build_model

@@ -17,10 +17,17 @@ from flatout.config.sizes import (
     fresh_epochs,
     shape_of,
     size_names,
+    usual_vocab,
 )
+from flatout.data.tokenizer import ByteTokenizer, Gpt2Tokenizer
 from flatout.errors import ConfigError
 
 GPT2 = 50257
+
+
+def test_vocabularies_that_are_assumed_are_those_of_the_tokenizers() -> None:
+    for tokenizer in (Gpt2Tokenizer, ByteTokenizer):
+        assert usual_vocab(tokenizer.kind) == tokenizer.vocab
 
 
 def test_sizes_are_counted_without_embedding_tables() -> None:

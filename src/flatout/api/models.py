@@ -22,9 +22,8 @@ from flatout.engine.base_model import base_of, build_base, check_base, describe_
 from flatout.engine.checkpoint import read_checkpoint
 from flatout.engine.fit_check import out_of_memory
 from flatout.engine.given import Given, check_files_alone, check_given
-from flatout.engine.opening import adapter_plan
 from flatout.engine.run_folder import checkpoint_to_load, is_checkpoint, newest_run
-from flatout.engine.trained import only_adapters
+from flatout.engine.trained import adapter_plan, only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin

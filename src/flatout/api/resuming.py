@@ -12,7 +12,7 @@ from flatout.config.training_sections import LENGTHS
 from flatout.config.yaml_loader import format_value
 from flatout.engine.checkpoint import Checkpoint, Unusable, checkpoint_path, read_checkpoint
 from flatout.engine.given import check_given
-from flatout.engine.opening import pace_of, steps_of, stored_schedule
+from flatout.engine.length import pace_of, steps_of, stored_schedule
 from flatout.engine.run import Run
 from flatout.engine.run_folder import checkpoint_to_load, find_resume_point
 from flatout.engine.saving import as_word, differences

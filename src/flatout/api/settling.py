@@ -16,7 +16,7 @@ from flatout.engine.sizing import Decision, applied, as_before, data_facts, deci
 from flatout.world import World
 
 CPU_TOKENIZER = "bpe-1024"
-FEW_TOKENS = 8192  # of a micro-batch on a CPU: more are no faster there, and take memory
+CPU_MICRO_BATCH_TOKENS = 8192  # more are no faster there, and take memory
 
 
 def settled(
@@ -83,7 +83,7 @@ def on_device(config: LoadedConfig, device: Device, *, sized: bool) -> LoadedCon
     if device.kind == "cuda" and device.memory_bytes is not None:
         return fitted_to(config, hardware_for(device.memory_bytes))
     context, asked = config.config.model.context, ("speed.micro_batch", "speed.accumulation")
-    few = max(1, FEW_TOKENS // context)
+    few = max(1, CPU_MICRO_BATCH_TOKENS // context)
     if config.config.train.batch_tokens <= few * context or any(config.sources[path].by_user for path in asked):
         return config
     return with_values(config, {"speed.micro_batch": few, "speed.accumulation": None}, Source("size", device.name))

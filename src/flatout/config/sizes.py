@@ -36,7 +36,8 @@ _NAMED = {
     "760m": (24, 1536),
     "1.3b": (24, 2048),
 }
-_USUAL_VOCAB, _VOCABS = 50257, {"char": 128, "bytes": 257}
+GPT2_VOCAB = 50257  # also where nobody has said how large the vocabulary is
+_SMALL_VOCABS = {"char": 128, "bytes": 257}
 
 REFERENCE_BATCH, REFERENCE_TOKENS, REFERENCE_WIDTH = 32_768, 26e6, 512
 _ADAM_RATES = {"embedding_rate": 0.3, "head_rate": 0.008, "learning_rate": 0.02}
@@ -122,7 +123,7 @@ def size_names() -> tuple[str, ...]:
 
 def usual_vocab(tokenizer: str) -> int:
     """The ids of a tokenizer before it is read."""
-    return _VOCABS.get(tokenizer, _USUAL_VOCAB)
+    return _SMALL_VOCABS.get(tokenizer, GPT2_VOCAB)
 
 
 def shape_of(name: str, where: str) -> Shape:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from flatout.corpus import streams
 from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ProblemKind, ReadOptions, Row, Slice
 from flatout.corpus.fields import bad_byte, document_of, not_utf8
-from flatout.corpus.shipped import gpt2_tokens
+from flatout.corpus.shipped import GPT2_END_OF_TEXT, gpt2_tokens
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, PIECE, ByteStream, Watch, decode
 
 Results = Iterator[Document | Problem]
@@ -37,7 +37,6 @@ REJECTED_TOKENS = "token_range"
 # A NUL byte in this much of a file shows that it is no text.
 HEAD = 2**13
 
-GPT2_END_OF_TEXT = 50256
 # The files of modded-nanogpt begin with 256 numbers of four bytes: these two, the number of tokens, and zeros.
 _TOKENS_HEADER = 1024
 _TOKENS_MAGIC = (20240520, 1)

@@ -10,6 +10,7 @@ from flatout.errors import DataError
 
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 GPT2_RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+GPT2_END_OF_TEXT = 50256  # the last id of GPT-2
 
 
 def shakespeare() -> Path:

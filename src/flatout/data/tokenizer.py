@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.confined import Child, Exceeded, Limits
-from flatout.corpus.shipped import GPT2_RANKS_SHA256, gpt2_tokens
+from flatout.corpus.shipped import GPT2_END_OF_TEXT, GPT2_RANKS_SHA256, gpt2_tokens
 from flatout.errors import DataError
 from flatout.files import parse_json
 
@@ -59,7 +59,6 @@ _SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _CUT_MARK, _END_MARK = "\x02", "\x03"
 
 _INTACT = "give a tokenizer.json that is intact"
-_GPT2_END = 50256
 _SEGMENT = 2**18
 # How far beyond a segment to look for a good place to cut. A single word of both takes tiktoken 0.3 s and 80 MB.
 _STRETCH = 2**18
@@ -254,18 +253,18 @@ class Gpt2Tokenizer(Tokenizer):
     """
 
     kind = "gpt2"
-    vocab = 50257
-    end_of_text = _GPT2_END
+    vocab = GPT2_END_OF_TEXT + 1
+    end_of_text = GPT2_END_OF_TEXT
 
     def __init__(self) -> None:
         import tiktoken
 
-        self._cut_id, self._end_id = 50257, 50258
+        self._cut_id, self._end_id = self.vocab, self.vocab + 1
         self._encoding = tiktoken.Encoding(
             "gpt2",
             pat_str=GPT2_SPLIT,
             mergeable_ranks={token: rank for rank, token in enumerate(gpt2_tokens())},
-            special_tokens={END_OF_TEXT: _GPT2_END, _CUT_MARK: self._cut_id, _END_MARK: self._end_id},
+            special_tokens={END_OF_TEXT: GPT2_END_OF_TEXT, _CUT_MARK: self._cut_id, _END_MARK: self._end_id},
         )
         self._spaces = _space_table()
         # A text that ends in white space ends there, so to look-ahead the mark after it is no word that follows.

@@ -35,18 +35,10 @@ from flatout.diagnose.doctor import Check, Finding, finding_of, in_gib
 from flatout.engine.base_model import Base, open_base, open_start
 from flatout.engine.features import resolve_speed
 from flatout.engine.fit_check import check_disk, check_samples_fit, memory_on
-from flatout.engine.opening import (
-    adapter_plan,
-    described_config,
-    open_sample_data,
-    sample_limit,
-    sample_tokens,
-    steps_of,
-    trained_count,
-    why_samples_are_made,
-)
+from flatout.engine.length import steps_of
+from flatout.engine.opening import described_config, open_sample_data, sample_limit, sample_tokens, why_samples_are_made
 from flatout.engine.run_folder import is_checkpoint
-from flatout.engine.trained import checkpoint_size
+from flatout.engine.trained import adapter_plan, checkpoint_size, trained_count
 from flatout.errors import UserError
 from flatout.model.adapter_targets import choose, needless_rank, targets_of
 from flatout.model.count import parameter_count

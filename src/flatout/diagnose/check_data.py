@@ -24,7 +24,15 @@ from flatout.data.part import Part, Recipe, characters_of_part
 from flatout.data.plan import STDIN, Done, Inputs, Request, find_inputs, parts_of, request_of
 from flatout.data.prepare import data_folder, has_dataset, lies_inside, prepare_data
 from flatout.data.shards import Dataset, open_dataset
-from flatout.data.tokenizer import HuggingFaceTokenizer, Tokenizer, learned_vocab, load_tokenizer, token_dtype
+from flatout.data.tokenizer import (
+    ByteTokenizer,
+    Gpt2Tokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    learned_vocab,
+    load_tokenizer,
+    token_dtype,
+)
 from flatout.data.train_tokenizer import train_bpe
 from flatout.diagnose.check_environment import check_packages, source_paths
 from flatout.diagnose.doctor import Check, DataFacts, Finding, Machine, finding_of
@@ -64,7 +72,8 @@ def look_at_data(config: RunConfig, machine: Machine, target: str | None, *, qui
 
 def _known_vocab(config: RunConfig) -> int | None:
     """The ids of the tokenizer before the text is read; of one that is learned from it, the most it may have."""
-    return {"gpt2": 50257, "bytes": 257}.get(config.data.tokenizer) or learned_vocab(config.data.tokenizer)
+    fixed = {"gpt2": Gpt2Tokenizer.vocab, "bytes": ByteTokenizer.vocab}
+    return fixed.get(config.data.tokenizer) or learned_vocab(config.data.tokenizer)
 
 
 # --- prepared ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
+from flatout.config.sizes import GPT2_VOCAB
 from flatout.config.source import DEFAULT, Source
 from flatout.cores import ThreadTrial
 from flatout.diagnose.doctor import Check, DataFacts, Finding, Machine, Trials, finding_of
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from flatout.engine.case import Probes
     from flatout.engine.features import Speed
 
-COMMON_VOCAB = 50257
 CONTEXT_BYTES = 512 * 2**20  # what CUDA itself holds on a card, beside torch's tensors
 
 
@@ -141,7 +141,7 @@ def fit(
 
     config = loaded.config
     device = device_of(machine, kind, index, config.speed.memory_limit)
-    vocab = config.model.vocab or data.vocab or COMMON_VOCAB
+    vocab = config.model.vocab or data.vocab or GPT2_VOCAB
     corpus = None if config.data.streaming else (data.train_tokens or 0) * data.token_bytes
     probes = _probes(machine, trials)
 

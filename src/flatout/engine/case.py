@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from flatout.config.schema import ModelConfig, RunConfig, SpeedConfig, micro_batch_of
+from flatout.config.sizes import GPT2_VOCAB
 from flatout.cores import ThreadTrial
 from flatout.device import Device, arithmetic
 from flatout.engine.compiling import compile_failure
@@ -22,7 +23,6 @@ from flatout.ops.kernels.cublaslt import missing as cublaslt_missing
 from flatout.records import Feature
 
 NOT_CUDA = "only CUDA devices have it"
-COMMON_VOCAB = 50257  # where nobody has said how large the vocabulary is
 BUSY = 0.5  # of a device's peak rate is what a step makes of it
 UNKNOWN_PEAK = 1e14
 
@@ -167,7 +167,7 @@ class Case:
         if self.step_tokens is not None:  # a token of packed rows attends inside its own sample
             tokens = min(self.step_tokens, most)
             length = min(model.context, self.step_tokens / self.config.chat.batch_samples)
-        vocab = self.vocab or model.vocab or COMMON_VOCAB
+        vocab = self.vocab or model.vocab or GPT2_VOCAB
         # Frozen weights get no gradients.
         return flops_per_token(model, vocab, length, adapters=0 if self.adapters else None) * tokens
 

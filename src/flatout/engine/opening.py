@@ -7,13 +7,11 @@ Everything after that (step, loop, checkpoints, records) is what pretraining has
 
 import contextlib
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flatout.config.load import resolve_from_mapping
-from flatout.config.schema import LoraConfig, OptimConfig, RunConfig
+from flatout.config.schema import LoraConfig, RunConfig
 from flatout.config.source import IN_PYTHON, Source
 from flatout.data.array_data import Arrays, open_arrays
 from flatout.data.chat_template import ChatTemplate
@@ -22,28 +20,20 @@ from flatout.data.loader import windows_of
 from flatout.data.make_samples import SampleRequest, prepare_samples, why_made
 from flatout.data.masking import stops_of
 from flatout.data.pack import Progress
-from flatout.data.positions import Schedule, Stage
 from flatout.data.prepare import data_folder
 from flatout.data.sample_data import SampleData
 from flatout.data.shard_data import ShardData, open_shards
 from flatout.data.stream import open_stream
 from flatout.data.stream_loader import StreamData
-from flatout.data.training_data import DataFacts, TrainingData
-from flatout.engine.adapter_folder import plan_targets, with_adapter
+from flatout.data.training_data import TrainingData
+from flatout.engine.adapter_folder import with_adapter
 from flatout.engine.base_model import Base, open_base
 from flatout.engine.checkpoint import Checkpoint
-from flatout.engine.deadline import Deadline
+from flatout.engine.length import asked_schedule
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.folders import remove_empty, retire
-from flatout.model.adapter_targets import AdapterPlan, choose, targets_of
-from flatout.model.count import flops_per_token, parameter_count, whole_count
-from flatout.model.gpt import empty_model
 from flatout.model.hub import Description
-from flatout.optim.schedule import Pace, cooling_from
 from flatout.world import World
-
-MOST_STEPS = 20_000_000  # the schedule is a table with one entry per step
-UNPLANNED_STEPS = 1000  # of a run whose minutes nobody has turned into steps yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +67,7 @@ def open_data(
     if config.data.streaming:
         _check_no_epoch_end(config, "a stream")
         stream = open_stream(config.data, config.clean, val_tokens=val_tokens, progress=progress)
-        return Opened(config, StreamData(stream, _schedule_of(config), seed=seed, val_tokens=val_tokens))
+        return Opened(config, StreamData(stream, asked_schedule(config), seed=seed, val_tokens=val_tokens))
     missing = _missing(data_folder(config.data))
     dataset = open_shards(config.data, config.clean, progress)
     how = {"seed": seed, "best_fit": config.data.packing == "best_fit", "apart": config.documents_apart}
@@ -88,7 +78,7 @@ def open_data(
     except DataError:
         _take_back(missing)
         raise
-    return Opened(config, ShardData(dataset, windows, _schedule_of(config, windows.order.windows), val_tokens))
+    return Opened(config, ShardData(dataset, windows, asked_schedule(config, windows.order.windows), val_tokens))
 
 
 def _missing(folder: Path) -> list[Path]:
@@ -127,7 +117,7 @@ def _open_arrays(config: RunConfig, sources: Mapping[str, Source], arrays: Array
         raise ConfigError("train.epochs is set, but how long an epoch of data= is, is not known", "set train.steps")
     _check_no_epoch_end(config, "data=")
     how = {"vocab": config.model.vocab, "seed": config.train.seed, "val_tokens": config.eval.tokens}
-    return open_arrays(arrays, _schedule_of(config), data, **how)
+    return open_arrays(arrays, asked_schedule(config), data, **how)
 
 
 def _check_no_epoch_end(config: RunConfig, what: str) -> None:
@@ -141,35 +131,17 @@ def _check_no_epoch_end(config: RunConfig, what: str) -> None:
             raise ConfigError(f"{path} is set, but where an epoch of {what} ends is not known", hint)
 
 
-def _schedule_of(config: RunConfig, windows: int | None = None) -> Schedule:
-    """The table that a config asks for, of one stage or several; `windows` are those of an epoch, where it has one."""
-    train, context = config.train, config.model.context
-    if not train.staged:
-        return Schedule.constant(train.batch_tokens // context, context)
-    stages = [Stage(0, batch // length, length, window) for batch, length, window in train.stages(context)]
-    if train.steps is not None or train.minutes is not None:
-        return Schedule.in_stages(stages, context, steps=train.steps or UNPLANNED_STEPS)
-    return Schedule.in_stages(stages, context, windows=_windows_of_run(config, windows))
-
-
-def _windows_of_run(config: RunConfig, windows: int | None) -> float:
-    """How many windows a run reads whose length is told in tokens or epochs."""
-    tokens = config.train.tokens
-    return (config.train.epochs or 0) * (windows or 0) if tokens is None else -(-tokens // config.model.context)
-
-
-def pace_of(config: RunConfig, schedule: Schedule, steps: int) -> Pace | None:
-    """How far a run has come before each of its steps, where steps differ in size because the config says so."""
-    train = config.train
-    if not train.batch_stages or config.chat.source is not None:
-        return None
-    sizes = [schedule.at(step).windows for step in range(max(steps, 1))]
-    read = list(itertools.accumulate(sizes, initial=0))
-    usual = train.batch_tokens / config.model.context
-    return Pace(
-        places=[len(sizes) * position / read[-1] for position in read],
-        factors=[(size / usual) ** train.batch_rate_power for size in sizes],
-    )
+def vocabulary_of(opened: Opened) -> int:
+    """The ids that the model knows: those of its base, or at least those of the data's tokenizer."""
+    if opened.base is not None:
+        return opened.base.description.vocab
+    asked, known = opened.config.model.vocab, opened.data.tokenizer.vocab
+    if asked is not None and asked < known:
+        raise ConfigError(
+            f"model.vocab is {asked}, but the tokenizer of {opened.data.facts.place} has {known} ids",
+            "leave model.vocab at null, or raise it",
+        )
+    return asked or known
 
 
 def check_shares(data: TrainingData, world: World) -> None:
@@ -324,113 +296,3 @@ def with_described_model(config: RunConfig, base: Base) -> RunConfig:
     model = base.description.config.model_copy(update=kept)
     shorter = {"max_tokens": sample_tokens(config)} if config.model.context < model.context else {}
     return config.model_copy(update={"model": model, "chat": config.chat.model_copy(update=shorter)})
-
-
-def adapter_plan(config: LoraConfig) -> AdapterPlan:
-    return AdapterPlan(
-        rank=config.rank,
-        alpha=2.0 * config.rank if config.alpha is None else config.alpha,
-        dropout=config.dropout,
-        targets=plan_targets(config.targets),
-        ranks=config.named_ranks,
-        alphas=config.named_alphas,
-        also=tuple(config.also),
-        rank_stabilised=config.rank_stabilised,
-        dora=config.dora,
-    )
-
-
-def trained_count(config: RunConfig, vocab: int) -> int:
-    """The values that a run trains: all of its model, or its adapters and what is trained whole beside them."""
-    if not config.lora.rank:
-        return parameter_count(config.model, vocab)
-    plan = adapter_plan(config.lora)
-    choices = choose(plan, targets_of(empty_model(config.model, vocab, device="meta")))
-    adapters = sum(choice.rank * (choice.target.rows + choice.target.inputs) for choice in choices)
-    magnitudes = sum(choice.target.rows for choice in choices) if plan.dora else 0
-    return adapters + magnitudes + whole_count(config.model, vocab, plan.also)
-
-
-def training_flops(config: RunConfig, vocab: int, attended: float | None) -> float:
-    """FLOPs of one training token, by what the run trains. `attended` is the length that a token attends to."""
-    if not config.lora.rank:
-        return flops_per_token(config.model, vocab, attended)
-    also = config.lora.also
-    adapters = trained_count(config, vocab) - whole_count(config.model, vocab, also)
-    head = "head" in also or ("embedding" in also and config.model.tied)
-    return flops_per_token(config.model, vocab, attended, adapters=adapters, head=head)
-
-
-# --- the model's vocabulary, and how long a run is --------------------------------------------------------------------
-
-
-def vocabulary_of(opened: Opened) -> int:
-    """The ids that the model knows: those of its base, or at least those of the data's tokenizer."""
-    if opened.base is not None:
-        return opened.base.description.vocab
-    asked, known = opened.config.model.vocab, opened.data.tokenizer.vocab
-    if asked is not None and asked < known:
-        raise ConfigError(
-            f"model.vocab is {asked}, but the tokenizer of {opened.data.facts.place} has {known} ids",
-            "leave model.vocab at null, or raise it",
-        )
-    return asked or known
-
-
-def stored_schedule(data: TrainingData, checkpoint: Checkpoint) -> Schedule | None:
-    """The table by which the run of a checkpoint read, where that says so and it is not the same for every run."""
-    rows = checkpoint.state.get("schedule")
-    if rows is None or data.facts.steps_per_epoch is not None:  # samples: every step of an epoch has its own
-        return None
-    try:
-        return dataclasses.replace(data.schedule, stages=tuple(Stage(*row) for row in rows))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the checkpoint's state.json has no usable schedule: {error}", "name another checkpoint"
-        ) from error
-
-
-def schedule_of(data: TrainingData, resumed: Checkpoint | None) -> Schedule:
-    """The data's table from a checkpoint's step on. Before it, what the checkpoint says was read."""
-    earlier = None if resumed is None else stored_schedule(data, resumed)
-    return data.schedule if resumed is None or earlier is None else data.schedule.after(earlier, resumed.step)
-
-
-def deadline_of(
-    config: RunConfig, optim: OptimConfig, schedule: Schedule, steps: int, resumed: Checkpoint | None
-) -> Deadline | None:
-    """When a run ends whose length is told in minutes."""
-    if config.train.minutes is None:
-        return None
-    deadline = Deadline(60 * config.train.minutes, steps, cooling_from(optim, steps), schedule)
-    if resumed is not None:
-        deadline.resume(resumed.state.get("deadline"), resumed.step)
-    return deadline
-
-
-def optim_of(config: RunConfig, facts: DataFacts, schedule: Schedule, steps: int) -> OptimConfig:
-    """The config's, with its warm-up in steps."""
-    per_epoch = facts.steps_per_epoch
-
-    def steps_in(epochs: float) -> int:
-        if per_epoch is not None:
-            return math.ceil(epochs * per_epoch)
-        return schedule.steps_until(epochs * (facts.windows or 0))
-
-    return config.optim.with_warmup_steps(steps, steps_in)
-
-
-def steps_of(config: RunConfig, facts: DataFacts, schedule: Schedule | None = None) -> int:
-    """The steps of a run that reads by `schedule`: the config's own, unless it was resumed with another batch size."""
-    train = config.train
-    if train.steps is not None or train.minutes is not None:
-        steps = train.steps or UNPLANNED_STEPS
-    elif facts.steps_per_epoch is not None:
-        steps = math.ceil((train.epochs or 0) * facts.steps_per_epoch)
-    else:
-        table = schedule or _schedule_of(config, facts.windows)
-        steps = table.steps_until(_windows_of_run(config, facts.windows))
-    if steps > MOST_STEPS:
-        size = "train.batch_tokens" if facts.batch_samples is None else "chat.batch_samples"
-        raise ConfigError(f"the run would have {steps:,} steps, more than {MOST_STEPS:,}", f"raise {size}")
-    return steps

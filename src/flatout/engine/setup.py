@@ -30,25 +30,13 @@ from flatout.engine.fit_check import check_fits, check_samples_fit, memory_on, o
 from flatout.engine.form import in_slices, resolve_form
 from flatout.engine.given import Given
 from flatout.engine.graphs import MicroBatchGraph, Recorder
+from flatout.engine.length import deadline_of, optim_of, pace_of, schedule_of, steps_of
 from flatout.engine.notices import Notices
-from flatout.engine.opening import (
-    Opened,
-    adapter_plan,
-    check_shares,
-    deadline_of,
-    open_data,
-    optim_of,
-    pace_of,
-    schedule_of,
-    sources_of,
-    steps_of,
-    training_flops,
-    vocabulary_of,
-)
+from flatout.engine.opening import Opened, check_shares, open_data, sources_of, vocabulary_of
 from flatout.engine.randomness import RandomStream
 from flatout.engine.run import Run, delivery_of, device_scope
 from flatout.engine.step import LossScale, TrainStep
-from flatout.engine.trained import Trained, all_weights, only_adapters
+from flatout.engine.trained import Trained, adapter_plan, all_weights, only_adapters, training_flops
 from flatout.engine.update_graph import record_updates
 from flatout.errors import CheckpointError, ConfigError
 from flatout.model.adapter_files import load_into

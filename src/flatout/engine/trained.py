@@ -7,16 +7,54 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from flatout.config.schema import RunConfig, SpeedConfig
+from flatout.config.schema import LoraConfig, RunConfig, SpeedConfig
+from flatout.engine.adapter_folder import plan_targets
 from flatout.engine.features import Speed
+from flatout.model.adapter_targets import AdapterPlan, choose, targets_of
 from flatout.model.adapters import Adapters
-from flatout.model.count import matrix_count
+from flatout.model.count import flops_per_token, matrix_count, parameter_count, whole_count
+from flatout.model.gpt import empty_model
 from flatout.model.weights import assign_tensors, check_tensors
 from flatout.optim.optimizer import StateBytes, Trainable, trainables
 from flatout.optim.rules import state_bytes
 
 if TYPE_CHECKING:
     from flatout.parallel.sharding import Sharding
+
+
+def adapter_plan(config: LoraConfig) -> AdapterPlan:
+    return AdapterPlan(
+        rank=config.rank,
+        alpha=2.0 * config.rank if config.alpha is None else config.alpha,
+        dropout=config.dropout,
+        targets=plan_targets(config.targets),
+        ranks=config.named_ranks,
+        alphas=config.named_alphas,
+        also=tuple(config.also),
+        rank_stabilised=config.rank_stabilised,
+        dora=config.dora,
+    )
+
+
+def trained_count(config: RunConfig, vocab: int) -> int:
+    """The values that a run trains: all of its model, or its adapters and what is trained whole beside them."""
+    if not config.lora.rank:
+        return parameter_count(config.model, vocab)
+    plan = adapter_plan(config.lora)
+    choices = choose(plan, targets_of(empty_model(config.model, vocab, device="meta")))
+    adapters = sum(choice.rank * (choice.target.rows + choice.target.inputs) for choice in choices)
+    magnitudes = sum(choice.target.rows for choice in choices) if plan.dora else 0
+    return adapters + magnitudes + whole_count(config.model, vocab, plan.also)
+
+
+def training_flops(config: RunConfig, vocab: int, attended: float | None) -> float:
+    """FLOPs of one training token, by what the run trains. `attended` is the length that a token attends to."""
+    if not config.lora.rank:
+        return flops_per_token(config.model, vocab, attended)
+    also = config.lora.also
+    adapters = trained_count(config, vocab) - whole_count(config.model, vocab, also)
+    head = "head" in also or ("embedding" in also and config.model.tied)
+    return flops_per_token(config.model, vocab, attended, adapters=adapters, head=head)
 
 
 def checkpoint_size(parameters: int, config: RunConfig, speed: Speed | SpeedConfig) -> int:

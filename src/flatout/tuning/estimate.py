@@ -36,9 +36,9 @@ from flatout.data.training_data import DataFacts
 from flatout.device import detect_device, limit_memory
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.fit_check import check_fits, check_samples_fit, memory_on, ways
+from flatout.engine.length import steps_of
 from flatout.engine.memory import layers_of, memory_of
-from flatout.engine.opening import steps_of, trained_count
-from flatout.engine.trained import checkpoint_size
+from flatout.engine.trained import checkpoint_size, trained_count
 from flatout.errors import ConfigError, DataError, ResourceError
 from flatout.model.count import LayerRow, MemoryEstimate, parameter_count, table_count
 from flatout.tuning.estimate_probe import Figure, Timed, time_run

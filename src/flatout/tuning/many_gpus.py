@@ -15,9 +15,10 @@ from typing import Any
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig, at_last_stage, micro_batch_of
+from flatout.config.sizes import GPT2_VOCAB
 from flatout.config.source import DEFAULT, Source
 from flatout.device import limit_memory
-from flatout.engine.case import COMMON_VOCAB, Dealing, Probes
+from flatout.engine.case import Dealing, Probes
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.fit_check import ROOM, fits_well
 from flatout.engine.form import not_in_slices
@@ -188,7 +189,7 @@ class _Look:
         self.loaded, self.config, self.cluster = loaded, loaded.config, cluster
         model = self.config.model
         self.device = limit_memory(cluster.card.device, self.config.speed.memory_limit)
-        self.vocab = model.vocab or COMMON_VOCAB
+        self.vocab = model.vocab or GPT2_VOCAB
         self.alone = self._speed(1, Dealing())
         self.speeds: dict[str, Speed] = {}  # the switches of each form
         flops, peak = flops_per_token(model, self.vocab), self.device.peak_flops or 0.0
@@ -311,7 +312,7 @@ class _Look:
 
 def planned_parameters(config: RunConfig) -> int:
     """How large the model is, for who looks for a measured rate of one of its size."""
-    return parameter_count(config.model, config.model.vocab or COMMON_VOCAB)
+    return parameter_count(config.model, config.model.vocab or GPT2_VOCAB)
 
 
 def _all_works() -> Probes:

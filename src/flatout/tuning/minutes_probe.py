@@ -19,7 +19,7 @@ from flatout.tuning.measure import Steps, borrowed_run, with_sequences
 from flatout.tuning.minutes import Budget, Prospect, Speed, choose
 
 STEP_TOKENS = {"cuda": 32_768}  # of the shorter steps that are timed
-FEW_TOKENS = 1024  # elsewhere
+STEP_TOKENS_ELSEWHERE = 1024
 LONGER = 3  # times as many in the longer ones
 TIMED_SECONDS, FEWEST, MOST = 0.8, 3, 40  # of one length of steps
 FIRST = {"cuda": Shape(8, 512)}  # what is measured first
@@ -143,7 +143,7 @@ def trial_of(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -
     context = (
         loaded.config.model.context if loaded.size is None else written(loaded).get("model.context", shape.context)
     )
-    sequences = max(1, STEP_TOKENS.get(device.kind, FEW_TOKENS) // context)
+    sequences = max(1, STEP_TOKENS.get(device.kind, STEP_TOKENS_ELSEWHERE) // context)
     values = {"train.batch_tokens": LONGER * sequences * context, "train.minutes": None, "train.steps": 1000}
     values |= {"speed.accumulation": None, "speed.micro_batch": sequences}
     if loaded.size is not None:

@@ -23,7 +23,7 @@ from flatout.cores import thread_words
 from flatout.data.shards import open_dataset
 from flatout.device import Device, allocator_words, detect_device
 from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.opening import training_flops
+from flatout.engine.trained import training_flops
 from flatout.errors import ConfigError, HardwareError, UsageError
 from flatout.ops.attention import FA4
 from flatout.records import BenchRow

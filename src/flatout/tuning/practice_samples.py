@@ -23,7 +23,8 @@ from flatout.data.batch import Delivery
 from flatout.data.sample_data import SampleData
 from flatout.data.sample_loader import LargestRows, fullest_steps
 from flatout.engine.features import Speed
-from flatout.engine.opening import described_config, open_sample_data, steps_of, why_samples_are_made
+from flatout.engine.length import steps_of
+from flatout.engine.opening import described_config, open_sample_data, why_samples_are_made
 from flatout.engine.run import delivery_of
 from flatout.tuning.practice_data import practice_data
 

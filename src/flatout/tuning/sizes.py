@@ -5,10 +5,11 @@ The small ones are GPT-2's shapes in the modern decoder, the others those of Lla
 
 from collections.abc import Sequence
 
+from flatout.config.sizes import GPT2_VOCAB
 from flatout.errors import UsageError
 
 _COMMON = "family=gpt norm=rmsnorm positions=rope pattern=A dropout=0"
-_SMALL = f"{_COMMON} kv_heads=null mlp=relu2 mlp_width=null tied=true vocab=50257 context=1024"
+_SMALL = f"{_COMMON} kv_heads=null mlp=relu2 mlp_width=null tied=true vocab={GPT2_VOCAB} context=1024"
 _LLAMA = f"{_COMMON} mlp=swiglu tied=false qk_norm=false"
 _LLAMA2 = f"{_LLAMA} kv_heads=null vocab=32000 context=4096"
 _LLAMA3 = f"{_LLAMA} kv_heads=8 vocab=128256 context=8192"

@@ -33,6 +33,12 @@ from flatout.ops.scales import Slot
 
 
 @triton.jit
+def _by_column(ptr, column, inside):
+    """One value for each column, for all rows."""
+    return tl.load(ptr + column, inside, 0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def _forward(
     x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, x_new_ptr, h_ptr, mean_ptr, rstd_ptr,
     branch_scale_ptr, seed_ptr, first_ptr, mix_ptr, before_ptr, narrow_ptr, scale_ptr, seen_ptr, top, rows, width,
@@ -51,16 +57,16 @@ def _forward(
         branch = tl.load(branch_ptr + place, mask, 0.0).to(tl.float32)
         if SCALED or DROPPED:
             if HAS_BRANCH_BIAS:
-                branch += tl.load(branch_bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+                branch += _by_column(branch_bias_ptr, column, inside)
             if DROPPED:
                 branch *= kept(tl.load(seed_ptr), place, rate)
             if SCALED:
-                branch *= tl.load(branch_scale_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+                branch *= _by_column(branch_scale_ptr, column, inside)
             x += branch
         else:
             x += branch
             if HAS_BRANCH_BIAS:
-                x += tl.load(branch_bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+                x += _by_column(branch_bias_ptr, column, inside)
     if MIXED:
         if HAS_BRANCH:
             tl.store(before_ptr + place, x.to(before_ptr.dtype.element_ty), mask)
@@ -77,15 +83,42 @@ def _forward(
     tl.store(rstd_ptr + row, rstd, row < rows)
     h = x * rstd[:, None]
     if weight_ptr is not None:
-        h *= tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+        h *= _by_column(weight_ptr, column, inside)
     if HAS_BIAS:
-        h += tl.load(bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+        h += _by_column(bias_ptr, column, inside)
     stored_h = h.to(h_ptr.dtype.element_ty)
     tl.store(h_ptr + row.to(tl.int64)[:, None] * h_stride + column[None, :], stored_h, mask)
     if NARROW:
         store_narrow(narrow_ptr, place, stored_h, tl.load(scale_ptr), top, mask)
     if RECORD:
         record(seen_ptr, tl.where(mask, tl.abs(stored_h.to(tl.float32)), 0.0))
+
+
+@triton.jit
+def _through_norm(dh, x, rstd, width, CENTRED: tl.constexpr):
+    """The gradient of the norm's input; x is its output before weight and bias."""
+    dx = dh - x * (tl.sum(dh * x, 1) / width)[:, None]
+    if CENTRED:
+        dx -= (tl.sum(dh, 1) / width)[:, None]
+    return dx * rstd
+
+
+@triton.jit
+def _store_first(dfirst_ptr, place, dfirst, mask, ADD: tl.constexpr):
+    """The gradient of the first stream, added to that of the blocks after this one."""
+    if ADD:
+        dfirst += tl.load(dfirst_ptr + place, mask, 0.0).to(tl.float32)
+    tl.store(dfirst_ptr + place, dfirst.to(dfirst_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _store_sums(sums_ptr, width, inside, weight_sum, bias_sum, branch_sum, scale_sum, SCALED: tl.constexpr):
+    """All of them, zeros where there is nothing to sum: they are folded together, and other memory may hold NaN."""
+    tl.store(sums_ptr, tl.sum(weight_sum, 0), inside)
+    tl.store(sums_ptr + width, tl.sum(bias_sum, 0), inside)
+    tl.store(sums_ptr + 2 * width, tl.sum(branch_sum, 0), inside)
+    if SCALED:
+        tl.store(sums_ptr + 3 * width, tl.sum(scale_sum, 0), inside)
 
 
 @triton.jit
@@ -102,16 +135,13 @@ def _backward(
     column = tl.arange(0, BLOCK)
     inside = column < width
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+        weight = _by_column(weight_ptr, column, inside)
     # Sums stay apart by row until the end: adding rows up crosses warps, which is too dear inside the loop.
-    weight_sum = tl.zeros((ROWS, BLOCK), tl.float32)
-    bias_sum = tl.zeros((ROWS, BLOCK), tl.float32)
-    branch_sum = tl.zeros((ROWS, BLOCK), tl.float32)
-    scale_sum = tl.zeros((ROWS, BLOCK), tl.float32)
-    before_sum = tl.zeros((ROWS, BLOCK), tl.float32)
-    first_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    zeros = tl.zeros((ROWS, BLOCK), tl.float32)
+    weight_sum, bias_sum, branch_sum, scale_sum = zeros, zeros, zeros, zeros
+    before_sum, first_sum = zeros, zeros
     if SCALED:
-        branch_scale = tl.load(branch_scale_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+        branch_scale = _by_column(branch_scale_ptr, column, inside)
     if MIXED:
         of_before, of_first = tl.load(mix_ptr), tl.load(mix_ptr + 1)
     scale = tl.load(scale_ptr) if NARROW else 1.0
@@ -121,13 +151,13 @@ def _backward(
         row = start + tl.arange(0, ROWS)
         alive = row < end
         mask = alive[:, None] & inside[None, :]
-        place = row.to(tl.int64)[:, None] * width + column[None, :]
+        at = row.to(tl.int64)[:, None]
+        place = at * width + column[None, :]
         dh = tl.load(dh_ptr + place, mask, 0.0).to(tl.float32)
         x = tl.load(x_new_ptr + place, mask, 0.0).to(tl.float32)
         if MIXED:  # it was not x_new yet
             before, first = x, tl.load(first_ptr + place, mask, 0.0).to(tl.float32)
             x = (of_before * before + of_first * first).to(x_new_ptr.dtype.element_ty).to(tl.float32)
-        at = row.to(tl.int64)[:, None]
         dx_new = tl.load(dx_new_ptr + at * dx_new_stride + column[None, :], mask, 0.0) if HAS_DX else None
         rstd = tl.load(rstd_ptr + row, alive, 0.0)[:, None]
         if CENTRED:
@@ -139,27 +169,19 @@ def _backward(
             if HAS_BIAS:
                 bias_sum += dh
         if AGAIN:
-            h = x
-            if weight_ptr is not None:
-                h = x * weight
+            h = x * weight if weight_ptr is not None else x
             if HAS_BIAS:
-                h += tl.load(bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+                h += _by_column(bias_ptr, column, inside)
             tl.store(h_ptr + place, h.to(h_ptr.dtype.element_ty), mask)
         if weight_ptr is not None:
             dh *= weight
-        dx = dh - x * (tl.sum(dh * x, 1) / width)[:, None]
-        if CENTRED:
-            dx -= (tl.sum(dh, 1) / width)[:, None]
-        dx *= rstd
+        dx = _through_norm(dh, x, rstd, width, CENTRED)
         if HAS_DX:
             dx += dx_new.to(tl.float32)
         if MIXED:
             before_sum += dx * before
             first_sum += dx * first
-            dfirst = dx * of_first
-            if ADD_FIRST:
-                dfirst += tl.load(dfirst_ptr + place, mask, 0.0).to(tl.float32)
-            tl.store(dfirst_ptr + place, dfirst.to(dfirst_ptr.dtype.element_ty), mask)
+            _store_first(dfirst_ptr, place, dx * of_first, mask, ADD_FIRST)
             dx *= of_before
         tl.store(dx_ptr + at * dx_stride + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask)
         if DROPPED:  # from here on it is the gradient of the branch
@@ -167,7 +189,7 @@ def _backward(
         if SCALED:
             branch = tl.load(branch_ptr + place, mask, 0.0).to(tl.float32)
             if branch_bias_ptr is not None:
-                branch += tl.load(branch_bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+                branch += _by_column(branch_bias_ptr, column, inside)
             scale_sum += tl.where(mask, dx * branch, 0.0)
             dx *= branch_scale
         if OWN_BRANCH:
@@ -188,12 +210,7 @@ def _backward(
         tl.store(mix_sums_ptr + 2 * program + 1, tl.sum(first_sum))
     if HAS_SUMS:
         place = program.to(tl.int64) * (4 if SCALED else 3) * width + column
-        # All three, zeros where there is nothing to sum: they are folded together, and other memory may hold NaN.
-        tl.store(sums_ptr + place, tl.sum(weight_sum, 0), inside)
-        tl.store(sums_ptr + place + width, tl.sum(bias_sum, 0), inside)
-        tl.store(sums_ptr + place + 2 * width, tl.sum(branch_sum, 0), inside)
-        if SCALED:
-            tl.store(sums_ptr + place + 3 * width, tl.sum(scale_sum, 0), inside)
+        _store_sums(sums_ptr + place, width, inside, weight_sum, bias_sum, branch_sum, scale_sum, SCALED)
 
 
 _ON_THE_WAY = 64 * 1024  # bytes of rows that a program has under way into shared memory; a small card has 99 KiB

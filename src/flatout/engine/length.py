@@ -1,0 +1,109 @@
+"""How long a run is, and what each of its steps reads: the table of the config, or what a checkpoint says was read.
+
+A length may be told in steps, tokens, epochs or minutes; warm-up and the deadline of a run in minutes follow from it.
+"""
+
+import dataclasses
+import itertools
+import math
+
+from flatout.config.schema import OptimConfig, RunConfig
+from flatout.data.positions import Schedule, Stage
+from flatout.data.training_data import DataFacts, TrainingData
+from flatout.engine.checkpoint import Checkpoint
+from flatout.engine.deadline import Deadline
+from flatout.errors import CheckpointError, ConfigError
+from flatout.optim.schedule import Pace, cooling_from
+
+MOST_STEPS = 20_000_000  # the schedule is a table with one entry per step
+UNPLANNED_STEPS = 1000  # of a run whose minutes nobody has turned into steps yet
+
+
+def asked_schedule(config: RunConfig, windows: int | None = None) -> Schedule:
+    """The table that a config asks for, of one stage or several; `windows` are those of an epoch, where it has one."""
+    train, context = config.train, config.model.context
+    if not train.staged:
+        return Schedule.constant(train.batch_tokens // context, context)
+    stages = [Stage(0, batch // length, length, window) for batch, length, window in train.stages(context)]
+    if train.steps is not None or train.minutes is not None:
+        return Schedule.in_stages(stages, context, steps=train.steps or UNPLANNED_STEPS)
+    return Schedule.in_stages(stages, context, windows=_windows_of_run(config, windows))
+
+
+def _windows_of_run(config: RunConfig, windows: int | None) -> float:
+    """How many windows a run reads whose length is told in tokens or epochs."""
+    tokens = config.train.tokens
+    return (config.train.epochs or 0) * (windows or 0) if tokens is None else -(-tokens // config.model.context)
+
+
+def schedule_of(data: TrainingData, resumed: Checkpoint | None) -> Schedule:
+    """The data's table from a checkpoint's step on. Before it, what the checkpoint says was read."""
+    earlier = None if resumed is None else stored_schedule(data, resumed)
+    return data.schedule if resumed is None or earlier is None else data.schedule.after(earlier, resumed.step)
+
+
+def stored_schedule(data: TrainingData, checkpoint: Checkpoint) -> Schedule | None:
+    """The table by which the run of a checkpoint read, where that says so and it is not the same for every run."""
+    rows = checkpoint.state.get("schedule")
+    if rows is None or data.facts.steps_per_epoch is not None:  # samples: every step of an epoch has its own
+        return None
+    try:
+        return dataclasses.replace(data.schedule, stages=tuple(Stage(*row) for row in rows))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint's state.json has no usable schedule: {error}", "name another checkpoint"
+        ) from error
+
+
+def steps_of(config: RunConfig, facts: DataFacts, schedule: Schedule | None = None) -> int:
+    """The steps of a run that reads by `schedule`: the config's own, unless it was resumed with another batch size."""
+    train = config.train
+    if train.steps is not None or train.minutes is not None:
+        steps = train.steps or UNPLANNED_STEPS
+    elif facts.steps_per_epoch is not None:
+        steps = math.ceil((train.epochs or 0) * facts.steps_per_epoch)
+    else:
+        table = schedule or asked_schedule(config, facts.windows)
+        steps = table.steps_until(_windows_of_run(config, facts.windows))
+    if steps > MOST_STEPS:
+        size = "train.batch_tokens" if facts.batch_samples is None else "chat.batch_samples"
+        raise ConfigError(f"the run would have {steps:,} steps, more than {MOST_STEPS:,}", f"raise {size}")
+    return steps
+
+
+def pace_of(config: RunConfig, schedule: Schedule, steps: int) -> Pace | None:
+    """How far a run has come before each of its steps, where steps differ in size because the config says so."""
+    train = config.train
+    if not train.batch_stages or config.chat.source is not None:
+        return None
+    sizes = [schedule.at(step).windows for step in range(max(steps, 1))]
+    read = list(itertools.accumulate(sizes, initial=0))
+    usual = train.batch_tokens / config.model.context
+    return Pace(
+        places=[len(sizes) * position / read[-1] for position in read],
+        factors=[(size / usual) ** train.batch_rate_power for size in sizes],
+    )
+
+
+def optim_of(config: RunConfig, facts: DataFacts, schedule: Schedule, steps: int) -> OptimConfig:
+    """The config's, with its warm-up in steps."""
+    per_epoch = facts.steps_per_epoch
+
+    def steps_in(epochs: float) -> int:
+        if per_epoch is not None:
+            return math.ceil(epochs * per_epoch)
+        return schedule.steps_until(epochs * (facts.windows or 0))
+
+    return config.optim.with_warmup_steps(steps, steps_in)
+
+
+def deadline_of(
+    config: RunConfig, optim: OptimConfig, schedule: Schedule, steps: int, resumed: Checkpoint | None
+) -> Deadline | None:
+    """When a run ends whose length is told in minutes."""
+    if config.train.minutes is None:
+        return None
+    deadline = Deadline(60 * config.train.minutes, steps, cooling_from(optim, steps), schedule)
+    if resumed is not None:
+        deadline.resume(resumed.state.get("deadline"), resumed.step)
+    return deadline

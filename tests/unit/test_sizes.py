@@ -81,6 +81,19 @@ def test_data_that_is_read_more_than_three_times_is_regularised() -> None:
     assert fresh_epochs(2e6, 400_000_000) == MOST_FRESH
 
 
+def test_what_is_read_often_is_forgotten_within_an_epoch_at_every_rate_and_batch() -> None:
+    known = Known(vocab=GPT2, unique=10_000_000)
+    for shape, words in ((Shape(4, 256), {}), (Shape(8, 512), {"train.batch_tokens": 16384, "optim.head_rate": 1e-3})):
+        found = derive("modern", shape, {"train.epochs": 10, **words}, known)
+        values = {**found.size, **words}
+        for decay, rate in (("weight", "muon"), ("embedding", "embedding"), ("head", "head")):
+            each = found.repeated[f"optim.{decay}_decay"] * values[f"optim.{rate}_rate"]
+            forgotten = 0.5 * shape.dense(GPT2) / 10_000_000
+            assert each * 10_000_000 / values["train.batch_tokens"] == pytest.approx(forgotten, rel=0.01)
+    small = derive("modern", Shape(24, 2048), {"train.epochs": 1000}, Known(vocab=GPT2, unique=10_000))
+    assert all(value <= 10 for path, value in small.repeated.items() if path.endswith("decay")), "a config takes no more"
+
+
 def test_text_that_is_read_again_comes_in_another_order_and_tables_decay() -> None:
     known, shape = Known(vocab=GPT2, unique=10_000_000), Shape(8, 512)
 

@@ -46,6 +46,8 @@ SHORT_STEPS = 800
 TOKENS_PER_PARAMETER, MOST_EPOCHS = 20, 2.0
 ONCE = 1.1  # epochs: in a second one tables are learned by heart
 _VALUE_DECAY = 0.03  # of value tables that see text again
+# How much of repeated data is forgotten in an epoch, for each parameter that there is for each token; at most; in a step.
+_FORGOTTEN, _MOST_FORGOTTEN, _MOST_DECAY = 0.5, 3.0, 0.02
 FRESH_EPOCHS, MOST_FRESH = 3.0, 15.0  # ladders of fresh and of repeated data disagree from about three epochs on
 
 
@@ -198,8 +200,9 @@ def derive(preset: str, shape: Shape, written: Mapping[str, Any], known: Known) 
         **_again(preset, epochs),
         **({} if told else {"train.tokens": tokens}),
     }
-    fresh = fresh_epochs(shape.dense(known.vocab), known.unique)
-    repeated = _repeated(preset) if epochs is not None and epochs > fresh else {}
+    dense, repeated = shape.dense(known.vocab), {}
+    if known.unique is not None and epochs is not None and epochs > fresh_epochs(dense, known.unique):
+        repeated = _repeated(preset, {**values, **written}, dense, known.unique)
     return Derived(values, repeated, epochs)
 
 
@@ -299,8 +302,17 @@ def _short(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def _repeated(preset: str) -> dict[str, Any]:
-    """What pays where the data is read many times: more of what keeps a model from learning it by heart, no tables."""
-    values: dict[str, Any] = {"model.mlp": "swiglu", "model.dropout": 0.1, "optim.ema": 0.995}
-    values |= {"optim.weight_decay": 1.0, "optim.weight_decay_end": 0.2}
-    return values | ({"model.value_tables": 0, "model.bigram_rows": 0} if preset == "record" else {})
+def _repeated(preset: str, values: Mapping[str, Any], dense: int, unique: int) -> dict[str, Any]:
+    """What pays where the data is read many times: no tables, and a decay that makes a model forget within an epoch.
+
+    All that is trained decays alike: by so much in an epoch, whatever its rate and the batch. Ten epochs of 109,000
+    tokens of Shakespeare in 0.16M parameters ended at 4.453 with dropout and a decay of Muon's matrices alone, at 4.235
+    when embedding and head decayed, too, and at 4.173 without the dropout. With 0.43M parameters twice the decay was
+    better than dropout (CPU, one seed).
+    """
+    forgotten = min(_MOST_FORGOTTEN, _FORGOTTEN * dense / max(unique, 1))
+    each = min(_MOST_DECAY, forgotten * values["train.batch_tokens"] / max(unique, 1))
+    rates = {"weight_decay": "muon_rate", "embedding_decay": "embedding_rate", "head_decay": "head_rate"}
+    found = {f"optim.{decay}": _short(min(10.0, each / values[f"optim.{rate}"])) for decay, rate in rates.items()}
+    found |= {"model.mlp": "swiglu", "optim.ema": 0.995}
+    return found | ({"model.value_tables": 0, "model.bigram_rows": 0} if preset == "record" else {})

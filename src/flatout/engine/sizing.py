@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from flatout.config.catalogue import hardware_for
 from flatout.config.facts import field_facts, value_at
 from flatout.config.load import ALTERNATIVES, LoadedConfig, with_layer, with_values
 from flatout.config.schema import RunConfig
@@ -20,8 +21,10 @@ from flatout.config.yaml_loader import format_value
 from flatout.data.pack import Progress
 from flatout.data.shard_data import open_shards
 from flatout.device import Device
+from flatout.engine.overlays import fitted_to
 
 SMALL_CARD = 12e9  # bytes: below, tables of value and bigram embeddings take too much of a card
+FEW_TOKENS = 8192  # of a micro-batch on a CPU: more are no faster there, and take memory
 TABLES = ("model.value_tables", "model.bigram_rows")
 
 
@@ -41,9 +44,14 @@ def data_facts(loaded: LoadedConfig, progress: Progress | None) -> Known:
     """What is known of the data of a config, which is prepared now where it is not there yet."""
     config = loaded.config
     if config.data.streaming:
-        return Known(vocab=config.model.vocab or usual_vocab(config.data.tokenizer))
+        return uncounted(config)
     dataset = open_shards(config.data, config.clean, progress)
     return Known(vocab=config.model.vocab or dataset.tokenizer.vocab, unique=dataset.train.tokens)
+
+
+def uncounted(config: RunConfig) -> Known:
+    """What is known without the data."""
+    return Known(vocab=config.model.vocab or usual_vocab(config.data.tokenizer))
 
 
 def shape_named(size: Sized) -> Shape:
@@ -99,6 +107,19 @@ def applied(loaded: LoadedConfig, decision: Mapping[str, Any]) -> LoadedConfig:
     layer = {path: Setting(value, Source("size", where)) for path, (value, where) in decision["values"].items()}
     loaded = with_layer(loaded, layer, "size")
     return replace(loaded, size=None, notices=(*loaded.notices, *decision["notices"]))
+
+
+def on_device(config: LoadedConfig, device: Device, *, sized: bool) -> LoadedConfig:
+    """A preset with sizes fits the device by itself: micro-batch and checkpointing are those of the card's overlay."""
+    if not sized:
+        return config
+    if device.kind == "cuda" and device.memory_bytes is not None:
+        return fitted_to(config, hardware_for(device.memory_bytes))
+    context, asked = config.config.model.context, ("speed.micro_batch", "speed.accumulation")
+    few = max(1, FEW_TOKENS // context)
+    if config.config.train.batch_tokens <= few * context or any(config.sources[path].by_user for path in asked):
+        return config
+    return with_values(config, {"speed.micro_batch": few, "speed.accumulation": None}, Source("size", device.name))
 
 
 def as_before(loaded: LoadedConfig, stored: Mapping[str, Any]) -> LoadedConfig:

@@ -102,6 +102,17 @@ def written(loaded: LoadedConfig) -> dict[str, Any]:
     return {path: value for path, value in found.items() if isinstance(value, int | float) and value is not True}
 
 
+def sized(loaded: LoadedConfig, known: Known, device: Device) -> LoadedConfig:
+    """A config as a run would have it with this data on this device, which may be elsewhere.
+
+    What `train.minutes` leaves open waits for a measurement.
+    """
+    if loaded.size is None or loaded.config.train.minutes is not None:
+        return loaded
+    decision = decide(loaded, shape_named(loaded.size), known, device)
+    return on_device(applied(loaded, decision.told()), device, sized=True)
+
+
 def applied(loaded: LoadedConfig, decision: Mapping[str, Any]) -> LoadedConfig:
     """A config with a decision, as it was `told`; its size is settled then."""
     layer = {path: Setting(value, Source("size", where)) for path, (value, where) in decision["values"].items()}

@@ -125,6 +125,9 @@ def search(
         if loaded.config.chat.source is None and loaded.size is None:  # samples are made by the first trial
             prepare_data(loaded.config.data, loaded.config.clean)
         base = for_trials(sized(loaded, notice))
+        # A run that warms up for longer looks worse at first: the first third says nothing yet.
+        warm_up = (_steps(base) or 0) // 3
+        kept.pruner = optuna.pruners.MedianPruner(n_startup_trials=BEFORE_CUTTING, n_warmup_steps=warm_up)
         scratch = stack.enter_context(scratch_folder("flatout-search-"))
         while len(rows := rows_of(kept)) < trials:
             # A fresh seed for every trial: one that is taken again after a kill must not repeat an earlier draw.
@@ -283,13 +286,7 @@ def _check_study(path: Path) -> None:
 
 def _study(optuna: Any, storage: Any, loaded: LoadedConfig, space: Space, path: Path | None) -> Any:
     """The study, new or as it was left; one of another space or config is refused."""
-    study = optuna.create_study(
-        storage=storage,
-        study_name=NAME,
-        load_if_exists=True,
-        # A run that warms up for longer looks worse at first: the first third says nothing yet.
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=BEFORE_CUTTING, n_warmup_steps=(_steps(loaded) or 0) // 3),
-    )
+    study = optuna.create_study(storage=storage, study_name=NAME, load_if_exists=True)
     facts = {"space": space.spelling, "config": config_facts(loaded, space)}
     known = study.user_attrs
     for name in ("space", "config"):

@@ -1,4 +1,7 @@
-"""The samples of a fine-tuning run to measure on: those of its folder or made for the occasion, and which of its steps.
+"""What a config is measured on: text, or the samples of a fine-tuning run, and which of its steps.
+
+`practice_config` is the one door of verbs that measure steps: the data is opened there, and with it a preset's size is
+settled, by what `flatout train` settles it with.
 
 Idea: the steps of a run over samples differ. The fullest of them decides whether a setting fits, so it is taken first;
 speed is that of some steps spread over an epoch, the same ones for every setting. They are whole steps of the run

@@ -1,4 +1,4 @@
-"""Verbs that measure or judge a preset with sizes: they have the settings that `flatout train` settles with its data."""
+"""Verbs that measure or judge a preset with sizes have the settings that `flatout train` settles with its data."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatout.api import settling
-from flatout.api.settling import on_device, with_tokenizer
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.sizes import LADDER, Known, Shape
 from flatout.device import Device
 from flatout.engine.overlays import fitted_to
-from flatout.engine.sizing import applied, as_before, decide
-from flatout.tuning import minutes_probe
+from flatout.engine.sizing import applied, as_before, decide, on_device
+from flatout.tuning import minutes_probe, settling
 from flatout.tuning.law import WORDS, effective_tokens, law_for
 from flatout.tuning.minutes import SECONDS, Budget, Prospect, Speed, choose, flops
 from flatout.tuning.minutes_probe import decision_for
+from flatout.tuning.settling import with_tokenizer
 from flatout.world import World
 
 CPU = Device(torch_device=torch.device("cpu"), name="cpu", memory_bytes=None, capability=None)

@@ -1,11 +1,10 @@
 """Configs as functions are given them: loaded from files, stored in a checkpoint, or made in Python."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.config.load import LoadedConfig, load_config, load_stored
-from flatout.config.schema import RunConfig, at_last_stage
+from flatout.config.load import LoadedConfig, load_stored
+from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
 from flatout.errors import UsageError
 
@@ -37,16 +36,6 @@ def with_sources(config: Config) -> LoadedConfig:
         for name in values
     }
     return LoadedConfig(config, sources)
-
-
-def measured(config: Config | None, notice: Callable[[str], None] = lambda _: None) -> LoadedConfig:
-    """A config for those that measure steps: one with stages is taken as if all of its steps were like the last."""
-    loaded = with_sources(config or load_config())
-    if loaded.config.chat.source is not None or not loaded.config.train.staged:
-        return loaded
-    last = at_last_stage(loaded.config)
-    notice(f"stages: steps are measured as in the last one, with {last.train.batch_tokens:,} tokens each")
-    return replace(loaded, config=last)
 
 
 def plain(config: Config) -> RunConfig:

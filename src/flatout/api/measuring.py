@@ -4,9 +4,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.api.configs import Config, measured, with_sources
-from flatout.api.settling import settled
-from flatout.config.load import LoadedConfig, load_config
+from flatout.api.configs import Config, with_sources
+from flatout.config.load import load_config
 from flatout.data.prepare import data_folder, has_dataset
 from flatout.errors import UsageError
 from flatout.files import disk_errors
@@ -21,10 +20,10 @@ from flatout.tuning.field_changes import check_length, choose
 from flatout.tuning.ladder import bench as climb_ladder
 from flatout.tuning.lr_range import HIGH, LOW, STEPS, LrResult, Point, find_rate
 from flatout.tuning.search_space import read_space, space_of
+from flatout.tuning.settling import sized
 from flatout.tuning.study import TRIALS, StudyResult, TrialRow
 from flatout.tuning.study import search as search_space
 from flatout.tuning.tuner import tune as search_settings
-from flatout.world import World
 
 
 def bench(
@@ -48,14 +47,13 @@ def bench(
     `seconds`, no other rung is begun. With a `folder`, rows are also written to bench.jsonl there, from the first
     measured one on; with `go_on`, rungs that are there already are not measured again.
     """
-    config = measured(config, notice)
     path = None if folder is None else Path(folder) / "bench.jsonl"
     if path is not None and path.exists() and not go_on:
         raise UsageError(
             f"{path} holds the rows of an earlier ladder", "name a new folder, or measure what is missing with --go-on"
         )
     ladder = climb_ladder(
-        config,
+        with_sources(config or load_config()),
         steps=steps,
         parity_steps=parity_steps,
         batch_tokens=batch_tokens,
@@ -94,7 +92,7 @@ def tune(
     GiB that emulates a smaller card, `exhaustive` tries everything, `compile` torch.compile's modes too (minutes).
     """
     yield from search_settings(
-        measured(config),
+        with_sources(config or load_config()),
         memory=memory,
         thorough=exhaustive,
         compiled=compile,
@@ -120,7 +118,7 @@ def tune_lr(
             f"--from {low:g} and --to {high:g} are less than a factor of ten apart",
             "a range test needs rates from far too small to far too large, such as --from 1e-7 --to 1",
         )
-    return find_rate(measured(config), low=low, high=high, steps=steps, progress=progress)
+    return find_rate(with_sources(config or load_config()), low=low, high=high, steps=steps, progress=progress)
 
 
 def search(
@@ -129,6 +127,7 @@ def search(
     *,
     trials: int = TRIALS,
     study: str | Path | None = None,
+    notice: Callable[[str], None] = lambda _: None,
     progress: Callable[[int, dict[str, Any], Any], None] = lambda *_: None,
 ) -> Generator[TrialRow | StudyResult]:
     """Searches hyperparameters by short real runs; yields a row for each new trial, and a `StudyResult` last.
@@ -139,7 +138,7 @@ def search(
     loaded = with_sources(config or load_config())
     found = space_of(space, loaded) if isinstance(space, Mapping) else read_space(Path(space), loaded)
     kept = None if study is None else Path(study)
-    return search_space(loaded, found, trials=trials, study=kept, progress=progress)
+    return search_space(loaded, found, trials=trials, study=kept, notice=notice, progress=progress)
 
 
 def ablate(
@@ -164,7 +163,8 @@ def ablate(
     if equal not in (TOKENS, SECONDS, BOTH):
         raise UsageError(f"runs cannot be compared at equal {equal!r}", "use tokens, seconds or both")
     check_length(loaded)
-    loaded = _sized(loaded, notice, reads=minutes != 0)
+    if minutes != 0 or has_dataset(data_folder(loaded.config.data)):  # to show what is there, nothing is prepared
+        loaded = sized(loaded, notice)
     changes, left_out = choose(fields, loaded)
     path = None if folder is None else Path(folder) / "ablate.jsonl"
     earlier = [] if path is None or not path.exists() else read_ablate(path, notice)
@@ -173,20 +173,6 @@ def ablate(
         if path is not None and isinstance(record, AblateRow):
             _append(path, [record])
         yield record
-
-
-def _sized(loaded: LoadedConfig, notice: Callable[[str], None], *, reads: bool) -> LoadedConfig:
-    """A config of a preset with sizes as a run would have it: what depends on the data is settled, once for all runs.
-
-    Unless it `reads`, data that is not prepared yet stays so.
-    """
-    if loaded.size is None or not (reads or has_dataset(data_folder(loaded.config.data))):
-        return loaded
-    before = len(loaded.notices)
-    loaded = with_sources(settled(loaded, None, None, None, World()))
-    for message in loaded.notices[before:]:
-        notice(message)
-    return loaded
 
 
 def _append(path: Path, rows: Sequence[BenchRow | AblateRow]) -> None:
@@ -211,5 +197,5 @@ def estimate(
     `price` is per hour; steps are timed for about `seconds`, or not at all without `probe`. `imported` is how long
     importing took, to be counted into the start-up. A run that does not fit has a `problem` and a `way_out`.
     """
-    loaded = measured(config, notice)
+    loaded = with_sources(config or load_config())
     return look_ahead(loaded, price=price, seconds=seconds, probe=probe, imported=imported, notice=notice)

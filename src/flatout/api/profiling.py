@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flatout.api.configs import Config, measured
-from flatout.config.load import LoadedConfig
+from flatout.api.configs import Config, with_sources
+from flatout.config.load import LoadedConfig, load_config
 from flatout.diagnose.profile import attend, fitted, profile_run
 from flatout.engine.run import Run
 from flatout.errors import UsageError, quoted
@@ -53,7 +53,7 @@ def profile(
     is written. Without `steps` it is 4, fewer if a step has many micro-batches. In the ranks of a launcher all but the
     first get None.
     """
-    loaded, found = measured(config), launch()
+    loaded, found = with_sources(config or load_config()), launch()
     target = _free(folder, loaded) if found is None else None
     with _quiet_profiler(), contextlib.ExitStack() as held:
         world = None if found is None else held.enter_context(_met(found, loaded))
@@ -112,9 +112,8 @@ def _practice_run(
 ) -> Iterator[tuple[Run, str]]:
     """A run of the config on data to measure on, and in words what data that is."""
     with scratch_folder("flatout-profile-") as scratch:
-        practice, described = loaded, str(loaded.config.data.source)
-        if not loaded.config.data.streaming:  # of a stream its reading and tokenizing is what there is to see
-            practice, described = practice_config(loaded, scratch, progress)
+        # Of a stream, its reading and tokenizing is what there is to see.
+        practice, described = practice_config(loaded, scratch, progress, world=world, streams=True)
         progress("building the model")
         with borrowed_run(fitted(practice, steps), world) as run:
             yield run, described

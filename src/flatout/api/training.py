@@ -10,7 +10,6 @@ from typing import Any, overload
 
 from flatout.api.configs import Config, plain, stored_config
 from flatout.api.resuming import Origin, check_resumed, check_shape, find_origin, own_settings
-from flatout.api.settling import settled
 from flatout.config.load import LoadedConfig, load_config, show
 from flatout.config.schema import RunConfig
 from flatout.data.array_data import Arrays
@@ -51,6 +50,7 @@ from flatout.observe.track.trackers import Trackers, check_trackers, open_tracke
 from flatout.optim.given import OptimizerGiven
 from flatout.parallel.ranks import joined
 from flatout.records import NoticeRecord, Record, RunInfo
+from flatout.tuning.settling import settled
 from flatout.world import World
 
 

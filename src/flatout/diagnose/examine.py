@@ -128,9 +128,6 @@ class _Visit:
         if self.loaded is not None and self.loaded.hardware is not None:
             self.loaded, more = _fitted(self.loaded, works=self.works)
             self.complaints += more
-        if self.loaded is not None and self.loaded.config.train.staged:
-            self.loaded, more = _without_stages(self.loaded)
-            self.complaints += more
         self.config = None if self.loaded is None else self.loaded.config
         self.kind, self.index, complaint = check_fit.kind_of(self.machine, self.config)
         self.complaints += [] if complaint is None else [complaint]
@@ -223,20 +220,31 @@ class _Visit:
 
     def check_disk(self, disk: Disk | None) -> Iterator[Finding]:
         """Also looks at the data and fits the config to the machine, as room is needed for what both make."""
-        loaded, config, machine = self.loaded, self.config, self.machine
+        loaded, machine = self.loaded, self.machine
         if loaded is not None:
             named = None if isinstance(self.target, LoadedConfig) else self.target
+            hosts = 1 if self.several is None else self.several.hosts
 
             def look() -> Iterator[Finding]:
                 self.data = yield from look_at_data(loaded.config, machine, named, quick=self.quick)
 
-            def fit() -> Iterator[Finding]:
-                place = self.kind, self.index, self.ranks, 1 if self.several is None else self.several.hosts
+            def settle() -> Iterator[Finding]:
+                place = self.kind, self.index, self.ranks
+                self.loaded, said = check_fit.sized(loaded, machine, self.data, *place)
+                yield from said
+
+            def fit(loaded: LoadedConfig) -> Iterator[Finding]:
+                place = self.kind, self.index, self.ranks, hosts
                 self.fitted, refused = check_fit.fit(loaded, machine, self.trials, self.data, *place)
                 yield from refused
 
             self.about_data = list(guarded("data", "source", look))
-            self.switches = list(guarded("config", "switches", fit)) if self.works else []
+            self.complaints += guarded("config", "size", settle) if self.works else []
+            settled, more = _without_stages(self.loaded or loaded)
+            self.complaints += more
+            self.loaded, self.config = settled, settled.config
+            self.switches = list(guarded("config", "switches", lambda: fit(settled))) if self.works else []
+        config = self.config
         self.disk = disk or measure_disk(RUNS if config is None else folder_of(config), quick=self.quick)
         facts = self.disk, config, self.parameters, self.data
         yield from guarded("disk", "space", lambda: check_disk(*facts))
@@ -345,6 +353,8 @@ def _load(
 
 def _without_stages(loaded: LoadedConfig) -> tuple[LoadedConfig, list[Finding]]:
     """The config with all steps like those of its last stage, which the other checks are of."""
+    if not loaded.config.train.staged:
+        return loaded, []
     config = at_last_stage(loaded.config)
     count, batch = len(loaded.config.train.stages(config.model.context)), config.train.batch_tokens
     found = f"{count} of equally many tokens; steps are judged as in the last one, with {batch:,} tokens each"

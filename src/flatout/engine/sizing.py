@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from flatout.config.catalogue import hardware_for
 from flatout.config.facts import field_facts, value_at
 from flatout.config.load import ALTERNATIVES, LoadedConfig, with_layer, with_values
 from flatout.config.schema import RunConfig
@@ -20,8 +21,10 @@ from flatout.config.yaml_loader import format_value
 from flatout.data.pack import Progress
 from flatout.data.shard_data import open_shards
 from flatout.device import Device
+from flatout.engine.overlays import fitted_to
 
 SMALL_CARD = 12e9  # bytes: below, tables of value and bigram embeddings take too much of a card
+CPU_MICRO_BATCH_TOKENS = 8192  # more are no faster there, and take memory
 TABLES = ("model.value_tables", "model.bigram_rows")
 
 
@@ -41,9 +44,14 @@ def data_facts(loaded: LoadedConfig, progress: Progress | None) -> Known:
     """What is known of the data of a config, which is prepared now where it is not there yet."""
     config = loaded.config
     if config.data.streaming:
-        return Known(vocab=config.model.vocab or usual_vocab(config.data.tokenizer))
+        return uncounted(config)
     dataset = open_shards(config.data, config.clean, progress)
     return Known(vocab=config.model.vocab or dataset.tokenizer.vocab, unique=dataset.train.tokens)
+
+
+def uncounted(config: RunConfig) -> Known:
+    """What is known without the data."""
+    return Known(vocab=config.model.vocab or usual_vocab(config.data.tokenizer))
 
 
 def shape_named(size: Sized) -> Shape:
@@ -80,8 +88,7 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
 
 def _impossible(config: RunConfig) -> set[str]:
     """What would help with text that is read again, and does not go together with what the config has."""
-    windows = config.data.documents != "joined" or "W" in config.model.pattern
-    return {*(["model.dropout"] if windows else []), *(["data.reshuffle"] if config.data.packing == "best_fit" else [])}
+    return {"data.reshuffle"} if config.data.packing == "best_fit" else set()
 
 
 def is_small(device: Device) -> bool:
@@ -94,11 +101,35 @@ def written(loaded: LoadedConfig) -> dict[str, Any]:
     return {path: value for path, value in found.items() if isinstance(value, int | float) and value is not True}
 
 
+def sized(loaded: LoadedConfig, known: Known, device: Device) -> LoadedConfig:
+    """A config as a run would have it with this data on this device, which may be elsewhere.
+
+    What `train.minutes` leaves open waits for a measurement.
+    """
+    if loaded.size is None or loaded.config.train.minutes is not None:
+        return loaded
+    decision = decide(loaded, shape_named(loaded.size), known, device)
+    return on_device(applied(loaded, decision.told()), device, sized=True)
+
+
 def applied(loaded: LoadedConfig, decision: Mapping[str, Any]) -> LoadedConfig:
     """A config with a decision, as it was `told`; its size is settled then."""
     layer = {path: Setting(value, Source("size", where)) for path, (value, where) in decision["values"].items()}
     loaded = with_layer(loaded, layer, "size")
     return replace(loaded, size=None, notices=(*loaded.notices, *decision["notices"]))
+
+
+def on_device(config: LoadedConfig, device: Device, *, sized: bool) -> LoadedConfig:
+    """A preset with sizes fits the device by itself: micro-batch and checkpointing are those of the card's overlay."""
+    if not sized:
+        return config
+    if device.kind == "cuda" and device.memory_bytes is not None:
+        return fitted_to(config, hardware_for(device.memory_bytes))
+    context, asked = config.config.model.context, ("speed.micro_batch", "speed.accumulation")
+    few = max(1, CPU_MICRO_BATCH_TOKENS // context)
+    if config.config.train.batch_tokens <= few * context or any(config.sources[path].by_user for path in asked):
+        return config
+    return with_values(config, {"speed.micro_batch": few, "speed.accumulation": None}, Source("size", device.name))
 
 
 def as_before(loaded: LoadedConfig, stored: Mapping[str, Any]) -> LoadedConfig:

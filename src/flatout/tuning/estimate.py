@@ -43,8 +43,8 @@ from flatout.errors import ConfigError, DataError, ResourceError
 from flatout.model.count import LayerRow, MemoryEstimate, parameter_count, table_count
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
 from flatout.tuning.plan import machine_of
-from flatout.tuning.practice_data import practice_data, scratch_folder
-from flatout.tuning.practice_samples import PracticeSamples, practice_samples
+from flatout.tuning.practice_data import is_made_up, scratch_folder
+from flatout.tuning.practice_samples import PracticeSamples, practice_config, practice_samples
 
 SECONDS = 15.0  # of timed steps; what else is timed comes on top
 _UNTIMED = "it needs timed steps, and there were none"
@@ -145,19 +145,20 @@ def estimate(
     began = time.monotonic()
     with scratch_folder("flatout-estimate-") as scratch:
         notice("opening the data")
-        practice = None if loaded.config.chat.source is None else practice_samples(loaded, scratch, notice)
-        if practice is None:
-            data, described = practice_data(loaded.config, scratch)
+        practice, said = None, list[str]()
+        if loaded.config.chat.source is None:
+            fitted, described = practice_config(loaded, scratch, said.append)
         else:
+            practice = practice_samples(loaded, scratch, notice)
             data, described = practice.config.data, practice.described
-        fitted = dataclasses.replace(loaded, config=loaded.config.model_copy(update={"data": data}))
-        made_up = Path(data.folder or "") == scratch / "random"
+            fitted = dataclasses.replace(loaded, config=loaded.config.model_copy(update={"data": data}))
+        made_up = is_made_up(fitted.config.data, scratch)
         if made_up and loaded.config.train.epochs is not None:
             raise DataError(
                 "train.epochs counts passes over data that is not prepared, so the length of the run is not known",
                 "prepare it with `flatout prepare`, or give train.tokens or train.steps instead",
             )
-        looked = _Look(loaded, fitted, practice, made_up=made_up, began=began)
+        looked = _Look(loaded, fitted, practice, said, made_up=made_up, began=began)
         problem, way_out, timed = "", "", None
         try:
             if probe:
@@ -225,17 +226,18 @@ class _Look:
         loaded: LoadedConfig,
         fitted: LoadedConfig,
         practice: PracticeSamples | None,
+        said: Sequence[str],
         *,
         made_up: bool,
         began: float,
     ) -> None:
-        self.loaded, self.practice, self.made_up, self.began = fitted, practice, made_up, began
+        self.loaded, self.practice, self.said, self.made_up, self.began = fitted, practice, said, made_up, began
         self.config = config = fitted.config if practice is None else practice.config
         self.streaming = loaded.config.data.streaming
         self.device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
         corpus = self._look_at_text(config) if practice is None else self._look_at_samples(practice)
         how = {"vocab": self.vocab, "step_tokens": self.facts.step_tokens}
-        self.speed = resolve_speed(config, self.device, corpus, loaded.sources.__getitem__, **how)
+        self.speed = resolve_speed(config, self.device, corpus, fitted.sources.__getitem__, **how)
         self.parameters = parameter_count(config.model, self.vocab)
         self.trained = trained_count(config, self.vocab)
         self.base = _resident_bytes() if self.device.kind == "cpu" else 0
@@ -391,6 +393,7 @@ class _Look:
         return tuple(cells)
 
     def _notes(self, timed: Timed | None) -> Iterator[str]:
+        yield from self.said
         if self.made_up:
             on_what = "" if timed is None else ", and steps were timed on random tokens"
             yield f"the data is not prepared: preparing it is not counted{on_what}"

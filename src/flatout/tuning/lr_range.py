@@ -147,11 +147,12 @@ def find_rate(
     progress: Callable[[int, Point], None] = lambda _step, _point: None,
 ) -> LrResult:
     """The learning rate for a config, from `steps` training steps with rates from `low` to `high`."""
-    began, optim = time.monotonic(), loaded.config.optim
-    field, before = next(iter(optim.rates.items()))
-    _check_rates(optim, high, before)
+    began, said = time.monotonic(), list[str]()
     with scratch_folder("flatout-lr-") as scratch:
-        fitted, described = practice_config(loaded, scratch)
+        fitted, described = practice_config(loaded, scratch, said.append)
+        optim = fitted.config.optim
+        field, before = next(iter(optim.rates.items()))
+        _check_rates(optim, high, before)
         with borrowed_run(fitted) as run:
             device, (usual, whose) = machine_of(run.speed.device, run.speed.threads), _usual(run)
             points, ended = range_test(run, low=low, high=high, steps=steps, progress=progress)
@@ -174,7 +175,7 @@ def find_rate(
         found=found,
         before=before,
         usual=usual,
-        notes=tuple(notes_on(rate, usual, steps, whose)),
+        notes=(*said, *notes_on(rate, usual, steps, whose)),
         ended=ended,
         words=words_of(found),
         fragment=config_text(

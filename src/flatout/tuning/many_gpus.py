@@ -17,16 +17,19 @@ from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig, at_last_stage, micro_batch_of
 from flatout.config.sizes import GPT2_VOCAB
 from flatout.config.source import DEFAULT, Source
+from flatout.data.manifest import read_manifest
+from flatout.data.prepare import data_folder, has_dataset
 from flatout.device import limit_memory
 from flatout.engine.case import Dealing, Probes
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.fit_check import ROOM, fits_well
 from flatout.engine.form import not_in_slices
 from flatout.engine.memory import memory_of
+from flatout.engine.sizing import sized, uncounted
 from flatout.engine.trained import checkpoint_size, state_of
 from flatout.errors import HardwareError, UsageError
 from flatout.model.count import MemoryEstimate, flops_per_token, parameter_count
-from flatout.tuning.cluster import GB, Cluster
+from flatout.tuning.cluster import GB, Card, Cluster
 from flatout.tuning.goodput import FAILURE_HOURS, FAILURE_SOURCE, Goodput, plan_saves
 from flatout.tuning.spread import AGAIN, FORMS, Layout, layouts, step_time, update_seconds, work_of
 
@@ -308,6 +311,22 @@ class _Look:
             yield "the share of the peak rate is for products in 16 bits, and this config has others: give --rate"
         if self.config.speed.optimizer_offload:
             yield "the update on the host (speed.optimizer_offload) is not counted into the step"
+
+
+def on_card(loaded: LoadedConfig, card: Card) -> LoadedConfig:
+    """The config with what its preset leaves open until the data is known, as far as it is; no data is prepared."""
+    data, known = loaded.config.data, uncounted(loaded.config)
+    named = data.folder is not None or data.source is not None
+    counted = named and not data.streaming and has_dataset(data_folder(data))
+    if counted:
+        manifest = read_manifest(data_folder(data))
+        vocab = loaded.config.model.vocab or manifest.vocab
+        known = dataclasses.replace(known, vocab=vocab, unique=manifest.splits["train"].tokens)
+    settled = sized(loaded, known, limit_memory(card.device, loaded.config.speed.memory_limit))
+    if loaded.size is None or settled is loaded or counted:
+        return settled
+    notice = f"size {loaded.size.name} is settled as for text that is read once, because the data is not prepared"
+    return dataclasses.replace(settled, notices=(*settled.notices, notice))
 
 
 def planned_parameters(config: RunConfig) -> int:

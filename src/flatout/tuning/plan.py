@@ -28,8 +28,7 @@ from flatout.errors import ConfigError, HardwareError, UsageError
 from flatout.ops.attention import FA4
 from flatout.records import BenchRow
 from flatout.tuning.compare import LOOKS
-from flatout.tuning.practice_data import practice_data
-from flatout.tuning.practice_samples import practice_samples
+from flatout.tuning.practice_samples import practice_config, practice_samples
 from flatout.tuning.rungs import BASELINE, OWN_SWITCHES, Rung, all_rungs, as_words, settings_of
 from flatout.tuning.tricks import PERIOD, tricks_for
 
@@ -74,11 +73,11 @@ def make_plan(
 
     `earlier` rows are gone on from: with `speed.threads=auto`, the others get as many CPU threads as they had.
     """
-    config = loaded.config
     threads = next((int(row.used["threads"]) for row in earlier if row.used.get("threads", "").isdigit()), None)
-    if config.chat.source is not None:
+    if loaded.config.chat.source is not None:
         return _plan_for_samples(loaded, scratch, steps, parity_steps, batch_tokens, notice, threads)
-    data, described = practice_data(config, scratch)
+    loaded, described = practice_config(loaded, scratch, notice)
+    config = loaded.config
     notice(f"data: {described}")
     _tell_unused(loaded, notice)
     context = config.model.context
@@ -93,9 +92,8 @@ def make_plan(
         tokens = MOST_SEQUENCES * context
         notice(f"a step has {tokens:,} tokens instead of {config.train.batch_tokens:,}; --batch-tokens sets it")
     words = [f"train.batch_tokens={tokens}", *_length(loaded, steps, parity_steps, notice)]
-    values = config.model_copy(update={"data": data}).model_dump()
-    fitted = load_stored(values, words, where="bench").config
-    dataset = open_dataset(data.folder or "")
+    fitted = load_stored(config.model_dump(), words, where="bench").config
+    dataset = open_dataset(config.data.folder or "")
     vocab = config.model.vocab or dataset.tokenizer.vocab
     return _plan(
         loaded,

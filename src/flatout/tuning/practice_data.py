@@ -38,6 +38,7 @@ TRAIN_TOKENS = 2**22
 VAL_TOKENS = 2**14
 _DOCUMENT = 1024  # tokens
 _MORE_SPACE = "free some space, or set TMPDIR to a folder with some"
+_RANDOM = "random"
 _SMALL_BYTES = 2**24  # a text up to this size is prepared in a second or two
 
 
@@ -76,8 +77,13 @@ def practice_data(config: RunConfig, scratch: Path) -> tuple[DataConfig, str]:
     windows = (TRAIN_TOKENS - 1) // config.model.context
     tokens = TRAIN_TOKENS if windows >= 64 else 64 * config.model.context + 1
     with disk_errors(f"random tokens to {scratch}", safe=", or set TMPDIR to a folder with some"):
-        folder = write_random(scratch / "random", tokenizer, vocab=vocab, train_tokens=tokens, seed=config.train.seed)
+        folder = write_random(scratch / _RANDOM, tokenizer, vocab=vocab, train_tokens=tokens, seed=config.train.seed)
     return _prepared(data, folder), f"random tokens of a vocabulary of {vocab:,}, because the config's data is not here"
+
+
+def is_made_up(data: DataConfig, scratch: Path) -> bool:
+    """Whether `practice_data` had to take random tokens."""
+    return data.folder == str(scratch / _RANDOM)
 
 
 def _prepared(data: DataConfig, folder: Path) -> DataConfig:

@@ -1,4 +1,7 @@
-"""The samples of a fine-tuning run to measure on: those of its folder or made for the occasion, and which of its steps.
+"""What a config is measured on: text, or the samples of a fine-tuning run, and which of its steps.
+
+`practice_config` is the one door of verbs that measure steps: the data is opened there, and with it a preset's size is
+settled, by what `flatout train` settles it with.
 
 Idea: the steps of a run over samples differ. The fullest of them decides whether a setting fits, so it is taken first;
 speed is that of some steps spread over an epoch, the same ones for every setting. They are whole steps of the run
@@ -17,7 +20,7 @@ import numpy as np
 import torch
 
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import DataConfig, RunConfig
+from flatout.config.schema import DataConfig, RunConfig, at_last_stage
 from flatout.config.unused import check_used
 from flatout.data.batch import Delivery
 from flatout.data.sample_data import SampleData
@@ -26,7 +29,10 @@ from flatout.engine.features import Speed
 from flatout.engine.length import steps_of
 from flatout.engine.opening import described_config, open_sample_data, why_samples_are_made
 from flatout.engine.run import delivery_of
-from flatout.tuning.practice_data import practice_data
+from flatout.engine.sizing import data_facts, uncounted
+from flatout.tuning.practice_data import is_made_up, practice_data
+from flatout.tuning.settling import device_of, settled_with, with_tokenizer
+from flatout.world import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,17 +80,49 @@ class PracticeSamples:
 
 
 def practice_config(
-    loaded: LoadedConfig, scratch: Path, say: Callable[[str], None] = lambda _: None
+    loaded: LoadedConfig,
+    scratch: Path,
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    world: World | None = None,
+    streams: bool = False,
 ) -> tuple[LoadedConfig, str]:
     """The config on data to measure on, text or samples, and in words what data that is.
 
-    `scratch` is a folder for what has to be made, which `say` is told of.
+    What a preset leaves open until its data is known is settled as in a run, and steps in stages are all like the last
+    ones. `scratch` is a folder for what has to be made; `say` is told of that, and of what was settled. With `streams`,
+    text that is streamed is read as a run reads it.
     """
-    if loaded.config.chat.source is None:
-        data, described = practice_data(loaded.config, scratch)
-    else:
+    if loaded.config.chat.source is not None:
         data, described = _sample_folder(loaded, scratch, say)
-    return dataclasses.replace(loaded, config=loaded.config.model_copy(update={"data": data})), described
+        return _with_data(loaded, data), described
+    world, before = world or World(), len(loaded.notices)
+    device = device_of(loaded, world)
+    practice = with_tokenizer(loaded, device)
+    described = str(loaded.config.data.source)
+    if not (streams and loaded.config.data.streaming):
+        data, described = practice_data(practice.config, scratch)
+        practice = _with_data(practice, data)
+    if practice.size is not None:
+        made_up = is_made_up(practice.config.data, scratch)
+        known = uncounted(practice.config) if made_up else data_facts(practice, None)
+        described += f"; size {practice.size.name} is settled as for text that is read once" if made_up else ""
+        practice = settled_with(practice, known, device, world)
+    for message in practice.notices[before:]:
+        say(message)
+    return _at_last_stage(practice, say), described
+
+
+def _with_data(loaded: LoadedConfig, data: DataConfig) -> LoadedConfig:
+    return dataclasses.replace(loaded, config=loaded.config.model_copy(update={"data": data}))
+
+
+def _at_last_stage(loaded: LoadedConfig, say: Callable[[str], None]) -> LoadedConfig:
+    if not loaded.config.train.staged:
+        return loaded
+    last = at_last_stage(loaded.config)
+    say(f"stages: steps are measured as in the last one, with {last.train.batch_tokens:,} tokens each")
+    return dataclasses.replace(loaded, config=last)
 
 
 def practice_samples(loaded: LoadedConfig, scratch: Path, say: Callable[[str], None]) -> PracticeSamples:

@@ -70,7 +70,7 @@ class Probe:
         self.run: Run | None = None
         self.stack = contextlib.ExitStack()  # what the run is borrowed by
         self.vocab: int | None = None
-        self.streamed = loaded.config.data.streaming
+        self.streamed = False  # whether the run streams the text that is prepared here
         self.corpus_bytes: int | None = 0
         self.step_tokens: float | None = None  # of samples, on average
         self.update_seconds: dict[bool, float] = {}  # by whether the optimizer is offloaded

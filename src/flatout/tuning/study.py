@@ -48,6 +48,7 @@ from flatout.tuning.measure import borrowed_run
 from flatout.tuning.plan import machine_of
 from flatout.tuning.practice_data import scratch_folder
 from flatout.tuning.search_space import Dimension, Space, with_values
+from flatout.tuning.settling import sized
 
 TRIALS = 20
 EVALUATIONS = 8  # of a trial, unless the config says more; after each it may be cut short
@@ -105,23 +106,28 @@ def search(
     *,
     trials: int = TRIALS,
     study: Path | None = None,
+    notice: Callable[[str], None] = lambda _: None,
     progress: Told = lambda *_: None,
 ) -> Generator[TrialRow | StudyResult]:
     """Trains until there are `trials` finished ones in all and yields a row for each new one; the `StudyResult` last.
 
-    `progress` hears a trial's number and values when it begins, and each of its evaluations.
+    What a preset leaves open until its data is known is settled once, for all trials, and `notice` is told. `progress`
+    hears a trial's number and values when it begins, and each of its evaluations.
     """
     optuna = _optuna()
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         storage = None if study is None else stack.enter_context(_opened(optuna, study))
-        base = for_trials(loaded)
         kept = _study(optuna, storage, loaded, space, study)
         for trial in kept.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
             # What was under way when a search was killed will not end any more.
             kept.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-        if loaded.config.chat.source is None:  # samples are made by the first trial
-            prepare_data(base.config.data, base.config.clean)
+        if loaded.config.chat.source is None and loaded.size is None:  # samples are made by the first trial
+            prepare_data(loaded.config.data, loaded.config.clean)
+        base = for_trials(sized(loaded, notice))
+        # A run that warms up for longer looks worse at first: the first third says nothing yet.
+        warm_up = (_steps(base) or 0) // 3
+        kept.pruner = optuna.pruners.MedianPruner(n_startup_trials=BEFORE_CUTTING, n_warmup_steps=warm_up)
         scratch = stack.enter_context(scratch_folder("flatout-search-"))
         while len(rows := rows_of(kept)) < trials:
             # A fresh seed for every trial: one that is taken again after a kill must not repeat an earlier draw.
@@ -280,13 +286,7 @@ def _check_study(path: Path) -> None:
 
 def _study(optuna: Any, storage: Any, loaded: LoadedConfig, space: Space, path: Path | None) -> Any:
     """The study, new or as it was left; one of another space or config is refused."""
-    study = optuna.create_study(
-        storage=storage,
-        study_name=NAME,
-        load_if_exists=True,
-        # A run that warms up for longer looks worse at first: the first third says nothing yet.
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=BEFORE_CUTTING, n_warmup_steps=(_steps(loaded) or 0) // 3),
-    )
+    study = optuna.create_study(storage=storage, study_name=NAME, load_if_exists=True)
     facts = {"space": space.spelling, "config": config_facts(loaded, space)}
     known = study.user_attrs
     for name in ("space", "config"):

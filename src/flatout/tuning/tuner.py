@@ -11,15 +11,16 @@ from collections.abc import Callable, Generator
 import torch
 
 import flatout
-from flatout.config.load import LoadedConfig
+from flatout.config.load import LoadedConfig, with_values
+from flatout.config.source import Source
 from flatout.config.yaml_loader import format_value
 from flatout.cores import candidates, core_clock, core_use, thread_words, usable_cores, whole_cores
 from flatout.device import detect_device
 from flatout.errors import ConfigError, DoesNotFitError, HardwareError, ResourceError, UsageError
 from flatout.records import TuneProgress, TuneResult, TuneRow
 from flatout.tuning.fragment import fragment_of, kept_settings, tuned_settings, words_of
-from flatout.tuning.practice_data import practice_data, scratch_folder
-from flatout.tuning.practice_samples import practice_samples
+from flatout.tuning.practice_data import scratch_folder
+from flatout.tuning.practice_samples import practice_config, practice_samples
 from flatout.tuning.probe import Probe
 from flatout.tuning.sample_probe import SampleProbe
 from flatout.tuning.search import (
@@ -65,15 +66,19 @@ def tune(
         raise HardwareError(
             "torch.compile's modes are tried on CUDA only, and this is no such device", "leave --compile out"
         )
+    budget = seconds or (EXHAUSTIVE_SECONDS if thorough else COMPILED_SECONDS if compiled else SECONDS)
+
+    def say(text: str) -> None:
+        progress(TuneProgress(number=1, text=text, seconds=0.0, budget=budget))
+
     with scratch_folder("flatout-tune-") as scratch:
         if loaded.config.chat.source is None:
-            data, described = practice_data(loaded.config, scratch)
-            probe = Probe(loaded, data.model_dump(), memory)
+            limit = {} if memory is None else {"speed.memory_limit": memory}
+            practice, described = practice_config(with_values(loaded, limit, Source("preset", "tune")), scratch, say)
+            probe = Probe(practice, practice.config.data.model_dump(), memory)
+            probe.streamed = loaded.config.data.streaming
         else:
-            budget = seconds or (EXHAUSTIVE_SECONDS if thorough else COMPILED_SECONDS if compiled else SECONDS)
-            samples = practice_samples(
-                loaded, scratch, lambda text: progress(TuneProgress(number=1, text=text, seconds=0.0, budget=budget))
-            )
+            samples = practice_samples(loaded, scratch, say)
             described = samples.described
             probe = SampleProbe(loaded, samples, memory)
         probe.check()

@@ -6,6 +6,7 @@ Contract: as in `flatout.cli`. Nothing is written but the picture that --plot na
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from flatout.tuning.cluster import CARDS, GB, Card, card_here, card_named
 from flatout.tuning.goodput import FAILURE_HOURS
 from flatout.tuning.sizes import SIZES, size_words
 from flatout.verbs.measuring import add_overwrite, picture_target
-from flatout.words import Parser, add_config, load_pretraining, quoted
+from flatout.words import Parser, add_config, load_pretraining, one_line, quoted
 
 if TYPE_CHECKING:
     from flatout.records import BenchRow
@@ -40,8 +41,12 @@ def plan(words: list[str]) -> int:
     name, card = named or card_here() or ("h100", CARDS["h100"])
     from flatout.observe.measured.plan_table import print_plan
     from flatout.tuning.cluster import Cluster
+    from flatout.tuning.many_gpus import on_card, planned_parameters
     from flatout.tuning.many_gpus import plan as look
-    from flatout.tuning.many_gpus import planned_parameters
+
+    before, loaded = len(loaded.notices), on_card(loaded, card)
+    for notice in loaded.notices[before:]:
+        print(f"note: {one_line(notice)}", file=sys.stderr)
 
     cluster = Cluster(
         card=card,

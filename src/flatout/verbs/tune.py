@@ -191,8 +191,13 @@ def tune_search(words: list[str]) -> int:
         kept = f"; {study} keeps the trials so far, the same command continues with them" if study else ""
         return f"{trials} {'trial was' if trials == 1 else 'trials were'} made{kept}; nothing else was written"
 
+    def notice(message: str) -> None:
+        line.close()
+        print(f"note: {message}", file=sys.stderr)
+
+    asked = {"trials": parsed.trials, "study": study, "notice": notice, "progress": progress}
     with ended_by_signals(became), contextlib.closing(line):
-        for record in api.search(words[0], loaded, trials=parsed.trials, study=study, progress=progress):
+        for record in api.search(words[0], loaded, **asked):
             line.close()
             if isinstance(record, api.StudyResult):
                 result = record

@@ -1,27 +1,29 @@
 """What a config leaves open until a run begins: the size of a preset, and the steps of a length in minutes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from flatout.api.configs import Config
-from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, with_values
-from flatout.config.sizes import AUTO, Known, usual_vocab
+from flatout.config.schema import RunConfig
+from flatout.config.sizes import AUTO, Known
 from flatout.config.source import Source
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
 from flatout.device import Device, detect_device, limit_memory
 from flatout.engine.checkpoint import Checkpoint
-from flatout.engine.overlays import fitted_to
-from flatout.engine.sizing import Decision, applied, as_before, data_facts, decide, shape_named
+from flatout.engine.sizing import Decision, applied, as_before, data_facts, decide, on_device, shape_named, uncounted
 from flatout.world import World
 
 CPU_TOKENIZER = "bpe-1024"
-CPU_MICRO_BATCH_TOKENS = 8192  # more are no faster there, and take memory
 
 
 def settled(
-    config: Config, resumed: Checkpoint | None, progress: Progress | None, arrays: Arrays | None, world: World
-) -> Config:
+    config: LoadedConfig | RunConfig,
+    resumed: Checkpoint | None,
+    progress: Progress | None,
+    arrays: Arrays | None,
+    world: World,
+) -> LoadedConfig | RunConfig:
     """A config with all that it leaves open decided: by data and device, by a measurement, or by the run it resumes.
 
     The first of several processes decides for all.
@@ -35,13 +37,36 @@ def settled(
     if resumed is not None:
         with world.together():
             return as_before(config, resumed.config)
-    speed = config.config.speed
     with world.together():
-        device = limit_memory(detect_device(speed.device, world.local), speed.memory_limit)
+        device = device_of(config, world)
     config = config if arrays is not None else with_tokenizer(config, device)
     with world.together(), world.in_turns():
-        known = replace(_known(config, progress, arrays), ranks=world.size)
-    decision = Decision()
+        known = _known(config, progress, arrays)
+    return settled_with(config, known, device, world, arrays)
+
+
+def sized(loaded: LoadedConfig, notice: Callable[[str], None]) -> LoadedConfig:
+    """A config of a preset with sizes as a run would have it, for several runs; `notice` is told what was settled."""
+    if loaded.size is None:
+        return loaded
+    before, config = len(loaded.notices), settled(loaded, None, None, None, World())
+    assert isinstance(config, LoadedConfig)
+    for message in config.notices[before:]:
+        notice(message)
+    return config
+
+
+def device_of(config: LoadedConfig, world: World) -> Device:
+    """What a process of a run trains on."""
+    speed = config.config.speed
+    return limit_memory(detect_device(speed.device, world.local), speed.memory_limit)
+
+
+def settled_with(
+    config: LoadedConfig, known: Known, device: Device, world: World, arrays: Arrays | None = None
+) -> LoadedConfig:
+    """The same where the data is known already."""
+    known, decision = replace(known, ranks=world.size), Decision()
     with world.together():
         if world.first:
             decision = _decided(config, known, device, arrays)
@@ -64,7 +89,7 @@ def with_tokenizer(config: LoadedConfig, device: Device) -> LoadedConfig:
 
 def _known(config: LoadedConfig, progress: Progress | None, arrays: Arrays | None) -> Known:
     if arrays is not None:
-        return Known(vocab=config.config.model.vocab or usual_vocab(config.config.data.tokenizer))
+        return uncounted(config.config)
     return data_facts(config, progress)
 
 
@@ -74,16 +99,3 @@ def _decided(config: LoadedConfig, known: Known, device: Device, arrays: Arrays 
 
         return plan(config, known, device)
     return Decision() if config.size is None else decide(config, shape_named(config.size), known, device)
-
-
-def on_device(config: LoadedConfig, device: Device, *, sized: bool) -> LoadedConfig:
-    """A preset with sizes fits the device by itself: micro-batch and checkpointing are those of the card's overlay."""
-    if not sized:
-        return config
-    if device.kind == "cuda" and device.memory_bytes is not None:
-        return fitted_to(config, hardware_for(device.memory_bytes))
-    context, asked = config.config.model.context, ("speed.micro_batch", "speed.accumulation")
-    few = max(1, CPU_MICRO_BATCH_TOKENS // context)
-    if config.config.train.batch_tokens <= few * context or any(config.sources[path].by_user for path in asked):
-        return config
-    return with_values(config, {"speed.micro_batch": few, "speed.accumulation": None}, Source("size", device.name))

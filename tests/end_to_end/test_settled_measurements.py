@@ -1,0 +1,159 @@
+"""Verbs that measure or judge a preset with sizes have the settings that `flatout train` settles with its data."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flatout
+from flatout.cli import main
+from flatout.config.load import LoadedConfig, load_config
+from flatout.config.schema import RunConfig
+from flatout.diagnose import check_fit
+from flatout.engine.setup import setup_run
+from flatout.errors import UsageError
+from flatout.records import RunInfo
+from flatout.tuning import many_gpus
+from flatout.tuning.practice_samples import practice_config
+
+SIZE = "2x32"
+RATES = ("muon_rate", "learning_rate", "embedding_rate", "head_rate", "weight_decay", "weight_decay_end", "ema")
+SPACE = "optim.head_rate: {choices: [0.003, 0.004]}\n"
+
+
+@pytest.fixture
+def words(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A text that is read ten times: the batch is smaller, there is dropout, and there are no tables."""
+    monkeypatch.chdir(tmp_path)
+    told = ["train.epochs=10", "model.context=64", "eval.tokens=512", "eval.sample_tokens=0", "speed.threads=1"]
+    return [f"data.source={corpus}", "data.tokenizer=char", "output.plots=false", *told]
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """The configs of all runs that a verb begins to build, and does not get."""
+    seen: list[RunConfig] = []
+
+    def refuse(loaded: LoadedConfig, *_: Any, **__: Any) -> Any:
+        seen.append(loaded.config)
+        raise UsageError("seen", "enough")
+
+    monkeypatch.setattr("flatout.tuning.measure.setup_run", refuse)
+    return seen
+
+
+def trained(preset: str, words: list[str]) -> RunConfig:
+    """The config that a run has."""
+    records: Iterator[Any] = flatout.train(load_config(preset, words, size=SIZE), stop=lambda: True)
+    info = next(iter(records))
+    assert isinstance(info, RunInfo)
+    list(records)
+    return flatout.stored_config(info.folder).config
+
+
+def learned(config: RunConfig) -> dict[str, Any]:
+    """What a size, the data and the device decide of what is learned."""
+    rates = {name: getattr(config.optim, name) for name in RATES}
+    batch = {"batch": config.train.batch_tokens, "reshuffle": config.data.reshuffle}
+    return rates | batch | config.model.model_dump()
+
+
+@pytest.mark.parametrize("preset", ["modern", "record"])
+def test_verbs_measure_what_train_would_train(
+    preset: str, words: list[str], built: list[RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("space.yaml").write_text(SPACE, encoding="utf-8")
+    named = [preset, "--size", SIZE, *words]
+    for verb in (["bench", "--rungs", "sdpa"], ["tune"], ["tune", "lr"], ["estimate"], ["profile"]):
+        before = len(built)
+        main([*verb, *named])
+        assert len(built) > before, f"{verb}: {capsys.readouterr().err}"
+    assert not (tmp_path / "data").exists(), "none of them prepares data in the user's folder"
+    searched = len(built)
+    main(["tune", "search", "space.yaml", *named])
+    assert len(built) > searched
+    said = capsys.readouterr()
+    assert "note: the data is read 10.0 times" in said.err
+    run = trained(preset, words)
+    assert (run.model.dropout, run.model.value_tables, run.model.bigram_rows) == (0.1, 0, 0)
+    assert run.train.batch_tokens < load_config(preset, words, size=SIZE).config.train.batch_tokens
+    for config in built[:searched]:
+        assert learned(config) == learned(run)
+    for config in built[searched:]:
+        assert learned(config) | {"head_rate": 0.0} == learned(run) | {"head_rate": 0.0}
+        assert config.optim.head_rate in (0.003, 0.004), "the trial's"
+
+
+def test_doctor_and_plan_judge_what_train_would_train(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[RunConfig] = []
+    fit, plan = check_fit.fit, many_gpus.plan
+
+    def fits(loaded: LoadedConfig, *rest: Any) -> Any:
+        seen.append(loaded.config)
+        return fit(loaded, *rest)
+
+    def plans(loaded: LoadedConfig, *rest: Any, **how: Any) -> Any:
+        seen.append(loaded.config)
+        return plan(loaded, *rest, **how)
+
+    monkeypatch.setattr(check_fit, "fit", fits)
+    monkeypatch.setattr(many_gpus, "plan", plans)
+    named = ["record", "--size", SIZE, *words]
+    assert main(["plan", *named]) == 0
+    assert "note: size 2x32 is settled as for text that is read once" in capsys.readouterr().err
+    assert seen.pop().model.value_tables == 1
+    assert not list(tmp_path.iterdir())
+    main(["doctor", "--quick", *named])
+    assert "tokens to train on; a run counts them first" in capsys.readouterr().out
+    assert seen.pop().model.dropout == 0.1
+    run = trained("record", words)
+    assert main(["plan", *named]) == 0
+    assert "note: the data is read 10.0 times" in capsys.readouterr().err
+    main(["doctor", "--quick", *named])
+    shown = capsys.readouterr().out
+    assert "the data is read 10.0 times" in shown
+    assert "a run counts them first" not in shown
+    assert [learned(config) for config in seen] == 2 * [learned(run)]
+
+
+def test_what_is_measured_without_the_data_says_so(tmp_path: Path) -> None:
+    loaded = load_config("record", ["data.source=nowhere", "speed.device=cpu"], size=SIZE)
+    practice, described = practice_config(loaded, tmp_path)
+    assert described.endswith("; size 2x32 is settled as for text that is read once")
+    assert practice.config.train.batch_tokens == loaded.config.train.batch_tokens
+    assert (loaded.config.model.value_tables, practice.config.model.value_tables) == (1, 0), "the device is known"
+    plain, described = practice_config(load_config("gpt-124m", ["data.source=nowhere"]), tmp_path / "other")
+    assert "settled" not in described
+    assert plain.config.train == load_config("gpt-124m", ["data.source=nowhere"]).config.train
+
+
+def test_stages_come_after_the_size(words: list[str], tmp_path: Path) -> None:
+    said: list[str] = []
+    loaded = load_config("modern", [*words, "train.batch_stages=[64,256]"], size=SIZE)
+    practice, _ = practice_config(loaded, tmp_path / "scratch", said.append)
+    assert practice.config.train.batch_tokens == 256
+    assert practice.config.model.dropout == 0.1
+    assert said[-1] == "stages: steps are measured as in the last one, with 256 tokens each"
+
+
+def test_a_file_of_tune_trains_with_what_was_measured(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[RunConfig] = []
+
+    def kept(loaded: LoadedConfig, *rest: Any, **how: Any) -> Any:
+        seen.append(loaded.config)
+        return setup_run(loaded, *rest, **how)
+
+    monkeypatch.setattr("flatout.tuning.measure.setup_run", kept)
+    assert main(["tune", "--seconds", "1", "--out", "found.yaml", "modern", "--size", SIZE, *words]) == 0
+    text = Path("found.yaml").read_text(encoding="utf-8")
+    assert "size: 2x32" in text
+    assert "dropout" not in text, "what follows from the data does so again"
+    found = load_config("found.yaml")
+    records = list(flatout.train(found, stop=lambda: True))
+    assert isinstance(records[0], RunInfo)
+    assert learned(flatout.stored_config(records[0].folder).config) == learned(seen[0])

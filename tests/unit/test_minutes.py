@@ -137,7 +137,6 @@ def test_fine_tuning_with_a_sized_preset_looks_for_no_text() -> None:
 
 
 def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised() -> None:
-    loaded = load_config("record", ["data.source=shakespeare"], size="60m")
     shape, known = Shape(8, 512), Known(vocab=50257, unique=100_000_000)
 
     def settled(device: Device, unique: int = 100_000_000, **words: str) -> LoadedConfig:
@@ -154,16 +153,17 @@ def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised()
     assert "small for embedding tables" in small.notices[-1]
     assert settled(card(8), words="model.value_tables=1").config.model.value_tables == 1, "the user's"
     repeated = settled(card(80), 10_000_000, words="train.epochs=10")
-    assert (repeated.config.model.dropout, repeated.config.model.mlp) == (0.1, "swiglu")
-    assert repeated.sources["model.dropout"].where == "10.0 epochs"
+    assert (repeated.config.model.mlp, repeated.config.model.value_tables) == ("swiglu", 0)
+    assert repeated.config.optim.head_decay is not None
+    assert repeated.sources["optim.head_decay"].where == "10.0 epochs"
     assert "read 10.0 times" in repeated.notices[-1]
-    assert loaded.config.model.dropout == 0.0
+    assert large.config.optim.head_decay is None
 
 
 def test_a_size_is_measured_with_the_settings_of_text_that_is_not_repeated() -> None:
     loaded = load_config("record", ["data.source=shakespeare", "train.minutes=2"])
     trial = minutes_probe.trial_of(loaded, Shape(3, 96), Known(vocab=66, unique=1_000_000), CPU)
-    assert (trial.config.model.dropout, trial.config.model.mlp, trial.config.optim.ema) == (0.0, "relu2", 0.0)
+    assert (trial.config.model.mlp, trial.config.optim.ema) == ("relu2", 0.0)
 
 
 @pytest.mark.parametrize(

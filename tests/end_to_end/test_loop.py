@@ -264,6 +264,11 @@ def test_a_text_that_is_too_short_leaves_no_shards_behind(tiny, tmp_path: Path):
     with pytest.raises(DataError, match="needs at least"):
         next(flatout.train(tiny(f"data.source={text}", "data.folder=new/shards", "output.folder=a")))
     assert not Path("new").exists()
+    words = [f"data.source={text}", "data.tokenizer=char", "data.folder=new/shards", "output.folder=a"]
+    for more in ([], ["train.minutes=0.1"]):  # whose size is settled with the data at hand
+        with pytest.raises(DataError, match="needs at least"):
+            next(flatout.train(load_config("record", [*words, *more])))
+        assert not Path("new").exists()
     flatout.prepare(tiny(f"data.source={text}", "data.folder=kept"))
     with pytest.raises(DataError, match="needs at least"):
         next(flatout.train(tiny(f"data.source={text}", "data.folder=kept", "output.folder=a")))

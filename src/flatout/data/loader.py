@@ -78,11 +78,17 @@ def windows_of(
                 f"no document of the {shards.split} split in {shards.folder} has two tokens",
                 "use text with longer documents, or data.packing=concat",
             )
-    elif shards.tokens < context + 1:
-        raise _too_short(shards, context + 1, f"the context of {context} and one target")
+    else:
+        check_length(shards, context)
     count = packing.windows if packing is not None else window_count(shards.tokens, context, stride)
     joined = Reshuffle(shards.document_starts(), shards.tokens, seed) if reshuffle else None
     return Windows(shards, context, stride, packing, WindowOrder(count, seed), apart, joined)
+
+
+def check_length(shards: Tokens, context: int) -> None:
+    """Refuses a split without a single window."""
+    if shards.tokens < context + 1:
+        raise _too_short(shards, context + 1, f"the context of {context} and one target")
 
 
 @final

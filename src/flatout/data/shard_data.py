@@ -1,5 +1,6 @@
 """Prepared shards as the data of a run: verified, packed where that is asked for, read by the step number alone."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import final
@@ -14,9 +15,11 @@ from flatout.data.loader import DeviceLoader, HostLoader, Windows
 from flatout.data.manifest import read_manifest
 from flatout.data.pack import Progress
 from flatout.data.positions import Schedule
-from flatout.data.prepare import check_complete, prepare_data
+from flatout.data.prepare import check_complete, data_folder, prepare_data
 from flatout.data.shards import Dataset, TokenShards, Verify, open_dataset
 from flatout.data.training_data import DataFacts, TrainingData
+from flatout.errors import DataError
+from flatout.folders import remove_empty, retire
 
 LARGE_CORPUS = 4 * 2**30  # bytes
 
@@ -27,6 +30,20 @@ def open_shards(data: DataConfig, clean: CleanConfig, progress: Progress | None 
     if fresh:
         check_complete(folder)  # where records were dropped, it is trained on only when asked again
     return open_dataset(folder, verify=_how_to_verify(folder))
+
+
+@contextlib.contextmanager
+def taken_back(data: DataConfig) -> Iterator[None]:
+    """Removes a dataset that is made inside for a run which cannot use it: with more text, it would be in the way."""
+    folder = data_folder(data)
+    made = [place for place in (*reversed(folder.parents), folder) if not place.exists()]  # outermost first
+    try:
+        yield
+    except DataError:
+        with contextlib.suppress(OSError):  # what cannot be removed must not hide why the run was refused
+            if made and retire(folder, [path.name for path in folder.iterdir()]):
+                remove_empty(made[:-1])
+        raise
 
 
 @final

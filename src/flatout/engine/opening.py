@@ -5,7 +5,6 @@ gives way to what the model's folder says; only the context is the run's own, si
 Everything after that (step, loop, checkpoints, records) is what pretraining has.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,9 +19,8 @@ from flatout.data.loader import windows_of
 from flatout.data.make_samples import SampleRequest, prepare_samples, why_made
 from flatout.data.masking import stops_of
 from flatout.data.pack import Progress
-from flatout.data.prepare import data_folder
 from flatout.data.sample_data import SampleData
-from flatout.data.shard_data import ShardData, open_shards
+from flatout.data.shard_data import ShardData, open_shards, taken_back
 from flatout.data.stream import open_stream
 from flatout.data.stream_loader import StreamData
 from flatout.data.training_data import TrainingData
@@ -31,7 +29,6 @@ from flatout.engine.base_model import Base, open_base
 from flatout.engine.checkpoint import Checkpoint
 from flatout.engine.length import asked_schedule
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
-from flatout.folders import remove_empty, retire
 from flatout.model.hub import Description
 from flatout.world import World
 
@@ -68,29 +65,13 @@ def open_data(
         _check_no_epoch_end(config, "a stream")
         stream = open_stream(config.data, config.clean, val_tokens=val_tokens, progress=progress)
         return Opened(config, StreamData(stream, asked_schedule(config), seed=seed, val_tokens=val_tokens))
-    missing = _missing(data_folder(config.data))
-    dataset = open_shards(config.data, config.clean, progress)
     how = {"seed": seed, "best_fit": config.data.packing == "best_fit", "apart": config.documents_apart}
     how["reshuffle"] = config.data.reshuffle
     context, stride = config.model.context, config.data.stride or config.model.context
-    try:
+    with taken_back(config.data):
+        dataset = open_shards(config.data, config.clean, progress)
         windows = windows_of(dataset.train, context=context, stride=stride, **how)
-    except DataError:
-        _take_back(missing)
-        raise
     return Opened(config, ShardData(dataset, windows, asked_schedule(config, windows.order.windows), val_tokens))
-
-
-def _missing(folder: Path) -> list[Path]:
-    """A folder and those above it that are not there yet, outermost first."""
-    return [place for place in (*reversed(folder.parents), folder) if not place.exists()]
-
-
-def _take_back(made: list[Path]) -> None:
-    """Removes a dataset that was made for a run which cannot use it: with more text, it would be in the way."""
-    with contextlib.suppress(OSError):  # what cannot be removed must not hide why the run was refused
-        if made and retire(made[-1], [path.name for path in made[-1].iterdir()]):
-            remove_empty(made[:-1])
 
 
 def _open_arrays(config: RunConfig, sources: Mapping[str, Source], arrays: Arrays) -> TrainingData:

@@ -15,11 +15,12 @@ from flatout.config.catalogue import hardware_for
 from flatout.config.facts import field_facts, value_at
 from flatout.config.load import ALTERNATIVES, LoadedConfig, with_layer, with_values
 from flatout.config.schema import RunConfig
-from flatout.config.sizes import AUTO, DEFAULT_SIZE, Known, Shape, Sized, derive, shape_of, usual_vocab
+from flatout.config.sizes import AUTO, DEFAULT_SIZE, LADDER, Known, Shape, Sized, derive, shape_of, usual_vocab
 from flatout.config.source import Setting, Source
 from flatout.config.yaml_loader import format_value
+from flatout.data.loader import check_length
 from flatout.data.pack import Progress
-from flatout.data.shard_data import open_shards
+from flatout.data.shard_data import open_shards, taken_back
 from flatout.device import Device
 from flatout.engine.overlays import fitted_to
 
@@ -45,7 +46,11 @@ def data_facts(loaded: LoadedConfig, progress: Progress | None) -> Known:
     config = loaded.config
     if config.data.streaming:
         return uncounted(config)
-    dataset = open_shards(config.data, config.clean, progress)
+    auto = loaded.size is not None and loaded.size.name == AUTO  # a small shape may be chosen, with a short context
+    with taken_back(config.data):
+        dataset = open_shards(config.data, config.clean, progress)
+        if config.data.packing != "best_fit":
+            check_length(dataset.train, LADDER[0].context if auto else config.model.context)
     return Known(vocab=config.model.vocab or dataset.tokenizer.vocab, unique=dataset.train.tokens)
 
 

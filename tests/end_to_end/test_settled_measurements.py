@@ -18,13 +18,13 @@ from flatout.tuning import many_gpus
 from flatout.tuning.practice_samples import practice_config
 
 SIZE = "2x32"
-RATES = ("muon_rate", "learning_rate", "embedding_rate", "head_rate", "weight_decay", "weight_decay_end", "ema")
+RATES = ("muon_rate", "learning_rate", "embedding_rate", "head_rate", "weight_decay", "head_decay", "ema")
 SPACE = "optim.head_rate: {choices: [0.003, 0.004]}\n"
 
 
 @pytest.fixture
 def words(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A text that is read ten times: the batch is smaller, there is dropout, and there are no tables."""
+    """A text that is read ten times: the batch is smaller, all weights decay, and there are no tables."""
     monkeypatch.chdir(tmp_path)
     told = ["train.epochs=10", "model.context=64", "eval.tokens=512", "eval.sample_tokens=0", "speed.threads=1"]
     return [f"data.source={corpus}", "data.tokenizer=char", "output.plots=false", *told]
@@ -76,7 +76,8 @@ def test_verbs_measure_what_train_would_train(
     said = capsys.readouterr()
     assert "note: the data is read 10.0 times" in said.err
     run = trained(preset, words)
-    assert (run.model.dropout, run.model.value_tables, run.model.bigram_rows) == (0.1, 0, 0)
+    assert (run.model.value_tables, run.model.bigram_rows) == (0, 0)
+    assert run.optim.head_decay is not None
     assert run.train.batch_tokens < load_config(preset, words, size=SIZE).config.train.batch_tokens
     for config in built[:searched]:
         assert learned(config) == learned(run)
@@ -108,7 +109,7 @@ def test_doctor_and_plan_judge_what_train_would_train(
     assert not list(tmp_path.iterdir())
     main(["doctor", "--quick", *named])
     assert "tokens to train on; a run counts them first" in capsys.readouterr().out
-    assert seen.pop().model.dropout == 0.1
+    assert seen.pop().optim.head_decay is not None
     run = trained("record", words)
     assert main(["plan", *named]) == 0
     assert "note: the data is read 10.0 times" in capsys.readouterr().err
@@ -135,7 +136,7 @@ def test_stages_come_after_the_size(words: list[str], tmp_path: Path) -> None:
     loaded = load_config("modern", [*words, "train.batch_stages=[64,256]"], size=SIZE)
     practice, _ = practice_config(loaded, tmp_path / "scratch", said.append)
     assert practice.config.train.batch_tokens == 256
-    assert practice.config.model.dropout == 0.1
+    assert practice.config.optim.head_decay is not None
     assert said[-1] == "stages: steps are measured as in the last one, with 256 tokens each"
 
 
@@ -152,7 +153,7 @@ def test_a_file_of_tune_trains_with_what_was_measured(
     assert main(["tune", "--seconds", "1", "--out", "found.yaml", "modern", "--size", SIZE, *words]) == 0
     text = Path("found.yaml").read_text(encoding="utf-8")
     assert "size: 2x32" in text
-    assert "dropout" not in text, "what follows from the data does so again"
+    assert "head_decay" not in text, "what follows from the data does so again"
     found = load_config("found.yaml")
     records = list(flatout.train(found, stop=lambda: True))
     assert isinstance(records[0], RunInfo)

@@ -8,7 +8,7 @@ from typing import Any
 from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, with_values
 from flatout.config.schema import micro_batch_of
-from flatout.config.sizes import LADDER, Known, Shape, fresh_epochs
+from flatout.config.sizes import LADDER, Known, Shape
 from flatout.config.source import Source
 from flatout.device import Device
 from flatout.engine.overlays import fits, fitted_to
@@ -25,7 +25,7 @@ TIMED_SECONDS, FEWEST, MOST = 0.8, 3, 40  # of one length of steps
 FIRST = {"cuda": Shape(8, 512)}  # what is measured first
 FIRST_ELSEWHERE = Shape(3, 96)
 ROWS = 5  # that are told
-EVALUATIONS = 10  # of a long run, and of one over repeated text
+EVALUATIONS, MANY_EPOCHS = 10, 5.0  # of a long run, and of one that reads its text more often than that
 LONG = 10.0  # minutes: such a run is saved after so many of them, too
 MOST_LOOKED = 1_048_576  # tokens of an evaluation
 
@@ -94,8 +94,7 @@ def _evaluations(minutes: float, best: Prospect, known: Known, context: int) -> 
 
     Text that is read many times is learned by heart at some point: evaluations on the way find the best weights.
     """
-    fresh = fresh_epochs(best.shape.dense(known.vocab), known.unique)
-    often = minutes >= LONG or (known.unique is not None and best.tokens > fresh * known.unique)
+    often = minutes >= LONG or (known.unique is not None and best.tokens > MANY_EPOCHS * known.unique)
     look = max(context, int(0.09 * best.tokens) // context * context)
     return {
         "eval.every": max(1, best.steps // EVALUATIONS) if often else 0,

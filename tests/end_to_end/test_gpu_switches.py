@@ -250,11 +250,12 @@ def test_the_optimizer_on_the_host_learns_the_same(precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_8bit_moments_learn_as_well_and_take_a_quarter(precision):
-    words = [f"speed.precision={precision}", "train.steps=60"]
+    adamw = ["optim.optimizer=adamw", "optim.learning_rate=1e-3"]
+    words = [*adamw, f"speed.precision={precision}", "train.steps=60"]
     expected = losses(train(*words, "output.folder=wide"))
     records = train(*words, "speed.optimizer_state=8bit", "output.folder=narrow")
     assert sum(losses(records)[-10:]) / 10 == pytest.approx(sum(expected[-10:]) / 10, abs=0.05)
-    run, _ = steps_of("speed.optimizer_state=8bit", count=1)
+    run, _ = steps_of(*adamw, "speed.optimizer_state=8bit", count=1)
     bytes_held = sum(value.nbytes for value in run.step.optimizer.tensors().values())
     weights = sum(p.numel() for p in run.model.parameters())
     assert bytes_held < 2.2 * weights

@@ -302,7 +302,7 @@ class FakeRecorder:
     """Records a function and executes nothing, as CUDA does; a replay calls it."""
 
     def __init__(self, error: RuntimeError | None = None) -> None:
-        self.error, self.did = error, []
+        self.error, self.did, self.bytes = error, [], 1000
 
     def warm_up(self, function: Callable[[], Tensor]) -> Tensor:
         self.did.append("warm-up")
@@ -312,6 +312,7 @@ class FakeRecorder:
         if self.error is not None:
             raise self.error
         self.did.append("record")
+        self.bytes += 100
 
         def replay() -> None:
             self.did.append("replay")
@@ -321,6 +322,9 @@ class FakeRecorder:
 
     def finish(self) -> None:
         pass
+
+    def held(self) -> int:
+        return self.bytes
 
 
 def test_a_recorded_update_is_made_anew_where_gradients_or_state_have_moved():
@@ -352,10 +356,12 @@ def test_state_that_is_dropped_takes_its_recording_along():
     for seed in range(3):
         step(*batch(seed))
     assert recorder.did[-1] == "replay"
-    step.optimizer.forget()
     (graph,) = step.optimizer.recorded.values()
     assert isinstance(graph, UpdateGraph)
+    assert graph.held_bytes == 100
+    step.optimizer.forget()
     assert graph.replay is None, "it holds memory, and writes to state that is gone"
+    assert graph.held_bytes == 0
     step(*batch(3))
     assert recorder.did[-1] == "warm-up"
 

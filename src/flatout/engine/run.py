@@ -95,8 +95,11 @@ class Run:
         """Most memory held at once so far. What recordings hold is in no peak of torch's, and is there all the time."""
         device, graph = self.speed.device.torch_device, self.step.run_micro_batch
         peak = peak_memory_bytes(device)
-        if isinstance(graph, MicroBatchGraph) and graph.held_bytes:
-            peak = max(peak or 0, torch.cuda.memory_allocated(device) + graph.held_bytes)
+        held = sum(update.held_bytes for update in self.step.optimizer.recorded.values())
+        if isinstance(graph, MicroBatchGraph):
+            held += graph.held_bytes
+        if held:
+            peak = max(peak or 0, torch.cuda.memory_allocated(device) + held)
         return peak
 
     def batches(self, first_step: int, position: dict[str, Any] | None = None) -> BatchLoader:

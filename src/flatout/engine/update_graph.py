@@ -38,6 +38,7 @@ class UpdateGraph:
             self.recorder.finish()
         self.calls = 0
         self.replay: Replay | None = None
+        self.held_bytes = 0
         self.places: list[Hashable] = []
         self.inputs: tuple[Tensor, ...] = ()
 
@@ -69,6 +70,7 @@ class UpdateGraph:
 
     def _record(self, divisor: Tensor, finite: Tensor) -> None:
         inputs = (divisor.clone(), finite.clone())
+        before = self.recorder.held()
         try:
             self.replay, _, _ = self.recorder.record(lambda: self._run(*inputs))
         except RuntimeError as error:
@@ -77,6 +79,7 @@ class UpdateGraph:
             self.notices.add(f"Muon's update is not recorded: {type(error).__name__}: {reason}")
             return
         self.inputs = inputs
+        self.held_bytes = max(0, self.recorder.held() - before)
 
 
 def record_updates(optimizers: Optimizers, notices: Notices, recorder: Recorder) -> None:

@@ -51,12 +51,15 @@ def test_more_parameters_tokens_and_steps_lower_the_loss_and_repeats_count_less(
     assert WORDS.loss(1e8, 1e9, 1e4) < WORDS.loss(1e8, 1e8, 1e4)
     assert WORDS.loss(1e8, 1e9, 1e4) < WORDS.loss(1e8, 1e9, 100)
     for row in ((16e6, 8e6, 977, 3.652), (51e6, 8e6, 977, 3.448), (124e6, 8e6, 977, 3.363), (124e6, 10e6, 814, 3.223),
-                (51e6, 26e6, 794, 2.899), (51e6, effective_tokens(52.2e6, 26.1e6, 51e6), 1062, 2.776)):  # fmt: skip
+                (51e6, 26e6, 794, 2.899), (124e6, 26e6, 794, 2.824), (353e6, 26e6, 794, 2.774),
+                (51e6, effective_tokens(52.2e6, 26.1e6, 51e6), 1062, 2.776)):  # fmt: skip
         assert WORDS.loss(*row[:3]) == pytest.approx(row[3], abs=0.05), f"measured on enwik8: {row}"
     assert effective_tokens(1e6, 2e6, 1e9) == 1e6
     assert effective_tokens(2e6, 1e6, 1e4) == pytest.approx(2e6, rel=0.05), "a second reading is almost as good"
     assert effective_tokens(1e9, 1e6, 1e4) < 17e6, "the thousandth is not"
     assert effective_tokens(2e6, 1e6, 1e9) == pytest.approx(1e6, rel=0.01), "a large model knows it by heart"
+    small, large = (WORDS.loss(n, effective_tokens(127e6, 12.7e6, n), 1939) for n in (16e6, 51e6))
+    assert small - large == pytest.approx(3.769 - 3.567, abs=0.03), "unless it decays, as it does in many epochs"
     assert len({law_for(65), law_for(1024), law_for(50257)}) == 3
 
 

@@ -84,7 +84,7 @@ def test_what_is_read_often_is_forgotten_within_an_epoch_at_every_rate_and_batch
         values = {**found.size, **words}
         for decay, rate in (("weight", "muon"), ("embedding", "embedding"), ("head", "head")):
             each = found.repeated[f"optim.{decay}_decay"] * values[f"optim.{rate}_rate"]
-            forgotten = (shape.dense(GPT2) / 10_000_000) ** 0.5
+            forgotten = min(3.0, 2 * (shape.dense(GPT2) / 10_000_000) ** 0.5)
             assert each * 10_000_000 / values["train.batch_tokens"] == pytest.approx(forgotten, rel=0.01)
     small = derive("modern", Shape(24, 2048), {"train.epochs": 1000}, Known(vocab=GPT2, unique=10_000))
     assert all(value <= 10 for path, value in small.repeated.items() if path.endswith("decay")), "no config has more"

@@ -296,12 +296,11 @@ def _short(value: float) -> float:
 def _repeated(preset: str, values: Mapping[str, Any], dense: int, unique: int) -> dict[str, Any]:
     """What pays where the data is read many times: no tables, and a decay that makes a model forget within an epoch.
 
-    All that is trained decays alike: by so much in an epoch, whatever its rate and the batch. Ten epochs of 109,000
-    tokens of Shakespeare in 0.16M parameters ended at 4.453 with dropout and a decay of Muon's matrices alone, at 4.235
-    when embedding and head decayed, too, at 4.173 without the dropout, and at 4.154 with 1.5 times their decay: 1.3 in
-    an epoch. With 0.43M parameters 1.8 was better than 0.9 (CPU, one seed).
+    All that is trained decays alike: by so much in an epoch, whatever its rate and the batch. Ten epochs of 12.7M
+    tokens ended at 3.814 with 1.1 in an epoch, 3.769 with 2.2 and 3.810 with 3.4 in 16M parameters, at 3.567 with 2.0
+    and 3.574 with 4.0 in 51M (H200, one seed; `docs/recipe.md`).
     """
-    forgotten = min(_MOST_FORGOTTEN, math.sqrt(dense / max(unique, 1)))
+    forgotten = min(_MOST_FORGOTTEN, 2 * math.sqrt(dense / max(unique, 1)))
     each = min(_MOST_DECAY, forgotten * values["train.batch_tokens"] / max(unique, 1))
     rates = {"weight_decay": "muon_rate", "embedding_decay": "embedding_rate", "head_decay": "head_rate"}
     found = {f"optim.{decay}": _short(min(10.0, each / values[f"optim.{rate}"])) for decay, rate in rates.items()}

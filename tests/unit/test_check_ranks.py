@@ -15,7 +15,7 @@ from flatout.diagnose.check_nccl import check_nccl
 from flatout.diagnose.check_ranks import check_rank_data, check_ranks
 from flatout.diagnose.doctor import DataFacts, Finding, Link, Meeting, RankFacts, Several, exit_code
 from flatout.diagnose.links import links_of_nvml, mount_of
-from flatout.tuning.sizes import size_words
+from flatout.tuning.llamas import llama_words
 from tests.unit.test_doctor import DISK, H200, TRIALS, machine, visit
 
 EIGHT = machine(cards=tuple(dataclasses.replace(H200, identity=f"GPU-{number}") for number in range(8)))
@@ -98,7 +98,7 @@ def test_what_was_asked_for_is_bad_and_what_is_possible_a_note(tmp_path: Path, m
 
 def test_memory_is_that_of_the_form_that_training_takes():
     """A 7B model fits no card whole, and eight cards in slices."""
-    words = [*size_words("7b", [], batch=True), "train.batch_tokens=32768", "speed.memory_limit=60"]
+    words = [*llama_words("7b", [], batch=True), "train.batch_tokens=32768", "speed.memory_limit=60"]
     words += ["speed.checkpointing=full"]
     loaded = load_config("gpt-124m", words)
 

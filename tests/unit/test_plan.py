@@ -25,8 +25,8 @@ from flatout.observe.picture import is_picture
 from flatout.records import BenchRow, record_to_json
 from flatout.tuning.cluster import CARDS, GB, HOP_ACROSS, HOP_INSIDE, Cluster, ring
 from flatout.tuning.goodput import FAILURE_SOURCE, goodput, plan_saves
+from flatout.tuning.llamas import LLAMAS, llama_words
 from flatout.tuning.many_gpus import PlanResult, Rate, _all_works, plan
-from flatout.tuning.sizes import SIZES, size_words
 from flatout.tuning.spread import Layout, StepTime, Work, layouts, step_time, work_of
 from flatout.verbs.plan import _counts
 
@@ -36,7 +36,9 @@ HOSTS = Cluster(card=H100, per_host=8, inside=H100.inside, across=H100.across)
 
 
 def planned(*words: str, counts: list[int], cluster: Cluster = HOSTS, size: str = "7b", mfu: float = 0.4) -> PlanResult:
-    loaded = load_config("gpt-124m", [*size_words(size, words, batch=True), *words])
+    """Of a Llama, or of a preset."""
+    llama = llama_words(size, words, batch=True) if size in LLAMAS else []
+    loaded = load_config("gpt-124m" if llama else size, [*llama, *words])
     return plan(loaded, cluster, Rate(mfu=mfu, source="told"), counts)
 
 
@@ -193,7 +195,7 @@ def test_shards_take_less_of_each_gpu_and_a_hybrid_copy_as_much_as_one_host():
 
 
 def test_auto_takes_data_parallel_where_it_fits_then_hybrid_then_fsdp():
-    small = planned(counts=[1, 8, 32], size="350m")
+    small = planned(counts=[1, 8, 32], size="gpt2-350m")
     assert {row.form for row in small.rows if row.auto} == {"data"}
     assert small.recommendation.startswith("parallel.form=auto takes data parallel at 1 to 32 GPUs (a whole copy fits")
     middle = planned(counts=[1, 8, 32])
@@ -221,7 +223,7 @@ def test_memory_is_the_engines_own_estimate():
     for form, shards in (("fsdp", 16), ("hybrid", 8)):
         row = rows_of(result, 16)[form]
         words = [f"speed.micro_batch={row.micro_batch}", f"speed.checkpointing={row.checkpointing}"]
-        config = load_config("gpt-124m", [*size_words("7b", words, batch=True), *words]).config
+        config = load_config("gpt-124m", [*llama_words("7b", words, batch=True), *words]).config
         how = {"vocab": 32000, "ranks": 16, "dealing": Dealing(form, shards), "probes": _all_works()}
         speed = resolve_speed(config, H100.device, None, lambda _: DEFAULT, **how)
         assert row.memory_bytes == memory_of(config, 32000, speed).total
@@ -246,14 +248,15 @@ def test_what_training_would_refuse_is_refused():
         assert (data.refused, slices.refused) == (False, True)
         assert any(note.startswith("refused in FSDP2: ") for note in result.notes)
     halved, whole = (
-        rows_of(planned(*words, counts=[8], size="350m"), 8)["data"] for words in (["parallel.reduce=bf16"], [])
+        rows_of(planned(*words, counts=[8], size="gpt2-350m"), 8)["data"] for words in (["parallel.reduce=bf16"], [])
     )
     assert halved.sent_bytes == pytest.approx(whole.sent_bytes / 2)
 
 
 def test_more_checkpointing_is_the_last_way():
     """Data parallel would fit with recomputation, but sharding fits without."""
-    result = planned("train.batch_tokens=524288", counts=[8], size="1.5b", cluster=dataclasses.replace(
+    model = ["model.layers=48", "model.width=1600", "model.heads=25", "train.batch_tokens=524288"]
+    result = planned(*model, "speed.micro_batch=null", counts=[8], size="gpt2-350m", cluster=dataclasses.replace(
         HOSTS, card=dataclasses.replace(H100, memory=27.5)))  # fmt: skip
     rows = rows_of(result, 8)
     assert rows["data"].checkpointing != "none"
@@ -292,10 +295,10 @@ def test_memory_of_one_gpu_is_what_a_run_there_plans():
 
 
 def test_what_the_plan_cannot_know_is_said():
-    result = planned("speed.precision=fp32", "speed.optimizer_offload=true", counts=[8], size="350m")
+    result = planned("speed.precision=fp32", "speed.optimizer_offload=true", counts=[8], size="gpt2-350m")
     assert any(note.endswith("give --rate") for note in result.notes)
     assert any("speed.optimizer_offload" in note for note in result.notes)
-    assert len(result.notes) == 2 + len(planned(counts=[8], size="350m").notes)
+    assert len(result.notes) == 2 + len(planned(counts=[8], size="gpt2-350m").notes)
 
 
 def test_a_memory_limit_counts():
@@ -308,17 +311,17 @@ def test_half_a_host_is_refused():
         planned(counts=[12])
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", LLAMAS)
 def test_a_size_has_the_parameters_of_its_name(name: str):
-    config = load_config("gpt-124m", size_words(name, [], batch=True)).config
+    config = load_config("gpt-124m", llama_words(name, [], batch=True)).config
     number = float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
     assert parameter_count(config.model, config.model.vocab or 0) == pytest.approx(number, rel=0.06)
 
 
 def test_what_the_user_writes_beats_the_size():
-    words = size_words("7b", ["model.layers=2", "train.batch_tokens=8192"], batch=True)
+    words = llama_words("7b", ["model.layers=2", "train.batch_tokens=8192"], batch=True)
     assert not any(word.startswith(("model.layers=", "train.batch_tokens=")) for word in words)
-    assert not any(word.startswith("train.") for word in size_words("7b", [], batch=False))
+    assert not any(word.startswith("train.") for word in llama_words("7b", [], batch=False))
 
 
 # --- interruptions ----------------------------------------------------------------------------------------------------
@@ -446,7 +449,8 @@ def test_a_plan_in_which_nothing_fits_can_be_drawn(tmp_path: Path):
         (["--gpus", "64..8"], "names no numbers of GPUs"),
         (["--gpus", "8.."], "names no numbers of GPUs"),
         (["--gpus", "12"], "12 GPUs do not fill hosts of 8"),
-        (["--size", "6b"], "is not a size we know"),
+        (["--size", "6b"], "there is no size '6b'"),
+        (["gpt-124m", "--size", "60m"], "is for the presets modern and record"),
         (["--gpu", "h900"], "is not a card we know"),
         (["--gpu", "b200"], "what share of its peak rate NVIDIA B200 reaches"),
         (["--rate", "5", "--mfu", "0.5"], "say the same thing twice"),

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatout.config.sizes import SIZED
+from flatout.config.sizes import SIZED, size_names
 from flatout.errors import UsageError
 from flatout.tuning.cluster import CARDS, GB, Card, card_here, card_named
 from flatout.tuning.goodput import FAILURE_HOURS
-from flatout.tuning.sizes import SIZES, size_words
+from flatout.tuning.llamas import LLAMAS, llama_words
 from flatout.verbs.measuring import add_overwrite, picture_target
 from flatout.words import Parser, add_config, load_pretraining, one_line, quoted
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flatout.tuning.many_gpus import Rate
 
 MOST = 2**20  # GPUs
-PRESET = "gpt-124m"  # what --size stands on
+LLAMAS_STAND_ON, SMALL = "gpt-124m", "modern"  # presets for a --size without a config
 
 
 def plan(words: list[str]) -> int:
@@ -33,10 +33,12 @@ def plan(words: list[str]) -> int:
     picture = None if parsed.plot is None else picture_target(Path(parsed.plot), "--plot", overwrite=parsed.overwrite)
     named = None if parsed.gpu is None else (parsed.gpu, card_named(parsed.gpu))
     size = parsed.size
-    if size is not None and parsed.config not in SIZED:
-        parsed.size = None  # here it is a common model, of other projects too
-        parsed.overrides = size_words(size, parsed.overrides, batch=not parsed.config_given) + parsed.overrides
-        parsed.config = parsed.config if parsed.config_given else PRESET
+    if size is not None and size.lower() in LLAMAS and parsed.config not in SIZED:
+        parsed.size = None
+        parsed.overrides = llama_words(size.lower(), parsed.overrides, batch=not parsed.config_given) + parsed.overrides
+        parsed.config = parsed.config if parsed.config_given else LLAMAS_STAND_ON
+    elif size is not None and not parsed.config_given:
+        parsed.config = SMALL
     loaded = load_pretraining(parsed, "plan")
     name, card = named or card_here() or ("h100", CARDS["h100"])
     from flatout.observe.measured.plan_table import print_plan
@@ -76,7 +78,8 @@ def _parser() -> Parser:
         "Memory, communication, step time, checkpoints and interruptions of a run on many GPUs, for data parallel, "
         "FSDP2 and hybrid sharding. Measures nothing and needs no GPU.",
     )
-    add_config(parser, size=f"a common model: {', '.join(SIZES)}; of {' and '.join(SIZED)}, their own sizes")
+    small, llamas = ", ".join(size_names()), ", ".join(LLAMAS)
+    add_config(parser, size=f"of {' or '.join(SIZED)}: {small}; a Llama of {llamas}")
     parser.add_argument(
         "--gpus", default="1..8", metavar="A..B", help="8..64 (doubling), or a list: 8,24; default 1..8"
     )

@@ -52,6 +52,16 @@ def test_the_ladder_writes_rows_a_table_and_a_picture(tmp_path: Path, capsys: py
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows"]  # no data folder, no run folder
 
 
+def test_rows_say_what_was_asked_for(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = [*QUICK, f"data.source={corpus}", "data.folder=later", "--rungs", "baseline", "--out", "rows"]
+    assert main(words) == 0
+    (row,) = rows_in(tmp_path / "rows")
+    words_of_row = str(row["config_words"])
+    assert str(corpus) in words_of_row
+    assert "data.folder=later" in words_of_row
+    assert main([*words, "--go-on"]) == 0, capsys.readouterr().err
+
+
 def test_rows_as_json_and_folders_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for _ in range(2):
         assert main([*QUICK, "--rungs", "baseline,tf32", "--json"]) == 0

@@ -19,6 +19,7 @@ from flatout.engine import fit_check, recovery, setup
 from flatout.engine.books import Progress
 from flatout.engine.checkpoint import list_checkpoints
 from flatout.engine.saving import capture
+from flatout.engine.sizing import data_facts
 from flatout.errors import DataError, DivergedError, DoesNotFitError, HardwareError, UserError
 from flatout.generation import decode
 from flatout.model.count import estimate_memory
@@ -273,6 +274,27 @@ def test_a_text_that_is_too_short_leaves_no_shards_behind(tiny, tmp_path: Path):
     with pytest.raises(DataError, match="needs at least"):
         next(flatout.train(tiny(f"data.source={text}", "data.folder=kept", "output.folder=a")))
     assert Path("kept/manifest.json").exists(), "it was there before"
+
+
+def test_a_dataset_without_a_broken_record_stays_and_is_trained_on_when_asked_again(tiny, tmp_path: Path):
+    rows = [json.dumps({"text": "the old fox over the moon. " * 20}) for _ in range(40)]
+    Path("rows.jsonl").write_text("\n".join([*rows, '{"text": ']), encoding="utf-8")
+    plain = tiny(f"data.source={tmp_path}/rows.jsonl", "data.folder=a", "output.folder=run-a", "train.steps=1")
+    words = [f"data.source={tmp_path}/rows.jsonl", "data.folder=b", "data.tokenizer=char", "output.folder=run-b"]
+    sized = load_config("modern", [*words, "model.context=64", "train.steps=1", "eval.tokens=512"], size="2x32")
+    for folder, config in (("a", plain), ("b", sized)):
+        with pytest.raises(DataError, match="1 of 41 records could not be used"):
+            list(flatout.train(config))
+        assert Path(folder, "problems.jsonl").exists()
+        assert of(list(flatout.train(config)), EvalRecord)
+
+
+def test_a_short_context_is_enough_for_a_size_that_is_chosen(tiny, tmp_path: Path):
+    text = tmp_path / "short.txt"
+    text.write_text("the old fox over the moon. " * 9, encoding="utf-8")
+    tiny()
+    words = [f"data.source={text}", "data.tokenizer=char", "train.minutes=0.1", "model.context=64"]
+    assert data_facts(load_config("record", words), None).unique == 218
 
 
 def test_init_from_starts_at_the_given_weights(tiny, tmp_path: Path):

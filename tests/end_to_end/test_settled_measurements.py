@@ -104,7 +104,7 @@ def test_doctor_and_plan_judge_what_train_would_train(
     monkeypatch.setattr(many_gpus, "plan", plans)
     named = ["record", "--size", SIZE, *words]
     assert main(["plan", *named]) == 0
-    assert "note: size 2x32 is settled as for text that is read once" in capsys.readouterr().err
+    assert "settled as for text that is read once, because its tokens are not counted" in capsys.readouterr().err
     assert seen.pop().model.value_tables == 1
     assert not list(tmp_path.iterdir())
     main(["doctor", "--quick", *named])
@@ -112,7 +112,9 @@ def test_doctor_and_plan_judge_what_train_would_train(
     assert seen.pop().optim.head_decay is not None
     run = trained("record", words)
     assert main(["plan", *named]) == 0
-    assert "note: the data is read 10.0 times" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "note: the data is read 10.0 times" in said.err
+    assert "the vocabulary is not known" not in said.out
     main(["doctor", "--quick", *named])
     shown = capsys.readouterr().out
     assert "the data is read 10.0 times" in shown

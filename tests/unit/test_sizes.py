@@ -13,6 +13,7 @@ from flatout.config.sizes import (
     Shape,
     batch_of,
     derive,
+    reckoned,
     shape_of,
     size_names,
     usual_vocab,
@@ -26,6 +27,7 @@ GPT2 = 50257
 def test_vocabularies_that_are_assumed_are_those_of_the_tokenizers() -> None:
     for tokenizer in (Gpt2Tokenizer, ByteTokenizer):
         assert usual_vocab(tokenizer.kind) == tokenizer.vocab
+    assert usual_vocab("bpe-1024") == 1024
 
 
 def test_sizes_are_counted_without_embedding_tables() -> None:
@@ -86,8 +88,16 @@ def test_what_is_read_often_is_forgotten_within_an_epoch_at_every_rate_and_batch
             each = found.repeated[f"optim.{decay}_decay"] * values[f"optim.{rate}_rate"]
             forgotten = min(3.0, 2 * (shape.dense(GPT2) / 10_000_000) ** 0.5)
             assert each * 10_000_000 / values["train.batch_tokens"] == pytest.approx(forgotten, rel=0.01)
-    small = derive("modern", Shape(24, 2048), {"train.epochs": 1000}, Known(vocab=GPT2, unique=10_000))
-    assert all(value <= 10 for path, value in small.repeated.items() if path.endswith("decay")), "no config has more"
+    rare = {"train.epochs": 1000, "optim.head_rate": 1e-3}
+    small = derive("modern", Shape(24, 2048), rare, Known(vocab=GPT2, unique=10_000)).repeated
+    assert small["optim.head_decay"] == 10, "no config has more"
+
+
+def test_decay_of_repeated_data_goes_by_the_rate_that_a_group_has() -> None:
+    known, rates = Known(vocab=GPT2, unique=10_000_000), {"optim.learning_rate": 4e-3, "optim.embedding_rate": None}
+    written = reckoned({"train.epochs": 10, "optim.optimizer": "adamw", **rates})
+    found = derive("modern", Shape(8, 512), written, known).repeated
+    assert found["optim.weight_decay"] == found["optim.embedding_decay"] > found["optim.head_decay"]
 
 
 def test_text_that_is_read_again_comes_in_another_order_and_tables_decay() -> None:

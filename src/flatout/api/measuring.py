@@ -20,7 +20,7 @@ from flatout.tuning.field_changes import check_length, choose
 from flatout.tuning.ladder import bench as climb_ladder
 from flatout.tuning.lr_range import HIGH, LOW, STEPS, LrResult, Point, find_rate
 from flatout.tuning.search_space import read_space, space_of
-from flatout.tuning.settling import sized
+from flatout.tuning.settling import settled_for_runs
 from flatout.tuning.study import TRIALS, StudyResult, TrialRow
 from flatout.tuning.study import search as search_space
 from flatout.tuning.tuner import tune as search_settings
@@ -163,8 +163,9 @@ def ablate(
     if equal not in (TOKENS, SECONDS, BOTH):
         raise UsageError(f"runs cannot be compared at equal {equal!r}", "use tokens, seconds or both")
     check_length(loaded)
-    if minutes != 0 or has_dataset(data_folder(loaded.config.data)):  # to show what is there, nothing is prepared
-        loaded = sized(loaded, notice)
+    # To show what is there, nothing is prepared.
+    if loaded.size is not None and (minutes != 0 or has_dataset(data_folder(loaded.config.data))):
+        loaded = settled_for_runs(loaded, notice)
     changes, left_out = choose(fields, loaded)
     path = None if folder is None else Path(folder) / "ablate.jsonl"
     earlier = [] if path is None or not path.exists() else read_ablate(path, notice)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.config.source import Layer, Setting, Source
+from flatout.config.training_sections import MOST_DECAY
 from flatout.config.yaml_loader import shorten
 from flatout.errors import ConfigError
 
@@ -41,11 +42,12 @@ _SMALL_VOCABS = {"char": 128, "bytes": 257}
 REFERENCE_BATCH, REFERENCE_TOKENS, REFERENCE_WIDTH = 32_768, 26e6, 512
 _ADAM_RATES = {"embedding_rate": 0.3, "head_rate": 0.008, "learning_rate": 0.02}
 _VALUE_RATE, _BIGRAM_RATE = 0.1, 0.3
+_OPTIMIZER, _GROUP_RATES = "optim.optimizer", ("optim.embedding_rate", "optim.head_rate")
 SHORT_STEPS = 800
 TOKENS_PER_PARAMETER, MOST_EPOCHS = 20, 2.0
 ONCE = 1.1  # epochs: in a second one tables are learned by heart
 _VALUE_DECAY = 0.03  # of value tables that see text again
-_MOST_FORGOTTEN, _MOST_DECAY = 3.0, 0.02  # of repeated data: decay times rate, in an epoch and in a step
+_MOST_FORGOTTEN, _MOST_AT_ONCE = 3.0, 0.02  # of repeated data: decay times rate, in an epoch and in a step
 # Above, data counts as repeated. In 1.6 epochs of Shakespeare a decay of embedding and head cost 0.034, in 2.8 epochs
 # in 0.16M parameters it gained 0.065 on one cut of the text and nothing on another (CPU).
 FRESH_EPOCHS = 2.5
@@ -125,7 +127,13 @@ def size_names() -> tuple[str, ...]:
 
 def usual_vocab(tokenizer: str) -> int:
     """The ids of a tokenizer before it is read."""
-    return _SMALL_VOCABS.get(tokenizer, GPT2_VOCAB)
+    return _SMALL_VOCABS.get(tokenizer) or learned_vocab(tokenizer) or GPT2_VOCAB
+
+
+def learned_vocab(tokenizer: str) -> int | None:
+    """How many ids a tokenizer may have that is learned from the text it is for, as `bpe-512`; None for others."""
+    found = re.fullmatch(r"bpe-(\d{1,6})", tokenizer)
+    return None if found is None else int(found[1])
 
 
 def shape_of(name: str, where: str) -> Shape:
@@ -167,18 +175,27 @@ def size_layer(
     shape = shape_of(DEFAULT_SIZE if sized.name == AUTO and minutes else sized.name, where)
     tokenizer = merged["data.tokenizer"].value if "data.tokenizer" in merged else ""
     known = Known(vocab=usual_vocab(tokenizer if isinstance(tokenizer, str) else ""))
-    values = {path: setting.value for path, setting in written.items() if _is_number(setting.value)}
+    values = reckoned({path: setting.value for path, setting in written.items()})
     derived = derive(preset, shape, values, known).size
     return sized, {path: Setting(value, sized.source) for path, value in derived.items()}
 
 
-def _is_number(value: Any) -> bool:
-    """Whether rules can reckon with a value that a user wrote: what is no number, validation refuses."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def reckoned(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what a user wrote, by path, what rules reckon with: positive numbers, and how the matrices are trained.
+
+    Where a rate is null, `optim.learning_rate` is meant. What is wrong, validation refuses.
+    """
+    numbers = {
+        path: value
+        for path, value in written.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    }
+    null = {path: None for path in _GROUP_RATES if path in written and written[path] is None}
+    return {**numbers, **null, _OPTIMIZER: written.get(_OPTIMIZER, "muon")}
 
 
 def derive(preset: str, shape: Shape, written: Mapping[str, Any], known: Known) -> Derived:
-    """The settings of a size, given what the user has `written`, by path."""
+    """The settings of a size, given what the user has `written`, by path, as far as it is `reckoned` with."""
     width, layers = written.get("model.width", shape.width), written.get("model.layers", shape.layers)
     shape = Shape(layers, width)
     context = written.get("model.context", shape.context)
@@ -296,13 +313,19 @@ def _short(value: float) -> float:
 def _repeated(preset: str, values: Mapping[str, Any], dense: int, unique: int) -> dict[str, Any]:
     """What pays where the data is read many times: no tables, and a decay that makes a model forget within an epoch.
 
-    All that is trained decays alike: by so much in an epoch, whatever its rate and the batch. Ten epochs of 12.7M
+    All that is trained decays alike: by so much in an epoch, whatever its rate and the batch; Muon's matrices where
+    update and weight agree in sign (`optim.cautious`). In a step it is 0.02 at most. Ten epochs of 12.7M
     tokens ended at 3.814 with 1.1 in an epoch, 3.769 with 2.2 and 3.810 with 3.4 in 16M parameters, at 3.567 with 2.0
     and 3.574 with 4.0 in 51M (H200, one seed; `docs/recipe.md`).
     """
     forgotten = min(_MOST_FORGOTTEN, 2 * math.sqrt(dense / max(unique, 1)))
-    each = min(_MOST_DECAY, forgotten * values["train.batch_tokens"] / max(unique, 1))
-    rates = {"weight_decay": "muon_rate", "embedding_decay": "embedding_rate", "head_decay": "head_rate"}
-    found = {f"optim.{decay}": _short(min(10.0, each / values[f"optim.{rate}"])) for decay, rate in rates.items()}
+    each = min(_MOST_AT_ONCE, forgotten * values["train.batch_tokens"] / max(unique, 1))
+    usual = values["optim.learning_rate"]
+    rates = {
+        "optim.weight_decay": usual if values.get(_OPTIMIZER) == "adamw" else values["optim.muon_rate"],
+        "optim.embedding_decay": values["optim.embedding_rate"] or usual,
+        "optim.head_decay": values["optim.head_rate"] or usual,
+    }
+    found: dict[str, Any] = {path: _short(min(MOST_DECAY, each / rate)) for path, rate in rates.items()}
     found |= {"model.mlp": "swiglu", "optim.ema": 0.995}
     return found | ({"model.value_tables": 0, "model.bigram_rows": 0} if preset == "record" else {})

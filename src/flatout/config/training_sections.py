@@ -73,7 +73,8 @@ def _pair(text: str, number: Callable[[str], _Number]) -> tuple[str, _Number]:
 
 MOST_RATE = 100.0
 _Rate = Annotated[float, Field(gt=0.0, le=MOST_RATE)]
-_Decay = Annotated[float, Field(ge=0.0, le=10.0)]
+MOST_DECAY = 10.0
+_Decay = Annotated[float, Field(ge=0.0, le=MOST_DECAY)]
 _Memory = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 

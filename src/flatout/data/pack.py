@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import final
 
 import flatout
+from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Document, shown
 from flatout.data.journal import Journal, PassingError, clear, foreign_in
 from flatout.data.limits import Tally, limits_of
@@ -43,7 +44,6 @@ from flatout.data.tokenizer import (
     CharTokenizer,
     HuggingFaceTokenizer,
     Tokenizer,
-    learned_vocab,
     load_tokenizer,
     token_dtype,
 )

@@ -23,6 +23,7 @@ from typing import Any
 
 from flatout.config.data_sections import SourceConfig
 from flatout.config.schema import CleanConfig, DataConfig
+from flatout.config.sizes import learned_vocab
 from flatout.corpus.clean import CleanRules, load_rules
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice, shown
 from flatout.corpus.readers import read_slice
@@ -30,7 +31,6 @@ from flatout.corpus.sources import Found, find_files, slices_of
 from flatout.corpus.streams import PIECE
 from flatout.data.limits import LIMITS, NONE_TAKEN, Limits, limits_of
 from flatout.data.part import Part, Recipe, judged
-from flatout.data.tokenizer import learned_vocab
 from flatout.errors import DataError, ResourceError
 from flatout.files import readable_sizes
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from flatout.config.catalogue import source_name
 from flatout.config.schema import CleanConfig, DataConfig
+from flatout.config.sizes import learned_vocab
 from flatout.data.inspect import read_problems, read_report
 from flatout.data.limits import LIMITS
 from flatout.data.manifest import MANIFEST, PROBLEMS, Manifest, read_manifest
 from flatout.data.pack import Progress, pack_corpus
 from flatout.data.plan import STDIN, Request, find_inputs, request_of
-from flatout.data.tokenizer import learned_vocab, load_tokenizer
+from flatout.data.tokenizer import load_tokenizer
 from flatout.data.workers import EngineName
 from flatout.errors import ConfigError, DataError
 

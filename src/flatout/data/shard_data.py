@@ -33,12 +33,16 @@ def open_shards(data: DataConfig, clean: CleanConfig, progress: Progress | None 
 
 
 @contextlib.contextmanager
-def taken_back(data: DataConfig) -> Iterator[None]:
-    """Removes a dataset that is made inside for a run which cannot use it: with more text, it would be in the way."""
+def shards_for(data: DataConfig, clean: CleanConfig, progress: Progress | None = None) -> Iterator[Dataset]:
+    """The same for a run that may find it too short: then what was made for it goes, or it would be in the way.
+
+    A dataset with records that could not be read stays: who asks again trains on the rest.
+    """
     folder = data_folder(data)
     made = [place for place in (*reversed(folder.parents), folder) if not place.exists()]  # outermost first
+    dataset = open_shards(data, clean, progress)
     try:
-        yield
+        yield dataset
     except DataError:
         with contextlib.suppress(OSError):  # what cannot be removed must not hide why the run was refused
             if made and retire(folder, [path.name for path in folder.iterdir()]):

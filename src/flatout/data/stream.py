@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.config.schema import CleanConfig, DataConfig
+from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Problem
 from flatout.corpus.sources import HUB
 from flatout.data.limits import NONE_TAKEN, Choice, dropped_by_then, limits_of
@@ -40,7 +41,7 @@ from flatout.data.plan import PART_BYTES, STDIN, Inputs, Request, find_inputs, r
 from flatout.data.shards import HeldTokens
 from flatout.data.stream_parts import Lap, Position, parts_of_lap
 from flatout.data.threads import LoaderError
-from flatout.data.tokenizer import Ids, Tokenizer, learned_vocab, load_tokenizer, token_dtype
+from flatout.data.tokenizer import Ids, Tokenizer, load_tokenizer, token_dtype
 from flatout.data.workers import ProcessEngine, WorkerGoneError
 from flatout.errors import ConfigError, DataError, ResourceError
 from flatout.files import canonical_json

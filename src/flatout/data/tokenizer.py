@@ -36,6 +36,7 @@ from typing import Any, Literal, final
 import numpy as np
 import numpy.typing as npt
 
+from flatout.config.sizes import learned_vocab
 from flatout.confined import Child, Exceeded, Limits
 from flatout.corpus.shipped import GPT2_END_OF_TEXT, GPT2_RANKS_SHA256, gpt2_tokens
 from flatout.errors import DataError
@@ -79,12 +80,6 @@ def token_dtype(vocab: int) -> np.dtype[Any]:
     if not 1 <= vocab <= 2**32:
         raise ValueError(f"a vocabulary has 1 to 2**32 ids, not {vocab}")
     return np.dtype("<u2" if vocab <= 2**16 else "<u4")
-
-
-def learned_vocab(spec: str) -> int | None:
-    """How many ids a tokenizer may have that is learned from the text it is for, as `bpe-512`; None for others."""
-    found = re.fullmatch(r"bpe-(\d{1,6})", spec)
-    return None if found is None else int(found[1])
 
 
 class Tokenizer(abc.ABC):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from flatout.config.schema import RunConfig
+from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Document, Problem, Slice
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import slices_of, told_by_type
@@ -29,7 +30,6 @@ from flatout.data.tokenizer import (
     Gpt2Tokenizer,
     HuggingFaceTokenizer,
     Tokenizer,
-    learned_vocab,
     load_tokenizer,
     token_dtype,
 )

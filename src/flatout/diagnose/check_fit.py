@@ -96,7 +96,7 @@ def device_of(machine: Machine, kind: str, index: int, memory_limit: float | Non
     return Device(torch_device=torch.device(kind), name=kind, memory_bytes=memory, capability=None)
 
 
-def sized(
+def settled(
     loaded: LoadedConfig, machine: Machine, data: DataFacts, kind: str, index: int, ranks: int
 ) -> tuple[LoadedConfig, list[Finding]]:
     """The config with what its preset leaves open until the data is known, as a run would settle it there."""
@@ -106,13 +106,13 @@ def sized(
     known, unique = uncounted(config), None if config.data.streaming else data.train_tokens
     vocab = config.model.vocab or data.vocab or known.vocab
     known = dataclasses.replace(known, vocab=vocab, unique=unique, ranks=ranks)
-    settled = sized(loaded, known, device_of(machine, kind, index, config.speed.memory_limit))
-    if settled is loaded or data.exact:
-        return settled, []
+    found_size = sized(loaded, known, device_of(machine, kind, index, config.speed.memory_limit))
+    if found_size is loaded or data.exact:
+        return found_size, []
     found = "settled as for text that is read once, because its tokens are not counted"
     if unique is not None:
         found = f"settled for about {unique:,} tokens to train on; a run counts them first"
-    return settled, [Check("config", "size").note(found)]
+    return found_size, [Check("config", "size").note(found)]
 
 
 def _probes(machine: Machine, trials: Trials) -> "Probes":

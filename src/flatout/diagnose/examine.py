@@ -230,7 +230,7 @@ class _Visit:
 
             def settle() -> Iterator[Finding]:
                 place = self.kind, self.index, self.ranks
-                self.loaded, said = check_fit.sized(loaded, machine, self.data, *place)
+                self.loaded, said = check_fit.settled(loaded, machine, self.data, *place)
                 yield from said
 
             def fit(loaded: LoadedConfig) -> Iterator[Finding]:
@@ -291,7 +291,7 @@ class _Visit:
             from flatout.engine.overlays import fitted_to  # the doctor starts without torch
 
             with contextlib.suppress(UserError):
-                return fitted_to(_loaded(self.target, self.overrides, None, self.size), name)
+                return fitted_to(loaded, name)
             return None
 
         yield from guarded("memory", "a step", lambda: check_memory(loaded, fitted, host, on_hardware))

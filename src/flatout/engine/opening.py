@@ -20,7 +20,7 @@ from flatout.data.make_samples import SampleRequest, prepare_samples, why_made
 from flatout.data.masking import stops_of
 from flatout.data.pack import Progress
 from flatout.data.sample_data import SampleData
-from flatout.data.shard_data import ShardData, open_shards, taken_back
+from flatout.data.shard_data import ShardData, shards_for
 from flatout.data.stream import open_stream
 from flatout.data.stream_loader import StreamData
 from flatout.data.training_data import TrainingData
@@ -68,8 +68,7 @@ def open_data(
     how = {"seed": seed, "best_fit": config.data.packing == "best_fit", "apart": config.documents_apart}
     how["reshuffle"] = config.data.reshuffle
     context, stride = config.model.context, config.data.stride or config.model.context
-    with taken_back(config.data):
-        dataset = open_shards(config.data, config.clean, progress)
+    with shards_for(config.data, config.clean, progress) as dataset:
         windows = windows_of(dataset.train, context=context, stride=stride, **how)
     return Opened(config, ShardData(dataset, windows, asked_schedule(config, windows.order.windows), val_tokens))
 

@@ -22,7 +22,6 @@ from flatout.config.load import LoadedConfig, with_values
 from flatout.config.schema import RunConfig, micro_batch_of, windows_of_steps
 from flatout.config.sizes import usual_vocab
 from flatout.config.source import DEFAULT, Source
-from flatout.data.tokenizer import learned_vocab
 from flatout.device import Device
 from flatout.engine.case import Probes
 from flatout.engine.features import resolve_speed
@@ -88,7 +87,7 @@ def _need(config: RunConfig, have: int) -> int:
     """Bytes of a step on a card of this memory, by the estimate."""
     card = Device(torch_device=torch.device("cuda", 0), name="the overlay's card", memory_bytes=have, capability=(8, 0))
     spec = config.data.tokenizer
-    vocab = config.model.vocab or learned_vocab(spec) or usual_vocab(spec)
+    vocab = config.model.vocab or usual_vocab(spec)
     plain = config.model_copy(update={"speed": config.speed.model_copy(update={"device": "auto"})})
     speed = resolve_speed(plain, card, None, lambda _: DEFAULT, vocab=vocab, probes=_ALL_WORKS)
     return memory_of(plain, vocab, speed).total

@@ -15,12 +15,24 @@ from flatout.config.catalogue import hardware_for
 from flatout.config.facts import field_facts, value_at
 from flatout.config.load import ALTERNATIVES, LoadedConfig, with_layer, with_values
 from flatout.config.schema import RunConfig
-from flatout.config.sizes import AUTO, DEFAULT_SIZE, LADDER, Known, Shape, Sized, derive, shape_of, usual_vocab
+from flatout.config.sizes import (
+    AUTO,
+    DEFAULT_SIZE,
+    FRESH_EPOCHS,
+    LADDER,
+    Known,
+    Shape,
+    Sized,
+    derive,
+    reckoned,
+    shape_of,
+    usual_vocab,
+)
 from flatout.config.source import Setting, Source
 from flatout.config.yaml_loader import format_value
 from flatout.data.loader import check_length
 from flatout.data.pack import Progress
-from flatout.data.shard_data import open_shards, taken_back
+from flatout.data.shard_data import shards_for
 from flatout.device import Device
 from flatout.engine.overlays import fitted_to
 
@@ -46,11 +58,12 @@ def data_facts(loaded: LoadedConfig, progress: Progress | None) -> Known:
     config = loaded.config
     if config.data.streaming:
         return uncounted(config)
-    auto = loaded.size is not None and loaded.size.name == AUTO  # a small shape may be chosen, with a short context
-    with taken_back(config.data):
-        dataset = open_shards(config.data, config.clean, progress)
+    context = config.model.context
+    if loaded.size is not None and loaded.size.name == AUTO:  # a small shape may be chosen, with a short context
+        context = written(loaded).get("model.context", LADDER[0].context)
+    with shards_for(config.data, config.clean, progress) as dataset:
         if config.data.packing != "best_fit":
-            check_length(dataset.train, LADDER[0].context if auto else config.model.context)
+            check_length(dataset.train, context)
     return Known(vocab=config.model.vocab or dataset.tokenizer.vocab, unique=dataset.train.tokens)
 
 
@@ -80,8 +93,8 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
             f"{path}={format_value(value)}" for path, value in repeated.items() if not _by_user(loaded, path)
         )
         notices.append(
-            f"the data is read {derived.epochs:.1f} times, too often for a model of this size to count as fresh: "
-            f"settings are those for repeated data ({told})"
+            f"the data is read {derived.epochs:.1f} times, more than {FRESH_EPOCHS}: settings are those for repeated "
+            f"data ({told})"
         )
     left = [path for path in TABLES if values.get(path, (0, ""))[0] and not _by_user(loaded, path)]
     if left and is_small(device):
@@ -93,7 +106,8 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
 
 def _impossible(config: RunConfig) -> set[str]:
     """What would help with text that is read again, and does not go together with what the config has."""
-    return {"data.reshuffle"} if config.data.packing == "best_fit" else set()
+    found = {"data.reshuffle": config.data.packing == "best_fit", "optim.head_decay": config.model.tied}
+    return {path for path, cannot in found.items() if cannot}
 
 
 def is_small(device: Device) -> bool:
@@ -101,9 +115,8 @@ def is_small(device: Device) -> bool:
 
 
 def written(loaded: LoadedConfig) -> dict[str, Any]:
-    """The numbers that the user wrote, by path."""
-    found = {path: value_at(loaded.config, path) for path, source in loaded.sources.items() if source.by_user}
-    return {path: value for path, value in found.items() if isinstance(value, int | float) and value is not True}
+    """What the user wrote and rules reckon with, by path."""
+    return reckoned({path: value_at(loaded.config, path) for path, source in loaded.sources.items() if source.by_user})
 
 
 def sized(loaded: LoadedConfig, known: Known, device: Device) -> LoadedConfig:

@@ -25,8 +25,8 @@ def rules_of(
 ) -> tuple[Rule, ...]:
     """AdamW with moments in fp32 or 8 bits, on the device or on the host; decay for matrices only.
 
-    With Muon the matrices of blocks are Muon's, decay is for them alone, and AdamW has the rest. Tables may have a
-    decay of their own. `exchange` is how several processes share Muon's work.
+    With Muon the matrices of blocks are Muon's, decay is for them alone, and AdamW has the rest. Embedding, head and
+    tables may have a decay of their own. `exchange` is how several processes share Muon's work.
     """
     kind = HostAdamW if offload else EightBitAdamW if state == "8bit" else AdamW
     factors, decay = rate_factors(config, updates, pace), decays_of(config, updates)

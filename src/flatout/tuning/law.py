@@ -5,7 +5,8 @@ steps. Only the choice has to be right, not the loss: near the best size the cur
 
 Where the constants come from:
 - Words (a vocabulary like GPT-2's): fitted to runs of `record` on enwik8, 16M, 51M and 124M parameters after 8M tokens,
-  124M after 10M, 51M after 26M, which end between 2.90 and 3.65 (`benchmarks/time_to_loss.jsonl`); off by 0.03 at most.
+  124M after 10M, 51M after 26M, which end between 2.90 and 3.65 (`benchmarks/time_to_loss.jsonl`); off by 0.03 at most,
+  and by 0.05 with 353M after 26M.
   With powers of 0.5 it fits as well; 0.4 makes 7 tokens per parameter the best, nearer to the 12 of longer runs
   (nanochat, `scripts/base_train.py`, 92d63d4). C is from the batches of 51M parameters in `benchmarks/lab.jsonl`, 32K
   to 262K.
@@ -64,6 +65,7 @@ def effective_tokens(tokens: float, unique: float | None, parameters: float) -> 
     """Fresh tokens that teach a model as much as `tokens` of a text that has `unique` ones."""
     if unique is None or tokens <= unique:
         return tokens
-    least = _REPEATS_DECAYED if tokens > FRESH_EPOCHS * unique else 0.0
-    repeats, most = tokens / unique - 1, min(_REPEATS, max(least, _REPEATS_BY_SIZE * unique / parameters))
+    repeats = tokens / unique - 1
+    least = _REPEATS_DECAYED * min(1.0, max(0.0, repeats + 1.5 - FRESH_EPOCHS))  # no jump between the settings
+    most = min(_REPEATS, max(least, _REPEATS_BY_SIZE * unique / parameters))
     return unique * (1 + most * (1 - math.exp(-repeats / most)))

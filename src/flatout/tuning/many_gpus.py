@@ -15,7 +15,7 @@ from typing import Any
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig, at_last_stage, micro_batch_of
-from flatout.config.sizes import GPT2_VOCAB
+from flatout.config.sizes import Known
 from flatout.config.source import DEFAULT, Source
 from flatout.data.manifest import read_manifest
 from flatout.data.prepare import data_folder, has_dataset
@@ -192,7 +192,8 @@ class _Look:
         self.loaded, self.config, self.cluster = loaded, loaded.config, cluster
         model = self.config.model
         self.device = limit_memory(cluster.card.device, self.config.speed.memory_limit)
-        self.vocab = model.vocab or GPT2_VOCAB
+        self.known = _known(self.config)
+        self.vocab = self.known.vocab
         self.alone = self._speed(1, Dealing())
         self.speeds: dict[str, Speed] = {}  # the switches of each form
         flops, peak = flops_per_token(model, self.vocab), self.device.peak_flops or 0.0
@@ -305,7 +306,7 @@ class _Look:
             if row.refused and FORMS[row.form] not in refusals.setdefault(row.why, []):
                 refusals[row.why].append(FORMS[row.form])
         yield from (f"refused in {' and '.join(forms)}: {why}" for why, forms in refusals.items())
-        if self.config.model.vocab is None and self.config.data.tokenizer != "gpt2":
+        if self.config.model.vocab is None and self.config.data.tokenizer != "gpt2" and not self.known.unique:
             yield f"the vocabulary is not known before the data is prepared: counted as {self.vocab:,}"
         if self.other_products:
             yield "the share of the peak rate is for products in 16 bits, and this config has others: give --rate"
@@ -315,23 +316,28 @@ class _Look:
 
 def on_card(loaded: LoadedConfig, card: Card) -> LoadedConfig:
     """The config with what its preset leaves open until the data is known, as far as it is; no data is prepared."""
-    data, known = loaded.config.data, uncounted(loaded.config)
-    named = data.folder is not None or data.source is not None
-    counted = named and not data.streaming and has_dataset(data_folder(data))
-    if counted:
-        manifest = read_manifest(data_folder(data))
-        vocab = loaded.config.model.vocab or manifest.vocab
-        known = dataclasses.replace(known, vocab=vocab, unique=manifest.splits["train"].tokens)
+    known = _known(loaded.config)
     settled = sized(loaded, known, limit_memory(card.device, loaded.config.speed.memory_limit))
-    if loaded.size is None or settled is loaded or counted:
+    if loaded.size is None or settled is loaded:
         return settled
-    notice = f"size {loaded.size.name} is settled as for text that is read once, because the data is not prepared"
+    read = "" if known.unique else ", and is settled as for text that is read once, because its tokens are not counted"
+    notice = f"size {loaded.size.name} has the batch of one GPU{read}"
     return dataclasses.replace(settled, notices=(*settled.notices, notice))
 
 
 def planned_parameters(config: RunConfig) -> int:
     """How large the model is, for who looks for a measured rate of one of its size."""
-    return parameter_count(config.model, config.model.vocab or GPT2_VOCAB)
+    return parameter_count(config.model, _known(config).vocab)
+
+
+def _known(config: RunConfig) -> Known:
+    """What is known of the data where it is prepared, and else of its tokenizer."""
+    data, known = config.data, uncounted(config)
+    if data.streaming or (data.folder is None and data.source is None) or not has_dataset(data_folder(data)):
+        return known
+    manifest = read_manifest(data_folder(data))
+    vocab = config.model.vocab or manifest.vocab
+    return dataclasses.replace(known, vocab=vocab, unique=manifest.splits["train"].tokens)
 
 
 def _all_works() -> Probes:

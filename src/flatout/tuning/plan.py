@@ -76,6 +76,7 @@ def make_plan(
     threads = next((int(row.used["threads"]) for row in earlier if row.used.get("threads", "").isdigit()), None)
     if loaded.config.chat.source is not None:
         return _plan_for_samples(loaded, scratch, steps, parity_steps, batch_tokens, notice, threads)
+    asked = loaded
     loaded, described = practice_config(loaded, scratch, notice)
     config = loaded.config
     notice(f"data: {described}")
@@ -96,7 +97,7 @@ def make_plan(
     dataset = open_dataset(config.data.folder or "")
     vocab = config.model.vocab or dataset.tokenizer.vocab
     return _plan(
-        loaded,
+        asked,
         fitted,
         threads,
         corpus_bytes=dataset.train.tokens * dataset.train.dtype.itemsize,

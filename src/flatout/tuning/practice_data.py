@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from flatout.config.schema import DataConfig, RunConfig
+from flatout.config.sizes import learned_vocab
 from flatout.data.manifest import MANIFEST, OFFSET_DTYPE, TOKENIZER, VERSION, FileInfo, Manifest, SplitInfo
 from flatout.data.pack import pack_corpus
 from flatout.data.plan import request_of
@@ -27,7 +28,6 @@ from flatout.data.tokenizer import (
     Ids,
     IdTokenizer,
     Tokenizer,
-    learned_vocab,
     load_tokenizer,
     token_dtype,
 )

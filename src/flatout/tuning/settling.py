@@ -45,7 +45,7 @@ def settled(
     return settled_with(config, known, device, world, arrays)
 
 
-def sized(loaded: LoadedConfig, notice: Callable[[str], None]) -> LoadedConfig:
+def settled_for_runs(loaded: LoadedConfig, notice: Callable[[str], None]) -> LoadedConfig:
     """A config of a preset with sizes as a run would have it, for several runs; `notice` is told what was settled."""
     if loaded.size is None:
         return loaded

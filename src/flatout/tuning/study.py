@@ -48,7 +48,7 @@ from flatout.tuning.measure import borrowed_run
 from flatout.tuning.plan import machine_of
 from flatout.tuning.practice_data import scratch_folder
 from flatout.tuning.search_space import Dimension, Space, with_values
-from flatout.tuning.settling import sized
+from flatout.tuning.settling import settled_for_runs
 
 TRIALS = 20
 EVALUATIONS = 8  # of a trial, unless the config says more; after each it may be cut short
@@ -124,7 +124,7 @@ def search(
             kept.tell(trial.number, state=optuna.trial.TrialState.FAIL)
         if loaded.config.chat.source is None and loaded.size is None:  # samples are made by the first trial
             prepare_data(loaded.config.data, loaded.config.clean)
-        base = for_trials(sized(loaded, notice))
+        base = for_trials(settled_for_runs(loaded, notice))
         # A run that warms up for longer looks worse at first: the first third says nothing yet.
         warm_up = (_steps(base) or 0) // 3
         kept.pruner = optuna.pruners.MedianPruner(n_startup_trials=BEFORE_CUTTING, n_warmup_steps=warm_up)

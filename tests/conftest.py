@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -105,11 +106,22 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _what_is_old_is_not_looked_at_again() -> Iterator[None]:
     """Our code collects garbage between measurements, and pays for every module that any test has imported."""
+    longest, began = 0.0, 0.0
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        nonlocal longest, began
+        if phase == "start":
+            began = time.perf_counter()
+        elif info["generation"] == 2:
+            longest = max(longest, time.perf_counter() - began)
+
+    gc.callbacks.append(watch)
     yield
-    if len(gc.get_objects()) > 200_000:
+    gc.callbacks.remove(watch)
+    if longest > 0.02:
         gc.collect()
         gc.freeze()
 

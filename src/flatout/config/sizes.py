@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.config.source import Layer, Setting, Source
-from flatout.config.training_sections import MOST_DECAY
 from flatout.config.yaml_loader import shorten
 from flatout.errors import ConfigError
 
@@ -47,6 +46,7 @@ SHORT_STEPS = 800
 TOKENS_PER_PARAMETER, MOST_EPOCHS = 20, 2.0
 ONCE = 1.1  # epochs: in a second one tables are learned by heart
 _VALUE_DECAY = 0.03  # of value tables that see text again
+MOST_DECAY = 10.0  # of a config
 _MOST_FORGOTTEN, _MOST_AT_ONCE = 3.0, 0.02  # of repeated data: decay times rate, in an epoch and in a step
 # Above, data counts as repeated. In 1.6 epochs of Shakespeare a decay of embedding and head cost 0.034, in 2.8 epochs
 # in 0.16M parameters it gained 0.065 on one cut of the text and nothing on another (CPU).

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from flatout.config.section import Conflict, Name, Natural, Positive, Section, Share, Switch
+from flatout.config.sizes import MOST_DECAY
 
 _Number = TypeVar("_Number", int, float)
 
@@ -73,7 +74,6 @@ def _pair(text: str, number: Callable[[str], _Number]) -> tuple[str, _Number]:
 
 MOST_RATE = 100.0
 _Rate = Annotated[float, Field(gt=0.0, le=MOST_RATE)]
-MOST_DECAY = 10.0
 _Decay = Annotated[float, Field(ge=0.0, le=MOST_DECAY)]
 _Memory = Annotated[float, Field(ge=0.0, lt=1.0)]
 

@@ -8,7 +8,7 @@ They may try again then, together (engine/full_disk.py).
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -18,13 +18,15 @@ from flatout.engine.slices import SLICED_FILES, entry_of, joined_entries, slice_
 from flatout.files import disk_errors
 from flatout.folders import whole_folder
 from flatout.model.tensor_file import pieces_of
-from flatout.parallel.sharding import Sharding
 from flatout.world import World
+
+if TYPE_CHECKING:
+    from flatout.parallel.sharding import Sharding
 
 _SLICED = {f"{name}.safetensors" for name in SLICED_FILES}
 
 
-def write_sharded(folder: Path, checkpoint: Checkpoint, sharding: Sharding, world: World) -> tuple[Path, int]:
+def write_sharded(folder: Path, checkpoint: Checkpoint, sharding: "Sharding", world: World) -> tuple[Path, int]:
     """Writes `folder/step-N` from all processes, of which `checkpoint` holds the slices; returns it and its size."""
     target, work = checkpoint_path(folder, checkpoint.step), None
     size = 0
@@ -52,7 +54,7 @@ def write_sharded(folder: Path, checkpoint: Checkpoint, sharding: Sharding, worl
     return target, world.told(size)
 
 
-def _write_own(folder: Path, checkpoint: Checkpoint, sharding: Sharding) -> dict[str, Any]:
+def _write_own(folder: Path, checkpoint: Checkpoint, sharding: "Sharding") -> dict[str, Any]:
     """Writes this process's slices; returns entries of the files and of what is in them."""
     files: dict[str, Any] = {}
     slices: dict[str, Any] = {}

@@ -13,6 +13,8 @@ from flatout import cli
 from flatout.parallel import ranks
 from tests.end_to_end import disturbed
 from tests.end_to_end.many import Command, assert_same_end, last_step, logged, saved_steps, words
+from tests.end_to_end.test_ranks import run_here
+from tests.ranks import WORKERS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes where Linux lists them")
 TWO = ["--gpus", "2"]
@@ -37,10 +39,7 @@ def told_lines(command: Command) -> list[str]:
 
 
 def test_a_killed_and_a_hung_rank_change_nothing_but_time(corpus: Path, started: list[Command]):
-    reference = Command([*words(corpus, "reference", 40), *TWO])
-    started.append(reference)
-    assert reference.wait() == 0, reference.told
-    assert not reference.told, "the agent says nothing of its own"
+    WORKERS.run(2, run_here, str(Path.cwd()), words(corpus, "reference", 40))
     command = Command([*words(corpus, "run", 40, timeout=3), *TWO, "--restarts", "2"], "slow", log="disturbed")
     started.append(command)
     command.wait_until(lambda: last_step("run") >= 12)

@@ -314,9 +314,9 @@ def _repeated(preset: str, values: Mapping[str, Any], dense: int, unique: int) -
     """What pays where the data is read many times: no tables, and a decay that makes a model forget within an epoch.
 
     All that is trained decays alike: by so much in an epoch, whatever its rate and the batch; Muon's matrices where
-    update and weight agree in sign (`optim.cautious`). In a step it is 0.02 at most. Ten epochs of 12.7M
-    tokens ended at 3.814 with 1.1 in an epoch, 3.769 with 2.2 and 3.810 with 3.4 in 16M parameters, at 3.567 with 2.0
-    and 3.574 with 4.0 in 51M (H200, one seed; `docs/recipe.md`).
+    update and weight agree in sign (`optim.cautious`). Ten epochs of 12.7M tokens ended at 3.814 with 1.1 in an epoch,
+    3.769 with 2.2 and 3.810 with 3.4 in 16M parameters, at 3.567 with 2.0 and 3.574 with 4.0 in 51M (H200, one seed;
+    `docs/recipe.md`).
     """
     forgotten = min(_MOST_FORGOTTEN, 2 * math.sqrt(dense / max(unique, 1)))
     each = min(_MOST_AT_ONCE, forgotten * values["train.batch_tokens"] / max(unique, 1))

@@ -98,10 +98,12 @@ class Recording:
     _stamps: dict[Node, tuple[int, int]] = field(default_factory=dict)
     _numbers: dict[int, Node] = field(default_factory=dict)  # the file system's own number of each node
     _count: int = 0
+    lock: Any = field(default_factory=threading.RLock)  # a thread may be between a call and what it logs
 
     def promise(self, what: Any) -> None:
-        self.scan()
-        self.log.append(Promise(what))
+        with self.lock:
+            self.scan()
+            self.log.append(Promise(what))
 
     def promised(self, cut: int) -> list[Any]:
         """What had been promised at a cut, oldest first."""
@@ -118,8 +120,9 @@ class Recording:
 
     def scan(self) -> None:
         """Logs what was written and created since the last scan."""
-        self._numbers[os.stat(self.root).st_ino] = ROOT
-        self._scan(self.root, ROOT)
+        with self.lock:
+            self._numbers[os.stat(self.root).st_ino] = ROOT
+            self._scan(self.root, ROOT)
 
     def _scan(self, path: Path, folder: Node) -> None:
         known = self._entries[folder]
@@ -224,7 +227,7 @@ class Recording:
 @contextlib.contextmanager
 def recording(root: Path) -> Iterator[Recording]:
     """Records all that this process does below `root`, in all its threads."""
-    record, lock = Recording(Path(os.path.realpath(root))), threading.RLock()
+    record = Recording(Path(os.path.realpath(root)))
     record.scan()
     record.start = len(record.log)
 
@@ -232,7 +235,7 @@ def recording(root: Path) -> Iterator[Recording]:
         real = getattr(os, name)
 
         def call(*arguments: Any, **named: Any) -> Any:
-            with lock:
+            with record.lock:
                 record.scan()
                 told = change(*arguments, **named)  # places are looked up before the call, logged after it
                 result = real(*arguments, **named)

@@ -179,12 +179,12 @@ def test_a_size_is_measured_with_the_settings_of_text_that_is_not_repeated() -> 
         (card(8), [], "gpt2"),
     ],
 )
-def test_on_a_cpu_a_size_that_is_chosen_has_a_small_vocabulary(
-    device: Device, words: list[str], tokenizer: str
-) -> None:
-    found = with_tokenizer(load_config("record", ["data.source=shakespeare", "train.minutes=2", *words]), device)
-    assert found.config.data.tokenizer == tokenizer
-    assert (tokenizer == "bpe-1024") == any("bpe-1024" in notice for notice in found.notices)
+def test_on_a_cpu_a_run_of_minutes_has_a_small_vocabulary(device: Device, words: list[str], tokenizer: str) -> None:
+    words = ["data.source=shakespeare", "train.minutes=2", *words]
+    for size in ({}, {"size": "2x64"}):
+        found = with_tokenizer(load_config("record", words, **size), device)
+        assert found.config.data.tokenizer == tokenizer
+        assert (tokenizer == "bpe-1024") == any("bpe-1024" in notice for notice in found.notices)
 
 
 def test_the_ladder_rises_and_goes_down_to_models_for_characters() -> None:

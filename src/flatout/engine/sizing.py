@@ -90,11 +90,13 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
         repeated = {path: value for path, value in derived.repeated.items() if path not in impossible}
         values |= {path: (value, times) for path, value in repeated.items()}
         told = ", ".join(
-            f"{path}={format_value(value)}" for path, value in repeated.items() if not _by_user(loaded, path)
+            f"{path}={format_value(value)}"
+            for path, value in repeated.items()
+            if not _by_user(loaded, path) and value_at(loaded.config, path) != value
         )
         notices.append(
             f"the data is read {derived.epochs:.1f} times, more than {FRESH_EPOCHS}: settings are those for repeated "
-            f"data ({told})"
+            f"data ({told or 'of which yours take the place'})"
         )
     left = [path for path in TABLES if values.get(path, (0, ""))[0] and not _by_user(loaded, path)]
     if left and is_small(device):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from flatout.config.load import LoadedConfig, with_values
 from flatout.config.schema import RunConfig
-from flatout.config.sizes import AUTO, Known
+from flatout.config.sizes import Known
 from flatout.config.source import Source
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
@@ -76,9 +76,9 @@ def settled_with(
 
 
 def with_tokenizer(config: LoadedConfig, device: Device) -> LoadedConfig:
-    """On a CPU a size that is chosen has a small vocabulary: a head of GPT-2's would take nearly all of the time."""
+    """On a CPU a run of some minutes has a small vocabulary: a head of GPT-2's would take nearly all of the time."""
     data, path = config.config.data, "data.tokenizer"
-    chosen = config.size is not None and config.size.name == AUTO and device.kind == "cpu"
+    chosen = config.size is not None and config.config.train.minutes is not None and device.kind == "cpu"
     theirs = any(config.sources[name].by_user for name in (path, "data.folder", "model.vocab"))
     if not chosen or theirs or data.source is None or data.streaming or data.format == "tokens":
         return config

@@ -37,8 +37,9 @@ def plan(words: list[str]) -> int:
         parsed.size = None
         parsed.overrides = llama_words(size.lower(), parsed.overrides, batch=not parsed.config_given) + parsed.overrides
         parsed.config = parsed.config if parsed.config_given else LLAMAS_STAND_ON
-    elif size is not None and not parsed.config_given:
-        parsed.config = SMALL
+    elif size is not None:
+        parsed.config = parsed.config if parsed.config_given else SMALL
+        size = f"{parsed.config} {size}"
     loaded = load_pretraining(parsed, "plan")
     name, card = named or card_here() or ("h100", CARDS["h100"])
     from flatout.observe.measured.plan_table import print_plan

@@ -174,12 +174,16 @@ def test_a_size_is_measured_with_the_settings_of_text_that_is_not_repeated() -> 
     [
         (CPU, [], "bpe-1024"),
         (CPU, ["data.tokenizer=char"], "char"),
-        (CPU, ["data.folder=shards"], "gpt2"),
+        (CPU, ["data.folder=prepared"], "gpt2"),
+        (CPU, ["data.folder=new"], "bpe-1024"),
         (CPU, ["train.minutes=null"], "gpt2"),
         (card(8), [], "gpt2"),
     ],
 )
-def test_on_a_cpu_a_run_of_minutes_has_a_small_vocabulary(device: Device, words: list[str], tokenizer: str) -> None:
+def test_on_a_cpu_a_run_of_minutes_has_a_small_vocabulary(
+    device: Device, words: list[str], tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settling, "has_dataset", lambda folder: folder.name == "prepared")
     words = ["data.source=shakespeare", "train.minutes=2", *words]
     for size in ({}, {"size": "2x64"}):
         found = with_tokenizer(load_config("record", words, **size), device)

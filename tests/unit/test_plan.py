@@ -450,6 +450,7 @@ def test_a_plan_in_which_nothing_fits_can_be_drawn(tmp_path: Path):
         (["--gpus", "8.."], "names no numbers of GPUs"),
         (["--gpus", "12"], "12 GPUs do not fill hosts of 8"),
         (["--size", "6b"], "there is no size '6b'"),
+        (["modern", "--size", "7b"], "there is no size '7b'"),
         (["gpt-124m", "--size", "60m"], "is for the presets modern and record"),
         (["--gpu", "h900"], "is not a card we know"),
         (["--gpu", "b200"], "what share of its peak rate NVIDIA B200 reaches"),
@@ -469,6 +470,13 @@ def test_mistakes_are_answered_in_two_lines(
     assert said in error
     assert hint.startswith("hint: ")
     assert list(empty.iterdir()) == []
+
+
+def test_a_llama_has_no_settings_of_another_size(empty: Path, capsys: pytest.CaptureFixture[str]):
+    Path("sized.yaml").write_text("preset: modern\nsize: 2x32\n", encoding="utf-8")
+    code, _, err = answer(["sized.yaml", "--size", "7b", "--gpu", "h100"], capsys)
+    assert code == 2
+    assert err.startswith("error: --size 7b is a Llama's, and sized.yaml has its own sizes\nhint: ")
 
 
 def test_ranges_double_and_lists_are_taken_as_they_are():

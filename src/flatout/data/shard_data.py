@@ -40,13 +40,16 @@ def shards_for(data: DataConfig, clean: CleanConfig, progress: Progress | None =
     """
     folder = data_folder(data)
     made = [place for place in (*reversed(folder.parents), folder) if not place.exists()]  # outermost first
+    empty = folder.is_dir() and not any(folder.iterdir())
     dataset = open_shards(data, clean, progress)
     try:
         yield dataset
     except DataError:
         with contextlib.suppress(OSError):  # what cannot be removed must not hide why the run was refused
-            if made and retire(folder, [path.name for path in folder.iterdir()]):
+            if (made or empty) and retire(folder, [path.name for path in folder.iterdir()]):
                 remove_empty(made[:-1])
+                if empty:
+                    folder.mkdir()
         raise
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from flatout.config.load import LoadedConfig, with_values
 from flatout.config.schema import RunConfig
@@ -9,6 +10,7 @@ from flatout.config.sizes import Known
 from flatout.config.source import Source
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
+from flatout.data.prepare import has_dataset
 from flatout.device import Device, detect_device, limit_memory
 from flatout.engine.checkpoint import Checkpoint
 from flatout.engine.sizing import Decision, applied, as_before, data_facts, decide, on_device, shape_named, uncounted
@@ -79,8 +81,10 @@ def with_tokenizer(config: LoadedConfig, device: Device) -> LoadedConfig:
     """On a CPU a run of some minutes has a small vocabulary: a head of GPT-2's would take nearly all of the time."""
     data, path = config.config.data, "data.tokenizer"
     chosen = config.size is not None and config.config.train.minutes is not None and device.kind == "cpu"
-    theirs = any(config.sources[name].by_user for name in (path, "data.folder", "model.vocab"))
+    theirs = any(config.sources[name].by_user for name in (path, "model.vocab"))
     if not chosen or theirs or data.source is None or data.streaming or data.format == "tokens":
+        return config
+    if data.folder is not None and has_dataset(Path(data.folder)):  # of a tokenizer that somebody has chosen
         return config
     notice = f"{data.tokenizer}'s vocabulary is large for a CPU: {path}={CPU_TOKENIZER}, learned from the text"
     config = with_values(config, {path: CPU_TOKENIZER}, Source("size", device.name))

@@ -32,15 +32,18 @@ def plan(words: list[str]) -> int:
     counts = _counts(parsed.gpus)
     picture = None if parsed.plot is None else picture_target(Path(parsed.plot), "--plot", overwrite=parsed.overwrite)
     named = None if parsed.gpu is None else (parsed.gpu, card_named(parsed.gpu))
-    size = parsed.size
-    if size is not None and size.lower() in LLAMAS and parsed.config not in SIZED:
+    size: str | None = parsed.size
+    llama = None if size is None or size.lower() not in LLAMAS else size.lower()
+    if llama and parsed.config not in SIZED:
         parsed.size = None
-        parsed.overrides = llama_words(size.lower(), parsed.overrides, batch=not parsed.config_given) + parsed.overrides
+        parsed.overrides = llama_words(llama, parsed.overrides, batch=not parsed.config_given) + parsed.overrides
         parsed.config = parsed.config if parsed.config_given else LLAMAS_STAND_ON
     elif size is not None:
         parsed.config = parsed.config if parsed.config_given else SMALL
         size = f"{parsed.config} {size}"
     loaded = load_pretraining(parsed, "plan")
+    if llama and loaded.size is not None:
+        raise UsageError(f"--size {size} is a Llama's, and {parsed.config} has its own sizes", "leave the config out")
     name, card = named or card_here() or ("h100", CARDS["h100"])
     from flatout.observe.measured.plan_table import print_plan
     from flatout.tuning.cluster import Cluster

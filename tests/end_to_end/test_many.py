@@ -53,6 +53,7 @@ def test_a_killed_and_a_hung_rank_change_nothing_but_time(corpus: Path, started:
     assert re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL " + again % 1, first)
     assert re.fullmatch(r"rank 0 \(pid \d+\) hangs " + again % 0, second)
     assert any("_hang" in line and line.startswith("rank 0: File") for line in stack), stack
+    assert all(line.startswith("rank 0: ") for line in stack), "the agent says nothing else"
     assert_same_end("run", "reference", 40)
     assert logged("run") == logged("reference"), "every step, evaluation and checkpoint once"
     assert not command.left_behind()

@@ -106,13 +106,13 @@ def settled(
     known, unique = uncounted(config), None if config.data.streaming else data.train_tokens
     vocab = config.model.vocab or data.vocab or known.vocab
     known = dataclasses.replace(known, vocab=vocab, unique=unique, ranks=ranks)
-    found_size = sized(loaded, known, device_of(machine, kind, index, config.speed.memory_limit))
-    if found_size is loaded or data.exact:
-        return found_size, []
+    complete = sized(loaded, known, device_of(machine, kind, index, config.speed.memory_limit))
+    if complete is loaded or data.exact:
+        return complete, []
     found = "settled as for text that is read once, because its tokens are not counted"
     if unique is not None:
         found = f"settled for about {unique:,} tokens to train on; a run counts them first"
-    return found_size, [Check("config", "size").note(found)]
+    return complete, [Check("config", "size").note(found)]
 
 
 def _probes(machine: Machine, trials: Trials) -> "Probes":

@@ -96,7 +96,7 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
         )
         notices.append(
             f"the data is read {derived.epochs:.1f} times, more than {FRESH_EPOCHS}: settings are those for repeated "
-            f"data ({told or 'of which yours take the place'})"
+            f"data{told and f' ({told})'}"
         )
     left = [path for path in TABLES if values.get(path, (0, ""))[0] and not _by_user(loaded, path)]
     if left and is_small(device):

@@ -41,7 +41,7 @@ from flatout.config.load import load_config
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, empty_model
 from flatout.ops.documents import lay_out
-from flatout.records import EvalRecord, RunInfo, StepRecord
+from flatout.records import EvalRecord, NoticeRecord, RunInfo, StepRecord
 
 ROWS = Path(__file__).with_name("time_to_loss.jsonl")
 CONTEXT, ROW, FARTHEST, END_OF_TEXT, EVALUATED = 1024, 32_768, 1_792, 50_256, 1_048_576
@@ -117,13 +117,15 @@ def ours(words: str, data: Path, seed: int) -> dict[str, Any]:
             batch, tokens = loaded.config.train.batch_tokens, loaded.config.train.tokens or TOKENS
             often = [f"eval.tokens={EVALUATED}", f"eval.every={max(1, tokens // batch // 8)}"]
             loaded = load_config(preset, [*plan, *often, *rest], **named)
-        records, began = [], math.inf
+        records, notes, began = [], [], math.inf
         for record in flatout.train(loaded):
+            if timed and isinstance(record, NoticeRecord):  # what was chosen, and why
+                notes.append(record.message)
             if isinstance(record, RunInfo | StepRecord | EvalRecord):
                 records.append(record)
             if isinstance(record, StepRecord):
                 began = min(began, time.perf_counter() - record.seconds)
-        elapsed = {"elapsed": round(time.perf_counter() - began, 2)}
+        elapsed = {"elapsed": round(time.perf_counter() - began, 2), **({"notes": notes} if timed else {})}
         return measured(records) | elapsed | losses_of(Path(folder) / "run", data)
 
 

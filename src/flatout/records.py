@@ -276,7 +276,7 @@ class PrepareProgress:
     """How far preparing has come: `phase` is characters, reading or merging; sizes are of the input on disk.
 
     In the phase validation, of a stream, how much there is in all plays no part. `notice` is something to tell the
-    user before any of it is read.
+    user before any of it is read; in the phase measuring, of a run of so many minutes, it is all there is.
     """
 
     phase: str

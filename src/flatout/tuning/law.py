@@ -29,7 +29,7 @@ from flatout.config.sizes import FRESH_EPOCHS
 
 # Epochs beyond the first after which repeated tokens teach hardly anything: so many, and fewer for a large model, but
 # not fewer than the last where settings are those for repeated data.
-_REPEATS, _REPEATS_BY_SIZE, _REPEATS_DECAYED = 15.4, 1.1, 3.0
+_REPEATS, _REPEATS_BY_SIZE, _REPEATS_DECAYED = 15.4, 1.85, 3.0
 _CHARACTERS, _SUBWORDS = 300, 8000  # vocabularies up to so many ids
 
 
@@ -52,7 +52,7 @@ class Law:
         )
 
 
-WORDS = Law(floor=1.59, size=390.0, size_power=0.4, data=845.0, data_power=0.4, steps=59.0)
+WORDS = Law(floor=1.82, size=9866.0, size_power=0.6, data=778.0, data_power=0.4, steps=20.0)
 CHARACTERS = Law(floor=1.256, size=70.0, size_power=0.5, data=203.5, data_power=0.5, steps=19.7)
 SUBWORDS = Law(floor=2.76, size=154.0, size_power=0.5, data=448.0, data_power=0.5, steps=43.3)
 

@@ -1,7 +1,8 @@
 """Which size, batch and length have the lowest loss when the time is up: measured speeds and a scaling law. No torch.
 
 Idea: one size is measured, the law names the best one by what speed goes like with size, that one is measured, and so
-on until the best one has been measured or the time for measuring is spent. So at most three sizes are tried.
+on until the best one has been measured or the time for measuring is spent. So at most three sizes are tried. Seconds in
+which kernels are built do not count: most of them are for the first size on a new machine, and serve all that follow.
 """
 
 import math
@@ -23,6 +24,7 @@ class Speed:
 
     token: float
     update: float
+    built: float = 0.0  # seconds in which kernels were built before the first step; the run needs them, too
 
     def tokens_in(self, seconds: float, batch: int) -> float:
         return seconds * batch / (batch * self.token + self.update)
@@ -91,16 +93,17 @@ def choose(
 ) -> list[Prospect]:
     """All shapes that fit, the best one first. `measure` says how fast a shape is; None where it does not fit."""
     found: dict[Shape, Speed | None] = {}
-    began, following = clock(), first
+    spent, following = 0.0, first
     while True:
         before = clock()
-        found[following] = measure(following)
-        took = clock() - before
+        speed = found[following] = measure(following)
+        took = clock() - before - (0.0 if speed is None else speed.built)
+        spent += took
         prospects = _prospects(budget, shapes, found)
         if not prospects or len(found) == MOST_MEASURED:
             break
         best = prospects[0].shape
-        if best in found or clock() - began + 1.5 * took > SECONDS:
+        if best in found or spent + 1.5 * took > SECONDS:
             break
         following = best
     # Where something did not fit, what was not tried may not fit either.

@@ -10,11 +10,13 @@ from flatout.config.load import LoadedConfig, with_values
 from flatout.config.schema import micro_batch_of
 from flatout.config.sizes import LADDER, Known, Shape
 from flatout.config.source import Source
+from flatout.data.pack import Progress
 from flatout.device import Device
 from flatout.engine.overlays import fits, fitted_to
 from flatout.engine.run import Run
 from flatout.engine.sizing import Decision, decide, written
 from flatout.errors import ResourceError
+from flatout.records import PrepareProgress
 from flatout.tuning.measure import Steps, borrowed_run, with_sequences
 from flatout.tuning.minutes import Budget, Prospect, Speed, choose
 
@@ -30,7 +32,7 @@ LONG = 10.0  # minutes: such a run is saved after so many of them, too
 MOST_LOOKED = 1_048_576  # tokens of an evaluation
 
 
-def plan(loaded: LoadedConfig, known: Known, device: Device) -> Decision:
+def plan(loaded: LoadedConfig, known: Known, device: Device, progress: Progress | None = None) -> Decision:
     """Chooses size, batch and steps for `train.minutes` of a preset with sizes; those of any other config are kept."""
     minutes = loaded.config.train.minutes
     assert minutes is not None, "only a length in minutes is planned"
@@ -46,6 +48,8 @@ def plan(loaded: LoadedConfig, known: Known, device: Device) -> Decision:
     shapes, first = shapes_for(loaded, known, device)
 
     def measure(shape: Shape) -> Speed | None:
+        if progress is not None:
+            progress(_measuring(f"measuring how fast size {shape.name} trains here"))
         found = measured_speed(loaded, shape, dataclasses.replace(known, ranks=1), device)
         return None if found is None else dataclasses.replace(found, token=found.token / known.ranks)
 
@@ -57,6 +61,10 @@ def plan(loaded: LoadedConfig, known: Known, device: Device) -> Decision:
         )
     best = prospects[0]
     return decision_for(loaded, best, prospects, known, device)
+
+
+def _measuring(notice: str) -> PrepareProgress:
+    return PrepareProgress("measuring", 0, 0, 0, 0, 0, 0, 0, notice)
 
 
 def shapes_for(loaded: LoadedConfig, known: Known, device: Device) -> tuple[list[Shape], Shape]:
@@ -130,11 +138,12 @@ def measured_speed(loaded: LoadedConfig, shape: Shape, known: Known, device: Dev
     few, context = micro_batch_of(trial.config)[0], trial.config.model.context
     try:
         with borrowed_run(trial) as run:
-            short, long = (_step_seconds(run, count) for count in (few, LONGER * few))
+            built, short = _step_seconds(run, few)
+            _, long = _step_seconds(run, LONGER * few)
     except ResourceError:
         return None
     token = max((long - short) / ((LONGER - 1) * few * context), 0.3 * long / (LONGER * few * context))
-    return Speed(token, max(0.0, short - token * few * context))
+    return Speed(token, max(0.0, short - token * few * context), built)
 
 
 def trial_of(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> LoadedConfig:
@@ -151,9 +160,9 @@ def trial_of(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -
     return dataclasses.replace(with_values(loaded, values, Source("preset", "minutes")), size=None, notices=())
 
 
-def _step_seconds(run: Run, sequences: int) -> float:
+def _step_seconds(run: Run, sequences: int) -> tuple[float, float]:
+    """What the first step took beyond the second, and the median of those that follow."""
     with Steps(with_sequences(run, sequences)) as steps:
-        steps.take(1)
-        once = steps.take(1)[0].seconds
+        first, once = (steps.take(1)[0].seconds for _ in range(2))
         count = max(FEWEST, min(MOST, int(TIMED_SECONDS / max(once, 1e-6))))
-        return statistics.median(report.seconds for report in steps.take(count))
+        return max(0.0, first - once), statistics.median(report.seconds for report in steps.take(count))

@@ -44,7 +44,7 @@ def settled(
     config = config if arrays is not None else with_tokenizer(config, device)
     with world.together(), world.in_turns():
         known = _known(config, progress, arrays)
-    return settled_with(config, known, device, world, arrays)
+    return settled_with(config, known, device, world, arrays, progress)
 
 
 def settled_for_runs(loaded: LoadedConfig, notice: Callable[[str], None]) -> LoadedConfig:
@@ -65,13 +65,18 @@ def device_of(config: LoadedConfig, world: World) -> Device:
 
 
 def settled_with(
-    config: LoadedConfig, known: Known, device: Device, world: World, arrays: Arrays | None = None
+    config: LoadedConfig,
+    known: Known,
+    device: Device,
+    world: World,
+    arrays: Arrays | None = None,
+    progress: Progress | None = None,
 ) -> LoadedConfig:
     """The same where the data is known already."""
     known, decision = replace(known, ranks=world.size), Decision()
     with world.together():
         if world.first:
-            decision = _decided(config, known, device, arrays)
+            decision = _decided(config, known, device, arrays, progress)
     told = world.told(decision.told())
     with world.together():
         return on_device(applied(config, told), device, sized=config.size is not None)
@@ -97,9 +102,11 @@ def _known(config: LoadedConfig, progress: Progress | None, arrays: Arrays | Non
     return data_facts(config, progress)
 
 
-def _decided(config: LoadedConfig, known: Known, device: Device, arrays: Arrays | None) -> Decision:
+def _decided(
+    config: LoadedConfig, known: Known, device: Device, arrays: Arrays | None, progress: Progress | None
+) -> Decision:
     if config.config.train.minutes is not None and arrays is None:
         from flatout.tuning.minutes_probe import plan  # here: other runs measure nothing
 
-        return plan(config, known, device)
+        return plan(config, known, device, progress)
     return Decision() if config.size is None else decide(config, shape_named(config.size), known, device)

@@ -36,6 +36,9 @@ class PrepareBar:
         now = time.monotonic()
         if progress.notice:
             say(self._console, f"note: {progress.notice}")
+        if progress.phase == "measuring":
+            self.close()
+            return
         if self._latest is None or self._latest.phase != progress.phase:
             self._found, self._started = progress, now
         elif now - self._started < 0.5:

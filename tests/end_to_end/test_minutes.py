@@ -98,7 +98,10 @@ def test_minutes_choose_a_size_and_say_why(
     monkeypatch.setattr(minutes_probe, "measured_speed", measured)
     words = [f"data.source={corpus}", "data.tokenizer=char", "output.plots=false", "speed.threads=1"]
     assert main(["train", "--minutes", "0.012", *words, "output.folder=out"]) == 0
-    told = capsys.readouterr().out
+    told, meanwhile = capsys.readouterr()
+    assert [f"note: measuring how fast size {shape.name} trains here" for shape in tried] == meanwhile.splitlines()[
+        -len(tried) :
+    ]
     assert "0.012 minutes on cpu: size " in told
     assert "tokens/s measured" in told
     assert "run: 0.012 minutes, about " in told

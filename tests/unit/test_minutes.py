@@ -31,8 +31,10 @@ def card(gigabytes: float) -> Device:
 class Machine:
     """A machine that is made up: so many FLOP/s, so much memory, and a clock that measuring moves on."""
 
-    def __init__(self, rate: float, budget: Budget, most: int = 10**12, measuring: float = 3.0) -> None:
-        self.rate, self.budget, self.most, self.measuring = rate, budget, most, measuring
+    def __init__(
+        self, rate: float, budget: Budget, most: int = 10**12, measuring: float = 3.0, built: float = 0.0
+    ) -> None:
+        self.rate, self.budget, self.most, self.measuring, self.built = rate, budget, most, measuring, built
         self.now, self.asked = 0.0, list[Shape]()
 
     def measure(self, shape: Shape) -> Speed | None:
@@ -40,7 +42,7 @@ class Machine:
         self.asked.append(shape)
         if shape.dense(self.budget.vocab) > self.most:
             return None
-        return Speed(flops(shape, self.budget) / self.rate, 0.001)
+        return Speed(flops(shape, self.budget) / self.rate, 0.001, self.built)
 
     def choose(self, first: Shape) -> list[Prospect]:
         return choose(self.budget, LADDER, first, self.measure, lambda: self.now)
@@ -50,17 +52,49 @@ def test_more_parameters_tokens_and_steps_lower_the_loss_and_repeats_count_less(
     assert WORDS.loss(1e8, 1e9, 1e4) < WORDS.loss(1e7, 1e9, 1e4)
     assert WORDS.loss(1e8, 1e9, 1e4) < WORDS.loss(1e8, 1e8, 1e4)
     assert WORDS.loss(1e8, 1e9, 1e4) < WORDS.loss(1e8, 1e9, 100)
-    for row in ((16e6, 8e6, 977, 3.652), (51e6, 8e6, 977, 3.448), (124e6, 8e6, 977, 3.363), (124e6, 10e6, 814, 3.223),
-                (51e6, 26e6, 794, 2.899), (124e6, 26e6, 794, 2.824), (353e6, 26e6, 794, 2.774),
-                (51e6, effective_tokens(52.2e6, 26.1e6, 51e6), 1062, 2.776)):  # fmt: skip
-        assert WORDS.loss(*row[:3]) == pytest.approx(row[3], abs=0.05), f"measured on enwik8: {row}"
-    assert effective_tokens(1e6, 2e6, 1e9) == 1e6
-    assert effective_tokens(2e6, 1e6, 1e4) == pytest.approx(2e6, rel=0.05), "a second reading is almost as good"
-    assert effective_tokens(1e9, 1e6, 1e4) < 17e6, "the thousandth is not"
-    assert effective_tokens(2e6, 1e6, 1e9) == pytest.approx(1e6, rel=0.01), "a large model knows it by heart"
-    small, large = (WORDS.loss(n, effective_tokens(127e6, 12.7e6, n), 1939) for n in (16e6, 51e6))
-    assert small - large == pytest.approx(3.769 - 3.567, abs=0.03), "unless it decays, as it does in many epochs"
+    assert effective_tokens(1e6, 2e6) == 1e6
+    assert 1.7e6 < effective_tokens(2e6, 1e6) < 2e6, "a second reading is almost as good"
+    assert effective_tokens(1e9, 1e6) < 4e6, "the thousandth is not"
+    small, large = (WORDS.loss(n, effective_tokens(127e6, 12.7e6), 1939) for n in (16e6, 51e6))
+    assert small - large == pytest.approx(3.769 - 3.567, abs=0.03), "measured on pretrain-mix"
     assert len({law_for(65), law_for(1024), law_for(50257)}) == 3
+
+
+def test_the_law_is_near_what_was_measured_on_enwik8() -> None:
+    for layers, width, tokens, batch, loss in (
+        (4, 256, 8e6, 8192, 3.652), (8, 512, 8e6, 8192, 3.448), (12, 768, 8e6, 8192, 3.363),
+        (12, 768, 10e6, 12_288, 3.223), (8, 512, 26e6, 32_768, 2.899), (12, 768, 26e6, 32_768, 2.824),
+        (24, 1024, 26e6, 32_768, 2.774), (8, 512, 52.2e6, 49_152, 2.776), (4, 256, 79.8e6, 65_536, 2.926),
+        (6, 384, 51.4e6, 98_304, 2.850), (8, 512, 32.6e6, 49_152, 2.913), (8, 512, 34.3e6, 98_304, 2.920),
+        (12, 768, 64.3e6, 98_304, 2.688), (10, 640, 90.2e6, 98_304, 2.657), (8, 512, 129.7e6, 98_304, 2.655),
+    ):  # fmt: skip
+        budget = Budget(seconds=1, vocab=50257, unique=26_100_000, batch=batch, bigrams=True)
+        found = budget.prospect(Shape(layers, width), Speed(1 / tokens, 0.0), measured=True)
+        assert found.loss == pytest.approx(loss, abs=0.035), (layers, width, tokens)
+
+
+@pytest.mark.parametrize(("minutes", "good"), [(0.5, {"6x384"}), (2.0, {"60m", "10x640"})])
+def test_minutes_choose_the_sizes_that_were_best_on_an_h200(minutes: float, good: set[str]) -> None:
+    """With the speeds that sizes have there, in microseconds for each token."""
+    token = {"4x192": 0.26, "15m": 0.345, "6x384": 0.54, "60m": 0.82, "10x640": 1.22, "124m": 1.73, "16x1024": 3.4}
+    budget = Budget(seconds=60 * minutes, vocab=50257, unique=26_100_000, bigrams=True)
+    shapes = [shape for shape in LADDER if shape.name in token]
+
+    def measure(shape: Shape) -> Speed:
+        return Speed(1e-6 * token[shape.name], 0.001)
+
+    chosen = choose(budget, shapes, Shape(8, 512), measure, lambda: 0.0)
+    assert chosen[0].measured
+    assert chosen[0].shape.name in good
+
+
+def test_building_kernels_is_not_measuring() -> None:
+    machine = Machine(4e14, Budget(seconds=3600, vocab=50257), measuring=30.0)
+    machine.choose(Shape(8, 512))
+    assert len(machine.asked) == 1
+    machine = Machine(4e14, machine.budget, measuring=30.0, built=27.0)
+    assert machine.choose(Shape(8, 512))[0].measured
+    assert 1 < len(machine.asked) <= 3
 
 
 def test_a_faster_machine_and_more_time_choose_larger_models() -> None:

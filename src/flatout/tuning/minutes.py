@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flatout.config.sizes import Shape, batch_of
+from flatout.config.sizes import ONCE, Shape, batch_of
 from flatout.tuning.law import effective_tokens, law_for
 
 MOST_MEASURED = 3
@@ -48,7 +48,10 @@ class Prospect:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The time that there is, and the data; `batch` is one that the user wrote."""
+    """The time that there is, and the data; `batch` is one that the user wrote.
+
+    `bigrams` says whether a model has tables of them where the text is read once.
+    """
 
     seconds: float
     vocab: int
@@ -56,6 +59,7 @@ class Budget:
     batch: int | None = None
     context: int | None = None
     ranks: int = 1
+    bigrams: bool = False
 
     def prospect(self, shape: Shape, speed: Speed, *, measured: bool) -> Prospect:
         """What a size would reach at that speed, with the best of the batch of the rule and multiples of it.
@@ -73,14 +77,15 @@ class Budget:
     def _with(self, shape: Shape, speed: Speed, batch: int, measured: bool) -> Prospect:
         tokens = speed.tokens_in(self.seconds, batch)
         law, parameters = law_for(self.vocab), shape.dense(self.vocab)
-        fresh = effective_tokens(tokens, self.unique, parameters)
+        fresh = effective_tokens(tokens, self.unique)
+        tables = self.bigrams and (self.unique is None or tokens <= ONCE * self.unique)
         return Prospect(
             shape=shape,
             measured=measured,
             tokens_per_second=tokens / self.seconds,
             tokens=max(batch, int(tokens)),
             batch=batch,
-            loss=law.loss(parameters, fresh, tokens / batch),
+            loss=law.loss(parameters, fresh, tokens / batch) - (law.bigrams if tables else 0.0),
         )
 
 

@@ -44,6 +44,7 @@ def plan(loaded: LoadedConfig, known: Known, device: Device, progress: Progress 
         batch=config.train.batch_tokens if loaded.size is None else own.get("train.batch_tokens"),
         context=config.model.context if loaded.size is None else own.get("model.context"),
         ranks=known.ranks,
+        bigrams=config.model.bigram_rows > 0,
     )
     shapes, first = shapes_for(loaded, known, device)
 

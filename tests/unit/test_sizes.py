@@ -100,6 +100,18 @@ def test_decay_of_repeated_data_goes_by_the_rate_that_a_group_has() -> None:
     assert found["optim.weight_decay"] == found["optim.embedding_decay"] > found["optim.head_decay"]
 
 
+def test_an_embedding_that_is_the_head_begins_and_moves_like_a_head() -> None:
+    def settings(*words: str) -> tuple[float | None, float | None]:
+        config = load_config("record", ["data.source=x", *words], size="60m").config
+        return config.model.embedding_std, config.optim.embedding_rate
+
+    assert settings("model.tied=false") == settings()
+    spread, rate = settings("model.tied=true")
+    assert (settings()[0] or 0) > 10 * (spread or 0) > 0
+    assert (settings()[1] or 0) > 5 * (rate or 0) > 0
+    assert settings("model.tied=true", "optim.embedding_rate=0.2", "model.embedding_std=0.5") == (0.5, 0.2)
+
+
 def test_text_that_is_read_again_comes_in_another_order_and_tables_decay() -> None:
     known, shape = Known(vocab=GPT2, unique=10_000_000), Shape(8, 512)
 

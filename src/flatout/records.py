@@ -273,7 +273,8 @@ class NoticeRecord(Shown):
 
 @dataclasses.dataclass(frozen=True)
 class PrepareProgress:
-    """How far preparing has come: `phase` is characters, reading or merging; sizes are of the input on disk.
+    """How far preparing has come: `phase` is characters, reading, merging, validation or measuring; sizes are of the
+    input on disk.
 
     In the phase validation, of a stream, how much there is in all plays no part. `notice` is something to tell the
     user before any of it is read; in the phase measuring, of a run of so many minutes, it is all there is.

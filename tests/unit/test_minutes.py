@@ -1,7 +1,9 @@
 """Choosing a size for a time: the law, the chooser on machines that are made up, and what becomes of a choice."""
 
+import contextlib
 import dataclasses
 import itertools
+import statistics
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from flatout.config.sizes import LADDER, Known, Shape
 from flatout.device import Device
 from flatout.engine.overlays import fitted_to
 from flatout.engine.sizing import applied, as_before, decide, on_device
+from flatout.errors import ResourceError
 from flatout.tuning import minutes_probe, settling
 from flatout.tuning.law import WORDS, effective_tokens, law_for
 from flatout.tuning.minutes import SECONDS, Budget, Prospect, Speed, choose, flops
@@ -60,24 +63,76 @@ def test_more_parameters_tokens_and_steps_lower_the_loss_and_repeats_count_less(
     assert len({law_for(65), law_for(1024), law_for(50257)}) == 3
 
 
+# Runs of `record` on enwik8 as it sets itself up: blocks, width, tokens, tokens of a step, loss. Rows of
+# benchmarks/time_to_loss.jsonl, but for 2.899, which is of benchmarks/lab.jsonl.
+MEASURED = (
+    (4, 256, 8.0e6, 8192, 3.652), (8, 512, 8.0e6, 8192, 3.448), (12, 768, 8.0e6, 8192, 3.363),
+    (24, 1024, 8.0e6, 8192, 3.404), (12, 768, 10.0e6, 12_288, 3.223), (8, 512, 26.0e6, 32_768, 2.899),
+    (12, 768, 26.0e6, 32_768, 2.824), (24, 1024, 26.0e6, 32_768, 2.774), (8, 512, 52.2e6, 49_152, 2.776),
+    (8, 512, 52.2e6, 32_768, 2.787), (4, 256, 79.8e6, 65_536, 2.926), (4, 256, 78.2e6, 49_152, 2.931),
+    (4, 256, 82.3e6, 98_304, 2.929), (6, 384, 48.6e6, 49_152, 2.854), (6, 384, 51.4e6, 98_304, 2.850),
+    (8, 512, 32.6e6, 49_152, 2.913), (8, 512, 34.3e6, 98_304, 2.920), (8, 512, 125.0e6, 49_152, 2.674),
+    (8, 512, 129.7e6, 98_304, 2.655), (10, 640, 87.9e6, 49_152, 2.666), (10, 640, 90.2e6, 98_304, 2.657),
+    (12, 768, 64.3e6, 98_304, 2.688),
+)  # fmt: skip
+
+
 def test_the_law_is_near_what_was_measured_on_enwik8() -> None:
-    for layers, width, tokens, batch, loss in (
-        (4, 256, 8e6, 8192, 3.652), (8, 512, 8e6, 8192, 3.448), (12, 768, 8e6, 8192, 3.363),
-        (12, 768, 10e6, 12_288, 3.223), (8, 512, 26e6, 32_768, 2.899), (12, 768, 26e6, 32_768, 2.824),
-        (24, 1024, 26e6, 32_768, 2.774), (8, 512, 52.2e6, 49_152, 2.776), (4, 256, 79.8e6, 65_536, 2.926),
-        (6, 384, 51.4e6, 98_304, 2.850), (8, 512, 32.6e6, 49_152, 2.913), (8, 512, 34.3e6, 98_304, 2.920),
-        (12, 768, 64.3e6, 98_304, 2.688), (10, 640, 90.2e6, 98_304, 2.657), (8, 512, 129.7e6, 98_304, 2.655),
-    ):  # fmt: skip
-        budget = Budget(seconds=1, vocab=50257, unique=26_100_000, batch=batch, bigrams=True)
+    errors = []
+    for layers, width, tokens, batch, loss in MEASURED:
+        budget = Budget(seconds=1, vocab=50257, unique=26_120_000, batch=batch, tables=True)
         found = budget.prospect(Shape(layers, width), Speed(1 / tokens, 0.0), measured=True)
-        assert found.loss == pytest.approx(loss, abs=0.035), (layers, width, tokens)
+        errors.append(found.loss - loss)
+    assert max(map(abs, errors)) < 0.05
+    assert statistics.fmean(error**2 for error in errors) ** 0.5 < 0.02
+
+
+def test_tables_count_where_the_text_is_read_once() -> None:
+    def loss(tokens: float, tables: bool) -> float:
+        budget = Budget(seconds=1, vocab=50257, unique=26_000_000, batch=32_768, tables=tables)
+        return budget.prospect(Shape(8, 512), Speed(1 / tokens, 0.0), measured=True).loss
+
+    assert loss(26e6, True) < loss(26e6, False)
+    assert loss(52e6, True) == loss(52e6, False)
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "tables"),
+    [
+        (card(80), [], True),
+        (card(8), [], False),
+        (card(8), ["model.bigram_rows=640"], True),
+        (card(80), ["model.bigram_rows=0"], False),
+        (CPU, [], False),
+    ],
+)
+def test_a_plan_knows_whether_there_will_be_tables(
+    device: Device, words: list[str], tables: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Budget] = []
+
+    def chosen(budget: Budget, *_: object) -> list[Prospect]:
+        asked.append(budget)
+        return []
+
+    monkeypatch.setattr(minutes_probe, "choose", chosen)
+    loaded = load_config("record", ["train.minutes=2", "data.source=x", *words])
+    with pytest.raises(ResourceError):
+        minutes_probe.plan(loaded, Known(vocab=50257, unique=26_000_000), device)
+    assert asked[0].tables is tables
+
+
+@pytest.mark.parametrize("seconds", [60, 36_000])
+def test_a_small_text_gets_no_large_model(seconds: float) -> None:
+    rows = Machine(4e14, Budget(seconds=seconds, vocab=50257, unique=300_000)).choose(Shape(8, 512))
+    assert rows[0].shape.dense(50257) < 20 * 300_000
 
 
 @pytest.mark.parametrize(("minutes", "good"), [(0.5, {"6x384"}), (2.0, {"60m", "10x640"})])
 def test_minutes_choose_the_sizes_that_were_best_on_an_h200(minutes: float, good: set[str]) -> None:
     """With the speeds that sizes have there, in microseconds for each token."""
     token = {"4x192": 0.26, "15m": 0.345, "6x384": 0.54, "60m": 0.82, "10x640": 1.22, "124m": 1.73, "16x1024": 3.4}
-    budget = Budget(seconds=60 * minutes, vocab=50257, unique=26_100_000, bigrams=True)
+    budget = Budget(seconds=60 * minutes, vocab=50257, unique=26_120_000, tables=True)
     shapes = [shape for shape in LADDER if shape.name in token]
 
     def measure(shape: Shape) -> Speed:
@@ -88,13 +143,25 @@ def test_minutes_choose_the_sizes_that_were_best_on_an_h200(minutes: float, good
     assert chosen[0].shape.name in good
 
 
-def test_building_kernels_is_not_measuring() -> None:
-    machine = Machine(4e14, Budget(seconds=3600, vocab=50257), measuring=30.0)
-    machine.choose(Shape(8, 512))
-    assert len(machine.asked) == 1
-    machine = Machine(4e14, machine.budget, measuring=30.0, built=27.0)
-    assert machine.choose(Shape(8, 512))[0].measured
-    assert 1 < len(machine.asked) <= 3
+def test_building_kernels_for_the_first_size_is_not_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slower(Machine):
+        """Every size is slower than the last one made it seem, so that there is always a better one."""
+
+        def measure(self, shape: Shape) -> Speed | None:
+            self.rate /= 8
+            return super().measure(shape)
+
+    budget = Budget(seconds=3600, vocab=50257)
+    for measuring, built, sizes in ((30.0, 0.0, 1), (30.0, 27.0, 2), (7.0, 0.0, 2), (4.0, 0.0, 3)):
+        machine = Slower(4e14, budget, measuring=measuring, built=built)
+        machine.choose(Shape(24, 1024))
+        assert len(machine.asked) == sizes, (measuring, built)
+    loaded = load_config("record", ["data.source=x", "train.minutes=1"], size="2x64")
+    monkeypatch.setattr(minutes_probe, "borrowed_run", contextlib.nullcontext)
+    monkeypatch.setattr(minutes_probe, "_step_seconds", lambda _run, sequences: (7.0, 0.01 * sequences))
+    speed = minutes_probe.measured_speed(loaded, Shape(2, 64), Known(vocab=1024), CPU)
+    assert speed is not None
+    assert speed.built == 7.0
 
 
 def test_a_faster_machine_and_more_time_choose_larger_models() -> None:

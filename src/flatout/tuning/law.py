@@ -4,25 +4,31 @@ Idea: loss = E + A / N^a + B / D^b + C / S, with N dense parameters, D tokens of
 steps. Only the choice has to be right, not the loss: near the best size the curve is flat.
 
 Where the constants come from:
-- Words (a vocabulary like GPT-2's): fitted to 19 runs of `record` on enwik8 (`benchmarks/time_to_loss.jsonl`), of 16M
-  to 353M parameters, 8M to 130M tokens, 0.3 to 5 epochs, ending between 2.65 and 3.65; off by 0.013 (root of the mean
-  square) and by 0.033 at most. Several powers fit about as well; these make 7 to 14 tokens for each parameter the best,
-  as in longer runs (12 in nanochat, `scripts/base_train.py`, 92d63d4).
+- Words (a vocabulary like GPT-2's): fitted to the runs of `record` on enwik8 that `tests/unit/test_minutes.py` lists,
+  of 16M to 353M parameters, 8M to 130M tokens, 0.3 to 5 epochs, ending between 2.65 and 3.65; off by 0.018 (root of
+  the mean square) and by 0.049 at most. Steps smaller than the rule's are not in it: with 24,576 tokens, at lower
+  rates, losses are up to 0.09 higher. Several powers fit about as well; these make 7 tokens for each parameter the best
+  at 51M and 11 at 353M, near what longer runs have (12 in nanochat, `scripts/base_train.py`, 92d63d4).
+- More than 15 parameters for each new token count for nothing: after 8M tokens 124M parameters were at 3.363, 353M at
+  3.404.
 - Characters: fitted to 15 runs of `record` on Shakespeare, 0.10M, 0.34M and 0.79M parameters after 0.4M to 2.5M
-  characters in 113 to 1,573 steps, ending between 1.63 and 1.86; off by 0.013. Ten of them are the grid of
-  `docs/minutes.md`.
+  characters in 113 to 1,573 steps, ending between 1.63 and 1.86; off by 0.013. Ten of them are in
+  `benchmarks/minutes.jsonl`.
 - Subwords (a small vocabulary learned from the text): the law of characters, times the 2.2 that a loss is larger by. Of
   two runs of 90 s the smaller model was better, as it says: 3.471 with 0.16M parameters, 3.550 with 0.43M.
 - Repeated tokens: the form of Muennighoff et al. 2023, "Scaling data-constrained language models", with R* = 2 instead
   of their 15.4: by our runs a second epoch is worth 0.8 of a first, and ten of them 3. With it, ten epochs of 12.7M
-  tokens differ by as much between 16M and 51M parameters as measured (3.77 and 3.57).
-- Text that is read more than once costs `record` its bigram tables: 0.06, by the same fit.
+  tokens differ by as much between 16M and 51M parameters as measured (3.77 and 3.57). Small vocabularies have runs of
+  up to 2.5 epochs only.
+- Tables of values and bigrams are worth more where text is read once: 0.06, by the same fit. Bigrams alone were worth
+  0.02 there.
 """
 
 import math
 from dataclasses import dataclass
 
 _REPEATS = 2.0  # epochs beyond the first after which repeated tokens teach hardly anything
+_MOST_FOR_EACH = 15.0  # parameters for each new token that lower the loss
 _CHARACTERS, _SUBWORDS = 300, 8000  # vocabularies up to so many ids
 
 
@@ -34,7 +40,7 @@ class Law:
     data: float
     data_power: float
     steps: float
-    bigrams: float = 0.0  # what tables of bigrams take off the loss
+    tables: float = 0.0  # what they take off the loss where text is read once, beyond what they do elsewhere
 
     def loss(self, parameters: float, tokens: float, steps: float) -> float:
         """The loss after `tokens` fresh tokens in so many steps."""
@@ -46,7 +52,7 @@ class Law:
         )
 
 
-WORDS = Law(floor=1.81, size=1810.0, size_power=0.5, data=819.0, data_power=0.4, steps=20.0, bigrams=0.06)
+WORDS = Law(floor=1.81, size=1810.0, size_power=0.5, data=819.0, data_power=0.4, steps=20.0, tables=0.06)
 CHARACTERS = Law(floor=1.256, size=70.0, size_power=0.5, data=203.5, data_power=0.5, steps=19.7)
 SUBWORDS = Law(floor=2.76, size=154.0, size_power=0.5, data=448.0, data_power=0.5, steps=43.3)
 
@@ -61,3 +67,8 @@ def effective_tokens(tokens: float, unique: float | None) -> float:
         return tokens
     repeats = tokens / unique - 1
     return unique * (1 + _REPEATS * (1 - math.exp(-repeats / _REPEATS)))
+
+
+def effective_parameters(parameters: float, tokens: float, unique: float | None) -> float:
+    """As many as so much text can teach."""
+    return min(parameters, _MOST_FOR_EACH * (tokens if unique is None else min(tokens, unique)))

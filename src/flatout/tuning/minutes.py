@@ -2,7 +2,7 @@
 
 Idea: one size is measured, the law names the best one by what speed goes like with size, that one is measured, and so
 on until the best one has been measured or the time for measuring is spent. So at most three sizes are tried. Seconds in
-which kernels are built do not count: most of them are for the first size on a new machine, and serve all that follow.
+which kernels are built for the first size do not count: on a new machine they are many, and say nothing of the next.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flatout.config.sizes import ONCE, Shape, batch_of
-from flatout.tuning.law import effective_tokens, law_for
+from flatout.tuning.law import effective_parameters, effective_tokens, law_for
 
 MOST_MEASURED = 3
 BATCHES = (1, 2, 4)  # times that of the rule
@@ -24,7 +24,7 @@ class Speed:
 
     token: float
     update: float
-    built: float = 0.0  # seconds in which kernels were built before the first step; the run needs them, too
+    built: float = 0.0  # seconds in which kernels were built before the first step
 
     def tokens_in(self, seconds: float, batch: int) -> float:
         return seconds * batch / (batch * self.token + self.update)
@@ -50,7 +50,7 @@ class Prospect:
 class Budget:
     """The time that there is, and the data; `batch` is one that the user wrote.
 
-    `bigrams` says whether a model has tables of them where the text is read once.
+    `tables` says whether a model has tables of values and bigrams where the text is read once.
     """
 
     seconds: float
@@ -59,7 +59,7 @@ class Budget:
     batch: int | None = None
     context: int | None = None
     ranks: int = 1
-    bigrams: bool = False
+    tables: bool = False
 
     def prospect(self, shape: Shape, speed: Speed, *, measured: bool) -> Prospect:
         """What a size would reach at that speed, with the best of the batch of the rule and multiples of it.
@@ -76,16 +76,16 @@ class Budget:
 
     def _with(self, shape: Shape, speed: Speed, batch: int, measured: bool) -> Prospect:
         tokens = speed.tokens_in(self.seconds, batch)
-        law, parameters = law_for(self.vocab), shape.dense(self.vocab)
-        fresh = effective_tokens(tokens, self.unique)
-        tables = self.bigrams and (self.unique is None or tokens <= ONCE * self.unique)
+        law, fresh = law_for(self.vocab), effective_tokens(tokens, self.unique)
+        parameters = effective_parameters(shape.dense(self.vocab), tokens, self.unique)
+        once = self.unique is None or tokens <= ONCE * self.unique
         return Prospect(
             shape=shape,
             measured=measured,
             tokens_per_second=tokens / self.seconds,
             tokens=max(batch, int(tokens)),
             batch=batch,
-            loss=law.loss(parameters, fresh, tokens / batch) - (law.bigrams if tables else 0.0),
+            loss=law.loss(parameters, fresh, tokens / batch) - (law.tables if self.tables and once else 0.0),
         )
 
 
@@ -102,7 +102,7 @@ def choose(
     while True:
         before = clock()
         speed = found[following] = measure(following)
-        took = clock() - before - (0.0 if speed is None else speed.built)
+        took = clock() - before - (speed.built if speed is not None and following == first else 0.0)
         spent += took
         prospects = _prospects(budget, shapes, found)
         if not prospects or len(found) == MOST_MEASURED:

@@ -14,7 +14,7 @@ from flatout.data.pack import Progress
 from flatout.device import Device
 from flatout.engine.overlays import fits, fitted_to
 from flatout.engine.run import Run
-from flatout.engine.sizing import Decision, decide, written
+from flatout.engine.sizing import Decision, decide, is_small, written
 from flatout.errors import ResourceError
 from flatout.records import PrepareProgress
 from flatout.tuning.measure import Steps, borrowed_run, with_sequences
@@ -44,7 +44,7 @@ def plan(loaded: LoadedConfig, known: Known, device: Device, progress: Progress 
         batch=config.train.batch_tokens if loaded.size is None else own.get("train.batch_tokens"),
         context=config.model.context if loaded.size is None else own.get("model.context"),
         ranks=known.ranks,
-        bigrams=config.model.bigram_rows > 0,
+        tables=config.model.bigram_rows > 0 and ("model.bigram_rows" in own or not is_small(device)),
     )
     shapes, first = shapes_for(loaded, known, device)
 

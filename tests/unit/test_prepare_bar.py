@@ -1,0 +1,25 @@
+"""Progress of preparing: what is shown on a terminal and elsewhere."""
+
+import io
+
+import pytest
+
+from flatout.observe.live.prepare_bar import PrepareBar
+from flatout.records import PrepareProgress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_a_measurement_is_one_line_of_its_own(stream: io.StringIO) -> None:
+    reading = PrepareProgress("reading", 0, 1, 10, 100, 1, 5, 0)
+    with PrepareBar(stream) as bar:
+        bar(reading)
+        bar(PrepareProgress("measuring", 0, 0, 0, 0, 0, 0, 0, "measuring a size"))
+        seen = stream.getvalue()
+        assert seen.splitlines()[-1].endswith("note: measuring a size") or "note: measuring a size\n" in seen
+        assert "measuring" not in seen.replace("note: measuring a size", "")
+        bar(reading)  # a later phase opens another bar

@@ -266,9 +266,12 @@ def test_a_text_that_is_too_short_leaves_no_shards_behind(tiny, tmp_path: Path):
         next(flatout.train(tiny(f"data.source={text}", "data.folder=new/shards", "output.folder=a")))
     assert not Path("new").exists()
     Path("empty").mkdir()
-    with pytest.raises(DataError, match="needs at least"):
-        next(flatout.train(tiny(f"data.source={text}", "data.folder=empty", "output.folder=a")))
-    assert not list(Path("empty").iterdir())
+    Path("link").symlink_to("empty")
+    for folder in ("empty", "link"):
+        with pytest.raises(DataError, match="needs at least"):
+            next(flatout.train(tiny(f"data.source={text}", f"data.folder={folder}", "output.folder=a")))
+        assert not list(Path("empty").iterdir())
+    assert Path("link").is_symlink()
     words = [f"data.source={text}", "data.tokenizer=char", "data.folder=new/shards", "output.folder=a"]
     for more in ([], ["train.minutes=0.1"]):  # whose size is settled with the data at hand
         with pytest.raises(DataError, match="needs at least"):

@@ -38,7 +38,7 @@ def shards_for(data: DataConfig, clean: CleanConfig, progress: Progress | None =
 
     A dataset with records that could not be read stays: who asks again trains on the rest.
     """
-    folder = data_folder(data)
+    folder = data_folder(data).resolve()  # a link stays
     made = [place for place in (*reversed(folder.parents), folder) if not place.exists()]  # outermost first
     empty = folder.is_dir() and not any(folder.iterdir())
     dataset = open_shards(data, clean, progress)

@@ -110,7 +110,7 @@ def test_minutes_choose_a_size_and_say_why(
     stored = flatout.stored_config(tmp_path / "out").config
     assert stored.train.minutes == 0.012
     assert stored.train.steps is not None
-    assert stored.model.value_tables == 0, "no tables on a CPU"
+    assert stored.model.bigram_rows > 0, "tables of a few characters are small"
     assert rows[-1]["type"] == "end"
     asked = len(tried)
     assert main(["train", "--minutes", "0.012", *words, "output.folder=out", "--resume", "auto"]) == 0

@@ -264,6 +264,17 @@ def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised()
     assert large.config.optim.head_decay is None
 
 
+@pytest.mark.parametrize(("epochs", "values"), [(1, 1), (2, 1), (10, 0)])
+def test_a_small_vocabulary_has_its_tables_on_every_device(epochs: float, values: int) -> None:
+    config = load_config("record", ["data.source=shakespeare", f"train.epochs={epochs}"], size="2x64")
+    for device in (CPU, card(8), card(80)):
+        found = applied(config, decide(config, Shape(2, 64), Known(vocab=1024, unique=400_000), device).told())
+        assert (found.config.model.bigram_rows, found.config.model.value_tables) == (20 * 1024, values)
+        assert not any("small for embedding tables" in notice for notice in found.notices)
+    characters = decide(config, Shape(2, 64), Known(vocab=64, unique=400_000), CPU).values["model.bigram_rows"]
+    assert characters[0] == 64 * 64, "no more than there are pairs"
+
+
 def test_a_size_is_measured_with_the_settings_of_text_that_is_not_repeated() -> None:
     loaded = load_config("record", ["data.source=shakespeare", "train.minutes=2"])
     trial = minutes_probe.trial_of(loaded, Shape(3, 96), Known(vocab=66, unique=1_000_000), CPU)

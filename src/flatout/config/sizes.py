@@ -36,11 +36,14 @@ _NAMED = {
     "1.3b": (24, 2048),
 }
 GPT2_VOCAB = 50257  # also where nobody has said how large the vocabulary is
-_SMALL_VOCABS = {"char": 128, "bytes": 257}
+_USUAL_VOCABS = {"char": 128, "bytes": 257}
+SMALL_VOCAB = 8000  # ids: tables of a vocabulary like that, learned from the text, are small
 
 REFERENCE_BATCH, REFERENCE_TOKENS, REFERENCE_WIDTH = 32_768, 26e6, 512
 _ADAM_RATES = {"embedding_rate": 0.3, "head_rate": 0.008, "learning_rate": 0.02}
 _VALUE_RATE, _BIGRAM_RATE = 0.1, 0.3
+_BIGRAM_ROWS, _BIGRAM_ROWS_SMALL = 5, 20  # for each id, of a large and of a small vocabulary
+_FEWEST_BIGRAMS = 20_480  # rows, unless there are fewer pairs
 _TIED_RATE = 0.03  # of an embedding that is the head, too
 _OPTIMIZER, _TIED, _GROUP_RATES = "optim.optimizer", "model.tied", ("optim.embedding_rate", "optim.head_rate")
 SHORT_STEPS = 800
@@ -128,7 +131,7 @@ def size_names() -> tuple[str, ...]:
 
 def usual_vocab(tokenizer: str) -> int:
     """The ids of a tokenizer before it is read."""
-    return _SMALL_VOCABS.get(tokenizer) or learned_vocab(tokenizer) or GPT2_VOCAB
+    return _USUAL_VOCABS.get(tokenizer) or learned_vocab(tokenizer) or GPT2_VOCAB
 
 
 def learned_vocab(tokenizer: str) -> int | None:
@@ -222,8 +225,8 @@ def derive(preset: str, shape: Shape, written: Mapping[str, Any], known: Known) 
         **({} if told else {"train.tokens": tokens}),
     }
     repeated = {}
-    if known.unique is not None and epochs is not None and epochs > FRESH_EPOCHS:
-        repeated = _repeated(preset, {**values, **written}, shape.dense(known.vocab), known.unique)
+    if epochs is not None and epochs > FRESH_EPOCHS:
+        repeated = _repeated(preset, {**values, **written}, shape.dense(known.vocab), known)
     return Derived(values, repeated, epochs)
 
 
@@ -285,7 +288,7 @@ def _rates(
     """Peak rates and decay.
 
     A head that is the embedding wants the embedding to begin and to move like a head: `record` of 2x64 ended at 5.161
-    with the rate and the spread of an embedding, at 3.308 with these, and at 3.225 untied (CPU, 0.5M tokens).
+    with the rate and the spread of an embedding, at 3.308 with about these, and at 3.225 untied (CPU, 0.5M tokens).
     """
     factor, thin = batch_factor(batch, tokens, context), math.sqrt(REFERENCE_WIDTH / max(shape.width, 256))
     yield "optim.muon_rate", _short(0.02 * factor)
@@ -296,14 +299,16 @@ def _rates(
 
 
 def _tables(shape: Shape, vocab: int, epochs: float | None) -> dict[str, Any]:
-    """Tables of values for two blocks from either end, and of bigrams with five rows for each id of a large vocabulary.
+    """Tables of values for two blocks from either end, and of bigrams with some rows for each id.
 
-    Five rows for each of a few characters would be fewer than there are pairs of them. Bigrams are for text that is
-    read once: over two epochs of enwik8 `record` at 60m ended at 2.908 with them, the lab's model without at 2.812.
+    Bigrams of a large vocabulary are for text that is read once: over two epochs of enwik8 `record` at 60m ended at
+    2.908 with them, the lab's model without at 2.812. Those of a small one helped in three epochs, too
+    (`docs/recipe.md`).
     """
-    once = epochs is None or epochs <= ONCE
-    rows = 64 * round(5 * vocab / 64) if vocab >= 1000 and once else 0
-    return {"model.value_tables": min(2, shape.layers // 2), "model.bigram_rows": rows}
+    small = vocab <= SMALL_VOCAB
+    rows = min(vocab**2, max(_FEWEST_BIGRAMS, _BIGRAM_ROWS_SMALL * vocab)) if small else _BIGRAM_ROWS * vocab
+    kept = small or epochs is None or epochs <= ONCE
+    return {"model.value_tables": min(2, shape.layers // 2), "model.bigram_rows": 64 * round(rows / 64) if kept else 0}
 
 
 def _again(preset: str, epochs: float | None) -> dict[str, Any]:
@@ -321,16 +326,18 @@ def _short(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def _repeated(preset: str, values: Mapping[str, Any], dense: int, unique: int) -> dict[str, Any]:
-    """What pays where the data is read many times: no tables, and a decay that makes a model forget within an epoch.
+def _repeated(preset: str, values: Mapping[str, Any], dense: int, known: Known) -> dict[str, Any]:
+    """What pays where the data is read many times: a decay that makes a model forget within an epoch, and no tables but
+    the bigrams of a small vocabulary.
 
     All that is trained decays alike: by so much in an epoch, whatever its rate and the batch; Muon's matrices where
     update and weight agree in sign (`optim.cautious`). Ten epochs of 12.7M tokens ended at 3.814 with 1.1 in an epoch,
     3.769 with 2.2 and 3.810 with 3.4 in 16M parameters, at 3.567 with 2.0 and 3.574 with 4.0 in 51M (H200, one seed;
     `docs/recipe.md`).
     """
-    forgotten = min(_MOST_FORGOTTEN, 2 * math.sqrt(dense / max(unique, 1)))
-    each = min(_MOST_AT_ONCE, forgotten * values["train.batch_tokens"] / max(unique, 1))
+    unique = max(known.unique or 0, 1)
+    forgotten = min(_MOST_FORGOTTEN, 2 * math.sqrt(dense / unique))
+    each = min(_MOST_AT_ONCE, forgotten * values["train.batch_tokens"] / unique)
     usual = values["optim.learning_rate"]
     rates = {
         "optim.weight_decay": usual if values.get(_OPTIMIZER) == "adamw" else values["optim.muon_rate"],
@@ -339,4 +346,5 @@ def _repeated(preset: str, values: Mapping[str, Any], dense: int, unique: int) -
     }
     found: dict[str, Any] = {path: _short(min(MOST_DECAY, each / rate)) for path, rate in rates.items()}
     found |= {"model.mlp": "swiglu", "optim.ema": 0.995}
-    return found | ({"model.value_tables": 0, "model.bigram_rows": 0} if preset == "record" else {})
+    none = ("model.value_tables", *(("model.bigram_rows",) if known.vocab > SMALL_VOCAB else ()))
+    return found | (dict.fromkeys(none, 0) if preset == "record" else {})

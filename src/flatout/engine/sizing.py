@@ -20,6 +20,7 @@ from flatout.config.sizes import (
     DEFAULT_SIZE,
     FRESH_EPOCHS,
     LADDER,
+    SMALL_VOCAB,
     Known,
     Shape,
     Sized,
@@ -36,7 +37,7 @@ from flatout.data.shard_data import shards_for
 from flatout.device import Device
 from flatout.engine.overlays import fitted_to
 
-SMALL_CARD = 12e9  # bytes: below, tables of value and bigram embeddings take too much of a card
+SMALL_CARD = 12e9  # bytes: below, value and bigram tables of a large vocabulary take too much of a card
 CPU_MICRO_BATCH_TOKENS = 8192  # more are no faster there, and take memory
 TABLES = ("model.value_tables", "model.bigram_rows")
 
@@ -99,7 +100,7 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
             f"data{told and f' ({told})'}"
         )
     left = [path for path in TABLES if values.get(path, (0, ""))[0] and not _by_user(loaded, path)]
-    if left and is_small(device):
+    if left and is_small(device) and known.vocab > SMALL_VOCAB:
         values |= dict.fromkeys(left, (0, "small device"))
         notices.append(f"{device.name} is small for embedding tables: {', '.join(left)} left out")
     kept = {path: found for path, found in values.items() if not _by_user(loaded, path)}

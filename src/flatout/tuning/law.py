@@ -27,9 +27,11 @@ Where the constants come from:
 import math
 from dataclasses import dataclass
 
+from flatout.config.sizes import SMALL_VOCAB
+
 _REPEATS = 2.0  # epochs beyond the first after which repeated tokens teach hardly anything
 _MOST_FOR_EACH = 15.0  # parameters for each new token that lower the loss
-_CHARACTERS, _SUBWORDS = 300, 8000  # vocabularies up to so many ids
+_CHARACTERS = 300  # vocabularies up to so many ids
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ SUBWORDS = Law(floor=2.76, size=154.0, size_power=0.5, data=448.0, data_power=0.
 
 
 def law_for(vocab: int) -> Law:
-    return CHARACTERS if vocab <= _CHARACTERS else SUBWORDS if vocab <= _SUBWORDS else WORDS
+    return CHARACTERS if vocab <= _CHARACTERS else SUBWORDS if vocab <= SMALL_VOCAB else WORDS
 
 
 def effective_tokens(tokens: float, unique: float | None) -> float:

@@ -94,10 +94,11 @@ def test_a_preset_with_sizes_is_settled_with_its_data_first(corpus: Path, tmp_pa
     capsys.readouterr()
     assert main([*words, "--fields", "model.head_gate", "--minutes", "0"]) == 0
     assert not list(tmp_path.iterdir()), "nothing is prepared to show what is there"
-    # There are no tables on a CPU, so 1 is a change, and 0 is none.
-    assert main([*words, "--fields", "model.value_tables=1"]) == 0
-    assert "model.value_tables left out" in capsys.readouterr().err
-    assert main([*words, "--fields", "model.value_tables=0"]) == 2
+    # Text that is read ten times has no value tables, so 1 is a change, and 0 is none.
+    assert main([*words, "train.epochs=10", "--fields", "model.value_tables=1"]) == 0
+    assert "the data is read 10.0 times" in capsys.readouterr().err
+    assert main([*words, "train.epochs=10", "--fields", "model.value_tables=0"]) == 2
     assert "model.value_tables is 0 in the config already" in capsys.readouterr().err
+    assert main([*words, "--fields", "model.value_tables=0"]) == 0
     config = seen[-1].config
     assert config.train.tokens < 2 * corpus.stat().st_size, "two epochs, not twenty tokens for each parameter"

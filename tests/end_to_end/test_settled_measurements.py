@@ -76,7 +76,8 @@ def test_verbs_measure_what_train_would_train(
     said = capsys.readouterr()
     assert "note: the data is read 10.0 times" in said.err
     run = trained(preset, words)
-    assert (run.model.value_tables, run.model.bigram_rows) == (0, 0)
+    assert run.model.value_tables == 0
+    assert (run.model.bigram_rows > 0) == (preset == "record"), "tables of a few characters are small"
     assert run.optim.head_decay is not None
     assert run.train.batch_tokens < load_config(preset, words, size=SIZE).config.train.batch_tokens
     for config in built[:searched]:

@@ -63,7 +63,7 @@ def test_more_parameters_tokens_and_steps_lower_the_loss_and_repeats_count_less(
     assert len({law_for(65), law_for(1024), law_for(50257)}) == 3
 
 
-# Runs of `record` on enwik8 as it sets itself up: blocks, width, tokens, tokens of a step, loss. Rows of
+# Runs of `record` on enwik8: blocks, width, tokens, tokens of a step, loss; its other settings are its own. Rows of
 # benchmarks/time_to_loss.jsonl, but for 2.899, which is of benchmarks/lab.jsonl.
 MEASURED = (
     (4, 256, 8.0e6, 8192, 3.652), (8, 512, 8.0e6, 8192, 3.448), (12, 768, 8.0e6, 8192, 3.363),

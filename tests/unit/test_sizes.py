@@ -100,6 +100,24 @@ def test_decay_of_repeated_data_goes_by_the_rate_that_a_group_has() -> None:
     assert found["optim.weight_decay"] == found["optim.embedding_decay"] > found["optim.head_decay"]
 
 
+def test_bigrams_of_a_small_vocabulary_forget_faster_than_the_rest() -> None:
+    known = Known(vocab=1024, unique=109_000)
+
+    def forgotten(rate: float | None) -> float:
+        written = {"train.epochs": 10.0, **({} if rate is None else {"optim.table_rate": rate})}
+        found = derive("record", Shape(2, 64), written, known)
+        values = {**found.size, **found.repeated}
+        assert values["model.bigram_rows"] == 20_480
+        assert values["model.value_tables"] == 0
+        return values["optim.table_decay"] * (rate or values["optim.table_rate"])
+
+    assert forgotten(None) == pytest.approx(0.12, rel=0.01)
+    assert forgotten(0.1) == pytest.approx(0.12, rel=0.01), "whatever the rate"
+    large = derive("record", Shape(2, 64), {"train.epochs": 10}, Known(vocab=GPT2, unique=109_000)).repeated
+    assert large["model.bigram_rows"] == 0
+    assert "optim.table_decay" not in large
+
+
 def test_an_embedding_that_is_the_head_begins_and_moves_like_a_head() -> None:
     def settings(*words: str) -> tuple[float | None, float | None]:
         config = load_config("record", ["data.source=x", *words], size="60m").config

@@ -45,13 +45,15 @@ _VALUE_RATE, _BIGRAM_RATE = 0.1, 0.3
 _BIGRAM_ROWS, _BIGRAM_ROWS_SMALL = 5, 20  # for each id, of a large and of a small vocabulary
 _FEWEST_BIGRAMS = 20_480  # rows, unless there are fewer pairs
 _TIED_RATE = 0.03  # of an embedding that is the head, too
-_OPTIMIZER, _TIED, _GROUP_RATES = "optim.optimizer", "model.tied", ("optim.embedding_rate", "optim.head_rate")
+_OPTIMIZER, _TIED = "optim.optimizer", "model.tied"
+_GROUP_RATES = ("optim.embedding_rate", "optim.head_rate", "optim.table_rate")
 SHORT_STEPS = 800
 TOKENS_PER_PARAMETER, MOST_EPOCHS = 20, 2.0
 ONCE = 1.1  # epochs: in a second one tables are learned by heart
 _VALUE_DECAY = 0.03  # of value tables that see text again
 MOST_DECAY = 10.0  # of a config
 _MOST_FORGOTTEN, _MOST_AT_ONCE = 3.0, 0.02  # of repeated data: decay times rate, in an epoch and in a step
+_BIGRAMS_FORGET = 6  # times as much
 # Above, data counts as repeated. In 1.6 epochs of Shakespeare a decay of embedding and head cost 0.034, in 2.8 epochs
 # in 0.16M parameters it gained 0.065 on one cut of the text and nothing on another (CPU).
 FRESH_EPOCHS = 2.5
@@ -328,23 +330,31 @@ def _short(value: float) -> float:
 
 def _repeated(preset: str, values: Mapping[str, Any], dense: int, known: Known) -> dict[str, Any]:
     """What pays where the data is read many times: a decay that makes a model forget within an epoch, and no tables but
-    the bigrams of a small vocabulary.
+    the bigrams of a small vocabulary, which forget faster.
 
     All that is trained decays alike: by so much in an epoch, whatever its rate and the batch; Muon's matrices where
     update and weight agree in sign (`optim.cautious`). Ten epochs of 12.7M tokens ended at 3.814 with 1.1 in an epoch,
     3.769 with 2.2 and 3.810 with 3.4 in 16M parameters, at 3.567 with 2.0 and 3.574 with 4.0 in 51M (H200, one seed;
-    `docs/recipe.md`).
+    `docs/recipe.md`). Bigrams are learned by heart at that pace: ten epochs of 109,000 tokens ended at 4.456 with a
+    decay of 0.03, at 4.111 with 0.3, at 4.153 with 1.0, and at 4.168 without bigrams (CPU, one seed).
     """
     unique = max(known.unique or 0, 1)
     forgotten = min(_MOST_FORGOTTEN, 2 * math.sqrt(dense / unique))
     each = min(_MOST_AT_ONCE, forgotten * values["train.batch_tokens"] / unique)
-    usual = values["optim.learning_rate"]
-    rates = {
-        "optim.weight_decay": usual if values.get(_OPTIMIZER) == "adamw" else values["optim.muon_rate"],
-        "optim.embedding_decay": values["optim.embedding_rate"] or usual,
-        "optim.head_decay": values["optim.head_rate"] or usual,
+
+    def decay(of_step: float, rate: float | None) -> float:
+        return _short(min(MOST_DECAY, of_step / (rate or values["optim.learning_rate"])))
+
+    found: dict[str, Any] = {
+        "optim.weight_decay": decay(each, None if values.get(_OPTIMIZER) == "adamw" else values["optim.muon_rate"]),
+        "optim.embedding_decay": decay(each, values["optim.embedding_rate"]),
+        "optim.head_decay": decay(each, values["optim.head_rate"]),
+        "model.mlp": "swiglu",
+        "optim.ema": 0.995,
     }
-    found: dict[str, Any] = {path: _short(min(MOST_DECAY, each / rate)) for path, rate in rates.items()}
-    found |= {"model.mlp": "swiglu", "optim.ema": 0.995}
-    none = ("model.value_tables", *(("model.bigram_rows",) if known.vocab > SMALL_VOCAB else ()))
-    return found | (dict.fromkeys(none, 0) if preset == "record" else {})
+    if preset != "record":
+        return found
+    found["model.value_tables"] = 0
+    if known.vocab > SMALL_VOCAB:
+        return found | {"model.bigram_rows": 0}
+    return found | {"optim.table_decay": decay(_BIGRAMS_FORGET * each, values["optim.table_rate"])}

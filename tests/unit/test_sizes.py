@@ -69,6 +69,13 @@ def test_what_the_user_wrote_wins_and_the_rest_follows_it() -> None:
     assert (steps.train.steps, steps.train.tokens, steps.train.batch_tokens) == (800, None, 32768)
 
 
+def test_short_runs_have_fewer_steps_where_a_batch_would_be_tiny() -> None:
+    batches = {tokens: batch_of(tokens, 256) for tokens in (100_000, 250_000, 500_000, 1_000_000, 2_000_000)}
+    assert list(batches.values()) == [256, 512, 1024, 1024, 2048]
+    assert batch_of(500_000, 1024) == 1024, "one window"
+    assert batch_of(8_000_000, 1024) == 8192
+
+
 def test_data_that_is_read_more_than_twice_and_a_half_is_regularised() -> None:
     shape = Shape(8, 512)
 

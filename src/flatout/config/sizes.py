@@ -5,7 +5,8 @@ They were found at 60m on 26 million tokens of enwik8 (`benchmarks/lab.py`) and 
 by the exponents of nanochat's `scripts/base_train.py` (92d63d4):
 - dense parameters N are the matrices of the blocks plus the head, without embedding tables; D are the run's tokens
 - D is 20 N, and at most two epochs, where the user says nothing
-- batch: 32,768 tokens at 26M, rising with D^0.4; below, as many as make about 800 steps
+- batch: 32,768 tokens at 26M, rising with D^0.4; below, as many as make about 800 steps, or 500 where that would be
+  fewer than 1,024
 - rates are the lab's where the batch is the rule's and the run is short; a smaller batch lowers them by its root;
   AdamW's fall with the square root of the width, from 256 on
 - decay is 0.1 up to 26M tokens, and falls with 26M / D
@@ -47,7 +48,7 @@ _FEWEST_BIGRAMS = 20_480  # rows, unless there are fewer pairs
 _TIED_RATE = 0.03  # of an embedding that is the head, too
 _OPTIMIZER, _TIED = "optim.optimizer", "model.tied"
 _GROUP_RATES = ("optim.embedding_rate", "optim.head_rate", "optim.table_rate")
-SHORT_STEPS = 800
+SHORT_STEPS, SHORTEST_STEPS, SMALL_BATCH = 800, 500, 1024
 TOKENS_PER_PARAMETER, MOST_EPOCHS = 20, 2.0
 ONCE = 1.1  # epochs: in a second one tables are learned by heart
 _VALUE_DECAY = 0.03  # of value tables that see text again
@@ -248,8 +249,12 @@ def run_tokens(shape: Shape, written: Mapping[str, Any], known: Known) -> tuple[
 
 
 def batch_of(tokens: int, context: int, ranks: int = 1) -> int:
-    """Tokens of a step for a run of so many: whole windows, a power of two of them or three times one."""
-    short = tokens / SHORT_STEPS
+    """Tokens of a step for a run of so many: whole windows, a power of two of them or three times one.
+
+    In 2x64 on a CPU 0.5M tokens ended at 3.151 in 977 steps and 3.122 in 489, 0.25M at 3.443 and 3.392, but 2M at 2.758
+    and 2.766 (`record`, two seeds).
+    """
+    short = max(tokens / SHORT_STEPS, min(SMALL_BATCH, tokens / SHORTEST_STEPS))
     long = REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** 0.4
     return _shared(_nearest(max(min(short, long), 1.0) / context) * context, context, ranks)
 
@@ -304,7 +309,7 @@ def _tables(shape: Shape, vocab: int, epochs: float | None) -> dict[str, Any]:
     """Tables of values for two blocks from either end, and of bigrams with some rows for each id.
 
     Bigrams of a large vocabulary are for text that is read once: over two epochs of enwik8 `record` at 60m ended at
-    2.908 with them, the lab's model without at 2.812. Those of a small one helped in three epochs, too
+    2.908 with them, and at 2.811 without and in smaller steps. Those of a small one helped in three epochs, too
     (`docs/recipe.md`).
     """
     small = vocab <= SMALL_VOCAB

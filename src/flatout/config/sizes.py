@@ -54,7 +54,7 @@ ONCE = 1.1  # epochs: in a second one tables are learned by heart
 _VALUE_DECAY = 0.03  # of value tables that see text again
 MOST_DECAY = 10.0  # of a config
 _MOST_FORGOTTEN, _MOST_AT_ONCE = 3.0, 0.02  # of repeated data: decay times rate, in an epoch and in a step
-_BIGRAMS_FORGET = 6  # times as much
+_BIGRAMS_FORGET = 6  # times as fast as the rest
 # Above, data counts as repeated. In 1.6 epochs of Shakespeare a decay of embedding and head cost 0.034, in 2.8 epochs
 # in 0.16M parameters it gained 0.065 on one cut of the text and nothing on another (CPU).
 FRESH_EPOCHS = 2.5

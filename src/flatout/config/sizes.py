@@ -50,7 +50,7 @@ _OPTIMIZER, _TIED = "optim.optimizer", "model.tied"
 _GROUP_RATES = ("optim.embedding_rate", "optim.head_rate", "optim.table_rate")
 SHORT_STEPS, SHORTEST_STEPS, SMALL_BATCH = 800, 500, 1024
 TOKENS_PER_PARAMETER, MOST_EPOCHS = 20, 2.0
-ONCE = 1.1  # epochs: in a second one tables are learned by heart
+ONCE = 1.1  # epochs: in a second one tables memorise the text
 _VALUE_DECAY = 0.03  # of value tables that see text again
 MOST_DECAY = 10.0  # of a config
 _MOST_FORGOTTEN, _MOST_AT_ONCE = 3.0, 0.02  # of repeated data: decay times rate, in an epoch and in a step
@@ -249,11 +249,7 @@ def run_tokens(shape: Shape, written: Mapping[str, Any], known: Known) -> tuple[
 
 
 def batch_of(tokens: int, context: int, ranks: int = 1) -> int:
-    """Tokens of a step for a run of so many: whole windows, a power of two of them or three times one.
-
-    In 2x64 on a CPU 0.5M tokens ended at 3.151 in 977 steps and 3.122 in 489, 0.25M at 3.443 and 3.392, but 2M at 2.758
-    and 2.766 (`record`, two seeds).
-    """
+    """Tokens of a step for a run of so many: whole windows, a power of two of them or three times one."""
     short = max(tokens / SHORT_STEPS, min(SMALL_BATCH, tokens / SHORTEST_STEPS))
     long = REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** 0.4
     return _shared(_nearest(max(min(short, long), 1.0) / context) * context, context, ranks)
@@ -340,8 +336,7 @@ def _repeated(preset: str, values: Mapping[str, Any], dense: int, known: Known) 
     All that is trained decays alike: by so much in an epoch, whatever its rate and the batch; Muon's matrices where
     update and weight agree in sign (`optim.cautious`). Ten epochs of 12.7M tokens ended at 3.814 with 1.1 in an epoch,
     3.769 with 2.2 and 3.810 with 3.4 in 16M parameters, at 3.567 with 2.0 and 3.574 with 4.0 in 51M (H200, one seed;
-    `docs/recipe.md`). Bigrams are learned by heart at that pace: ten epochs of 109,000 tokens ended at 4.456 with a
-    decay of 0.03, at 4.111 with 0.3, at 4.153 with 1.0, and at 4.168 without bigrams (CPU, one seed).
+    `docs/recipe.md`). At that pace bigrams would still memorise the text.
     """
     unique = max(known.unique or 0, 1)
     forgotten = min(_MOST_FORGOTTEN, 2 * math.sqrt(dense / unique))

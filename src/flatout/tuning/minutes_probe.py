@@ -101,7 +101,7 @@ def decision_for(
 def _evaluations(minutes: float, best: Prospect, known: Known, context: int) -> dict[str, Any]:
     """When a run is evaluated and saved: as seldom as can be, since that takes time of the run.
 
-    Text that is read many times is learned by heart at some point: evaluations on the way find the best weights.
+    Text that is read many times is memorised at some point: evaluations on the way find the best weights.
     """
     often = minutes >= LONG or (known.unique is not None and best.tokens > MANY_EPOCHS * known.unique)
     look = max(context, int(0.09 * best.tokens) // context * context)

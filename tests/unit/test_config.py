@@ -413,6 +413,8 @@ def test_refused_lists(override: str, message: str, hint: str) -> None:
         ("output.folder=''", "output.folder is '', but it must not be empty", "null means runs/NAME"),
         ("data.tokenizer=[a]", "data.tokenizer: '[a]' is not a single value", "quotes"),
         ("data.format=jsnl", "data.format is 'jsnl', but it must be one of text, jsonl", "Did you mean jsonl?"),
+        ("remove_unused_columns=false", "remove_unused_columns is not a known key", ""),
+        ("chat.group_by_length=false", "chat.group_by_length is not a known key", ""),
         ("model.qqqqqq=5", "model.qqqqqq is not a known key", "the keys of model are family, layers"),
         ("model=5", "model is a section, not a value", "family, layers, width"),
         ("preset=5", "preset cannot be set by an override", "gpt2-124m"),
@@ -754,6 +756,11 @@ def test_summaries_are_one_sentence(kind: ShippedKind, name: str) -> None:
     assert sentence.endswith(".")
     assert len(sentence) > 20
     assert not re.search(r"[.!?]\s", sentence)
+
+
+def test_rate_and_warm_up_where_nobody_says_otherwise() -> None:
+    optim = load_config(None, ["train.steps=1"]).config.optim
+    assert (optim.learning_rate, optim.warmup_steps) == (1e-3, 100)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from flatout.engine.books import Progress
 from flatout.engine.checkpoint import list_checkpoints
 from flatout.engine.saving import capture
 from flatout.engine.sizing import data_facts
-from flatout.errors import DataError, DivergedError, DoesNotFitError, HardwareError, UserError
+from flatout.engine.trained import checkpoint_size
+from flatout.errors import DataError, DivergedError, DoesNotFitError, HardwareError, ResourceError, UserError
 from flatout.generation import decode
 from flatout.model.count import estimate_memory
 from flatout.model.execution import Execution
@@ -357,6 +359,21 @@ def test_a_step_that_cannot_fit_is_refused_before_it_is_tried():
     fit_check.check_fits(
         estimate_memory(model, 50257, micro_batch=8, half=True, compiled=True, execution=Execution()), card
     )
+
+
+def test_a_run_whose_checkpoints_cannot_lie_on_the_disk_is_refused(tiny, monkeypatch: pytest.MonkeyPatch):
+    """Those that are kept, the best one, and the one that is being written."""
+    run = setup.setup_run(tiny())
+    one = checkpoint_size(run.trained.count, run.config, run.speed)
+    for free, refused in ((5 * one - 1, True), (5 * one, False)):
+        monkeypatch.setattr(fit_check.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        records = flatout.train(tiny("checkpoint.keep=3", "output.folder=run", "train.steps=1"))
+        if refused:
+            with pytest.raises(ResourceError, match="free, 5 checkpoints need"):
+                next(iter(records))
+            assert not Path("run").exists()
+        else:
+            next(iter(records))
 
 
 @pytest.mark.parametrize(

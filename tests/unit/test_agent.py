@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 
 from flatout import errors
-from flatout.agent import workers
+from flatout.agent import many_hosts, workers
 from flatout.agent.agent import Agent
 from flatout.agent.cause import Cause, cause_of, first_of
 from flatout.agent.hosts import Left, OneHost
 from flatout.agent.many_hosts import ManyHosts
 from flatout.agent.workers import Place
+from flatout.config.load import load_config
 from flatout.engine.run_files import CHECKPOINT_FILES
-from flatout.errors import UsageError, UserError
+from flatout.errors import HardwareError, UsageError, UserError
 from flatout.launch import Attempt, launch
 from flatout.pulse import Pulse, Slots, State, pulse, stack_of
 from flatout.verbs import launching
@@ -303,6 +304,28 @@ def test_srun_says_which_hosts_there_are(monkeypatch: pytest.MonkeyPatch):
         launching._hosts(options())
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_more_processes_than_gpus_are_refused_with_their_number(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    loaded = load_config(None, ["train.steps=1"])
+    with pytest.raises(HardwareError, match="--gpus 8, and this host has 2") as caught:
+        launching.start_workers("train", options(), lambda: (loaded, []))
+    assert caught.value.hint == "use --gpus 2, or speed.device=cpu to train without them"
+    launching._check_gpus(2, "auto")
+    launching._check_gpus(8, "cpu")
+
+
+def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(many_hosts, "_ANSWER", 0.1)  # there is nobody who has to read why
+    first, _ = two_hosts()
+    first._nodes, first._join = 3, 0.1
+    with (
+        pytest.raises(UserError, match=r"1 of 3 hosts came within 0\.1 s: host 1, 2 did not"),
+        first.meet(Left(), lambda: False),
+    ):
+        pass
 
 
 def test_one_host_of_one_needs_no_place_to_meet():

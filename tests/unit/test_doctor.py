@@ -926,7 +926,6 @@ def test_the_oldest_versions_are_those_of_the_package():
         assert f"{needed.partition('>=')[2]} or newer" in found.advice
 
 
-
 @pytest.mark.parametrize(
     ("workers", "usable", "proposed"), [(4, 4.0, None), (5, 4.0, 4), (16, 9.0, 4), (2, 1.5, 1), (1, 0.5, None)]
 )

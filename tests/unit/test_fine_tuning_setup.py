@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from flatout.config.facts import names_in
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
@@ -26,6 +27,7 @@ from flatout.errors import DoesNotFitError, HardwareError, UserError
 from flatout.model.adapters import attach
 from flatout.model.gpt import build_model
 from tests.chat_models import write_chat_model
+from tests.end_to_end.test_every_field import OTHER
 
 pytestmark = pytest.mark.usefixtures("children_stay")
 
@@ -182,6 +184,28 @@ def test_what_is_never_read_is_refused_with_its_place(words, tmp_path):
     assert "command line: data.field is set" in refusal(load_config("lora", words("data.field=body")))
     (tmp_path / "mine.yaml").write_text("preset: lora\nclean:\n  quality: true\n", encoding="utf-8")
     assert "mine.yaml:3: clean.quality is set" in refusal(load_config("mine.yaml", words()))
+
+
+# The sizes and lengths of steps on plain text; samples have their own.
+OF_TEXT = (
+    "train.batch_tokens",
+    "train.batch_stages",
+    "train.length_stages",
+    "train.window_stages",
+    "eval.sample_prompt",
+)
+
+
+def test_what_is_about_plain_text_is_refused_beside_samples(words):
+    about_text = [f"{section}.{name}" for section in ("data", "clean") for name in names_in(section)]
+    for path in [*about_text, *OF_TEXT]:
+        other = OTHER[path]
+        own = next(word for word in other if word.startswith(path)) if isinstance(other, list) else f"{path}={other}"
+        if path in ("data.folder", "data.streaming"):  # read, and refused by the schema
+            continue
+        assert f"{path} is set, but fine-tuning on chat.source does not use it" in refusal(
+            load_config("lora", words(own))
+        )
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,18 @@ def test_the_headline_of_fine_tuning_counts_samples(tmp_path: Path):
     assert "fine-tuned from smol on 800 samples of rows.jsonl (1.6k samples), on" in told
 
 
+def test_samples_and_rows_of_fine_tuning_are_counted(tmp_path: Path):
+    """Ten samples make epochs of 4, 4 and 2, so that seven steps see 24; of fifteen rows three were not used."""
+    samples = {"train": 10, "val": 2, "files": 2, "rows": 15, "rows_not_used": 3, "labelled": 30}
+    info = {"config": CHAT, "batch_samples": 4, "windows": 10, "samples": samples, "train_tokens": 120}
+    run = run_of(finished_run(tmp_path / "run", steps=7, every=7, **info))
+    assert "on 24 samples of rows.jsonl (10 samples, 2.4 times all of it), on" in run["summary"]
+    facts = dict(row for group in run["facts"] for row in group["rows"])
+    assert (facts["Rows used"], facts["Rows not used"].partition(";")[0]) == ("12 of 15", "3")
+    assert (facts["Samples"], facts["Learned"]) == ("10 to train on, 2 held out", "25.0% of 120 tokens")
+    assert facts["Epochs"] == "2.80"
+
+
 def test_the_table_of_switches_is_what_the_run_said(tmp_path: Path):
     run = run_of(finished_run(tmp_path / "run"))
     assert ["attention", "fa4", "cudnn", "flash-attn-4 is not installed"] in run["switches"]

@@ -397,7 +397,9 @@ def test_what_is_said_to_fit_does(tiny, more: list[str], share: int, monkeypatch
     assert len(ways) == 2
     assert ways[1].startswith("model.context=")
     for way in ways:
-        setup.setup_run(tiny(*words, *way.split()))
+        needs = setup.setup_run(tiny(*words, *way.split())).memory.total
+        assert needs <= fit_check.ROOM * memory, "with room to spare"
+        assert f"{way} (about {needs / 2**20:.0f} MiB)" in refused.value.hint
     with pytest.raises(DoesNotFitError) as refused:
         setup.setup_run(tiny(*words), resumed=begun)
     assert "model.context" not in refused.value.hint, "a run that goes on keeps its context"

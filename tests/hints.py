@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from flatout.config.facts import section_paths
 
-_WORD = re.compile(rf"(?<![\w.])(?:{'|'.join(section_paths())})\.[a-z_0-9]+=(?:\[[^\]]*\]|[^\s,;:`?()]+)")
+_WORD = re.compile(rf"(?<![\w.])(?:{'|'.join(section_paths())})\.[a-z_0-9]+=(?:\[[^\]]*\]|[^\s,;`?()]+)")
+_PLACEHOLDER = re.compile(r".*=(.*:)?([A-Z][A-Z-]*|\.*)")
 
 
 def ways_out(hint: str) -> list[list[str]]:
@@ -13,8 +14,8 @@ def ways_out(hint: str) -> list[list[str]]:
 
     A way without a setting (`leave it out`) is none of them, and `a.b=N` is no setting.
     """
-    found = ([word.rstrip(".") for word in _WORD.findall(way)] for way in re.split(r"[,;]? or ", hint))
-    return [words for words in found if words and not any(word.endswith(("=N", "=...")) for word in words)]
+    found = ([word.rstrip(".:") for word in _WORD.findall(way)] for way in re.split(r"[,;]? or ", hint))
+    return [words for words in found if words and not any(map(_PLACEHOLDER.fullmatch, words))]
 
 
 def with_settings(words: Sequence[str], settings: Sequence[str]) -> list[str]:

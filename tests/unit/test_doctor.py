@@ -51,6 +51,7 @@ from flatout.engine.run_files import CHECKPOINT_FILES
 from flatout.engine.trained import checkpoint_size
 from flatout.model.count import flops_per_token
 from flatout.records import Feature
+from tests.hints import ways_out, with_settings
 
 GIB = 2**30
 H200 = Card(
@@ -522,6 +523,10 @@ def test_a_planted_problem_is_found_and_the_fix_is_named(planted: Planted, here:
     findings = visit(*words, target=planted.target, **facts)
     right = [one for one in findings if (one.area, one.status) == (planted.area, planted.status)]
     assert any(planted.found in one.found and planted.fix in one.advice for one in right), findings
+    for way in (way for one in right if planted.found in one.found for way in ways_out(one.advice)):
+        after = visit(*with_settings(words, way), target=planted.target, **facts)
+        again = [one for one in after if (one.area, one.status) == (planted.area, planted.status)]
+        assert not any(planted.found in one.found for one in again), f"{way} does not mend it"
     for finding in told(findings, "warn", "bad"):
         assert finding.advice.endswith((".", "?")), f"no sentence: {finding}"
         assert "broke" not in finding.found, finding

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from flatout.api.resuming import Origin, check_resumed
 from flatout.config.facts import names_in
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
@@ -18,17 +19,19 @@ from flatout.data.sample_loader import SampleOrder, SampleRows
 from flatout.data.samples import Samples
 from flatout.device import Device
 from flatout.engine import form, setup
+from flatout.engine.books import Progress
 from flatout.engine.case import Probes
 from flatout.engine.features import resolve_speed
+from flatout.engine.saving import capture
 from flatout.engine.setup import setup_run
 from flatout.engine.step import LossScale
 from flatout.engine.trained import adapter_plan
-from flatout.errors import DoesNotFitError, HardwareError, UserError
+from flatout.errors import CheckpointError, DoesNotFitError, HardwareError, UserError
 from flatout.model.adapters import attach
 from flatout.model.gpt import build_model
 from tests.chat_models import write_chat_model
 from tests.end_to_end.test_every_field import OTHER
-from tests.hints import ways_out
+from tests.hints import ways_out, with_settings
 
 pytestmark = pytest.mark.usefixtures("children_stay")
 
@@ -171,6 +174,26 @@ def test_adapters_are_fp32_whatever_the_weights_are(words):
     for kind in (torch.float16, torch.bfloat16, torch.float32):
         model = build_model(config.model.model_copy(update={"layers": 1, "width": 32, "heads": 4}), 50).to(kind)
         assert {p.dtype for p in attach(model, adapter_plan(config.lora), 0).parameters()} == {torch.float32}
+
+
+# What may change in the middle of a run: how adapters are trained and what the base is held in, not what they are.
+FREE = ("dropout", "init_from", "quantize")
+
+
+def test_a_run_goes_on_with_the_adapters_that_it_has(words):
+    run = setup_run(load_config("lora", words()))
+    saved = dataclasses.replace(capture(run, Progress()), config=run.config.model_dump(mode="json"))
+    origin = Origin(folder=Path("run"), asked=None, unusable=(), checkpoint=saved)
+    for name in names_in("lora"):
+        *_, own = OTHER[f"lora.{name}"]
+        if name in FREE:
+            continue
+        other = run.config.model_copy(update={"lora": load_config("lora", words(own)).config.lora})
+        with pytest.raises(CheckpointError) as refused:
+            check_resumed(dataclasses.replace(run, config=other), origin)
+        assert f"the checkpoint has lora.{name} " in refused.value.message
+        (way,) = ways_out(refused.value.hint)
+        assert load_config("lora", words(*with_settings([own], way))).config.lora == run.config.lora
 
 
 # --- settings that nobody reads ---------------------------------------------------------------------------------------

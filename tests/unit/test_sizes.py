@@ -96,6 +96,16 @@ def test_rates_and_decay_follow_batch_length_and_width(
         assert found[f"optim.{name}_rate"] == pytest.approx(times * adam, rel=0.01), name
 
 
+@pytest.mark.parametrize("group", ["embedding", "head", "table"])
+def test_a_rate_of_null_is_the_learning_rate(group: str) -> None:
+    """What text that is read often makes a group forget in a step, decay times rate, depends on no rate."""
+    known, written = Known(vocab=257, unique=10_000_000), {"train.epochs": 10}
+    usual = derive("record", Shape(4, 256), reckoned(written), known)
+    null = derive("record", Shape(4, 256), reckoned({**written, f"optim.{group}_rate": None}), known)
+    forgotten = usual.repeated[f"optim.{group}_decay"] * usual.size[f"optim.{group}_rate"]
+    assert null.repeated[f"optim.{group}_decay"] * null.size["optim.learning_rate"] == pytest.approx(forgotten, rel=0.01)
+
+
 def test_short_runs_have_fewer_steps_where_a_batch_would_be_tiny() -> None:
     batches = {tokens: batch_of(tokens, 256) for tokens in (100_000, 250_000, 500_000, 1_000_000, 2_000_000)}
     assert list(batches.values()) == [256, 512, 1024, 1024, 2048]

@@ -15,6 +15,44 @@ Sections = dict[str, dict[str, str]]
 ENCODINGS_OF_OTHERS = ("utf-16", "utf-32", "utf-16-le", "utf-16-be")
 
 
+# Overrides that exclude each other, or that nothing reads.
+CONFLICTS = [
+    ["model.width=100", "model.heads=7"],
+    ["model.width=105", "model.heads=7"],
+    ["train.steps=5", "train.tokens=1000"],
+    ["train.epochs=1", "train.tokens=1e6"],
+    ["train.steps=null", "train.epochs=null", "train.tokens=null"],
+    ["model.context=64", "train.batch_tokens=100"],
+    ["model.family=gpt2", "model.norm=rmsnorm"],
+    ["model.context=64", "train.batch_tokens=640", "speed.accumulation=7"],
+    ["model.context=16", "train.batch_tokens=192", "speed.accumulation=3", "speed.micro_batch=3"],
+    ["model.heads=4", "model.kv_heads=3"],
+    ["model.head_size=7", "model.positions=rope"],
+    ["model.rope_scaling=llama3", "model.rope_low=8", "model.rope_high=2"],
+    ["model.rope_scaling=linear", "model.positions=learned"],
+    ["model.family=gpt2", "model.qkv_bias=false"],
+    ["model.family=gpt2", "model.pattern=WWWA"],
+    ["model.pattern=W", "model.dropout=0.1"],
+    ["data.streaming=true", "train.epochs=1"],
+    ["data.streaming=true", "data.source=null"],
+    ["data.streaming=true", "data.packing=best_fit"],
+    ["data.streaming=true", "data.stride=4"],
+    ["data.streaming=true", "data.documents=apart", "model.dropout=0"],
+    ["data.reshuffle=true", "data.streaming=true"],
+    ["data.reshuffle=true", "data.packing=best_fit"],
+    ["data.documents=apart", "model.dropout=0.1"],
+    ["clean.min_characters=10", "clean.max_characters=5"],
+    ["data.packing=best_fit", "data.stride=4"],
+    ["train.minutes=1", "train.steps=null", "train.epochs=null", "train.tokens=null", "optim.schedule=linear"],
+    ["model.context=64", "train.batch_stages=[64, 100]"],
+    ["lora.rank=4"],
+    ["chat.source=rows.jsonl"],
+    ["chat.source=rows.jsonl", "model.init_from=base", "lora.rank=4", "optim.optimizer=muon"],
+    ["chat.source=rows.jsonl", "model.init_from=base", "lora.rank=4", "optim.optimizer=adamw", "optim.ema=0.9"],
+    ["chat.source=rows.jsonl", "model.init_from=base", "model.dropout=0.1"],
+]
+
+
 BAD_IN_SOURCE = (
     *("weight: -1", "weight: 0", "weight: 1001", "weight: heavy", "weight: '2'", "weight: .nan", "weight: null"),
     *("weight: [1]", "weight: {a: 1}", "wieght: 1", "Weight: 1", "text_column: t", "format: jsnl", "format: 5"),
@@ -459,25 +497,7 @@ def _override_broken_value(rng: random.Random) -> list[str]:
 
 
 def _override_conflict(rng: random.Random) -> list[str]:
-    forms = [
-        ["model.width=100", "model.heads=7"],
-        ["train.steps=5", "train.tokens=1000"],
-        ["train.epochs=1", "train.tokens=1e6"],
-        ["train.steps=null", "train.epochs=null", "train.tokens=null"],
-        ["model.context=64", "train.batch_tokens=100"],
-        ["model.family=gpt2", "model.norm=rmsnorm"],
-        ["model.context=64", "train.batch_tokens=640", "speed.accumulation=7"],
-        ["model.heads=4", "model.kv_heads=3"],
-        ["model.head_size=7", "model.positions=rope"],
-        ["model.rope_scaling=llama3", "model.rope_low=8", "model.rope_high=2"],
-        ["model.family=gpt2", "model.qkv_bias=false"],
-        ["data.streaming=true", "train.epochs=1"],
-        ["data.streaming=true", "data.source=null"],
-        ["data.streaming=true", "data.packing=best_fit"],
-        ["clean.min_characters=10", "clean.max_characters=5"],
-        ["data.packing=best_fit", "data.stride=4"],
-    ]
-    return rng.choice(forms)
+    return rng.choice(CONFLICTS)
 
 
 def _override_among_good(rng: random.Random) -> list[str]:

@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import flatout
-from flatout.config.facts import field_facts
+from flatout.config.facts import field_facts, value_at
 from flatout.config.load import load_config
+from flatout.config.schema import ModelConfig
+from flatout.config.unused import check_used
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
+from flatout.errors import ConfigError
 from flatout.model.adapter_files import save_adapter
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
+from flatout.model.gpt import build_model
 from flatout.model.hub_weights import export_huggingface
 from flatout.records import CheckpointRecord, RunInfo, SampleRecord, StepRecord
 from tests.chat_models import write_chat_model
@@ -336,6 +341,75 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     adapters = attach(from_huggingface(path / "chatty"), AdapterPlan(rank=4, alpha=8.0), seed=5)
     save_adapter(adapters, path / "adapter")
     return path
+
+
+# Without one of these, which OTHER has beside it, a field would be read by nothing.
+NEEDED = (
+    "optim.optimizer=muon",
+    "model.pattern=",
+    "chat.source=",
+    "lora.rank=",
+    "model.tied=false",
+    "train.batch_stages=",
+    "model.rope_scaling=",
+)
+
+
+def test_a_field_is_refused_without_what_it_is_for():
+    tried = []
+    for field, words in OTHER.items():
+        (own, *_), others = partition(words, field) if isinstance(words, list) else (["-"], [])
+        if not any(word.startswith(NEEDED) for word in others) or f"{field}=" in "".join(NEEDED):
+            continue
+        tried.append(field)
+        with pytest.raises(ConfigError) as caught:
+            check_used(load_config(PLAIN, [own]))
+        assert field in caught.value.message or field == "lora.quantize", caught.value
+    assert len(tried) > 40
+
+
+def partition(words: list[str], field: str) -> tuple[list[str], list[str]]:
+    """The words that set a field, the last first, and all others."""
+    own = [word for word in reversed(words) if word.startswith(f"{field}=")]
+    return own, [word for word in words if word not in own]
+
+
+PLAIN = {"model": {"layers": 2, "width": 32, "heads": 2, "context": 16}, "train": {"steps": 1, "batch_tokens": 64}}
+# Bounded by the width in every model, and read by attention alone.
+HEADS = "model.heads"
+
+
+@pytest.mark.parametrize("kind", ["A", "W", "E"])
+def test_a_field_of_the_model_that_is_accepted_changes_it(kind: str):
+    """Of models with one kind of block, another value of any field is refused, or makes another model."""
+    pattern = [f"model.pattern={kind}", *{"W": ["model.window=9"], "E": ["model.states=8"]}.get(kind, [])]
+    plain = load_config(PLAIN, pattern).config
+    before, accepted = built(plain.model), 0
+    for field in (name for name in OTHER if name.startswith("model.")):
+        words = OTHER[field]
+        own = partition(words, field)[0][0] if isinstance(words, list) else f"{field}={words}"
+        try:
+            check_used(loaded := load_config(PLAIN, [*pattern, own]))
+        except ConfigError:
+            continue
+        if value_at(loaded.config, field) == value_at(plain, field) or field in ("model.init_from", "model.pattern"):
+            continue
+        accepted += 1
+        assert built(loaded.config.model) != before or (kind, field) == ("E", HEADS), f"{own} changes nothing"
+    assert accepted > 15
+
+
+def built(config: ModelConfig) -> tuple[Any, ...]:
+    """The shapes and sums of a model's weights, and its loss in training."""
+    model = build_model(config, config.vocab or 60, seed=1)
+    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    sums = [weight.double().abs().sum().item() for weight in model.state_dict().values()]
+    with torch.no_grad():
+        for weight in model.parameters():  # some begin as zeros, behind which nothing shows
+            weight.add_(torch.linspace(-0.3, 0.3, weight.numel()).view_as(weight))
+    torch.manual_seed(0)
+    tokens = (torch.arange(2 * config.context) * 7 % 50).view(2, -1)
+    return shapes, sums, model.train()(tokens, tokens.roll(-1, 1)).item()
 
 
 def web_texts() -> list[str]:

@@ -97,8 +97,9 @@ def test_with_muon_every_rate_is_found_told_and_written(tiny, tmp_path: Path, ca
     assert (found.learning_rate, found.embedding_rate) == pytest.approx(
         (found.muon_rate / 5, found.muon_rate * 5), rel=0.06
     )
-    with pytest.raises(UsageError, match=r"--to 50 takes optim\.embedding_rate to 250, and rates above 100"):
+    with pytest.raises(UsageError, match=r"--to 50 takes optim\.embedding_rate to 250, and rates above 100") as refused:
         find_rate(tiny(*rates), high=50)
+    assert refused.value.hint == "set --to 10", "which takes that rate to 50"
 
 
 def test_a_file_that_was_found_keeps_the_size_of_its_preset(tiny, tmp_path: Path):

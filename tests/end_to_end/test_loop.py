@@ -5,6 +5,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from flatout.engine.books import Progress
 from flatout.engine.checkpoint import list_checkpoints
 from flatout.engine.saving import capture
 from flatout.engine.sizing import data_facts
-from flatout.errors import DataError, DivergedError, DoesNotFitError, HardwareError, UserError
+from flatout.engine.trained import checkpoint_size
+from flatout.errors import DataError, DivergedError, DoesNotFitError, HardwareError, ResourceError, UserError
 from flatout.generation import decode
 from flatout.model.count import estimate_memory
 from flatout.model.execution import Execution
@@ -359,6 +361,21 @@ def test_a_step_that_cannot_fit_is_refused_before_it_is_tried():
     )
 
 
+def test_a_run_whose_checkpoints_cannot_lie_on_the_disk_is_refused(tiny, monkeypatch: pytest.MonkeyPatch):
+    """Those that are kept, the best one, and the one that is being written."""
+    run = setup.setup_run(tiny())
+    one = checkpoint_size(run.trained.count, run.config, run.speed)
+    for free, refused in ((5 * one - 1, True), (5 * one, False)):
+        monkeypatch.setattr(fit_check.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        records = flatout.train(tiny("checkpoint.keep=3", "output.folder=run", "train.steps=1"))
+        if refused:
+            with pytest.raises(ResourceError, match="free, 5 checkpoints need"):
+                next(iter(records))
+            assert not Path("run").exists()
+        else:
+            next(iter(records))
+
+
 @pytest.mark.parametrize(
     ("more", "share"),
     [
@@ -380,7 +397,9 @@ def test_what_is_said_to_fit_does(tiny, more: list[str], share: int, monkeypatch
     assert len(ways) == 2
     assert ways[1].startswith("model.context=")
     for way in ways:
-        setup.setup_run(tiny(*words, *way.split()))
+        needs = setup.setup_run(tiny(*words, *way.split())).memory.total
+        assert needs <= fit_check.ROOM * memory, "with room to spare"
+        assert f"{way} (about {needs / 2**20:.0f} MiB)" in refused.value.hint
     with pytest.raises(DoesNotFitError) as refused:
         setup.setup_run(tiny(*words), resumed=begun)
     assert "model.context" not in refused.value.hint, "a run that goes on keeps its context"

@@ -70,6 +70,7 @@ def test_out_of_memory_a_stopped_rank_and_signals(corpus: Path, started: list[Co
     assert line.endswith("with micro-batches of 1 on all")
     notices = (Path("run") / "metrics.jsonl").read_text()
     assert "an earlier attempt ran out of memory: continuing with micro-batches of 1 instead of 2" in notices
+    assert "(next time: speed.micro_batch=1, or" in notices
     command.process.send_signal(signal.SIGUSR1)
     command.wait_until(lambda: len(saved_steps("run")) == 1)
     reached = last_step("run")

@@ -8,6 +8,7 @@ import torch
 
 import flatout
 from flatout.config.load import load_config
+from flatout.config.schema import micro_batch_of
 from flatout.device import detect_device, is_out_of_memory, limit_memory, memory_limit
 from flatout.engine.memory import memory_of
 from flatout.engine.setup import setup_run
@@ -17,6 +18,7 @@ from flatout.observe.sinks import read_metrics
 from flatout.optim.adamw import AdamW
 from flatout.optim.optimizers import Optimizers
 from flatout.records import EvalRecord, NoticeRecord, StepRecord
+from tests.hints import ways_out
 
 WORDS = ("train.steps=6", "train.batch_tokens=192", "eval.sample_tokens=0", "eval.every=3")  # 12 sequences a step
 CPU_WORDS = "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"
@@ -60,6 +62,9 @@ def test_the_micro_batch_is_halved_and_the_loss_stays(tiny, monkeypatch: pytest.
     assert "micro-batches of 6 instead of 12, 2 per step" in told[0]
     assert "micro-batches of 3 instead of 6, 4 per step" in told[1]
     assert "tried to allocate 2.00 gib" in told[0]
+    for notice, size in zip(told, (6, 3), strict=True):
+        (way,) = ways_out(notice)
+        assert micro_batch_of(tiny(*WORDS, *way).config)[0] == size
     rows = read_metrics(Path("run") / "metrics.jsonl")
     assert [row["micro_batch"] for row in rows if row["type"] == "step"] == sizes
     assert rows[0]["config"]["speed"]["micro_batch"] is None, "the config stays as it was written"

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import flatout
+from flatout.api.resuming import Origin, check_resumed, check_shape
 from flatout.cli import main
+from flatout.config.facts import value_at
 from flatout.config.load import LoadedConfig
+from flatout.config.yaml_loader import format_value
 from flatout.engine import recovery
 from flatout.engine.books import Progress
 from flatout.engine.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
@@ -21,6 +24,7 @@ from flatout.engine.step import LossScale
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.observe.sinks import read_metrics
 from flatout.records import EndRecord, NoticeRecord, RunInfo, StepRecord
+from tests.hints import ways_out
 
 RUN = [
     "model.dropout=0.1", "speed.micro_batch=2", "train.steps=40",
@@ -163,8 +167,9 @@ def test_a_jump_of_the_rate_is_told_with_the_rates_of_both_steps(tiny):
 def test_a_run_cannot_be_resumed_to_fewer_steps_than_it_has(tiny):
     list(flatout.train(tiny("train.steps=6", "output.folder=run")))
     before = Path("run/config.yaml").read_text(encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"at step 6 already, and train\.steps=4 ends it at step 4"):
+    with pytest.raises(ConfigError, match=r"at step 6 already, and train\.steps=4 ends it at step 4") as refused:
         list(flatout.train(tiny("train.steps=4", "output.folder=run"), resume="auto"))
+    assert refused.value.hint == "set train.steps above 6, or start a new run without --resume"
     assert Path("run/config.yaml").read_text(encoding="utf-8") == before
 
 
@@ -227,6 +232,35 @@ def test_another_model_or_other_data_is_refused(tiny, tmp_path: Path):
     other.unlink()
     *_, end = flatout.train(resume="mine")
     assert end.step == 2, "the command that the hint names needs no more words"
+
+
+def test_what_a_refused_resume_says_to_add_is_what_the_run_had(tiny):
+    """All settings that differ are counted, and those that are shown are the run's."""
+    mine = tiny("train.steps=1", "output.folder=mine")
+    run = setup_run(mine)
+    saved = dataclasses.replace(capture(run, Progress()), config=run.config.model_dump(mode="json"))
+    words = ("layers=3", "width=48", "heads=4", "context=32", "mlp_width=40", "bias=true", "logit_cap=9.0")
+    words += ("head_size=14", "residual_scale=0.3", "norm_eps=0.1", "head_gate=true")
+    other = tiny("train.steps=1", "output.folder=mine", *(f"model.{word}" for word in words)).config
+    with pytest.raises(CheckpointError, match="the checkpoint has model") as refused:
+        check_shape(other, saved, Path("mine"))
+    (*_, shown) = ways_out(refused.value.hint)
+    assert len(shown) == 8
+    assert "and 3 more, or start a new run" in refused.value.hint
+    for word in shown:
+        path, _, value = word.partition("=")
+        assert format_value(value_at(run.config, path)) == value
+    assert len({word.partition("=")[0] for word in shown} & {f"model.{word.partition('=')[0]}" for word in words}) == 8
+
+
+def test_another_number_of_threads_is_told_with_the_setting_that_was(tiny):
+    run = setup_run(tiny("speed.threads=1"))
+    before = capture(run, Progress())
+    before.state["threads"] = 3
+    told = check_resumed(run, Origin(folder=Path("run"), asked=None, unusable=(), checkpoint=before))
+    (line,) = [message for message in told if "CPU threads" in message]
+    assert line.startswith("the run had 3 CPU threads and now has 1: ")
+    assert ways_out(line) == [["speed.threads=3"]]
 
 
 def test_settings_that_were_not_typed_again_are_told_with_the_command_that_needs_none(tiny):

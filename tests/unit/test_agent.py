@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 
-from flatout.agent import workers
+from flatout import errors
+from flatout.agent import many_hosts, workers
 from flatout.agent.agent import Agent
 from flatout.agent.cause import Cause, cause_of, first_of
 from flatout.agent.hosts import Left, OneHost
 from flatout.agent.many_hosts import ManyHosts
 from flatout.agent.workers import Place
-from flatout.errors import UsageError
+from flatout.config.load import load_config
+from flatout.engine.run_files import CHECKPOINT_FILES
+from flatout.errors import HardwareError, UsageError, UserError
 from flatout.launch import Attempt, launch
 from flatout.pulse import Pulse, Slots, State, pulse, stack_of
 from flatout.verbs import launching
@@ -62,6 +65,15 @@ CASES: dict[str, tuple[Fakes, str, int, int, str]] = {
     "hung": (Fakes((1, LATE), (None, WORKS)), "stuck", 1, 1, "hangs in step 7"),
     "out of memory": (Fakes((5, State.OUT_OF_MEMORY), (1, LOST)), "memory", 0, 5, "ran out of memory"),
     "our bug": (Fakes((1, LOST), (1, WORKS)), "failed", 1, 1, "failed in step 7"),
+    "two of three waited in vain": (
+        Fakes((1, LATE), (-9, WORKS), (1, LATE)),
+        "killed",
+        1,
+        137,
+        "SIGKILL",
+    ),
+    "a rank that waited is no bug": (Fakes((1, LATE), (1, LATE)), "lost", 0, 1, "got no answer from other ranks"),
+    "out of memory before a kill": (Fakes((-9, WORKS), (5, State.OUT_OF_MEMORY)), "memory", 1, 5, "ran out of memory"),
     "nobody answers": (Fakes((1, LOST), (None, WAITS)), "lost", 0, 1, "got no answer"),
 }
 
@@ -74,6 +86,25 @@ def test_the_cause_is_found(case: str):
     assert text in cause.text
     assert bool(cause.text) == bool(text), "what the rank itself has told is not told again"
     assert bool(cause.stack) == (kind == "stuck")
+
+
+USER_ERRORS = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.UserError)]
+
+
+@pytest.mark.parametrize("error", USER_ERRORS, ids=lambda error: error.__name__)
+def test_what_a_user_has_to_mend_ends_the_run(error: type[errors.UserError]):
+    cause = cause_of(Fakes((1, LOST), (error.exit_code, WORKS)))  # pyright: ignore[reportArgumentType]
+    assert cause == Cause("refused", 1, error.exit_code, steps=7), "the rank has told it, and it is no restart"
+    assert cause.ends
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+@pytest.mark.parametrize("code", [129, 130, 143])
+def test_a_rank_that_was_signalled_has_stopped(code: int):
+    """By the code with which a rank ends after it has saved, or by the signal itself where it came before training."""
+    for left, state in ((code, ENDED), (128 - code, State.STARTING)):
+        cause = cause_of(Fakes((left, state), (1, LOST)))  # pyright: ignore[reportArgumentType]
+        assert (cause.kind, cause.rank, cause.code, cause.ends) == ("stopped", 0, code, True)
 
 
 def test_what_is_tried_again():
@@ -131,6 +162,49 @@ def test_workers_learn_what_earlier_attempts_left(monkeypatch: pytest.MonkeyPatc
     assert (found.folder, found.resumes) == (Path("runs/x"), True)
 
 
+DYING = """
+import os, signal
+from pathlib import Path
+from flatout.pulse import State, pulse
+told = pulse()
+told.note_run(Path("run"), accepted=True)
+told.tell(State.WORKING)
+told.at_step(41)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_a_restart_says_from_where_and_how_much_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Killed in step 41 with step 30 saved: 40 steps were done, and ten of them come again."""
+
+    def start(command: Any, environment: Any, rank: int, local: int, listen: int | None) -> workers.Worker:
+        process = subprocess.Popen([sys.executable, "-c", DYING], env=environment, start_new_session=True)
+        return workers.Worker(process, rank, local)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(workers, "_start", start)
+    with pytest.raises(UserError) as caught:
+        Agent(["train"], OneHost(1), restarts=1, timeout=60).run()
+    assert caught.value.hint == "the run has reached the beginning: nothing was saved yet"
+    line = "in step 41: starting all ranks again from the beginning, 40 steps are repeated (0 of 1 restarts left)"
+    assert capfd.readouterr().err.rstrip().endswith(line)
+    for step in (20, 30):
+        saved = Path("run/checkpoints") / f"step-{step:08d}"
+        saved.mkdir(parents=True)
+        for name in CHECKPOINT_FILES:
+            (saved / name).touch()
+    with pytest.raises(UserError, match="all 2 restarts are used up") as caught:
+        Agent(["train"], OneHost(1), restarts=2, timeout=60).run()
+    assert caught.value.hint.startswith("the run has reached step 30: the same command with --resume auto")
+    assert caught.value.exit_code == 137
+    lines = [line.partition(" was killed by SIGKILL ")[2] for line in capfd.readouterr().err.splitlines()]
+    again = "in step 41: starting all ranks again from step 30, 10 steps are repeated"
+    assert lines == [f"{again} (1 of 2 restarts left)", f"{again} (0 of 2 restarts left)"]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
 def test_a_signal_that_comes_while_workers_start_reaches_them(monkeypatch: pytest.MonkeyPatch):
     def start(command: Any, environment: Any, rank: int, local: int, listen: int | None) -> workers.Worker:
@@ -172,6 +246,20 @@ def met(hosts: Sequence[ManyHosts]) -> list[Place]:
 
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(meet, hosts))
+
+
+def test_hosts_bring_what_their_attempts_have_left_and_the_smallest_micro_batch_is_for_all(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    brought = [Left(None, False, 4, 1), Left("runs/x", True, 8, 3)]
+
+    def meet(host: ManyHosts, left: Left) -> Left:
+        with host.meet(left, lambda: False) as (_, found, *_rest):
+            return found
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(meet, two_hosts(), brought)) == [Left("runs/x", True, 4, 3)] * 2
+    with ThreadPoolExecutor(2) as threads:  # in the other order
+        assert list(threads.map(meet, two_hosts(), brought[::-1])) == [Left("runs/x", True, 4, 3)] * 2
 
 
 def test_a_host_that_is_signalled_does_not_end_the_ranks_of_the_others_and_its_code_is_known(monkeypatch):
@@ -216,6 +304,28 @@ def test_srun_says_which_hosts_there_are(monkeypatch: pytest.MonkeyPatch):
         launching._hosts(options())
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_more_processes_than_gpus_are_refused_with_their_number(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    loaded = load_config(None, ["train.steps=1"])
+    with pytest.raises(HardwareError, match="--gpus 8, and this host has 2") as caught:
+        launching.start_workers("train", options(), lambda: (loaded, []))
+    assert caught.value.hint == "use --gpus 2, or speed.device=cpu to train without them"
+    launching._check_gpus(2, "auto")
+    launching._check_gpus(8, "cpu")
+
+
+def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(many_hosts, "_ANSWER", 0.1)  # there is nobody who has to read why
+    first, _ = two_hosts()
+    first._nodes, first._join = 3, 0.1
+    with (
+        pytest.raises(UserError, match=r"1 of 3 hosts came within 0\.1 s: host 1, 2 did not"),
+        first.meet(Left(), lambda: False),
+    ):
+        pass
 
 
 def test_one_host_of_one_needs_no_place_to_meet():

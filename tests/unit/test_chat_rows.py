@@ -120,6 +120,22 @@ def test_alpaca_with_input_system_and_history():
     assert turns({"instruction": "Add", "input": None, "output": "3"})[0] == ("user", "Add")
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ANSWER]},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"instruction": "Add", "output": "3"},
+        {"prompt": "Hi", "completion": "Hello"},
+        {"text": "Hi"},
+    ],
+    ids=lambda row: next(iter(row)),
+)
+def test_columns_that_no_format_has_are_not_read(row: dict):
+    assert isinstance(read(row), Conversation)
+    assert read({"id": 7, **row, "embedding": [0.1, None], "score": {"of": "x"}}) == read(row)
+
+
 def test_prompts_of_messages_teach_the_completion_only():
     row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
     result = read(row)

@@ -128,6 +128,8 @@ def test_links():
     assert linked(*LINKED).found == "NVLink between all pairs"
     assert linked(pcie).found == "PCIe between all pairs (one PCIe switch)"
     assert linked(pcie, *LINKED[1:]).found == "PCIe between GPUs 0 and 1 (one PCIe switch)"
+    slow = [dataclasses.replace(pcie, pair=(0, number), way="") for number in range(1, 7)]
+    assert linked(*slow, *LINKED[1:]).found == ("PCIe between GPUs 0 and 1, 0 and 2, 0 and 3, 0 and 4 and 2 more pairs")
     apart = linked(dataclasses.replace(pcie, peer=False), *LINKED[1:])
     assert (apart.status, apart.found) == (
         "warn",

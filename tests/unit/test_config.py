@@ -34,7 +34,7 @@ from flatout.config.load import (
     show,
 )
 from flatout.config.model_section import GPT2, ModelConfig
-from flatout.config.schema import CleanConfig, RunConfig, micro_batch_of
+from flatout.config.schema import CleanConfig, OptimConfig, RunConfig, TrainConfig, at_last_stage, micro_batch_of
 from flatout.config.source import Source
 from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED, WAY_ELSEWHERE_CALLED
 from flatout.config.yaml_loader import has_control_character
@@ -413,6 +413,8 @@ def test_refused_lists(override: str, message: str, hint: str) -> None:
         ("output.folder=''", "output.folder is '', but it must not be empty", "null means runs/NAME"),
         ("data.tokenizer=[a]", "data.tokenizer: '[a]' is not a single value", "quotes"),
         ("data.format=jsnl", "data.format is 'jsnl', but it must be one of text, jsonl", "Did you mean jsonl?"),
+        ("remove_unused_columns=false", "remove_unused_columns is not a known key", ""),
+        ("chat.group_by_length=false", "chat.group_by_length is not a known key", ""),
         ("model.qqqqqq=5", "model.qqqqqq is not a known key", "the keys of model are family, layers"),
         ("model=5", "model is a section, not a value", "family, layers, width"),
         ("preset=5", "preset cannot be set by an override", "gpt2-124m"),
@@ -653,6 +655,8 @@ def test_no_pattern_is_shown_to_a_user() -> None:
             ["model.context=16", "train.batch_tokens=192", "speed.accumulation=3", "speed.micro_batch=3"],
             "micro_batch=4",
         ),
+        (["model.context=32", "train.batch_stages=[64, 100]"], "set it to 96"),
+        (["model.context=32", "train.length_stages=[7, 32]"], "set it to 8, or to another divisor of 32"),
         (["model.heads=7", "model.width=105"], "set model.width=112, or model.positions=learned"),
         (["model.head_size=15"], "set model.head_size=16, or model.positions=learned"),
         (["model.rope_scaling=llama3", "model.rope_low=4.0"], "model.rope_low lower or model.rope_high higher"),
@@ -754,6 +758,36 @@ def test_summaries_are_one_sentence(kind: ShippedKind, name: str) -> None:
     assert sentence.endswith(".")
     assert len(sentence) > 20
     assert not re.search(r"[.!?]\s", sentence)
+
+
+def test_every_rate_is_lowered_with_the_others() -> None:
+    """By `optim.rates`: what a diverged run, an alert and the range test go by."""
+    named = [name for name in OptimConfig.model_fields if name.endswith("_rate")]
+    optim = OptimConfig(optimizer="muon", **dict.fromkeys(named, 0.5))
+    assert optim.rates == dict.fromkeys(named, 0.5)
+    assert optim.scaled_rates(0.1) == {f"optim.{name}": pytest.approx(0.05) for name in named}
+    assert next(iter(optim.rates)) == "muon_rate"
+    assert "muon_rate" not in OptimConfig(**dict.fromkeys(named, 0.5)).rates
+
+
+def test_a_run_without_its_stages_reads_as_many_tokens_in_steps_like_the_last_ones() -> None:
+    stages = [f"train.{name}_stages={value}" for name, value in STAGES.items()]
+    words = ["model.pattern=AW", "model.context=1024", "train.batch_rate_power=1.0", "train.tokens=null", *stages]
+    config = load_config("shakespeare-char", [*words, "train.epochs=null", "train.steps=300"]).config
+    plain = at_last_stage(config)
+    assert not plain.train.staged
+    assert plain.train.batch_rate_power == TrainConfig.model_fields["batch_rate_power"].default
+    assert (plain.train.batch_tokens, plain.train.steps) == (16384, 200), "200 steps of 8,192 and 100 of 16,384"
+    assert micro_batch_of(plain)[0] == micro_batch_of(config)[0] == 8
+    assert at_last_stage(plain) == plain
+
+
+STAGES = {"batch": "[8192, 16384]", "length": "[512, 1024]", "window": "[128, 256]"}
+
+
+def test_rate_and_warm_up_where_nobody_says_otherwise() -> None:
+    optim = load_config({"train": {"steps": 1}}).config.optim
+    assert (optim.learning_rate, optim.warmup_steps) == (1e-3, 100)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -1,6 +1,8 @@
 """Whatever a config file or an override holds, it loads or is one `ConfigError` of two plain lines."""
 
 import random
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,19 @@ from hypothesis import strategies as st
 
 from flatout.config.facts import field_facts
 from flatout.config.load import load_config
+from flatout.config.unused import check_used
 from flatout.errors import ConfigError
-from tests.bad_configs import FILE_KINDS, OVERRIDE_KINDS, as_yaml, bad_config_files, bad_overrides, good_sections
+from tests.bad_configs import (
+    CONFLICTS,
+    FILE_KINDS,
+    OVERRIDE_KINDS,
+    as_yaml,
+    bad_config_files,
+    bad_overrides,
+    good_sections,
+)
+from tests.end_to_end.test_every_field import OTHER
+from tests.hints import ways_out, with_settings
 
 
 def assert_speaks(error: ConfigError) -> None:
@@ -40,6 +53,53 @@ def check_refusal(target: Path | None, overrides: list[str], what: object) -> No
 
 def test_bad_configs_are_refused(tmp_path: Path) -> None:
     run_campaign(tmp_path, seed=1, count=150)
+
+
+@pytest.mark.parametrize("preset", [None, "shakespeare-char", "gpt2-124m"])
+def test_settings_that_a_hint_names_mend_its_error(preset: str | None) -> None:
+    """Each way out on its own, and those of the next error: none leads back to an error that was mended."""
+    alone = [[f"{path}={value}"] for path, value in lonely_words() if preset == "shakespeare-char"]
+    applied = 0
+    for words in [*CONFLICTS, *alone]:
+        told = list[ConfigError]()
+        open_ways = [words]
+        while open_ways and len(told) < 20:
+            command = open_ways.pop()
+            error = refusal_of(preset, command)
+            if error is None:
+                continue
+            same = [other for other in told if reduced(other.message) == reduced(error.message)]
+            assert not same, f"{command}: {same[0].hint} leads to {error.message}"
+            told.append(error)
+            # `keep one of them, such as ...` is about settings to leave out.
+            ways = [] if error.hint.startswith("keep one of") else ways_out(error.hint)
+            open_ways += [with_settings(command, way) for way in ways[:1]]
+            for way in ways:
+                applied += 1
+                after = refusal_of(preset, with_settings(command, way))
+                assert after is None or reduced(after.message) != reduced(error.message), f"{command}: {error.hint}"
+    assert applied > 20
+
+
+def lonely_words() -> Iterator[tuple[str, str]]:
+    """Every field of which `test_every_field` says what it is for, without that."""
+    for path, words in OTHER.items():
+        if isinstance(words, list):
+            own = [word for word in words if word.startswith(f"{path}=")]
+            yield path, own[-1].partition("=")[2]
+
+
+def refusal_of(preset: str | None, words: list[str]) -> ConfigError | None:
+    try:
+        check_used(load_config(preset, words))
+    except ConfigError as error:
+        return error
+    return None
+
+
+def reduced(message: str) -> str:
+    """A message without its numbers: the same complaint of another value is the same error."""
+    return re.sub(r"[\d.]+", "N", message.partition(" (")[0])
 
 
 @pytest.mark.slow

@@ -13,13 +13,14 @@ from torch import nn
 from flatout.config.schema import OptimConfig
 from flatout.data.positions import Schedule
 from flatout.engine.deadline import Deadline
-from flatout.engine.timekeeping import noted
+from flatout.engine.setup import setup_run
+from flatout.engine.timekeeping import begin, noted
 from flatout.errors import CheckpointError
 from flatout.optim.optimizer import trainables
 from flatout.optim.optimizers import Optimizers
 from flatout.optim.rules import rules_of
 from flatout.optim.schedule import cooling_from
-from flatout.records import CheckpointRecord, NoticeRecord
+from flatout.records import CheckpointRecord, EvalRecord, NoticeRecord
 from flatout.world import World
 
 WSD = OptimConfig(schedule="wsd", decay_fraction=0.6, min_ratio=0.0, warmup_steps=10, learning_rate=1.0)
@@ -37,9 +38,13 @@ class Pretended:
         self.optimizers = Optimizers(rules_of(WSD, planned, fused=False), trainables(nn.Linear(4, 4)))
         self.rates: list[float] = []
 
-    def train(self, pace: Callable[[int], float], *, tail: float = 0.0, first: int = 0) -> int:
-        """Steps until the deadline says that it was the last; `pace(step)` are the seconds of a step."""
-        self.deadline.evaluation = tail
+    def train(self, pace: Callable[[int], float], *, tail: float = 0.0, save: float = 0.0, first: int = 0) -> int:
+        """Steps until the deadline says that it was the last; `pace(step)` are the seconds of a step.
+
+        At the end come an evaluation and a sample, which take half of the `tail` each, and a `save`.
+        """
+        self.deadline.evaluation = self.deadline.sample = tail / 2
+        self.deadline.checkpoint = save
         self.deadline.start()
         step = first
         while True:
@@ -67,9 +72,9 @@ class Pretended:
 )
 def test_a_run_ends_on_time_with_its_cool_down_complete(pace: Callable[[int], float]) -> None:
     run = Pretended(100.0, planned=1000)
-    last = run.train(pace, tail=2.0)
-    tail = 2.0 * max(1.0, pace(last) / pace(1))  # a slower machine evaluates more slowly
-    assert 0.97 * 100 <= run.now + tail <= 100.5, "on time, with the evaluation inside"
+    last = run.train(pace, tail=4.0, save=8.0)
+    tail = 4.0 * max(1.0, pace(last) / pace(1)) + 8.0  # a slower machine evaluates more slowly; the disk is not slower
+    assert 0.985 * 100 <= run.now + tail <= 100.5, "on time, with evaluation, sample and save inside"
     assert run.rates[40] == pytest.approx(1.0), "after a warm-up that is stretched, too"
     assert run.rates[-1] < 0.02, "the rate has reached its end"
     falling = run.rates[40:]
@@ -132,6 +137,23 @@ def test_a_cool_down_whose_first_step_could_not_be_saved_begins_one_later() -> N
 def test_a_checkpoint_without_a_plan_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no usable plan"):
         Pretended(1.0, planned=10).deadline.resume(None, 5)
+
+
+def test_what_comes_at_the_end_is_known_before_the_first_step_and_measured_from_then_on(tiny) -> None:
+    words = ["train.minutes=1", "train.steps=1000", "optim.schedule=wsd", "eval.sample_tokens=20"]
+    run = setup_run(tiny(*words))
+    assert run.deadline is not None
+    begin(run)
+    assert run.deadline.evaluation > 0
+    assert run.deadline.sample > 0
+    size = 12 * sum(weight.numel() for weight in run.model.parameters())  # weights and two moments
+    assert run.deadline.checkpoint == pytest.approx(size / 1e9, rel=0.1)
+    saved = CheckpointRecord(step=1, path="", bytes=1, seconds=2.0, best=False, background_seconds=3.0)
+    judged = EvalRecord(
+        step=1, loss=1.0, perplexity=1.0, bits_per_byte=None, tokens=1, seconds=7.0, best=False, reason="step"
+    )
+    assert list(noted(run, iter([saved, judged]))) == [saved, judged]
+    assert (run.deadline.checkpoint, run.deadline.evaluation) == (5.0, 7.0), "the last save ends after its writer"
 
 
 def test_a_save_that_waited_for_space_says_nothing_of_the_last_one() -> None:

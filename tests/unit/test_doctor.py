@@ -10,6 +10,7 @@ import json
 import os
 import re
 import statistics
+import tomllib
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,6 +51,7 @@ from flatout.engine.run_files import CHECKPOINT_FILES
 from flatout.engine.trained import checkpoint_size
 from flatout.model.count import flops_per_token
 from flatout.records import Feature
+from tests.hints import ways_out, with_settings
 
 GIB = 2**30
 H200 = Card(
@@ -521,6 +523,10 @@ def test_a_planted_problem_is_found_and_the_fix_is_named(planted: Planted, here:
     findings = visit(*words, target=planted.target, **facts)
     right = [one for one in findings if (one.area, one.status) == (planted.area, planted.status)]
     assert any(planted.found in one.found and planted.fix in one.advice for one in right), findings
+    for way in (way for one in right if planted.found in one.found for way in ways_out(one.advice)):
+        after = visit(*with_settings(words, way), target=planted.target, **facts)
+        again = [one for one in after if (one.area, one.status) == (planted.area, planted.status)]
+        assert not any(planted.found in one.found for one in again), f"{way} does not mend it"
     for finding in told(findings, "warn", "bad"):
         assert finding.advice.endswith((".", "?")), f"no sentence: {finding}"
         assert "broke" not in finding.found, finding
@@ -907,6 +913,22 @@ def test_what_every_run_stands_on(name: str, base: Machine, changes: dict, statu
     [found] = [one for one in check_machine.check_machine(machine(base, **changes), None) if one and one.name == name]
     assert found.status == status
     assert words in found.found
+
+
+def test_the_oldest_versions_are_those_of_the_package():
+    """What pip refuses, the doctor refuses, and it names the same version; the version itself is fine."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    torch = next(one for one in project["dependencies"] if one.startswith("torch>"))
+    assert project["requires-python"] == ">=" + ".".join(map(str, check_machine.OLDEST_PYTHON))
+    assert torch == "torch>=" + ".".join(map(str, check_machine.OLDEST_TORCH))
+    for name, needed, older in (
+        ("python", project["requires-python"], {"python": (3, check_machine.OLDEST_PYTHON[1] - 1, 9)}),
+        ("torch", torch, with_torch(version=f"2.{check_machine.OLDEST_TORCH[1] - 1}.1")),
+    ):
+        findings = check_machine.check_machine(machine(**older), None)
+        (found,) = [one for one in findings if one is not None and one.name == name]
+        assert found.status == "bad"
+        assert f"{needed.partition('>=')[2]} or newer" in found.advice
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Asked, used, why: every rule of the `speed` section, on devices that need not be here."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from flatout.config.facts import options_of, spot_at
 from flatout.config.load import load_config
+from flatout.config.schema import SpeedConfig
 from flatout.config.source import DEFAULT, IN_PYTHON, Source
 from flatout.cores import THREAD_VARIABLES, ThreadTrial
 from flatout.device import Device
@@ -64,8 +67,6 @@ def used(speed: Speed, name: str) -> tuple[str, str]:
 
 
 def test_every_switch_answers_once():
-    from flatout.config.schema import SpeedConfig
-
     names = [f.name for f in resolve(HOPPER).features]
     assert sorted(names) == sorted(SpeedConfig.model_fields)
 
@@ -75,6 +76,43 @@ def test_a_hopper_takes_the_fast_path_by_itself():
     assert (speed.precision, speed.compile, speed.cuda_graphs) == ("bf16", "off", True)
     how = speed.execution
     assert (how.kernels, how.attention, how.loss, how.residual) == ("triton", "cudnn+fa4", "fused", "bf16")
+
+
+def switch_words() -> Iterator[str]:
+    """Every switch with each of its values; of numbers, some."""
+    for name in SpeedConfig.model_fields:
+        for option in options_of(spot_at(["speed", name]).described):
+            items = option.get("items", {}).get("enum", [])
+            values = option.get("enum") or [f"[{item}]" for item in items] or SOME.get(option.get("type", ""), [])
+            yield from (f"speed.{name}={value}" for value in values)
+
+
+SOME = {"boolean": ["true", "false"], "integer": ["16"]}
+
+
+@pytest.mark.parametrize(
+    ("device", "more", "works"),
+    [
+        (HOPPER, ("train.deterministic=true", "model.dropout=0.1"), False),
+        (TURING, ("data.documents=apart",), True),
+        (CPU, (), False),
+        (MPS, ("model.family=gpt", "model.pattern=EEEA", "model.states=64"), True),
+    ],
+)
+def test_what_the_hint_of_a_refused_switch_says_is_not_refused(device: Device, more: tuple[str, ...], works: bool):
+    """Whatever the user writes is taken, or the hint names values that are."""
+    no = probes(attention=lambda *_, **__: "no", picked=lambda *_, **__: None, documents=lambda *_, **__: "no",
+                compiler=lambda _: "no", products=lambda: "no", triton=lambda: False)  # fmt: skip
+    using, applied = probes() if works else no, 0
+    for word in (*switch_words(), "speed.micro_batch=24"):
+        try:
+            resolve(device, *more, word, written=True, using=using)
+        except HardwareError as error:
+            name, _, values = error.hint.removeprefix("set ").partition("=")
+            for value in values.split(", or "):
+                resolve(device, *more, f"{name}={value}", written=True, using=using)
+                applied += 1
+    assert applied >= 8
 
 
 # --- eigenstates ------------------------------------------------------------------------------------------------------
@@ -403,6 +441,8 @@ def test_activation_offload_needs_eager_code():
         (HOPPER, "auto", "bf16"),
         (TURING, "auto", "fp16"),
         (TURING, "bf16", "fp16"),
+        (TURING, "tf32", "fp16"),
+        (TURING, "fp32", "fp32"),
         (CPU, "auto", "fp32"),
         (CPU, "bf16", "bf16"),
         (CPU, "fp16", "fp32"),

@@ -1,5 +1,6 @@
 """The job of guide 004: its rows, its preset, and the script that measures it, on a small model."""
 
+import ast
 import importlib.util
 import json
 import subprocess
@@ -37,6 +38,24 @@ def test_the_preset_has_the_guides_settings():
     assert 80 <= 4 * SampleOrder(162, config.chat.batch_samples, 0).steps_per_epoch <= 84
 
 
+def claims() -> list[dict]:
+    """What the script has beside its figures, without running it."""
+    tree = ast.parse((BENCHMARKS / "guide_004.py").read_text(encoding="utf-8"))
+    found = (node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "CLAIMS")
+    return ast.literal_eval(next(found))
+
+
+def test_the_figures_have_the_guides_table_beside_them():
+    """In the stored rows, too: they are what the script printed."""
+    table = [(row["seconds"], row["gb"], row["steps_per_second"]) for row in claims()]
+    assert table == [(375, 2.5, 0.18), (190, 3.2, 0.35), (140, 2.7, 0.48), (125, 2.7, 0.53)]
+    lines = (BENCHMARKS / "guide_004.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) > 5
+    for row in map(json.loads, lines):
+        assert row["guide"] == claims(), row["case"]
+        assert min(row["seconds"], row["steps_per_second"], row["tokens_per_second"], row["peak_gib"]) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("tokenizers") is None, reason="needs tokenizers")
 def test_the_script_measures_the_whole_job():
@@ -49,4 +68,4 @@ def test_the_script_measures_the_whole_job():
         assert len(row["losses"]) == 5
         assert row["losses"][-1] < row["losses"][0]
         assert row["seconds"] > row["first_step_seconds"] > 0
-        assert len(row["guide"]) == 4
+        assert row["guide"] == claims()

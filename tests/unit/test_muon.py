@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OptimConfig
-from flatout.config.unused import check_used
 from flatout.diagnose.check_config import check_config
 from flatout.diagnose.doctor import DataFacts
 from flatout.engine.diverged import gentler
@@ -510,19 +509,6 @@ def test_momentum_and_decay_follow_schedules():
     assert momenta(MUON.model_copy(update={"momentum_warmup_steps": 0}), 2) == [0.95, 0.95]
     assert decays_of(config, 5) == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1])
     assert decays_of(MUON, 5) == 0.5
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["optim.cautious=true"], "optim.cautious is set, but optim.optimizer is adamw"),
-        (["optim.optimizer=muon", "optim.head_rate=0.1"], "the head has the embedding's weights"),
-        (["optim.head_decay=0.1"], "the head has the embedding's weights"),
-    ],
-)
-def test_fields_that_nobody_reads_are_refused(words: list[str], message: str):
-    with pytest.raises(ConfigError, match=message):
-        check_used(load_config("shakespeare-char", [*TINY, *words]))
 
 
 def test_adapters_are_adamws():

@@ -15,6 +15,27 @@ def test_quantiles_are_those_of_the_tables(degrees: float, known: float):
     assert quantile(degrees, 0.01) > quantile(degrees, 0.05)
 
 
+@pytest.mark.parametrize(
+    ("pairs", "half_width"),
+    [
+        ([0.0, 1.0], 6.3531),  # 12.706 * 0.70711 / sqrt(2)
+        ([1.0, 2.0, 3.0], 2.4841),  # 4.3027 * 1 / sqrt(3)
+        ([1.0, 2.0, 3.0, 4.0], 2.0543),  # 3.1824 * 1.29099 / sqrt(4)
+        ([*range(11)], 2.2281),  # 2.2281 * 3.31662 / sqrt(11)
+    ],
+)
+def test_the_interval_of_a_field_alone_is_that_of_students_t(pairs: list[float], half_width: float):
+    """Neither wider nor narrower; and the same for each of two fields whose pairs are the same."""
+    (found,) = effects({"a": pairs}).values()
+    assert found.half_width == pytest.approx(half_width, abs=2e-4)
+    both = effects({"a": pairs, "b": pairs})
+    noise = pooled([pairs, pairs])
+    assert noise is not None
+    expected = quantile(noise.degrees) * noise.deviation / len(pairs) ** 0.5
+    assert [one.half_width for one in both.values()] == [pytest.approx(expected)] * 2
+    assert expected < half_width, "two fields know their noise better than one"
+
+
 @pytest.mark.parametrize(("fields", "seeds"), [(1, 2), (8, 2), (4, 3), (8, 5)])
 def test_fields_that_do_nothing_seldom_get_a_verdict(fields: int, seeds: int, monkeypatch: pytest.MonkeyPatch):
     """All pairs of a seed share the unchanged run, which a count of pairs as degrees of freedom would forget."""

@@ -172,6 +172,35 @@ def test_figures_of_a_finished_run(tmp_path: Path):
     assert table["Within 1% of the peak"] == "from step 3 on"
     assert table["Estimated before the run"] == "21.0 GiB"
     assert table["Slowest step"] == "38.1 s"
+    aims = {label: aim for group in run["speed"] for label, _, aim in group["rows"]}
+    assert aims["GPU utilisation"] == "median; aim: 90% or more"
+    assert aims["Within 1% of the peak"] == "aim: steady after the first steps"
+
+
+CHAT = {"chat": {"source": "rows.jsonl"}, "model": {"init_from": "smol"}}
+
+
+@pytest.mark.parametrize(
+    ("info", "epoch"),
+    [
+        ({"windows": 128_000}, "16m40s"),  # 2,000 steps of 64 windows
+        ({"windows": 1600, "batch_samples": 4, "config": CHAT}, "3m20s"),  # 400 steps of 4 samples
+    ],
+    ids=["pretraining", "fine-tuning"],
+)
+def test_pace_utilisation_and_steady_memory_are_told_of_every_kind_of_run(
+    tmp_path: Path, info: dict[str, Any], epoch: str
+):
+    steps = [step_of(step, seconds=0.5) for step in range(1, 21)]
+    host = {"cores": 8.0, "cores_busy": 2.0, "cores_others": 0.5, "load": 3.0, "process_bytes": 2**31}
+    host |= {"host_bytes": 2**33, "host_total_bytes": 2**34}
+    reading = dataclasses.replace(machine_of(20, 10.0), utilisation=0.95, power_watts=600.0, **host)
+    table = speed(run_of(write_run(tmp_path / "run", [info_of(tmp_path, **info), *steps, reading])))
+    assert (table["Step time"], table["Steps per second"], table["Time per epoch"]) == ("500 ms", "2", epoch)
+    assert (table["GPU utilisation"], table["Within 1% of the peak"]) == ("95%", "from step 3 on")
+    assert (table["Power"], table["Clock"]) == ("600 of 700 W", "1,980 MHz")
+    assert (table["Host cores in use"], table["Host load"]) == ("2.0 of 8", "3.0")
+    assert (table["Host memory of the run"], table["Host memory in use"]) == ("2.0 GiB", "8.0 GiB of 16.0 GiB (50%)")
 
 
 def test_energy_and_cost_of_a_run(tmp_path: Path):
@@ -199,9 +228,20 @@ def test_the_headline_counts_what_was_trained_on(tmp_path: Path):
 
 
 def test_the_headline_of_fine_tuning_counts_samples(tmp_path: Path):
-    config = {"chat": {"source": "rows.jsonl"}, "model": {"init_from": "smol"}}
-    told = run_of(finished_run(tmp_path / "run", config=config, batch_samples=4, windows=1600))["summary"]
+    told = run_of(finished_run(tmp_path / "run", config=CHAT, batch_samples=4, windows=1600))["summary"]
     assert "fine-tuned from smol on 800 samples of rows.jsonl (1.6k samples), on" in told
+
+
+def test_samples_and_rows_of_fine_tuning_are_counted(tmp_path: Path):
+    """Ten samples make epochs of 4, 4 and 2, so that seven steps see 24; of fifteen rows three were not used."""
+    samples = {"train": 10, "val": 2, "files": 2, "rows": 15, "rows_not_used": 3, "labelled": 30}
+    info = {"config": CHAT, "batch_samples": 4, "windows": 10, "samples": samples, "train_tokens": 120}
+    run = run_of(finished_run(tmp_path / "run", steps=7, every=7, **info))
+    assert "on 24 samples of rows.jsonl (10 samples, 2.4 times all of it), on" in run["summary"]
+    facts = dict(row for group in run["facts"] for row in group["rows"])
+    assert (facts["Rows used"], facts["Rows not used"].partition(";")[0]) == ("12 of 15", "3")
+    assert (facts["Samples"], facts["Learned"]) == ("10 to train on, 2 held out", "25.0% of 120 tokens")
+    assert facts["Epochs"] == "2.80"
 
 
 def test_the_table_of_switches_is_what_the_run_said(tmp_path: Path):
@@ -545,8 +585,10 @@ def test_the_verb_writes_several_runs_here(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_verb_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = finished_run(tmp_path / "run")
-    assert verb.report([str(folder), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["runs"][0]["name"] == "run"
+    assert verb.report([str(folder), "--json", "--price", "3600"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["name"] == "run"
+    assert figure(run, "cost") == "34.20", "four times 50 steps of 117 ms, an evaluation and a checkpoint"
     assert not (folder / "report.html").exists()
 
 

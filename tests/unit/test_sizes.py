@@ -60,13 +60,50 @@ def test_the_batch_follows_the_tokens_of_the_run() -> None:
 
 
 def test_what_the_user_wrote_wins_and_the_rest_follows_it() -> None:
-    usual, wide = load_config("modern").config, load_config("modern", ["train.batch_tokens=8192"]).config
-    assert wide.train.batch_tokens == 8192
-    assert wide.optim.learning_rate < usual.optim.learning_rate, "rates rise with the batch"
+    usual, small = load_config("modern").config, load_config("modern", ["train.batch_tokens=8192"]).config
+    assert small.train.batch_tokens == 8192
+    assert small.optim.learning_rate < usual.optim.learning_rate, "a smaller batch has smaller rates"
     short = load_config("modern", ["train.tokens=26_000_000"]).config
     assert (short.train.tokens, short.train.batch_tokens) == (26_000_000, 32768)
     steps = load_config("modern", ["train.steps=800"]).config
     assert (steps.train.steps, steps.train.tokens, steps.train.batch_tokens) == (800, None, 32768)
+
+
+# Rates of matrices and of what AdamW trains, and the decay, by the rules of docs/recipe.md: 0.02, 0.02 and 0.1 for the
+# lab's 26M tokens at a width of 512 in steps of 32,768.
+@pytest.mark.parametrize(
+    ("shape", "written", "muon", "adam", "decay"),
+    [
+        (Shape(8, 512), {"train.tokens": 26_000_000}, 0.02, 0.02, 0.1),
+        (Shape(8, 512), {"train.tokens": 26_000_000, "train.batch_tokens": 8192}, 0.01, 0.01, 0.05),
+        (Shape(8, 512), {"train.tokens": 26_000_000, "train.batch_tokens": 131_072}, 0.02, 0.02, 0.1),
+        (Shape(8, 512), {"train.tokens": 1_000_000}, 0.02, 0.02, 0.1),
+        (Shape(8, 512), {"train.tokens": 260_000_000}, 0.024, 0.024, 0.012),
+        (Shape(8, 512), {"train.tokens": 260_000_000, "train.batch_tokens": 1_048_576}, 0.024, 0.024, 0.012),
+        (Shape(16, 1024), {"train.tokens": 26_000_000}, 0.02, 0.0141, 0.1),
+        (Shape(4, 256), {"train.tokens": 26_000_000}, 0.02, 0.0283, 0.1),
+        (Shape(4, 128), {"train.tokens": 26_000_000}, 0.02, 0.0283, 0.1),
+    ],
+    ids=["lab", "smaller batch", "larger batch", "short", "long", "long in large steps", "wide", "narrow", "narrower"],
+)
+def test_rates_and_decay_follow_batch_length_and_width(
+    shape: Shape, written: dict[str, int], muon: float, adam: float, decay: float
+) -> None:
+    found = derive("modern", shape, written, Known(vocab=GPT2)).size
+    assert (found["optim.muon_rate"], found["optim.learning_rate"], found["optim.weight_decay"]) == (muon, adam, decay)
+    others = {"embedding": 15, "head": 0.4, "table": 5}  # times the rate of the rest
+    for name, times in others.items():
+        assert found[f"optim.{name}_rate"] == pytest.approx(times * adam, rel=0.01), name
+
+
+@pytest.mark.parametrize("group", ["embedding", "head", "table"])
+def test_a_rate_of_null_is_the_learning_rate(group: str) -> None:
+    """What text that is read often makes a group forget in a step, decay times rate, depends on no rate."""
+    known, written = Known(vocab=257, unique=10_000_000), {"train.epochs": 10}
+    usual = derive("record", Shape(4, 256), reckoned(written), known)
+    null = derive("record", Shape(4, 256), reckoned({**written, f"optim.{group}_rate": None}), known)
+    forgotten = usual.repeated[f"optim.{group}_decay"] * usual.size[f"optim.{group}_rate"]
+    assert null.repeated[f"optim.{group}_decay"] * null.size["optim.learning_rate"] == pytest.approx(forgotten, rel=0.01)
 
 
 def test_short_runs_have_fewer_steps_where_a_batch_would_be_tiny() -> None:

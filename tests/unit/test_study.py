@@ -186,6 +186,12 @@ def test_table_and_picture_show_every_kind_of_trial(tmp_path: Path):
         assert any(words in line for line in lines), words
     assert "80% of the differences in loss go along with optim.learning_rate alone" in lines
     assert any("at the edge of its range" in line and "learning_rate" in line for line in lines)
+    assert not any(" more" in line for line in lines)
+    stream = io.StringIO()
+    print_study(study([trial(number, 2.0 + number) for number in range(23)]), stream)
+    lines = stream.getvalue().splitlines()
+    assert "and 3 more" in lines
+    assert lines.index("and 3 more") == 21, "below the head and twenty trials"
     draw_study(study(rows), tmp_path / "a.png")
     draw_study(study(json.loads(json.dumps(rows))), tmp_path / "b.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()

@@ -138,6 +138,23 @@ def test_a_verdict_is_what_the_interval_carries(low: float, high: float, verdict
     assert turned.turned().low == pytest.approx(low)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "settled"),
+    [
+        (0.98, 1.03, True),  # known as well as can be
+        (0.95, 1.05, False),
+        (1.6, 2.4, True),  # far from 1 beside its error
+        (1.02, 1.3, False),  # faster, and by how much is not known
+        (0.5, 0.7, True),
+        (0.6, 1.7, False),
+    ],
+)
+def test_more_pairs_are_timed_until_they_would_change_nothing(low: float, high: float, settled: bool):
+    found = Comparison(math.sqrt(low * high), low, high, 20)
+    assert found.settled == settled
+    assert found.turned().settled == settled
+
+
 def test_spikes_do_not_move_the_ratio():
     quiet = [1.2 + 0.001 * number for number in range(-10, 10)]
     found = compare([*quiet, 30.0, 0.02])

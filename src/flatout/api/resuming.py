@@ -20,6 +20,7 @@ from flatout.errors import CheckpointError, ConfigError, UsageError
 from flatout.optim.schedule import rate_factors
 
 _MOST_WORDS = 8  # of a hint, which is one line
+_FREE_LORA = ("dropout", "init_from", "quantize")  # may change in a run; all others say what its adapters are
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,10 +134,10 @@ def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
         section, _, name = path.partition(".")
         if section == "lora" and name != "rank" and not run.config.lora.rank:
             continue  # without adapters nobody reads it
-        if section == "lora" and name in ("rank", "alpha", "targets", "rank_stabilised", "dora"):
+        if section == "lora" and name not in _FREE_LORA:
             raise CheckpointError(
                 f"the checkpoint has {path} {format_value(before)}, the config says {format_value(after)}",
-                f"set {path}={format_value(before)}, or resume without a config: {_resume_words(checkpoint, folder)}",
+                f"set {as_word(path, before)}, or resume without a config: {_resume_words(checkpoint, folder)}",
             )
         changed.append(_change(path, before, after))
     base = checkpoint.config["model"].get("init_from")

@@ -41,8 +41,8 @@ _OF_BLOCKS = {
     "speed.scan": "E",
     **{
         f"model.{name}": "AW"
-        for name in ("kv_heads", "qk_norm", "qk_scale", "rope_base", "rope_scaling", "rope_factor",
-                     "rope_low", "rope_high", "rope_original_context")
+        for name in ("kv_heads", "head_size", "qkv_bias", "qk_norm", "qk_scale", "head_gate", "rope_base",
+                     "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context")
     },
     "speed.attention": "AW",
 }  # fmt: skip
@@ -88,6 +88,7 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         if not config.model.qk_norm:
             why, hint = "queries and keys are not normed (model.qk_norm)", "set model.qk_norm=true, or leave it out"
             yield "model.qk_scale", why, hint
+        yield from _unused_rotary(config.model)
     if not config.train.batch_stages:
         why, hint = "there are no train.batch_stages", "set train.batch_stages, or leave train.batch_rate_power out"
         yield "train.batch_rate_power", why, hint
@@ -105,6 +106,20 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if not config.lora.rank:
         for path in _fields("lora", but="rank"):
             yield path, "lora.rank is 0, which trains all weights", f"set lora.rank=16, or leave {path} out"
+
+
+def _unused_rotary(model: ModelConfig) -> Iterator[tuple[str, str, str]]:
+    """What these positions do not read of the settings of rotary ones."""
+    if model.positions != "rope":
+        hint = "set model.positions=rope, or leave model.rope_base out"
+        yield "model.rope_base", f"model.positions is {model.positions}", hint
+    scaling = "null" if model.rope_scaling is None else model.rope_scaling
+    for name in ("rope_low", "rope_high", "rope_original_context") if scaling != "llama3" else ():
+        hint = f"set model.rope_scaling=llama3, or leave model.{name} out"
+        yield f"model.{name}", f"model.rope_scaling is {scaling}", hint
+    if scaling == "null":
+        hint = "set model.rope_scaling=linear, or leave model.rope_factor out"
+        yield "model.rope_factor", "model.rope_scaling is null", hint
 
 
 def _fields(section: str, but: str = "") -> list[str]:

@@ -17,7 +17,6 @@ import errno
 import json
 import os
 import re
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -31,10 +30,11 @@ from flatout.engine.checkpoint import (
     verify_checkpoint,
 )
 from flatout.engine.checkpoint_files import set_aside
-from flatout.engine.run_files import LOCK, LOCK_MARK, MANIFEST, list_checkpoints, owner_of
+from flatout.engine.run_files import MANIFEST, list_checkpoints
 from flatout.errors import CheckpointError, ResourceError, UsageError
 from flatout.files import disk_errors, sync_folder
 from flatout.folders import make_folders, remove_empty, sweep
+from flatout.lock import LOCK, LOCK_MARK, owner_of, sign
 
 RUNS = Path("runs")
 
@@ -185,9 +185,7 @@ class RunLock:
     def _sign(self) -> None:
         """Adds a line about who holds the folder. By these lines the files that come next are known as ours: they are
         durable first, and since nothing is written over, a power loss cannot take the earlier ones."""
-        os.lseek(self.handle, 0, os.SEEK_END)
-        os.write(self.handle, LOCK_MARK + f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
-        os.fsync(self.handle)
+        sign(self.handle)
         sync_folder(self.run)
 
 

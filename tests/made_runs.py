@@ -5,8 +5,8 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 from typing import Any
+from unittest import mock
 
 from flatout import lock
 from flatout.records import (
@@ -212,7 +212,7 @@ def write_run(folder: Path, records: Iterator[Record] | list[Record]) -> Path:
 def sign_lock(folder: Path, pid: int = 999_999_999, host: str = "nowhere") -> None:
     """Adds the line to the run's lock that this process of this host would write there."""
     handle = os.open(folder / lock.LOCK, os.O_RDWR | os.O_CREAT)
-    with mock.patch("os.getpid", lambda: pid), mock.patch("socket.gethostname", lambda: host):
+    with mock.patch("os.getpid", return_value=pid), mock.patch("socket.gethostname", return_value=host):
         lock.sign(handle)
     os.close(handle)
 

@@ -25,6 +25,7 @@ CHECK_ACCESS = "check that it is there and that you may read it"
 MOST_LEVELS = 100  # of JSON inside JSON
 PIECE = 2**24  # bytes that are hashed and written at once
 PLACES = 4  # pieces that are under way at once
+TEMPORARY = r"\.(?:tmp|old)-[0-9a-f]{8}(?:[0-9a-f]{8})?"  # what `temporary_name` adds; earlier versions had 8 digits
 CHECKPOINTS_ARE_SAFE = "; finished checkpoints are intact, continue with --resume auto"
 
 
@@ -153,6 +154,23 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
         file.write(content)
 
 
+def temporary_name(path: Path, kind: str = "tmp") -> Path:
+    """A new name beside `path`. Half of its digits follow from the rest, so the name alone shows that we made it."""
+    stem = f"{path.name}.{kind}-{secrets.token_hex(4)}"
+    return path.with_name(stem + _digits_after(stem))
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a name was made by `temporary_name`."""
+    return re.search(r"\.(tmp|old)-[0-9a-f]{16}$", path.name) is not None and path.name.endswith(
+        _digits_after(path.name[:-8])
+    )
+
+
+def _digits_after(stem: str) -> str:
+    return hashlib.sha256(f"flatout: {stem}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
+
+
 @contextmanager
 def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     """A file to write that takes the place of another one: readers see the old bytes or the new ones, also when writing
@@ -160,7 +178,7 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
 
     A link at `path` is replaced, not followed. `durable`: the new bytes survive a power loss once the block ends.
     """
-    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    temporary = temporary_name(path)
     created = temporary.open("xb")  # so it is ours to remove
     try:
         with created as file:

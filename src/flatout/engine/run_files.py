@@ -10,6 +10,7 @@ from flatout.lock import LOCK, is_signed
 _FILES = ("config.yaml", "metrics.jsonl", "best.json")
 _FOLDERS = ("checkpoints", "adapter")
 _PARTS = (LOCK, *_FILES, *_FOLDERS)
+OWN_NAMES = "|".join(map(re.escape, (*_FILES, "adapter")))  # what a run replaces as a whole; a pattern
 MANIFEST = "manifest.json"
 TENSOR_FILES = ("model", "optimizer", "run")
 JSON_FILES = ("state", "config", "tokenizer")

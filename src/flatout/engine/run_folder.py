@@ -30,7 +30,7 @@ from flatout.engine.checkpoint import (
     verify_checkpoint,
 )
 from flatout.engine.checkpoint_files import set_aside
-from flatout.engine.run_files import MANIFEST, list_checkpoints
+from flatout.engine.run_files import MANIFEST, OWN_NAMES, list_checkpoints
 from flatout.errors import CheckpointError, ResourceError, UsageError
 from flatout.files import disk_errors, sync_folder
 from flatout.folders import make_folders, remove_empty, sweep
@@ -180,7 +180,7 @@ class RunLock:
             if self.created or os.read(self.handle, len(LOCK_MARK)) == LOCK_MARK:
                 self._sign()
         sweep_leftovers(checkpoints_of(self.run))
-        sweep(self.run, "adapter", locked=True)
+        sweep(self.run, OWN_NAMES, locked=True)
 
     def _sign(self) -> None:
         """Adds a line about who holds the folder. By these lines the files that come next are known as ours: they are

@@ -32,10 +32,16 @@ class Owner(NamedTuple):
 
 
 def sign(handle: int) -> None:
-    """Adds a line about this process to an open lock file, and makes it durable."""
-    os.lseek(handle, 0, os.SEEK_END)
-    os.write(handle, LOCK_MARK + str(Owner(os.getpid(), socket.gethostname())).encode() + b"\n")
-    os.fsync(handle)
+    """Adds a line about this process to an open lock file, and makes it durable; where that fails, adds nothing."""
+    line = LOCK_MARK + str(Owner(os.getpid(), socket.gethostname())).encode() + b"\n"
+    end = os.lseek(handle, 0, os.SEEK_END)
+    try:
+        while line:
+            line = line[os.write(handle, line) :]
+        os.fsync(handle)
+    except OSError:
+        os.ftruncate(handle, end)
+        raise
 
 
 def is_signed(lock: Path) -> bool:

@@ -17,7 +17,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flatout.config.schema import OutputConfig
@@ -32,7 +32,7 @@ from flatout.engine.checkpoint import (
 from flatout.engine.checkpoint_files import set_aside
 from flatout.engine.run_files import MANIFEST, OWN_NAMES, list_checkpoints
 from flatout.errors import CheckpointError, ResourceError, UsageError
-from flatout.files import disk_errors, sync_folder
+from flatout.files import FULL, disk_errors, sync_folder
 from flatout.folders import make_folders, remove_empty, sweep
 from flatout.lock import LOCK, LOCK_MARK, owner_of, sign
 
@@ -146,13 +146,10 @@ def find_resume_point(run: Path, resume: str | None) -> tuple[Path | None, list[
     return chosen, []
 
 
-def set_unusable_aside(unusable: Sequence[Unusable]) -> list[str]:
-    """Renames checkpoints that nothing can go on from; a line for each."""
-    told: list[str] = []
-    for one in unusable:
-        aside = set_aside(one.path, one.state)
-        told.append(f"the checkpoint of step {one.step} is {one.state} and was set aside as {aside.name}: {one.why}")
-    return told
+def set_unusable_aside(one: Unusable) -> str:
+    """Renames a checkpoint that nothing can go on from; returns a notice."""
+    aside = set_aside(one.path, one.state)
+    return f"the checkpoint of step {one.step} is {one.state} and was set aside as {aside.name}: {one.why}"
 
 
 def set_later_aside(run: Path, chosen: Checkpoint, notice: Callable[[str], None]) -> None:
@@ -174,11 +171,15 @@ class RunLock:
 
     def accept(self) -> None:
         """The run goes ahead: says who holds the folder, and removes what killed processes left in it."""
-        self.accepted = True
-        # A lock file that somebody else made is not ours to write to. On a full disk there is no room for the text.
-        with contextlib.suppress(OSError):
+        try:
+            # A lock file that somebody else made is not ours to write to.
+            os.lseek(self.handle, 0, os.SEEK_SET)
             if self.created or os.read(self.handle, len(LOCK_MARK)) == LOCK_MARK:
                 self._sign()
+        except OSError as error:  # the lock is held without its text, too
+            if error.errno in FULL:
+                raise
+        self.accepted = True
         sweep_leftovers(checkpoints_of(self.run))
         sweep(self.run, OWN_NAMES, locked=True)
 

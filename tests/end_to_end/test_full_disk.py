@@ -5,7 +5,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,10 +65,11 @@ class Trials:
         clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: self.disk.make_room())
         monkeypatch.setattr(full_disk, "time", clock)
         monkeypatch.setattr(boundary, "_LOOK", 0.01)
-        install = f"sys.path.insert(0, {str(ROOT)!r}); from pathlib import Path; from tests.full_disk import Disk; "
-        install += f"Disk(Path({str(Path('disk').absolute())!r}), Path({str(Path('state').absolute())!r}), 'writer').install(); "
-        first, second, rest = writer._START.split("; ", 2)
-        monkeypatch.setattr(writer, "_START", f"{first}; {second}; {install}{rest}")
+        places = ", ".join(f"Path({str(Path(name).absolute())!r})" for name in ("disk", "state"))
+        install = f"sys.path.insert(0, {str(ROOT)!r}); from pathlib import Path; from tests.full_disk import Disk"
+        begin, path, serve = writer._START.split("; ", 2)
+        start = "; ".join([begin, path, install, f"Disk({places}, 'writer').install()", serve])
+        monkeypatch.setattr(writer, "_START", start)
         self.run(None)
         self.disk.check_all_seen()
         self.operations, self.expected = self.disk.operations(), outcome(Path("disk"))
@@ -111,7 +112,7 @@ def trainer(preset: str | None, words: list[str], **how: Any) -> Callable[[], li
 
 
 @pytest.fixture
-def kinds(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Trials]]:
+def kinds(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Trials]:
     """The runs whose writes fail, by name."""
     monkeypatch.chdir(tmp_path)
     plain = [*TINY, "model.layers=1", f"data.source={corpus}", "train.steps=4", *SAVES]
@@ -130,12 +131,11 @@ def kinds(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
             words = ["model.init_from=disk/base", "chat.source=rows.json", "optim.learning_rate=1e-2", "train.steps=4"]
             words += ["train.epochs=null", *QUIET, "model.context=96", *SAVES, beside]
             list(flatout.train(load_config("lora", [*words, "output.folder=before"])))  # which makes the samples
-            shutil.rmtree("disk/base/checkpoints/step-00000002/base-of.txt", ignore_errors=True)
-            Path("disk/base/checkpoints/step-00000002/base-of.txt").unlink(missing_ok=True)
+            Path("disk/base/checkpoints/step-00000002/base-of.txt").unlink()
             train = trainer("lora", words)
         return Trials(train, monkeypatch)
 
-    yield make
+    return make
 
 
 def file_of(operation: str) -> str:

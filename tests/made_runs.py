@@ -1,11 +1,14 @@
 """Run folders made by hand: for tests of what reads runs, without training any."""
 
 import math
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from flatout import lock
 from flatout.records import (
     CheckpointRecord,
     EigenstateLayer,
@@ -202,8 +205,16 @@ def write_run(folder: Path, records: Iterator[Record] | list[Record]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(record_to_json(record) + "\n" for record in records)
-    (folder / "run.lock").write_text("pid 999999999 on nowhere\n", encoding="utf-8")
+    sign_lock(folder)
     return folder
+
+
+def sign_lock(folder: Path, pid: int = 999_999_999, host: str = "nowhere") -> None:
+    """Adds the line to the run's lock that this process of this host would write there."""
+    handle = os.open(folder / lock.LOCK, os.O_RDWR | os.O_CREAT)
+    with mock.patch("os.getpid", return_value=pid), mock.patch("socket.gethostname", return_value=host):
+        lock.sign(handle)
+    os.close(handle)
 
 
 def eigenstate_run(

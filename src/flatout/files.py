@@ -24,7 +24,9 @@ from flatout.errors import FullDiskError, ResourceError, UsageError
 CHECK_ACCESS = "check that it is there and that you may read it"
 MOST_LEVELS = 100  # of JSON inside JSON
 PIECE = 2**24  # bytes that are hashed and written at once
+FULL = (errno.ENOSPC, errno.EDQUOT)
 PLACES = 4  # pieces that are under way at once
+TEMPORARY = r"\.(?:tmp|old)-[0-9a-f]{8}(?:[0-9a-f]{8})?"  # what `temporary_name` adds; earlier versions had 8 digits
 CHECKPOINTS_ARE_SAFE = "; finished checkpoints are intact, continue with --resume auto"
 
 
@@ -100,15 +102,20 @@ def sync_folder(path: Path) -> None:
 def write_new(path: Path, content: bytes, *, durable: bool = False) -> None:
     """Creates a file. One that is there, or a link of that name, is an error: nothing is followed or overwritten.
 
-    `durable`: the file survives a power loss once this returns.
+    `durable`: the file survives a power loss once this returns. One that cannot be written whole is removed again.
     """
-    with path.open("xb") as file:
-        file.write(content)
+    created = path.open("xb")
+    try:
+        with created as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    if durable:
-        sync_folder(path.parent)
+            sync_folder(path.parent)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def write_pieces(path: Path, pieces: Iterable[memoryview]) -> dict[str, Any]:
@@ -153,6 +160,23 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
         file.write(content)
 
 
+def temporary_name(path: Path, kind: str = "tmp") -> Path:
+    """A new name beside `path`. Half of its digits follow from the rest, so the name alone shows that we made it."""
+    stem = f"{path.name}.{kind}-{secrets.token_hex(4)}"
+    return path.with_name(stem + _digits_after(stem))
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a name was made by `temporary_name`."""
+    return re.search(r"\.(tmp|old)-[0-9a-f]{16}$", path.name) is not None and path.name.endswith(
+        _digits_after(path.name[:-8])
+    )
+
+
+def _digits_after(stem: str) -> str:
+    return hashlib.sha256(f"flatout: {stem}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
+
+
 @contextmanager
 def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     """A file to write that takes the place of another one: readers see the old bytes or the new ones, also when writing
@@ -160,7 +184,7 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
 
     A link at `path` is replaced, not followed. `durable`: the new bytes survive a power loss once the block ends.
     """
-    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    temporary = temporary_name(path)
     created = temporary.open("xb")  # so it is ours to remove
     try:
         with created as file:
@@ -262,7 +286,7 @@ def disk_errors(what: str, *, safe: str = CHECKPOINTS_ARE_SAFE) -> Iterator[None
             hint = "choose another name"
         else:
             hint = "check the disk"
-        kind = FullDiskError if number in (errno.ENOSPC, errno.EDQUOT) else ResourceError
+        kind = FullDiskError if number in FULL else ResourceError
         raise kind(f"could not write {what}: {reason}", f"{hint}{safe}") from error
 
 

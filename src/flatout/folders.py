@@ -2,26 +2,27 @@
 
 A folder is written beside its target under a temporary name. It is created exclusively, so it is never one that was
 there before, and it holds a mark with its own name. Publishing is a rename. To delete a finished folder, the same mark
-is written into it and it is renamed first. So whatever a killed process leaves behind carries the mark, and only what
-carries it is ever swept away: a user's `notes.old-2024` does not, and neither does a link.
+is written into it and it is renamed first. So whatever a killed process leaves behind carries the mark, or is empty and
+has a name that only we make (`temporary_name`). Nothing else is ever swept away: not a user's `notes.old-2024`, and no
+link.
 """
 
 import contextlib
 import json
 import os
 import re
-import secrets
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from flatout.errors import UserError
-from flatout.files import canonical_json, sync_folder, write_new
+from flatout.files import TEMPORARY, canonical_json, is_temporary, sync_folder, temporary_name, write_new
 
 MARK = ".flatout-unfinished"
-_SUFFIX = r"\.(?:tmp|old)-[0-9a-f]{8}"
+_MARKED_AFTER = 3600.0  # seconds: a folder that is still empty then has lost its writer
 
 
 @contextlib.contextmanager
@@ -58,13 +59,9 @@ def claim(folder: Path) -> bool:
     except FileExistsError:
         if is_marked(folder):
             return True
-        if folder.is_symlink() or not folder.is_dir():
+        if not _is_empty(folder):
             return False
-        held = list(folder.iterdir())
-        if any(path.name != MARK or path.is_symlink() or not path.is_file() or path.stat().st_size for path in held):
-            return False
-        for path in held:
-            path.unlink()
+        (folder / MARK).unlink(missing_ok=True)
     _write_mark(folder, folder.name)
     sync_folder(folder.parent)
     return True
@@ -99,13 +96,20 @@ def sweep(parent: Path, stem: str, *, locked: bool) -> None:
     """Removes what killed processes left half written or half deleted of targets whose names match `stem` (a pattern).
 
     `locked`: the caller holds a lock that every writer here takes, so whoever wrote the leftovers is gone. Otherwise
-    only those of processes that no longer run on this host are removed.
+    only those of processes that no longer run on this host are removed, and empty folders after an hour. Files that
+    were to replace others (`whole_file`) are removed under a lock only: they do not say who wrote them.
     """
     if parent.is_symlink() or not parent.is_dir():
         return
     for path in list(parent.iterdir()):
-        if re.fullmatch(stem + _SUFFIX, path.name) and is_marked(path) and (locked or not _writer_lives(path)):
-            _remove_marked(path)
+        if not re.fullmatch(f"(?:{stem}){TEMPORARY}", path.name):
+            continue
+        if is_marked(path):
+            if locked or not _writer_lives(path):
+                _remove_marked(path)
+        elif is_temporary(path):
+            with contextlib.suppress(OSError):
+                _remove_unmarked(path, locked)
 
 
 def make_folders(path: Path) -> list[Path]:
@@ -139,7 +143,7 @@ def remove_empty(made: Collection[Path]) -> None:
 
 
 def _create(target: Path) -> Path:
-    work = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    work = temporary_name(target)
     work.mkdir()
     try:
         _write_mark(work, work.name)
@@ -178,6 +182,17 @@ def is_marked(folder: Path) -> bool:
     return mark.get("flatout") == "unfinished" and mark.get("folder") == folder.name
 
 
+def _is_empty(folder: Path) -> bool:
+    """Whether a folder, not a link, holds nothing or only a mark without a byte: a kill between creating and marking
+    it leaves that, or one between removing the mark and the folder."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    held = list(folder.iterdir())
+    return not held or (
+        held == [folder / MARK] and held[0].lstat().st_size == 0 and stat.S_ISREG(held[0].lstat().st_mode)
+    )
+
+
 def _writer_lives(folder: Path) -> bool:
     mark = _read_mark(folder)
     pid = mark.get("pid")
@@ -208,7 +223,7 @@ def process_lives(pid: int) -> bool:
 def _rename_marked(folder: Path) -> Path:
     """Renames a folder to a name under which it counts as left over. The mark is written first: a kill in between
     leaves the folder as it was, with a mark that does not fit its name."""
-    doomed = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
+    doomed = temporary_name(folder, "old")
     with contextlib.suppress(FileNotFoundError):  # of an earlier attempt
         (folder / MARK).unlink()
     _write_mark(folder, doomed.name)
@@ -256,6 +271,17 @@ def _remove_marked(folder: Path) -> None:
         sync_folder(folder)  # the mark may not be gone before the rest
         os.unlink(folder / MARK)
         folder.rmdir()
+
+
+def _remove_unmarked(path: Path, locked: bool) -> None:
+    """Removes an empty folder of ours that has no mark, and under a lock a file that was to replace another one."""
+    if not locked and time.time() - path.lstat().st_mtime < _MARKED_AFTER:
+        return
+    if _is_empty(path):
+        (path / MARK).unlink(missing_ok=True)
+        path.rmdir()
+    elif locked and stat.S_ISREG(path.lstat().st_mode):
+        path.unlink()
 
 
 def free_folder(first: Path, taken: Callable[[Path], bool]) -> Path:

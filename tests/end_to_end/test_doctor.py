@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,7 @@ from flatout.diagnose import trials
 from flatout.errors import UsageError
 from flatout.verbs.doctor import doctor
 from tests.conftest import TINY
+from tests.made_runs import sign_lock
 
 SOURCE = Path(__file__).parents[2] / "src"
 CALL = "import sys; from flatout.verbs.doctor import doctor; sys.exit(doctor(sys.argv[1:]))"
@@ -104,11 +106,14 @@ def test_a_prepared_dataset_and_a_run_folder(tiny, here: Path, corpus: Path, cap
 def test_a_run_that_is_under_way_holds_its_folder(here: Path, capsys: pytest.CaptureFixture[str]):
     from flatout.engine.run_folder import run_lock
 
+    (here / "run").mkdir()
+    sign_lock(here / "run", 1, "nowhere")  # of an earlier start
     with run_lock(here / "run") as lock:
         lock.accept()
         code, rows = lines("speed.device=cpu", f"output.folder={here / 'run'}", "--quick", capsys=capsys)
         assert code == 2
-        assert any(f"pid {os.getpid()}" in row["found"] for row in rows if row.get("status") == "bad")
+        found = [row["found"] for row in rows if row.get("status") == "bad"]
+        assert any(f"(pid {os.getpid()} on {socket.gethostname()})" in one for one in found), found
 
 
 def test_hostile_names_cannot_reach_the_terminal(here: Path, capsys: pytest.CaptureFixture[str]):

@@ -159,6 +159,39 @@ def test_a_compiler_that_fails_in_the_first_step_is_left_out(tiny, monkeypatch, 
     assert [step.loss for step in of(records, StepRecord)] == [step.loss for step in of(plain, StepRecord)]
 
 
+@pytest.mark.parametrize(("mode", "minutes"), [("default", False), ("regional", True)])
+def test_a_compiler_that_fails_in_evaluation_is_left_out(tiny, monkeypatch, mode, minutes):
+    """A signal to the whole process group ends the compilers, too: then the run stops as it was asked to."""
+
+    def fails(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        if torch.is_grad_enabled():
+            return graph
+        failed.append(True)
+        raise ValueError("no such luck")
+
+    failed: list[bool] = []
+    real = torch.compile
+    compiled = lambda f, **how: f if f.__name__ == "<lambda>" else real(f, backend=fails, dynamic=False)  # noqa: E731
+    monkeypatch.setattr(torch, "compile", compiled)
+    words = ["model.layers=1", "eval.sample_tokens=0", "eval.every=2", "checkpoint.every=0"]
+    if minutes:  # evaluation is timed before the first step
+        words += ["train.minutes=0.01", "optim.schedule=wsd", "optim.decay_fraction=0.6"]
+    words += [] if minutes else ["train.steps=9"]
+    records = list(flatout.train(tiny(*words, f"speed.compile={mode}"), stop=lambda: bool(failed) and not minutes))
+    told = [record.message for record in of(records, NoticeRecord) if "compile became off" in record.message]
+    assert len(told) == 1
+    assert "no such luck" in told[0]
+    end = records[-1]
+    assert end.checkpoint is not None
+    assert end.reason == ("finished" if minutes else "interrupted")
+    if not minutes:
+        assert end.step == 3
+        plain = list(flatout.train(tiny(*words, "speed.compile=off", "output.name=plain")))
+        for kind in (StepRecord, EvalRecord):
+            expected = [record.loss for record in of(plain, kind) if record.step <= 3]
+            assert [record.loss for record in of(records, kind)] == pytest.approx(expected, abs=1e-6)
+
+
 def test_samples_come_where_nothing_else_is_due(tiny):
     words = ("train.steps=5", "eval.every=0", "checkpoint.every=0", "eval.sample_every=2", "eval.sample_tokens=3")
     records = list(flatout.train(tiny(*words)))

@@ -35,12 +35,13 @@ from flatout.engine.checkpoint import (
     write_checkpoint,
     write_verdict,
 )
-from flatout.engine.run_files import LOCK_MARK, check_own
+from flatout.engine.run_files import check_own
 from flatout.engine.run_folder import checkpoint_to_load, find_resume_point, run_lock
 from flatout.engine.writer import Plan, save_plan
 from flatout.errors import DivergedError, UserError
 from flatout.files import write_whole
 from flatout.folders import MARK
+from flatout.lock import LOCK_MARK
 from flatout.model.adapter_files import save_adapter
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach

@@ -17,9 +17,9 @@ from safetensors import safe_open
 
 from flatout import api
 from flatout.device import Device
+from flatout.engine import boundary, full_disk, sharded_saving
 from flatout.engine import form as form_module
-from flatout.engine import full_disk, sharded_saving
-from flatout.engine.checkpoint import Checkpoint, read_checkpoint, verify_checkpoint
+from flatout.engine.checkpoint import Checkpoint, read_checkpoint, read_verdict, verify_checkpoint
 from flatout.engine.step import TrainStep
 from flatout.errors import CheckpointError
 from flatout.model.count import MemoryEstimate
@@ -172,24 +172,33 @@ def test_where_a_step_does_not_fit_one_device_all_processes_take_slices(tmp_path
 
 
 def _disk_full_once(folder: Path, preset: str, words: list[str]) -> list[str]:
-    """The second process finds the disk full in its first save; the notices of both."""
-    real, tried = sharded_saving.write_files, itertools.count()
+    """The second process finds the disk full in its first save, the first one at its verdict; the notices of both."""
 
-    def write(*values: Any) -> Any:
-        if os.environ["RANK"] == "1" and next(tried) == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(*values)
+    def failing_once(real: Callable[..., Any], rank: str) -> Callable[..., Any]:
+        tried = itertools.count()
 
-    with mock.patch.object(sharded_saving, "write_files", write), mock.patch.object(full_disk, "PAUSE", 0.1):
+        def write(*values: Any) -> Any:
+            if os.environ["RANK"] == rank and next(tried) == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*values)
+
+        return write
+
+    with (
+        mock.patch.object(sharded_saving, "write_files", failing_once(sharded_saving.write_files, "1")),
+        mock.patch.object(boundary, "write_verdict", failing_once(boundary.write_verdict, "0")),
+        mock.patch.object(full_disk, "PAUSE", 0.1),
+    ):
         return learn(folder, preset, words).notices
 
 
 def test_a_disk_that_is_full_for_one_process_makes_all_wait(tmp_path: Path, words: Make):
     preset, run = words("text", "train.steps=2", "model.layers=1", "parallel.form=fsdp", "output.folder=run")
-    for *_, paused, ended in WORKERS.run(2, _disk_full_once, tmp_path, preset, run):
-        assert "rank 1 on" in paused
-        assert "No space left on device: training pauses" in paused
-        assert "the disk has room again" in ended
+    for rank, notices in enumerate(WORKERS.run(2, _disk_full_once, tmp_path, preset, run)):
+        paused = [notice for notice in notices if "No space left on device: training pauses" in notice]
+        assert "rank 1 on" in paused[0]
+        assert len(paused) == sum("the disk has room again" in notice for notice in notices) == 2 - rank
+    assert read_verdict(tmp_path / "run" / "checkpoints" / "step-00000002") is not None
     verify_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000002")
     assert not list((tmp_path / "run" / "checkpoints").glob("*tmp*"))
 

@@ -19,6 +19,7 @@ from flatout import api
 from flatout.cli import main
 from flatout.config.load import LoadedConfig
 from flatout.errors import DataError, UsageError
+from flatout.observe.runs import list_runs
 from flatout.observe.sinks import MetricsFile
 from flatout.records import Record, record_to_json
 from flatout.verbs.watch import watch
@@ -89,9 +90,22 @@ def test_a_run_is_followed_to_its_end(
 ):
     """Watched from before its first record until it is killed, or stopped and saved; nothing is missing or twice."""
     folder = tmp_path / "runs" / "long"
-    stopping = when_it_has_steps(folder, 10, lambda: trainer.send_signal(number))
+    states: list[str] = []
+
+    def end() -> None:
+        trainer.send_signal(signal.SIGSTOP)
+        os.utime(folder / "metrics.jsonl", (1e9, 1e9))  # for years it has said nothing
+        states.extend(row.state for row in list_runs(tmp_path / "runs"))
+        trainer.send_signal(number)
+        trainer.send_signal(signal.SIGCONT)
+
+    stopping = when_it_has_steps(folder, 10, end)
     code = watch(["--json"])
     stopping.join()
+    trainer.wait()
+    os.utime(folder / "metrics.jsonl")  # and now it has said something
+    states += [row.state for row in list_runs(tmp_path / "runs")]
+    assert states == ["running", "stopped" if number == signal.SIGKILL else "interrupted"]
     said = capsys.readouterr()
     rows = [json.loads(line) for line in said.out.splitlines()]
     steps = [row["step"] for row in rows if row["type"] == "step"]

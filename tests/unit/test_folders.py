@@ -106,6 +106,57 @@ def test_without_a_lock_a_living_writer_keeps_its_folder(tmp_path):
     assert not left.exists()
 
 
+@pytest.mark.parametrize("at", ["before the mark", "inside the mark", "after the mark was removed"])
+def test_a_kill_around_the_mark_leaves_nothing_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str):
+    class Killed(BaseException):
+        pass
+
+    def killed(*arguments, **options) -> None:
+        raise Killed
+
+    target = tmp_path / "target"
+    with monkeypatch.context() as patches:
+        patches.setattr(Path, "rmdir", killed)  # nothing is cleaned up by a process that is gone
+        if at == "before the mark":
+            patches.setattr(folders, "write_new", killed)
+        elif at == "inside the mark":
+            patches.setattr(folders, "write_new", lambda path, *_, **__: (path.touch(), killed()))
+            patches.setattr(Path, "unlink", killed)
+        with pytest.raises(Killed), whole_folder(target):
+            raise Killed
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("target.tmp-")
+    sweep(tmp_path, "target", locked=False)
+    assert left.exists(), "its writer may be about to write the mark"
+    os.utime(left, (1e9, 1e9))
+    mine = {tmp_path / name for name in ("target.tmp-12345678", "target.tmp-0123456789abcdef", "target.tmp-mine")}
+    for path in mine:
+        path.mkdir()
+        os.utime(path, (1e9, 1e9))
+    sweep(tmp_path, "target", locked=False)
+    assert set(tmp_path.iterdir()) == mine
+    left.symlink_to(tmp_path / "target.tmp-mine")
+    sweep(tmp_path, "target", locked=True)
+    assert set(tmp_path.iterdir()) == {*mine, left}
+    left.unlink()
+    left.mkdir()
+    sweep(tmp_path, "target", locked=True)
+    assert set(tmp_path.iterdir()) == mine
+
+
+def test_a_file_that_was_to_replace_another_is_swept_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mine = tmp_path / "best.json.tmp-0123456789abcdef"
+    mine.write_text("mine")
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "replace", lambda *_: None)
+        write_whole(tmp_path / "best.json", b"new")  # which is not there yet when the process is killed
+    assert len(list(tmp_path.iterdir())) == 2
+    sweep(tmp_path, r"best\.json", locked=False)
+    assert len(list(tmp_path.iterdir())) == 2, "its writer may live"
+    sweep(tmp_path, r"best\.json", locked=True)
+    assert list(tmp_path.iterdir()) == [mine]
+
+
 def test_links_inside_what_is_removed_are_not_followed(tmp_path):
     kept = tmp_path / "kept"
     kept.mkdir()

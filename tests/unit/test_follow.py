@@ -30,6 +30,7 @@ from flatout.records import (
     StepRecord,
     record_to_json,
 )
+from tests.made_runs import sign_lock
 from tests.unit.seen import end, info, step
 
 
@@ -39,7 +40,7 @@ def locked(folder: Path, host: str | None = None) -> Iterator[None]:
     handle = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(handle, f"pid 1 on {host or socket.gethostname()}\n".encode())
+        sign_lock(folder, 1, host or socket.gethostname())
         yield
     finally:
         os.close(handle)
@@ -188,8 +189,9 @@ def test_who_works_there(tmp_path: Path):
     with locked(tmp_path, host="far-away"):
         assert run_state(tmp_path) == "running"
     assert run_state(tmp_path) == "elsewhere"
-    with locked(tmp_path):  # asking has left nothing behind
+    with locked(tmp_path):  # asking has left nothing behind, and a run that came home is not far away
         pass
+    assert run_state(tmp_path) == "ended"
 
 
 def test_the_lock_is_seen_without_the_list_of_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -32,6 +32,7 @@ from tests.made_runs import (
     info_of,
     machine_of,
     notice_of,
+    sign_lock,
     step_of,
     training,
     write_run,
@@ -325,10 +326,6 @@ def test_commands_are_quoted_for_a_shell(tmp_path: Path):
 # --- how a run stands -------------------------------------------------------------------------------------------------
 
 
-def lock(folder: Path, process: int) -> None:
-    (folder / "run.lock").write_text(f"pid {process} on {socket.gethostname()}\n", encoding="utf-8")
-
-
 def ended_process() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
@@ -337,7 +334,7 @@ def ended_process() -> int:
 
 def test_a_run_that_goes_on_says_so(tmp_path: Path):
     folder = write_run(tmp_path / "run", [info_of(tmp_path), step_of(1), step_of(2)])
-    lock(folder, os.getpid())
+    sign_lock(folder, os.getpid(), socket.gethostname())
     run = run_of(folder)
     assert run["state"]["goes_on"] is True
     assert "step 2 of 200" in run["state"]["text"]
@@ -346,7 +343,7 @@ def test_a_run_that_goes_on_says_so(tmp_path: Path):
 
 def test_a_killed_run_is_not_taken_for_a_running_one(tmp_path: Path):
     folder = write_run(tmp_path / "run", [info_of(tmp_path), step_of(1), step_of(2)])
-    lock(folder, ended_process())
+    sign_lock(folder, ended_process(), socket.gethostname())
     run = run_of(folder)
     assert run["state"]["kind"] == "stopped"
     assert run["warnings"] == [run["state"]["text"]]
@@ -363,17 +360,17 @@ def test_without_a_known_process_the_age_of_the_file_decides(tmp_path: Path):
 def test_an_interrupted_run_that_was_started_again_goes_on(tmp_path: Path):
     records = [info_of(tmp_path), step_of(1), end_of(tmp_path, 1, "interrupted")]
     folder = write_run(tmp_path / "run", records)
-    lock(folder, os.getpid())
+    sign_lock(folder, os.getpid(), socket.gethostname())
     assert run_of(folder)["state"]["kind"] == "interrupted"
     write_run(folder, [*records, info_of(tmp_path, start_step=1)])
-    lock(folder, os.getpid())
+    sign_lock(folder, os.getpid(), socket.gethostname())
     assert run_of(folder)["state"]["kind"] == "running"
 
 
 def test_three_skipped_updates_at_the_end_are_a_divergence(tmp_path: Path):
     body = [step_of(step, loss=math.nan, applied=False) for step in (1, 2, 3)]
     folder = write_run(tmp_path / "run", [info_of(tmp_path), *body])
-    lock(folder, ended_process())
+    sign_lock(folder, ended_process(), socket.gethostname())
     assert run_of(folder)["state"]["word"] == "diverged"
 
 

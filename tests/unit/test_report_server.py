@@ -23,7 +23,7 @@ from flatout.observe.history import read_history
 from flatout.observe.report.server import ADDRESS, ReportServer, Source, open_server, serve
 from flatout.records import record_to_json
 from flatout.verbs import report as verb
-from tests.made_runs import finished_run, info_of, step_of, write_run
+from tests.made_runs import finished_run, info_of, sign_lock, step_of, write_run
 
 
 @pytest.fixture
@@ -257,7 +257,7 @@ def test_a_run_that_is_moved_away_stays_on_the_page(server: ReportServer, folder
 
 
 def test_a_run_that_has_said_nothing_yet_is_waited_for(tmp_path: Path):
-    (tmp_path / "run.lock").write_text(f"pid {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+    sign_lock(tmp_path, os.getpid(), socket.gethostname())
     source = Source([tmp_path])
     assert source.current().data["runs"][0]["state"]["kind"] == "running"
     write_run(tmp_path, [info_of(tmp_path), step_of(1)])

@@ -12,7 +12,7 @@ from flatout.config.suggest import run_hint
 from flatout.errors import UsageError
 from flatout.observe.runs import SORTS, list_runs
 from flatout.verbs.runs import runs
-from tests.made_runs import end_of, finished_run, info_of, step_of, training, write_run
+from tests.made_runs import end_of, finished_run, info_of, sign_lock, step_of, training, write_run
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_run(folder / "killed", [info_of(folder / "killed"), *training(folder / "killed", 1, 60, steps=200, every=50)])
     write_run(folder / "begun", [info_of(folder / "begun", steps=9), step_of(1), end_of(folder, 1, "interrupted")])
     (folder / "empty").mkdir()
-    (folder / "empty" / "run.lock").write_text("pid 999999999 on nowhere\n", encoding="utf-8")
+    sign_lock(folder / "empty")
     (folder / "no run").mkdir()
     for age, name in enumerate(("begun", "empty", "killed", "long")):
         for file in (folder / name).iterdir():

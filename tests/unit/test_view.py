@@ -491,17 +491,27 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines():
     assert "warning: step 200 loss spike" in written
 
 
-def test_epochs_of_a_few_steps_are_told_no_more_often_than_steps():
+@pytest.mark.parametrize(
+    ("log_every", "length", "count", "printed"),
+    [
+        (100, 13, 4, [1, 2, 3, 4]),
+        (100, 13, 20, [*range(1, 21)]),
+        (10, 3, 4, [1, 2, 3, 4]),  # a short fine-tuning
+        (10, 2, 21, [*range(1, 11), 15, 20]),  # a tiny file: no more often than steps
+    ],
+)
+def test_epochs_are_printed_unless_they_are_many_and_short(log_every: int, length: int, count: int, printed: list[int]):
     stream = io.StringIO()
-    reader = TerminalReader(10, stream)
+    reader = TerminalReader(log_every, stream)
     reader.show(info())
-    for number in range(1, 41):
+    for number in range(1, length * count + 1):
         reader.show(step(number))
-        if number % 2 == 0:
+        if number % length == 0:
             reader.show(
                 EpochRecord(
-                    step=number, epoch=number // 2, mean_loss=3.0, seconds=1.0, windows_per_second=1.0,
+                    step=number, epoch=number // length, mean_loss=3.0, seconds=1.0, windows_per_second=1.0,
                     tokens_per_second=1.0,
                 )
             )  # fmt: skip
-    assert re.findall(r"^epoch (\d+) done", stream.getvalue(), flags=re.MULTILINE) == ["1", "6", "11", "16"]
+    found = re.findall(r"^epoch (\d+) done", stream.getvalue(), flags=re.MULTILINE)
+    assert [int(number) for number in found] == printed

@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from flatout.api.configs import Config, plain, stored_config
 from flatout.api.resuming import Origin, check_resumed, check_shape, find_origin, own_settings
@@ -40,7 +41,7 @@ from flatout.engine.setup import setup_run
 from flatout.engine.threads import try_threads
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, DivergedError, UsageError
-from flatout.files import disk_errors, write_whole
+from flatout.files import write_whole
 from flatout.launch import OtherProcessError, launch
 from flatout.model.given import ModelGiven
 from flatout.observe.live.alerts import Alerts
@@ -52,6 +53,8 @@ from flatout.parallel.ranks import joined
 from flatout.records import NoticeRecord, Record, RunInfo
 from flatout.tuning.settling import settled
 from flatout.world import World
+
+Result = TypeVar("Result")
 
 
 def prepare(
@@ -188,9 +191,10 @@ def _train(
         run = _set_up(config, origin, progress, arrays, given, world)
         limit = None if found is None or found.attempt is None else found.attempt.micro_batch
         less = [] if limit is None else use_at_most(run, limit)
+        early: list[NoticeRecord] = []
         with world.together():
             done = lock is not None and _is_done(run, origin)
-            notices = [] if lock is None else [*less, *_accepted(run, origin, lock, done=done)]
+            notices = [] if lock is None else [*less, *(yield from _accepted(run, origin, lock, early, done=done))]
         world.pulse.note_run(origin.folder, accepted=True)
         records = _loop(run, origin, stop, save)
         if origin.checkpoint is not None:
@@ -201,7 +205,7 @@ def _train(
             return
         device, vocab = run.speed.device.torch_device, run.model.vocab
         try:
-            yield from records if lock is None else _recorded(notices, records, run, origin, lock)
+            yield from records if lock is None else _recorded(early, notices, records, run, origin, lock)
         except DivergedError as error:
             del run, records
             traceback.clear_frames(error.__traceback__)  # they hold the run, which may have to be built again
@@ -246,19 +250,41 @@ def _check_seen(folder: Path, point: str | None) -> None:
 
 
 def _recorded(
-    notices: Sequence[str], records: Generator[Record], run: Run, origin: Origin, lock: RunLock
+    early: list[NoticeRecord],
+    notices: Sequence[str],
+    records: Generator[Record],
+    run: Run,
+    origin: Origin,
+    lock: RunLock,
 ) -> Generator[Record]:
     """Passes records on, with the files of a run written."""
     # A loop that nobody reads from any more may have a save to wait for, and the folder is locked only until then.
     with _undone_before_the_first_step(lock, origin), contextlib.closing(records):
-        with disk_errors(f"{origin.folder / 'config.yaml'}"):
-            write_whole(origin.folder / "config.yaml", show(run.config).encode("utf-8"))
-        again = recorded_again(origin.checkpoint)
-        with MetricsFile(origin.metrics, keep_to_step=origin.step, again=again) as metrics:
-            yield from _written(notices, records, run, metrics, origin.step)
+        path, step, again = origin.folder / "config.yaml", origin.step, recorded_again(origin.checkpoint)
+        room = functools.partial(_room, run=run, step=step, early=early, what=str(path))
+        yield from room(lambda: write_whole(path, show(run.config).encode("utf-8")))
+        with (yield from room(lambda: MetricsFile(origin.metrics, keep_to_step=step, again=again))) as metrics:
+            for notice in early:
+                metrics.add(notice)
+            yield from _written(notices, records, run, metrics, step)
 
 
-def _accepted(run: Run, origin: Origin, lock: RunLock, *, done: bool) -> list[str]:
+def _room(
+    write: Callable[[], Result], *, run: Run, step: int, early: list[NoticeRecord], what: str
+) -> Generator[NoticeRecord, None, Result]:
+    """`when_there_is_room`, while there is no file of records yet: `early` keeps the notices for it."""
+    waiting = when_there_is_room(write, step, run.full_disk_wait, what=what)
+    while True:
+        try:
+            early.append(next(waiting))
+        except StopIteration as done:
+            return done.value
+        yield early[-1]
+
+
+def _accepted(
+    run: Run, origin: Origin, lock: RunLock, early: list[NoticeRecord], *, done: bool
+) -> Generator[NoticeRecord, None, list[str]]:
     """Refuses what can still be refused, then puts the folder in order for the run; returns notices on both.
 
     A finished run is left as it is, like one that was refused.
@@ -268,12 +294,15 @@ def _accepted(run: Run, origin: Origin, lock: RunLock, *, done: bool) -> list[st
         notices.clear()  # settings that are other than the run's change nothing any more
     one = checkpoint_size(run.trained.count, run.config, run.speed)
     check_disk(origin.folder, one, run.config.checkpoint.keep + 2)
+    place, checkpoint = origin.folder, origin.checkpoint
+    room = functools.partial(_room, run=run, step=origin.step, early=early, what=f"files of {place}")
     if not done or origin.unusable:
-        lock.accept()
-    notices[:0] = set_unusable_aside(origin.unusable)
-    if origin.checkpoint is not None and origin.asked != "auto" and not done:
-        set_later_aside(origin.folder, origin.checkpoint, notices.append)
-    return [*notices, *_mark_base(run, origin.folder)]
+        yield from room(lock.accept)
+    for number, one in enumerate(origin.unusable):
+        notices.insert(number, (yield from room(functools.partial(set_unusable_aside, one))))
+    if checkpoint is not None and origin.asked != "auto" and not done:
+        yield from room(lambda: set_later_aside(place, checkpoint, notices.append))
+    return [*notices, *(yield from room(lambda: list(_mark_base(run, place))))]
 
 
 @contextlib.contextmanager
@@ -358,7 +387,7 @@ def _written(
             yield from _written_notices(() if trackers is None else trackers.write(record), run, metrics, step)
     finally:
         for notice in () if trackers is None else trackers.close():
-            metrics.write(NoticeRecord(step=step, message=notice))
+            metrics.add(NoticeRecord(step=step, message=notice))  # which is written when the file is closed
 
 
 def _written_notices(notices: Iterable[str], run: Run, metrics: MetricsFile, step: int) -> Generator[NoticeRecord]:

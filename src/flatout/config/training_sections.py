@@ -259,7 +259,7 @@ class CheckpointConfig(Section):
     asynchronous: Switch = "auto"
     """Write checkpoints in a process of their own while training goes on; needs host memory for a copy of one."""
     full_disk_wait: Annotated[float, Field(ge=0.0, le=86400.0)] = 300.0
-    """Seconds that a save waits for space on a full disk before it ends the run."""
+    """Seconds that a run waits for space on a full disk before it ends."""
 
 
 class ParallelConfig(Section):

@@ -27,7 +27,7 @@ from flatout.corpus.document import Problem
 from flatout.data.part import PIECE, PartHead, PartResult
 from flatout.data.plan import Done
 from flatout.errors import DataError
-from flatout.files import canonical_json, sync_folder, write_whole
+from flatout.files import TEMPORARY, canonical_json, sync_folder, write_whole
 from flatout.folders import MARK
 
 SIGNATURES = "signatures.bin"
@@ -35,7 +35,7 @@ _PLAN = "plan.json"
 _PARTS = "parts"
 _READ_HERE = "read-here.json"
 _OWN = re.compile(
-    rf"(?:(?:plan\.json|read-here\.json|stdin-\d+|{_PARTS}/\d{{8,}}\.part)(?:\.tmp-[0-9a-f]{{8}})?"
+    rf"(?:(?:plan\.json|read-here\.json|stdin-\d+|{_PARTS}/\d{{8,}}\.part)(?:{TEMPORARY})?"
     rf"|{re.escape(SIGNATURES)}|{re.escape(MARK)})"
 )
 # SHA-256 of the description that follows, and its length.

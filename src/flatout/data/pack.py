@@ -23,7 +23,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -50,6 +49,7 @@ from flatout.data.tokenizer import (
 from flatout.data.train_tokenizer import train_bpe
 from flatout.data.workers import Engine, EngineName, open_engine
 from flatout.errors import DataError, ResourceError
+from flatout.files import temporary_name
 from flatout.folders import MARK, claim, foreign_entry, make_folders, remove_empty, sweep, whole_folder
 from flatout.records import PrepareProgress
 
@@ -339,7 +339,7 @@ def _work_folder(hidden: Path, overwrite: bool) -> Path:
             "move it away, set data.folder to another folder, or run `flatout prepare` with --overwrite, which starts "
             "anew and leaves it alone",
         )
-    fresh = hidden.with_name(f"{hidden.name}.tmp-{secrets.token_hex(4)}")
+    fresh = temporary_name(hidden)
     claim(fresh)
     return fresh
 

@@ -9,6 +9,7 @@ from flatout.config.yaml_loader import format_value
 from flatout.diagnose.doctor import Check, Finding
 from flatout.engine.run_files import check_own, list_checkpoints
 from flatout.errors import UserError
+from flatout.lock import LOCK, owner_of
 
 RUNS = Path("runs")
 _RUN_FOLDER = Check("config", "run folder")
@@ -84,7 +85,7 @@ def _difference(config: RunConfig, folder: Path) -> str | None:
 
 def _held_by(folder: Path) -> str | None:
     """Who holds the run's lock; None if nobody. The lock is tried and given back at once."""
-    path = folder / "run.lock"
+    path = folder / LOCK
     try:
         import fcntl
 
@@ -92,7 +93,7 @@ def _held_by(folder: Path) -> str | None:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:
-                return file.read(200).decode("utf-8", "replace").strip() or "unknown"
+                return str(owner_of(path) or "unknown")
             fcntl.flock(file, fcntl.LOCK_UN)
     except (ImportError, OSError):  # no such file, or Windows
         return None

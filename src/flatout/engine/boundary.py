@@ -45,7 +45,9 @@ from flatout.engine.sharded_saving import write_sharded
 from flatout.engine.spans import SpanTotals
 from flatout.generation.decode import generate_tokens
 from flatout.model.adapter_files import adapter_tensors
-from flatout.records import CheckpointRecord, EvalRecord, Record, SampleRecord
+from flatout.records import CheckpointRecord, EvalRecord, NoticeRecord, Record, SampleRecord
+
+_LOOK = 1.0  # seconds between two looks for notices of a save that is waited for
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -107,7 +109,7 @@ class Boundary:
             seconds += yield from self._begin(Due(), position)
             saving = True
         if saving:
-            self._find(loss, improved, seconds)
+            yield from self._find(loss, improved, seconds)
         if last or self.exhausted or self.landed:
             yield from self.conclude()
 
@@ -115,7 +117,7 @@ class Boundary:
         """Does what a kill has left undone of a checkpoint of this step: all but saving it."""
         loss = yield from self._look(due)
         there = Saved(path=saved, bytes=checkpoint_bytes(saved))
-        self._find(loss, self.progress.best_step == self.progress.step, 0.0, there)
+        yield from self._find(loss, self.progress.best_step == self.progress.step, 0.0, there)
         yield from self.conclude()
 
     @property
@@ -128,6 +130,8 @@ class Boundary:
         if self.found is None:
             return
         found, self.found, began = self.found, None, time.perf_counter()
+        while found.saved is None and not self.saver.done_within(_LOOK):  # it may tell that the disk is full
+            yield from notices_at(found.step, self.run.new_notices.take())
         saved = found.saved or self.saver.wait()
         seconds = found.seconds + time.perf_counter() - began
         self.totals.add("checkpoint", seconds)
@@ -186,7 +190,9 @@ class Boundary:
             yield self._sample()
         return loss
 
-    def _find(self, loss: float | None, improved: bool, seconds: float, saved: Saved | None = None) -> None:
+    def _find(
+        self, loss: float | None, improved: bool, seconds: float, saved: Saved | None = None
+    ) -> Iterator[NoticeRecord]:
         """Judges a checkpoint by what is known at its step. Where no evaluation was due, a quick one is made."""
         run, progress, began, notices = self.run, self.progress, time.perf_counter(), []
         if loss is None:
@@ -203,10 +209,12 @@ class Boundary:
         )
         if not run.world.first:
             return
-        if found.saved is not None:
-            self._judge(found.saved, found)
+        if found.saved is None and self.saver.beside:
+            self.saver.then(lambda saved: self._judge(saved, found), found.step)
         else:
-            self.saver.then(lambda saved: self._judge(saved, found))
+            saved = found.saved = found.saved or self.saver.wait()
+            judge = functools.partial(self._judge, saved, found)
+            yield from when_there_is_room(judge, found.step, self.saver.patience)
         found.seconds += time.perf_counter() - began
 
     def _evaluate(self, reason: str) -> tuple[EvalRecord, list[str]]:
@@ -236,8 +244,11 @@ class Boundary:
         return record
 
     def _judge(self, saved: Saved, found: _Found) -> None:
-        """Writes the verdict on a checkpoint, and only then removes older ones. Training may have gone on since."""
-        run, folder, loss, notices = self.run, self.folder, found.verdict.loss, found.notices
+        """Writes the verdict on a checkpoint, and only then removes older ones. Training may have gone on since.
+
+        On a full disk all of it is done again, so what it tells is kept only at its end.
+        """
+        run, folder, loss, notices = self.run, self.folder, found.verdict.loss, []
         best_step, best_loss = found.verdict.progress["best_step"], found.verdict.progress["best_loss"]
         write_verdict(saved.path, found.verdict)
         if not math.isfinite(loss):
@@ -250,12 +261,13 @@ class Boundary:
         best = best_step if run.config.checkpoint.best else None
         cooldown = None if run.deadline is None else run.deadline.cooldown_step
         left = set(keep_newest(checkpoints_of(folder), run.config.checkpoint.keep, best, cooldown)) - self.kept
-        self.kept |= left
         notices += [
             f"{path} is kept: it is a link, its manifest is damaged, or it holds files that are not the run's"
             for path in sorted(left)
         ]
         notices += save_run_adapter(run, folder, found.step, found.adapter)
+        self.kept |= left
+        found.notices += notices
 
 
 def _note_loss(progress: Progress, loss: float, min_delta: float) -> bool:

@@ -27,7 +27,7 @@ from flatout.engine.checkpoint_files import PLAIN, SLICED, save_files, sealed, u
 from flatout.engine.run_files import CHECKPOINT_FILES, JSON_FILES, MANIFEST, TENSOR_FILES, list_checkpoints
 from flatout.engine.slices import is_sliced, read_tensors, well_formed
 from flatout.errors import CheckpointError, DamagedError
-from flatout.files import CHECK_ACCESS, canonical_json, disk_errors, hash_file, write_new, write_whole
+from flatout.files import CHECK_ACCESS, FULL, canonical_json, disk_errors, hash_file, write_new, write_whole
 from flatout.folders import retire, sweep
 from flatout.model.tensor_file import pieces_of
 
@@ -119,13 +119,15 @@ def keep_newest(folder: Path, keep: int, best_step: int | None, cooldown_step: i
 
 
 def mark_as_base(checkpoint: Path, run: Path) -> bool:
-    """Says in a checkpoint that the adapters of `run` are worth nothing without it; False where that cannot be."""
+    """Says in a checkpoint that the adapters of `run` are worth nothing without it; False where it is read-only."""
     try:
         content = f"adapters in {run.resolve()} need these weights\n".encode()
         write_new(checkpoint / BASE_MARK, content, durable=True)
     except FileExistsError:  # it is kept already
         return True
-    except OSError:
+    except OSError as error:
+        if error.errno in FULL:
+            raise
         return False
     return True
 

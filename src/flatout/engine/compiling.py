@@ -48,9 +48,14 @@ def compile_model(model: GPT, mode: str, *, our_graphs: bool = False, any_shape:
 
 def use_uncompiled(model: GPT) -> None:
     """Takes compiled code away from a model: it runs as it was before `compile_model`."""
-    for part in (model, *model.blocks, model.head):
+    for part in model.modules():
         part._compiled_call_impl = None  # what nn.Module.compile sets; torch has no other way back
     model.compiled_apart = False
+
+
+def is_compiled(model: GPT) -> bool:
+    """Whether `compile_model` has compiled anything that `use_uncompiled` has not taken away since."""
+    return any(part._compiled_call_impl is not None for part in model.modules())
 
 
 def is_compile_error(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ A step is taken, its numbers are read when they have arrived, and at a boundary 
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from flatout.engine.boundary import Boundary, due_after, is_due, out_of_patience
 from flatout.engine.checkpoint import Checkpoint, checkpoint_bytes
 from flatout.engine.drift import check_alike, check_start
 from flatout.engine.eigenstates import look_at_eigenstates
+from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.machine import MachineWatch
 from flatout.engine.recovery import CompileFailure, attempt_step, use_less_memory, use_no_compiler
 from flatout.engine.run import Run
@@ -55,9 +57,10 @@ def train_loop(
     origin = None if resumed is None else resumed.path
     resumed_from = None if origin is None else str(origin)
     # A run taken back to an older checkpoint forgets a later best.
-    if run.world.first and read_best(folder) != progress.best_step:
-        write_best(folder, progress.best_step, progress.best_loss)
-    mended = [] if resumed is None or not run.world.first else list(mend_run_adapter(run, folder))
+    mended: list[str] = []
+    if run.world.first:
+        mend = functools.partial(_mend_files, run, progress, folder, resumed)
+        mended = yield from when_there_is_room(mend, progress.step, run.full_disk_wait)
     yield run_info(run, folder, progress.step, resumed_from)
     yield from notices_at(progress.step, (*run.notices, *mended) if progress.step < run.last_step else ())
     preview = run.data.preview() if progress.step == 0 else ()
@@ -106,6 +109,13 @@ def _start(run: Run, resumed: Checkpoint | None) -> tuple[Progress, bool]:
         progress = restore(run, resumed)
     books, unjudged = run.world.told([dataclasses.asdict(progress), lacks_verdict(resumed)])
     return Progress(**books), unjudged
+
+
+def _mend_files(run: Run, progress: Progress, folder: Path, resumed: Checkpoint | None) -> list[str]:
+    """Brings best.json and the adapter's folder to the step that the run resumes from; returns notices."""
+    if read_best(folder) != progress.best_step:
+        write_best(folder, progress.best_step, progress.best_loss)
+    return [] if resumed is None else list(mend_run_adapter(run, folder))
 
 
 @dataclasses.dataclass

@@ -1,6 +1,6 @@
 """Out of memory, and on with less: the same batch in smaller pieces, the same loss, and a word to the user.
 
-A compiler that fails in a step is handled in the same way: the step is taken again without it.
+A compiler that fails in a step or an evaluation is handled in the same way: both are done again without it.
 
 Idea: a step's memory grows with its micro-batch, and its result does not depend on it. So where a step does not fit,
 the micro-batch is halved and the step is taken again. The config stays as it is: the next run tries anew.
@@ -19,7 +19,7 @@ import torch
 
 from flatout.data.batch import Batch
 from flatout.device import free_memory, is_out_of_memory
-from flatout.engine.compiling import is_compile_error, use_uncompiled
+from flatout.engine.compiling import is_compile_error, is_compiled, use_uncompiled
 from flatout.engine.evaluate import evaluate
 from flatout.engine.fit_check import first_sentence, memory_error
 from flatout.engine.graphs import MicroBatchGraph
@@ -30,7 +30,7 @@ from flatout.pulse import State
 
 
 class CompileFailure(str):
-    """What a compiler said that failed in a step."""
+    """What a compiler said that failed in a step or an evaluation."""
 
     __slots__ = ()
 
@@ -64,12 +64,12 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
 
 
 def _compile_failure(run: Run, error: RuntimeError) -> CompileFailure:
-    """The error as a sentence where it is the compiler's and the step can be taken without it; raised otherwise."""
-    if run.speed.compile == "off" or not is_compile_error(error) or run.step.updating:
+    """The error as a sentence where it is the compiler's and one can go on without it; raised otherwise."""
+    if not is_compiled(run.model) or not is_compile_error(error) or run.step.updating:
         raise error
     cause = getattr(error, "inner_exception", error)  # of the backend, where that failed
     told = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:120]}"
-    if needs_a_restart(run):  # other ranks may have compiled it, and are in the middle of the step
+    if needs_a_restart(run):  # other ranks may have compiled it, and are in the middle of the pass
         raise HardwareError(f"torch.compile failed: {told}", "set speed.compile=off") from error
     return CompileFailure(told)
 
@@ -166,12 +166,15 @@ def _rows_vary(run: Run) -> bool:
 def fitting_evaluation(
     run: Run, batch_size: int, batches: int | None = None
 ) -> tuple[tuple[float, int], int, list[str]]:
-    """`evaluate` on the validation set, or on its first `batches`, each halved until it fits.
+    """`evaluate` on the validation set, or on its first `batches`, each halved until it fits; uncompiled, if need be.
 
     Returns the result, the batch size that fitted, and notices.
     """
     notices: list[str] = []
     while isinstance(result := _attempt_evaluation(run, batch_size, batches), str):
+        if isinstance(result, CompileFailure):
+            notices.append(use_no_compiler(run, result))
+            continue
         free_memory(run.speed.device.torch_device)
         notices.append(f"{result}: evaluating {batch_size // 2} sequences at once instead of {batch_size}")
         batch_size //= 2
@@ -184,7 +187,7 @@ def _attempt_evaluation(run: Run, batch_size: int, batches: int | None) -> tuple
             return evaluate(run.model, itertools.islice(run.evaluation(batch_size), batches), run.scope, run.world)
     except RuntimeError as error:
         if not is_out_of_memory(error):
-            raise
+            return _compile_failure(run, error)
         if needs_a_restart(run):
             raise for_all_ranks(run, None, error) from error
         if batch_size == 1:

@@ -74,7 +74,7 @@ class Run:
 
     @property
     def full_disk_wait(self) -> float:
-        """How many seconds a save or a record may wait for space. Other ranks wait meanwhile, and not forever."""
+        """How many seconds a file of the run may wait for space. Other ranks wait meanwhile, and not forever."""
         wait = self.config.checkpoint.full_disk_wait
         return wait if self.world.size == 1 else min(wait, self.config.parallel.timeout / 2)
 

@@ -5,13 +5,12 @@ import re
 from pathlib import Path
 
 from flatout.errors import UsageError
+from flatout.lock import LOCK, is_signed
 
-LOCK = "run.lock"
 _FILES = ("config.yaml", "metrics.jsonl", "best.json")
 _FOLDERS = ("checkpoints", "adapter")
 _PARTS = (LOCK, *_FILES, *_FOLDERS)
-LOCK_MARK = b"run of flatout, held by "  # what each line of our locks begins with
-_OLD_OWNER = re.compile(rb"pid \d+ on [^\n]*\n")
+OWN_NAMES = "|".join(map(re.escape, (*_FILES, "adapter")))  # what a run replaces as a whole; a pattern
 MANIFEST = "manifest.json"
 TENSOR_FILES = ("model", "optimizer", "run")
 JSON_FILES = ("state", "config", "tokenizer")
@@ -67,7 +66,7 @@ def check_own(run: Path) -> None:
 
 def _is_run(run: Path) -> bool:
     """Whether a run of ours began here: by the text of its lock, or by its records."""
-    if owner_of(run / LOCK) is not None:
+    if is_signed(run / LOCK):
         return True
     try:
         with (run / "metrics.jsonl").open("rb") as file:
@@ -75,14 +74,3 @@ def _is_run(run: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(first, dict) and first.get("type") in ("run", "notice")
-
-
-def owner_of(lock: Path) -> str | None:
-    """Who held a lock last, by its text; None where nobody of ours wrote it."""
-    try:
-        raw = lock.read_bytes() if lock.is_file() and not lock.is_symlink() else b""
-    except OSError:
-        return None
-    if raw.startswith(LOCK_MARK) or _OLD_OWNER.fullmatch(raw):
-        return raw.strip().rpartition(b"\n")[2].removeprefix(LOCK_MARK).decode("utf-8", "replace")
-    return None

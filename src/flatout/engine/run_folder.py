@@ -17,8 +17,7 @@ import errno
 import json
 import os
 import re
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flatout.config.schema import OutputConfig
@@ -31,10 +30,11 @@ from flatout.engine.checkpoint import (
     verify_checkpoint,
 )
 from flatout.engine.checkpoint_files import set_aside
-from flatout.engine.run_files import LOCK, LOCK_MARK, MANIFEST, list_checkpoints, owner_of
+from flatout.engine.run_files import MANIFEST, OWN_NAMES, list_checkpoints
 from flatout.errors import CheckpointError, ResourceError, UsageError
-from flatout.files import disk_errors, sync_folder
+from flatout.files import FULL, disk_errors, sync_folder
 from flatout.folders import make_folders, remove_empty, sweep
+from flatout.lock import LOCK, LOCK_MARK, owner_of, sign
 
 RUNS = Path("runs")
 
@@ -146,13 +146,10 @@ def find_resume_point(run: Path, resume: str | None) -> tuple[Path | None, list[
     return chosen, []
 
 
-def set_unusable_aside(unusable: Sequence[Unusable]) -> list[str]:
-    """Renames checkpoints that nothing can go on from; a line for each."""
-    told: list[str] = []
-    for one in unusable:
-        aside = set_aside(one.path, one.state)
-        told.append(f"the checkpoint of step {one.step} is {one.state} and was set aside as {aside.name}: {one.why}")
-    return told
+def set_unusable_aside(one: Unusable) -> str:
+    """Renames a checkpoint that nothing can go on from; returns a notice."""
+    aside = set_aside(one.path, one.state)
+    return f"the checkpoint of step {one.step} is {one.state} and was set aside as {aside.name}: {one.why}"
 
 
 def set_later_aside(run: Path, chosen: Checkpoint, notice: Callable[[str], None]) -> None:
@@ -174,20 +171,22 @@ class RunLock:
 
     def accept(self) -> None:
         """The run goes ahead: says who holds the folder, and removes what killed processes left in it."""
-        self.accepted = True
-        # A lock file that somebody else made is not ours to write to. On a full disk there is no room for the text.
-        with contextlib.suppress(OSError):
+        try:
+            # A lock file that somebody else made is not ours to write to.
+            os.lseek(self.handle, 0, os.SEEK_SET)
             if self.created or os.read(self.handle, len(LOCK_MARK)) == LOCK_MARK:
                 self._sign()
+        except OSError as error:  # the lock is held without its text, too
+            if error.errno in FULL:
+                raise
+        self.accepted = True
         sweep_leftovers(checkpoints_of(self.run))
-        sweep(self.run, "adapter", locked=True)
+        sweep(self.run, OWN_NAMES, locked=True)
 
     def _sign(self) -> None:
         """Adds a line about who holds the folder. By these lines the files that come next are known as ours: they are
         durable first, and since nothing is written over, a power loss cannot take the earlier ones."""
-        os.lseek(self.handle, 0, os.SEEK_END)
-        os.write(self.handle, LOCK_MARK + f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
-        os.fsync(self.handle)
+        sign(self.handle)
         sync_folder(self.run)
 
 

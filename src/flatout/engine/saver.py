@@ -15,7 +15,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import final
 
@@ -23,11 +23,11 @@ import torch
 
 from flatout.config.section import Switch
 from flatout.engine.checkpoint import Checkpoint, checkpoint_path, write_checkpoint
-from flatout.engine.full_disk import when_there_is_room
+from flatout.engine.full_disk import wait_for_room
 from flatout.engine.shared_block import Copied, SharedBlock, block_bytes, needed_bytes
 from flatout.engine.step import TrainStep
 from flatout.engine.writer import Plan, Writer, WriterError, save_plan
-from flatout.files import disk_errors, readable_sizes
+from flatout.files import readable_sizes
 from flatout.host import host_memory
 
 SMALL = 2**26  # bytes: such a checkpoint is on the disk sooner than a process has started
@@ -90,22 +90,30 @@ class Saver:
 
         self.step.before_update = before_update
 
-    def then(self, work: Callable[[Saved], None]) -> None:
-        """Has work done with the last save once it is on the disk: beside training, too, if the save is."""
+    def then(self, work: Callable[[Saved], None], step: int) -> None:
+        """Has work done beside training with a save that goes on beside it, once that is on the disk.
+
+        Where the disk is full, the work waits for room and is done again.
+        """
         assert self.last is not None, "nothing was begun"
+        assert self.beside, "the save is done"
         last = self.last
 
         def follow() -> Saved:
             saved = last.result()
-            work(saved)
+            wait_for_room(lambda: work(saved), step, self.patience, self.notice)
             return saved
 
-        self.last = self.thread.submit(follow) if self.beside else _finished(follow())
+        self.last = self.thread.submit(follow)
 
     @property
     def done(self) -> bool:
         """Whether nothing is being written."""
         return self.last is None or self.last.done()
+
+    def done_within(self, seconds: float) -> bool:
+        """Whether nothing is being written, at the latest after a while."""
+        return self.last is None or bool(wait([self.last], seconds).done)
 
     def wait(self) -> Saved:
         """The last save, once it is on the disk and what follows is done; the error if one of them failed."""
@@ -146,17 +154,8 @@ class Saver:
 
     def _save_here(self, block: SharedBlock, plan: Plan, target: Path) -> int:
         """Saves in this process, and waits for room on a full disk while training goes on."""
-
-        def save() -> int:
-            with disk_errors(f"checkpoint {target}"):
-                return save_plan(block.memory, plan)
-
-        saving = when_there_is_room(save, plan.step, self.patience)
-        while True:
-            try:
-                self.notice(next(saving).message)
-            except StopIteration as done:
-                return done.value
+        how = {"what": f"checkpoint {target}"}
+        return wait_for_room(lambda: save_plan(block.memory, plan), plan.step, self.patience, self.notice, **how)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 

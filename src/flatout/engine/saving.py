@@ -231,6 +231,8 @@ def mend_run_adapter(run: Run, folder: Path) -> Iterator[str]:
         return
     now = {name: tensor.clone() for name, tensor in run.trained.tensors().items()}
     run.trained.assign(read_checkpoint(chosen).model, str(chosen))
-    yield from save_run_adapter(run, folder, step)
-    run.trained.assign(now, "the run")
-    run.adapters.forget()
+    try:
+        yield from save_run_adapter(run, folder, step)
+    finally:
+        run.trained.assign(now, "the run")
+        run.adapters.forget()

@@ -29,7 +29,9 @@ def begin(run: Run) -> None:
 def _evaluation_seconds(run: Run) -> float:
     """Seconds of an evaluation, from its first batch. The batch is read twice: the first time warms up."""
     size = run.step.micro_batch
-    _, size, _ = fitting_evaluation(run, size, batches=1)
+    _, size, notices = fitting_evaluation(run, size, batches=1)
+    for notice in notices:
+        run.new_notices.add(notice)
     began = time.perf_counter()
     (_, tokens), _, _ = fitting_evaluation(run, size, batches=1)
     seconds = time.perf_counter() - began

@@ -22,6 +22,7 @@ from flatout.observe.terminal import Terminal, say
 from flatout.records import EndRecord, Record, RunInfo, StepRecord, record_to_json
 
 LONG = 300.0  # seconds a run takes before a sentence says so
+FIRST_EPOCHS, SHORT_EPOCH = 10, 10  # later epochs of fewer steps get a line no more often than steps do
 
 
 class JsonReader:
@@ -50,7 +51,8 @@ class TerminalReader:
         self.val_loss: float | None = None
         self.speed: float | None = None
         self.first_step: int | None = None  # of this process
-        self.epoch_step = -math.inf  # of the last epoch told: those of a small file are as short as a step
+        self.epoch_step = -math.inf  # at which the last epoch ended
+        self.epoch_line_step = -math.inf  # of the last line about an epoch
         self.memory = ""  # of eigenstates, in a sentence
         self.step_seconds: list[float] | None = []  # until the sentence about the whole run is told
         self.alerts = Alerts()
@@ -141,8 +143,12 @@ class TerminalReader:
                 best = "  best so far" if record.best else ""
                 where = f"{record.tokens:,} tokens in {record.seconds:.1f}s"
                 return [f"eval at step {record.step}: val loss {record.loss:.4f}{bits}  ({where}){best}"]
-            case records.EpochRecord() if record.step - self.epoch_step >= self.log_every:
-                self.epoch_step = record.step
+            case records.EpochRecord():
+                length, self.epoch_step = record.step - self.epoch_step, record.step
+                recent = record.step - self.epoch_line_step < self.log_every
+                if recent and length < SHORT_EPOCH and record.epoch > FIRST_EPOCHS:
+                    return []
+                self.epoch_line_step = record.step
                 samples = self.info is not None and self.info.batch_samples is not None
                 rate = f"{human_count(record.windows_per_second)} {'samples' if samples else 'windows'}/s"
                 return [

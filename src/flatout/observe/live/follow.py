@@ -19,8 +19,6 @@ import functools
 import json
 import math
 import os
-import re
-import socket
 import time
 import types
 import typing
@@ -32,11 +30,12 @@ from typing import Any, Literal, final
 from flatout import records
 from flatout.config.suggest import run_hint
 from flatout.errors import DataError, UsageError
+from flatout.lock import LOCK, owner_of
 from flatout.observe.history import NUMBERS
 from flatout.records import EndRecord, Record, RunInfo, StepRecord
 
 RUNS = Path("runs")
-METRICS, LOCK = "metrics.jsonl", "run.lock"
+METRICS = "metrics.jsonl"
 POLL_SECONDS = 0.2
 LOCK_SECONDS = 1.0  # between two questions for the lock
 _CHUNK = 1 << 20
@@ -145,15 +144,15 @@ def run_state(folder: Path) -> State:
     """Whether a process holds the run's lock; `elsewhere` if another machine wrote it: locks may not reach there."""
     path = folder / LOCK
     try:
-        words = path.read_text(encoding="utf-8", errors="replace")
+        path.open("rb").close()
     except PermissionError:
         return "running" if os.name == "nt" else "elsewhere"  # Windows keeps even readers out of a locked part
     except OSError:
         return "ended"
     if _is_held(path):
         return "running"
-    match = re.search(r" on (\S+)", words)
-    return "elsewhere" if match and match[1] != socket.gethostname() else "ended"
+    owner = owner_of(path)
+    return "ended" if owner is None or owner.is_here else "elsewhere"
 
 
 def _is_held(path: Path) -> bool:

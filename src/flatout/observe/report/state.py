@@ -6,12 +6,11 @@ the process at work; it is only read, never locked, since a look at a run must n
 
 import dataclasses
 import os
-import re
-import socket
 import time
 from pathlib import Path
 
 from flatout.folders import process_lives
+from flatout.lock import LOCK, owner_of
 from flatout.observe.history import RunHistory, early_stop_reason, minutes_of, rows_with_step
 from flatout.observe.human import human_seconds
 from flatout.observe.report.series import amount
@@ -63,13 +62,9 @@ def state_of(history: RunHistory) -> RunState:
 
 def at_work(folder: Path) -> bool:
     """Whether a process works in the folder, as far as can be told from here."""
-    try:
-        owner = (folder / "run.lock").read_text(encoding="utf-8", errors="replace")[:200]
-    except OSError:
-        owner = ""
-    match = re.match(r"pid (\d{1,9}) on (\S+)", owner)
-    if match and match[2] == socket.gethostname() and os.name == "posix":
-        return process_lives(int(match[1]))
+    owner = owner_of(folder / LOCK)
+    if owner is not None and owner.is_here and os.name == "posix":
+        return process_lives(owner.pid)
     try:
         return time.time() - (folder / "metrics.jsonl").stat().st_mtime < _QUIET_SECONDS
     except OSError:

@@ -1,0 +1,165 @@
+"""A disk that is full at any of the writes of a run: the run pauses, goes on when there is room, and ends the same."""
+
+import json
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import flatout
+from flatout.config.load import load_config
+from flatout.engine import boundary, full_disk, writer
+from flatout.errors import FullDiskError
+from flatout.records import NoticeRecord, Record
+from tests.conftest import TINY
+from tests.disk import snapshot
+from tests.end_to_end.test_finetune_folders import PRETRAIN, QUIET
+from tests.full_disk import Disk
+
+pytestmark = pytest.mark.usefixtures("children_stay")
+
+ROOT = Path(__file__).parents[2]
+RUN = "disk/run"
+SAVES = ["eval.every=2", "checkpoint.every=2", "checkpoint.keep=1", "eval.sample_tokens=0", f"output.folder={RUN}"]
+# Of records, what does not depend on the clock and the memory of this machine.
+FIELDS = ("type", "step", "start_step", "loss", "grad_norm", "learning_rate", "applied", "tokens", "best", "reason",
+          "text", "path", "message", "checkpoint", "best_step", "best_loss")  # fmt: skip
+ABOUT_THE_DISK = re.compile("training pauses|disk has room again|process that writes checkpoints")
+TIMES = {"seconds", "epoch_seconds", "bytes", "sha256", "manifest"}  # and hashes and sizes of files with times in them
+
+
+def untimed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: untimed(one) for key, one in value.items() if key not in TIMES}
+    return value
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All files, byte for byte where there are no times in them."""
+    found: dict[str, Any] = {}
+    for path in folder.rglob("*"):
+        content: Any = None if path.is_dir() else path.read_bytes()
+        if path.name == "metrics.jsonl":
+            rows = [{field: row.get(field) for field in FIELDS} for row in map(json.loads, content.splitlines())]
+            rows = [row for row in rows if not ABOUT_THE_DISK.search(row["message"] or "")]
+            content = sorted(json.dumps(row) for row in rows)  # a save beside training is told of when it is done
+        elif path.suffix == ".json":
+            content = untimed(json.loads(content))
+        found[path.relative_to(folder).as_posix()] = content
+    return found
+
+
+class Trials:
+    """One run, repeated on the same disk with a failure at each of its operations."""
+
+    def __init__(self, train: Callable[[], list[Record]], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.train, self.state, self.patch = train, Path("state"), monkeypatch
+        Path("disk").mkdir(exist_ok=True)
+        shutil.copytree("disk", "start")
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: self.disk.make_room())
+        monkeypatch.setattr(full_disk, "time", clock)
+        monkeypatch.setattr(boundary, "_LOOK", 0.01)
+        places = ", ".join(f"Path({str(Path(name).absolute())!r})" for name in ("disk", "state"))
+        install = f"sys.path.insert(0, {str(ROOT)!r}); from pathlib import Path; from tests.full_disk import Disk"
+        begin, path, serve = writer._START.split("; ", 2)
+        start = "; ".join([begin, path, install, f"Disk({places}, 'writer').install()", serve])
+        monkeypatch.setattr(writer, "_START", start)
+        self.run(None)
+        self.disk.check_all_seen()
+        self.operations, self.expected = self.disk.operations(), outcome(Path("disk"))
+
+    def run(self, at: str | None) -> list[Record]:
+        for folder in ("disk", "state"):
+            shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree("start", "disk")
+        self.state.mkdir()
+        self.disk = Disk(Path("disk"), self.state)
+        if at is not None:
+            self.disk.at.write_text(at)
+        with self.disk.installed():
+            return self.train()
+
+    def fail_at(self, operation: str) -> str:
+        """Runs with a disk that is full from this operation on; says how the run took it."""
+        try:
+            records = self.run(operation)
+        except FullDiskError:
+            assert snapshot(Path("disk")) == snapshot(Path("start")), f"{operation}: a refused start changes nothing"
+            self.disk.make_room()
+            self.train()
+            how = "refused"
+        else:
+            told = [record.message for record in records if isinstance(record, NoticeRecord)]
+            assert any("training pauses" in one for one in told), f"{operation}: no pause"
+            assert any("the disk has room again" in one for one in told), f"{operation}: no end of it"
+            how = "paused"
+        assert self.disk.met.exists(), f"{operation} did not come again"
+        found = outcome(Path("disk"))
+        assert found.keys() == self.expected.keys(), operation
+        for name, content in self.expected.items():
+            assert found[name] == content, f"{operation}: {name}"
+        return how
+
+
+def trainer(preset: str | None, words: list[str], **how: Any) -> Callable[[], list[Record]]:
+    return lambda: list(flatout.train(load_config(preset, words), **how))
+
+
+@pytest.fixture
+def kinds(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Trials]:
+    """The runs whose writes fail, by name."""
+    monkeypatch.chdir(tmp_path)
+    plain = [*TINY, "model.layers=1", f"data.source={corpus}", "train.steps=4", *SAVES]
+
+    def make(kind: str) -> Trials:
+        train = trainer("shakespeare-char", [*plain, f"checkpoint.asynchronous={'on' if kind == 'beside' else 'off'}"])
+        if kind == "back":  # to an older checkpoint: later ones step aside, best.json and the records go back
+            list(flatout.train(load_config("shakespeare-char", [*plain, "checkpoint.keep=9"])))
+            train = trainer("shakespeare-char", plain, resume=f"{RUN}/checkpoints/step-00000002")
+        if kind.startswith("adapter"):
+            rows = [{"instruction": f"What is {n} and one?", "output": f"It is {n + 1}."} for n in range(20)]
+            Path("rows.json").write_text(json.dumps(rows), encoding="utf-8")
+            base = [*PRETRAIN, f"data.source={corpus}", "data.tokenizer=bytes", "output.folder=disk/base"]
+            list(flatout.train(load_config(None, base)))
+            beside = f"checkpoint.asynchronous={'on' if kind == 'adapter beside' else 'off'}"
+            words = ["model.init_from=disk/base", "chat.source=rows.json", "optim.learning_rate=1e-2", "train.steps=4"]
+            words += ["train.epochs=null", *QUIET, "model.context=96", *SAVES, beside]
+            list(flatout.train(load_config("lora", [*words, "output.folder=before"])))  # which makes the samples
+            Path("disk/base/checkpoints/step-00000002/base-of.txt").unlink()
+            train = trainer("lora", words)
+        return Trials(train, monkeypatch)
+
+    return make
+
+
+def file_of(operation: str) -> str:
+    """What an operation is about: its file, whichever step and process it is of."""
+    return re.sub(r"step-\d+(\.\w+-\*)?", r"step-N\1", operation.split(" ")[2])
+
+
+def test_a_full_disk_at_some_of_the_files_of_a_run(kinds: Callable[[str], Trials]):
+    trials = kinds("at once")
+    chosen: dict[str, str] = {}
+    for operation in trials.operations:
+        name = file_of(operation)
+        chosen["checkpoint" if ".tmp-" in name and "step-N" in name else name] = operation
+    took = {name: trials.fail_at(operation) for name, operation in chosen.items()}
+    assert Counter(took.values())["paused"] >= 8, took
+    assert {name for name, how in took.items() if how == "refused"} <= {"run", "run/run.lock"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["at once", "beside", "back", "adapter", "adapter beside"])
+def test_a_full_disk_at_every_write_of_a_run(kinds: Callable[[str], Trials], kind: str):
+    trials = kinds(kind)
+    took = {operation: trials.fail_at(operation) for operation in trials.operations}
+    files = {file_of(operation) for operation in trials.operations}
+    refused = [operation for operation, how in took.items() if how == "refused"]
+    print(f"\n{kind}: {len(took)} writes of {len(files)} files, {len(refused)} refused before the start: {refused}")
+    assert len(refused) <= 3

@@ -92,10 +92,10 @@ def learn(
     )
 
 
-def attempt(folder: Path, preset: str, words: Sequence[str]) -> str:
+def attempt(folder: Path, preset: str, words: Sequence[str], hosts: int = 1) -> str:
     """The error of a run that is refused."""
     try:
-        learn(folder, preset, words)
+        learn(folder, preset, words, hosts=hosts)
     except UserError as error:
         return f"{type(error).__name__}: {error.message}; {error.hint}"
     return ""

@@ -4,11 +4,15 @@ import dataclasses
 import json
 import os
 import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flatout.errors import UsageError, UserError
 
+Value = TypeVar("Value")
 ATTEMPT = "FLATOUT_ATTEMPT"  # what our agent tells its workers, as JSON
 
 
@@ -124,6 +128,23 @@ def place_of_slurm() -> None:
     if found is not None:
         os.environ.setdefault("MASTER_ADDR", found[1] + (found[2] or ""))
     os.environ.setdefault("MASTER_PORT", str(20000 + int(re.sub(r"\D", "", job) or 0) % 10000))
+
+
+def in_thread(ask: Callable[[], Value]) -> "Future[Value]":
+    """What `ask` will return, asked in a thread that may be given up.
+
+    For torch's store, all of whose operations wait for ever where the other side is connected and does not answer.
+    """
+    answer: Future[Value] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:  # noqa: BLE001 (raised where the answer is read)
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="flatout-meet", daemon=True).start()
+    return answer
 
 
 def check_one_process(verb: str) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 
 from flatout import api
+from flatout.config.catalogue import shipped_names
 from flatout.device import Device
 from flatout.engine import boundary, full_disk, sharded_saving
 from flatout.engine import form as form_module
@@ -235,6 +236,54 @@ def test_what_has_no_slices_is_refused_by_name(tmp_path: Path, words: Make, word
     said = WORKERS.run(2, attempt, tmp_path, preset, [*run, "parallel.form=fsdp", "output.folder=run"])
     assert REFUSED[words_] in said[0]
     assert not (tmp_path / "run").exists()
+
+
+SHRUNK = ["model.layers=4", "model.width=16", "model.heads=2", "model.context=8", "train.steps=2", "speed.device=cpu"]
+SHRUNK += ["train.batch_tokens=64", "train.tokens=null", "train.epochs=null", "eval.sample_tokens=0", "eval.tokens=64"]
+TEXT = ["data.folder=data", "data.tokenizer=char", "data.val_fraction=0.1", "data.split=contiguous"]
+TEXT += ["clean.languages=null", "clean.near_duplicates=null", "clean.min_characters=0", "clean.exact_duplicates=false"]
+TEXT += ["clean.repetition=false", "clean.quality=false", "data.invalid_utf8=strict", "data.unknown_characters=error"]
+
+
+def shrunk(preset: str, words: Make, corpus: Path) -> list[str]:
+    """A preset's words, with nothing of its network and its optimizer changed but sizes and lengths."""
+    if not preset.endswith("lora"):
+        return [*SHRUNK, *TEXT, f"data.source={corpus}"]
+    _, run = words("samples", "train.steps=2", "chat.batch_samples=8", "speed.accumulation=null")
+    return [word for word in run if not word.startswith(("lora.rank", "optim."))]
+
+
+def refusal_of(preset: str, form: str) -> str:
+    """What of a preset has no slices."""
+    if form == "data":
+        return ""
+    if preset.endswith("lora"):
+        return "adapters (lora.rank) are not sharded"
+    return "blocks of kind E (model.pattern) are not sharded" if preset.endswith(("eigenstate", "hybrid")) else ""
+
+
+def check_presets(words_of: dict[str, list[str]], forms: Sequence[str], sizes: Sequence[str], folder: Path) -> None:
+    """Two steps of each preset in each form; `hybrid` on two hosts. What cannot be sharded is refused by name."""
+    for preset, form, size in itertools.product(words_of, forms, sizes):
+        name, hosts = f"{preset}-{form}-{size}", 2 if form == "hybrid" else 1
+        run = [*words_of[preset], f"parallel.form={form}", f"speed.micro_batch={size}", f"output.folder={name}"]
+        said, *_ = WORKERS.run(2 * hosts, attempt, folder, preset, run, hosts)
+        refusal = refusal_of(preset, form)
+        assert refusal in said if refusal else said == "", (name, said)
+        assert (folder / name / "checkpoints" / "step-00000002").exists() == (not refusal), name
+
+
+def test_presets_train_in_slices(tmp_path: Path, words: Make, corpus: Path):
+    different = ["record", "modern", "shakespeare-char", "gpt2-124m", "small-32k-hybrid"]
+    few = {preset: [*shrunk(preset, words, corpus), "model.layers=2"] for preset in different}
+    check_presets(few, ["fsdp"], ["2"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forms", [("data", "fsdp"), ("hybrid",)], ids=["one host", "two hosts"])
+def test_every_preset_trains_in_every_form(tmp_path: Path, words: Make, corpus: Path, forms: Sequence[str]):
+    every = {preset: shrunk(preset, words, corpus) for preset in shipped_names("preset")}
+    check_presets(every, forms, ["null", "1"], tmp_path)
 
 
 # --- all of it: `make test-slow` --------------------------------------------------------------------------------------

@@ -150,6 +150,18 @@ def test_a_pulse_is_felt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert alone.state is State.WAITING, "whoever gets no answer was waiting"
 
 
+@pytest.mark.parametrize("stopping", [False, True], ids=["to the end", "stopped"])
+def test_a_host_does_not_wait_for_ever_where_something_silent_listens(stopping: bool, monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        monkeypatch.setattr(many_hosts, "_CONNECT", 0.2)
+        hosts = ManyHosts(1, 2, 1, listening.getsockname(), join=600 if stopping else 0.3, patience=0.3)
+        with pytest.raises(UsageError, match=r"cannot reach host 0 at .* does not answer") as raised:
+            hosts.meet(Left(), lambda: stopping).__enter__()
+        assert "--node-rank 0" in raised.value.hint
+
+
 def test_workers_learn_what_earlier_attempts_left(monkeypatch: pytest.MonkeyPatch):
     with OneHost(2).meet(Left("runs/x", True, 4, 1), lambda: False) as (place, _, attempt, _listen):
         assert (place.first, place.count, place.size) == (0, 2, 2)

@@ -13,7 +13,7 @@ from flatout.config.source import DEFAULT
 from flatout.engine.case import Dealing
 from flatout.engine.features import resolve_speed
 from flatout.engine.fit_check import fits_well
-from flatout.engine.form import check_switches, dealings
+from flatout.engine.form import dealings
 from flatout.engine.memory import memory_of
 from flatout.engine.slices import entry_of, joined_entries, slice_file, well_formed
 from flatout.errors import ConfigError
@@ -48,24 +48,6 @@ def test_data_parallel_comes_first_and_slices_where_it_does_not_fit():
     assert forms(ranks("a", "b")) == [("data", 1), ("fsdp", 2)], "one process a host has nothing to slice between"
     assert forms(ranks("a", "b", "a", "b")) == [("data", 1), ("fsdp", 4)]
     assert forms(ranks("a", "a"), "parallel.form=fsdp") == [("fsdp", 2)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Others(World):
-    """A world in which the other rank has other switches."""
-
-    theirs: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, {**value, **self.theirs}]
-
-
-def test_ranks_whose_switches_differ_are_refused():
-    speed = resolve_speed(config(), HOPPER, 10**6, lambda _: DEFAULT, vocab=50257, ranks=2, probes=probes())
-    check_switches(speed, World())
-    check_switches(speed, Others(0, 2))
-    with pytest.raises(ConfigError, match=r"speed\.precision came out as bf16 on rank 0 and as fp16 on rank 1"):
-        check_switches(speed, Others(0, 2, theirs={"precision": "fp16"}))
 
 
 def test_what_cannot_be_sliced_stays_whole_or_is_refused():

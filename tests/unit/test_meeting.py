@@ -1,6 +1,7 @@
 """Ranks that meet: what is told, and to whom, where one of them does not come."""
 
 import socket
+import threading
 
 import pytest
 
@@ -18,7 +19,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     listening.listen()
     for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), listening.getsockname(), strict=True):
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(ranks, "_LEAVE", ranks._LEAVE / 5)
+    monkeypatch.setattr(ranks, "_LEAVE", ranks._LEAVE / 50)
     listening.detach()  # open to the end of the process: a thread of torch's waits for it
 
 
@@ -35,3 +36,24 @@ def test_a_rank_0_that_does_not_answer_is_not_waited_for_forever(accepted: bool,
     else:
         assert "rank 1 cannot reach rank 0" in raised.value.message
         assert (raised.value.exit_code, told.state) == (2, State.STARTING)
+
+
+class FallsSilent:
+    """A store whose host is lost after this rank has connected."""
+
+    def __init__(self) -> None:
+        self.back = threading.Event()
+
+    def set(self, *_: object) -> None:
+        """torch sends, and waits for no answer."""
+
+    def compare_set(self, *_: object) -> None:
+        self.back.wait()
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_store_that_falls_silent_is_not_waited_for_forever():
+    store = FallsSilent()
+    with pytest.raises(UserError, match=r"rank 1 cannot reach rank 0 at .*: it has stopped answering"):
+        ranks._check_alike(Launch(1, 2, 1, 2), store, 0.2)  # pyright: ignore[reportArgumentType]
+    store.back.set()

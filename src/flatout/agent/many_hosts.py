@@ -27,7 +27,7 @@ from flatout.agent.cause import Cause
 from flatout.agent.hosts import Hosts, Left, Met
 from flatout.agent.workers import Place
 from flatout.errors import UsageError, UserError
-from flatout.launch import Attempt, OtherProcessError
+from flatout.launch import Attempt, OtherProcessError, in_thread
 
 _POLL = 0.2  # seconds
 _ANSWER = 5.0  # seconds that the other agents have to say why they ended
@@ -146,23 +146,25 @@ class ManyHosts(Hosts):
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         host, port = self._meet
+        how = {"is_master": self._rank == 0, "timeout": datetime.timedelta(seconds=_CONNECT)}
         while True:
+            opening = in_thread(lambda: TCPStore(host, port, wait_for_workers=False, **how))
+            # torch gives up by itself where nothing listens. Leaving before that, the process would abort.
+            least = time.monotonic() + 1.5 * _CONNECT
+            while not opening.done() and (time.monotonic() < least or (time.monotonic() <= until and not stopping())):
+                time.sleep(_POLL / 4)
             try:
-                return TCPStore(
-                    host,
-                    port,
-                    is_master=self._rank == 0,
-                    wait_for_workers=False,
-                    timeout=datetime.timedelta(seconds=_CONNECT),
-                )
+                return opening.result(timeout=0)
             except (dist.DistError, OSError, ValueError) as error:
-                reason = str(error).partition("\n")[0]
+                silent = isinstance(error, TimeoutError)
+                reason = "what listens there does not answer" if silent else str(error).partition("\n")[0]
                 if self._rank == 0:
                     busy = "EADDRINUSE" in reason or "in use" in reason
                     hint = "give another port in --meet, the same on all hosts" if busy else "check --meet"
                     raise UsageError(f"host 0 cannot open {host}:{port}: {reason}", hint) from error
                 if time.monotonic() > until or stopping():
-                    raise self._missing(f"cannot reach host 0 at {host}:{port}") from error
+                    why = f": {reason}" if silent else ""
+                    raise self._missing(f"cannot reach host 0 at {host}:{port}{why}") from error
                 time.sleep(_POLL)
 
     def _next_attempt(self, before: str, until: float, stopping: Callable[[], bool]) -> str:
@@ -266,16 +268,9 @@ class ManyHosts(Hosts):
 
 def _answer(ask: Callable[[], Value], seconds: float) -> Value | None:
     """What `ask` returns, or None where it fails or takes too long."""
-    found: list[Value] = []
-
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):
-            found.append(ask())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else None
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        return in_thread(ask).result(seconds)
+    return None
 
 
 def _interface_to(host: str, port: int) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.api.configs import Config, with_sources
+from flatout.config.alike import shared_settings
 from flatout.config.load import LoadedConfig, load_config
 from flatout.diagnose.profile import attend, fitted, profile_run
 from flatout.engine.run import Run
@@ -76,7 +77,8 @@ def _free(out: str | Path | None, loaded: LoadedConfig) -> Path:
 
 def _met(found: Launch, loaded: LoadedConfig) -> contextlib.AbstractContextManager[World]:
     waits = loaded.config.parallel
-    return joined(found, loaded.config.speed.device, join=waits.join, timeout=waits.timeout)
+    how = {"join": waits.join, "timeout": waits.timeout, "settings": shared_settings(loaded)}
+    return joined(found, loaded.config.speed.device, **how)
 
 
 def take_part(loaded: LoadedConfig, world: World | None, *, steps: int | None) -> None:

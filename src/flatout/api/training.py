@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 
 from flatout.api.configs import Config, plain, stored_config
 from flatout.api.resuming import Origin, check_resumed, check_shape, find_origin, own_settings
+from flatout.config.alike import shared_settings
 from flatout.config.load import LoadedConfig, load_config, show
 from flatout.config.schema import RunConfig
 from flatout.data.array_data import Arrays
@@ -185,7 +186,8 @@ def _train(
     settings = plain(config)
     try_threads.cache_clear()  # who uses the cores may have changed since the last run of this process
     waits = {"join": settings.parallel.join, "timeout": settings.parallel.timeout}
-    with joined(found, settings.speed.device, **waits) as world, contextlib.ExitStack() as held:
+    meeting = joined(found, settings.speed.device, **waits, settings=shared_settings(config))
+    with meeting as world, contextlib.ExitStack() as held:
         origin, lock = _found(settings, resume, world, held, None if found is None else found.folder)
         config = settled(config, origin.checkpoint, progress, arrays, world)
         run = _set_up(config, origin, progress, arrays, given, world)

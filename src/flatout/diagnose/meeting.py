@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flatout.config.alike import shared_settings
 from flatout.config.schema import ParallelConfig, RunConfig
 from flatout.data.manifest import read_manifest
 from flatout.data.prepare import data_folder, has_dataset
@@ -44,8 +45,10 @@ def meet(found: Launch, config: RunConfig | None) -> Meeting:
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     waits = ParallelConfig() if config is None else config.parallel
     device = "auto" if config is None else config.speed.device
+    settings = None if config is None else shared_settings(config)
+    timeout = min(waits.timeout, 2 * _PATIENCE)
     try:
-        with joined(found, device, join=waits.join, timeout=min(waits.timeout, 2 * _PATIENCE)) as world:
+        with joined(found, device, join=waits.join, timeout=timeout, settings=settings) as world:
             return dataclasses.replace(_asked(world, device, config), place=place)
     except UserError as error:
         if found.rank:

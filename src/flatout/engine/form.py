@@ -6,17 +6,20 @@ hosts, whose links are slow, only gradients go if a host can hold the model in s
 
 import collections
 import dataclasses
-import itertools
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from flatout.config.alike import different_decisions, digest, odd_rank, shared_settings
 from flatout.config.schema import RunConfig
 from flatout.config.source import Source
 from flatout.device import Device
 from flatout.engine.case import Dealing, Speed, product_type
+from flatout.engine.checkpoint import Checkpoint
 from flatout.engine.features import resolve_speed
 from flatout.engine.fit_check import fits_well, memory_on, out_of_memory, why_not
 from flatout.engine.given import Given
+from flatout.engine.length import schedule_of, steps_of
 from flatout.engine.opening import Opened, vocabulary_of
 from flatout.errors import ConfigError
 from flatout.model.count import MemoryEstimate, blocks_gathered
@@ -27,7 +30,9 @@ from flatout.world import World
 if TYPE_CHECKING:
     from flatout.parallel.sharding import Sharding
 
+# Switches that change results. Micro-batches do: each rank takes its share of an evaluation in batches of that size.
 _ALIKE = ("precision", "kernels", "compile", "fp8", "optimizer_state", "optimizer_offload", "fused_optimizer")
+_ALIKE += ("micro_batch", "accumulation")
 
 
 def resolve_form(
@@ -60,7 +65,6 @@ def resolve_form(
             break
         why = f"with {dealing.form} {next(filter(None, short))}"
         waiting = [dataclasses.replace(one, why=why) for one in waiting]
-    check_switches(speed, world)
     return speed, memory
 
 
@@ -105,20 +109,34 @@ def by_preference(size: int, each: int | None) -> list[Dealing]:
     return [Dealing("data"), *([] if size == 1 else [*inside, Dealing("fsdp", size)])]
 
 
-def check_switches(speed: Speed, world: World) -> None:
-    """Refuses processes whose switches have come out differently in a way that would change what they learn."""
+def check_decided(opened: Opened, speed: Speed, world: World, given: Given, resumed: Checkpoint | None) -> None:
+    """Refuses processes for which something came out differently that would change what they learn.
+
+    Their settings were equal when they met. Hardware, data and files of a host decide the rest.
+    """
+    if world.size == 1:
+        return
     # On a CPU the norm of gradients is summed in another order by another number of threads.
     names = (*_ALIKE, "threads") if speed.device.kind == "cpu" else _ALIKE
-    everywhere = world.gather({name: getattr(speed, name) for name in names})
     with world.together():
-        for rank, name in itertools.product(range(world.size), names):
-            here, there = everywhere[0][name], everywhere[rank][name]
-            if here != there:
-                raise ConfigError(
-                    f"speed.{name} came out as {here} on rank 0 and as {there} on rank {rank}, which cannot train "
-                    "together",
-                    f"set speed.{name} to what all hosts have; `flatout doctor` says what a host lacks",
-                )
+        schedule = schedule_of(opened.data, resumed)
+        decided = shared_settings(opened.config) | {f"speed.{name}": getattr(speed, name) for name in names}
+        decided |= {
+            "parallel.form": speed.parallel,
+            "the vocabulary": vocabulary_of(opened),
+            "the number of steps": steps_of(opened.config, opened.data.facts, schedule),
+            "the step to resume from": 0 if resumed is None else resumed.step,
+            "the state of the checkpoint": "" if resumed is None else digest(resumed.state)[:12],
+            "what was given in Python": given.names,
+        }
+    odd = odd_rank(world.gather(digest(decided)))
+    if odd is None:
+        return
+    everywhere = world.gather(decided)
+    hosts = world.gather(socket.gethostname())
+    with world.together():
+        ranks = f"rank 0 on {hosts[0]}", f"rank {odd} on {hosts[odd]}"
+        raise different_decisions(everywhere[0], everywhere[odd], ranks)
 
 
 def not_in_slices(config: RunConfig) -> str | None:

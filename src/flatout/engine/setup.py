@@ -27,7 +27,7 @@ from flatout.engine.checkpoint import Checkpoint
 from flatout.engine.compiling import CompileWatch, compile_model, graphs_of_its_own
 from flatout.engine.features import Speed
 from flatout.engine.fit_check import check_fits, check_samples_fit, memory_on, out_of_memory, ways
-from flatout.engine.form import in_slices, resolve_form
+from flatout.engine.form import check_decided, in_slices, resolve_form
 from flatout.engine.given import Given
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.length import deadline_of, optim_of, pace_of, schedule_of, steps_of
@@ -91,6 +91,7 @@ def setup_run(
     check_shares(opened.data, world)
     before = None if resumed is None else resumed.state.get("threads")
     speed, memory = resolve_form(opened, sources_of(sources), device, world, given, before)
+    check_decided(opened, speed, world, given, resumed)
     with world.together():
         prepared = _prepared(loaded, opened, speed, memory, given, fresh=resumed is None)
     sharding = None if not speed.sharded else in_slices(prepared.model, speed, world)

@@ -16,10 +16,8 @@ import json
 import os
 import re
 import socket
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +26,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
 import flatout
+from flatout.config.alike import different_settings, digest, odd_rank
 from flatout.errors import UsageError, UserError
-from flatout.launch import Launch, LostRankError, OtherProcessError
+from flatout.launch import Launch, LostRankError, OtherProcessError, in_thread
 from flatout.pulse import Pulse, State, pulse
 from flatout.world import World
 
@@ -43,6 +42,7 @@ class Ranks(World):
     _: dataclasses.KW_ONLY
     store: Store
     hosts: tuple[str, ...]
+    timeout: float = 600.0  # seconds that another process is waited for
     _turns: Iterator[int] = dataclasses.field(default_factory=itertools.count, repr=False, compare=False)
 
     def sum(self, value: Tensor) -> Tensor:
@@ -119,15 +119,23 @@ class Ranks(World):
     def _wait_for(self, key: str) -> None:
         """Waits as long as it takes: the first process may have data to prepare for hours.
 
-        By asking, because torch prints a warning whenever a wait of its own runs out.
+        By asking, because torch prints a warning whenever a wait of its own runs out. A store that does not answer is
+        waited for as long as other ranks are.
         """
         pause = 0.01
         with self.pulse.waiting():
-            while not self.store.check([key]):
+            while not (word := self._asked(key)):
                 time.sleep(pause)
                 pause = min(1.0, 1.2 * pause)
-        if self.store.get(key) != b"passed":
+        if word != b"passed":
             raise OtherProcessError
+
+    def _asked(self, key: str) -> bytes:
+        """What the store has now; empty where there is nothing."""
+        try:
+            return in_thread(lambda: self.store.get(key) if self.store.check([key]) else b"").result(self.timeout)
+        except TimeoutError as error:
+            raise dist.DistNetworkError(f"the store timed out after {self.timeout:g} s") from error
 
 
 def exit_code_of(error: Exception) -> int:
@@ -135,17 +143,19 @@ def exit_code_of(error: Exception) -> int:
 
 
 @contextlib.contextmanager
-def joined(found: Launch | None, asked_device: str, *, join: float, timeout: float) -> Iterator[World]:
+def joined(
+    found: Launch | None, asked_device: str, *, join: float, timeout: float, settings: Mapping[str, Any] | None = None
+) -> Iterator[World]:
     """The world of this process: itself alone, or all that a launcher started, which meet within `join` seconds.
 
-    A collective that waits longer than `timeout` seconds is an error.
+    Processes with different `settings` are refused. A collective that waits longer than `timeout` seconds is an error.
     """
     if found is None:
         yield World()
         return
     store = _meet(found, join)
     backend = _backend(found, asked_device)
-    hosts = _check_alike(found, store, join, backend=backend)
+    hosts = _check_alike(found, store, join, backend=backend, settings=settings or {})
     told = pulse()
     try:
         dist.init_process_group(
@@ -156,7 +166,7 @@ def joined(found: Launch | None, asked_device: str, *, join: float, timeout: flo
             timeout=datetime.timedelta(seconds=timeout),
         )
         told.tell(State.WORKING)
-        yield Ranks(found.rank, found.size, found.local, told, store=store, hosts=hosts)
+        yield Ranks(found.rank, found.size, found.local, told, store=store, hosts=hosts, timeout=timeout)
         told.tell(State.ENDED)
     except RuntimeError as error:
         if not _is_about_others(error, told):
@@ -192,37 +202,30 @@ def _meet(found: Launch, join: float) -> Store:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     wait, attempt = datetime.timedelta(seconds=join), found.attempt
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by whoever started the processes
+
+    def opened() -> Store:
+        if found.rank or served:
+            return next(rendezvous("env://", found.rank, found.size, timeout=wait))[0]
+        # Who is missing is told later, and by name: torch's own wait for all clients only counts them.
+        listen = None if attempt is None else attempt.listen
+        more = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listen}
+        return TCPStore(host, int(port), found.size, timeout=wait, **more)
+
     try:
-        if found.rank == 0 and not served:
-            listen = None if attempt is None else attempt.listen
-            # Who is missing is told later, and by name: torch's own wait for all clients only counts them.
-            more = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listen}
-            store = TCPStore(host, int(port), found.size, timeout=wait, **more)
-        else:
-            store = _connected(found, wait)
+        store = in_thread(opened).result(join + _LEAVE.total_seconds())
     except (dist.DistError, OSError, ValueError) as error:
-        reason, where = str(error).partition("\n")[0] or "no answer", f"{host}:{port}"
+        reason = str(error).partition("\n")[0] or "no answer"
         if found.rank and "EADDRINUSE" not in reason:
-            hint = f"check that rank 0 runs on {host} and that no firewall closes the port"
-            told = UsageError(f"rank {found.rank} cannot reach rank 0 at {where}: {reason}", hint)
-            raise _about_absent(found, told) from error
-        hint = "set MASTER_PORT (torchrun: --master-port) to a free one"
-        raise UsageError(f"rank 0 cannot open {where}: {reason}", hint) from error
+            raise _unreachable(found, reason) from error
+        hint = "set MASTER_ADDR to this host and MASTER_PORT (torchrun: --master-port) to a free port"
+        raise UsageError(f"rank 0 cannot open {host}:{port}: {reason}", hint) from error
     return PrefixStore("flatout" if attempt is None else f"flatout/{attempt.name}", store)
 
 
-def _connected(found: Launch, wait: datetime.timedelta) -> Store:
-    """In a thread that is given up: torch waits forever for a rank 0 whose port is open and that does not answer."""
-    meeting: Future[Store] = Future()
-
-    def meet() -> None:
-        try:
-            meeting.set_result(next(rendezvous("env://", found.rank, found.size, timeout=wait))[0])
-        except Exception as error:  # noqa: BLE001 (raised below)
-            meeting.set_exception(error)
-
-    threading.Thread(target=meet, name="flatout-meet", daemon=True).start()
-    return meeting.result((wait + _LEAVE).total_seconds())
+def _unreachable(found: Launch, reason: str) -> UserError:
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    hint = f"check that rank 0 runs on {host} and that no firewall closes the port"
+    return _about_absent(found, UsageError(f"rank {found.rank} cannot reach rank 0 at {host}:{port}: {reason}", hint))
 
 
 def refuse(found: Launch, error: UserError, join: float) -> UserError:
@@ -238,15 +241,29 @@ def refuse(found: Launch, error: UserError, join: float) -> UserError:
     return error
 
 
-def _check_alike(
-    found: Launch, store: Store, join: float, *, backend: str = "", error: UserError | None = None
+def _check_alike(found: Launch, store: Store, join: float, **own: Any) -> tuple[str, ...]:
+    """Waits for all processes and compares what they run and with which settings; returns their hosts."""
+    try:
+        return in_thread(lambda: _compared(found, store, join, **own)).result(join + 2 * _LEAVE.total_seconds())
+    except TimeoutError as error:
+        raise _unreachable(found, "it has stopped answering") from error
+
+
+def _compared(
+    found: Launch,
+    store: Store,
+    join: float,
+    *,
+    backend: str = "",
+    settings: Mapping[str, Any] | None = None,
+    error: UserError | None = None,
 ) -> tuple[str, ...]:
-    """Waits for all processes and compares what they run; returns their hosts."""
     own: dict[str, Any] = {"host": socket.gethostname(), "flatout": flatout.__version__, "torch": torch.__version__}
-    own["backend"] = backend
+    own |= {"backend": backend, "settings": digest(settings or {})}
     if error is not None:
         own["error"] = [error.message, error.hint, error.exit_code]
     keys = [f"here/{rank}" for rank in range(found.size)]
+    store.set(f"settings/{found.rank}", json.dumps(settings))  # read only where the hashes differ
     store.compare_set(keys[found.rank], "", json.dumps(own))
     try:
         store.wait(keys, datetime.timedelta(seconds=join))
@@ -262,7 +279,15 @@ def _check_alike(
         if len(came) < found.size and not any("error" in facts for facts in everybody):
             refused = _about_absent(found, refused)
         raise refused if found.rank == teller else OtherProcessError(refused.exit_code)
-    return tuple(facts["host"] for facts in everybody)
+    hosts = tuple(facts["host"] for facts in everybody)
+    odd = odd_rank([facts["settings"] for facts in everybody])
+    if odd is not None:
+        first, other = (json.loads(store.get(f"settings/{rank}")) for rank in (0, odd))
+        _leave_together(found, store, range(found.size))
+        refused = different_settings(first, other, (f"rank 0 on {hosts[0]}", f"rank {odd} on {hosts[odd]}"))
+        # Once on every host: which of two is the wrong one, nobody but the user knows.
+        raise refused if found.local == 0 else OtherProcessError(refused.exit_code)
+    return hosts
 
 
 def _about_absent(found: Launch, told: UserError) -> UserError:

@@ -131,7 +131,8 @@ class BucketReducer:
 
     def clear(self) -> None:
         self._sending = False  # a step that failed may have been
-        torch._foreach_zero_([bucket.values for bucket in self._buckets])  # pyright: ignore[reportPrivateImportUsage]
+        for bucket in self._buckets:  # none where weights of norms and biases are switched off
+            bucket.values.zero_()
 
 
 def reducer_of(

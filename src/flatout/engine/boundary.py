@@ -38,6 +38,7 @@ from flatout.engine.fit_check import out_of_memory
 from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.recovery import fitting_evaluation
 from flatout.engine.run import Run
+from flatout.engine.run_files import BEST
 from flatout.engine.run_folder import checkpoints_of
 from flatout.engine.saver import Saved, Saver
 from flatout.engine.saving import Due, capture, save_run_adapter
@@ -274,7 +275,7 @@ def _note_loss(progress: Progress, loss: float, min_delta: float) -> bool:
 
 
 def write_best(folder: Path, step: int | None, loss: float | None) -> None:
-    write_json_atomically(folder / "best.json", {"step": step, "loss": loss})
+    write_json_atomically(folder / BEST, {"step": step, "loss": loss})
 
 
 def quick_loss(run: Run, batch_size: int) -> tuple[float, int, list[str]]:

@@ -130,9 +130,10 @@ def mark_as_base(checkpoint: Path, run: Path) -> bool:
     return True
 
 
-def write_json_atomically(path: Path, value: Any) -> None:
+def write_json_atomically(path: Path, value: dict[str, Any]) -> None:
+    """Replaces a file whole; its content carries its own hash."""
     with disk_errors(str(path)):
-        write_whole(path, canonical_json(value), durable=True)
+        write_whole(path, sealed(value), durable=True)
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
@@ -172,8 +173,26 @@ def read_verdict(checkpoint: Path) -> Verdict | None:
         if content["manifest"] != hash_file(checkpoint / MANIFEST):
             return None
         return Verdict(loss=float(content["loss"]), progress=dict(content["progress"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
+
+
+def best_known(checkpoint: Path) -> tuple[float, int] | None:
+    """(loss, step) of the lowest validation loss until a checkpoint, by its verdict, or else by its state."""
+    verdict = read_verdict(checkpoint)
+    if verdict is not None:
+        return as_best(verdict.progress, "best_loss", "best_step")
+    try:
+        _verify_file(checkpoint / "state.json", _read_manifest(checkpoint)["files"]["state.json"])
+        return as_best(read_part(checkpoint, "state"), "best_loss", "best_step")
+    except CheckpointError:
+        return None
+
+
+def as_best(values: Mapping[str, Any], loss: str, step: str) -> tuple[float, int] | None:
+    """The two entries, where they are a finite loss and a step."""
+    found = values.get(loss), values.get(step)
+    return found if type(found[0]) is float and math.isfinite(found[0]) and type(found[1]) is int else None
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -204,19 +223,21 @@ def _newest_whole(damaged: Path) -> Path | None:
 
 
 def _verify(path: Path) -> None:
-    manifest = _read_manifest(path)
-    for name, entry in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise _damaged(file, "is missing")
-        if file.stat().st_size != entry["bytes"]:
-            raise _damaged(file, f"has {file.stat().st_size:,} bytes, not {entry['bytes']:,}")
-        try:
-            digest = hash_file(file)
-        except OSError as error:  # not damaged: who may read it can go on with it, so it is not set aside
-            raise CheckpointError(f"{file} cannot be read: {error.strerror}", CHECK_ACCESS) from error
-        if digest != entry["sha256"]:
-            raise _damaged(file, "does not match its SHA-256")
+    for name, entry in _read_manifest(path)["files"].items():
+        _verify_file(path / name, entry)
+
+
+def _verify_file(file: Path, entry: Mapping[str, Any]) -> None:
+    if not file.is_file():
+        raise _damaged(file, "is missing")
+    if file.stat().st_size != entry["bytes"]:
+        raise _damaged(file, f"has {file.stat().st_size:,} bytes, not {entry['bytes']:,}")
+    try:
+        digest = hash_file(file)
+    except OSError as error:  # not damaged: who may read it can go on with it, so it is not set aside
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", CHECK_ACCESS) from error
+    if digest != entry["sha256"]:
+        raise _damaged(file, "does not match its SHA-256")
 
 
 def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:

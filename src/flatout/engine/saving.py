@@ -71,7 +71,7 @@ def _model_and_optimizer(run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]
     return weights | average.values, state | {f"{name}.{TRAINED}": weights[name] for name in average.values}
 
 
-def _restore_weights(run: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def restore_weights(run: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Puts weights and their average back; returns what is the optimizers' alone. Without a saved average, one begins
     with the weights."""
     state = dict(checkpoint.optimizer)
@@ -108,7 +108,7 @@ def _random_of(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | N
 
 def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     """Puts a checkpoint's state into a freshly built run; the counterpart of `capture`."""
-    state = _restore_weights(run, checkpoint)
+    state = restore_weights(run, checkpoint)
     try:
         converted = run.step.optimizer.assign(run.trained.own(state), "the checkpoint")
     except CheckpointError as error:
@@ -132,17 +132,16 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
         run.step.loss_scale.scale.copy_(checkpoint.run["scale"])
         run.step.loss_scale.good_updates.copy_(checkpoint.run["good_updates"])
     numbers = {field.name: checkpoint.state.get(field.name, field.default) for field in dataclasses.fields(Progress)}
+    verdict = None if checkpoint.path is None else read_verdict(checkpoint.path)  # which was written after it
+    judged = {} if verdict is None else verdict.progress
+    numbers |= {name: judged[name] for name in JUDGED & judged.keys()}
     for name, value in numbers.items():
         if value is not None and not isinstance(value, int | float):
-            raise CheckpointError(f"the checkpoint's state.json has {name} {value!r}", "name another checkpoint")
+            raise CheckpointError(f"the checkpoint has {name} {value!r}, which is no number", "name another checkpoint")
     progress = Progress(**numbers)
     progress.bad_steps = 0  # nothing is saved while they are counted; older checkpoints may say otherwise
     if "tokens" not in checkpoint.state:  # saved before tokens were counted
         progress.tokens = progress.step * run.config.train.batch_tokens
-    verdict = None if checkpoint.path is None else read_verdict(checkpoint.path)  # which was written after it
-    judged = {} if verdict is None else verdict.progress
-    for name in JUDGED & judged.keys():
-        setattr(progress, name, judged[name])
     return progress
 
 

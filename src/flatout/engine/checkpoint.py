@@ -32,6 +32,7 @@ from flatout.folders import retire, sweep
 from flatout.model.tensor_file import pieces_of
 
 VERDICT, BASE_MARK = "verdict.json", "base-of.txt"
+MOST_IDS = 2**32  # of a vocabulary
 Fact = TypeVar("Fact", int, str)
 
 
@@ -71,6 +72,17 @@ class Checkpoint:
                 "it was not written by Flatout: name another checkpoint",
             )
         return value
+
+
+def vocab_in(state: Mapping[str, Any]) -> int:
+    """The number of ids that a checkpoint's model has."""
+    vocab: object = state.get("vocab")
+    if type(vocab) is not int or not 1 <= vocab <= MOST_IDS:
+        raise CheckpointError(
+            f"the checkpoint's state.json has vocab {vocab!r}, which is no number of ids",
+            "it was not written by Flatout: name another checkpoint",
+        )
+    return vocab
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -248,7 +260,8 @@ def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
     tensors = {name: read_tensors(path, manifest, name) for name in TENSOR_FILES}
     values = {name: read_part(path, name) for name in JSON_FILES}
     checkpoint = Checkpoint(**tensors, **values, path=path)
-    checkpoint.fact("step", int)
+    if not 0 <= checkpoint.step < 2**63:
+        raise CheckpointError(f"{path / 'state.json'} has step {checkpoint.step}", "name another checkpoint")
     return checkpoint
 
 

@@ -1,12 +1,13 @@
 """A user's own files survive us, and so does the last good checkpoint."""
 
+import dataclasses
 import errno
 import gc
 import itertools
 import math
 import os
-import random
 import shlex
+import shutil
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,14 @@ from flatout import cli
 from flatout.api import training
 from flatout.cores import THREAD_VARIABLES
 from flatout.engine import boundary, diverged, full_disk, recovery, run_folder, switches
-from flatout.engine.checkpoint import list_checkpoints, read_checkpoint, read_verdict, verify_checkpoint
-from flatout.errors import CheckpointError, DivergedError, ResourceError, UsageError
+from flatout.engine.checkpoint import (
+    list_checkpoints,
+    read_checkpoint,
+    read_verdict,
+    verify_checkpoint,
+    write_checkpoint,
+)
+from flatout.errors import DivergedError, ResourceError, UsageError
 from flatout.model.gpt import GPT
 from flatout.observe import sinks
 from flatout.observe.sinks import read_metrics
@@ -529,16 +536,55 @@ def test_a_resume_keeps_the_number_of_threads(tiny, monkeypatch):
     assert read_checkpoint(Path("run/checkpoints/step-00000003")).state["threads"] == 2
 
 
-def test_a_state_without_its_facts_is_refused_by_name(tiny):
+def test_a_state_that_no_run_wrote_is_refused_by_name(tiny, capsys):
     list(flatout.train(tiny("train.steps=2", "output.folder=run")))
     path = Path("run/checkpoints/step-00000002")
     from tests.unit.test_checkpoint import reseal
 
     state = read_checkpoint(path).state
-    for name in ("dataset", "vocab"):
-        reseal(path, "state", {key: value for key, value in state.items() if key != name})
-        with pytest.raises(CheckpointError, match=name):
-            flatout.load_model("run")
+    for name, value in [
+        ("dataset", None),
+        ("vocab", None),
+        ("vocab", -1),
+        ("vocab", 0),
+        ("vocab", 10**9),
+        ("vocab", 10**400),
+        ("vocab", "65"),
+        ("stops", 7),
+        ("template", "plain"),
+        ("described", [1]),
+        ("step", -1),
+    ]:
+        reseal(path, "state", {**state, name: value})
+        assert cli.main(["generate", "run", "--tokens", "2"]) == 3, (name, value)
+        said = capsys.readouterr().err.splitlines()
+        assert [line.partition(":")[0] for line in said] == ["error", "hint"]
+        assert (name if value != 10**9 else "weight") in said[0]
+    for name, value in [("tokens", None), ("seconds", 10**400), ("epoch_loss", "x")]:
+        reseal(path, "state", {**state, name: value})
+        assert cli.main(["train", "--resume", "run", "train.steps=3"]) == 3, (name, value)
+        assert name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_model_without_probabilities_is_refused_and_costs_a_run_its_sample_only(tiny, capsys, monkeypatch, value):
+    list(flatout.train(tiny("train.steps=2", "output.folder=run")))
+    place = Path("run/checkpoints")
+    checkpoint = read_checkpoint(place / "step-00000002")
+    model = {name: torch.full_like(tensor, value) for name, tensor in checkpoint.model.items()}
+    shutil.rmtree(place / "step-00000002")
+    write_checkpoint(place, dataclasses.replace(checkpoint, model=model))
+    for temperature in ("0", "0.8"):
+        capsys.readouterr()
+        assert cli.main(["generate", "run", "--tokens", "2", "--temperature", temperature]) == 3
+        said = capsys.readouterr().err.splitlines()
+        assert [line.partition(":")[0] for line in said] == ["error", "hint"]
+        assert "largest logit is nan" in said[0]
+    real = GPT.logits
+    monkeypatch.setattr(GPT, "logits", lambda *args, **options: real(*args, **options) * value)
+    records = list(flatout.train(tiny("train.steps=2", "output.folder=other")))
+    assert any("there is no sample" in record.message for record in records if isinstance(record, NoticeRecord))
+    assert isinstance(records[-1], EndRecord)
 
 
 @pytest.fixture

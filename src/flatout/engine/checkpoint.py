@@ -33,6 +33,9 @@ from flatout.model.tensor_file import pieces_of
 
 VERDICT, BASE_MARK = "verdict.json", "base-of.txt"
 MOST_IDS = 2**32  # of a vocabulary
+# What entries of state.json that only some checkpoints have must be; what is in them is checked by who reads them.
+_STATE = {"described": dict, "template": dict, "stream": dict, "deadline": dict, "stops": list, "base": str}
+_KINDS = {dict: "mapping", list: "list", str: "text"}
 Fact = TypeVar("Fact", int, str)
 
 
@@ -286,6 +289,9 @@ def read_part(checkpoint: Path, name: str) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object", "name another checkpoint")
+    for key, kind in _STATE.items() if name == "state" else ():
+        if not isinstance(value.get(key, kind()), kind | None):
+            raise CheckpointError(f"{path}: {key} is no {_KINDS[kind]}", "name another checkpoint")
     return value
 
 

@@ -19,9 +19,11 @@ import pytest
 import flatout
 from flatout import cli
 from flatout.config.load import LoadedConfig, load_config
-from flatout.engine.checkpoint import read_checkpoint, read_verdict, write_checkpoint, write_verdict
+from flatout.engine import diverged
+from flatout.engine.checkpoint import Verdict, read_checkpoint, read_verdict, write_checkpoint, write_verdict
 from flatout.engine.evaluate import evaluate
 from flatout.engine.setup import setup_run
+from flatout.errors import ResourceError
 from flatout.model.gpt import GPT
 from flatout.observe.sinks import read_metrics
 from flatout.tuning.settling import settled
@@ -270,6 +272,23 @@ def test_weights_that_norms_hide_are_not_resumed_from(saved, monkeypatch):
     assert "step-00000002" in hinted(said)[2]
     code, said = run(*hinted(said))
     assert code == 0, said
+
+
+def test_where_the_start_cannot_be_built_the_losses_on_record_decide(saved, monkeypatch):
+    """Of a run on many GPUs one process may not have the memory for it."""
+
+    def too_large(*_args, **_options):
+        raise ResourceError("a step needs 80 GiB", "use more GPUs")
+
+    poison(monkeypatch)
+    monkeypatch.setattr(diverged, "setup_run", too_large)
+    code, said = run("train", "--resume", "run", "train.steps=9")
+    assert (code, Path(hinted(said)[2]).name) == (4, "step-00000004")
+    for step in (2, 4):
+        write_verdict(saved / f"step-{step:08d}", Verdict(loss=99.0, progress={}))
+    code, said = run("train", "--resume", "run", "train.steps=9")
+    assert code == 4
+    assert "hint: start again with optim.learning_rate=0.0004 (a step needs 80 GiB)" in said
 
 
 def test_hints_go_further_back_and_come_to_an_end(saved, monkeypatch):

@@ -94,7 +94,9 @@ def with_way_back(error: DivergedError, ended: Ended) -> DivergedError:
     verb = "train" if ended.config.chat.source is None else "finetune"
     words = [as_word(path, value) for path, value in {**dict(_changed(ended, point)), **settings}.items()]
     command = " ".join(["flatout", verb, "--resume", shlex.quote(str(point)), *words])
-    return DivergedError(error.message, f"resume from {where} at a lower learning rate: {command}")
+    return DivergedError(
+        error.message, f"resume from {where} at a {'safe' if last else 'lower'} learning rate: {command}"
+    )
 
 
 def _changed(ended: Ended, point: Path) -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ runs/NAME/
   config.yaml        the resolved config
   metrics.jsonl      every record
   run.lock           held while a process works here; its text marks the folder as a run of ours
-  best.json          which checkpoint had the lowest validation loss
+  best.json          which checkpoint had the lowest validation loss, as the verdicts say
   checkpoints/step-00000500/ ...
   adapter/           of a fine-tuning run
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from flatout.errors import UsageError
 from flatout.lock import LOCK, is_signed
 
-_FILES = ("config.yaml", "metrics.jsonl", "best.json")
+BEST = "best.json"
+_FILES = ("config.yaml", "metrics.jsonl", BEST)
 _FOLDERS = ("checkpoints", "adapter")
 _PARTS = (LOCK, *_FILES, *_FOLDERS)
 OWN_NAMES = "|".join(map(re.escape, (*_FILES, "adapter")))  # what a run replaces as a whole; a pattern

@@ -19,6 +19,7 @@ from flatout.data.model_folder import read_model_tokenizer
 from flatout.engine.adapter_folder import adapter_at
 from flatout.errors import CheckpointError, UserError
 from flatout.model import patterns
+from flatout.model.adapter_files import read_origin
 from flatout.model.hub import read_description
 from flatout.model.hub_find import find_model, is_within_reach
 from flatout.model.hub_weights import export_huggingface, load_described
@@ -209,3 +210,37 @@ def test_a_pipe_in_the_place_of_the_hashes_is_refused(tmp_path):
     os.mkfifo(folder / "flatout.json")
     with pytest.raises(CheckpointError, match="not a plain file"):
         read_description(folder)
+
+
+@pytest.mark.parametrize("name", [*FUZZED, "model.safetensors.index.json", "adapter_config.json"])
+def test_json_that_is_too_large_or_a_pipe_is_refused_before_it_is_read(name, tmp_path):
+    """A file of 5 GB (sparse here) would be read whole; a pipe would never end."""
+    folder = write_chat_model(tmp_path / "m")
+    read = {"adapter_config.json": read_origin, "model.safetensors.index.json": from_huggingface} | FUZZED
+    if name.endswith("index.json"):
+        (folder / "model.safetensors").unlink()
+    with (folder / name).open("wb") as file:
+        file.truncate(5 * 10**9)
+    with pytest.raises(UserError, match=rf"{name}.* 5,000,000,000 bytes; files of its kind have at most 67,108,864"):
+        read[name](folder)
+    if name in ("config.json", "adapter_config.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(UserError, match=rf"{name} cannot be read: it is not a plain file"):
+            read[name](folder)
+
+
+def test_numbers_of_a_billion_are_refused_by_their_key(tmp_path):
+    """`layers` letters were made of the first one: 7.9 GB."""
+    qwen = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 8}
+    qwen |= {"head_dim": 4, "intermediate_size": 8, "vocab_size": 9, "max_position_embeddings": 8}
+    gpt2 = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 8, "vocab_size": 9}
+    for kind, values in (("qwen3", qwen), ("gpt2", gpt2)):
+        for key in (None, *values):
+            large = {} if key is None else {key: 10**9}
+            (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **values, **large}))
+            if key is None:
+                read_description(tmp_path)
+                continue
+            with pytest.raises(CheckpointError, match=rf"{key} is 1000000000, and Flatout takes at most [\d,]+ "):
+                read_description(tmp_path)

@@ -20,7 +20,7 @@ from typing import Any
 from flatout.corpus.document import shown
 from flatout.data.tokenizer import ModelTokenizer, try_out
 from flatout.errors import DataError
-from flatout.files import leads_outside, parse_json
+from flatout.files import leads_outside, parse_json, read_bounded
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -206,7 +206,7 @@ def _text(path: Path, folder: Path) -> str:
             "put the file itself there, or name the folder it lies in",
         )
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_bounded(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{shown(path)} is not UTF-8 at byte {error.start}", "fetch the file again") from error
     except OSError as error:

@@ -40,7 +40,7 @@ from flatout.config.sizes import learned_vocab
 from flatout.confined import Child, Exceeded, Limits
 from flatout.corpus.shipped import GPT2_END_OF_TEXT, GPT2_RANKS_SHA256, gpt2_tokens
 from flatout.errors import DataError
-from flatout.files import parse_json
+from flatout.files import parse_json, read_bounded
 
 TokenizerKind = Literal["char", "bytes", "gpt2", "huggingface", "model", "ids"]
 UnknownPolicy = Literal["error", "drop", "replace"]
@@ -479,7 +479,7 @@ def load_tokenizer(spec: str, corpus: Callable[[], Iterable[str]] | None = None)
     if not os.path.isfile(path):  # which takes a name that is too long for one of no file
         raise DataError(f"there is no tokenizer {spec!r}", _tokenizer_hint(spec, path))
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(read_bounded(path))
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the tokenizer {spec!r}: {error}", _INTACT) from error
     if isinstance(content, dict) and "kind" in content and "model" not in content:

@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import dataclasses
 import json
 import math
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,7 +25,7 @@ from flatout.model.adapter_files import read_origin
 from flatout.model.hub import read_description
 from flatout.model.hub_find import find_model, is_within_reach
 from flatout.model.hub_weights import export_huggingface, load_described
-from tests.chat_models import write_chat_model
+from tests.chat_models import FAMILIES, write_chat_model, write_model
 from tests.hub_folders import from_huggingface
 from tests.unit.test_hub import build, change, write
 
@@ -244,3 +246,83 @@ def test_numbers_of_a_billion_are_refused_by_their_key(tmp_path):
                 continue
             with pytest.raises(CheckpointError, match=rf"{key} is 1000000000, and Flatout takes at most [\d,]+ "):
                 read_description(tmp_path)
+
+
+def _replaces(letter: str, times: int) -> dict[str, Any]:
+    step = {"type": "Replace", "pattern": {"String": letter}, "content": letter * 10}
+    return {"type": "Sequence", "normalizers": [step] * times}
+
+
+def _splits(regex: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+# Set off by a letter that no trial has: what is changed, the text, and what is said of it.
+BOMBS = {
+    "replacements": ({"normalizer": _replaces("€", 12)}, "€", r"the tokenizer (breaks the process|needs more)"),
+    "backtracking": ({"pre_tokenizer": _splits("(€+)+$")}, "€" * 60 + "b", r"the tokenizer refuses a text: .*limit"),
+}
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """Filling as much as the process may really have takes seconds."""
+    limits = dataclasses.replace(tokenizer.child().limits, memory=2**28)
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenizer.child(), "limits", limits)
+        yield
+    tokenizer.child().close()
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_that_the_trial_does_not_set_off_ends_no_process(bomb, tmp_path):
+    """The library aborted the process, or raised what is no `Exception`."""
+    changes, text, said = BOMBS[bomb]
+    folder = write_model(tmp_path / "m", FAMILIES["smollm2"])
+    content = json.loads((folder / "tokenizer.json").read_text()) | changes
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    found = read_model_tokenizer(folder)
+    assert len(found.encode("Hi there"))
+    with pytest.raises(UserError, match=said):
+        found.encodings([text])
+    stored = {"kind": "huggingface", "content": found.to_json()["content"]}  # as a dataset or a checkpoint has it
+    with pytest.raises(UserError, match=said):
+        tokenizer.tokenizer_from_json(stored).encode(text)
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_a_bomb_in_the_decoder_ends_no_process(tmp_path):
+    folder = write_model(tmp_path / "m", FAMILIES["smollm2"])
+    content = json.loads((folder / "tokenizer.json").read_text())
+    steps = [{"type": "Replace", "pattern": {"String": "z"}, "content": "z" * 10}] * 12
+    content["decoder"] = {"type": "Sequence", "decoders": [content["decoder"], *steps]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    found = read_model_tokenizer(folder)
+    with pytest.raises(CheckpointError, match=r"the tokenizer (breaks the process|needs more)"):
+        found.decode(found.encode("z"))
+
+
+@pytest.mark.parametrize("family", ["smollm2", "mistral"])
+def test_a_tokenizer_in_a_child_process_gives_what_the_library_gives(family, tmp_path):
+    """One with a part whose cost is not known, which leaves every text as it is."""
+    texts = ["Hello there,\n\n  it's 1234", "", "äß 你好 👩‍👩‍👧 <|im_end|></s>", "x " * 300]
+    folder = write_model(tmp_path / "m", FAMILIES[family])
+    plain = read_model_tokenizer(folder)
+    expected = plain.encodings(texts)
+    assert tokenizer.child()._process is None, "well-known parts run in this process"
+    content = json.loads((folder / "tokenizer.json").read_text())
+    before = [content["normalizer"]] if content["normalizer"] else []
+    same = {"type": "Replace", "pattern": {"Regex": "x"}, "content": "x"}
+    content["normalizer"] = {"type": "Sequence", "normalizers": [same, *before]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    confined = read_model_tokenizer(folder)
+    with mock.patch.object(tokenizer, "_SEGMENT", 30):  # several requests
+        found = list(zip(confined.encode_batch(texts), confined.encodings(texts), expected, strict=True))
+    for ids, encoding, here in found:
+        assert ids.tolist() == list(encoding.ids) == here.ids
+        tokens = range(len(here.ids))
+        assert list(map(encoding.token_to_chars, tokens)) == list(map(here.token_to_chars, tokens))
+        assert confined.decode(ids) == plain.decode(ids)
+    assert tokenizer.child()._process is not None
+    tokenizer.child().close()

@@ -12,7 +12,6 @@ made one, its text falls apart into ordinary pieces. A token that only `added_to
 `tokenizer.json` altogether.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -60,13 +59,13 @@ def read_model_tokenizer(folder: str | Path, *, ignore_code: bool = False) -> Mo
         _check_entries(content)
         special = _special_tokens(config, older)
         content = _with_added_tokens(content, config, special)
-        try_out(content)
+        put_first = try_out(content)
         known = _known(content)
         # A model can do without these, and files name some that it never had.
         for name in ("pad_token", "mask_token", "sep_token", "cls_token", "unk_token"):
             if special.get(name) not in known:
                 special.pop(name, None)
-        return ModelTokenizer(content, special, _first_token(content, config, special))
+        return ModelTokenizer(content, special, _first_token(put_first, config, special))
     except ValueError as error:
         raise DataError(
             f"the tokenizer in {shown(folder)} is not usable: {error}",
@@ -169,20 +168,12 @@ def _with_added_tokens(content: dict[str, Any], config: dict[str, Any], special:
     return {**content, "added_tokens": sorted(added, key=lambda entry: entry["id"])}
 
 
-def _first_token(content: dict[str, Any], config: dict[str, Any], special: dict[str, str]) -> str | None:
+def _first_token(put_first: str | None, config: dict[str, Any], special: dict[str, str]) -> str | None:
     """The token that the model expects before a text: by the config, or else what the post-processor puts there."""
     asked = config.get("add_bos_token")
     if asked is False or (asked is True and "bos_token" in special):
         return special["bos_token"] if asked else None
-    import tokenizers
-
-    # The library can read it: it was tried out.
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps({**content, "truncation": None, "padding": None}))
-    bare, whole = (tokenizer.encode("a", add_special_tokens=add).ids for add in (False, True))
-    added = whole[: len(whole) - len(bare)] if whole != bare else []
-    # Only one token, in front: some put others there or behind, which are none of a text's beginning.
-    first = tokenizer.id_to_token(added[0]) if added and whole[1 : 1 + len(bare)] == bare else None
-    return first if special.get("bos_token", first) == first else None
+    return put_first if special.get("bos_token", put_first) == put_first else None
 
 
 def _object_if_there(path: Path) -> dict[str, Any]:

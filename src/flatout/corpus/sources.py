@@ -152,6 +152,19 @@ def slices_of(file: InputFile, target: int = PIECE) -> list[Slice] | None:
     return [Slice(file)]
 
 
+def text_bytes(file: InputFile, most: int) -> int:
+    """How many bytes a file has when decompressed, counted up to a little more than `most`."""
+    if file.compression == "none":
+        return file.bytes
+    total = 0
+    with ByteStream(file) as stream:
+        for chunk in stream:
+            total += len(chunk)
+            if total > most:
+                break
+    return total
+
+
 def _ranges(file: InputFile, total: int, step: int) -> list[Slice]:
     starts = range(0, max(total, 1), step)
     # The last goes on to the end, wherever that is by now.

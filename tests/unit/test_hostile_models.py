@@ -15,7 +15,7 @@ import pytest
 import flatout
 from flatout.cli import main
 from flatout.config.load import load_config
-from flatout.data import chat_template, tokenizer
+from flatout.data import chat_template, portable, tokenizer
 from flatout.data.chat_template import load_template
 from flatout.data.model_folder import read_model_tokenizer
 from flatout.engine.adapter_folder import adapter_at
@@ -68,6 +68,19 @@ def test_a_run_ignores_code_if_it_is_asked_to(tmp_path, monkeypatch, capsys):
     for name in ("config.json", "tokenizer_config.json"):
         assert "auto_map" not in (tmp_path / "out" / name).read_text()
     flatout.load_model("out", device="cpu")
+
+
+def test_code_that_a_tokenizer_names_is_told_wherever_it_is_read(tmp_path, monkeypatch, capsys):
+    """As the tokenizer of data, and in a folder that says it is an export of ours."""
+    monkeypatch.chdir(tmp_path)
+    write_chat_model(tmp_path / "m")
+    settings = tmp_path / "m" / "tokenizer_config.json"
+    values = json.loads(settings.read_text()) | {"auto_map": {"AutoTokenizer": ["a.B", None]}}
+    for own in ({}, {portable.OWN: {"kind": "bytes"}}):
+        settings.write_text(json.dumps(values | own))
+        for words in (["generate", "m", "--tokens", "1"], ["prepare", "data.tokenizer=m/tokenizer.json"]):
+            assert main(words) == 3
+            assert "tokenizer_config.json names code of the tokenizer's own" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json", "shard", "index"])

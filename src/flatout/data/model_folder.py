@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.corpus.document import shown
-from flatout.data.tokenizer import ModelTokenizer, try_out
+from flatout.data.tokenizer import ModelTokenizer, names_code, try_out
 from flatout.errors import DataError
 from flatout.files import leads_outside, parse_json, read_bounded
 
@@ -50,11 +50,7 @@ def read_model_tokenizer(folder: str | Path, *, ignore_code: bool = False) -> Mo
     content = _json_object(path)
     config, older = _object_if_there(folder / CONFIG), _object_if_there(folder / SPECIAL_TOKENS)
     if config.get("auto_map") and not ignore_code:
-        raise DataError(
-            f"{shown(folder / CONFIG)} names code of the tokenizer's own (auto_map), which Flatout never runs",
-            f"if {TOKENIZER} gives the same tokens, take auto_map out of the file, or train the model with "
-            "model.ignore_auto_map=true",
-        )
+        raise names_code(folder / CONFIG, "train the model with model.ignore_auto_map=true")
     try:
         _check_entries(content)
         special = _special_tokens(config, older)

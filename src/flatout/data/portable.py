@@ -183,7 +183,10 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> tuple[dict[str, bytes
 def own_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer of ours that a folder's files were written from, so that it is the same to our shards; or None."""
     try:
-        described = parse_json(read_bounded(folder / CONFIG)).get(OWN)
+        config = parse_json(read_bounded(folder / CONFIG))
+        if config.get("auto_map"):  # we write none: `read_model_tokenizer` refuses it
+            return None
+        described = config.get(OWN)
         if isinstance(described, dict) and described.get("kind") == "huggingface":
             described["content"] = parse_json(read_bounded(folder / TOKENIZER))
     except (OSError, ValueError, AttributeError):

@@ -40,6 +40,7 @@ import numpy.typing as npt
 
 from flatout.config.sizes import learned_vocab
 from flatout.confined import Child, Exceeded, Limits
+from flatout.corpus.document import shown
 from flatout.corpus.shipped import GPT2_END_OF_TEXT, GPT2_RANKS_SHA256, gpt2_tokens
 from flatout.data.tokenizer_child import UNKNOWN
 from flatout.data.tokenizer_parts import is_plain
@@ -587,11 +588,33 @@ def load_tokenizer(spec: str, corpus: Callable[[], Iterable[str]] | None = None)
     if isinstance(content, dict) and "kind" in content and "model" not in content:
         return tokenizer_from_json(content)
     if isinstance(content, dict):
+        _check_no_code(path)
         try:
             try_out(content)
         except ValueError as error:
             raise DataError(f"the tokenizer {spec!r} is not usable: {error}", _INTACT) from error
     return tokenizer_from_json({"kind": "huggingface", "content": content})
+
+
+def _check_no_code(path: Path) -> None:
+    """Refuses a tokenizer.json beside a tokenizer_config.json that names code: without that code it may be another."""
+    config = path.with_name("tokenizer_config.json")
+    if path.name != "tokenizer.json" or not config.is_file():
+        return
+    try:
+        values = parse_json(read_bounded(config))
+    except (OSError, ValueError):
+        return  # nothing else of it is read
+    if isinstance(values, dict) and values.get("auto_map"):
+        raise names_code(config, f"copy {path.name} to a folder of its own")
+
+
+def names_code(config: Path, otherwise: str) -> DataError:
+    """What is said of a tokenizer_config.json that names code."""
+    return DataError(
+        f"{shown(config)} names code of the tokenizer's own (auto_map), which Flatout never runs",
+        f"if tokenizer.json gives the same tokens, take auto_map out of the file, or {otherwise}",
+    )
 
 
 def try_out(content: dict[str, Any]) -> str | None:

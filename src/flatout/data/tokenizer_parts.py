@@ -32,7 +32,7 @@ _PRE_TOKENIZERS = {
     "ByteLevel": 2,
     "Metaspace": 3,
 }
-_DECODERS = dict.fromkeys(("ByteLevel", "ByteFallback", "Fuse", "Metaspace"), 1)
+_DECODERS: dict[str, int] = dict.fromkeys(("ByteLevel", "ByteFallback", "Fuse", "Metaspace"), 1)
 
 
 def is_plain(content: dict[str, Any]) -> bool:

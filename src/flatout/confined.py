@@ -35,6 +35,7 @@ from flatout.errors import ResourceError
 _START = "import sys; sys.path += sys.argv[2:]; from flatout.confined import serve; serve(sys.argv[1])"
 _READY = "ready"
 _BROKEN = "breaks the process that runs it"
+_IDLE = 30.0  # seconds after which a child that is asked nothing ends
 
 
 class Exceeded(Exception):  # no UserError: only the caller knows whose program it was, and what to use instead
@@ -70,13 +71,15 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._deadline = float("inf")
         self._late = False
+        self._used = 0.0
         atexit.register(self.close)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
 
-    def ask(self, request: Any, parts: int = 1) -> Any:
-        """What the child answers; `parts` is how many answers in one that is."""
-        content = _packed([self.limits.seconds, request])
+    def ask(self, request: Any, parts: int = 1, *, seconds: float | None = None) -> Any:
+        """What the child answers; `parts` is how many answers in one that is, `seconds` another limit on its time."""
+        seconds = self.limits.seconds if seconds is None else seconds
+        content = _packed([seconds, request])
         most = parts * (self.limits.output + self.limits.output_times * len(content))
         with self._lock:
             process = self._running()
@@ -90,7 +93,7 @@ class Child:
                 self._kill()
                 raise Exceeded(f"writes more than {most:,} bytes") from None
             except (OSError, EOFError):
-                raise Exceeded(self._why_gone(process)) from None
+                raise Exceeded(self._why_gone(process, seconds)) from None
             except (ValueError, TypeError, RecursionError):  # no answer of `serve`; the request was packed before
                 self._kill()
                 raise Exceeded(_BROKEN) from None
@@ -98,7 +101,7 @@ class Child:
                 self._kill()
                 raise
             finally:
-                self._deadline = float("inf")
+                self._deadline, self._used = float("inf"), time.monotonic()
         if told == "memory":
             raise Exceeded(f"needs more than {self.limits.memory / 2**20:,.0f} MiB of memory")
         return value
@@ -111,7 +114,7 @@ class Child:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._kill()
-            self._late, self._deadline = False, time.monotonic() + self.limits.patience
+            self._late, self._deadline, self._used = False, time.monotonic() + self.limits.patience, time.monotonic()
             self._process = self._start()
             threading.Thread(target=self._watch, args=(self._process,), daemon=True).start()
         return self._process
@@ -154,21 +157,27 @@ class Child:
         return process
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Ends a child that takes too long by the clock; its reader then finds the pipe closed."""
+        """Ends a child that takes too long by the clock, whose reader then finds the pipe closed, and an idle one."""
         while process.poll() is None and self._process is process:
             if time.monotonic() > self._deadline:
                 self._late = True
                 process.kill()
                 return
+            if self._lock.acquire(blocking=False):  # nobody asks it anything
+                try:
+                    if self._process is process and time.monotonic() > self._used + _IDLE:
+                        self._kill()
+                finally:
+                    self._lock.release()
             time.sleep(0.2)
 
-    def _why_gone(self, process: subprocess.Popen[bytes]) -> str:
+    def _why_gone(self, process: subprocess.Popen[bytes], seconds: float) -> str:
         late, self._process = self._late, None
         code = _forget(process)
         if late:
             return f"takes more than {self.limits.patience:g} s"
         if hasattr(signal, "SIGXCPU") and code == -signal.SIGXCPU:
-            return f"takes more than {self.limits.seconds:g} s of processor time"
+            return f"takes more than {seconds:.3g} s of processor time"
         return _BROKEN
 
     def _kill(self) -> None:

@@ -23,6 +23,7 @@ from flatout.errors import FullDiskError, ResourceError, UsageError
 
 CHECK_ACCESS = "check that it is there and that you may read it"
 MOST_LEVELS = 100  # of JSON inside JSON
+MOST_JSON = 2**26  # bytes of a file that describes something; the largest tokenizers have half of that
 PIECE = 2**24  # bytes that are hashed and written at once
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PLACES = 4  # pieces that are under way at once
@@ -51,6 +52,23 @@ def parse_json(raw: bytes | str) -> Any:
     if level:
         raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
     return value
+
+
+def read_bounded(path: Path, most: int = MOST_JSON) -> bytes:
+    """The bytes of a plain file of at most `most` bytes; anything else is an OSError before it is read.
+
+    A file in a folder from somebody else may be a pipe, a device without an end, or larger than memory.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # opening a pipe would wait
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(most + 1) if size <= most else b""
+        if size > most or len(content) > most:
+            size = max(size, len(content))
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes; files of its kind have at most {most:,}", str(path))
+        return content
 
 
 def leads_outside(path: Path, folder: Path) -> bool:

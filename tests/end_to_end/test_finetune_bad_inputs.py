@@ -352,6 +352,7 @@ AFTER_CASES = {
         "train.steps", verb=(*TUNE, "output.folder=done", "train.steps=1", "--resume", "auto")
     ),
     "a run where one is already": Case("already holds a run", verb=(*TUNE, "output.folder=done")),
+    "a run in the root of a disk": Case("output.folder=/ is the root of a disk", verb=(*TUNE, "output.folder=/")),
 }  # fmt: skip
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE_CASES = {

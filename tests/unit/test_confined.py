@@ -125,7 +125,7 @@ def test_an_answer_that_is_no_json_is_not_the_request_s_fault(child, monkeypatch
 def test_an_exit_is_no_limit_where_the_system_has_no_signal_for_it(monkeypatch):
     monkeypatch.delattr(signal, "SIGXCPU", raising=False)
     ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    assert patterns()._why_gone(ended) == "breaks the process that runs it"
+    assert patterns()._why_gone(ended, 1) == "breaks the process that runs it"
 
 
 @pytest.mark.parametrize("executable", ["", None, "/nowhere/python", "false"])

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flatout.cli import main
 from flatout.data import inspect
 from flatout.data.inspect import read_problems, read_report, shown, summarize
 from flatout.data.manifest import VERSION, FileInfo, Manifest, SplitInfo
@@ -363,6 +364,12 @@ def test_document_starts_that_do_not_rise_are_noticed(tmp_path: Path, starts: li
 def test_a_folder_without_a_dataset(tmp_path: Path) -> None:
     for action in (summarize, read_report, lambda folder: read_problems(folder, 1)):
         assert "there is no dataset" in refused(action, tmp_path).message
+
+
+def test_the_root_of_a_disk_is_a_folder_without_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no name to call the picture by."""
+    assert main(["data", "inspect", "/"]) == 3
+    assert "there is no dataset in /" in capsys.readouterr().err
 
 
 def test_inspecting_needs_no_torch(tmp_path: Path) -> None:

@@ -1272,3 +1272,25 @@ def test_a_learned_tokenizer_of_another_size_is_another(tmp_path: Path, first: s
     prepare_data(DataConfig(**made, tokenizer=first))
     with pytest.raises(DataError, match=f"was prepared with tokenizer '{first}', the config says '{second}'"):
         prepare_data(DataConfig(**made, tokenizer=second))
+
+
+def test_no_part_of_compressed_files_holds_much_more_text_than_one_of_plain_files(tmp_path: Path) -> None:
+    """A part was a few megabytes on disk, and decompressed up to a thousand times as much."""
+    source = tmp_path / "texts"
+    source.mkdir()
+    for number in range(6):
+        (source / f"small{number}.txt.gz").write_bytes(gzip.compress(b"a" * 2**20, 1))
+    with gzip.open(source / "large.txt.gz", "wb", compresslevel=1) as file:
+        for _ in range(40):
+            file.write(b"a" * 2**20)
+    request = request_of(DataConfig(source=str(source)), CleanConfig())
+    inputs = plan.find_inputs(request, tmp_path)
+    sizes = []
+    for part in plan.parts_of(inputs, request.options, plan.Done()):
+        assert isinstance(part, Part)
+        read = (item for each in part.slices for item in readers.read_slice(each, request.options[0]))
+        items = [*part.documents, *read]
+        sizes.append(sum(len(item.text) for item in items if isinstance(item, Document)))
+    assert sum(sizes) == 46 * 2**20
+    assert max(sizes) <= 2 * 2**24
+    assert {2 * 2**20, 4 * 2**20} <= set(sizes), "four of the small ones together, and two"

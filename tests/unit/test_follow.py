@@ -103,6 +103,8 @@ def test_any_row_gives_a_whole_record_or_none():
         record = record_of({**row, "type": kind})
         if record is not None:
             assert json.loads(record_to_json(record))["type"] == kind  # every field has a type that can be written
+            whole_numbers = [value for value in vars(record).values() if type(value) is int]
+            assert all(abs(number) <= 2**63 for number in whole_numbers), "`watch` divides them"
             whole += 1
     assert whole > 500
 

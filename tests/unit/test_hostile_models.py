@@ -2,27 +2,30 @@
 
 import contextlib
 import copy
+import dataclasses
 import json
 import math
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import flatout
 from flatout.cli import main
 from flatout.config.load import load_config
-from flatout.data import chat_template, tokenizer
+from flatout.data import chat_template, portable, tokenizer
 from flatout.data.chat_template import load_template
 from flatout.data.model_folder import read_model_tokenizer
 from flatout.engine.adapter_folder import adapter_at
 from flatout.errors import CheckpointError, UserError
 from flatout.model import patterns
+from flatout.model.adapter_files import read_origin
 from flatout.model.hub import read_description
 from flatout.model.hub_find import find_model, is_within_reach
 from flatout.model.hub_weights import export_huggingface, load_described
-from tests.chat_models import write_chat_model
+from tests.chat_models import FAMILIES, write_chat_model, write_model
 from tests.hub_folders import from_huggingface
 from tests.unit.test_hub import build, change, write
 
@@ -65,6 +68,19 @@ def test_a_run_ignores_code_if_it_is_asked_to(tmp_path, monkeypatch, capsys):
     for name in ("config.json", "tokenizer_config.json"):
         assert "auto_map" not in (tmp_path / "out" / name).read_text()
     flatout.load_model("out", device="cpu")
+
+
+def test_code_that_a_tokenizer_names_is_told_wherever_it_is_read(tmp_path, monkeypatch, capsys):
+    """As the tokenizer of data, and in a folder that says it is an export of ours."""
+    monkeypatch.chdir(tmp_path)
+    write_chat_model(tmp_path / "m")
+    settings = tmp_path / "m" / "tokenizer_config.json"
+    values = json.loads(settings.read_text()) | {"auto_map": {"AutoTokenizer": ["a.B", None]}}
+    for own in ({}, {portable.OWN: {"kind": "bytes"}}):
+        settings.write_text(json.dumps(values | own))
+        for words in (["generate", "m", "--tokens", "1"], ["prepare", "data.tokenizer=m/tokenizer.json"]):
+            assert main(words) == 3
+            assert "tokenizer_config.json names code of the tokenizer's own" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json", "shard", "index"])
@@ -209,3 +225,117 @@ def test_a_pipe_in_the_place_of_the_hashes_is_refused(tmp_path):
     os.mkfifo(folder / "flatout.json")
     with pytest.raises(CheckpointError, match="not a plain file"):
         read_description(folder)
+
+
+@pytest.mark.parametrize("name", [*FUZZED, "model.safetensors.index.json", "adapter_config.json"])
+def test_json_that_is_too_large_or_a_pipe_is_refused_before_it_is_read(name, tmp_path):
+    """A file of 5 GB (sparse here) would be read whole; a pipe would never end."""
+    folder = write_chat_model(tmp_path / "m")
+    read = {"adapter_config.json": read_origin, "model.safetensors.index.json": from_huggingface} | FUZZED
+    if name.endswith("index.json"):
+        (folder / "model.safetensors").unlink()
+    with (folder / name).open("wb") as file:
+        file.truncate(5 * 10**9)
+    with pytest.raises(UserError, match=rf"{name}.* 5,000,000,000 bytes; files of its kind have at most 67,108,864"):
+        read[name](folder)
+    if name in ("config.json", "adapter_config.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(UserError, match=rf"{name} cannot be read: it is not a plain file"):
+            read[name](folder)
+
+
+def test_numbers_of_a_billion_are_refused_by_their_key(tmp_path):
+    """`layers` letters were made of the first one: 7.9 GB."""
+    qwen = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 8}
+    qwen |= {"head_dim": 4, "intermediate_size": 8, "vocab_size": 9, "max_position_embeddings": 8}
+    gpt2 = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 8, "vocab_size": 9}
+    for kind, values in (("qwen3", qwen), ("gpt2", gpt2)):
+        for key in (None, *values):
+            large = {} if key is None else {key: 10**9}
+            (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **values, **large}))
+            if key is None:
+                read_description(tmp_path)
+                continue
+            with pytest.raises(CheckpointError, match=rf"{key} is 1000000000, and Flatout takes at most [\d,]+ "):
+                read_description(tmp_path)
+
+
+def _replaces(letter: str, times: int) -> dict[str, Any]:
+    step = {"type": "Replace", "pattern": {"String": letter}, "content": letter * 10}
+    return {"type": "Sequence", "normalizers": [step] * times}
+
+
+def _splits(regex: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+# Set off by a letter that no trial has: what is changed, the text, and what is said of it.
+BOMBS = {
+    "replacements": ({"normalizer": _replaces("€", 12)}, "€", r"the tokenizer (breaks the process|needs more)"),
+    "backtracking": ({"pre_tokenizer": _splits("(€+)+$")}, "€" * 60 + "b", r"the tokenizer refuses a text: .*limit"),
+}
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """Filling as much as the process may really have takes seconds."""
+    limits = dataclasses.replace(tokenizer.child().limits, memory=2**28)
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenizer.child(), "limits", limits)
+        yield
+    tokenizer.child().close()
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_that_the_trial_does_not_set_off_ends_no_process(bomb, tmp_path):
+    """The library aborted the process, or raised what is no `Exception`."""
+    changes, text, said = BOMBS[bomb]
+    folder = write_model(tmp_path / "m", FAMILIES["smollm2"])
+    content = json.loads((folder / "tokenizer.json").read_text()) | changes
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    found = read_model_tokenizer(folder)
+    assert len(found.encode("Hi there"))
+    with pytest.raises(UserError, match=said):
+        found.encodings([text])
+    stored = {"kind": "huggingface", "content": found.to_json()["content"]}  # as a dataset or a checkpoint has it
+    with pytest.raises(UserError, match=said):
+        tokenizer.tokenizer_from_json(stored).encode(text)
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_a_bomb_in_the_decoder_ends_no_process(tmp_path):
+    folder = write_model(tmp_path / "m", FAMILIES["smollm2"])
+    content = json.loads((folder / "tokenizer.json").read_text())
+    steps = [{"type": "Replace", "pattern": {"String": "z"}, "content": "z" * 10}] * 12
+    content["decoder"] = {"type": "Sequence", "decoders": [content["decoder"], *steps]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    found = read_model_tokenizer(folder)
+    with pytest.raises(CheckpointError, match=r"the tokenizer (breaks the process|needs more)"):
+        found.decode(found.encode("z"))
+
+
+@pytest.mark.parametrize("family", ["smollm2", "mistral"])
+def test_a_tokenizer_in_a_child_process_gives_what_the_library_gives(family, tmp_path):
+    """One with a part whose cost is not known, which leaves every text as it is."""
+    texts = ["Hello there,\n\n  it's 1234", "", "äß 你好 👩‍👩‍👧 <|im_end|></s>", "x " * 300]
+    folder = write_model(tmp_path / "m", FAMILIES[family])
+    plain = read_model_tokenizer(folder)
+    expected = plain.encodings(texts)
+    assert tokenizer.child()._process is None, "well-known parts run in this process"
+    content = json.loads((folder / "tokenizer.json").read_text())
+    before = [content["normalizer"]] if content["normalizer"] else []
+    same = {"type": "Replace", "pattern": {"Regex": "x"}, "content": "x"}
+    content["normalizer"] = {"type": "Sequence", "normalizers": [same, *before]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    confined = read_model_tokenizer(folder)
+    with mock.patch.object(tokenizer, "_SEGMENT", 30):  # several requests
+        found = list(zip(confined.encode_batch(texts), confined.encodings(texts), expected, strict=True))
+    for ids, encoding, here in found:
+        assert ids.tolist() == list(encoding.ids) == here.ids
+        tokens = range(len(here.ids))
+        assert list(map(encoding.token_to_chars, tokens)) == list(map(here.token_to_chars, tokens))
+        assert confined.decode(ids) == plain.decode(ids)
+    assert tokenizer.child()._process is not None
+    tokenizer.child().close()

@@ -525,3 +525,17 @@ def test_arrays_are_what_they_say(prepare, model):
         assert int(split.tokens.max()) < model[0].vocab
         assert not split.labelled[split.offsets[:-1]].any()
         assert all(split.sample(number)[1].any() for number in range(len(split)))
+
+
+def test_rows_that_would_take_gigabytes_are_listed_and_left_out(prepare, tmp_path):
+    """One of 16 MiB took 3.4 GB and 90 s; the text up to each of thousands of turns grows with their square."""
+    long = {"messages": chat("Hi " * 2**19, "one")}
+    many = {"messages": chat(*["a" * 250] * 3000)}
+    made = prepare([*[{"messages": chat(f"Hi {number}", "one")} for number in range(40)], long, many])
+    assert made.manifest["problems"] == {"all": 2, "too-long": 2}
+    listed = [
+        json.loads(line)["message"] for line in (tmp_path / "samples" / "problems.jsonl").read_text().splitlines()
+    ]
+    assert listed[0].startswith("the row has 1,572,")
+    assert listed[0].endswith(" characters; the limit for this context is 1,048,576")
+    assert listed[1] == "its 1,500 turns would be rendered as 1,125,000,000 characters"

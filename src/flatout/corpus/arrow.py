@@ -13,16 +13,17 @@ Trap: to import this module needs pyarrow, so nobody does before there is such a
 """
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Row, Slice, needed, reason, shown
 from flatout.corpus.fields import EVERY, document_of, limited, names_shown
 from flatout.corpus.streams import CHUNK
+from flatout.files import parse_json, read_bounded
 
 try:
     import pyarrow as pa
@@ -287,8 +288,7 @@ def _saved_batches(path: str) -> Iterator[pa.RecordBatch | Problem]:
 def _saved_files(folder: str) -> list[str] | str:
     """The data files of a saved split in order, or what is wrong with it. Splits are found by `sources`."""
     try:
-        with open(os.path.join(folder, "state.json"), "rb") as file:
-            state = json.load(file)
+        state = parse_json(read_bounded(Path(folder, "state.json")))
     except (OSError, ValueError) as error:
         return f"state.json cannot be read: {reason(error)}"
     entries = state.get("_data_files") if isinstance(state, dict) else None

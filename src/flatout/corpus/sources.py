@@ -12,7 +12,6 @@ entered. A link to a file inside the source is read only if the file it leads to
 """
 
 import difflib
-import json
 import os
 import stat
 from collections import Counter
@@ -24,6 +23,7 @@ from flatout.corpus import shipped
 from flatout.corpus.document import InputFile, Problem, Slice, shown
 from flatout.corpus.streams import PIECE, ByteStream
 from flatout.errors import DataError
+from flatout.files import parse_json, read_bounded
 
 SHAKESPEARE = "shakespeare"
 HUB = "hf:"
@@ -152,6 +152,19 @@ def slices_of(file: InputFile, target: int = PIECE) -> list[Slice] | None:
     return [Slice(file)]
 
 
+def text_bytes(file: InputFile, most: int) -> int:
+    """How many bytes a file has when decompressed, counted up to a little more than `most`."""
+    if file.compression == "none":
+        return file.bytes
+    total = 0
+    with ByteStream(file) as stream:
+        for chunk in stream:
+            total += len(chunk)
+            if total > most:
+                break
+    return total
+
+
 def _ranges(file: InputFile, total: int, step: int) -> list[Slice]:
     starts = range(0, max(total, 1), step)
     # The last goes on to the end, wherever that is by now.
@@ -264,11 +277,10 @@ def _saved(folder: str, names: list[str], number: int, others: Counter[str]) -> 
     if "dataset_dict.json" in names:
         path = os.path.join(folder, "dataset_dict.json")
         try:
-            with open(path, encoding="utf-8") as file:
-                splits = sorted(str(split) for split in json.load(file)["splits"])
+            splits = sorted(str(split) for split in parse_json(read_bounded(Path(path)))["splits"])
         except OSError as error:
             return [_unreadable(path, error, records=0)]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             return [Problem(shown(path), "", "format", "it does not name the splits of a dataset", records=0)]
         chosen = ["train"] if "train" in splits else splits
         others.update(f"split {shown(split)}" for split in splits if split not in chosen)

@@ -34,6 +34,7 @@ from flatout.data.model_folder import DEFAULT, read_templates
 from flatout.data.template_child import BEGIN, END, answer
 from flatout.data.tokenizer import ModelTokenizer
 from flatout.errors import DataError
+from flatout.files import read_bounded
 
 Messages = Sequence[Mapping[str, Any]]
 Objects = Sequence[Any] | None
@@ -268,7 +269,7 @@ def load_template(spec: str, folder: str | Path | None, tokenizer: ModelTokenize
             f"{mean}set chat.template to model, chatml, plain, none, or the path of a .jinja file",
         )
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = read_bounded(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the chat template {shown(spec)}: {error}", "give a text in UTF-8") from error
     return ChatTemplate(str(path), {DEFAULT: text}, tokenizer.special)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from flatout.data.manifest import PREPARE_AGAIN, SPLITS, read_manifest
 from flatout.data.sampler import remainder, window_count
-from flatout.data.shards import Dataset, TokenShards, check_size, checked_chunks, open_dataset, unreadable
+from flatout.data.shards import Dataset, TokenShards, check_size, checked_bytes, open_dataset, unreadable
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import DataError
 from flatout.records import DataSummary, DocumentSample, SplitSummary, TokenCount
@@ -75,7 +75,7 @@ def read_report(folder: str | Path) -> dict[str, Any] | None:
     if info is None:
         return None
     path = Path(folder) / info.name
-    raw = b"".join(checked_chunks(Path(folder), info))
+    raw = checked_bytes(Path(folder), info)
     try:
         report = json.loads(raw)
         _check_report(report)

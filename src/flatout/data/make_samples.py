@@ -42,7 +42,10 @@ from flatout.records import PrepareProgress
 
 _SEED = 0  # of the hash that rows are held out by: the same rows whatever the seed of the run
 _CHUNK = 512
-_CHUNK_CHARACTERS = 2**23  # the library that tokenizes takes 130 bytes for each
+_CHUNK_CHARACTERS = 2**21  # the library that tokenizes takes 130 bytes for each
+# A row is rendered and tokenized whole, which takes 150 bytes for each of its characters. One with more than these is
+# longer than any context; natural text has about 4 characters a token.
+_ROW_CHARACTERS, _ROW_CHARACTERS_A_TOKEN = 2**20, 32
 _MOST_BAD = 0.2  # the share of rows that may be unusable before the dataset is refused
 _ROWS = ("json", "jsonl", "csv", "tsv", "parquet")
 
@@ -188,6 +191,7 @@ class _Maker:
         self._told = PrepareProgress("reading", 0, len(files), 0, sum(file.bytes for file in files), 0, 0, 0)
         self._bytes = 0  # of the file that is being read
         self._pending: list[tuple[int, Rendered]] = []  # with the number of the conversation; not tokenized yet
+        self._most = max(_ROW_CHARACTERS, _ROW_CHARACTERS_A_TOKEN * request.context)
         # Hardly any text holds one of these, so that most need not be searched for hundreds of tokens.
         self._special_beginnings = {text[:2] for text in tokenizer.special_texts}
 
@@ -222,6 +226,9 @@ class _Maker:
         for row in read_rows(file, watch=watch):
             if isinstance(row, Problem):
                 _check_readable(file, row)
+            elif (size := _characters(row.value)) > self._most:
+                message = f"the row has {size:,} characters; the limit for this context is {self._most:,}"
+                row = Problem(file.name, row.place, "too-long", message, records=1)
             yield file, row
         self._told = self._told.plus(files=1, bytes=file.bytes)
         self._bytes = 0
@@ -346,6 +353,21 @@ _HINTS = {
     "field": "map the columns that the file has with chat.fields, or set chat.format",
     "empty": "leave empty rows out",
 }
+
+
+def _characters(value: object) -> int:
+    """The characters of all texts in a row, and one for each value in it."""
+    total, left = 0, [value]
+    while left:
+        one = left.pop()
+        total += 1
+        if isinstance(one, str):
+            total += len(one)
+        elif isinstance(one, dict):
+            left += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple):
+            left += one
+    return total
 
 
 def _hash_of(text: str) -> int:

@@ -26,7 +26,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from flatout.data.tokenizer import token_dtype
 from flatout.errors import DataError
-from flatout.files import parse_json
+from flatout.files import parse_json, read_bounded
 
 FORMAT = "flatout-tokens"
 SAMPLES_FORMAT = "flatout-samples"  # of the other kind of folder with a manifest.json
@@ -111,7 +111,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         what = "there is no dataset in" if Path(folder).is_dir() else "there is no folder"
         raise DataError(f"{what} {folder}", "prepare it first, or check data.folder")
     try:
-        raw = path.read_bytes()
+        raw = read_bounded(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}", "check that you may read it") from error
     try:

@@ -42,6 +42,7 @@ from flatout.data.tokenizer import Ids, ModelTokenizer, Tokenizer, token_dtype
 
 TrainOn = Literal["assistant", "last", "all"]
 Span = tuple[int, int]
+_MOST_RENDERED = 2**29  # characters of all texts that one row is rendered to
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,10 @@ def _turns(
     if len(empty) == len(learned):
         raise RowError("empty", "what its assistant says is empty")
     counts["empty_answers"] += len(empty)
+    # The text up to each turn is rendered, so this grows with the square of the number of turns.
+    size = len(learned) * sum(len(message["content"]) for message in messages)
+    if size > _MOST_RENDERED:
+        raise RowError("too-long", f"its {len(learned):,} turns would be rendered as {size:,} characters")
     last = learned[-1]
     asks = [(number + 1, False) for number in learned]
     if not template.has_marks(conversation.tools):

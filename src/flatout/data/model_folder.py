@@ -12,15 +12,14 @@ made one, its text falls apart into ordinary pieces. A token that only `added_to
 `tokenizer.json` altogether.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from flatout.corpus.document import shown
-from flatout.data.tokenizer import ModelTokenizer, try_out
+from flatout.data.tokenizer import ModelTokenizer, names_code, try_out
 from flatout.errors import DataError
-from flatout.files import leads_outside, parse_json
+from flatout.files import leads_outside, parse_json, read_bounded
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -51,22 +50,18 @@ def read_model_tokenizer(folder: str | Path, *, ignore_code: bool = False) -> Mo
     content = _json_object(path)
     config, older = _object_if_there(folder / CONFIG), _object_if_there(folder / SPECIAL_TOKENS)
     if config.get("auto_map") and not ignore_code:
-        raise DataError(
-            f"{shown(folder / CONFIG)} names code of the tokenizer's own (auto_map), which Flatout never runs",
-            f"if {TOKENIZER} gives the same tokens, take auto_map out of the file, or train the model with "
-            "model.ignore_auto_map=true",
-        )
+        raise names_code(folder / CONFIG, "train the model with model.ignore_auto_map=true")
     try:
         _check_entries(content)
         special = _special_tokens(config, older)
         content = _with_added_tokens(content, config, special)
-        try_out(content)
+        put_first = try_out(content)
         known = _known(content)
         # A model can do without these, and files name some that it never had.
         for name in ("pad_token", "mask_token", "sep_token", "cls_token", "unk_token"):
             if special.get(name) not in known:
                 special.pop(name, None)
-        return ModelTokenizer(content, special, _first_token(content, config, special))
+        return ModelTokenizer(content, special, _first_token(put_first, config, special))
     except ValueError as error:
         raise DataError(
             f"the tokenizer in {shown(folder)} is not usable: {error}",
@@ -169,20 +164,12 @@ def _with_added_tokens(content: dict[str, Any], config: dict[str, Any], special:
     return {**content, "added_tokens": sorted(added, key=lambda entry: entry["id"])}
 
 
-def _first_token(content: dict[str, Any], config: dict[str, Any], special: dict[str, str]) -> str | None:
+def _first_token(put_first: str | None, config: dict[str, Any], special: dict[str, str]) -> str | None:
     """The token that the model expects before a text: by the config, or else what the post-processor puts there."""
     asked = config.get("add_bos_token")
     if asked is False or (asked is True and "bos_token" in special):
         return special["bos_token"] if asked else None
-    import tokenizers
-
-    # The library can read it: it was tried out.
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps({**content, "truncation": None, "padding": None}))
-    bare, whole = (tokenizer.encode("a", add_special_tokens=add).ids for add in (False, True))
-    added = whole[: len(whole) - len(bare)] if whole != bare else []
-    # Only one token, in front: some put others there or behind, which are none of a text's beginning.
-    first = tokenizer.id_to_token(added[0]) if added and whole[1 : 1 + len(bare)] == bare else None
-    return first if special.get("bos_token", first) == first else None
+    return put_first if special.get("bos_token", put_first) == put_first else None
 
 
 def _object_if_there(path: Path) -> dict[str, Any]:
@@ -206,7 +193,7 @@ def _text(path: Path, folder: Path) -> str:
             "put the file itself there, or name the folder it lies in",
         )
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_bounded(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{shown(path)} is not UTF-8 at byte {error.start}", "fetch the file again") from error
     except OSError as error:

@@ -38,7 +38,17 @@ from flatout.data.limits import Tally, limits_of
 from flatout.data.manifest import FILE_NAME, MANIFEST, REPORT, Manifest, read_manifest
 from flatout.data.merge import Finished, merge_parts
 from flatout.data.part import Part, PartHead, Recipe
-from flatout.data.plan import PART_BYTES, STDIN_NAME, Done, Request, check_free, documents_of, find_inputs, parts_of
+from flatout.data.plan import (
+    CUTTING,
+    PART_BYTES,
+    STDIN_NAME,
+    Done,
+    Request,
+    check_free,
+    documents_of,
+    find_inputs,
+    parts_of,
+)
 from flatout.data.tokenizer import (
     CharTokenizer,
     HuggingFaceTokenizer,
@@ -155,6 +165,7 @@ class _Packer:
                 "settings": settings,
                 "tokenizer": tokenizer.fingerprint,
                 "inputs": hashlib.sha256(json.dumps(stamps).encode("ascii")).hexdigest(),
+                "cutting": CUTTING,
             }
             journal, recipe = Journal(work, plan), self._recipe(tokenizer)
             parts = self._tokenize(engine, journal, recipe)

@@ -6,7 +6,8 @@ that starts again finds the same parts under the same numbers.
 Contract: parts come in order, each about 4 MiB of input (16 where one document or parquet row group is longer), and
 never span two sources.
 What cannot be cut (a large compressed file, a large JSON array, a hub stream) is read here, in the parent, and handed
-on as documents; what such a file gave is noted in `done`, so that it is not read again for nothing.
+on as documents; what such a file gave is noted in `done`, so that it is not read again for nothing. Sizes are those of
+the text: a part whose compressed files hold a thousand times their bytes would not fit into memory.
 
 Trap: standard input cannot be read twice. It is copied to a file first, and that file is what the parts come from.
 """
@@ -27,7 +28,7 @@ from flatout.config.sizes import learned_vocab
 from flatout.corpus.clean import CleanRules, load_rules
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice, shown
 from flatout.corpus.readers import read_slice
-from flatout.corpus.sources import Found, find_files, slices_of
+from flatout.corpus.sources import Found, find_files, slices_of, text_bytes
 from flatout.corpus.streams import PIECE
 from flatout.data.limits import LIMITS, NONE_TAKEN, Limits, limits_of
 from flatout.data.part import Part, Recipe, judged
@@ -37,6 +38,9 @@ from flatout.files import readable_sizes
 STDIN = "-"
 STDIN_NAME = "stdin-"  # of the file that standard input is copied to
 PART_BYTES = 2**22
+# A compressed file is left to one worker up to this much text; crawl files, which come in great numbers, always are.
+_WHOLE_TEXT = 2**25
+CUTTING = 2  # of compressed files: positions in parts that an earlier version cut are others
 _MOST_SLICES = 4096
 _MOST_HASHED = 2**26
 _MOST_DOCUMENTS = 50_000
@@ -188,12 +192,12 @@ def parts_of(
     """
     number = first
     waiting: list[Slice] = []
-    size = 0
+    size = text = 0
 
     def group(files: int) -> Part:
-        nonlocal number, size, waiting
+        nonlocal number, size, text, waiting
         part = Part(number, waiting[0].file.source, tuple(waiting), bytes=size, files=files)
-        number, size, waiting = number + 1, 0, []
+        number, size, text, waiting = number + 1, 0, 0, []
         return part
 
     ended = 0  # files that end in the group
@@ -201,6 +205,9 @@ def parts_of(
         if source is not None and file.source != source:
             continue
         slices = slices_of(file, _slice_bytes(file, options[file.source]))
+        whole = file.bytes if slices is None or file.format == "warc" else text_bytes(file, _WHOLE_TEXT)
+        if file.compression != "none" and whole > _WHOLE_TEXT:
+            slices = None
         if waiting and (slices is None or waiting[0].file.source != file.source):
             yield _unless_done(group(ended), done)
             ended = 0
@@ -210,14 +217,16 @@ def parts_of(
                 yield part
             continue
         for position, piece in enumerate(slices):
-            share = file.bytes * (position + 1) // len(slices) - file.bytes * position // len(slices)
+            share, held = (
+                total * (position + 1) // len(slices) - total * position // len(slices) for total in (file.bytes, whole)
+            )
             # A share of a row group is a part by itself: on disk it may be a hundredth of what it holds.
             alone = waiting and (piece.shares > 1 or waiting[-1].shares > 1)
-            if waiting and (alone or size + share > PART_BYTES or len(waiting) >= _MOST_SLICES):
+            if waiting and (alone or text + held > PART_BYTES or len(waiting) >= _MOST_SLICES):
                 yield _unless_done(group(ended), done)
                 ended = 0
             waiting.append(piece)
-            size += share
+            size, text = size + share, text + held
             ended += position + 1 == len(slices)
     if waiting:
         yield _unless_done(group(ended), done)

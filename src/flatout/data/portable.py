@@ -33,7 +33,7 @@ from flatout.data.tokenizer import (
     tokenizer_from_json,
 )
 from flatout.errors import DataError
-from flatout.files import parse_json
+from flatout.files import parse_json, read_bounded
 
 GENERATION = "generation_config.json"
 OWN = "flatout_tokenizer"  # in tokenizer_config.json: which of ours it is
@@ -183,9 +183,12 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> tuple[dict[str, bytes
 def own_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer of ours that a folder's files were written from, so that it is the same to our shards; or None."""
     try:
-        described = parse_json((folder / CONFIG).read_bytes()).get(OWN)
+        config = parse_json(read_bounded(folder / CONFIG))
+        if config.get("auto_map"):  # we write none: `read_model_tokenizer` refuses it
+            return None
+        described = config.get(OWN)
         if isinstance(described, dict) and described.get("kind") == "huggingface":
-            described["content"] = parse_json((folder / TOKENIZER).read_bytes())
+            described["content"] = parse_json(read_bounded(folder / TOKENIZER))
     except (OSError, ValueError, AttributeError):
         return None
     return tokenizer_from_json(described) if isinstance(described, dict) else None

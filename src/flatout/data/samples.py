@@ -31,7 +31,16 @@ from flatout.data.chat_template import ChatTemplate
 from flatout.data.manifest import SAMPLES_FORMAT
 from flatout.data.tokenizer import Ids, ModelTokenizer, token_dtype
 from flatout.errors import DataError
-from flatout.files import canonical_json, disk_errors, hash_file, parse_json, sync_and_hash, usual_mode, write_new
+from flatout.files import (
+    canonical_json,
+    disk_errors,
+    hash_file,
+    parse_json,
+    read_bounded,
+    sync_and_hash,
+    usual_mode,
+    write_new,
+)
 from flatout.folders import foreign_entry, sweep, whole_folder
 
 FORMAT = SAMPLES_FORMAT
@@ -103,7 +112,7 @@ class SampleSet:
 def holds_samples(folder: Path) -> bool:
     """Whether a folder says of itself that it holds samples."""
     try:
-        content = parse_json((folder / MANIFEST).read_bytes())
+        content = parse_json(read_bounded(folder / MANIFEST))
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and content.get("format") == FORMAT
@@ -246,7 +255,7 @@ def write_samples(
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        raw = path.read_bytes()
+        raw = read_bounded(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"there are no samples in {shown(folder)}: no {MANIFEST}", "prepare them first") from error
     except OSError as error:

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from flatout.data.manifest import OFFSET_DTYPE, PREPARE_AGAIN, SPLITS, FileInfo, Manifest, SplitInfo, read_manifest
 from flatout.data.tokenizer import Ids, Tokenizer, token_dtype, tokenizer_from_json
 from flatout.errors import DataError
-from flatout.files import parse_json
+from flatout.files import MOST_JSON, parse_json
 
 Verify = Literal["sizes", "full"]
 _CHUNK_BYTES = 2**24
@@ -214,7 +214,7 @@ def verify_dataset(folder: str | Path) -> Manifest:
 
 
 def _read_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
-    raw = b"".join(checked_chunks(folder, manifest.tokenizer))
+    raw = checked_bytes(folder, manifest.tokenizer)
     try:
         tokenizer = tokenizer_from_json(parse_json(raw))
     except ValueError as error:
@@ -257,6 +257,16 @@ def checked_chunks(folder: Path, file: FileInfo) -> Iterator[bytes]:
             f"{folder / file.name} is damaged: its SHA-256 is {digest.hexdigest()} and should be {file.sha256}",
             PREPARE_AGAIN,
         )
+
+
+def checked_bytes(folder: Path, file: FileInfo) -> bytes:
+    """The content of a file that describes something, whole."""
+    if file.bytes > MOST_JSON:
+        raise DataError(
+            f"{folder / file.name} has {file.bytes:,} bytes; files of its kind have at most {MOST_JSON:,}",
+            PREPARE_AGAIN,
+        )
+    return b"".join(checked_chunks(folder, file))
 
 
 def _rises(values: npt.NDArray[np.uint64]) -> bool:

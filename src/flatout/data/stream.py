@@ -37,7 +37,7 @@ from flatout.corpus.sources import HUB
 from flatout.data.limits import NONE_TAKEN, Choice, dropped_by_then, limits_of
 from flatout.data.pack import Progress, worker_count
 from flatout.data.part import BEGINS, ENDS, Part, PartHead, PartResult, Pieces, Recipe, copies_of, share_of
-from flatout.data.plan import PART_BYTES, STDIN, Inputs, Request, find_inputs, request_of, size_and_time
+from flatout.data.plan import CUTTING, PART_BYTES, STDIN, Inputs, Request, find_inputs, request_of, size_and_time
 from flatout.data.shards import HeldTokens
 from flatout.data.stream_parts import Lap, Position, parts_of_lap
 from flatout.data.threads import LoaderError
@@ -255,6 +255,8 @@ class TokenStream:
             "tokenizer": tokenizer.fingerprint,
             "inputs": self._stamps,
         }
+        if any(file.compression != "none" for file in self._inputs.files):
+            described["cutting"] = CUTTING
         return hashlib.sha256(canonical_json(described)).hexdigest()
 
 

@@ -22,6 +22,8 @@ characters.
 """
 
 import abc
+import base64
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -38,9 +40,12 @@ import numpy.typing as npt
 
 from flatout.config.sizes import learned_vocab
 from flatout.confined import Child, Exceeded, Limits
+from flatout.corpus.document import shown
 from flatout.corpus.shipped import GPT2_END_OF_TEXT, GPT2_RANKS_SHA256, gpt2_tokens
-from flatout.errors import DataError
-from flatout.files import parse_json
+from flatout.data.tokenizer_child import UNKNOWN
+from flatout.data.tokenizer_parts import is_plain
+from flatout.errors import CheckpointError, DataError
+from flatout.files import MOST_JSON, parse_json, read_bounded
 
 TokenizerKind = Literal["char", "bytes", "gpt2", "huggingface", "model", "ids"]
 UnknownPolicy = Literal["error", "drop", "replace"]
@@ -60,6 +65,10 @@ _SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _CUT_MARK, _END_MARK = "\x02", "\x03"
 
 _INTACT = "give a tokenizer.json that is intact"
+_LARGEST_VOCAB = 2**24  # as model.vocab
+# A confined tokenizer has this much processor time for a request, and a second more for so many characters.
+_SECONDS, _CHARACTERS_A_SECOND = 10.0, 50_000
+_ANOTHER_TEXT = "remove such text, or use another tokenizer"
 _SEGMENT = 2**18
 # How far beyond a segment to look for a good place to cut. A single word of both takes tiktoken 0.3 s and 80 MB.
 _STRETCH = 2**18
@@ -301,31 +310,54 @@ class Gpt2Tokenizer(Tokenizer):
 
 
 class _LibraryTokenizer(Tokenizer):
-    """What the `tokenizers` library reads from a `tokenizer.json`, made deterministic."""
+    """What the `tokenizers` library reads from a `tokenizer.json`, made deterministic.
 
-    def _open(self, content: dict[str, Any], **changes: None) -> dict[str, int]:
-        """Opens what `tokenizer.json` holds and returns its vocabulary; an unusable one is a `ValueError`."""
+    One whose cost on a text is not known (`tokenizer_parts`) encodes and decodes in a child process. Here the library
+    then opens its vocabulary alone. The post-processor is left out in any case: it only adds special tokens.
+    """
+
+    def _open(self, content: dict[str, Any], *, special: bool) -> dict[str, int]:
+        """Opens what `tokenizer.json` holds and returns its vocabulary; an unusable one is a `ValueError`.
+
+        `special`: text that spells a special token stays ordinary text.
+        """
         import tokenizers
 
         self._content = _deterministic(content)
+        used = {**self._content, "post_processor": None}
+        self._confined = None if is_plain(used) else _Confined(used, special=special)
+        if self._confined is not None:
+            used |= {"normalizer": None, "pre_tokenizer": None, "decoder": None}
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps({**self._content, **changes}))
+            with _panics():
+                self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(used))
         except Exception as error:  # the library raises nothing more particular
             raise ValueError(str(error)) from error
+        self._tokenizer.encode_special_tokens = special
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise ValueError("it has no tokens")
         # Ids may have gaps, so the largest one decides and not their number.
         self.vocab = max(ids.values()) + 1
+        if self.vocab > _LARGEST_VOCAB:
+            raise ValueError(f"its largest id is {self.vocab - 1:,}, and Flatout takes ids below {_LARGEST_VOCAB:,}")
         return ids
 
     def _library_ids(self, texts: Sequence[str]) -> list[Ids]:
-        # This call differs from plain `encode` in not working out which characters each token came from.
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, dtype=token_dtype(self.vocab)) for each in encoded]
+        dtype = token_dtype(self.vocab)
+        if self._confined is not None:
+            return [ids.astype(dtype) for ids, _ in self._confined.encode(texts, offsets=False)]
+        with _in_words(f"cannot encode one of {len(texts):,} texts"):
+            # This call differs from plain `encode` in not working out which characters each token came from.
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, dtype=dtype) for each in encoded]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        return self._tokenizer.decode(_checked_ids(ids, self.vocab).tolist(), skip_special_tokens=False)
+        numbers = _checked_ids(ids, self.vocab).tolist()
+        if self._confined is not None:
+            return self._confined.decode(numbers)
+        with _in_words("cannot decode its ids"):
+            return self._tokenizer.decode(numbers, skip_special_tokens=False)
 
 
 @final
@@ -335,9 +367,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     kind = "huggingface"
 
     def __init__(self, content: dict[str, Any]) -> None:
-        ids = self._open(content)
-        # False would turn text that spells a special token into that token.
-        self._tokenizer.encode_special_tokens = True
+        ids = self._open(content, special=True)
         self.end_of_text_name = next((name for name in END_OF_TEXT_NAMES if name in ids), None)
         self.end_of_text = None if self.end_of_text_name is None else ids[self.end_of_text_name]
         self._special = self._special_tokens(ids)
@@ -394,8 +424,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 class ModelTokenizer(_LibraryTokenizer):
     """The tokenizer of a Hugging Face model, for text that its chat template wrote.
 
-    Special tokens are parsed where the text spells them, and none is added: the post-processor, which would put a
-    second BOS in front, is left out. It would also move offsets away from white space, and masks go by offsets.
+    Special tokens are parsed where the text spells them, and none is added: the post-processor would put a second BOS
+    in front. It would also move offsets away from white space, and masks go by offsets.
     `special` holds the special tokens that the model's files name, such as `bos_token`; templates see them under these
     names. `begin` is the token that the model expects before a text that no template wrote, which is BOS, or None.
     """
@@ -403,8 +433,7 @@ class ModelTokenizer(_LibraryTokenizer):
     kind = "model"
 
     def __init__(self, content: dict[str, Any], special: dict[str, str], begin: str | None) -> None:
-        ids = self._open(content, post_processor=None)
-        self._tokenizer.encode_special_tokens = False
+        ids = self._open(content, special=False)
         named = {**special, "first token": begin} if begin is not None else special
         missing = [f"{name} {token!r}" for name, token in named.items() if token not in ids]
         if missing:
@@ -438,7 +467,10 @@ class ModelTokenizer(_LibraryTokenizer):
 
         Texts are well-formed already: characters are counted in them. The library works on many at once.
         """
-        return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        if self._confined is not None:
+            return [_Encoding(*found) for found in self._confined.encode(texts, offsets=True)]
+        with _in_words(f"cannot encode one of {len(texts):,} texts"):
+            return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
 
     def token_id(self, text: str) -> int | None:
         """The id of a token by its text."""
@@ -446,6 +478,77 @@ class ModelTokenizer(_LibraryTokenizer):
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "content": self._content, "special": self.special, "begin": self.begin}
+
+
+@final
+class _Confined:
+    """What the library does with a tokenizer.json in the child process, with limits that go by the text."""
+
+    def __init__(self, content: dict[str, Any], *, special: bool) -> None:
+        self._content, self._special = json.dumps(content), special
+        self._key = hashlib.sha256(f"{special} {self._content}".encode("ascii")).hexdigest()
+
+    def encode(self, texts: Sequence[str], *, offsets: bool) -> list[tuple[Ids, Ids]]:
+        """The ids of each text, and if asked for where the characters of each token begin and end."""
+        found: list[tuple[Ids, Ids]] = []
+        for group in groups(texts):
+            for answer in self._ask({"texts": group, "offsets": offsets}, sum(map(len, group))):
+                ids, *places = [np.frombuffer(base64.b64decode(part), np.uint32) for part in answer]
+                found.append((ids, places[0].reshape(-1, 2) if places else ids[:0]))
+        return found
+
+    def decode(self, ids: list[int]) -> str:
+        return self._ask({"ids": ids}, len(ids))
+
+    def _ask(self, request: dict[str, Any], size: int) -> Any:
+        seconds = _SECONDS + size / _CHARACTERS_A_SECOND
+        try:
+            answer = child().ask({"key": self._key, **request}, seconds=seconds)
+            if answer[0] == UNKNOWN:
+                opened = {"key": self._key, "open": self._content, "special": self._special}
+                answer = child().ask(opened)
+                if answer[0] == "done":
+                    answer = child().ask({"key": self._key, **request}, seconds=seconds)
+        except Exceeded as error:
+            # No DataError, which would drop this text and go on: the next one would take as long.
+            raise CheckpointError(
+                f"the tokenizer {error}, for {size:,} characters or tokens", "use another tokenizer, or another model"
+            ) from error
+        if answer[0] != "done":
+            raise DataError(f"the tokenizer refuses a text: {answer[1]:.300}", _ANOTHER_TEXT)
+        return answer[1]
+
+
+@final
+class _Encoding:
+    """The two things that the library's own class of this name is asked for."""
+
+    def __init__(self, ids: Ids, places: Ids) -> None:
+        self.ids, self._places = ids, places
+
+    def token_to_chars(self, token: int) -> tuple[int, int]:
+        begin, end = self._places[token].tolist()
+        return begin, end
+
+
+@contextlib.contextmanager
+def _panics() -> Iterator[None]:
+    """Panics of the library are no `Exception` in Python; here they become one."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    try:
+        with _panics():
+            yield
+    except Exception as error:  # the library raises nothing more particular
+        raise DataError(f"the tokenizer {what}: {error!s:.300}", _ANOTHER_TEXT) from error
 
 
 def _deterministic(content: dict[str, Any]) -> dict[str, Any]:
@@ -479,12 +582,13 @@ def load_tokenizer(spec: str, corpus: Callable[[], Iterable[str]] | None = None)
     if not os.path.isfile(path):  # which takes a name that is too long for one of no file
         raise DataError(f"there is no tokenizer {spec!r}", _tokenizer_hint(spec, path))
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(read_bounded(path))
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the tokenizer {spec!r}: {error}", _INTACT) from error
     if isinstance(content, dict) and "kind" in content and "model" not in content:
         return tokenizer_from_json(content)
     if isinstance(content, dict):
+        _check_no_code(path)
         try:
             try_out(content)
         except ValueError as error:
@@ -492,25 +596,55 @@ def load_tokenizer(spec: str, corpus: Callable[[], Iterable[str]] | None = None)
     return tokenizer_from_json({"kind": "huggingface", "content": content})
 
 
-def try_out(content: dict[str, Any]) -> None:
-    """Refuses a `tokenizer.json` of somebody else that is unusable, as a `ValueError`: the library ends the whole
-    process on some."""
+def _check_no_code(path: Path) -> None:
+    """Refuses a tokenizer.json beside a tokenizer_config.json that names code: without that code it may be another."""
+    config = path.with_name("tokenizer_config.json")
+    if path.name != "tokenizer.json" or not config.is_file():
+        return
     try:
-        wrong = child().ask({"content": json.dumps({**content, "truncation": None, "padding": None})})
+        values = parse_json(read_bounded(config))
+    except (OSError, ValueError):
+        return  # nothing else of it is read
+    if isinstance(values, dict) and values.get("auto_map"):
+        raise names_code(config, f"copy {path.name} to a folder of its own")
+
+
+def names_code(config: Path, otherwise: str) -> DataError:
+    """What is said of a tokenizer_config.json that names code."""
+    return DataError(
+        f"{shown(config)} names code of the tokenizer's own (auto_map), which Flatout never runs",
+        f"if tokenizer.json gives the same tokens, take auto_map out of the file, or {otherwise}",
+    )
+
+
+def try_out(content: dict[str, Any]) -> str | None:
+    """Refuses a `tokenizer.json` of somebody else that is unusable, as a `ValueError`: the library ends the whole
+    process on some. Returns the token that its post-processor puts before a text, if there is one."""
+    try:
+        written = json.dumps({**content, "truncation": None, "padding": None})
+        if len(written) > MOST_JSON:  # a dataset or a checkpoint with it could not be opened again
+            raise ValueError(f"it has {len(written):,} bytes with all escapes, and the limit is {MOST_JSON:,}")
+        told, value = child().ask({"try": written})
     except Exceeded as error:
         raise ValueError(f"it {error}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     finally:
         child().close()
-    if wrong is not None:
-        raise ValueError(wrong)
+    if told == "wrong":
+        raise ValueError(value)
+    return value
 
 
 @functools.cache
 def child() -> Child:
-    """The process that tries out tokenizers. A large one takes 1 s and half a gigabyte."""
-    return Child("flatout.data.tokenizer_child", ("tokenizers",), Limits(seconds=60, patience=300.0, memory=2**33))
+    """The process that runs tokenizers of others. A large one takes 1 s and half a gigabyte.
+
+    Output is in proportion to the text: a token takes 16 bytes with its place, and no part makes twelve tokens of a
+    byte without being a bomb.
+    """
+    limits = Limits(seconds=_SECONDS, patience=300.0, memory=3 * 2**29, output=2**20, output_times=256)
+    return Child("flatout.data.tokenizer_child", ("tokenizers",), limits)
 
 
 def tokenizer_from_json(description: Any) -> Tokenizer:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from flatout.data.tokenizer import END_OF_TEXT, Tokenizer, groups, word_segments
+from flatout.data.tokenizer_parts import GPT4_SPLIT
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.files import write_whole
 from flatout.folders import make_folders, remove_empty
@@ -31,12 +32,6 @@ from flatout.folders import make_folders, remove_empty
 Split = Literal["gpt2", "gpt4"]
 
 SMALLEST_VOCAB = 257
-# GPT-4's way to cut text: contractions in any case, words with the one character before them, digits in threes, and
-# line ends kept together, so that numbers and code fare better than with GPT-2's.
-GPT4_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 # The library takes 256 texts at a time out of a stream, so what is one text to it must be small.
 _SEGMENT = 2**16
 # Its time grows with the square of a word's length: a sequence of DNA, or one base64 line, would take minutes.

@@ -27,7 +27,16 @@ from flatout.engine.checkpoint_files import PLAIN, SLICED, save_files, sealed, u
 from flatout.engine.run_files import CHECKPOINT_FILES, JSON_FILES, MANIFEST, TENSOR_FILES, list_checkpoints
 from flatout.engine.slices import is_sliced, read_tensors, well_formed
 from flatout.errors import CheckpointError, DamagedError
-from flatout.files import CHECK_ACCESS, FULL, canonical_json, disk_errors, hash_file, write_new, write_whole
+from flatout.files import (
+    CHECK_ACCESS,
+    FULL,
+    canonical_json,
+    disk_errors,
+    hash_file,
+    read_bounded,
+    write_new,
+    write_whole,
+)
 from flatout.folders import retire, sweep
 from flatout.model.tensor_file import pieces_of
 
@@ -186,7 +195,7 @@ def read_verdict(checkpoint: Path) -> Verdict | None:
     if not (checkpoint / VERDICT).is_file():
         return None
     try:
-        content = unsealed((checkpoint / VERDICT).read_bytes())
+        content = unsealed(read_bounded(checkpoint / VERDICT))
         if content["manifest"] != hash_file(checkpoint / MANIFEST):
             return None
         return Verdict(loss=float(content["loss"]), progress=dict(content["progress"]))
@@ -284,7 +293,7 @@ def read_part(checkpoint: Path, name: str) -> dict[str, Any]:
     """The object in one of `JSON_FILES`. Its hash is right, so who wrote something else wrote no object."""
     path = checkpoint / f"{name}.json"
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_bounded(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}", CHECK_ACCESS) from error
     except (ValueError, RecursionError):
@@ -335,7 +344,7 @@ def newest_good(folder: Path) -> tuple[Path | None, list[Unusable]]:
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
-        manifest = unsealed(file.read_bytes())
+        manifest = unsealed(read_bounded(file))
     except FileNotFoundError as error:
         raise _damaged(file, "is missing") from error
     except OSError as error:

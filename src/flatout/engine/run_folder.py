@@ -55,6 +55,10 @@ def choose_folder(output: OutputConfig, resume: str | None) -> Path:
         return run_of(Path(resume))
     if output.folder is not None:
         folder = Path(output.folder)
+        if folder.resolve() == folder.resolve().parent:
+            raise UsageError(
+                f"output.folder={folder} is the root of a disk", "set output.folder to a folder of its own"
+            )
         if resume is None and holds_run(folder):
             raise UsageError(
                 f"{folder} already holds a run",

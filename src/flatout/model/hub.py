@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value, shorten
 from flatout.errors import CheckpointError
-from flatout.files import CHECK_ACCESS, parse_json
+from flatout.files import CHECK_ACCESS, parse_json, read_bounded
 from flatout.model.fields import FEATURES
 from flatout.model.fields_mixing import PATTERN, read_windows
 from flatout.model.hub_values import AGAIN, ANOTHER, SUPPORTED, HubValues
@@ -150,7 +150,7 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
     """The object in a JSON file of a model's folder."""
     refuse_link(path, path.parent)
     try:
-        values = parse_json(path.read_bytes())
+        values = parse_json(read_bounded(path))
     except OSError as error:
         hint = hint if isinstance(error, FileNotFoundError) else CHECK_ACCESS
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", hint) from error

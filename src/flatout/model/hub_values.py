@@ -23,6 +23,16 @@ SUPPORTED = tuple(DEFAULTS)
 ANOTHER = f"use a model of type {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
 AGAIN = "fetch the folder again"
 _MOST = 2**40  # of any number: beyond, torch cannot even say what it would need
+# As our own fields are bounded (config/model_section.py), under the names of either format. Checked as a key is read:
+# lists are made and products taken of these numbers before our fields are checked.
+_MOST_OF = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 1000),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 1024),
+    **dict.fromkeys(("hidden_size", "n_embd"), 2**16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "vocab_size"), 2**24),
+    "head_dim": 2**12,
+    "intermediate_size": 2**20,
+}
 
 
 class HubValues:
@@ -43,8 +53,10 @@ class HubValues:
         value = self.get(key, default)
         if value is None and key not in self.values:
             raise self.refuse(f"{key} is missing", AGAIN)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.refuse(f"{key} is {shorten(value)}, not a whole number of at least {least}", AGAIN)
+        if value > (most := _MOST_OF.get(key, _MOST)):
+            raise self.refuse(f"{key} is {shorten(value)}, and Flatout takes at most {most:,}", AGAIN)
         return value
 
     def whole_or_none(self, key: str) -> int | None:

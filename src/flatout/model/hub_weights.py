@@ -27,7 +27,7 @@ from torch import Tensor
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError
-from flatout.files import write_new
+from flatout.files import read_bounded, write_new
 from flatout.folders import sweep, whole_folder
 from flatout.model.execution import Execution
 from flatout.model.feature import Piece
@@ -288,7 +288,10 @@ def companions(folder: Path) -> dict[str, bytes]:
     paths = [path for pattern in COMPANIONS for path in sorted(folder.glob(pattern)) if path.is_file()]
     for path in paths:
         refuse_link(path, folder)
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    try:
+        return {path.relative_to(folder).as_posix(): read_bounded(path) for path in paths}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}", AGAIN) from error
 
 
 def _write_weights(model: GPT, folder: Path, dtype: torch.dtype) -> dict[str, dict[str, Any]]:

@@ -23,6 +23,7 @@ from flatout.files import (
     hash_file,
     leads_outside,
     parse_json,
+    read_bounded,
     sync_and_hash,
     sync_folder,
     write_new,
@@ -84,7 +85,7 @@ def read_seal(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         raise CheckpointError(f"{path} is not a plain file", f"delete {SEAL} to read the folder without its hashes")
     try:
-        raw = path.read_bytes()
+        raw = read_bounded(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}", CHECK_ACCESS) from error
     try:

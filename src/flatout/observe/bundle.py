@@ -1,7 +1,8 @@
 """A run as one archive for a bug report: what it was told, where it ran, what it said, and nothing of its data.
 
-Contract: text of the data never goes in: samples and previews of rows are replaced by their length or left out, and so
-are records that this version does not know. The home folder is written as `~`, other users' names in paths as (user).
+Contract: text of the data never goes in: samples, previews of rows and settings that hold text (`eval.sample_prompt`,
+`data.document_start`) are replaced by their length or left out, and so are records that this version does not know. The
+home folder is written as `~`, other users' names in paths as (user).
 What looks like a key or a password is replaced wherever it stands, and so is every value that a variable of the
 environment keeps secret by its name. No weights, no shards, no checkpoints. The same run and machine give the same
 bytes but for what the doctor measures.
@@ -34,9 +35,10 @@ _MARK = "A run of Flatout for a bug report."
 _LEFT_OUT = "(left out)"
 _MOST_FILES = 1000
 _SECRET = "(secret)"
-# What names of settings, of parameters in addresses and of variables have that hold a secret. Counts are `per_token`.
-_TELLING = r"[\w-]*(?:secret|passw|credential|(?:api|access|private|auth)[_-]?key)[\w-]*|(?:\w*[_-])?(?<!per_)token"
-_NAMED = rf"(?i)((?:{_TELLING}|authorization)[\"']?\s*[=:]\s*)(?!(?:null|none|true|false)\b)"
+# Settings that hold text of the data, or text for the model.
+_TEXTS = ("sample_prompt", "document_start")
+_TEXT_LINE = re.compile(rf"(?m)^( *)({'|'.join(_TEXTS)}): *(?!null *$)\S.*(?:\n+\1 +\S.*)*")
+# A pattern never tries a word again from each of its letters: a text may hold a million of them without a space.
 _SECRETS = tuple(
     (re.compile(pattern), instead)
     for pattern, instead in (
@@ -45,14 +47,15 @@ _SECRETS = tuple(
         (r"\b(hf_|gh[opsu]_|github_pat_|sk-|xox[abpr]-|glpat-|AKIA|ASIA|AIza)[A-Za-z0-9_-]{12,}", rf"\1{_SECRET}"),
         (r"\beyJ[\w-]{8,}(?:\.[\w-]+)*", _SECRET),
         (r"(?i)\b((?:bearer|authorization[\"']?\s*[=:]\s*[\"']?basic)\s+)[\w.~+/=-]{6,}", rf"\1{_SECRET}"),
-        # Logins in addresses, and what comes after the question mark.
-        (r"://[^/\s\"']+@", f"://{_SECRET}@"),
-        (r"(\b[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'?]+\?)[^\s\"']+", rf"\1{_SECRET}"),
-        (_NAMED + r"([\"'])(?:\\.|(?!\2).)+\2", rf"\1\2{_SECRET}\2"),
-        (_NAMED + r"(?!bearer\b|basic\b)(?:[^\s\"'\\,}&]|,(?!\s)){3,}", rf"\1{_SECRET}"),
+        (r"://[^/\s\"']+@", f"://{_SECRET}@"),  # logins in addresses
     )
 )
-_SECRET_NAME = re.compile(rf"(?i)(?:{_TELLING})")
+_WORD = re.compile(r"[^\s\"']+")
+_NAME = re.compile(r"(?<![\w-])([\w-]++)[\"']?\s*+[=:]\s*+(?!(?i:null|none|true|false)\b)")
+_VALUE = re.compile(
+    r"""(")(?:\\.|[^"\\\n])++"|(')(?:\\.|[^'\\\n])++'|(?!(?i:bearer|basic)\b)(?:[^\s"'\\,}&]|,(?!\s)){3,}+"""
+)
+_SECRET_PART = re.compile(r"(?i)secret|passw|credential|(?:api|access|private|auth)[_-]?key")
 _USERS = re.compile(r"((?:/home|/Users|[A-Za-z]:[/\\]+Users)[/\\]+)[^/\\\s\"':,]+")
 
 
@@ -80,6 +83,7 @@ def scrubbed(text: str, private: Private) -> str:
         text = text.replace(value, _SECRET)
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
+    text = _without_named(_WORD.sub(_without_query, text))
     end, place = r"(?=[/\\\"'\s:,]|$)", str(private.home)
     if len(place) >= 2:
         text = re.sub(re.escape(place) + end, "~", text)
@@ -88,12 +92,40 @@ def scrubbed(text: str, private: Private) -> str:
     return text if len(name) < 2 else re.sub(rf"(?<=[/\\]){re.escape(name)}{end}", "(user)", text)
 
 
+def _without_query(word: re.Match[str]) -> str:
+    """An address without what comes after its question mark."""
+    text = word[0]
+    begin = text.find("://") + 3
+    query = text.find("?", begin + 1) + 1 if begin > 3 else 0
+    return f"{text[:query]}{_SECRET}" if 0 < query < len(text) else text
+
+
+def _without_named(text: str) -> str:
+    """A text without the values of settings, parameters and variables whose names say that they hold a secret."""
+    parts, at = [], 0
+    for name in _NAME.finditer(text):
+        if name.start() < at or not _holds_secret(name[1]):
+            continue
+        if value := _VALUE.match(text, name.end()):
+            quote = value[1] or value[2] or ""
+            parts += [text[at : name.end()], quote, _SECRET, quote]
+            at = value.end()
+    return "".join([*parts, text[at:]])
+
+
+def _holds_secret(name: str) -> bool:
+    """By the name of a setting, a parameter or a variable. `per_token` is a count."""
+    lower = name.lower()
+    by_end = lower.endswith(("token", "authorization")) and not lower.endswith("per_token")
+    return by_end or _SECRET_PART.search(lower) is not None
+
+
 def bundle_files(
     folder: Path, private: Private, *, machine: Mapping[str, Any] | None, doctor: Sequence[Mapping[str, Any]]
 ) -> dict[str, str]:
     """The texts of an archive by name. `machine` and `doctor` are what the machine is and what the doctor found."""
     texts = {
-        CONFIG: scrubbed(_text(folder / CONFIG), private),
+        CONFIG: scrubbed(_TEXT_LINE.sub(rf"\1\2: {_LEFT_OUT}", _text(folder / CONFIG)), private),
         METRICS: _lines(_without_data(_text(folder / METRICS)), private),
         "files.txt": scrubbed(_list(folder), private),
     }
@@ -199,13 +231,14 @@ def _scrubbed_values(value: Any, private: Private) -> Any:
     if isinstance(value, str):
         return scrubbed(value, private)
     if isinstance(value, dict):
-        return {
-            key: _SECRET
-            if isinstance(item, str) and item and _SECRET_NAME.fullmatch(str(key))
-            else _scrubbed_values(item, private)
-            for key, item in value.items()
-        }
+        return {key: _scrubbed_item(str(key), item, private) for key, item in value.items()}
     return [_scrubbed_values(item, private) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _scrubbed_item(key: str, item: Any, private: Private) -> Any:
+    if isinstance(item, str) and item and key in _TEXTS:
+        return _LEFT_OUT
+    return _SECRET if isinstance(item, str) and item and _holds_secret(key) else _scrubbed_values(item, private)
 
 
 _TOLD = {

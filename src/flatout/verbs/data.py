@@ -183,7 +183,8 @@ def _inspect(parsed: argparse.Namespace) -> int:
     from flatout.records import record_to_json
 
     folder = Path(parsed.folder)
-    beside = folder.resolve().with_name(f"{folder.resolve().name}.png")
+    whole = folder.resolve()
+    beside = whole.parent / f"{whole.name or 'data'}.png"  # the root of a disk has no name
     picture = None if parsed.no_picture else Path(parsed.picture or os.path.relpath(beside))
     if picture is not None:
         picture_target(picture, "--picture", overwrite=parsed.overwrite)

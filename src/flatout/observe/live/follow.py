@@ -250,7 +250,8 @@ def record_of(row: dict[str, Any]) -> Record | None:
     """The record in a row of `read_metrics` or `RunHistory`; None if it is of an unknown kind or has no step."""
     name = row.get("type")
     kind = _KINDS.get(name) if isinstance(name, str) else None
-    if kind is None or not isinstance(row.get("step", 0 if kind is RunInfo else None), int):
+    step = row.get("step", 0 if kind is RunInfo else None)
+    if kind is None or not isinstance(step, int) or abs(step) > _MOST:
         return None
     return _fill(kind, row)
 
@@ -259,11 +260,13 @@ def _fill(kind: type, row: dict[str, Any]) -> Any:
     values = {}
     for name, (plain, hint, empty) in _fields(kind).items():
         value = row.get(name, _MISSING)
-        values[name] = value if type(value) is plain else _convert(hint, empty, value)
+        plainly = type(value) is plain and (plain is not int or abs(value) <= _MOST)
+        values[name] = value if plainly else _convert(hint, empty, value)
     return kind(**values)
 
 
 _MISSING: Any = object()
+_MOST = 2**63  # of whole numbers: JSON knows those of any length, with which Python cannot divide
 
 
 @functools.cache
@@ -292,8 +295,8 @@ def _convert(hint: Any, empty: Any, value: Any) -> Any:
         missing = {float: math.nan, int: 0, str: "", bool: False}.get(hint) if empty is None else empty
     if hint in (float, int) and type(value) in (float, int):
         try:
-            return hint(value)
-        except (OverflowError, ValueError):  # JSON knows whole numbers of any length, and NaN is none
+            return hint(value) if hint is float or abs(int(value)) <= _MOST else missing
+        except (OverflowError, ValueError):  # one that is too large to be a float, and NaN, which is no whole number
             return missing
     if hint is float:
         return NUMBERS.get(value, missing) if isinstance(value, str) else missing

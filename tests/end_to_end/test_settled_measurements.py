@@ -87,6 +87,34 @@ def test_verbs_measure_what_train_would_train(
         assert config.optim.head_rate in (0.003, 0.004), "the trial's"
 
 
+LIMITED = ("data.max_documents=1", "data.max_tokens=20000", "data.max_bytes=20000")
+MEASURING = ("bench --rungs sdpa", "tune", "tune lr", "tune search space.yaml", "estimate", "profile", "ablate")
+
+
+@pytest.mark.parametrize("limit", LIMITED)
+@pytest.mark.parametrize("verb", [*MEASURING, "train", "prepare", "plan", "doctor --quick"])
+def test_every_verb_takes_a_config_with_a_limit_on_its_text(
+    verb: str, limit: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is measured has passed every check of its settings when it opens its data."""
+    opened: list[RunConfig] = []
+
+    def refuse(config: RunConfig, *_: Any, **__: Any) -> Any:
+        opened.append(config)
+        raise UsageError("seen", "enough")
+
+    monkeypatch.setattr("flatout.engine.setup.open_data", refuse)
+    Path("space.yaml").write_text("optim.learning_rate: {choices: [0.003, 0.004]}\n", encoding="utf-8")
+    more = ["model.layers=1", "model.width=32", "model.heads=2", "train.batch_tokens=512", "train.epochs=null"]
+    code = main([*verb.split(), "shakespeare-char", *words, *more, "train.steps=10", limit])
+    said = capsys.readouterr()
+    assert "is set, but" not in said.out + said.err
+    if verb in (*MEASURING, "train"):
+        assert opened, said.err
+    else:
+        assert code == 0, said.err + said.out
+
+
 def test_doctor_and_plan_judge_what_train_would_train(
     words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -460,6 +460,17 @@ def test_prepare_counts_by_another_context(tiny_words, tmp_path):
     assert "as long as a window" not in plain
 
 
+@pytest.mark.parametrize(("limit", "kept"), [("max_documents=10", 10), ("max_bytes=95", 15), ("max_documents=99", 30)])
+def test_a_limited_prepare_counts_what_it_took(tmp_path, monkeypatch, limit, kept):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"text": "the ox"}\n{"text": ""}\n' * 30, encoding="utf-8")
+    shown = call(["prepare", "data.source=rows.jsonl", "data.tokenizer=bytes", f"data.{limit}"]).output
+    assert f"\nkept {kept} of {kept + 30} records from 1 files" in shown
+    assert f"of each source its beginning was taken, up to data.{limit}; the rest is left out and not counted" in shown
+    assert "\ndropped 30 empty\n" in shown, "and no row that lies past the limit"
+    assert "was not read" not in shown
+
+
 def test_prepare_reports_and_keeps(tiny_words):
     facts = json.loads(call(["prepare", *tiny_words, "--json"]).output)
     assert facts["train_tokens"] > 1000

@@ -87,7 +87,7 @@ def test_verbs_measure_what_train_would_train(
         assert config.optim.head_rate in (0.003, 0.004), "the trial's"
 
 
-LIMITED = ("data.max_documents=1", "data.max_tokens=20000", "data.max_bytes=20000")
+LIMITED = ("data.max_documents=1", "data.max_tokens=9000", "data.max_bytes=9000")
 MEASURING = ("bench --rungs sdpa", "tune", "tune lr", "tune search space.yaml", "estimate", "profile", "ablate")
 
 

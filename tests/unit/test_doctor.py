@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import statistics
 import types
 from collections.abc import Callable, Iterator
@@ -48,6 +49,7 @@ from flatout.diagnose.machine import merged
 from flatout.engine.length import steps_of
 from flatout.engine.run_files import CHECKPOINT_FILES
 from flatout.engine.trained import checkpoint_size
+from flatout.errors import DataError
 from flatout.model.count import flops_per_token
 from flatout.records import Feature
 
@@ -666,6 +668,26 @@ def looked_at(*words: str) -> tuple[DataFacts, dict[str, Finding]]:
 
     findings = {one.name: one for one in collected()}
     return facts[0], findings
+
+
+@pytest.mark.parametrize("limit", ["max_bytes=60", "max_tokens=60", "max_tokens=10"])
+@pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_limit_is_judged_as_preparing_judges_it(here: Path, name: str, tokenizer: str, limit: str):
+    text = "the fox jumps over the lazy dog and goes to bed\n" * 2
+    (here / "a.txt").write_text(text, encoding="utf-8")
+    (here / "a.jsonl").write_text((json.dumps({"text": text}) + "\n") * 4, encoding="utf-8")
+    config = load_config(PRESET, [f"data.source={name}", f"data.tokenizer={tokenizer}", f"data.{limit}"]).config
+    refused = None
+    try:
+        prepare_data(config.data)
+        shutil.rmtree(here / "data")
+    except DataError as error:
+        refused = error.message
+    fits = (tokenizer, limit) == ("gpt2", "max_tokens=60")
+    assert (refused is None) == (name == "a.txt" or fits)
+    _, found = looked_at(*(f"data.{word}" for word in (f"source={name}", f"tokenizer={tokenizer}", limit)))
+    assert (found["limit"].found if "limit" in found else None) == refused
 
 
 def test_what_text_will_become_is_reckoned_from_its_beginning(here: Path):

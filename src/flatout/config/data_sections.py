@@ -46,9 +46,9 @@ class DataConfig(Section):
     max_documents: Positive | None = None
     """Take at most this many documents of each source, the first ones; null takes all."""
     max_tokens: Positive | None = None
-    """Take whole documents of each source up to this many tokens; null takes all."""
+    """Take the first documents of each source up to this many tokens, cutting plain text there; null takes all."""
     max_bytes: Positive | None = None
-    """Take whole documents of each source up to this many bytes of text; null takes all."""
+    """Take the first documents of each source up to this many bytes, cutting plain text there; null takes all."""
     split: Literal["contiguous", "document"] = "contiguous"
     """Take validation from the end of the text, or choose whole documents by hash."""
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1

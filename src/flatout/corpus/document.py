@@ -51,6 +51,7 @@ class Document:
     """One text and where in its file it stands: `line 12`, `row 3`, `byte 1048576`, or nothing for a whole file.
 
     `replaced` counts the U+FFFD that stand for invalid bytes. `rejected` names the rule that drops the document.
+    `divisible`: it is a stretch of plain text without documents of its own, which a limit may cut at any character.
     """
 
     text: str
@@ -60,6 +61,7 @@ class Document:
     ends: bool = True
     replaced: int = 0
     rejected: str | None = None
+    divisible: bool = False
 
 
 @dataclass(frozen=True)

@@ -215,13 +215,21 @@ def _read_text(slice: Slice, options: ReadOptions, watch: Watch | None) -> Resul
                 signature = piece.offset == 0 and piece.raw.startswith(codecs.BOM_UTF8)
                 first = len(codecs.BOM_UTF8) if signature else 0
                 del piece.raw[:first]
-                yield from _decoded(piece, file, options, place, "byte {}", piece.offset + first)
+                at = piece.offset + first
+                yield from _decoded(piece, file, options, place, "byte {}", at, divisible=mark is None)
         if stream.problem is not None:
             yield replace(stream.problem, records=lost)
 
 
 def _decoded(
-    piece: streams.Piece, file: InputFile, options: ReadOptions, place: str, place_of_byte: str, first: int
+    piece: streams.Piece,
+    file: InputFile,
+    options: ReadOptions,
+    place: str,
+    place_of_byte: str,
+    first: int,
+    *,
+    divisible: bool = False,
 ) -> Results:
     """The document of a piece; `place_of_byte` has a gap for a byte's number, which for the first is `first`."""
     whole = piece.begins and piece.ends
@@ -234,7 +242,7 @@ def _decoded(
             place = place_of_byte.format(first + error.start)
             yield Problem(file.name, place, "not-utf8", bad_byte(error), records=1 if whole else 0)
     else:
-        yield Document(text, place, None, piece.begins, piece.ends, replaced)
+        yield Document(text, place, None, piece.begins, piece.ends, replaced, divisible=divisible)
 
 
 # Records on lines.

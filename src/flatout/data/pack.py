@@ -28,6 +28,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -35,11 +36,21 @@ import flatout
 from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Document, shown
 from flatout.data.journal import Journal, PassingError, clear, foreign_in
-from flatout.data.limits import Tally, limits_of
+from flatout.data.limits import Count, Tally, limits_of
 from flatout.data.manifest import FILE_NAME, MANIFEST, REPORT, Manifest, read_manifest
 from flatout.data.merge import Finished, merge_parts
 from flatout.data.part import Part, PartHead, Recipe
-from flatout.data.plan import PART_BYTES, STDIN_NAME, Done, Request, check_free, documents_of, find_inputs, parts_of
+from flatout.data.plan import (
+    PART_BYTES,
+    STDIN_NAME,
+    Done,
+    Request,
+    check_free,
+    documents_of,
+    find_inputs,
+    find_part,
+    parts_of,
+)
 from flatout.data.tokenizer import (
     CharTokenizer,
     HuggingFaceTokenizer,
@@ -222,7 +233,17 @@ class _Packer:
         """
         parts = first
         given = (None, "") if source is None else (self._request.limits(source), self._request.sources[source].path)
-        tally = Tally(*given, first)
+
+        def trim(number: int, count: int, after: Count) -> Count:
+            limits, options = given[0], recipe.options
+            assert limits is not None, "only a limit ends a source"
+            assert source is not None, "limits are counted by source"
+            part = partial(find_part, self._inputs, options, number, source, first)
+            result, after = limits.trimmed(journal.read(number), count, after, recipe, part)
+            journal.write(number, result)
+            return after
+
+        tally = Tally(*given, first, trim)
 
         def missing() -> Iterator[Part]:
             nonlocal parts
@@ -233,14 +254,14 @@ class _Packer:
                 else:
                     self._tell_of(journal.head(part))
                     if source is not None:
-                        tally.add(part, journal.read(part, tokens=False, signatures=False).pieces)
+                        tally.add(part, journal.read(part, tokens=False, signatures=False))
                 if tally.full:
                     return
 
         for part, result in engine.run("tokens", recipe, missing()):
             journal.write(part.number, result)
             self._tell_of(result.head)
-            tally.add(part.number, result.pieces)
+            tally.add(part.number, result)
         return tally.parts if tally.full else parts
 
     def _tell_of(self, head: PartHead) -> None:

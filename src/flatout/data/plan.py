@@ -16,8 +16,8 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -265,13 +265,16 @@ def _batches(file: InputFile, options: ReadOptions) -> Iterator[tuple[tuple[Docu
     yield tuple(batch), max(file.bytes - told, 0), 1
 
 
-def documents_of(request: Request, inputs: Inputs) -> Iterator[Document | Problem]:
+def documents_of(
+    request: Request, inputs: Inputs, sources: Iterable[int] | None = None
+) -> Iterator[Document | Problem]:
     """Every document that is kept, up to the limits of its source, and every problem on the way, one by one.
 
-    For what there is no tokenizer yet: tokens are counted as characters.
+    For what there is no tokenizer yet: tokens are counted as characters, so a first document that has too many of them
+    may still be taken. `sources` asks for those of some sources alone.
     """
     recipe = Recipe(request.options, request.rules)
-    for source in range(len(request.sources)):
+    for source in range(len(request.sources)) if sources is None else sources:
         limits, count, rejected = request.limits(source), NONE_TAKEN, False
         parts = parts_of(inputs, request.options, Done(), source=source)
         for item in (item for part in parts if isinstance(part, Part) for _, item in judged(recipe, part)):
@@ -282,11 +285,16 @@ def documents_of(request: Request, inputs: Inputs) -> Iterator[Document | Proble
             if rejected or not item.text:
                 continue
             size = len(item.text.encode("utf-8", "surrogatepass"))
-            count = (count[0] + item.begins, count[1] + len(item.text), count[2] + size)
-            if limits is not None and limits.exceeded(count):
-                limits.check((count[0] - item.begins, 0, 0), True, request.sources[source].path)
-                break
-            yield item
+            before, count = count, (count[0] + item.begins, count[1] + len(item.text) + item.ends, count[2] + size)
+            if limits is None or not limits.exceeded(count):
+                yield item
+                continue
+            if item.divisible or not (item.begins and item.ends):
+                yield replace(item, text=limits.first_characters(item.text, before))
+            elif not before[0]:
+                limits.check(before, limits.exceeded((1, 0, size)), request.sources[source].path)
+                yield item
+            break
 
 
 def find_part(inputs: Inputs, options: tuple[ReadOptions, ...], number: int, source: int, first: int) -> Part:

@@ -10,8 +10,7 @@ blocks and parts, except that validation text is held. A `Position`, which is pl
 Input that cannot be used is left out and told. A source without training text is an error, not an endless loop.
 
 Trap: a document of more than 16 MiB comes in pieces, and there is no room to wait for its last one. Each piece goes to
-training or validation by its own hash, and a rule that rejects a later piece, or a limit, drops the document from there
-on.
+training or validation by its own hash, and a rule that rejects a later piece drops the document from there on.
 
 Trap: a shuffle within blocks does not mix a source that is sorted, by topic or language. Prepare such a source instead.
 """
@@ -24,6 +23,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -168,7 +168,6 @@ class TokenStream:
                 for place, result in results:
                     pieces, lap = result.pieces, self._val_laps[place.lap]
                     dropped, rejected = dropped_by_then(pieces, tail.rejected and place.lap == tail.lap)
-                    dropped |= ~lap.taken(pieces, dropped, place)
                     chosen = self._in_val(pieces) & ~dropped & (copies_of(lap.weight, pieces["low"]) > 0)
                     ids, joins = self._chosen(result, chosen, tail.joins)
                     tail = replace(place, joins=joins, rejected=rejected)
@@ -193,12 +192,16 @@ class TokenStream:
                     continue
                 if place.lap != lap:
                     lap, rejected, taken = place.lap, False, NONE_TAKEN
-                yield replace(place, taken=taken), result
+                place = replace(place, taken=taken)
                 if (limits := laps[lap].limits) is not None:
                     dropped, rejected = dropped_by_then(result.pieces, rejected)
-                    _, taken, ended = limits.within(result.pieces, dropped, taken)
+                    count, taken, ended = limits.within(result.pieces, dropped, taken)
+                    if count < len(result.pieces):
+                        part = partial(self._part_at, place, laps)
+                        result, taken = limits.trimmed(result, count, taken, self._recipe, part)
                     limits.check(taken, ended, laps[lap].files[0].path)
                     full |= {lap} if ended else set()
+                yield place, result
         except ResourceError as error:
             hint = "if the machine ran out of memory, free some; go on with --resume auto"
             gone = isinstance(error, WorkerGoneError)  # again: the first one is replaced
@@ -216,11 +219,14 @@ class TokenStream:
                     break
                 yield replace(place, lap=number), part
 
+    def _part_at(self, place: Position, laps: Sequence[Lap]) -> Part:
+        return next(self.parts(place, laps))[1]
+
     def train_ids(self, position: Position, result: PartResult) -> tuple[Ids, bool, bool]:
         """The training tokens of the part at `position`, and `joins` and `rejected` for the part after it."""
         lap, pieces = self.laps[position.lap], result.pieces
         dropped, rejected = dropped_by_then(pieces, position.rejected)
-        chosen = ~dropped & lap.taken(pieces, dropped, position) & (copies_of(lap.weight, pieces["low"]) > lap.copy)
+        chosen = ~dropped & (copies_of(lap.weight, pieces["low"]) > lap.copy)
         if self._val_fraction is not None:
             chosen &= ~self._in_val(pieces)
         ids, joins = self._chosen(result, chosen, position.joins)

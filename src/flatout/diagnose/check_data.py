@@ -20,9 +20,9 @@ from flatout.corpus.document import Document, Problem, Slice
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import slices_of, told_by_type
 from flatout.data.inspect import read_report
-from flatout.data.limits import LIMITS
+from flatout.data.limits import LIMITS, NONE_TAKEN
 from flatout.data.part import Part, Recipe, characters_of_part
-from flatout.data.plan import STDIN, Done, Inputs, Request, find_inputs, parts_of, request_of
+from flatout.data.plan import STDIN, Done, Inputs, Request, documents_of, find_inputs, parts_of, request_of
 from flatout.data.prepare import data_folder, has_dataset, lies_inside, prepare_data
 from flatout.data.shards import Dataset, open_dataset
 from flatout.data.tokenizer import (
@@ -174,6 +174,11 @@ def _unprepared(config: RunConfig, folder: Path, machine: Machine, *, quick: boo
     sample = yield from _sampled(request, inputs, quick=quick)
     if sample is None:
         return facts
+    try:
+        _check_limits(request, inputs, tokenizer)
+    except UserError as error:
+        yield finding_of(error, "data", "limit")
+        return facts
     if config.data.tokenizer == "char":
         facts = dataclasses.replace(facts, vocab=_characters(request, inputs, quick=quick))
     learned = learned_vocab(config.data.tokenizer)
@@ -182,6 +187,21 @@ def _unprepared(config: RunConfig, folder: Path, machine: Machine, *, quick: boo
         all_read = sample.whole and sample.piece.end is None and len(inputs.files) == 1
         facts = dataclasses.replace(facts, vocab=tokenizer.vocab if all_read else learned)
     return _extrapolated(config, inputs, sample, tokenizer, facts)
+
+
+def _check_limits(request: Request, inputs: Inputs, tokenizer: Tokenizer | None) -> None:
+    """Raises the error that preparing would raise where the first document of a source is larger than a limit."""
+    for number, source in enumerate(request.sources):
+        limits = request.limits(number)
+        if limits is None or any(file.format == "hub" for file in inputs.files if file.source == number):
+            continue
+        documents = (item for item in documents_of(request, inputs, [number]) if isinstance(item, Document))
+        first = next(documents, None)
+        if first is None or first.divisible or learned_vocab(request.data.tokenizer) is not None:
+            continue
+        tokens = len(first.text) if tokenizer is None else len(tokenizer.encode(first.text))
+        ending = tokenizer is None or tokenizer.end_of_text is not None
+        limits.check(NONE_TAKEN, limits.exceeded((1, tokens + ending, 0)), source.path)
 
 
 def _tokenizer(config: RunConfig) -> Generator[Finding, None, Tokenizer | None]:

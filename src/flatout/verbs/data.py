@@ -111,12 +111,14 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
     if report is not None:
         kept = sum(report["kept"].values())
         rate = f", {report['input_bytes'] / 1e6:,.1f} MB in {seconds:.1f} s" if seconds is not None else ""
-        yield f"kept {kept:,} of {report['records']:,} records from {report['files']:,} files{rate}"
+        dropped = dict(report["dropped"])
+        read = report["records"] - dropped.pop("limit", 0)  # counted as dropped in older datasets
+        yield f"kept {kept:,} of {read:,} records from {report['files']:,} files{rate}"
         if facts["limits"]:
             told = " and ".join(f"data.{name}={value}" for name, value in facts["limits"].items())
-            yield f"of each source whole documents were taken up to {told}; what comes after them was not read"
-        if report["dropped"]:
-            reasons = sorted(report["dropped"].items(), key=lambda pair: (-pair[1], pair[0]))
+            yield f"of each source its beginning was taken, up to {told}; the rest is left out and not counted"
+        if dropped:
+            reasons = sorted(dropped.items(), key=lambda pair: (-pair[1], pair[0]))
             yield "dropped " + ", ".join(f"{count:,} {reason}" for reason, count in reasons)
         if report["replaced_characters"]:
             yield f"replaced {report['replaced_characters']:,} invalid byte sequences by U+FFFD"

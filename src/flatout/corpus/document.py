@@ -82,6 +82,7 @@ class Problem:
     kind: ProblemKind
     message: str
     records: int
+    instead: str = ""  # the field that seems to hold the text, where it is not in the one that was asked for
 
     @property
     def told(self) -> str:
@@ -97,7 +98,7 @@ Results = Iterator[Document | Problem]
 class ReadOptions:
     """What readers need to know beside the file; the words are those of the config's `data` section."""
 
-    field: str = "text"
+    fields: tuple[str, ...] = ("text",)
     document_start: str | None = None
     invalid_utf8: InvalidUtf8 = "strict"
 

@@ -130,7 +130,7 @@ def _problem_from(line: bytes) -> dict[str, Any]:
     records = problem["records"]
     if not all(isinstance(text, str) for text in texts.values()) or type(records) is not int:
         raise ValueError("it does not have the fields of a problem")
-    return {**texts, "records": records}
+    return {**texts, "records": records, "instead": str(problem.get("instead", ""))}
 
 
 def _count_tokens(shards: TokenShards, counts: Counts) -> None:

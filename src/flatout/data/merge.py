@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.corpus.near import SLOTS, near_duplicates
+from flatout.data.causes import causes_of, mend_of
 from flatout.data.journal import SIGNATURES, Journal
 from flatout.data.manifest import (
     MANIFEST,
@@ -359,13 +360,11 @@ def _empty_hint(request: Request) -> str:
 
 def _nothing_left(decisions: Decisions, inputs: Inputs) -> DataError:
     records = sum(head.records for head in decisions.heads)
-    problems = [problem for head in decisions.heads for problem in head.problems] + list(inputs.problems)
-    if problems:
-        more = f" (and {len(problems) - 1:,} more)" if len(problems) > 1 else ""
-        return DataError(
-            f"nothing could be read: {problems[0].told}{more}",
-            "mend the input, or set data.field, data.format or data.invalid_utf8",
-        )
+    causes = causes_of([*(problem for head in decisions.heads for problem in head.problems), *inputs.problems])
+    if causes:
+        damaged = sum(cause.records for cause in causes)
+        lost = f", none of {records:,} records" if damaged == records > 1 else ""
+        return DataError(f"nothing could be read{lost}: {causes[0].told}", mend_of(causes))
     why = ", ".join(f"{count:,} {reason}" for reason, count in decisions.dropped.most_common(4)) or "no records at all"
     return DataError(
         f"the source holds no text that is kept: of {records:,} records, {why}",

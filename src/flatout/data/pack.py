@@ -150,8 +150,8 @@ class _Packer:
         self._inputs = inputs = find_inputs(request, work)
         settings = request.settings(inputs.bytes, inputs.digest())
         self._told = PrepareProgress("reading", 0, len(inputs.files), 0, inputs.bytes, 0, 0, 0)
-        if self._progress is not None and inputs.passed_over:
-            self._progress(replace(self._told, notice=inputs.passed_over_told))
+        if self._progress is not None and inputs.told:
+            self._progress(replace(self._told, notice=inputs.told))
         count = worker_count(inputs.bytes) if self._workers is None else min(self._workers, inputs.most_parts)
         stamps = inputs.stamps()
         with open_engine(self._engine, count) as engine:

@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from flatout.config.sizes import learned_vocab
 from flatout.corpus.clean import CleanRules, load_rules
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice, shown
 from flatout.corpus.readers import read_slice
-from flatout.corpus.sources import Found, find_files, slices_of
+from flatout.corpus.sources import Found, find_files, slices_of, unread_text
 from flatout.corpus.streams import PIECE
 from flatout.data.limits import LIMITS, NONE_TAKEN, Limits, limits_of
 from flatout.data.part import Part, Recipe, judged
@@ -75,9 +75,14 @@ class Request:
     def options(self) -> tuple[ReadOptions, ...]:
         """How each source is read."""
         data = self.data
+        fields = [source.field or data.field for source in self.sources]
         return tuple(
-            ReadOptions(source.field or data.field, source.document_start or data.document_start, data.invalid_utf8)
-            for source in self.sources
+            ReadOptions(
+                (names,) if isinstance(names, str) else tuple(names),
+                source.document_start or data.document_start,
+                data.invalid_utf8,
+            )
+            for names, source in zip(fields, self.sources, strict=True)
         )
 
     @property
@@ -154,7 +159,7 @@ def find_inputs(request: Request, work: Path) -> Inputs:
         found = find_files(source.path, format=form, number=number)
         if found.mostly_unknown:
             raise DataError(
-                f"most of the folder {shown(source.path)} would be passed over, which has {found.passed_over_told}",
+                f"most of the folder {shown(source.path)} would be passed over, which has {found.told}",
                 "set data.format=text to read every file as text, whatever its name (source code is text too), or set "
                 "data.source to the files that you want",
             )
@@ -162,6 +167,18 @@ def find_inputs(request: Request, work: Path) -> Inputs:
         problems += found.problems
         passed_over.update(found.passed_over)
     return Inputs(tuple(files), tuple(problems), dict(passed_over))
+
+
+def how_to_read(source: object, passed_over: Mapping[str, int]) -> str:
+    """How to read the files with text among those that were passed over as well; nothing where there are none."""
+    types = unread_text(passed_over)
+    if not types or not isinstance(source, str):
+        return ""
+    named = " and ".join([", ".join(types[:3]), *(["others"] if len(types) > 3 else [])])
+    return (
+        f"among these, {named} may hold text; to read such a file too, name it: "
+        f"'data.source=[{source}, {{path: {Path(source) / 'FILE'}, format: text}}]'"
+    )
 
 
 class Done:

@@ -6,11 +6,14 @@ No torch here: `flatout prepare` and its workers must not pay for it.
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 
 from flatout.config.catalogue import source_name
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.config.sizes import learned_vocab
+from flatout.corpus.document import Problem
+from flatout.data.causes import Cause, causes_of, mend_of
 from flatout.data.inspect import read_problems, read_report
 from flatout.data.limits import LIMITS
 from flatout.data.manifest import MANIFEST, PROBLEMS, Manifest, read_manifest
@@ -104,20 +107,24 @@ def check_complete(folder: Path) -> None:
     """Raise an error where some of the input could not be used. The dataset is there all the same, and usable."""
     report = read_report(folder)
     if report is not None and report["problem_count"]:
-        first = read_problems(folder, 1)[0]
-        place = f", {first['place']}" if first["place"] else ""
-        more = f", and {report['problem_count'] - 1:,} more" if report["problem_count"] > 1 else ""
-        mend = "set data.field to where the text is" if first["kind"] == "field" else "mend the input"
+        causes = read_causes(folder)
         lost = (
             f"{report['damaged']:,} of {report['records']:,} records could not be used"
             if report["damaged"]
             else f"the input has {report['problem_count']:,} problems, by which no whole record is known to be lost"
         )
+        field = read_manifest(folder).settings.get("field", "text")
+        mend = mend_of(causes, [field] if isinstance(field, str) else field)
         raise DataError(
-            f"{lost}: {first['file']}{place}: {first['message']}{more}",
-            f"all are listed in {folder / PROBLEMS}; {mend} and prepare with --overwrite, "
-            f"or go on with the rest, which is prepared",
+            f"{lost}: {causes[0].told}",
+            f"to use them, prepare again with --overwrite: {mend}; or go on with the rest, which is prepared (every "
+            f"problem is listed in {folder / PROBLEMS})",
         )
+
+
+def read_causes(folder: Path) -> list[Cause]:
+    """Why records of a dataset's input could not be used, the cause with the most records first."""
+    return causes_of(Problem(**problem) for problem in read_problems(folder, sys.maxsize))
 
 
 def _check_settings(data: DataConfig, clean: CleanConfig | None, folder: Path) -> None:

@@ -34,6 +34,7 @@ from flatout.config.schema import CleanConfig, DataConfig
 from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Problem
 from flatout.corpus.sources import HUB
+from flatout.data.causes import causes_of, mend_of
 from flatout.data.limits import NONE_TAKEN, Choice, dropped_by_then, limits_of
 from flatout.data.pack import Progress, worker_count
 from flatout.data.part import BEGINS, ENDS, Part, PartHead, PartResult, Pieces, Recipe, copies_of, share_of
@@ -96,7 +97,7 @@ def open_stream(
     stream = TokenStream(request, inputs, tokenizer, workers)
     found = stream.validation(VAL_TOKENS if val_tokens is None else val_tokens, progress)
     held = found.finish(request, stream.folder)
-    notices = [inputs.passed_over_told] if inputs.passed_over else []
+    notices = [inputs.told] if inputs.told else []
     notices += _all_notices(stream.problems, len(stream.problems))
     if data.val_source is not None:  # else they are met again, and told, in training
         notices += _all_notices(found.seen.problems, found.read.problems)
@@ -415,7 +416,7 @@ class _Validation:
             own, problems = request.data.val_source, self.seen.problems
             hint = "set data.val_source to a text with more in it"
             if problems and problems[0].kind == "field":
-                hint = "set data.field to where the text is"
+                hint = mend_of(causes_of(problems))
             elif own is None:
                 hint += ", data.val_fraction higher, or data.document_start where a file holds many documents"
                 hint += "" if limits_of(request.data) is None else ", or a higher limit on documents, tokens or bytes"
@@ -428,7 +429,7 @@ class _Validation:
 def _notices_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
     """What to say of problems when there have been some before: the first few in full, then how many there are."""
     after = before + len(problems)
-    told = [f"left out: {problem.told}" for problem in problems[: max(0, TOLD_PROBLEMS - before)]]
+    told = [f"left out: {cause.told}" for cause in causes_of(problems)[: max(0, TOLD_PROBLEMS - before)]]
     counts = (10**power for power in range(1, len(str(after))) if 10**power > before)
     told += [f"{n:,} problems in the source so far; the latest: {problems[n - before - 1].told}" for n in counts]
     return tuple(told)
@@ -436,8 +437,9 @@ def _notices_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
 
 def _all_notices(problems: Sequence[Problem], count: int) -> tuple[str, ...]:
     """What to say of problems that are all there are; `count` may be more than are given."""
-    told = tuple(f"left out: {problem.told}" for problem in problems[:TOLD_PROBLEMS])
-    return told if count <= len(told) else (*told, f"{count - len(told):,} more problems in the source")
+    causes = causes_of(problems[:TOLD_PROBLEMS])
+    told, listed = tuple(f"left out: {cause.told}" for cause in causes), sum(cause.count for cause in causes)
+    return told if count <= listed else (*told, f"{count - listed:,} more problems in the source")
 
 
 def epoch_notices(ended: int, tokens: int) -> tuple[str, ...]:

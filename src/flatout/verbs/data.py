@@ -75,10 +75,11 @@ def prepare(words: list[str]) -> int:
 def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | None) -> dict[str, Any]:
     from flatout.data.inspect import read_report, tokens_in_long_documents
     from flatout.data.limits import LIMITS
+    from flatout.data.plan import how_to_read
     from flatout.data.sampler import remainder, window_count
     from flatout.data.shards import open_dataset
 
-    dataset = open_dataset(folder, verify=verify)
+    dataset, report = open_dataset(folder, verify=verify), read_report(folder)
     context = asked or config.model.context
     stride = config.data.stride or context
     windows = window_count(dataset.train.tokens, context, stride)
@@ -96,7 +97,8 @@ def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | Non
         "windows": windows,
         "remainder": remainder(dataset.train.tokens, context, stride) if windows else None,
         "long_documents": None if asked is None else tokens_in_long_documents(dataset.train, context),
-        "report": read_report(folder),
+        "report": report,
+        "how_to_read": "" if report is None else how_to_read(config.data.source, report["passed_over"]),
         "limits": {name: value for name in LIMITS if (value := dataset.manifest.settings.get(name)) is not None},
     }
 
@@ -124,7 +126,9 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
             yield f"replaced {report['replaced_characters']:,} invalid byte sequences by U+FFFD"
         if report["passed_over"]:
             others = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(report["passed_over"].items()))
-            yield f"passed over files of other types: {others}"
+            yield f"passed over: {others}"
+            if facts["how_to_read"]:
+                yield facts["how_to_read"]
     if facts["packing"] == "best_fit":
         yield f"windows of {facts['context']:,} tokens are fitted to whole documents when training starts"
     elif facts["remainder"] is not None:
@@ -146,16 +150,15 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
 def _tell_problems(folder: Path, report: dict[str, Any] | None) -> int:
     if report is None or not report["problem_count"]:
         return 0
-    from flatout.data.inspect import read_problems
-    from flatout.data.prepare import check_complete
+    from flatout.data.prepare import check_complete, read_causes
     from flatout.words import one_line
 
-    problems = read_problems(folder, _MOST_LISTED)
-    for problem in problems:
-        place = f", {problem['place']}" if problem["place"] else ""
-        print(one_line(f"problem: {problem['file']}{place}: {problem['message']}"), file=sys.stderr)
-    if report["problem_count"] > len(problems):
-        print(f"problem: ... and {report['problem_count'] - len(problems):,} more", file=sys.stderr)
+    causes = read_causes(folder)
+    for cause in causes[:_MOST_LISTED]:
+        print(one_line(f"problem: {cause.told}"), file=sys.stderr)
+    if rest := causes[_MOST_LISTED:]:
+        files, records = len({cause.first.file for cause in rest}), sum(cause.records for cause in rest)
+        print(f"problem: ... and {records:,} more records of {files:,} files", file=sys.stderr)
     check_complete(folder)
     return 0
 
@@ -274,6 +277,7 @@ def _report_tokenizers(config: "RunConfig", parsed: argparse.Namespace) -> int:
 def _texts(config: "RunConfig") -> Iterator[str]:
     """The texts of the config's source that its clean section keeps; what cannot be read is told on stderr."""
     from flatout.corpus.document import Problem
+    from flatout.data.causes import causes_of, mend_of
     from flatout.data.plan import documents_of, find_inputs, request_of
 
     request = request_of(config.data, config.clean)
@@ -289,10 +293,10 @@ def _texts(config: "RunConfig") -> Iterator[str]:
         else:
             yield item.text
     if problems:
-        first = problems[0]
+        causes, field = causes_of(problems), config.data.field
         raise DataError(
-            f"{len(problems):,} places of the source could not be read: {first.file} {first.place}: {first.message}",
-            "`flatout prepare` lists them all; mend them, or take them out of the source",
+            f"{sum(cause.records for cause in causes):,} records of the source could not be read: {causes[0].told}",
+            f"{mend_of(causes, [field] if isinstance(field, str) else field)}; `flatout prepare` lists them all",
         )
 
 

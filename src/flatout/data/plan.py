@@ -41,7 +41,7 @@ _MOST_SLICES = 4096
 _MOST_HASHED = 2**26
 _MOST_DOCUMENTS = 50_000
 # What of the `data` section decides the result of preparing; the tokenizer is in the manifest under its fingerprint.
-_DECISIVE = (
+DECISIVE = (
     "source",
     "val_source",
     "format",
@@ -99,7 +99,7 @@ class Request:
         """What the manifest keeps of the request and of what it found."""
         data = self.data.model_dump(mode="json")
         limits = {name: data[name] for name in LIMITS if data[name] is not None}
-        chosen = {name: data[name] for name in _DECISIVE} | limits
+        chosen = {name: data[name] for name in DECISIVE} | limits
         if learned_vocab(self.data.tokenizer) is not None:  # which its fingerprint does not tell
             chosen["tokenizer"] = self.data.tokenizer
         return {**chosen, "clean": self.rules.to_json(), "source_bytes": source_bytes, "source_sha256": source_sha256}

@@ -47,12 +47,16 @@ def prepare(words: list[str]) -> int:
     )
     parser.flag("--json", "print the result as JSON")
     parsed = parser.parse_words(words)
-    config = load_pretraining(parsed, "prepare").config
-    from flatout.data.prepare import prepare_data, refuse_second_pipe
+    loaded = load_pretraining(parsed, "prepare")
+    from flatout.data.prepare import as_prepared, prepare_data, refuse_second_pipe
     from flatout.observe.live.prepare_bar import PrepareBar
 
     if not parsed.overwrite:
-        refuse_second_pipe(config.data)
+        refuse_second_pipe(loaded.config.data)
+        told, loaded = len(loaded.notices), as_prepared(loaded)
+        for notice in loaded.notices[told:]:
+            print(f"note: {notice}", file=sys.stderr)
+    config = loaded.config
     started = time.monotonic()
     how = {"overwrite": parsed.overwrite, "workers": parsed.workers, "engine": parsed.engine}
     with PrepareBar() as bar:

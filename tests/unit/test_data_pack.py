@@ -602,7 +602,7 @@ def test_bad_lines_are_listed_and_the_rest_is_kept(tmp_path: Path, small_parts: 
 
 def test_an_input_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("nonsense\n" * 3, encoding="utf-8")
-    with pytest.raises(DataError, match=r"nothing could be read: .*bad\.jsonl, line 1.*and 2 more"):
+    with pytest.raises(DataError, match=r"nothing could be read, none of 3 records: .*bad\.jsonl: 3 records, .*line 1"):
         pack(str(tmp_path / "bad.jsonl"), tmp_path / "data")
     with pytest.raises(DataError, match="60 too_short"):
         pack(rows(tmp_path), tmp_path / "data", clean=CleanConfig(min_characters=1000))

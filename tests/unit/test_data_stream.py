@@ -485,12 +485,12 @@ def test_problems_of_a_source_that_an_epoch_reads_twice_are_told_once(source: Pa
 
 
 def test_problems_of_files_and_of_validation_text_are_told_at_the_start(source: Path, tmp_path: Path):
-    (source / "empty.jsonl").write_text("")
+    (source / "lost.jsonl").symlink_to("nowhere.jsonl")
     write_rows(tmp_path / "val.jsonl", range(9))
     with (tmp_path / "val.jsonl").open("a") as file:
         file.write("{broken\n" * 8)
     [one] = open_stream(settings(source)).notices
-    assert "empty.jsonl" in one
+    assert "lost.jsonl" in one
     first, *others, last = open_stream(settings(source, val_source=str(tmp_path / "val.jsonl"))).notices
     assert first == one
     assert ["val.jsonl, line" in notice for notice in others] == [True] * 5

@@ -413,7 +413,7 @@ PLANTED = [
     Planted(case="binary file", prepare=text_file("a.txt", b"\x00\x01\x02" * 3000), area="data", status="bad",
             found="it is binary", fix="data.format"),
     Planted(case="truncated archive", area="data", status="warn", found="the file ends inside its gzip data",
-            prepare=text_file("a.txt.gz", gzip.compress(bytes(range(32, 120)) * 900)[:-40]), fix="Mend the file"),
+            prepare=text_file("a.txt.gz", gzip.compress(bytes(range(32, 120)) * 900)[:-40]), fix="mend the input"),
     Planted(case="the text is in another field", area="data", status="bad",
             prepare=text_file("a.jsonl", b'{"body": "the fox"}\n' * 200), found="200 records", fix="data.field=body"),
     Planted(case="package missing", prepare=text_file("a.parquet", b"PAR1" + b"0" * 40 + b"PAR1"), area="data",
@@ -759,13 +759,15 @@ def test_problems_at_the_beginning_of_a_text_are_told(here: Path):
     _, found = looked_at("data.source=a.jsonl", "data.tokenizer=bytes")
     assert "a.jsonl: 1 file, 0.0 kB" in found["source"].found
     assert found["content"].status == "warn"
-    assert found["content"].found.startswith("a problem at the beginning of a.jsonl: ")
-    (here / "a.jsonl").write_text('{"text": "fine"}\n{broken\n{broken\n', encoding="utf-8")
-    assert looked_at("data.source=a.jsonl")[1]["content"].found.startswith("2 problems, the first at the beginning")
+    assert found["content"].found.startswith("not all at the beginning of a.jsonl can be used: a.jsonl, line 2: it is")
+    (here / "a.jsonl").write_text('{"text": "fine"}\n{broken\n{broken\n{"body": "x"}\n', encoding="utf-8")
+    _, found = looked_at("data.source=a.jsonl")
+    assert "a.jsonl: 2 records, the first in line 2: it is not JSON" in found["content"].found
+    assert "'data.field=[text,body]' reads 1 of them" in found["content"].advice
     (here / "a.jsonl").write_text('{"body": "fine"}\n', encoding="utf-8")
     _, found = looked_at("data.source=a.jsonl")
     assert found["content"].status == "bad"
-    assert "Set data.field" in found["content"].advice
+    assert "data.field=body reads 1 of them" in found["content"].advice
     (here / "a.jsonl").write_text('{"text": " "}\n', encoding="utf-8")
     _, found = looked_at("data.source=a.jsonl")
     assert (found["content"].status, "holds no text" in found["content"].found) == ("bad", True)

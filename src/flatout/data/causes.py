@@ -36,13 +36,20 @@ class Cause:
         return f"{first.file}: {many}{place}: {first.message}{setting}"
 
 
+def cause_of(problem: Problem) -> Cause:
+    """The cause of one problem."""
+    return Cause(problem, 1, problem.records)
+
+
 def causes_of(problems: Iterable[Problem]) -> list[Cause]:
     """The causes of problems, those with the most records first."""
     found: dict[tuple[str, str, str], Cause] = {}
     for problem in problems:
         key = (problem.file, problem.kind, problem.instead)
-        cause = found.get(key) or Cause(problem, 0, 0)
-        found[key] = replace(cause, count=cause.count + 1, records=cause.records + problem.records)
+        if (cause := found.get(key)) is None:
+            found[key] = cause_of(problem)
+        else:
+            found[key] = replace(cause, count=cause.count + 1, records=cause.records + problem.records)
     return sorted(found.values(), key=lambda cause: -cause.records)
 
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from flatout.config.source import Source
 from flatout.config.yaml_loader import format_value
 from flatout.corpus.document import Problem
 from flatout.data.causes import Cause, causes_of, mend_of
-from flatout.data.inspect import read_problems, read_report
+from flatout.data.inspect import all_problems, read_report
 from flatout.data.limits import LIMITS
 from flatout.data.manifest import MANIFEST, PROBLEMS, TOKENIZER, Manifest, read_manifest
 from flatout.data.pack import Progress, pack_corpus
@@ -131,7 +130,7 @@ def check_complete(folder: Path) -> None:
 
 def read_causes(folder: Path) -> list[Cause]:
     """Why records of a dataset's input could not be used, the cause with the most records first."""
-    return causes_of(Problem(**problem) for problem in read_problems(folder, sys.maxsize))
+    return causes_of(Problem(**problem) for problem in all_problems(folder))
 
 
 def as_prepared(loaded: LoadedConfig) -> LoadedConfig:

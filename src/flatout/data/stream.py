@@ -34,7 +34,7 @@ from flatout.config.schema import CleanConfig, DataConfig
 from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Problem
 from flatout.corpus.sources import HUB
-from flatout.data.causes import causes_of, mend_of
+from flatout.data.causes import cause_of, causes_of, mend_of
 from flatout.data.limits import NONE_TAKEN, Choice, dropped_by_then, limits_of
 from flatout.data.pack import Progress, worker_count
 from flatout.data.part import BEGINS, ENDS, Part, PartHead, PartResult, Pieces, Recipe, copies_of, share_of
@@ -429,7 +429,7 @@ class _Validation:
 def _notices_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
     """What to say of problems when there have been some before: the first few in full, then how many there are."""
     after = before + len(problems)
-    told = [f"left out: {cause.told}" for cause in causes_of(problems)[: max(0, TOLD_PROBLEMS - before)]]
+    told = [f"left out: {cause_of(problem).told}" for problem in problems[: max(0, TOLD_PROBLEMS - before)]]
     counts = (10**power for power in range(1, len(str(after))) if 10**power > before)
     told += [f"{n:,} problems in the source so far; the latest: {problems[n - before - 1].told}" for n in counts]
     return tuple(told)
@@ -437,9 +437,8 @@ def _notices_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
 
 def _all_notices(problems: Sequence[Problem], count: int) -> tuple[str, ...]:
     """What to say of problems that are all there are; `count` may be more than are given."""
-    causes = causes_of(problems[:TOLD_PROBLEMS])
-    told, listed = tuple(f"left out: {cause.told}" for cause in causes), sum(cause.count for cause in causes)
-    return told if count <= listed else (*told, f"{count - listed:,} more problems in the source")
+    told = tuple(f"left out: {cause_of(problem).told}" for problem in problems[:TOLD_PROBLEMS])
+    return told if count <= len(told) else (*told, f"{count - len(told):,} more problems in the source")
 
 
 def epoch_notices(ended: int, tokens: int) -> tuple[str, ...]:

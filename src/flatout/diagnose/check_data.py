@@ -278,8 +278,8 @@ def _sampled(request: Request, inputs: Inputs, *, quick: bool) -> Generator[Find
         return None
     documents, problems, whole = _read(slices[0], request.options[file.source])
     text = [document.text for document in documents if document.rejected is None]
+    causes = causes_of(problems)
     if problems and not any(text):
-        causes = causes_of(problems)
         mend = mend_of(causes) if causes[0].first.kind == "field" else "mend the file, or set data.format"
         yield check.bad(
             f"nothing at the beginning of {file.name} can be used: {causes[0].told}",
@@ -294,8 +294,9 @@ def _sampled(request: Request, inputs: Inputs, *, quick: bool) -> Generator[Find
         return None
     if problems:
         yield check.warn(
-            f"a problem at the beginning of {causes_of(problems)[0].told}",
-            "What cannot be used is left out and listed by `flatout prepare`. Mend the file if it is much.",
+            f"not all at the beginning of {file.name} can be used: {causes[0].told}",
+            "What cannot be used is left out and listed by `flatout prepare`. If it is much, mend it: "
+            f"{mend_of(causes, request.options[file.source].fields)}.",
         )
     else:
         yield check.ok(f"the beginning of {file.name} reads as text")

@@ -56,7 +56,7 @@ CONFLICTS = [
 BAD_IN_SOURCE = (
     *("weight: -1", "weight: 0", "weight: 1001", "weight: heavy", "weight: '2'", "weight: .nan", "weight: null"),
     *("weight: [1]", "weight: {a: 1}", "wieght: 1", "Weight: 1", "text_column: t", "format: jsnl", "format: 5"),
-    *("field: 5", "field: [a]", "document_start: true", "zzz: 1", "tokenizer: char", "path.b: c"),
+    *("field: 5", "field: []", "document_start: true", "zzz: 1", "tokenizer: char", "path.b: c"),
 )
 
 

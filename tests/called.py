@@ -34,6 +34,11 @@ class Outcome:
     trouble: str = ""
 
     @property
+    def both(self) -> str:
+        """All that was printed, first to standard output."""
+        return self.output + self.errors
+
+    @property
     def refused(self) -> bool:
         return self.code in (2, 3, 5)
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import resource
 import shlex
 import signal
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -458,6 +461,83 @@ def test_prepare_counts_by_another_context(tiny_words, tmp_path):
     plain = call(["prepare", *tiny_words, *words[:-2]]).output
     assert "windows" in plain
     assert "as long as a window" not in plain
+
+
+@pytest.mark.parametrize(("limit", "kept"), [("max_documents=10", 10), ("max_bytes=95", 15), ("max_documents=99", 30)])
+def test_a_limited_prepare_counts_what_it_took(tmp_path, monkeypatch, limit, kept):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"text": "the ox"}\n{"text": ""}\n' * 30, encoding="utf-8")
+    shown = call(["prepare", "data.source=rows.jsonl", "data.tokenizer=bytes", f"data.{limit}"]).output
+    assert f"\nkept {kept} of {kept + 30} records from 1 files" in shown
+    assert f"of each source its beginning was taken, up to data.{limit}; the rest is left out and not counted" in shown
+    assert "\ndropped 30 empty\n" in shown, "and no row that lies past the limit"
+    assert "was not read" not in shown
+
+
+def messy_folder(place: Path) -> Path:
+    """Rows under three names, of which some have no text at all, among texts and files of other kinds."""
+    place.mkdir()
+    rows = {
+        "forum.jsonl": [{"id": n, "content": f"what number {n} said"} for n in range(20)],
+        "wiki.jsonl": [{"text": f"page {n} of the wiki"} if n % 4 else {"title": "Stub", "id": n} for n in range(16)],
+    }
+    for name, listed in rows.items():
+        (place / name).write_text("".join(json.dumps(row) + "\n" for row in listed), encoding="utf-8")
+    table = [["id", "title", "body"], *([str(n), "Title", f"article {n} as it was"] for n in range(10))]
+    (place / "articles.csv").write_text("".join(",".join(row) + "\n" for row in table), encoding="utf-8")
+    (place / "note.txt").write_text("a note of some length\n" * 4, encoding="utf-8")
+    (place / "tool.py").write_text("print()\n", encoding="utf-8")
+    (place / "empty.txt").touch()
+    for name in ("a.png", "b.pdf", "c.bin", "d.zip"):
+        (place / name).write_bytes(b"\x89\xff\xfe\xf0" * 20)
+    return place
+
+
+def test_a_messy_folder_is_prepared_by_what_is_printed_alone(tmp_path, monkeypatch):
+    """Counts are of records, grouped by file and cause, and the settings that hints name make the errors go away."""
+    monkeypatch.chdir(tmp_path)
+    words = ["prepare", f"data.source={messy_folder(tmp_path / 'in').name}", "data.tokenizer=bytes"]
+    said = call(words)
+    assert said.code == 3
+    told = "passed over 1 .bin (not GPT-2 tokens), 1 .py, 1 empty, 3 binary (.pdf .png .zip)"
+    assert f"note: 10 files: read 2 .jsonl, 1 .csv, 1 .txt; {told}" in said.both
+    assert "kept 13 of 47 records from 4 files" in said.both
+    assert [line for line in said.both.splitlines() if line.startswith("problem:")] == [
+        "problem: in/forum.jsonl: 20 records, the first in line 1: the record lacks the field 'text'; there are: id, "
+        "content; data.field=content reads them",
+        "problem: in/articles.csv: 10 records, the first in line 1: there is no column 'text'; there are: id, title, "
+        "body; data.field=body reads them",
+        "problem: in/wiki.jsonl: 4 records, the first in line 1: the record lacks the field 'text'; there are: title, "
+        "id; data.field=title reads them",
+    ]
+    assert "error: 34 of 47 records could not be used: in/forum.jsonl: 20 records" in said.both
+    assert "data.format=text" not in said.both, "images and archives hold no text"
+    setting = re.search(r"--overwrite: '(data\.field=\S+)' reads 34 of them; or go on", said.both)
+    assert setting is not None, said.both
+    assert setting[1] == "data.field=[text,content,body,title]"
+    said = call([*words, setting[1], "--overwrite"])
+    assert (said.code, "kept 47 of 47 records" in said.both) == (0, True)
+    source = re.search(r"'(data\.source=[^']+)'", said.both)
+    assert source is not None, said.both
+    said = call([*words, setting[1], source[1].replace("FILE", "tool.py"), "data.folder=more"])
+    assert (said.code, "kept 48 of 48 records" in said.both) == (0, True)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])
+def test_rows_that_all_lack_the_field_get_the_setting_that_reads_them(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": str(n), "content": f"what number {n} said"} for n in range(20)]
+    if name == "rows.parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), name)
+    elif name == "rows.csv":
+        Path(name).write_text("".join(",".join(row) + "\n" for row in [rows[0], *(row.values() for row in rows)]))
+    else:
+        Path(name).write_text(json.dumps(rows) if name == "rows.json" else "\n".join(map(json.dumps, rows)))
+    words = [f"data.source={name}", "data.tokenizer=bytes"]
+    found = "".join(call([verb, *words]).both for verb in ("prepare", "doctor"))
+    assert "nothing could be read, none of 20 records: rows." in found
+    assert found.count("data.field=content reads 20 of them") == 2, found
+    assert call(["prepare", *words, "data.field=content"]).code == 0
 
 
 def test_prepare_reports_and_keeps(tiny_words):

@@ -1,5 +1,6 @@
 """Verbs that measure or judge a preset with sizes have the settings that `flatout train` settles with its data."""
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,100 @@ def test_verbs_measure_what_train_would_train(
     for config in built[searched:]:
         assert learned(config) | {"head_rate": 0.0} == learned(run) | {"head_rate": 0.0}
         assert config.optim.head_rate in (0.003, 0.004), "the trial's"
+
+
+LIMITED = ("data.max_documents=1", "data.max_tokens=9000", "data.max_bytes=9000")
+MEASURING = ("bench --rungs sdpa", "tune", "tune lr", "tune search space.yaml", "estimate", "profile", "ablate")
+
+
+@pytest.mark.parametrize("limit", LIMITED)
+@pytest.mark.parametrize("verb", [*MEASURING, "train", "prepare", "plan", "doctor --quick"])
+def test_every_verb_takes_a_config_with_a_limit_on_its_text(
+    verb: str, limit: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is measured has passed every check of its settings when it opens its data."""
+    opened: list[RunConfig] = []
+
+    def refuse(config: RunConfig, *_: Any, **__: Any) -> Any:
+        opened.append(config)
+        raise UsageError("seen", "enough")
+
+    monkeypatch.setattr("flatout.engine.setup.open_data", refuse)
+    Path("space.yaml").write_text("optim.learning_rate: {choices: [0.003, 0.004]}\n", encoding="utf-8")
+    more = ["model.layers=1", "model.width=32", "model.heads=2", "train.batch_tokens=512", "train.epochs=null"]
+    code = main([*verb.split(), "shakespeare-char", *words, *more, "train.steps=10", limit])
+    said = capsys.readouterr()
+    assert "is set, but" not in said.out + said.err
+    if verb in (*MEASURING, "train"):
+        assert opened, said.err
+    else:
+        assert code == 0, said.err + said.out
+
+
+SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "train.batch_tokens=64"]
+GIVEN = ["data.field=[text,content]", "data.max_documents=90", "data.val_fraction=0.25", "clean.min_characters=4"]
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Words for rows that were prepared with settings which these words leave out."""
+    monkeypatch.chdir(tmp_path)
+    content = "".join(f'{{"content": "number {number} said this"}}\n' for number in range(100))
+    Path("rows.jsonl").write_text(content, encoding="utf-8")
+    short = ["train.steps=2", "eval.tokens=64", "eval.sample_tokens=0", "speed.threads=1", "output.plots=false"]
+    words = ["shakespeare-char", "data.source=rows.jsonl", "data.tokenizer=bytes", *SMALL, *short]
+    assert main(["prepare", *words, *GIVEN]) == 0
+    capsys.readouterr()
+    return words
+
+
+@pytest.mark.parametrize("verb", ["train", "prepare", "doctor --quick", *MEASURING])
+def test_every_verb_uses_data_as_it_was_prepared(
+    verb: str, rows: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[RunConfig] = []
+
+    def refuse(config: RunConfig, *_: Any, **__: Any) -> Any:
+        opened.append(config)
+        raise UsageError("seen", "enough")
+
+    monkeypatch.setattr("flatout.engine.setup.open_data", refuse)
+    Path("space.yaml").write_text("optim.learning_rate: {choices: [0.003, 0.004]}\n", encoding="utf-8")
+    before = Path("data/rows-bytes/manifest.json").read_bytes()
+    code = main([*verb.split(), *rows])
+    said = capsys.readouterr()
+    if verb in ("prepare", "doctor --quick"):
+        assert code == 0, said.err + said.out
+    else:
+        assert opened, said.err
+    for config in opened:
+        data = config.data
+        if data.source is not None:
+            assert (data.field, data.max_documents, data.val_fraction) == (["text", "content"], 90, 0.25)
+            assert config.clean.min_characters == 4
+        else:
+            assert data.folder == "data/rows-bytes", "the shards are measured on as they are"
+    assert Path("data/rows-bytes/manifest.json").read_bytes() == before
+
+
+def test_what_a_user_writes_against_how_data_was_prepared_is_refused(
+    rows: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both values are named, and the setting in the hint makes the error go away."""
+    for word, stored, asked in (
+        ("data.field=content", "field ['text', 'content']", "'content'"),
+        ("data.max_documents=80", "max_documents 90", "80"),
+        ("clean.min_characters=5", "clean.min_characters 4", "5"),
+    ):
+        assert main(["train", *rows, word]) == 3
+        said = capsys.readouterr().err
+        assert f"error: data/rows-bytes was prepared with {stored}, the config says {asked}\n" in said
+        assert "--overwrite" not in said
+        hint = shlex.split(said.split("hint: set ")[1].split(" to use it as it is")[0])
+        assert main(["train", *rows, *hint, f"output.name=against-{asked.strip(chr(39))}"]) == 0
+        note = capsys.readouterr().out.split("note: data/rows-bytes was prepared with ")[1].split("\n")[0]
+        assert note.endswith(", which is used here, too")
+        assert hint[0].split("=")[0] not in note, "it was written now"
 
 
 def test_doctor_and_plan_judge_what_train_would_train(

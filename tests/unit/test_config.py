@@ -408,7 +408,7 @@ def test_refused_lists(override: str, message: str, hint: str) -> None:
         ("sample_packing=true", "sample_packing is not a known key", "did you mean data.packing?"),
         ("clean.languages=en", "clean.languages is 'en', but it must be a list", "Put brackets around it"),
         ("clean.languages=[en, EN]", "clean.languages[1] is 'EN', but it must be a code of two", "such as [en, de]"),
-        ("data.field=''", "data.field is '', but it must not be empty", "Allowed: text that is not empty."),
+        ("data.field=''", "data.field is '', but it must not be empty", "Allowed: text that is not empty"),
         ("data.folder=''", "data.folder is '', but it must not be empty", "null means data/SOURCE-TOKENIZER"),
         ("output.folder=''", "output.folder is '', but it must not be empty", "null means runs/NAME"),
         ("data.tokenizer=[a]", "data.tokenizer: '[a]' is not a single value", "quotes"),

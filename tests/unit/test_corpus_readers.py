@@ -4,6 +4,7 @@ import bz2
 import codecs
 import functools
 import gzip
+import io
 import itertools
 import json
 import lzma
@@ -14,6 +15,8 @@ from random import Random
 from unittest.mock import patch
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
@@ -71,8 +74,8 @@ def told(results: list[Document | Problem]) -> list[str | tuple[str, str, int]]:
 def test_a_text_file_is_one_document_with_its_line_ends_untouched(tmp_path: Path) -> None:
     content = "one\r\ntwo\rthree\u2028four\u0085\x0c\n"
     file = stored(tmp_path, "a.txt", codecs.BOM_UTF8 + content.encode())
-    assert read(file) == [Document(content)]
-    assert read(stored(tmp_path, "b.txt", codecs.BOM_UTF8)) == [Document("")]
+    assert read(file) == [Document(content, divisible=True)]
+    assert read(stored(tmp_path, "b.txt", codecs.BOM_UTF8)) == [Document("", divisible=True)]
 
 
 def test_a_mark_at_the_beginning_of_a_line_begins_a_document(tmp_path: Path) -> None:
@@ -107,7 +110,7 @@ def test_invalid_utf8_in_a_text_follows_the_policy(tmp_path: Path) -> None:
     (problem,) = read(file)
     assert (problem.kind, problem.place, problem.records) == ("not-utf8", "byte 5", 1)
     assert "0xff" in problem.message
-    assert read(file, invalid_utf8="replace") == [Document("ab\ufffdcd\ufffd", replaced=2)]
+    assert read(file, invalid_utf8="replace") == [Document("ab\ufffdcd\ufffd", replaced=2, divisible=True)]
     assert read(file, invalid_utf8="skip") == [Document("", rejected=REJECTED_UTF8)]
 
 
@@ -178,11 +181,42 @@ def test_policies_for_invalid_utf8_in_rows(tmp_path: Path) -> None:
 def test_fields_are_paths(tmp_path: Path) -> None:
     rows = [{"a": {"b": ["x", "y"]}, "turns": [{"say": "hello"}, {"say": "bye"}], "c.d": "dots"}]
     file = stored(tmp_path, "a.jsonl", "".join(map(json.dumps, rows)))
-    assert texts(read(file, field="a.b.1")) == ["y"]
-    assert texts(read(file, field="a.b.*")) == ["x\ny"]
-    assert texts(read(file, field="turns.*.say")) == ["hello\nbye"]
-    assert texts(read(file, field="c.d")) == ["dots"]
-    assert [result.kind for result in read(file, field="a.b.2")] == ["field"]
+    assert texts(read(file, fields=("a.b.1",))) == ["y"]
+    assert texts(read(file, fields=("a.b.*",))) == ["x\ny"]
+    assert texts(read(file, fields=("turns.*.say",))) == ["hello\nbye"]
+    assert texts(read(file, fields=("c.d",))) == ["dots"]
+    assert [result.kind for result in read(file, fields=("a.b.2",))] == ["field"]
+
+
+TABLE = [
+    {"content": "one", "body": None}, {"content": "", "body": "two"}, {"content": None, "body": "three"},
+    {"content": "four", "body": "not this"}, {"content": None, "body": ""},
+]  # fmt: skip
+
+
+def table_in(suffix: str) -> bytes:
+    """The same rows in a format."""
+    if suffix == ".parquet":
+        sink = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TABLE), sink)
+        return sink.getvalue()
+    if suffix in (".csv", ".tsv"):
+        comma = "," if suffix == ".csv" else "\t"
+        rows = [["content", "body"], *([value or "" for value in row.values()] for row in TABLE)]
+        return "".join(comma.join(row) + "\n" for row in rows).encode()
+    return json.dumps(TABLE).encode() if suffix == ".json" else "\n".join(map(json.dumps, TABLE)).encode()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])
+def test_of_several_fields_the_first_with_text_is_taken_in_each_record(tmp_path: Path, suffix: str) -> None:
+    file = stored(tmp_path, f"a{suffix}", table_in(suffix))
+    assert texts(read(file, fields=("missing", "content", "body"))) == ["one", "two", "three", "four", ""]
+    assert texts(read(file, fields=("body", "content")))[3] == "not this"
+    lost = read(file, fields=("text", "page"))
+    assert sum(problem.records for problem in lost) == len(TABLE)
+    assert lost[0].instead == "content"
+    assert "'text'" in lost[0].message
+    assert "'page'" in lost[0].message
 
 
 def test_a_line_above_the_limit_is_told_and_left_out(tmp_path: Path) -> None:
@@ -398,7 +432,7 @@ def test_a_truncated_text_ends_with_a_whole_character(tmp_path: Path) -> None:
     members = gzip.compress("語語".encode()[:4]) + gzip.compress(b"rest")[:10]
     assert told(read(stored(tmp_path, "a.txt.gz", members)))[0] == "語"
     document, problem = read(stored(tmp_path, "b.txt.gz", data))
-    assert (document, problem.kind, problem.records) == (Document("é" * 50), "truncated", 0)
+    assert (document, problem.kind, problem.records) == (Document("é" * 50, divisible=True), "truncated", 0)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -560,7 +594,7 @@ def test_tables_and_crawls_are_read_by_their_modules(
     monkeypatch.setattr(module, name, record)
     path = tmp_path / "file"
     path.write_bytes(b"content")
-    file, options = InputFile(str(path), "file", format, "none", 7), ReadOptions(field="x")
+    file, options = InputFile(str(path), "file", format, "none", 7), ReadOptions(fields=("x",))
     assert list(read_slice(Slice(file, 2, 5), options)) == [Document("text")]
     (arguments,) = calls
     if format in ("parquet", "saved"):

@@ -5,11 +5,12 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flatout.corpus import arrow, shipped
 from flatout.corpus.document import InputFile, Slice
-from flatout.corpus.sources import Found, find_files, format_of, slices_of
+from flatout.corpus.sources import Found, find_files, format_of, slices_of, unread_text
 from flatout.corpus.streams import PIECE
 from flatout.errors import DataError
 
@@ -129,14 +130,13 @@ def test_what_cannot_be_used_is_told_and_the_rest_is_found(tmp_path: Path) -> No
     found = find_files(str(folder))
     assert names(found, folder) == ["blob.txt", "deep/good.txt", "good.txt"]
     assert problems(found) == [
-        ("empty.txt", "empty", 0),
         ("gone.txt", "link", 0),
         ("loop.txt", "link", 0),
         ("out.txt", "link", 0),
         ("outside", "link", 0),
         ("up.txt", "link", 0),
     ]
-    assert found.passed_over == {".py": 1, "no file": 1}
+    assert found.passed_over == {".py": 1, "empty": 1, "no file": 1}
 
 
 def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_strange_names_are_shown_safely_and_opened_as_they_are(tmp_path: Path) -
     assert [os.path.basename(file.name) for file in found.files] == ["a\\x1b[31m\\n.txt", "\\udcff.txt"]
     assert all(os.path.exists(file.path) for file in found.files)
     put(tmp_path, {"\x07.txt": b""})
-    assert problems(find_files(str(tmp_path))) == [("\\x07.txt", "empty", 0)]
+    assert problems(find_files(str(tmp_path / "\x07.txt"))) == [("\\x07.txt", "empty", 0)]
 
 
 def test_a_source_that_is_not_there_gets_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,11 +192,57 @@ def test_a_source_that_is_not_there_gets_a_hint(tmp_path: Path, monkeypatch: pyt
     assert "neither a file nor a folder" in refusal("pipe.txt").message
 
 
-def test_an_empty_file_is_a_problem_and_no_error(tmp_path: Path) -> None:
+def test_an_empty_file_is_no_problem_among_others(tmp_path: Path) -> None:
     put(tmp_path, {"a.txt": b""})
-    for source in (tmp_path, tmp_path / "a.txt"):
-        found = find_files(str(source))
-        assert (found.files, problems(found)) == ((), [("a.txt", "empty", 0)])
+    found = find_files(str(tmp_path / "a.txt"))
+    assert (found.files, problems(found)) == ((), [("a.txt", "empty", 0)])
+    assert "it has 1 of empty" in refusal(tmp_path).message
+    put(tmp_path, {"b.txt": b"x", "c.csv": b"", "d.parquet": b"", "e.bin": b""})
+    found = find_files(str(tmp_path))
+    assert (names(found, tmp_path), found.problems, found.passed_over) == (["b.txt"], (), {"empty": 4})
+    assert (found.told, found.unknown) == ("5 files: read 1 .txt; passed over 4 empty", 0)
+
+
+BINARY_FILES = {
+    "a.png": b"\x89PNG\r\n\x1a\n", "b.pdf": b"%PDF-1.4\n% letters\n", "c.docx": b"PK\3\4\xff", "d.zip": b"PK\3\4",
+    "e.tar.gz": gzip.compress(b"x"), "f.so": b"\x7fELF\0\0", "no-suffix": b"\0\1",
+}  # fmt: skip
+
+
+def test_binary_files_are_told_as_such_and_not_taken_for_unread_text(tmp_path: Path) -> None:
+    put(tmp_path, BINARY_FILES)
+    put(tmp_path, {"text.txt": b"x", "tool.py": b"print('h\xc3\xa9')", "page.html": b"<p>", "README": b"x"})
+    found = find_files(str(tmp_path))
+    assert found.told == (
+        "11 files: read 1 .txt; passed over 1 .html, 1 .py, 1 no suffix, "
+        "7 binary (.docx .pdf .png .so .tar.gz .zip ...)"
+    )
+    assert (found.unknown, unread_text(found.passed_over)) == (3, [".html", ".py", "no suffix"])
+    assert not Found(found.files, (), dict.fromkeys(BINARY_FILES, 9)).mostly_unknown
+
+
+def test_a_bin_file_in_a_folder_is_told_what_it_was_taken_for(tmp_path: Path) -> None:
+    ids = np.array([464, 3290, 11687, 13, 50256] * 40, "<u2")
+    chance = np.random.default_rng(0)
+    put(tmp_path, {
+        "tokens.bin": ids.tobytes(), "tokens2.bin.gz": gzip.compress(ids.tobytes()),
+        "headed.bin": np.array([20240520, 1, 200], "<i4").tobytes() + bytes(1012) + ids.tobytes(),
+        "weights.bin": chance.standard_normal(500).astype("<f4").tobytes(), "letters.bin": b"the ox\n" * 40,
+        "noise.bin": chance.bytes(4000), "text.txt": b"x",
+    })  # fmt: skip
+    found = find_files(str(tmp_path))
+    assert names(found, tmp_path) == ["headed.bin", "text.txt", "tokens.bin", "tokens2.bin.gz"]
+    assert found.told == (
+        "7 files: read 2 .bin (as GPT-2 tokens), 1 .bin.gz (as GPT-2 tokens), 1 .txt; "
+        "passed over 3 .bin (not GPT-2 tokens)"
+    )
+    assert find_files(str(tmp_path / "noise.bin")).files[0].format == "tokens", "a file that is named is read"
+    assert len(find_files(str(tmp_path), format="tokens").files) == 7
+    for name in ("weights.bin", "letters.bin", "noise.bin", "tokens2.bin.gz"):
+        (tmp_path / name).unlink()
+    assert find_files(str(tmp_path)).told == "3 files: read 2 .bin (as GPT-2 tokens), 1 .txt"
+    (tmp_path / "text.txt").unlink()
+    assert find_files(str(tmp_path)).told == ""
 
 
 def test_saved_datasets_are_known_by_their_files(tmp_path: Path) -> None:

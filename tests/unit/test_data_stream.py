@@ -20,7 +20,7 @@ import torch
 
 from flatout.config.data_sections import SourceConfig
 from flatout.config.schema import CleanConfig, DataConfig
-from flatout.corpus import sources
+from flatout.corpus import readers, sources
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
 from flatout.data import plan, stream, stream_loader, stream_parts, workers
 from flatout.data.batch import Delivery, Span
@@ -125,6 +125,19 @@ def test_weights_take_documents_as_prepare_does(source: Path, tmp_path: Path):
         SourceConfig(path=str(tmp_path / "more.jsonl"), weight=2.5),
     ]
     check_against_prepared(settings(mixture), tmp_path / "data")
+
+
+@pytest.mark.parametrize("limit", [{"max_tokens": 700}, {"max_bytes": 701}], ids=str)
+def test_a_text_without_documents_is_cut_as_prepare_cuts_it(tmp_path, monkeypatch, limit):
+    for module, name in ((plan, "PIECE"), (readers, "PIECE"), (stream, "_SMALL_SOURCE")):
+        monkeypatch.setattr(module, name, 128)
+    (tmp_path / "text.txt").write_text("".join(words(seed) + "\n" for seed in range(40)))
+    (tmp_path / "val.txt").write_text(words(50))
+    check_against_prepared(
+        settings(tmp_path / "text.txt", val_source=str(tmp_path / "val.txt"), **limit), tmp_path / "d"
+    )
+    opened = open_dataset(tmp_path / "d")
+    assert opened.train.tokens == limit.get("max_tokens", 702)
 
 
 @pytest.mark.parametrize("kept", [2**22, 100], ids=["kept", "read again"])
@@ -472,12 +485,12 @@ def test_problems_of_a_source_that_an_epoch_reads_twice_are_told_once(source: Pa
 
 
 def test_problems_of_files_and_of_validation_text_are_told_at_the_start(source: Path, tmp_path: Path):
-    (source / "empty.jsonl").write_text("")
+    (source / "lost.jsonl").symlink_to("nowhere.jsonl")
     write_rows(tmp_path / "val.jsonl", range(9))
     with (tmp_path / "val.jsonl").open("a") as file:
         file.write("{broken\n" * 8)
     [one] = open_stream(settings(source)).notices
-    assert "empty.jsonl" in one
+    assert "lost.jsonl" in one
     first, *others, last = open_stream(settings(source, val_source=str(tmp_path / "val.jsonl"))).notices
     assert first == one
     assert ["val.jsonl, line" in notice for notice in others] == [True] * 5

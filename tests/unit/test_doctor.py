@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import statistics
 import tomllib
 import types
@@ -49,6 +50,7 @@ from flatout.diagnose.machine import merged
 from flatout.engine.length import steps_of
 from flatout.engine.run_files import CHECKPOINT_FILES
 from flatout.engine.trained import checkpoint_size
+from flatout.errors import DataError
 from flatout.model.count import flops_per_token
 from flatout.records import Feature
 from tests.hints import ways_out, with_settings
@@ -413,9 +415,9 @@ PLANTED = [
     Planted(case="binary file", prepare=text_file("a.txt", b"\x00\x01\x02" * 3000), area="data", status="bad",
             found="it is binary", fix="data.format"),
     Planted(case="truncated archive", area="data", status="warn", found="the file ends inside its gzip data",
-            prepare=text_file("a.txt.gz", gzip.compress(bytes(range(32, 120)) * 900)[:-40]), fix="Mend the file"),
+            prepare=text_file("a.txt.gz", gzip.compress(bytes(range(32, 120)) * 900)[:-40]), fix="mend the input"),
     Planted(case="the text is in another field", area="data", status="bad",
-            prepare=text_file("a.jsonl", b'{"body": "the fox"}\n' * 200), found="text", fix="Set data.field"),
+            prepare=text_file("a.jsonl", b'{"body": "the fox"}\n' * 200), found="200 records", fix="data.field=body"),
     Planted(case="package missing", prepare=text_file("a.parquet", b"PAR1" + b"0" * 40 + b"PAR1"), area="data",
             machine=machine(packages={}), status="bad", found="reading parquet files needs the package pyarrow",
             fix="flatout[data]"),
@@ -425,7 +427,7 @@ PLANTED = [
             found="data/gpt2-corpus holds no prepared data", fix="flatout prepare gpt2-124m data.source="),
     Planted(case="tokenizer mismatch", prepare=prepared("data.tokenizer=bytes", then=("data.tokenizer=gpt2",)),
             area="data", status="bad", found="prepared with tokenizer 'bytes', the config says 'gpt2'",
-            fix="flatout prepare --overwrite"),
+            fix="Set data.tokenizer=bytes to use it as it is"),
     Planted(case="tokenizer mismatch of a folder alone", prepare=only_folder, area="data", status="warn",
             found="made with the tokenizer bytes, and data.tokenizer is gpt2", fix="data.tokenizer=bytes"),
     Planted(case="tokenizer file missing", words=("data.tokenizer=nowhere/tokenizer.json",), area="data", status="bad",
@@ -674,6 +676,26 @@ def looked_at(*words: str) -> tuple[DataFacts, dict[str, Finding]]:
     return facts[0], findings
 
 
+@pytest.mark.parametrize("limit", ["max_bytes=60", "max_tokens=60", "max_tokens=10"])
+@pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_limit_is_judged_as_preparing_judges_it(here: Path, name: str, tokenizer: str, limit: str):
+    text = "the fox jumps over the lazy dog and goes to bed\n" * 2
+    (here / "a.txt").write_text(text, encoding="utf-8")
+    (here / "a.jsonl").write_text((json.dumps({"text": text}) + "\n") * 4, encoding="utf-8")
+    config = load_config(PRESET, [f"data.source={name}", f"data.tokenizer={tokenizer}", f"data.{limit}"]).config
+    refused = None
+    try:
+        prepare_data(config.data)
+        shutil.rmtree(here / "data")
+    except DataError as error:
+        refused = error.message
+    fits = (tokenizer, limit) == ("gpt2", "max_tokens=60")
+    assert (refused is None) == (name == "a.txt" or fits)
+    _, found = looked_at(*(f"data.{word}" for word in (f"source={name}", f"tokenizer={tokenizer}", limit)))
+    assert (found["limit"].found if "limit" in found else None) == refused
+
+
 def test_what_text_will_become_is_reckoned_from_its_beginning(here: Path):
     (here / "texts").mkdir()
     for number in range(3):
@@ -743,13 +765,15 @@ def test_problems_at_the_beginning_of_a_text_are_told(here: Path):
     _, found = looked_at("data.source=a.jsonl", "data.tokenizer=bytes")
     assert "a.jsonl: 1 file, 0.0 kB" in found["source"].found
     assert found["content"].status == "warn"
-    assert found["content"].found.startswith("a problem at the beginning of a.jsonl: ")
-    (here / "a.jsonl").write_text('{"text": "fine"}\n{broken\n{broken\n', encoding="utf-8")
-    assert looked_at("data.source=a.jsonl")[1]["content"].found.startswith("2 problems, the first at the beginning")
+    assert found["content"].found.startswith("not all at the beginning of a.jsonl can be used: a.jsonl, line 2: it is")
+    (here / "a.jsonl").write_text('{"text": "fine"}\n{broken\n{broken\n{"body": "x"}\n', encoding="utf-8")
+    _, found = looked_at("data.source=a.jsonl")
+    assert "a.jsonl: 2 records, the first in line 2: it is not JSON" in found["content"].found
+    assert "'data.field=[text,body]' reads 1 of them" in found["content"].advice
     (here / "a.jsonl").write_text('{"body": "fine"}\n', encoding="utf-8")
     _, found = looked_at("data.source=a.jsonl")
     assert found["content"].status == "bad"
-    assert "Set data.field" in found["content"].advice
+    assert "data.field=body reads 1 of them" in found["content"].advice
     (here / "a.jsonl").write_text('{"text": " "}\n', encoding="utf-8")
     _, found = looked_at("data.source=a.jsonl")
     assert (found["content"].status, "holds no text" in found["content"].found) == ("bad", True)

@@ -164,7 +164,7 @@ def ablate(
         raise UsageError(f"runs cannot be compared at equal {equal!r}", "use tokens, seconds or both")
     check_length(loaded)
     # To show what is there, nothing is prepared.
-    if loaded.size is not None and (minutes != 0 or has_dataset(data_folder(loaded.config.data))):
+    if loaded.size is None or minutes != 0 or has_dataset(data_folder(loaded.config.data)):
         loaded = settled_for_runs(loaded, notice)
     changes, left_out = choose(fields, loaded)
     path = None if folder is None else Path(folder) / "ablate.jsonl"

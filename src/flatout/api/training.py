@@ -9,14 +9,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from flatout.api.configs import Config, plain, stored_config
+from flatout.api.configs import Config, plain, stored_config, with_sources
 from flatout.api.resuming import Origin, check_resumed, check_shape, find_origin, own_settings
 from flatout.config.alike import shared_settings
 from flatout.config.load import LoadedConfig, load_config, show
 from flatout.config.schema import RunConfig
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
-from flatout.data.prepare import prepare_data
+from flatout.data.prepare import as_prepared, prepare_data
 from flatout.data.workers import EngineName
 from flatout.device import free_memory
 from flatout.engine.checkpoint import mark_as_base, read_checkpoint
@@ -70,7 +70,9 @@ def prepare(
 
     Input that cannot be used is left out and listed in problems.jsonl there.
     """
-    wanted = plain(config or load_config())
+    loaded = config or load_config()
+    loaded = loaded if isinstance(loaded, LoadedConfig) else with_sources(loaded)
+    wanted = (loaded if overwrite else as_prepared(loaded)).config
     return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers, engine=engine)[0]
 
 

@@ -96,7 +96,7 @@ def _explain_error(errors: Sequence[ErrorDetails], origins: Mapping[str, str], f
         rule = f"it must be {facts.allowed_values(spot.described)}"
     elif path in facts.section_paths():
         rule = "it must be a section with fields of its own"
-    elif wanted:
+    elif wanted and kind in _WANTED:
         rule = f"it must be {' or '.join(wanted)}"
     else:
         rule = _RULES.get(kind, f"it was refused: {error['msg']}")

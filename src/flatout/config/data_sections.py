@@ -9,6 +9,9 @@ from flatout.config.section import Conflict, Name, Natural, Positive, Section, S
 Format = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "warc", "smiles", "tokens"]
 
 
+Fields = Name | Annotated[list[Name], Field(min_length=1)]
+
+
 class SourceConfig(Section):
     """One of several sources of a mixture."""
 
@@ -16,7 +19,7 @@ class SourceConfig(Section):
     """What `data.source` takes as a single text."""
     weight: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
     """How often each training document is taken: 2 is twice, 0.25 a quarter of them, chosen by hash."""
-    field: Name | None = None
+    field: Fields | None = None
     """Instead of data.field for this source."""
     format: Format | None = None
     """Instead of data.format for this source."""
@@ -37,8 +40,8 @@ class DataConfig(Section):
     """What tokenizer `char` does with a character it has never seen."""
     format: Format | None = None
     """Format of the source; null tells it by the file's name."""
-    field: Name = "text"
-    """Field of a row that holds its text, nested as in `a.b`; `*` takes every element."""
+    field: Fields = "text"
+    """Field of a row that holds its text, nested as in `a.b` or `a.*.b`; of several, the first that has text."""
     document_start: Name | None = None
     """In text files, each line that begins with this, after spaces, begins a document; null has one."""
     invalid_utf8: Literal["strict", "replace", "skip"] = "strict"
@@ -46,9 +49,9 @@ class DataConfig(Section):
     max_documents: Positive | None = None
     """Take at most this many documents of each source, the first ones; null takes all."""
     max_tokens: Positive | None = None
-    """Take whole documents of each source up to this many tokens; null takes all."""
+    """Take the first documents of each source up to this many tokens, cutting plain text there; null takes all."""
     max_bytes: Positive | None = None
-    """Take whole documents of each source up to this many bytes of text; null takes all."""
+    """Take the first documents of each source up to this many bytes, cutting plain text there; null takes all."""
     split: Literal["contiguous", "document"] = "contiguous"
     """Take validation from the end of the text, or choose whole documents by hash."""
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1

@@ -15,13 +15,13 @@ Trap: to import this module needs pyarrow, so nobody does before there is such a
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Row, Slice, needed, reason, shown
-from flatout.corpus.fields import EVERY, document_of, limited, names_shown
+from flatout.corpus.fields import EVERY, document_of, likely_column, limited, names_shown, no_column
 from flatout.corpus.streams import CHUNK
 from flatout.files import parse_json, read_bounded
 
@@ -62,31 +62,33 @@ def read_parquet(slice: Slice, options: ReadOptions) -> Results:
     """
     file, share, shares = slice.file, slice.share, slice.shares
     is_first = slice.start == share == 0
-    with _open_parquet(file, options.field) as opened:
+    with _open_parquet(file, options.fields) as opened:
         if isinstance(opened, Problem):
             if is_first:
                 yield opened
             return
-        sizes, column = opened.sizes, opened.column
+        sizes, columns = opened.sizes, opened.columns
         told, rows = opened.parquet.metadata.num_rows, sum(sizes)
         if told != rows and is_first:
             message = f"its footer is damaged: it tells of {told:,} rows, and then of {rows:,}"
             yield Problem(file.name, "", "format", message, records=max(told - rows, 0))
         groups = range(len(sizes))[slice.start : slice.end]
         stretches = [_stretch(sizes[number], share, shares) for number in groups]
-        if isinstance(column, str):
-            yield Problem(file.name, "", "field", column, sum(len(stretch) for stretch in stretches))
+        if isinstance(columns, str):
+            lost, instead = sum(len(stretch) for stretch in stretches), _likely(opened.parquet.schema_arrow, options)
+            yield Problem(file.name, "", "field", columns, lost, instead)
             return
 
         def values(batch: pa.RecordBatch) -> list[Any]:
-            return _values(batch.column(batch.schema.names.index(column.name)))
+            return _values_of(batch, columns)
 
+        paths = [column.path for column in columns]
         for number, stretch in zip(groups, stretches, strict=True):
-            for found in _row_group(opened, number, stretch, column.path, values, last=share == shares - 1):
+            for found in _row_group(opened, number, stretch, paths, values, last=share == shares - 1):
                 if isinstance(found, Problem):
                     yield found
                 else:
-                    yield from _documents(*found, column, file, options)
+                    yield from _documents(*found, columns, file, options)
 
 
 def read_parquet_rows(file: InputFile) -> Iterator[Row | Problem]:
@@ -115,16 +117,16 @@ def parquet_group_bytes(path: str) -> list[int]:
 
 
 class _Parquet(NamedTuple):
-    """An opened file, the rows in each row group, and the column to read, or what is wrong with the table."""
+    """An opened file, the rows in each row group, and the columns to read, or what is wrong with the table."""
 
     name: str
     parquet: Any
     sizes: list[int]
-    column: "_Column | str"
+    columns: "list[_Column] | str"
 
 
 @contextlib.contextmanager
-def _open_parquet(file: InputFile, field: str = "") -> Iterator[_Parquet | Problem]:
+def _open_parquet(file: InputFile, fields: Sequence[str] = ()) -> Iterator[_Parquet | Problem]:
     """The file, or why nothing of it can be read."""
     if problem := _no_parquet(file):
         yield problem
@@ -135,7 +137,7 @@ def _open_parquet(file: InputFile, field: str = "") -> Iterator[_Parquet | Probl
             # Without a buffer, a column of a row group would be read at once, whatever its size.
             parquet = ParquetFile(source, buffer_size=CHUNK, pre_buffer=False, page_checksum_verification=True)
             sizes = [parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)]
-            opened = _Parquet(file.name, parquet, sizes, _find_column(parquet.schema_arrow, field))
+            opened = _Parquet(file.name, parquet, sizes, _find_columns(parquet.schema_arrow, fields))
         except Exception as error:  # noqa: BLE001  # pyarrow has many, and may raise any of them for damage
             message = f"its footer is damaged, so that nothing of it can be read: {reason(error)}"
             opened = Problem(file.name, "", "format", message, records=0)
@@ -169,25 +171,24 @@ def _row_group(
     opened: _Parquet,
     number: int,
     stretch: range,
-    path: str | None,
+    paths: list[str] | None,
     values_of: Callable[[pa.RecordBatch], list[Any]],
     *,
     last: bool,
 ) -> Iterator[tuple[list[Any], int] | Problem]:
     """A stretch of the rows of one group, as values and the number in the file of the first of them.
 
-    `path` names the column to read, if not all. `last`: the stretch goes on to the end of the group, wherever that is.
+    `paths` are the columns to read, if not all. `last`: the stretch goes on to the end of the group, wherever that is.
     """
     first = sum(opened.sizes[:number]) + 1
     group = opened.parquet.metadata.row_group(number)
     # By the size of all columns: asked for one, pyarrow ends the process where the metadata is damaged.
     rows = _BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1)
     rows = max(_BATCH_ROWS[0], min(_BATCH_ROWS[1], rows))
-    columns = None if path is None else [path]
     done = 0
     broken = "it has fewer rows than its metadata says"
     try:
-        for batch in opened.parquet.iter_batches(rows, row_groups=[number], columns=columns, use_threads=False):
+        for batch in opened.parquet.iter_batches(rows, row_groups=[number], columns=paths, use_threads=False):
             begin = max(stretch.start - done, 0)
             end = batch.num_rows if last else min(stretch.stop - done, batch.num_rows)
             if begin < end:
@@ -216,7 +217,7 @@ def read_saved(slice: Slice, options: ReadOptions) -> Results:
             yield Problem(file.name, "", "format", paths, records=0)
         return
     row = lost = 0
-    missing = ""
+    missing = instead = ""
     for path in paths:
         for found in _saved_batches(path):
             here = row
@@ -231,38 +232,36 @@ def read_saved(slice: Slice, options: ReadOptions) -> Results:
             start, stop = max(begin - here, 0), min(end - here, found.num_rows)
             if start >= stop:
                 continue
-            sound = _sound_column(found, options.field)
+            sound = _sound_columns(found, options.fields)
             if isinstance(sound, str):
-                missing, lost = sound, lost + stop - start
+                missing, lost, instead = sound, lost + stop - start, _likely(found.schema, options)
             elif isinstance(sound, Exception):
                 message = f"{stop - start:,} rows from here on are damaged: {reason(sound)}"
                 yield Problem(file.name, f"row {here + start + 1}", "format", message, records=stop - start)
             else:
-                column, values = sound
                 for at in range(start, stop, _BATCH_ROWS[1]):
-                    part = _values(values.slice(at, min(_BATCH_ROWS[1], stop - at)))
-                    yield from _documents(part, here + at + 1, column, file, options)
+                    part = _values_of(found.slice(at, min(_BATCH_ROWS[1], stop - at)), sound)
+                    yield from _documents(part, here + at + 1, sound, file, options)
         if row >= end:
             break
     if lost:
-        yield Problem(file.name, "", "field", missing, records=lost)
+        yield Problem(file.name, "", "field", missing, records=lost, instead=instead)
 
 
-def _sound_column(batch: pa.RecordBatch, field: str) -> "tuple[_Column, pa.Array] | str | Exception":
-    """A column that can be read, or what is missing, or what is damaged."""
+def _sound_columns(batch: pa.RecordBatch, fields: Sequence[str]) -> "list[_Column] | str | Exception":
+    """Columns that can be read, or what is missing, or what is damaged."""
     try:
-        column = _find_column(batch.schema, field)
-        if isinstance(column, str):
-            return column
-        values = batch.column(batch.schema.names.index(column.name))
-        # The batch is a view of the file, and offsets that lead nowhere would crash whoever follows them. First come
-        # the sizes, which must be right for the rest. Texts are not looked at, since what becomes of those that are not
-        # UTF-8 is a matter of policy.
-        values.validate()
-        pa.array(_WithBytes(values)).validate(full=True)
+        columns = _find_columns(batch.schema, fields)
+        for column in columns if isinstance(columns, list) else ():
+            values = batch.column(batch.schema.names.index(column.name))
+            # The batch is a view of the file, and offsets that lead nowhere would crash whoever follows them. First
+            # come the sizes, which must be right for the rest. Texts are not looked at, since what becomes of those
+            # that are not UTF-8 is a matter of policy.
+            values.validate()
+            pa.array(_WithBytes(values)).validate(full=True)
     except Exception as error:  # noqa: BLE001  # as above
         return error
-    return column, values
+    return columns
 
 
 def saved_rows(path: str) -> int:
@@ -312,6 +311,19 @@ class _Column(NamedTuple):
 
     name: str
     path: str
+
+
+def _find_columns(schema: pa.Schema, fields: Sequence[str]) -> list[_Column] | str:
+    """The columns that hold the fields which are there, or what is wrong with the table."""
+    found = [_find_column(schema, field) for field in fields]
+    if columns := [column for column in found if not isinstance(column, str)]:
+        return columns
+    return str(found[0]) if len(fields) == 1 else f"{no_column(fields)}; there are: {names_shown(schema.names)}"
+
+
+def _likely(schema: pa.Schema, options: ReadOptions) -> str:
+    texts = [field.name for field in schema if field.type in _AS_BYTES]
+    return likely_column(texts, options.fields)
 
 
 def _find_column(schema: pa.Schema, field: str) -> _Column | str:
@@ -401,12 +413,21 @@ def _values(values: pa.Array) -> list[Any]:
         return pa.array(_WithBytes(values)).to_pylist(maps_as_pydicts="lossy")
 
 
-def _documents(values: list[Any], first: int, column: _Column, file: InputFile, options: ReadOptions) -> Results:
-    """One result for each value; `first` is the number of the first row."""
-    direct = column.name == options.field
-    for row, value in enumerate(values, start=first):
-        place = f"row {row}"
-        if direct and isinstance(value, str):
-            yield limited(Document(value, place), file)
+def _values_of(batch: pa.RecordBatch, columns: "Sequence[_Column]") -> list[Any]:
+    """For each row its values in the columns."""
+    lists = [_values(batch.column(batch.schema.names.index(column.name))) for column in columns]
+    return list(zip(*lists, strict=True))
+
+
+def _documents(
+    rows: list[Any], first: int, columns: "Sequence[_Column]", file: InputFile, options: ReadOptions
+) -> Results:
+    """One result for each row; `first` is the number of the first."""
+    direct = columns[0].name == options.fields[0]
+    names = [column.name for column in columns]
+    for number, values in enumerate(rows, start=first):
+        place = f"row {number}"
+        if direct and values[0] and isinstance(values[0], str):
+            yield limited(Document(values[0], place), file)
         else:
-            yield limited(document_of(Row({column.name: value}, place), file, options), file)
+            yield limited(document_of(Row(dict(zip(names, values, strict=True)), place), file, options), file)

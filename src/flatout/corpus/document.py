@@ -51,6 +51,7 @@ class Document:
     """One text and where in its file it stands: `line 12`, `row 3`, `byte 1048576`, or nothing for a whole file.
 
     `replaced` counts the U+FFFD that stand for invalid bytes. `rejected` names the rule that drops the document.
+    `divisible`: it is a stretch of plain text without documents of its own, which a limit may cut at any character.
     """
 
     text: str
@@ -60,6 +61,7 @@ class Document:
     ends: bool = True
     replaced: int = 0
     rejected: str | None = None
+    divisible: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Problem:
     kind: ProblemKind
     message: str
     records: int
+    instead: str = ""  # the field that seems to hold the text, where it is not in the one that was asked for
 
     @property
     def told(self) -> str:
@@ -95,7 +98,7 @@ Results = Iterator[Document | Problem]
 class ReadOptions:
     """What readers need to know beside the file; the words are those of the config's `data` section."""
 
-    field: str = "text"
+    fields: tuple[str, ...] = ("text",)
     document_start: str | None = None
     invalid_utf8: InvalidUtf8 = "strict"
 

@@ -3,6 +3,8 @@
 Idea: a field is a path. `text` is a name in an object, `page.body` a name inside the object under another name,
 `messages.0.content` takes one element of a list by its number, and `messages.*.content` all of them, joined by "\\n".
 
+Where several fields are asked for, the first of them that holds text is taken, in each record anew.
+
 Contract: no exceptions, since a broken record is nothing special: the result is the text (`str`) or a `FieldError` that
 says what stands there instead. A record that is a plain string is its own text if the field is `text`. Half of a
 surrogate pair, which JSON can escape and no file can hold, is an error too.
@@ -22,6 +24,9 @@ TEXT_FIELD = "text"
 EVERY = "*"
 
 _NAMES_SHOWN = 8
+# What files often call their text, the most usual first. Another name is suggested where its text is long, or alone.
+_USUAL = ("text", "content", "body", "document", "passage", "article", "story", "markdown", "code", "raw_content")
+_LONG = 60  # characters: more than titles and names have
 
 
 @final
@@ -32,6 +37,60 @@ class FieldError:
     message: str
     null: bool = False
     kind: Literal["field", "surrogate"] = "field"
+
+
+def text_of_first(
+    value: object, fields: Sequence[str], decoder: Callable[[bytes], str] | None = None
+) -> str | FieldError:
+    """The text at the first of some paths that has one which is not empty; else what stands there instead."""
+    missing: list[FieldError] = []
+    empty: str | FieldError | None = None
+    for field in fields:
+        found = text_of(value, field, decoder)
+        if isinstance(found, str) and found:
+            return found
+        if isinstance(found, FieldError) and not found.null:
+            missing.append(found)
+        else:
+            empty = found
+    if empty is not None:
+        return empty
+    if len(fields) == 1 or missing[0].kind != "field" or not isinstance(value, Mapping):
+        return missing[0]
+    names = ", ".join(map(_quoted, fields))
+    return FieldError(f"the record has no text in {names}; there are: {names_shown(list(value))}")
+
+
+def likely_field(value: object, tried: Sequence[str]) -> str:
+    """The path in a record that seems to hold its text, other than those that were tried; nothing if there is none."""
+    if isinstance(value, str):
+        return TEXT_FIELD
+    texts = {path: text for path, text in _texts_in(value).items() if path not in tried}
+    usual = (path for name in _USUAL for path in texts if path.lower() == name)
+    longest = max(texts, key=lambda path: len(texts[path]), default="")
+    return next(usual, longest if len(texts) == 1 or len(texts.get(longest, "")) >= _LONG else "")
+
+
+def likely_column(names: Sequence[str], tried: Sequence[str]) -> str:
+    """The same of a table of which only the names of the columns with text are known."""
+    left = [name for name in names if name not in tried]
+    usual = (name for wanted in _USUAL for name in left if name.lower() == wanted)
+    return next(usual, left[0] if len(left) == 1 else "")
+
+
+def _texts_in(value: object, deep: bool = True) -> dict[str, str]:
+    """Texts that are not blank in a record, and in objects and lists of objects inside it, by their paths."""
+    found: dict[str, str] = {}
+    for name, inner in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(inner, bytes):
+            inner = inner.decode("utf-8", "replace")
+        if isinstance(inner, str) and inner.strip() and isinstance(name, str) and name:
+            found[name] = inner
+        elif deep and isinstance(inner, Mapping):
+            found |= {f"{name}.{path}": text for path, text in _texts_in(inner, deep=False).items()}
+        elif deep and isinstance(inner, (list, tuple)) and inner:
+            found |= {f"{name}.{EVERY}.{path}": text for path, text in _texts_in(inner[0], deep=False).items()}
+    return found
 
 
 def text_of(value: object, field: str, decoder: Callable[[bytes], str] | None = None) -> str | FieldError:
@@ -57,12 +116,15 @@ def document_of(row: Row, file: InputFile, options: ReadOptions) -> Document | P
         return text
 
     try:
-        text = text_of(row.value, options.field, decoder)
+        text = text_of_first(row.value, options.fields, decoder)
     except UnicodeDecodeError as error:
         return not_utf8(error, file, row.place, options)
     if isinstance(text, str):
         return Document(text, row.place, replaced=replaced)
-    return Document("", row.place) if text.null else Problem(file.name, row.place, text.kind, text.message, records=1)
+    if text.null:
+        return Document("", row.place)
+    instead = likely_field(row.value, options.fields) if text.kind == "field" else ""
+    return Problem(file.name, row.place, text.kind, text.message, records=1, instead=instead)
 
 
 def limited(found: Document | Problem, file: InputFile) -> Document | Problem:
@@ -89,6 +151,11 @@ def not_utf8(
 
 def bad_byte(error: UnicodeDecodeError) -> str:
     return f"byte 0x{error.object[error.start]:02x} is not {error.encoding.upper()} ({error.reason})"
+
+
+def no_column(fields: Sequence[str]) -> str:
+    """That a table has none of the columns that were asked for."""
+    return f"there is no column {' or '.join(map(_quoted, fields))}"
 
 
 def names_shown(names: Sequence[object]) -> str:

@@ -215,13 +215,21 @@ def _read_text(slice: Slice, options: ReadOptions, watch: Watch | None) -> Resul
                 signature = piece.offset == 0 and piece.raw.startswith(codecs.BOM_UTF8)
                 first = len(codecs.BOM_UTF8) if signature else 0
                 del piece.raw[:first]
-                yield from _decoded(piece, file, options, place, "byte {}", piece.offset + first)
+                at = piece.offset + first
+                yield from _decoded(piece, file, options, place, "byte {}", at, divisible=mark is None)
         if stream.problem is not None:
             yield replace(stream.problem, records=lost)
 
 
 def _decoded(
-    piece: streams.Piece, file: InputFile, options: ReadOptions, place: str, place_of_byte: str, first: int
+    piece: streams.Piece,
+    file: InputFile,
+    options: ReadOptions,
+    place: str,
+    place_of_byte: str,
+    first: int,
+    *,
+    divisible: bool = False,
 ) -> Results:
     """The document of a piece; `place_of_byte` has a gap for a byte's number, which for the first is `first`."""
     whole = piece.begins and piece.ends
@@ -234,7 +242,7 @@ def _decoded(
             place = place_of_byte.format(first + error.start)
             yield Problem(file.name, place, "not-utf8", bad_byte(error), records=1 if whole else 0)
     else:
-        yield Document(text, place, None, piece.begins, piece.ends, replaced)
+        yield Document(text, place, None, piece.begins, piece.ends, replaced, divisible=divisible)
 
 
 # Records on lines.
@@ -693,6 +701,17 @@ def _first_key(raw: str) -> str:
 # GPT-2 tokens.
 
 
+def has_tokens(file: InputFile) -> bool:
+    """Whether a file that is named like one of tokens begins with ids of GPT-2, rather than with letters or others."""
+    with ByteStream(file) as stream:
+        head = stream.read(HEAD)
+    if np.frombuffer(head[:8], "<i4", len(head[:8]) // 4).tolist() == list(_TOKENS_MAGIC):
+        return True
+    ids = np.frombuffer(head, "<u2", len(head) // 2)
+    letters = len(head) > 1 and all(byte >= ord(" ") or byte in b"\t\n\r" for byte in head)
+    return not letters and np.count_nonzero(ids > GPT2_END_OF_TEXT) * 100 <= len(ids)
+
+
 def _read_tokens(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
     """Ids of two bytes each. A document ends with an end-of-text id, or at the end of the file."""
     tokens = _TokenRuns(stream)
@@ -705,7 +724,7 @@ def _read_tokens(stream: ByteStream, file: InputFile, options: ReadOptions) -> R
         return
     place = f"token {tokens.count}"
     if tokens.odd:
-        yield Problem(file.name, place, "truncated", "the file ends inside a token", records=0)
+        yield Problem(file.name, place, "truncated", "read as GPT-2 tokens of two bytes, it ends inside one", records=0)
     if tokens.expected is not None and tokens.expected != tokens.count:
         message = f"its header tells of {tokens.expected:,} tokens, and it has {tokens.count:,}"
         yield Problem(file.name, place, "truncated" if tokens.count < tokens.expected else "format", message, records=0)
@@ -735,7 +754,9 @@ def _token_document(
         if wrong is not None and piece.final:
             if not piece.begins:
                 yield Document("", place, None, False, True, rejected=REJECTED_TOKENS)
-            message = f"{wrong[1]} is no id of GPT-2, whose ids are below {GPT2_END_OF_TEXT + 1}"
+            message = (
+                f"read as GPT-2 tokens of two bytes, of which {wrong[1]} is none: they are below {GPT2_END_OF_TEXT + 1}"
+            )
             yield Problem(file.name, f"token {wrong[0]}", "format", message, records=1 if piece.begins else 0)
             continue
         if piece.final and not ended and stream.problem is not None:

@@ -3,9 +3,9 @@
 Idea: `find_files` lists files in an order that depends on names only, never on the file system, so that preparing twice
 gives the same bytes. A format is told by the end of a name; a text that begins like a crawl is one whatever its name.
 
-Contract: what cannot be used is not dropped in silence. A file or folder that cannot be read, an empty file, and a link
-that leads out of its folder are `Problem`s; files of other types are counted by type. Only a source that is not there,
-or that has nothing of a known type, is a `DataError`.
+Contract: what cannot be used is not dropped in silence. A file or folder that cannot be read, and a link that leads out
+of its folder, are `Problem`s; in a folder, empty files and files of other types are counted by type. Only a source that
+is not there, or that has nothing of a known type, is a `DataError`.
 
 Trap: in folders, hidden names (with a dot in front) do not count as there at all, and folders behind links are not
 entered. A link to a file inside the source is read only if the file it leads to is not read itself.
@@ -21,7 +21,8 @@ from pathlib import Path
 
 from flatout.corpus import shipped
 from flatout.corpus.document import InputFile, Problem, Slice, shown
-from flatout.corpus.streams import PIECE, ByteStream
+from flatout.corpus.readers import has_tokens
+from flatout.corpus.streams import PIECE, ByteStream, whole_characters
 from flatout.errors import DataError
 from flatout.files import parse_json, read_bounded
 
@@ -45,12 +46,21 @@ COMPRESSIONS: Mapping[str, str] = {".gz": "gz", ".zst": "zst", ".xz": "xz", ".bz
 _NEVER_COMPRESSED = ("parquet",)
 # What programs leave behind or have not finished; with a format given, nothing else would keep them out.
 _LEFTOVERS = (".lock", ".part", ".partial", ".tmp", ".temp", ".incomplete", ".crdownload", ".download", ".swp", "~")
+# Files that are never text, though some begin like one; other unknown types are looked into.
+_BINARY_TYPES = (".gif", ".jpeg", ".jpg", ".pdf", ".png", ".ps", ".rtf", ".svg", ".zip")
+BINARY = " (binary)"  # after the type of a file that is passed over and holds no text
+_NO_TOKENS = " (not GPT-2 tokens)"
+_EMPTY = "empty"
+_LOOKED_AT = 2**13  # bytes
 # Formats whose byte ranges can be read by themselves where they are not compressed.
 _SLICED = ("text", "jsonl", "smiles")
 # A file that can only be read from its beginning is left to one reader up to this size.
 _WHOLE_BYTES = 2**24
 _CRAWL = b"WARC/1."
 _TYPES_TOLD = 3
+_BINARY_TOLD = 6
+_AS_TOKENS = " (as GPT-2 tokens)"
+_NO_SUFFIX = "no suffix"
 _MOST_SHARES = 4096
 _TYPES = f"{' '.join(SUFFIXES)}, and most of them also with {' '.join(COMPRESSIONS)}"
 _CHOICES = f"{SHAKESPEARE!r}, a file such as .txt or .jsonl, a folder of them, or hf:NAME"
@@ -60,7 +70,7 @@ _CHOICES = f"{SHAKESPEARE!r}, a file such as .txt or .jsonl, a folder of them, o
 class Found:
     """The files of a source in the order they are read, what is wrong with others, and the types passed over.
 
-    `unknown` is how many of the files passed over are of a type that is not known, rather than left by some program.
+    `unknown` is how many of the files passed over hold text, or may, under a name of a type that is not known.
     """
 
     files: tuple[InputFile, ...] = ()
@@ -74,19 +84,40 @@ class Found:
         return self.unknown > len(self.files) + len(self.problems)
 
     @property
-    def passed_over_told(self) -> str:
-        """What is read and what is not, by type, for a notice, where something is passed over."""
-        read = Counter(type_of(file.path) for file in self.files)
+    def told(self) -> str:
+        """What is read and what is not, by type, for a notice; nothing where every file is read as its name says."""
+        read = Counter(type_of(file.path) + _AS_TOKENS * (file.format == "tokens") for file in self.files)
+        if not self.passed_over and (len(read) < 2 or not any(name.endswith(_AS_TOKENS) for name in read)):
+            return ""
         total = len(self.files) + sum(self.passed_over.values())
-        return f"{total:,} files: read {told_by_type(read) or 'none'}; passed over {told_by_type(self.passed_over)}"
+        passed_over = f"; passed over {told_by_type(self.passed_over)}" if self.passed_over else ""
+        return f"{total:,} files: read {told_by_type(read) or 'none'}{passed_over}"
 
 
 def told_by_type(counts: Mapping[str, int]) -> str:
-    """How many files there are of each type, the most frequent first: `200 .py, 60 .cfg, 12 others`."""
+    """How many files there are of each type, the most frequent first: `200 .py, 60 .cfg, 12 others, 2 binary (.o)`."""
     ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
-    first, rest = ordered[:_TYPES_TOLD], ordered[_TYPES_TOLD:]
-    others = sum(count for _, count in rest)
-    return ", ".join([*(f"{count:,} {name}" for name, count in first), *([f"{others:,} others"] if others else [])])
+    texts = [pair for pair in ordered if not pair[0].endswith(BINARY)]
+    binary = [pair for pair in ordered if pair[0].endswith(BINARY)]
+    # A type that is named with what it was taken for is always told.
+    rest = [pair for pair in texts[_TYPES_TOLD:] if " (" not in pair[0]]
+    told = [f"{count:,} {name}" for name, count in texts if (name, count) not in rest]
+    if rest:
+        told.append(f"{sum(count for _, count in rest):,} others")
+    if binary:
+        kinds = " ".join(name.removesuffix(BINARY) for name, _ in binary[:_BINARY_TOLD])
+        more = " ..." if len(binary) > _BINARY_TOLD else ""
+        told.append(f"{sum(count for _, count in binary):,} binary ({kinds}{more})")
+    return ", ".join(told)
+
+
+def unread_text(passed_over: Mapping[str, int]) -> list[str]:
+    """The types among those passed over that hold text, or may, the most frequent first."""
+    ordered = sorted(passed_over.items(), key=lambda pair: (-pair[1], pair[0]))
+    return [
+        name for name, _ in ordered
+        if (name.startswith(".") or name == _NO_SUFFIX) and " (" not in name and not name.endswith(_LEFTOVERS)
+    ]  # fmt: skip
 
 
 def format_of(name: str) -> tuple[str | None, str]:
@@ -201,10 +232,15 @@ def _in_folder(source: str, format: str | None, number: int) -> Found:
 
     def list_file(path: str) -> None:
         listed = _listed(path, format, number)
-        if isinstance(listed, InputFile):
-            files[path] = listed
+        if isinstance(listed, Problem):
+            if listed.kind == "empty":
+                others[_EMPTY] += 1
+            else:
+                problems.append(listed)
+        elif format is None and listed.format == "tokens" and not has_tokens(listed):
+            others[type_of(path) + _NO_TOKENS] += 1
         else:
-            problems.append(listed)
+            files[path] = listed
 
     def refuse(error: OSError) -> None:
         # os.walk would pass over a folder that it cannot read without a word.
@@ -224,8 +260,9 @@ def _in_folder(source: str, format: str | None, number: int) -> Found:
                 continue
             is_leftover = name.lower().endswith(_LEFTOVERS)
             if is_leftover or (format or format_of(name)[0]) is None:
-                others[type_of(name)] += 1
-                unknown += not is_leftover
+                binary = not is_leftover and _is_binary(path)
+                others[type_of(name) + BINARY * binary] += 1
+                unknown += not (is_leftover or binary)
             elif problem := _link_problem(path, root):
                 problems.append(problem)
             elif os.path.islink(path):
@@ -332,7 +369,22 @@ def type_of(name: str) -> str:
     stem, suffix = os.path.splitext(os.path.basename(name))
     if suffix.lower() in COMPRESSIONS:
         suffix = os.path.splitext(stem)[1] + suffix
-    return shown(suffix.lower()) or "no suffix"
+    return shown(suffix.lower()) or _NO_SUFFIX
+
+
+def _is_binary(path: str) -> bool:
+    """Whether a file of a type that is not known holds no text. One that cannot be read may hold some."""
+    if os.path.splitext(path)[1].lower() in _BINARY_TYPES:
+        return True
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_LOOKED_AT) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+    except OSError:
+        return False
+    try:
+        return "\0" in head[: whole_characters(head)].decode("utf-8")
+    except UnicodeDecodeError:
+        return True
 
 
 def _unreadable(path: str, error: OSError, records: int) -> Problem:

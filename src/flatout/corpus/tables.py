@@ -17,12 +17,21 @@ import codecs
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 from flatout.corpus.document import InputFile, Problem, ReadOptions, Results, Row, needed, reason, shown
-from flatout.corpus.fields import bad_byte, document_of, limited, names_shown, too_long
+from flatout.corpus.fields import (
+    bad_byte,
+    document_of,
+    likely_column,
+    likely_field,
+    limited,
+    names_shown,
+    no_column,
+    too_long,
+)
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream
 from flatout.errors import DataError
 
@@ -46,7 +55,7 @@ _FIRST_ROW = re.compile(rb'(?:[^"\r\n]++|"[^"]*+")*+')
 
 def read_csv(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
     """The rows of a CSV file, whose first row names the columns."""
-    for row in _named_rows(stream, file, options.field):
+    for row in _named_rows(stream, file, options.fields):
         yield row if isinstance(row, Problem) else document_of(Row(row.values, row.place), file, options)
 
 
@@ -67,8 +76,8 @@ class _NamedRow(NamedTuple):
     values: dict[str, bytes]
 
 
-def _named_rows(stream: ByteStream, file: InputFile, field: str | None = None) -> Iterator[_NamedRow | Problem]:
-    """The rows with the names that the first row gives; where there is a `field`, with that column alone.
+def _named_rows(stream: ByteStream, file: InputFile, fields: Sequence[str] = ()) -> Iterator[_NamedRow | Problem]:
+    """The rows with the names that the first row gives; where there are `fields`, with those columns alone.
 
     A problem that costs every row comes last, with their number, and what is wrong with single rows before it.
     """
@@ -77,32 +86,33 @@ def _named_rows(stream: ByteStream, file: InputFile, field: str | None = None) -
     names: list[str] = []
     wrong: Problem | None = None
     if header is None:
-        wrong = Problem(file.name, "", "empty", "there is no row with the names of the columns", records=0)
-    elif isinstance(header, Problem):
+        return
+    if isinstance(header, Problem):
         wrong = replace(header, message=f"the row with the names of the columns: {header.message}")
     else:
         names = [name.decode("utf-8", "replace") for name in header.values]
-        if field is not None and field not in names:
-            message = f"there is no column '{shown(field)[:80]}'; there are: {names_shown(names)}"
+        if fields and not any(field in names for field in fields):
+            message = f"{no_column(fields)}; there are: {names_shown(names)}"
             wrong = Problem(file.name, f"line {header.line}", "field", message, records=0)
-    wanted = range(len(names)) if field is None or wrong is not None else [names.index(field)]
-    lost = 0
+    wanted = [names.index(field) for field in fields if field in names] if fields else range(len(names))
+    lost, instead = 0, ""
     for row in rows:
         if isinstance(row, Problem):
             yield row
             continue
         place = f"line {row.line}"
         if wrong is not None:
+            instead = instead or likely_field(dict(zip(names, row.values, strict=False)), fields)
             lost += 1
         elif len(row.values) != len(names):
             message = f"the row has {len(row.values):,} columns and the first row {len(names):,}"
             yield Problem(file.name, place, "csv", message, records=1)
-        elif field is not None and row.binary:
+        elif fields and row.binary:
             yield Problem(file.name, place, "binary", "the row holds NUL bytes", records=1)
         else:
             yield _NamedRow(place, {names[at]: row.values[at] for at in wanted})
     if wrong is not None:
-        yield replace(wrong, records=lost)
+        yield replace(wrong, records=lost, instead=instead if wrong.kind == "field" else "")
 
 
 class _Row(NamedTuple):
@@ -324,14 +334,14 @@ class HubStream:
     def __iter__(self) -> Results:
         dataset = self._dataset
         if dataset.column_names is not None:
-            field = self._options.field
-            name = next((name for name in (field, field.partition(".")[0]) if name in dataset.column_names), None)
-            if name is None:
-                message = f"there is no column for '{shown(field)[:80]}'; there are: "
-                message += names_shown(dataset.column_names)
-                yield Problem(self._file.name, "", "field", message, records=0)
+            columns, fields = dataset.column_names, self._options.fields
+            asked = [name for field in fields for name in (field, field.partition(".")[0]) if name in columns]
+            if not asked:
+                message = f"{no_column(fields)}; there are: {names_shown(columns)}"
+                instead = likely_column(columns, fields)
+                yield Problem(self._file.name, "", "field", message, records=0, instead=instead)
                 return
-            dataset = dataset.select_columns([name])
+            dataset = dataset.select_columns(list(dict.fromkeys(asked)))
         if self._part is not None:
             self._state = self._part.state_dict()
         parts = dataset.num_shards

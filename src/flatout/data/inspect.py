@@ -86,22 +86,26 @@ def read_report(folder: str | Path) -> dict[str, Any] | None:
 
 def read_problems(folder: str | Path, most: int) -> list[dict[str, Any]]:
     """The first `most` problems that preparing the dataset in `folder` met, in the order of the input."""
+    return list(itertools.islice(all_problems(folder), most))
+
+
+def all_problems(folder: str | Path) -> Iterator[dict[str, Any]]:
+    """Every problem that preparing the dataset in `folder` met, in the order of the input."""
     info = read_manifest(folder).problems
     if info is None:
-        return []
-    path = Path(folder) / info.name
-    problems: list[dict[str, Any]] = []
+        return
+    path, number = Path(folder) / info.name, 0
     check_size(Path(folder), info)
     try:
         with path.open("rb") as lines:
-            while len(problems) < most and (line := lines.readline()):
-                problems.append(_problem_from(line))
+            for line in lines:
+                number += 1
+                yield _problem_from(line)
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        place = f"line {len(problems) + 1}"
+        place = f"line {number}"
         raise DataError(f"{path} is damaged in {place}: {type(error).__name__}: {error}", PREPARE_AGAIN) from error
-    return problems
 
 
 def shown(text: str) -> str:
@@ -130,7 +134,8 @@ def _problem_from(line: bytes) -> dict[str, Any]:
     records = problem["records"]
     if not all(isinstance(text, str) for text in texts.values()) or type(records) is not int:
         raise ValueError("it does not have the fields of a problem")
-    return {**texts, "records": records}
+    instead = problem.get("instead")
+    return {**texts, "records": records, **({"instead": str(instead)} if instead else {})}
 
 
 def _count_tokens(shards: TokenShards, counts: Counts) -> None:

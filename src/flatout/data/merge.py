@@ -26,10 +26,9 @@ from typing import IO, Any, final
 import numpy as np
 import numpy.typing as npt
 
-from flatout.corpus.document import Document
 from flatout.corpus.near import SLOTS, near_duplicates
+from flatout.data.causes import causes_of, mend_of
 from flatout.data.journal import SIGNATURES, Journal
-from flatout.data.limits import NONE_TAKEN, dropped_by_then
 from flatout.data.manifest import (
     MANIFEST,
     OFFSET_DTYPE,
@@ -42,14 +41,14 @@ from flatout.data.manifest import (
     Manifest,
     SplitInfo,
 )
-from flatout.data.part import BEGINS, ENDS, REJECTED, PartResult, Recipe, copies_of, judged, share_of
+from flatout.data.part import BEGINS, ENDS, REJECTED, PartResult, Recipe, copies_of, share_of, text_of
 from flatout.data.plan import Inputs, Request, find_part
 from flatout.data.tokenizer import Ids, Tokenizer, token_dtype
 from flatout.errors import DataError
 from flatout.files import canonical_json
 
-KEPT, DROPPED, EXACT, NEAR, UNCHOSEN, PAST = range(6)
-_REASONS = {EXACT: "exact_duplicate", NEAR: "near_duplicate", UNCHOSEN: "weight", PAST: "limit"}
+KEPT, DROPPED, EXACT, NEAR, UNCHOSEN = range(5)
+_REASONS = {EXACT: "exact_duplicate", NEAR: "near_duplicate", UNCHOSEN: "weight"}
 _DOCUMENTS_AT_ONCE = 4_000_000
 Flags = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.uint64]
@@ -95,7 +94,6 @@ class Decisions:
         self._long: dict[int, _Long] = {}
         self.dropped: Counter[str] = sum((Counter(head.dropped) for head in self.heads), Counter())
         self._find_long_documents()
-        self._cut_at_limits()
         if request.clean.exact_duplicates and parts:
             self._drop_exact()
         if request.clean.near_duplicates is not None:
@@ -143,20 +141,6 @@ class Decisions:
             if long.reason is not None:
                 self.status[document] = DROPPED
                 self.dropped[long.reason] += 1
-
-    def _cut_at_limits(self) -> None:
-        source, count, rejected = -1, NONE_TAKEN, False
-        for number, head in enumerate(self.heads):
-            if head.source != source:
-                source, count, rejected = head.source, NONE_TAKEN, False
-            if (limits := self._request.limits(source)) is None:
-                continue
-            stored = self._journal.read(number, tokens=False, signatures=False)
-            dropped, rejected = dropped_by_then(stored.pieces, rejected)
-            taken, count, _ = limits.within(stored.pieces, dropped, count)
-            documents, _, _ = self.index(number, stored)
-            past = np.unique(documents[~taken & (documents >= 0)])
-            self.status[past[self.status[past] == KEPT]] = PAST
 
     def _drop_exact(self) -> None:
         buckets = len(self.status) // _DOCUMENTS_AT_ONCE + 1
@@ -250,13 +234,7 @@ def _text_of(finished: Finished, decisions: Decisions, number: int, piece: Any) 
     """The text of a piece of the part of that number, read again."""
     source = decisions.heads[number].source
     first = next(n for n, head in enumerate(decisions.heads) if head.source == source)
-    wanted = int(piece["high"]).to_bytes(8, "big") + int(piece["low"]).to_bytes(8, "big")
-    for _, item in judged(finished.recipe, find_part(finished.inputs, finished.recipe.options, number, source, first)):
-        if isinstance(item, Document):
-            raw = item.text.encode("utf-8", "surrogatepass")
-            if hashlib.sha256(raw).digest()[:16] == wanted:
-                return item.text
-    raise DataError("the source changed while it was read", "prepare it again when nothing writes to it")
+    return text_of(finished.recipe, find_part(finished.inputs, finished.recipe.options, number, source, first), piece)
 
 
 def _kept(decisions: Decisions, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -382,13 +360,11 @@ def _empty_hint(request: Request) -> str:
 
 def _nothing_left(decisions: Decisions, inputs: Inputs) -> DataError:
     records = sum(head.records for head in decisions.heads)
-    problems = [problem for head in decisions.heads for problem in head.problems] + list(inputs.problems)
-    if problems:
-        more = f" (and {len(problems) - 1:,} more)" if len(problems) > 1 else ""
-        return DataError(
-            f"nothing could be read: {problems[0].told}{more}",
-            "mend the input, or set data.field, data.format or data.invalid_utf8",
-        )
+    causes = causes_of([*(problem for head in decisions.heads for problem in head.problems), *inputs.problems])
+    if causes:
+        damaged = sum(cause.records for cause in causes)
+        lost = f", none of {records:,} records" if damaged == records > 1 else ""
+        return DataError(f"nothing could be read{lost}: {causes[0].told}", mend_of(causes))
     why = ", ".join(f"{count:,} {reason}" for reason, count in decisions.dropped.most_common(4)) or "no records at all"
     return DataError(
         f"the source holds no text that is kept: of {records:,} records, {why}",

@@ -27,6 +27,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -34,7 +35,7 @@ import flatout
 from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Document, shown
 from flatout.data.journal import Journal, PassingError, clear, foreign_in
-from flatout.data.limits import Tally, limits_of
+from flatout.data.limits import Count, Tally, limits_of
 from flatout.data.manifest import FILE_NAME, MANIFEST, REPORT, Manifest, read_manifest
 from flatout.data.merge import Finished, merge_parts
 from flatout.data.part import Part, PartHead, Recipe
@@ -47,6 +48,7 @@ from flatout.data.plan import (
     check_free,
     documents_of,
     find_inputs,
+    find_part,
     parts_of,
 )
 from flatout.data.tokenizer import (
@@ -149,8 +151,8 @@ class _Packer:
         self._inputs = inputs = find_inputs(request, work)
         settings = request.settings(inputs.bytes, inputs.digest())
         self._told = PrepareProgress("reading", 0, len(inputs.files), 0, inputs.bytes, 0, 0, 0)
-        if self._progress is not None and inputs.passed_over:
-            self._progress(replace(self._told, notice=inputs.passed_over_told))
+        if self._progress is not None and inputs.told:
+            self._progress(replace(self._told, notice=inputs.told))
         count = worker_count(inputs.bytes) if self._workers is None else min(self._workers, inputs.most_parts)
         stamps = inputs.stamps()
         with open_engine(self._engine, count) as engine:
@@ -233,7 +235,17 @@ class _Packer:
         """
         parts = first
         given = (None, "") if source is None else (self._request.limits(source), self._request.sources[source].path)
-        tally = Tally(*given, first)
+
+        def trim(number: int, count: int, after: Count) -> Count:
+            limits, options = given[0], recipe.options
+            assert limits is not None, "only a limit ends a source"
+            assert source is not None, "limits are counted by source"
+            part = partial(find_part, self._inputs, options, number, source, first)
+            result, after = limits.trimmed(journal.read(number), count, after, recipe, part)
+            journal.write(number, result)
+            return after
+
+        tally = Tally(*given, first, trim)
 
         def missing() -> Iterator[Part]:
             nonlocal parts
@@ -244,14 +256,14 @@ class _Packer:
                 else:
                     self._tell_of(journal.head(part))
                     if source is not None:
-                        tally.add(part, journal.read(part, tokens=False, signatures=False).pieces)
+                        tally.add(part, journal.read(part, tokens=False, signatures=False))
                 if tally.full:
                     return
 
         for part, result in engine.run("tokens", recipe, missing()):
             journal.write(part.number, result)
             self._tell_of(result.head)
-            tally.add(part.number, result.pieces)
+            tally.add(part.number, result)
         return tally.parts if tally.full else parts
 
     def _tell_of(self, head: PartHead) -> None:

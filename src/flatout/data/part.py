@@ -31,7 +31,7 @@ from flatout.data.tokenizer import Ids, Tokenizer, token_dtype, tokenizer_from_j
 from flatout.errors import DataError
 from flatout.files import canonical_json
 
-BEGINS, ENDS, REJECTED = 1, 2, 4
+BEGINS, ENDS, REJECTED, DIVISIBLE = 1, 2, 4, 8
 # A row per piece. `high` and `low` are the first sixteen bytes of the SHA-256 of its text.
 PIECE = np.dtype(
     [("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("high", "<u8"), ("low", "<u8"), ("flags", "u1")]
@@ -80,6 +80,8 @@ class PartHead:
     problems: tuple[Problem, ...]
     # Rejected pieces of documents in several pieces, by position in `pieces`, and the rule.
     rejected: dict[int, str]
+    # Whether a limit ends the source inside this part; what comes after it has been taken out.
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,16 @@ class PartResult:
 
 def run_part(recipe: Recipe, part: Part) -> PartResult:
     """Read, clean and tokenize a part."""
-    assert recipe.tokenizer is not None, "a recipe for tokens names a tokenizer"
-    work = _Work(_tokenizer(canonical_json(recipe.tokenizer)), recipe.near)
+    work = _Work(tokenizer_of(recipe), recipe.near)
     for file, item in judged(recipe, part):
         work.add(file, item)
     return work.result(part)
+
+
+def tokenizer_of(recipe: Recipe) -> Tokenizer:
+    """The tokenizer of a recipe for tokens."""
+    assert recipe.tokenizer is not None, "a recipe for tokens names a tokenizer"
+    return _tokenizer(canonical_json(recipe.tokenizer))
 
 
 def characters_of_part(recipe: Recipe, part: Part) -> str:
@@ -121,6 +128,17 @@ def judged(recipe: Recipe, part: Part) -> Iterator[tuple[str, Document | Problem
             yield file, item if reason is None else replace(item, text="", rejected=reason)
         else:
             yield file, item
+
+
+def text_of(recipe: Recipe, part: Part, piece: np.void) -> str:
+    """The text of a piece of a part, read again."""
+    wanted = int(piece["high"]).to_bytes(8, "big") + int(piece["low"]).to_bytes(8, "big")
+    for _, item in judged(recipe, part):
+        if isinstance(item, Document):
+            text = item.text[: int(piece["characters"])]  # of a document that a limit cut, as much as was taken
+            if hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16] == wanted:
+                return text
+    raise DataError("the source changed while it was read", "prepare it again when nothing writes to it")
 
 
 def _items(recipe: Recipe, part: Part) -> Iterator[tuple[str, Document | Problem]]:
@@ -236,6 +254,7 @@ class _Work:
         digest = hashlib.sha256(raw).digest()
         high, low = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big")
         flags = BEGINS * document.begins | ENDS * document.ends | REJECTED * (self._pieces in self._rejected)
+        flags |= DIVISIBLE * document.divisible
         self._columns.extend((len(ids), len(raw), len(document.text), high, low, flags))
         self._pieces += 1
         self._tokens += ids.astype(self._dtype, copy=False).tobytes()

@@ -17,8 +17,8 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from flatout.config.sizes import learned_vocab
 from flatout.corpus.clean import CleanRules, load_rules
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice, shown
 from flatout.corpus.readers import read_slice
-from flatout.corpus.sources import Found, find_files, slices_of, text_bytes
+from flatout.corpus.sources import Found, find_files, slices_of, text_bytes, unread_text
 from flatout.corpus.streams import PIECE
 from flatout.data.limits import LIMITS, NONE_TAKEN, Limits, limits_of
 from flatout.data.part import Part, Recipe, judged
@@ -45,7 +45,7 @@ _MOST_SLICES = 4096
 _MOST_HASHED = 2**26
 _MOST_DOCUMENTS = 50_000
 # What of the `data` section decides the result of preparing; the tokenizer is in the manifest under its fingerprint.
-_DECISIVE = (
+DECISIVE = (
     "source",
     "val_source",
     "format",
@@ -79,9 +79,14 @@ class Request:
     def options(self) -> tuple[ReadOptions, ...]:
         """How each source is read."""
         data = self.data
+        fields = [source.field or data.field for source in self.sources]
         return tuple(
-            ReadOptions(source.field or data.field, source.document_start or data.document_start, data.invalid_utf8)
-            for source in self.sources
+            ReadOptions(
+                (names,) if isinstance(names, str) else tuple(names),
+                source.document_start or data.document_start,
+                data.invalid_utf8,
+            )
+            for names, source in zip(fields, self.sources, strict=True)
         )
 
     @property
@@ -98,7 +103,7 @@ class Request:
         """What the manifest keeps of the request and of what it found."""
         data = self.data.model_dump(mode="json")
         limits = {name: data[name] for name in LIMITS if data[name] is not None}
-        chosen = {name: data[name] for name in _DECISIVE} | limits
+        chosen = {name: data[name] for name in DECISIVE} | limits
         if learned_vocab(self.data.tokenizer) is not None:  # which its fingerprint does not tell
             chosen["tokenizer"] = self.data.tokenizer
         return {**chosen, "clean": self.rules.to_json(), "source_bytes": source_bytes, "source_sha256": source_sha256}
@@ -158,7 +163,7 @@ def find_inputs(request: Request, work: Path) -> Inputs:
         found = find_files(source.path, format=form, number=number)
         if found.mostly_unknown:
             raise DataError(
-                f"most of the folder {shown(source.path)} would be passed over, which has {found.passed_over_told}",
+                f"most of the folder {shown(source.path)} would be passed over, which has {found.told}",
                 "set data.format=text to read every file as text, whatever its name (source code is text too), or set "
                 "data.source to the files that you want",
             )
@@ -166,6 +171,18 @@ def find_inputs(request: Request, work: Path) -> Inputs:
         problems += found.problems
         passed_over.update(found.passed_over)
     return Inputs(tuple(files), tuple(problems), dict(passed_over))
+
+
+def how_to_read(source: object, passed_over: Mapping[str, int]) -> str:
+    """How to read the files with text among those that were passed over as well; nothing where there are none."""
+    types = unread_text(passed_over)
+    if not types or not isinstance(source, str):
+        return ""
+    named = " and ".join([", ".join(types[:3]), *(["others"] if len(types) > 3 else [])])
+    return (
+        f"among these, {named} may hold text; to read such a file too, name it: "
+        f"'data.source=[{source}, {{path: {Path(source) / 'FILE'}, format: text}}]'"
+    )
 
 
 class Done:
@@ -274,13 +291,16 @@ def _batches(file: InputFile, options: ReadOptions) -> Iterator[tuple[tuple[Docu
     yield tuple(batch), max(file.bytes - told, 0), 1
 
 
-def documents_of(request: Request, inputs: Inputs) -> Iterator[Document | Problem]:
+def documents_of(
+    request: Request, inputs: Inputs, sources: Iterable[int] | None = None
+) -> Iterator[Document | Problem]:
     """Every document that is kept, up to the limits of its source, and every problem on the way, one by one.
 
-    For what there is no tokenizer yet: tokens are counted as characters.
+    For what there is no tokenizer yet: tokens are counted as characters, so a first document that has too many of them
+    may still be taken. `sources` asks for those of some sources alone.
     """
     recipe = Recipe(request.options, request.rules)
-    for source in range(len(request.sources)):
+    for source in range(len(request.sources)) if sources is None else sources:
         limits, count, rejected = request.limits(source), NONE_TAKEN, False
         parts = parts_of(inputs, request.options, Done(), source=source)
         for item in (item for part in parts if isinstance(part, Part) for _, item in judged(recipe, part)):
@@ -291,11 +311,16 @@ def documents_of(request: Request, inputs: Inputs) -> Iterator[Document | Proble
             if rejected or not item.text:
                 continue
             size = len(item.text.encode("utf-8", "surrogatepass"))
-            count = (count[0] + item.begins, count[1] + len(item.text), count[2] + size)
-            if limits is not None and limits.exceeded(count):
-                limits.check((count[0] - item.begins, 0, 0), True, request.sources[source].path)
-                break
-            yield item
+            before, count = count, (count[0] + item.begins, count[1] + len(item.text) + item.ends, count[2] + size)
+            if limits is None or not limits.exceeded(count):
+                yield item
+                continue
+            if item.divisible or not (item.begins and item.ends):
+                yield replace(item, text=limits.first_characters(item.text, before))
+            elif not before[0]:
+                limits.check(before, limits.exceeded((1, 0, size)), request.sources[source].path)
+                yield item
+            break
 
 
 def find_part(inputs: Inputs, options: tuple[ReadOptions, ...], number: int, source: int, first: int) -> Part:

@@ -6,16 +6,25 @@ No torch here: `flatout prepare` and its workers must not pay for it.
 import hashlib
 import json
 import os
+import shlex
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from flatout.config.catalogue import source_name
+from flatout.config.facts import field_facts
+from flatout.config.load import LoadedConfig, with_values
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.config.sizes import learned_vocab
-from flatout.data.inspect import read_problems, read_report
+from flatout.config.source import Source
+from flatout.config.yaml_loader import format_value
+from flatout.corpus.document import Problem
+from flatout.data.causes import Cause, causes_of, mend_of
+from flatout.data.inspect import all_problems, read_report
 from flatout.data.limits import LIMITS
-from flatout.data.manifest import MANIFEST, PROBLEMS, Manifest, read_manifest
+from flatout.data.manifest import MANIFEST, PROBLEMS, TOKENIZER, Manifest, read_manifest
 from flatout.data.pack import Progress, pack_corpus
-from flatout.data.plan import STDIN, Request, find_inputs, request_of
+from flatout.data.plan import DECISIVE, STDIN, Request, find_inputs, request_of
 from flatout.data.tokenizer import load_tokenizer
 from flatout.data.workers import EngineName
 from flatout.errors import ConfigError, DataError
@@ -104,52 +113,95 @@ def check_complete(folder: Path) -> None:
     """Raise an error where some of the input could not be used. The dataset is there all the same, and usable."""
     report = read_report(folder)
     if report is not None and report["problem_count"]:
-        first = read_problems(folder, 1)[0]
-        place = f", {first['place']}" if first["place"] else ""
-        more = f", and {report['problem_count'] - 1:,} more" if report["problem_count"] > 1 else ""
-        mend = "set data.field to where the text is" if first["kind"] == "field" else "mend the input"
+        causes = read_causes(folder)
         lost = (
             f"{report['damaged']:,} of {report['records']:,} records could not be used"
             if report["damaged"]
             else f"the input has {report['problem_count']:,} problems, by which no whole record is known to be lost"
         )
+        field = read_manifest(folder).settings.get("field", "text")
+        mend = mend_of(causes, [field] if isinstance(field, str) else field)
         raise DataError(
-            f"{lost}: {first['file']}{place}: {first['message']}{more}",
-            f"all are listed in {folder / PROBLEMS}; {mend} and prepare with --overwrite, "
-            f"or go on with the rest, which is prepared",
+            f"{lost}: {causes[0].told}",
+            f"to use them, prepare again with --overwrite: {mend}; or go on with the rest, which is prepared (every "
+            f"problem is listed in {folder / PROBLEMS})",
         )
+
+
+def read_causes(folder: Path) -> list[Cause]:
+    """Why records of a dataset's input could not be used, the cause with the most records first."""
+    return causes_of(Problem(**problem) for problem in all_problems(folder))
+
+
+def as_prepared(loaded: LoadedConfig) -> LoadedConfig:
+    """A config with the settings that its folder was prepared with, where the user wrote no others.
+
+    `prepare` may have been given settings that the next command does not repeat; a notice names them.
+    """
+    config, by_user = loaded.config, {path for path, source in loaded.sources.items() if source.by_user}
+    if config.chat.source is not None or config.data.streaming or config.data.source is None:
+        return loaded
+    folder = data_folder(config.data)
+    try:
+        manifest = read_manifest(folder) if has_dataset(folder) else None
+    except DataError:  # which opening it tells, with what to do
+        manifest = None
+    if manifest is None:
+        return loaded
+    own = by_user if "data.folder" in by_user else {*by_user, "data.source", "data.tokenizer"}  # they name the folder
+    values = {
+        path: stored
+        for path, (stored, _) in _differences(config.data, config.clean, manifest).items()
+        if path in field_facts() and path not in own and (path != "data.tokenizer" or _is_named(stored))
+    }
+    if not values:
+        return loaded
+    told = ", ".join(f"{path}={format_value(stored)}" for path, stored in values.items())
+    notice = f"{folder} was prepared with {told}, which is used here, too"
+    loaded = with_values(loaded, values, Source("preset", f"as {folder} was prepared"))
+    return replace(loaded, notices=(*loaded.notices, notice))
+
+
+def _differences(data: DataConfig, clean: CleanConfig | None, manifest: Manifest) -> dict[str, tuple[Any, Any]]:
+    """By path, the settings that a dataset was prepared with and a config has otherwise, with both values."""
+    no_limits = dict.fromkeys(LIMITS)
+    asked = {**no_limits, **request_of(data, clean).settings(0, None)}
+    stored = {**no_limits, **request_of(DataConfig(), CleanConfig()).settings(0, None), **manifest.settings}
+    rules, wanted_rules = stored["clean"], asked["clean"]
+    pairs = {f"data.{name}": (stored[name], asked[name]) for name in (*DECISIVE, *LIMITS)}
+    pairs |= {f"clean.{name}": (rules.get(name), wanted_rules[name]) for name in wanted_rules}
+    pairs["data.tokenizer"] = _tokenizers(manifest, data)
+    return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _check_settings(data: DataConfig, clean: CleanConfig | None, folder: Path) -> None:
     """Shards prepared from other settings must not be trained on by mistake."""
     if data.source is None:
         return
-    manifest = read_manifest(folder)
-    request = request_of(data, clean)
-    asked = {**dict.fromkeys(LIMITS), **request.settings(0, None)}
-    defaults = request_of(DataConfig(), CleanConfig()).settings(0, None)
-    for name, wanted in {**asked, "tokenizer": None}.items():
-        if name in ("source_bytes", "source_sha256"):
-            continue
-        stored = manifest.settings.get(name, defaults.get(name))
-        if name == "tokenizer":
-            stored, wanted = _tokenizers(manifest, data)
-        if stored != wanted:
-            if name == "source" and not request.piped and "hf:" not in str(data.source):
-                find_inputs(request, Path())  # which says so where there is no such text
-            raise DataError(
-                f"{folder} was prepared with {name} {stored!r}, the config says {wanted!r}",
-                "set data.folder to a new folder, or run `flatout prepare --overwrite` with this config",
-            )
+    manifest, request = read_manifest(folder), request_of(data, clean)
+    for path, (stored, wanted) in _differences(data, clean, manifest).items():
+        name = path.removeprefix("data.")
+        if name == "source" and not request.piped and "hf:" not in str(data.source):
+            find_inputs(request, Path())  # which says so where there is no such text
+        own = folder / TOKENIZER if name == "tokenizer" and not _is_named(stored) else format_value(stored)
+        keep = f"set {shlex.quote(f'{path}={own}')} to use it as it is, or " if path in field_facts() else ""
+        raise DataError(
+            f"{folder} was prepared with {name} {stored!r}, the config says {wanted!r}",
+            f"{keep}set data.folder to a new folder to prepare it anew",
+        )
     _check_source_size(data, request, manifest, folder)
 
 
 def _tokenizers(manifest: Manifest, data: DataConfig) -> tuple[str, str]:
     """What a dataset was tokenized with, and what is asked for."""
     learned = manifest.settings.get("tokenizer", manifest.tokenizer_kind)
-    if data.tokenizer in ("char", "bytes", "gpt2") or learned_vocab(data.tokenizer) is not None:
+    if _is_named(data.tokenizer):
         return learned, data.tokenizer
     return manifest.tokenizer_fingerprint, load_tokenizer(data.tokenizer, None).fingerprint
+
+
+def _is_named(tokenizer: str) -> bool:
+    return tokenizer in ("char", "bytes", "gpt2") or learned_vocab(tokenizer) is not None
 
 
 def _check_source_size(data: DataConfig, request: Request, manifest: Manifest, folder: Path) -> None:
@@ -167,5 +219,6 @@ def _check_source_size(data: DataConfig, request: Request, manifest: Manifest, f
             return
     raise DataError(
         f"{folder} {changed}",
-        "run `flatout prepare --overwrite` with this config, or set data.folder to a new folder",
+        f"set data.folder to a new folder to prepare the text as it is now, or data.source=null and "
+        f"data.folder={folder} to use what was prepared; `flatout prepare --overwrite` replaces it",
     )

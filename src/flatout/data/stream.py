@@ -10,8 +10,7 @@ blocks and parts, except that validation text is held. A `Position`, which is pl
 Input that cannot be used is left out and told. A source without training text is an error, not an endless loop.
 
 Trap: a document of more than 16 MiB comes in pieces, and there is no room to wait for its last one. Each piece goes to
-training or validation by its own hash, and a rule that rejects a later piece, or a limit, drops the document from there
-on.
+training or validation by its own hash, and a rule that rejects a later piece drops the document from there on.
 
 Trap: a shuffle within blocks does not mix a source that is sorted, by topic or language. Prepare such a source instead.
 """
@@ -24,6 +23,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -34,6 +34,7 @@ from flatout.config.schema import CleanConfig, DataConfig
 from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Problem
 from flatout.corpus.sources import HUB
+from flatout.data.causes import cause_of, causes_of, mend_of
 from flatout.data.limits import NONE_TAKEN, Choice, dropped_by_then, limits_of
 from flatout.data.pack import Progress, worker_count
 from flatout.data.part import BEGINS, ENDS, Part, PartHead, PartResult, Pieces, Recipe, copies_of, share_of
@@ -96,7 +97,7 @@ def open_stream(
     stream = TokenStream(request, inputs, tokenizer, workers)
     found = stream.validation(VAL_TOKENS if val_tokens is None else val_tokens, progress)
     held = found.finish(request, stream.folder)
-    notices = [inputs.passed_over_told] if inputs.passed_over else []
+    notices = [inputs.told] if inputs.told else []
     notices += _all_notices(stream.problems, len(stream.problems))
     if data.val_source is not None:  # else they are met again, and told, in training
         notices += _all_notices(found.seen.problems, found.read.problems)
@@ -168,7 +169,6 @@ class TokenStream:
                 for place, result in results:
                     pieces, lap = result.pieces, self._val_laps[place.lap]
                     dropped, rejected = dropped_by_then(pieces, tail.rejected and place.lap == tail.lap)
-                    dropped |= ~lap.taken(pieces, dropped, place)
                     chosen = self._in_val(pieces) & ~dropped & (copies_of(lap.weight, pieces["low"]) > 0)
                     ids, joins = self._chosen(result, chosen, tail.joins)
                     tail = replace(place, joins=joins, rejected=rejected)
@@ -193,12 +193,16 @@ class TokenStream:
                     continue
                 if place.lap != lap:
                     lap, rejected, taken = place.lap, False, NONE_TAKEN
-                yield replace(place, taken=taken), result
+                place = replace(place, taken=taken)
                 if (limits := laps[lap].limits) is not None:
                     dropped, rejected = dropped_by_then(result.pieces, rejected)
-                    _, taken, ended = limits.within(result.pieces, dropped, taken)
+                    count, taken, ended = limits.within(result.pieces, dropped, taken)
+                    if count < len(result.pieces):
+                        part = partial(self._part_at, place, laps)
+                        result, taken = limits.trimmed(result, count, taken, self._recipe, part)
                     limits.check(taken, ended, laps[lap].files[0].path)
                     full |= {lap} if ended else set()
+                yield place, result
         except ResourceError as error:
             hint = "if the machine ran out of memory, free some; go on with --resume auto"
             gone = isinstance(error, WorkerGoneError)  # again: the first one is replaced
@@ -216,11 +220,14 @@ class TokenStream:
                     break
                 yield replace(place, lap=number), part
 
+    def _part_at(self, place: Position, laps: Sequence[Lap]) -> Part:
+        return next(self.parts(place, laps))[1]
+
     def train_ids(self, position: Position, result: PartResult) -> tuple[Ids, bool, bool]:
         """The training tokens of the part at `position`, and `joins` and `rejected` for the part after it."""
         lap, pieces = self.laps[position.lap], result.pieces
         dropped, rejected = dropped_by_then(pieces, position.rejected)
-        chosen = ~dropped & lap.taken(pieces, dropped, position) & (copies_of(lap.weight, pieces["low"]) > lap.copy)
+        chosen = ~dropped & (copies_of(lap.weight, pieces["low"]) > lap.copy)
         if self._val_fraction is not None:
             chosen &= ~self._in_val(pieces)
         ids, joins = self._chosen(result, chosen, position.joins)
@@ -411,7 +418,7 @@ class _Validation:
             own, problems = request.data.val_source, self.seen.problems
             hint = "set data.val_source to a text with more in it"
             if problems and problems[0].kind == "field":
-                hint = "set data.field to where the text is"
+                hint = mend_of(causes_of(problems))
             elif own is None:
                 hint += ", data.val_fraction higher, or data.document_start where a file holds many documents"
                 hint += "" if limits_of(request.data) is None else ", or a higher limit on documents, tokens or bytes"
@@ -424,7 +431,7 @@ class _Validation:
 def _notices_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
     """What to say of problems when there have been some before: the first few in full, then how many there are."""
     after = before + len(problems)
-    told = [f"left out: {problem.told}" for problem in problems[: max(0, TOLD_PROBLEMS - before)]]
+    told = [f"left out: {cause_of(problem).told}" for problem in problems[: max(0, TOLD_PROBLEMS - before)]]
     counts = (10**power for power in range(1, len(str(after))) if 10**power > before)
     told += [f"{n:,} problems in the source so far; the latest: {problems[n - before - 1].told}" for n in counts]
     return tuple(told)
@@ -432,7 +439,7 @@ def _notices_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
 
 def _all_notices(problems: Sequence[Problem], count: int) -> tuple[str, ...]:
     """What to say of problems that are all there are; `count` may be more than are given."""
-    told = tuple(f"left out: {problem.told}" for problem in problems[:TOLD_PROBLEMS])
+    told = tuple(f"left out: {cause_of(problem).told}" for problem in problems[:TOLD_PROBLEMS])
     return told if count <= len(told) else (*told, f"{count - len(told):,} more problems in the source")
 
 

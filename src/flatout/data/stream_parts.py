@@ -12,11 +12,9 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, cast, final
 
-import numpy as np
-
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
-from flatout.data.limits import NONE_TAKEN, Choice, Count, Limits
-from flatout.data.part import Part, Pieces
+from flatout.data.limits import NONE_TAKEN, Count, Limits
+from flatout.data.part import Part
 from flatout.data.plan import Done, Inputs, parts_of
 
 # Hub datasets are read by this process, so we use smaller parts: the first one is ready sooner.
@@ -65,12 +63,6 @@ class Lap:
     weight: float
     files: tuple[InputFile, ...]
     limits: Limits | None = None
-
-    def taken(self, pieces: Pieces, dropped: Choice, position: Position) -> Choice:
-        """Which pieces of the part at a position are within the limits of the source."""
-        if self.limits is None:
-            return np.ones(len(pieces), dtype=bool)
-        return self.limits.within(pieces, dropped, position.taken)[0]
 
 
 @final

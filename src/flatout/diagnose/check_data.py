@@ -8,7 +8,7 @@ tokens is extrapolated and said to be so; for the tokenizer `char`, more is read
 
 import dataclasses
 import functools
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,21 @@ from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Document, Problem, Slice
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import slices_of, told_by_type
+from flatout.data.causes import causes_of, mend_of
 from flatout.data.inspect import read_report
-from flatout.data.limits import LIMITS
+from flatout.data.limits import LIMITS, NONE_TAKEN
 from flatout.data.part import Part, Recipe, characters_of_part
-from flatout.data.plan import STDIN, Done, Inputs, Request, find_inputs, parts_of, request_of
+from flatout.data.plan import (
+    STDIN,
+    Done,
+    Inputs,
+    Request,
+    documents_of,
+    find_inputs,
+    how_to_read,
+    parts_of,
+    request_of,
+)
 from flatout.data.prepare import data_folder, has_dataset, lies_inside, prepare_data
 from flatout.data.shards import Dataset, open_dataset
 from flatout.data.tokenizer import (
@@ -102,7 +113,7 @@ def _prepared(config: RunConfig, folder: Path) -> Looking:
             yield _check("passed over").note(
                 f"it was prepared from {report['files']:,} of {total:,} files; passed over "
                 f"{told_by_type(report['passed_over'])}",
-                "Where those files hold text, data.format=text reads every file as text.",
+                _advice(config, report["passed_over"]),
             )
         if report["problem_count"]:
             yield _check("losses").note(
@@ -174,6 +185,11 @@ def _unprepared(config: RunConfig, folder: Path, machine: Machine, *, quick: boo
     sample = yield from _sampled(request, inputs, quick=quick)
     if sample is None:
         return facts
+    try:
+        _check_limits(request, inputs, tokenizer)
+    except UserError as error:
+        yield finding_of(error, "data", "limit")
+        return facts
     if config.data.tokenizer == "char":
         facts = dataclasses.replace(facts, vocab=_characters(request, inputs, quick=quick))
     learned = learned_vocab(config.data.tokenizer)
@@ -182,6 +198,21 @@ def _unprepared(config: RunConfig, folder: Path, machine: Machine, *, quick: boo
         all_read = sample.whole and sample.piece.end is None and len(inputs.files) == 1
         facts = dataclasses.replace(facts, vocab=tokenizer.vocab if all_read else learned)
     return _extrapolated(config, inputs, sample, tokenizer, facts)
+
+
+def _check_limits(request: Request, inputs: Inputs, tokenizer: Tokenizer | None) -> None:
+    """Raises the error that preparing would raise where the first document of a source is larger than a limit."""
+    for number, source in enumerate(request.sources):
+        limits = request.limits(number)
+        if limits is None or any(file.format == "hub" for file in inputs.files if file.source == number):
+            continue
+        documents = (item for item in documents_of(request, inputs, [number]) if isinstance(item, Document))
+        first = next(documents, None)
+        if first is None or first.divisible or learned_vocab(request.data.tokenizer) is not None:
+            continue
+        tokens = len(first.text) if tokenizer is None else len(tokenizer.encode(first.text))
+        ending = tokenizer is None or tokenizer.end_of_text is not None
+        limits.check(NONE_TAKEN, limits.exceeded((1, tokens + ending, 0)), source.path)
 
 
 def _tokenizer(config: RunConfig) -> Generator[Finding, None, Tokenizer | None]:
@@ -220,11 +251,14 @@ def _listing(config: RunConfig, inputs: Inputs, formats: set[str]) -> Iterator[F
             f"{len(inputs.problems):,} of its files cannot be used, the first: {first}",
             "Mend or remove them; preparing leaves them out and lists them.",
         )
-    if inputs.passed_over:
-        yield _check("passed over").note(
-            inputs.passed_over_told,
-            "That is often right. Where those files hold text, data.format=text reads every file as text.",
-        )
+    if inputs.told:
+        yield _check("passed over").note(inputs.told, _advice(config, inputs.passed_over))
+
+
+def _advice(config: RunConfig, passed_over: Mapping[str, int]) -> str:
+    """How files with text are read, too; binary ones are passed over rightly."""
+    advice = how_to_read(config.data.source, passed_over)
+    return f"That is often right: {advice}." if advice else "None of those passed over is text."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,13 +278,12 @@ def _sampled(request: Request, inputs: Inputs, *, quick: bool) -> Generator[Find
         return None
     documents, problems, whole = _read(slices[0], request.options[file.source])
     text = [document.text for document in documents if document.rejected is None]
+    causes = causes_of(problems)
     if problems and not any(text):
-        first = problems[0]
-        place = f", {first.place}" if first.place else ""
-        mend = "Set data.field to where the text is" if first.kind == "field" else "Mend the file, or set data.format"
+        mend = mend_of(causes) if causes[0].first.kind == "field" else "mend the file, or set data.format"
         yield check.bad(
-            f"nothing at the beginning of {file.name} can be used{place}: {first.message}",
-            f"{mend}; `flatout prepare` lists every problem.",
+            f"nothing at the beginning of {file.name} can be used: {causes[0].told}",
+            f"To mend it: {mend}. `flatout prepare` lists every problem.",
         )
         return None
     if not any(part.strip() for part in text):
@@ -260,10 +293,10 @@ def _sampled(request: Request, inputs: Inputs, *, quick: bool) -> Generator[Find
         )
         return None
     if problems:
-        told = "a problem" if len(problems) == 1 else f"{len(problems):,} problems, the first"
         yield check.warn(
-            f"{told} at the beginning of {file.name}: {problems[0].message}",
-            "What cannot be used is left out and listed by `flatout prepare`. Mend the file if it is much.",
+            f"not all at the beginning of {file.name} can be used: {causes[0].told}",
+            "What cannot be used is left out and listed by `flatout prepare`. If it is much, mend it: "
+            f"{mend_of(causes, request.options[file.source].fields)}.",
         )
     else:
         yield check.ok(f"the beginning of {file.name} reads as text")

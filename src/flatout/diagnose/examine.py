@@ -16,6 +16,7 @@ from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import at_last_stage
 from flatout.config.usual import found_by_range_test
+from flatout.data.prepare import as_prepared
 from flatout.diagnose import check_fit, links
 from flatout.diagnose.check_card import check_cards
 from flatout.diagnose.check_config import check_config
@@ -224,6 +225,9 @@ class _Visit:
         if loaded is not None:
             named = None if isinstance(self.target, LoadedConfig) else self.target
             hosts = 1 if self.several is None else self.several.hosts
+
+            with contextlib.suppress(UserError):  # which looking at the data meets again, and tells
+                self.loaded = loaded = as_prepared(loaded)
 
             def look() -> Iterator[Finding]:
                 self.data = yield from look_at_data(loaded.config, machine, named, quick=self.quick)

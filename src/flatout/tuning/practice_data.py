@@ -19,6 +19,7 @@ import numpy as np
 
 from flatout.config.schema import DataConfig, RunConfig
 from flatout.config.sizes import learned_vocab
+from flatout.data.limits import LIMITS
 from flatout.data.manifest import MANIFEST, OFFSET_DTYPE, TOKENIZER, VERSION, FileInfo, Manifest, SplitInfo
 from flatout.data.pack import pack_corpus
 from flatout.data.plan import request_of
@@ -87,7 +88,9 @@ def is_made_up(data: DataConfig, scratch: Path) -> bool:
 
 
 def _prepared(data: DataConfig, folder: Path) -> DataConfig:
-    return data.model_copy(update={"source": None, "folder": str(folder), "streaming": False})
+    # The limits are in the dataset already, and are refused beside a folder alone.
+    without = {"source": None, "streaming": False, **dict.fromkeys(LIMITS)}
+    return data.model_copy(update={"folder": str(folder), **without})
 
 
 def _small(source: str) -> bool:

@@ -10,7 +10,7 @@ from flatout.config.sizes import Known
 from flatout.config.source import Source
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
-from flatout.data.prepare import has_dataset
+from flatout.data.prepare import as_prepared, has_dataset
 from flatout.device import Device, detect_device, limit_memory
 from flatout.engine.checkpoint import Checkpoint
 from flatout.engine.sizing import Decision, applied, as_before, data_facts, decide, on_device, shape_named, uncounted
@@ -34,14 +34,16 @@ def settled(
         return config
     train = config.config.train
     plans = train.minutes is not None and train.steps is None
-    if (config.size is None and not plans) or config.config.chat.source is not None:  # a model that has a shape
+    if config.config.chat.source is not None:  # a model that has a shape
         return config
-    if resumed is not None:
+    if resumed is not None or (config.size is None and not plans):
         with world.together():
-            return as_before(config, resumed.config)
+            if resumed is not None and (config.size is not None or plans):
+                config = as_before(config, resumed.config)
+            return config if arrays is not None else as_prepared(config)
     with world.together():
         device = device_of(config, world)
-    config = config if arrays is not None else with_tokenizer(config, device)
+        config = config if arrays is not None else as_prepared(with_tokenizer(config, device))
     with world.together(), world.in_turns():
         known = _known(config, progress, arrays)
     return settled_with(config, known, device, world, arrays, progress)
@@ -49,8 +51,6 @@ def settled(
 
 def settled_for_runs(loaded: LoadedConfig, notice: Callable[[str], None]) -> LoadedConfig:
     """A config of a preset with sizes as a run would have it, for several runs; `notice` is told what was settled."""
-    if loaded.size is None:
-        return loaded
     before, config = len(loaded.notices), settled(loaded, None, None, None, World())
     assert isinstance(config, LoadedConfig)
     for message in config.notices[before:]:

@@ -122,9 +122,9 @@ def search(
         for trial in kept.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
             # What was under way when a search was killed will not end any more.
             kept.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-        if loaded.config.chat.source is None and loaded.size is None:  # samples are made by the first trial
-            prepare_data(loaded.config.data, loaded.config.clean)
         base = for_trials(settled_for_runs(loaded, notice))
+        if loaded.config.chat.source is None and loaded.size is None:  # samples are made by the first trial
+            prepare_data(base.config.data, base.config.clean)
         # A run that warms up for longer looks worse at first: the first third says nothing yet.
         warm_up = (_steps(base) or 0) // 3
         kept.pruner = optuna.pruners.MedianPruner(n_startup_trials=BEFORE_CUTTING, n_warmup_steps=warm_up)

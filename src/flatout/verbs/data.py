@@ -47,12 +47,16 @@ def prepare(words: list[str]) -> int:
     )
     parser.flag("--json", "print the result as JSON")
     parsed = parser.parse_words(words)
-    config = load_pretraining(parsed, "prepare").config
-    from flatout.data.prepare import prepare_data, refuse_second_pipe
+    loaded = load_pretraining(parsed, "prepare")
+    from flatout.data.prepare import as_prepared, prepare_data, refuse_second_pipe
     from flatout.observe.live.prepare_bar import PrepareBar
 
     if not parsed.overwrite:
-        refuse_second_pipe(config.data)
+        refuse_second_pipe(loaded.config.data)
+        told, loaded = len(loaded.notices), as_prepared(loaded)
+        for notice in loaded.notices[told:]:
+            print(f"note: {notice}", file=sys.stderr)
+    config = loaded.config
     started = time.monotonic()
     how = {"overwrite": parsed.overwrite, "workers": parsed.workers, "engine": parsed.engine}
     with PrepareBar() as bar:
@@ -75,10 +79,11 @@ def prepare(words: list[str]) -> int:
 def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | None) -> dict[str, Any]:
     from flatout.data.inspect import read_report, tokens_in_long_documents
     from flatout.data.limits import LIMITS
+    from flatout.data.plan import how_to_read
     from flatout.data.sampler import remainder, window_count
     from flatout.data.shards import open_dataset
 
-    dataset = open_dataset(folder, verify=verify)
+    dataset, report = open_dataset(folder, verify=verify), read_report(folder)
     context = asked or config.model.context
     stride = config.data.stride or context
     windows = window_count(dataset.train.tokens, context, stride)
@@ -96,7 +101,8 @@ def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | Non
         "windows": windows,
         "remainder": remainder(dataset.train.tokens, context, stride) if windows else None,
         "long_documents": None if asked is None else tokens_in_long_documents(dataset.train, context),
-        "report": read_report(folder),
+        "report": report,
+        "how_to_read": "" if report is None else how_to_read(config.data.source, report["passed_over"]),
         "limits": {name: value for name in LIMITS if (value := dataset.manifest.settings.get(name)) is not None},
     }
 
@@ -111,18 +117,22 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
     if report is not None:
         kept = sum(report["kept"].values())
         rate = f", {report['input_bytes'] / 1e6:,.1f} MB in {seconds:.1f} s" if seconds is not None else ""
-        yield f"kept {kept:,} of {report['records']:,} records from {report['files']:,} files{rate}"
+        dropped = dict(report["dropped"])
+        read = report["records"] - dropped.pop("limit", 0)  # counted as dropped in older datasets
+        yield f"kept {kept:,} of {read:,} records from {report['files']:,} files{rate}"
         if facts["limits"]:
             told = " and ".join(f"data.{name}={value}" for name, value in facts["limits"].items())
-            yield f"of each source whole documents were taken up to {told}; what comes after them was not read"
-        if report["dropped"]:
-            reasons = sorted(report["dropped"].items(), key=lambda pair: (-pair[1], pair[0]))
+            yield f"of each source its beginning was taken, up to {told}; the rest is left out and not counted"
+        if dropped:
+            reasons = sorted(dropped.items(), key=lambda pair: (-pair[1], pair[0]))
             yield "dropped " + ", ".join(f"{count:,} {reason}" for reason, count in reasons)
         if report["replaced_characters"]:
             yield f"replaced {report['replaced_characters']:,} invalid byte sequences by U+FFFD"
         if report["passed_over"]:
             others = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(report["passed_over"].items()))
-            yield f"passed over files of other types: {others}"
+            yield f"passed over: {others}"
+            if facts["how_to_read"]:
+                yield facts["how_to_read"]
     if facts["packing"] == "best_fit":
         yield f"windows of {facts['context']:,} tokens are fitted to whole documents when training starts"
     elif facts["remainder"] is not None:
@@ -144,16 +154,15 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
 def _tell_problems(folder: Path, report: dict[str, Any] | None) -> int:
     if report is None or not report["problem_count"]:
         return 0
-    from flatout.data.inspect import read_problems
-    from flatout.data.prepare import check_complete
+    from flatout.data.prepare import check_complete, read_causes
     from flatout.words import one_line
 
-    problems = read_problems(folder, _MOST_LISTED)
-    for problem in problems:
-        place = f", {problem['place']}" if problem["place"] else ""
-        print(one_line(f"problem: {problem['file']}{place}: {problem['message']}"), file=sys.stderr)
-    if report["problem_count"] > len(problems):
-        print(f"problem: ... and {report['problem_count'] - len(problems):,} more", file=sys.stderr)
+    causes = read_causes(folder)
+    for cause in causes[:_MOST_LISTED]:
+        print(one_line(f"problem: {cause.told}"), file=sys.stderr)
+    if rest := causes[_MOST_LISTED:]:
+        files, records = len({cause.first.file for cause in rest}), sum(cause.records for cause in rest)
+        print(f"problem: ... and {records:,} more records of {files:,} files", file=sys.stderr)
     check_complete(folder)
     return 0
 
@@ -273,6 +282,7 @@ def _report_tokenizers(config: "RunConfig", parsed: argparse.Namespace) -> int:
 def _texts(config: "RunConfig") -> Iterator[str]:
     """The texts of the config's source that its clean section keeps; what cannot be read is told on stderr."""
     from flatout.corpus.document import Problem
+    from flatout.data.causes import causes_of, mend_of
     from flatout.data.plan import documents_of, find_inputs, request_of
 
     request = request_of(config.data, config.clean)
@@ -288,10 +298,10 @@ def _texts(config: "RunConfig") -> Iterator[str]:
         else:
             yield item.text
     if problems:
-        first = problems[0]
+        causes, field = causes_of(problems), config.data.field
         raise DataError(
-            f"{len(problems):,} places of the source could not be read: {first.file} {first.place}: {first.message}",
-            "`flatout prepare` lists them all; mend them, or take them out of the source",
+            f"{sum(cause.records for cause in causes):,} records of the source could not be read: {causes[0].told}",
+            f"{mend_of(causes, [field] if isinstance(field, str) else field)}; `flatout prepare` lists them all",
         )
 
 

@@ -79,7 +79,8 @@ MISTAKES = [
     ["generate", "--top-p", "2"], ["eval", "nowhere"], ["config", "expalin"], ["config", "copy"],
     ["train", "a", "b"], ["train", "--resume"], ["train", "--resume", "nowhere"], ["export", "only-one"],
     ["train", "--hardware", "7gb"], ["generate", "--device", "tpu"], ["eval", "--split", "test"],
-    ["config", "schema", "extra"], ["train", "model.width=100", "model.heads=7"], ["-x"], [""],
+    ["config", "schema", "extra"], ["train", "model.width=100", "model.heads=7"], ["-x"], [""], ["serve"],
+    ["bench", "--seconds", "1"], ["finetune", "batch_size=4"], ["train", "a", "--config", "b"],
 ]  # fmt: skip
 
 

@@ -114,6 +114,7 @@ def _dispatch(words: list[str]) -> int:
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.6)
         near = [f"config {verb}"] if verb in config.CONFIG_ACTIONS else near
+        near = [ELSEWHERE_CALLED[verb]] if verb in ELSEWHERE_CALLED else near
         hint = f"did you mean `flatout {near[0]}`?" if near else "see `flatout --help` for the verbs"
         raise UsageError(f"unknown verb {quoted(verb)}", hint)
     if verb in ("ablate", "bench", "tune", "estimate"):
@@ -159,6 +160,17 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         lambda words: completion.completion(words, {verb: made for verb, (made, text) in VERBS.items() if text}),
         "a script that completes commands in bash or zsh",
     ),
+}
+
+# What other programs call a verb, where no spelling leads to ours.
+ELSEWHERE_CALLED = {
+    **dict.fromkeys(("serve", "server", "infer", "predict", "sample", "run"), "generate RUN --interactive"),
+    **dict.fromkeys(("fit", "pretrain"), "train"),
+    **dict.fromkeys(("sft", "qlora"), "finetune"),
+    **dict.fromkeys(("test", "validate"), "eval RUN"),
+    **dict.fromkeys(("convert", "save", "upload"), "export RUN FOLDER"),
+    **dict.fromkeys(("ls", "list"), "runs"),
+    "tokenize": "prepare",
 }
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ class ThreadTrial:
     @property
     def why(self) -> str:
         if self.busy:
-            return f"others use {self.others:.1f} of {self.cores} cores"
+            return f"others use {self.others:.1f} of {self.cores} cores; speed.threads={self.cores} takes all of them"
         return f"the fastest of {', '.join(str(count) for count in sorted(self.seconds))} in a trial"
 
 

@@ -77,6 +77,12 @@ class DoesNotFitError(ResourceError):
     """A step that by its estimate needs more memory than the device has."""
 
 
+def many(count: float, noun: str) -> str:
+    """A count with its noun: `1 step`, `2 steps`, `0.5 minutes`."""
+    text = f"{count:,}" if isinstance(count, int) else f"{count:,g}"
+    return f"{text} {noun}{'' if text == '1' else 's'}"
+
+
 def quoted(word: str) -> str:
     """A word of the user's as a message shows it."""
     return repr(word if len(word) <= 80 else word[:77] + "...")

@@ -88,6 +88,12 @@ class Parser(argparse.ArgumentParser):
             else:
                 self._refuse(word, _value_after(word, words))
         if takes_overrides:
+            if known.config is not None and known.config_option is not None:
+                raise UsageError(
+                    f"two configs are named, {quoted(known.config)} and --config {quoted(known.config_option)}",
+                    "leave one of them out",
+                )
+            known.config = known.config_option if known.config is None else known.config
             known.overrides = overrides
             known.config_given = known.config is not None
             known.config = known.config if known.config_given else self.default_config
@@ -116,8 +122,8 @@ class Parser(argparse.ArgumentParser):
     def _nearest(self, option: str, value: str | None) -> str:
         """What an unknown option may have meant: one of ours, the config itself, or a field of it."""
         takes_overrides, tunes = "overrides" in self._defaults, self.verb == "finetune"
-        if takes_overrides and option in ("--config", "-c", "--preset", "--dataset", *(() if tunes else ("--model",))):
-            return f"write it without the option: `{self.prog} NAME-OR-FILE`, and data as data.source=PATH"
+        if takes_overrides and option in ("-c", "--preset", *(() if tunes else ("--model",))):
+            return f"write it without the option: `{self.prog} {shlex.quote(value or 'NAME-OR-FILE')}`"
         options = [known for action in self._actions for known in action.option_strings]
         near = difflib.get_close_matches(option, options, n=1, cutoff=0.75)
         if near:
@@ -126,12 +132,8 @@ class Parser(argparse.ArgumentParser):
         if takes_overrides and (way := _way_elsewhere(name)) is not None:
             return way
         name = "base_model" if tunes and name == "model" else name
-        setting = _setting_called(name, value) if takes_overrides else None
-        if setting is not None:
-            if tunes and setting.startswith(("data.source=", "data.val_source=")):
-                setting = f"chat.{setting.removeprefix('data.')}"
-            return f"did you mean the setting {setting}? settings are written without dashes"
-        return f"see `{self.prog} --help` for its options"
+        hint = _setting_called(name, value, tunes=tunes) if takes_overrides else None
+        return hint or f"see `{self.prog} --help` for its options"
 
 
 def add_config(parser: Parser, default: str | None = None, *, size: str | None = None) -> None:
@@ -141,6 +143,7 @@ def add_config(parser: Parser, default: str | None = None, *, size: str | None =
 
     name = default or DEFAULT_PRESET
     parser.add_argument("config", nargs="?", help=f"a preset's name or a YAML file; default: {name}")
+    parser.add_argument("--config", dest="config_option", metavar="CONFIG", help="the same as CONFIG")
     parser.default_config = default
     parser.add_argument(
         "--hardware", metavar="NAME", help="memory overlay: 4gb to 80gb, or auto for this machine's GPU"
@@ -283,15 +286,17 @@ def _way_elsewhere(name: str) -> str | None:
     return way_elsewhere(name)
 
 
-def _setting_called(name: str, value: str | None) -> str | None:
-    """The setting that people coming from other trainers write as an option, such as --steps 5 or --batch-size 8."""
-    from flatout.config.suggest import keeps_value, nearest_fields
+def _setting_called(name: str, value: str | None, *, tunes: bool) -> str | None:
+    """A hint at the setting that people coming from other trainers write as an option: --steps 5, --batch-size 8."""
+    from flatout.config.suggest import about, keeps_value, nearest_fields, not_read
 
-    fields = nearest_fields(name)
-    if not fields:
+    field = next(iter(nearest_fields(name, tunes=tunes)), None)
+    if field is None:
         return None
-    taken = value if value and keeps_value(name, fields[0]) and len(value) <= 80 else "..."
-    return f"{fields[0]}={taken if taken == '...' else shlex.quote(taken)}"
+    taken = shlex.quote(value) if value and keeps_value(name, field) and len(value) <= 80 else "..."
+    more = about(name, field, tunes=tunes)
+    meant = f"did you mean the setting {field}={taken}?{more}{';' if more else ''} settings are written without dashes"
+    return not_read(field, tunes=tunes) or meant
 
 
 def _value_after(word: str, words: Sequence[str]) -> str | None:

@@ -105,6 +105,12 @@ def test_minutes_choose_a_size_and_say_why(
     assert "0.012 minutes on cpu: size " in told
     assert "tokens/s measured" in told
     assert "run: 0.012 minutes, about " in told
+    way = f"`flatout train modern --minutes 0.012 data.source={corpus}` trains one that can be exported"
+    assert f"note: only Flatout loads this model, not transformers, vLLM or llama.cpp; {way}" in told.splitlines()
+    assert main(["export", "out", "exported"]) == 3
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: transformers has no such model with model.first_mix=true, ")
+    assert hint == f"hint: {way}"
     assert 1 <= len(tried) <= 3
     rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
     stored = flatout.stored_config(tmp_path / "out").config

@@ -1,6 +1,7 @@
 """An interrupted run continues bit for bit as if nothing had happened."""
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -286,6 +287,8 @@ def test_a_second_process_is_refused(tiny):
     next(run)
     with pytest.raises(UsageError, match="in use by another process"):
         next(flatout.train(tiny("train.steps=2", "output.folder=locked"), resume="auto"))
+    with pytest.raises(CheckpointError, match=rf"being trained \(pid {os.getpid()} on .*\) and has no checkpoint yet"):
+        next(flatout.train(resume="locked"))
     run.close()
     list(flatout.train(tiny("train.steps=2", "output.folder=locked"), resume="auto"))
 

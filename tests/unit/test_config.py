@@ -37,12 +37,14 @@ from flatout.config.model_section import GPT2, ModelConfig
 from flatout.config.schema import CleanConfig, OptimConfig, RunConfig, TrainConfig, at_last_stage, micro_batch_of
 from flatout.config.source import Source
 from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED, WAY_ELSEWHERE_CALLED
+from flatout.config.unused import check_used
 from flatout.config.yaml_loader import has_control_character
 from flatout.engine.overlays import fitted, fitted_to
 from flatout.errors import ConfigError
 from flatout.model.count import estimate_memory, parameter_count
 from flatout.model.execution import Execution
 from flatout.words import number_between, on_hardware
+from tests.end_to_end.test_every_field import OTHER
 
 PRESETS = shipped_names("preset")
 OVERLAYS = shipped_names("hardware")
@@ -127,6 +129,42 @@ def test_words_of_other_trainers_lead_to_real_fields() -> None:
     assert not names & set(FIELD_ELSEWHERE_CALLED)
     assert set(ITEM_ELSEWHERE_CALLED.values()) <= set(SourceConfig.model_fields)
     assert not set(SourceConfig.model_fields) & set(ITEM_ELSEWHERE_CALLED)
+
+
+def accept(preset: str, words: list[str]) -> None:
+    """Refuses what a run of this preset would refuse before it looks for a model or data."""
+    loaded = load_config(preset, words)
+    check_used(loaded)
+    shape = {path for path in loaded.sources if path.startswith("model.")} - {"model.context", "model.init_from"}
+    named = {word.partition("=")[0] for word in words}
+    assert preset != "lora" or not shape & named, "the shape is that of the base"
+
+
+VALUES = {
+    "output.trackers": "[wandb]", "parallel.form": "fsdp", "parallel.timeout": "9",
+    "train.batch_stages": "[1024, 2048]",
+}  # fmt: skip
+
+
+def other_value(field: str) -> str:
+    value = VALUES.get(field) or OTHER[field]
+    return value if isinstance(value, str) else next(word for word in value if word.startswith(field)).split("=", 1)[1]
+
+
+@pytest.mark.parametrize("preset", [DEFAULT_PRESET, "lora"])
+def test_a_name_of_another_trainer_leads_to_settings_that_the_same_run_accepts(preset: str) -> None:
+    for hint in {refused(preset, [f"{name}=1"]).hint for name in FIELD_ELSEWHERE_CALLED}:
+        beside = hint.partition("it needs ")[2].split()
+        for field in re.findall(r"did you mean (\S+)\?", hint):
+            accept(preset, [f"{field}={other_value(field)}", *beside])
+        if "did you mean" in hint:
+            continue
+        (field,) = re.findall(r"`flatout finetune (\S+)=|leave it out: (\S+) is not for fine-tuning", hint)
+        tuned, left = field
+        if tuned:
+            accept("lora", [f"{tuned}={other_value(tuned)}"])
+        with pytest.raises((ConfigError, AssertionError)):
+            accept(preset, [f"{tuned or left}={other_value(tuned or left)}"])
 
 
 # Layers and sources

@@ -98,7 +98,9 @@ def test_numbers_of_threads_that_are_tried():
     ],
 )
 def test_the_fastest_number_of_threads_that_find_a_core(seconds, others, chosen):
-    assert ThreadTrial(seconds=seconds, cores=2, others=others).chosen == chosen
+    trial = ThreadTrial(seconds=seconds, cores=2, others=others)
+    assert trial.chosen == chosen
+    assert trial.busy == ("speed.threads=2" in trial.why)
 
 
 def test_threads_are_borrowed():

@@ -197,7 +197,7 @@ def test_a_batch_that_the_user_wrote_stays() -> None:
 
 
 def test_a_choice_becomes_settings_with_their_source(tmp_path: Path) -> None:
-    loaded = load_config("record", ["train.minutes=2", "data.source=shakespeare", "eval.sample_tokens=5"])
+    loaded = load_config("record", ["train.minutes=1", "data.source=shakespeare", "eval.sample_tokens=5"])
     assert loaded.size is not None
     assert loaded.size.name == "auto"
     known = Known(vocab=50257, unique=26_000_000)
@@ -205,15 +205,15 @@ def test_a_choice_becomes_settings_with_their_source(tmp_path: Path) -> None:
     decision = decision_for(loaded, rows[0], rows, known, card(80))
     settled = applied(loaded, decision.told())
     train = settled.config.train
-    assert (train.minutes, train.steps) == (2.0, rows[0].steps)
+    assert (train.minutes, train.steps) == (1.0, rows[0].steps)
     assert train.batch_tokens == rows[0].batch
     assert settled.config.model.width == rows[0].shape.width
     assert settled.config.eval.sample_tokens == 5, "the user's"
-    assert settled.sources["train.steps"].where == "2 minutes"
+    assert settled.sources["train.steps"].where == "1 minute"
     assert settled.sources["model.width"].where == f"size {rows[0].shape.name}"
     assert settled.size is None
     told = settled.notices
-    assert told[0].startswith(f"2 minutes on a card: size {rows[0].shape.name}, about {rows[0].steps:,} steps of ")
+    assert told[0].startswith(f"1 minute on a card: size {rows[0].shape.name}, about {rows[0].steps:,} steps of ")
     assert any("measured" in line and "loss about" in line for line in told[1:])
     again = as_before(loaded, settled.config.model_dump())
     assert again.config == settled.config, "a resume decides nothing anew"

@@ -132,6 +132,12 @@ def test_minutes_are_shown_by_the_clock_and_not_by_planned_steps():
     assert "ETA" not in again
 
 
+def test_one_of_a_thing_is_not_told_in_the_plural(capsys: pytest.CaptureFixture[str]):
+    config = {**info().config, "train": {"minutes": 1.0, "steps": 1}}
+    TerminalReader(10).show(info(config=config, steps=1, batch_samples=1))
+    assert "run: 1 minute, about 1 step of 1 sample (about" in capsys.readouterr().out
+
+
 def test_a_run_on_a_cpu_shows_no_empty_fields():
     shown = text_of(state_of([info(), *(step(number) for number in range(1, 20))]))
     for words in ("MFU", "GPU", "power", "clock", "data wait", "reserved", "None"):

@@ -10,10 +10,11 @@ from flatout.api.models import LoadedModel, load_model
 from flatout.api.text import chat_prompt
 from flatout.engine.adapter_folder import IN_4_BITS, files_beside, who_loads, write_adapter
 from flatout.engine.checkpoint import read_checkpoint, write_plain
+from flatout.engine.exportable import way_to_export
 from flatout.engine.run_folder import checkpoint_to_load
 from flatout.errors import CheckpointError, UsageError
 from flatout.files import disk_errors
-from flatout.model.hub import DTYPES, Description, description_of
+from flatout.model.hub import DTYPES, Description, description_of, model_type_of
 from flatout.model.hub_weights import export_huggingface
 from flatout.model.merge import LogitDifference, MergeReport, logit_difference, quiet_narrow_products
 from flatout.model.merge import merge as merge_adapters
@@ -62,7 +63,18 @@ def export(
     return target
 
 
+def _check_exportable(loaded: LoadedModel) -> None:
+    """Refuses a model that no other program has, with the settings or the command that train one which they have."""
+    if loaded.config is None or _described(loaded) is not None:
+        return
+    try:
+        model_type_of(loaded.model.config)
+    except CheckpointError as error:
+        raise CheckpointError(error.message, way_to_export(loaded.config)) from None
+
+
 def _write_model(loaded: LoadedModel, target: Path, dtype: str, notice: Callable[[str], None]) -> None:
+    _check_exportable(loaded)
     files, notices = _files_beside(loaded)
     with disk_errors(str(target), safe=""):
         export_huggingface(

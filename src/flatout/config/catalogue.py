@@ -99,7 +99,9 @@ def check_shipped(kind: ShippedKind, name: str, where: str) -> None:
 
     names = shipped_names(kind)
     if name not in names:
-        close = get_close_matches(name[:100].lower(), names, n=2, cutoff=0.5)
+        wanted = name[:100].lower()
+        begun = [known for known in names if len(wanted) > 2 and known.startswith(wanted)]
+        close = begun[:2] or get_close_matches(wanted, names, n=2, cutoff=0.5)
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         listed = "`flatout config presets` lists the presets; a file's name ends in .yaml"
         hint = meant + (listed if kind == "preset" else f"the overlays are {', '.join(names)}")

@@ -29,12 +29,15 @@ def check_kinds(target: object, overrides: Iterable[object], hardware: object, s
         raise ConfigError(f"size is {shorten(size)}, but it must be a name", "for example size='124m'")
 
 
-def python_layer(values: Mapping[str, Any], where: str, *, extras: tuple[str, ...] = ()) -> Layer:
-    """The layer of what a program gave; `where` is what errors call it, `extras` are keys that are no sections."""
+def python_layer(values: Mapping[str, Any], where: str, *, extras: tuple[str, ...] = (), tunes: bool = False) -> Layer:
+    """The layer of what a program gave; `where` is what errors call it, `extras` are keys that are no sections.
+
+    `tunes` says that the config is for fine-tuning.
+    """
     layer: Layer = {}
     for path, value in _by_path(values, where):
         if path not in field_facts():
-            raise unknown_key(path, where, top_level_extras=extras)
+            raise unknown_key(path, where, top_level_extras=extras, tunes=tunes)
         if path in layer:
             raise ConfigError(f"{where}: {path} is given twice", "give it in its section or by its path, not both")
         plain = with_whole_numbers(field_facts()[path].annotation, _plain(value))

@@ -88,9 +88,8 @@ def load_config(
     names it as `size:`.
     """
     check_kinds(target, overrides, hardware, size)
-    written = python_layer(settings, "keyword")
     if isinstance(target, Mapping):
-        return _from_mapping(target, [_override_layer(overrides), written], {"hardware": hardware, "size": size})
+        return _from_mapping(target, overrides, settings, {"hardware": hardware, "size": size})
     path = _path_of(target)
     _refuse_data(Path(str(target)) if path is None else path)
     tree = yaml_loader.read_yaml(path) if path is not None else {}
@@ -105,10 +104,12 @@ def load_config(
         named[key] = _named_in_file(tree, key, file_name) if given is None else (given, "command line")
 
     values = {key: node for key, node in tree.items() if key not in _FILE_KEYS}
-    own = dict(_settings(values, "file", file_name, extras=_FILE_KEYS))
+    tunes = _fine_tunes(preset, [*values, *overrides, *settings])
+    own = dict(_settings(values, "file", file_name, extras=_FILE_KEYS, tunes=tunes))
+    above = [_override_layer(overrides, tunes=tunes), python_layer(settings, "keyword", tunes=tunes)]
     where = file_name if path is not None else f"preset {preset}"
     name = path.stem if path is not None else None
-    loaded = _layered(named, [own, _override_layer(overrides), written], name, where, asked=target is not None)
+    loaded = _layered(named, [own, *above], name, where, asked=target is not None)
     if path is None or preset is not None:
         return loaded
     return replace(loaded, notices=tuple(_on_defaults(file_name, loaded, "`preset: NAME` in its first lines")))
@@ -129,7 +130,18 @@ def _name_of(preset: str | None, own: Layer, merged: Layer, *, asked: bool) -> t
     return f"{preset}-{called}", "names of the config and the text"
 
 
-def _from_mapping(target: Mapping[str, Any], above: Sequence[Layer], given: Mapping[str, str | None]) -> LoadedConfig:
+def _fine_tunes(preset: str | None, words: Sequence[object]) -> bool:
+    """Whether a config is for fine-tuning, as its preset and the names of its settings have it."""
+    shipped = preset in shipped_names("preset") and "chat.source" in _preset_layer(preset, "")
+    return shipped or any(re.match(r"chat\b", str(word)) for word in words)
+
+
+def _from_mapping(
+    target: Mapping[str, Any],
+    overrides: Sequence[str],
+    settings: Mapping[str, Any],
+    given: Mapping[str, str | None],
+) -> LoadedConfig:
     """The config that a mapping holds, with layers above it; what is `given` beside it wins over its own names."""
     where = "the mapping"
     named: dict[str, Any] = {key: given.get(key) or target.get(key) for key in _FILE_KEYS}
@@ -140,7 +152,9 @@ def _from_mapping(target: Mapping[str, Any], above: Sequence[Layer], given: Mapp
                 f"the names are {', '.join(_names(key))}",
             )
     values = {key: value for key, value in target.items() if key not in _FILE_KEYS}
-    own = python_layer(values, where, extras=_FILE_KEYS)
+    tunes = _fine_tunes(named["preset"], [*values, *overrides, *settings])
+    own = python_layer(values, where, extras=_FILE_KEYS, tunes=tunes)
+    above = [_override_layer(overrides, tunes=tunes), python_layer(settings, "keyword", tunes=tunes)]
     shipped: dict[str, tuple[str | None, str]] = {key: (name, where) for key, name in named.items()}
     loaded = _layered(shipped, [own, *above], None, where, asked=True)
     if named["preset"] is not None:
@@ -302,7 +316,12 @@ def _named_in_file(tree: Mapping[str, yaml_loader.Node], key: str, file_name: st
 
 
 def _settings(
-    tree: Mapping[str, yaml_loader.Node], kind: SourceKind, where: str, *, extras: tuple[str, ...] = ()
+    tree: Mapping[str, yaml_loader.Node],
+    kind: SourceKind,
+    where: str,
+    *,
+    extras: tuple[str, ...] = (),
+    tunes: bool = False,
 ) -> Iterator[tuple[str, Setting]]:
     """The leaves of a parsed file as (path, setting). A file's sources carry line numbers, those of presets do not."""
     for section, node in tree.items():
@@ -314,7 +333,7 @@ def _settings(
                 f"dots are for the command line; here, write `{parent}:` and indent `{last}:` below it",
             )
         if section not in section_paths():
-            raise unknown_key(section, line, top_level_extras=extras)
+            raise unknown_key(section, line, top_level_extras=extras, tunes=tunes)
         fields = {} if node.value is None else node.value  # a section whose lines are all comments is empty, not wrong
         if not isinstance(fields, dict):
             first = names_in(section)[0]
@@ -325,7 +344,7 @@ def _settings(
         for name, leaf in fields.items():
             path, line = f"{section}.{name}", f"{where}:{leaf.line}"
             if path not in field_facts():
-                raise unknown_key(path, line, top_level_extras=extras)
+                raise unknown_key(path, line, top_level_extras=extras, tunes=tunes)
             value = with_whole_numbers(field_facts()[path].annotation, leaf.plain)
             if kind == "file":
                 yield path, Setting(value, Source(kind, line), dict(_lines_in(path, leaf, where)))
@@ -333,14 +352,16 @@ def _settings(
                 yield path, Setting(value, Source(kind, where))
 
 
-def _override_layer(overrides: Sequence[str]) -> Layer:
+def _override_layer(overrides: Sequence[str], *, tunes: bool = False) -> Layer:
     layer: Layer = {}
     source = Source("override", "command line")
     for override in overrides:
         path, equals, text = override.partition("=")
         path = path.strip()
         if not equals or not path:
-            close = [f"{known}=..." for known in nearest_paths(path) if known in field_facts()] if path else []
+            close = (
+                [f"{known}=..." for known in nearest_paths(path, tunes=tunes) if known in field_facts()] if path else []
+            )
             example = f"; did you mean {' or '.join(close)}?" if close else ""
             raise ConfigError(
                 f"command line: {yaml_loader.shorten(override)} is not of the form section.field=value",
@@ -355,7 +376,7 @@ def _override_layer(overrides: Sequence[str]) -> Layer:
             layer |= _no_cleaning(text, source)
             continue
         if path not in field_facts():
-            raise unknown_key(path, "command line")
+            raise unknown_key(path, "command line", tunes=tunes)
         where, fact = f"command line: {path}", field_facts()[path]
         # Elsewhere a bracket is more likely the shell's or a slip, and the refusal of `parse_scalar` says more.
         as_list = item_annotation(fact.annotation) is not None and yaml_loader.is_collection(text)

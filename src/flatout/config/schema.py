@@ -22,6 +22,7 @@ from flatout.config.training_sections import (
     ParallelConfig,
     TrainConfig,
 )
+from flatout.errors import many
 
 
 class RunConfig(Section):
@@ -75,13 +76,13 @@ class RunConfig(Section):
         sequences, count = windows_of_steps(self)[0], self.speed.accumulation
         if count is not None and sequences % count:
             raise Conflict(
-                f"a batch of {sequences} sequences does not split into speed.accumulation {count}",
+                f"a batch of {many(sequences, 'sequence')} does not split into speed.accumulation {count}",
                 f"set speed.accumulation to a divisor of {sequences}; the batch is train.batch_tokens / model.context",
             )
         if count is not None and self.speed.micro_batch is not None and count * self.speed.micro_batch != sequences:
             raise Conflict(
                 f"speed.micro_batch {self.speed.micro_batch} times speed.accumulation {count} "
-                f"is not the batch of {sequences} sequences",
+                f"is not the batch of {many(sequences, 'sequence')}",
                 f"set speed.micro_batch={sequences // count}, or give only one of the two",
             )
         return self
@@ -177,7 +178,7 @@ class RunConfig(Section):
         count, samples = self.speed.accumulation, self.chat.batch_samples
         if count is not None and samples % count:
             raise Conflict(
-                f"a batch of {samples} samples does not split into speed.accumulation {count}",
+                f"a batch of {many(samples, 'sample')} does not split into speed.accumulation {count}",
                 f"set speed.accumulation to a divisor of {samples}",
             )
         return self

@@ -136,6 +136,51 @@ WAY_ELSEWHERE_CALLED = _by_foreign_name(
         "several GPUs share a model by parallel.form=fsdp; see docs/many-gpus.md": "deepspeed",
     }
 )
+# Fine-tuning has fields of its own in the place of these.
+FINE_TUNING_HAS = {
+    "data.field": "chat.fields",
+    "data.format": "chat.format",
+    "data.packing": "chat.packing",
+    "data.source": "chat.source",
+    "data.val_fraction": "chat.val_fraction",
+    "data.val_source": "chat.val_source",
+    "model.dropout": "lora.dropout",
+    "train.batch_stages": "chat.batch_samples",
+    "train.batch_tokens": "chat.batch_samples",
+    "train.minutes": "train.epochs",
+    "train.tokens": "train.epochs",
+}
+# Why it does not read these, or the fields of these sections.
+FINE_TUNING_DOES = {
+    "clean": "all rows of chat.source are taken",
+    "data": "all rows of chat.source are taken",
+    "data.tokenizer": "the tokenizer is the model's own",
+    "eval.sample_prompt": "samples answer the first held-out conversation",
+    "model": "the model is that of model.init_from",
+    "train.length_stages": "samples are read whole",
+    "train.window_stages": "the model's own window is used",
+}
+_READ_BY_BOTH = ("chat.source", "data.folder", "model.context", "model.ignore_auto_map", "model.init_from")
+# What other trainers count otherwise than these fields do.
+_UNITS = {
+    "chat.val_fraction": "it is a share, such as 0.05",
+    "data.max_bytes": "it counts bytes, not characters",
+    "data.val_fraction": "it is a share, such as 0.1",
+    "eval.tokens": "it counts tokens, not batches or samples",
+    "optim.min_ratio": "it is a share of the peak rate",
+    "optim.warmup": "it is a share of the run, such as 0.05, or `2 epochs`",
+    "speed.micro_batch": "it counts sequences on one device",
+    "train.batch_stages": "it counts tokens, not samples",
+    "train.batch_tokens": "it counts tokens, not samples: N samples are N x model.context tokens",
+}
+# Settings without which these may be refused.
+_NEEDS = {
+    "model.states": "model.pattern=EEEA",
+    "model.window": "model.pattern=WWWA",
+    "optim.head_rate": "model.tied=false",
+    "optim.muon_rate": "optim.optimizer=muon",
+}
+_FINE_TUNING_NEEDS = {"optim.ema": "lora.rank=0", "optim.muon_rate": "lora.rank=0 optim.optimizer=muon"}
 VALUE_ELSEWHERE_CALLED = _by_foreign_name(
     {"bf16": "bfloat16", "fp16": "float16 half", "fp32": "float32", "off": "false no", "on": "true yes"}
 )
@@ -144,21 +189,45 @@ ITEM_ELSEWHERE_CALLED = _by_foreign_name(
 )
 
 
-def unknown_key(path: str, where: str, *, top_level_extras: tuple[str, ...] = ()) -> ConfigError:
-    """The error for a dotted path that is no field, with the nearest known one."""
-    if path in section_paths():
+def unknown_key(path: str, where: str, *, top_level_extras: tuple[str, ...] = (), tunes: bool = False) -> ConfigError:
+    """The error for a dotted path that is no field, with the nearest one that this kind of run reads.
+
+    `tunes` says that the run is a fine-tuning.
+    """
+    if path in section_paths() and path not in FIELD_ELSEWHERE_CALLED:
         hint = f"give one of its fields: {', '.join(names_in(path))}"
         return ConfigError(f"{where}: {path} is a section, not a value", hint)
-    close = nearest_paths(path, top_level_extras)
-    way = way_elsewhere(path)
-    if way is not None:
+    close = nearest_paths(path, top_level_extras, tunes=tunes)
+    if (way := way_elsewhere(path)) is not None:
         hint = way
     elif close:
-        hint = f"did you mean {' or '.join(close)}?"
+        hint = (
+            not_read(close[0], tunes=tunes) or f"did you mean {' or '.join(close)}?{about(path, close[0], tunes=tunes)}"
+        )
     else:
         parent = path.rpartition(".")[0]
         hint = known_below(parent if parent in section_paths() else "", top_level_extras)
     return ConfigError(f"{where}: {shorten_path(path)} is not a known key", hint)
+
+
+def not_read(field: str, *, tunes: bool) -> str:
+    """What to do about a field that this kind of run does not read; nothing where it does."""
+    section = field.partition(".")[0]
+    if field not in field_facts() or field in _READ_BY_BOTH:
+        return ""
+    if not tunes:
+        return f"{field} is for fine-tuning: `flatout finetune {field}=...`" if section in ("chat", "lora") else ""
+    does = FINE_TUNING_DOES.get(field) or FINE_TUNING_DOES.get(section)
+    return f"leave it out: {field} is not for fine-tuning, where {does}" if does else ""
+
+
+def about(name: str, field: str, *, tunes: bool) -> str:
+    """What to know of a field before it gets a value that was written for `name`."""
+    foreign = _plain(name).rpartition(".")[2] in FIELD_ELSEWHERE_CALLED
+    units = _UNITS.get(field) if foreign else None
+    needed = (_FINE_TUNING_NEEDS if tunes else _NEEDS).get(field)
+    told = [units, None if needed is None else f"it needs {needed}"]
+    return "".join(f" {sentence};" for sentence in told if sentence).removesuffix(";")
 
 
 def known_below(section: str, extras: tuple[str, ...]) -> str:
@@ -167,35 +236,45 @@ def known_below(section: str, extras: tuple[str, ...]) -> str:
     return f"the keys at the top level are {', '.join([*section_paths(), *extras])}"
 
 
-def nearest_paths(path: str, top_level_extras: tuple[str, ...] = ()) -> list[str]:
-    """At most two known paths that `path` was probably meant to be, the likeliest first."""
-    # difflib takes quadratic time, and no field's name is this long.
-    path = path[:100].strip().lower().replace("-", "_").lstrip("_")
+def nearest_paths(path: str, top_level_extras: tuple[str, ...] = (), *, tunes: bool = False) -> list[str]:
+    """At most two known paths that `path` was probably meant to be, the likeliest first.
+
+    Fields that this kind of run does not read only come where no other one is near.
+    """
+    path = _plain(path).lstrip("_")
+    known = [*field_facts(), *section_paths(), *top_level_extras]
+    found = [FINE_TUNING_HAS.get(near, near) if tunes else near for near in _near(path, known)]
+    read = [near for near in found if not not_read(near, tunes=tunes)]
+    if not read and path.rpartition(".")[2] not in FIELD_ELSEWHERE_CALLED:
+        read = _near(path, [near for near in known if not not_read(near, tunes=tunes)])
+    return list(dict.fromkeys(read or found))[:2]
+
+
+def _near(path: str, known: list[str]) -> list[str]:
     parent, _, name = path.rpartition(".")
     if name in FIELD_ELSEWHERE_CALLED:
         return [FIELD_ELSEWHERE_CALLED[name]]
-    known = [*field_facts(), *section_paths(), *top_level_extras]
     same_name = [other for other in known if other.rpartition(".")[2] == name]
     if same_name:
-        return same_name[:2]
+        return same_name
     siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
     found = [siblings[match] for match in close_matches(name, list(siblings), 0.6)]
     found += close_matches(path, known, 0.75)
     if not found:
         names = {other.rpartition(".")[2]: other for other in known}
         found = [names[match] for match in close_matches(name, list(names), 0.7)]
-        found = found or _meant_elsewhere(name)
-    return list(dict.fromkeys(found))[:2]
+    return found or _meant_elsewhere(name)
 
 
-def nearest_fields(name: str) -> list[str]:
+def nearest_fields(name: str, *, tunes: bool = False) -> list[str]:
     """The same for a word without a section: fields only, whichever section's name it resembles too."""
-    found = [path for path in nearest_paths(name) if path in field_facts()]
+    found = [path for path in nearest_paths(name, tunes=tunes) if path in field_facts()]
     if found:
         return found
     names = {path.rpartition(".")[2]: path for path in reversed(field_facts())}
     name = name[:100].lower()
-    return [names[match] for match in close_matches(name, list(names), 0.7)] or _meant_elsewhere(name)
+    found = [names[match] for match in close_matches(name, list(names), 0.7)] or _meant_elsewhere(name)
+    return [FINE_TUNING_HAS.get(near, near) if tunes else near for near in found]
 
 
 def _meant_elsewhere(name: str) -> list[str]:
@@ -216,14 +295,22 @@ def run_hint(name: str, otherwise: str, runs: Path = Path("runs")) -> str:
     return f"{otherwise}; `flatout runs` lists yours" if there else otherwise
 
 
+def _plain(path: str) -> str:
+    """A key as tables have it; cut, because difflib takes quadratic time and no field's name is this long."""
+    return path[:100].strip().lower().replace("-", "_")
+
+
 def way_elsewhere(path: str) -> str | None:
     """What to do here instead of a setting that others have and we do not."""
-    path = path[:100].strip().lower().replace("-", "_")
+    path = _plain(path)
     return WAY_ELSEWHERE_CALLED.get(path) or WAY_ELSEWHERE_CALLED.get(path.rpartition(".")[2])
 
 
-# Of these the value can be taken over from another trainer: it is a name or a place, which has no unit.
-_SAME_EVERYWHERE = ("data.source", "data.val_source", "model.init_from", "output.folder", "output.name")
+# Of these the value can be taken over from another trainer: a name or a place, which has no unit, or samples.
+_SAME_EVERYWHERE = (
+    "chat.batch_samples", "chat.source", "chat.val_source", "data.source", "data.val_source", "model.init_from",
+    "output.folder", "output.name",
+)  # fmt: skip
 
 
 def keeps_value(name: str, field: str) -> bool:

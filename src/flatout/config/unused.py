@@ -10,25 +10,9 @@ from flatout.config.facts import field_facts, names_in, value_at
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import DEFAULT
+from flatout.config.suggest import FINE_TUNING_HAS, not_read
 from flatout.config.yaml_loader import format_value
 from flatout.errors import ConfigError
-
-# What a fine-tuning run reads in the place of a field that it does not.
-_INSTEAD = {
-    "data.source": "chat.source names the conversations",
-    "data.val_source": "chat.val_source names those to evaluate on",
-    "data.val_fraction": "chat.val_fraction is the share held out",
-    "data.tokenizer": "the tokenizer is the model's own",
-    "data.format": "chat.format says how a row is read",
-    "data.field": "chat.fields names columns",
-    "data.packing": "chat.packing says whether samples share rows",
-    "train.batch_tokens": "chat.batch_samples is the size of a step",
-    "train.batch_stages": "chat.batch_samples is the size of a step",
-    "train.length_stages": "samples are read whole",
-    "train.window_stages": "the model's own window is used",
-    "eval.sample_prompt": "samples answer the first held-out conversation",
-}
-
 
 # What only blocks of one letter read.
 _OF_BLOCKS = {
@@ -76,9 +60,14 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             why = "data.source is null, and shards that are prepared are taken whole"
             yield f"data.{name}", why, f"set data.source, or leave data.{name} out"
     else:
-        for path in dict.fromkeys([*_fields("data", but="folder"), *_fields("clean"), *_INSTEAD]):
-            instead = f": {_INSTEAD[path]}" if path in _INSTEAD else ""
-            yield path, "fine-tuning on chat.source does not use it", f"leave {path} out{instead}"
+        for path in field_facts():
+            if path in FINE_TUNING_HAS:
+                hint = f"set {FINE_TUNING_HAS[path]} instead"
+            elif not_read(path, tunes=True) and not path.startswith("model."):  # of these a base has a say, later
+                hint = not_read(path, tunes=True)
+            else:
+                continue
+            yield path, "fine-tuning on chat.source does not use it", hint
     if config.model.init_from is None:
         yield "model.ignore_auto_map", "there is no model.init_from", "leave model.ignore_auto_map out"
         # Of a model from elsewhere its own shape is what counts, and it is read later.

@@ -186,7 +186,7 @@ def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Itera
         cut = counts.get("truncated", 0)
         yield Check("data", "too long").told(
             "warn" if 20 * (cut + dropped) > facts["samples"] else "note",
-            f"{cut:,} samples are cut to {sample_tokens(config):,} tokens, {dropped:,} dropped for their length",
+            f"samples cut to {sample_tokens(config):,} tokens: {cut:,}; dropped for their length: {dropped:,}",
             f"The longest has {counts.get('longest', 0):,} tokens; raise {sample_limit(config)} to keep all of it.",
         )
 
@@ -239,7 +239,7 @@ def _check_run(loaded: LoadedConfig, base: Base, data: SampleData, *, whole: boo
 
 def _check_steps(config: RunConfig, samples: int, steps: int) -> Iterator[Finding]:
     batch = config.chat.batch_samples
-    yield Check("config", "steps").ok(f"{steps:,} steps of {min(batch, samples):,} samples")
+    yield Check("config", "steps").ok(f"{many(steps, 'step')} of {many(min(batch, samples), 'sample')}")
     if batch > samples:
         yield Check("config", "batch").warn(
             f"chat.batch_samples is {batch:,}, and there are {samples:,} samples",
@@ -248,7 +248,7 @@ def _check_steps(config: RunConfig, samples: int, steps: int) -> Iterator[Findin
     optim = config.optim.with_warmup_steps(steps, lambda epochs: math.ceil(epochs * samples / batch))
     if 0 < steps < optim.warmup_steps:
         yield Check("config", "warm-up").warn(
-            f"the warm-up has {optim.warmup_steps:,} steps, and the run has {steps:,}",
+            f"the warm-up has {many(optim.warmup_steps, 'step')}, and the run has {steps:,}",
             "It is cut to the run: the rate would reach its peak in the last step. Lower optim.warmup_steps, or "
             "optim.warmup where that is set.",
         )

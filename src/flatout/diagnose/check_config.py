@@ -13,6 +13,7 @@ from flatout.config.unused import cut_pattern, wide_window
 from flatout.config.usual import FAR_ABOVE, FAR_BELOW, USUAL_MUON_RATE, usual_rate, usual_tuning_rate
 from flatout.diagnose.check_tokens import steps_of
 from flatout.diagnose.doctor import Check, DataFacts, Disk, Finding
+from flatout.errors import many
 
 _check = functools.partial(Check, "config")
 
@@ -82,7 +83,7 @@ def _batch(config: RunConfig) -> Finding:
     sequences, context = config.train.batch_tokens // config.model.context, config.model.context
     tokens = config.train.batch_tokens
     split = "all at once" if count == 1 else f"{size} at once, {count} times"
-    found = f"{tokens:,} tokens a step: {sequences:,} sequences of {context}, {split}"
+    found = f"{tokens:,} tokens a step: {many(sequences, 'sequence')} of {context}, {split}"
     asked = config.speed.micro_batch
     if asked is not None and size < asked <= sequences:
         divisors = [number for number in range(1, sequences + 1) if sequences % number == 0]
@@ -102,7 +103,7 @@ def _batch(config: RunConfig) -> Finding:
 
 
 def _length(config: RunConfig, steps: int) -> Finding:
-    found = f"{steps:,} steps, {steps * config.train.batch_tokens:,} tokens"
+    found = f"{many(steps, 'step')}, {steps * config.train.batch_tokens:,} tokens"
     if steps > MOST_STEPS:
         return _check("length").bad(found, f"A run has at most {MOST_STEPS:,} steps. Raise train.batch_tokens.")
     if steps < 20:
@@ -205,14 +206,14 @@ def _evaluation(config: RunConfig, val_tokens: int | None, steps: int, step_toke
     ends = "the ends of epochs and of the run" if config.eval.epoch_end else "the end"
     if every > steps:
         yield _check("evaluation").warn(
-            f"eval.every is {every:,}, which a run of {steps:,} steps never reaches",
+            f"eval.every is {every:,}, which a run of {many(steps, 'step')} never reaches",
             f"Only {ends} would be evaluated. Set eval.every={max(1, steps // 10)} to see the run learn.",
         )
         return
     count = 1 + (0 if every == 0 else (steps - 1) // every)
     if patience and count <= patience:
         yield _check("patience").note(
-            f"eval.patience is {patience}, and there are {count} evaluations",
+            f"eval.patience is {patience}, and the run has {many(count, 'evaluation')}",
             "Early stopping can never happen. Lower it, or evaluate more often.",
         )
     if val_tokens is None:
@@ -221,7 +222,7 @@ def _evaluation(config: RunConfig, val_tokens: int | None, steps: int, step_toke
     # Forward only: a third of what a training token costs.
     spent, trained = count * tokens / 3, steps * step_tokens
     share = spent / (spent + trained)
-    found = f"{count:,} times {tokens:,} tokens: {_percent(share)} of the run's time"
+    found = f"{many(count, 'time')} {tokens:,} tokens: {_percent(share)} of the run's time"
     if share > _BIG_SHARE:
         times = _times_rarer(share)
         fewer = max(config.model.context, int(tokens / times))
@@ -240,7 +241,7 @@ def _sampling(config: RunConfig, steps: int, step_seconds: float | None) -> Find
     one = tokens * config.model.layers * 2.5e-4
     share = one / (one + every * step_seconds)
     count = steps // every
-    found = f"{count:,} samples of {tokens} tokens: {_percent(share, 'up to about')} of the run's time"
+    found = f"{many(count, 'sample')} of {many(tokens, 'token')}: {_percent(share, 'up to about')} of the run's time"
     if share > _BIG_BOUND:
         return _check("samples").warn(
             found,
@@ -255,14 +256,14 @@ def _saving(
 ) -> Finding:
     every, minutes, epochs = config.checkpoint.every, config.checkpoint.minutes, config.checkpoint.epochs
     if (minutes or epochs) and (every > steps or every == 0):
-        told = [f"every {minutes:g} minutes"] if minutes else []
+        told = [f"every {many(minutes, 'minute')}"] if minutes else []
         told += ["at the end of every epoch" if epochs == 1 else f"every {epochs:,} epochs"] if epochs else []
         return _check("saving").ok(" and ".join(told))
     if every > steps:
         evaluated = 0 < config.eval.every < steps or config.eval.epoch_end
         lost = "everything since its best evaluation" if config.checkpoint.best and evaluated else "everything"
         return _check("saving").warn(
-            f"checkpoint.every is {every:,}, which a run of {steps:,} steps never reaches",
+            f"checkpoint.every is {every:,}, which a run of {many(steps, 'step')} never reaches",
             f"A run that is killed loses {lost}. Set checkpoint.every={max(1, steps // 4)}.",
         )
     long_run = step_seconds is not None and steps * step_seconds > 1800
@@ -274,7 +275,7 @@ def _saving(
         )
     rate = None if disk is None else disk.write_rate
     if parameters is None or step_seconds is None or rate is None:
-        return _check("saving").ok(f"every {every:,} steps")
+        return _check("saving").ok(f"every {many(every, 'step')}")
     from flatout.engine.saver import SMALL  # the doctor starts without torch
     from flatout.engine.trained import checkpoint_size
 
@@ -282,8 +283,8 @@ def _saving(
     one = size / rate
     share = one / (one + every * step_seconds)
     if config.checkpoint.asynchronous != "off" and size >= SMALL and one < every * step_seconds:
-        return _check("saving").ok(f"every {every:,} steps, about {one:.2g} s each, written beside training")
-    found = f"every {every:,} steps, about {one:.2g} s each: {_percent(share, 'up to about')} of the run's time"
+        return _check("saving").ok(f"every {many(every, 'step')}, about {one:.2g} s each, written beside training")
+    found = f"every {many(every, 'step')}, about {one:.2g} s each: {_percent(share, 'up to about')} of the run's time"
     if share > _BIG_BOUND and one > 0.5:
         return _check("saving").warn(
             found,

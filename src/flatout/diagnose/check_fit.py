@@ -18,7 +18,7 @@ from flatout.config.sizes import GPT2_VOCAB
 from flatout.config.source import DEFAULT, Source
 from flatout.cores import ThreadTrial
 from flatout.diagnose.doctor import Check, DataFacts, Finding, Machine, Trials, finding_of
-from flatout.errors import UserError
+from flatout.errors import UserError, many
 
 if TYPE_CHECKING:
     from flatout.device import Device
@@ -271,7 +271,7 @@ def check_time(config: RunConfig, fitted: Fit, steps: int | None) -> Finding | N
 def _duration(seconds: float) -> str:
     hours = seconds / 3600
     if seconds < 120:
-        return f"{seconds:.0f} seconds"
+        return many(round(seconds), "second")
     return (
         f"{seconds / 60:.0f} minutes" if hours < 2 else f"{hours:.0f} hours" if hours < 48 else f"{hours / 24:.0f} days"
     )

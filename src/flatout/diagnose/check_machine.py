@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from flatout.config.schema import RunConfig
 from flatout.diagnose.doctor import Check, Finding, Machine, Torch, in_gib
+from flatout.errors import many
 
 _check = functools.partial(Check, "machine")
 
@@ -68,7 +69,7 @@ def _torch(torch: Torch) -> Finding:
         )
     version = numbers(torch.version)[:2]
     built = f"for CUDA {torch.cuda}" if torch.cuda else "for CPUs only"
-    found = f"torch {torch.version}, built {built}, {torch.threads} threads"
+    found = f"torch {torch.version}, built {built}, {many(torch.threads, 'thread')}"
     if version < OLDEST_TORCH:
         return _check("torch").bad(found, f"Flatout needs torch 2.11 or newer. {INSTALL_TORCH}")
     if version > NEWEST_TORCH:

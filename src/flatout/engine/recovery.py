@@ -24,7 +24,7 @@ from flatout.engine.evaluate import evaluate
 from flatout.engine.fit_check import first_sentence, memory_error
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.run import Run
-from flatout.errors import HardwareError, ResourceError, UserError
+from flatout.errors import HardwareError, ResourceError, UserError, many
 from flatout.launch import OtherProcessError
 from flatout.pulse import State
 
@@ -176,7 +176,7 @@ def fitting_evaluation(
             notices.append(use_no_compiler(run, result))
             continue
         free_memory(run.speed.device.torch_device)
-        notices.append(f"{result}: evaluating {batch_size // 2} sequences at once instead of {batch_size}")
+        notices.append(f"{result}: evaluating {many(batch_size // 2, 'sequence')} at once instead of {batch_size}")
         batch_size //= 2
     return result, batch_size, notices
 

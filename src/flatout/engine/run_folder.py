@@ -17,6 +17,7 @@ import errno
 import logging
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -114,6 +115,11 @@ def checkpoint_to_load(path: Path, *, best: bool = False) -> Path:
         return path
     found = dict(list_checkpoints(checkpoints_of(path)))
     if not found:
+        if _is_held(path / LOCK):
+            raise CheckpointError(
+                f"{path} is being trained ({owner_of(path / LOCK)}) and has no checkpoint yet",
+                f"wait for its first one; `flatout watch {shlex.quote(str(path))}` shows how far it is",
+            )
         begun = (path / "metrics.jsonl").is_file()
         way = "it ended before its first one: start it again" if begun else "name a run folder that has checkpoints"
         raise CheckpointError(f"{path} holds no checkpoint", way)
@@ -281,8 +287,23 @@ def _take_lock(handle: int, run: Path, *, created: bool) -> None:
     if not held:
         raise UsageError(
             f"{run} is in use by another process ({owner_of(run / LOCK) or 'unknown'})",
-            "wait for it to end, stop it, or set output.folder to another folder",
+            "wait for it to end, stop it, or set output.folder to another folder; `flatout watch "
+            f"{shlex.quote(str(run))}` shows how far it is",
         )
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process works on a run."""
+    try:
+        handle = os.open(lock, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not _try_lock(handle)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
 
 
 def _try_lock(handle: int) -> bool:

@@ -25,6 +25,7 @@ from flatout.engine.base_model import Start, base_fingerprint, build_base, open_
 from flatout.engine.case import product_type
 from flatout.engine.checkpoint import Checkpoint
 from flatout.engine.compiling import CompileWatch, compile_model, graphs_of_its_own
+from flatout.engine.exportable import who_loads_it
 from flatout.engine.features import Speed
 from flatout.engine.fit_check import check_fits, check_samples_fit, memory_on, out_of_memory, ways
 from flatout.engine.form import check_decided, in_slices, resolve_form
@@ -38,7 +39,7 @@ from flatout.engine.run import Run, delivery_of, device_scope
 from flatout.engine.step import LossScale, TrainStep
 from flatout.engine.trained import Trained, adapter_plan, all_weights, only_adapters, training_flops
 from flatout.engine.update_graph import record_updates
-from flatout.errors import CheckpointError, ConfigError
+from flatout.errors import CheckpointError, ConfigError, many
 from flatout.model.adapter_files import load_into
 from flatout.model.adapter_targets import needless_rank
 from flatout.model.adapters import Adapters, attach
@@ -380,6 +381,8 @@ def _notices(run: Run, start: Start | None, written: Callable[[str], bool], *, w
     yield from run.data.notices(delivery_of(run.speed, run.speed.micro_batch))
     if start is not None:
         yield start.notice
+    if weights and run.base is None and run.given.model is None and (limit := who_loads_it(run.config)) is not None:
+        yield limit
     yield from run.given.notices(run.model)
     count, small, wide = quantized_base(run.model)
     if count:
@@ -400,17 +403,18 @@ def _notices_on_config(
     if 0 < steps < optim.warmup_steps:
         told = "optim.warmup_steps" if config.optim.warmup is None else f"the warm-up of {config.optim.warmup}"
         yield (
-            f"{told} is {optim.warmup_steps:,} and the run has {steps:,} steps, so the warm-up is "
+            f"{told} is {optim.warmup_steps:,} and the run has {many(steps, 'step')}, so the warm-up is "
             f"cut to {steps:,}: the learning rate reaches its peak in the last step and never falls"
         )
     every, epochs = config.eval.every, config.eval.epoch_end
     if 0 < steps < every and written("eval.every"):
         which = "the ends of epochs and of the run are" if epochs else "the end is"
-        yield f"eval.every {every} is never reached in {steps} steps: only {which} evaluated"
+        yield f"eval.every {every} is never reached in {many(steps, 'step')}: only {which} evaluated"
     if 0 < steps < config.checkpoint.every and not (config.checkpoint.minutes or config.checkpoint.epochs):
         between = config.checkpoint.best and (0 < every < steps or epochs)
         which = "the end and each best so far are" if between else "the end is"
-        yield f"checkpoint.every {config.checkpoint.every} is never reached in {steps} steps: only {which} saved"
+        often = config.checkpoint.every
+        yield f"checkpoint.every {often} is never reached in {many(steps, 'step')}: only {which} saved"
 
 
 def _told_stages(schedule: Schedule, steps: int) -> str:

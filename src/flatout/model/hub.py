@@ -233,6 +233,12 @@ def model_type_of(config: ModelConfig) -> str:
     return "qwen2" if config.has_qkv_bias and not config.bias else "llama"
 
 
+def changes_for_export(config: ModelConfig) -> dict[str, Any]:
+    """The fields with which a model has to be trained so that transformers has it; none where it has it as it is."""
+    attention = {} if set(config.kinds) == {"A"} else {"pattern": "A"}
+    return {**attention, **_needed(folded(config.model_copy(update=attention)))}
+
+
 def folded(config: ModelConfig) -> ModelConfig:
     """The model without what its weights can take in (`hub_weights.folded_weights`)."""
     folds = [feature.fold for feature in FEATURES if feature.fold is not None and feature.fold.when(config)]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import DataError
-from flatout.observe.human import many, printable
+from flatout.errors import DataError, many
+from flatout.observe.human import printable
 from flatout.observe.sinks import read_metrics
 
 LARGEST = 2**53

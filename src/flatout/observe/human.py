@@ -18,10 +18,6 @@ def human_count(value: float) -> str:
     return f"{value:.0f}"
 
 
-def many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 def human_parameters(parameters: float, trained: float | None, tables: float | None = None) -> str:
     """The size of a model; `trained` is that of the adapters beside it, where it is frozen.
 

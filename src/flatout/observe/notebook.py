@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from flatout.errors import many
 from flatout.observe.history import minutes_of
 from flatout.observe.human import human_count, human_parameters, human_seconds
 from flatout.records import EndRecord, EvalRecord, Record, RunInfo, StepRecord, html_table
@@ -90,7 +91,7 @@ class Chart:
 
     def __repr__(self) -> str:
         step = 0 if self.last is None else self.last.step
-        return f"Chart(step {step}, {len(self.evals)} evaluations)"
+        return f"Chart(step {step}, {many(len(self.evals), 'evaluation')})"
 
     def _repr_html_(self) -> str:
         return f'<div style="{_STYLE}">{html.escape(self._line())}<br>{curves(self.losses, self.evals)}</div>'

@@ -39,7 +39,7 @@ from flatout.engine.fit_check import check_fits, check_samples_fit, memory_on, w
 from flatout.engine.length import steps_of
 from flatout.engine.memory import layers_of, memory_of
 from flatout.engine.trained import checkpoint_size, trained_count
-from flatout.errors import ConfigError, DataError, ResourceError
+from flatout.errors import ConfigError, DataError, ResourceError, many
 from flatout.model.count import LayerRow, MemoryEstimate, parameter_count, table_count
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
 from flatout.tuning.plan import machine_of
@@ -139,7 +139,7 @@ def estimate(
     """
     if loaded.config.train.minutes is not None:
         raise ConfigError(
-            f"the run takes {loaded.config.train.minutes:g} minutes, as train.minutes says",
+            f"the run takes {many(loaded.config.train.minutes, 'minute')}, as train.minutes says",
             "give its length in train.steps, train.tokens or train.epochs to have its time estimated",
         )
     began = time.monotonic()

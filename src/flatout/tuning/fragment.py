@@ -14,6 +14,7 @@ from flatout.config.sizes import AUTO
 from flatout.config.source import Source
 from flatout.config.usual import TUNED as TUNED_FILE
 from flatout.config.yaml_loader import format_value
+from flatout.errors import many
 from flatout.records import TuneRow
 from flatout.tuning.search import Candidate
 
@@ -63,7 +64,7 @@ def fragment_of(loaded: LoadedConfig, settings: dict[str, Any], row: TuneRow, de
     peak = "" if row.peak_bytes is None else f", at most {row.peak_bytes / 2**30:.2f}{of} GiB"
     batch = f"{row.micro_batch} x {row.accumulation} sequences"
     if loaded.config.chat.source is not None:
-        batch = f"{loaded.config.chat.batch_samples} samples, {row.micro_batch} rows at once"
+        batch = f"{many(loaded.config.chat.batch_samples, 'sample')}, {many(row.micro_batch, 'row')} at once"
     speed = f"{row.tokens_per_second or 0.0:,.0f} tokens/s, {row.milliseconds or 0.0:,.1f} ms per step of {batch}"
     holds = "The switches hold for that device and this model; what is learned depends on them by rounding at most."
     return config_text(loaded, settings, f" on {device}: {speed}{peak}.", [holds])

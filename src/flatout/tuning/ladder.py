@@ -29,7 +29,7 @@ import torch
 import flatout
 from flatout.config.load import LoadedConfig
 from flatout.engine.features import Speed
-from flatout.errors import ResourceError, UserError
+from flatout.errors import ResourceError, UserError, many
 from flatout.model.count import parameter_count
 from flatout.records import BenchProgress, BenchRow
 from flatout.tuning.claims import claim_of
@@ -135,7 +135,7 @@ def reference_losses(plan: Plan, notice: Callable[[str], None], clock: Clock) ->
             if size == 1:
                 raise
         size //= 2
-        notice(f"the reference does not fit; trying it with {size} sequences at a time")
+        notice(f"the reference does not fit; trying it with {many(size, 'sequence')} at a time")
 
 
 def _side(plan: Plan, name: str, settings: dict[str, str], trick: str | None = None) -> Side:

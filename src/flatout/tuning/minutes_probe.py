@@ -15,7 +15,7 @@ from flatout.device import Device
 from flatout.engine.overlays import fits, fitted_to
 from flatout.engine.run import Run
 from flatout.engine.sizing import Decision, decide, is_small, written
-from flatout.errors import ResourceError
+from flatout.errors import ResourceError, many
 from flatout.records import PrepareProgress
 from flatout.tuning.measure import Steps, borrowed_run, with_sequences
 from flatout.tuning.minutes import Budget, Prospect, Speed, choose
@@ -87,7 +87,7 @@ def decision_for(
     loaded: LoadedConfig, best: Prospect, prospects: list[Prospect], known: Known, device: Device
 ) -> Decision:
     """The settings of a choice, and what is told of it."""
-    where = f"{loaded.config.train.minutes:g} minutes"
+    where = many(loaded.config.train.minutes or 0.0, "minute")
     told = dataclasses.replace(known, tokens=best.tokens, batch=best.batch)
     sized = Decision() if loaded.size is None else decide(loaded, best.shape, told, device)
     values = {**sized.values, "train.steps": (best.steps, where)}
@@ -117,8 +117,8 @@ def _evaluations(minutes: float, best: Prospect, known: Known, context: int) -> 
 def _lines(loaded: LoadedConfig, best: Prospect, prospects: list[Prospect], known: Known, device: Device) -> list[str]:
     epochs = "" if known.unique is None else f", {best.tokens / known.unique:.2f} epochs"
     first = (
-        f"{loaded.config.train.minutes:g} minutes on {device.name}: size {best.shape.name}, about {best.steps:,} steps "
-        f"of {best.batch:,} tokens, {best.tokens:,} in all{epochs}"
+        f"{many(loaded.config.train.minutes or 0.0, 'minute')} on {device.name}: size {best.shape.name}, about "
+        f"{many(best.steps, 'step')} of {best.batch:,} tokens, {best.tokens:,} in all{epochs}"
     )
     if len(prospects) == 1:
         return [first]

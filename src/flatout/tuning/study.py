@@ -40,6 +40,7 @@ from flatout.errors import (
     HardwareError,
     ResourceError,
     UsageError,
+    many,
 )
 from flatout.files import disk_errors, open_to_append
 from flatout.records import EvalRecord
@@ -343,14 +344,13 @@ def _result(loaded: LoadedConfig, space: Space, rows: list[TrialRow], path: Path
     if not done:
         reasons = sorted({f"{row.status}: {row.reason}" for row in rows})
         raise DivergedError(
-            f"none of the {len(rows)} trials came to its end; {reasons[0] if reasons else 'there were none'}",
+            f"none of {many(len(rows), 'trial')} came to its end; {reasons[0] if reasons else 'there were none'}",
             "search over smaller rates or models, or make the trials shorter",
         )
     best = min(done, key=lambda row: row.loss or math.inf)
     device = machine_of(detect_device(loaded.config.speed.device))
-    first = (
-        f", search, on {device}: validation loss {best.loss:.4f} at step {best.step}, the best of {len(rows)} trials."
-    )
+    tried = many(len(rows), "trial")
+    first = f", search, on {device}: validation loss {best.loss:.4f} at step {best.step}, the best of {tried}."
     return StudyResult(
         rows=tuple(rows),
         best=best,

@@ -104,8 +104,8 @@ def _parser() -> Parser:
     parity = "steps whose losses must be the reference's; default 20"
     parser.number("--parity-steps", 2, 10_000, default=20, help=parity)
     parser.number("--batch-tokens", 1, 2**40, help="tokens per step; default: the config's, at most 64 sequences")
-    limit = "begin no other rung after about so many seconds; --go-on measures the rest"
-    parser.number("--seconds", 1, 1e6, metavar="SECONDS", help=limit)
+    limit = "begin no other rung after about this many seconds, at least 10; --go-on measures the rest"
+    parser.number("--seconds", 10, 1e6, metavar="SECONDS", help=limit)
     parser.add_argument(
         "--rungs", metavar="A,B,C", help="only these rungs, and what they are compared with; the names are below"
     )

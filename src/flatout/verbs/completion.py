@@ -94,7 +94,7 @@ def _values_of(action: argparse.Action) -> str:
         return f"{_printed(['auto'])}; _flatout_runs"
     if action.dest in ("run", "runs", "RUN"):
         return f"_flatout_runs; {_printed([_FILES])}"
-    if action.dest in ("config", "preset"):
+    if action.dest in ("config", "config_option", "preset"):
         return f"{_printed(shipped_names('preset'))}; {_printed([_FILES])}"
     if any(word in kind.upper() for word in ("FILE", "FOLDER", "MODEL", "PICTURE")):
         return _printed([_FILES])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from flatout.errors import HardwareError, UsageError, UserError
+from flatout.errors import HardwareError, UsageError, UserError, many
 from flatout.launch import ATTEMPT, launch, place_of_slurm
 from flatout.words import Parser, quoted
 
@@ -121,7 +121,8 @@ def _of_slurm(rank: int | None, meet: str | None) -> tuple[int, int | None, str 
     tasks, hosts = (int(os.environ.get(f"SLURM_STEP_NUM_{name}", "1")) for name in ("TASKS", "NODES"))
     if tasks != hosts:
         raise UsageError(
-            f"srun has started {tasks} tasks on {hosts} hosts, and --gpus starts the processes of a host itself",
+            f"srun has started {many(tasks, 'task')} on {many(hosts, 'host')}, and --gpus starts the processes of a "
+            "host itself",
             "use --ntasks-per-node=1 with --gpus, or one task for each GPU and no --gpus",
         )
     place_of_slurm()

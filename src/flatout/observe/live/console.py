@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from flatout import records
 from flatout.config.schema import SpeedConfig
+from flatout.errors import many
 from flatout.observe.eigenstates import record_sentence
 from flatout.observe.history import early_stop_reason, minutes_of
 from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, printable
@@ -188,20 +189,22 @@ def _banner(info: RunInfo) -> list[str]:
         step = f"about {info.batch_tokens:,} tokens (in stages; {info.micro_batch} x {info.context} at once{ranks})"
     epochs = f", {info.steps * info.batch_tokens / (info.windows * info.context):.2f} epochs" if info.windows else ""
     if info.batch_samples is not None:
-        step = f"{info.batch_samples:,} samples (about {info.batch_tokens:,} tokens)"
+        step = f"{many(info.batch_samples, 'sample')} (about {info.batch_tokens:,} tokens)"
         epochs = f", {info.steps * info.batch_samples / info.windows:.2f} epochs" if info.windows else ""
     training = "streamed training text" if info.train_tokens is None else f"{info.train_tokens:,} training"
-    many = f"{info.ranks} x " if info.ranks > 1 else ""
+    devices = f"{info.ranks} x " if info.ranks > 1 else ""
     features = [f for f in info.features if f.name != "threads" or info.device == "cpu"]  # elsewhere they do little
     shown = [f for f in features if f.name in _SHOWN or f.used not in _QUIET.get(f.name, (f.used,))]
     used = ", ".join(f"{f.name} {f.used}" + (f" ({f.why})" if f.why else "") for f in shown)
     fallbacks = [f for f in info.features if f.why and f.asked not in ("auto", "null", f.used) and _is_told(f)]
     minutes = minutes_of(info.config)
-    length = f"{info.steps:,}" if minutes is None else f"{minutes:.3g} minutes, about {info.steps:,}"
+    length = many(info.steps, "step")
+    if minutes is not None:
+        length = f"{many(float(f'{minutes:.3g}'), 'minute')}, about {length}"
     return [
-        f"flatout {info.flatout}: {info.family}, {size}, on {many}{info.device} (torch {info.torch})",
+        f"flatout {info.flatout}: {info.family}, {size}, on {devices}{info.device} (torch {info.torch})",
         f"data: {training} and {info.val_tokens:,} validation tokens ({info.tokenizer}, {info.vocab:,} ids)",
-        f"run: {length} steps of {step}{epochs}{start}, in {info.folder}",
+        f"run: {length} of {step}{epochs}{start}, in {info.folder}",
         f"speed: {used}; memory about {human_bytes(info.memory_estimate_bytes)}",
         *(f"note: speed.{f.name} {f.asked} became {f.used}: {f.why}" for f in fallbacks),
         *([f"resuming from {info.resumed_from}"] if info.resumed_from else []),

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from flatout.errors import many
 from flatout.observe.eigenstates import record_sentence
 from flatout.observe.history import minutes_of
-from flatout.observe.human import human_bytes, human_count, human_seconds, many, printable
+from flatout.observe.human import human_bytes, human_count, human_seconds, printable
 from flatout.observe.live.alerts import STALL_SHARE
 from flatout.observe.live.chart import BROKEN, chart, loss_text
 from flatout.observe.live.state import ViewState, mean_of

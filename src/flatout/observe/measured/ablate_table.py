@@ -9,7 +9,8 @@ from typing import Any, TextIO
 
 from rich.table import Table
 
-from flatout.observe.human import human_seconds, many, printable
+from flatout.errors import many
+from flatout.observe.human import human_seconds, printable
 from flatout.observe.picture import shortened
 from flatout.observe.terminal import Terminal, say
 from flatout.records import AblateRow

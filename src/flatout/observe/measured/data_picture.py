@@ -22,8 +22,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from flatout.errors import many
 from flatout.observe import picture
-from flatout.observe.human import human_bytes, human_count, many, printable
+from flatout.observe.human import human_bytes, human_count, printable
 from flatout.observe.picture import BLUE, FAINT, INK, LINE, ORANGE, RED, Axes, Figure, drawable, shortened
 from flatout.observe.terminal import Terminal
 from flatout.records import DataSummary, TokenCount

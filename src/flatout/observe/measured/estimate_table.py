@@ -12,7 +12,8 @@ from typing import Any, TextIO
 from rich.table import Table
 from rich.text import Text
 
-from flatout.observe.human import human_bytes, human_count, human_seconds, many, printable
+from flatout.errors import many
+from flatout.observe.human import human_bytes, human_count, human_seconds, printable
 from flatout.observe.terminal import Terminal, say
 from flatout.records import RunInfo
 

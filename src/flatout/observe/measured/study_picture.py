@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from rich.table import Table
 
+from flatout.errors import many
 from flatout.observe.human import human_seconds, printable
 from flatout.observe.picture import BLUE, FAINT, INK, RED, SMALL, Axes, Figure, new_figure, write_picture
 from flatout.observe.terminal import Terminal, say
@@ -80,7 +81,7 @@ def _sentence(body: Mapping[str, Any]) -> str:
     counts = {status: sum(row["status"] == status for row in body["rows"]) for status in _STATUS}
     told = ", ".join(f"{count} {_STATUS[status] or 'to the end'}" for status, count in counts.items() if count)
     return (
-        f"best of {len(body['rows'])} trials: number {body['best']['number']}, validation loss "
+        f"best of {many(len(body['rows']), 'trial')}: number {body['best']['number']}, validation loss "
         f"{body['best']['loss']:.4f}; {told}; on {body['device']}"
     )
 

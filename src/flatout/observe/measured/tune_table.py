@@ -6,7 +6,8 @@ from typing import TextIO
 
 from rich.table import Table
 
-from flatout.observe.human import human_seconds, many
+from flatout.errors import many
+from flatout.observe.human import human_seconds
 from flatout.observe.terminal import Terminal, say
 from flatout.records import TuneProgress, TuneResult, TuneRow
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy
 
+from flatout.errors import many
 from flatout.observe import picture
 from flatout.observe.history import minutes_of
-from flatout.observe.human import human_count, human_parameters, human_seconds, many
+from flatout.observe.human import human_count, human_parameters, human_seconds
 from flatout.observe.picture import BLUE, FAINT, GREY, INK, ORANGE, PURPLE, RED, SMALL, TEAL, Axes, Figure
 from flatout.observe.plot.panels import Line, Marks, Quantity, draw_panel, time_unit
 from flatout.observe.plot.series import Array, RunNumbers, number, window_of

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.yaml_loader import format_value
+from flatout.errors import many
 from flatout.observe.history import RunHistory, distinct_names, rows_with_step
-from flatout.observe.human import human_bytes, many, printable
+from flatout.observe.human import human_bytes, printable
 from flatout.observe.report.costs import cost_figures
 from flatout.observe.report.facts import commands_of, facts_of, shown_config, summary_of
 from flatout.observe.report.figures import eigenstate_part, figures_of, speed_groups, time_parts, whole_seconds

@@ -56,7 +56,6 @@ def train_loop(
     resumed = None if resumed is None else resumed.without_tensors()
     origin = None if resumed is None else resumed.path
     resumed_from = None if origin is None else str(origin)
-    # A run taken back to an older checkpoint forgets a later best.
     mended: list[str] = []
     if run.world.first:
         mend = functools.partial(_mend_files, run, progress, folder, resumed)
@@ -112,7 +111,10 @@ def _start(run: Run, resumed: Checkpoint | None) -> tuple[Progress, bool]:
 
 
 def _mend_files(run: Run, progress: Progress, folder: Path, resumed: Checkpoint | None) -> list[str]:
-    """Brings best.json and the adapter's folder to the step that the run resumes from; returns notices."""
+    """Brings best.json and the adapter's folder to the step that the run resumes from; returns notices.
+
+    A run taken back to an older checkpoint forgets a later best.
+    """
     best = None if progress.best_step is None else (progress.best_loss, progress.best_step)
     if stored_best(folder) != best:
         write_best(folder, progress.best_step, progress.best_loss)

@@ -185,6 +185,7 @@ def test_a_sitting_takes_turns(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
         return honest(side, count)
 
     monkeypatch.setattr(Side, "take", noted)
+    monkeypatch.setattr(turns, "TURN_SECONDS", 60.0)  # a slow step makes turns shorter
     rung, reference = two_sides(tiny)
     with rung:
         found = sit(rung, reference, steps=40, typical=1e-3, seconds=0.0, most=60.0)

@@ -148,24 +148,30 @@ class ManyHosts(Hosts):
         host, port = self._meet
         how = {"is_master": self._rank == 0, "timeout": datetime.timedelta(seconds=_CONNECT)}
         while True:
-            opening = in_thread(lambda: TCPStore(host, port, wait_for_workers=False, **how))
-            # torch gives up by itself where nothing listens. Leaving before that, the process would abort.
-            least = time.monotonic() + 1.5 * _CONNECT
-            while not opening.done() and (time.monotonic() < least or (time.monotonic() <= until and not stopping())):
-                time.sleep(_POLL / 4)
+            opening = None
             try:
+                if self._rank:
+                    socket.create_connection((host, port), _CONNECT).close()  # torch is asked where something listens
+                opening = in_thread(lambda: TCPStore(host, port, wait_for_workers=False, **how))
+                # Something silent keeps it for ever. Otherwise it ends by itself, and the process must not end before.
+                least = time.monotonic() + 2 * _CONNECT
+                while not opening.done() and (time.monotonic() < least or self._waits(until, stopping)):
+                    time.sleep(_POLL / 4)
                 return opening.result(timeout=0)
             except (dist.DistError, OSError, ValueError) as error:
-                silent = isinstance(error, TimeoutError)
-                reason = "what listens there does not answer" if silent else str(error).partition("\n")[0]
+                silent = opening is not None and not opening.done()
+                why = (error.strerror if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
+                reason = "what listens there does not answer" if silent else why
                 if self._rank == 0:
                     busy = "EADDRINUSE" in reason or "in use" in reason
                     hint = "give another port in --meet, the same on all hosts" if busy else "check --meet"
                     raise UsageError(f"host 0 cannot open {host}:{port}: {reason}", hint) from error
-                if time.monotonic() > until or stopping():
-                    why = f": {reason}" if silent else ""
-                    raise self._missing(f"cannot reach host 0 at {host}:{port}{why}") from error
+                if not self._waits(until, stopping):
+                    raise self._missing(f"cannot reach host 0 at {host}:{port}: {reason}") from error
                 time.sleep(_POLL)
+
+    def _waits(self, until: float, stopping: Callable[[], bool]) -> bool:
+        return time.monotonic() <= until and not stopping()
 
     def _next_attempt(self, before: str, until: float, stopping: Callable[[], bool]) -> str:
         """The name of an attempt that this host has not come to yet, unless it was just now."""

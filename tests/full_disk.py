@@ -31,6 +31,7 @@ class Disk:
         self.root, self.process = os.path.realpath(root), process
         self.log, self.at, self.full, self.met = (state / name for name in ("log", "at", "full", "met"))
         self.lock, self.seen = threading.Lock(), Counter[str]()
+        self.before = {path.stat().st_ino for path in Path(self.root).rglob("*")}
 
     def make_room(self, *_: object) -> None:
         self.full.unlink(missing_ok=True)
@@ -41,6 +42,8 @@ class Disk:
     def check_all_seen(self) -> None:
         made = {name.split(" ")[2] for name in self.operations()}
         for path in Path(self.root).rglob("*"):
+            if path.stat().st_ino in self.before:
+                continue
             name = path.relative_to(self.root).as_posix()
             parts = [one for one in made if one == name or one.startswith((f"{name}.tmp-", f"{name}/"))]
             inside = [one for one in made if re.fullmatch(_published(name), one)]

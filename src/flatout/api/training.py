@@ -317,8 +317,8 @@ def _accepted(
     room = functools.partial(_room, run=run, step=origin.step, early=early, what=f"files of {place}")
     if not done or origin.unusable:
         yield from room(lock.accept)
-    for number, one in enumerate(origin.unusable):
-        notices.insert(number, (yield from room(functools.partial(set_unusable_aside, one))))
+    for number, unusable in enumerate(origin.unusable):
+        notices.insert(number, (yield from room(functools.partial(set_unusable_aside, unusable))))
     if checkpoint is not None and origin.asked != "auto" and not done:
         yield from room(lambda: set_later_aside(place, checkpoint, notices.append))
     return [*notices, *(yield from room(lambda: list(_mark_base(run, place))))]

@@ -2,7 +2,8 @@
 
 Everything that a run writes after it was accepted goes through here: `when_there_is_room` in the loop, which passes
 notices on, and `wait_for_room` in the thread that saves beside training. What they are given to do is done again from
-its beginning, so it must leave nothing half done behind where it fails.
+its beginning, so it must leave nothing half done behind where it fails. Files of trackers and pictures are no part of
+it: a full disk costs these alone.
 """
 
 import time

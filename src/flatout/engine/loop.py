@@ -56,10 +56,8 @@ def train_loop(
     resumed = None if resumed is None else resumed.without_tensors()
     origin = None if resumed is None else resumed.path
     resumed_from = None if origin is None else str(origin)
-    mended: list[str] = []
-    if run.world.first:
-        mend = functools.partial(_mend_files, run, progress, folder, resumed)
-        mended = yield from when_there_is_room(mend, progress.step, run.full_disk_wait)
+    mend = functools.partial(_mend_files, run, progress, folder, resumed)
+    mended = yield from when_there_is_room(mend, progress.step, run.full_disk_wait)
     yield run_info(run, folder, progress.step, resumed_from)
     yield from notices_at(progress.step, (*run.notices, *mended) if progress.step < run.last_step else ())
     preview = run.data.preview() if progress.step == 0 else ()
@@ -111,12 +109,11 @@ def _start(run: Run, resumed: Checkpoint | None) -> tuple[Progress, bool]:
 
 
 def _mend_files(run: Run, progress: Progress, folder: Path, resumed: Checkpoint | None) -> list[str]:
-    """Brings best.json and the adapter's folder to the step that the run resumes from; returns notices.
-
-    A run taken back to an older checkpoint forgets a later best.
-    """
+    """Brings best.json and the adapter's folder to the step that the run resumes from; returns notices."""
+    if not run.world.first:
+        return []
     best = None if progress.best_step is None else (progress.best_loss, progress.best_step)
-    if stored_best(folder) != best:
+    if stored_best(folder) != best:  # a run taken back to an older checkpoint forgets a later best
         write_best(folder, progress.best_step, progress.best_loss)
     return [] if resumed is None else list(mend_run_adapter(run, folder))
 

@@ -4,6 +4,7 @@ Parts of the run leave notices in `Notices`, or are asked for theirs; the loop t
 record of each. Asking must be cheap and must not wait for the device.
 """
 
+from collections import deque
 from collections.abc import Callable
 
 
@@ -11,7 +12,7 @@ class Notices:
     """Notices that nobody has been given yet."""
 
     def __init__(self) -> None:
-        self._waiting: list[str] = []
+        self._waiting: deque[str] = deque()  # the thread that saves adds some, too
         self._sources: list[Callable[[], list[str]]] = []
 
     def add(self, notice: str) -> None:
@@ -23,7 +24,7 @@ class Notices:
 
     def take(self) -> list[str]:
         """All of them, oldest first."""
-        notices, self._waiting = self._waiting, []
+        notices = [self._waiting.popleft() for _ in range(len(self._waiting))]
         for source in self._sources:
             notices += source()
         return notices

@@ -127,6 +127,7 @@ def test_what_cannot_be_used_is_told_and_the_rest_is_found(tmp_path: Path) -> No
     (folder / "blob_again.txt").symlink_to(".cache/blob")
     (folder / "out.py").symlink_to(outside / "far.txt")
     os.mkfifo(folder / "pipe.txt")
+    os.mkfifo(folder / "pipe")
     found = find_files(str(folder))
     assert names(found, folder) == ["blob.txt", "deep/good.txt", "good.txt"]
     assert problems(found) == [
@@ -136,7 +137,7 @@ def test_what_cannot_be_used_is_told_and_the_rest_is_found(tmp_path: Path) -> No
         ("outside", "link", 0),
         ("up.txt", "link", 0),
     ]
-    assert found.passed_over == {".py": 1, "empty": 1, "no file": 1}
+    assert found.passed_over == {".py": 1, "empty": 1, "no file": 1, "no suffix": 1}
 
 
 def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

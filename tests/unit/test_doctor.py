@@ -403,7 +403,7 @@ PLANTED = [
     Planted(case="no such source", words=("data.source=shakespear",), area="data", status="bad",
             found="there is no source shakespear", fix="Did you mean shakespeare?"),
     Planted(case="wrong file format", prepare=text_file("a.docx", b"PK\3\4"), area="data", status="bad",
-            found="of a type that cannot be read: .docx", fix="data.format"),
+            found="of a type that cannot be read: .docx", fix="convert it to text first"),
     Planted(case="empty file", prepare=text_file("a.txt", b""), area="data", status="bad", found="the file is empty",
             fix="Put text into it"),
     Planted(case="only white space", prepare=text_file("a.txt", b" \n" * 500), area="data", status="bad",

@@ -709,7 +709,7 @@ def has_tokens(file: InputFile) -> bool:
         return True
     ids = np.frombuffer(head, "<u2", len(head) // 2)
     letters = len(head) > 1 and all(byte >= ord(" ") or byte in b"\t\n\r" for byte in head)
-    return not letters and np.count_nonzero(ids > GPT2_END_OF_TEXT) * 100 <= len(ids)
+    return not letters and int(np.count_nonzero(ids > GPT2_END_OF_TEXT)) * 100 <= len(ids)
 
 
 def _read_tokens(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:

@@ -47,7 +47,7 @@ _NEVER_COMPRESSED = ("parquet",)
 # What programs leave behind or have not finished; with a format given, nothing else would keep them out.
 _LEFTOVERS = (".lock", ".part", ".partial", ".tmp", ".temp", ".incomplete", ".crdownload", ".download", ".swp", "~")
 # Files that are never text, though some begin like one; other unknown types are looked into.
-_BINARY_TYPES = (".gif", ".jpeg", ".jpg", ".pdf", ".png", ".ps", ".rtf", ".svg", ".zip")
+_BINARY_TYPES = (".docx", ".gif", ".jpeg", ".jpg", ".pdf", ".png", ".ps", ".rtf", ".svg", ".xlsx", ".zip")
 BINARY = " (binary)"  # after the type of a file that is passed over and holds no text
 _NO_TOKENS = " (not GPT-2 tokens)"
 _EMPTY = "empty"
@@ -156,9 +156,10 @@ def find_files(source: str, *, format: str | None = None, number: int = 0) -> Fo
     if not stat.S_ISREG(mode):
         raise DataError(f"the source {shown(source)} is neither a file nor a folder", f"give {_CHOICES}")
     if (format or format_of(source)[0]) is None:
+        mend = "convert it to text first" if _is_binary(source) else "set data.format, or rename the file"
         raise DataError(
             f"the source {shown(source)} is of a type that cannot be read: {type_of(source)}",
-            f"the types are {_TYPES}; set data.format, or rename the file",
+            f"the types are {_TYPES}; {mend}",
         )
     listed = _listed(source, format, number)
     return Found((listed,)) if isinstance(listed, InputFile) else Found(problems=(listed,))
@@ -376,9 +377,11 @@ def _is_binary(path: str) -> bool:
     """Whether a file of a type that is not known holds no text. One that cannot be read may hold some."""
     if os.path.splitext(path)[1].lower() in _BINARY_TYPES:
         return True
+    if os.path.islink(path) or not os.path.isfile(path):  # opening a pipe would wait for ever
+        return False
     try:
         with open(path, "rb") as file:
-            head = file.read(_LOOKED_AT) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+            head = file.read(_LOOKED_AT)
     except OSError:
         return False
     try:

@@ -1,6 +1,7 @@
 """Pages of the documentation as a reader follows them: their fenced blocks, in order."""
 
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,19 +35,49 @@ def same_but_for_figures(line: str) -> str:
     return " ".join(line.split())
 
 
-def not_printed(wanted: str, printed: str) -> list[str]:
-    """The lines of a `text` block that `printed` does not have in this order, figures aside.
+TOLERANCE = 0.01  # of losses and other decimals; on one machine they repeat, whatever the number of threads
+# Times, speeds and sizes are the machine's own.
+_VARIES = re.compile(r"[kMGT]?(?: ?(?:h|min|m\d\ds|s|ms|B|bytes|[kKMGT]i?B)\b| ?tok(?:ens)?/s)")
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)*(?:e[-+]?\d+)?")
 
-    `...` alone stands for any lines in between, at a line's end for the rest of it.
+
+def figures(line: str) -> list[str]:
+    """The numbers of a printed line that do not depend on the machine, in order."""
+    found = [(number[0].rstrip(",."), line[number.end() :]) for number in _NUMBER.finditer(line)]
+    return [text for text, after in found if not _VARIES.match(after) and text.count(".") < 2]  # no versions
+
+
+def agree(promised: str, got: str) -> bool:
+    """Whether a figure is the promised one: exactly if it is a whole number, else about."""
+    if not re.search(r"[.e]", promised):
+        return promised == got
+    value, last = float(promised.replace(",", "")), promised.partition("e")[0].partition(".")[2]
+    digit = 0.0 if "e" in promised else 10.0 ** -len(last)
+    return abs(value - float(got.replace(",", ""))) <= max(TOLERANCE * abs(value), 1.01 * digit)
+
+
+def not_printed(wanted: str, printed: str, compared: Callable[[str], bool] = lambda _: False) -> list[str]:
+    """The lines of a `text` block that `printed` does not have in this order.
+
+    `...` alone stands for any lines in between, at a line's end for the rest of it. Figures count in lines that are
+    `compared`, as `agree` has it.
     """
-    lines = [same_but_for_figures(line) for line in printed.splitlines()]
+    lines = printed.splitlines()
     missing: list[str] = []
     for line in wanted.splitlines():
         start, cut, _ = line.partition("...")
-        want = same_but_for_figures(start)
+        want, promised = same_but_for_figures(start), figures(start)
         if not want:
             continue
-        at = next((n for n, got in enumerate(lines) if (got.startswith(want) if cut else got == want)), None)
+
+        def fits(
+            got: str, line: str = line, cut: str = cut, want: str = want, promised: Sequence[str] = promised
+        ) -> bool:
+            plain, found = same_but_for_figures(got), figures(got)
+            same = plain.startswith(want) if cut else plain == want
+            return same and (not compared(line) or all(map(agree, promised, found)))
+
+        at = next((n for n, got in enumerate(lines) if fits(got)), None)
         if at is None:
             missing.append(line)
         else:

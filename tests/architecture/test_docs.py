@@ -49,6 +49,16 @@ def anchors(text: str) -> set[str]:
     )
 
 
+def test_utilisation_is_defined_in_one_way():
+    """A share of time, with an aim: the pages, the report's figures and the row of the guide agree."""
+    pages = [ROOT / "docs" / "doctor.md", ROOT / "docs" / "report.md", ROOT / "src/flatout/observe/report/figures.py"]
+    for page in pages:
+        text = " ".join(page.read_text(encoding="utf-8").split())
+        assert "the share of the time in which some kernel ran" in text, page
+        assert "elow 90% the card waits for" in text, page
+    assert all("aim of 90%" in row for row in GUIDES.splitlines() if row.startswith("| 002-20"))
+
+
 def test_every_field_named_in_the_documents_exists():
     known = set(field_facts())
     sections = "|".join(section_paths())

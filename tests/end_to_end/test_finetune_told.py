@@ -257,6 +257,7 @@ def test_more_samples_in_a_step_than_there_are_is_told_and_counted_truly(words):
     info = records[0]
     assert info.batch_samples == 29
     assert any("chat.batch_samples is 100 and there are 29 samples" in message for message in notes(records))
+    assert "2 steps on 29 samples teach a model little: set train.steps=100" in notes(records)
     epochs = [record for record in records if isinstance(record, EpochRecord)]
     assert len(epochs) == 2
     for epoch in epochs:
@@ -319,7 +320,7 @@ def test_the_doctor_looks_at_a_fine_tuning_config(words, capsys):
     assert "30 rows, read as alpaca" in found["rows"].found
     assert found["rows not used"].status == "warn"
     assert "of 1,085 tokens are learned" in found["learned"].found
-    assert found["steps"].found == "6 steps of 8 samples"
+    assert found["steps"].found == "6 steps on 29 samples teach a model little"
     assert "rank 16 on down_proj" in found["trained"].found
     assert found["a step"].status == "ok"
     assert found["warm-up"].status == "warn"
@@ -371,13 +372,20 @@ def test_the_doctor_warns_of_batches_and_lengths(words):
 
 def test_the_doctor_looks_at_rate_evaluation_and_saving(words):
     found = visit(words())
-    assert found["learning rate"].status == "warn"
-    assert "about 0.0002 is usual for adapters" in found["learning rate"].found
+    assert found["learning rate"].status == "ok"
+    assert "about 0.01 is usual for adapters on a base this small" in found["learning rate"].found
     assert found["saving"].found == "checkpoint.every is 100, which a run of 6 steps never reaches"
     assert "checkpoint.every=1" in found["saving"].advice
     assert found["evaluation"].found == "eval.every is 20, which a run of 6 steps never reaches"
+    assert found["steps"].advice == "Set train.steps=100."
+    short = visit(words("train.steps=null", "train.epochs=1", "eval.every=1", "chat.batch_samples=1"))
+    assert short["steps"].advice == "Set train.epochs=4, which makes 116."
+    often = short["evaluation"]
+    held, fewer = often.found.partition(" times ")[2].split()[0], often.advice.partition("eval.tokens=")[2]
+    assert int(fewer.split(",")[0]) < int(held), "a larger value would change nothing"
     better = visit(words("optim.learning_rate=2e-4", "checkpoint.every=3", "eval.every=3"))
-    assert {better[name].status for name in ("learning rate", "saving")} == {"ok"}
+    assert (better["learning rate"].status, better["saving"].status) == ("warn", "ok")
+    assert better["steps"].advice.endswith(" parameters."), "what makes it learn is named there, too"
     assert "2 times" in better["evaluation"].found
     whole = visit(words("lora.rank=0", "optim.learning_rate=2e-5"))["learning rate"]
     assert (whole.status, whole.found) == ("ok", "2e-05; about 2e-05 is usual for all weights of a trained model")

@@ -1,20 +1,24 @@
 """The tutorials as a reader follows them: every block is run in an empty folder, and prints what the page shows.
 
-`sh` and `python` blocks are run in order, `text` blocks are what the block before prints, figures aside. Blocks without
-a language are shown only. The short form replaces settings by smaller ones and runs commands in this process; the slow
-form runs the pages word for word.
+`sh` and `python` blocks are run in order, `text` blocks are what the block before prints. Blocks without a language are
+shown only. The slow form runs the pages word for word and compares figures: counts exactly, losses within 1%; not
+times, speeds and sizes. The short form replaces settings by smaller ones and runs commands in this process. It compares
+the figures that do not follow from those, and the loss that the page promises after ten steps as it stands.
 """
 
 import os
+import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import flatout
 from flatout import cli
-from tests.pages import DOCS, Block, blocks, not_printed
+from tests.pages import DOCS, Block, agree, blocks, not_printed
 
 PAGES = {page.stem: page for page in sorted((DOCS / "tutorials").glob("[0-9]*.md"))}
 
@@ -77,6 +81,14 @@ SMALLER = {
     ],
 }
 
+# Chosen or counted by the clock.
+BY_SPEED = re.compile(r"cost |chose micro-batch |\* ")
+# Counts of data and rows, and what is computed for another machine: smaller settings do not change them.
+OF_DATA = re.compile(
+    r"data: |data/|kept |1 record |1,606 windows|1 of 1 training|\{|  ok    (rows|samples|learned) |note: samples: "
+    r"|small-32k: |   1  data parallel"
+)
+
 pytestmark = pytest.mark.usefixtures("children_stay")
 
 
@@ -110,7 +122,12 @@ def run_here(block: Block, namespace: dict[str, object], capfd: pytest.CaptureFi
     return captured.out + captured.err
 
 
-def follow(page: Path, capfd: pytest.CaptureFixture[str], smaller: list[tuple[str, str]] | None) -> None:
+def follow(
+    page: Path,
+    capfd: pytest.CaptureFixture[str],
+    compared: Callable[[str], bool],
+    smaller: list[tuple[str, str]] | None = None,
+) -> None:
     namespace: dict[str, object] = {}
     printed, seen, ran = "", "", 0
     capfd.readouterr()
@@ -119,7 +136,7 @@ def follow(page: Path, capfd: pytest.CaptureFixture[str], smaller: list[tuple[st
         for old, new in smaller or []:
             block = block._replace(text=block.text.replace(old, new))
         if block.language == "text":
-            missing = not_printed(block.text, printed)
+            missing = not_printed(block.text, printed, compared)
             assert not missing, f"{block.where}: not printed: {missing}\n{printed}"
         elif block.language in ("sh", "python"):
             ran += 1
@@ -129,12 +146,40 @@ def follow(page: Path, capfd: pytest.CaptureFixture[str], smaller: list[tuple[st
     assert not [old for old, _ in smaller or [] if old not in seen], "what the short form replaces is on the page"
 
 
+def loss_after_ten_steps(page: Path) -> float:
+    """The loss of the tenth step of the first run that the page trains, with its settings as they stand."""
+    files = [block for block in blocks(page) if block.language == "sh"]
+    for block in files:
+        if commands(block) is None:  # what writes the page's own files
+            shell(block.text, block.where)
+    if files:
+        words = next(words for block in files for words in commands(block) or [] if words[0] == "train")[1:]
+        named = [word for word in words if "=" not in word]
+        config = "gpt2.yaml" if named == ["tuned.yaml"] else (named or [None])[0]  # what was tuned is another model
+        changed = [word for word in words if "=" in word and not word.startswith("output.folder=")]
+        loaded = flatout.load_config(config, [*changed, "output.folder=whole", "speed.device=cpu"])
+    else:
+        namespace: dict[str, object] = {}
+        first = next(block for block in blocks(page) if block.language == "python")
+        exec(compile(first.text.replace("runs/first", "whole"), first.where, "exec"), namespace)
+        loaded = namespace["config"]
+    steps = (record for record in flatout.train(loaded) if isinstance(record, flatout.StepRecord))
+    return next(record.loss for record in steps if record.step == 10)
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_a_tutorial_with_smaller_settings(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    follow(PAGES[name], capfd, SMALLER[name])
+    follow(PAGES[name], capfd, lambda line: bool(OF_DATA.match(line)), SMALLER[name])
+    (promised,) = re.findall(
+        r"fter ten\s+steps\s+the\s+loss\s+is\s+about\s+(\d+\.\d+)", PAGES[name].read_text(encoding="utf-8")
+    )
+    loss = loss_after_ten_steps(PAGES[name])
+    assert agree(promised, f"{loss:.4f}"), (
+        f"{PAGES[name].name} promises {promised} after ten steps, and it is {loss:.4f}"
+    )
 
 
 @pytest.mark.slow
@@ -143,7 +188,7 @@ def test_a_tutorial_word_for_word(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    follow(PAGES[name], capfd, None)
+    follow(PAGES[name], capfd, lambda line: not BY_SPEED.match(line))
 
 
 def test_there_are_five_tutorials_and_the_index_names_each():

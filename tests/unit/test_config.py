@@ -287,6 +287,12 @@ def test_a_presets_name_wins_over_a_file_of_that_name(tmp_path: Path, monkeypatc
     assert load_config("./gpt2-124m").config.train.steps == 5
 
 
+def test_a_run_that_trains_all_weights_is_not_called_after_lora() -> None:
+    names = {preset: load_config(preset, ["lora.rank=0"]).config.output.name for preset in ("lora", "tinyllama-lora")}
+    assert names == {"lora": "finetune", "tinyllama-lora": "tinyllama-finetune"}
+    assert load_config("lora").config.output.name == "lora"
+
+
 @pytest.mark.parametrize(
     ("file", "name"),
     [("my run (2).yaml", "my-run-2-"), ("_x.yaml", "x"), ("é.yaml", "run"), ("a" * 150 + ".yaml", "a" * 100)],
@@ -294,6 +300,7 @@ def test_a_presets_name_wins_over_a_file_of_that_name(tmp_path: Path, monkeypatc
 def test_run_names_come_from_files(tmp_path: Path, file: str, name: str) -> None:
     path = write(tmp_path, "train: {steps: 5}", file)
     assert load_config(path).config.output.name == name
+    assert load_config(path, ["lora.rank=0"]).config.output.name == name
     assert load_config(path, ["output.name=other"]).config.output.name == "other"
 
 

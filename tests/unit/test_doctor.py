@@ -159,6 +159,12 @@ def told(findings: list[Finding], *statuses: str) -> list[Finding]:
 # --- healthy ----------------------------------------------------------------------------------------------------------
 
 
+def test_an_overlay_is_named_only_where_it_changes_something(here: Path):
+    for target, named in ((PRESET, True), ("lora", False)):
+        advice = next(finding.advice for finding in visit(target=target) if finding.name == "generation")
+        assert ("--hardware" in advice) == named, target
+
+
 @pytest.mark.parametrize("target", [PRESET, None])
 @pytest.mark.parametrize("base", [MACHINE, LAPTOP], ids=["H200", "laptop"])
 def test_a_healthy_set_up_is_all_green(here: Path, base: Machine, target: str | None):

@@ -217,6 +217,7 @@ HEALTHY = Measurements(  # GPT-2 124M on an H200, as benchmarks/step_profile.jso
     },
     kernels_per_step=420,
     batch_tokens=65536,
+    batch_setting="train.batch_tokens",
     flops=65536 * 8.55e8,
     peak_flops_per_second=989.4e12,
     micro_batch=64,

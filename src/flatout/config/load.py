@@ -120,6 +120,8 @@ def _name_of(preset: str | None, own: Layer, merged: Layer, *, asked: bool) -> t
 
     Where nobody `asked` for the preset, the text's name alone: the default preset is called after another text.
     """
+    if preset is not None and "lora.rank" in merged and merged["lora.rank"].value == 0:
+        preset = preset.replace("lora", "finetune")  # it trains all weights
     source, before = merged.get("data.source"), own.get("data.source")
     text = source.value if source is not None and source is not before else None
     called = source_name(text) if isinstance(text, str) and (before is None or before.value != text) else ""

@@ -18,8 +18,14 @@ def usual_rate(parameters: int) -> float:
 USUAL_MUON_RATE = 0.02  # of models of any size: the size of an update does not depend on that of the gradient
 
 
-def usual_tuning_rate(*, adapters: bool) -> float:
-    """The same for a model that has learned before, of any size."""
+# Tutorial 2: in 102 steps a base of 270,528 parameters learns 19 samples at 1e-2, and does not at 2e-4.
+SMALL_BASE, SMALL_BASE_RATE = 10_000_000, 1e-2
+
+
+def usual_tuning_rate(parameters: int, *, adapters: bool) -> float:
+    """The same for a model of this size that has learned before; only adapters on a tiny one need more."""
+    if adapters and parameters < SMALL_BASE:
+        return SMALL_BASE_RATE
     return 2e-4 if adapters else 2e-5
 
 

@@ -78,8 +78,10 @@ def generation_of(capability: tuple[int, int]) -> Generation:
     return next(generation for oldest, generation in GENERATIONS.items() if capability >= oldest)
 
 
-def check_cards(machine: Machine, config: RunConfig | None, index: int = 0) -> Iterator[Finding | None]:
-    """The cards, and in detail the one that the config would train on."""
+def check_cards(
+    machine: Machine, config: RunConfig | None, index: int = 0, *, overlays: bool = True
+) -> Iterator[Finding | None]:
+    """The cards, and in detail the one that the config would train on; without `overlays` none is named."""
     if not machine.cards:
         found = "no NVIDIA GPU: training runs on the CPU, which is right for small models"
         yield _check("card").ok(
@@ -93,7 +95,7 @@ def check_cards(machine: Machine, config: RunConfig | None, index: int = 0) -> I
     )
     hidden = f"; {machine.hidden_cards} more are hidden from torch" if machine.hidden_cards else ""
     yield _check("card").ok(f"{card.name}, {size}{more}{hidden} (told by {machine.told_by})")
-    yield from _generation(card, machine)
+    yield from _generation(card, machine, overlays=overlays)
     yield _in_use(card)
     yield from _state(card)
     yield from _health(card, machine)
@@ -101,7 +103,7 @@ def check_cards(machine: Machine, config: RunConfig | None, index: int = 0) -> I
         yield _precision(card, config)
 
 
-def _generation(card: Card, machine: Machine) -> Iterator[Finding | None]:
+def _generation(card: Card, machine: Machine, *, overlays: bool) -> Iterator[Finding | None]:
     if card.capability is None:
         yield _check("generation").note("its compute capability is not known, as torch cannot reach it")
         return
@@ -111,7 +113,7 @@ def _generation(card: Card, machine: Machine) -> Iterator[Finding | None]:
     units = f"{', '.join(have) or 'none of bf16, tf32, fp8'}" + (f"; no {', '.join(lacks)}" if have and lacks else "")
     found = f"{generation.name}, capability {card.capability[0]}.{card.capability[1]}; matrix units: {units}"
     advice = generation.advice
-    if card.memory_bytes is not None:
+    if card.memory_bytes is not None and overlays:
         advice += f" Its memory overlay is --hardware {hardware_for(card.memory_bytes)}."
     yield _check("generation").told("ok" if "bf16" in have else "note", found, advice)
     yield _built_for(card.capability, machine)

@@ -28,6 +28,7 @@ from flatout.corpus.sources import find_files
 from flatout.data.make_samples import many, row_files
 from flatout.data.sample_counts import ADVICE, count_told
 from flatout.data.sample_data import SampleData
+from flatout.data.training_data import DataFacts
 from flatout.device import detect_device, limit_memory
 from flatout.diagnose.check_config import check_fine_tuning
 from flatout.diagnose.check_folder import check_folder, folder_of
@@ -35,7 +36,7 @@ from flatout.diagnose.doctor import Check, Finding, finding_of, in_gib
 from flatout.engine.base_model import Base, open_base, open_start
 from flatout.engine.features import resolve_speed
 from flatout.engine.fit_check import check_disk, check_samples_fit, memory_on
-from flatout.engine.length import steps_of
+from flatout.engine.length import steps_of, too_few_steps
 from flatout.engine.opening import described_config, open_sample_data, sample_limit, sample_tokens, why_samples_are_made
 from flatout.engine.run_folder import is_checkpoint
 from flatout.engine.trained import adapter_plan, checkpoint_size, trained_count
@@ -212,8 +213,9 @@ def _check_run(loaded: LoadedConfig, base: Base, data: SampleData, *, whole: boo
     facts, vocab = data.facts, base.description.vocab
     if whole:
         steps, held = steps_of(config, facts), len(data.val_samples.tokens)
-        yield from _check_steps(config, len(data.train), steps)
+        yield from _check_steps(config, facts, steps, vocab)
         known = {"step_tokens": facts.step_tokens or 1.0, "val_tokens": held}
+        known["parameters"] = parameter_count(config.model, vocab)
         tested = found_by_range_test(loaded.sources["optim.learning_rate"])
         yield from filter(None, check_fine_tuning(config, steps=steps, tested_rate=tested, **known))
     yield from _check_adapters(config, vocab)
@@ -237,9 +239,13 @@ def _check_run(loaded: LoadedConfig, base: Base, data: SampleData, *, whole: boo
         yield Check("memory", "a step").ok(f"needs about {need}{have} on {device.name}")
 
 
-def _check_steps(config: RunConfig, samples: int, steps: int) -> Iterator[Finding]:
-    batch = config.chat.batch_samples
-    yield Check("config", "steps").ok(f"{many(steps, 'step')} of {many(min(batch, samples), 'sample')}")
+def _check_steps(config: RunConfig, facts: DataFacts, steps: int, vocab: int) -> Iterator[Finding]:
+    batch, samples = config.chat.batch_samples, facts.epoch_samples or 0
+    if (few := too_few_steps(config, facts, steps, vocab)) is not None:
+        found, _, fix = few.partition(": ")
+        yield Check("config", "steps").warn(found, f"{fix[0].upper()}{fix[1:]}.")
+    else:
+        yield Check("config", "steps").ok(f"{many(steps, 'step')} of {many(min(batch, samples), 'sample')}")
     if batch > samples:
         yield Check("config", "batch").warn(
             f"chat.batch_samples is {batch:,}, and there are {samples:,} samples",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from flatout.config.schema import RunConfig, micro_batch_of
 from flatout.config.unused import cut_pattern, wide_window
-from flatout.config.usual import FAR_ABOVE, FAR_BELOW, USUAL_MUON_RATE, usual_rate, usual_tuning_rate
+from flatout.config.usual import FAR_ABOVE, FAR_BELOW, SMALL_BASE, USUAL_MUON_RATE, usual_rate, usual_tuning_rate
 from flatout.diagnose.check_tokens import steps_of
 from flatout.diagnose.doctor import Check, DataFacts, Disk, Finding
 from flatout.errors import many
@@ -53,13 +53,13 @@ def check_config(
 
 
 def check_fine_tuning(
-    config: RunConfig, *, steps: int, step_tokens: float, val_tokens: int, tested_rate: bool = False
+    config: RunConfig, *, parameters: int, steps: int, step_tokens: float, val_tokens: int, tested_rate: bool = False
 ) -> Iterator[Finding | None]:
-    """The same of a config with chat.source: learning rate, evaluation, saving. A step has so many tokens on average.
+    """The same of a config with chat.source: learning rate, evaluation, saving. `step_tokens` is the mean of a step.
 
-    `val_tokens` are those held out.
+    `parameters` are those of the base, `val_tokens` those held out.
     """
-    yield _fine_tuning_rate(config, tested=tested_rate)
+    yield _fine_tuning_rate(config, parameters, tested=tested_rate)
     if steps:
         yield from _evaluation(config, val_tokens, steps, step_tokens)
         yield _saving(config, steps, None, None, None)
@@ -165,13 +165,16 @@ def _learning_rate(config: RunConfig, parameters: int, *, tested: bool) -> Findi
     return _check("learning rate").ok(found)
 
 
-def _fine_tuning_rate(config: RunConfig, *, tested: bool) -> Finding:
+def _fine_tuning_rate(config: RunConfig, parameters: int, *, tested: bool) -> Finding:
     """Trained weights bear small rates only; adapters, which begin at nothing, ten times as much."""
     rate, adapters = config.optim.learning_rate, config.lora.rank > 0
     if config.optim.optimizer == "muon":
         return _check("learning rate").ok(f"{config.optim.muon_rate:g} of Muon, {rate:g} of the rest")
-    usual = usual_tuning_rate(adapters=adapters)
-    found = f"{rate:g}; about {usual:g} is usual for {'adapters' if adapters else 'all weights of a trained model'}"
+    usual = usual_tuning_rate(parameters, adapters=adapters)
+    whose = "all weights of a trained model"
+    if adapters:
+        whose = "adapters on a base this small" if parameters < SMALL_BASE else "adapters"
+    found = f"{rate:g}; about {usual:g} is usual for {whose}"
     if tested:
         return _check("learning rate").ok(f"{found}, and `flatout tune lr` found this one")
     if rate > FAR_ABOVE * usual:
@@ -225,9 +228,11 @@ def _evaluation(config: RunConfig, val_tokens: int | None, steps: int, step_toke
     found = f"{many(count, 'time')} {tokens:,} tokens: {_percent(share)} of the run's time"
     if share > _BIG_SHARE:
         times = _times_rarer(share)
-        fewer = max(config.model.context, int(tokens / times))
+        least = config.model.context if config.chat.source is None else 1  # of samples, whole ones are taken
+        fewer = max(least, int(tokens / times))
         often = f"eval.every={min(round(every * times), steps)}" if every else ""
-        ways = " or ".join(way for way in (often, f"eval.tokens={fewer}") if way)
+        some = f"eval.tokens={fewer}" if fewer < tokens else ""
+        ways = " or ".join(way for way in (often, some) if way) or "a smaller share to validate on"
         yield _check("evaluation").warn(found, f"Evaluation eats the time. Set {ways}, which makes it about 5%.")
     else:
         yield _check("evaluation").ok(found)

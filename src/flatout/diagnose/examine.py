@@ -204,7 +204,7 @@ class _Visit:
             yield from ()
 
         yield from guarded("machine", "machine", lambda: check_machine(machine, config))
-        yield from guarded("gpu", "card", lambda: check_cards(machine, config, index))
+        yield from guarded("gpu", "card", lambda: check_cards(machine, config, index, overlays=self.chat is None))
         if trials is not None:
             self.trials = trials
         elif self.here and self.works:

@@ -322,6 +322,7 @@ def _measurements(
         seconds_by_kind=facts.by_kind(),
         kernels_per_step=sum(kernel.calls for kernel in facts.kernels),
         batch_tokens=tokens,
+        batch_setting="train.batch_tokens" if run.config.chat.source is None else "chat.batch_samples",
         flops=run.flops_per_token * tokens / run.world.size,
         peak_flops_per_second=run.speed.device.peak_flops,
         micro_batch=run.step.micro_batch,

@@ -39,6 +39,7 @@ class Measurements:
     seconds_by_kind: Mapping[str, float]
     kernels_per_step: float  # or operators
     batch_tokens: int
+    batch_setting: str  # the one that makes a step larger
     flops: float  # of one step, by the convention of model/count.py
     peak_flops_per_second: float | None  # dense half-precision, by the data sheet
     micro_batch: int
@@ -168,7 +169,8 @@ def _communication_bound(measured: Measurements) -> _Part:
         (
             True,
             "",
-            "a larger train.batch_tokens gives more to compute for the same gradients, but changes what is learned",
+            f"a larger {measured.batch_setting} gives more to compute for the same gradients, but changes what is "
+            "learned",
         ),
     ]
     return sentence, evidence if slow else evidence[:1], rows
@@ -234,7 +236,7 @@ def _launch_bound(measured: Measurements) -> _Part:
         (torch_kernels, "speed.kernels=triton", "our kernels do in one launch what torch does in several"),
         (eager, "speed.compile=reduce-overhead", "fuses kernels and replays them as graphs"),
         (single, "speed.fused_optimizer=on", "one kernel for the update, and no word to the host before it"),
-        (count == 1, "", "a larger train.batch_tokens makes kernels longer, but changes what is learned"),
+        (count == 1, "", f"a larger {measured.batch_setting} makes kernels longer, but changes what is learned"),
     ]
     return sentence, evidence, rows
 
@@ -253,7 +255,8 @@ def _memory_bound(measured: Measurements) -> _Part:
     updates = measured.share_of(OPTIMIZER) >= 0.2
     single = updates and used.get("fused_optimizer") == "off"
     small = (
-        "the update weighs this much because the batch is small; a larger train.batch_tokens changes what is learned"
+        f"the update weighs this much because the batch is small; a larger {measured.batch_setting} changes what is "
+        "learned"
     )
     rows = [
         (wide, "speed.precision=bf16", "halves what activations weigh"),

@@ -31,7 +31,7 @@ from flatout.engine.fit_check import check_fits, check_samples_fit, memory_on, o
 from flatout.engine.form import check_decided, in_slices, resolve_form
 from flatout.engine.given import Given
 from flatout.engine.graphs import MicroBatchGraph, Recorder
-from flatout.engine.length import deadline_of, optim_of, pace_of, schedule_of, steps_of
+from flatout.engine.length import deadline_of, optim_of, pace_of, schedule_of, steps_of, too_few_steps
 from flatout.engine.notices import Notices
 from flatout.engine.opening import Opened, check_shares, open_data, sources_of, vocabulary_of
 from flatout.engine.randomness import RandomStream
@@ -379,6 +379,8 @@ def _notices(run: Run, start: Start | None, written: Callable[[str], bool], *, w
     if run.config.train.staged and run.data.facts.batch_samples is None:
         yield _told_stages(run.schedule, run.steps)
     yield from run.data.notices(delivery_of(run.speed, run.speed.micro_batch))
+    if weights and (few := too_few_steps(run.config, run.data.facts, run.steps, run.model.vocab)) is not None:
+        yield few
     if start is not None:
         yield start.notice
     if weights and run.base is None and run.given.model is None and (limit := who_loads_it(run.config)) is not None:

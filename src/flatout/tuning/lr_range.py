@@ -209,7 +209,8 @@ def _usual(run: Run) -> tuple[float | None, str]:
     adapters, muon = run.adapters is not None, run.config.optim.optimizer == "muon"
     if run.config.chat.source is not None:
         whose = "adapters" if adapters else "all weights of a trained model"
-        return None if muon else usual_tuning_rate(adapters=adapters), whose
+        size = parameter_count(run.config.model, run.model.vocab)
+        return None if muon else usual_tuning_rate(size, adapters=adapters), whose
     if muon:
         return USUAL_MUON_RATE, "Muon"
     return usual_rate(parameter_count(run.config.model, run.model.vocab)), "a model of this size"

@@ -3,8 +3,9 @@
 Contract: a figure is a label, a text and a note. Speed is a median over all steps, so that compilation and cold caches
 do not count. What the run did not tell has no figure.
 
-Targets are those people aim at: a card that is busy (90% or more), memory that stands still after the first steps.
-Utilisation only says that some kernel ran; MFU says how much of the card's arithmetic was used, so both are shown.
+Targets are those people aim at: a card that is busy (90% or more), memory that stands still after the first steps. GPU
+utilisation is the share of the time in which some kernel ran: below 90% the card waits for something. How much it
+computes is MFU, so both are shown.
 """
 
 import math

@@ -223,8 +223,8 @@ function showSpeed({ runs }) {
   );
   const note = busy ? make(
     "p", { class: "help" },
-    "Utilisation says that some kernel ran; MFU (model FLOP utilisation) says how much of the card's arithmetic ",
-    "was used. Look at both."
+    "GPU utilisation is the share of the time in which some kernel ran: below 90% the card waits for something. ",
+    "How much it computes is MFU (model FLOP utilisation)."
   ) : null;
   return [runs.length === 1 ? make("div", { class: "columns" }, cards) : cards, note].flat();
 }

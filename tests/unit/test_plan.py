@@ -356,6 +356,15 @@ def test_no_interval_is_much_better_than_the_best(gpus: int, failure_hours: floa
     assert all(interval >= saves.write_seconds for interval in saves.by_interval)
 
 
+def test_a_save_waits_for_the_writing_of_the_one_before():
+    """In data parallel training goes on meanwhile, so that a slow disk, and not the pause, limits how often to save."""
+    layout = Layout(form="data", local=1, hosts=1, replicas=1024)
+    saves = plan_saves(10**12, layout, to_host=50 * GB, disk=GB // 10, restart=300, failure_hours=50_000)
+    assert (saves.pause_seconds, saves.write_seconds) == (20, 10_000)
+    assert saves.best_interval == saves.write_seconds
+    assert saves.by_interval == {}
+
+
 def test_llama_3_had_an_interruption_every_three_hours():
     layout = Layout(form="fsdp", local=8, hosts=2048, replicas=1)
     saves = plan_saves(10**12, layout, to_host=GB, disk=2 * GB, restart=300, failure_hours=54 * 24 * 16_384 / 419)

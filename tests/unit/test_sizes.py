@@ -103,7 +103,9 @@ def test_a_rate_of_null_is_the_learning_rate(group: str) -> None:
     usual = derive("record", Shape(4, 256), reckoned(written), known)
     null = derive("record", Shape(4, 256), reckoned({**written, f"optim.{group}_rate": None}), known)
     forgotten = usual.repeated[f"optim.{group}_decay"] * usual.size[f"optim.{group}_rate"]
-    assert null.repeated[f"optim.{group}_decay"] * null.size["optim.learning_rate"] == pytest.approx(forgotten, rel=0.01)
+    assert null.repeated[f"optim.{group}_decay"] * null.size["optim.learning_rate"] == pytest.approx(
+        forgotten, rel=0.01
+    )
 
 
 def test_short_runs_have_fewer_steps_where_a_batch_would_be_tiny() -> None:

@@ -217,6 +217,20 @@ def test_a_restart_says_from_where_and_how_much_is_repeated(
     assert lines == [f"{again} (1 of 2 restarts left)", f"{again} (0 of 2 restarts left)"]
 
 
+def test_workers_see_the_variables_of_torchrun_and_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(workers, "_start", lambda _, environment, *__: seen.append(environment))
+    monkeypatch.setattr(workers, "whole_cores", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    workers.Workers(["train"], Place(4, 2, 6, "there", 29500), Attempt("1", None, None, False, None), 3, tmp_path, None)
+    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    assert [[one[name] for name in names] for one in seen] == [["6", "2", "there", "29500", "3"]] * 2
+    assert [(one["RANK"], one["LOCAL_RANK"], one["OMP_NUM_THREADS"]) for one in seen] == [
+        ("4", "0", "8"),
+        ("5", "1", "8"),
+    ]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
 def test_a_signal_that_comes_while_workers_start_reaches_them(monkeypatch: pytest.MonkeyPatch):
     def start(command: Any, environment: Any, rank: int, local: int, listen: int | None) -> workers.Worker:
@@ -311,6 +325,10 @@ def test_srun_says_which_hosts_there_are(monkeypatch: pytest.MonkeyPatch):
     hosts = launching._hosts(options())(25.0, 600.0)
     assert isinstance(hosts, ManyHosts)
     assert (hosts._nodes, hosts._rank, hosts._meet) == (2, 1, ("gpu03", 20077))
+    assert (hosts._join, hosts._patience) == (25.0, 600.0)
+    hasty = launching._hosts(options())(25.0, 3.0)
+    assert isinstance(hasty, ManyHosts)
+    assert hasty._patience == 25.0, "after a failure there is at least as much time as at the start"
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
     with pytest.raises(UsageError, match="16 tasks on 2 hosts"):
         launching._hosts(options())

@@ -199,7 +199,10 @@ def test_memory_that_grows():
     assert kinds(leak) == [(6, "memory growth")], "within a minute"
     message = alerts_of(leak)[0].message
     assert "grows steadily, by 171.7 MiB a minute" in message
-    assert "what is free lasts for" in message
+    used = [{"host_bytes": 20 * GIB, "host_total_bytes": 20 * GIB + 600_000_000, "process_bytes": GIB + n * 30_000_000}
+            for n in range(12)]  # fmt: skip
+    short = [on_cpu(1), *(reading(number, **more) for number, more in enumerate(used, 1))]
+    assert "what is free lasts for 3m20s" in alerts_of(short)[0].message, "600 MB, and 30 MB go in ten seconds"
     assert (
         "on the card" in alerts_of(growing((GIB + number * 30e6 for number in range(12)), "allocated_bytes"))[0].message
     )

@@ -12,6 +12,7 @@ from torch import nn
 
 from flatout.config.schema import OptimConfig
 from flatout.data.positions import Schedule
+from flatout.engine import timekeeping
 from flatout.engine.deadline import Deadline
 from flatout.engine.setup import setup_run
 from flatout.engine.timekeeping import begin, noted
@@ -139,13 +140,18 @@ def test_a_checkpoint_without_a_plan_is_refused() -> None:
         Pretended(1.0, planned=10).deadline.resume(None, 5)
 
 
-def test_what_comes_at_the_end_is_known_before_the_first_step_and_measured_from_then_on(tiny) -> None:
-    words = ["train.minutes=1", "train.steps=1000", "optim.schedule=wsd", "eval.sample_tokens=20"]
+def test_what_comes_at_the_end_is_known_before_the_first_step_and_measured_from_then_on(
+    tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train.minutes=1", "train.steps=1000", "optim.schedule=wsd", "eval.sample_tokens=20", "eval.tokens=512"]
     run = setup_run(tiny(*words))
     assert run.deadline is not None
+    ticks = itertools.count()
+    monkeypatch.setattr(timekeeping, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     begin(run)
-    assert run.deadline.evaluation > 0
-    assert run.deadline.sample > 0
+    first = run.step.micro_batch * run.config.model.context
+    assert run.deadline.evaluation == pytest.approx(512 / first), "of which one batch took a second"
+    assert run.deadline.sample == pytest.approx(20 / timekeeping.FEW), "of which the first tokens took a second"
     size = 12 * sum(weight.numel() for weight in run.model.parameters())  # weights and two moments
     assert run.deadline.checkpoint == pytest.approx(size / 1e9, rel=0.1)
     saved = CheckpointRecord(step=1, path="", bytes=1, seconds=2.0, best=False, background_seconds=3.0)

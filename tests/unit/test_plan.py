@@ -154,6 +154,8 @@ def test_compute_is_the_rate_and_full_checkpointing_one_more_forward_pass():
     assert plain.compute == pytest.approx(4096 * 1e-6)
     again = spread("fsdp", 8, work=dataclasses.replace(WORK, again=1.0))
     assert again.compute == pytest.approx(4096 * 1e-6 * (1 + 0.9 / 3)), "of the blocks, not of the head"
+    # Weights, gradients and two moments of 4 bytes are read, weights and moments written.
+    assert spread("data", 8).update == pytest.approx(28 * 1_200_000 / HOSTS.card.bandwidth)
     assert spread("fsdp", 8).update == pytest.approx(spread("data", 8).update / 8)
 
 
@@ -354,6 +356,16 @@ def test_no_interval_is_much_better_than_the_best(gpus: int, failure_hours: floa
     assert saves.best >= max(others) - 0.001
     assert saves.best_interval >= floor, "a save waits for the one before"
     assert all(interval >= saves.write_seconds for interval in saves.by_interval)
+
+
+def test_a_save_waits_for_the_writing_of_the_one_before():
+    """In data parallel training goes on meanwhile, so that a slow disk, and not the pause, limits how often to save."""
+    layout = Layout(form="data", local=1, hosts=1, replicas=1024)
+    saves = plan_saves(10**12, layout, to_host=50 * GB, disk=GB // 10, restart=300, failure_hours=50_000)
+    assert (saves.pause_seconds, saves.write_seconds) == (20, 10_000)
+    assert saves.best_interval == saves.write_seconds
+    assert saves.by_interval == {}
+    assert saves.restart_seconds == 10_300, "after which all of it is read again"
 
 
 def test_llama_3_had_an_interruption_every_three_hours():

@@ -20,8 +20,10 @@ import pytest
 from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.observe.history import RunHistory, distinct_names, read_history
 from flatout.observe.report.data import report_data
+from flatout.observe.report.figures import figures_of
 from flatout.observe.report.report import MARK, MOST_RUNS, json_for_page, page_of, read_runs, write_report
 from flatout.observe.report.series import MOST_POINTS, curves_of, smoothed, thinned
+from flatout.observe.report.state import RunState
 from flatout.records import Record, SampleRecord, StepRecord
 from flatout.verbs import report as verb
 from tests.made_runs import (
@@ -192,16 +194,29 @@ CHAT = {"chat": {"source": "rows.jsonl"}, "model": {"init_from": "smol"}}
 def test_pace_utilisation_and_steady_memory_are_told_of_every_kind_of_run(
     tmp_path: Path, info: dict[str, Any], epoch: str
 ):
-    steps = [step_of(step, seconds=0.5) for step in range(1, 21)]
+    steps = [step_of(step, seconds=0.5, data_seconds=0.1) for step in range(1, 21)]
     host = {"cores": 8.0, "cores_busy": 2.0, "cores_others": 0.5, "load": 3.0, "process_bytes": 2**31}
     host |= {"host_bytes": 2**33, "host_total_bytes": 2**34}
     reading = dataclasses.replace(machine_of(20, 10.0), utilisation=0.95, power_watts=600.0, **host)
-    table = speed(run_of(write_run(tmp_path / "run", [info_of(tmp_path, **info), *steps, reading])))
+    readings = [*[reading] * 3, dataclasses.replace(reading, throttled="heat")]
+    table = speed(run_of(write_run(tmp_path / "run", [info_of(tmp_path, **info), *steps, *readings])))
     assert (table["Step time"], table["Steps per second"], table["Time per epoch"]) == ("500 ms", "2", epoch)
     assert (table["GPU utilisation"], table["Within 1% of the peak"]) == ("95%", "from step 3 on")
     assert (table["Power"], table["Clock"]) == ("600 of 700 W", "1,980 MHz")
+    assert (table["Clock held down"], table["Waiting for data"]) == (
+        "in 25% of the readings",
+        "20.0% of the step time",
+    )
     assert (table["Host cores in use"], table["Host load"]) == ("2.0 of 8", "3.0")
     assert (table["Host memory of the run"], table["Host memory in use"]) == ("2.0 GiB", "8.0 GiB of 16.0 GiB (50%)")
+
+
+def test_the_time_to_go_is_that_of_the_steps_that_are_left(tmp_path: Path):
+    steps = [step_of(step, seconds=9.0 if step < 30 else 0.5) for step in range(1, 81)]
+    history = read_history(write_run(tmp_path / "run", [info_of(tmp_path, steps=500), *steps]))
+    state = RunState(kind="running", word="running", text="", step=80, steps=500)
+    (found,) = [one for one in figures_of(history, state) if one["key"] == "seconds"]
+    assert found["note"] == "about 3m30s to go", "420 steps at the pace of the last fifty"
 
 
 def test_energy_and_cost_of_a_run(tmp_path: Path):

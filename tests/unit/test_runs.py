@@ -12,7 +12,7 @@ from flatout.config.suggest import run_hint
 from flatout.errors import UsageError
 from flatout.observe.runs import SORTS, list_runs
 from flatout.verbs.runs import runs
-from tests.made_runs import end_of, finished_run, info_of, sign_lock, step_of, training, write_run
+from tests.made_runs import end_of, eval_of, finished_run, info_of, sign_lock, step_of, training, write_run
 
 
 @pytest.fixture
@@ -45,6 +45,14 @@ def test_a_row_says_how_a_run_stands(several: Path):
     ]  # fmt: skip
     assert rows["long"].bytes == sum(path.stat().st_size for path in (several / "long").iterdir())
     assert rows["killed"].age_seconds == pytest.approx(3000, abs=60)
+
+
+def test_the_loss_is_the_best_on_validation_text_or_the_last_of_training(tmp_path: Path):
+    losses = [eval_of(step, loss) for step, loss in ((10, 3.0), (20, 2.5), (30, 2.8))]
+    write_run(tmp_path / "judged", [info_of(tmp_path), step_of(30, loss=1.0), *losses])
+    write_run(tmp_path / "trained", [info_of(tmp_path), step_of(1, loss=2.0), step_of(2, loss=4.0)])
+    rows = list_runs(tmp_path, sort="name")
+    assert [(row.loss, row.loss_of) for row in rows] == [(2.5, "validation"), (4.0, "training")]
 
 
 def test_the_steps_of_minutes_are_a_plan_and_no_total(tmp_path: Path):

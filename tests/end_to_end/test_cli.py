@@ -527,6 +527,9 @@ def test_a_messy_folder_is_prepared_by_what_is_printed_alone(tmp_path, monkeypat
     setting = re.search(r"--overwrite: '(data\.field=\S+)' reads 34 of them; or go on", said.both)
     assert setting is not None, said.both
     assert setting[1] == "data.field=[text,content,body,title]"
+    refused = call(["train", *words[1:], setting[1]])
+    assert refused.code == 3, "who trains with the setting at once is told how to replace what is incomplete"
+    assert "it lacks 34 of 47 records: `flatout prepare --overwrite` with these settings" in refused.errors
     said = call([*words, setting[1], "--overwrite"])
     assert (said.code, "kept 47 of 47 records" in said.both) == (0, True)
     source = re.search(r"'(data\.source=[^']+)'", said.both)

@@ -194,6 +194,21 @@ TABLE = [
 ]  # fmt: skip
 
 
+def test_only_a_name_that_a_command_line_takes_is_suggested(tmp_path: Path) -> None:
+    long = "word " * 20
+    for row, instead in (
+        ({"id": "x7", "comment": long}, "comment"),
+        ({"id": "x7", "note": "short"}, ""),
+        ({"it's": long, "a b": long, "\x1b[31m": long, "x" * 100: long}, ""),
+        ({"meta": {"page": long}}, "meta.page"),
+        ({"messages": [{"role": "user", "content": "hello"}, {"role": "x", "content": "y"}]}, ""),
+        ({"turns": [{"content": long}]}, "turns.*.content"),
+        ({"n": 5}, ""),
+    ):
+        (problem,) = read(stored(tmp_path, "a.jsonl", json.dumps(row)))
+        assert (problem.kind, problem.instead) == ("field", instead)
+
+
 def table_in(suffix: str) -> bytes:
     """The same rows in a format."""
     if suffix == ".parquet":

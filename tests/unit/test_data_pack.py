@@ -428,6 +428,8 @@ def test_a_limit_cuts_the_text_file_that_it_falls_into(tmp_path: Path) -> None:
         shutil.rmtree(folder)
     pack(str(tmp_path), tmp_path / "two", "bytes", "contiguous", 0.3, more={"max_bytes": 25, "max_documents": 2})
     assert (read_report(tmp_path / "two") or {})["text_bytes"] == 20
+    manifest = pack(str(tmp_path), tmp_path / "char", "char", "contiguous", 0.3, more={"max_documents": 2})
+    assert manifest.vocab == 2 + 1, "a and b"
 
 
 def test_a_first_document_past_the_limit_is_an_error(tmp_path: Path) -> None:

@@ -315,6 +315,8 @@ def documents_of(
             if limits is None or not limits.exceeded(count):
                 yield item
                 continue
+            if limits.exceeded((count[0], 0, 0)):
+                break
             if item.divisible or not (item.begins and item.ends):
                 yield replace(item, text=limits.first_characters(item.text, before))
             elif not before[0]:

@@ -185,9 +185,14 @@ def _check_settings(data: DataConfig, clean: CleanConfig | None, folder: Path) -
             find_inputs(request, Path())  # which says so where there is no such text
         own = folder / TOKENIZER if name == "tokenizer" and not _is_named(stored) else format_value(stored)
         keep = f"set {shlex.quote(f'{path}={own}')} to use it as it is, or " if path in field_facts() else ""
+        report = read_report(folder)
+        again = ""
+        if report is not None and report["damaged"]:  # one that is incomplete may go
+            lost = f"{report['damaged']:,} of {report['records']:,} records"
+            again = f"; it lacks {lost}: `flatout prepare --overwrite` with these settings replaces it"
         raise DataError(
             f"{folder} was prepared with {name} {stored!r}, the config says {wanted!r}",
-            f"{keep}set data.folder to a new folder to prepare it anew",
+            f"{keep}set data.folder to a new folder to prepare it anew{again}",
         )
     _check_source_size(data, request, manifest, folder)
 

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from flatout.config.yaml_loader import shorten
 from flatout.engine.checkpoint_files import PLAIN, SLICED, save_files, sealed, unsealed
 from flatout.engine.run_files import CHECKPOINT_FILES, JSON_FILES, MANIFEST, TENSOR_FILES, list_checkpoints
 from flatout.engine.slices import is_sliced, read_tensors, well_formed
@@ -91,7 +92,7 @@ def vocab_in(state: Mapping[str, Any]) -> int:
     vocab: object = state.get("vocab")
     if type(vocab) is not int or not 1 <= vocab <= MOST_IDS:
         raise CheckpointError(
-            f"the checkpoint's state.json has vocab {vocab!r}, which is no number of ids",
+            f"the checkpoint's state.json has vocab {shorten(vocab)}, which is no number of ids",
             "it was not written by Flatout: name another checkpoint",
         )
     return vocab
@@ -217,8 +218,10 @@ def best_known(checkpoint: Path) -> tuple[float, int] | None:
 
 def as_best(values: Mapping[str, Any], loss: str, step: str) -> tuple[float, int] | None:
     """The two entries, where they are a finite loss and a step."""
-    found = values.get(loss), values.get(step)
-    return found if type(found[0]) is float and math.isfinite(found[0]) and type(found[1]) is int else None
+    value, number = values.get(loss), values.get(step)
+    if type(value) is float and math.isfinite(value) and type(number) is int:
+        return value, number
+    return None
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

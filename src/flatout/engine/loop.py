@@ -23,7 +23,6 @@ from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.machine import MachineWatch
 from flatout.engine.recovery import CompileFailure, attempt_step, use_less_memory, use_no_compiler
 from flatout.engine.run import Run
-from flatout.engine.run_folder import stored_best
 from flatout.engine.saving import due_of, lacks_verdict, mend_run_adapter, notice_on_adapter, restore
 from flatout.engine.spans import PendingReports, SpanTotals
 from flatout.engine.timekeeping import begin, keep_time, noted
@@ -112,9 +111,7 @@ def _mend_files(run: Run, progress: Progress, folder: Path, resumed: Checkpoint 
     """Brings best.json and the adapter's folder to the step that the run resumes from; returns notices."""
     if not run.world.first:
         return []
-    best = None if progress.best_step is None else (progress.best_loss, progress.best_step)
-    if stored_best(folder) != best:  # a run taken back to an older checkpoint forgets a later best
-        write_best(folder, progress.best_step, progress.best_loss)
+    write_best(folder, progress.best_step, progress.best_loss)  # a run taken back forgets a later best
     return [] if resumed is None else list(mend_run_adapter(run, folder))
 
 

@@ -146,30 +146,40 @@ def read_best(run: Path) -> int | None:
     if stored is not None and stored[1] in found and read_verdict(found[stored[1]]) is None:
         claims.append(stored)
     _, step = min((claim for claim in claims if claim is not None and claim[1] in found), default=(0.0, None))
-    named = _named_best(run)
-    if step is not None and named != step and (named is None or named in found):  # one that was not saved is no best
+    named = _named_in(_raw_best(run))
+    # A best step that was not saved is no mistake, and neither is a file that is missing.
+    if step is not None and named != step and (named in found or (named is None and (run / BEST).exists())):
         logging.getLogger("flatout").warning(
             "%s is damaged or out of date: by the verdicts in the checkpoints, step %d is the best", run / BEST, step
         )
     return step
 
 
-def _named_best(run: Path) -> int | None:
-    """The step that `best.json` names, whether it has a seal or not; None where it names none."""
-    try:
-        content = parse_json((run / BEST).read_bytes())
-    except (OSError, ValueError):
-        return None
-    step = content.get("step") if isinstance(content, dict) else None
-    return step if type(step) is int else None
-
-
 def stored_best(run: Path) -> tuple[float, int] | None:
     """(loss, step) in a run's `best.json`; None where it is missing or damaged, or from before it had a seal."""
     try:
-        return as_best(unsealed((run / BEST).read_bytes()), "loss", "step")
-    except (OSError, ValueError):
+        return as_best(unsealed(_raw_best(run)), "loss", "step")
+    except ValueError:
         return None
+
+
+def _raw_best(run: Path) -> bytes:
+    """The content of `best.json`, as far as ours may go; nothing where it cannot be read."""
+    if not (run / BEST).is_file():  # a pipe would be waited for
+        return b""
+    with contextlib.suppress(OSError), (run / BEST).open("rb") as file:
+        return file.read(4096)
+    return b""
+
+
+def _named_in(raw: bytes) -> int | None:
+    """The step that the content of a `best.json` names, with a seal or without."""
+    try:
+        content = parse_json(raw)
+    except ValueError:
+        return None
+    step = content.get("step") if isinstance(content, dict) else None
+    return step if type(step) is int else None
 
 
 def find_resume_point(run: Path, resume: str | None) -> tuple[Path | None, list[Unusable]]:

@@ -151,8 +151,9 @@ def test_a_longer_run_goes_on_from_a_finished_one(tiny):
     assert {"train.steps was 3, is now 6", "speed.micro_batch was null, is now 2"} <= set(told)
 
 
-def test_a_jump_of_the_rate_is_told_with_the_rates_of_both_steps(tiny):
-    how = ("optim.schedule=linear", "optim.warmup_steps=0", "output.folder=jump")
+@pytest.mark.parametrize("warmup", [["optim.warmup_steps=0"], ["optim.warmup=0.7", "optim.warmup_steps=100"]])
+def test_a_jump_of_the_rate_is_told_with_the_rates_of_both_steps(tiny, warmup):
+    how = ("optim.schedule=linear", *warmup, "output.folder=jump")
     first = list(flatout.train(tiny("train.steps=6", *how), stop=stop_after(4)))
     then = list(flatout.train(tiny("train.steps=12", *how), resume="auto"))
     [*_, last], [following, *_] = ([r for r in records if isinstance(r, StepRecord)] for records in (first, then))

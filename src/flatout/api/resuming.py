@@ -12,7 +12,7 @@ from flatout.config.training_sections import LENGTHS
 from flatout.config.yaml_loader import format_value
 from flatout.engine.checkpoint import Checkpoint, Unusable, checkpoint_path, read_checkpoint
 from flatout.engine.given import check_given
-from flatout.engine.length import pace_of, steps_of, stored_schedule
+from flatout.engine.length import optim_of, pace_of, steps_of, stored_schedule
 from flatout.engine.run import Run
 from flatout.engine.run_folder import checkpoint_to_load, find_resume_point
 from flatout.engine.saving import as_word, differences
@@ -199,8 +199,9 @@ def _about_rate(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
     if steps == run.steps or not 0 < done < min(steps + 1, run.steps):
         return
     earlier, now = pace_of(before, schedule or run.schedule, steps), pace_of(run.config, run.schedule, run.steps)
-    last = before.optim.learning_rate * rate_factors(before.optim, steps, earlier)[done - 1]
-    following = run.config.optim.learning_rate * rate_factors(run.config.optim, run.steps, now)[done]
+    optim = optim_of(before, run.data.facts, schedule or run.schedule, steps)
+    last = optim.learning_rate * rate_factors(optim, steps, earlier)[done - 1]
+    following = run.optim.learning_rate * rate_factors(run.optim, run.steps, now)[done]
     if abs(following - last) > 0.1 * last:
         yield (
             f"the schedule was over {steps:,} steps and is now over {run.steps:,}: the learning rate goes from "

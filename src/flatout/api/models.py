@@ -18,8 +18,16 @@ from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, to
 from flatout.device import Device, detect_device
 from flatout.engine.adapter_folder import stored_base, stored_quantize
 from flatout.engine.attention_switches import scan_for
-from flatout.engine.base_model import base_of, build_base, check_base, describe_base, described_checkpoint, open_base
-from flatout.engine.checkpoint import read_checkpoint
+from flatout.engine.base_model import (
+    base_of,
+    build_base,
+    check_base,
+    check_own_weights,
+    describe_base,
+    described_checkpoint,
+    open_base,
+)
+from flatout.engine.checkpoint import read_checkpoint, vocab_in
 from flatout.engine.fit_check import out_of_memory
 from flatout.engine.given import Given, check_files_alone, check_given
 from flatout.engine.run_folder import checkpoint_to_load, is_checkpoint, newest_run
@@ -156,7 +164,10 @@ def _load_checkpoint(folder: Path, device: Device, base: str | None, given: Mode
         adapters = attach(model, adapter_plan(config.lora), seed=0)
         only_adapters(adapters).assign(checkpoint.model, str(folder))
     else:
-        model = build_model(config.model, checkpoint.fact("vocab", int))
+        vocab = vocab_in(state)
+        if given is None:
+            check_own_weights(config.model, vocab, checkpoint.model, str(folder))
+        model = build_model(config.model, vocab)
         if given is not None:
             model = adopt(model, given, seed=config.train.seed)
             check_given({**state, "given_model": structure_of(model)}, state)

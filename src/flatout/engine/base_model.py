@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flatout.config.load import resolve_from_mapping
 from flatout.config.schema import ModelConfig, RunConfig
@@ -33,7 +34,7 @@ from flatout.data.chat_template import BUILT_IN, MODEL, ChatTemplate, load_templ
 from flatout.data.model_folder import read_model_tokenizer
 from flatout.data.portable import as_model_tokenizer
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer, tokenizer_from_json
-from flatout.engine.checkpoint import read_model, read_part, verify_checkpoint
+from flatout.engine.checkpoint import read_model, read_part, verify_checkpoint, vocab_in
 from flatout.engine.given import check_files_alone
 from flatout.engine.run_folder import checkpoint_to_load, is_checkpoint
 from flatout.errors import CheckpointError, ConfigError, DataError
@@ -44,7 +45,7 @@ from flatout.model.hub import Description, check_same_model, describe, descripti
 from flatout.model.hub_find import find_model
 from flatout.model.hub_weights import load_described, load_huggingface
 from flatout.model.quantize import check_quantizing, round_linears
-from flatout.model.weights import assign_weights
+from flatout.model.weights import assign_weights, check_tensors
 
 _ROPE = ("rope_base", "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context")
 _FREE = {"init_from", "ignore_auto_map", "context", "vocab", "dropout", "window", "energy", *_ROPE}
@@ -159,7 +160,7 @@ def described_checkpoint(
 ) -> Description:
     """A checkpoint of ours as config.json would describe it: as it was when it came from one, or as it can be now."""
     source = describe(state["described"], folder) if state.get("described") else None
-    made_for, vocab = (config.model if source is None else source.config).context, int(state["vocab"])
+    made_for, vocab = (config.model if source is None else source.config).context, vocab_in(state)
     model = config.model.model_copy(update={"init_from": None, "dropout": 0.0})
     context = fitting_context(context, made_for, folder, cut=cut)
     # Learned positions are weights, and no scale may be as long as the context: such a model keeps its own.
@@ -199,12 +200,20 @@ def build_base(
     else:
         tensors = read_model(description.folder)
         config, vocab = description.config, description.vocab
+        check_own_weights(config, vocab, tensors, str(description.folder))
         model = empty_model(config, vocab, execution=execution, dtype=dtype, device=device)
         assign_weights(model, tensors, str(description.folder))
     if quantize != "none":  # adapters know the base as it was beside them
         check_quantizing(torch.device(device))
         round_linears(model)
     return model
+
+
+def check_own_weights(config: ModelConfig, vocab: int, tensors: Mapping[str, Tensor], origin: str) -> None:
+    """Refuses weights of another shape than the model's, before memory is taken for it."""
+    model = empty_model(config, vocab, device="meta")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    check_tensors(shapes, tensors, origin, "model section")
 
 
 def base_fingerprint(description: Description) -> str:
@@ -285,10 +294,8 @@ def open_start(config: ModelConfig, vocab: int | None, tokenizer: Tokenizer | No
             f"{name} was trained with another tokenizer than the data here",
             f"prepare the data in a data.folder of its own, with {_tokenizer_of(run, folder)}",
         )
-    if vocab is not None and vocab != state["vocab"]:
-        raise CheckpointError(
-            f"{name} has {state['vocab']:,} ids, and here there are {vocab:,}", f"set model.vocab={state['vocab']}"
-        )
+    if vocab is not None and vocab != (own := vocab_in(state)):
+        raise CheckpointError(f"{name} has {own:,} ids, and here there are {vocab:,}", f"set model.vocab={own}")
     return Start(folder, True, f"starts from {folder}{_longer(config, run.model)}")
 
 

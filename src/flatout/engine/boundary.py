@@ -38,11 +38,13 @@ from flatout.engine.fit_check import out_of_memory
 from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.recovery import fitting_evaluation
 from flatout.engine.run import Run
+from flatout.engine.run_files import BEST
 from flatout.engine.run_folder import checkpoints_of
 from flatout.engine.saver import Saved, Saver
 from flatout.engine.saving import Due, capture, save_run_adapter
 from flatout.engine.sharded_saving import write_sharded
 from flatout.engine.spans import SpanTotals
+from flatout.errors import CheckpointError
 from flatout.generation.decode import generate_tokens
 from flatout.model.adapter_files import adapter_tensors
 from flatout.records import CheckpointRecord, EvalRecord, Record, SampleRecord
@@ -183,7 +185,7 @@ class Boundary:
             self.eigenstates_seen_at, loss = step, record.loss
         self.exhausted = out_of_patience(run, self.progress) and not self.progress.bad_steps
         if (due.sample or self.exhausted) and run.config.eval.sample_tokens:
-            yield self._sample()
+            yield from self._sample()
         return loss
 
     def _find(self, loss: float | None, improved: bool, seconds: float, saved: Saved | None = None) -> None:
@@ -228,12 +230,16 @@ class Boundary:
         self.totals.add("evaluation", record.seconds)
         return record, notices
 
-    def _sample(self) -> SampleRecord:
+    def _sample(self) -> Iterator[Record]:
         run, tokenizer, began = self.run, self.run.data.tokenizer, time.perf_counter()
-        prompt, ids = sample_ids(run, run.config.eval.sample_tokens)
+        try:
+            prompt, ids = sample_ids(run, run.config.eval.sample_tokens)
+        except CheckpointError as error:  # whether the run has diverged is for its steps to say
+            yield from notices_at(self.progress.step, [f"there is no sample: {error.message}"])
+            return
         record = SampleRecord(step=self.progress.step, prompt=tokenizer.decode(prompt), text=tokenizer.decode(ids))
         self.totals.add("sample", time.perf_counter() - began)
-        return record
+        yield record
 
     def _judge(self, saved: Saved, found: _Found) -> None:
         """Writes the verdict on a checkpoint, and only then removes older ones. Training may have gone on since."""
@@ -274,7 +280,7 @@ def _note_loss(progress: Progress, loss: float, min_delta: float) -> bool:
 
 
 def write_best(folder: Path, step: int | None, loss: float | None) -> None:
-    write_json_atomically(folder / "best.json", {"step": step, "loss": loss})
+    write_json_atomically(folder / BEST, {"step": step, "loss": loss})
 
 
 def quick_loss(run: Run, batch_size: int) -> tuple[float, int, list[str]]:

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from flatout.config.yaml_loader import shorten
 from flatout.engine.checkpoint_files import PLAIN, SLICED, save_files, sealed, unsealed
 from flatout.engine.run_files import CHECKPOINT_FILES, JSON_FILES, MANIFEST, TENSOR_FILES, list_checkpoints
 from flatout.engine.slices import is_sliced, read_tensors, well_formed
@@ -32,6 +33,10 @@ from flatout.folders import retire, sweep
 from flatout.model.tensor_file import pieces_of
 
 VERDICT, BASE_MARK = "verdict.json", "base-of.txt"
+MOST_IDS = 2**32  # of a vocabulary
+# What entries of state.json that only some checkpoints have must be; what is in them is checked by who reads them.
+_STATE = {"described": dict, "template": dict, "stream": dict, "deadline": dict, "stops": list, "base": str}
+_KINDS = {dict: "mapping", list: "list", str: "text"}
 Fact = TypeVar("Fact", int, str)
 
 
@@ -71,6 +76,17 @@ class Checkpoint:
                 "it was not written by Flatout: name another checkpoint",
             )
         return value
+
+
+def vocab_in(state: Mapping[str, Any]) -> int:
+    """The number of ids that a checkpoint's model has."""
+    vocab: object = state.get("vocab")
+    if type(vocab) is not int or not 1 <= vocab <= MOST_IDS:
+        raise CheckpointError(
+            f"the checkpoint's state.json has vocab {shorten(vocab)}, which is no number of ids",
+            "it was not written by Flatout: name another checkpoint",
+        )
+    return vocab
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -130,9 +146,10 @@ def mark_as_base(checkpoint: Path, run: Path) -> bool:
     return True
 
 
-def write_json_atomically(path: Path, value: Any) -> None:
+def write_json_atomically(path: Path, value: dict[str, Any]) -> None:
+    """Replaces a file whole; its content carries its own hash."""
     with disk_errors(str(path)):
-        write_whole(path, canonical_json(value), durable=True)
+        write_whole(path, sealed(value), durable=True)
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
@@ -172,8 +189,28 @@ def read_verdict(checkpoint: Path) -> Verdict | None:
         if content["manifest"] != hash_file(checkpoint / MANIFEST):
             return None
         return Verdict(loss=float(content["loss"]), progress=dict(content["progress"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
+
+
+def best_known(checkpoint: Path) -> tuple[float, int] | None:
+    """(loss, step) of the lowest validation loss until a checkpoint, by its verdict, or else by its state."""
+    verdict = read_verdict(checkpoint)
+    if verdict is not None:
+        return as_best(verdict.progress, "best_loss", "best_step")
+    try:
+        _verify_file(checkpoint / "state.json", _read_manifest(checkpoint)["files"]["state.json"])
+        return as_best(read_part(checkpoint, "state"), "best_loss", "best_step")
+    except CheckpointError:
+        return None
+
+
+def as_best(values: Mapping[str, Any], loss: str, step: str) -> tuple[float, int] | None:
+    """The two entries, where they are a finite loss and a step."""
+    value, number = values.get(loss), values.get(step)
+    if type(value) is float and math.isfinite(value) and type(number) is int:
+        return value, number
+    return None
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -204,19 +241,21 @@ def _newest_whole(damaged: Path) -> Path | None:
 
 
 def _verify(path: Path) -> None:
-    manifest = _read_manifest(path)
-    for name, entry in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise _damaged(file, "is missing")
-        if file.stat().st_size != entry["bytes"]:
-            raise _damaged(file, f"has {file.stat().st_size:,} bytes, not {entry['bytes']:,}")
-        try:
-            digest = hash_file(file)
-        except OSError as error:  # not damaged: who may read it can go on with it, so it is not set aside
-            raise CheckpointError(f"{file} cannot be read: {error.strerror}", CHECK_ACCESS) from error
-        if digest != entry["sha256"]:
-            raise _damaged(file, "does not match its SHA-256")
+    for name, entry in _read_manifest(path)["files"].items():
+        _verify_file(path / name, entry)
+
+
+def _verify_file(file: Path, entry: Mapping[str, Any]) -> None:
+    if not file.is_file():
+        raise _damaged(file, "is missing")
+    if file.stat().st_size != entry["bytes"]:
+        raise _damaged(file, f"has {file.stat().st_size:,} bytes, not {entry['bytes']:,}")
+    try:
+        digest = hash_file(file)
+    except OSError as error:  # not damaged: who may read it can go on with it, so it is not set aside
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", CHECK_ACCESS) from error
+    if digest != entry["sha256"]:
+        raise _damaged(file, "does not match its SHA-256")
 
 
 def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
@@ -227,7 +266,8 @@ def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
     tensors = {name: read_tensors(path, manifest, name) for name in TENSOR_FILES}
     values = {name: read_part(path, name) for name in JSON_FILES}
     checkpoint = Checkpoint(**tensors, **values, path=path)
-    checkpoint.fact("step", int)
+    if not 0 <= checkpoint.step < 2**63:
+        raise CheckpointError(f"{path / 'state.json'} has step {checkpoint.step}", "name another checkpoint")
     return checkpoint
 
 
@@ -252,6 +292,9 @@ def read_part(checkpoint: Path, name: str) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object", "name another checkpoint")
+    for key, kind in _STATE.items() if name == "state" else ():
+        if not isinstance(value.get(key, kind()), kind | None):
+            raise CheckpointError(f"{path}: {key} is no {_KINDS[kind]}", "name another checkpoint")
     return value
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from flatout.errors import UsageError
 
-LOCK = "run.lock"
-_FILES = ("config.yaml", "metrics.jsonl", "best.json")
+LOCK, BEST = "run.lock", "best.json"
+_FILES = ("config.yaml", "metrics.jsonl", BEST)
 _FOLDERS = ("checkpoints", "adapter")
 _PARTS = (LOCK, *_FILES, *_FOLDERS)
 LOCK_MARK = b"run of flatout, held by "  # what each line of our locks begins with

@@ -4,7 +4,7 @@ runs/NAME/
   config.yaml        the resolved config
   metrics.jsonl      every record
   run.lock           held while a process works here; its text marks the folder as a run of ours
-  best.json          which checkpoint had the lowest validation loss
+  best.json          which checkpoint had the lowest validation loss, as the verdicts say
   checkpoints/step-00000500/ ...
   adapter/           of a fine-tuning run
 
@@ -14,7 +14,7 @@ Nothing here is written or removed before a run is accepted: until then the fold
 import contextlib
 import dataclasses
 import errno
-import json
+import logging
 import os
 import re
 import socket
@@ -25,15 +25,17 @@ from flatout.config.schema import OutputConfig
 from flatout.engine.checkpoint import (
     Checkpoint,
     Unusable,
+    as_best,
+    best_known,
     newest_good,
     read_verdict,
     sweep_leftovers,
     verify_checkpoint,
 )
-from flatout.engine.checkpoint_files import set_aside
-from flatout.engine.run_files import LOCK, LOCK_MARK, MANIFEST, list_checkpoints, owner_of
+from flatout.engine.checkpoint_files import set_aside, unsealed
+from flatout.engine.run_files import BEST, LOCK, LOCK_MARK, MANIFEST, list_checkpoints, owner_of
 from flatout.errors import CheckpointError, ResourceError, UsageError
-from flatout.files import disk_errors, sync_folder
+from flatout.files import disk_errors, parse_json, sync_folder
 from flatout.folders import make_folders, remove_empty, sweep
 
 RUNS = Path("runs")
@@ -124,11 +126,50 @@ def _diverged(checkpoint: Path) -> bool:
 
 
 def read_best(run: Path) -> int | None:
+    """The step of the checkpoint with the lowest validation loss, by the verdicts in the checkpoints.
+
+    Each verdict names the best step until then. `best.json` repeats that for people and other programs; it decides only
+    where the checkpoint that it names has lost its verdict. Where it says something else, a warning is logged.
+    """
+    found, stored = dict(list_checkpoints(checkpoints_of(run))), stored_best(run)
+    claims = [best_known(path) for path in found.values()]
+    if stored is not None and stored[1] in found and read_verdict(found[stored[1]]) is None:
+        claims.append(stored)
+    _, step = min((claim for claim in claims if claim is not None and claim[1] in found), default=(0.0, None))
+    named = _named_in(_raw_best(run))
+    # A best step that was not saved is no mistake, and neither is a file that is missing.
+    if step is not None and named != step and (named in found or (named is None and (run / BEST).exists())):
+        logging.getLogger("flatout").warning(
+            "%s is damaged or out of date: by the verdicts in the checkpoints, step %d is the best", run / BEST, step
+        )
+    return step
+
+
+def stored_best(run: Path) -> tuple[float, int] | None:
+    """(loss, step) in a run's `best.json`; None where it is missing or damaged, or from before it had a seal."""
     try:
-        value = json.loads((run / "best.json").read_bytes())
-        return int(value["step"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # a pointer for convenience: without it the newest checkpoint serves
+        return as_best(unsealed(_raw_best(run)), "loss", "step")
+    except ValueError:
+        return None
+
+
+def _raw_best(run: Path) -> bytes:
+    """The content of `best.json`, as far as ours may go; nothing where it cannot be read."""
+    if not (run / BEST).is_file():  # a pipe would be waited for
+        return b""
+    with contextlib.suppress(OSError), (run / BEST).open("rb") as file:
+        return file.read(4096)
+    return b""
+
+
+def _named_in(raw: bytes) -> int | None:
+    """The step that the content of a `best.json` names, with a seal or without."""
+    try:
+        content = parse_json(raw)
+    except ValueError:
+        return None
+    step = content.get("step") if isinstance(content, dict) else None
+    return step if type(step) is int else None
 
 
 def find_resume_point(run: Path, resume: str | None) -> tuple[Path | None, list[Unusable]]:

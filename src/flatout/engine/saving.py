@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flatout
 from flatout.config.schema import RunConfig
-from flatout.config.yaml_loader import format_value
+from flatout.config.yaml_loader import format_value, shorten
 from flatout.engine.adapter_folder import ADAPTER, IN_4_BITS, step_of, who_loads, write_adapter
 from flatout.engine.books import JUDGED, Progress
 from flatout.engine.checkpoint import Checkpoint, checkpoint_path, list_checkpoints, read_checkpoint, read_verdict
@@ -71,7 +71,7 @@ def _model_and_optimizer(run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]
     return weights | average.values, state | {f"{name}.{TRAINED}": weights[name] for name in average.values}
 
 
-def _restore_weights(run: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def restore_weights(run: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Puts weights and their average back; returns what is the optimizers' alone. Without a saved average, one begins
     with the weights."""
     state = dict(checkpoint.optimizer)
@@ -108,7 +108,7 @@ def _random_of(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | N
 
 def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     """Puts a checkpoint's state into a freshly built run; the counterpart of `capture`."""
-    state = _restore_weights(run, checkpoint)
+    state = restore_weights(run, checkpoint)
     try:
         converted = run.step.optimizer.assign(run.trained.own(state), "the checkpoint")
     except CheckpointError as error:
@@ -131,18 +131,21 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     if run.step.loss_scale is not None and "scale" in checkpoint.run:
         run.step.loss_scale.scale.copy_(checkpoint.run["scale"])
         run.step.loss_scale.good_updates.copy_(checkpoint.run["good_updates"])
-    numbers = {field.name: checkpoint.state.get(field.name, field.default) for field in dataclasses.fields(Progress)}
-    for name, value in numbers.items():
-        if value is not None and not isinstance(value, int | float):
-            raise CheckpointError(f"the checkpoint's state.json has {name} {value!r}", "name another checkpoint")
+    verdict = None if checkpoint.path is None else read_verdict(checkpoint.path)  # which was written after it
+    judged = {} if verdict is None else {name: verdict.progress[name] for name in JUDGED & verdict.progress.keys()}
+    numbers: dict[str, Any] = {}
+    for field in dataclasses.fields(Progress):
+        value = numbers[field.name] = {**checkpoint.state, **judged}.get(field.name, field.default)
+        counted = type(value) is int and abs(value) < 2**63
+        if not (counted or isinstance(value, float) or (value is None and field.default is None)):
+            raise CheckpointError(
+                f"the checkpoint has {field.name} {shorten(value)}, which is no number of its kind",
+                "it was not written by Flatout: name another checkpoint",
+            )
     progress = Progress(**numbers)
     progress.bad_steps = 0  # nothing is saved while they are counted; older checkpoints may say otherwise
     if "tokens" not in checkpoint.state:  # saved before tokens were counted
         progress.tokens = progress.step * run.config.train.batch_tokens
-    verdict = None if checkpoint.path is None else read_verdict(checkpoint.path)  # which was written after it
-    judged = {} if verdict is None else verdict.progress
-    for name in JUDGED & judged.keys():
-        setattr(progress, name, judged[name])
     return progress
 
 

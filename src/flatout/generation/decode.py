@@ -5,11 +5,13 @@ never touches the process-wide random state. When the context is full, both path
 prompt that is longer than the context its end is read, as much as fits.
 """
 
+import math
 from collections.abc import Collection, Generator, Sequence
 
 import torch
 from torch import Tensor
 
+from flatout.errors import CheckpointError
 from flatout.model.gpt import GPT
 
 
@@ -17,6 +19,11 @@ def sample_token(
     logits_V: Tensor, *, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> int:
     """One token id. Temperature 0 is greedy; top_k and top_p always leave at least one candidate."""
+    if not math.isfinite(best := float(logits_V.max())):  # NaN if any is
+        raise CheckpointError(
+            f"the model gives no probabilities: its largest logit is {best}",
+            "its weights are infinite, NaN or too large: name another checkpoint",
+        )
     if temperature == 0.0:
         return int(logits_V.argmax())
     logits_V = logits_V.double().cpu()

@@ -494,14 +494,18 @@ def test_a_model_from_python_says_which_parts_and_roles_it_has():
 def test_places_that_name_a_rate_name_muons():
     words = [*TINY, "optim.optimizer=muon", "optim.muon_rate=0.5", "optim.embedding_rate=0.3", "optim.clip=1"]
     config = load_config("shakespeare-char", words).config
-    gentle = {"optim.muon_rate": "0.02", "optim.learning_rate": "0.00016", "optim.embedding_rate": "0.012"}
+    gentle = {"optim.muon_rate": "0.02", "optim.learning_rate": "0.0004", "optim.embedding_rate": "0.01"}
     assert gentler(config) == gentle
+    tied = load_config("shakespeare-char", ["model.tied=true"]).config
+    assert tied.optim.head_rate is not None
+    assert "optim.head_rate" not in (gentler(tied) or {}), "a command that names it is refused"
     facts: dict[str, Any] = {"parameters": 10**6, "step_seconds": None, "disk": None, "written": lambda _: True}
     findings = check_config(config, DataFacts(), **facts)
     found = next(one for one in findings if one is not None and one.name == "learning rate")
     assert (found.status, found.found) == ("warn", "0.5; about 0.02 is usual for Muon")
     assert "Set optim.muon_rate=0.02" in found.advice
-    assert config.optim.scaled_rates(0.04) == pytest.approx({path: float(rate) for path, rate in gentle.items()})
+    scaled = {"optim.muon_rate": 0.02, "optim.learning_rate": 1.6e-4, "optim.embedding_rate": 0.012}
+    assert config.optim.scaled_rates(0.04) == pytest.approx(scaled)
 
 
 def test_momentum_and_decay_follow_schedules():

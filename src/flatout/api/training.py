@@ -18,7 +18,7 @@ from flatout.data.prepare import prepare_data
 from flatout.data.workers import EngineName
 from flatout.device import free_memory
 from flatout.engine.checkpoint import mark_as_base, read_checkpoint
-from flatout.engine.diverged import with_way_back
+from flatout.engine.diverged import Ended, with_way_back
 from flatout.engine.fit_check import check_disk
 from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.given import Given
@@ -199,7 +199,7 @@ def _train(
             yield from (NoticeRecord(step=origin.step, message=notice) for notice in notices)
             yield from records
             return
-        device, vocab = run.speed.device.torch_device, run.model.vocab
+        device, decided = run.speed.device.torch_device, run.config
         try:
             yield from records if lock is None else _recorded(notices, records, run, origin, lock)
         except DivergedError as error:
@@ -209,7 +209,22 @@ def _train(
             with world.together():
                 if lock is None:
                     raise OtherProcessError(error.exit_code) from error
-                raise with_way_back(error, config, origin.folder, vocab, arrays, given) from error
+                ended = Ended(
+                    loaded=config,
+                    config=decided,
+                    folder=origin.folder,
+                    resumed=origin.checkpoint,
+                    first_loss=_first_loss(origin.metrics),
+                    arrays=arrays,
+                    given=given,
+                )
+                raise with_way_back(error, ended) from error
+
+
+def _first_loss(metrics: Path) -> float | None:
+    """The loss of a run's first step, which is that of its starting weights."""
+    losses = (row.get("loss") for row in read_metrics(metrics) if row["type"] == "step")
+    return next((loss for loss in losses if isinstance(loss, float)), None)
 
 
 def _found(

@@ -62,6 +62,11 @@ def check_used(loaded: LoadedConfig) -> None:
             raise ConfigError(f"{source.prefix}{path} is set, but {why}", hint)
 
 
+def unused_paths(config: RunConfig) -> set[str]:
+    """The settings that a run of this config does not read, so that a command that names them is refused."""
+    return {path for path, _, _ in _unused(config)}
+
+
 def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """(path, why it is not read, what to do) of every field that this config's run does not look at."""
     if config.chat.source is None:

@@ -39,7 +39,7 @@ from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.recovery import fitting_evaluation
 from flatout.engine.run import Run
 from flatout.engine.run_files import BEST
-from flatout.engine.run_folder import checkpoints_of
+from flatout.engine.run_folder import checkpoints_of, stored_best
 from flatout.engine.saver import Saved, Saver
 from flatout.engine.saving import Due, capture, save_run_adapter
 from flatout.engine.sharded_saving import write_sharded
@@ -280,7 +280,9 @@ def _note_loss(progress: Progress, loss: float, min_delta: float) -> bool:
 
 
 def write_best(folder: Path, step: int | None, loss: float | None) -> None:
-    write_json_atomically(folder / BEST, {"step": step, "loss": loss})
+    """Makes `best.json` name this step, or none."""
+    if stored_best(folder) != (None if step is None else (loss, step)):
+        write_json_atomically(folder / BEST, {"step": step, "loss": loss})
 
 
 def quick_loss(run: Run, batch_size: int) -> tuple[float, int, list[str]]:

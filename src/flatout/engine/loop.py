@@ -21,7 +21,6 @@ from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.engine.machine import MachineWatch
 from flatout.engine.recovery import CompileFailure, attempt_step, use_less_memory, use_no_compiler
 from flatout.engine.run import Run
-from flatout.engine.run_folder import stored_best
 from flatout.engine.saving import due_of, lacks_verdict, mend_run_adapter, notice_on_adapter, restore
 from flatout.engine.spans import PendingReports, SpanTotals
 from flatout.engine.timekeeping import begin, keep_time, noted
@@ -55,8 +54,7 @@ def train_loop(
     origin = None if resumed is None else resumed.path
     resumed_from = None if origin is None else str(origin)
     # A run taken back to an older checkpoint forgets a later best.
-    best = None if progress.best_step is None else (progress.best_loss, progress.best_step)
-    if run.world.first and stored_best(folder) != best:
+    if run.world.first:
         write_best(folder, progress.best_step, progress.best_loss)
     mended = [] if resumed is None or not run.world.first else list(mend_run_adapter(run, folder))
     yield run_info(run, folder, progress.step, resumed_from)

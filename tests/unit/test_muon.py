@@ -516,8 +516,8 @@ def test_momentum_and_decay_follow_schedules():
     ("words", "message"),
     [
         (["optim.cautious=true"], "optim.cautious is set, but optim.optimizer is adamw"),
-        (["optim.optimizer=muon", "optim.head_rate=0.1"], "the head has the embedding's weights"),
-        (["optim.head_decay=0.1"], "the head has the embedding's weights"),
+        (["model.tied=true", "optim.optimizer=muon", "optim.head_rate=0.1"], "the head has the embedding's weights"),
+        (["model.tied=true", "optim.head_decay=0.1"], "the head has the embedding's weights"),
     ],
 )
 def test_fields_that_nobody_reads_are_refused(words: list[str], message: str):

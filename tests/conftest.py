@@ -38,8 +38,8 @@ if not torch.cuda.is_available():
     if find_spec("triton"):
         replace_once()
 
-# The network is that of the preset shakespeare-char in another size, so that tests meet what people train. Its optimizer
-# is not: a step with Muon takes half as long again as one with AdamW.
+# The network of the preset shakespeare-char in another size: tests meet what people train. The optimizer is AdamW,
+# because a step with Muon takes half as long again.
 TINY = [
     "model.layers=2",
     "model.width=32",

@@ -75,9 +75,9 @@ class Recurrent(nn.Module):
 
 def two_groups(kind: type[torch.optim.Optimizer], **more: Any) -> Callable[..., torch.optim.Optimizer]:
     def build(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-        flat = [one for one in named.values() if one.ndim < 2]
-        wide = [one for one in named.values() if one.ndim >= 2]
-        return kind([{"params": wide, "lr": 0.02}, {"params": flat, "lr": 0.05}], **more)
+        others = [one for name, one in named.items() if "embedding" in name]
+        most = [one for name, one in named.items() if "embedding" not in name]
+        return kind([{"params": most, "lr": 0.02}, {"params": others, "lr": 0.05}], **more)
 
     return build
 

@@ -69,7 +69,7 @@ def test_it_learns_and_says_so(tiny):
     steps, evals = of(records, StepRecord), of(records, EvalRecord)
     assert [record.step for record in steps] == list(range(1, 121))
     assert steps[0].loss == pytest.approx(math.log(records[0].vocab), abs=0.2)
-    assert evals[-1].loss < 1.0 < evals[0].loss + 0.7
+    assert evals[-1].loss < evals[0].loss < 1.0
     assert evals[-1].perplexity == pytest.approx(math.exp(evals[-1].loss))
     assert evals[-1].bits_per_byte == pytest.approx(evals[-1].loss / math.log(2), rel=0.01), (
         "a byte is a character here"

@@ -241,7 +241,7 @@ def test_a_run_that_diverges_before_its_first_save_goes_on_from_its_start(tiny, 
     error = diverge(tiny, *words)
     assert error is not None
     start = read_checkpoint(Path("wild/checkpoints/step-00000000"))
-    still = ["optim.learning_rate=1e-30", "model.qk_norm=false"]
+    still = ["optim.learning_rate=1e-50", "model.qk_norm=false"]
     list(flatout.train(tiny("output.folder=still", "train.steps=1", *still)))
     fresh = read_checkpoint(Path("still/checkpoints/step-00000001"))
     assert all(torch.equal(start.model[name], fresh.model[name]) for name in fresh.model), "the weights of the seed"

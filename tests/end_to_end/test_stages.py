@@ -172,7 +172,7 @@ def test_a_warm_up_without_memory_leaves_it_to_the_step(tiny):
 
 
 def test_the_window_of_a_stage_changes_what_is_seen_and_goes_away(tiny):
-    run = setup_run(tiny("model.pattern=AW", "model.window=8"))
+    run = setup_run(tiny("model.pattern=AW", "model.window=8", "model.zero_init=false"))
     with run.batches(0) as loader:
         batch = next(loader)
     found = []

@@ -131,8 +131,9 @@ class BucketReducer:
 
     def clear(self) -> None:
         self._sending = False  # a step that failed may have been
-        for bucket in self._buckets:  # none where weights of norms and biases are switched off
-            bucket.values.zero_()
+        if self._buckets:  # a sharded model without weights in its norms and without biases has no vectors
+            values = [bucket.values for bucket in self._buckets]
+            torch._foreach_zero_(values)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def reducer_of(

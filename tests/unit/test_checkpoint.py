@@ -103,7 +103,7 @@ def test_newest_good_falls_back_past_damaged_ones_which_are_then_set_aside(tmp_p
     good, damaged = newest_good(tmp_path)
     assert good == tmp_path / "step-00000010"
     assert [step for step, _ in list_checkpoints(tmp_path)] == [10, 20, 30], "looking changes nothing"
-    notices = set_unusable_aside(damaged)
+    notices = [set_unusable_aside(one) for one in damaged]
     assert len(notices) == 2
     assert all("model.safetensors" in notice for notice in notices)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [10]

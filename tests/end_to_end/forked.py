@@ -33,13 +33,17 @@ class Forked:
         self._process = FORKS.Process(target=_run, args=(os.getcwd(), streams, environment, target, arguments))
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
     def poll(self) -> int | None:
         """The exit status, negative where a signal ended it; None while it runs."""
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)

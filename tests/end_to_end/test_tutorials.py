@@ -1,7 +1,7 @@
 """The tutorials as a reader follows them: every block is run in an empty folder, and prints what the page shows.
 
 `sh` and `python` blocks are run in order, `text` blocks are what the block before prints. Blocks without a language are
-shown only. The slow form runs the pages word for word and compares figures: counts exactly, losses within 1%; not
+shown only. The slow form runs the pages word for word and compares figures: counts exactly, losses within 0.1%; not
 times, speeds and sizes. The short form replaces settings by smaller ones and runs commands in this process. It compares
 the figures that do not follow from those, and the loss that the page promises after ten steps as it stands.
 """

@@ -8,7 +8,7 @@ import itertools
 import math
 
 from flatout.config.schema import OptimConfig, RunConfig
-from flatout.config.usual import FAR_BELOW, usual_tuning_rate
+from flatout.config.usual import FAR_BELOW, SMALL_BASE, usual_tuning_rate
 from flatout.data.positions import Schedule, Stage
 from flatout.data.training_data import DataFacts, TrainingData
 from flatout.engine.checkpoint import Checkpoint
@@ -86,7 +86,7 @@ def too_few_steps(config: RunConfig, facts: DataFacts, steps: int, vocab: int) -
         enough = f"train.epochs={epochs}, which makes {epochs * facts.steps_per_epoch}"
     size = parameter_count(config.model, vocab)
     usual = usual_tuning_rate(size, adapters=config.lora.rank > 0)
-    if config.optim.learning_rate < usual / FAR_BELOW and config.optim.optimizer == "adamw":
+    if size < SMALL_BASE and config.optim.optimizer == "adamw" and config.optim.learning_rate < usual / FAR_BELOW:
         enough += f", and optim.learning_rate={usual:g} for a base of only {size:,} parameters"
     found = f"{many(steps, 'step')} on {many(facts.epoch_samples or 0, 'sample')}"
     return f"{found} teach a model little: set {enough}"

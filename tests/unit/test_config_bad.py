@@ -2,7 +2,6 @@
 
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from tests.bad_configs import (
     bad_overrides,
     good_sections,
 )
-from tests.end_to_end.test_every_field import OTHER
+from tests.end_to_end.test_every_field import OTHER, own_word
 from tests.hints import ways_out, with_settings
 
 
@@ -58,7 +57,7 @@ def test_bad_configs_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", [None, "shakespeare-char", "gpt2-124m"])
 def test_settings_that_a_hint_names_mend_its_error(preset: str | None) -> None:
     """Each way out on its own, and those of the next error: none leads back to an error that was mended."""
-    alone = [[f"{path}={value}"] for path, value in lonely_words() if preset == "shakespeare-char"]
+    alone = [[own_word(path)] for path in OTHER if preset == "shakespeare-char"]
     applied = 0
     for words in [*CONFLICTS, *alone]:
         told = list[ConfigError]()
@@ -79,14 +78,6 @@ def test_settings_that_a_hint_names_mend_its_error(preset: str | None) -> None:
                 after = refusal_of(preset, with_settings(command, way))
                 assert after is None or reduced(after.message) != reduced(error.message), f"{command}: {error.hint}"
     assert applied > 20
-
-
-def lonely_words() -> Iterator[tuple[str, str]]:
-    """Every field of which `test_every_field` says what it is for, without that."""
-    for path, words in OTHER.items():
-        if isinstance(words, list):
-            own = [word for word in words if word.startswith(f"{path}=")]
-            yield path, own[-1].partition("=")[2]
 
 
 def refusal_of(preset: str | None, words: list[str]) -> ConfigError | None:

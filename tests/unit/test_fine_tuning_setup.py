@@ -30,7 +30,7 @@ from flatout.errors import CheckpointError, DoesNotFitError, HardwareError, User
 from flatout.model.adapters import attach
 from flatout.model.gpt import build_model
 from tests.chat_models import write_chat_model
-from tests.end_to_end.test_every_field import OTHER
+from tests.end_to_end.test_every_field import own_word
 from tests.hints import ways_out, with_settings
 
 pytestmark = pytest.mark.usefixtures("children_stay")
@@ -185,9 +185,9 @@ def test_a_run_goes_on_with_the_adapters_that_it_has(words):
     saved = dataclasses.replace(capture(run, Progress()), config=run.config.model_dump(mode="json"))
     origin = Origin(folder=Path("run"), asked=None, unusable=(), checkpoint=saved)
     for name in names_in("lora"):
-        *_, own = OTHER[f"lora.{name}"]
         if name in FREE:
             continue
+        own = own_word(f"lora.{name}")
         other = run.config.model_copy(update={"lora": load_config("lora", words(own)).config.lora})
         with pytest.raises(CheckpointError) as refused:
             check_resumed(dataclasses.replace(run, config=other), origin)
@@ -224,12 +224,10 @@ OF_TEXT = (
 def test_what_is_about_plain_text_is_refused_beside_samples(words):
     about_text = [f"{section}.{name}" for section in ("data", "clean") for name in names_in(section)]
     for path in [*about_text, *OF_TEXT]:
-        other = OTHER[path]
-        own = next(word for word in other if word.startswith(path)) if isinstance(other, list) else f"{path}={other}"
         if path in ("data.folder", "data.streaming"):  # read, and refused by the schema
             continue
         assert f"{path} is set, but fine-tuning on chat.source does not use it" in refusal(
-            load_config("lora", words(own))
+            load_config("lora", words(own_word(path)))
         )
 
 

@@ -5,6 +5,7 @@ from flatout.observe.ranks import exposed_share, ranks_line, slowest_rank
 
 def test_the_slowest_rank_is_named_against_the_median():
     assert slowest_rank([1.0, 1.0, 1.3, 1.0]) == "rank 2, 30.0% above the median"
+    assert slowest_rank([1.0, 1.0, 1.006]) == "rank 2, 0.6% above the median"
     assert slowest_rank([1.0, 1.001]) == "none, all within 0.5%"
     assert slowest_rank([0.0, 0.0]) == "none, all within 0.5%"
 

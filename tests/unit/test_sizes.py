@@ -54,6 +54,7 @@ def test_heads_of_128_from_a_width_of_512_on() -> None:
 def test_the_batch_follows_the_tokens_of_the_run() -> None:
     assert batch_of(26_000_000, 1024) == 32768, "the lab's best at 60m"
     assert batch_of(52_000_000, 1024) == 49152
+    assert batch_of(26_000_000, 1024, ranks=3) == 33 * 1024, "which three processes can share"
     batches = [batch_of(int(tokens), 256) for tokens in (1e5, 1e6, 1e7, 1e8, 1e9, 1e10)]
     assert all(before < after for before, after in itertools.pairwise(batches))
     assert all(batch % 256 == 0 for batch in batches)

@@ -8,7 +8,7 @@ import gzip
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -369,9 +369,15 @@ KINDS: list[Callable[[Maker], list[str]]] = [
 ]  # fmt: skip
 
 
-def hostile_folders(kit: Kit, seed: int, count: int) -> Iterator[tuple[str, Callable[[], list[str]]]]:
+# Those that take little time.
+QUICK = [_numbers, _tensors, _adapter, _run, _dataset]
+
+
+def hostile_folders(
+    kit: Kit, seed: int, count: int, kinds: Sequence[Callable[[Maker], list[str]]] = KINDS
+) -> Iterator[tuple[str, Callable[[], list[str]]]]:
     """`count` hostile folders: the kind of each, and a function that writes it here and gives words that read it."""
     for index in range(count):
-        kind = KINDS[index % len(KINDS)]
+        kind = kinds[index % len(kinds)]
         chance = random.Random(f"hostile {seed} {index}")
         yield kind.__name__.strip("_"), lambda kind=kind, chance=chance: kind(Maker(kit, chance))

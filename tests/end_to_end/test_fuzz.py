@@ -3,13 +3,14 @@
 import collections
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 from tests.bad_commands import bad_commands, mutated_commands
 from tests.called import call, complaint, differences, look
+from tests.hostile_folders import QUICK, hostile_folders
 from tests.nasty_inputs import TRAIN, TUNE, Kit, make_kit, nasty_inputs
 
 SECONDS, MEMORY = 30, 6 * 2**30
@@ -70,12 +71,12 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     return make_kit(tmp_path_factory.mktemp("kit") / "kit")
 
 
-def meet(kit: Kit, place: Path, seed: int, count: int) -> None:
-    """Meets `count` nasty inputs, each in a folder of its own. Valid ones are counted; refused ones leave nothing."""
+def meet(kit: Kit, place: Path, inputs: Iterable[tuple[str, Callable[[], list[str]]]]) -> None:
+    """Meets nasty inputs, each in a folder of its own. Valid ones are counted; refused ones leave nothing."""
     failures: list[str] = []
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     good = look(kit.base.parent)
-    for number, (name, make) in enumerate(nasty_inputs(kit, seed, count)):
+    for number, (name, make) in enumerate(inputs):
         here = place / "nasty" / "here"
         here.mkdir(parents=True)
         os.chdir(here)
@@ -93,12 +94,12 @@ def meet(kit: Kit, place: Path, seed: int, count: int) -> None:
         counts[name, f"{outcome.code}, prepared" if prepared else str(outcome.code)] += 1
         if wrong:
             shown = [word for word in words if word not in TRAIN and word not in TUNE]
-            failures.append(f"seed {seed}, {number} {name}: {shown!r:.300}: {'; '.join(wrong)[:700]}")
+            failures.append(f"{number} {name}: {shown!r:.300}: {'; '.join(wrong)[:700]}")
         os.chdir(place)
         shutil.rmtree(place / "nasty")
     for (name, code), number in sorted(counts.items()):
         print(f"{name:<24} {code:<14} {number:>4}")
-    assert not failures, f"{len(failures)} of {count}:\n" + "\n".join(failures)
+    assert not failures, f"{len(failures)} of {counts.total()}:\n" + "\n".join(failures)
 
 
 def _new_data(here: Path) -> set[str]:
@@ -109,9 +110,14 @@ def _new_data(here: Path) -> set[str]:
 
 
 def test_nasty_inputs(kit: Kit, place: Path) -> None:
-    meet(kit, place, seed=0, count=30)
+    meet(kit, place, nasty_inputs(kit, seed=0, count=30))
+
+
+def test_hostile_folders(kit: Kit, place: Path) -> None:
+    """A few of those that test_hostile.py meets by hundreds, in processes of their own with limits."""
+    meet(kit, place, hostile_folders(kit, seed=0, count=10, kinds=QUICK))
 
 
 @pytest.mark.slow
 def test_five_hundred_nasty_inputs(kit: Kit, place: Path) -> None:
-    meet(kit, place, seed=1, count=500)
+    meet(kit, place, nasty_inputs(kit, seed=1, count=500))

@@ -103,15 +103,8 @@ def meet(kit: Kit, place: Path, seed: int, count: int) -> None:
     assert not failures, f"{len(failures)} of {sum(counts.values())}:\n" + "\n".join(failures)
 
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory and time are read from /proc")
-
-
-def test_a_hostile_folder_of_each_kind(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    meet(kit, tmp_path, seed=0, count=5)
-
-
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory and time are read from /proc")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_three_hundred_hostile_folders(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.chdir(tmp_path)

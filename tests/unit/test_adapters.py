@@ -123,6 +123,8 @@ def test_ranks_beyond_a_matrix_are_told():
         ({"dropout": -0.1}, "dropout is -0.1"),
         ({"targets": ()}, "at least one target"),
         ({"targets": "(["}, "no regular expression"),
+        ({"ranks": tuple((f"q{number}", 1) for number in range(3000))}, "3,001 patterns, 1 of them no plain names"),
+        ({"alphas": tuple((f"(q|k{number})", 1) for number in range(60))}, "61 patterns, 61 of them no plain names"),
         ({"targets": ("q_prj",)}, "did you mean q_proj"),
         ({"targets": ("c_attn",)}, "no projection c_attn"),
         ({"ranks": (("q_poj", 3),)}, "no projection q_poj"),

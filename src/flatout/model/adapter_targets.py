@@ -20,10 +20,11 @@ from flatout.errors import ConfigError
 from flatout.model.fields import projections
 from flatout.model.gpt import GPT
 from flatout.model.layers import Attention, Block
-from flatout.model.patterns import endings, what_is_wrong, whole
+from flatout.model.patterns import endings, is_plain, what_is_wrong, whole
 
 ALL_LINEAR = "all-linear"
 _MOST = 2**20  # of ranks and alphas: no matrix has such a side
+_MOST_PATTERNS, _MOST_REGULAR = 2000, 50
 _NO_ADAPTER = ("lm_head", "embed_tokens", "wte", "wpe", "embedding", "head")
 
 
@@ -73,6 +74,11 @@ class AdapterPlan:
             raise ConfigError(f"dropout is {self.dropout!r}, it must be from 0 to below 1", "0 is usual, and fastest")
         patterns = [name for name, _ in (*self.ranks, *self.alphas)]
         patterns += [names for names in (self.targets, self.exclude) if isinstance(names, str) and names]
+        # Each is compiled and matched with all paths, one that is no plain name in a process of its own.
+        regular = sum(not is_plain(pattern) for pattern in patterns)
+        if len(patterns) > _MOST_PATTERNS or regular > _MOST_REGULAR:
+            limits = f"the limits are {_MOST_PATTERNS:,} and {_MOST_REGULAR}"
+            raise ConfigError(f"{len(patterns):,} patterns, {regular:,} of them no plain names: {limits}", "list fewer")
         for pattern in patterns:
             if (wrong := what_is_wrong(pattern)) is not None:
                 raise ConfigError(f"{shorten(pattern)} is no regular expression: {wrong}", "list names instead")

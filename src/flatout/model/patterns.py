@@ -22,7 +22,12 @@ def whole(pattern: str, paths: tuple[str, ...]) -> frozenset[str]:
 
 def endings(pattern: str, paths: tuple[str, ...]) -> frozenset[str]:
     """The paths that a pattern fits the end of, after a dot."""
-    return _matching(_ending(pattern), paths, plain=_PLAIN.fullmatch(pattern) is not None)
+    return _matching(_ending(pattern), paths, plain=is_plain(pattern))
+
+
+def is_plain(pattern: str) -> bool:
+    """Whether a pattern is matched without a process of its own."""
+    return _PLAIN.fullmatch(pattern) is not None
 
 
 def _ending(pattern: str) -> str:
@@ -55,7 +60,7 @@ def child() -> Child:
 
 @functools.lru_cache(maxsize=64)
 def _matching(pattern: str, paths: tuple[str, ...], plain: bool | None = None) -> frozenset[str]:
-    plain = _PLAIN.fullmatch(pattern) is not None if plain is None else plain
+    plain = is_plain(pattern) if plain is None else plain
     request = {"pattern": pattern, "paths": list(paths)}
     try:
         places = answer(request) if plain else child().ask(request)

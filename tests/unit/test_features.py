@@ -616,7 +616,7 @@ def threads_of(*words: str, using: Probes | None = None, **known) -> tuple[str, 
 def test_threads_are_tried_on_a_cpu():
     assert threads_of() == ("4", "the fastest of 1, 2, 4 in a trial")
     busy = probes(threads=lambda *shape: ThreadTrial(seconds={1: 1.0, 2: 0.6, 4: 0.5}, cores=4, others=2.2))
-    assert threads_of(using=busy) == ("2", "others use 2.2 of 4 cores")
+    assert threads_of(using=busy) == ("2", "others use 2.2 of 4 cores; speed.threads=4 takes all of them")
     assert threads_of("speed.threads=3") == ("3", "")
     assert threads_of("train.deterministic=true")[0] == "4"
     assert used(resolve(HOPPER), "threads") == (str(torch.get_num_threads()), "")
@@ -624,7 +624,7 @@ def test_threads_are_tried_on_a_cpu():
 
 @pytest.mark.usefixtures("quiet_cores")
 def test_a_resumed_run_keeps_its_threads_where_there_are_cores_for_them():
-    assert threads_of(threads_before=3) == ("3", "as before the resume")
+    assert threads_of(threads_before=3) == ("3", "as before the resume; speed.threads=4 takes all cores")
     assert threads_of(threads_before=16)[0] == "4"
     assert threads_of("speed.threads=2", threads_before=3)[0] == "2"
     assert threads_of(threads_before=2, ranks=2, ranks_here=2) == ("2", "as before the resume")

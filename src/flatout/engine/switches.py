@@ -317,8 +317,9 @@ def _threads(case: Case) -> Answer:
         return Answer(now, f"{words} is set")
     cores, before = whole_cores(), case.threads_before
     if isinstance(before, int) and 1 <= before * case.ranks_here <= usable_cores():
-        changed = f"; speed.threads={cores} takes all cores" if before * case.ranks_here < cores else ""
-        return Answer(before, f"as before the resume{changed}")
+        most = cores // case.ranks_here
+        more = f"; speed.threads={most} takes all cores" if before < most else ""
+        return Answer(before, f"as before the resume{more}")
     if case.ranks_here > 1:
         return Answer(max(1, cores // case.ranks_here), f"{cores} cores for {case.ranks_here} ranks")
     if cores == 1 or case.config.train.deterministic:

@@ -152,11 +152,9 @@ def drawn(kind: str, seed: int, corpus: Path) -> Iterator[Case]:
             shape = ["finetune", *QUIET, *named, *(["optim.optimizer=muon"] if optimizer == "muon" else []), *shape]
         else:
             shape = ["train", target, *QUIET, *SHAPES[target], f"data.source={corpus}", "eval.tokens=512", *shape]
-        rate, decay = choose([3.0, 10.0, 30.0, 100.0, 100.0]), choose([0.0, 0.1, 1.0, 10.0, 10.0])
+        rate, decay = choose([3.0, 10.0, 30.0, 100.0, 100.0]), choose([1.0, 10.0, 10.0])
         field = "muon_rate" if optimizer == "muon" else "learning_rate"
         wild = [
-            f"optim.{field}={rate}",
-            f"optim.weight_decay={decay}",
             f"optim.clip={choose([0, 0, 1, 1e6])}",
             f"optim.warmup_steps={choose([0, 0, 5, 12])}",
             f"optim.schedule={choose(['constant', 'cosine', 'wsd'])}",
@@ -166,12 +164,19 @@ def drawn(kind: str, seed: int, corpus: Path) -> Iterator[Case]:
             f"checkpoint.best={choose(['true', 'false'])}",
             f"eval.every={choose([0, 0, 2, 4])}",
         ]
-        if target in ("record", "modern"):  # norms and a cap keep them finite until weights themselves overflow
-            role, rate, decay = choose(["embedding", "head", "cautious"]), choose([30.0, 100.0]), 10.0
-            if role == "cautious" and optimizer == "muon":
-                wild += ["optim.cautious=false", f"optim.muon_rate={rate}", f"optim.weight_decay={decay}"]
-            elif role != "cautious":
+        # Two ways to overflow: a decay that makes weights larger, and a second moment without memory, which divides by
+        # gradients of zero.
+        if choose([True, False]):
+            role = choose(["embedding", "head", "cautious"])
+            if target not in ("record", "modern") or role == "cautious":
+                wild += [f"optim.{field}={rate}", f"optim.weight_decay={decay}"]
+                wild += ["optim.cautious=false"] if optimizer == "muon" else []
+            else:
                 wild += [f"optim.{role}_rate={rate}", f"optim.{role}_decay={decay}"]
+        else:
+            rate, decay = choose([0.3, 1.0, 10.0, 100.0]), 0.0
+            wild += ["optim.beta2=0", "optim.weight_decay=0", f"optim.learning_rate={rate}"]
+            wild += [f"optim.{role}_rate={rate}" for role in ("embedding", "head") if target in ("record", "modern")]
         if number % 2:
             learned = [*shape, "train.steps=10", "checkpoint.every=5", "checkpoint.keep=2"]
             again = [shape[0], "--resume", folder, *wild, "train.steps=36"]

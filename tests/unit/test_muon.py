@@ -495,6 +495,8 @@ def test_places_that_name_a_rate_name_muons():
     config = load_config("shakespeare-char", words).config
     gentle = {"optim.muon_rate": "0.02", "optim.learning_rate": "0.0004", "optim.embedding_rate": "0.01"}
     assert gentler(config) == gentle
+    wild = load_config("shakespeare-char", [*words, "optim.beta2=0", "optim.weight_decay=10"]).config
+    assert gentler(wild) == {**gentle, "optim.beta2": "0.95", "optim.weight_decay": "0.5"}
     tied = load_config("shakespeare-char", ["model.tied=true"]).config
     assert tied.optim.head_rate is not None
     assert "optim.head_rate" not in (gentler(tied) or {}), "a command that names it is refused"

@@ -141,7 +141,11 @@ def _safe_rates(config: RunConfig) -> dict[str, float]:
 
 def _settings(config: RunConfig, rates: Mapping[str, float], *, clip: float) -> dict[str, str]:
     optim, unread = config.optim, unused_paths(config)
-    values = {**rates, **dict(_decays(optim, rates)), **({} if 0 < optim.clip <= clip else {"clip": clip})}
+    values = {**rates, **dict(_decays(optim, rates))}
+    if not 0 < optim.clip <= clip:
+        values["clip"] = clip
+    if optim.beta1**2 >= optim.beta2:  # the rate bounds AdamW's steps only where the second moment remembers as long
+        values["beta2"] = 0.95 if optim.beta1 < 0.95 else 0.999
     return {path: value for path, value in _words(values).items() if path not in unread}
 
 

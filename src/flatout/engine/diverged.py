@@ -22,7 +22,7 @@ from torch import Tensor
 from flatout.config.load import LoadedConfig, resolve_from_mapping
 from flatout.config.schema import OptimConfig, RunConfig
 from flatout.config.unused import unused_paths
-from flatout.config.usual import USUAL_MUON_RATE, usual_tuning_rate
+from flatout.config.usual import SMALL_BASE, USUAL_MUON_RATE, usual_tuning_rate
 from flatout.data.array_data import Arrays
 from flatout.engine.books import Progress
 from flatout.engine.boundary import quick_loss
@@ -135,7 +135,7 @@ def _safest(config: RunConfig) -> dict[str, str] | None:
 def _safe_rates(config: RunConfig) -> dict[str, float]:
     """Of every rate that is set, one at which training is stable. A model that has learned before moves less."""
     tunes, adapters = config.chat.source is not None, config.lora.rank > 0
-    share = usual_tuning_rate(adapters=adapters) / SAFE_RATE if tunes else 1.0
+    share = usual_tuning_rate(SMALL_BASE, adapters=adapters) / SAFE_RATE if tunes else 1.0
     return {name: share * _SAFE.get(name, SAFE_RATE) for name in config.optim.rates}
 
 

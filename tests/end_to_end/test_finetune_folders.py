@@ -44,7 +44,8 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
 
     def make(*more: str) -> list[str]:
         named = ["model.init_from=base", "chat.source=rows.json", "optim.learning_rate=1e-2", "train.steps=3"]
-        return [*named, "train.epochs=null", *QUIET, *more]
+        place = ["output.name=lora"] if "lora.rank=0" in more else []  # as with adapters, whatever is trained
+        return [*named, "train.epochs=null", *QUIET, *place, *more]
 
     return make
 

@@ -51,7 +51,8 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         length = [] if any(word.startswith("train.steps") for word in more) else ["train.steps=6"]
         named = ["model.init_from=base", "chat.source=rows.json", "optim.learning_rate=1e-2", "train.epochs=null"]
         quiet = ["output.plots=false", "eval.sample_tokens=0", "speed.device=cpu", "model.context=64"]
-        return [*named, *quiet, *length, *more]
+        place = ["output.name=lora"] if "lora.rank=0" in more else []  # as with adapters, whatever is trained
+        return [*named, *quiet, *length, *place, *more]
 
     return make
 
@@ -452,12 +453,19 @@ def deny(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
         if os.geteuid() != 0:
             path.chmod(0)
             return
-        opened, safe = Path.open, weights.safe_open
+        opened, low, safe = Path.open, os.open, weights.safe_open
+
+        def refuse(place: Path) -> None:
+            if place.name == path.name and place.parent.name == path.parent.name:
+                raise PermissionError(13, "Permission denied", str(place))
 
         def open_path(self: Path, *arguments: Any, **more: Any) -> Any:
-            if self.name == path.name and self.parent.name == path.parent.name:
-                raise PermissionError(13, "Permission denied", str(self))
+            refuse(self)
             return opened(self, *arguments, **more)
+
+        def open_low(place: Any, *arguments: Any, **more: Any) -> int:
+            refuse(Path(os.fsdecode(place)))
+            return low(place, *arguments, **more)
 
         def open_safetensors(place: Any, **more: Any) -> Any:
             if Path(place).name == path.name and Path(place).parent.name == path.parent.name:
@@ -465,6 +473,7 @@ def deny(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
             return safe(place, **more)
 
         monkeypatch.setattr(Path, "open", open_path)
+        monkeypatch.setattr(os, "open", open_low)
         monkeypatch.setattr(weights, "safe_open", open_safetensors)
 
     return denied

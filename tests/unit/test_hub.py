@@ -264,7 +264,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half a layer": (lambda f: change(f, num_hidden_layers=1.5), r"num_hidden_layers is 1\.5, not a whole number"),
     "no layer": (lambda f: change(f, num_hidden_layers=0), r"num_hidden_layers is 0, not a whole number"),
     "no vocabulary": (lambda f: change(f, vocab_size=...), r"vocab_size is missing"),
-    "too many layers": (lambda f: change(f, num_hidden_layers=10**6), r"cannot be built: layers"),
+    "too many layers": (
+        lambda f: change(f, num_hidden_layers=10**6),
+        r"num_hidden_layers is 1000000, and Flatout takes at most",
+    ),
     "heads do not divide": (lambda f: change(f, num_key_value_heads=3), r"cannot be built: heads 4 is not a multiple"),
     "odd heads": (lambda f: change(f, head_dim=7), r"cannot be built: .* even head_size"),
     "no positions": (lambda f: change(f, max_position_embeddings=-1), r"max_position_embeddings is -1"),
@@ -328,10 +331,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: retensor(f, lambda t: t.update({Q.replace("q_", "k_"): torch.zeros(24, 12)})),
         r"k_proj\.weight has shape \(24, 12\), .*config\.json needs \(12, 24\)",
     ),
-    "a vocabulary of terabytes": (
-        lambda f: change(f, vocab_size=2**40),
-        r"has shape \(41, 24\), .* needs \(1099511627776",
-    ),
+    "a vocabulary of terabytes": (lambda f: change(f, vocab_size=2**40), "vocab_size is 1099511627776, and .* at most"),
     "another vocabulary": (lambda f: change(f, vocab_size=42), r"has shape \(41, 24\), .* needs \(42, 24\)"),
     "eight bits": (
         lambda f: retensor(f, lambda t: t.update({Q: torch.zeros(24, 24, dtype=torch.int8)})),

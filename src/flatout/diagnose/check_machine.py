@@ -69,7 +69,7 @@ def _torch(torch: Torch) -> Finding:
         )
     version = numbers(torch.version)[:2]
     built = f"for CUDA {torch.cuda}" if torch.cuda else "for CPUs only"
-    found = f"torch {torch.version}, built {built}, {many(torch.threads, 'thread')}"
+    found = f"torch {torch.version}, built {built}, {many(torch.threads or 0, 'thread')}"
     if version < OLDEST_TORCH:
         return _check("torch").bad(found, f"Flatout needs torch 2.11 or newer. {INSTALL_TORCH}")
     if version > NEWEST_TORCH:

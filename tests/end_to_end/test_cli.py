@@ -486,6 +486,21 @@ def test_a_limited_prepare_counts_what_it_took(tmp_path, monkeypatch, limit, kep
     assert "was not read" not in shown
 
 
+@pytest.mark.parametrize("name", ["my-texts", "./my-texts", "my own", "my.txt", "my-texts/page.html"])
+def test_a_text_given_as_a_config_gets_the_command_that_reads_it(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for path in ("my-texts/a.md", "my own/a.txt", "my.txt", "my-texts/page.html"):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text("<p>so: it is\n" * 40, encoding="utf-8")
+    for verb in ("prepare", "train"):
+        said = call([verb, name])
+        assert (said.code, list(tmp_path.glob("data"))) == (2, [])
+        assert "not a config" in said.errors
+    pasted = shlex.split(said.errors.split("`")[1])
+    assert pasted[:2] == ["flatout", "train"]
+    assert call(["prepare", *pasted[2:], "data.tokenizer=bytes"]).code == 0
+
+
 def messy_folder(place: Path) -> Path:
     """Rows under three names, of which some have no text at all, among texts and files of other kinds."""
     place.mkdir()

@@ -92,7 +92,7 @@ def load_config(
     if isinstance(target, Mapping):
         return _from_mapping(target, overrides, settings, {"hardware": hardware, "size": size})
     path = _path_of(target)
-    if path is not None or (target is not None and target not in shipped_names("preset")):
+    if path is not None or (target and target not in shipped_names("preset")):
         _refuse_data(Path(target) if path is None else path)
     tree = yaml_loader.read_yaml(path) if path is not None else {}
     file_name = yaml_loader.printable(str(path))
@@ -204,7 +204,7 @@ def _refuse_data(path: Path) -> None:
     if os.path.isdir(path):
         raise ConfigError(
             f"{name} is a folder, not a config",
-            f"to train on the texts in it: `{text}`; a model is named as model.init_from=FOLDER, a run by --resume FOLDER",
+            f"to train on its texts: `{text}`; a model is named as model.init_from=FOLDER, a run by --resume FOLDER",
         )
     if not os.path.isfile(path) or kind in (".yaml", ".yml"):
         return

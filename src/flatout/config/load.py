@@ -93,7 +93,7 @@ def load_config(
         return _from_mapping(target, overrides, settings, {"hardware": hardware, "size": size})
     path = _path_of(target)
     if path is not None or (target and target not in shipped_names("preset")):
-        _refuse_data(Path(target) if path is None else path)
+        _refuse_data(Path(str(target)) if path is None else path)
     tree = yaml_loader.read_yaml(path) if path is not None else {}
     file_name = yaml_loader.printable(str(path))
     if path is None:

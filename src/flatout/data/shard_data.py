@@ -28,7 +28,7 @@ def open_shards(data: DataConfig, clean: CleanConfig, progress: Progress | None 
     """The dataset that a config names, prepared now where it is not there yet."""
     folder, fresh = prepare_data(data, clean, progress)
     if fresh:
-        check_complete(folder)  # where records were dropped, it is trained on only when asked again
+        check_complete(data, clean)  # where records were dropped, it is trained on only when asked again
     return open_dataset(folder, verify=_how_to_verify(folder))
 
 

@@ -73,7 +73,7 @@ def prepare(words: list[str]) -> int:
     else:
         for line in _lines(facts, seconds if fresh else None):
             print(line)
-    return _tell_problems(folder, facts["report"])
+    return _tell_problems(folder, config, facts["report"])
 
 
 def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | None) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
         yield f"too short for one window of {facts['context']:,} tokens: set a smaller model.context to train on it"
 
 
-def _tell_problems(folder: Path, report: dict[str, Any] | None) -> int:
+def _tell_problems(folder: Path, config: "RunConfig", report: dict[str, Any] | None) -> int:
     if report is None or not report["problem_count"]:
         return 0
     from flatout.data.prepare import check_complete, read_causes
@@ -163,7 +163,7 @@ def _tell_problems(folder: Path, report: dict[str, Any] | None) -> int:
     if rest := causes[_MOST_LISTED:]:
         files, records = len({cause.first.file for cause in rest}), sum(cause.records for cause in rest)
         print(f"problem: ... and {records:,} more records of {files:,} files", file=sys.stderr)
-    check_complete(folder)
+    check_complete(config.data, config.clean)
     return 0
 
 

@@ -480,7 +480,7 @@ def test_a_limited_prepare_counts_what_it_took(tmp_path, monkeypatch, limit, kep
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"text": "the ox"}\n{"text": ""}\n' * 30, encoding="utf-8")
     shown = call(["prepare", "data.source=rows.jsonl", "data.tokenizer=bytes", f"data.{limit}"]).output
-    assert f"\nkept {kept} of {kept + 30} records from 1 files" in shown
+    assert f"\nkept {kept} of {kept + 30} records from 1 file," in shown
     assert f"of each source its beginning was taken, up to data.{limit}; the rest is left out and not counted" in shown
     assert "\ndropped 30 empty\n" in shown, "and no row that lies past the limit"
     assert "was not read" not in shown
@@ -551,6 +551,9 @@ def test_a_messy_folder_is_prepared_by_what_is_printed_alone(tmp_path, monkeypat
     assert source is not None, said.both
     said = call([*words, setting, source[1].replace("FILE", "tool.py"), "data.folder=more"])
     assert (said.code, "kept 48 of 48 records" in said.both) == (0, True)
+    assert "note: 10 files: read 2 .jsonl, 1 .csv, 1 .py, 1 other; passed over 1 .bin (not GPT-2 tokens), 1 empty" in (
+        said.both
+    ), "a file that is a source by itself is not passed over, and counted once"
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])

@@ -121,7 +121,7 @@ def check_complete(data: DataConfig, clean: CleanConfig) -> None:
     if report is not None and report["problem_count"]:
         causes = read_causes(folder)
         lost = (
-            f"{report['damaged']:,} of {report['records']:,} records could not be used"
+            f"{report['damaged']:,} of {many(report['records'], 'record')} could not be used"
             if report["damaged"]
             else f"the input has {many(report['problem_count'], 'problem')}, but no whole record is known to be lost"
         )
@@ -225,7 +225,7 @@ def _check_settings(data: DataConfig, clean: CleanConfig | None, folder: Path) -
         report = read_report(folder)
         again = ""
         if report is not None and report["damaged"]:  # one that is incomplete may go
-            lost = f"{report['damaged']:,} of {report['records']:,} records"
+            lost = f"{report['damaged']:,} of {many(report['records'], 'record')}"
             again = f"; it lacks {lost}: `{prepare_command(data, clean)}` replaces it"
         raise DataError(
             f"{folder} was prepared with {name} {stored!r}, the config says {wanted!r}",

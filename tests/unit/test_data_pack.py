@@ -440,7 +440,7 @@ def test_a_first_document_past_the_limit_is_an_error(tmp_path: Path) -> None:
         assert not (tmp_path / "data").exists()
     (tmp_path / "long.txt").write_text("# one\nlong enough\n# two\n", encoding="utf-8")
     limits = {"max_bytes": 10, "max_documents": 3, "document_start": "# "}
-    with pytest.raises(DataError, match="is larger than data.max_bytes=10,") as error:
+    with pytest.raises(DataError, match=r"is larger than data.max_bytes=10,") as error:
         pack(str(tmp_path / "long.txt"), tmp_path / "data", "bytes", more=limits)
     assert error.value.hint == "raise data.max_bytes, or set a data.document_start that occurs more often"
 

@@ -1,5 +1,6 @@
 """Verbs that measure or judge a preset with sizes have the settings that `flatout train` settles with its data."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,7 +134,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     Path("rows.jsonl").write_text(content, encoding="utf-8")
     short = ["train.steps=2", "eval.tokens=64", "eval.sample_tokens=0", "speed.threads=1", "output.plots=false"]
     words = ["shakespeare-char", "data.source=rows.jsonl", "data.tokenizer=bytes", *SMALL, *short]
-    assert main(["prepare", *words, *GIVEN]) == 0
+    assert main(["prepare", *words, *GIVEN, "data.unknown_characters=drop"]) == 0
     capsys.readouterr()
     return words
 
@@ -157,6 +158,9 @@ def test_every_verb_uses_data_as_it_was_prepared(
         assert code == 0, said.err + said.out
     else:
         assert opened, said.err
+    if verb == "doctor --quick":
+        assert re.search(r"note +as prepared +data/rows-bytes was prepared with data\.field", said.out)
+    assert "data.unknown_characters" not in said.out + said.err, "the tokenizer does not read it"
     for config in opened:
         data = config.data
         if data.source is not None:

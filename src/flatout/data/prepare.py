@@ -208,6 +208,8 @@ def _differences(data: DataConfig, clean: CleanConfig | None, manifest: Manifest
     pairs = {f"data.{name}": (stored[name], asked[name]) for name in (*DECISIVE, *LIMITS)}
     pairs |= {f"clean.{name}": (rules.get(name), wanted_rules[name]) for name in wanted_rules}
     pairs["data.tokenizer"] = _tokenizers(manifest, data)
+    if manifest.tokenizer_kind != "char":  # no other reads it
+        del pairs["data.unknown_characters"]
     return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
 
 

@@ -66,7 +66,7 @@ _CUT_MARK, _END_MARK = "\x02", "\x03"
 
 _INTACT = "give a tokenizer.json that is intact"
 _LARGEST_VOCAB = 2**24  # as model.vocab
-# A confined tokenizer has this much processor time for a request, and a second more for so many characters.
+# A confined tokenizer has this much processor time for a request, and 1 s more for every 50,000 characters.
 _SECONDS, _CHARACTERS_A_SECOND = 10.0, 50_000
 _ANOTHER_TEXT = "remove such text, or use another tokenizer"
 _SEGMENT = 2**18

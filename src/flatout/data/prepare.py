@@ -32,7 +32,7 @@ from flatout.data.workers import EngineName
 from flatout.errors import ConfigError, DataError, many
 
 # YAML reads it as text without quotes, as it does a name, which `format_value` leaves as it is.
-_PATH = re.compile(r"\.{0,2}/[A-Za-z0-9_./-]*")
+_PATH = re.compile(r"-|\.{0,2}/[A-Za-z0-9_./-]*")
 
 
 def data_folder(data: DataConfig) -> Path:

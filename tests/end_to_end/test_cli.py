@@ -480,10 +480,25 @@ def test_a_limited_prepare_counts_what_it_took(tmp_path, monkeypatch, limit, kep
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"text": "the ox"}\n{"text": ""}\n' * 30, encoding="utf-8")
     shown = call(["prepare", "data.source=rows.jsonl", "data.tokenizer=bytes", f"data.{limit}"]).output
-    assert f"\nkept {kept} of {kept + 30} records from 1 files" in shown
+    assert f"\nkept {kept} of {kept + 30} records from 1 file," in shown
     assert f"of each source its beginning was taken, up to data.{limit}; the rest is left out and not counted" in shown
     assert "\ndropped 30 empty\n" in shown, "and no row that lies past the limit"
     assert "was not read" not in shown
+
+
+@pytest.mark.parametrize("name", ["my-texts", "./my-texts", "my own", "my.txt", "my-texts/page.html"])
+def test_a_text_given_as_a_config_gets_the_command_that_reads_it(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for path in ("my-texts/a.md", "my own/a.txt", "my.txt", "my-texts/page.html"):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text("<p>so: it is\n" * 40, encoding="utf-8")
+    for verb in ("prepare", "train"):
+        said = call([verb, name])
+        assert (said.code, list(tmp_path.glob("data"))) == (2, [])
+        assert "not a config" in said.errors
+    pasted = shlex.split(said.errors.split("`")[1])
+    assert pasted[:2] == ["flatout", "train"]
+    assert call(["prepare", *pasted[2:], "data.tokenizer=bytes"]).code == 0
 
 
 def messy_folder(place: Path) -> Path:
@@ -516,26 +531,29 @@ def test_a_messy_folder_is_prepared_by_what_is_printed_alone(tmp_path, monkeypat
     assert "kept 13 of 47 records from 4 files" in said.both
     assert [line for line in said.both.splitlines() if line.startswith("problem:")] == [
         "problem: in/forum.jsonl: 20 records, the first in line 1: the record lacks the field 'text'; there are: id, "
-        "content; data.field=content reads them",
+        "content; these rows have the field content",
         "problem: in/articles.csv: 10 records, the first in line 1: there is no column 'text'; there are: id, title, "
-        "body; data.field=body reads them",
+        "body; these rows have the field body",
         "problem: in/wiki.jsonl: 4 records, the first in line 1: the record lacks the field 'text'; there are: title, "
-        "id; data.field=title reads them",
+        "id; these rows have the field title",
     ]
     assert "error: 34 of 47 records could not be used: in/forum.jsonl: 20 records" in said.both
     assert "data.format=text" not in said.both, "images and archives hold no text"
-    setting = re.search(r"--overwrite: '(data\.field=\S+)' reads 34 of them; or go on", said.both)
-    assert setting is not None, said.both
-    assert setting[1] == "data.field=[text,content,body,title]"
-    refused = call(["train", *words[1:], setting[1]])
+    setting = "data.field=[text, content, body, title]"
+    command = f"`flatout prepare data.source=in data.tokenizer=bytes '{setting}' --overwrite`"
+    assert f"hint: to use 34 of them: {command}; or go on" in said.both
+    refused = call(["train", *words[1:], setting])
     assert refused.code == 3, "who trains with the setting at once is told how to replace what is incomplete"
-    assert "it lacks 34 of 47 records: `flatout prepare --overwrite` with these settings" in refused.errors
-    said = call([*words, setting[1], "--overwrite"])
+    assert f"it lacks 34 of 47 records: {command} replaces it" in refused.errors
+    said = call(shlex.split(command.strip("`"))[1:])
     assert (said.code, "kept 47 of 47 records" in said.both) == (0, True)
     source = re.search(r"'(data\.source=[^']+)'", said.both)
     assert source is not None, said.both
-    said = call([*words, setting[1], source[1].replace("FILE", "tool.py"), "data.folder=more"])
+    said = call([*words, setting, source[1].replace("FILE", "tool.py"), "data.folder=more"])
     assert (said.code, "kept 48 of 48 records" in said.both) == (0, True)
+    assert "note: 10 files: read 2 .jsonl, 1 .csv, 1 .py, 1 other; passed over 1 .bin (not GPT-2 tokens), 1 empty" in (
+        said.both
+    ), "a file that is a source by itself is not passed over, and counted once"
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])

@@ -1,5 +1,6 @@
 """Verbs that measure or judge a preset with sizes have the settings that `flatout train` settles with its data."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,12 +89,17 @@ def test_verbs_measure_what_train_would_train(
         assert config.optim.head_rate in (0.003, 0.004), "the trial's"
 
 
-LIMITED = ("data.max_documents=1", "data.max_tokens=9000", "data.max_bytes=9000")
 MEASURING = ("bench --rungs sdpa", "tune", "tune lr", "tune search space.yaml", "estimate", "profile", "ablate")
 
 
-@pytest.mark.parametrize("limit", LIMITED)
-@pytest.mark.parametrize("verb", [*MEASURING, "train", "prepare", "plan", "doctor --quick"])
+@pytest.mark.parametrize(
+    ("verb", "limit"),
+    [
+        *((verb, "data.max_bytes=9000") for verb in (*MEASURING, "train", "prepare", "plan", "doctor --quick")),
+        ("prepare", "data.max_documents=1"),
+        ("prepare", "data.max_tokens=9000"),
+    ],
+)
 def test_every_verb_takes_a_config_with_a_limit_on_its_text(
     verb: str, limit: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,7 +134,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     Path("rows.jsonl").write_text(content, encoding="utf-8")
     short = ["train.steps=2", "eval.tokens=64", "eval.sample_tokens=0", "speed.threads=1", "output.plots=false"]
     words = ["shakespeare-char", "data.source=rows.jsonl", "data.tokenizer=bytes", *SMALL, *short]
-    assert main(["prepare", *words, *GIVEN]) == 0
+    assert main(["prepare", *words, *GIVEN, "data.unknown_characters=drop"]) == 0
     capsys.readouterr()
     return words
 
@@ -152,6 +158,9 @@ def test_every_verb_uses_data_as_it_was_prepared(
         assert code == 0, said.err + said.out
     else:
         assert opened, said.err
+    if verb == "doctor --quick":
+        assert re.search(r"note +as prepared +data/rows-bytes was prepared with data\.field", said.out)
+    assert "data.unknown_characters" not in said.out + said.err, "the tokenizer does not read it"
     for config in opened:
         data = config.data
         if data.source is not None:

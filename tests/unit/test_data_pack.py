@@ -436,8 +436,13 @@ def test_a_first_document_past_the_limit_is_an_error(tmp_path: Path) -> None:
     for tokenizer in ("bytes", "char"):
         with pytest.raises(DataError, match=r"first document of .* is larger than data.max_bytes=10,") as error:
             pack(rows(tmp_path), tmp_path / "data", tokenizer, more={"max_bytes": 10})
-        assert "set the limit higher" in (error.value.hint or "")
+        assert error.value.hint == "raise data.max_bytes"
         assert not (tmp_path / "data").exists()
+    (tmp_path / "long.txt").write_text("# one\nlong enough\n# two\n", encoding="utf-8")
+    limits = {"max_bytes": 10, "max_documents": 3, "document_start": "# "}
+    with pytest.raises(DataError, match=r"is larger than data.max_bytes=10,") as error:
+        pack(str(tmp_path / "long.txt"), tmp_path / "data", "bytes", more=limits)
+    assert error.value.hint == "raise data.max_bytes, or set a data.document_start that occurs more often"
 
 
 def test_another_limit_is_another_dataset(tmp_path: Path) -> None:

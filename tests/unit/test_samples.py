@@ -59,6 +59,18 @@ def prepare(tmp_path: Path, model: tuple[ModelTokenizer, ChatTemplate]):
     return run
 
 
+def test_a_tokenizer_that_a_checkpoint_could_not_give_back_is_refused(model, monkeypatch):
+    """What counts is the size as written there, with line breaks and indents."""
+    content = {**model[0]._content, "truncation": None, "padding": None}
+    stored = len(canonical_json({"kind": "model", "content": content}))
+    assert len(json.dumps(content)) < stored
+    monkeypatch.setattr(tokenizer_module, "MOST_JSON", stored)
+    tokenizer_module.try_out(content)
+    monkeypatch.setattr(tokenizer_module, "MOST_JSON", stored - 1)
+    with pytest.raises(ValueError, match=f"{stored:,} bytes as a checkpoint stores it"):
+        tokenizer_module.try_out(content)
+
+
 def test_a_tokenizer_that_was_tried_out_and_the_stops_of_a_template_leave_no_process(model):
     tokenizer_module.try_out(model[0]._content)
     assert tokenizer_module.child()._process is None

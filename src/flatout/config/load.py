@@ -10,6 +10,7 @@ must also silence its alternatives in lower ones, or no preset could ever be sho
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -91,7 +92,8 @@ def load_config(
     if isinstance(target, Mapping):
         return _from_mapping(target, overrides, settings, {"hardware": hardware, "size": size})
     path = _path_of(target)
-    _refuse_data(Path(str(target)) if path is None else path)
+    if path is not None or (target and target not in shipped_names("preset")):
+        _refuse_data(Path(str(target)) if path is None else path)
     tree = yaml_loader.read_yaml(path) if path is not None else {}
     file_name = yaml_loader.printable(str(path))
     if path is None:
@@ -189,30 +191,33 @@ def _on_defaults(name: str, loaded: LoadedConfig, way: str) -> Iterator[str]:
         )
 
 
-# Files of these kinds are never configs. JSON may be one: YAML holds all of it.
-_DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
+# Files of these kinds are never configs. Others may be one, JSON too: YAML holds all of it.
+_DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".text", ".md", ".smi", ".smiles", ".warc", ".wet")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 
 def _refuse_data(path: Path) -> None:
-    """Naming a data file instead of a config is a common slip, and YAML's error about it would not help."""
+    """Naming a text or its folder instead of a config is a common slip, and YAML's error about it would not help."""
     plain = path.with_suffix("") if path.suffix in _COMPRESSED else path
-    kind = plain.suffix.lower()
-    if kind == ".json" and path.is_file():
-        try:
-            known = not (tree := yaml_loader.read_yaml(path)) or bool(
-                tree.keys() & {*RunConfig.model_fields, *_FILE_KEYS}
-            )
-        except ConfigError:
-            known = False
-        if known:
-            return
-    elif kind not in _DATA or not path.is_file():
+    name, kind = yaml_loader.printable(str(path)), plain.suffix.lower()
+    text = f"flatout train {shlex.quote(f'data.source={yaml_loader.format_value(name)}')}"
+    if os.path.isdir(path):
+        raise ConfigError(
+            f"{name} is a folder, not a config",
+            f"to train on its texts: `{text}`; a model is named as model.init_from=FOLDER, a run by --resume FOLDER",
+        )
+    if not os.path.isfile(path) or kind in (".yaml", ".yml"):
         return
-    name = yaml_loader.printable(str(path))
+    if kind not in _DATA:
+        try:
+            tree = yaml_loader.read_yaml(path)
+        except ConfigError:
+            tree = {"": None}
+        if not tree or tree.keys() & {*RunConfig.model_fields, *_FILE_KEYS}:
+            return
+    text += "" if kind in (*_DATA, ".json") else " data.format=text"  # a type that is not read otherwise
     raise ConfigError(
-        f"{name} is data, not a config",
-        f"to fine-tune on it: chat.source={name}; to train on its text: data.source={name}",
+        f"{name} is data, not a config", f"to train on its text: `{text}`; to fine-tune on it: chat.source={name}"
     )
 
 

@@ -15,7 +15,7 @@ import difflib
 import os
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from flatout.corpus import shipped
 from flatout.corpus.document import InputFile, Problem, Slice, shown
 from flatout.corpus.readers import has_tokens
 from flatout.corpus.streams import PIECE, ByteStream, whole_characters
-from flatout.errors import DataError
+from flatout.errors import DataError, many
 from flatout.files import parse_json, read_bounded
 
 SHAKESPEARE = "shakespeare"
@@ -91,7 +91,7 @@ class Found:
             return ""
         total = len(self.files) + sum(self.passed_over.values())
         passed_over = f"; passed over {told_by_type(self.passed_over)}" if self.passed_over else ""
-        return f"{total:,} files: read {told_by_type(read) or 'none'}{passed_over}"
+        return f"{many(total, 'file')}: read {told_by_type(read) or 'none'}{passed_over}"
 
 
 def told_by_type(counts: Mapping[str, int]) -> str:
@@ -103,7 +103,7 @@ def told_by_type(counts: Mapping[str, int]) -> str:
     rest = [pair for pair in texts[_TYPES_TOLD:] if " (" not in pair[0]]
     told = [f"{count:,} {name}" for name, count in texts if (name, count) not in rest]
     if rest:
-        told.append(f"{sum(count for _, count in rest):,} others")
+        told.append(many(sum(count for _, count in rest), "other"))
     if binary:
         kinds = " ".join(name.removesuffix(BINARY) for name, _ in binary[:_BINARY_TOLD])
         more = " ..." if len(binary) > _BINARY_TOLD else ""
@@ -130,10 +130,13 @@ def format_of(name: str) -> tuple[str | None, str]:
     return None if format in _NEVER_COMPRESSED else format, compression
 
 
-def find_files(source: str, *, format: str | None = None, number: int = 0) -> Found:
+def find_files(
+    source: str, *, format: str | None = None, number: int = 0, elsewhere: Collection[str] = frozenset()
+) -> Found:
     """The files of a source: `shakespeare`, a file, a folder, a saved Hugging Face dataset, or `hf:NAME:CONFIG:SPLIT`.
 
     `format` holds for every file of the source, whatever its name. `number` is that of the source among several.
+    `elsewhere` are the real paths of files that are sources by themselves: a folder does not count them as passed over.
     """
     if source == SHAKESPEARE:
         path = shipped.shakespeare()
@@ -152,7 +155,7 @@ def find_files(source: str, *, format: str | None = None, number: int = 0) -> Fo
     except (OSError, ValueError) as error:
         raise DataError(f"there is no source {shown(source)}", _missing_hint(source)) from error
     if stat.S_ISDIR(mode):
-        return _in_folder(source, format, number)
+        return _in_folder(source, format, number, elsewhere)
     if not stat.S_ISREG(mode):
         raise DataError(f"the source {shown(source)} is neither a file nor a folder", f"give {_CHOICES}")
     if (format or format_of(source)[0]) is None:
@@ -223,7 +226,7 @@ def _row_groups(file: InputFile, target: int) -> list[Slice]:
     return [*slices, Slice(file, start, None)] if start < len(sizes) or not slices else slices
 
 
-def _in_folder(source: str, format: str | None, number: int) -> Found:
+def _in_folder(source: str, format: str | None, number: int, elsewhere: Collection[str]) -> Found:
     root = os.path.realpath(source)
     files: dict[str, InputFile] = {}
     links: list[str] = []
@@ -231,15 +234,21 @@ def _in_folder(source: str, format: str | None, number: int) -> Found:
     others: Counter[str] = Counter()
     unknown = 0
 
+    def pass_over(path: str, kind: str, *, may_hold_text: bool = False) -> None:
+        nonlocal unknown
+        if not elsewhere or os.path.realpath(path) not in elsewhere:
+            others[kind] += 1
+            unknown += may_hold_text
+
     def list_file(path: str) -> None:
         listed = _listed(path, format, number)
         if isinstance(listed, Problem):
             if listed.kind == "empty":
-                others[_EMPTY] += 1
+                pass_over(path, _EMPTY)
             else:
                 problems.append(listed)
         elif format is None and listed.format == "tokens" and not has_tokens(listed):
-            others[type_of(path) + _NO_TOKENS] += 1
+            pass_over(path, type_of(path) + _NO_TOKENS)
         else:
             files[path] = listed
 
@@ -262,8 +271,7 @@ def _in_folder(source: str, format: str | None, number: int) -> Found:
             is_leftover = name.lower().endswith(_LEFTOVERS)
             if is_leftover or (format or format_of(name)[0]) is None:
                 binary = not is_leftover and _is_binary(path)
-                others[type_of(name) + BINARY * binary] += 1
-                unknown += not (is_leftover or binary)
+                pass_over(path, type_of(name) + BINARY * binary, may_hold_text=not (is_leftover or binary))
             elif problem := _link_problem(path, root):
                 problems.append(problem)
             elif os.path.islink(path):

@@ -1,4 +1,4 @@
-"""Why records of the input could not be used: problems grouped by file and cause, with the setting that mends each.
+"""Why records of the input could not be used: problems grouped by file and cause, with the settings that mend them.
 
 Idea: a file whose rows lack the field has a problem for each row, and one cause. A cause counts records, as the report
 of a dataset does, so that all numbers in a message are of the same thing.
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flatout.corpus.document import Problem
+from flatout.errors import many
 
 _OTHER_MENDS: Mapping[str, str] = {
     "field": "set data.field to where the text is",
@@ -26,14 +27,14 @@ class Cause:
 
     @property
     def told(self) -> str:
-        """Where it is, what, and which setting reads these records."""
+        """Where it is, what, and which field these records have: `mend_of` tells the setting that fits all files."""
         first = self.first
         if max(self.count, self.records) <= 1:
-            return f"{first.told}{f'; data.field={first.instead} reads it' if first.instead else ''}"
-        setting = f"; data.field={first.instead} reads them" if first.instead else ""
+            return f"{first.told}{f'; it has the field {first.instead}' if first.instead else ''}"
+        instead = f"; these rows have the field {first.instead}" if first.instead else ""
         place = f", the first in {first.place}" if first.place else ""
-        many = f"{self.records:,} records" if self.records else f"{self.count:,} places"
-        return f"{first.file}: {many}{place}: {first.message}{setting}"
+        count = many(self.records, "record") if self.records else many(self.count, "place")
+        return f"{first.file}: {count}{place}: {first.message}{instead}"
 
 
 def cause_of(problem: Problem) -> Cause:
@@ -53,22 +54,21 @@ def causes_of(problems: Iterable[Problem]) -> list[Cause]:
     return sorted(found.values(), key=lambda cause: -cause.records)
 
 
-def field_setting(causes: Iterable[Cause], fields: Sequence[str] = ()) -> str:
-    """The `data.field=...` that reads records which lack the field, beside `fields`; nothing if none is known."""
+def names_to_read(causes: Iterable[Cause], fields: Sequence[str] = ()) -> list[str]:
+    """`fields` with the names that read records which lack them; nothing if no such name is known."""
     names = dict.fromkeys([*fields, *(cause.first.instead for cause in causes if cause.first.instead)])
-    if len(names) == len(fields):
-        return ""
-    # In quotes, since brackets mean something to a shell.
-    return f"data.field={next(iter(names))}" if len(names) == 1 else f"'data.field=[{','.join(names)}]'"
+    return list(names) if len(names) > len(fields) else []
 
 
 def mend_of(causes: Sequence[Cause], fields: Sequence[str] = ()) -> str:
     """What to set or do so that the records can be used. `fields` are those that some records have."""
     mends: dict[str, None] = {}
-    if setting := field_setting(causes, fields):
+    if names := names_to_read(causes, fields):
+        # In quotes, since brackets mean something to a shell.
+        setting = f"data.field={names[0]}" if len(names) == 1 else f"'data.field=[{','.join(names)}]'"
         count = sum(cause.records for cause in causes if cause.first.instead)
         mends[f"{setting} reads {count:,} of them" if count else f"set {setting}"] = None
     for cause in causes:
-        if not cause.first.instead and not (setting and cause.first.kind == "field"):
+        if not cause.first.instead and not (names and cause.first.kind == "field"):
             mends[_OTHER_MENDS.get(cause.first.kind, "mend the input")] = None
     return "; ".join(list(mends)[:3])

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from flatout.config.schema import DataConfig
 from flatout.corpus.document import Document
+from flatout.corpus.sources import format_of
 from flatout.data.part import (
     BEGINS,
     DIVISIBLE,
@@ -138,11 +139,14 @@ class Limits:
     def check(self, count: Count, full: bool, source: str) -> None:
         """Refuses a source that has given its all with nothing: its first document is too large by itself."""
         if full and not count[0]:
-            given = zip(LIMITS, self.most, strict=True)
-            told = " and ".join(f"data.{name}={most}" for name, most in given if most is not None)
+            # A document is never too large for a limit on their number.
+            given = {f"data.{name}": most for name, most in list(zip(LIMITS, self.most, strict=True))[1:]}
+            given = {name: most for name, most in given.items() if most is not None}
+            told = " and ".join(f"{name}={most}" for name, most in given.items())
+            smaller = ", or set a data.document_start that occurs more often" if format_of(source)[0] == "text" else ""
             raise DataError(
                 f"the first document of {source} is larger than {told}, and documents are taken whole",
-                "set the limit higher",
+                f"raise {' and '.join(given)}{smaller}",
             )
 
 
@@ -158,6 +162,7 @@ def _joined(first: PartResult, second: PartResult) -> PartResult:
                 rule: head.dropped.get(rule, 0) + more.dropped.get(rule, 0) for rule in {**head.dropped, **more.dropped}
             },
             problems=head.problems + more.problems,
+            rejected={**head.rejected, **{len(first.pieces) + row: rule for row, rule in more.rejected.items()}},
         ),
         first.tokens + second.tokens,
         np.concatenate([first.pieces, second.pieces]),

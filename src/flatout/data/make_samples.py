@@ -36,7 +36,7 @@ from flatout.data.masking import Rendered, TrainOn, render, tokenize
 from flatout.data.sample_counts import COUNTS
 from flatout.data.samples import VERSION, Samples, SampleSet, check_target, open_samples, why_not, write_samples
 from flatout.data.tokenizer import Ids, ModelTokenizer, token_dtype
-from flatout.errors import ConfigError, DataError
+from flatout.errors import ConfigError, DataError, many
 from flatout.files import hash_file
 from flatout.records import PrepareProgress
 
@@ -327,11 +327,6 @@ class _Maker:
             f"{what}; the first: {first.told}{f' (problems: {others})' if others else ''}",
             _HINTS.get(kind, "mend the rows, or set chat.format and chat.fields"),
         )
-
-
-def many(count: int, word: str) -> str:
-    """A count with its noun."""
-    return f"1 {word}" if count == 1 else f"{count:,} {word}s"
 
 
 def _check_readable(file: InputFile, problem: Problem) -> None:

@@ -44,7 +44,7 @@ from flatout.data.manifest import (
 from flatout.data.part import BEGINS, ENDS, REJECTED, PartResult, Recipe, copies_of, share_of, text_of
 from flatout.data.plan import Inputs, Request, find_part
 from flatout.data.tokenizer import Ids, Tokenizer, token_dtype
-from flatout.errors import DataError
+from flatout.errors import DataError, many
 from flatout.files import canonical_json
 
 KEPT, DROPPED, EXACT, NEAR, UNCHOSEN = range(5)
@@ -269,7 +269,8 @@ class _Splitter:
             if not writer.tokens:
                 kept = sum(self.kept.values())
                 raise DataError(
-                    f"the {name} split came out empty; {kept:,} documents are kept", _empty_hint(self._request)
+                    f"the {name} split came out empty; {many(kept, 'document')} {'is' if kept == 1 else 'are'} kept",
+                    _empty_hint(self._request),
                 )
         return {name: writer.finish() for name, writer in self._writers.items()}
 
@@ -367,7 +368,7 @@ def _nothing_left(decisions: Decisions, inputs: Inputs) -> DataError:
         return DataError(f"nothing could be read{lost}: {causes[0].told}", mend_of(causes))
     why = ", ".join(f"{count:,} {reason}" for reason, count in decisions.dropped.most_common(4)) or "no records at all"
     return DataError(
-        f"the source holds no text that is kept: of {records:,} records, {why}",
+        f"the source holds no text that is kept: of {many(records, 'record')}, {why}",
         "give a source with text in it, or loosen the clean section",
     )
 

@@ -155,12 +155,13 @@ def find_inputs(request: Request, work: Path) -> Inputs:
     files: list[InputFile] = []
     problems: list[Problem] = []
     passed_over: Counter[str] = Counter()
+    named = {os.path.realpath(source.path) for source in request.sources if "\0" not in source.path}
     for number, source in enumerate(request.sources):
         form = source.format or request.data.format
         if source.path == STDIN:
             files.append(_spooled(work / f"{STDIN_NAME}{number}", form or "text", number))
             continue
-        found = find_files(source.path, format=form, number=number)
+        found = find_files(source.path, format=form, number=number, elsewhere=named)
         if found.mostly_unknown:
             raise DataError(
                 f"most of the folder {shown(source.path)} would be passed over, which has {found.told}",

@@ -6,20 +6,22 @@ No torch here: `flatout prepare` and its workers must not pay for it.
 import hashlib
 import json
 import os
+import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flatout.config.catalogue import source_name
 from flatout.config.facts import field_facts
-from flatout.config.load import LoadedConfig, with_values
+from flatout.config.load import LoadedConfig, load_config, with_values
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.config.sizes import learned_vocab
 from flatout.config.source import Source
 from flatout.config.yaml_loader import format_value
 from flatout.corpus.document import Problem
-from flatout.data.causes import Cause, causes_of, mend_of
+from flatout.data.causes import Cause, causes_of, mend_of, names_to_read
 from flatout.data.inspect import all_problems, read_report
 from flatout.data.limits import LIMITS
 from flatout.data.manifest import MANIFEST, PROBLEMS, TOKENIZER, Manifest, read_manifest
@@ -27,7 +29,10 @@ from flatout.data.pack import Progress, pack_corpus
 from flatout.data.plan import DECISIVE, STDIN, Request, find_inputs, request_of
 from flatout.data.tokenizer import load_tokenizer
 from flatout.data.workers import EngineName
-from flatout.errors import ConfigError, DataError
+from flatout.errors import ConfigError, DataError, many
+
+# YAML reads it as text without quotes, as it does a name, which `format_value` leaves as it is.
+_PATH = re.compile(r"-|\.{0,2}/[A-Za-z0-9_./-]*")
 
 
 def data_folder(data: DataConfig) -> Path:
@@ -109,23 +114,55 @@ def refuse_second_pipe(data: DataConfig) -> None:
         )
 
 
-def check_complete(folder: Path) -> None:
+def check_complete(data: DataConfig, clean: CleanConfig) -> None:
     """Raise an error where some of the input could not be used. The dataset is there all the same, and usable."""
+    folder = data_folder(data)
     report = read_report(folder)
     if report is not None and report["problem_count"]:
         causes = read_causes(folder)
         lost = (
-            f"{report['damaged']:,} of {report['records']:,} records could not be used"
+            f"{report['damaged']:,} of {many(report['records'], 'record')} could not be used"
             if report["damaged"]
-            else f"the input has {report['problem_count']:,} problems, by which no whole record is known to be lost"
+            else f"the input has {many(report['problem_count'], 'problem')}, but no whole record is known to be lost"
         )
-        field = read_manifest(folder).settings.get("field", "text")
-        mend = mend_of(causes, [field] if isinstance(field, str) else field)
         raise DataError(
             f"{lost}: {causes[0].told}",
-            f"to use them, prepare again with --overwrite: {mend}; or go on with the rest, which is prepared (every "
-            f"problem is listed in {folder / PROBLEMS})",
+            f"{_how_to_use(causes, data, clean)}; or go on with the rest, which is prepared (every problem is listed "
+            f"in {folder / PROBLEMS})",
         )
+
+
+def _how_to_use(causes: Sequence[Cause], data: DataConfig, clean: CleanConfig) -> str:
+    """How to prepare a source again so that records which could not be used can."""
+    fields = [data.field] if isinstance(data.field, str) else data.field
+    if data.source is None:  # the text is not known
+        return f"to use them, prepare the text again: {mend_of(causes, fields)}"
+    changed: dict[str, Any] = {}
+    if names := names_to_read(causes, fields):
+        changed["field"] = names
+    if any(cause.first.kind == "not-utf8" for cause in causes):
+        changed["invalid_utf8"] = "replace"
+    command = prepare_command(data.model_copy(update=changed), clean)
+    if not changed:
+        return f"to use them, {mend_of(causes, fields)}, then `{command}`"
+    count = sum(cause.records for cause in causes if cause.first.instead or cause.first.kind == "not-utf8")
+    return f"to use {f'{count:,} of them' if count else 'them'}: `{command}`"
+
+
+def prepare_command(data: DataConfig, clean: CleanConfig | None) -> str:
+    """The whole command that prepares with these settings what is already there, to be pasted into a shell."""
+    usual, words = load_config().config, ["flatout", "prepare"]
+    sections = [("data", data, usual.data, ("source", "tokenizer", "folder", *DECISIVE[1:], *LIMITS))]
+    if clean is not None:
+        sections.append(("clean", clean, usual.clean, tuple(CleanConfig.model_fields)))
+    for section, asked, other, names in sections:
+        values = asked.model_dump(mode="json", exclude_none=True)
+        for name in names:
+            if getattr(asked, name) != getattr(other, name):
+                value = values.get(name)
+                plain = isinstance(value, str) and _PATH.fullmatch(value)
+                words.append(f"{section}.{name}={value if plain else format_value(value)}")
+    return f"{shlex.join(words)} --overwrite"
 
 
 def read_causes(folder: Path) -> list[Cause]:
@@ -171,6 +208,8 @@ def _differences(data: DataConfig, clean: CleanConfig | None, manifest: Manifest
     pairs = {f"data.{name}": (stored[name], asked[name]) for name in (*DECISIVE, *LIMITS)}
     pairs |= {f"clean.{name}": (rules.get(name), wanted_rules[name]) for name in wanted_rules}
     pairs["data.tokenizer"] = _tokenizers(manifest, data)
+    if manifest.tokenizer_kind != "char":  # no other reads it
+        del pairs["data.unknown_characters"]
     return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -188,8 +227,8 @@ def _check_settings(data: DataConfig, clean: CleanConfig | None, folder: Path) -
         report = read_report(folder)
         again = ""
         if report is not None and report["damaged"]:  # one that is incomplete may go
-            lost = f"{report['damaged']:,} of {report['records']:,} records"
-            again = f"; it lacks {lost}: `flatout prepare --overwrite` with these settings replaces it"
+            lost = f"{report['damaged']:,} of {many(report['records'], 'record')}"
+            again = f"; it lacks {lost}: `{prepare_command(data, clean)}` replaces it"
         raise DataError(
             f"{folder} was prepared with {name} {stored!r}, the config says {wanted!r}",
             f"{keep}set data.folder to a new folder to prepare it anew{again}",
@@ -225,5 +264,5 @@ def _check_source_size(data: DataConfig, request: Request, manifest: Manifest, f
     raise DataError(
         f"{folder} {changed}",
         f"set data.folder to a new folder to prepare the text as it is now, or data.source=null and "
-        f"data.folder={folder} to use what was prepared; `flatout prepare --overwrite` replaces it",
+        f"data.folder={folder} to use what was prepared; `{prepare_command(data, request.clean)}` replaces it",
     )

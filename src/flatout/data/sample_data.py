@@ -6,7 +6,6 @@ from typing import Any, final
 
 from flatout.data.batch import Batch, BatchLoader, Delivery, Span
 from flatout.data.chat_template import ChatTemplate
-from flatout.data.make_samples import many
 from flatout.data.masking import preview
 from flatout.data.positions import Schedule
 from flatout.data.sample_counts import ADVICE, count_told
@@ -15,6 +14,7 @@ from flatout.data.samples import Samples, SampleSet
 from flatout.data.shards import HeldTokens
 from flatout.data.tokenizer import Tokenizer
 from flatout.data.training_data import DataFacts, TrainingData
+from flatout.errors import many
 
 _COUNTS = (
     "rows_not_used", "truncated", "labels_cut", "dropped_too_long", "dropped_labels_cut", "dropped_unlabelled",

@@ -18,7 +18,7 @@ from flatout.data.positions import Schedule
 from flatout.data.prepare import check_complete, data_folder, prepare_data
 from flatout.data.shards import Dataset, TokenShards, Verify, open_dataset
 from flatout.data.training_data import DataFacts, TrainingData
-from flatout.errors import DataError
+from flatout.errors import DataError, many
 from flatout.folders import remove_empty, retire
 
 LARGE_CORPUS = 4 * 2**30  # bytes
@@ -28,7 +28,7 @@ def open_shards(data: DataConfig, clean: CleanConfig, progress: Progress | None 
     """The dataset that a config names, prepared now where it is not there yet."""
     folder, fresh = prepare_data(data, clean, progress)
     if fresh:
-        check_complete(folder)  # where records were dropped, it is trained on only when asked again
+        check_complete(data, clean)  # where records were dropped, it is trained on only when asked again
     return open_dataset(folder, verify=_how_to_verify(folder))
 
 
@@ -89,12 +89,12 @@ def notices_on_folder(folder: Path) -> Iterator[str]:
     if report is not None and report["passed_over"]:
         total = report["files"] + sum(report["passed_over"].values())
         yield (
-            f"{folder} was prepared from {report['files']:,} of {total:,} files; passed over "
+            f"{folder} was prepared from {report['files']:,} of {many(total, 'file')}; passed over "
             f"{told_by_type(report['passed_over'])}"
         )
     if report is not None and report["problem_count"]:
         yield (
-            f"{report['damaged']:,} of {report['records']:,} records of the source could not be used; "
+            f"{report['damaged']:,} of {many(report['records'], 'record')} of the source could not be used; "
             f"see {folder / 'problems.jsonl'}"
         )
     if _how_to_verify(folder) == "sizes":

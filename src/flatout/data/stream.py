@@ -44,7 +44,7 @@ from flatout.data.stream_parts import Lap, Position, parts_of_lap
 from flatout.data.threads import LoaderError
 from flatout.data.tokenizer import Ids, Tokenizer, load_tokenizer, token_dtype
 from flatout.data.workers import ProcessEngine, WorkerGoneError
-from flatout.errors import ConfigError, DataError, ResourceError
+from flatout.errors import ConfigError, DataError, ResourceError, many
 from flatout.files import canonical_json
 from flatout.records import PrepareProgress
 
@@ -383,7 +383,7 @@ class _Seen:
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self._dropped.most_common(3))
-        told = f"of {self._records:,} records, {reasons or 'none'} dropped"
+        told = f"of {many(self._records, 'record')}, {reasons or 'none'} dropped"
         return f"{told}; {self.problems[0].told}" if self.problems else told
 
 
@@ -433,7 +433,7 @@ def _notices_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
     after = before + len(problems)
     told = [f"left out: {cause_of(problem).told}" for problem in problems[: max(0, TOLD_PROBLEMS - before)]]
     counts = (10**power for power in range(1, len(str(after))) if 10**power > before)
-    told += [f"{n:,} problems in the source so far; the latest: {problems[n - before - 1].told}" for n in counts]
+    told += [f"{many(n, 'problem')} in the source so far; the latest: {problems[n - before - 1].told}" for n in counts]
     return tuple(told)
 
 

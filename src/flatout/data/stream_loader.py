@@ -31,6 +31,7 @@ from flatout.data.stream_parts import Position
 from flatout.data.threads import LoaderError, told
 from flatout.data.tokenizer import Ids
 from flatout.data.training_data import DataFacts, TrainingData
+from flatout.errors import many
 
 BLOCK_WINDOWS = 4096
 BLOCK_TOKENS = 2**23
@@ -241,4 +242,4 @@ class StreamData(TrainingData):
 
     def last_notices(self, position: dict[str, Any] | None) -> Iterable[str]:
         if position is not None and position["problems"] > TOLD_PROBLEMS:
-            yield f"{position['problems']:,} problems in the source in all"
+            yield f"{many(position['problems'], 'problem')} in the source in all"

@@ -45,7 +45,7 @@ from flatout.corpus.shipped import GPT2_END_OF_TEXT, GPT2_RANKS_SHA256, gpt2_tok
 from flatout.data.tokenizer_child import UNKNOWN
 from flatout.data.tokenizer_parts import is_plain
 from flatout.errors import CheckpointError, DataError
-from flatout.files import MOST_JSON, parse_json, read_bounded
+from flatout.files import MOST_JSON, canonical_json, parse_json, read_bounded
 
 TokenizerKind = Literal["char", "bytes", "gpt2", "huggingface", "model", "ids"]
 UnknownPolicy = Literal["error", "drop", "replace"]
@@ -66,7 +66,7 @@ _CUT_MARK, _END_MARK = "\x02", "\x03"
 
 _INTACT = "give a tokenizer.json that is intact"
 _LARGEST_VOCAB = 2**24  # as model.vocab
-# A confined tokenizer has this much processor time for a request, and a second more for so many characters.
+# A confined tokenizer has this much processor time for a request, and 1 s more for every 50,000 characters.
 _SECONDS, _CHARACTERS_A_SECOND = 10.0, 50_000
 _ANOTHER_TEXT = "remove such text, or use another tokenizer"
 _SEGMENT = 2**18
@@ -621,10 +621,11 @@ def try_out(content: dict[str, Any]) -> str | None:
     """Refuses a `tokenizer.json` of somebody else that is unusable, as a `ValueError`: the library ends the whole
     process on some. Returns the token that its post-processor puts before a text, if there is one."""
     try:
-        written = json.dumps({**content, "truncation": None, "padding": None})
-        if len(written) > MOST_JSON:  # a dataset or a checkpoint with it could not be opened again
-            raise ValueError(f"it has {len(written):,} bytes with all escapes, and the limit is {MOST_JSON:,}")
-        told, value = child().ask({"try": written})
+        plain = {**content, "truncation": None, "padding": None}
+        size = len(canonical_json({"kind": "model", "content": plain}))
+        if size > MOST_JSON:  # a dataset or a checkpoint with it could not be opened again
+            raise ValueError(f"it has {size:,} bytes as a checkpoint stores it, and the limit is {MOST_JSON:,}")
+        told, value = child().ask({"try": json.dumps(plain)})
     except Exceeded as error:
         raise ValueError(f"it {error}") from error
     except RecursionError as error:

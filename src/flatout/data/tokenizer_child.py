@@ -1,7 +1,7 @@
 """A tokenizer.json of somebody else, where nothing is lost: the library ends the whole process on some.
 
 This is what runs in the child process of `confined`. `tokenizer.try_out` has a file loaded and used on a few texts, and
-`tokenizer.Confined` has texts encoded and ids decoded by a file that may not run elsewhere (`tokenizer_parts`).
+`tokenizer._Confined` has texts encoded and ids decoded by a file that may not run elsewhere (`tokenizer_parts`).
 """
 
 import base64

@@ -25,7 +25,7 @@ from flatout.config.usual import found_by_range_test
 from flatout.corpus.document import Row
 from flatout.corpus.readers import read_rows
 from flatout.corpus.sources import find_files
-from flatout.data.make_samples import many, row_files
+from flatout.data.make_samples import row_files
 from flatout.data.sample_counts import ADVICE, count_told
 from flatout.data.sample_data import SampleData
 from flatout.data.training_data import DataFacts
@@ -40,7 +40,7 @@ from flatout.engine.length import steps_of, too_few_steps
 from flatout.engine.opening import described_config, open_sample_data, sample_limit, sample_tokens, why_samples_are_made
 from flatout.engine.run_folder import is_checkpoint
 from flatout.engine.trained import adapter_plan, checkpoint_size, trained_count
-from flatout.errors import UserError
+from flatout.errors import UserError, many
 from flatout.model.adapter_targets import choose, needless_rank, targets_of
 from flatout.model.count import parameter_count
 from flatout.model.gpt import empty_model

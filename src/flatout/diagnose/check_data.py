@@ -47,7 +47,7 @@ from flatout.data.tokenizer import (
 from flatout.data.train_tokenizer import train_bpe
 from flatout.diagnose.check_environment import check_packages, source_paths
 from flatout.diagnose.doctor import Check, DataFacts, Finding, Machine, finding_of
-from flatout.errors import ConfigError, UserError
+from flatout.errors import ConfigError, UserError, many
 
 _check = functools.partial(Check, "data")
 
@@ -111,13 +111,13 @@ def _prepared(config: RunConfig, folder: Path) -> Looking:
         if report["passed_over"]:
             total = report["files"] + sum(report["passed_over"].values())
             yield _check("passed over").note(
-                f"it was prepared from {report['files']:,} of {total:,} files; passed over "
+                f"it was prepared from {report['files']:,} of {many(total, 'file')}; passed over "
                 f"{told_by_type(report['passed_over'])}",
                 _advice(config, report["passed_over"]),
             )
         if report["problem_count"]:
             yield _check("losses").note(
-                f"{report['damaged']:,} of {report['records']:,} records of the source could not be used",
+                f"{report['damaged']:,} of {many(report['records'], 'record')} of the source could not be used",
                 f"They are listed in {folder / 'problems.jsonl'}; the dataset holds the rest.",
             )
     except UserError as error:

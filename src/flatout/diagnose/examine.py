@@ -115,6 +115,7 @@ class _Visit:
         self.target, self.overrides, self.quick, self.progress = target, overrides, quick, progress
         self.size = size
         self.loaded, self.complaints = _load(target, overrides, None if hardware == "auto" else hardware, size)
+        self.on_prepared: tuple[str, ...] = ()
         self.chat: LoadedConfig | None = None
         if self.loaded is not None and self.loaded.config.chat.source is not None:
             # The model is that of another folder, and the data are samples: other checks would be of something else.
@@ -227,7 +228,9 @@ class _Visit:
             hosts = 1 if self.several is None else self.several.hosts
 
             with contextlib.suppress(UserError):  # which looking at the data meets again, and tells
+                before = len(loaded.notices)
                 self.loaded = loaded = as_prepared(loaded)
+                self.on_prepared = loaded.notices[before:]
 
             def look() -> Iterator[Finding]:
                 self.data = yield from look_at_data(loaded.config, machine, named, quick=self.quick)
@@ -270,7 +273,7 @@ class _Visit:
             yield from guarded("data", "on all ranks", lambda: check_rank_data(meeting, config))
         yield from self.complaints
         for notice in loaded.notices:
-            yield Check("config", "preset").note(notice)
+            yield Check("config", "as prepared" if notice in self.on_prepared else "preset").note(notice)
         yield from (
             one for one in self.switches if not (self.package_missing and one.found.endswith("is not installed"))
         )

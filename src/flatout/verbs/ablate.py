@@ -43,9 +43,13 @@ def ablate(words: list[str]) -> int:
     line, place, result = Line(), (0, 0), None
     asked: dict[str, Any] = {"fields": fields, "seeds": parsed.seeds, "equal": parsed.equal, "folder": folder}
 
+    noticed: set[str] = set()
+
     def notice(message: str) -> None:
-        line.close()
-        print(f"note: {message}", file=sys.stderr)
+        if message not in noticed:  # what was measured is read once more at the end
+            noticed.add(message)
+            line.close()
+            print(f"note: {message}", file=sys.stderr)
 
     def progress(number: int, total: int, job: str, record: Any) -> None:
         nonlocal place

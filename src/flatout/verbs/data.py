@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.errors import DataError, UsageError
+from flatout.errors import DataError, UsageError, many
 from flatout.files import check_folder_writable, check_replaceable, disk_errors
 from flatout.verbs.measuring import add_overwrite, picture_target
 from flatout.words import Parser, add_config, choose_action, load_pretraining, quoted
@@ -73,7 +73,7 @@ def prepare(words: list[str]) -> int:
     else:
         for line in _lines(facts, seconds if fresh else None):
             print(line)
-    return _tell_problems(folder, facts["report"])
+    return _tell_problems(folder, config, facts["report"])
 
 
 def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | None) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
         rate = f", {report['input_bytes'] / 1e6:,.1f} MB in {seconds:.1f} s" if seconds is not None else ""
         dropped = dict(report["dropped"])
         read = report["records"] - dropped.pop("limit", 0)  # counted as dropped in older datasets
-        yield f"kept {kept:,} of {read:,} records from {report['files']:,} files{rate}"
+        yield f"kept {kept:,} of {many(read, 'record')} from {many(report['files'], 'file')}{rate}"
         if facts["limits"]:
             told = " and ".join(f"data.{name}={value}" for name, value in facts["limits"].items())
             yield f"of each source its beginning was taken, up to {told}; the rest is left out and not counted"
@@ -127,7 +127,7 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
             reasons = sorted(dropped.items(), key=lambda pair: (-pair[1], pair[0]))
             yield "dropped " + ", ".join(f"{count:,} {reason}" for reason, count in reasons)
         if report["replaced_characters"]:
-            yield f"replaced {report['replaced_characters']:,} invalid byte sequences by U+FFFD"
+            yield f"replaced {many(report['replaced_characters'], 'invalid byte sequence')} by U+FFFD"
         if report["passed_over"]:
             others = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(report["passed_over"].items()))
             yield f"passed over: {others}"
@@ -137,8 +137,8 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
         yield f"windows of {facts['context']:,} tokens are fitted to whole documents when training starts"
     elif facts["remainder"] is not None:
         yield (
-            f"{facts['windows']:,} windows of {facts['context']:,} tokens an epoch; "
-            f"{facts['remainder']:,} tokens at the end fill no window"
+            f"{many(facts['windows'], 'window')} of {facts['context']:,} tokens an epoch; "
+            f"{many(facts['remainder'], 'token')} at the end {'fills' if facts['remainder'] == 1 else 'fill'} no window"
         )
     if (long := facts["long_documents"]) is not None:
         count, share = long["documents"], long["tokens"] / max(facts["train_tokens"], 1)
@@ -151,7 +151,7 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
         yield f"too short for one window of {facts['context']:,} tokens: set a smaller model.context to train on it"
 
 
-def _tell_problems(folder: Path, report: dict[str, Any] | None) -> int:
+def _tell_problems(folder: Path, config: "RunConfig", report: dict[str, Any] | None) -> int:
     if report is None or not report["problem_count"]:
         return 0
     from flatout.data.prepare import check_complete, read_causes
@@ -162,8 +162,8 @@ def _tell_problems(folder: Path, report: dict[str, Any] | None) -> int:
         print(one_line(f"problem: {cause.told}"), file=sys.stderr)
     if rest := causes[_MOST_LISTED:]:
         files, records = len({cause.first.file for cause in rest}), sum(cause.records for cause in rest)
-        print(f"problem: ... and {records:,} more records of {files:,} files", file=sys.stderr)
-    check_complete(folder)
+        print(f"problem: ... and {many(records, 'more record')} of {many(files, 'file')}", file=sys.stderr)
+    check_complete(config.data, config.clean)
     return 0
 
 
@@ -217,7 +217,8 @@ def _verify(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps({"folder": parsed.folder, "fingerprint": manifest.fingerprint, "bytes": size, "good": True}))
     else:
-        print(f"{parsed.folder}: {len(manifest.files)} files, {size / 1e6:,.1f} MB, every byte, id and offset is right")
+        files = many(len(manifest.files), "file")
+        print(f"{parsed.folder}: {files}, {size / 1e6:,.1f} MB, every byte, id and offset is right")
     return 0
 
 
@@ -299,8 +300,9 @@ def _texts(config: "RunConfig") -> Iterator[str]:
             yield item.text
     if problems:
         causes, field = causes_of(problems), config.data.field
+        lost = many(sum(cause.records for cause in causes), "record")
         raise DataError(
-            f"{sum(cause.records for cause in causes):,} records of the source could not be read: {causes[0].told}",
+            f"{lost} of the source could not be read: {causes[0].told}",
             f"{mend_of(causes, [field] if isinstance(field, str) else field)}; `flatout prepare` lists them all",
         )
 

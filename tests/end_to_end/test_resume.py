@@ -293,6 +293,14 @@ def test_a_second_process_is_refused(tiny):
     list(flatout.train(tiny("train.steps=2", "output.folder=locked"), resume="auto"))
 
 
+def test_a_dead_run_without_a_checkpoint_is_not_said_to_be_running(tiny, tmp_path: Path):
+    (tmp_path / "dead").mkdir()
+    (tmp_path / "dead/run.lock").write_bytes(b"run of flatout, held by pid 999999 on oldhost\n")
+    for config in (tiny("train.steps=2"), None):  # with a config, the lock is held while checkpoints are looked for
+        with pytest.raises(CheckpointError, match="dead holds no checkpoint"):
+            next(flatout.train(config, resume=tmp_path / "dead"))
+
+
 def test_a_run_that_stopped_early_stays_stopped_until_given_more_patience(tiny):
     words = ["train.steps=60", "eval.every=2", "eval.min_delta=100.0", "output.folder=early"]
     *_, end = flatout.train(tiny(*words, "eval.patience=2"))

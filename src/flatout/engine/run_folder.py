@@ -37,7 +37,7 @@ from flatout.engine.run_files import BEST, MANIFEST, OWN_NAMES, list_checkpoints
 from flatout.errors import CheckpointError, ResourceError, UsageError
 from flatout.files import FULL, disk_errors, parse_json, sync_folder
 from flatout.folders import make_folders, remove_empty, sweep
-from flatout.lock import LOCK, LOCK_MARK, owner_of, sign
+from flatout.lock import LOCK, LOCK_MARK, is_held, owner_of, sign
 
 RUNS = Path("runs")
 
@@ -105,19 +105,20 @@ def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def checkpoint_to_load(path: Path, *, best: bool = False) -> Path:
+def checkpoint_to_load(path: Path, *, best: bool = False, locked: bool = False) -> Path:
     """The checkpoint that a run folder or checkpoint folder names: the best, or else the newest.
 
-    One whose loss was found not to be finite is passed over, as long as there is another.
+    One whose loss was found not to be finite is passed over, as long as there is another. `locked` says that this
+    process holds the run's lock, so that no other one trains it.
     """
     _check_folder(path)
     if is_checkpoint(path):
         return path
     found = dict(list_checkpoints(checkpoints_of(path)))
     if not found:
-        if _is_held(path / LOCK):
+        if not locked and is_held(path / LOCK):
             raise CheckpointError(
-                f"{path} is being trained ({owner_of(path / LOCK)}) and has no checkpoint yet",
+                f"{path} is being trained ({owner_of(path / LOCK) or 'unknown'}) and has no checkpoint yet",
                 f"wait for its first one; `flatout watch {shlex.quote(str(path))}` shows how far it is",
             )
         begun = (path / "metrics.jsonl").is_file()
@@ -192,7 +193,7 @@ def find_resume_point(run: Path, resume: str | None) -> tuple[Path | None, list[
         return None, []
     if resume == "auto":
         return newest_good(checkpoints_of(run))
-    chosen = checkpoint_to_load(Path(resume))
+    chosen = checkpoint_to_load(Path(resume), locked=True)
     verify_checkpoint(chosen)
     return chosen, []
 
@@ -300,20 +301,6 @@ def _take_lock(handle: int, run: Path, *, created: bool) -> None:
             "wait for it to end, stop it, or set output.folder to another folder; `flatout watch "
             f"{shlex.quote(str(run))}` shows how far it is",
         )
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether a process works on a run."""
-    try:
-        handle = os.open(lock, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        return not _try_lock(handle)
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
 
 
 def _try_lock(handle: int) -> bool:

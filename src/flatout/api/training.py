@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from flatout.api.configs import Config, plain, stored_config, with_sources
-from flatout.api.resuming import Origin, check_resumed, check_shape, find_origin, own_settings
+from flatout.api.resuming import Origin, check_resumed, check_shape, check_stays, find_origin, own_settings
 from flatout.config.alike import shared_settings
 from flatout.config.load import LoadedConfig, load_config, show
-from flatout.config.schema import RunConfig
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
 from flatout.data.prepare import as_prepared, prepare_data
@@ -190,7 +189,7 @@ def _train(
     waits = {"join": settings.parallel.join, "timeout": settings.parallel.timeout}
     meeting = joined(found, settings.speed.device, **waits, settings=shared_settings(config))
     with meeting as world, contextlib.ExitStack() as held:
-        origin, lock = _found(settings, resume, world, held, None if found is None else found.folder)
+        origin, lock = _found(config, resume, world, held, None if found is None else found.folder)
         config = settled(config, origin.checkpoint, progress, arrays, world)
         run = _set_up(config, origin, progress, arrays, given, world)
         limit = None if found is None or found.attempt is None else found.attempt.micro_batch
@@ -236,18 +235,21 @@ def _first_loss(metrics: Path) -> float | None:
 
 
 def _found(
-    settings: RunConfig, resume: str | None, world: World, held: contextlib.ExitStack, chosen: Path | None
+    config: Config, resume: str | None, world: World, held: contextlib.ExitStack, chosen: Path | None
 ) -> tuple[Origin, RunLock | None]:
     """What the run begins from, and the lock on its folder, which the first process holds.
 
     `chosen` is the folder that an earlier attempt of the launcher has chosen.
     """
     lock = origin = point = None
+    settings, by_path = plain(config), resume not in (None, "auto")
     with world.together():
         check_trackers(settings.output.trackers)
         if world.first:
             folder = chosen or choose_folder(settings.output, resume)
-            lock = held.enter_context(run_lock(folder))
+            if by_path:
+                check_stays(config, folder)
+            lock = held.enter_context(run_lock(folder, movable=not by_path))
             check_own(folder)
             origin = find_origin(folder, resume)
             point = None if origin.checkpoint is None else str(origin.checkpoint.path)

@@ -243,8 +243,11 @@ class RunLock:
 
 
 @contextlib.contextmanager
-def run_lock(run: Path) -> Iterator[RunLock]:
-    """Holds the folder against a second process. The operating system frees it however the holder dies."""
+def run_lock(run: Path, *, movable: bool = True) -> Iterator[RunLock]:
+    """Holds the folder against a second process. The operating system frees it however the holder dies.
+
+    `movable` says that output.folder could name another folder, as it cannot for a run that is resumed by its path.
+    """
     for place in (run, *run.parents):
         if place.exists() and not place.is_dir():
             what = "it is a file" if place == run else f"{place} is a file"
@@ -256,7 +259,7 @@ def run_lock(run: Path) -> Iterator[RunLock]:
         with disk_errors(f"run folder {run}", safe=""):
             handle, created = _open_lock(run / LOCK)
         try:
-            _take_lock(handle, run, created=created)
+            _take_lock(handle, run, created=created, movable=movable)
             lock = RunLock(run, handle, created=created)
             try:
                 yield lock
@@ -282,7 +285,7 @@ def _open_lock(path: Path) -> tuple[int, bool]:
     return os.open(path, flags), False
 
 
-def _take_lock(handle: int, run: Path, *, created: bool) -> None:
+def _take_lock(handle: int, run: Path, *, created: bool, movable: bool) -> None:
     try:
         # A process that was refused removes its lock file again: then the file that we hold is no longer the lock.
         held = _try_lock(handle) and os.path.samestat(os.fstat(handle), os.stat(run / LOCK))
@@ -298,8 +301,8 @@ def _take_lock(handle: int, run: Path, *, created: bool) -> None:
     if not held:
         raise UsageError(
             f"{run} is in use by another process ({owner_of(run / LOCK) or 'unknown'})",
-            "wait for it to end, stop it, or set output.folder to another folder; `flatout watch "
-            f"{shlex.quote(str(run))}` shows how far it is",
+            f"wait for it to end{', stop it, or set output.folder to another folder' if movable else ' or stop it'}; "
+            f"`flatout watch {shlex.quote(str(run))}` shows how far it is",
         )
 
 

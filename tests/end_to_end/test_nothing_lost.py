@@ -69,6 +69,16 @@ def test_a_run_beside_a_users_files_touches_none_of_them(tiny, tmp_path):
     assert [step for step, _ in list_checkpoints(Path("proj/checkpoints"))] == [8]
 
 
+def test_a_run_that_fails_after_it_was_accepted_leaves_no_folder(tiny, tmp_path, monkeypatch):
+    def failing(*_):
+        raise ResourceError("the disk fails", "use another")
+
+    monkeypatch.setattr("flatout.api.training._mark_base", failing)
+    with pytest.raises(ResourceError, match="the disk fails"):
+        next(flatout.train(tiny("output.folder=out/new")))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "best.json"])
 @pytest.mark.parametrize("resume", [None, "auto"])
 def test_files_that_no_run_wrote_are_not_written_over(tiny, tmp_path, name, resume):

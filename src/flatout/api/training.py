@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from flatout.api.configs import Config, plain, stored_config, with_sources
+from flatout.api.configs import Config, plain, stored_config
 from flatout.api.resuming import Origin, check_resumed, check_shape, check_stays, find_origin, own_settings
 from flatout.config.alike import shared_settings
 from flatout.config.load import LoadedConfig, load_config, show
@@ -69,9 +69,12 @@ def prepare(
 
     Input that cannot be used is left out and listed in problems.jsonl there.
     """
-    loaded = config or load_config()
-    loaded = loaded if isinstance(loaded, LoadedConfig) else with_sources(loaded)
-    wanted = (loaded if overwrite else as_prepared(loaded)).config
+    config = config or load_config()
+    if isinstance(config, LoadedConfig) and not overwrite:
+        told, config = len(config.notices), as_prepared(config)
+        for notice in config.notices[told:]:
+            logging.getLogger("flatout").warning("%s", notice)
+    wanted = plain(config)
     return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers, engine=engine)[0]
 
 
@@ -313,17 +316,18 @@ def _accepted(
     notices = check_resumed(run, origin)
     if done:
         notices.clear()  # settings that are other than the run's change nothing any more
-    one = checkpoint_size(run.trained.count, run.config, run.speed)
-    check_disk(origin.folder, one, run.config.checkpoint.keep + 2)
+    size = checkpoint_size(run.trained.count, run.config, run.speed)
+    check_disk(origin.folder, size, run.config.checkpoint.keep + 2)
     place, checkpoint = origin.folder, origin.checkpoint
     room = functools.partial(_room, run=run, step=origin.step, early=early, what=f"files of {place}")
-    if not done or origin.unusable:
-        yield from room(lock.accept)
-    for number, unusable in enumerate(origin.unusable):
-        notices.insert(number, (yield from room(functools.partial(set_unusable_aside, unusable))))
-    if checkpoint is not None and origin.asked != "auto" and not done:
-        yield from room(lambda: set_later_aside(place, checkpoint, notices.append))
-    return [*notices, *(yield from room(lambda: list(_mark_base(run, place))))]
+    with _undone_before_the_first_step(lock, origin):
+        if not done or origin.unusable:
+            yield from room(lock.accept)
+        for number, unusable in enumerate(origin.unusable):
+            notices.insert(number, (yield from room(functools.partial(set_unusable_aside, unusable))))
+        if checkpoint is not None and origin.asked != "auto" and not done:
+            yield from room(lambda: set_later_aside(place, checkpoint, notices.append))
+        return [*notices, *(yield from room(lambda: list(_mark_base(run, place))))]
 
 
 @contextlib.contextmanager

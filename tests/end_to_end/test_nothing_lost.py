@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import gc
 import itertools
+import json
 import math
 import os
 import shlex
@@ -162,6 +163,14 @@ def test_a_damaged_pointer_to_the_best_chooses_no_other_weights(tiny, tmp_path, 
         verdict.write_bytes(kept[:-3])
         assert flatout.load_model("run").step == 2
         verdict.write_bytes(kept)
+
+
+def test_a_run_without_a_best_step_leaves_no_older_pointer_to_one(tmp_path):
+    boundary.write_best(tmp_path, None, None)
+    assert not (tmp_path / "best.json").exists()
+    (tmp_path / "best.json").write_bytes(b'{"step": 4, "loss": 1.0}')  # without a seal
+    boundary.write_best(tmp_path, None, None)
+    assert json.loads((tmp_path / "best.json").read_bytes())["step"] is None
 
 
 def test_setting_aside_takes_no_name_that_is_taken(tiny, tmp_path):

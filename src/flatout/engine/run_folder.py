@@ -147,7 +147,7 @@ def read_best(run: Path) -> int | None:
     if stored is not None and stored[1] in found and read_verdict(found[stored[1]]) is None:
         claims.append(stored)
     _, step = min((claim for claim in claims if claim is not None and claim[1] in found), default=(0.0, None))
-    named = _named_in(_raw_best(run))
+    named = named_best(run)
     # A best step that was not saved is no mistake, and neither is a file that is missing.
     if step is not None and named != step and (named in found or (named is None and (run / BEST).exists())):
         logging.getLogger("flatout").warning(
@@ -173,10 +173,10 @@ def _raw_best(run: Path) -> bytes:
     return b""
 
 
-def _named_in(raw: bytes) -> int | None:
-    """The step that the content of a `best.json` names, with a seal or without."""
+def named_best(run: Path) -> int | None:
+    """The step that a run's `best.json` names, with a seal or without."""
     try:
-        content = parse_json(raw)
+        content = parse_json(_raw_best(run))
     except ValueError:
         return None
     step = content.get("step") if isinstance(content, dict) else None

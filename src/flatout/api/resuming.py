@@ -168,7 +168,14 @@ def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
 
 
 def _change(path: str, before: Any, after: Any) -> str:
+    if path == "train.minutes":  # a sum of measured times and what was asked for, as --minutes makes it
+        before, after = (_rounded(minutes) for minutes in (before, after))
     return f"{path} was {format_value(before)}, is now {format_value(after)}"
+
+
+def _rounded(minutes: Any) -> Any:
+    is_long = isinstance(minutes, float) and len(repr(minutes)) > 8
+    return float(f"{minutes:.3g}") if is_long else minutes
 
 
 def check_shape(config: RunConfig, checkpoint: Checkpoint, folder: Path) -> None:

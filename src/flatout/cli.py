@@ -8,6 +8,7 @@ and every mistake answer at once; a mistake is one `error:` line and one `hint:`
 
 import difflib
 import errno
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 
@@ -114,8 +115,9 @@ def _dispatch(words: list[str]) -> int:
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.6)
         near = [f"config {verb}"] if verb in config.CONFIG_ACTIONS else near
-        near = [ELSEWHERE_CALLED[verb]] if verb in ELSEWHERE_CALLED else near
+        near = [ELSEWHERE_CALLED[verb].replace("RUN", _newest_run())] if verb in ELSEWHERE_CALLED else near
         hint = f"did you mean `flatout {near[0]}`?" if near else "see `flatout --help` for the verbs"
+        hint = f"there is no server; {hint}" if verb in ("serve", "server") else hint
         raise UsageError(f"unknown verb {quoted(verb)}", hint)
     if verb in ("ablate", "bench", "tune", "estimate"):
         check_one_process(verb)
@@ -123,6 +125,16 @@ def _dispatch(words: list[str]) -> int:
         return VERBS[verb][0](rest)
     except SystemExit as stop:  # argparse leaves this way after printing help
         return int(stop.code or 0)
+
+
+def _newest_run() -> str:
+    """The newest run as a word of a command; RUN where there is none."""
+    from flatout.observe.live.follow import find_run  # here: other commands do without
+
+    try:
+        return shlex.quote(str(find_run(None)))
+    except (UserError, OSError):
+        return "RUN"
 
 
 # Every verb: its function, and what `flatout --help` says of it. Those without words it leaves out.

@@ -163,7 +163,7 @@ class Child:
                 self._late = True
                 process.kill()
                 return
-            if self._lock.acquire(blocking=False):  # nobody asks it anything
+            if self._lock.acquire(blocking=False):  # no request is running
                 try:
                     if self._process is process and time.monotonic() > self._used + _IDLE:
                         self._kill()

@@ -71,6 +71,13 @@ def read_bounded(path: Path, most: int = MOST_JSON) -> bytes:
         return content
 
 
+def reading_hint(error: OSError) -> str:
+    """What to do about a file that could not be read."""
+    if error.errno in (errno.EFBIG, errno.EINVAL):  # by `read_bounded`: it is there, and not what it should be
+        return "fetch the folder again, or name another one"
+    return CHECK_ACCESS
+
+
 def leads_outside(path: Path, folder: Path) -> bool:
     """Whether a file of `folder` is in truth somewhere else, by a link.
 

@@ -101,6 +101,14 @@ def test_mistakes_get_two_lines_without_torch(words):
     assert output == ""
 
 
+def test_a_verb_of_other_programs_names_the_newest_run(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/my run").mkdir(parents=True)
+    (tmp_path / "runs/my run/metrics.jsonl").touch()
+    assert cli.main(["infer"]) == 2
+    assert "`flatout generate 'runs/my run' --interactive`" in capsys.readouterr().err
+
+
 def test_suggestions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)
     for words, suggestion in [
@@ -113,7 +121,7 @@ def test_suggestions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         (["train", "a", "--config", "b"], "leave one of them out"),
         (["train", "--preset", "gpt2-124m"], "without the option: `flatout train gpt2-124m`"),
         (["train", "gpt2"], "did you mean gpt2-124m or"),
-        (["serve"], "`flatout generate RUN --interactive`"),
+        (["serve"], "there is no server; did you mean `flatout generate RUN --interactive`?"),
         (["train", "data.fields=content"], "did you mean data.field?"),
         (["train", "data=my.txt"], "did you mean data.source?"),
         (["train", "batch_size=4"], "did you mean train.batch_tokens? it counts tokens, not samples"),

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,10 @@ from tests.disk import snapshot
 from tests.end_to_end.test_finetune_folders import PRETRAIN, QUIET
 from tests.full_disk import Disk
 
-pytestmark = pytest.mark.usefixtures("children_stay")
+pytestmark = [
+    pytest.mark.usefixtures("children_stay"),
+    pytest.mark.skipif(sys.platform != "linux", reason="which files are open is read from /proc"),
+]
 
 ROOT = Path(__file__).parents[2]
 RUN = "disk/run"

@@ -19,7 +19,6 @@ from tests.nasty_inputs import TRAIN, TUNE, Kit, make_kit
 SECONDS, PATIENCE = 30, 300
 MEMORY = 2 * 10**9
 CODES = {0, 2, 3, 4, 5}
-_TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +71,15 @@ def _tree(pid: int) -> list[int]:
 def _used(pid: int) -> tuple[float, int]:
     """Processor time, and memory of its own: not what it shares with the process that it was forked from."""
     seconds, memory = 0.0, 0
+    ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")  # here: Windows has no sysconf
     for process in _tree(pid):
         try:
             fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
             resident, shared = map(int, Path(f"/proc/{process}/statm").read_text().split()[1:3])
         except OSError:
             continue
-        seconds += sum(map(int, fields[11:15])) / _TICKS
-        memory += (resident - shared) * _PAGE
+        seconds += sum(map(int, fields[11:15])) / ticks
+        memory += (resident - shared) * page
     return seconds, memory
 
 

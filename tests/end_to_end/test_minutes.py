@@ -49,6 +49,8 @@ def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(
     point, words = flatout.more_minutes(info.folder, 0.01)
     assert point == kept[state["cooldown_step"]]
     more = list(flatout.train(flatout.stored_config(point, words), resume=point))
+    told = next(record.message for record in more if "train.minutes was" in getattr(record, "message", ""))
+    assert len(told.rpartition(" ")[2].replace(".", "").lstrip("0")) <= 3, told
     went_on = [record for record in more if isinstance(record, StepRecord)]
     assert went_on[0].step == state["cooldown_step"] + 1
     assert went_on[-1].learning_rate < went_on[0].learning_rate

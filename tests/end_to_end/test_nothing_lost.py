@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import gc
 import itertools
+import json
 import math
 import os
 import shlex
@@ -67,6 +68,16 @@ def test_a_run_beside_a_users_files_touches_none_of_them(tiny, tmp_path):
     after = snapshot(tmp_path)
     assert {name: after.get(name) for name in before} == before
     assert [step for step, _ in list_checkpoints(Path("proj/checkpoints"))] == [8]
+
+
+def test_a_run_that_fails_after_it_was_accepted_leaves_no_folder(tiny, tmp_path, monkeypatch):
+    def failing(*_):
+        raise ResourceError("the disk fails", "use another")
+
+    monkeypatch.setattr("flatout.api.training._mark_base", failing)
+    with pytest.raises(ResourceError, match="the disk fails"):
+        next(flatout.train(tiny("output.folder=out/new")))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "best.json"])
@@ -152,6 +163,14 @@ def test_a_damaged_pointer_to_the_best_chooses_no_other_weights(tiny, tmp_path, 
         verdict.write_bytes(kept[:-3])
         assert flatout.load_model("run").step == 2
         verdict.write_bytes(kept)
+
+
+def test_a_run_without_a_best_step_leaves_no_older_pointer_to_one(tmp_path):
+    boundary.write_best(tmp_path, None, None)
+    assert not (tmp_path / "best.json").exists()
+    (tmp_path / "best.json").write_bytes(b'{"step": 4, "loss": 1.0}')  # without a seal
+    boundary.write_best(tmp_path, None, None)
+    assert json.loads((tmp_path / "best.json").read_bytes())["step"] is None
 
 
 def test_setting_aside_takes_no_name_that_is_taken(tiny, tmp_path):

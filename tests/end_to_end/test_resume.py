@@ -289,8 +289,23 @@ def test_a_second_process_is_refused(tiny):
         next(flatout.train(tiny("train.steps=2", "output.folder=locked"), resume="auto"))
     with pytest.raises(CheckpointError, match=rf"being trained \(pid {os.getpid()} on .*\) and has no checkpoint yet"):
         next(flatout.train(resume="locked"))
+    with pytest.raises(UsageError, match="in use by another process") as refused:
+        next(flatout.train(tiny("train.steps=2"), resume="locked"))
+    assert "output.folder" not in refused.value.hint, "it does not move a run that is resumed by its path"
     run.close()
     list(flatout.train(tiny("train.steps=2", "output.folder=locked"), resume="auto"))
+    for word in ("output.folder=other", "output.name=other"):
+        with pytest.raises(UsageError, match=f"{word} is not the run that is resumed, locked") as refused:
+            next(flatout.train(flatout.stored_config("locked", [word]), resume="locked"))
+        assert "model.init_from=locked" in refused.value.hint
+
+
+def test_a_dead_run_without_a_checkpoint_is_not_said_to_be_running(tiny, tmp_path: Path):
+    (tmp_path / "dead").mkdir()
+    (tmp_path / "dead/run.lock").write_bytes(b"run of flatout, held by pid 999999 on oldhost\n")
+    for config in (tiny("train.steps=2"), None):  # with a config, the lock is held while checkpoints are looked for
+        with pytest.raises(CheckpointError, match="dead holds no checkpoint"):
+            next(flatout.train(config, resume=tmp_path / "dead"))
 
 
 def test_a_run_that_stopped_early_stays_stopped_until_given_more_patience(tiny):

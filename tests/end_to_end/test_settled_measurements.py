@@ -14,7 +14,7 @@ from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
 from flatout.diagnose import check_fit
 from flatout.engine.setup import setup_run
-from flatout.errors import UsageError
+from flatout.errors import DataError, UsageError
 from flatout.records import RunInfo
 from flatout.tuning import many_gpus
 from flatout.tuning.practice_samples import practice_config
@@ -169,6 +169,15 @@ def test_every_verb_uses_data_as_it_was_prepared(
         else:
             assert data.folder == "data/rows-bytes", "the shards are measured on as they are"
     assert Path("data/rows-bytes/manifest.json").read_bytes() == before
+
+
+def test_prepare_in_python_logs_what_it_takes_over(rows: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    loaded = flatout.load_config(rows[0], rows[1:])
+    assert flatout.prepare(loaded) == Path("data/rows-bytes")
+    assert "was prepared with" in caplog.text
+    for use in (flatout.prepare, lambda config: list(flatout.train(config))):
+        with pytest.raises(DataError, match="was prepared with"):  # a plain config says what every setting is
+            use(loaded.config)
 
 
 def test_what_a_user_writes_against_how_data_was_prepared_is_refused(

@@ -25,7 +25,10 @@ def run_with_data(folder: Path) -> Path:
         NoticeRecord(step=1, message=f"read {Path.home()}/texts/a.txt with token={key}"),
     ]
     write_run(folder, records)
-    texts = "  document_start: private mark\neval:\n  sample_prompt: 'private\n\n    prompt'\n  tokens: 3\n"
+    texts = (
+        "  document_start: private mark\n  val_source: [{path: a.txt, document_start: private mark}]\n"
+        "eval:\n  sample_prompt: 'private\n\n    prompt'\n  tokens: 3\n"
+    )
     (folder / "config.yaml").write_text(f"data:\n  source: {Path.home()}/texts\n{texts}", encoding="utf-8")
     return folder
 
@@ -46,8 +49,11 @@ def test_a_bundle_holds_the_run_and_none_of_its_data(tmp_path: Path, monkeypatch
     whole = "".join(found.values())
     for secret in ("private", "hf_a1", str(tmp_path / "home")):
         assert secret not in whole, secret
-    left_out = "  document_start: (left out)\neval:\n  sample_prompt: (left out)\n  tokens: 3\n"
-    assert found["config.yaml"] == f"data:\n  source: ~/texts\n{left_out}"
+    left_out = (
+        '  document_start: "(left out)"\n  val_source: [{path: a.txt, document_start: "(left out)"}]\n'
+        'eval:\n  sample_prompt: "(left out)"\n  tokens: 3\n'
+    )
+    assert found["config.yaml"] == f'data:\n  source: "~/texts"\n{left_out}'
     kinds = [json.loads(line)["type"] for line in found["metrics.jsonl"].splitlines()]
     assert kinds == ["run", "step", "sample", "notice"]
     assert "metrics.jsonl" in found["files.txt"]

@@ -197,7 +197,7 @@ def test_who_works_there(tmp_path: Path):
 
 
 def test_the_lock_is_seen_without_the_list_of_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(following, "_listed", lambda _status: False)
+    monkeypatch.setattr("flatout.lock._listed", lambda _status: False)
     with locked(tmp_path):
         assert run_state(tmp_path) == "running"
     assert run_state(tmp_path) == "ended"

@@ -241,8 +241,9 @@ def test_json_that_is_too_large_or_a_pipe_is_refused_before_it_is_read(name, tmp
     if name in ("config.json", "adapter_config.json"):
         (folder / name).unlink()
         os.mkfifo(folder / name)
-        with pytest.raises(UserError, match=rf"{name} cannot be read: it is not a plain file"):
+        with pytest.raises(UserError, match=rf"{name} cannot be read: it is not a plain file") as refused:
             read[name](folder)
+        assert refused.value.hint == "fetch the folder again, or name another one"
 
 
 def test_numbers_of_a_billion_are_refused_by_their_key(tmp_path):

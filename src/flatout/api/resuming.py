@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.config.load import resolve_from_mapping
+from flatout.api.configs import Config
+from flatout.config.load import LoadedConfig, resolve_from_mapping
 from flatout.config.schema import RunConfig
 from flatout.config.training_sections import LENGTHS
 from flatout.config.yaml_loader import format_value
@@ -54,6 +55,26 @@ def find_origin(folder: Path, resume: str | None) -> Origin:
     point, unusable = find_resume_point(folder, resume)
     checkpoint = None if point is None else read_checkpoint(point, verified=True)
     return Origin(folder=folder, asked=resume, unusable=unusable, checkpoint=checkpoint)
+
+
+def check_stays(config: Config, folder: Path) -> None:
+    """Refuses a command that resumes the run in `folder` and names another folder for it.
+
+    A config file may name one: it may be that of a run which was moved.
+    """
+    if not isinstance(config, LoadedConfig):
+        return
+    typed = {path for path, source in config.sources.items() if source.kind == "override"}
+    output = config.config.output
+    elsewhere = output.folder is not None and Path(output.folder).resolve() != folder.resolve()
+    renamed = "output.folder" not in typed and folder.resolve().name.partition("+")[0] != output.name
+    for path, other in {"output.folder": elsewhere, "output.name": renamed}.items():
+        if path in typed and other:
+            raise UsageError(
+                f"{path}={getattr(output, path.partition('.')[2])} is not the run that is resumed, {folder}",
+                f"a resumed run stays in its folder: leave {path} out; to branch off, start a new run with "
+                f"model.init_from={shlex.quote(str(folder))}",
+            )
 
 
 def more_minutes(path: str | Path, minutes: float) -> tuple[Path, list[str]]:
@@ -147,7 +168,14 @@ def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
 
 
 def _change(path: str, before: Any, after: Any) -> str:
+    if path == "train.minutes":  # a sum of measured times and what was asked for, as --minutes makes it
+        before, after = (_rounded(minutes) for minutes in (before, after))
     return f"{path} was {format_value(before)}, is now {format_value(after)}"
+
+
+def _rounded(minutes: Any) -> Any:
+    is_long = isinstance(minutes, float) and len(repr(minutes)) > 8
+    return float(f"{minutes:.3g}") if is_long else minutes
 
 
 def check_shape(config: RunConfig, checkpoint: Checkpoint, folder: Path) -> None:

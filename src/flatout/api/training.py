@@ -9,11 +9,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from flatout.api.configs import Config, plain, stored_config, with_sources
-from flatout.api.resuming import Origin, check_resumed, check_shape, find_origin, own_settings
+from flatout.api.configs import Config, plain, stored_config
+from flatout.api.resuming import Origin, check_resumed, check_shape, check_stays, find_origin, own_settings
 from flatout.config.alike import shared_settings
 from flatout.config.load import LoadedConfig, load_config, show
-from flatout.config.schema import RunConfig
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
 from flatout.data.prepare import as_prepared, prepare_data
@@ -70,9 +69,12 @@ def prepare(
 
     Input that cannot be used is left out and listed in problems.jsonl there.
     """
-    loaded = config or load_config()
-    loaded = loaded if isinstance(loaded, LoadedConfig) else with_sources(loaded)
-    wanted = (loaded if overwrite else as_prepared(loaded)).config
+    config = config or load_config()
+    if isinstance(config, LoadedConfig) and not overwrite:
+        told, config = len(config.notices), as_prepared(config)
+        for notice in config.notices[told:]:
+            logging.getLogger("flatout").warning("%s", notice)
+    wanted = plain(config)
     return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers, engine=engine)[0]
 
 
@@ -190,7 +192,7 @@ def _train(
     waits = {"join": settings.parallel.join, "timeout": settings.parallel.timeout}
     meeting = joined(found, settings.speed.device, **waits, settings=shared_settings(config))
     with meeting as world, contextlib.ExitStack() as held:
-        origin, lock = _found(settings, resume, world, held, None if found is None else found.folder)
+        origin, lock = _found(config, resume, world, held, None if found is None else found.folder)
         config = settled(config, origin.checkpoint, progress, arrays, world)
         run = _set_up(config, origin, progress, arrays, given, world)
         limit = None if found is None or found.attempt is None else found.attempt.micro_batch
@@ -236,18 +238,21 @@ def _first_loss(metrics: Path) -> float | None:
 
 
 def _found(
-    settings: RunConfig, resume: str | None, world: World, held: contextlib.ExitStack, chosen: Path | None
+    config: Config, resume: str | None, world: World, held: contextlib.ExitStack, chosen: Path | None
 ) -> tuple[Origin, RunLock | None]:
     """What the run begins from, and the lock on its folder, which the first process holds.
 
     `chosen` is the folder that an earlier attempt of the launcher has chosen.
     """
     lock = origin = point = None
+    settings, by_path = plain(config), resume not in (None, "auto")
     with world.together():
         check_trackers(settings.output.trackers)
         if world.first:
             folder = chosen or choose_folder(settings.output, resume)
-            lock = held.enter_context(run_lock(folder))
+            if by_path:
+                check_stays(config, folder)
+            lock = held.enter_context(run_lock(folder, movable=not by_path))
             check_own(folder)
             origin = find_origin(folder, resume)
             point = None if origin.checkpoint is None else str(origin.checkpoint.path)
@@ -311,17 +316,18 @@ def _accepted(
     notices = check_resumed(run, origin)
     if done:
         notices.clear()  # settings that are other than the run's change nothing any more
-    one = checkpoint_size(run.trained.count, run.config, run.speed)
-    check_disk(origin.folder, one, run.config.checkpoint.keep + 2)
+    size = checkpoint_size(run.trained.count, run.config, run.speed)
+    check_disk(origin.folder, size, run.config.checkpoint.keep + 2)
     place, checkpoint = origin.folder, origin.checkpoint
     room = functools.partial(_room, run=run, step=origin.step, early=early, what=f"files of {place}")
-    if not done or origin.unusable:
-        yield from room(lock.accept)
-    for number, unusable in enumerate(origin.unusable):
-        notices.insert(number, (yield from room(functools.partial(set_unusable_aside, unusable))))
-    if checkpoint is not None and origin.asked != "auto" and not done:
-        yield from room(lambda: set_later_aside(place, checkpoint, notices.append))
-    return [*notices, *(yield from room(lambda: list(_mark_base(run, place))))]
+    with _undone_before_the_first_step(lock, origin):
+        if not done or origin.unusable:
+            yield from room(lock.accept)
+        for number, unusable in enumerate(origin.unusable):
+            notices.insert(number, (yield from room(functools.partial(set_unusable_aside, unusable))))
+        if checkpoint is not None and origin.asked != "auto" and not done:
+            yield from room(lambda: set_later_aside(place, checkpoint, notices.append))
+        return [*notices, *(yield from room(lambda: list(_mark_base(run, place))))]
 
 
 @contextlib.contextmanager

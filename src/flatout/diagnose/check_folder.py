@@ -9,7 +9,7 @@ from flatout.config.yaml_loader import format_value
 from flatout.diagnose.doctor import Check, Finding
 from flatout.engine.run_files import check_own, list_checkpoints
 from flatout.errors import UserError
-from flatout.lock import LOCK, owner_of
+from flatout.lock import LOCK, is_held, owner_of
 
 RUNS = Path("runs")
 _RUN_FOLDER = Check("config", "run folder")
@@ -28,13 +28,12 @@ def check_folder(config: RunConfig) -> Finding:
         return _RUN_FOLDER.bad(
             f"{folder} cannot be the run's folder: {file} is a file", "Set output.folder to a new one."
         )
-    holder = _held_by(folder)
     if config.output.folder is None:
         taken = f"; {folder} is taken, so it gets a number" if folder.exists() else ""
         return _RUN_FOLDER.ok(f"a new folder {folder}{taken}")
-    if holder is not None:
+    if is_held(folder / LOCK):
         return _RUN_FOLDER.bad(
-            f"another process trains in {folder} ({holder})",
+            f"another process trains in {folder} ({owner_of(folder / LOCK) or 'unknown'})",
             "Wait for it to end, stop it, or set output.folder to another folder.",
         )
     try:
@@ -80,21 +79,4 @@ def _difference(config: RunConfig, folder: Path) -> str | None:
     for name, value in stored.items():
         if name not in ("dropout", "init_from") and value != mine.get(name):
             return f"it has model.{name} {format_value(value)}, the config says {format_value(mine.get(name))}"
-    return None
-
-
-def _held_by(folder: Path) -> str | None:
-    """Who holds the run's lock; None if nobody. The lock is tried and given back at once."""
-    path = folder / LOCK
-    try:
-        import fcntl
-
-        with path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return str(owner_of(path) or "unknown")
-            fcntl.flock(file, fcntl.LOCK_UN)
-    except (ImportError, OSError):  # no such file, or Windows
-        return None
     return None

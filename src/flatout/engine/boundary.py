@@ -39,7 +39,7 @@ from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.recovery import fitting_evaluation
 from flatout.engine.run import Run
 from flatout.engine.run_files import BEST
-from flatout.engine.run_folder import checkpoints_of, stored_best
+from flatout.engine.run_folder import checkpoints_of, named_best, stored_best
 from flatout.engine.saver import Saved, Saver
 from flatout.engine.saving import Due, capture, save_run_adapter
 from flatout.engine.sharded_saving import write_sharded
@@ -293,7 +293,9 @@ def _note_loss(progress: Progress, loss: float, min_delta: float) -> bool:
 
 def write_best(folder: Path, step: int | None, loss: float | None) -> None:
     """Makes `best.json` name this step, or none."""
-    if stored_best(folder) != (None if step is None else (loss, step)):
+    wanted = None if step is None else (loss, step)
+    # One of an older version has no seal, and still names a step to those who read it.
+    if stored_best(folder) != wanted or (step is None and named_best(folder) is not None):
         write_json_atomically(folder / BEST, {"step": step, "loss": loss})
 
 

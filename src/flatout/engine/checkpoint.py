@@ -29,12 +29,12 @@ from flatout.engine.run_files import CHECKPOINT_FILES, JSON_FILES, MANIFEST, TEN
 from flatout.engine.slices import is_sliced, read_tensors, well_formed
 from flatout.errors import CheckpointError, DamagedError
 from flatout.files import (
-    CHECK_ACCESS,
     FULL,
     canonical_json,
     disk_errors,
     hash_file,
     read_bounded,
+    reading_hint,
     write_new,
     write_whole,
 )
@@ -264,7 +264,7 @@ def _verify_file(file: Path, entry: Mapping[str, Any]) -> None:
     try:
         digest = hash_file(file)
     except OSError as error:  # not damaged: who may read it can go on with it, so it is not set aside
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}", CHECK_ACCESS) from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", reading_hint(error)) from error
     if digest != entry["sha256"]:
         raise _damaged(file, "does not match its SHA-256")
 
@@ -298,7 +298,7 @@ def read_part(checkpoint: Path, name: str) -> dict[str, Any]:
     try:
         value = json.loads(read_bounded(path))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}", CHECK_ACCESS) from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", reading_hint(error)) from error
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
@@ -351,7 +351,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise _damaged(file, "is missing") from error
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}", CHECK_ACCESS) from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", reading_hint(error)) from error
     except ValueError as error:
         raise _damaged(file, str(error)) from error
     if manifest.get("format") not in (PLAIN, SLICED):

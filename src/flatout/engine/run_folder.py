@@ -37,7 +37,7 @@ from flatout.engine.run_files import BEST, MANIFEST, OWN_NAMES, list_checkpoints
 from flatout.errors import CheckpointError, ResourceError, UsageError
 from flatout.files import FULL, disk_errors, parse_json, sync_folder
 from flatout.folders import make_folders, remove_empty, sweep
-from flatout.lock import LOCK, LOCK_MARK, owner_of, sign
+from flatout.lock import LOCK, LOCK_MARK, is_held, owner_of, sign
 
 RUNS = Path("runs")
 
@@ -105,19 +105,20 @@ def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def checkpoint_to_load(path: Path, *, best: bool = False) -> Path:
+def checkpoint_to_load(path: Path, *, best: bool = False, locked: bool = False) -> Path:
     """The checkpoint that a run folder or checkpoint folder names: the best, or else the newest.
 
-    One whose loss was found not to be finite is passed over, as long as there is another.
+    One whose loss was found not to be finite is passed over, as long as there is another. `locked` says that this
+    process holds the run's lock, so that no other one trains it.
     """
     _check_folder(path)
     if is_checkpoint(path):
         return path
     found = dict(list_checkpoints(checkpoints_of(path)))
     if not found:
-        if _is_held(path / LOCK):
+        if not locked and is_held(path / LOCK):
             raise CheckpointError(
-                f"{path} is being trained ({owner_of(path / LOCK)}) and has no checkpoint yet",
+                f"{path} is being trained ({owner_of(path / LOCK) or 'unknown'}) and has no checkpoint yet",
                 f"wait for its first one; `flatout watch {shlex.quote(str(path))}` shows how far it is",
             )
         begun = (path / "metrics.jsonl").is_file()
@@ -146,7 +147,7 @@ def read_best(run: Path) -> int | None:
     if stored is not None and stored[1] in found and read_verdict(found[stored[1]]) is None:
         claims.append(stored)
     _, step = min((claim for claim in claims if claim is not None and claim[1] in found), default=(0.0, None))
-    named = _named_in(_raw_best(run))
+    named = named_best(run)
     # A best step that was not saved is no mistake, and neither is a file that is missing.
     if step is not None and named != step and (named in found or (named is None and (run / BEST).exists())):
         logging.getLogger("flatout").warning(
@@ -172,10 +173,10 @@ def _raw_best(run: Path) -> bytes:
     return b""
 
 
-def _named_in(raw: bytes) -> int | None:
-    """The step that the content of a `best.json` names, with a seal or without."""
+def named_best(run: Path) -> int | None:
+    """The step that a run's `best.json` names, with a seal or without."""
     try:
-        content = parse_json(raw)
+        content = parse_json(_raw_best(run))
     except ValueError:
         return None
     step = content.get("step") if isinstance(content, dict) else None
@@ -192,7 +193,7 @@ def find_resume_point(run: Path, resume: str | None) -> tuple[Path | None, list[
         return None, []
     if resume == "auto":
         return newest_good(checkpoints_of(run))
-    chosen = checkpoint_to_load(Path(resume))
+    chosen = checkpoint_to_load(Path(resume), locked=True)
     verify_checkpoint(chosen)
     return chosen, []
 
@@ -242,8 +243,11 @@ class RunLock:
 
 
 @contextlib.contextmanager
-def run_lock(run: Path) -> Iterator[RunLock]:
-    """Holds the folder against a second process. The operating system frees it however the holder dies."""
+def run_lock(run: Path, *, movable: bool = True) -> Iterator[RunLock]:
+    """Holds the folder against a second process. The operating system frees it however the holder dies.
+
+    `movable` says that output.folder could name another folder, as it cannot for a run that is resumed by its path.
+    """
     for place in (run, *run.parents):
         if place.exists() and not place.is_dir():
             what = "it is a file" if place == run else f"{place} is a file"
@@ -255,7 +259,7 @@ def run_lock(run: Path) -> Iterator[RunLock]:
         with disk_errors(f"run folder {run}", safe=""):
             handle, created = _open_lock(run / LOCK)
         try:
-            _take_lock(handle, run, created=created)
+            _take_lock(handle, run, created=created, movable=movable)
             lock = RunLock(run, handle, created=created)
             try:
                 yield lock
@@ -281,7 +285,7 @@ def _open_lock(path: Path) -> tuple[int, bool]:
     return os.open(path, flags), False
 
 
-def _take_lock(handle: int, run: Path, *, created: bool) -> None:
+def _take_lock(handle: int, run: Path, *, created: bool, movable: bool) -> None:
     try:
         # A process that was refused removes its lock file again: then the file that we hold is no longer the lock.
         held = _try_lock(handle) and os.path.samestat(os.fstat(handle), os.stat(run / LOCK))
@@ -297,23 +301,9 @@ def _take_lock(handle: int, run: Path, *, created: bool) -> None:
     if not held:
         raise UsageError(
             f"{run} is in use by another process ({owner_of(run / LOCK) or 'unknown'})",
-            "wait for it to end, stop it, or set output.folder to another folder; `flatout watch "
-            f"{shlex.quote(str(run))}` shows how far it is",
+            f"wait for it to end{', stop it, or set output.folder to another folder' if movable else ' or stop it'}; "
+            f"`flatout watch {shlex.quote(str(run))}` shows how far it is",
         )
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether a process works on a run."""
-    try:
-        handle = os.open(lock, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        return not _try_lock(handle)
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
 
 
 def _try_lock(handle: int) -> bool:

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value, shorten
 from flatout.errors import CheckpointError
-from flatout.files import CHECK_ACCESS, parse_json, read_bounded
+from flatout.files import parse_json, read_bounded, reading_hint
 from flatout.model.fields import FEATURES
 from flatout.model.fields_mixing import PATTERN, read_windows
 from flatout.model.hub_values import AGAIN, ANOTHER, SUPPORTED, HubValues
@@ -152,7 +152,7 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
     try:
         values = parse_json(read_bounded(path))
     except OSError as error:
-        hint = hint if isinstance(error, FileNotFoundError) else CHECK_ACCESS
+        hint = hint if isinstance(error, FileNotFoundError) else reading_hint(error)
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", hint) from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}", "fetch the file again") from error

@@ -18,12 +18,12 @@ from typing import Any
 
 from flatout.errors import CheckpointError
 from flatout.files import (
-    CHECK_ACCESS,
     canonical_json,
     hash_file,
     leads_outside,
     parse_json,
     read_bounded,
+    reading_hint,
     sync_and_hash,
     sync_folder,
     write_new,
@@ -87,7 +87,7 @@ def read_seal(folder: Path) -> dict[str, Any] | None:
     try:
         raw = read_bounded(path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}", CHECK_ACCESS) from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", reading_hint(error)) from error
     try:
         content = parse_json(raw)
         if not isinstance(content, dict) or raw != canonical_json(content):
@@ -160,7 +160,7 @@ def _hash(path: Path) -> str:
     try:
         return hash_file(path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}", CHECK_ACCESS) from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", reading_hint(error)) from error
 
 
 def _damaged(path: Path, how: str) -> CheckpointError:

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import ResourceError, UsageError
+from flatout.config.yaml_loader import format_value, read_yaml
+from flatout.errors import ConfigError, ResourceError, UsageError
 from flatout.files import check_replaceable, disk_errors, write_whole
 from flatout.observe.history import read_history
 from flatout.observe.human import human_bytes, printable
@@ -37,7 +38,6 @@ _MOST_FILES = 1000
 _SECRET = "(secret)"
 # Settings that hold text of the data, or text for the model.
 _TEXTS = ("sample_prompt", "document_start")
-_TEXT_LINE = re.compile(rf"(?m)^( *)({'|'.join(_TEXTS)}): *(?!null *$)\S.*(?:\n+\1 +\S.*)*")
 # A pattern never tries a word again from each of its letters: a text may hold a million of them without a space.
 _SECRETS = tuple(
     (re.compile(pattern), instead)
@@ -125,7 +125,7 @@ def bundle_files(
 ) -> dict[str, str]:
     """The texts of an archive by name. `machine` and `doctor` are what the machine is and what the doctor found."""
     texts = {
-        CONFIG: scrubbed(_TEXT_LINE.sub(rf"\1\2: {_LEFT_OUT}", _text(folder / CONFIG)), private),
+        CONFIG: _settings(folder / CONFIG, private),
         METRICS: _lines(_without_data(_text(folder / METRICS)), private),
         "files.txt": scrubbed(_list(folder), private),
     }
@@ -185,6 +185,23 @@ def _text(path: Path) -> str:
         return ""
 
 
+def _settings(path: Path, private: Private) -> str:
+    """A run's config.yaml without texts and secrets, in the form in which runs write it."""
+    if not path.is_file():
+        return ""
+    try:
+        sections = {name: node.plain for name, node in read_yaml(path).items()}
+    except ConfigError:  # without its structure, texts in it cannot be told from settings
+        return f"# {_LEFT_OUT}: it is not a config that can be read\n"
+    lines: list[str] = []
+    for section, values in _scrubbed_values(sections, private).items():
+        if isinstance(values, dict) and values:
+            lines += [f"{section}:", *(f"  {name}: {format_value(value)}" for name, value in values.items())]
+        else:
+            lines.append(f"{section}: {format_value(values)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
 def _without_data(metrics: str) -> Iterator[dict[str, Any]]:
     """The records of a run; a line that is no record of ours is left out, as it may be anything."""
     for line in metrics.splitlines():
@@ -236,7 +253,7 @@ def _scrubbed_values(value: Any, private: Private) -> Any:
 
 
 def _scrubbed_item(key: str, item: Any, private: Private) -> Any:
-    if isinstance(item, str) and item and key in _TEXTS:
+    if item not in (None, "") and key in _TEXTS:
         return _LEFT_OUT
     return _SECRET if isinstance(item, str) and item and _holds_secret(key) else _scrubbed_values(item, private)
 

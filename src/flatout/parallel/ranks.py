@@ -206,7 +206,7 @@ def _meet(found: Launch, join: float) -> Store:
     def opened() -> Store:
         if found.rank or served:
             return next(rendezvous("env://", found.rank, found.size, timeout=wait))[0]
-        # Who is missing is told later, and by name: torch's own wait for all clients only counts them.
+        # An error names the missing ranks later: torch's own wait for all clients only counts them.
         listen = None if attempt is None else attempt.listen
         more = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listen}
         return TCPStore(host, int(port), found.size, timeout=wait, **more)
@@ -285,7 +285,7 @@ def _compared(
         first, other = (json.loads(store.get(f"settings/{rank}")) for rank in (0, odd))
         _leave_together(found, store, range(found.size))
         refused = different_settings(first, other, (f"rank 0 on {hosts[0]}", f"rank {odd} on {hosts[odd]}"))
-        # Once on every host: which of two is the wrong one, nobody but the user knows.
+        # Once on every host: the user has to say which one is wrong.
         raise refused if found.local == 0 else OtherProcessError(refused.exit_code)
     return hosts
 

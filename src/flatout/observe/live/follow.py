@@ -10,8 +10,6 @@ that follows says from which step the run goes on. Lines that are no records are
 field that is missing or of another type than it should be has the emptiest value of its type.
 
 Traps: the file is never kept open, since Windows would then refuse to replace it and the resumed run would fail.
-Asking for a lock means trying to take it: that is done only where the operating system does not tell who holds it, and
-as a shared lock for an instant.
 """
 
 import dataclasses
@@ -30,7 +28,7 @@ from typing import Any, Literal, final
 from flatout import records
 from flatout.config.suggest import run_hint
 from flatout.errors import DataError, UsageError
-from flatout.lock import LOCK, owner_of
+from flatout.lock import LOCK, is_held, owner_of
 from flatout.observe.history import NUMBERS
 from flatout.records import EndRecord, Record, RunInfo, StepRecord
 
@@ -143,47 +141,12 @@ class Follower:
 def run_state(folder: Path) -> State:
     """Whether a process holds the run's lock; `elsewhere` if another machine wrote it: locks may not reach there."""
     path = folder / LOCK
-    try:
-        path.open("rb").close()
-    except PermissionError:
-        return "running" if os.name == "nt" else "elsewhere"  # Windows keeps even readers out of a locked part
-    except OSError:
-        return "ended"
-    if _is_held(path):
+    if is_held(path):
         return "running"
+    if path.exists() and not os.access(path, os.R_OK):
+        return "elsewhere"
     owner = owner_of(path)
     return "ended" if owner is None or owner.is_here else "elsewhere"
-
-
-def _is_held(path: Path) -> bool:
-    try:
-        import fcntl
-    except ImportError:
-        return False
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        if _listed(os.fstat(handle)):
-            return True
-        # Nobody in sight holds it. A holder may be out of sight, in another container: only trying shows it.
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    finally:
-        os.close(handle)
-
-
-def _listed(status: os.stat_result) -> bool:
-    """Whether Linux lists a lock of this file: asking so takes no lock, and cannot be in a new run's way."""
-    wanted = f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino} "
-    try:
-        lines = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return False
-    return any(wanted in line and " FLOCK " in line for line in lines)
 
 
 # --- which run --------------------------------------------------------------------------------------------------------

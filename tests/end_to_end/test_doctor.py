@@ -93,7 +93,14 @@ def test_a_prepared_dataset_and_a_run_folder(tiny, here: Path, corpus: Path, cap
 
     config = tiny("train.steps=3", f"output.folder={here / 'run'}")
     list(api.train(config))
-    words = ["shakespeare-char", *TINY, f"data.source={corpus}", "train.steps=3", f"output.folder={here / 'run'}", "--quick"]
+    words = [
+        "shakespeare-char",
+        *TINY,
+        f"data.source={corpus}",
+        "train.steps=3",
+        f"output.folder={here / 'run'}",
+        "--quick",
+    ]
     code, rows = lines(*words, capsys=capsys)
     found = {row["name"]: row for row in rows if row["type"] == "finding"}
     assert code == 0, [row for row in rows if row.get("status") == "bad"]  # a run that can go on is a warning

@@ -45,19 +45,19 @@ from flatout.data.batch import Batch, Span
 from flatout.data.positions import Schedule
 from flatout.data.sample_loader import SampleLoader, SampleOrder, SampleRows
 from flatout.data.samples import Samples
-from flatout.device import detect_device, use_expandable_segments
-from flatout.engine.features import Speed, resolve_speed
+from flatout.device import Scope, detect_device, use_expandable_segments
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.notices import Notices
-from flatout.engine.run import delivery_of, device_scope
 from flatout.engine.step import TrainStep
-from flatout.engine.trained import adapter_plan, only_adapters
+from flatout.engine.trained import only_adapters
 from flatout.errors import UserError
 from flatout.model.adapters import attach
 from flatout.model.gpt import empty_model
 from flatout.ops.reference import IGNORED
 from flatout.optim.optimizers import Optimizers
 from flatout.optim.rules import rules_of
+from flatout.resolve.memory import adapter_plan
+from flatout.resolve.switches import Speed, resolve_speed
 
 SHAPE = {"layers": 22, "width": 2048, "heads": 32, "kv_heads": 4, "mlp_width": 5632, "context": 2048}
 TOY = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 96, "context": 128}
@@ -130,26 +130,23 @@ def our_step(config: RunConfig, *, mixed: bool, small: bool) -> tuple[TrainStep,
     adapters = attach(model, adapter_plan(config.lora), seed=0)
     trained = only_adapters(adapters)
     constant = config.optim.model_copy(update={"schedule": "constant", "warmup_steps": 0})
+    graph = MicroBatchGraph(model, Notices(), Recorder(device.torch_device), adapters) if speed.cuda_graphs else None
     step = TrainStep(
         model,
         Optimizers(rules_of(constant, 1, fused=speed.fused_optimizer), trained.updated),
         clip=config.optim.clip,
         micro_batch=speed.micro_batch,
-        clear_gradients=trained.clear_gradients,
-        scope=lambda: device_scope(speed, config.train.deterministic),
+        graph=graph,
+        adapters=adapters,
+        scope=Scope(device, speed.precision, config.train.deterministic, speed.threads),
     )
-    if speed.cuda_graphs:
-        how = {"prepare": model.prepare, "forget": adapters.forget}
-        step.run_micro_batch = MicroBatchGraph(
-            step.forward_backward, model, Notices(), Recorder(device.torch_device), **how
-        )
     return step, speed
 
 
 def batches_of(config: RunConfig, speed: Speed, *, mixed: bool, small: bool) -> SampleLoader:
     samples = samples_of(mixed=mixed, small=small)
     order = SampleOrder(len(samples), config.chat.batch_samples, 0)
-    delivery = delivery_of(speed, speed.micro_batch)
+    delivery = speed.delivery()
     how = {"row_tokens": config.model.context, "packing": mixed, "joined": delivery.joined}
     rows = SampleRows(samples, batch_samples=order.batch_samples, **how)
     schedule = Schedule.constant(order.batch_samples, config.model.context)
@@ -183,12 +180,12 @@ def ours(words: list[str], *, mixed: bool, small: bool, profile: bool) -> dict[s
             return row | profiled(take, feed)
         first = next(feed)
         loss = float(step(first.tokens, first.targets, first.packed)[0])
-        if isinstance(step.run_micro_batch, MicroBatchGraph):  # as in a long run: every shape has come, and twice
-            row |= {"recordings": recorded(step.run_micro_batch, take, config, speed, mixed=mixed, small=small)}
+        if step.graph is not None:  # as in a long run: every shape has come, and twice
+            row |= {"recordings": recorded(step.graph, take, config, speed, mixed=mixed, small=small)}
         row |= timed(lambda: take(next(feed)))
         batch = next(feed)
         row["losses"] = [round(loss, 4), round(float(step(batch.tokens, batch.targets, batch.packed)[0]), 4)]
-    if isinstance(graph := step.run_micro_batch, MicroBatchGraph):
+    if (graph := step.graph) is not None:
         row |= {"recordings": len(graph.recordings), "news": graph.notices.take()}
         # In no peak of torch's, and there all the time.
         row["peak_gib"] = round(max(row["peak_gib"], (torch.cuda.memory_allocated() + graph.held_bytes) / 2**30), 2)

@@ -1,13 +1,14 @@
 """What transformer, hybrid and eigenstate models learn from the same tokens at a long context, as JSON lines.
 
-    python benchmarks/long_learning.py DATA_FOLDER COMMIT [CASE ...] [--context N] [--tokens N] >> benchmarks/long_learning.jsonl
+    python benchmarks/long_learning.py DATA_FOLDER COMMIT [CASE ...] [--context N] [--tokens N] \\
+        >> benchmarks/long_learning.jsonl
     python benchmarks/long_learning.py --picture benchmarks/long_learning.jsonl OUT.png
 
 The presets small-32k, small-32k-hybrid and small-32k-eigenstate, whose parameters differ by 1.1% at most, with the
 same data, seed, batch (131,072 tokens), rate and schedule. DATA_FOLDER is a corpus prepared with GPT-2's tokenizer.
 A row has the curve of the validation loss: tokens trained on, seconds of training (evaluations are not timed, nor is
 what comes before the first step), loss. The validation text and its windows are the same for everybody.
-"""  # noqa: E501 - a command is one line
+"""
 
 import argparse
 import json

@@ -80,7 +80,7 @@ def measure_case(preset: str, micro_batch: int, switches: list[str], scratch: Pa
             "torch": torch.__version__,
         }
         held = result.peak_bytes or math.nan
-        share, peak = run.memory.total / held, held / 2**30
+        share, peak = run.plan.memory.total / held, held / 2**30
         print(f"{share:6.3f} of {peak:6.2f} GiB: {preset} {micro_batch} {' '.join(switches)}", file=sys.stderr)
         return row
 

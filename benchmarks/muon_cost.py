@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 import flatout
+from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.config.load import LoadedConfig, load_config
-from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.engine.graphs import Recorder
 from flatout.engine.notices import Notices
 from flatout.engine.update_graph import UpdateGraph

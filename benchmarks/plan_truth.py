@@ -19,9 +19,9 @@ import json
 from pathlib import Path
 
 from flatout.config.model_section import ModelConfig
-from flatout.engine.fit_check import ROOM
 from flatout.model.count import MemoryEstimate, estimate_memory, flops_per_token
 from flatout.model.execution import Execution
+from flatout.resolve.fit_check import ROOM
 from flatout.tuning.cluster import CARDS, Cluster
 from flatout.tuning.spread import layouts, step_time, work_of
 

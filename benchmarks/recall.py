@@ -1,6 +1,7 @@
 """What each mixer remembers over a distance: eight symbols, something else, and the eight symbols again, as JSON lines.
 
-    python benchmarks/recall.py COMMIT [MIXER ...] [--task TASK] [--distances N ...] [--steps N] >> benchmarks/recall.jsonl
+    python benchmarks/recall.py COMMIT [MIXER ...] [--task TASK] [--distances N ...] [--steps N] \\
+        >> benchmarks/recall.jsonl
 
 Somewhere in a sequence stand a mark and eight different symbols of 64. At its end the mark stands again, and the eight
 are to be told in their order; nothing else counts in the loss. Each lies DISTANCE tokens before the place where it is
@@ -17,7 +18,7 @@ has the same data, batch, rate and most steps for each distance; where `--second
 `accuracy` is the share of symbols told in sequences that nobody has trained on, 1/64 by guessing. `solved` is 0.99 or
 more in one of the tests, which come twenty times in a distance's steps; then the next distance follows. A row with
 `solved: false` says what was not learned in these steps, not what never could be.
-"""  # noqa: E501 - a command is one line
+"""
 
 import argparse
 import dataclasses
@@ -34,15 +35,14 @@ from torch import Tensor
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import IN_PYTHON
-from flatout.device import detect_device, use_expandable_segments
-from flatout.engine.features import resolve_speed
-from flatout.engine.run import device_scope
+from flatout.device import Scope, detect_device, use_expandable_segments
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import all_weights
 from flatout.model.gpt import GPT, build_model
 from flatout.ops.reference import IGNORED
 from flatout.optim.optimizers import Optimizers
 from flatout.optim.rules import rules_of
+from flatout.resolve.switches import resolve_speed
 
 SYMBOLS, NOISE, TOLD = 64, 64, 8
 BLANK, MARK, VOCAB = SYMBOLS, SYMBOLS + NOISE, SYMBOLS + NOISE + 1
@@ -117,7 +117,7 @@ def accuracy(model: GPT, step: TrainStep, task: Task, sequences: int) -> float:
     right = seen = 0
     while seen < TESTED * TOLD:
         tokens, targets = task.draw(sequences, farthest=True)
-        with step.scope():
+        with step.active():
             hidden = model.hidden(tokens)[:, -TOLD:]
             logits = model.head(hidden, model.embedding.weight, model.execution)
         right += int((logits.argmax(-1) == targets[:, -TOLD:]).sum())
@@ -163,7 +163,7 @@ def rows_of(mixer: str, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         Optimizers(rules_of(optim, steps, fused=speed.fused_optimizer), all_weights(model).updated),
         clip=optim.clip,
         micro_batch=1,
-        scope=lambda: device_scope(speed, deterministic=False),
+        scope=Scope(device, speed.precision, False, speed.threads),
     )
     used = {feature.name: feature.used for feature in speed.features}
     facts = {"parameters": sum(parameter.numel() for parameter in model.parameters())}

@@ -15,6 +15,7 @@ import torch
 from flatout.config.load import load_config
 from flatout.engine.setup import setup_run
 from flatout.model.count import parameter_count
+from flatout.resolve.resolve import planned
 
 PRODUCT_RATE, COPY_RATE = 791e12, 4.27e12
 KINDS = (
@@ -29,7 +30,7 @@ KINDS = (
 def main() -> None:
     data, commit, preset, *words = sys.argv[1:]
     plan = [f"data.folder={data}", "train.steps=40", "train.batch_tokens=65536", "output.folder=unused"]
-    run = setup_run(load_config(preset, [*plan, *words]).config)
+    run = setup_run(planned(load_config(preset, [*plan, *words])))
     with run.batches(0) as loader:
         batch = next(iter(loader))
         for _ in range(6):
@@ -60,7 +61,7 @@ def main() -> None:
 
 def floors(run) -> dict[str, float]:
     """Least milliseconds of each kind, from sizes alone."""
-    model, vocab = run.config.model, run.model.vocab
+    model, vocab = run.plan.model, run.model.vocab
     tokens, width, layers = run.speed.micro_batch * model.context, model.width, model.layers
     parameters = parameter_count(model, vocab)
     products = 6 * tokens * (parameters - model.context * width)

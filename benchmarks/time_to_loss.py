@@ -39,7 +39,8 @@ import flatout
 from flatout.api.models import load_model
 from flatout.config.load import load_config
 from flatout.model.execution import Execution
-from flatout.model.gpt import GPT, empty_model
+from flatout.model.gpt import empty_model
+from flatout.model.protocol import LanguageModel
 from flatout.ops.documents import lay_out
 from flatout.records import EvalRecord, NoticeRecord, RunInfo, StepRecord
 
@@ -64,7 +65,7 @@ def tokens_of(folder: Path, split: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def in_windows(model: GPT, val: torch.Tensor, device: torch.device) -> float:
+def in_windows(model: LanguageModel, val: torch.Tensor, device: torch.device) -> float:
     """Mean loss in separate windows of 1,024 tokens."""
     counted = min(EVALUATED, len(val) - 1) // CONTEXT * CONTEXT
     tokens, targets = (val[i : i + counted].view(-1, CONTEXT) for i in (0, 1))
@@ -76,7 +77,7 @@ def in_windows(model: GPT, val: torch.Tensor, device: torch.device) -> float:
 
 
 @torch.no_grad()
-def in_long_rows(model: GPT, val: torch.Tensor, window: int, device: torch.device, row: int = ROW) -> float:
+def in_long_rows(model: LanguageModel, val: torch.Tensor, window: int, device: torch.device, row: int = ROW) -> float:
     """Mean loss in long rows of whole documents, where no block looks further back than `window` tokens."""
     config = model.config.model_copy(update={"context": row, "pattern": "W", "window": window, "dropout": 0.0})
     kernel = "flash" if device.type == "cuda" else "sdpa"

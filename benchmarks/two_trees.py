@@ -1,13 +1,15 @@
 """Training steps of two trees of this project in turns on one device, as JSON lines: what a change costs.
 
-    python benchmarks/two_trees.py OLD NEW OLD_COMMIT NEW_COMMIT [CASE ...] >> benchmarks/two_trees.jsonl
+    python benchmarks/two_trees.py [--data FOLDER] OLD NEW OLD_COMMIT NEW_COMMIT [CASE ...]
 
 OLD and NEW are folders with `src` and `benchmarks`, such as git worktrees. Each case runs in two processes, one a tree.
 They set up and warm up one after the other, because tuned products are chosen by their times; then they take turns, so
 that only one of them has the device. A row has the medians of both, the ratio new to old, and the peak memory of each.
+`speed_ratio` is the median over pairs of turns, one of each tree; `interval` is its 95% interval, by counting pairs.
 Pretraining cases are the real loader and the real step of a preset on the bundled text; LoRA cases are those of each
 tree's own `finetune.py`. Losses of the first steps stand in the row: with the same seed and data they say whether both
 trees still compute the same.
+Presets with sizes go by how often text is read: `--data FOLDER` has them read shards of more text.
 `--small` is for a try on a CPU.
 """
 
@@ -28,22 +30,25 @@ from typing import Any
 LONG = ["train.batch_tokens=131072", "speed.micro_batch=2"]
 TOY = ["model.layers=2", "model.width=64", "model.heads=4", "model.context=128", "train.batch_tokens=512"]
 PRESETS: dict[str, tuple[str, list[str], int]] = {  # preset, words, steps in a turn
-    "124m": ("gpt2-124m", [], 4),
-    "350m": ("gpt2-350m", ["speed.micro_batch=64"], 2),
-    "small-32k": ("small-32k", LONG, 6),
-    "small-32k-hybrid": ("small-32k-hybrid", LONG, 6),
-    "small-32k-eigenstate": ("small-32k-eigenstate", LONG, 6),
+    "124m": ("gpt2-124m", [], 1),
+    "350m": ("gpt2-350m", ["speed.micro_batch=64"], 1),
+    "record-60m": ("record", ["--size=60m", "train.batch_tokens=49152"], 6),
+    "modern-124m": ("modern", ["--size=124m", "train.batch_tokens=65536"], 4),
+    "small-32k": ("small-32k", LONG, 2),
+    "small-32k-hybrid": ("small-32k-hybrid", LONG, 2),
+    "small-32k-eigenstate": ("small-32k-eigenstate", LONG, 2),
 }
 LORA = ("lora-full", "lora-mixed")
-WARM_UP, TURNS = 5, 4
+WARM_UP, TURNS = 5, 16
+OUTSIDE = 3  # of 16 ratios on each side of an interval that has the true median in 97.9% of all cases
 
 
 class Worker:
     """A process that has set a case up, and steps when it is told to."""
 
-    def __init__(self, tree: Path, case: str, *, small: bool) -> None:
+    def __init__(self, tree: Path, case: str, how: list[str]) -> None:
         path = os.pathsep.join([str(tree / "src"), str(tree / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, __file__, "--worker", case, *(["--small"] if small else [])]
+        command = [sys.executable, __file__, "--worker", case, *how]
         environment = {**os.environ, "PYTHONPATH": path}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -67,26 +72,32 @@ class Worker:
         self.process.wait()
 
 
-def compare(case: str, old: Path, new: Path, *, small: bool) -> dict[str, Any]:
+def compare(case: str, old: Path, new: Path, how: list[str]) -> dict[str, Any]:
     workers: dict[str, Worker] = {}
     ready: dict[str, Any] = {}
     try:
         for name, tree in (("old", old), ("new", new)):
-            workers[name] = Worker(tree, case, small=small)
+            workers[name] = Worker(tree, case, how)
             ready[name] = workers[name].answer()
         taken: dict[str, list[float]] = {"old": [], "new": []}
+        ratios: list[float] = []
         for turn in range(TURNS):
+            rates = {}
             for name in ("old", "new") if turn % 2 == 0 else ("new", "old"):
-                taken[name] += workers[name].ask("step")["rates"]
+                rates[name] = workers[name].ask("step")["rates"]
+                taken[name] += rates[name]
+            ratios.append(statistics.median(rates["new"]) / statistics.median(rates["old"]))
         ends = {name: worker.ask("end") for name, worker in workers.items()}
     finally:
         for worker in workers.values():
             worker.end()
     middle = {name: statistics.median(rates) for name, rates in taken.items()}
+    low, *_, high = sorted(ratios)[OUTSIDE:-OUTSIDE]
     return {
         "case": case,
         **{f"{name}_tokens_per_second": round(middle[name]) for name in middle},
-        "speed_ratio": round(middle["new"] / middle["old"], 4),
+        "speed_ratio": round(statistics.median(ratios), 4),
+        "interval": [round(low, 4), round(high, 4)],
         **{f"{name}_spread": round(spread(rates) / middle[name], 4) for name, rates in taken.items()},
         "steps": len(taken["old"]),
         **{f"{name}_peak_gib": end["peak_gib"] for name, end in ends.items()},
@@ -102,13 +113,14 @@ def spread(values: list[float]) -> float:
 # --- inside a worker --------------------------------------------------------------------------------------------------
 
 
-def work(case: str, *, small: bool) -> None:
+def work(case: str, data: str | None, *, small: bool) -> None:
     import torch
 
     sys.path.remove(str(Path(__file__).resolve().parent))  # `finetune` is to be the tree's own
     cuda = torch.cuda.is_available()
     with contextlib.ExitStack() as stack:
-        take, peak, losses, count = (lora if case in LORA else pretraining)(case, stack, small=small)
+        built = lora(case, stack, small=small) if case in LORA else pretraining(case, data, stack, small=small)
+        take, peak, losses, count = built
         gc.collect()
         say({"losses": losses})
         for line in sys.stdin:
@@ -130,23 +142,28 @@ def work(case: str, *, small: bool) -> None:
 Case = tuple[Callable[[], int], Callable[[], int | None], list[float], int]
 
 
-def pretraining(case: str, stack: contextlib.ExitStack, *, small: bool) -> Case:
+def pretraining(case: str, data: str | None, stack: contextlib.ExitStack, *, small: bool) -> Case:
     from flatout.config.load import load_config
     from flatout.tuning.measure import Steps, borrowed_run
 
     preset, words, count = PRESETS[case]
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     steps = WARM_UP + TURNS * count
-    plan = ["data.source=shakespeare", "data.tokenizer=gpt2", f"data.folder={folder}/data", f"train.steps={steps}"]
-    plan += ["train.tokens=null", "train.epochs=null", "optim.warmup_steps=2", f"output.folder={folder}/run"]
-    loaded = load_config(preset, [*plan, *words, *(TOY if small else [])])
+    text = ["data.source=shakespeare", f"data.folder={folder}/data"]
+    if data is not None and any(word.startswith("--size=") for word in words):
+        text = ["data.source=null", f"data.folder={data}"]
+    plan = [*text, "data.tokenizer=gpt2", f"train.steps={steps}", "train.tokens=null", "train.epochs=null"]
+    plan.append(f"output.folder={folder}/run")
+    size = next((word.partition("=")[2] for word in words if word.startswith("--size=")), None)
+    words = [word for word in words if not word.startswith("--")]
+    loaded = load_config(preset, [*plan, *words, *(TOY if small else [])], size=size)
     run = stack.enter_context(borrowed_run(loaded))
     stepping = stack.enter_context(Steps(run))
     losses = [round(report.loss, 5) for report in stepping.take(WARM_UP)]
 
     def take() -> int:
         stepping.take(1)
-        return run.config.train.batch_tokens
+        return loaded.config.train.batch_tokens
 
     return take, run.peak_memory_bytes, losses, count
 
@@ -174,7 +191,8 @@ def lora(case: str, stack: contextlib.ExitStack, *, small: bool) -> Case:
     def peak() -> int:
         if not torch.cuda.is_available():
             return 0
-        held = getattr(step.run_micro_batch, "held_bytes", 0)  # what recordings hold is in no peak of torch's
+        graph = getattr(step, "graph", step.run_micro_batch)  # a tree before `graph` has recordings there
+        held = getattr(graph, "held_bytes", 0)  # in no peak of torch's
         return max(torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated() + held)
 
     return take, peak, [round(loss, 5) for loss in losses[:WARM_UP]], 5
@@ -188,10 +206,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="OLD NEW OLD_COMMIT NEW_COMMIT [CASE ...]")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--data", metavar="FOLDER")
     parser.add_argument("--worker", metavar="CASE", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        work(given.worker, small=given.small)
+        work(given.worker, given.data, small=given.small)
         return
     known = [*PRESETS, *LORA]
     cases = given.words[4:] or known
@@ -200,9 +219,10 @@ def main() -> None:
             f"error: two folders, two commits and perhaps cases are needed\nhint: the cases are {', '.join(known)}"
         )
     old, new, old_commit, new_commit = given.words[:4]
+    how = [*(["--small"] if given.small else []), *([f"--data={given.data}"] if given.data else [])]
     for case in cases:
         try:
-            row = compare(case, Path(old).resolve(), Path(new).resolve(), small=given.small)
+            row = compare(case, Path(old).resolve(), Path(new).resolve(), how)
         except RuntimeError as error:
             row = {"case": case, "error": str(error)}
         say({"old": old_commit, "new": new_commit, **row})

@@ -1,15 +1,21 @@
 """A tiny Llama of transformers and the same weights in our GPT, for tests that compare with PEFT."""
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from flatout.config.schema import ModelConfig
 from flatout.model.gpt import GPT, build_model
 
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
 VOCAB, CONTEXT = 97, 24
 
 
-def build_llama(seed: int = 0, *, layers: int = 2, mlp_width: int = 40) -> LlamaForCausalLM:
+def build_llama(seed: int = 0, *, layers: int = 2, mlp_width: int = 40) -> "LlamaForCausalLM":
+    from transformers import LlamaConfig, LlamaForCausalLM  # here: every process that collects tests would pay
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -30,7 +36,7 @@ def build_llama(seed: int = 0, *, layers: int = 2, mlp_width: int = 40) -> Llama
     return model
 
 
-def our_twin(theirs: LlamaForCausalLM) -> GPT:
+def our_twin(theirs: "LlamaForCausalLM") -> GPT:
     """Our GPT with the weights of a Llama that carries no adapter yet."""
     config = theirs.config
     ours = build_model(

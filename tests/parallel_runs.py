@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import flatout
+from flatout.checkpoints.checkpoint import read_checkpoint, write_checkpoint
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.engine import setup
-from flatout.engine.checkpoint import read_checkpoint, write_checkpoint
 from flatout.engine.saving import capture, restore
 from flatout.engine.sharded_saving import write_sharded
 from flatout.engine.step import TrainStep
@@ -31,6 +31,7 @@ from flatout.parallel.matrices import exchange_of
 from flatout.parallel.ranks import Ranks, joined
 from flatout.records import EvalRecord, NoticeRecord, RunInfo, SampleRecord, StepRecord
 from flatout.world import World
+from tests.set_up import set_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +116,9 @@ def _in(folder: Path) -> Iterator[None]:
 def saved_again(folder: Path, preset: str, words: Sequence[str], checkpoint: Path, target: Path) -> None:
     """Loads a checkpoint into a run of these processes and saves it once more, with no step between."""
     config = load_config(preset, words)
-    with _in(folder), joined(launch(), "cpu", join=60, timeout=60) as world:
+    with _in(folder), joined(launch(), "cpu", join=600, timeout=600) as world:
         resumed = read_checkpoint(checkpoint)
-        run = setup.setup_run(config, resumed=resumed, world=world)
+        run = set_up(config, resumed=resumed, world=world)
         state = capture(run, restore(run, resumed), resumed.state.get("stream"))
         if run.trained.sharding is not None:
             write_sharded(target, state, run.trained.sharding, world)
@@ -157,5 +158,5 @@ def muon_updated(world: World, *, sharded: bool, normuon: bool) -> dict[str, Ten
 
 def muon_in_both_forms(normuon: bool) -> list[dict[str, Tensor]]:
     """The same in data parallel and in slices."""
-    with joined(launch(), "cpu", join=60, timeout=60) as world:
+    with joined(launch(), "cpu", join=600, timeout=600) as world:
         return [muon_updated(world, sharded=sharded, normuon=normuon) for sharded in (False, True)]

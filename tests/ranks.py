@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import multiprocessing
 import os
 import socket
 import traceback
@@ -13,9 +12,9 @@ from typing import Any
 
 import torch
 
-TIMEOUT = 120.0  # seconds, for one call
-# The processes are forks of one that has imported these; torch's FSDP asks for the compiler, too.
-PRELOADED = ["tests.parallel_runs", "flatout.parallel.sharding", "torch._dynamo"]
+from tests.end_to_end.forked import FORKS
+
+TIMEOUT = 600.0  # seconds, for one call: it only ends what hangs
 
 
 class Workers:
@@ -58,10 +57,8 @@ class Workers:
         return [found[rank] for rank in range(size)]
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        ours, theirs = FORKS.Pipe()
+        process = FORKS.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         self.held.append((process, ours))

@@ -10,11 +10,15 @@ import gc
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 
 import torch
 
 from flatout.errors import HardwareError
+
+# torch's generators and switches are those of the process: runs in several threads take turns, step by step.
+ONE_AT_A_TIME = threading.RLock()
 
 # (pattern in the device's name, dense bf16 or fp16 TFLOP/s with sums in fp32; None where a name does not tell it).
 # First match wins, so longer names stand first. Sources: NVIDIA's data sheets of each card for data centres and
@@ -115,30 +119,37 @@ class Device:
         return self.kind == "cuda" and self.capability is not None and self.capability >= (8, 0)
 
 
-def detect_device(asked: str = "auto", local: int = 0) -> Device:
-    """The device asked for, or the fastest there is; an absent one is an error that names what exists.
+def choose_device(asked: str, cards: int, *, mps: bool, local: int = 0) -> tuple[str, int]:
+    """Kind and number of the device asked for, or the fastest, of a machine on which torch sees so many CUDA devices.
 
     `local` is the number of this process on its host: without a number in what was asked, each has a GPU of its own.
     """
-    if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if asked.startswith("cuda"):
-        if not torch.cuda.is_available():
-            raise HardwareError(
-                f"speed.device is {asked}, but torch {torch.__version__} sees no CUDA device",
-                "use speed.device=cpu, or install a CUDA build of torch and a driver that fits it",
-            )
-        index = int(asked.partition(":")[2] or local)
-        if index >= torch.cuda.device_count() and ":" not in asked:
-            raise HardwareError(
-                f"process {local + 1} of this host has no GPU: there are {torch.cuda.device_count()}",
-                f"start at most {torch.cuda.device_count()} on this host",
-            )
-        if index >= torch.cuda.device_count():
-            raise HardwareError(
-                f"speed.device is {asked}, but there are only {torch.cuda.device_count()} CUDA devices",
-                f"use cuda:0 to cuda:{torch.cuda.device_count() - 1}",
-            )
+    kind, _, number = asked.partition(":")
+    if kind == "auto":
+        kind = "cuda" if cards else "mps" if mps else "cpu"
+    index, wrong = int(number or local), ("", "")
+    if kind == "cuda" and not cards:
+        hint = "use speed.device=cpu, or install a CUDA build of torch and a driver that fits it"
+        wrong = f"torch {torch.__version__} sees no CUDA device", hint
+    elif kind == "cuda" and index >= cards and not number:
+        raise HardwareError(
+            f"process {local + 1} of this host has no GPU: there are {cards}", f"start at most {cards} on this host"
+        )
+    elif kind == "cuda" and index >= cards:
+        there, less = (f"are only {cards} CUDA devices", " or less") if cards > 1 else ("is only one CUDA device", "")
+        wrong = f"there {there}", f"use speed.device=cuda:{cards - 1}{less}, or auto"
+    elif kind == "mps" and not mps:
+        wrong = "this torch has no MPS device", "use speed.device=cpu"
+    if wrong[0]:
+        raise HardwareError(f"speed.device is {asked}, but {wrong[0]}", wrong[1], setting="speed.device")
+    return kind, index if kind == "cuda" else 0
+
+
+def detect_device(asked: str = "auto", local: int = 0) -> Device:
+    """The device asked for, or the fastest there is; an absent one is an error that names what exists."""
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind, index = choose_device(asked, cards, mps=torch.backends.mps.is_available(), local=local)
+    if kind == "cuda":
         properties = torch.cuda.get_device_properties(index)
         return Device(
             torch_device=torch.device("cuda", index),
@@ -146,10 +157,8 @@ def detect_device(asked: str = "auto", local: int = 0) -> Device:
             memory_bytes=properties.total_memory,
             capability=(properties.major, properties.minor),
         )
-    if asked == "mps" and not torch.backends.mps.is_available():
-        raise HardwareError("speed.device is mps, but this torch has no MPS device", "use speed.device=cpu")
-    memory = _host_memory_bytes() if asked == "cpu" else None
-    return Device(torch_device=torch.device(asked), name=asked, memory_bytes=memory, capability=None)
+    memory = _host_memory_bytes() if kind == "cpu" else None
+    return Device(torch_device=torch.device(kind), name=kind, memory_bytes=memory, capability=None)
 
 
 def use_device(device: torch.device) -> None:
@@ -291,6 +300,24 @@ def arithmetic(precision: str, deterministic: bool, device: torch.device, *, kee
         torch.set_float32_matmul_precision(matmul)
         if deterministic:  # not else: the call imports torch's compiler, which takes seconds
             torch.use_deterministic_algorithms(was_deterministic, warn_only=warn_only)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """torch's process-wide switches as a run wants them: arithmetic, memory, threads."""
+
+    device: Device
+    precision: str
+    deterministic: bool
+    threads: int
+    keep_casts: bool = True
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Sets them for one piece of work."""
+        numbers = arithmetic(self.precision, self.deterministic, self.device.torch_device, keep_casts=self.keep_casts)
+        with ONE_AT_A_TIME, memory_limit(self.device), cpu_threads(self.threads), numbers:
+            yield
 
 
 def autocast(

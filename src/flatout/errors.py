@@ -7,20 +7,28 @@ traceback.
 
 
 class UserError(Exception):
-    """Something the user can mend; `message` says what is wrong, `hint` the way out."""
+    """Something the user can mend: `what` is wrong, and `hint` is the way out.
+
+    `where` says where it was written, and the whole `message` begins with it. `setting` is the path of the one to
+    change, where it is known.
+    """
 
     exit_code = 2
 
-    def __init__(self, message: str, hint: str) -> None:
-        super().__init__(message)
-        self.message = " ".join(message.split())
-        self.hint = " ".join(hint.split())
+    def __init__(self, what: str, hint: str, *, where: str = "", setting: str = "") -> None:
+        super().__init__(what)
+        self.what, self.hint = " ".join(what.split()), " ".join(hint.split())
+        self.where, self.setting = where, setting
+
+    @property
+    def message(self) -> str:
+        return f"{self.where}: {self.what}" if self.where else self.what
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})"
 
-    def __reduce__(self) -> tuple[type["UserError"], tuple[str, str]]:
-        return type(self), (self.message, self.hint)  # so that it can cross from a worker process
+    def __reduce__(self) -> tuple[type["UserError"], tuple[str, str], dict[str, str]]:
+        return type(self), (self.what, self.hint), vars(self)  # so that it can cross from a worker process
 
 
 class UsageError(UserError):
@@ -29,6 +37,17 @@ class UsageError(UserError):
 
 class ConfigError(UserError):
     """A config value that is unknown, mistyped, out of range or in conflict with another."""
+
+
+class AdapterError(ConfigError):
+    """Adapters that cannot be had; `setting` is the one that asks for them."""
+
+    def __init__(self, what: str, hint: str, setting: str = "lora.targets", *, where: str = "") -> None:
+        super().__init__(what, hint, where=where, setting=setting)
+
+
+class UnevenError(ConfigError):
+    """Steps that processes cannot share evenly."""
 
 
 class HardwareError(UserError):
@@ -73,7 +92,11 @@ class FullDiskError(ResourceError):
     """A disk without space, or a quota that is used up: somebody may make room."""
 
 
-class DoesNotFitError(ResourceError):
+class DeviceMemoryError(ResourceError):
+    """Out of the device's memory."""
+
+
+class DoesNotFitError(DeviceMemoryError):
     """A step that by its estimate needs more memory than the device has."""
 
 
@@ -81,6 +104,11 @@ def many(count: float, noun: str) -> str:
     """A count with its noun: `1 step`, `2 steps`, `0.5 minutes`."""
     text = f"{count:,}" if isinstance(count, int) else f"{count:,g}"
     return f"{text} {noun}{'' if text == '1' else 's'}"
+
+
+def in_gib(size: float) -> str:
+    """Bytes of memory or disk: `12.0 GiB`, `74 MiB`."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def quoted(word: str) -> str:

@@ -1,8 +1,8 @@
 """`run.lock`: its text says who holds a run's folder. It is written and read here and nowhere else.
 
 Every start adds a line, and the last line counts. Nothing is written over, so a power loss cannot take earlier lines.
-The file lock itself is taken in `engine/run_folder.py`. Reading the text takes none. `is_held` takes a shared one for
-an instant, where the operating system lists no holder.
+The file lock itself is taken in `checkpoints/run_folder.py`. Reading the text takes none. `is_held` takes a shared one
+for an instant, where the operating system lists no holder.
 """
 
 import os

@@ -177,7 +177,7 @@ def on_hardware(loaded: "LoadedConfig", name: str | None) -> "LoadedConfig":
     if name is None:
         return loaded
     from flatout.config.catalogue import check_shipped
-    from flatout.engine.overlays import fitted_to  # it needs torch: only where an overlay was asked for
+    from flatout.resolve.sizing import fitted_to  # it needs torch: only where an overlay was asked for
 
     name = _hardware_here() if name == "auto" else name
     check_shipped("hardware", name, "command line")

@@ -2,7 +2,8 @@
 
 Contract: what depends on all data of a step (labelled tokens, loss, gradients and their norm, whether all is finite),
 and what all processes must decide alike, goes through this object. `World` is one process alone: every method hands
-back what it was given, with no copy, no kernel and no wait. `Ranks` (parallel/ranks.py) is one of several.
+back what it was given, with no copy, no kernel and no wait. `Ranks` (parallel/ranks.py) is one of several. A `World`
+with a size and hosts stands for several that are not there, whose run is to be decided and not trained.
 
 Gradients are added up, not averaged, because the loss is divided by the labelled tokens of all processes. Numbers of
 the host (`totals`, `gather`) go by the host.
@@ -47,6 +48,7 @@ class World:
     size: int = 1
     local: int = 0  # the number of this process on its host, which says what device it takes
     pulse: Pulse = dataclasses.field(default_factory=Pulse, repr=False, compare=False)  # for the agent of this host
+    hosts: tuple[str, ...] = ()  # the name of each process's host; none where no launcher started it
 
     @property
     def first(self) -> bool:

@@ -1,6 +1,8 @@
 """Imports point down only, as docs/architecture.md draws it."""
 
 import ast
+import gc
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,12 +11,13 @@ SOURCE = Path(__file__).parents[2] / "src" / "flatout"
 
 LAYERS = [
     {"errors"},
-    {"records", "config", "files", "launch", "host", "lock", "pulse"},
+    {"finding", "records", "config", "files", "launch", "host", "lock", "pulse"},
     {"folders", "confined", "cores"},
     {"device", "world"},
     {"ops", "corpus"},
     {"data", "model", "optim", "parallel"},
-    {"generation"},
+    {"generation", "checkpoints"},
+    {"resolve"},
     {"engine"},
     {"tuning", "diagnose", "agent"},
     {"observe"},
@@ -33,19 +36,26 @@ def room_of(path: Path) -> str:
     return first.removesuffix(".py")
 
 
+@cache
+def imports() -> dict[Path, tuple[set[str], set[str]]]:
+    """Every module: the names that it imports, with dots, and the modules of ours that it imports names from."""
+    found: dict[Path, tuple[set[str], set[str]]] = {}
+    gc.disable()  # it would look at the syntax trees again and again
+    for path in modules():
+        names, sources = found[path] = (set(), set())
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                names.update(f"{node.module}.{alias.name}" for alias in node.names)
+                sources.update({node.module} if node.module and node.module.startswith("flatout.") else ())
+    gc.enable()
+    return found
+
+
 def imported_rooms(path: Path) -> set[str]:
-    rooms = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == ROOT and len(parts) > 1 and parts[1] in LEVEL:
-                rooms.add(parts[1])
-    return rooms
+    parts = [name.split(".") for name in imports()[path][0]]
+    return {name[1] for name in parts if name[0] == ROOT and len(name) > 1 and name[1] in LEVEL}
 
 
 def modules() -> list[Path]:
@@ -56,26 +66,22 @@ def test_every_room_has_a_layer():
     assert {room_of(path) for path in modules()} == set(LEVEL)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_point_down(path: Path):
-    here = room_of(path)
-    for room in imported_rooms(path) - {here}:
-        assert LEVEL[room] < LEVEL[here], f"{here} imports {room}, which is not below it"
-        if here == "observe":
-            assert room in {"errors", "records", "config", "files", "folders", "lock"}, (
-                f"observe reads records only, not {room}"
-            )
+def test_imports_point_down():
+    for path in modules():
+        here = room_of(path)
+        for room in imported_rooms(path) - {here}:
+            assert LEVEL[room] < LEVEL[here], f"{path}: {here} imports {room}, which is not below it"
+            if here == "observe":
+                assert room in {"errors", "records", "config", "files", "folders", "lock"}, (
+                    f"{path}: observe reads records only, not {room}"
+                )
 
 
 def test_sibling_modules_form_no_cycle():
     graph = {}
     for path in modules():
         name = ".".join(("flatout", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
-        graph[name] = {
-            node.module
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("flatout.")
-        }
+        graph[name] = imports()[path][1]
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:

@@ -70,7 +70,7 @@ class Browser:
             self.send("Browser.close")
         except (OSError, RuntimeError, TimeoutError):
             self.process.kill()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=600)
         os.close(self.write_end)
         os.close(self.read_end)
 
@@ -94,7 +94,7 @@ class Browser:
             os.write(self.write_end, json.dumps({**answer, "sessionId": self.session}).encode() + b"\0")
         self.events.append(event)
 
-    def _receive(self, seconds: float = 60.0) -> dict[str, Any]:
+    def _receive(self, seconds: float = 600.0) -> dict[str, Any]:
         until = time.monotonic() + seconds
         while b"\0" not in self.buffer:
             if not select.select([self.read_end], [], [], max(0.0, until - time.monotonic()))[0]:
@@ -126,7 +126,7 @@ class Browser:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def wait(self, expression: str, seconds: float = 20.0) -> None:
+    def wait(self, expression: str, seconds: float = 600.0) -> None:
         until = time.monotonic() + seconds
         while not self.run(expression):
             assert time.monotonic() < until, f"never true: {expression}"

@@ -1,6 +1,7 @@
 """Commands in processes of their own, which may be killed, without the seconds that importing torch takes in each.
 
-They are forks of one process that has imported it, which begins with the first of them and ends with the tests.
+They are forks of one process that has imported it, which begins with the first of them and ends with the tests. Those
+of `tests/ranks.py` are, too: torch's FSDP asks for the compiler.
 """
 
 import multiprocessing
@@ -12,13 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["flatout.api.training", "flatout.api.models"])
+FORKS.set_forkserver_preload(
+    ["tests.parallel_runs", "flatout.api.models", "flatout.parallel.sharding", "torch._dynamo"]
+)
 
 
 class Forked:
-    """`target(*arguments)` at work in the current folder; its value is the exit status.
+    """`target(*arguments)` at work in the current folder and environment; its value is the exit status.
 
-    `stdout` and `stderr` name the files that it writes to.
+    `stdout` and `stderr` name the files that it writes to, behind what is there.
     """
 
     def __init__(
@@ -30,7 +33,8 @@ class Forked:
         **environment: str,
     ) -> None:
         streams = [str(stdout), str(stderr)]
-        self._process = FORKS.Process(target=_run, args=(os.getcwd(), streams, environment, target, arguments))
+        variables = {**os.environ, **environment}
+        self._process = FORKS.Process(target=_run, args=(os.getcwd(), streams, variables, target, arguments))
         self._process.start()
 
     @property
@@ -68,12 +72,18 @@ def _run(
     arguments: tuple[object, ...],
 ) -> None:
     os.chdir(folder)
+    os.environ.clear()  # the server may have been started with others
     os.environ.update(environment)
     tempfile.tempdir = None  # found anew, by this environment
     for number, path in enumerate(streams, 1):
-        place = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        place = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(place, number)
         os.close(place)
+    open_streams()
+    sys.exit(target(*arguments))
+
+
+def open_streams() -> None:
+    """As Python does at its start."""
     sys.stdout = os.fdopen(1, "w", closefd=False, encoding="utf-8")
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")
-    sys.exit(target(*arguments))

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 
-from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
+from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.observe.sinks import read_metrics
 from tests.conftest import TINY
+from tests.end_to_end.forked import Forked
+from tests.end_to_end.forked_ranks import train_in_forks
 
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).parent / "faults"
@@ -33,19 +35,23 @@ def words(corpus: Path, folder: str, steps: int, every: int = 10, timeout: float
 
 
 class Command:
-    """A `flatout train` with its workers."""
+    """A `flatout train` with its workers: forks of a process that has imported torch, or, with `prefix`, real ones.
+
+    `prefix` is the program that the command is an argument of.
+    """
 
     def __init__(self, arguments: list[str], fault: str = "", prefix: tuple[str, ...] = (), log: str = "told") -> None:
-        path = os.pathsep.join([str(FAULTS), str(ROOT / "src"), str(ROOT)])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FAULT": fault}
         self.log = Path(log)
-        with self.log.open("a") as told:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "flatout", "train", *arguments],
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=told,
-            )
+        variables = {"OMP_NUM_THREADS": "1", "FAULT": fault}
+        self.process: Forked | subprocess.Popen[bytes]
+        if prefix:
+            path = os.pathsep.join([str(FAULTS), str(ROOT / "src"), str(ROOT)])
+            words = [*prefix, sys.executable, "-m", "flatout", "train", *arguments]
+            environment = {**os.environ, **variables, "PYTHONPATH": path}
+            with self.log.open("a") as told:
+                self.process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=told)
+        else:
+            self.process = Forked(train_in_forks, arguments, stderr=self.log, **variables)
         self.seen: dict[int, str] = {}  # when each of its processes was started: numbers are given again
 
     @property
@@ -54,14 +60,10 @@ class Command:
 
     def ranks(self) -> dict[int, int]:
         """Process ids by rank, of the workers that run now."""
-        found, children = {}, children_by_parent()
-        for pid in children.get(self.process.pid, ()):
-            variables = _read(f"/proc/{pid}/environ").split("\0")
-            rank = next((word for word in variables if word.startswith("RANK=")), None)
-            if rank is not None:
-                found[int(rank.removeprefix("RANK="))] = pid
+        children = children_by_parent()
+        names = {pid: _read(f"/proc/{pid}/comm").split() for pid in children.get(self.process.pid, ())}
         self.seen |= {pid: _start_of(pid) for pid in self.all_running(children)}
-        return found
+        return {int(name[1]): pid for pid, name in names.items() if name[:1] == ["rank"]}
 
     def helper(self, rank: int, module: str) -> int | None:
         """The process that a rank has started to run something of a module, if there is one now."""
@@ -75,26 +77,27 @@ class Command:
             found += children.get(pid, ())
         return found
 
-    def wait_until(self, happened: Callable[[], bool], seconds: float = 90) -> None:
+    def wait_until(self, happened: Callable[[], bool], seconds: float = 600) -> None:
         until = time.monotonic() + seconds
         while not happened():
-            assert self.process.poll() is None, f"it ended with {self.process.returncode}: {self.told}"
+            assert self.process.poll() is None, f"it ended with {self.process.poll()}: {self.told}"
             assert time.monotonic() < until, f"nothing happened for {seconds} s: {self.told}"
             time.sleep(0.02)
 
-    def wait(self, seconds: float = 120) -> int:
+    def wait(self, seconds: float = 600) -> int:
         return self.process.wait(seconds)
 
     def left_behind(self) -> set[int]:
         """Processes of its own that still run a little after the command has ended."""
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while (left := {pid for pid in self.seen if self._runs(pid)}) and time.monotonic() < until:
             time.sleep(0.05)
         return left
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGKILL)
+            self.process.wait()
         for pid in self.seen:
             if self._runs(pid):
                 os.kill(pid, signal.SIGKILL)

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from flatout import cli
-from flatout.engine import boundary, checkpoint_files, saver, writer
+from flatout.checkpoints import checkpoint_files
+from flatout.engine import boundary, saver, writer
 
 
 def train_slowly(delay: float, phase: Path, words: list[str]) -> int:
@@ -47,7 +48,10 @@ def train_slowly(delay: float, phase: Path, words: list[str]) -> int:
 
 def slow_start(delay: float) -> str:
     """What a writer is started with, such that it is slow."""
-    imports, rest = "from flatout.engine import checkpoint_files as c, writer; import time; ", writer._START
+    imports, rest = (
+        "from flatout.checkpoints import checkpoint_files as c; from flatout.engine import writer; import time; ",
+        writer._START,
+    )
     slow = f"s = c.sync_and_hash; c.sync_and_hash = lambda path: (time.sleep({delay}), s(path))[1]; "
     before, found, after = rest.partition("from flatout.engine.writer")
     assert found

@@ -19,9 +19,9 @@ import flatout
 from flatout.config.alike import MAY_DIFFER
 from flatout.config.facts import field_facts, names_in, section_paths
 from flatout.config.load import load_config
-from flatout.engine import form as form_module
 from flatout.errors import UserError
 from flatout.records import EvalRecord, StepRecord
+from flatout.resolve import form as form_module
 from tests.conftest import TINY
 from tests.end_to_end.many import Command
 from tests.end_to_end.test_every_field import BESIDE, OTHER
@@ -112,6 +112,27 @@ def test_settings_of_one_rank_alone_are_refused_by_name(folder: Path):
 def test_every_setting_that_may_differ_is_one_and_has_a_reason():
     assert set(MAY_DIFFER) <= set(field_facts())
     assert all(MAY_DIFFER.values())
+
+
+def train_sized(folder: str, sizes: list[str], overlays: list[str]) -> str:
+    """A run whose ranks were given different sizes or overlays: what a rank says."""
+    rank = int(os.environ["RANK"])
+    os.chdir(folder)
+    words = ["data.source=text.txt", "data.tokenizer=char", "train.steps=1", "speed.device=cpu", "parallel.join=100"]
+    loaded = load_config("modern", words, size=sizes[rank], hardware=overlays[rank])
+    try:
+        next(flatout.train(loaded))
+    except UserError as error:
+        return error.message
+    return ""
+
+
+def test_a_size_or_an_overlay_of_one_rank_alone_is_refused_by_name(folder: Path):
+    said = WORKERS.run(2, train_sized, str(folder), ["15m", "60m"], ["8gb", "8gb"])
+    assert "have different settings: model.layers is 4 and 8" in said[0]
+    assert '--size is "15m" and "60m"' in said[0]
+    said = WORKERS.run(2, train_sized, str(folder), ["15m", "15m"], ["8gb", "16gb"])
+    assert 'have different settings: --hardware is "8gb" and "16gb"' in said[0]
 
 
 def decide_otherwise(folder: str, words: list[str]) -> tuple[int, str, list[float]]:

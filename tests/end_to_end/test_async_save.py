@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import flatout
+from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint, read_verdict
 from flatout.config.load import load_config
 from flatout.engine import saver as saving
 from flatout.engine.boundary import Boundary
-from flatout.engine.checkpoint import list_checkpoints, read_checkpoint, read_verdict
 from flatout.engine.writer import Plan, Writer
 from flatout.errors import DivergedError, ResourceError
 from flatout.folders import process_lives

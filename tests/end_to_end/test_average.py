@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import flatout
-from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
-from flatout.engine.setup import setup_run
+from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.errors import ConfigError
 from flatout.records import EvalRecord, StepRecord
+from tests.set_up import set_up
 
 WORDS = ["train.steps=8", "eval.every=4", "checkpoint.every=4", "checkpoint.keep=9", "eval.sample_tokens=0"]
 
@@ -53,9 +53,9 @@ def test_an_averaged_run_resumes_bit_identically_and_with_its_weights_alone(tiny
         assert torch.equal(one.optimizer[f"{name}.trained"], off.model[name])
     assert not any(name.endswith(".trained") for name in off.optimizer)
     # a run that had none begins one with its weights
-    later = setup_run(tiny(*words, "output.folder=later"))
+    later = set_up(tiny(*words, "output.folder=later"))
     assert later.step.average is not None
-    assert later.memory.optimizer == pytest.approx(setup_run(tiny(*WORDS)).memory.optimizer * 12 / 8, rel=0.01)
+    assert later.plan.memory.optimizer == pytest.approx(set_up(tiny(*WORDS)).plan.memory.optimizer * 12 / 8, rel=0.01)
 
 
 def test_adapters_have_no_average(tiny):

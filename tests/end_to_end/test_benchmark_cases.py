@@ -25,7 +25,7 @@ def start(script: str, *words: str, folder: Path) -> subprocess.Popen[str]:
 
 
 def run(script: str, *words: str, folder: Path) -> tuple[int, list[dict], str]:
-    out, err = (started := start(script, *words, folder=folder)).communicate(timeout=300)
+    out, err = (started := start(script, *words, folder=folder)).communicate(timeout=6000)
     return started.returncode, [json.loads(line) for line in out.splitlines()], err
 
 
@@ -70,7 +70,7 @@ def test_whoever_ends_it_keeps_the_rows_that_are_done(script: str, words: list[s
     first = json.loads(started.stdout.readline())
     assert "error" not in first
     started.send_signal(number)
-    rest, err = started.communicate(timeout=60)
+    rest, err = started.communicate(timeout=600)
     assert rest == ""
     if number == signal.SIGTERM:
         assert started.returncode == 143

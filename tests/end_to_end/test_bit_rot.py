@@ -10,7 +10,7 @@ import torch
 
 import flatout
 from flatout import cli
-from flatout.engine.checkpoint import read_checkpoint
+from flatout.checkpoints.checkpoint import read_checkpoint
 from flatout.errors import UserError
 from flatout.records import CheckpointRecord
 from tests.damaged import damage_on_disk

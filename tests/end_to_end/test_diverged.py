@@ -18,18 +18,16 @@ import pytest
 
 import flatout
 from flatout import cli
+from flatout.checkpoints.checkpoint import Verdict, read_checkpoint, read_verdict, write_checkpoint, write_verdict
 from flatout.config.load import LoadedConfig, load_config
 from flatout.engine import diverged
-from flatout.engine.checkpoint import Verdict, read_checkpoint, read_verdict, write_checkpoint, write_verdict
 from flatout.engine.evaluate import evaluate
-from flatout.engine.setup import setup_run
 from flatout.errors import ResourceError
 from flatout.model.gpt import GPT
 from flatout.observe.sinks import read_metrics
-from flatout.tuning.settling import settled
-from flatout.world import World
 from tests.chat_models import write_chat_model
 from tests.conftest import TINY
+from tests.set_up import set_up
 
 pytestmark = pytest.mark.usefixtures("children_stay")
 QUIET = ["output.plots=false", "eval.sample_tokens=0", "eval.every=0", "checkpoint.every=0", "speed.device=cpu"]
@@ -91,7 +89,7 @@ def start_loss(case: Case) -> float:
     """The validation loss of a command's starting weights."""
     verb, *words = case.before or case.words
     loaded = load_config("lora", words) if verb == "finetune" else load_config(words[0], words[1:])
-    started = setup_run(settled(loaded, None, None, None, World()))
+    started = set_up(loaded)
     return evaluate(started.model, started.evaluation(), started.scope)[0]
 
 
@@ -260,13 +258,18 @@ def saved(tiny: Callable[..., LoadedConfig]) -> Path:
     return Path("run/checkpoints")
 
 
-def test_weights_that_norms_hide_are_not_resumed_from(saved, monkeypatch):
+# Of queries and keys, which are normed: the loss stays as it was. Of the head: it is worse than that of the start.
+RUINED = {"weights": ("blocks.0.attention.qkv.weight", slice(64), 1e4), "loss": ("head.weight", slice(None), -4.0)}
+
+
+@pytest.mark.parametrize("what", RUINED)
+def test_a_checkpoint_with_ruined_weights_or_a_worse_loss_than_the_start_is_not_resumed_from(saved, monkeypatch, what):
     newest = saved / "step-00000004"
     checkpoint, verdict = read_checkpoint(newest), read_verdict(newest)
     assert verdict is not None
-    name = "blocks.0.attention.qkv.weight"
+    name, rows, factor = RUINED[what]
     ruined = checkpoint.model[name].clone()
-    ruined[:64] *= 1e4  # queries and keys, which are normed: the loss stays as it was
+    ruined[rows] *= factor
     shutil.rmtree(newest)
     write_checkpoint(saved, dataclasses.replace(checkpoint, model={**checkpoint.model, name: ruined}))
     write_verdict(newest, verdict)
@@ -275,6 +278,18 @@ def test_weights_that_norms_hide_are_not_resumed_from(saved, monkeypatch):
         code, said = run("train", "--resume", "run", "train.steps=9")
     assert code == 4
     assert "step-00000002" in hinted(said)[2]
+    code, said = run(*hinted(said))
+    assert code == 0, said
+
+
+def test_a_hint_names_no_setting_that_the_run_does_not_read(corpus: Path, tmp_path: Path, monkeypatch):
+    """A size gives the head a rate of its own, which a tied head does not have."""
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "record", *QUIET, *SHAPES["record"], f"data.source={corpus}", "eval.tokens=512"]
+    with monkeypatch.context() as patch:
+        poison(patch)
+        code, said = run(*words, "model.tied=true", "train.steps=4", "output.folder=run")
+    assert code == 4, said
     code, said = run(*hinted(said))
     assert code == 0, said
 

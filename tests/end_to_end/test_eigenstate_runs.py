@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import flatout
+from flatout.model.gpt import GPT
 from flatout.observe.history import read_history
 from flatout.records import EigenstateRecord, EvalRecord
 
@@ -31,6 +32,7 @@ def test_what_eigenstates_remember_is_told_at_the_start_at_evaluations_and_at_th
     assert again[-1].layers[0].period != looks[0].layers[0].period
     assert sorted({row["step"] for row in read_history(Path("seen")).eigenstates}) == [0, 5, 7, 10, 12]
     model = flatout.load_model("seen", device="cpu").model
+    assert isinstance(model, GPT)
     horizon = -1.0 / model.eigenstates[1].eigenvalues()[0]
     assert again[-1].layers[1].horizon["max"] == pytest.approx(horizon.max().item(), rel=1e-6)
     assert again[-1].layers[1].horizon["min"] == pytest.approx(horizon.min().item(), rel=1e-6)

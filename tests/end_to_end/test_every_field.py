@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import flatout
+from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.config.facts import field_facts, value_at
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig
 from flatout.config.unused import check_used
-from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.errors import ConfigError
 from flatout.model.adapter_files import save_adapter
 from flatout.model.adapter_targets import AdapterPlan

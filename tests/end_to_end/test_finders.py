@@ -18,8 +18,7 @@ from flatout.config.load import load_config
 from flatout.engine import loop
 from flatout.engine.books import Progress
 from flatout.engine.saving import capture
-from flatout.engine.setup import setup_run
-from flatout.errors import ConfigError, DataError, DivergedError, ResourceError, UsageError
+from flatout.errors import ConfigError, DataError, DeviceMemoryError, DivergedError, ResourceError, UsageError
 from flatout.tuning import lr_range, study
 from flatout.tuning.lr_range import find_rate
 from flatout.tuning.measure import Steps
@@ -29,6 +28,7 @@ from flatout.verbs import measuring
 from flatout.verbs import tune as verb
 from tests.conftest import TINY
 from tests.end_to_end.forked import Forked
+from tests.set_up import set_up
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(flatout.__file__).parents[1])}
 
@@ -155,7 +155,7 @@ def test_where_the_file_cannot_be_written_in_the_end_the_config_is_printed(tiny,
 @pytest.mark.parametrize("words", [[], ["speed.cuda_graphs=on"], ["speed.precision=fp16", "speed.kernels=torch"]])
 def test_on_a_gpu_the_run_is_bit_for_bit_what_it_was(tiny, words: list[str]):
     loaded = tiny("speed.device=cuda", "model.width=64", "model.context=64", "train.batch_tokens=512", *words)
-    run = setup_run(loaded)
+    run = set_up(loaded)
     with Steps(run) as steps:
         steps.take(4)
 
@@ -266,7 +266,7 @@ def test_trials_that_fail_are_told_and_count_as_bad(tiny, space, monkeypatch: py
         if count == 2:
             raise DivergedError("3 steps in a row had a non-finite loss", "lower it")
         if count == 3:
-            raise ResourceError("out of device memory: tried to allocate 4 GiB", "less")
+            raise DeviceMemoryError("out of device memory: tried to allocate 4 GiB", "less")
         return real(*args, **settings)
 
     monkeypatch.setattr(study, "train_loop", sometimes)
@@ -306,7 +306,7 @@ def test_a_killed_search_keeps_what_it_had(tiny, space, tmp_path: Path):
     assert all(line.startswith("trial ") for line in told.read_text().splitlines()[:2])
     time.sleep(0.2)
     process.send_signal(signal.SIGKILL)
-    assert process.wait(timeout=30) == -signal.SIGKILL
+    assert process.wait(timeout=600) == -signal.SIGKILL
     with sqlite3.connect(file) as database:
         count = database.execute("select count(*) from trials where state = 'RUNNING'").fetchone()[0]
     assert count <= 1

@@ -9,18 +9,17 @@ import pytest
 import torch
 
 from flatout import api
+from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.cli import main
 from flatout.config.load import load_config
-from flatout.engine import run as run_module
-from flatout.engine import setup
-from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.engine.graphs import MicroBatchGraph
-from flatout.engine.opening import open_sample_data
 from flatout.engine.recovery import attempt_step, use_less_memory
 from flatout.errors import UserError
 from flatout.model.gpt import GPT
 from flatout.records import EndRecord, EvalRecord, NoticeRecord, RunInfo, StepRecord
+from flatout.resolve.opening import open_sample_data
 from tests.chat_models import write_chat_model
+from tests.set_up import set_up
 from tests.unit.test_graphs import FakeRecorder
 
 pytestmark = pytest.mark.usefixtures("children_stay")
@@ -164,7 +163,7 @@ def test_packing_and_micro_batches_do_not_change_the_loss(words):
 def test_rows_joined_to_one_do_not_change_the_loss(words, monkeypatch):
     """As on a GPU, where attention goes by bounds; here the mask does for one long row, too."""
     expected = losses(list(api.train(load_config("lora", words("output.name=rows", "speed.micro_batch=2")))))
-    monkeypatch.setattr(run_module, "BY_BOUNDS", ("sdpa",))
+    monkeypatch.setattr("flatout.resolve.case.BY_BOUNDS", ("sdpa",))
     for size in (8, 2):
         records = list(api.train(load_config("lora", words(f"output.name=joined{size}", f"speed.micro_batch={size}"))))
         assert losses(records) == pytest.approx(expected, rel=5e-5)
@@ -175,9 +174,8 @@ def test_rows_joined_to_one_do_not_change_the_loss(words, monkeypatch):
 def test_out_of_memory_recordings_are_given_up_before_the_run(words, monkeypatch):
     """A single row cannot be halved, but graphs hold memory of their own."""
     loaded = load_config("lora", words("chat.batch_samples=1"))
-    expected, run = setup.setup_run(loaded), setup.setup_run(loaded)
-    graph = MicroBatchGraph(run.step.forward_backward, run.model, run.new_notices, FakeRecorder())
-    run.step.run_micro_batch = graph
+    expected, run = set_up(loaded), set_up(loaded)
+    run.step.graph = MicroBatchGraph(run.model, run.new_notices, FakeRecorder(), run.adapters)
     real, failures = GPT.forward, iter([True])
 
     def forward(self, *values):
@@ -203,9 +201,8 @@ def test_out_of_memory_recordings_are_given_up_before_the_run(words, monkeypatch
 
 def test_out_of_memory_beside_recordings_leaves_the_micro_batch_as_it_is(words, monkeypatch):
     """A shape that comes for the first time needs its memory beside that of the recordings."""
-    run = setup.setup_run(load_config("lora", words("speed.micro_batch=2", "chat.packing=false")))
-    graph = MicroBatchGraph(run.step.forward_backward, run.model, run.new_notices, FakeRecorder())
-    run.step.run_micro_batch = graph
+    run = set_up(load_config("lora", words("speed.micro_batch=2", "chat.packing=false")))
+    graph = run.step.graph = MicroBatchGraph(run.model, run.new_notices, FakeRecorder(), run.adapters)
     with run.batches(0) as loader:
         batch = next(loader)
         assert isinstance(attempt_step(run, batch), torch.Tensor)

@@ -12,19 +12,20 @@ import torch
 import flatout
 from flatout import api, folders
 from flatout.api import exporting
+from flatout.checkpoints import checkpoint
+from flatout.checkpoints.adapter_folder import step_of
+from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.cli import main
 from flatout.config.load import load_config
 from flatout.data import pack
 from flatout.data.tokenizer import CharTokenizer
 from flatout.data.train_tokenizer import train_bpe, write_tokenizer
 from flatout.diagnose.examine import examine
-from flatout.engine import checkpoint
-from flatout.engine.adapter_folder import step_of
-from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.errors import UserError
 from flatout.generation.decode import generate_tokens
 from flatout.model.adapter_files import read_origin
 from flatout.model.fingerprint import weights_fingerprint
+from flatout.model.gpt import GPT
 from flatout.model.hub import read_description
 from flatout.records import EndRecord, NoticeRecord, StepRecord
 from tests.chat_models import write_chat_model
@@ -178,6 +179,7 @@ def test_a_run_with_less_context_than_its_base_leaves_eigenstates_as_they_were(w
     list(api.train(load_config(None, [*PRETRAIN, *shape, f"data.source={text}", "data.tokenizer=bytes"])))
     run(words("model.init_from=runs/mine", "lora.rank=0", "train.steps=1", "optim.learning_rate=1e-12"))
     base, tuned = (api.load_model(name, device="cpu").model for name in ("runs/mine", "runs/lora"))
+    assert isinstance(base, GPT)
     assert any(mixer.detuning_K.abs().max() > 0.01 for mixer in base.eigenstates), "learned at all"
     torch.testing.assert_close(logits(tuned), logits(base))
     stored = api.stored_config(Path("runs/lora")).config

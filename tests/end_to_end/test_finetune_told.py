@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from flatout import api
+from flatout.checkpoints.adapter_folder import stored_quantize
 from flatout.cli import main
 from flatout.config.load import load_config
 from flatout.diagnose import check_chat
-from flatout.diagnose.doctor import Finding
 from flatout.diagnose.examine import examine
-from flatout.engine.adapter_folder import stored_quantize
 from flatout.errors import CheckpointError, UserError
 from flatout.files import canonical_json
+from flatout.finding import Finding
 from flatout.model import weights
 from flatout.model.seal import SEAL
 from flatout.observe.history import read_history
@@ -320,8 +320,8 @@ def test_the_doctor_looks_at_a_fine_tuning_config(words, capsys):
     assert found["template"].status == "ok"
     assert "30 rows, read as alpaca" in found["rows"].found
     assert found["rows not used"].status == "warn"
-    assert "of 1,085 tokens are learned" in found["learned"].found
-    assert found["steps"].found == "6 steps on 29 samples teach a model little"
+    assert "of 1,085 tokens are learned" in found["samples"].found
+    assert found["steps"].found == "6 steps on 29 samples teach a model little: set train.steps=100"
     assert "rank 16 on down_proj" in found["trained"].found
     assert found["a step"].status == "ok"
     assert found["warm-up"].status == "warn"
@@ -337,17 +337,17 @@ def test_the_doctor_tells_what_a_template_does_to_rows(words):
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     found = visit(words("chat.source=rows.jsonl"))
     assert (found["reasoning left out"].status, found["empty answers"].status) == ("warn", "note")
-    assert found["reasoning left out"].found == "4 turns whose reasoning the template leaves out"
+    assert found["reasoning left out"].found.startswith("samples: 4 turns whose reasoning the template leaves out; ")
     assert "contents left out" not in found
 
 
 DOCTORED = {
-    "rows": (["chat.source=nowhere.jsonl"], "data", "there is no source nowhere.jsonl", 3),
+    "refused": (["chat.source=nowhere.jsonl"], "data", "there is no source nowhere.jsonl", 3),
     "base": (["model.init_from=rows.json"], "data", "is a file", 3),
-    "template": (["chat.template=nowhere.jinja"], "data", "nowhere.jinja", 3),
-    "adapters": (["lora.targets=[q_proj, nose]"], "config", "nose", 2),
-    "model": (["model.layers=9"], "config", "model.layers is set", 2),
-    "settings": (["train.batch_tokens=128"], "config", "train.batch_tokens is set", 2),
+    "lora.targets": (["lora.targets=[q_proj, nose]"], "config", "nose", 2),
+    "model.layers": (["model.layers=9"], "config", "model.layers is set", 2),
+    "model.context": (["model.context=257"], "config", "model.context is 257, but base has 256 positions", 2),
+    "train.batch_tokens": (["train.batch_tokens=128"], "config", "train.batch_tokens is set", 2),
     "run folder": (["output.folder=rows.json"], "config", "is a file", 2),
 }
 
@@ -366,27 +366,28 @@ def test_the_doctor_warns_of_batches_and_lengths(words):
     found = visit(words("chat.batch_samples=64", "model.context=36", "lora.rank=17"))
     assert found["rank"].found.startswith("lora.rank 17 is more than the smaller side of k_proj (16), v_proj (16): ")
     assert "there are 29 samples" in found["batch"].found
-    assert "cut to 36 tokens" in found["too long"].found
-    assert "raise model.context" in found["too long"].advice
-    assert "raise chat.max_tokens" in visit(words("chat.max_tokens=36"))["too long"].advice
+    assert "samples cut to the context" in found["truncated"].found
+    assert "raise model.context" in found["truncated"].advice
+    assert "raise chat.max_tokens" in visit(words("chat.max_tokens=36"))["truncated"].advice
 
 
 def test_the_doctor_looks_at_rate_evaluation_and_saving(words):
     found = visit(words())
     assert found["learning rate"].status == "ok"
     assert "about 0.01 is usual for adapters on a base this small" in found["learning rate"].found
-    assert found["saving"].found == "checkpoint.every is 100, which a run of 6 steps never reaches"
+    assert found["saving"].found == "checkpoint.every 100 is never reached in 6 steps: only the end is saved"
     assert "checkpoint.every=1" in found["saving"].advice
-    assert found["evaluation"].found == "eval.every is 20, which a run of 6 steps never reaches"
-    assert found["steps"].advice == "Set train.steps=100."
+    assert found["steps"].found.endswith("teach a model little: set train.steps=100")
+    late = visit(words("eval.every=20"))["evaluation"]
+    assert late.found == "eval.every 20 is never reached in 6 steps: only the end is evaluated"
     short = visit(words("train.steps=null", "train.epochs=1", "eval.every=1", "chat.batch_samples=1"))
-    assert short["steps"].advice == "Set train.epochs=4, which makes 116."
+    assert short["steps"].found.endswith("set train.epochs=4, which makes 116")
     often = short["evaluation"]
     held, fewer = often.found.partition(" times ")[2].split()[0], often.advice.partition("eval.tokens=")[2]
     assert int(fewer.split(",")[0]) < int(held), "a larger value would change nothing"
     better = visit(words("optim.learning_rate=2e-4", "checkpoint.every=3", "eval.every=3"))
     assert (better["learning rate"].status, better["saving"].status) == ("warn", "ok")
-    assert better["steps"].advice.endswith(" parameters."), "what makes it learn is named there, too"
+    assert better["steps"].found.endswith(" parameters"), "what makes it learn is named there, too"
     assert "2 times" in better["evaluation"].found
     whole = visit(words("lora.rank=0", "optim.learning_rate=2e-5"))["learning rate"]
     assert (whole.status, whole.found) == ("ok", "2e-05; about 2e-05 is usual for all weights of a trained model")
@@ -404,7 +405,7 @@ def test_the_doctor_says_nothing_of_a_type_that_is_not_stated(words):
 
 def test_the_doctor_reads_the_beginning_of_a_large_source(words, monkeypatch):
     monkeypatch.setattr(check_chat, "_WHOLE_QUICK", 100)
-    monkeypatch.setattr(check_chat, "_FIRST", 12)
+    monkeypatch.setattr(check_chat, "FIRST", 12)
     found = visit(words())
     assert "only the first 12 rows were read" in found["rows"].found
     assert found["the rest"].unchecked

@@ -125,6 +125,10 @@ def kinds(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         if kind == "back":  # to an older checkpoint: later ones step aside, best.json and the records go back
             list(flatout.train(load_config("shakespeare-char", [*plain, "checkpoint.keep=9"])))
             train = trainer("shakespeare-char", plain, resume=f"{RUN}/checkpoints/step-00000002")
+        if kind == "damaged":  # the newest checkpoint, which steps aside
+            list(flatout.train(load_config("shakespeare-char", [*plain, "checkpoint.keep=9"])))
+            Path(RUN, "checkpoints/step-00000004/model.safetensors").unlink()
+            train = trainer("shakespeare-char", plain, resume="auto")
         if kind.startswith("adapter"):
             rows = [{"instruction": f"What is {n} and one?", "output": f"It is {n + 1}."} for n in range(20)]
             Path("rows.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -146,9 +150,9 @@ def file_of(operation: str) -> str:
     return re.sub(r"step-\d+(\.\w+-\*)?", r"step-N\1", operation.split(" ")[2])
 
 
-def one_of_each(operations: list[str]) -> dict[str, str]:
-    """The last operation on every file; the files of a checkpoint that is being written count as one."""
-    named = {file_of(operation): operation for operation in operations}
+def one_of_each(operations: list[str], *, first: bool = False) -> dict[str, str]:
+    """The last or `first` operation on every file; the files of a checkpoint that is being written count as one."""
+    named = {file_of(operation): operation for operation in (reversed(operations) if first else operations)}
     return {"checkpoint" if ".tmp-" in name and "step-N" in name else name: named[name] for name in named}
 
 
@@ -167,8 +171,24 @@ def test_a_full_disk_beside_training(kinds: Callable[[str], Trials]):
         assert trials.fail_at(chosen[name]) == "paused"
 
 
+AT_THE_START = {
+    "back": ["run/checkpoints/step-N.superseded", "run/metrics.jsonl.tmp-*", "run/best.json.tmp-*"],
+    "damaged": ["run/checkpoints/step-N.damaged"],
+    "adapter": ["base/checkpoints/step-N/base-of.txt"],
+}
+
+
+@pytest.mark.parametrize("kind", AT_THE_START)
+def test_a_full_disk_at_the_start_of_a_run_with_something_before_it(kinds: Callable[[str], Trials], kind: str):
+    trials = kinds(kind)
+    chosen = one_of_each(trials.operations, first=True)
+    assert {name: trials.fail_at(chosen[name]) for name in AT_THE_START[kind]} == dict.fromkeys(
+        AT_THE_START[kind], "paused"
+    )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["at once", "beside", "back", "adapter", "adapter beside"])
+@pytest.mark.parametrize("kind", ["at once", "beside", "back", "damaged", "adapter", "adapter beside"])
 def test_a_full_disk_at_every_write_of_a_run(kinds: Callable[[str], Trials], kind: str):
     trials = kinds(kind)
     took = {operation: trials.fail_at(operation) for operation in trials.operations}

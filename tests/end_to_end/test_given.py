@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import flatout
+from flatout.checkpoints.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
 from flatout.config.load import LoadedConfig
-from flatout.engine.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
 from flatout.errors import CheckpointError, ConfigError, HardwareError, UserError
 from flatout.model.gpt import GPT
 

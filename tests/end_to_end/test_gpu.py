@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import flatout
+from flatout.checkpoints.checkpoint import read_checkpoint
 from flatout.config.load import load_config
-from flatout.engine.checkpoint import read_checkpoint
-from flatout.engine.setup import setup_run
 from flatout.records import CheckpointRecord, EvalRecord, RunInfo, StepRecord
 from tests.end_to_end.no_waits import take_steps_without_waiting
 from tests.end_to_end.test_resume import stop_after
+from tests.set_up import set_up
 
 pytestmark = pytest.mark.gpu
 
@@ -99,7 +99,7 @@ def test_fp16_saves_its_scale_and_resumes_with_it():
 
 @pytest.mark.parametrize("words", [[], ["optim.ema=0.99"]])
 def test_a_step_never_waits_for_the_device(words):
-    run = setup_run(load_config(None, [*SMALL, "train.steps=10", *words]))
+    run = set_up(load_config(None, [*SMALL, "train.steps=10", *words]))
     take_steps_without_waiting(run)
 
 

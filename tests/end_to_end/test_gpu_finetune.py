@@ -8,11 +8,10 @@ import torch
 
 from flatout import api
 from flatout.config.load import load_config
-from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.run import Run
-from flatout.engine.setup import setup_run
 from flatout.records import EndRecord, EvalRecord, NoticeRecord, RunInfo, StepRecord
 from tests.chat_models import write_chat_model
+from tests.set_up import set_up
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +45,7 @@ def losses(records: list) -> list[float]:
 
 
 def steps_of(*more: str) -> tuple[Run, list[torch.Tensor]]:
-    run = setup_run(load_config("lora", words(*more)))
+    run = set_up(load_config("lora", words(*more)))
     with run.batches(0) as loader:
         return run, [run.step(batch.tokens, batch.targets, batch.packed).cpu() for batch in loader]
 
@@ -56,8 +55,8 @@ def test_recorded_steps_are_exact(more):
     """With a mask in fp32 every kernel has one order of sums."""
     _, expected = steps_of(*EXACT, "speed.cuda_graphs=off", *more)
     run, reports = steps_of(*EXACT, "speed.cuda_graphs=on", *more)
-    graph = run.step.run_micro_batch
-    assert isinstance(graph, MicroBatchGraph)
+    graph = run.step.graph
+    assert graph is not None
     assert graph.recordings, run.new_notices.take()
     assert all(torch.equal(a, b) for a, b in zip(reports, expected, strict=True))
 
@@ -71,8 +70,8 @@ def test_recorded_steps_by_bounds_learn_the_same(kernels, more):
         results[graphs] = torch.stack(reports)[:, 0]
         assert not [message for message in run.new_notices.take() if "became off" in message]
         if graphs == "on":
-            graph = run.step.run_micro_batch
-            assert isinstance(graph, MicroBatchGraph)
+            graph = run.step.graph
+            assert graph is not None
             assert len(graph.recordings) >= 2
     assert results["off"][-1] < 0.7 * results["off"][0]
     torch.testing.assert_close(results["on"], results["off"], rtol=3e-2, atol=3e-2)

@@ -11,14 +11,13 @@ from torch import Tensor
 import flatout
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig
-from flatout.engine.compiling import compile_counts
-from flatout.engine.graphs import MicroBatchGraph
-from flatout.engine.setup import setup_run
+from flatout.model.compiling import compile_counts
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
 from flatout.ops.documents import lay_out
 from flatout.records import StepRecord
 from tests.end_to_end.no_waits import take_steps_without_waiting
+from tests.set_up import set_up
 
 pytestmark = [
     pytest.mark.gpu,
@@ -207,9 +206,9 @@ def test_compiled_code_learns_the_same_without_breaks(mode, scan):
 @pytest.mark.parametrize("more", [[], ALL], ids=["plain", "all"])
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_steps_never_wait_for_the_device(more, graphs):
-    run = setup_run(load_config(None, [*SMALL, *more, f"speed.cuda_graphs={graphs}", "speed.loader=device"]))
+    run = set_up(load_config(None, [*SMALL, *more, f"speed.cuda_graphs={graphs}", "speed.loader=device"]))
     take_steps_without_waiting(run)
-    assert isinstance(run.step.run_micro_batch, MicroBatchGraph) == (graphs == "on")
+    assert (run.step.graph is not None) == (graphs == "on")
 
 
 def test_documents_apart_train_on_a_gpu():

@@ -9,14 +9,13 @@ import torch
 import flatout
 from flatout.config.load import load_config
 from flatout.engine import loop
-from flatout.engine.compiling import compile_counts
-from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.run import Run
-from flatout.engine.setup import setup_run
+from flatout.model.compiling import compile_counts
 from flatout.ops.flash_attention_4 import fa4_missing
 from flatout.records import NoticeRecord, RunInfo, SampleRecord, StepRecord
 from tests.end_to_end.no_waits import take_steps_without_waiting
 from tests.end_to_end.test_resume import stop_after
+from tests.set_up import set_up
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +58,7 @@ def used(records: list) -> dict[str, str]:
 
 def steps_of(*words: str, count: int = 6) -> tuple[Run, list[torch.Tensor]]:
     """Real steps without the loop around them, so that reports compare bit for bit."""
-    run = setup_run(load_config(None, [*SMALL, *words]))
+    run = set_up(load_config(None, [*SMALL, *words]))
     with run.batches(0) as loader:
         batches = [next(loader) for _ in range(count)]
         reports = [run.step(batch.tokens, batch.targets).clone() for batch in batches]
@@ -166,8 +165,8 @@ def test_graphs_give_the_same_numbers_exactly(kernels, checkpointing):
     words = [*kernels, *FP32, f"speed.checkpointing={checkpointing}", "train.deterministic=true"]
     _, expected = steps_of(*words, "speed.cuda_graphs=off")
     run, reports = steps_of(*words, "speed.cuda_graphs=on")
-    graph = run.step.run_micro_batch
-    assert isinstance(graph, MicroBatchGraph)
+    graph = run.step.graph
+    assert graph is not None
     assert len(graph.recordings) == 1, run.new_notices.take()
     assert all(torch.equal(a, b) for a, b in zip(reports, expected, strict=True))
 
@@ -187,8 +186,8 @@ def test_stages_are_recorded_before_the_first_step_and_learn_the_same(kernels, m
 def test_the_peak_of_a_recorded_run_counts_what_the_recording_holds():
     wide = ["model.width=512", "model.heads=8", "model.layers=6", "model.context=512", "train.batch_tokens=16384"]
     run, _ = steps_of(*TRITON[:1], *wide, "speed.cuda_graphs=on", "speed.micro_batch=16")
-    graph = run.step.run_micro_batch
-    assert isinstance(graph, MicroBatchGraph)
+    graph = run.step.graph
+    assert graph is not None
     gc.collect()
     torch.cuda.empty_cache()
     assert graph.held_bytes > 0
@@ -208,8 +207,8 @@ def test_graphs_follow_the_weights_under_autocast(precision):
 def test_graphs_are_automatic_for_small_models_and_recorded_anew_for_another_micro_batch():
     run, _ = steps_of(*TRITON[:1], count=3)
     assert run.speed.cuda_graphs
-    graph = run.step.run_micro_batch
-    assert isinstance(graph, MicroBatchGraph)
+    graph = run.step.graph
+    assert graph is not None
     first = list(graph.recordings.values())
     assert len(first) == 1
     run.step.use_micro_batch(4)
@@ -233,7 +232,7 @@ def test_graphs_are_automatic_for_small_models_and_recorded_anew_for_another_mic
     ],
 )
 def test_a_step_never_waits_for_the_device(words):
-    run = setup_run(load_config(None, [*SMALL, *words]))
+    run = set_up(load_config(None, [*SMALL, *words]))
     take_steps_without_waiting(run)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flatout import cli
-from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
+from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.observe.sinks import read_metrics
 from tests.conftest import TINY
 from tests.end_to_end.forked import Forked
@@ -60,7 +60,7 @@ def checkpoints_in(run: str) -> list[tuple]:
     return [row for row in logged(run) if row[0] == "checkpoint"]
 
 
-def wait_until(happened: Callable[[], bool], seconds: float = 60.0) -> bool:
+def wait_until(happened: Callable[[], bool], seconds: float = 600.0) -> bool:
     deadline = time.monotonic() + seconds
     while not happened() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -11,17 +11,15 @@ import pytest
 import torch
 
 import flatout
+from flatout.checkpoints.checkpoint import list_checkpoints
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig
 from flatout.data import pack
 from flatout.data.tokenizer import CharTokenizer
-from flatout.device import Device
-from flatout.engine import fit_check, recovery, setup
+from flatout.device import Device, detect_device
+from flatout.engine import recovery
 from flatout.engine.books import Progress
-from flatout.engine.checkpoint import list_checkpoints
 from flatout.engine.saving import capture
-from flatout.engine.sizing import data_facts
-from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, DivergedError, DoesNotFitError, HardwareError, ResourceError, UserError
 from flatout.generation import decode
 from flatout.model.count import estimate_memory
@@ -38,7 +36,11 @@ from flatout.records import (
     SampleRecord,
     StepRecord,
 )
+from flatout.resolve import fit_check
+from flatout.resolve.memory import checkpoint_size
+from flatout.resolve.opening import DataSource
 from tests.conftest import TINY
+from tests.set_up import set_up
 
 
 def of(records: list, kind: type) -> list:
@@ -47,7 +49,7 @@ def of(records: list, kind: type) -> list:
 
 def test_intervals_that_are_never_reached_are_told(tiny):
     def told(*words: str) -> str:
-        notices = setup.setup_run(tiny("train.steps=6", *words)).notices
+        notices = set_up(tiny("train.steps=6", *words)).notices
         return " ".join(notice for notice in notices if "reached" in notice)
 
     assert told("eval.every=50") == "eval.every 50 is never reached in 6 steps: only the end is evaluated"
@@ -56,7 +58,7 @@ def test_intervals_that_are_never_reached_are_told(tiny):
     words = [f"data.source={tiny().config.data.source}", "train.steps=6", *TINY]
     preset = load_config("shakespeare-char", [word for word in words if ".every=" not in word])
     assert preset.config.checkpoint.every > 6
-    (saving,) = [notice for notice in setup.setup_run(preset).notices if "reached" in notice]
+    (saving,) = [notice for notice in set_up(preset).notices if "reached" in notice]
     assert saving.startswith("checkpoint.every 350 is never reached in 6 steps"), (
         "a preset's; of its eval.every nothing"
     )
@@ -336,7 +338,7 @@ def test_a_short_context_is_enough_for_a_size_that_is_chosen(tiny, tmp_path: Pat
     text.write_text("the old fox over the moon. " * 9, encoding="utf-8")
     tiny()
     words = [f"data.source={text}", "data.tokenizer=char", "train.minutes=0.1", "model.context=64"]
-    assert data_facts(load_config("record", words), None).unique == 218
+    assert DataSource(load_config("record", words), detect_device("cpu")).known().unique == 218
 
 
 def test_init_from_starts_at_the_given_weights(tiny, tmp_path: Path):
@@ -396,8 +398,8 @@ def test_a_step_that_cannot_fit_is_refused_before_it_is_tried():
 
 def test_a_run_whose_checkpoints_cannot_lie_on_the_disk_is_refused(tiny, monkeypatch: pytest.MonkeyPatch):
     """Those that are kept, the best one, and the one that is being written."""
-    run = setup.setup_run(tiny())
-    one = checkpoint_size(run.trained.count, run.config, run.speed)
+    run = set_up(tiny())
+    one = checkpoint_size(run.trained.count, run.plan.model, run.plan.optim, run.speed)
     for free, refused in ((5 * one - 1, True), (5 * one, False)):
         monkeypatch.setattr(fit_check.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
         records = flatout.train(tiny("checkpoint.keep=3", "output.folder=run", "train.steps=1"))
@@ -420,21 +422,21 @@ def test_a_run_whose_checkpoints_cannot_lie_on_the_disk_is_refused(tiny, monkeyp
 )
 def test_what_is_said_to_fit_does(tiny, more: list[str], share: int, monkeypatch: pytest.MonkeyPatch):
     words = ["model.context=512", "train.batch_tokens=2048", *more]
-    run = setup.setup_run(tiny(*words))
-    begun, memory = capture(run, Progress()), run.memory.total // share
+    run = set_up(tiny(*words))
+    begun, memory = capture(run, Progress()), run.plan.memory.total // share
     small = Device(torch_device=torch.device("cpu"), name="a small card", memory_bytes=memory, capability=None)
-    monkeypatch.setattr(setup, "detect_device", lambda asked, local: small)
+    monkeypatch.setattr("flatout.resolve.resolve.detect_device", lambda asked, local: small)
     with pytest.raises(DoesNotFitError, match="a small card has") as refused:
-        setup.setup_run(tiny(*words))
+        set_up(tiny(*words))
     ways = re.findall(r"(?:fits: |or )(\S+=[^(]+) \(", refused.value.hint)
     assert len(ways) == 2
     assert ways[1].startswith("model.context=")
     for way in ways:
-        needs = setup.setup_run(tiny(*words, *way.split())).memory.total
+        needs = set_up(tiny(*words, *way.split())).plan.memory.total
         assert needs <= fit_check.ROOM * memory, "with room to spare"
         assert f"{way} (about {needs / 2**20:.0f} MiB)" in refused.value.hint
     with pytest.raises(DoesNotFitError) as refused:
-        setup.setup_run(tiny(*words), resumed=begun)
+        set_up(tiny(*words), resumed=begun)
     assert "model.context" not in refused.value.hint, "a run that goes on keeps its context"
 
 

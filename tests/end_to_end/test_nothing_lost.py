@@ -19,20 +19,22 @@ import torch
 import flatout
 from flatout import cli
 from flatout.api import training
-from flatout.cores import THREAD_VARIABLES
-from flatout.engine import boundary, diverged, full_disk, recovery, run_folder, switches
-from flatout.engine.checkpoint import (
+from flatout.checkpoints import run_folder
+from flatout.checkpoints.checkpoint import (
     list_checkpoints,
     read_checkpoint,
     read_verdict,
     verify_checkpoint,
     write_checkpoint,
 )
+from flatout.cores import THREAD_VARIABLES
+from flatout.engine import boundary, diverged, full_disk, recovery
 from flatout.errors import DivergedError, ResourceError, UsageError
 from flatout.model.gpt import GPT
 from flatout.observe import sinks
 from flatout.observe.sinks import read_metrics
 from flatout.records import CheckpointRecord, EndRecord, EvalRecord, NoticeRecord, RunInfo
+from flatout.resolve import switches
 from tests.conftest import TINY
 from tests.disk import snapshot
 

@@ -10,15 +10,15 @@ import flatout
 from flatout.config.load import load_config
 from flatout.config.schema import micro_batch_of
 from flatout.device import detect_device, is_out_of_memory, limit_memory, memory_limit
-from flatout.engine.memory import memory_of
-from flatout.engine.setup import setup_run
 from flatout.errors import ResourceError
 from flatout.model.gpt import GPT
 from flatout.observe.sinks import read_metrics
 from flatout.optim.adamw import AdamW
 from flatout.optim.optimizers import Optimizers
 from flatout.records import EvalRecord, NoticeRecord, StepRecord
+from flatout.resolve.memory import memory_of
 from tests.hints import ways_out
+from tests.set_up import set_up
 
 WORDS = ("train.steps=6", "train.batch_tokens=192", "eval.sample_tokens=0", "eval.every=3")  # 12 sequences a step
 CPU_WORDS = "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"
@@ -31,10 +31,10 @@ def small_device(monkeypatch: pytest.MonkeyPatch, *, train: int = 99, evaluate: 
     """
     real, calls = GPT.forward, 0
 
-    def forward(self: GPT, tokens_BT, targets_BT, label_smoothing: float = 0.0):
+    def forward(self: GPT, tokens_BT, *more):
         nonlocal calls
         calls += 1
-        result = real(self, tokens_BT, targets_BT, label_smoothing)
+        result = real(self, tokens_BT, *more)
         if calls > after and tokens_BT.shape[0] > (train if self.training else evaluate):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of ...")
         return result
@@ -123,7 +123,7 @@ def test_failing_while_the_moments_are_made_leaves_none(tiny, monkeypatch: pytes
 
 def test_moments_are_those_adamw_would_make(tiny):
     for fused in ("on", "off"):
-        run = setup_run(tiny(f"speed.fused_optimizer={fused}"))
+        run = set_up(tiny(f"speed.fused_optimizer={fused}"))
         run.step.optimizer.create_state()
         mine = run.step.optimizer.tensors()
         torchs = torch.optim.AdamW(
@@ -222,8 +222,8 @@ def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_a_memory_limit_that_does_not_fit_the_micro_batch(on_gpu, kernels: str):
     words = [f"speed.kernels={kernels}", "speed.micro_batch=64", "speed.precision=bf16"]
-    run = setup_run(load_config("gpt2-124m", [*GPU_WORDS, *words]))
-    need = memory_of(run.config, run.model.vocab, run.speed).total
+    run = set_up(load_config("gpt2-124m", [*GPU_WORDS, *words]))
+    need = memory_of(run.plan.settings.config, run.model.vocab, run.speed).total
     limit = need / 1.145 / 2**30  # refused beyond 1.15 times the limit; here it is tried, and fails
     del run
     expected = losses(on_gpu(*words))

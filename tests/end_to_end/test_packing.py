@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.engine.checkpoint import read_checkpoint
+from flatout.checkpoints.checkpoint import read_checkpoint
 from flatout.records import EndRecord, NoticeRecord, RunInfo, StepRecord
 
 STEPS = 60

@@ -17,13 +17,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.config.load import LoadedConfig
-from flatout.config.schema import ModelConfig
-from flatout.corpus import sources
-from flatout.data import plan
-from flatout.data.shards import open_dataset
-from flatout.engine import saver
-from flatout.engine.checkpoint import (
+from flatout.checkpoints.checkpoint import (
     Verdict,
     list_checkpoints,
     mark_as_base,
@@ -35,8 +29,14 @@ from flatout.engine.checkpoint import (
     write_checkpoint,
     write_verdict,
 )
-from flatout.engine.run_files import check_own
-from flatout.engine.run_folder import checkpoint_to_load, find_resume_point, run_lock
+from flatout.checkpoints.run_files import check_own
+from flatout.checkpoints.run_folder import checkpoint_to_load, find_resume_point, run_lock
+from flatout.config.load import LoadedConfig
+from flatout.config.schema import ModelConfig
+from flatout.corpus import sources
+from flatout.data import plan
+from flatout.data.shards import open_dataset
+from flatout.engine import saver
 from flatout.engine.writer import Plan, save_plan
 from flatout.errors import DivergedError, UserError
 from flatout.files import write_whole

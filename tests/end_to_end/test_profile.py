@@ -23,11 +23,11 @@ from flatout.diagnose import profile as profiling
 from flatout.diagnose.named_ranges import named_ranges, quiet_profiler
 from flatout.diagnose.profile import can_have, fitted, profile_run
 from flatout.engine.run import Run
-from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
 from flatout.tuning.measure import borrowed_run
 from flatout.verbs.profile import profile
 from tests.conftest import TINY
+from tests.set_up import set_up
 
 FILES = {"trace.json.gz", "kernels.csv", "profile.json", "reading.md"}
 
@@ -203,7 +203,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(words, tmp_path: Path, monkeypat
 @pytest.mark.usefixtures("bf16_products")
 def test_a_profiled_step_learns_what_any_other_learns(tiny):
     def losses(named: bool) -> list[float]:
-        run = setup_run(tiny("speed.micro_batch=2", "speed.precision=bf16"))
+        run = set_up(tiny("speed.micro_batch=2", "speed.precision=bf16"))
         found = []
         with run.batches(0) as loader:
             for _, batch in zip(range(3), loader, strict=False):
@@ -240,14 +240,13 @@ def test_torchs_reminder_of_cycles_is_not_shown_and_other_warnings_are(monkeypat
 
 
 def test_the_step_is_as_it_was_afterwards(tiny, tmp_path: Path):
-    run = setup_run(tiny())
+    run = set_up(tiny())
     before = dict(vars(run.step))
     profile_run(run, tmp_path, steps=1)
     after = vars(run.step)
     assert after.keys() == before.keys()
-    for name in ("model", "optimizer", "scope", "after_update", "rebuild"):
+    for name in ("model", "optimizer", "scope", "graph", "reducer"):
         assert after[name] is before[name]
-    assert after["run_micro_batch"] == before["run_micro_batch"]
     assert run.step._update.__func__ is type(run.step)._update  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -275,7 +274,7 @@ def test_weights_to_start_from_and_a_short_run_play_no_part(words, tmp_path: Pat
 
 
 def test_only_what_a_run_would_accept_is_proposed(tiny):
-    run = setup_run(tiny("model.dropout=0.1"))
+    run = set_up(tiny("model.dropout=0.1"))
     assert can_have(run, "speed.compile=default")
     assert can_have(run, "speed.loader=host speed.workers=4")
     assert can_have(run, "speed.precision=bf16")
@@ -330,11 +329,12 @@ def on_an_h200(run: Run, monkeypatch, *, step_seconds: float, events: list[dict[
     monkeypatch.setattr(profiling, "_timed", lambda *_: (step_seconds, 1e-5, 4, None))
     monkeypatch.setattr(profiling, "_profiled", lambda *_: (events, 2 * step_seconds))
     fields = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
-    return Elsewhere(**{**fields, "speed": dataclasses.replace(run.speed, device=H200)})
+    there = dataclasses.replace(run.plan, speed=dataclasses.replace(run.speed, device=H200))
+    return Elsewhere(**{**fields, "plan": there})
 
 
 def test_short_kernels_of_an_h200_are_read_as_launch_bound_and_graphs_are_proposed(tiny, tmp_path: Path, monkeypatch):
-    run = setup_run(tiny("speed.micro_batch=1", "speed.cuda_graphs=off", "speed.kernels=torch", "speed.compile=off"))
+    run = set_up(tiny("speed.micro_batch=1", "speed.cuda_graphs=off", "speed.kernels=torch", "speed.compile=off"))
     events = launches(steps=2, kernels=300, host=9.0, device=2.4)
     report = profile_run(on_an_h200(run, monkeypatch, step_seconds=0.0028, events=events), tmp_path, steps=2)
     assert report.verdict.bottleneck == "launch-bound"
@@ -352,14 +352,14 @@ def test_short_kernels_of_an_h200_are_read_as_launch_bound_and_graphs_are_propos
 
 
 def test_long_kernels_of_an_h200_are_not(tiny, tmp_path: Path, monkeypatch):
-    run = setup_run(tiny("speed.micro_batch=1", "speed.cuda_graphs=off", "speed.kernels=torch", "speed.compile=off"))
+    run = set_up(tiny("speed.micro_batch=1", "speed.cuda_graphs=off", "speed.kernels=torch", "speed.compile=off"))
     events = launches(steps=2, kernels=300, host=50.0, device=49.0)
     report = profile_run(on_an_h200(run, monkeypatch, step_seconds=0.015, events=events), tmp_path, steps=2)
     assert report.verdict.bottleneck == "memory-bound"
 
 
 def test_a_profiler_that_sees_no_kernels_is_an_error_and_no_verdict(tiny, tmp_path: Path, monkeypatch):
-    run = setup_run(tiny())
+    run = set_up(tiny())
     with pytest.raises(HardwareError, match="saw no kernels"):
         profile_run(on_an_h200(run, monkeypatch, step_seconds=0.01, events=[]), tmp_path, steps=1)
 

@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch import distributed as dist
 
 import flatout
+from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.config.load import load_config
 from flatout.engine import setup
-from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.errors import UserError
 from flatout.launch import launch
 from flatout.model.gpt import GPT
@@ -216,9 +217,16 @@ def test_a_refusal_is_that_of_one_process(corpus: Path, tmp_path: Path):
     """The other leaves without a word of its own, and nothing is written."""
     words = [*words_of("shards", corpus, tmp_path / "here", 4), "train.batch_tokens=208"]
     answers = train(2, tmp_path / "here", words, preset="shakespeare-char")
-    assert [answer[0]["error"] for answer in answers] == ["ConfigError", "OtherProcessError"]
+    assert [answer[0]["error"] for answer in answers] == ["UnevenError", "OtherProcessError"]
     assert "13 windows of 16 tokens, which 2 processes cannot share" in answers[0][0]["message"]
     assert not (tmp_path / "here" / "run").exists()
+
+
+def test_an_error_of_all_processes_is_told_by_one_and_names_none(tmp_path: Path):
+    answers = train(2, tmp_path, [*TINY, "data.source=nowhere.txt", "train.steps=3"], preset="shakespeare-char")
+    assert [answer[0]["error"] for answer in answers] == ["DataError", "OtherProcessError"]
+    assert answers[0][0]["message"].startswith("there is no source nowhere.txt")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_that_does_not_fit_is_told_of_by_one_process(corpus: Path, tmp_path: Path):
@@ -251,11 +259,20 @@ def test_a_rate_that_diverges_ends_all_processes(corpus: Path, tmp_path: Path):
 
 
 def come_here(folder: str, words: list[str]) -> list[dict[str, Any]]:
-    return [] if os.environ["RANK"] == "1" else run_here(folder, words)
+    """Rank 1 does not come. The time to wait for it ends when the others are there, however long they take."""
+    store_type = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+    wait = store_type.wait
+
+    def wait_for_others(store: Any, keys: list[str], *limit: Any) -> None:
+        wait(store, [key for key in keys if not key.endswith("/1")], *limit)
+        raise dist.DistStoreError("the time is over")
+
+    with mock.patch.object(store_type, "wait", wait_for_others):
+        return [] if os.environ["RANK"] == "1" else run_here(folder, words)
 
 
 def test_ranks_that_do_not_come_are_named_by_one_of_those_that_do(corpus: Path, tmp_path: Path):
-    words = [*words_of("shards", corpus, tmp_path / "run", 2), "parallel.join=4"]
+    words = [*words_of("shards", corpus, tmp_path / "run", 2), "parallel.join=600"]
     first, _, last = (rows[-1:] for rows in WORKERS.run(3, come_here, str(tmp_path), words))
-    assert first[0]["message"].startswith("2 of 3 processes came within 4 s: rank 1 did not")
+    assert first[0]["message"].startswith("2 of 3 processes came within 600 s: rank 1 did not")
     assert [row["error"] for row in last] == ["OtherProcessError"]

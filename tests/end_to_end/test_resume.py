@@ -11,21 +11,21 @@ import torch
 
 import flatout
 from flatout.api.resuming import Origin, check_resumed, check_shape
+from flatout.checkpoints.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
+from flatout.checkpoints.run_folder import read_best
 from flatout.cli import main
 from flatout.config.facts import value_at
 from flatout.config.load import LoadedConfig
 from flatout.config.yaml_loader import format_value
 from flatout.engine import recovery
 from flatout.engine.books import Progress
-from flatout.engine.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
-from flatout.engine.run_folder import read_best
 from flatout.engine.saving import capture, restore
-from flatout.engine.setup import setup_run
 from flatout.engine.step import LossScale
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.observe.sinks import read_metrics
 from flatout.records import EndRecord, NoticeRecord, RunInfo, StepRecord
 from tests.hints import ways_out
+from tests.set_up import set_up
 
 RUN = [
     "model.dropout=0.1", "speed.micro_batch=2", "train.steps=40",
@@ -94,7 +94,7 @@ def test_resume_at_each_of_twenty_steps_is_bit_identical(tiny):
 
 
 def test_fp16s_loss_scale_goes_on_where_it_was(tiny):
-    saved, resumed = setup_run(tiny()), setup_run(tiny())
+    saved, resumed = set_up(tiny()), set_up(tiny())
     for run in (saved, resumed):
         run.step.loss_scale = LossScale.start(torch.device("cpu"))
     assert saved.step.loss_scale is not None
@@ -156,9 +156,12 @@ def test_a_longer_run_goes_on_from_a_finished_one(tiny):
     assert {"train.steps was 3, is now 6", "speed.micro_batch was null, is now 2"} <= set(told)
 
 
-@pytest.mark.parametrize("warmup", [["optim.warmup_steps=0"], ["optim.warmup=0.7", "optim.warmup_steps=100"]])
-def test_a_jump_of_the_rate_is_told_with_the_rates_of_both_steps(tiny, warmup):
-    how = ("optim.schedule=linear", *warmup, "output.folder=jump")
+WARM_UP = ["optim.warmup=0.7", "optim.warmup_steps=100"]
+
+
+@pytest.mark.parametrize("more", [["optim.warmup_steps=0"], WARM_UP, [*WARM_UP, "optim.optimizer=muon"]])
+def test_a_jump_of_the_rate_is_told_with_the_rates_of_both_steps(tiny, more):
+    how = ("optim.schedule=linear", *more, "output.folder=jump")
     first = list(flatout.train(tiny("train.steps=6", *how), stop=stop_after(4)))
     then = list(flatout.train(tiny("train.steps=12", *how), resume="auto"))
     [*_, last], [following, *_] = ([r for r in records if isinstance(r, StepRecord)] for records in (first, then))
@@ -176,13 +179,13 @@ def test_a_run_cannot_be_resumed_to_fewer_steps_than_it_has(tiny):
 
 
 def test_another_optimizers_state_is_refused_by_the_settings_that_changed(tiny):
-    run = setup_run(tiny("optim.beta1=0.8"))
+    run = set_up(tiny("optim.beta1=0.8"))
     with run.batches(0) as loader:
         run.take_step(next(loader))
     saved = capture(run, Progress())
     renamed = {name.replace("exp_avg", "moment"): tensor for name, tensor in saved.optimizer.items()}
     with pytest.raises(CheckpointError, match=r"needs exp_avg.*\(optim\.beta1 was 0\.8, is now 0\.9\)") as refused:
-        restore(setup_run(tiny("optim.beta1=0.9")), dataclasses.replace(saved, optimizer=renamed))
+        restore(set_up(tiny("optim.beta1=0.9")), dataclasses.replace(saved, optimizer=renamed))
     assert "resume with optim.beta1=0.8" in refused.value.hint
 
 
@@ -239,24 +242,24 @@ def test_another_model_or_other_data_is_refused(tiny, tmp_path: Path):
 def test_what_a_refused_resume_says_to_add_is_what_the_run_had(tiny):
     """All settings that differ are counted, and those that are shown are the run's."""
     mine = tiny("train.steps=1", "output.folder=mine")
-    run = setup_run(mine)
-    saved = dataclasses.replace(capture(run, Progress()), config=run.config.model_dump(mode="json"))
+    run = set_up(mine)
+    saved = dataclasses.replace(capture(run, Progress()), config=run.plan.settings.config.model_dump(mode="json"))
     words = ("layers=3", "width=48", "heads=4", "context=32", "mlp_width=40", "bias=true", "logit_cap=9.0")
     words += ("head_size=14", "residual_scale=0.3", "norm_eps=0.1", "head_gate=true")
     other = tiny("train.steps=1", "output.folder=mine", *(f"model.{word}" for word in words)).config
     with pytest.raises(CheckpointError, match="the checkpoint has model") as refused:
-        check_shape(other, saved, Path("mine"))
+        check_shape(other.model_dump(), saved, Path("mine"))
     (*_, shown) = ways_out(refused.value.hint)
     assert len(shown) == 8
     assert "and 3 more, or start a new run" in refused.value.hint
     for word in shown:
         path, _, value = word.partition("=")
-        assert format_value(value_at(run.config, path)) == value
+        assert format_value(value_at(run.plan.settings.config, path)) == value
     assert len({word.partition("=")[0] for word in shown} & {f"model.{word.partition('=')[0]}" for word in words}) == 8
 
 
 def test_another_number_of_threads_is_told_with_the_setting_that_was(tiny):
-    run = setup_run(tiny("speed.threads=1"))
+    run = set_up(tiny("speed.threads=1"))
     before = capture(run, Progress())
     before.state["threads"] = 3
     told = check_resumed(run, Origin(folder=Path("run"), asked=None, unusable=(), checkpoint=before))

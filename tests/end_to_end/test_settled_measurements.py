@@ -12,10 +12,12 @@ import flatout
 from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
-from flatout.diagnose import check_fit
+from flatout.diagnose import check_run
 from flatout.engine.setup import setup_run
 from flatout.errors import DataError, UsageError
 from flatout.records import RunInfo
+from flatout.resolve.opening import DataSource
+from flatout.resolve.plan import RunPlan
 from flatout.tuning import many_gpus
 from flatout.tuning.practice_samples import practice_config
 
@@ -37,8 +39,8 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """The configs of all runs that a verb begins to build, and does not get."""
     seen: list[RunConfig] = []
 
-    def refuse(loaded: LoadedConfig, *_: Any, **__: Any) -> Any:
-        seen.append(loaded.config)
+    def refuse(plan: RunPlan, *_: Any, **__: Any) -> Any:
+        seen.append(plan.settings.config)
         raise UsageError("seen", "enough")
 
     monkeypatch.setattr("flatout.tuning.measure.setup_run", refuse)
@@ -106,11 +108,11 @@ def test_every_verb_takes_a_config_with_a_limit_on_its_text(
     """A run that is measured has passed every check of its settings when it opens its data."""
     opened: list[RunConfig] = []
 
-    def refuse(config: RunConfig, *_: Any, **__: Any) -> Any:
-        opened.append(config)
+    def refuse(_source: DataSource, settings: LoadedConfig) -> Any:
+        opened.append(settings.config)
         raise UsageError("seen", "enough")
 
-    monkeypatch.setattr("flatout.engine.setup.open_data", refuse)
+    monkeypatch.setattr("flatout.resolve.opening.DataSource.open", refuse)
     Path("space.yaml").write_text("optim.learning_rate: {choices: [0.003, 0.004]}\n", encoding="utf-8")
     more = ["model.layers=1", "model.width=32", "model.heads=2", "train.batch_tokens=512", "train.epochs=null"]
     code = main([*verb.split(), "shakespeare-char", *words, *more, "train.steps=10", limit])
@@ -145,21 +147,21 @@ def test_every_verb_uses_data_as_it_was_prepared(
 ) -> None:
     opened: list[RunConfig] = []
 
-    def refuse(config: RunConfig, *_: Any, **__: Any) -> Any:
-        opened.append(config)
+    def refuse(_source: DataSource, settings: LoadedConfig) -> Any:
+        opened.append(settings.config)
         raise UsageError("seen", "enough")
 
-    monkeypatch.setattr("flatout.engine.setup.open_data", refuse)
+    monkeypatch.setattr("flatout.resolve.opening.DataSource.open", refuse)
     Path("space.yaml").write_text("optim.learning_rate: {choices: [0.003, 0.004]}\n", encoding="utf-8")
     before = Path("data/rows-bytes/manifest.json").read_bytes()
     code = main([*verb.split(), *rows])
     said = capsys.readouterr()
-    if verb in ("prepare", "doctor --quick"):
+    if verb == "prepare":
         assert code == 0, said.err + said.out
     else:
         assert opened, said.err
     if verb == "doctor --quick":
-        assert re.search(r"note +as prepared +data/rows-bytes was prepared with data\.field", said.out)
+        assert re.search(r"note +settings +data/rows-bytes was prepared with data\.field", said.out)
     assert "data.unknown_characters" not in said.out + said.err, "the tokenizer does not read it"
     for config in opened:
         data = config.data
@@ -204,17 +206,19 @@ def test_doctor_and_plan_judge_what_train_would_train(
     words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[RunConfig] = []
-    fit, plan = check_fit.fit, many_gpus.plan
+    decide, plan = check_run.decide, many_gpus.plan
 
-    def fits(loaded: LoadedConfig, *rest: Any) -> Any:
-        seen.append(loaded.config)
-        return fit(loaded, *rest)
+    def decides(*rest: Any) -> Any:
+        found, refused = decide(*rest)
+        assert found is not None
+        seen.append(found.settings.config)
+        return found, refused
 
     def plans(loaded: LoadedConfig, *rest: Any, **how: Any) -> Any:
         seen.append(loaded.config)
         return plan(loaded, *rest, **how)
 
-    monkeypatch.setattr(check_fit, "fit", fits)
+    monkeypatch.setattr(check_run, "decide", decides)
     monkeypatch.setattr(many_gpus, "plan", plans)
     named = ["record", "--size", SIZE, *words]
     assert main(["plan", *named]) == 0
@@ -261,9 +265,9 @@ def test_a_file_of_tune_trains_with_what_was_measured(
 ) -> None:
     seen: list[RunConfig] = []
 
-    def kept(loaded: LoadedConfig, *rest: Any, **how: Any) -> Any:
-        seen.append(loaded.config)
-        return setup_run(loaded, *rest, **how)
+    def kept(plan: RunPlan, *rest: Any, **how: Any) -> Any:
+        seen.append(plan.settings.config)
+        return setup_run(plan, *rest, **how)
 
     monkeypatch.setattr("flatout.tuning.measure.setup_run", kept)
     assert main(["tune", "--seconds", "1", "--out", "found.yaml", "modern", "--size", SIZE, *words]) == 0

@@ -16,14 +16,14 @@ import torch
 from safetensors import safe_open
 
 from flatout import api
+from flatout.checkpoints.checkpoint import Checkpoint, read_checkpoint, read_verdict, verify_checkpoint
 from flatout.config.catalogue import shipped_names
 from flatout.device import Device
 from flatout.engine import boundary, full_disk, sharded_saving
-from flatout.engine import form as form_module
-from flatout.engine.checkpoint import Checkpoint, read_checkpoint, read_verdict, verify_checkpoint
 from flatout.engine.step import TrainStep
 from flatout.errors import CheckpointError
 from flatout.model.count import MemoryEstimate
+from flatout.resolve import form as form_module
 from flatout.world import World
 from tests.chat_models import write_chat_model
 from tests.conftest import TINY
@@ -220,7 +220,7 @@ def _short_of_memory_once(folder: Path, preset: str, words: list[str]) -> str:
 def test_a_step_that_ran_out_of_memory_is_not_taken_again_with_gradients_of_its_first_try(tmp_path: Path, words: Make):
     preset, run = words("text", "train.steps=2", "speed.micro_batch=4", "parallel.form=fsdp", "output.folder=run")
     (said,) = WORKERS.run(1, _short_of_memory_once, tmp_path, preset, run)
-    assert said.startswith("ResourceError: out of device memory")
+    assert said.startswith("DeviceMemoryError: out of device memory")
 
 
 REFUSED = {

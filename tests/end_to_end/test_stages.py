@@ -1,6 +1,5 @@
 """A run whose table has three stages: batch, length and window change, and a resume anywhere is bit-identical."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -8,14 +7,15 @@ import torch
 
 import flatout
 from flatout.api import training
+from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.data.positions import Schedule, Stage
-from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.setup import setup_run
 from flatout.engine.warm_up import warm_up
 from flatout.errors import ConfigError
 from flatout.model.count import flops_per_token
 from flatout.records import EpochRecord, EvalRecord, RunInfo, StepRecord
+from tests.set_up import set_up
 from tests.unit.test_graphs import FakeRecorder
 
 WORDS = ("train.steps=9", "model.pattern=AW", "model.window=8", "eval.every=3", "eval.tokens=64",
@@ -25,14 +25,14 @@ WORDS = ("train.steps=9", "model.pattern=AW", "model.window=8", "eval.every=3", 
 def staged(run, context: int):
     half = context // 2
     stages = (Stage(0, 4, half, attention_window=4), Stage(3, 8, half), Stage(6, 4, context))
-    return dataclasses.replace(run, schedule=Schedule(stages, context))
+    return run.replanned(schedule=Schedule(stages, context))
 
 
 @pytest.fixture
 def in_stages(monkeypatch: pytest.MonkeyPatch):
-    def build(loaded, *given, **more):
-        run = setup_run(loaded, *given, **more)
-        return staged(run, run.config.model.context)
+    def build(plan, *given, **more):
+        run = setup_run(plan, *given, **more)
+        return staged(run, run.plan.model.context)
 
     monkeypatch.setattr(training, "setup_run", build)
 
@@ -67,7 +67,7 @@ def test_epochs_are_counted_in_windows_and_evaluation_has_full_length(tiny, in_s
     Path("short.txt").write_text("the sly fox over the moon.\n" * 60, encoding="utf-8")
     words = ["data.source=short.txt", "train.steps=30", "model.pattern=AW", "model.window=8", "eval.epoch_end=true"]
     loaded = tiny(*words, "output.folder=run")
-    run = staged(setup_run(loaded), loaded.config.model.context)
+    run = staged(set_up(loaded), loaded.config.model.context)
     windows = run.data.facts.windows
     assert windows is not None
     records = list(flatout.train(loaded))
@@ -81,7 +81,7 @@ def test_epochs_are_counted_in_windows_and_evaluation_has_full_length(tiny, in_s
 
 
 def test_recordings_of_all_stages_live_side_by_side(tiny):
-    plain, run = (staged(setup_run(tiny(*WORDS, "speed.micro_batch=2")), 16) for _ in range(2))
+    plain, run = (staged(set_up(tiny(*WORDS, "speed.micro_batch=2")), 16) for _ in range(2))
     graph = recorded(run)
     with plain.batches(0) as left, run.batches(0) as right:
         for one, other in zip(left, right, strict=True):
@@ -94,14 +94,8 @@ def test_recordings_of_all_stages_live_side_by_side(tiny):
 
 def recorded(run) -> MicroBatchGraph:
     """Gives a run recordings without a GPU."""
-    graph = MicroBatchGraph(run.step.forward_backward, run.model, run.new_notices, FakeRecorder())
-    run.step.run_micro_batch, run.step.keep_gradients, plain = graph, True, run.step.use_window
-
-    def use_window(window: int | None) -> None:
-        plain(window)
-        graph.window = window
-
-    run.step.use_window = use_window
+    graph = MicroBatchGraph(run.model, run.new_notices, FakeRecorder())
+    run.step.graph, run.step.keep_gradients = graph, True
     return graph
 
 
@@ -109,7 +103,7 @@ def recorded(run) -> MicroBatchGraph:
 def test_stages_are_recorded_before_the_first_step_and_nothing_is_learned_from_it(tiny, documents: str):
     # Attention within a window has no dropout, so one of the two cases has windows, and the other dropout.
     more = ["model.dropout=0.1", "train.steps=9"] if documents == "joined" else [*WORDS, "data.documents=apart"]
-    plain, run = (staged(setup_run(tiny(*more, "speed.micro_batch=2")), 16) for _ in range(2))
+    plain, run = (staged(set_up(tiny(*more, "speed.micro_batch=2")), 16) for _ in range(2))
     recorded(plain)
     graph = recorded(run)
     before = {name: tensor.clone() for name, tensor in run.random.tensors().items()}
@@ -143,10 +137,10 @@ def test_a_warm_up_records_for_8_bit_scales_and_leaves_them_unknown(tiny, monkey
             self.scales.scale.copy_(tensors["fp8.scales"])
             self.scales.rounding = bool((self.scales.scale > 0).all())
 
-    run = staged(setup_run(tiny(*WORDS)), 16)
+    run = staged(set_up(tiny(*WORDS)), 16)
     graph = recorded(run)
     monkeypatch.setattr(run.model, "narrow", Narrow())
-    graph.prepare = lambda: "rounding" if Narrow.scales.rounding else False
+    monkeypatch.setattr(run.model, "prepare", lambda: "rounding" if Narrow.scales.rounding else False)
     assert warm_up(run, 0)
     assert (Narrow.scales.rounding, Narrow.scales.scale.tolist()) == (False, [0.0] * 3)
     made = dict(graph.recordings)
@@ -159,27 +153,24 @@ def test_a_warm_up_records_for_8_bit_scales_and_leaves_them_unknown(tiny, monkey
         assert graph.recordings == made, "what was recorded serves the steps that round"
 
 
-def test_a_warm_up_without_memory_leaves_it_to_the_step(tiny):
-    run = staged(setup_run(tiny(*WORDS)), 16)
-    graph = recorded(run)
+def test_a_warm_up_without_memory_leaves_it_to_the_step(tiny, monkeypatch: pytest.MonkeyPatch):
+    run = staged(set_up(tiny(*WORDS)), 16)
+    recorded(run)
 
     def lacking(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    graph.plain = lacking
+    monkeypatch.setattr(run.step, "forward_backward", lacking)
     assert warm_up(run, 0) == "the warm-up of stages ended early: CUDA out of memory. Tried to allocate 2 GiB"
     assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
-def test_the_window_of_a_stage_changes_what_is_seen_and_goes_away(tiny):
-    run = setup_run(tiny("model.pattern=AW", "model.window=8", "model.zero_init=false"))
+def test_the_window_of_a_pass_changes_what_is_seen(tiny):
+    run = set_up(tiny("model.pattern=AW", "model.window=8", "model.zero_init=false"))
     with run.batches(0) as loader:
         batch = next(loader)
-    found = []
     with torch.no_grad():
-        for window in (None, 2, None):
-            run.step.use_window(window)
-            found.append(run.model(batch.tokens, batch.targets).item())
+        found = [run.model(batch.tokens, batch.targets, window=window).item() for window in (None, 2, None)]
     assert found[0] == found[2] != found[1]
 
 
@@ -260,16 +251,16 @@ def test_stages_that_mean_nothing_are_refused(tiny, words, message: str, hint: s
 
 
 def test_micro_batches_divide_the_steps_of_all_stages(tiny):
-    run = setup_run(tiny("train.batch_stages=[64, 96]", "speed.micro_batch=4"))
+    run = set_up(tiny("train.batch_stages=[64, 96]", "speed.micro_batch=4"))
     assert (run.speed.micro_batch, run.speed.accumulation) == (2, 3)
 
 
 def test_a_stage_that_attends_to_less_counts_fewer_flops(tiny):
-    run = setup_run(tiny(*STAGES, "train.steps=11"))
-    model, vocab = run.config.model, run.model.vocab
+    run = set_up(tiny(*STAGES, "train.steps=11"))
+    model, vocab = run.plan.model, run.model.vocab
     narrow = model.model_copy(update={"window": 4})
     assert run.flops_at(1) == flops_per_token(narrow, vocab, 8)
-    assert run.flops_at(11) == run.flops_per_token == flops_per_token(model, vocab)  # window 8, whole context
+    assert run.flops_at(11) == run.plan.flops_per_token == flops_per_token(model, vocab)  # window 8, whole context
 
 
 def test_what_measures_steps_takes_the_last_stage(tiny):

@@ -9,7 +9,6 @@ import torch
 import flatout
 from flatout import api
 from flatout.config.load import load_config
-from flatout.diagnose.check_chat import check_start
 from flatout.errors import UserError
 from flatout.records import NoticeRecord, StepRecord
 
@@ -89,8 +88,8 @@ def test_what_cannot_take_the_weights_is_refused_before_anything_is_written(case
 @pytest.mark.usefixtures("base")
 def test_the_doctor_looks_at_the_start():
     def found(*words: str) -> list[tuple[str, str]]:
-        config = load_config(None, [*TINY, "model.init_from=runs/base", *words]).config
-        return [(one.status, one.found) for one in check_start(config.model, None)]
+        config = load_config(None, [*TINY, "model.init_from=runs/base", *words])
+        return [(one.status, one.found) for one in api.doctor(config, quick=True) if one.name == "start"]
 
     ((status, words),) = found("model.pattern=EA", "model.context=128")
     assert status == "ok"

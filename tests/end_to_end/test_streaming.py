@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import flatout
+from flatout.checkpoints.checkpoint import read_checkpoint
 from flatout.config.load import LoadedConfig
 from flatout.data import plan, stream, stream_loader, stream_parts
-from flatout.engine.checkpoint import read_checkpoint
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.observe.live.console import TerminalReader
 from flatout.observe.sinks import read_metrics

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import flatout
-from flatout.engine.compiling import compile_counts
-from flatout.engine.setup import setup_run
 from flatout.errors import HardwareError
+from flatout.model.compiling import compile_counts
 from flatout.observe.live.console import TerminalReader
 from flatout.records import NoticeRecord, RunInfo, StepRecord
 from tests.end_to_end.test_resume import stop_after
+from tests.set_up import set_up
 
 
 def losses(records) -> list[float]:
@@ -113,7 +113,7 @@ def test_a_number_that_does_nothing_is_told_of(tiny, words, told):
 )
 def test_what_a_cpu_cannot_have_is_an_error_when_written(tiny, word):
     with pytest.raises(HardwareError, match="but") as caught:
-        setup_run(tiny(word))
+        set_up(tiny(word))
     assert caught.value.hint.startswith(f"set {word.partition('=')[0]}=")
 
 
@@ -161,12 +161,12 @@ def test_the_fused_loss_is_part_of_the_graph(tiny, mode, graphs, monkeypatch):
 @HIDDEN
 def test_a_graph_break_is_counted_and_explained(tiny, monkeypatch):
     without_code_generation(monkeypatch)
-    run = setup_run(tiny("train.steps=2", "model.layers=1", "speed.compile=default"))
+    run = set_up(tiny("train.steps=2", "model.layers=1", "speed.compile=default"))
     real = type(run.model).hidden
 
-    def broken(model, tokens, cache=None, layout=None):
+    def broken(model, tokens, **more):
         torch._dynamo.graph_break()
-        return real(model, tokens, cache, layout)
+        return real(model, tokens, **more)
 
     monkeypatch.setattr(type(run.model), "hidden", broken)
     with run.batches(0) as loader:

@@ -18,17 +18,17 @@ from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
 from flatout.engine import setup
-from flatout.engine.features import Speed
-from flatout.engine.setup import setup_run
 from flatout.engine.spans import StepReport
 from flatout.errors import ConfigError, DataError, HardwareError, ResourceError
 from flatout.model.gpt import GPT
 from flatout.records import NoticeRecord, StepRecord, TuneProgress, TuneResult, TuneRow
+from flatout.resolve.switches import Speed
 from flatout.tuning import measure, probe, tuner
 from flatout.tuning.practice_samples import PracticeSamples, practice_samples
 from flatout.tuning.sample_probe import SampleProbe
 from flatout.tuning.search import Candidate, Trial
 from tests.chat_models import write_chat_model
+from tests.set_up import set_up
 from tests.unit.test_graphs import FakeRecorder
 
 pytestmark = pytest.mark.usefixtures("children_stay")
@@ -124,7 +124,7 @@ def test_what_the_batch_is_and_what_is_learned_do_not_change(made):
 
 
 def test_samples_that_are_there_are_used_and_others_left_alone(made, place: Path):
-    setup_run(made())
+    set_up(made())
     before = files(place / "data")
     _, result = run(made(), seconds=0.001)
     assert result.data == "the samples in data/rows-samples"
@@ -150,7 +150,7 @@ def small_device(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
 
 def largest(loaded: LoadedConfig, micro_batch: int) -> list[int]:
     """Tokens of the largest micro-batch of each step of the run."""
-    with setup_run(loaded).batches(0) as loader:
+    with set_up(loaded).batches(0) as loader:
         return [
             max(batch.packed.part(rows, torch.device("cpu"))[0].numel() for rows in batch.packed.cuts(micro_batch))
             for batch in loader
@@ -241,7 +241,7 @@ def test_shapes_are_recorded_before_they_are_timed(made, place: Path, monkeypatc
 
 def test_tokens_are_counted_as_a_run_counts_them(made, place: Path):
     practice = practice_samples(made("train.steps=5", "train.epochs=null"), place / "scratch", lambda _: None)
-    with setup_run(made()).batches(0) as loader:
+    with set_up(made()).batches(0) as loader:
         counts = [batch.count for batch in loader]
     assert [practice.tokens(step) for step in range(len(counts))] == counts
     assert max(practice.fullest) < 5, "steps that the run has"
@@ -348,7 +348,7 @@ def test_estimates_are_those_of_a_run_and_less_memory_means_other_settings(made,
     rows, result = on_card(loaded, place, 2**40)
     assert (result.chosen.micro_batch, result.chosen.checkpointing) == (6, "none")
     assert {row.loss for row in rows} == {"plain", "fused", "chunked"}
-    own = setup_run(made("chat.packing=false", "train.epochs=1.0", *result.words)).memory.total
+    own = set_up(made("chat.packing=false", "train.epochs=1.0", *result.words)).plan.memory.total
     assert own <= result.chosen.estimate_bytes <= 1.1 * own
     less = [on_card(loaded, place, int(share * own))[1].chosen for share in (0.8, 0.5)]
     for row, share in zip(less, (0.8, 0.5), strict=True):
@@ -359,7 +359,7 @@ def test_estimates_are_those_of_a_run_and_less_memory_means_other_settings(made,
 
 
 def test_a_run_that_is_released_holds_no_memory_whoever_holds_the_run(made):
-    run = setup_run(made())
+    run = set_up(made())
     assert run.adapters is not None
     for layer in run.adapters.layers.values():  # as our kernels ask for it
         layer.join(torch.float32)

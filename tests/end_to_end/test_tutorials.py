@@ -85,7 +85,7 @@ SMALLER = {
 BY_SPEED = re.compile(r"cost |chose micro-batch |\* ")
 # Counts of data and rows, and what is computed for another machine: smaller settings do not change them.
 OF_DATA = re.compile(
-    r"data: |data/|kept |1 record |1,606 windows|1 of 1 training|\{|  ok    (rows|samples|learned) |note: samples: "
+    r"data: |data/|kept |1 record |1,606 windows|1 of 1 training|\{|  ok    rows |  note  samples |note: samples: "
     r"|small-32k: |   1  data parallel"
 )
 

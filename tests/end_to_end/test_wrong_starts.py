@@ -1,7 +1,6 @@
 """Runs of two hosts that are started wrongly: one error from one of them, a hint, exit code 2, nothing left running.
 
 Both hosts are this machine, each with a working directory of its own: what is not shared is the other's alone.
-With `-s` a table has the seconds that each one took.
 """
 
 import os
@@ -16,7 +15,6 @@ import pytest
 from tests.end_to_end.many import Command, words
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes where Linux lists them")
-MOST = 30.0  # seconds
 TEXTS = ("the old fox over the moon.\n" * 400, "the red cow over the dog.\n" * 400)
 
 
@@ -47,7 +45,7 @@ class Hosts:
                 command.ranks()
                 time.sleep(0.05)
             assert not command.left_behind()
-            found.append((command.process.returncode, (here / "told").read_text().splitlines()))
+            found.append((command.wait(), (here / "told").read_text().splitlines()))
         return found
 
 
@@ -86,7 +84,7 @@ def port_in_use(hosts: Hosts) -> None:
         taken.bind((host, int(port)))
         taken.listen()
         hosts.start(0)
-        hosts.commands[0].wait(60)
+        hosts.commands[0].wait()
 
 
 def folder_on_one_host(hosts: Hosts) -> None:
@@ -120,16 +118,12 @@ SLOW = (other_versions, other_data, folder_on_one_host)  # ranks start, too
 )
 def test_one_host_tells_what_is_wrong(case, hosts: Hosts):
     speaker, message = CASES[case]
-    began = time.monotonic()
     case(hosts)
     ended = hosts.ended()
-    seconds = time.monotonic() - began
-    print(f"\n{case.__name__:<20}{seconds:>6.1f} s  {ended}")
     assert [code for code, _ in ended] == [2] * len(ended)
     assert [len(lines) for _, lines in ended] == [2 if host == speaker else 0 for host in range(len(ended))]
     error, hint = ended[speaker][1]
     assert error.startswith("error: ")
     assert message in error
     assert hint.startswith("hint: ")
-    assert seconds < MOST or os.getloadavg()[0] > 2 * (os.cpu_count() or 1), "others use this machine, too"
     assert not any((here / "run" / "metrics.jsonl").exists() for here in hosts.folders), "nothing was begun"

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from flatout.config.schema import ModelConfig, OptimConfig
-from flatout.device import arithmetic
+from flatout.device import Scope, detect_device
 from flatout.engine.books import Progress
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.notices import Notices
 from flatout.engine.run import Run
 from flatout.engine.saving import capture, restore
-from flatout.engine.setup import setup_run
 from flatout.engine.step import TrainStep
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
@@ -25,6 +24,7 @@ from flatout.ops.reference import fp8_linear_reference
 from flatout.ops.scales import ACTIVATION, GRADIENT, Scales, Slot
 from tests.made_optimizers import made_optimizers
 from tests.parity.checking import DEVICES
+from tests.set_up import set_up
 from tests.unit.test_graphs import FakeRecorder
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.parametrize("device", DEVICES)]
@@ -57,8 +57,7 @@ def make_step(model: GPT, device: str, *, bf16: bool = True, micro_batch: int = 
         made_optimizers(model, optim),
         clip=1.0,
         micro_batch=micro_batch,
-        after_update=model.narrow.settle,
-        scope=lambda: arithmetic("bf16" if bf16 else "fp32", True, torch.device(device)),
+        scope=Scope(detect_device(device), "bf16" if bf16 else "fp32", True, torch.get_num_threads()),
         **more,
     )
 
@@ -108,10 +107,12 @@ def emulated(
     model = build_model(config, VOCAB, seed=1).to(device)
     emulation = Emulation(model, device)
     step = make_step(model, device, micro_batch=rows, bf16=False)
-    step.after_update = emulation.scales.settle
+    losses = []
     with monkeypatch.context() as patch:
         patch.setattr(nn.Linear, "forward", lambda layer, x: emulation(layer, x))
-        losses = [step(*batch(seed, device, rows, config.context))[0].item() for seed in range(steps)]
+        for seed in range(steps):
+            losses.append(step(*batch(seed, device, rows, config.context))[0].item())
+            emulation.scales.settle()
     return losses, emulation.scales.scale_S
 
 
@@ -215,24 +216,24 @@ def test_the_first_step_measures_and_later_ones_round(device):
     assert torch.equal(scales.scale_S, before)
 
 
-def test_a_bad_step_keeps_the_scales_and_measuring_goes_on_until_numbers_are_finite(device):
+def test_a_bad_step_keeps_the_scales_and_measuring_goes_on_until_numbers_are_finite(device, monkeypatch):
     model = build_model(SMALL, VOCAB, seed=1, execution=execution(fp8=("up", "down"))).to(device)
     step = make_step(model, device)
-    real = TrainStep.forward_backward
+    plain = step.forward_backward
 
-    def infinite(tokens, targets, labelled):
-        return real(step, tokens, targets, labelled / float("inf"))
+    def infinite(tokens, targets, labelled, *more):
+        return plain(tokens, targets, labelled / float("inf"), *more)
 
-    step.run_micro_batch = infinite
+    monkeypatch.setattr(step, "forward_backward", infinite)
     assert step(*batch(0, device))[2] == 0
     scales = model.narrow.scales
     assert scales is not None
     assert not scales.rounding
-    step.run_micro_batch = step.forward_backward
+    monkeypatch.undo()
     assert step(*batch(1, device))[2] == 1
     assert scales.rounding
     before = scales.scale_S.clone()
-    step.run_micro_batch = infinite
+    monkeypatch.setattr(step, "forward_backward", infinite)
     gradients = torch.arange(len(before), device=device) % 2 == 1
     assert step(*batch(1, device))[2] == 0
     assert torch.equal(scales.scale_S[gradients], before[gradients])
@@ -246,7 +247,7 @@ def narrow_run(tiny, device: str, *words: str, fp8: tuple[str, ...] = BLOCKS) ->
     """A run with 8-bit products. No config may ask a CPU for them, so they are put in behind its back."""
     size = [f"model.{name}={str(value).lower()}" for name, value in {**PLAIN, "layers": 1, "dropout": 0.0}.items()]
     words = ("train.batch_tokens=4", "speed.kernels=torch", "speed.compile=off", "speed.cuda_graphs=off", *words)
-    run = setup_run(tiny(f"speed.device={device}", "train.deterministic=true", *size, *words))
+    run = set_up(tiny(f"speed.device={device}", "train.deterministic=true", *size, *words))
     run.model.use(execution(fp8=fp8))
     return run
 
@@ -313,11 +314,8 @@ def test_recorded_passes_find_fresh_weights_and_follow_the_change_to_rounding(de
     for recorded in (True, False):
         config = SMALL.model_copy(update={"layers": 1})
         model = build_model(config, VOCAB, seed=1, execution=execution(fp8=("up", "out"))).to(device)
-        step = make_step(model, device, micro_batch=1, keep_gradients=True)
-        if recorded:
-            graph = MicroBatchGraph(step.forward_backward, model, news, recorder, model.prepare)
-            step.run_micro_batch = graph
-        steps.append(step)
+        graph = MicroBatchGraph(model, news, recorder) if recorded else None
+        steps.append(make_step(model, device, micro_batch=1, keep_gradients=True, graph=graph))
     for seed in range(2 if device == "cpu" else 5):  # only a real replay could find yesterday's weights
         mine, theirs = (step(*batch(seed, device, rows=4)) for step in steps)
         assert torch.equal(mine, theirs)

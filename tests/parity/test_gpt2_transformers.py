@@ -1,11 +1,10 @@
 """Our GPT-2 is GPT-2: the same weights give the same logits and gradients in transformers, both ways."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
@@ -13,11 +12,16 @@ from flatout.model.gpt import build_model
 from flatout.model.hub_weights import export_huggingface
 from tests.hub_folders import from_huggingface
 
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel
+
 VOCAB, CONTEXT = 211, 48
 
 
 @pytest.fixture(scope="module")
-def theirs() -> GPT2LMHeadModel:
+def theirs() -> "GPT2LMHeadModel":
+    from transformers import GPT2Config, GPT2LMHeadModel  # here: every process that collects tests would pay
+
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=VOCAB, n_positions=CONTEXT, n_embd=60, n_layer=3, n_head=5, bos_token_id=0, eos_token_id=0,
@@ -31,7 +35,7 @@ def theirs() -> GPT2LMHeadModel:
 
 
 @pytest.fixture(scope="module")
-def folder(theirs: GPT2LMHeadModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(theirs: "GPT2LMHeadModel", tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gpt2")
     theirs.save_pretrained(path)
     return path
@@ -77,6 +81,8 @@ def test_logits_and_gradients_agree(theirs, folder):
 def test_export_loads_in_transformers_and_comes_back(theirs, folder, tmp_path):
     ours = from_huggingface(folder).eval()
     export_huggingface(ours, tmp_path / "out", end_of_text=0)
+    from transformers import GPT2LMHeadModel
+
     loaded: Any = GPT2LMHeadModel.from_pretrained(
         tmp_path / "out", output_loading_info=True, attn_implementation="eager"
     )

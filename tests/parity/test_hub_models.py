@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
@@ -51,6 +49,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build_theirs(name: str) -> Any:
     """One of transformers' models, its norms and biases away from ones and zeros so that a mixed-up one shows."""
+    import transformers  # here: every process that collects tests would pay
+
     kind, changes = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**SHAPE | changes)
     config._attn_implementation = "eager"
@@ -80,6 +80,8 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def load_theirs(folder: Path, **options: Any) -> Any:
     """Loaded by transformers, which must find every tensor and no other."""
+    from transformers import AutoModelForCausalLM
+
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager", **options
     )
@@ -279,6 +281,8 @@ def test_missing_keys_mean_what_they_mean_to_transformers(kind, old, tmp_path):
     if old:
         values |= {"rope_theta": 7000.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(values))
+    from transformers import AutoConfig
+
     theirs = AutoConfig.from_pretrained(tmp_path)
     ours = read_description(tmp_path, context=2000)
     assert ours.config.norm_eps == theirs.rms_norm_eps
@@ -295,6 +299,7 @@ def test_missing_keys_mean_what_they_mean_to_transformers(kind, old, tmp_path):
 
 
 def test_stretched_frequencies_are_those_of_llama_3():
+    import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     given = {**LLAMA3, "rope_theta": 500_000.0, "factor": 32.0, "original_max_position_embeddings": 8192}

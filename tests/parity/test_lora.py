@@ -3,12 +3,10 @@
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from flatout.errors import CheckpointError
 from flatout.model.adapter_files import _named as stored
@@ -20,6 +18,10 @@ from flatout.model.gpt import GPT
 from flatout.model.merge import merge
 from tests.hub_folders import from_huggingface
 from tests.llama_twin import build_llama, our_twin, tokens
+
+if TYPE_CHECKING:
+    import peft
+    import transformers
 
 QV = ("q_proj", "v_proj")
 # our plan, and theirs
@@ -82,19 +84,27 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _imported_late() -> None:
+    """Both take seconds to import, and every process collects all tests."""
+    global peft, transformers
+    import peft
+    import transformers
+
+
 def quietly(function, *values, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return function(*values, **options)
 
 
-def peft_twin(options: dict[str, Any]) -> tuple[PeftModel, GPT]:
+def peft_twin(options: dict[str, Any]) -> tuple["peft.PeftModel", GPT]:
     base = build_llama()
     ours = our_twin(base)
-    return quietly(get_peft_model, base, LoraConfig(**options)), ours
+    return quietly(peft.get_peft_model, base, peft.LoraConfig(**options)), ours
 
 
-def their_tensors(theirs: PeftModel) -> dict[str, torch.nn.Parameter]:
+def their_tensors(theirs: "peft.PeftModel") -> dict[str, torch.nn.Parameter]:
     """What they train, without the adapter's name."""
     found = {name: parameter for name, parameter in theirs.named_parameters() if parameter.requires_grad}
     return {name.replace(".default", ""): parameter for name, parameter in found.items()}
@@ -124,7 +134,7 @@ def our_tensors(adapters: Adapters, *, gradients: bool = False) -> dict[str, tor
 
 
 @torch.no_grad()
-def share_values(theirs: PeftModel, adapters: Adapters, *, random: bool) -> None:
+def share_values(theirs: "peft.PeftModel", adapters: Adapters, *, random: bool) -> None:
     """Gives both the same adapter; a random one, or that of the start, drawn by PEFT."""
     torch.manual_seed(5)
     mine, others = our_tensors(adapters), their_tensors(theirs)
@@ -136,7 +146,7 @@ def share_values(theirs: PeftModel, adapters: Adapters, *, random: bool) -> None
         mine[name].copy_(parameter)
 
 
-def loss_of(theirs: PeftModel, x: torch.Tensor) -> torch.Tensor:
+def loss_of(theirs: "peft.PeftModel", x: torch.Tensor) -> torch.Tensor:
     logits = theirs(x).logits[:, :-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
 
@@ -238,7 +248,7 @@ def test_our_files_load_there(kind, tmp_path):
     with torch.no_grad():
         adapters.flat.add_(0.05 * torch.randn_like(adapters.flat))
     save_adapter(adapters, tmp_path / "adapter", base="somebody/a-llama")
-    theirs = quietly(PeftModel.from_pretrained, base, tmp_path / "adapter")
+    theirs = quietly(peft.PeftModel.from_pretrained, base, tmp_path / "adapter")
     x = tokens()
     assert (ours.logits(x) - theirs.eval()(x).logits).abs().max() < 1e-5
     again, _ = load_adapter(our_twin(build_llama()), tmp_path / "adapter")
@@ -252,15 +262,15 @@ def test_our_files_load_there(kind, tmp_path):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_gpt2_has_names_of_its_own(tmp_path: Path, dora):
     torch.manual_seed(0)
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=3, bos_token_id=0, eos_token_id=0,
         attn_implementation="eager", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    base = GPT2LMHeadModel(config).eval()
+    base = transformers.GPT2LMHeadModel(config).eval()
     base.save_pretrained(tmp_path / "base")
     ours = from_huggingface(tmp_path / "base").eval()
     options = {"target_modules": ["c_attn", "mlp.c_proj", "c_fc"], "fan_in_fan_out": True, "use_dora": dora}
-    theirs = quietly(get_peft_model, base, LoraConfig(r=3, lora_alpha=5, **options)).eval()
+    theirs = quietly(peft.get_peft_model, base, peft.LoraConfig(r=3, lora_alpha=5, **options)).eval()
     with torch.no_grad():
         for parameter in their_tensors(theirs).values():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -274,14 +284,14 @@ def test_gpt2_has_names_of_its_own(tmp_path: Path, dora):
     assert (ours.logits(x) - theirs(x).logits).abs().max() < 1e-5
     save_adapter(adapters, tmp_path / "ours")
     assert json.loads((tmp_path / "ours" / "adapter_config.json").read_text())["fan_in_fan_out"] is True
-    fresh = GPT2LMHeadModel.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    back = quietly(PeftModel.from_pretrained, fresh, tmp_path / "ours").eval()
+    fresh = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    back = quietly(peft.PeftModel.from_pretrained, fresh, tmp_path / "ours").eval()
     assert torch.equal(back(x).logits, theirs(x).logits)
 
 
 WHOLE = {
-    "qwen2": (Qwen2ForCausalLM, ["embed_tokens", "lm_head"], ["q_proj", "down_proj"]),
-    "gpt2": (GPT2LMHeadModel, ["wte", "lm_head"], ["c_attn", "mlp.c_proj"]),
+    "qwen2": ("Qwen2ForCausalLM", ["embed_tokens", "lm_head"], ["q_proj", "down_proj"]),
+    "gpt2": ("GPT2LMHeadModel", ["wte", "lm_head"], ["c_attn", "mlp.c_proj"]),
 }
 
 
@@ -289,16 +299,16 @@ def whole_twin(kind: str, tied: bool, folder: Path) -> Any:
     """A small base with biases, in a folder."""
     torch.manual_seed(0)
     if kind == "gpt2":
-        config = GPT2Config(
+        config = transformers.GPT2Config(
             vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=3, bos_token_id=0, eos_token_id=0,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )  # fmt: skip
     else:
-        config = Qwen2Config(
+        config = transformers.Qwen2Config(
             vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3,
             num_key_value_heads=3, max_position_embeddings=16, tie_word_embeddings=tied,
         )  # fmt: skip
-    base = WHOLE[kind][0](config).eval()
+    base = getattr(transformers, WHOLE[kind][0])(config).eval()
     with torch.no_grad():
         for parameter in base.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -322,7 +332,7 @@ def test_weights_that_are_trained_whole_are_pefts(kind, tied, dora, tmp_path: Pa
     ours = from_huggingface(tmp_path / "base")
     _, modules, targets = WHOLE[kind]
     options = {"modules_to_save": modules, "bias": "all", "use_dora": dora, "fan_in_fan_out": kind == "gpt2"}
-    theirs = quietly(get_peft_model, base, LoraConfig(r=3, lora_alpha=5, target_modules=targets, **options))
+    theirs = quietly(peft.get_peft_model, base, peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, **options))
     trained = {
         name.replace(".modules_to_save", "").replace(".default", ""): parameter
         for name, parameter in theirs.named_parameters()
@@ -353,8 +363,8 @@ def test_weights_that_are_trained_whole_are_pefts(kind, tied, dora, tmp_path: Pa
         relative = (found[name.replace("_vector.weight", "_vector")] - gradient).norm() / gradient.norm()
         assert relative < 1e-4, (name, float(relative))
     save_adapter(adapters, tmp_path / "ours")
-    fresh = WHOLE[kind][0].from_pretrained(tmp_path / "base")
-    back = quietly(PeftModel.from_pretrained, fresh, tmp_path / "ours").eval()
+    fresh = getattr(transformers, WHOLE[kind][0]).from_pretrained(tmp_path / "base")
+    back = quietly(peft.PeftModel.from_pretrained, fresh, tmp_path / "ours").eval()
     assert torch.equal(back(x).logits, theirs(x).logits)
     again, _ = load_adapter(from_huggingface(tmp_path / "base"), tmp_path / "ours")
     ours.eval()
@@ -371,7 +381,7 @@ def test_weights_that_are_trained_whole_are_pefts(kind, tied, dora, tmp_path: Pa
 def test_tables_that_peft_untied_are_refused(tmp_path: Path):
     base = whole_twin("qwen2", True, tmp_path / "base")
     options = {"r": 3, "target_modules": ["q_proj"]}
-    theirs = quietly(get_peft_model, base, LoraConfig(modules_to_save=["embed_tokens", "lm_head"], **options))
+    theirs = quietly(peft.get_peft_model, base, peft.LoraConfig(modules_to_save=["embed_tokens", "lm_head"], **options))
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if parameter.requires_grad and "lm_head" in name:
@@ -380,7 +390,7 @@ def test_tables_that_peft_untied_are_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="one table for both"):
         load_adapter(from_huggingface(tmp_path / "base"), tmp_path / "untied")
     alone = whole_twin("qwen2", True, tmp_path / "base")
-    theirs = quietly(get_peft_model, alone, LoraConfig(modules_to_save=["embed_tokens"], **options))
+    theirs = quietly(peft.get_peft_model, alone, peft.LoraConfig(modules_to_save=["embed_tokens"], **options))
     quietly(theirs.save_pretrained, tmp_path / "alone")
     with pytest.raises(CheckpointError, match="embedding without the head"):
         load_adapter(from_huggingface(tmp_path / "base"), tmp_path / "alone")

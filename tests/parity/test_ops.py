@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flatout.config.schema import ModelConfig
-from flatout.engine.compiling import compile_counts
+from flatout.model.compiling import compile_counts
 from flatout.model.norms import RMSNorm
 from flatout.model.rotary import Rotary, turned
 from flatout.ops.attention import causal_attention, masked_attention

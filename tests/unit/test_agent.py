@@ -21,8 +21,8 @@ from flatout.agent.cause import Cause, cause_of, first_of
 from flatout.agent.hosts import Left, OneHost
 from flatout.agent.many_hosts import ManyHosts
 from flatout.agent.workers import Place
+from flatout.checkpoints.run_files import CHECKPOINT_FILES
 from flatout.config.load import load_config
-from flatout.engine.run_files import CHECKPOINT_FILES
 from flatout.errors import HardwareError, UsageError, UserError
 from flatout.launch import Attempt, launch
 from flatout.pulse import Pulse, Slots, State, pulse, stack_of
@@ -130,7 +130,7 @@ def test_a_pulse_is_felt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert (slots.state(0), slots.state(1)) == (State.STARTING, State.WORKING)
         assert not (tmp_path / "run.json").exists(), "the first worker of a host says where the run is"
         child.send_signal(signal.SIGQUIT)
-        until = time.monotonic() + 10
+        until = time.monotonic() + 600
         while "stuck_here" not in "".join(stack_of(tmp_path / "stack-1")[:1]):  # it is written bit by bit
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -227,15 +227,17 @@ def test_workers_see_the_variables_of_torchrun_and_share_the_cores(tmp_path: Pat
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
 def test_a_signal_that_comes_while_workers_start_reaches_them(monkeypatch: pytest.MonkeyPatch):
+    started: list[subprocess.Popen[bytes]] = []
+
     def start(command: Any, environment: Any, rank: int, local: int, listen: int | None) -> workers.Worker:
         os.kill(os.getpid(), signal.SIGTERM)
-        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        started.append(process)
         return workers.Worker(process, rank, local)
 
     monkeypatch.setattr(workers, "_start", start)
-    began = time.monotonic()
-    assert Agent(["train"], OneHost(1), restarts=0, timeout=60).run() == 128 + signal.SIGTERM
-    assert time.monotonic() - began < 30
+    assert Agent(["train"], OneHost(1), restarts=0, timeout=600).run() == 128 + signal.SIGTERM
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
 @pytest.mark.skipif(not hasattr(os, "waitid"), reason="no waitid")
@@ -295,7 +297,7 @@ def test_a_host_that_is_signalled_does_not_end_the_ranks_of_the_others_and_its_c
 def test_host_0_may_be_lost_while_hosts_come_together(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     first, second = two_hosts()
-    lost = first._connected(time.monotonic() + 10, lambda: False)
+    lost = first._connected(time.monotonic() + 600, lambda: False)
     lost.set("attempt", '"lost"')
     with ThreadPoolExecutor(1) as thread:
         came = thread.submit(met, [second])

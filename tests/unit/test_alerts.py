@@ -275,7 +275,7 @@ def test_compiling_again_is_told_except_for_the_first_evaluation():
 
 def test_the_compilers_own_words_are_understood():
     """The engine's words, not a copy of them: whoever changes them there is told here."""
-    from flatout.engine.compiling import CompileCounts, CompileWatch
+    from flatout.model.compiling import CompileCounts, CompileWatch
 
     watch = CompileWatch.__new__(CompileWatch)
     watch.mode = "regional"

@@ -158,7 +158,7 @@ def test_validation_arrays_are_held_out_and_known_again():
     row = np.concatenate(documents())
     assert np.array_equal(data.val.read(0, data.val.tokens), row[:41])
     assert np.array_equal(row_of(batches(data, 0, 4)), np.concatenate(documents()[held:])[: 4 * 24])
-    assert [notice for notice in data.notices(Delivery(device=CPU)) if f"first {held} arrays" in notice]
+    assert [one for one in data.notices(Delivery(device=CPU)) if f"first {held} arrays" in one.found]
     assert sum(int((batch.targets >= 0).sum()) for batch in data.evaluation(2, Delivery(device=CPU))) == 40
     assert opened(Iterable(documents())).facts.fingerprint == data.facts.fingerprint
     assert opened(Iterable(documents(seed=2))).facts.fingerprint != data.facts.fingerprint

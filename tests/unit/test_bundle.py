@@ -78,7 +78,7 @@ def test_of_many_files_the_first_are_listed_and_the_rest_counted(tmp_path: Path,
 
 def test_the_machine_is_told_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from flatout.diagnose import examine as visit
-    from flatout.diagnose.doctor import Check
+    from flatout.finding import Check
 
     run_with_data(tmp_path / "mine")
     monkeypatch.chdir(tmp_path)

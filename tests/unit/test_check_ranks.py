@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from flatout.config.load import load_config
-from flatout.config.schema import RunConfig
-from flatout.diagnose.check_fit import fit
-from flatout.diagnose.check_memory import check_memory
-from flatout.diagnose.check_nccl import check_nccl
+from flatout.diagnose.check_environment import check_nccl
 from flatout.diagnose.check_ranks import check_rank_data, check_ranks
-from flatout.diagnose.doctor import DataFacts, Finding, Link, Meeting, RankFacts, Several, exit_code
-from flatout.diagnose.links import links_of_nvml, mount_of
+from flatout.diagnose.check_run import check_memory
+from flatout.diagnose.doctor import Link, Meeting, RankFacts, Several
+from flatout.diagnose.ranks import links_of_nvml, mount_of
+from flatout.finding import Finding, exit_code
 from flatout.tuning.llamas import llama_words
-from tests.unit.test_doctor import DISK, H200, TRIALS, machine, visit
+from tests.unit.test_doctor import DISK, H200, TRIALS, decided, machine, visit
 
 EIGHT = machine(cards=tuple(dataclasses.replace(H200, identity=f"GPU-{number}") for number in range(8)))
 LINKED = tuple(Link(pair=(one, two), nvlink=True, peer=True) for one in range(4) for two in range(one + 1, 4))
@@ -37,7 +36,6 @@ MET = Meeting(place="host0:29500", backend="nccl", ranks=RANKS, folder="/shared"
 FOUR = Several(
     size=4,
     asked=True,
-    distributed=True,
     nccl="2.27.5",
     links=LINKED,
     shared_memory_bytes=2**34,
@@ -48,12 +46,8 @@ FOUR = Several(
 )
 
 
-def config(*words: str) -> RunConfig:
-    return load_config("gpt2-124m", words).config
-
-
-def findings(several: Several = FOUR, *words: str, kind: str = "cuda", **facts: Any) -> dict[str, Finding]:
-    return {one.name: one for one in check_ranks(several, EIGHT, config(*words), kind, **facts) if one is not None}
+def findings(several: Several = FOUR, kind: str = "cuda", **facts: Any) -> dict[str, Finding]:
+    return {one.name: one for one in check_ranks(several, EIGHT, kind, **facts) if one is not None}
 
 
 def met(*changes: tuple[int, dict[str, Any]], **of_meeting: Any) -> Several:
@@ -89,7 +83,9 @@ def test_what_was_asked_for_is_bad_and_what_is_possible_a_note(tmp_path: Path, m
     asked = visit(*words, machine=EIGHT, gpus=8)
     found = {one.name: one for one in asked if one.area == "ranks"}
     assert found["batch"].status == "bad"
-    assert "train.batch_tokens=2048, or use as many ranks as divide 12: 1, 2, 3, 4, 6, 12" in found["batch"].advice
+    assert (
+        "train.batch_tokens=2048, or start as many processes as divide 12: 1, 2, 3, 4, 6, 12" in found["batch"].advice
+    )
     assert exit_code(asked) == 2
     found = {one.name: one for one in visit(gpus=2, disk=DISK, trials=TRIALS) if one.area == "ranks"}
     assert found["ranks"].found == "2 GPUs were asked for, and this host has 1"
@@ -100,13 +96,11 @@ def test_memory_is_that_of_the_form_that_training_takes():
     """A 7B model fits no card whole, and eight cards in slices."""
     words = [*llama_words("7b", [], batch=True), "train.batch_tokens=32768", "speed.memory_limit=60"]
     words += ["speed.checkpointing=full"]
-    loaded = load_config("gpt-124m", words)
 
     def step(ranks: int, *more: str) -> Finding:
-        one = load_config("gpt-124m", [*words, *more]) if more else loaded
-        fitted, _ = fit(one, EIGHT, TRIALS, DataFacts(), "cuda", 0, ranks)
-        findings = [found for found in check_memory(one, fitted, 2**40, lambda _: None) if found is not None]
-        return next(found for found in findings if found.name == "a step")
+        plan, _ = decided(" ".join([*words, *more]), "gpt-124m", EIGHT, ranks=ranks)
+        found = [one for one in check_memory(plan, EIGHT, 0, ranks) if one is not None]
+        return next(one for one in found if one.name == "a step")
 
     assert step(1).status == "bad"
     assert step(8, "parallel.form=data").status == "bad"
@@ -116,7 +110,7 @@ def test_memory_is_that_of_the_form_that_training_takes():
 
 def test_cards_of_two_kinds_are_as_slow_as_the_slower():
     mixed = machine(cards=(H200, H200, dataclasses.replace(H200, name="NVIDIA A100"), H200))
-    found = next(one for one in check_ranks(FOUR, mixed, None, "cuda") if one is not None)
+    found = next(one for one in check_ranks(FOUR, mixed, "cuda") if one is not None)
     assert (found.status, found.found) == ("warn", "3 x NVIDIA H200, 1 x NVIDIA A100")
 
 
@@ -160,7 +154,6 @@ def test_nvml_tells_links_by_the_cards_identities():
 
 PLANTED: list[tuple[Several, str, str, str]] = [
     (dataclasses.replace(FOUR, nccl=None), "nccl", "bad", "this torch has no NCCL"),
-    (dataclasses.replace(FOUR, distributed=False), "nccl", "bad", "without torch.distributed"),
     (dataclasses.replace(FOUR, shared_memory_bytes=2**26), "shared memory", "warn", "64 MiB"),
     (dataclasses.replace(FOUR, port_free=False), "port", "note", "29500, torchrun's own, is in use"),
     (
@@ -193,7 +186,7 @@ def test_sending_that_takes_longer_than_computing_is_a_warning():
     assert found.status == "warn"
     assert "gradients take 229 ms a step, and a rank computes 100 ms at least" in found.found
     assert "parallel.reduce=bf16 halves it" in found.advice
-    narrow = findings(met(), "parallel.reduce=bf16", parameters=1_500_000_000, step_seconds=0.1)["all-reduce"]
+    narrow = findings(met(), reduce="bf16", parameters=1_500_000_000, step_seconds=0.1)["all-reduce"]
     assert "gradients take 114 ms" in narrow.found
     assert "bf16" not in narrow.advice
 
@@ -209,7 +202,7 @@ def test_data_of_ranks():
         words = ["data.source=null", "data.folder=/data"] if folder else ["data.source=texts"]
         meeting = met(*changes).meeting
         assert meeting is not None
-        return list(check_rank_data(meeting, config(*words)))
+        return list(check_rank_data(meeting, load_config("gpt2-124m", words).config.data))
 
     (same,) = told()
     assert (same.area, same.status, same.found) == ("data", "ok", "the same data (aaaaaaaaaaaa) on 4 ranks")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from flatout import folders
-from flatout.engine import checkpoint_files as module
-from flatout.engine.checkpoint import (
+from flatout.checkpoints import checkpoint_files as module
+from flatout.checkpoints.checkpoint import (
     Checkpoint,
     Verdict,
     keep_newest,
@@ -28,7 +28,7 @@ from flatout.engine.checkpoint import (
     write_checkpoint,
     write_verdict,
 )
-from flatout.engine.run_folder import set_unusable_aside
+from flatout.checkpoints.run_folder import set_unusable_aside
 from flatout.errors import CheckpointError, ResourceError
 from flatout.files import canonical_json
 

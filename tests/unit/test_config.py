@@ -39,10 +39,10 @@ from flatout.config.source import Source
 from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED, WAY_ELSEWHERE_CALLED
 from flatout.config.unused import check_used
 from flatout.config.yaml_loader import has_control_character
-from flatout.engine.overlays import fitted, fitted_to
 from flatout.errors import ConfigError
 from flatout.model.count import estimate_memory, parameter_count
 from flatout.model.execution import Execution
+from flatout.resolve.sizing import fitted, fitted_to
 from flatout.words import number_between, on_hardware
 from tests.end_to_end.test_every_field import OTHER
 

@@ -12,7 +12,7 @@ import torch
 from flatout import cores
 from flatout.cores import CoreClock, ThreadTrial, candidates, core_clock, core_use, usable_cores, whole_cores
 from flatout.device import cpu_threads
-from flatout.engine.threads import shape_of, try_threads
+from flatout.resolve.threads import shape_of, try_threads
 
 
 def clock(now: float, **seconds: float | None) -> CoreClock:
@@ -38,11 +38,12 @@ def test_this_process_is_not_among_the_others():
     ends = time.process_time() + 0.2
     while time.process_time() < ends:
         pass
-    used = core_use(before, core_clock())
+    after = core_clock()
+    used = core_use(before, after)
     assert used is not None
     assert used.busy is not None
     assert used.others is not None
-    assert used.busy - used.others >= 0.05
+    assert (used.busy - used.others) * (after.now - before.now) >= 0.15, "however long it waited for a core"
     assert used.waiting is not None
 
 
@@ -113,11 +114,9 @@ def test_threads_are_borrowed():
 
 def test_a_trial_leaves_torch_as_it_was_and_is_made_once(monkeypatch):
     try_threads.cache_clear()
-    monkeypatch.setattr("flatout.engine.threads.whole_cores", lambda: 2)
+    monkeypatch.setattr("flatout.resolve.threads.whole_cores", lambda: 2)
     before, state = torch.get_num_threads(), torch.get_rng_state()
-    began = time.perf_counter()
     trial = try_threads(*shape_of(None))
-    assert time.perf_counter() - began < 10, "a fraction of a second where nobody else computes"
     assert set(trial.seconds) == {1, 2}
     assert trial.chosen in (1, 2)
     assert try_threads(*shape_of(None)) is trial

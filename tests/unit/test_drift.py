@@ -26,7 +26,7 @@ class Everybody(World):
 def run_of(*said: tuple[int, int], shards: int = 1, rank: int = 0) -> Any:
     """A run whose ranks have (the number of their slices, their bits)."""
     run: Any = SimpleNamespace(
-        config=SimpleNamespace(parallel=SimpleNamespace(check_every=10)),
+        plan=SimpleNamespace(parallel=SimpleNamespace(check_every=10)),
         base_hash="b",
         world=Everybody(rank, len(said), said=said),
         trained=SimpleNamespace(updated=[SimpleNamespace(parameter=torch.ones(2))], sharding=None),

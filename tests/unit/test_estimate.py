@@ -8,14 +8,12 @@ import pytest
 
 from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
-from flatout.data.shard_data import ShardData
 from flatout.engine.boundary import is_due
-from flatout.engine.setup import setup_run
 from flatout.observe.live.console import TerminalReader
 from flatout.observe.measured.estimate_table import expected, print_estimate
 from flatout.records import RunInfo, StepRecord
 from flatout.tuning import estimate as estimate_module
-from flatout.tuning.estimate import Visits, _windows, estimate, visits_of
+from flatout.tuning.estimate import Visits, estimate, visits_of
 from flatout.tuning.estimate_probe import EnergyMeter, Figure, Timed
 
 NOWHERE = ("data.source=null", "data.folder=nowhere", "data.tokenizer=bytes")
@@ -58,18 +56,9 @@ def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
 @pytest.mark.parametrize(("steps", "windows"), [(100, 131), (99, 40), (1, 7), (0, 7), (57, None)])
 def test_the_counts_are_those_of_the_loop(words: list[str], steps: int, windows: int | None):
     config = load_config("shakespeare-char", words).config
-    assert visits_of(config, steps, windows) == walked(config, steps, windows)
-
-
-@pytest.mark.parametrize(
-    "words", [["train.epochs=1.5"], ["train.tokens=1000"], ["train.steps=7"], ["train.epochs=2", "data.stride=5"],
-              ["train.epochs=2", "data.packing=best_fit"]],
-)  # fmt: skip
-def test_windows_are_those_of_the_run(tiny, words: list[str]):
-    loaded = tiny("train.steps=null", *words)
-    run = setup_run(loaded)
-    assert isinstance(run.data, ShardData)
-    assert _windows(run.config, run.data.train) == run.data.facts.windows
+    sequences = config.train.batch_tokens // config.model.context
+    found = visits_of(config.eval, config.checkpoint, steps, windows, sequences)
+    assert found == walked(config, steps, windows)
 
 
 TIMED = Timed(

@@ -12,12 +12,12 @@ from flatout.config.schema import SpeedConfig
 from flatout.config.source import DEFAULT, IN_PYTHON, Source
 from flatout.cores import THREAD_VARIABLES, ThreadTrial
 from flatout.device import Device
-from flatout.engine import switches
-from flatout.engine.case import Probes
-from flatout.engine.compiling import graphs_of_its_own
-from flatout.engine.features import Speed, resolve_speed
 from flatout.errors import HardwareError
+from flatout.model.compiling import graphs_of_its_own
 from flatout.records import Feature
+from flatout.resolve import switches
+from flatout.resolve.case import Probes
+from flatout.resolve.switches import Speed, resolve_speed
 
 HOPPER = Device(torch_device=torch.device("cuda", 0), name="NVIDIA H200", memory_bytes=2**37, capability=(9, 0))
 BLACKWELL = Device(torch_device=torch.device("cuda", 0), name="B200", memory_bytes=2**37, capability=(10, 0))

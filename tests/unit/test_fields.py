@@ -8,8 +8,7 @@ import pytest
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
 from flatout.model import fields, hub
-from flatout.model.feature import Feature, Format
-from flatout.model.fields import FEATURES, RESIDUAL_SCALE
+from flatout.model.fields import FEATURES, RESIDUAL_SCALE, Feature, Format
 from flatout.model.gpt import build_model, empty_model
 from flatout.model.hub import description_of
 from flatout.model.hub_values import DEFAULTS, HubValues

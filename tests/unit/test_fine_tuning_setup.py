@@ -18,20 +18,20 @@ from flatout.config.unused import check_used
 from flatout.data.sample_loader import SampleOrder, SampleRows
 from flatout.data.samples import Samples
 from flatout.device import Device
-from flatout.engine import form, setup
 from flatout.engine.books import Progress
-from flatout.engine.case import Probes
-from flatout.engine.features import resolve_speed
 from flatout.engine.saving import capture
-from flatout.engine.setup import setup_run
 from flatout.engine.step import LossScale
-from flatout.engine.trained import adapter_plan
 from flatout.errors import CheckpointError, DoesNotFitError, HardwareError, UserError
 from flatout.model.adapters import attach
 from flatout.model.gpt import build_model
+from flatout.resolve import form
+from flatout.resolve.case import Probes
+from flatout.resolve.memory import adapter_plan
+from flatout.resolve.switches import resolve_speed
 from tests.chat_models import write_chat_model
 from tests.end_to_end.test_every_field import own_word
 from tests.hints import ways_out, with_settings
+from tests.set_up import set_up
 
 pytestmark = pytest.mark.usefixtures("children_stay")
 
@@ -52,26 +52,26 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
 def card(monkeypatch: pytest.MonkeyPatch, memory: float) -> None:
     """This machine with another amount of memory."""
     found = Device(torch_device=torch.device("cpu"), name="a small card", memory_bytes=int(memory), capability=None)
-    monkeypatch.setattr(setup, "detect_device", lambda asked, local: found)
+    monkeypatch.setattr("flatout.resolve.resolve.detect_device", lambda asked, local: found)
 
 
 def test_a_run_that_does_not_fit_is_refused_with_what_would(words, monkeypatch):
     loaded = load_config("lora", words("chat.packing=false"))
-    needed = setup_run(loaded).memory
+    needed = set_up(loaded).plan.memory
     card(monkeypatch, needed.total)
-    setup_run(loaded)
+    set_up(loaded)
     card(monkeypatch, 0.8 * needed.total)
     with pytest.raises(DoesNotFitError, match=r"a small card has") as refused:
-        setup_run(loaded)
+        set_up(loaded)
     (way,) = ways_out(refused.value.hint)
     assert way[0].startswith("speed.micro_batch=")
     # Without the 15% by which an estimate may be off before a run is refused.
-    assert setup_run(load_config("lora", words("chat.packing=false", *way))).memory.total <= 0.8 * needed.total
+    assert set_up(load_config("lora", words("chat.packing=false", *way))).plan.memory.total <= 0.8 * needed.total
 
 
 def test_where_one_row_does_not_fit_checkpointing_does(words, monkeypatch):
     def memory(*more: str) -> int:
-        return setup_run(load_config("lora", words("speed.micro_batch=1", "model.context=256", *more))).memory.total
+        return set_up(load_config("lora", words("speed.micro_batch=1", "model.context=256", *more))).plan.memory.total
 
     rows = [{"instruction": "What is it? " * 20, "output": f"It is {n}."} for n in range(9)]
     Path("rows.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -90,7 +90,7 @@ def test_where_one_row_does_not_fit_checkpointing_does(words, monkeypatch):
 
 def test_memory_goes_by_what_samples_fill_and_what_is_trained(words):
     def memory(*more: str) -> int:
-        return setup_run(load_config("lora", words(*more))).memory.total
+        return set_up(load_config("lora", words(*more))).plan.memory.total
 
     assert memory("chat.batch_samples=2") < memory("chat.batch_samples=16")
     assert memory("lora.rank=2") < memory("lora.rank=64", "lora.alpha=null")
@@ -161,7 +161,7 @@ def test_beside_fp16_weights_adapters_are_fp32_and_the_loss_is_scaled(words, mon
         return dataclasses.replace(resolve(*arguments, **settings), precision="fp16")
 
     monkeypatch.setattr(form, "resolve_speed", as_fp16)
-    run = setup_run(loaded)
+    run = set_up(loaded)
     assert run.adapters is not None
     assert {parameter.dtype for parameter in run.trained.saved.values()} == {torch.float32}
     assert run.adapters.flat.dtype == torch.float32
@@ -181,19 +181,21 @@ FREE = ("dropout", "init_from", "quantize")
 
 
 def test_a_run_goes_on_with_the_adapters_that_it_has(words):
-    run = setup_run(load_config("lora", words()))
-    saved = dataclasses.replace(capture(run, Progress()), config=run.config.model_dump(mode="json"))
+    run = set_up(load_config("lora", words()))
+    saved = dataclasses.replace(capture(run, Progress()), config=run.plan.settings.config.model_dump(mode="json"))
     origin = Origin(folder=Path("run"), asked=None, unusable=(), checkpoint=saved)
     for name in names_in("lora"):
         if name in FREE:
             continue
         own = own_word(f"lora.{name}")
-        other = run.config.model_copy(update={"lora": load_config("lora", words(own)).config.lora})
+        lora = load_config("lora", words(own)).config.lora
+        settings = run.plan.settings
+        other = dataclasses.replace(settings, config=settings.config.model_copy(update={"lora": lora}))
         with pytest.raises(CheckpointError) as refused:
-            check_resumed(dataclasses.replace(run, config=other), origin)
+            check_resumed(run.replanned(settings=other, lora=lora), origin)
         assert f"the checkpoint has lora.{name} " in refused.value.message
         (way,) = ways_out(refused.value.hint)
-        assert load_config("lora", words(*with_settings([own], way))).config.lora == run.config.lora
+        assert load_config("lora", words(*with_settings([own], way))).config.lora == run.plan.lora
 
 
 # --- settings that nobody reads ---------------------------------------------------------------------------------------

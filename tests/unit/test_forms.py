@@ -7,21 +7,22 @@ from typing import Any
 import pytest
 import torch
 
+from flatout.checkpoints.slices import entry_of, joined_entries, slice_file, well_formed
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import DEFAULT
-from flatout.engine.case import Dealing
-from flatout.engine.features import resolve_speed
-from flatout.engine.fit_check import fits_well
-from flatout.engine.form import dealings
-from flatout.engine.memory import memory_of
-from flatout.engine.slices import entry_of, joined_entries, slice_file, well_formed
 from flatout.errors import ConfigError
 from flatout.model.count import estimate_memory, parameter_count
 from flatout.model.execution import Execution
 from flatout.optim.optimizer import Rule, StateBytes
 from flatout.optim.optimizers import check_slices
 from flatout.parallel.ranks import Ranks
+from flatout.resolve.case import Dealing
+from flatout.resolve.fit_check import fits_well
+from flatout.resolve.form import dealings
+from flatout.resolve.memory import memory_of
+from flatout.resolve.plan import Custom
+from flatout.resolve.switches import resolve_speed
 from flatout.world import World
 from tests.unit.test_features import HOPPER, probes
 
@@ -36,7 +37,7 @@ def config(*words: str) -> RunConfig:
 
 
 def forms(world: World, *words: str) -> list[tuple[str, int]]:
-    return [(one.form, one.shards) for one in dealings(config(*words), world)]
+    return [(one.form, one.shards) for one in dealings(config(*words), world, Custom())]
 
 
 def test_data_parallel_comes_first_and_slices_where_it_does_not_fit():

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flatout.engine.custom import rules_with
 from flatout.errors import ConfigError
-from flatout.optim.given import name_of, rules_with
 from flatout.optim.optimizer import trainables
 from flatout.optim.optimizers import Optimizers
 
@@ -107,6 +107,4 @@ def test_tensors_that_the_model_does_not_train_are_refused():
 
 
 def test_a_checkpoint_calls_it_by_its_class():
-    given = lambda named: torch.optim.SGD(named.values(), lr=1.0)  # noqa: E731
-    assert name_of(given, rules_with(given, (), trainables(model()), FACTORS)) == "SGD"
-    assert name_of(None, ()) is None
+    assert [group.rule.name for group in built(model(), torch.optim.SGD, lr=1.0).groups] == ["SGD"]

@@ -1,7 +1,5 @@
 """The recording of a micro-batch: when it is made, replayed, made anew, given up. A fake recorder replaces CUDA."""
 
-import contextlib
-
 import numpy as np
 import pytest
 import torch
@@ -60,19 +58,14 @@ class FakeRecorder:
 
 
 def make(recorder: FakeRecorder | None, micro_batch: int = 2) -> tuple[TrainStep, Notices]:
-    model = build_model(SMALL, VOCAB, seed=1)
+    model, news = build_model(SMALL, VOCAB, seed=1), Notices()
     step = TrainStep(
         model,
         made_optimizers(model, OptimConfig(learning_rate=1e-2)),
         clip=1.0,
         micro_batch=micro_batch,
-        keep_gradients=recorder is not None,
-        scope=contextlib.nullcontext,
+        graph=None if recorder is None else MicroBatchGraph(model, news, recorder),
     )
-    news = Notices()
-    if recorder is not None:
-        step.run_micro_batch = MicroBatchGraph(step.forward_backward, model, news, recorder)
-        step.rebuild = step.run_micro_batch.reset
     return step, news
 
 
@@ -98,14 +91,14 @@ def test_replays_give_the_step_without_graphs_exactly():
 def test_what_recordings_hold_is_known_until_they_are_forgotten():
     recorder = FakeRecorder()
     step, _ = make(recorder)
-    graph = step.run_micro_batch
-    assert isinstance(graph, MicroBatchGraph)
+    graph = step.graph
+    assert graph is not None
     assert graph.held_bytes == 0
     for seed in range(2):
         step(*batch(seed))
     assert graph.held_bytes == 100
     assert recorder.finished == 0
-    step.rebuild()
+    step.use_micro_batch(step.micro_batch)
     assert graph.held_bytes == 0
     assert recorder.finished == 1, "a replay may still be running in the memory that goes"
 
@@ -175,21 +168,15 @@ def make_adapted(
     recorder: FakeRecorder | None, *, dora: bool = False, micro_batch: int = 2
 ) -> tuple[TrainStep, Notices]:
     model = build_model(WIDE, VOCAB, seed=1)
-    adapters = attach(model, AdapterPlan(rank=2, alpha=4.0, targets=ALL_LINEAR, dora=dora), seed=0)
+    adapters, news = attach(model, AdapterPlan(rank=2, alpha=4.0, targets=ALL_LINEAR, dora=dora), seed=0), Notices()
     step = TrainStep(
         model,
         made_optimizers(only_adapters(adapters), OptimConfig(learning_rate=1e-2)),
         clip=1.0,
         micro_batch=micro_batch,
-        keep_gradients=recorder is not None,
-        clear_gradients=adapters.zero_gradients,
-        scope=contextlib.nullcontext,
+        graph=None if recorder is None else MicroBatchGraph(model, news, recorder, adapters),
+        adapters=adapters,
     )
-    news = Notices()
-    if recorder is not None:
-        graph = MicroBatchGraph(step.forward_backward, model, news, recorder, forget=adapters.forget)
-        step.run_micro_batch = graph
-        step.rebuild = graph.reset
     return step, news
 
 

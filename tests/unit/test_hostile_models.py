@@ -13,12 +13,12 @@ from unittest import mock
 import pytest
 
 import flatout
+from flatout.checkpoints.adapter_folder import adapter_at
 from flatout.cli import main
 from flatout.config.load import load_config
 from flatout.data import chat_template, portable, tokenizer
 from flatout.data.chat_template import load_template
 from flatout.data.model_folder import read_model_tokenizer
-from flatout.engine.adapter_folder import adapter_at
 from flatout.errors import CheckpointError, UserError
 from flatout.model import patterns
 from flatout.model.adapter_files import read_origin

@@ -22,15 +22,14 @@ from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import micro_batch_of
 from flatout.device import Device
-from flatout.engine.case import Probes
-from flatout.engine.features import resolve_speed
 from flatout.engine.run import Run
-from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError, ResourceError, UsageError
 from flatout.observe.measured import bench_picture
 from flatout.observe.measured.bench_picture import draw_bench
 from flatout.observe.measured.bench_table import BenchReader, beside_claim, print_bench, total_lines
 from flatout.records import BenchProgress, BenchRow, bench_row_from_json, record_to_json
+from flatout.resolve.case import Probes
+from flatout.resolve.switches import resolve_speed
 from flatout.tuning import ladder, plan, turns
 from flatout.tuning.claims import CLAIMS, TOTALS, claim_of
 from flatout.tuning.compare import Comparison, chained, compare
@@ -51,6 +50,7 @@ from flatout.tuning.rungs import (
     tolerance_of,
 )
 from flatout.tuning.tuner import tune
+from tests.set_up import set_up
 
 Tiny = Callable[..., LoadedConfig]
 CUDA = all_rungs(kind="cuda", micro_batch=64, attention="cudnn+fa4", plain_attention="cudnn")
@@ -177,7 +177,7 @@ def test_switches_of_a_file_are_told_not_refused(tiny: Tiny, tmp_path: Path):
 
 
 def test_measuring_trains_real_steps(tiny: Tiny):
-    run = setup_run(tiny())
+    run = set_up(tiny())
     before = [parameter.detach().clone() for parameter in run.model.parameters()]
     called: list[int] = []
     with Steps(run, after_step=called.append) as stepping:
@@ -190,13 +190,13 @@ def test_measuring_trains_real_steps(tiny: Tiny):
         not torch.equal(old, new) for old, new in zip(before, run.model.parameters(), strict=True) if new.ndim > 1
     )
     assert found.milliseconds == pytest.approx(1000 * statistics.median(report.seconds for report in timed))
-    assert [report.loss for report in (*untimed, *timed)][:3] == parity_losses(setup_run(tiny()), 3)
+    assert [report.loss for report in (*untimed, *timed)][:3] == parity_losses(set_up(tiny()), 3)
     assert found.compile_seconds == 0.0
     assert (found.peak_bytes or 0) > 0
 
 
 def test_the_figures_of_steps_of_different_lengths(tiny: Tiny):
-    run = setup_run(tiny())
+    run = set_up(tiny())
     with Steps(run) as stepping:
         (report,) = stepping.take(1)
     seconds = (0.9, 0.1, 0.3, 0.2, 0.4)
@@ -205,17 +205,17 @@ def test_the_figures_of_steps_of_different_lengths(tiny: Tiny):
     assert (found.milliseconds, found.mean_milliseconds) == pytest.approx((300, 380))
     assert found.spread == pytest.approx((0.4 - 0.2) / 0.3), "from quartile to quartile"
     assert (found.compile_seconds, found.steps) == (0.0, 5)
-    compiled = dataclasses.replace(run, speed=dataclasses.replace(run.speed, compile="default"))
+    compiled = run.replanned(speed=dataclasses.replace(run.speed, compile="default"))
     assert summary_of(compiled, [untimed], timed).compile_seconds == pytest.approx(2.7)
     assert summary_of(compiled, timed[1:2], timed).compile_seconds == 0.0
 
 
 def test_stepping_goes_on_where_it_stopped(tiny: Tiny):
-    whole = parity_losses(setup_run(tiny()), 5)
-    with Steps(setup_run(tiny())) as stepping:
+    whole = parity_losses(set_up(tiny()), 5)
+    with Steps(set_up(tiny())) as stepping:
         assert [report.loss for report in (*stepping.take(2), *stepping.take(3))] == whole
     with pytest.raises(ValueError, match="only 3 steps"):
-        parity_losses(setup_run(tiny("train.steps=3")), 4)
+        parity_losses(set_up(tiny("train.steps=3")), 4)
 
 
 def test_a_borrowed_run_leaves_no_tensors_behind(tiny: Tiny):
@@ -361,7 +361,7 @@ def test_a_gain_is_over_the_rung_it_was_timed_with_and_a_factor_over_the_baselin
 def test_a_ladder_is_gone_on_with_the_threads_it_had(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in cores.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("flatout.engine.switches.usable_cores", lambda: 64.0)
+    monkeypatch.setattr("flatout.resolve.switches.usable_cores", lambda: 64.0)
     earlier = [row("baseline", used={"threads": "37"})]
     made = make_plan(tiny("speed.threads=auto"), tmp_path / "auto", 3, 4, None, lambda _: None, earlier)
     assert made.config.speed.threads == 37

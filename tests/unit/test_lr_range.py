@@ -12,7 +12,6 @@ import torch
 from flatout.engine.books import Progress
 from flatout.engine.run import Run
 from flatout.engine.saving import capture
-from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError
 from flatout.tuning import lr_range
 from flatout.tuning.lr_range import (
@@ -26,6 +25,7 @@ from flatout.tuning.lr_range import (
     without_jumps,
 )
 from flatout.tuning.measure import Steps
+from tests.set_up import set_up
 
 RATES = [10.0 ** (-7 + 7 * index / 99) for index in range(100)]
 
@@ -183,7 +183,7 @@ def train(run: Run, first: int, count: int) -> list[float]:
 )
 def test_the_run_is_bit_for_bit_what_it_was(tiny, words: list[str], trained: int):
     loaded = tiny(*words)
-    run, twin = setup_run(loaded), setup_run(loaded)
+    run, twin = set_up(loaded), set_up(loaded)
     assert train(run, 0, trained) == train(twin, 0, trained)
     before, outside = state_of(run), torch.get_rng_state()
     points, ended = range_test(run, steps=25)
@@ -199,7 +199,7 @@ def test_the_run_is_bit_for_bit_what_it_was(tiny, words: list[str], trained: int
 
 
 def test_a_test_that_breaks_puts_everything_back_too(tiny):
-    run = setup_run(tiny())
+    run = set_up(tiny())
     train(run, 0, 2)
     before = state_of(run)
 
@@ -213,7 +213,7 @@ def test_a_test_that_breaks_puts_everything_back_too(tiny):
 
 
 def test_what_is_kept_is_a_copy_and_no_alias(tiny):
-    run = setup_run(tiny())
+    run = set_up(tiny())
     train(run, 0, 1)
     before = state_of(run)
     with untouched(run):
@@ -226,7 +226,7 @@ def test_what_is_kept_is_a_copy_and_no_alias(tiny):
 
 
 def test_the_rates_rise_by_one_factor_and_every_step_takes_its_own(tiny):
-    run = setup_run(tiny("train.steps=3"))  # a shorter run than the test
+    run = set_up(tiny("train.steps=3"))  # a shorter run than the test
     points, _ = range_test(run, low=1e-5, high=1e-1, steps=21)
     factors = [later.rate / earlier.rate for earlier, later in itertools.pairwise(points)]
     assert points[0].rate == pytest.approx(1e-5)
@@ -236,7 +236,7 @@ def test_the_rates_rise_by_one_factor_and_every_step_takes_its_own(tiny):
 
 def test_the_steps_are_those_of_training_with_these_rates(tiny):
     """Not a simulation: the same losses as a run whose schedule is that table."""
-    run, twin = setup_run(tiny()), setup_run(tiny())
+    run, twin = set_up(tiny()), set_up(tiny())
     points, _ = range_test(run, low=1e-5, high=1e-1, steps=12)
     twin.step.optimizer.follow([point.rate for point in points])
     with Steps(twin) as steps:
@@ -246,7 +246,7 @@ def test_the_steps_are_those_of_training_with_these_rates(tiny):
 def test_with_muon_all_rates_rise_in_the_ratios_of_the_config(tiny):
     """The rates are Muon's, also where a model without weights in its norms has nothing for `learning_rate`."""
     words = ["optim.optimizer=muon", "optim.learning_rate=1e-3", "optim.embedding_rate=0.1", "model.norm_weights=false"]
-    run = setup_run(tiny(*words, "model.tied=false"))
+    run = set_up(tiny(*words, "model.tied=false"))
     assert [group.rule.name for group in run.step.optimizer.groups] == ["matrices", "embedding", "head"]
     with untouched(run):
         points, _ = range_test(run, low=2e-4, high=2e-2, steps=3)
@@ -261,14 +261,14 @@ def test_with_muon_all_rates_rise_in_the_ratios_of_the_config(tiny):
 
 
 def test_it_stops_where_the_loss_blows_up(tiny):
-    run = setup_run(tiny("optim.clip=0", "model.qk_norm=false", "optim.beta2=0.5"))
+    run = set_up(tiny("optim.clip=0", "model.qk_norm=false", "optim.beta2=0.5"))
     points, ended = range_test(run, low=1e-3, high=1e4, steps=60)
     assert len(points) < 60
     assert "times its best" in ended or "not finite" in ended
 
 
 def test_a_loss_that_is_not_finite_stops_it_at_once(tiny, monkeypatch: pytest.MonkeyPatch):
-    run = setup_run(tiny())
+    run = set_up(tiny())
     take = Steps.take
 
     def broken(self, count: int):

@@ -4,6 +4,7 @@ import socket
 import threading
 
 import pytest
+import torch
 
 from flatout.errors import UserError
 from flatout.launch import Attempt, Launch, OtherProcessError
@@ -50,10 +51,20 @@ class FallsSilent:
     def compare_set(self, *_: object) -> None:
         self.back.wait()
 
+    check = compare_set
+
 
 @pytest.mark.usefixtures("silent")
 def test_a_store_that_falls_silent_is_not_waited_for_forever():
     store = FallsSilent()
     with pytest.raises(UserError, match=r"rank 1 cannot reach rank 0 at .*: it has stopped answering"):
         ranks._check_alike(Launch(1, 2, 1, 2), store, 0.2)  # pyright: ignore[reportArgumentType]
+    store.back.set()
+
+
+def test_a_turn_that_a_silent_store_never_gives_is_not_waited_for_forever():
+    store = FallsSilent()
+    world = ranks.Ranks(1, 2, 1, Pulse(), store=store, hosts=("a", "a"), timeout=0.2)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(torch.distributed.DistNetworkError, match="the store timed out"), world.in_turns():
+        raise AssertionError("it is the turn of rank 0")
     store.back.set()

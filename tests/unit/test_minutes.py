@@ -12,15 +12,14 @@ import torch
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.sizes import LADDER, Known, Shape
 from flatout.device import Device
-from flatout.engine.overlays import fitted_to
-from flatout.engine.sizing import applied, as_before, decide, on_device
 from flatout.errors import ResourceError
-from flatout.tuning import minutes_probe, settling
+from flatout.resolve import opening
+from flatout.resolve.opening import with_tokenizer
+from flatout.resolve.sizing import applied, as_before, decide, fitted_to, on_device, settled
+from flatout.tuning import minutes_probe
 from flatout.tuning.law import WORDS, effective_tokens, law_for
 from flatout.tuning.minutes import SECONDS, Budget, Prospect, Speed, choose, flops
 from flatout.tuning.minutes_probe import decision_for
-from flatout.tuning.settling import with_tokenizer
-from flatout.world import World
 
 CPU = Device(torch_device=torch.device("cpu"), name="cpu", memory_bytes=None, capability=None)
 
@@ -237,7 +236,7 @@ def test_a_resume_keeps_the_plan_of_minutes_and_takes_another_length() -> None:
 def test_fine_tuning_with_a_sized_preset_looks_for_no_text() -> None:
     words = ["chat.source=rows.jsonl", "model.init_from=base", "train.epochs=1"]
     loaded = load_config("modern", words)
-    assert settling.settled(loaded, None, None, None, World()) is loaded
+    assert settled(loaded, Known(vocab=66), CPU) is loaded
 
 
 def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised() -> None:
@@ -295,7 +294,7 @@ def test_a_size_is_measured_with_the_settings_of_text_that_is_not_repeated() -> 
 def test_on_a_cpu_a_run_of_minutes_has_a_small_vocabulary(
     device: Device, words: list[str], tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settling, "has_dataset", lambda folder: folder.name == "prepared")
+    monkeypatch.setattr(opening, "has_dataset", lambda folder: folder.name == "prepared")
     words = ["data.source=shakespeare", "train.minutes=2", *words]
     for size in ({}, {"size": "2x64"}):
         found = with_tokenizer(load_config("record", words, **size), device)
@@ -330,8 +329,8 @@ def test_a_card_is_offered_the_sizes_that_fit_it() -> None:
 def test_a_sized_run_on_a_card_has_the_micro_batch_of_its_overlay() -> None:
     loaded = load_config("modern", ["data.source=shakespeare", "train.tokens=2e9"], size="350m")
     decision = decide(loaded, Shape(24, 1024), Known(vocab=50257, unique=3 * 10**9), card(8))
-    settled = on_device(applied(loaded, decision.told()), card(8), sized=True)
+    settled = on_device(applied(loaded, decision.told()), card(8))
     assert settled.sources["speed.micro_batch"].where == "hardware 8gb"
     assert settled.config.train.batch_tokens == loaded.config.train.batch_tokens
-    here = on_device(applied(loaded, decision.told()), CPU, sized=True)
+    here = on_device(applied(loaded, decision.told()), CPU)
     assert here.config.speed.micro_batch == 8

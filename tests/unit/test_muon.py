@@ -1,6 +1,5 @@
 """Muon: orthogonal updates against SVD and torch's own, fused weights part by part, rates of groups."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -12,12 +11,10 @@ from torch import Tensor, nn
 
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OptimConfig
-from flatout.diagnose.check_config import check_config
-from flatout.diagnose.doctor import DataFacts
 from flatout.engine.diverged import gentler
 from flatout.engine.notices import Notices
 from flatout.engine.step import TrainStep
-from flatout.engine.trained import all_weights, state_of
+from flatout.engine.trained import all_weights
 from flatout.engine.update_graph import UpdateGraph, record_updates
 from flatout.errors import CheckpointError, ConfigError
 from flatout.model.count import parameter_count
@@ -38,7 +35,10 @@ from flatout.optim.optimizer import Trainable, trainables
 from flatout.optim.optimizers import Optimizers
 from flatout.optim.rules import rules_of
 from flatout.optim.schedule import decays_of, momenta
+from flatout.resolve.advice import advice_on
+from flatout.resolve.memory import state_of
 from tests.conftest import TINY
+from tests.set_up import planned
 
 VOCAB = 71
 # Queries have more rows than keys and values.
@@ -59,10 +59,7 @@ def make(config: OptimConfig = MUON, *, double: bool = False, clip: float = 0.05
     model = build_model(MODEL, VOCAB, seed=1)
     model = model.double() if double else model
     optimizer = Optimizers(rules_of(config, 8), all_weights(model).updated)
-    return model, TrainStep(model, optimizer, clip=clip, micro_batch=how.get("micro_batch", 8), scope=scope)
-
-
-scope = contextlib.nullcontext
+    return model, TrainStep(model, optimizer, clip=clip, micro_batch=how.get("micro_batch", 8))
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -293,7 +290,7 @@ def test_matrices_have_4_bytes_of_state_and_the_rest_8(kinds: str):
     held = sum(x.nbytes for name, x in optimizer.tensors().items() if not name.endswith(".step"))
     count = parameter_count(shape, VOCAB)
     config = load_config("shakespeare-char").config.model_copy(update={"optim": MUON, "model": shape})
-    expected = state_of(config, config.speed, count)
+    expected = state_of(config.model, config.optim, config.speed, count)
     assert expected.device * count == expected.checkpoint * count == pytest.approx(held)
 
 
@@ -492,17 +489,16 @@ def test_a_model_from_python_says_which_parts_and_roles_it_has():
 
 def test_places_that_name_a_rate_name_muons():
     words = [*TINY, "optim.optimizer=muon", "optim.muon_rate=0.5", "optim.embedding_rate=0.3", "optim.clip=1"]
-    config = load_config("shakespeare-char", words).config
+    loaded = load_config("shakespeare-char", words)
+    config = loaded.config
     gentle = {"optim.muon_rate": "0.02", "optim.learning_rate": "0.0004", "optim.embedding_rate": "0.01"}
-    assert gentler(config) == gentle
-    wild = load_config("shakespeare-char", [*words, "optim.beta2=0", "optim.weight_decay=10"]).config
-    assert gentler(wild) == {**gentle, "optim.beta2": "0.95", "optim.weight_decay": "0.5"}
-    tied = load_config("shakespeare-char", ["model.tied=true"]).config
+    assert gentler(planned(loaded)) == gentle
+    wild = load_config("shakespeare-char", [*words, "optim.beta2=0", "optim.weight_decay=10"])
+    assert gentler(planned(wild)) == {**gentle, "optim.beta2": "0.95", "optim.weight_decay": "0.5"}
+    tied = planned(load_config("shakespeare-char", [*words[:6], "model.tied=true", "data.tokenizer=char"]))
     assert tied.optim.head_rate is not None
     assert "optim.head_rate" not in (gentler(tied) or {}), "a command that names it is refused"
-    facts: dict[str, Any] = {"parameters": 10**6, "step_seconds": None, "disk": None, "written": lambda _: True}
-    findings = check_config(config, DataFacts(), **facts)
-    found = next(one for one in findings if one is not None and one.name == "learning rate")
+    found = next(one for one in advice_on(planned(loaded)) if one.name == "learning rate")
     assert (found.status, found.found) == ("warn", "0.5; about 0.02 is usual for Muon")
     assert "Set optim.muon_rate=0.02" in found.advice
     scaled = {"optim.muon_rate": 0.02, "optim.learning_rate": 1.6e-4, "optim.embedding_rate": 0.012}

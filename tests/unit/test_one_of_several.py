@@ -8,9 +8,9 @@ import torch
 
 from flatout.config.load import load_config
 from flatout.device import Device
-from flatout.engine import setup
 from flatout.parallel import ranks
 from flatout.pulse import Pulse, State
+from tests.set_up import set_up
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,10 @@ def test_a_process_works_on_its_own_gpu_from_the_beginning(monkeypatch: pytest.M
         raise Chosen(device)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(setup, "detect_device", lambda *_: Device(torch_device=torch.device("cuda", 1), **card))
+    monkeypatch.setattr(
+        "flatout.resolve.resolve.detect_device", lambda *_: Device(torch_device=torch.device("cuda", 1), **card)
+    )
     monkeypatch.setattr(torch.cuda, "set_device", choose)
     with pytest.raises(Chosen, match="cuda:1"):
-        setup.setup_run(load_config("shakespeare-char"))
+        set_up(load_config("shakespeare-char"))
     assert not list(tmp_path.iterdir())

@@ -1,7 +1,5 @@
 """Moments in 8 bits and moments on the host, against torch's AdamW; and their way to disk and back."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -36,7 +34,6 @@ def make(kind: str, *, fused: bool = True, seed: int = 1, **more) -> tuple[GPT, 
         made_optimizers(model, OptimConfig(), rates=rates, fused=fused, **KINDS[kind]),
         clip=0.05,
         micro_batch=4,
-        scope=contextlib.nullcontext,
         **more,
     )
 

@@ -14,15 +14,15 @@ import pytest
 from flatout import cli
 from flatout.config.load import load_config
 from flatout.config.source import DEFAULT
-from flatout.engine.case import Dealing
-from flatout.engine.features import resolve_speed
-from flatout.engine.memory import memory_of
 from flatout.errors import UsageError
 from flatout.model.count import parameter_count
 from flatout.observe.measured.plan_picture import draw_plan
 from flatout.observe.measured.plan_table import print_plan
 from flatout.observe.picture import is_picture
 from flatout.records import BenchRow, record_to_json
+from flatout.resolve.case import Dealing
+from flatout.resolve.memory import memory_of
+from flatout.resolve.switches import resolve_speed
 from flatout.tuning.cluster import CARDS, GB, HOP_ACROSS, HOP_INSIDE, Cluster, ring
 from flatout.tuning.goodput import FAILURE_SOURCE, goodput, plan_saves
 from flatout.tuning.llamas import LLAMAS, llama_words
@@ -240,7 +240,7 @@ def test_the_planned_run_is_told_the_micro_batch_that_it_needs():
 
 
 def test_what_training_would_refuse_is_refused():
-    """As in `engine/form.py`, `engine/opening.py` and the table of switches."""
+    """As in `resolve/form.py`, `resolve/opening.py` and the table of switches."""
     uneven = planned(counts=[24], size="8b")
     assert all(row.refused for row in uneven.rows)
     assert "512 sequences, which 24 GPUs cannot share evenly" in uneven.recommendation

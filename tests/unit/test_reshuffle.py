@@ -13,11 +13,11 @@ from flatout.data.loader import DeviceLoader, HostLoader, places_of, windows_of
 from flatout.data.positions import Schedule, Stage
 from flatout.data.reshuffle import Reshuffle
 from flatout.data.shards import TokenShards
-from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError
 from flatout.world import World
 from tests.conftest import TINY
 from tests.handmade import write_dataset
+from tests.set_up import set_up
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 5, 40, 3, 17, 2, 64, 9, 1, 30)
@@ -110,7 +110,7 @@ def test_pieces_are_those_of_the_joined_text(seed: int):
 
 def test_a_run_asks_for_it_and_goes_on_from_any_step(tiny):
     words = ["data.document_start=the", "data.tokenizer=bytes", "train.batch_tokens=1024", "train.steps=6"]
-    run, plain = (setup_run(tiny(*words, f"data.reshuffle={on}")) for on in ("true", "false"))
+    run, plain = (set_up(tiny(*words, f"data.reshuffle={on}")) for on in ("true", "false"))
     with run.batches(0) as whole, run.batches(4) as rest, plain.batches(0) as others:
         read, later, other = ([batch.tokens for batch in loader] for loader in (whole, rest, others))
     assert all(torch.equal(one, same) for one, same in zip(read[4:], later, strict=True))
@@ -126,5 +126,5 @@ def test_where_it_means_nothing_it_is_refused_or_told(tiny):
             tiny("data.reshuffle=true", *words)
     with pytest.raises(ConfigError, match=r"data.reshuffle is for prepared text, and train was given data="):
         list(flatout.train(load_config(None, [*TINY, "data.reshuffle=true"]), data=np.arange(4000) % 9))
-    notices = setup_run(tiny("data.reshuffle=true")).notices
+    notices = set_up(tiny("data.reshuffle=true")).notices
     assert any("data.reshuffle: the training text is one document" in notice for notice in notices)

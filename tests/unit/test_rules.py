@@ -1,6 +1,5 @@
 """Groups with rates, decays and betas of their own, in every form of AdamW, against the update written out."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.engine.step import CLIP_EPS, TrainStep
-from flatout.engine.trained import all_weights, checkpoint_size, only_adapters
+from flatout.engine.trained import all_weights, only_adapters
 from flatout.errors import CheckpointError, ConfigError
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan
 from flatout.model.adapters import attach
@@ -20,6 +19,7 @@ from flatout.optim.adamw import AdamW, EightBitAdamW, HostAdamW
 from flatout.optim.optimizer import Group, Optimizer, Rule, StateBytes, trainables
 from flatout.optim.optimizers import Optimizers
 from flatout.optim.rules import decays, rules_of, state_bytes
+from flatout.resolve.memory import checkpoint_size
 
 VOCAB = 71
 MODEL = ModelConfig(layers=1, width=64, heads=2, context=8, bias=True, tied=False)
@@ -57,7 +57,7 @@ def rules(form: str, **changes) -> list[Rule]:
 def make(form: str, seed: int = 1) -> tuple[GPT, TrainStep]:
     model = build_model(MODEL, VOCAB, seed=seed)
     optimizer = Optimizers(rules(form), all_weights(model).updated)
-    return model, TrainStep(model, optimizer, clip=CLIP, micro_batch=4, scope=contextlib.nullcontext)
+    return model, TrainStep(model, optimizer, clip=CLIP, micro_batch=4)
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -217,9 +217,9 @@ def with_halving(model: GPT) -> Optimizers:
 
 def test_two_optimizers_share_a_run():
     model, twin = build_model(MODEL, VOCAB, seed=1), build_model(MODEL, VOCAB, seed=1)
-    step = TrainStep(model, with_halving(model), clip=0.0, micro_batch=8, scope=contextlib.nullcontext)
+    step = TrainStep(model, with_halving(model), clip=0.0, micro_batch=8)
     plain = Optimizers(rules("fused"), trainables(twin))
-    reference = TrainStep(twin, plain, clip=0.0, micro_batch=8, scope=contextlib.nullcontext)
+    reference = TrainStep(twin, plain, clip=0.0, micro_batch=8)
     before = model.embedding.weight.detach().clone()
     step(*batch(0))
     reference(*batch(0))
@@ -275,6 +275,6 @@ def test_the_bytes_of_a_rule_are_those_of_its_state(form, kind):
 
 def test_a_checkpoint_has_weights_and_state(tiny):
     config = tiny().config
-    assert checkpoint_size(1000, config, config.speed) == 12_000
+    assert checkpoint_size(1000, config.model, config.optim, config.speed) == 12_000
     narrow = config.speed.model_copy(update={"optimizer_state": "8bit"})
-    assert checkpoint_size(1024, config, narrow) == 6 * 1024 + 16
+    assert checkpoint_size(1024, config.model, config.optim, narrow) == 6 * 1024 + 16

@@ -384,7 +384,7 @@ def test_what_a_template_did_to_rows_is_told_with_what_to_do(prepare, model):
         sample_set=samples, tokenizer=model[0], template=mute, described={}, stops=(), row_tokens=64, packing=True,
         batch_samples=1, seed=0, val_samples=samples.val, val_tokens=None,
     )  # fmt: skip
-    told = list(data.notices(Delivery(device=torch.device("cpu"))))
+    told = [one.found for one in data.notices(Delivery(device=torch.device("cpu")))]
     assert f"samples: 1 message that the template leaves out; {ADVICE['contents_left_out']}" in told
     assert f"samples: 1 empty assistant turn; {ADVICE['empty_answers']}" in told
     assert not any("reasoning" in line for line in told)

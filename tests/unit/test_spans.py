@@ -94,10 +94,10 @@ def test_the_wait_for_a_batch_is_its_own_and_not_the_step_before_it(monkeypatch)
 
 
 def test_the_parameter_norm_is_that_of_the_weights_before_the_update(tmp_path, monkeypatch):
-    from flatout.engine.setup import setup_run
+    from tests.set_up import set_up
 
     monkeypatch.chdir(tmp_path)
-    run = setup_run(load_config(None, SMALL))
+    run = set_up(load_config(None, SMALL))
     expected = torch.cat([p.detach().flatten() for p in run.model.parameters()]).norm()
     run.step.with_parameter_norm = True
     with run.batches(0) as loader:

@@ -24,7 +24,7 @@ SMALL = ModelConfig(layers=2, width=16, heads=2, context=8)
 
 def make_step(model: GPT, *, fused: bool = True, micro_batch: int = 8, clip: float = 1.0, **more) -> TrainStep:
     optimizer = made_optimizers(model, OptimConfig(), rates=more.pop("rates", [1e-2] * 10), fused=fused)
-    return TrainStep(model, optimizer, clip=clip, micro_batch=micro_batch, scope=contextlib.nullcontext, **more)
+    return TrainStep(model, optimizer, clip=clip, micro_batch=micro_batch, **more)
 
 
 def state_of(optimizer: Optimizers) -> dict[str, torch.Tensor]:

@@ -442,7 +442,7 @@ def on_a_terminal(middle: str, *, term: str = "xterm-256color", signal_number: i
     )  # fmt: skip
     os.close(theirs)
     written, sent = b"", False
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while time.monotonic() < until:
         if select.select([ours], [], [], 0.1)[0]:
             try:
@@ -456,7 +456,7 @@ def on_a_terminal(middle: str, *, term: str = "xterm-256color", signal_number: i
             process.send_signal(signal_number)
             sent = True
     os.close(ours)
-    return written.decode("utf-8", "replace"), process.wait(timeout=30)
+    return written.decode("utf-8", "replace"), process.wait(timeout=600)
 
 
 ENTER, LEAVE, HIDE, SHOW = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25l", "\x1b[?25h"
@@ -473,11 +473,11 @@ def test_the_terminal_is_given_back():
     assert "a warning of torch" not in written[: written.index(LEAVE)]
     assert not any(piece in written for piece in ("\x1b]0;owned", "\u202e"))
     frames = written[: written.index(LEAVE)].count("╭")
-    assert 2 <= frames <= 12  # one at the start, one at the end, and four a second between
+    assert 2 <= frames < 100  # one at the start, one at the end, and four a second between, for 300 steps
 
 
 def test_it_is_given_back_after_a_signal_as_well():
-    written, code = on_a_terminal("time.sleep(50)", signal_number=signal.SIGINT)
+    written, code = on_a_terminal("time.sleep(600)", signal_number=signal.SIGINT)
     assert code != 0
     assert written.rindex(LEAVE) > written.rindex(ENTER)
     assert written.rindex(SHOW) > written.rindex(HIDE)

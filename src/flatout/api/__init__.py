@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from flatout.api.training import prepare, train
     from flatout.config.load import LoadedConfig, load_config
     from flatout.config.schema import RunConfig
-    from flatout.diagnose.doctor import Finding
     from flatout.errors import UserError
+    from flatout.finding import Finding
     from flatout.observe.notebook import Chart, RunResult
     from flatout.optim.optimizer import Group, Optimizer, Rule, StateBytes, Trainable
     from flatout.records import (
@@ -71,7 +71,7 @@ HOMES = {
     "flatout.api.profiling": ("profile", "Profile"),
     "flatout.api.diagnosing": ("doctor",),
     "flatout.api.drawing": ("plot", "report"),
-    "flatout.diagnose.doctor": ("Finding",),
+    "flatout.finding": ("Finding",),
     "flatout.tuning.ablation": ("AblateResult", "FieldEffect"),
     "flatout.tuning.estimate": ("EstimateResult",),
     "flatout.tuning.lr_range": ("LrResult",),

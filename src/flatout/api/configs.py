@@ -3,21 +3,28 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import RunConfig
-from flatout.config.source import DEFAULT, Source
+from flatout.config.source import DEFAULT, IN_PYTHON, Source
 from flatout.errors import UsageError
 
 Config = LoadedConfig | RunConfig
+_IN_PYTHON = dict.fromkeys(field_facts(), IN_PYTHON)
 
 
 def stored_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """The config a run was trained with, from its newest checkpoint, with changes on top."""
-    from flatout.engine.checkpoint import read_checkpoint  # here: the doctor must do without torch
-    from flatout.engine.run_folder import checkpoint_to_load
+    from flatout.checkpoints.checkpoint import read_checkpoint  # here: the doctor must do without torch
+    from flatout.checkpoints.run_folder import checkpoint_to_load
 
     checkpoint = read_checkpoint(checkpoint_to_load(Path(path)))
     return load_stored(checkpoint.config, overrides)
+
+
+def as_asked(config: Config) -> LoadedConfig:
+    """A config with its sources. Every value of one that was made in Python counts as written there."""
+    return config if isinstance(config, LoadedConfig) else LoadedConfig(plain(config), _IN_PYTHON)
 
 
 def with_sources(config: Config) -> LoadedConfig:
@@ -25,7 +32,7 @@ def with_sources(config: Config) -> LoadedConfig:
     if isinstance(config, LoadedConfig):
         if config.hardware is None:
             return config
-        from flatout.engine.overlays import fitted  # here: the doctor must do without torch
+        from flatout.resolve.sizing import fitted  # here: the doctor must do without torch
 
         return fitted(config)
     config = plain(config)

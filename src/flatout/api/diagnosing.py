@@ -5,9 +5,9 @@ from pathlib import Path
 
 from flatout.api.configs import Config, with_sources
 from flatout.config.load import LoadedConfig
-from flatout.diagnose.doctor import Finding
 from flatout.diagnose.examine import examine
 from flatout.errors import UsageError
+from flatout.finding import Finding
 from flatout.launch import Launch
 
 

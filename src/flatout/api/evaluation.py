@@ -18,9 +18,9 @@ from flatout.data.training_data import tokens_per_byte
 from flatout.device import arithmetic
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
-from flatout.engine.fit_check import out_of_memory
-from flatout.engine.opening import open_sample_data, samples_folder
 from flatout.errors import CheckpointError, DataError, UsageError
+from flatout.resolve.fit_check import out_of_memory
+from flatout.resolve.opening import open_sample_data, samples_folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,16 +8,17 @@ import torch
 
 from flatout.api.models import LoadedModel, load_model
 from flatout.api.text import chat_prompt
-from flatout.engine.adapter_folder import IN_4_BITS, files_beside, who_loads, write_adapter
-from flatout.engine.checkpoint import read_checkpoint, write_plain
-from flatout.engine.exportable import way_to_export
-from flatout.engine.run_folder import checkpoint_to_load
+from flatout.checkpoints.adapter_folder import IN_4_BITS, files_beside, who_loads, write_adapter
+from flatout.checkpoints.checkpoint import read_checkpoint, write_plain
+from flatout.checkpoints.run_folder import checkpoint_to_load
 from flatout.errors import CheckpointError, UsageError
 from flatout.files import disk_errors
+from flatout.model.gpt import GPT
 from flatout.model.hub import DTYPES, Description, description_of, model_type_of
 from flatout.model.hub_weights import export_huggingface
 from flatout.model.merge import LogitDifference, MergeReport, logit_difference, quiet_narrow_products
 from flatout.model.merge import merge as merge_adapters
+from flatout.resolve.checks import way_to_export
 
 MERGED_DTYPE = "bf16"  # what a base is mostly in, and what others load
 MERGE_PROMPT = "Name three things that fly, and say in one sentence how they do it."
@@ -74,6 +75,7 @@ def _check_exportable(loaded: LoadedModel) -> None:
 
 
 def _write_model(loaded: LoadedModel, target: Path, dtype: str, notice: Callable[[str], None]) -> None:
+    assert isinstance(loaded.model, GPT), "checked by the caller"
     _check_exportable(loaded)
     files, notices = _files_beside(loaded)
     with disk_errors(str(target), safe=""):

@@ -8,9 +8,9 @@ from flatout.api.configs import Config, with_sources
 from flatout.api.training import train
 from flatout.config.load import load_config
 from flatout.data.pack import Progress
+from flatout.engine.custom import OptimizerGiven
 from flatout.engine.rows_named import check_rows_named
 from flatout.observe.notebook import RunResult
-from flatout.optim.given import OptimizerGiven
 from flatout.records import Record
 
 

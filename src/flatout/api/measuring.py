@@ -19,8 +19,8 @@ from flatout.tuning.estimate import estimate as look_ahead
 from flatout.tuning.field_changes import check_length, choose
 from flatout.tuning.ladder import bench as climb_ladder
 from flatout.tuning.lr_range import HIGH, LOW, STEPS, LrResult, Point, find_rate
+from flatout.tuning.practice_samples import settled_for_runs
 from flatout.tuning.search_space import read_space, space_of
-from flatout.tuning.settling import settled_for_runs
 from flatout.tuning.study import TRIALS, StudyResult, TrialRow
 from flatout.tuning.study import search as search_space
 from flatout.tuning.tuner import tune as search_settings

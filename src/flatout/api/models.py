@@ -8,17 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flatout.config.load import resolve_from_mapping
-from flatout.config.schema import RunConfig
-from flatout.data.chat_template import ChatTemplate, load_template, template_from_json
-from flatout.data.masking import stops_of
-from flatout.data.model_folder import read_model_tokenizer, read_templates
-from flatout.data.portable import own_tokenizer
-from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
-from flatout.device import Device, detect_device
-from flatout.engine.adapter_folder import stored_base, stored_quantize
-from flatout.engine.attention_switches import scan_for
-from flatout.engine.base_model import (
+from flatout.checkpoints.adapter_folder import stored_base, stored_quantize
+from flatout.checkpoints.base_model import (
     base_of,
     build_base,
     check_base,
@@ -27,29 +18,38 @@ from flatout.engine.base_model import (
     described_checkpoint,
     open_base,
 )
-from flatout.engine.checkpoint import read_checkpoint, vocab_in
-from flatout.engine.fit_check import out_of_memory
-from flatout.engine.given import Given, check_files_alone, check_given
-from flatout.engine.run_folder import checkpoint_to_load, is_checkpoint, newest_run
-from flatout.engine.trained import adapter_plan, only_adapters
+from flatout.checkpoints.checkpoint import check_files_alone, read_checkpoint, vocab_in
+from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint, newest_run
+from flatout.config.load import resolve_from_mapping
+from flatout.config.schema import RunConfig
+from flatout.data.chat_template import ChatTemplate, load_template, template_from_json
+from flatout.data.masking import stops_of
+from flatout.data.model_folder import read_model_tokenizer, read_templates
+from flatout.data.portable import own_tokenizer
+from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
+from flatout.device import Device, detect_device
+from flatout.engine.custom import CustomModel, Given, ModelGiven, adopt, check_given, structure_of
+from flatout.engine.trained import only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
-from flatout.model.given import ModelGiven, adopt, structure_of
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import Description, read_description
 from flatout.model.hub_find import find_model
 from flatout.model.hub_weights import load_described
 from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
+from flatout.resolve.attention_switches import scan_for
+from flatout.resolve.fit_check import out_of_memory
+from flatout.resolve.memory import adapter_plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     """A trained model ready to use, in evaluation mode on its device."""
 
-    model: GPT
+    model: GPT | CustomModel
     tokenizer: Tokenizer
     device: Device
     origin: Path
@@ -92,7 +92,7 @@ class LoadedModel:
     @property
     def from_python(self) -> bool:
         """Whether its model was given to `train` as `model=`, so that files alone do not make it."""
-        return not self.model.cacheable
+        return not (isinstance(self.model, GPT) and self.model.cacheable)
 
     @property
     def taught(self) -> bool:
@@ -160,7 +160,7 @@ def _load_checkpoint(folder: Path, device: Device, base: str | None, given: Mode
     if config.lora.rank:
         if base is not None:
             config = config.model_copy(update={"model": config.model.model_copy(update={"init_from": base})})
-        model, description = base_of(config, state.get("base"), named=base is not None)
+        model, description = base_of(config.model, config.lora.quantize, state.get("base"), named=base is not None)
         adapters = attach(model, adapter_plan(config.lora), seed=0)
         only_adapters(adapters).assign(checkpoint.model, str(folder))
     else:
@@ -175,7 +175,7 @@ def _load_checkpoint(folder: Path, device: Device, base: str | None, given: Mode
         if given is not None:
             Given(given).restore_buffers(model, checkpoint.run)
         if state.get("described"):
-            description = described_checkpoint(config, state, folder, tokenizer.end_of_text)
+            description = described_checkpoint(config.model, state, folder, tokenizer.end_of_text)
     template = None if state.get("template") is None else template_from_json(state["template"])
     stops = state.get("stops")
     if stops is None:
@@ -286,8 +286,8 @@ def _tokenizer_of(description: Description) -> Tokenizer:
     return tokenizer
 
 
-def _ready(model: GPT, device: Device) -> GPT:
-    if model.eigenstates:
+def _ready(model: GPT | CustomModel, device: Device) -> GPT | CustomModel:
+    if isinstance(model, GPT) and model.eigenstates:
         model.use(dataclasses.replace(model.execution, scan=scan_for(device)))
     with out_of_memory():
         return model.to(device.torch_device).eval()

@@ -2,23 +2,21 @@
 
 import dataclasses
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.api.configs import Config
+from flatout.checkpoints.checkpoint import Checkpoint, Unusable, checkpoint_path, read_checkpoint
+from flatout.checkpoints.run_folder import checkpoint_to_load, find_resume_point
 from flatout.config.load import LoadedConfig, resolve_from_mapping
-from flatout.config.schema import RunConfig
 from flatout.config.training_sections import LENGTHS
 from flatout.config.yaml_loader import format_value
-from flatout.engine.checkpoint import Checkpoint, Unusable, checkpoint_path, read_checkpoint
-from flatout.engine.given import check_given
-from flatout.engine.length import optim_of, pace_of, steps_of, stored_schedule
+from flatout.engine.custom import check_given
 from flatout.engine.run import Run
-from flatout.engine.run_folder import checkpoint_to_load, find_resume_point
 from flatout.engine.saving import as_word, differences
 from flatout.errors import CheckpointError, ConfigError, UsageError
 from flatout.optim.schedule import rate_factors
+from flatout.resolve.length import optim_of, pace_of, steps_of, stored_schedule
 
 _MOST_WORDS = 8  # of a hint, which is one line
 _FREE_LORA = ("dropout", "init_from", "quantize")  # may change in a run; all others say what its adapters are
@@ -57,13 +55,11 @@ def find_origin(folder: Path, resume: str | None) -> Origin:
     return Origin(folder=folder, asked=resume, unusable=unusable, checkpoint=checkpoint)
 
 
-def check_stays(config: Config, folder: Path) -> None:
+def check_stays(config: LoadedConfig, folder: Path) -> None:
     """Refuses a command that resumes the run in `folder` and names another folder for it.
 
     A config file may name one: it may be that of a run which was moved.
     """
-    if not isinstance(config, LoadedConfig):
-        return
     typed = {path for path, source in config.sources.items() if source.kind == "override"}
     output = config.config.output
     elsewhere = output.folder is not None and Path(output.folder).resolve() != folder.resolve()
@@ -111,7 +107,7 @@ def check_resumed(run: Run, origin: Origin) -> list[str]:
     if checkpoint is None:
         return []
     if run.last_step < checkpoint.step:
-        train = run.config.train
+        train = run.plan.train
         length = next(name for name in LENGTHS if getattr(train, name) is not None)
         more = f"set train.steps above {checkpoint.step}" if length == "steps" else f"raise train.{length}"
         raise ConfigError(
@@ -126,7 +122,7 @@ def check_resumed(run: Run, origin: Origin) -> list[str]:
         *_about_threads(run, checkpoint),
     ]
     if origin.asked == "auto" and any(
-        _perhaps_forgotten(path) for path, _, _ in differences(run.config, checkpoint.config)
+        _perhaps_forgotten(path) for path, _, _ in differences(run.plan.stored, checkpoint.config)
     ):
         notices.append(f"to resume with the settings that the run had: {_resume_words(checkpoint, origin.folder)}")
     return notices
@@ -136,7 +132,7 @@ def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
     """Refuses a checkpoint of another model or other data; returns a line for each other setting that changed."""
     facts = run.data.facts
     if checkpoint.fact("dataset", str) != facts.fingerprint:
-        way = own_settings(run.config, checkpoint, folder, ("data", "clean", "chat"))
+        way = own_settings(run.plan.stored, checkpoint, folder, ("data", "clean", "chat"))
         raise CheckpointError(
             f"the checkpoint was trained on data {checkpoint.fact('dataset', str)[:12]}, {facts.place} is "
             f"{facts.fingerprint[:12]}",
@@ -144,16 +140,16 @@ def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
         )
     if run.base_hash is not None and checkpoint.state.get("base", run.base_hash) != run.base_hash:
         raise CheckpointError(
-            f"{run.config.model.init_from} holds other weights than those that the run's adapters were trained on",
+            f"{run.plan.model.init_from} holds other weights than those that the run's adapters were trained on",
             "put the model that they were trained on back in its place, or start a new run",
         )
-    check_shape(run.config, checkpoint, folder)
+    check_shape(run.plan.stored, checkpoint, folder)
     changed: list[str] = []
-    if run.config.model.dropout > 0 and not run.random.tensors().keys() <= checkpoint.run.keys():
+    if run.plan.model.dropout > 0 and not run.random.tensors().keys() <= checkpoint.run.keys():
         changed.append(f"the checkpoint was not saved on {run.speed.device.kind}: dropout draws start anew there")
-    for path, before, after in differences(run.config, checkpoint.config):
+    for path, before, after in differences(run.plan.stored, checkpoint.config):
         section, _, name = path.partition(".")
-        if section == "lora" and name != "rank" and not run.config.lora.rank:
+        if section == "lora" and name != "rank" and not run.plan.lora.rank:
             continue  # without adapters nobody reads it
         if section == "lora" and name not in _FREE_LORA:
             raise CheckpointError(
@@ -162,8 +158,8 @@ def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
             )
         changed.append(_change(path, before, after))
     base = checkpoint.config["model"].get("init_from")
-    if run.config.chat.source is not None and base != run.config.model.init_from:
-        changed.append(_change("model.init_from", base, run.config.model.init_from))
+    if run.plan.chat.source is not None and base != run.plan.model.init_from:
+        changed.append(_change("model.init_from", base, run.plan.model.init_from))
     return changed
 
 
@@ -178,11 +174,11 @@ def _rounded(minutes: Any) -> Any:
     return float(f"{minutes:.3g}") if is_long else minutes
 
 
-def check_shape(config: RunConfig, checkpoint: Checkpoint, folder: Path) -> None:
+def check_shape(settings: Mapping[str, Any], checkpoint: Checkpoint, folder: Path) -> None:
     """Refuses a checkpoint of another model, with the command that resumes it."""
-    for path, before, after in differences(config, checkpoint.config):
+    for path, before, after in differences(settings, checkpoint.config):
         if path.startswith("model.") and path != "model.dropout":
-            way = own_settings(config, checkpoint, folder, ("model",))
+            way = own_settings(settings, checkpoint, folder, ("model",))
             raise CheckpointError(
                 f"the checkpoint has {path} {format_value(before)}, the config says {format_value(after)}",
                 f"a trained model keeps its shape: {way}, or start a new run without --resume",
@@ -200,14 +196,16 @@ def _resume_words(checkpoint: Checkpoint, folder: Path) -> str:
     return f"`flatout {verb} --resume {shlex.quote(str(folder))}`"
 
 
-def own_settings(config: RunConfig, checkpoint: Checkpoint, folder: Path, sections: Sequence[str]) -> str | None:
-    """How to resume a run as it was, where the config differs from it in these sections; None where it does not.
+def own_settings(
+    settings: Mapping[str, Any], checkpoint: Checkpoint, folder: Path, sections: Sequence[str]
+) -> str | None:
+    """How to resume a run as it was, where `settings` differ from it in these sections; None where it does not.
 
     The command without a config takes every setting from the checkpoint, so nothing has to be typed again.
     """
     words = [
         as_word(path, before)
-        for path, before, _ in differences(config, checkpoint.config)
+        for path, before, _ in differences(settings, checkpoint.config)
         if path.partition(".")[0] in sections and path != "model.dropout"
     ]
     if not words:
@@ -227,10 +225,11 @@ def _about_rate(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
     done = int(checkpoint.run["updates"])
     if steps == run.steps or not 0 < done < min(steps + 1, run.steps):
         return
-    earlier, now = pace_of(before, schedule or run.schedule, steps), pace_of(run.config, run.schedule, run.steps)
+    earlier = pace_of(before, schedule or run.schedule, steps)
     optim = optim_of(before, run.data.facts, schedule or run.schedule, steps)
-    last = optim.learning_rate * rate_factors(optim, steps, earlier)[done - 1]
-    following = run.optim.learning_rate * rate_factors(run.optim, run.steps, now)[done]
+    peak, peak_now = (next(iter(one.rates.values())) for one in (optim, run.plan.optim))  # as steps report it
+    last = peak * rate_factors(optim, steps, earlier)[done - 1]
+    following = peak_now * rate_factors(run.plan.optim, run.steps, run.plan.pace)[done]
     if abs(following - last) > 0.1 * last:
         yield (
             f"the schedule was over {steps:,} steps and is now over {run.steps:,}: the learning rate goes from "

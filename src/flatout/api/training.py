@@ -9,26 +9,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from flatout.api.configs import Config, plain, stored_config
+from flatout.api.configs import Config, as_asked, stored_config
 from flatout.api.resuming import Origin, check_resumed, check_shape, check_stays, find_origin, own_settings
-from flatout.config.alike import shared_settings
-from flatout.config.load import LoadedConfig, load_config, show
-from flatout.data.array_data import Arrays
-from flatout.data.pack import Progress
-from flatout.data.prepare import as_prepared, prepare_data
-from flatout.data.workers import EngineName
-from flatout.device import free_memory
-from flatout.engine.checkpoint import mark_as_base, read_checkpoint
-from flatout.engine.diverged import Ended, with_way_back
-from flatout.engine.fit_check import check_disk
-from flatout.engine.full_disk import when_there_is_room
-from flatout.engine.given import Given
-from flatout.engine.loop import train_loop
-from flatout.engine.overlays import fitted
-from flatout.engine.recovery import use_at_most
-from flatout.engine.run import Run
-from flatout.engine.run_files import check_own
-from flatout.engine.run_folder import (
+from flatout.checkpoints.checkpoint import mark_as_base, read_checkpoint
+from flatout.checkpoints.run_files import check_own
+from flatout.checkpoints.run_folder import (
     RunLock,
     choose_folder,
     is_checkpoint,
@@ -36,22 +21,38 @@ from flatout.engine.run_folder import (
     set_later_aside,
     set_unusable_aside,
 )
+from flatout.config.alike import shared_settings
+from flatout.config.load import LoadedConfig, load_config
+from flatout.data.array_data import Arrays
+from flatout.data.pack import Progress
+from flatout.data.prepare import as_prepared, prepare_data
+from flatout.data.workers import EngineName
+from flatout.device import free_memory
+from flatout.engine.custom import Given, ModelGiven, OptimizerGiven
+from flatout.engine.diverged import Ended, with_way_back
+from flatout.engine.full_disk import when_there_is_room
+from flatout.engine.loop import train_loop
+from flatout.engine.recovery import use_at_most
+from flatout.engine.run import Run
 from flatout.engine.saving import lacks_verdict, recorded_again
 from flatout.engine.setup import setup_run
-from flatout.engine.threads import try_threads
-from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, DivergedError, UsageError
 from flatout.files import write_whole
 from flatout.launch import OtherProcessError, launch
-from flatout.model.given import ModelGiven
 from flatout.observe.live.alerts import Alerts
 from flatout.observe.notebook import Chart, RunResult
 from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
 from flatout.observe.track.trackers import Trackers, check_trackers, open_trackers
-from flatout.optim.given import OptimizerGiven
 from flatout.parallel.ranks import joined
 from flatout.records import NoticeRecord, Record, RunInfo
-from flatout.tuning.settling import settled
+from flatout.resolve.fit_check import check_disk
+from flatout.resolve.memory import checkpoint_size
+from flatout.resolve.opening import DataSource
+from flatout.resolve.plan import RunPlan
+from flatout.resolve.resolve import resolve, take_device
+from flatout.resolve.sizing import as_before
+from flatout.resolve.threads import try_threads
+from flatout.tuning.minutes_probe import in_minutes
 from flatout.world import World
 
 Result = TypeVar("Result")
@@ -74,7 +75,7 @@ def prepare(
         told, config = len(config.notices), as_prepared(config)
         for notice in config.notices[told:]:
             logging.getLogger("flatout").warning("%s", notice)
-    wanted = plain(config)
+    wanted = as_asked(config).config
     return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers, engine=engine)[0]
 
 
@@ -144,8 +145,8 @@ def train(
     for name, function in {"stop": stop, "save": save, "progress": progress, "on_record": on_record}.items():
         if function is not None and not callable(function):
             raise UsageError(f"a {type(function).__name__} was given as {name}=", "give a function")
-    how = {"resume": resume, "stop": stop, "save": save, "progress": progress}
-    records = _train(config, _arrays(data, val), Given(model, optimizer), **how)
+    given = Given(model, optimizer)
+    records = _train(config, _arrays(data, val), given, None if resume is None else str(resume), stop, save, progress)
     records = _watched(records) if alerts else records
     return records if on_record is None else _to_the_end(records, on_record)
 
@@ -174,27 +175,26 @@ def _train(
     config: Config | None,
     arrays: Arrays | None,
     given: Given,
-    *,
-    resume: str | Path | None,
+    resume: str | None,
     stop: Callable[[], bool],
     save: Callable[[], bool],
     progress: Progress | None,
 ) -> Generator[Record]:
-    resume = None if resume is None else str(resume)
     found = launch()
     if found is not None and found.resumes and (resume is None or found.attempt is not None):
         resume = "auto"  # started again by the launcher: the same command resumes
     if config is None:
         config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
-    config = fitted(config) if isinstance(config, LoadedConfig) else config
-    settings = plain(config)
+    asked = as_asked(config)
+    given.check()
     try_threads.cache_clear()  # who uses the cores may have changed since the last run of this process
-    waits = {"join": settings.parallel.join, "timeout": settings.parallel.timeout}
-    meeting = joined(found, settings.speed.device, **waits, settings=shared_settings(config))
+    parallel = asked.config.parallel
+    alike = shared_settings(asked)
+    meeting = joined(found, asked.config.speed.device, join=parallel.join, timeout=parallel.timeout, settings=alike)
     with meeting as world, contextlib.ExitStack() as held:
-        origin, lock = _found(config, resume, world, held, None if found is None else found.folder)
-        config = settled(config, origin.checkpoint, progress, arrays, world)
-        run = _set_up(config, origin, progress, arrays, given, world)
+        origin, lock = _found(asked, resume, world, held, None if found is None else found.folder)
+        plan, source = _planned(asked, origin, progress, arrays, given, world)
+        run = setup_run(plan, world, resumed=origin.checkpoint, given=given)
         limit = None if found is None or found.attempt is None else found.attempt.micro_batch
         less = [] if limit is None else use_at_most(run, limit)
         early: list[NoticeRecord] = []
@@ -205,11 +205,12 @@ def _train(
         records = _loop(run, origin, stop, save)
         if origin.checkpoint is not None:
             origin = dataclasses.replace(origin, checkpoint=origin.checkpoint.without_tensors())
+            source.resumed = origin.checkpoint
         if world.told(done):  # that is told, and the run's files stay as they are
             yield from (NoticeRecord(step=origin.step, message=notice) for notice in notices)
             yield from records
             return
-        device, decided = run.speed.device.torch_device, run.config
+        device = plan.speed.device.torch_device
         try:
             yield from records if lock is None else _recorded(early, notices, records, run, origin, lock)
         except DivergedError as error:
@@ -219,16 +220,33 @@ def _train(
             with world.together():
                 if lock is None:
                     raise OtherProcessError(error.exit_code) from error
-                ended = Ended(
-                    loaded=config,
-                    config=decided,
-                    folder=origin.folder,
-                    resumed=origin.checkpoint,
-                    first_loss=_first_loss(origin.metrics),
-                    arrays=arrays,
-                    given=given,
-                )
+                first = _first_loss(origin.metrics)
+                ended = Ended(plan=plan, source=source, folder=origin.folder, first_loss=first, given=given)
                 raise with_way_back(error, ended) from error
+
+
+def _planned(
+    asked: LoadedConfig, origin: Origin, progress: Progress | None, arrays: Arrays | None, given: Given, world: World
+) -> tuple[RunPlan, DataSource]:
+    """Decides the run; where its data cannot be had, the way back to what it was trained on is told, too."""
+    resumed = origin.checkpoint
+    with world.together():
+        if resumed is not None:
+            asked = as_before(asked, resumed.config)
+            if asked.config.chat.source is None:  # else the shape is the base's, read later
+                check_shape(asked.config.model_dump(), resumed, origin.resumable)
+        device = take_device(asked, world)
+    try:
+        with world.together():
+            source = DataSource(asked, device, progress, arrays=arrays, resumed=resumed)
+        settings = in_minutes(source, device, world, progress)
+        return resolve(settings, source, device, world, custom=given.custom), source
+    except DataError as error:
+        settings = asked.config.model_dump()
+        way = None if resumed is None else own_settings(settings, resumed, origin.resumable, ("data", "clean", "chat"))
+        if way is None:
+            raise
+        raise DataError(error.message, f"{error.hint}; {way}") from error
 
 
 def _first_loss(metrics: Path) -> float | None:
@@ -238,20 +256,20 @@ def _first_loss(metrics: Path) -> float | None:
 
 
 def _found(
-    config: Config, resume: str | None, world: World, held: contextlib.ExitStack, chosen: Path | None
+    asked: LoadedConfig, resume: str | None, world: World, held: contextlib.ExitStack, chosen: Path | None
 ) -> tuple[Origin, RunLock | None]:
     """What the run begins from, and the lock on its folder, which the first process holds.
 
     `chosen` is the folder that an earlier attempt of the launcher has chosen.
     """
     lock = origin = point = None
-    settings, by_path = plain(config), resume not in (None, "auto")
+    output, by_path = asked.config.output, resume not in (None, "auto")
     with world.together():
-        check_trackers(settings.output.trackers)
+        check_trackers(output.trackers)
         if world.first:
-            folder = chosen or choose_folder(settings.output, resume)
+            folder = chosen or choose_folder(output, resume)
             if by_path:
-                check_stays(config, folder)
+                check_stays(asked, folder)
             lock = held.enter_context(run_lock(folder, movable=not by_path))
             check_own(folder)
             origin = find_origin(folder, resume)
@@ -286,7 +304,7 @@ def _recorded(
     with _undone_before_the_first_step(lock, origin), contextlib.closing(records):
         path, step, again = origin.folder / "config.yaml", origin.step, recorded_again(origin.checkpoint)
         room = functools.partial(_room, run=run, step=step, early=early, what=str(path))
-        yield from room(lambda: write_whole(path, show(run.config).encode("utf-8")))
+        yield from room(lambda: write_whole(path, run.plan.yaml.encode("utf-8")))
         with (yield from room(lambda: MetricsFile(origin.metrics, keep_to_step=step, again=again))) as metrics:
             for notice in early:
                 metrics.add(notice)
@@ -316,8 +334,8 @@ def _accepted(
     notices = check_resumed(run, origin)
     if done:
         notices.clear()  # settings that are other than the run's change nothing any more
-    size = checkpoint_size(run.trained.count, run.config, run.speed)
-    check_disk(origin.folder, size, run.config.checkpoint.keep + 2)
+    size = checkpoint_size(run.trained.count, run.plan.model, run.plan.optim, run.speed)
+    check_disk(origin.folder, size, run.plan.checkpoint.keep + 2)
     place, checkpoint = origin.folder, origin.checkpoint
     room = functools.partial(_room, run=run, step=origin.step, early=early, what=f"files of {place}")
     with _undone_before_the_first_step(lock, origin):
@@ -349,25 +367,6 @@ def _arrays(data: Any, val: Any) -> Arrays | None:
     if val is not None and data is None:
         raise UsageError("train was given val= without data=", "give data= too, or set data.val_source in the config")
     return None if data is None else Arrays(data, val)
-
-
-def _set_up(
-    config: Config, origin: Origin, progress: Progress | None, arrays: Arrays | None, given: Given, world: World
-) -> Run:
-    """Builds the run; where its data cannot be had, the way back to what it was trained on is told, too."""
-    resumed = origin.checkpoint
-    if resumed is None:
-        return setup_run(config, progress, arrays=arrays, given=given, world=world)
-    if plain(config).chat.source is None:  # else the shape is the base's, read later
-        with world.together():
-            check_shape(plain(config), resumed, origin.resumable)
-    try:
-        return setup_run(config, progress, resumed=resumed, arrays=arrays, given=given, world=world)
-    except DataError as error:
-        way = own_settings(plain(config), resumed, origin.resumable, ("data", "clean", "chat"))
-        if way is None:
-            raise
-        raise DataError(error.message, f"{error.hint}; {way}") from error
 
 
 def _is_done(run: Run, origin: Origin) -> bool:
@@ -407,7 +406,7 @@ def _written(
             step = record.start_step if isinstance(record, RunInfo) else record.step
             yield from _put(record, run, metrics, step)
             if isinstance(record, RunInfo):
-                trackers = open_trackers(run.config.output.trackers, Path(record.folder), record)
+                trackers = open_trackers(run.plan.output.trackers, Path(record.folder), record)
             yield record
             yield from _written_notices(() if trackers is None else trackers.write(record), run, metrics, step)
     finally:

@@ -13,7 +13,6 @@ from typing import Any
 
 from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import RunConfig
 from flatout.config.yaml_loader import format_value
 from flatout.errors import ConfigError
 
@@ -33,14 +32,13 @@ MAY_DIFFER = {
 _MOST, _LONGEST = 8, 200  # settings in a message, characters of a value
 
 
-def shared_settings(config: LoadedConfig | RunConfig) -> dict[str, Any]:
-    """The settings that must be alike, by dotted path, as values of JSON; a size that waits for the data, too."""
-    size = config.size if isinstance(config, LoadedConfig) else None
-    config = config.config if isinstance(config, LoadedConfig) else config
-    values = config.model_dump(mode="json")
+def shared_settings(loaded: LoadedConfig) -> dict[str, Any]:
+    """The settings that must be alike, by dotted path, as values of JSON; a size and an overlay that wait, too."""
+    values = loaded.config.model_dump(mode="json")
     places = ((path, *path.split(".")) for path in field_facts() if path not in MAY_DIFFER)
     found = {path: values[section][name] for path, section, name in places}
-    return found if size is None else {**found, "the preset": size.preset, "--size": size.name}
+    found |= {} if loaded.hardware is None else {"--hardware": loaded.hardware}
+    return found | ({} if loaded.size is None else {"the preset": loaded.size.preset, "--size": loaded.size.name})
 
 
 def digest(values: Mapping[str, Any]) -> str:

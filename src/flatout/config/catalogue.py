@@ -2,7 +2,7 @@
 
 The idea: a preset is an ordinary config file whose first line is `# summary: one sentence`, so a user can read it, copy
 it and change it. An overlay makes a run fit a card's memory; its name is the card's gigabytes, and what it sets is
-worked out for each model (`engine/overlays.py`).
+worked out for each model (`resolve/sizing.py`).
 
 The contract: a name that is not shipped is a `ConfigError` that offers the nearest one.
 """

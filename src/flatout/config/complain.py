@@ -58,8 +58,10 @@ def validate(values: object, origins: Mapping[str, str], fallback: str) -> RunCo
             if has_control_character(text):
                 where = origins.get(inner, origins.get(path, fallback))
                 raise ConfigError(
-                    f"{where}: {inner} is {shorten(text)}, but it may not hold control characters",
+                    f"{inner} is {shorten(text)}, but it may not hold control characters",
                     f"remove them; {_help(facts.spot_at(path.split('.')))}",
+                    where=where,
+                    setting=path,
                 )
     return config
 
@@ -88,7 +90,7 @@ def _explain_error(errors: Sequence[ErrorDetails], origins: Mapping[str, str], f
         hint = getattr(conflict, "hint", "change one of the values it names")
         return _explain_conflict(path, str(conflict or error["msg"]), hint, origins, fallback)
     if kind == "missing":
-        return ConfigError(f"{where}: {path} is missing", _help(spot))
+        return ConfigError(f"{path} is missing", _help(spot), where=where, setting=path)
     if kind in _RANGE_RULES:
         name, words = _RANGE_RULES[kind]
         rule = f"{words} {facts.number_text(context[name])}"
@@ -105,7 +107,7 @@ def _explain_error(errors: Sequence[ErrorDetails], origins: Mapping[str, str], f
     hint = _help(spot, allowed=kind not in ("literal_error", "string_pattern_mismatch")) + _advice(
         kind, spot, error["input"]
     )
-    return ConfigError(f"{where}: {what}, but {printable(rule)}", hint)
+    return ConfigError(f"{what}, but {printable(rule)}", hint, where=where, setting=spot.field)
 
 
 def _most_particular(errors: Sequence[ErrorDetails]) -> tuple[ErrorDetails, facts.Spot, list[str]]:
@@ -148,10 +150,8 @@ def _explain_conflict(path: str, text: str, hint: str, origins: Mapping[str, str
     below = f"{path}." if path else ""
     named = [known for known in facts.field_facts() if known in words or (below and known.removeprefix(below) in words)]
     written = [f"{known} from {origins[known]}" for known in named if known in origins]
-    where = f" ({', '.join(written)})" if written else ""
-    head = "" if written else f"{fallback}: "
-    head += f"{path}: " if path else ""
-    return ConfigError(f"{head}{printable(text)}{where}", hint)
+    head, tail = f"{path}: " if path else "", f" ({', '.join(written)})" if written else ""
+    return ConfigError(f"{head}{printable(text)}{tail}", hint, where="" if written else fallback)
 
 
 def _help(spot: facts.Spot, *, allowed: bool = True) -> str:

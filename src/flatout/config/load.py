@@ -37,6 +37,7 @@ from flatout.config.suggest import nearest_paths, unknown_key
 from flatout.errors import ConfigError
 
 _FILE_KEYS = ("preset", "hardware", "size")
+COMMAND_LINE = "command line"
 
 # A layer that gives one of a group silences those it does not give itself in the layers below.
 ALTERNATIVES = (
@@ -50,8 +51,8 @@ class LoadedConfig:
     """A valid config and, for every leaf by dotted path, the source of its value.
 
     `notices` are lines for whoever trains it. `hardware` is an overlay that was named; what it sets depends on the
-    memory that the model needs, which `flatout.engine.overlays` works out. `size` is that of a preset with sizes, until
-    `flatout.engine.sizing` has derived its settings again with the data at hand.
+    memory that the model needs, which `flatout.resolve.sizing` works out. `size` is that of a preset with sizes, until
+    `flatout.resolve.sizing` has derived its settings again with the data at hand.
     """
 
     config: RunConfig
@@ -85,7 +86,7 @@ def load_config(
     file may name a `preset:` whose values it changes and a `hardware:` overlay; the `hardware` argument wins over the
     file's. `overrides` are words such as `train.steps=100`, `settings` the same as keywords, by section or by path:
     `train={"steps": 100}`, `**{"train.steps": 100}`. An overlay comes between preset and file, and is only named in the
-    result: `flatout.engine.overlays.fitted` applies it. `size`, such as 124m, is for presets that have sizes; a file
+    result: `flatout.resolve.sizing.fitted` applies it. `size`, such as 124m, is for presets that have sizes; a file
     names it as `size:`.
     """
     check_kinds(target, overrides, hardware, size)
@@ -98,12 +99,12 @@ def load_config(
     file_name = yaml_loader.printable(str(path))
     if path is None:
         preset = str(target) if target is not None else DEFAULT_PRESET
-        preset_where = "command line"
+        preset_where = COMMAND_LINE
     else:
         preset, preset_where = _named_in_file(tree, "preset", file_name)
     named = {"preset": (preset, preset_where)}
     for key, given in {"hardware": hardware, "size": size}.items():
-        named[key] = _named_in_file(tree, key, file_name) if given is None else (given, "command line")
+        named[key] = _named_in_file(tree, key, file_name) if given is None else (given, COMMAND_LINE)
 
     values = {key: node for key, node in tree.items() if key not in _FILE_KEYS}
     tunes = _fine_tunes(preset, [*values, *overrides, *settings])
@@ -221,11 +222,17 @@ def _refuse_data(path: Path) -> None:
     )
 
 
-def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "checkpoint") -> LoadedConfig:
-    """A config kept in a checkpoint with overrides on top; what it holds counts as a preset's, so that a run may move
-    to a machine that lacks a switch."""
+def load_stored(
+    values: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    where: str = "checkpoint",
+    written: str = COMMAND_LINE,
+) -> LoadedConfig:
+    """A config kept in a checkpoint with overrides on top, which were `written` there; what it holds counts as a
+    preset's, so that a run may move to a machine that lacks a switch."""
     stored = _layer_of(resolve_from_mapping(values, where), where)
-    return _validated(_merge([stored, _override_layer(overrides)]), where)
+    return _validated(_merge([stored, _override_layer(overrides, where=written)]), where)
 
 
 def with_values(loaded: LoadedConfig, values: Mapping[str, Any], source: Source) -> LoadedConfig:
@@ -359,9 +366,9 @@ def _settings(
                 yield path, Setting(value, Source(kind, where))
 
 
-def _override_layer(overrides: Sequence[str], *, tunes: bool = False) -> Layer:
+def _override_layer(overrides: Sequence[str], *, tunes: bool = False, where: str = COMMAND_LINE) -> Layer:
     layer: Layer = {}
-    source = Source("override", "command line")
+    source = Source("override", where)
     for override in overrides:
         path, equals, text = override.partition("=")
         path = path.strip()
@@ -371,23 +378,25 @@ def _override_layer(overrides: Sequence[str], *, tunes: bool = False) -> Layer:
             )
             example = f"; did you mean {' or '.join(close)}?" if close else ""
             raise ConfigError(
-                f"command line: {yaml_loader.shorten(override)} is not of the form section.field=value",
+                f"{yaml_loader.shorten(override)} is not of the form section.field=value",
                 f"write an override like train.steps=100{example}",
+                where=where,
             )
         if path in _FILE_KEYS:
             raise ConfigError(
-                f"command line: {path} cannot be set by an override",
+                f"{path} cannot be set by an override",
                 f"a file names it as `{path}: NAME` in its first lines; the names are {', '.join(_names(path))}",
+                where=where,
             )
         if path == "clean":
             layer |= _no_cleaning(text, source)
             continue
         if path not in field_facts():
-            raise unknown_key(path, "command line", tunes=tunes)
-        where, fact = f"command line: {path}", field_facts()[path]
+            raise unknown_key(path, where, tunes=tunes)
+        spot, fact = f"{where}: {path}", field_facts()[path]
         # Elsewhere a bracket is more likely the shell's or a slip, and the refusal of `parse_scalar` says more.
         as_list = item_annotation(fact.annotation) is not None and yaml_loader.is_collection(text)
-        value = yaml_loader.parse_collection(text, where).plain if as_list else yaml_loader.parse_scalar(text, where)
+        value = yaml_loader.parse_collection(text, spot).plain if as_list else yaml_loader.parse_scalar(text, spot)
         layer[path] = Setting(with_whole_numbers(fact.annotation, value), source)
     return layer
 
@@ -397,8 +406,9 @@ def _no_cleaning(text: str, source: Source) -> Layer:
     paths = [f"clean.{name}" for name in names_in("clean")]
     if text.strip() != "off":
         raise ConfigError(
-            "command line: clean is a section, not a value",
+            "clean is a section, not a value",
             f"clean=off switches every rule off; or give one of {', '.join(paths)}",
+            where=source.where,
         )
     return {path: Setting(field_facts()[path].default, source) for path in paths}
 

@@ -134,6 +134,10 @@ class ModelConfig(Section):
     def _fill_from_family(cls, values: Any) -> Any:
         return {**GPT2, **values} if isinstance(values, dict) and values.get("family") == "gpt2" else values
 
+    def __hash__(self) -> int:
+        """Some fields are lists, which have none."""
+        return hash(repr(self))
+
     @property
     def kinds(self) -> str:
         """The letter of every block."""
@@ -158,6 +162,11 @@ class ModelConfig(Section):
     def queries(self) -> int:
         """Values in the queries of one token, over all heads: what attention hands to its output projection."""
         return self.heads * self.size
+
+    @property
+    def keys(self) -> int:
+        """Values in the keys of one token, over all of their heads; its values have as many."""
+        return (self.kv_heads or self.heads) * self.size
 
     def table_of(self, place: int) -> int | None:
         """Which of `value_tables` serves the block at `place`; those of the last blocks come again in order."""

@@ -19,11 +19,6 @@ class Source:
         """Whether the user wrote it, in a file, on the command line or in Python; the rest comes with Flatout."""
         return self.kind in ("file", "override", "python")
 
-    @property
-    def prefix(self) -> str:
-        """What an error about the value begins with; nothing where a program set it."""
-        return f"{self.where}: " if self.where else ""
-
 
 DEFAULT = Source("default", "default")
 IN_PYTHON = Source("python", "")  # a `RunConfig` made by a program, which has no lines to name

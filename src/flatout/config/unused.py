@@ -42,8 +42,8 @@ def check_used(loaded: LoadedConfig) -> None:
     """Refuses the first setting, in the schema's order, that a user wrote for another kind of run."""
     for path, why, hint in _unused(loaded.config):
         source = loaded.sources.get(path, DEFAULT)
-        if source.by_user and not _is_default(loaded.config, path):
-            raise ConfigError(f"{source.prefix}{path} is set, but {why}", hint)
+        if source.by_user and source.where and not _is_default(loaded.config, path):  # a program may say more
+            raise ConfigError(f"{path} is set, but {why}", hint, where=source.where, setting=path)
 
 
 def unused_paths(config: RunConfig) -> set[str]:

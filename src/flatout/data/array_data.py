@@ -33,6 +33,7 @@ from flatout.data.tokenizer import Ids, IdTokenizer, Tokenizer, load_tokenizer, 
 from flatout.data.training_data import DataFacts, TrainingData
 from flatout.errors import ConfigError, DataError
 from flatout.files import canonical_json
+from flatout.finding import Check, Finding
 
 VAL_TOKENS = 2**16  # held out where eval.tokens does not say
 PLACE = "the arrays given to train"
@@ -349,7 +350,8 @@ class ArrayData(TrainingData):
     def batches(self, delivery: Delivery, span: Span) -> BatchLoader:
         return ArrayLoader(self.source, delivery, span)
 
-    def notices(self, delivery: Delivery) -> Iterable[str]:
+    def notices(self, delivery: Delivery) -> Iterable[Finding]:
         if self.source.held:
             held, tokens = self.source.held, self.val.tokens
-            yield f"the first {held:,} arrays, {tokens:,} tokens, are held out for validation (val= gives others)"
+            told = f"the first {held:,} arrays, {tokens:,} tokens, are held out for validation (val= gives others)"
+            yield Check("data", "validation").note(told)

@@ -91,6 +91,12 @@ def check_length(shards: Tokens, context: int) -> None:
         raise _too_short(shards, context + 1, f"the context of {context} and one target")
 
 
+def check_evaluable(shards: Tokens) -> None:
+    """Refuses a split without a single target."""
+    if shards.tokens < 2:
+        raise _too_short(shards, 2, "a token and the one that follows it")
+
+
 @final
 class HostLoader(BatchLoader):
     """Batches read from the shards. With documents apart they are packed rows, laid out for a micro-batch at once."""
@@ -195,8 +201,7 @@ def evaluation_batches(
     """
     if context < 1 or batch_size < 1 or (most_tokens is not None and most_tokens < 1):
         raise ValueError(f"no batches of {batch_size} times {context} tokens with at most {most_tokens} in all")
-    if shards.tokens < 2:
-        raise _too_short(shards, 2, "a token and the one that follows it")
+    check_evaluable(shards)
     targets, size = min(shards.tokens - 1, most_tokens or shards.tokens), batch_size * context
     document_starts = None
     if apart:

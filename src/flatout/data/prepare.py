@@ -81,22 +81,22 @@ def prepare_data(
             "set data.source to a text file or folder, or data.folder to prepared shards",
         )
     request = request_of(data, clean)
-    _check_outside(folder, request)
+    check_outside(folder, request)
     pack_corpus(request, folder, workers=workers, engine=engine, progress=progress, overwrite=overwrite)
     return folder, True
 
 
-def _check_outside(folder: Path, request: Request) -> None:
+def check_outside(folder: Path, request: Request) -> None:
     """A dataset inside its own source would be read as text by the next prepare."""
     for source in request.sources:
-        if lies_inside(folder, source.path):
+        if _lies_inside(folder, source.path):
             raise DataError(
                 f"the dataset {folder} would lie inside its own source {source.path}",
                 "set data.folder to a folder outside of it",
             )
 
 
-def lies_inside(folder: Path, source: str) -> bool:
+def _lies_inside(folder: Path, source: str) -> bool:
     """Whether a dataset there would be part of a source that is a folder."""
     try:
         return os.path.isdir(source) and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(source))
@@ -152,7 +152,8 @@ def _how_to_use(causes: Sequence[Cause], data: DataConfig, clean: CleanConfig) -
 def prepare_command(data: DataConfig, clean: CleanConfig | None) -> str:
     """The whole command that prepares with these settings what is already there, to be pasted into a shell."""
     usual, words = load_config().config, ["flatout", "prepare"]
-    sections = [("data", data, usual.data, ("source", "tokenizer", "folder", *DECISIVE[1:], *LIMITS))]
+    names = ("source", "tokenizer", "folder", *DECISIVE[1:], *LIMITS)
+    sections: list[tuple[str, Any, Any, tuple[str, ...]]] = [("data", data, usual.data, names)]
     if clean is not None:
         sections.append(("clean", clean, usual.clean, tuple(CleanConfig.model_fields)))
     for section, asked, other, names in sections:

@@ -15,11 +15,17 @@ from flatout.data.shards import HeldTokens
 from flatout.data.tokenizer import Tokenizer
 from flatout.data.training_data import DataFacts, TrainingData
 from flatout.errors import many
+from flatout.finding import Check, Finding
 
 _COUNTS = (
     "rows_not_used", "truncated", "labels_cut", "dropped_too_long", "dropped_labels_cut", "dropped_unlabelled",
     "turns_without_end_token", "turns_unlabelled", "special_in_content", *ADVICE,
 )  # fmt: skip
+
+
+_CUT = ("truncated", "dropped_too_long", "dropped_labels_cut")
+_MUCH = 20  # one in so many that is cut is worth a warning
+_FEW_LABELS = 0.01
 
 
 @final
@@ -38,8 +44,9 @@ class SampleData(TrainingData):
     seed: int
     val_samples: Samples
     val_tokens: int | None
+    limit: str = "model.context"  # the setting by which samples are cut
     accumulation: int | None = None  # micro-batches of a step, as speed.accumulation asks for
-    opening_notices: tuple[str, ...] = ()
+    opening_notices: tuple[Finding, ...] = ()
 
     @property
     def train(self) -> Samples:
@@ -85,35 +92,51 @@ class SampleData(TrainingData):
     def largest(self, delivery: Delivery) -> LargestRows:
         return self.rows(delivery).largest(self.order, delivery.micro_batch or self.order.batch_samples)
 
-    def notices(self, delivery: Delivery) -> Iterator[str]:
+    def notices(self, delivery: Delivery) -> Iterator[Finding]:
         facts, made = self.train.facts(), self.sample_set.made
-        counts = self.sample_set.manifest["counts"]
         if self.order.batch_samples < self.batch_samples:
-            yield (
+            yield Check("config", "batch").warn(
                 f"chat.batch_samples is {self.batch_samples:,} and there are {self.order.samples:,} samples to train "
-                "on, so every step takes all of them once, and is an epoch"
+                "on, so every step takes all of them once, and is an epoch",
+                "Lower chat.batch_samples for more steps in an epoch.",
             )
         yield from self.opening_notices
-        yield (
+        few = facts["labelled_share"] < _FEW_LABELS
+        yield Check("data", "samples").told(
+            "warn" if few else "note",
             f"samples: {facts['samples']:,} to train on and {len(self.val_samples):,} held out; "
-            f"{facts['labelled_share']:.1%} of {facts['tokens']:,} tokens are learned"
+            f"{facts['labelled_share']:.1%} of {facts['tokens']:,} tokens are learned",
+            "Most of a step is spent on prompts. Look at chat.train_on and the rows." if few else "",
         )
-        yield f"samples: {f'made now, since {made}' if made else 'used again'}, in {self.sample_set.folder}"
-        for name in _COUNTS:
-            if counts.get(name):
-                yield f"samples: {count_told(name, counts[name])}{f'; {ADVICE[name]}' if name in ADVICE else ''}"
+        made = f"made now, since {made}" if made else "used again"
+        yield Check("data", "folder").note(f"samples: {made}, in {self.sample_set.folder}")
+        yield from self._counted()
         padding = self.rows(delivery).padding(self.order, delivery.micro_batch or self.order.batch_samples)
-        yield (
+        yield Check("data", "padding").note(
             f"samples: {padding.share:.1%} of what the device works on is padding, in {many(padding.shapes, 'shape')} "
             f"(counted over {many(padding.steps, 'step')})"
         )
         if self.accumulation is not None and padding.micro_batches < self.accumulation:
             most = "one micro-batch" if padding.micro_batches == 1 else f"{padding.micro_batches} micro-batches at most"
-            yield (
+            yield Check("config", "accumulation").warn(
                 f"speed.accumulation is {self.accumulation}, but a step has {most}: its samples share rows, of which a "
                 f"micro-batch takes up to {delivery.micro_batch}; set speed.micro_batch to fewer rows, or "
                 "chat.packing=false"
             )
+
+    def _counted(self) -> Iterator[Finding]:
+        """What happened to rows on the way; a warning where text was lost."""
+        counts = self.sample_set.manifest["counts"]
+        for name in _COUNTS:
+            if counts.get(name):
+                lost = name == "rows_not_used" or name.endswith("_left_out")
+                lost = lost or (name in _CUT and _MUCH * counts[name] > len(self.train))
+                longest = f"The longest has {counts.get('longest', 0):,} tokens; raise {self.limit} to keep all of it."
+                yield Check("data", name.replace("_", " ")).told(
+                    "warn" if lost else "note",
+                    f"samples: {count_told(name, counts[name])}{f'; {ADVICE[name]}' if name in ADVICE else ''}",
+                    longest if name in _CUT else "",
+                )
 
     def preview(self) -> tuple[tuple[str, bool], ...]:
         """The first sample in pieces that are learned or not, as people should see it before they train on it."""

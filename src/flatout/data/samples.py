@@ -193,10 +193,13 @@ def _occupied(target: Path, name: str) -> DataError:
     return DataError(f"the folder {shown(target)} is not one of samples; it holds {shown(name)!r}", _ANOTHER)
 
 
+NONE_YET = "there were none yet"
+
+
 def why_not(target: Path, key: dict[str, Any]) -> str:
     """Why the folder cannot be used as it is; nothing if it can."""
     if not os.path.exists(target / MANIFEST):
-        return "there were none yet"
+        return NONE_YET
     try:
         manifest = open_samples(target).manifest
     except DataError as error:

@@ -1,6 +1,7 @@
 """Prepared shards as the data of a run: verified, packed where that is asked for, read by the step number alone."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import final
@@ -19,6 +20,7 @@ from flatout.data.prepare import check_complete, data_folder, prepare_data
 from flatout.data.shards import Dataset, TokenShards, Verify, open_dataset
 from flatout.data.training_data import DataFacts, TrainingData
 from flatout.errors import DataError, many
+from flatout.finding import Check, Finding
 from flatout.folders import remove_empty, retire
 
 LARGE_CORPUS = 4 * 2**30  # bytes
@@ -32,25 +34,38 @@ def open_shards(data: DataConfig, clean: CleanConfig, progress: Progress | None 
     return open_dataset(folder, verify=_how_to_verify(folder))
 
 
-@contextlib.contextmanager
-def shards_for(data: DataConfig, clean: CleanConfig, progress: Progress | None = None) -> Iterator[Dataset]:
-    """The same for a run that may find it too short: then what was made for it goes, or it would be in the way.
+@dataclasses.dataclass(frozen=True)
+class PreparedShards:
+    """A dataset, and what of its folder was not there before it was opened."""
+
+    dataset: Dataset
+    folder: Path
+    made: tuple[Path, ...]  # folders, outermost first
+    empty: bool  # whether the folder was there, with nothing in it
+
+    @contextlib.contextmanager
+    def kept_if_used(self) -> Iterator[None]:
+        """Removes a dataset that was made just now if it turns out too short in the block: it would be in the way."""
+        try:
+            yield
+        except DataError:
+            with contextlib.suppress(OSError):  # what cannot be removed must not hide why the run was refused
+                if (self.made or self.empty) and retire(self.folder, [path.name for path in self.folder.iterdir()]):
+                    remove_empty(self.made[:-1])
+                    if self.empty:
+                        self.folder.mkdir()
+            raise
+
+
+def prepared_shards(data: DataConfig, clean: CleanConfig, progress: Progress | None = None) -> PreparedShards:
+    """The dataset that a config names, prepared now where it is not there yet.
 
     A dataset with records that could not be read stays: who asks again trains on the rest.
     """
     folder = data_folder(data).resolve()  # a link stays
-    made = [place for place in (*reversed(folder.parents), folder) if not place.exists()]  # outermost first
+    made = tuple(place for place in (*reversed(folder.parents), folder) if not place.exists())
     empty = folder.is_dir() and not any(folder.iterdir())
-    dataset = open_shards(data, clean, progress)
-    try:
-        yield dataset
-    except DataError:
-        with contextlib.suppress(OSError):  # what cannot be removed must not hide why the run was refused
-            if (made or empty) and retire(folder, [path.name for path in folder.iterdir()]):
-                remove_empty(made[:-1])
-                if empty:
-                    folder.mkdir()
-        raise
+    return PreparedShards(open_shards(data, clean, progress), folder, made, empty)
 
 
 @final
@@ -73,32 +88,36 @@ class ShardData(TrainingData):
         loader = DeviceLoader if delivery.resident else HostLoader
         return loader(self.windows, delivery, span)
 
-    def notices(self, delivery: Delivery) -> Iterator[str]:
+    def notices(self, delivery: Delivery) -> Iterator[Finding]:
         yield from notices_on_folder(Path(self.train.folder))
         packing = self.windows.packing
         if packing is not None:
             share, alone = packing.padding, packing.remainder
-            yield f"best fit: {packing.windows:,} windows, {share:.2%} padding, {alone:,} tokens without a pair"
+            told = f"best fit: {packing.windows:,} windows, {share:.2%} padding, {alone:,} tokens without a pair"
+            yield Check("data", "packing").note(told)
         if self.windows.reshuffle is not None and self.windows.reshuffle.documents == 1:
-            yield "data.reshuffle: the training text is one document, whose order stays (data.document_start cuts it)"
+            told = "the training text is one document, whose order stays (data.document_start cuts it)"
+            yield Check("data", "reshuffle").note(f"data.reshuffle: {told}")
 
 
-def notices_on_folder(folder: Path) -> Iterator[str]:
+def notices_on_folder(folder: Path) -> Iterator[Finding]:
     """What a user should know of how a dataset was prepared and checked."""
     report = read_report(folder)
     if report is not None and report["passed_over"]:
         total = report["files"] + sum(report["passed_over"].values())
-        yield (
+        yield Check("data", "passed over").note(
             f"{folder} was prepared from {report['files']:,} of {many(total, 'file')}; passed over "
             f"{told_by_type(report['passed_over'])}"
         )
     if report is not None and report["problem_count"]:
-        yield (
+        yield Check("data", "losses").note(
             f"{report['damaged']:,} of {many(report['records'], 'record')} of the source could not be used; "
             f"see {folder / 'problems.jsonl'}"
         )
     if _how_to_verify(folder) == "sizes":
-        yield f"only the sizes of the shards in {folder} were checked; `flatout data verify` checks every byte"
+        yield Check("data", "verified").note(
+            f"only the sizes of the shards in {folder} were checked; `flatout data verify` checks every byte"
+        )
 
 
 def _how_to_verify(folder: Path) -> Verify:

@@ -90,7 +90,7 @@ def open_stream(
 
     `workers` is the number of worker processes; None takes one per core, up to eight, and none for a small source.
     """
-    _check_request(data, clean or CleanConfig())
+    check_streamable(data, clean or CleanConfig())
     request = request_of(data, clean)
     tokenizer = load_tokenizer(data.tokenizer, None)
     inputs = find_inputs(request, Path())
@@ -108,7 +108,8 @@ def open_stream(
     return StreamDataset(stream, held, tokenizer, tuple(notices))
 
 
-def _check_request(data: DataConfig, clean: CleanConfig) -> None:
+def check_streamable(data: DataConfig, clean: CleanConfig) -> None:
+    """Refuses what takes the whole text to do."""
     for name in ("exact_duplicates", "near_duplicates"):
         if getattr(clean, name):
             raise ConfigError(f"clean.{name} needs the whole corpus, and data.streaming does not hold it", _PREPARE)

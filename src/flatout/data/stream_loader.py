@@ -32,6 +32,7 @@ from flatout.data.threads import LoaderError, told
 from flatout.data.tokenizer import Ids
 from flatout.data.training_data import DataFacts, TrainingData
 from flatout.errors import many
+from flatout.finding import Check, Finding
 
 BLOCK_WINDOWS = 4096
 BLOCK_TOKENS = 2**23
@@ -237,8 +238,8 @@ class StreamData(TrainingData):
     def batches(self, delivery: Delivery, span: Span) -> BatchLoader:
         return StreamLoader(self.dataset.train, delivery, span, seed=self.seed)
 
-    def notices(self, delivery: Delivery) -> Iterable[str]:
-        return self.dataset.notices
+    def notices(self, delivery: Delivery) -> Iterable[Finding]:
+        return [Check("data", "stream").note(notice) for notice in self.dataset.notices]
 
     def last_notices(self, position: dict[str, Any] | None) -> Iterable[str]:
         if position is not None and position["problems"] > TOLD_PROBLEMS:

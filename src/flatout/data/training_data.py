@@ -1,7 +1,7 @@
 """What a run asks of its data, whatever kind it is: shards, a stream, samples, or arrays that a program hands over.
 
 Setup and loop know this protocol and no kind: what comes first, batches from a position, an evaluation set, facts,
-notices, and what a checkpoint keeps. A kind lives in a module of its own and is opened by `engine/opening.py`.
+notices, and what a checkpoint keeps. A kind lives in a module of its own and is opened by `resolve/opening.py`.
 """
 
 import abc
@@ -20,6 +20,7 @@ from flatout.data.sample_loader import LargestRows
 from flatout.data.shards import Tokens, TokenShards
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import DataError
+from flatout.finding import Finding
 
 _DOCUMENTS = 4096  # whose first tokens are looked at; a mean over so many is as good as one over all
 
@@ -58,7 +59,7 @@ class TrainingData(abc.ABC):
         """The batches of some steps."""
 
     @abc.abstractmethod
-    def notices(self, delivery: Delivery) -> Iterable[str]:
+    def notices(self, delivery: Delivery) -> Iterable[Finding]:
         """What to say before the first step."""
 
     def last_notices(self, position: dict[str, Any] | None) -> Iterable[str]:

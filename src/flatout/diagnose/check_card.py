@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flatout.config.catalogue import hardware_for
-from flatout.config.schema import RunConfig
-from flatout.diagnose.doctor import Card, Check, Finding, Machine, in_gib
+from flatout.config.schema import SpeedConfig
+from flatout.diagnose.doctor import Card, Machine
+from flatout.errors import in_gib
+from flatout.finding import Check, Finding
 
 _check = functools.partial(Check, "gpu")
 
@@ -79,9 +81,9 @@ def generation_of(capability: tuple[int, int]) -> Generation:
 
 
 def check_cards(
-    machine: Machine, config: RunConfig | None, index: int = 0, *, overlays: bool = True
+    machine: Machine, speed: SpeedConfig | None, index: int = 0, *, overlays: bool = True
 ) -> Iterator[Finding | None]:
-    """The cards, and in detail the one that the config would train on; without `overlays` none is named."""
+    """The cards, and in detail the one that a run would take; without `overlays` none is named."""
     if not machine.cards:
         found = "no NVIDIA GPU: training runs on the CPU, which is right for small models"
         yield _check("card").ok(
@@ -99,8 +101,8 @@ def check_cards(
     yield _in_use(card)
     yield from _state(card)
     yield from _health(card, machine)
-    if config is not None:
-        yield _precision(card, config)
+    if speed is not None:
+        yield _precision(card, speed)
 
 
 def _generation(card: Card, machine: Machine, *, overlays: bool) -> Iterator[Finding | None]:
@@ -230,10 +232,10 @@ def _health(card: Card, machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _precision(card: Card, config: RunConfig) -> Finding | None:
+def _precision(card: Card, speed: SpeedConfig) -> Finding | None:
     """Arithmetic that works here and is not what the card is good at; what it cannot do is an error elsewhere."""
-    asked, capability = config.speed.precision, card.capability
-    if capability is None or config.speed.device == "cpu":
+    asked, capability = speed.precision, card.capability
+    if capability is None or speed.device == "cpu":
         return None
     best = "bf16" if capability >= _UNITS["bf16"] else "fp16"
     if asked == "fp16" and best == "bf16":

@@ -1,4 +1,4 @@
-"""The text a config names: whether it is there and can be read, and whether tokenizer, vocabulary and length fit.
+"""The text that a run is to read: whether it is there and can be read, by which tokenizer, and how much there is.
 
 `look_at_data` reads files and writes none. A dataset that is prepared is opened as training opens it. A source that is
 not prepared yet is listed, and the first quarter of a megabyte of it is read and tokenized, from which the number of
@@ -8,19 +8,19 @@ tokens is extrapolated and said to be so; for the tokenizer `char`, more is read
 
 import dataclasses
 import functools
+import math
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flatout.config.schema import RunConfig
+from flatout.config.schema import CleanConfig, DataConfig
 from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Document, Problem, Slice
 from flatout.corpus.readers import read_slice
-from flatout.corpus.sources import slices_of, told_by_type
+from flatout.corpus.sources import slices_of
 from flatout.data.causes import causes_of, mend_of
-from flatout.data.inspect import read_report
 from flatout.data.limits import LIMITS, NONE_TAKEN
 from flatout.data.part import Part, Recipe, characters_of_part
 from flatout.data.plan import (
@@ -34,8 +34,9 @@ from flatout.data.plan import (
     parts_of,
     request_of,
 )
-from flatout.data.prepare import data_folder, has_dataset, lies_inside, prepare_data
+from flatout.data.prepare import check_outside, data_folder, has_dataset, prepare_data
 from flatout.data.shards import Dataset, open_dataset
+from flatout.data.stream import check_streamable
 from flatout.data.tokenizer import (
     ByteTokenizer,
     Gpt2Tokenizer,
@@ -46,8 +47,9 @@ from flatout.data.tokenizer import (
 )
 from flatout.data.train_tokenizer import train_bpe
 from flatout.diagnose.check_environment import check_packages, source_paths
-from flatout.diagnose.doctor import Check, DataFacts, Finding, Machine, finding_of
-from flatout.errors import ConfigError, UserError, many
+from flatout.diagnose.doctor import Machine, TokenFacts
+from flatout.errors import ConfigError, UserError
+from flatout.finding import Check, Finding, finding_of
 
 _check = functools.partial(Check, "data")
 
@@ -56,73 +58,56 @@ _CHARACTER_BYTES = 2**25  # of a source that are read for the characters in it
 _DOCUMENTS = 1_000_000  # whose lengths are looked at
 # Formats of which so many bytes are so many tokens, one stretch like the next.
 _MEASURABLE = ("text", "jsonl", "json", "csv", "tsv", "smiles", "tokens")
-Looking = Generator[Finding, None, DataFacts]
+Looking = Generator[Finding, None, TokenFacts]
 
 
-def look_at_data(config: RunConfig, machine: Machine, target: str | None, *, quick: bool = False) -> Looking:
-    """Yields what was found of the data and returns what is known of its tokens. `target` is how the user named the
-    config."""
+def look_at_data(data: DataConfig, clean: CleanConfig, machine: Machine, *, quick: bool = False) -> Looking:
+    """Yields what was found of the text and returns what is known of its tokens."""
     try:
-        folder = data_folder(config.data)
+        folder, fits = data_folder(data), True
     except ConfigError as error:
         yield finding_of(error, "config", "source")
-        return DataFacts()
-    if not config.data.streaming and has_dataset(folder):
-        facts = yield from _prepared(config, folder)
-        yield from check_packages(machine, config, ())
-        return facts
-    if config.data.source is None:
-        yield _check("source").bad(
-            f"{folder} holds no prepared data, and data.source is not set",
-            f"Prepare your text first: `flatout prepare {target or 'CONFIG'} data.source=FILE-OR-FOLDER`, or set "
-            "data.folder to shards that are prepared.",
-        )
-        return DataFacts(vocab=_known_vocab(config))
-    return (yield from _unprepared(config, folder, machine, quick=quick))
+        return TokenFacts(vocab=_known_vocab(data))
+    try:
+        if data.streaming:
+            check_streamable(data, clean)
+        elif has_dataset(folder) or data.source is None:
+            prepare_data(data, clean)  # where nothing is to be prepared it only asks whether what is there fits
+    except UserError as error:
+        yield finding_of(error, "data", "source" if data.source is None else "dataset")
+        fits = False
+        if not has_dataset(folder):
+            return TokenFacts(vocab=_known_vocab(data))
+    if data.streaming or not has_dataset(folder):
+        return (yield from _unprepared(data, clean, folder, machine, quick=quick))
+    facts = yield from _prepared(data, folder, fits=fits)
+    yield from check_packages(machine, clean, ())
+    return facts
 
 
-def _known_vocab(config: RunConfig) -> int | None:
+def _known_vocab(data: DataConfig) -> int | None:
     """The ids of the tokenizer before the text is read; of one that is learned from it, the most it may have."""
     fixed = {"gpt2": Gpt2Tokenizer.vocab, "bytes": ByteTokenizer.vocab}
-    return fixed.get(config.data.tokenizer) or learned_vocab(config.data.tokenizer)
+    return fixed.get(data.tokenizer) or learned_vocab(data.tokenizer)
 
 
 # --- prepared ---------------------------------------------------------------------------------------------------------
 
 
-def _prepared(config: RunConfig, folder: Path) -> Looking:
+def _prepared(data: DataConfig, folder: Path, *, fits: bool) -> Looking:
     try:
         dataset = open_dataset(folder)
+        train, val = dataset.train, dataset.val
+        yield _check("dataset").ok(
+            f"{folder}: {train.tokens:,} tokens to train on, {val.tokens:,} to validate, tokenizer "
+            f"{dataset.tokenizer.kind} with {dataset.tokenizer.vocab:,} ids"
+        )
+        if fits:
+            yield _tokenizer_of_folder(data, dataset)
     except UserError as error:
         yield finding_of(error, "data", "dataset")
-        return DataFacts(vocab=_known_vocab(config))
-    train, val = dataset.train, dataset.val
-    yield _check("dataset").ok(
-        f"{folder}: {train.tokens:,} tokens to train on, {val.tokens:,} to validate, tokenizer "
-        f"{dataset.tokenizer.kind} with {dataset.tokenizer.vocab:,} ids"
-    )
-    try:
-        prepare_data(config.data, config.clean)  # of a folder that is filled it only asks whether it fits
-        yield _tokenizer_of_folder(config, dataset)
-    except UserError as error:
-        yield finding_of(error, "data", "fits config")
-    try:
-        report = read_report(folder) or {"passed_over": {}, "problem_count": 0}
-        if report["passed_over"]:
-            total = report["files"] + sum(report["passed_over"].values())
-            yield _check("passed over").note(
-                f"it was prepared from {report['files']:,} of {many(total, 'file')}; passed over "
-                f"{told_by_type(report['passed_over'])}",
-                _advice(config, report["passed_over"]),
-            )
-        if report["problem_count"]:
-            yield _check("losses").note(
-                f"{report['damaged']:,} of {many(report['records'], 'record')} of the source could not be used",
-                f"They are listed in {folder / 'problems.jsonl'}; the dataset holds the rest.",
-            )
-    except UserError as error:
-        yield finding_of(error, "data", "report")
-    return DataFacts(
+        return TokenFacts(vocab=_known_vocab(data))
+    return TokenFacts(
         exact=True,
         train_tokens=train.tokens,
         val_tokens=val.tokens,
@@ -132,10 +117,10 @@ def _prepared(config: RunConfig, folder: Path) -> Looking:
     )
 
 
-def _tokenizer_of_folder(config: RunConfig, dataset: Dataset) -> Finding:
+def _tokenizer_of_folder(data: DataConfig, dataset: Dataset) -> Finding:
     """Where only a folder is named, nobody compares its tokenizer with the config's: training takes the folder's."""
-    asked, kind = config.data.tokenizer, dataset.tokenizer.kind
-    if config.data.source is not None:
+    asked, kind = data.tokenizer, dataset.tokenizer.kind
+    if data.source is not None:
         return _check("fits config").ok("it was prepared with the settings of this config")
     if asked in ("char", "bytes", "gpt2") or learned_vocab(asked) is not None:
         same = asked == dataset.manifest.settings.get("tokenizer", kind)
@@ -158,28 +143,23 @@ def _median_document(dataset: Dataset) -> float | None:
 # --- not prepared yet -------------------------------------------------------------------------------------------------
 
 
-def _unprepared(config: RunConfig, folder: Path, machine: Machine, *, quick: bool) -> Looking:
-    tokenizer = yield from _tokenizer(config)
-    facts = DataFacts(vocab=_known_vocab(config) if tokenizer is None else tokenizer.vocab)
-    if STDIN in source_paths(config):
+def _unprepared(data: DataConfig, clean: CleanConfig, folder: Path, machine: Machine, *, quick: bool) -> Looking:
+    tokenizer = yield from _tokenizer(data)
+    facts = TokenFacts(vocab=_known_vocab(data) if tokenizer is None else tokenizer.vocab)
+    if STDIN in source_paths(data):
         yield _check("source").note("it comes from standard input, which is read only once: not looked at")
         return facts
     try:
-        request = request_of(config.data, config.clean)
+        request = request_of(data, clean)
         inputs = find_inputs(request, Path())
+        check_outside(folder, request)
     except UserError as error:
         yield finding_of(error, "data", "source")
         return facts
     formats = {file.format for file in inputs.files} | {"zst" for file in inputs.files if file.compression == "zst"}
-    yield from _listing(config, inputs, formats)
-    packages = list(check_packages(machine, config, sorted(formats)))
+    yield from _listing(data, inputs, formats)
+    packages = list(check_packages(machine, clean, sorted(formats)))
     yield from packages
-    for source in request.sources:
-        if lies_inside(folder, source.path):
-            yield _check("folder").bad(
-                f"the dataset {folder} would lie inside its own source {source.path}",
-                "The next prepare would read it as text. Set data.folder to a folder outside of it.",
-            )
     if not inputs.files or any(finding.status == "bad" for finding in packages):
         return facts
     sample = yield from _sampled(request, inputs, quick=quick)
@@ -190,14 +170,14 @@ def _unprepared(config: RunConfig, folder: Path, machine: Machine, *, quick: boo
     except UserError as error:
         yield finding_of(error, "data", "limit")
         return facts
-    if config.data.tokenizer == "char":
+    if data.tokenizer == "char":
         facts = dataclasses.replace(facts, vocab=_characters(request, inputs, quick=quick))
-    learned = learned_vocab(config.data.tokenizer)
+    learned = learned_vocab(data.tokenizer)
     if learned is not None:
         tokenizer = HuggingFaceTokenizer(train_bpe(_first(sample.text, _SAMPLE), learned, exact=False))
         all_read = sample.whole and sample.piece.end is None and len(inputs.files) == 1
         facts = dataclasses.replace(facts, vocab=tokenizer.vocab if all_read else learned)
-    return _extrapolated(config, inputs, sample, tokenizer, facts)
+    return _extrapolated(data, inputs, sample, tokenizer, facts)
 
 
 def _check_limits(request: Request, inputs: Inputs, tokenizer: Tokenizer | None) -> None:
@@ -215,24 +195,19 @@ def _check_limits(request: Request, inputs: Inputs, tokenizer: Tokenizer | None)
         limits.check(NONE_TAKEN, limits.exceeded((1, tokens + ending, 0)), source.path)
 
 
-def _tokenizer(config: RunConfig) -> Generator[Finding, None, Tokenizer | None]:
+def _tokenizer(data: DataConfig) -> Generator[Finding, None, Tokenizer | None]:
     """The tokenizer, where it does not have to be made from the text first."""
-    if config.data.tokenizer == "char" or learned_vocab(config.data.tokenizer) is not None:
-        if config.data.streaming:
-            yield _check("tokenizer").bad(
-                f"data.streaming is set, and the tokenizer {config.data.tokenizer} has to read the whole text first",
-                "Set data.tokenizer=gpt2 or bytes, or leave data.streaming out.",
-            )
+    if data.tokenizer == "char" or learned_vocab(data.tokenizer) is not None:
         return None
     try:
-        return load_tokenizer(config.data.tokenizer, None)
+        return load_tokenizer(data.tokenizer, None)
     except UserError as error:
         yield finding_of(error, "data", "tokenizer")
         return None
 
 
-def _listing(config: RunConfig, inputs: Inputs, formats: set[str]) -> Iterator[Finding]:
-    source = config.data.source if isinstance(config.data.source, str) else "the sources"
+def _listing(data: DataConfig, inputs: Inputs, formats: set[str]) -> Iterator[Finding]:
+    source = data.source if isinstance(data.source, str) else "the sources"
     first = f"{inputs.problems[0].file}: {inputs.problems[0].message}" if inputs.problems else ""
     if first and not inputs.files:
         yield _check("source").bad(
@@ -242,7 +217,7 @@ def _listing(config: RunConfig, inputs: Inputs, formats: set[str]) -> Iterator[F
         return
     size = f"{inputs.bytes / 1e6:,.1f} MB" if inputs.bytes >= 1e5 else f"{inputs.bytes / 1e3:,.1f} kB"
     hub = " of the Hugging Face hub, which is not asked now" if "hub" in formats else ""
-    then = "read while training" if config.data.streaming else "prepared when training starts, or by `flatout prepare`"
+    then = "read while training" if data.streaming else "prepared when training starts, or by `flatout prepare`"
     count = len(inputs.files)
     plural = "file" if count == 1 else "files"
     yield _check("source").ok(f"{source}: {count:,} {plural}, {size}, {', '.join(sorted(formats))}{hub}; {then}")
@@ -252,12 +227,12 @@ def _listing(config: RunConfig, inputs: Inputs, formats: set[str]) -> Iterator[F
             "Mend or remove them; preparing leaves them out and lists them.",
         )
     if inputs.told:
-        yield _check("passed over").note(inputs.told, _advice(config, inputs.passed_over))
+        yield _check("passed over").note(inputs.told, _advice(data, inputs.passed_over))
 
 
-def _advice(config: RunConfig, passed_over: Mapping[str, int]) -> str:
+def _advice(data: DataConfig, passed_over: Mapping[str, int]) -> str:
     """How files with text are read, too; binary ones are passed over rightly."""
-    advice = how_to_read(config.data.source, passed_over)
+    advice = how_to_read(data.source, passed_over)
     return f"That is often right: {advice}." if advice else "None of those passed over is text."
 
 
@@ -334,10 +309,10 @@ def _characters(request: Request, inputs: Inputs, *, quick: bool) -> int | None:
 
 
 def _extrapolated(
-    config: RunConfig, inputs: Inputs, sample: _Sample, tokenizer: Tokenizer | None, facts: DataFacts
-) -> DataFacts:
+    data: DataConfig, inputs: Inputs, sample: _Sample, tokenizer: Tokenizer | None, facts: TokenFacts
+) -> TokenFacts:
     """Reckons with the rest being like the beginning."""
-    if tokenizer is None and config.data.tokenizer != "char":
+    if tokenizer is None and data.tokenizer != "char":
         return facts
     first = _first(sample.text, _SAMPLE)
     if tokenizer is None:
@@ -347,23 +322,22 @@ def _extrapolated(
     share_of_text, size = _share_of_text(sample, inputs), _bytes_of(first)
     tokens = None if share_of_text is None or not size else round(inputs.bytes * share_of_text * sum(lengths) / size)
     if tokens is not None:
-        tokens = min([tokens, *_limits(config, sum(lengths) / len(lengths), sum(lengths) / size)])
-    own_val = config.data.val_source is not None
-    share = 0.0 if own_val else config.data.val_fraction
+        tokens = min([tokens, *_limits(data, sum(lengths) / len(lengths), sum(lengths) / size)])
+    own_val = data.val_source is not None
+    share = 0.0 if own_val else data.val_fraction
     width = token_dtype(max(1, vocab)).itemsize
-    return DataFacts(
+    return TokenFacts(
         train_tokens=None if tokens is None else round(tokens * (1 - share)),
         val_tokens=None if tokens is None or own_val else round(tokens * share),
         vocab=vocab,
         document_tokens=float(np.median(lengths)) if len(lengths) > 2 else None,
         token_bytes=width,
-        to_prepare_bytes=None if tokens is None or config.data.streaming else tokens * width,
+        to_prepare_bytes=None if tokens is None or data.streaming else tokens * width,
     )
 
 
-def _limits(config: RunConfig, tokens_of_document: float, tokens_of_byte: float) -> list[int]:
+def _limits(data: DataConfig, tokens_of_document: float, tokens_of_byte: float) -> list[int]:
     """The most tokens that each limit of the config leaves of all sources."""
-    data = config.data
     sources = len(data.source) if isinstance(data.source, list) else 1
     each = {"max_documents": tokens_of_document, "max_tokens": 1.0, "max_bytes": tokens_of_byte}
     return [round(sources * most * each[name]) for name in LIMITS if (most := getattr(data, name)) is not None]
@@ -396,3 +370,32 @@ def _share_of_text(sample: _Sample, inputs: Inputs) -> float | None:
     if not sample.whole or read <= 0 or file.format not in _MEASURABLE:
         return None
     return _bytes_of(sample.text) / read
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+
+def check_documents(facts: TokenFacts, context: int, packing: str) -> Iterator[Finding]:
+    """How long documents are beside a window of `context` tokens."""
+    length, packed = facts.document_tokens, packing == "best_fit"
+    if length is None:
+        return
+    found = f"half of the documents have at most {length:,.0f} tokens, and a window has {context}"
+    if length * 16 < context and not packed:
+        yield _check("documents").warn(
+            found,
+            "A window is then a row of unrelated short texts, and attention over them is mostly wasted. Set "
+            f"model.context={_power_above(2 * length)}, or data.packing=best_fit to keep documents whole.",
+        )
+    elif length * 2 < context and not packed:
+        yield _check("documents").note(
+            found,
+            "Several documents share a window. data.packing=best_fit keeps each of them whole; a shorter model.context "
+            "is faster.",
+        )
+    else:
+        yield _check("documents").ok(found)
+
+
+def _power_above(number: float) -> int:
+    return 2 ** max(4, math.ceil(math.log2(max(1.0, number))))

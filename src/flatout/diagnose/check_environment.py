@@ -5,11 +5,13 @@ Everything here judges a `Machine` and touches nothing.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from flatout.config.schema import RunConfig
+from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus.document import INSTALL
-from flatout.diagnose.doctor import Check, Finding, Machine, Status, sentence
+from flatout.diagnose.doctor import Machine, Several
+from flatout.finding import Check, Finding, Status, sentence
 
 _check = functools.partial(Check, "environment")
 
@@ -22,49 +24,113 @@ def _is_set(value: str) -> bool:
     return value.strip().lower() not in ("", "0", "false", "no", "off")
 
 
-# What variables do that are on, by how much it matters.
-_VARIABLES: dict[Status, dict[str, str]] = {
-    "warn": {
-        "CUDA_LAUNCH_BLOCKING": "The host then waits for every single kernel, and training is several times slower. It "
-        "is for finding faults only: `unset CUDA_LAUNCH_BLOCKING`.",
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "Every allocation then goes to the driver and waits. `unset "
-        "PYTORCH_NO_CUDA_MEMORY_CACHING`.",
-        "TRITON_INTERPRET": "Triton kernels then run in Python, thousands of times slower. `unset TRITON_INTERPRET`.",
-        "NVIDIA_TF32_OVERRIDE": "It forbids TF32 to every library, whatever speed.precision says. `unset "
-        "NVIDIA_TF32_OVERRIDE`.",
-        "TORCHDYNAMO_DISABLE": "torch.compile then does nothing, in silence. `unset TORCHDYNAMO_DISABLE` if you want "
-        "it.",
-        "TORCH_COMPILE_DEBUG": "Every compilation then writes folders of traces. `unset TORCH_COMPILE_DEBUG`.",
-    },
-    "note": {
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "Compiled code is not kept, so every run compiles anew.",
-        "TORCH_LOGS": "torch writes logs to the terminal, which costs time and hides what a run says. `unset "
-        "TORCH_LOGS` if you do not read them.",
-        "PYTHONDEVMODE": "Python's development mode checks every allocation and slows the host down.",
-        "CUBLAS_WORKSPACE_CONFIG": "It limits cuBLAS to a fixed workspace. Deterministic runs need that and set it "
-        "themselves; others can be slower with it.",
-        "LD_PRELOAD": "A library is loaded before all others. That is fine for a faster allocator; anything else can "
-        "clash with torch's own libraries.",
-        "LD_LIBRARY_PATH": "It names CUDA libraries, which are then found before those that torch brings along. If "
-        "torch fails with a missing symbol or a version of cuDNN, unset it.",
-    },
-}
-# Those that matter by another rule than being on, and those that matter on a GPU only.
-_WHEN: dict[str, Callable[[str], bool]] = {
-    "NVIDIA_TF32_OVERRIDE": lambda value: value.strip() == "0",
-    **dict.fromkeys(("TORCH_LOGS", "CUBLAS_WORKSPACE_CONFIG", "LD_PRELOAD"), _is_set),
-    "LD_LIBRARY_PATH": lambda value: "cuda" in value.lower() or "cudnn" in value.lower(),
-}
-_ON_GPUS = ("CUDA_", "PYTORCH_NO_CUDA", "TRITON_", "NVIDIA_", "CUBLAS_", "LD_LIBRARY_PATH")
+class Meaning(NamedTuple):
+    """What a variable does, and for which values that matters; `{name}` in the advice is the variable."""
+
+    status: Status
+    advice: str
+    matters: Callable[[str], bool] = _is_on
 
 
-def check_environment(machine: Machine, config: RunConfig | None, kind: str) -> Iterator[Finding]:
+# Variables of torch, CUDA and Python.
+_ANYWHERE = {
+    "TORCHDYNAMO_DISABLE": Meaning(
+        "warn", "torch.compile then does nothing, in silence. `unset {name}` if you want it."
+    ),
+    "TORCH_COMPILE_DEBUG": Meaning("warn", "Every compilation then writes folders of traces. `unset {name}`."),
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": Meaning("note", "Compiled code is not kept, so every run compiles anew."),
+    "TORCH_LOGS": Meaning(
+        "note",
+        "torch writes logs to the terminal, which costs time and hides what a run says. `unset {name}` if you do not "
+        "read them.",
+        _is_set,
+    ),
+    "PYTHONDEVMODE": Meaning("note", "Python's development mode checks every allocation and slows the host down."),
+    "LD_PRELOAD": Meaning(
+        "note",
+        "A library is loaded before all others. That is fine for a faster allocator; anything else can clash with "
+        "torch's own libraries.",
+        _is_set,
+    ),
+}
+_ON_GPUS = {
+    "CUDA_LAUNCH_BLOCKING": Meaning(
+        "warn",
+        "The host then waits for every single kernel, and training is several times slower. It is for finding faults "
+        "only: `unset {name}`.",
+    ),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": Meaning("warn", "Every allocation then waits for the driver. `unset {name}`."),
+    "TRITON_INTERPRET": Meaning(
+        "warn", "Triton kernels then run in Python, thousands of times slower. `unset {name}`."
+    ),
+    "NVIDIA_TF32_OVERRIDE": Meaning(
+        "warn",
+        "It forbids TF32 to every library, whatever speed.precision says. `unset {name}`.",
+        lambda value: value.strip() == "0",
+    ),
+    "CUBLAS_WORKSPACE_CONFIG": Meaning(
+        "note",
+        "It limits cuBLAS to a fixed workspace. Deterministic runs need that and set it themselves; others can be "
+        "slower with it.",
+        _is_set,
+    ),
+    "LD_LIBRARY_PATH": Meaning(
+        "note",
+        "It names CUDA libraries, which are then found before those that torch brings along. If torch fails with a "
+        "missing symbol or a version of cuDNN, unset it.",
+        lambda value: "cuda" in value.lower() or "cudnn" in value.lower(),
+    ),
+}
+# Those of NCCL and torch.distributed are set for one cluster in a script, and go along to the next.
+_BY_TORCHRUN = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG")
+_SLOWER = Meaning(
+    "note", "NCCL chooses by itself what is fastest here. `unset {name}` unless you have measured it.", _is_set
+)
+_OF_RANKS = {
+    "NCCL_P2P_DISABLE": Meaning("warn", "GPUs then send through the host, several times slower. Unset it.", _is_set),
+    "NCCL_SHM_DISABLE": Meaning("warn", "Processes of a host then send through the network. Unset it.", _is_set),
+    "NCCL_P2P_LEVEL": Meaning(
+        "warn", "It forbids GPUs to read each other. Unset it.", lambda value: value in ("0", "LOC")
+    ),
+    "NCCL_DEBUG": Meaning(
+        "note", "NCCL writes many lines at the start.", lambda value: value.upper() in ("INFO", "TRACE")
+    ),
+    **dict.fromkeys(
+        ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_NTHREADS", "NCCL_BUFFSIZE"), _SLOWER
+    ),
+    "TORCH_NCCL_BLOCKING_WAIT": Meaning(
+        "warn",
+        "The host then waits for every collective, and nothing overlaps. It is for finding faults: unset it.",
+        _is_set,
+    ),
+    _BY_TORCHRUN: Meaning(
+        "warn",
+        "A rank that is lost then leaves the others waiting forever. Unset it.",
+        lambda value: value.strip() == "0",
+    ),
+    "TORCH_DISTRIBUTED_DEBUG": Meaning(
+        "warn",
+        "Every collective is then compared between all ranks first, which is slow. Unset it.",
+        lambda value: value.upper() == "DETAIL",
+    ),
+}
+
+
+def _meanings(area: str, known: Mapping[str, Meaning], environment: Mapping[str, str]) -> Iterator[Finding]:
+    for name, one in known.items():
+        value = environment.get(name)
+        if value is not None and one.matters(value):
+            yield Check(area, name).told(one.status, f"{_shown(name, value)} is set", one.advice.format(name=name))
+
+
+def check_environment(machine: Machine, data: DataConfig | None, kind: str) -> Iterator[Finding]:
     """Variables that matter here; `kind` is that of the device a run would use."""
     told = [
-        *_rules(machine, kind),
+        *_meanings("environment", _ANYWHERE | (_ON_GPUS if kind == "cuda" else {}), machine.environment),
         *filter(None, (_hiding(machine), _allocator(machine, kind))),
         *_threads(machine, kind),
-        *_offline(machine, config),
+        *_offline(machine, [] if data is None else source_paths(data)),
     ]
     if not told:
         yield _check("variables").ok("none that slows a run down or hides something")
@@ -73,15 +139,6 @@ def check_environment(machine: Machine, config: RunConfig | None, kind: str) -> 
 
 def _shown(name: str, value: str) -> str:
     return f"{name}={value if len(value) <= 60 else value[:57] + '...'}"
-
-
-def _rules(machine: Machine, kind: str) -> Iterator[Finding]:
-    for status, variables in _VARIABLES.items():
-        for name, advice in variables.items():
-            value = machine.environment.get(name)
-            here = kind == "cuda" or not name.startswith(_ON_GPUS)
-            if here and value is not None and _WHEN.get(name, _is_on)(value):
-                yield _check(name).told(status, f"{_shown(name, value)} is set", advice)
 
 
 def _hiding(machine: Machine) -> Finding | None:
@@ -141,8 +198,8 @@ def _threads(machine: Machine, kind: str) -> Iterator[Finding]:
             )
 
 
-def _offline(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
-    if config is None or not any(path.startswith("hf:") for path in source_paths(config)):
+def _offline(machine: Machine, sources: Sequence[str]) -> Iterator[Finding]:
+    if not any(path.startswith("hf:") for path in sources):
         return
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         if _is_on(machine.environment.get(name, "")):
@@ -152,18 +209,58 @@ def _offline(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
             )
 
 
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def check_nccl(several: Several, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Variables that hurt, each with what it does; the rest in one line."""
+    set_here = {name: value for name, value in environment.items() if name.startswith(_PREFIXES)}
+    slow = "Hosts then talk by TCP, also where there is InfiniBand or RoCE, which is many times faster."
+    no_infiniband = {"NCCL_IB_DISABLE": Meaning("warn" if several.hosts > 1 else "note", slow, _is_set)}
+    found = list(_meanings("ranks", _OF_RANKS | no_infiniband, set_here))
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        found += filter(None, [_interface(several, name, set_here.get(name, ""))])
+    yield from found
+    told = {_BY_TORCHRUN, *(one.name for one in found)}
+    rest = [f"{name}={value}" for name, value in sorted(set_here.items()) if name not in told]
+    if rest or not found:
+        yield Check("ranks", "variables").ok(f"set: {' '.join(rest)}" if rest else "none of NCCL or gloo is set")
+
+
+def _interface(several: Several, name: str, value: str) -> Finding | None:
+    """An interface that this host does not have; NCCL takes beginnings of names, gloo whole ones."""
+    words = [word for word in value.removeprefix("=").split(",") if word]
+    if not words or value.startswith("^") or not several.interfaces:
+        return None
+    exact = name.startswith("GLOO_") or value.startswith("=")
+    found = [
+        here
+        for here in several.interfaces
+        if any(here == word or (not exact and here.startswith(word)) for word in words)
+    ]
+    if not found:
+        advice = (
+            f"Ranks cannot connect. This host has {', '.join(several.interfaces)}. Set it to one of them, or unset it."
+        )
+        return Check("ranks", name).bad(f"{name}={value}, and this host has no such interface", advice)
+    if found == ["lo"] and several.hosts > 1:
+        return Check("ranks", name).bad(
+            f"{name}={value} is this host alone", "Name the interface that other hosts reach."
+        )
+    return None
+
+
 # --- packages ---------------------------------------------------------------------------------------------------------
 
 
-def source_paths(config: RunConfig) -> list[str]:
-    given = config.data.source
-    listed = given if isinstance(given, list) else [] if given is None else [given]
+def source_paths(data: DataConfig) -> list[str]:
+    listed = data.source if isinstance(data.source, list) else [] if data.source is None else [data.source]
     paths = [item if isinstance(item, str) else item.path for item in listed]
-    return paths + ([] if config.data.val_source is None else [config.data.val_source])
+    return paths + ([] if data.val_source is None else [data.val_source])
 
 
-def needed_packages(config: RunConfig, formats: Iterable[str]) -> dict[str, str]:
-    """Optional packages that a config's data needs, each with what needs it.
+def check_packages(machine: Machine, clean: CleanConfig, formats: Iterable[str]) -> Iterator[Finding]:
+    """Whether the optional packages are there that a run's text needs.
 
     `formats` are those of the source's files, with `zst` for files that are compressed so.
     """
@@ -171,11 +268,12 @@ def needed_packages(config: RunConfig, formats: Iterable[str]) -> dict[str, str]
     for form in formats:
         for package in _PACKAGES_OF.get(form, ()):
             needed.setdefault(package, f"reading {'.zst' if form == 'zst' else form} files")
-    if config.clean.languages is not None:
+    if clean.languages is not None:
         needed.setdefault("resiliparse", "clean.languages")
-    if config.clean.near_duplicates is not None:
+    if clean.near_duplicates is not None:
         needed.setdefault("rensa", "clean.near_duplicates")
-    return needed
+    for package, user in needed.items():
+        yield _package("data", machine, package, user, INSTALL)
 
 
 _PACKAGES_OF: Mapping[str, tuple[str, ...]] = {
@@ -187,26 +285,9 @@ _PACKAGES_OF: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def check_packages(machine: Machine, config: RunConfig, formats: Iterable[str]) -> Iterator[Finding]:
-    """Whether the packages that the config's data needs are there."""
-    for package, user in needed_packages(config, formats).items():
-        yield _package("data", machine, package, user, INSTALL)
-
-
-def check_attention_packages(machine: Machine, config: RunConfig) -> Iterator[Finding]:
-    """Whether the attention kernel that a config asks for by name is installed."""
-    asked = config.speed.attention
-    if "fa4" in asked:
-        install = "install the extra flatout[fa4] with this Python's pip, or set speed.attention=auto"
-        yield _package("kernels", machine, "flash_attn.cute", f"speed.attention={asked}", install)
-    elif asked == "fa3":
-        install = "install flash_attn_3 as its authors describe, or set speed.attention=auto"
-        yield _package("kernels", machine, "flash_attn_interface", "speed.attention=fa3", install)
-
-
-def check_tracker_packages(machine: Machine, config: RunConfig) -> Iterator[Finding]:
+def check_tracker_packages(machine: Machine, trackers: Sequence[str]) -> Iterator[Finding]:
     """Whether the trackers of output.trackers can be used. TensorBoard's files are written without its package."""
-    for name in config.output.trackers:
+    for name in trackers:
         if name == "tensorboard" and machine.packages.get(name) is None:
             yield Check("config", "packages").note(
                 "output.trackers names tensorboard, which is not installed",

@@ -1,34 +1,140 @@
-"""The folder a run would write to: new, or that of another run, and whether that one can go on. No torch here."""
+"""The folder a run would write to, and its disk: whether it may, how fast it is, and whether there is room.
 
+`measure_disk` writes a temporary file that has no name where the system allows that, so nothing is left behind even
+when the process is killed. No torch here.
+The trap: a file that was just written is read from the system's cache; the pages are dropped first where that can be
+asked for, and elsewhere the rate is left out rather than told wrongly.
+"""
+
+import dataclasses
+import functools
+import os
 import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from flatout.checkpoints.run_files import check_own, list_checkpoints
 from flatout.config.load import load_config
-from flatout.config.schema import RunConfig
+from flatout.config.schema import ModelConfig, OutputConfig
 from flatout.config.yaml_loader import format_value
-from flatout.diagnose.doctor import Check, Finding
-from flatout.engine.run_files import check_own, list_checkpoints
-from flatout.errors import UserError
+from flatout.diagnose.doctor import Disk
+from flatout.errors import UserError, in_gib
+from flatout.finding import Check, Finding, finding_of
 from flatout.lock import LOCK, is_held, owner_of
 
 RUNS = Path("runs")
 _RUN_FOLDER = Check("config", "run folder")
+_check = functools.partial(Check, "disk")
+
+_CHUNK = 2**22
+_SLOW = 50e6  # bytes per second; an ordinary hard disk gives more
+_SECONDS = 0.6
 
 
-def folder_of(config: RunConfig) -> Path:
+def measure_disk(folder: Path, *, quick: bool = False) -> Disk:
+    """Looks at the disk of `folder`, which need not exist yet."""
+    nearest = _nearest(folder)
+    disk = Disk(folder=str(folder), nearest=str(nearest))
+    if not nearest.is_dir():
+        return dataclasses.replace(disk, error=f"{nearest} is a file, not a folder")
+    try:
+        free = shutil.disk_usage(nearest).free
+    except OSError as error:
+        return dataclasses.replace(disk, error=f"{nearest}: {error.strerror or error}")
+    size = min((8 if quick else 64) * 2**20, max(0, free // 8))
+    try:
+        write, read = _rates(nearest, size)
+    except OSError as error:
+        return dataclasses.replace(disk, free_bytes=free, error=f"{nearest}: {error.strerror or error}")
+    return dataclasses.replace(disk, free_bytes=free, write_rate=write, read_rate=read)
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    path = Path(os.path.abspath(folder))
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _rates(nearest: Path, size: int) -> tuple[float | None, float | None]:
+    """Bytes per second written and on the disk, and read back; raises OSError where nothing can be written."""
+    chunk = os.urandom(2**20) * (_CHUNK // 2**20)  # not zeros, which some disks do not even store
+    with tempfile.TemporaryFile(dir=nearest, prefix=".flatout-doctor-") as file:
+        number, written = file.fileno(), 0
+        started = time.perf_counter()
+        while written < size and time.perf_counter() - started < _SECONDS:
+            file.write(chunk)
+            written += len(chunk)
+        if written == 0:
+            file.write(b"1")  # at least whether it may be written
+            file.flush()
+            return None, None
+        file.flush()
+        os.fsync(number)
+        write = written / (time.perf_counter() - started)
+        if not hasattr(os, "posix_fadvise"):
+            return write, None
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        started = time.perf_counter()
+        while file.read(_CHUNK):
+            if time.perf_counter() - started > _SECONDS:
+                break
+        return write, file.tell() / (time.perf_counter() - started)
+
+
+def check_disk(disk: Disk) -> Iterator[Finding]:
+    """Rights and speed of the disk."""
+    if disk.error:
+        yield _check("writable").bad(
+            f"the run's folder {disk.folder} cannot be written: {disk.error}",
+            "Set output.folder to a folder that you may write to, or make this one writable.",
+        )
+    if disk.write_rate is not None:
+        yield _speed(disk, disk.write_rate)
+
+
+def check_room(disk: Disk) -> Iterator[Finding]:
+    """Its room, where nobody knows what the run will write."""
+    if disk.free_bytes is not None:
+        low = disk.free_bytes < 2**30
+        advice = "A run writes checkpoints of 12 bytes for each parameter. Free some space." if low else ""
+        yield _check("space").told("warn" if low else "ok", f"{in_gib(disk.free_bytes)} free at {disk.nearest}", advice)
+
+
+def _speed(disk: Disk, write_rate: float) -> Finding:
+    read = "" if disk.read_rate is None else f", reads {disk.read_rate / 1e6:.0f} MB/s"
+    found = f"writes {write_rate / 1e6:.0f} MB/s{read}"
+    if write_rate < _SLOW:
+        return _check("speed").warn(
+            found,
+            "That is slow, perhaps a network folder: the run waits while a checkpoint is written. Set output.folder to "
+            "a local disk, or save less often with checkpoint.every.",
+        )
+    return _check("speed").ok(found)
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+def folder_of(output: OutputConfig) -> Path:
     """Where the run would go, as far as that is known without starting it."""
-    return RUNS / config.output.name if config.output.folder is None else Path(config.output.folder)
+    return RUNS / output.name if output.folder is None else Path(output.folder)
 
 
-def check_folder(config: RunConfig) -> Finding:
-    """Whether a new run can have its folder, and else what is in the way."""
-    folder, verb = folder_of(config), "train" if config.chat.source is None else "finetune"
+def check_folder(output: OutputConfig, model: ModelConfig, verb: str) -> Finding:
+    """Whether a new run of that verb can have its folder, and else what is in the way."""
+    folder = folder_of(output)
     file = next((parent for parent in (folder, *folder.parents) if parent.exists() and not parent.is_dir()), None)
     if file is not None:
         return _RUN_FOLDER.bad(
             f"{folder} cannot be the run's folder: {file} is a file", "Set output.folder to a new one."
         )
-    if config.output.folder is None:
+    if output.folder is None:
         taken = f"; {folder} is taken, so it gets a number" if folder.exists() else ""
         return _RUN_FOLDER.ok(f"a new folder {folder}{taken}")
     if is_held(folder / LOCK):
@@ -39,12 +145,12 @@ def check_folder(config: RunConfig) -> Finding:
     try:
         check_own(folder)
     except UserError as error:
-        return _RUN_FOLDER.bad(error.message, f"{error.hint[0].upper()}{error.hint[1:]}.")
+        return finding_of(error, "config", "run folder")
     if not _holds_run(folder):
         return _RUN_FOLDER.ok(f"{folder} is free" if folder.exists() else f"a new folder {folder}")
     steps = [step for step, _ in list_checkpoints(folder / "checkpoints")]
     at = f", saved up to step {steps[-1]:,}" if steps else ", without a checkpoint"
-    difference = _difference(config, folder)
+    difference = _difference(model, folder)
     if difference is not None:
         return _RUN_FOLDER.bad(
             f"{folder} holds another run{at}: {difference}",
@@ -68,14 +174,14 @@ def _holds_run(folder: Path) -> bool:
     return (folder / "metrics.jsonl").exists() or bool(list_checkpoints(folder / "checkpoints"))
 
 
-def _difference(config: RunConfig, folder: Path) -> str | None:
+def _difference(model: ModelConfig, folder: Path) -> str | None:
     """The first field of the model in which the run in the folder differs; None where it fits, or does not tell."""
     path = folder / "config.yaml"
     try:
         stored = load_config(path).config.model.model_dump() if path.is_file() else {}
     except UserError:
         return None
-    mine = config.model.model_dump()
+    mine = model.model_dump()
     for name, value in stored.items():
         if name not in ("dropout", "init_from") and value != mine.get(name):
             return f"it has model.{name} {format_value(value)}, the config says {format_value(mine.get(name))}"

@@ -3,10 +3,11 @@
 import functools
 from collections.abc import Iterator
 
-from flatout.config.schema import RunConfig
+from flatout.config.schema import SpeedConfig
 from flatout.cores import THREAD_VARIABLES
 from flatout.diagnose.check_machine import usable
-from flatout.diagnose.doctor import Check, Finding, Machine, Status, Trial, Trials
+from flatout.diagnose.doctor import Machine, Trial, Trials
+from flatout.finding import Check, Finding, Status
 
 _check = functools.partial(Check, "kernels")
 
@@ -16,24 +17,19 @@ _SLOW_SHARE = 0.4
 
 
 def check_kernels(
-    machine: Machine,
-    trials: Trials,
-    config: RunConfig | None,
-    kind: str,
-    peak_flops: float | None,
-    threads: int | str = "auto",
+    machine: Machine, trials: Trials, speed: SpeedConfig | None, kind: str, peak_flops: float | None
 ) -> Iterator[Finding | None]:
-    """`peak_flops` is the data sheet's rate of the card, None where it is not known; `threads` is `speed.threads`."""
+    """`peak_flops` is the data sheet's rate of the card, None where it is not known."""
     if not usable(machine.torch):
         yield _check("kernels").note("not tried, as torch cannot be used", "They are tried once torch works.")
         return
     yield _products(trials, kind, peak_flops)
-    yield _threads(machine, trials, threads) if kind == "cpu" else _load(machine)
-    yield _attention(trials, config, kind)
-    yield _scan(trials, config)
+    yield _threads(machine, trials, "auto" if speed is None else speed.threads) if kind == "cpu" else _load(machine)
+    yield _attention(trials, kind)
+    yield _scan(trials, speed)
     for trial in trials.trials:
         if trial.name in ("triton kernels", "cuBLASLt", "fp8 products", "torch.compile"):
-            yield _other(trial, config)
+            yield _other(trial, speed)
 
 
 def _products(trials: Trials, kind: str, peak_flops: float | None) -> Finding | None:
@@ -108,19 +104,12 @@ def _load(machine: Machine) -> Finding | None:
     )
 
 
-def _attention(trials: Trials, config: RunConfig | None, kind: str) -> Finding | None:
+def _attention(trials: Trials, kind: str) -> Finding | None:
     tried, works, fails = _tried(trials, "attention ")
     if not tried:
         return None
     picks = f"; torch itself picks {trials.picked}" if trials.picked else ""
     found = f"run and right: {', '.join(works) or 'none'}{picks}"
-    asked = "auto" if config is None else config.speed.attention
-    if asked in tried and tried[asked].outcome == "fails":
-        listed = f" ({', '.join(works)} work)" if works else ""
-        return _check("attention").bad(
-            f"speed.attention is {asked}, but {tried[asked].detail}",
-            f"Set speed.attention=auto, which takes the best that works here{listed}.",
-        )
     if kind == "cuda" and not works:
         return _check("attention").warn(
             f"no fast kernel runs here: {'; '.join(fails)}",
@@ -142,12 +131,12 @@ def _tried(trials: Trials, what: str) -> tuple[dict[str, Trial], list[str], list
     return tried, works, [f"{name} ({one.detail})" for name, one in tried.items() if one.outcome == "fails"]
 
 
-def _scan(trials: Trials, config: RunConfig | None) -> Finding | None:
+def _scan(trials: Trials, speed: SpeedConfig | None) -> Finding | None:
     """Who computes the states of eigenstate blocks. Our kernels are tried only where a run would take them."""
     tried, works, fails = _tried(trials, "scan ")
-    if not tried or config is None:
+    if not tried or speed is None:
         return None
-    asked = config.speed.scan
+    asked = speed.scan
     used = asked if asked in ("reference", "chunked") else "triton" if "triton" in tried else "chunked"
     found = f"run and right, forward and backward: {', '.join(works) or 'none'}; a run takes {used}"
     if used in tried and tried[used].outcome == "fails":
@@ -182,14 +171,14 @@ _MEANS: dict[str, tuple[Status, str]] = {
 }
 
 
-def _other(trial: Trial, config: RunConfig | None) -> Finding:
+def _other(trial: Trial, speed: SpeedConfig | None) -> Finding:
     status, advice = _MEANS[trial.name]
     if trial.outcome == "works":
         return _check(trial.name).ok(f"works ({trial.detail})")
     if trial.outcome == "skipped":
         return _check(trial.name).ok(f"not tried: {trial.detail}")
-    asked_off = config is not None and (
-        (trial.name == "torch.compile" and config.speed.compile == "off")
-        or (trial.name == "triton kernels" and config.speed.kernels == "torch")
+    asked_off = speed is not None and (
+        (trial.name == "torch.compile" and speed.compile == "off")
+        or (trial.name == "triton kernels" and speed.kernels == "torch")
     )
     return _check(trial.name).told("note" if asked_off else status, f"does not work: {trial.detail}", advice)

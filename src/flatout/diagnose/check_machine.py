@@ -8,9 +8,9 @@ import functools
 import re
 from collections.abc import Iterator
 
-from flatout.config.schema import RunConfig
-from flatout.diagnose.doctor import Check, Finding, Machine, Torch, in_gib
-from flatout.errors import many
+from flatout.diagnose.doctor import Machine, Torch
+from flatout.errors import in_gib, many
+from flatout.finding import Check, Finding
 
 _check = functools.partial(Check, "machine")
 
@@ -23,13 +23,13 @@ INSTALL_TORCH = (
 )
 
 
-def check_machine(machine: Machine, config: RunConfig | None) -> Iterator[Finding | None]:
-    """The parts of a machine that every run stands on."""
+def check_machine(machine: Machine, workers: int | None = None) -> Iterator[Finding | None]:
+    """The parts of a machine that every run stands on; `workers` is `speed.workers`."""
     yield _python(machine)
     yield _torch(machine.torch)
     yield _cuda(machine)
     yield _triton(machine)
-    yield from _cores(machine, config)
+    yield from _cores(machine, workers)
     yield _memory(machine)
     yield _clock(machine)
 
@@ -153,13 +153,12 @@ def _triton(machine: Machine) -> Finding | None:
     return _check("triton").ok(f"triton {triton.version}" + (", as torch wants it" if wanted else ""))
 
 
-def _cores(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
+def _cores(machine: Machine, workers: int | None) -> Iterator[Finding]:
     usable = machine.usable_cores
     shown = f"{usable:g} of {machine.cores} cores may be used" if usable < machine.cores else f"{machine.cores} cores"
     yield _check("processor").ok(shown)
-    if config is None:
+    if workers is None:
         return
-    workers = config.speed.workers
     if workers > max(1.0, usable):
         best = max(1, min(4, int(usable)))
         yield _check("workers").warn(

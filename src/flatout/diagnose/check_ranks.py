@@ -8,8 +8,10 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from flatout.config.schema import RunConfig
-from flatout.diagnose.doctor import Check, Finding, Link, Machine, Meeting, RankFacts, Several, in_gib
+from flatout.config.schema import DataConfig
+from flatout.diagnose.doctor import Link, Machine, Meeting, RankFacts, Several
+from flatout.errors import in_gib
+from flatout.finding import Check, Finding
 
 _check = functools.partial(Check, "ranks")
 
@@ -23,37 +25,36 @@ _BUCKETS = ("s3fs", "gcsfuse", "goofys", "rclone", "blobfuse", "mountpoint-s3")
 def check_ranks(
     several: Several,
     machine: Machine,
-    config: RunConfig | None,
     kind: str,
     *,
+    reduce: str = "fp32",
     parameters: int | None = None,
     step_seconds: float | None = None,
 ) -> Iterator[Finding | None]:
-    """`kind` is that of the device; `step_seconds` is the least time of a rank's share of a step, if known."""
+    """`kind` is that of the device, `reduce` is `parallel.reduce`; `step_seconds` is the least time of a rank's share
+    of a step, if known."""
     meeting = several.meeting
     yield _there(several, machine, kind)
     yield _library(several, kind)
     yield _links(several.links) if kind == "cuda" else None
     yield _shared_memory(several) if kind == "cuda" else None
     yield _port(several)
-    if config is not None and config.chat.source is None:
-        yield _batch(several, config)
     yield from _folders(several)
     if meeting is not None and meeting.ranks:
         yield from _alike(meeting, kind)
-        yield _reduction(several, meeting, config, parameters, step_seconds)
+        yield _reduction(several, meeting, reduce, parameters, step_seconds)
 
 
-def check_rank_data(meeting: Meeting, config: RunConfig) -> Iterator[Finding]:
+def check_rank_data(meeting: Meeting, data: DataConfig) -> Iterator[Finding]:
     """Whether all ranks have the same prepared data."""
     everywhere = [one.data for one in meeting.ranks]
     if len(everywhere) < 2 or not any(everywhere):
         return
     check = Check("data", "on all ranks")
     lacking = [one for one in meeting.ranks if one.data is None]
-    if lacking and config.data.source is None:
+    if lacking and data.source is None:
         yield check.bad(
-            f"{_named(lacking)} has no prepared data in {config.data.folder}",
+            f"{_named(lacking)} has no prepared data in {data.folder}",
             "Put it into a folder that all hosts see, under the same path on each, or copy it to each of them.",
         )
     elif lacking:
@@ -62,7 +63,7 @@ def check_rank_data(meeting: Meeting, config: RunConfig) -> Iterator[Finding]:
             "It is prepared there before training, which takes as long again. A folder that all hosts see needs it "
             "once.",
         )
-    first = next(data for data in everywhere if data is not None)
+    first = next(found for found in everywhere if found is not None)
     others = [one for one in meeting.ranks if one.data not in (None, first)]
     if others:
         yield check.bad(
@@ -106,11 +107,8 @@ def _there(several: Several, machine: Machine, kind: str) -> Finding | None:
 
 
 def _library(several: Several, kind: str) -> Finding | None:
-    if several.distributed is None:
+    if several.port is None:  # nobody looked
         return None
-    if not several.distributed:
-        advice = "Install a build of torch that has it; those of pytorch.org do."
-        return _wrong(several, "nccl", "this torch was built without torch.distributed", advice)
     if kind != "cuda":
         return _check("nccl").ok("not needed: without GPUs gradients go by gloo")
     if several.nccl is None:
@@ -174,22 +172,6 @@ def _port(several: Several) -> Finding | None:
         f"{several.port}, torchrun's own, is in use, perhaps by another run",
         "Give torchrun another one (--master-port), or --standalone, which looks for a free one.",
     )
-
-
-def _batch(several: Several, config: RunConfig) -> Finding:
-    size, context = several.size, config.model.context
-    windows = config.train.batch_tokens // context
-    if windows % size:
-        tokens = (round(windows / size) or 1) * size * context
-        divisors = [str(number) for number in range(1, min(windows, 4096) + 1) if windows % number == 0]
-        few = ", ".join(divisors[-8:])
-        return _wrong(
-            several,
-            "batch",
-            f"a step has {windows} windows of {context:,} tokens, which {size} ranks cannot share evenly",
-            f"Set train.batch_tokens={tokens}, or use as many ranks as divide {windows}: {few}.",
-        )
-    return _check("batch").ok(f"{windows // size} of {windows} windows of {context:,} tokens a rank and step")
 
 
 def _folders(several: Several) -> Iterator[Finding]:
@@ -260,7 +242,7 @@ def _differing(
 
 
 def _reduction(
-    several: Several, meeting: Meeting, config: RunConfig | None, parameters: int | None, step_seconds: float | None
+    several: Several, meeting: Meeting, reduce: str, parameters: int | None, step_seconds: float | None
 ) -> Finding | None:
     check, backend = _check("all-reduce"), {"nccl": "NCCL"}.get(meeting.backend, meeting.backend)
     failed = [one for one in meeting.ranks if one.reduce_error]
@@ -286,7 +268,7 @@ def _reduction(
         )
     if parameters is None:
         return check.ok(found)
-    narrow = config is not None and config.parallel.reduce == "bf16"
+    narrow = reduce == "bf16"
     sending = moved * parameters * (2 if narrow else 4) / bandwidth
     found += f"; gradients take {_ms(sending)} a step"
     if step_seconds is not None and sending > step_seconds:

@@ -1,11 +1,11 @@
-"""What the doctor says and what it knows, as frozen dataclasses; no torch here.
+"""What the doctor knows of a machine, its data and its ranks, as frozen dataclasses; no torch here.
 
 The idea: facts first, judgement second. `machine.gather_machine`, `trials.run_trials`, `check_disk.measure_disk` and
 `check_data.look_at_data` collect facts; the functions of the `check_*` modules turn facts into `Finding`s and touch
-nothing. So a test, or a person with another machine in mind, hands over other facts.
+nothing. So a test, or a person with another machine in mind, hands over other facts. What there is to say of the run
+itself comes from its plan (`resolve/checks.py`, `resolve/advice.py`).
 
-The contract: a check never raises. What goes wrong inside of one is a finding as well (`guarded`). `bad` means that
-training refuses or certainly fails, `warn` that it works and is wasted in part, `note` that it is worth knowing.
+The contract: a check never raises. What goes wrong inside of one is a finding as well (`guarded`).
 """
 
 import dataclasses
@@ -14,56 +14,7 @@ from typing import Literal
 
 from flatout.cores import ThreadTrial
 from flatout.errors import UserError
-
-Status = Literal["ok", "note", "warn", "bad"]
-# In the order they are told, and the exit code that a bad one of them means.
-AREAS: Mapping[str, int] = {
-    "machine": 2,
-    "gpu": 2,
-    "kernels": 2,
-    "environment": 2,
-    "disk": 5,
-    "data": 3,
-    "config": 2,
-    "memory": 5,
-    "ranks": 2,
-}
-GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One check: what was found, whether that is fine, and otherwise what to do, in sentences."""
-
-    area: str
-    name: str
-    status: Status
-    found: str
-    advice: str = ""
-    unchecked: bool = False  # it tells what was not looked at, so nobody may say that all is fine
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """Something that is looked at; its methods are the findings that can come of it."""
-
-    area: str
-    name: str
-
-    def told(self, status: Status, found: str, advice: str = "") -> Finding:
-        return Finding(area=self.area, name=self.name, status=status, found=found, advice=advice)
-
-    def ok(self, found: str, advice: str = "") -> Finding:
-        return self.told("ok", found, advice)
-
-    def note(self, found: str, advice: str = "") -> Finding:
-        return self.told("note", found, advice)
-
-    def warn(self, found: str, advice: str = "") -> Finding:
-        return self.told("warn", found, advice)
-
-    def bad(self, found: str, advice: str = "") -> Finding:
-        return self.told("bad", found, advice)
+from flatout.finding import Check, Finding, finding_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,7 +122,7 @@ class Disk:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataFacts:
+class TokenFacts:
     """What is known of the tokens; None for what nobody has counted. `exact` is False for an extrapolation."""
 
     exact: bool = False
@@ -236,7 +187,6 @@ class Several:
 
     size: int
     asked: bool
-    distributed: bool | None = None  # whether torch was built with torch.distributed
     nccl: str | None = None
     links: tuple[Link, ...] = ()
     shared_memory_bytes: int | None = None
@@ -249,22 +199,6 @@ class Several:
     @property
     def hosts(self) -> int:
         return 1 if self.meeting is None else self.meeting.hosts
-
-
-def finding_of(error: UserError, area: str, name: str) -> Finding:
-    """An error that training would end with, as a finding; its exit code says where it belongs."""
-    area = (
-        area if AREAS.get(area) == error.exit_code else {2: "config", 3: "data", 5: "disk"}.get(error.exit_code, area)
-    )
-    return Check(area, name).bad(error.message, sentence(error.hint))
-
-
-def sentence(text: str) -> str:
-    """A hint, which begins small and has no end, as a sentence."""
-    text = text.strip()
-    if not text:
-        return ""
-    return f"{text[0].upper()}{text[1:]}" + ("" if text.endswith((".", "?", "!")) else ".")
 
 
 def guarded(area: str, name: str, check: Callable[[], Iterable[Finding | None]]) -> Iterator[Finding]:
@@ -284,14 +218,3 @@ def first_line(error: object, most: int = 200) -> str:
     """An error's first line that says something, not longer than fits a terminal."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     return line if len(line) <= most else line[: most - 1] + "…"
-
-
-def exit_code(findings: Iterable[Finding]) -> int:
-    """0 when nothing is bad; else that of the first area, in the order a run would meet them: 2, then 3, then 5."""
-    return min((AREAS[finding.area] for finding in findings if finding.status == "bad"), default=0)
-
-
-def in_gib(size: float) -> str:
-    if size < GIB / 10:
-        return f"{size / 2**20:,.0f} MiB"
-    return f"{size / GIB:.1f} GiB" if size < 100 * GIB else f"{size / GIB:.0f} GiB"

@@ -3,7 +3,9 @@
 The contract: `gather_machine` never raises. torch and triton are imported here, inside of a guard, and nowhere else
 before: whoever needs them afterwards looks at `Machine.torch.status` first. A torch whose import failed must not be
 imported again, since its half-loaded remains answer the second time with an error that says nothing.
-The order matters: the driver is asked before torch is imported, so that the memory in use is that of others.
+The order matters: the driver is asked before torch is imported, so that the memory in use is that of others. Asking
+makes no context on a card.
+The trap: inside a container other processes are often not visible, though their memory is.
 """
 
 import contextlib
@@ -13,18 +15,22 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
+import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from flatout.cores import load_average, usable_cores
-from flatout.diagnose.cards import DriverReport, read_cards, read_xids
 from flatout.diagnose.doctor import Card, Library, Machine, Torch, first_line
 from flatout.host import host_memory
 
+_SECONDS = 10
+# Bits of the driver's "why is the clock held down"; idle and the user's own clocks are no trouble.
+_HELD_BY = {"power": 0x04 | 0x80, "heat": 0x20 | 0x40, "hardware": 0x08}
 # Packages by the names that are imported; flash_attn.cute is FlashAttention-4, flash_attn_interface FlashAttention-3.
 _SAME_NAME = ("pyarrow", "zstandard", "datasets", "fastwarc", "resiliparse", "rensa")
 _SAME_NAME += ("tensorboard", "trackio", "wandb", "optuna")
@@ -35,8 +41,8 @@ OPTIONAL = {name: name for name in _SAME_NAME} | {
 }
 # Variables that change what torch, CUDA or a math library do. The rest may hold secrets and is nobody's business.
 _TELLING = re.compile(
-    r"^(PYTORCH_|TORCH|CUDA_|CUBLAS_|CUDNN_|NVIDIA_TF32|TRITON_|OMP_|MKL_|OPENBLAS_|GOMP_|KMP_|NCCL_|GLOO_|HF_(HUB|DATASETS)_OFFLINE$|LD_LIBRARY_PATH$"
-    r"|LD_PRELOAD$|PYTHON(OPTIMIZE|MALLOC|FAULTHANDLER|DEVMODE)$|TMPDIR$|TF32_)"
+    r"^(PYTORCH_|TORCH|CUDA_|CUBLAS_|CUDNN_|NVIDIA_TF32|TRITON_|OMP_|MKL_|OPENBLAS_|GOMP_|KMP_|NCCL_|GLOO_|TF32_"
+    r"|HF_(HUB|DATASETS)_OFFLINE$|LD_LIBRARY_PATH$|LD_PRELOAD$|PYTHON(OPTIMIZE|MALLOC|FAULTHANDLER|DEVMODE)$|TMPDIR$)"
 )
 
 
@@ -161,14 +167,112 @@ def _version(module: str, package: str) -> str | None:
 # --- cards ------------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DriverReport:
+    """What the driver says: its version, the newest CUDA it knows, and every card, hidden ones too."""
+
+    driver: str | None = None
+    cuda: tuple[int, int] | None = None
+    cards: tuple[Card, ...] = ()
+
+
+def read_cards() -> DriverReport:
+    """Every card of this machine, by its driver; nothing where there is none, or one of another version."""
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports]
+
+        pynvml.nvmlInit()
+    except Exception:  # noqa: BLE001
+        return DriverReport()
+    try:
+        return report_of_nvml(pynvml)
+    except Exception:  # noqa: BLE001
+        return DriverReport()
+    finally:
+        with contextlib.suppress(Exception):
+            pynvml.nvmlShutdown()
+
+
+def report_of_nvml(nvml: Any) -> DriverReport:
+    """The report of an initialised NVML."""
+    cuda = _asked(nvml.nvmlSystemGetCudaDriverVersion)
+    return DriverReport(
+        driver=_text(_asked(nvml.nvmlSystemGetDriverVersion)),
+        cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
+        cards=tuple(_nvml_card(nvml, number) for number in range(nvml.nvmlDeviceGetCount())),
+    )
+
+
+def _nvml_card(nvml: Any, number: int) -> Card:
+    handle = nvml.nvmlDeviceGetHandleByIndex(number)
+
+    def ask(name: str, *arguments: Any) -> Any:
+        function = getattr(nvml, name, None)
+        return None if function is None else _asked(function, handle, *arguments)
+
+    memory = ask("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", 2)) or ask("nvmlDeviceGetMemoryInfo")
+    bits = ask("nvmlDeviceGetCurrentClocksEventReasons")
+    bits = ask("nvmlDeviceGetCurrentClocksThrottleReasons") if bits is None else bits
+    watts = [
+        ask(f"nvmlDeviceGet{name}") for name in ("PowerUsage", "EnforcedPowerLimit", "PowerManagementDefaultLimit")
+    ]
+    power, limit, default = (None if value is None else value / 1000 for value in watts)
+    rates = ask("nvmlDeviceGetUtilizationRates")
+    rows = ask("nvmlDeviceGetRemappedRows")
+    capability = ask("nvmlDeviceGetCudaComputeCapability")
+    processes = ask("nvmlDeviceGetComputeRunningProcesses") or ()
+    return Card(
+        name=_text(ask("nvmlDeviceGetName")) or "NVIDIA GPU",
+        capability=None if capability is None else (int(capability[0]), int(capability[1])),
+        memory_bytes=getattr(memory, "total", None),
+        used_bytes=getattr(memory, "used", None),
+        processes=tuple(sorted({int(process.pid) for process in processes} - {os.getpid()})),
+        utilisation=None if rates is None else rates.gpu / 100,
+        temperature=ask("nvmlDeviceGetTemperature", 0),
+        power_watts=power,
+        power_limit_watts=limit,
+        power_default_watts=default,
+        clock_mhz=ask("nvmlDeviceGetClockInfo", 1),
+        clock_most_mhz=ask("nvmlDeviceGetMaxClockInfo", 1),
+        throttled=held_by(int(bits or 0)),
+        uncorrected_errors=ask("nvmlDeviceGetTotalEccErrors", 1, 0),
+        remapping=_remapping(rows),
+        identity=_text(ask("nvmlDeviceGetUUID")) or "",
+    )
+
+
+def _asked(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The answer, or None: which questions a card answers differs from card to card."""
+    try:
+        return function(*arguments)
+    except Exception:  # noqa: BLE001
+        return None
+
+
+def _text(value: Any) -> str | None:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def _remapping(rows: Any) -> str:
+    if rows is None or len(rows) < 4:
+        return ""
+    _, _, waiting, failed = rows[:4]
+    return "a row could not be replaced" if failed else "a row waits to be replaced" if waiting else ""
+
+
+def held_by(bits: int) -> tuple[str, ...]:
+    """Why the driver holds the clock down, in words."""
+    return tuple(word for word, mask in _HELD_BY.items() if bits & mask)
+
+
 def _cards(report: DriverReport, torch: Torch) -> tuple[tuple[Card, ...], int, str]:
     """The cards in torch's order with the driver's news of them, how many torch does not see, and who told."""
     if not torch.sees_cuda:
-        return report.cards, 0, report.told_by
+        return report.cards, 0, "NVML" if report.cards else ""
     seen = _torch_cards()
     if not report.cards:
         return tuple(card for card, _ in seen), 0, "torch"
-    return merged(report.cards, seen), max(0, len(report.cards) - len(seen)), report.told_by
+    return merged(report.cards, seen), max(0, len(report.cards) - len(seen)), "NVML"
 
 
 def merged(told: Sequence[Card], seen: Sequence[tuple[Card, int]]) -> tuple[Card, ...]:
@@ -198,3 +302,18 @@ def _torch_cards() -> list[tuple[Card, int]]:
             )
             cards.append((card, number))
     return cards
+
+
+def read_xids() -> tuple[str, ...]:
+    """Errors of the cards in the kernel's log, the newest last; nothing where we may not read it."""
+    if shutil.which("dmesg") is None:
+        return ()
+    try:
+        done = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return xids_in(done.stdout)
+
+
+def xids_in(log: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(re.findall(r"Xid \([^)]*\): (\d+)", log)))[-5:]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 
 from flatout.engine.step import TrainStep
+from flatout.model.protocol import LanguageModel
 from flatout.world import Reducer
 
 
@@ -30,15 +31,9 @@ def quiet_profiler(activities: Sequence[ProfilerActivity]) -> Iterator[torch.pro
 @contextlib.contextmanager
 def named_ranges(step: TrainStep) -> Iterator[None]:
     """Names the parts of a step in a trace: micro-batch, in it forward and backward; optimizer, in it reduction."""
-    # A step without a recording tells it by these two being one.
-    plain = ("forward_backward",) if step.run_micro_batch == step.forward_backward else ()
-    reducer = None if step.reducer is None else _NamedReducer(step.reducer)
-    names = ("run_micro_batch", "_update", "model", *plain, *(() if reducer is None else ("reducer",)))
-    before = {name: vars(step)[name] for name in names if name in vars(step)}
-    micro_batch, update = step.run_micro_batch, step._update
-    model = _NamedModel(step.model)
+    micro_batch, update, model = step.run_micro_batch, step._update, _NamedModel(step.model)
 
-    def named_micro_batch(*values: Any) -> Tensor:  # with a layout, where rows hold several samples
+    def named_micro_batch(*values: Any) -> Tensor:
         with record_function("micro-batch"), model.backward_until_the_end():
             return micro_batch(*values)
 
@@ -46,12 +41,15 @@ def named_ranges(step: TrainStep) -> Iterator[None]:
         with record_function("optimizer"):
             return update(loss)
 
-    named = {"run_micro_batch": named_micro_batch, "_update": named_update, "model": model}
-    vars(step).update(named, **dict.fromkeys(plain, named_micro_batch), **({"reducer": reducer} if reducer else {}))
+    named: dict[str, Any] = {"run_micro_batch": named_micro_batch, "_update": named_update, "model": model}
+    if step.reducer is not None:
+        named["reducer"] = _NamedReducer(step.reducer)
+    before = {name: vars(step)[name] for name in named if name in vars(step)}
+    vars(step).update(named)
     try:
         yield
     finally:
-        for name in names:
+        for name in named:
             vars(step).pop(name)
         vars(step).update(before)
 
@@ -73,7 +71,7 @@ class _NamedReducer:
 class _NamedModel:
     """A model whose call is named forward; what follows in the same micro-batch is backward."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self._backward: record_function | None = None
 

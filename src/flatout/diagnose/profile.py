@@ -43,15 +43,15 @@ from flatout.diagnose.named_ranges import named_ranges, quiet_profiler
 from flatout.diagnose.profile_memory import MemoryPart, memory_parts, write_snapshot
 from flatout.diagnose.reading import Measurements, Verdict, judge
 from flatout.diagnose.trace import STEP, Kernel, Range, TraceFacts, read_trace
-from flatout.engine.case import Dealing, Probes
-from flatout.engine.features import resolve_speed
-from flatout.engine.fit_check import memory_on, out_of_memory
 from flatout.engine.run import Run
 from flatout.engine.spans import PendingReports, SpanTotals
 from flatout.errors import HardwareError, UserError
 from flatout.files import disk_errors, write_whole
 from flatout.model.count import parameter_count
 from flatout.records import SLOW_RANK, slowest_over_median
+from flatout.resolve.case import Dealing, Probes
+from flatout.resolve.fit_check import memory_on, out_of_memory
+from flatout.resolve.switches import resolve_speed
 
 WARMUP = 4  # steps, as in `flatout bench`
 LEAST_TIMED, MOST_TIMED, TIMED_SECONDS = 4, 20, 1.0
@@ -159,10 +159,10 @@ def profile_run(
         **vars(measured),
         flatout=flatout.__version__,
         torch=torch.__version__,
-        config=run.config.output.name,
+        config=run.plan.output.name,
         device=_name_of(device, run.speed.threads),
         data=data,
-        parameters=parameter_count(run.config.model, run.model.vocab),
+        parameters=parameter_count(run.plan.model, run.model.vocab),
         warmup_steps=WARMUP,
         timed_steps=timed,
         profiled_steps=steps,
@@ -322,16 +322,16 @@ def _measurements(
         seconds_by_kind=facts.by_kind(),
         kernels_per_step=sum(kernel.calls for kernel in facts.kernels),
         batch_tokens=tokens,
-        batch_setting="train.batch_tokens" if run.config.chat.source is None else "chat.batch_samples",
-        flops=run.flops_per_token * tokens / run.world.size,
+        batch_setting="train.batch_tokens" if run.plan.chat.source is None else "chat.batch_samples",
+        flops=run.plan.flops_per_token * tokens / run.world.size,
         peak_flops_per_second=run.speed.device.peak_flops,
         micro_batch=run.step.micro_batch,
         accumulation=run.speed.accumulation,
-        context=run.config.model.context,
-        streaming=run.config.data.streaming,
+        context=run.plan.model.context,
+        streaming=run.plan.settings.config.data.streaming,
         used={feature.name: feature.used for feature in run.speed.features},
         reduction_seconds=0.0 if ranks is None else ranks.reduction_seconds[run.world.rank],
-        reduces_in="" if ranks is None else run.config.parallel.reduce,
+        reduces_in="" if ranks is None else run.plan.parallel.reduce,
         slowest="" if slowest is None else f"rank {slowest}",
         threads_waiting=None if cores is None else cores.waiting,
         cores=usable_cores(),
@@ -351,7 +351,7 @@ def can_have(run: Run, words: str) -> bool:
     sources = {setting.partition("=")[0]: IN_PYTHON for setting in settings}
     device, corpus_bytes, vocab = run.speed.device, run.data.facts.corpus_bytes, run.model.vocab
     try:
-        config = load_stored(run.config.model_dump(), settings, where="profile").config
+        config = load_stored(run.plan.stored, settings, where="profile").config
         speed = resolve_speed(
             config,
             device,

@@ -38,7 +38,7 @@ class MemoryPart:
 
 def memory_parts(run: Run) -> tuple[MemoryPart, ...]:
     """What holds memory. On CUDA the parts add up to the measured peak; elsewhere only tensors can be counted."""
-    estimate, device = run.memory, run.speed.device
+    estimate, device = run.plan.memory, run.speed.device
     weights = sum(parameter.nbytes for parameter in run.model.parameters())
     gradients = sum(parameter.nbytes for parameter in run.model.parameters() if parameter.requires_grad)
     # Those of torch's autocast live inside a step only, and count as working memory.

@@ -1,6 +1,6 @@
 """What really works on this device: kernels are run and compared, not looked up in a table of versions.
 
-The contract: `run_trials` imports torch, so it is called only where `Machine.torch.status` is ok. A trial that raises,
+The contract: this module imports torch, so it is imported only where `Machine.torch.status` is ok. A trial that raises,
 whatever it raises, is a trial that fails. Nothing of the process is left changed but torch's CUDA context.
 The trap: after some CUDA errors (an illegal address) every later call of the process fails too; `_Runner` notices and
 says so instead of blaming the trials after it.
@@ -17,9 +17,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flatout.config.schema import ModelConfig, RunConfig
+import torch
+
+from flatout.config.schema import ModelConfig, SpeedConfig
 from flatout.cores import ThreadTrial
 from flatout.diagnose.doctor import Machine, Trial, Trials, first_line
+from flatout.model.compiling import compile_failure
+from flatout.ops.attention import attention_failure, causal_attention, install_flash, picked_kernel
+from flatout.ops.kernels import cublaslt
+from flatout.ops.scan import CHUNK, scan
+from flatout.resolve.threads import shape_of, try_threads
 
 _STICKY = ("illegal memory access", "unspecified launch failure", "device-side assert", "misaligned address")
 _MOST_CONTEXT = 2048  # a trial shows whether a kernel takes the shapes, not how long it takes for all of them
@@ -30,28 +37,29 @@ _ROUND = 16  # products that are launched without waiting: the device never wait
 def run_trials(
     machine: Machine,
     kind: str,
-    config: RunConfig | None,
+    speed: SpeedConfig | None = None,
+    model: ModelConfig | None = None,
     *,
+    apart: bool = False,
     quick: bool = False,
     index: int = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Trials:
-    """Runs what a config needs, or an ordinary model where there is none, on the device of that kind."""
-    import torch
-
+    """Runs what a model needs, or an ordinary one where none is known, on the device of that kind. `apart`: documents
+    do not see each other."""
     device = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
     capability = machine.cards[index].capability if kind == "cuda" and index < len(machine.cards) else None
-    precision = config_precision(config, capability) if kind == "cuda" else "fp32"
+    precision = product_precision(speed, capability) if kind == "cuda" else "fp32"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    runner = _Runner(machine, device, capability, config, dtype, quick, progress)
+    runner = _Runner(machine, device, capability, speed, dtype, quick, progress)
     rates: list[float] = []
     runner.add("matrix product", lambda: rates.append(_product_rate(device, dtype)))
     threads: list[ThreadTrial] = []
     if kind == "cpu":
-        runner.add("threads", lambda: threads.append(_threads(config)))
-    picked = _attention(runner)
-    if config is not None and "E" in config.model.kinds:
-        _scan(runner, config)
+        runner.add("threads", lambda: threads.append(try_threads(*shape_of(model))))
+    picked = _attention(runner, model or ModelConfig(heads=12, width=768, context=1024))
+    if model is not None and "E" in model.kinds:
+        _scan(runner, model, apart=apart)
     if kind == "cuda":
         _on_cuda(runner)
     _compile(runner)
@@ -68,9 +76,9 @@ def run_trials(
     )
 
 
-def config_precision(config: RunConfig | None, capability: tuple[int, int] | None) -> str:
-    """The type of a config's products on a CUDA card of that capability: bf16, fp16 or fp32."""
-    asked = "auto" if config is None else config.speed.precision
+def product_precision(speed: SpeedConfig | None, capability: tuple[int, int] | None) -> str:
+    """The type of a run's products on a CUDA card of that capability: bf16, fp16 or fp32."""
+    asked = "auto" if speed is None else speed.precision
     if asked in ("auto", "bf16"):
         return "bf16" if capability is not None and capability >= (8, 0) else "fp16"
     return "fp32" if asked == "tf32" else asked
@@ -78,12 +86,12 @@ def config_precision(config: RunConfig | None, capability: tuple[int, int] | Non
 
 @dataclasses.dataclass
 class _Runner:
-    """Runs one trial after the other and keeps what came of them. `dtype` is that of the config's products."""
+    """Runs one trial after the other and keeps what came of them. `dtype` is that of the run's products."""
 
     machine: Machine
     device: Any
     capability: tuple[int, int] | None
-    config: RunConfig | None
+    speed: SpeedConfig | None
     dtype: Any
     quick: bool
     progress: Callable[[str], None]
@@ -114,20 +122,12 @@ class _Runner:
 
 def _product_rate(device: Any, dtype: Any) -> float:
     """FLOP/s of one large matrix product: what the chip really gives, by which everything else can be judged."""
-    import torch
-
     size = 4096 if device.type == "cuda" else 512
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
     for _ in range(3):
         torch.mm(a, b)
     return 2.0 * size**3 / statistics.median(product_seconds(lambda: torch.mm(a, b), device))
-
-
-def _threads(config: RunConfig | None) -> ThreadTrial:
-    from flatout.engine.threads import shape_of, try_threads
-
-    return try_threads(*shape_of(None if config is None else config.model))
 
 
 def product_seconds(multiply: Callable[[], object], device: Any) -> list[float]:
@@ -137,8 +137,6 @@ def product_seconds(multiply: Callable[[], object], device: Any) -> list[float]:
     the product were slow; on the device's, only the few products that a turn interrupts are, and the median is not.
     That others are there is told by the check "in use".
     """
-    import torch
-
     seconds: list[float] = []
     started = time.perf_counter()
     if device.type != "cuda":
@@ -175,14 +173,11 @@ def attention_shape(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _attention(runner: _Runner) -> str | None:
+def _attention(runner: _Runner, model: ModelConfig) -> str | None:
     """Tries every kernel that is at hand; returns the one that torch itself would take."""
-    from flatout.ops.attention import attention_failure, install_flash, picked_kernel
-
-    config, device, dtype, packages = runner.config, runner.device, runner.dtype, runner.machine.packages
-    model = ModelConfig(heads=12, width=768, context=1024) if config is None else config.model
+    device, dtype, packages = runner.device, runner.dtype, runner.machine.packages
     shape = attention_shape(model)
-    asked = "auto" if config is None else config.speed.attention
+    asked = "auto" if runner.speed is None else runner.speed.attention
 
     if device.type != "cuda":
         runner.add("attention sdpa", lambda: _plain_attention(device, dtype, shape))
@@ -203,10 +198,6 @@ def _attention(runner: _Runner) -> str | None:
 
 def _plain_attention(device: Any, dtype: Any, shape: Mapping[str, Any]) -> str | None:
     """torch's own choice against attention written out, on a few positions."""
-    import torch
-
-    from flatout.ops.attention import causal_attention
-
     size = (1, shape["heads"], min(64, shape["context"]), shape["size"])
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(3))
@@ -218,14 +209,13 @@ def _plain_attention(device: Any, dtype: Any, shape: Mapping[str, Any]) -> str |
 # --- eigenstates ------------------------------------------------------------------------------------------------------
 
 
-def _scan(runner: _Runner, config: RunConfig) -> None:
+def _scan(runner: _Runner, model: ModelConfig, *, apart: bool) -> None:
     """Tries the ways to compute states that a run could take here: our kernels only where `auto` would."""
     device, capability = runner.device, runner.capability
     paths = ["chunked"]
     if device.type == "cuda" and runner.machine.triton.status == "ok" and (capability or (8, 0)) >= (8, 0):
         paths.insert(0, "triton")
-    shape = {"states": min(config.model.states, 16), "varying": config.model.modulation > 0}
-    shape["apart"] = config.documents_apart
+    shape = {"states": min(model.states, 16), "varying": model.modulation > 0, "apart": apart}
     for path in paths:
         runner.add(f"scan {path}", functools.partial(scan_failure, path, device, runner.dtype, **shape))
 
@@ -235,10 +225,6 @@ def scan_failure(path: str, device: Any, dtype: Any, *, states: int, varying: bo
 
     `varying` decays depend on the position, `apart` means that a second document begins inside of the rows.
     """
-    import torch
-
-    from flatout.ops.scan import CHUNK, scan
-
     rows, positions = 2, 2 * CHUNK + 3  # a state goes through several chunks, and the last one is not full
     generator = torch.Generator().manual_seed(0)
 
@@ -283,8 +269,6 @@ def _on_cuda(runner: _Runner) -> None:
 
 def _our_kernel(device: Any) -> str | None:
     """Our norm with its residual addition, forward and backward, against torch's."""
-    import torch
-
     # By name: a machine without Triton cannot import it, and nobody should for reading this module.
     add_norm = importlib.import_module("flatout.ops.kernels.norm").add_norm
     generator = torch.Generator().manual_seed(0)
@@ -302,14 +286,10 @@ def _our_kernel(device: Any) -> str | None:
 
 
 def _own_products(device: Any, capability: tuple[int, int] | None) -> str | None:
-    import torch
-
-    from flatout.ops.kernels import cublaslt
-
     reason = cublaslt.missing()
     if reason is not None:
         return reason
-    dtype = torch.bfloat16 if config_precision(None, capability) == "bf16" else torch.float16
+    dtype = torch.bfloat16 if product_precision(None, capability) == "bf16" else torch.float16
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(2048, 1024, generator=generator).to(device, dtype) for _ in range(2))
     mine, theirs = cublaslt.multiply(a, b.t()), a @ b.t()
@@ -318,8 +298,6 @@ def _own_products(device: Any, capability: tuple[int, int] | None) -> str | None
 
 
 def _fp8_product(device: Any) -> str | None:
-    import torch
-
     a = torch.ones(64, 64, device=device).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
     scaled: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
@@ -332,7 +310,7 @@ def _fp8_product(device: Any) -> str | None:
 
 def _compile(runner: _Runner) -> None:
     name, device, triton = "torch.compile", runner.device, runner.machine.triton.status
-    asked = "auto" if runner.config is None else runner.config.speed.compile
+    asked = "auto" if runner.speed is None else runner.speed.compile
     if runner.quick:
         runner.skip(name, "left out by --quick")
     elif device.type != "cuda" and asked in ("auto", "off"):
@@ -340,25 +318,4 @@ def _compile(runner: _Runner) -> None:
     elif device.type == "cuda" and triton != "ok":
         runner.skip(name, f"triton is {triton}")
     else:
-        runner.add(name, lambda: compile_block(device), "a small block, forward and backward")
-
-
-def compile_block(device: Any) -> str | None:
-    """Compiles a norm, two products and an activation, and compares result and gradients with eager ones."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    up, down = (torch.randn(64, 64, generator=generator).to(device).requires_grad_() for _ in range(2))
-    x = torch.randn(32, 64, generator=generator).to(device)
-
-    def block(x: Any, up: Any, down: Any) -> Any:
-        h = torch.nn.functional.rms_norm(x, (64,))
-        return x + torch.nn.functional.gelu(h @ up, approximate="tanh") @ down
-
-    def run(function: Callable[..., Any]) -> tuple[Any, ...]:
-        y = function(x, up, down)
-        return (y.detach(), *torch.autograd.grad(y.square().mean(), (up, down)))
-
-    pairs = zip(run(torch.compile(block, dynamic=False)), run(block), strict=True)
-    apart = max(float((mine - theirs).abs().max()) / (1 + float(theirs.abs().max())) for mine, theirs in pairs)
-    return None if apart < 0.02 else f"compiled code is {apart:.2g} away from the same code in eager mode"
+        runner.add(name, lambda: compile_failure(device))

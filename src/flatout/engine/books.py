@@ -10,7 +10,7 @@ import torch
 
 import flatout
 from flatout.device import reserved_memory_bytes
-from flatout.engine.given import count_of
+from flatout.engine.custom import count_of
 from flatout.engine.run import Run
 from flatout.engine.spans import SpanTotals, StepReport
 from flatout.errors import DivergedError
@@ -102,7 +102,7 @@ def _update_ratio(run: Run, report: StepReport) -> dict[str, float] | None:
 
 def _bad_step(run: Run, progress: Progress, report: StepReport) -> Iterator[Record]:
     overflow = run.step.loss_scale is not None and report.loss == report.loss and report.loss_scale > 1.0
-    batch = f"batch {report.step - 1} of seed {run.config.train.seed}"
+    batch = f"batch {report.step - 1} of seed {run.plan.train.seed}"
     if overflow:  # fp16 looking for its scale: expected now and then, and not counted
         yield NoticeRecord(
             step=report.step, message=f"fp16 overflow at loss scale {report.loss_scale:g}: {batch} was skipped"
@@ -116,7 +116,7 @@ def _bad_step(run: Run, progress: Progress, report: StepReport) -> Iterator[Reco
     if progress.bad_steps >= MOST_BAD_STEPS:
         raise DivergedError(
             f"{MOST_BAD_STEPS} steps in a row had a non-finite loss or gradient; step {report.step}: {batch}",
-            f"lower optim.{next(iter(run.config.optim.rates))}",
+            f"lower optim.{next(iter(run.plan.optim.rates))}",
         )
 
 
@@ -126,7 +126,7 @@ def _end_epoch(run: Run, progress: Progress) -> EpochRecord:
     windows = at(progress.step).start - at(progress.step - progress.epoch_steps).start
     if facts.epoch_samples is not None:
         windows = min(windows, facts.epoch_samples)  # the last batch takes what is left
-    tokens = progress.epoch_tokens or windows * run.config.model.context
+    tokens = progress.epoch_tokens or windows * run.plan.model.context
     record = EpochRecord(
         step=progress.step,
         epoch=run.epochs_before(progress.step) or 0,
@@ -140,21 +140,21 @@ def _end_epoch(run: Run, progress: Progress) -> EpochRecord:
 
 
 def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) -> RunInfo:
-    config, data, facts = run.config, run.data, run.data.facts
+    plan, data, facts = run.plan, run.data, run.data.facts
     return RunInfo(
         flatout=flatout.__version__,
         torch=torch.__version__,
         device=run.speed.device.name,
         folder=str(folder),
-        family=config.model.family,
-        parameters=parameter_count(config.model, run.model.vocab) if run.given.model is None else count_of(run.model),
-        flops_per_token=run.flops_per_token,
-        memory_estimate_bytes=run.memory.total,
+        family=plan.model.family,
+        parameters=parameter_count(plan.model, run.model.vocab) if run.given.model is None else count_of(run.model),
+        flops_per_token=plan.flops_per_token,
+        memory_estimate_bytes=plan.memory.total,
         steps=run.last_step,
         batch_tokens=run.step_tokens,
         micro_batch=run.speed.micro_batch,
         accumulation=run.speed.accumulation,
-        context=config.model.context,
+        context=plan.model.context,
         vocab=run.model.vocab,
         train_tokens=facts.train_tokens,
         val_tokens=data.val.tokens,
@@ -164,10 +164,10 @@ def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) 
         start_step=start_step,
         resumed_from=resumed_from,
         features=run.speed.features,
-        config=config.model_dump(),
+        config=plan.stored,
         batch_samples=facts.batch_samples,
-        trained_parameters=run.trained.count if config.lora.rank else None,
-        table_parameters=table_count(config.model, run.model.vocab) if run.given.model is None else 0,
+        trained_parameters=run.trained.count if plan.lora.rank else None,
+        table_parameters=table_count(plan.model, run.model.vocab) if run.given.model is None else 0,
         base=run.base_hash,
         samples=facts.samples,
         ranks=run.world.size,

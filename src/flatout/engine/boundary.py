@@ -23,8 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flatout.engine.books import Progress, notices_at
-from flatout.engine.checkpoint import (
+from flatout.checkpoints.checkpoint import (
     Verdict,
     checkpoint_bytes,
     checkpoint_path,
@@ -32,14 +31,14 @@ from flatout.engine.checkpoint import (
     write_json_atomically,
     write_verdict,
 )
+from flatout.checkpoints.run_files import BEST
+from flatout.checkpoints.run_folder import checkpoints_of, named_best, stored_best
+from flatout.engine.books import Progress, notices_at
 from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.engine.evaluate import bits_per_byte, perplexity
-from flatout.engine.fit_check import out_of_memory
 from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.recovery import fitting_evaluation
 from flatout.engine.run import Run
-from flatout.engine.run_files import BEST
-from flatout.engine.run_folder import checkpoints_of, named_best, stored_best
 from flatout.engine.saver import Saved, Saver
 from flatout.engine.saving import Due, capture, save_run_adapter
 from flatout.engine.sharded_saving import write_sharded
@@ -48,6 +47,7 @@ from flatout.errors import CheckpointError
 from flatout.generation.decode import generate_tokens
 from flatout.model.adapter_files import adapter_tensors
 from flatout.records import CheckpointRecord, EvalRecord, NoticeRecord, Record, SampleRecord
+from flatout.resolve.fit_check import out_of_memory
 
 _LOOK = 1.0  # seconds between two looks for notices of a save that is waited for
 
@@ -84,7 +84,7 @@ class Boundary:
     there: Saved | None = None  # the last save, where it is not this rank's saver that writes it
 
     def __post_init__(self) -> None:
-        run, asked = self.run, self.run.config.checkpoint.asynchronous
+        run, asked = self.run, self.run.plan.checkpoint.asynchronous
         device, notice = run.speed.device.torch_device, run.new_notices.add
         if asked == "on" and run.trained.sharding is not None:
             notice("checkpoint.asynchronous became off: under FSDP2 all ranks write their slices while training waits")
@@ -104,7 +104,7 @@ class Boundary:
             seconds += yield from self._begin(due, position)
         loss = yield from self._look(due)
         improved = self.progress.best_step == self.progress.step
-        wanted = self.exhausted or (improved and loss is not None and self.run.config.checkpoint.best)
+        wanted = self.exhausted or (improved and loss is not None and self.run.plan.checkpoint.best)
         if not saving and wanted and self.saves and not self.progress.bad_steps:
             yield from self.conclude()
             # Due(): the evaluation and the sample of this step are done, so a resume has none of them to make up for
@@ -180,7 +180,6 @@ class Boundary:
     def _look(self, due: Due) -> Generator[Record, None, float | None]:
         """Evaluates and samples where that is due; returns the loss where it was evaluated."""
         run, step, loss = self.run, self.progress.step, None
-        run.step.use_window(None)  # evaluation and samples see what the trained model will see
         if due.evaluate is not None:
             record, notices = self._evaluate(due.evaluate)
             yield from notices_at(step, notices)
@@ -188,7 +187,7 @@ class Boundary:
             yield from look_at_eigenstates(run.model, step)
             self.eigenstates_seen_at, loss = step, record.loss
         self.exhausted = out_of_patience(run, self.progress) and not self.progress.bad_steps
-        if (due.sample or self.exhausted) and run.config.eval.sample_tokens:
+        if (due.sample or self.exhausted) and run.plan.eval.sample_tokens:
             yield from self._sample()
         return loss
 
@@ -224,7 +223,7 @@ class Boundary:
         run, progress, began = self.run, self.progress, time.perf_counter()
         size = min(self.evaluation_batch, run.step.micro_batch)
         (loss, tokens), self.evaluation_batch, notices = fitting_evaluation(run, size)
-        best = _note_loss(progress, loss, run.config.eval.min_delta)
+        best = _note_loss(progress, loss, run.plan.eval.min_delta)
         record = EvalRecord(
             step=progress.step,
             loss=loss,
@@ -241,7 +240,7 @@ class Boundary:
     def _sample(self) -> Iterator[Record]:
         run, tokenizer, began = self.run, self.run.data.tokenizer, time.perf_counter()
         try:
-            prompt, ids = sample_ids(run, run.config.eval.sample_tokens)
+            prompt, ids = sample_ids(run, run.plan.eval.sample_tokens)
         except CheckpointError as error:  # whether the run has diverged is for its steps to say
             yield from notices_at(self.progress.step, [f"there is no sample: {error.message}"])
             return
@@ -264,9 +263,9 @@ class Boundary:
             )
         if found.improved:
             write_best(folder, best_step, best_loss)
-        best = best_step if run.config.checkpoint.best else None
+        best = best_step if run.plan.checkpoint.best else None
         cooldown = None if run.deadline is None else run.deadline.cooldown_step
-        left = set(keep_newest(checkpoints_of(folder), run.config.checkpoint.keep, best, cooldown)) - self.kept
+        left = set(keep_newest(checkpoints_of(folder), run.plan.checkpoint.keep, best, cooldown)) - self.kept
         notices += [
             f"{path} is kept: it is a link, its manifest is damaged, or it holds files that are not the run's"
             for path in sorted(left)
@@ -310,8 +309,8 @@ def quick_loss(run: Run, batch_size: int) -> tuple[float, int, list[str]]:
 
 def sample_ids(run: Run, count: int) -> tuple[Sequence[int], list[int]]:
     """The prompt of a run's samples, and up to `count` tokens after it."""
-    settings, sharding = run.config.eval, run.trained.sharding
-    prompt = run.data.prompt(settings.sample_prompt)[-run.config.model.context :]
+    settings, sharding = run.plan.eval, run.trained.sharding
+    prompt = run.data.prompt(settings.sample_prompt)[-run.plan.model.context :]
     with (
         run.averaged(),
         run.scope(),
@@ -323,7 +322,7 @@ def sample_ids(run: Run, count: int) -> tuple[Sequence[int], list[int]]:
             prompt,
             count=count,
             temperature=settings.sample_temperature,
-            seed=run.config.train.seed,
+            seed=run.plan.train.seed,
             stops=run.data.stops,
             vocab=run.data.tokenizer.vocab,
         )
@@ -331,7 +330,7 @@ def sample_ids(run: Run, count: int) -> tuple[Sequence[int], list[int]]:
 
 
 def due_after(run: Run, step: int) -> Due:
-    ending, settings = step == run.last_step, run.config.eval
+    ending, settings = step == run.last_step, run.plan.eval
     at_step = is_due(step, settings.every)
     evaluating = ending or at_step or (settings.epoch_end and run.ends_epoch(step))
     reason = "end" if ending else "step" if at_step else "epoch"
@@ -343,4 +342,4 @@ def is_due(step: int, every: int) -> bool:
 
 
 def out_of_patience(run: Run, progress: Progress) -> bool:
-    return 0 < run.config.eval.patience <= progress.worse_evaluations
+    return 0 < run.plan.eval.patience <= progress.worse_evaluations

@@ -19,14 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.config.load import LoadedConfig, resolve_from_mapping
-from flatout.config.schema import OptimConfig, RunConfig
-from flatout.config.unused import unused_paths
-from flatout.config.usual import SMALL_BASE, USUAL_MUON_RATE, usual_tuning_rate
-from flatout.data.array_data import Arrays
-from flatout.engine.books import Progress
-from flatout.engine.boundary import quick_loss
-from flatout.engine.checkpoint import (
+from flatout.checkpoints.checkpoint import (
     Checkpoint,
     Verdict,
     checkpoint_path,
@@ -37,13 +30,24 @@ from flatout.engine.checkpoint import (
     write_checkpoint,
     write_verdict,
 )
-from flatout.engine.given import Given
+from flatout.checkpoints.run_folder import checkpoints_of
+from flatout.config.load import resolve_from_mapping
+from flatout.config.schema import OptimConfig
+from flatout.config.unused import unused_paths
+from flatout.config.usual import SMALL_BASE, USUAL_MUON_RATE, usual_tuning_rate
+from flatout.data.array_data import Arrays
+from flatout.engine.books import Progress
+from flatout.engine.boundary import quick_loss
+from flatout.engine.custom import Given
 from flatout.engine.run import Run
-from flatout.engine.run_folder import checkpoints_of
 from flatout.engine.saving import TRAINED, as_word, capture, differences, restore_weights
 from flatout.engine.setup import setup_run
 from flatout.errors import CheckpointError, DivergedError, UserError
 from flatout.optim.rules import role_of
+from flatout.resolve.opening import DataSource
+from flatout.resolve.plan import RunPlan
+from flatout.resolve.resolve import resolve
+from flatout.world import World
 
 SAFE_RATE = 1e-3  # AdamW trains GPTs of any size at this rate or a lower one
 _SAFE = {"muon_rate": USUAL_MUON_RATE, "embedding_rate": 10 * SAFE_RATE, "table_rate": 10 * SAFE_RATE}
@@ -57,24 +61,30 @@ _MOST_GROWTH = 20.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A run that diverged: what it was asked for, what it had decided, and what it was resumed from.
+    """A run that diverged: its plan, and the data and the checkpoint that it began with.
 
     `first_loss` is that of its first step, by which checkpoints are judged where its start cannot be built again.
     """
 
-    loaded: LoadedConfig | RunConfig
-    config: RunConfig
+    plan: RunPlan
+    source: DataSource
     folder: Path
-    resumed: Checkpoint | None = None
     first_loss: float | None = None
-    arrays: Arrays | None = None
     given: Given | None = None
+
+    @property
+    def resumed(self) -> Checkpoint | None:
+        return self.source.resumed
+
+    @property
+    def arrays(self) -> Arrays | None:
+        return self.source.arrays
 
 
 def with_way_back(error: DivergedError, ended: Ended) -> DivergedError:
     """The error with the command that trains on. Let go of the run first: it has to be built again."""
-    lower = gentler(ended.config)
-    settings, last = (lower, False) if lower is not None else (_safest(ended.config), True)
+    lower = gentler(ended.plan)
+    settings, last = (lower, False) if lower is not None else (_safest(ended.plan), True)
     if settings is None:
         hint = (
             "the rates are low already and not the cause: look at the data, or try speed.precision=fp32 from the start"
@@ -87,13 +97,12 @@ def with_way_back(error: DivergedError, ended: Ended) -> DivergedError:
         return DivergedError(error.message, f"start again with {gentle} ({failed.message})")
     if point is None:
         return DivergedError(error.message, f"start again with {gentle}")
-    given = ended.given
-    names = [*([] if ended.arrays is None else ["data="]), *([] if given is None else given.names)]
+    names = [*([] if ended.arrays is None else ["data="]), *ended.plan.custom.names]
     if names:
-        gentle = "a lower lr in it" if given is not None and given.own_optimizer else f"{gentle} in its config"
+        gentle = "a lower lr in it" if ended.plan.custom.torch_optimizer else f"{gentle} in its config"
         again = f"flatout.train with the same {', '.join(names)}, resume={str(point)!r} and {gentle}"
         return DivergedError(error.message, f"resume from {where} in Python: {again}")
-    verb = "train" if ended.config.chat.source is None else "finetune"
+    verb = "finetune" if ended.plan.fine_tunes else "train"
     words = [as_word(path, value) for path, value in {**dict(_changed(ended, point)), **settings}.items()]
     command = " ".join(["flatout", verb, "--resume", shlex.quote(str(point)), *words])
     return DivergedError(
@@ -103,44 +112,44 @@ def with_way_back(error: DivergedError, ended: Ended) -> DivergedError:
 
 def _changed(ended: Ended, point: Path) -> Iterator[tuple[str, Any]]:
     """Settings of the run that the checkpoint has otherwise, and that a command may name."""
-    stored, unread = read_part(point, "config"), unused_paths(ended.config)
-    sources = ended.loaded.sources if isinstance(ended.loaded, LoadedConfig) else {}
-    for path, _, now in differences(ended.config, stored):
+    plan = ended.plan
+    stored, unread = read_part(point, "config"), unused_paths(plan.settings.config)
+    for path, _, now in differences(plan.stored, stored):
         # A switch that a preset asked for gives way where the machine lacks it; one of a command is refused.
-        ours = path.startswith("speed.") and path in sources and not sources[path].by_user
+        ours = path.startswith("speed.") and not plan.settings.sources[path].by_user
         if not path.startswith("output.") and path not in unread and not ours:
             yield path, now
-    base = ended.config.model.init_from
-    if ended.config.chat.source is not None and base != stored["model"].get("init_from"):
+    base = plan.model.init_from
+    if plan.fine_tunes and base != stored["model"].get("init_from"):
         yield "model.init_from", base
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def gentler(config: RunConfig) -> dict[str, str] | None:
+def gentler(plan: RunPlan) -> dict[str, str] | None:
     """Settings that hold where these did not; None where the rates are at the floor."""
-    before, safe = config.optim.rates, _safe_rates(config)
+    before, safe = plan.optim.rates, _safe_rates(plan)
     lower = {name: max(_FLOOR * safe[name], min(_LOWER * rate, safe[name])) for name, rate in before.items()}
     rates = {name: min(rate, lower[name]) for name, rate in before.items()}
     # Compared as a command would have them: 2e-07 may be a bit above the floor's own value, again and again.
-    return None if _words(rates) == _words(before) else _settings(config, rates, clip=1.0)
+    return None if _words(rates) == _words(before) else _settings(plan, rates, clip=1.0)
 
 
-def _safest(config: RunConfig) -> dict[str, str] | None:
+def _safest(plan: RunPlan) -> dict[str, str] | None:
     """Settings of the last fresh start; None where this was the one."""
-    return None if 0 < config.optim.clip <= _LAST_CLIP else _settings(config, _safe_rates(config), clip=_LAST_CLIP)
+    return None if 0 < plan.optim.clip <= _LAST_CLIP else _settings(plan, _safe_rates(plan), clip=_LAST_CLIP)
 
 
-def _safe_rates(config: RunConfig) -> dict[str, float]:
+def _safe_rates(plan: RunPlan) -> dict[str, float]:
     """Of every rate that is set, one at which training is stable. A model that has learned before moves less."""
-    tunes, adapters = config.chat.source is not None, config.lora.rank > 0
+    tunes, adapters = plan.fine_tunes, plan.lora.rank > 0
     share = usual_tuning_rate(SMALL_BASE, adapters=adapters) / SAFE_RATE if tunes else 1.0
-    return {name: share * _SAFE.get(name, SAFE_RATE) for name in config.optim.rates}
+    return {name: share * _SAFE.get(name, SAFE_RATE) for name in plan.optim.rates}
 
 
-def _settings(config: RunConfig, rates: Mapping[str, float], *, clip: float) -> dict[str, str]:
-    optim, unread = config.optim, unused_paths(config)
+def _settings(plan: RunPlan, rates: Mapping[str, float], *, clip: float) -> dict[str, str]:
+    optim, unread = plan.optim, unused_paths(plan.settings.config)
     values = {**rates, **dict(_decays(optim, rates))}
     if not 0 < optim.clip <= clip:
         values["clip"] = clip
@@ -177,7 +186,7 @@ def _point(ended: Ended, *, fresh: bool) -> tuple[Path | None, str]:
     once = ended.arrays is not None and ended.arrays.once  # what it gave is gone, and with it the held-out arrays
     start, failed = None, None
     try:
-        start = None if once else _Start(setup_run(ended.loaded, arrays=ended.arrays, given=ended.given))
+        start = None if once else _Start(_fresh_run(ended))
     except UserError as error:
         failed = error
     found = None if fresh else _newest_sound(ended, start)
@@ -193,6 +202,13 @@ def _point(ended: Ended, *, fresh: bool) -> tuple[Path | None, str]:
     return begun, "the starting weights"
 
 
+def _fresh_run(ended: Ended) -> Run:
+    """The run at its start, in this process alone."""
+    source = ended.source.from_start()
+    plan = resolve(source.asked, source, ended.plan.speed.device, World(), custom=ended.plan.custom)
+    return setup_run(plan, given=ended.given)
+
+
 def _is_whole(checkpoint: Path) -> bool:
     try:
         read_checkpoint(checkpoint)
@@ -204,7 +220,7 @@ def _is_whole(checkpoint: Path) -> bool:
 def _newest_sound(ended: Ended, start: "_Start | None") -> Path | None:
     """The newest sound checkpoint. If the run was itself resumed at lower rates, one that is older than where it was
     resumed from, or that has a lower loss than that: else the same hint would come again."""
-    again = ended.resumed is not None and _is_lower(ended.config, ended.resumed)
+    again = ended.resumed is not None and _is_lower(ended.plan.optim, ended.resumed)
     resumed = ended.resumed.step if again and ended.resumed is not None else None
     found = dict(list_checkpoints(checkpoints_of(ended.folder)))
     limit = None if resumed not in found else _loss_of(found[resumed], start, ended.first_loss)
@@ -218,9 +234,9 @@ def _newest_sound(ended: Ended, start: "_Start | None") -> Path | None:
     return None
 
 
-def _is_lower(config: RunConfig, resumed: Checkpoint) -> bool:
+def _is_lower(optim: OptimConfig, resumed: Checkpoint) -> bool:
     before = resolve_from_mapping(resumed.config).optim.rates
-    return any(rate < before.get(name, 0.0) for name, rate in config.optim.rates.items())
+    return any(rate < before.get(name, 0.0) for name, rate in optim.rates.items())
 
 
 def _loss_of(path: Path, start: "_Start | None", first_loss: float | None) -> float | None:
@@ -243,7 +259,7 @@ class _Start:
         self.sizes = {name: _size(tensor) for name, tensor in self.checkpoint.model.items()}
         # Embeddings that nothing multiplies with a head are normed or gated, and grow large in healthy runs.
         roles = {one.name: role_of(one) for one in run.trained.updated}
-        tables = {"table", *([] if run.config.model.tied else ["embedding"])}
+        tables = {"table", *([] if run.plan.model.tied else ["embedding"])}
         self.tables = {name for name, role in roles.items() if role in tables}
         self.loss = self._measured()
         self.kept = False  # copies of the weights, before others take their places in the run

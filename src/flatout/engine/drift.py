@@ -27,7 +27,7 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> int:
 
 def check_alike(run: Run, step: int) -> None:
     """Compares the weights of ranks where that is due; an error names the ranks that differ from most others."""
-    every = run.config.parallel.check_every
+    every = run.plan.parallel.check_every
     wrong = [] if not every or step % every else _differing(run)
     if not wrong:
         return
@@ -43,7 +43,7 @@ def check_alike(run: Run, step: int) -> None:
 
 def check_start(run: Run) -> None:
     """Refuses ranks that begin with other weights than the others, frozen ones included."""
-    if not run.config.parallel.check_every:
+    if not run.plan.parallel.check_every:
         return
     bases = run.world.gather(run.base_hash)
     wrong = _differing(run) or [str(rank) for rank, base in enumerate(bases) if base != bases[0]]

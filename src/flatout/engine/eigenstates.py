@@ -18,17 +18,18 @@ from torch import Tensor
 
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.gpt import GPT
+from flatout.model.protocol import LanguageModel
 from flatout.records import EigenstateLayer, EigenstateRecord
 
 QUANTILES = {"min": 0.0, "10%": 0.1, "50%": 0.5, "90%": 0.9, "max": 1.0}
 
 
 @torch.no_grad()
-def look_at_eigenstates(model: GPT, step: int) -> Iterator[EigenstateRecord]:
+def look_at_eigenstates(model: LanguageModel, step: int) -> Iterator[EigenstateRecord]:
     """The record of this moment, if there are such blocks."""
     mixers = {
         number: block.attention
-        for number, block in enumerate(model.blocks, start=1)
+        for number, block in enumerate(model.blocks if isinstance(model, GPT) else (), start=1)
         if isinstance(block.attention, Eigenstate)
     }
     if not mixers:

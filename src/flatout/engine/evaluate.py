@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
-from torch import nn
 
 from flatout.data.batch import Batch
+from flatout.model.protocol import LanguageModel
 from flatout.ops.reference import IGNORED
 from flatout.world import World
 
 
 def evaluate(
-    model: nn.Module,
+    model: LanguageModel,
     batches: Iterable[Batch],
     scope: Callable[[], AbstractContextManager[None]],
     world: World | None = None,
@@ -32,11 +32,10 @@ def evaluate(
     try:
         with torch.no_grad(), scope():
             for batch in batches:
-                if batch.packed is None:
-                    total += model(batch.tokens, batch.targets)
-                else:
+                tokens, targets, layout = batch.tokens, batch.targets, None
+                if batch.packed is not None:
                     tokens, targets, layout = batch.packed.part(slice(None), device)
-                    total += model(tokens, targets, 0.0, layout)
+                total += model(tokens, targets, 0.0, layout)
                 labelled += (batch.targets != IGNORED).sum()
     finally:
         model.train(was_training)

@@ -5,14 +5,14 @@ A small model's kernels are shorter than the time the host needs to launch them.
 Contract: a replay runs the very kernels that were recorded, so its numbers equal those of the step without graphs. Its
 inputs are copied to fixed places, the tensors of a packed layout among them; gradients are added in place to tensors
 that stay (`TrainStep.keep_gradients`); the loss scale and the weights are read where they lie, and so are copies of
-weights in narrower types, which `prepare` keeps fresh. Gradients that were dropped, or another answer of `prepare`,
-mean new recordings.
+weights in narrower types, which `model.prepare` keeps fresh. Gradients that were dropped, or another answer of
+`prepare`, mean new recordings.
 Plain batches have one shape in each stage of a schedule, packed rows a few: each gets a recording of its own, up to
-`MOST_RECORDINGS` that share one piece of memory, and shapes beyond those run without. So does each attention `window`.
+`MOST_RECORDINGS` that share one piece of memory, and shapes beyond those run without. So does each attention window.
 A recording that fails is told once, and the step goes on without it.
 Traps:
 - Casts that autocast has cached would be recorded as constants, and replays would train yesterday's weights: the cache
-  is emptied before and after. `forget` does the same for what a model derives from its weights.
+  is emptied before and after. `Adapters.forget` does the same for what adapters derive from their weights.
 - Recording executes nothing. The micro-batch that was recorded is replayed like any other.
 - A graph's memory is its own: evaluation cannot use it, so a run with graphs holds more.
 - Recordings that share memory overwrite each other's results: those are copied before anything else is replayed.
@@ -23,13 +23,15 @@ Traps:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatout.engine.notices import Notices
+from flatout.model.adapters import Adapters
+from flatout.model.gpt import GPT
 from flatout.ops.documents import Layout
 from flatout.ops.gradients import hold_gradients
 
@@ -96,22 +98,18 @@ class Recording:
 
 @dataclasses.dataclass(eq=False)
 class MicroBatchGraph:
-    """Takes the place of `TrainStep.forward_backward`, which is `plain`.
+    """Replays micro-batches of `model`, or of `adapters` on it.
 
-    `prepare` is called before every micro-batch and says what a recording depends on besides shapes; False: this one is
-    not worth recording, and recordings for later ones stay. `forget` is called around every recording, so that what is
-    kept from one pass to the next is made inside it.
+    `model.prepare` is called before every micro-batch and says what a recording depends on besides shapes; False: this
+    one is not worth recording, and recordings for later ones stay.
     """
 
-    plain: MicroBatch
-    model: nn.Module
+    model: GPT
     notices: Notices
     recorder: Recorder
-    prepare: Callable[[], Hashable] = lambda: None
-    forget: Callable[[], None] = lambda: None
+    adapters: Adapters | None = None
     failed: bool = False
     crowded: bool = False
-    window: int | None = None  # that attention has now, where it is not the model's own
     recordings: dict[Hashable, Recording] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -127,27 +125,30 @@ class MicroBatchGraph:
         self.gradients: list[Tensor | None] = []
         self.held_bytes = 0  # by recordings, whether one is replayed or not
 
-    def __call__(self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: Layout | None = None) -> Tensor:
-        values = (tokens_BT, targets_BT, labelled, *(() if layout is None else layout.tensors))
-        packed = () if layout is None else (layout,)
+    def __call__(
+        self, plain: MicroBatch, values: Sequence[Tensor], layout: Layout | None, window: int | None
+    ) -> Tensor:
+        """`plain(*values, layout, window)`, by a replay where there is one; `values` are tokens, targets and labels."""
+        run = functools.partial(plain, *values, layout, window)
         if self.failed:
-            return self.plain(tokens_BT, targets_BT, labelled, *packed)
-        prepared = self.prepare()
+            return run()
+        prepared = self.model.prepare()
         if prepared is False:
-            return self.recorder.warm_up(lambda: self.plain(tokens_BT, targets_BT, labelled, *packed))
+            return self.recorder.warm_up(run)
         if self.prepared != prepared or (self.recordings and not self._same_gradients()):
             self.reset()
             self.prepared = prepared
-        shape = (tokens_BT.shape, None if layout is None else layout.sizes, self.window)
+        shape = (values[0].shape, None if layout is None else layout.sizes, window)
         recording = self.recordings.get(shape)
         if recording is None and not self._ready(shape):
             self.calls[shape] = self.calls.get(shape, 0) + 1
-            return self.recorder.warm_up(lambda: self.plain(tokens_BT, targets_BT, labelled, *packed))
+            return self.recorder.warm_up(run)
         if recording is None:
-            recording = self._record(shape, tokens_BT, targets_BT, labelled, layout)
+            recording = self._record(shape, plain, values, layout, window)
         if recording is None:
-            return self.plain(tokens_BT, targets_BT, labelled, *packed)
-        for place, value in zip(recording.places, values, strict=True):
+            return run()
+        fresh = (*values, *(() if layout is None else layout.tensors))
+        for place, value in zip(recording.places, fresh, strict=True):
             place.copy_(value)
         recording.replay()
         return recording.result.clone()  # the next replay writes over it
@@ -164,19 +165,17 @@ class MicroBatchGraph:
         return shape in self.calls and sum(self.calls.values()) >= WARM_UPS
 
     def _record(
-        self, shape: Hashable, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: Layout | None
+        self, shape: Hashable, plain: MicroBatch, values: Sequence[Tensor], layout: Layout | None, window: int | None
     ) -> Recording | None:
         hold_gradients(self.model.parameters())
-        packed = () if layout is None else (layout.each(Tensor.clone),)
-        inputs = [value.clone() for value in (tokens_BT, targets_BT, labelled)]
+        inputs, own = [value.clone() for value in values], None if layout is None else layout.each(Tensor.clone)
         pool = next(iter(self.recordings.values())).pool if self.recordings else None
 
         def recorded() -> Tensor:
             # A new object with the same tensors: what a layout keeps for all layers, a mask, is made in the recording.
-            return self.plain(*inputs, *(dataclasses.replace(one) for one in packed))
+            return plain(*inputs, None if own is None else dataclasses.replace(own), window)
 
-        torch.clear_autocast_cache()
-        self.forget()
+        self._forget()
         before = self.recorder.held()
         try:
             replay, result, pool = self.recorder.record(recorded, pool)
@@ -185,21 +184,23 @@ class MicroBatchGraph:
             # A smaller micro-batch may be recorded later; packed rows may have nothing to halve.
             if isinstance(error, torch.OutOfMemoryError) and layout is None:
                 raise
-            self._give_up(error)
+            self.failed = True
+            reason = str(error).strip().partition("\n")[0][:160]
+            self.notices.add(f"cuda_graphs became off: recording failed: {type(error).__name__}: {reason}")
             return None
         finally:
-            torch.clear_autocast_cache()
-            self.forget()
-        places = (*inputs, *(tensor for one in packed for tensor in one.tensors))
+            self._forget()
+        places = (*inputs, *(() if own is None else own.tensors))
         self.recordings[shape] = recording = Recording(replay, places, result, pool)
         self.held_bytes += max(0, self.recorder.held() - before)
         self.gradients = [parameter.grad for parameter in self.model.parameters()]
         return recording
 
-    def _give_up(self, error: RuntimeError) -> None:
-        self.failed = True
-        reason = str(error).strip().partition("\n")[0][:160]
-        self.notices.add(f"cuda_graphs became off: recording failed: {type(error).__name__}: {reason}")
+    def _forget(self) -> None:
+        """Around every recording: what is kept from one pass to the next must be made inside it."""
+        torch.clear_autocast_cache()
+        if self.adapters is not None:
+            self.adapters.forget()
 
     def _same_gradients(self) -> bool:
         """Whether gradients lie where recordings add to them. Those are held here, so no other can take their place."""

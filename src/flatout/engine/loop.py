@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_bytes
 from flatout.data.batch import Batch, BatchLoader
 from flatout.engine.books import Progress, notices_at, run_info, settle
 from flatout.engine.boundary import Boundary, due_after, is_due, out_of_patience, write_best
-from flatout.engine.checkpoint import Checkpoint, checkpoint_bytes
 from flatout.engine.drift import check_alike, check_start
 from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.engine.full_disk import when_there_is_room
@@ -182,7 +182,7 @@ class _Steps:
         run, progress = self.training, self.progress
         stopping, ending = self.stopping, step == run.last_step
         due = due_after(run, step)
-        settings = run.config.checkpoint
+        settings = run.plan.checkpoint
         every = is_due(step, settings.every) or run.ends_epoch(step, settings.epochs)
         cooling = run.deadline is not None and run.deadline.cools_down(step)
         saving = self.boundary.saves and (ending or stopping or self.owed or self.asked or every or cooling)
@@ -207,7 +207,7 @@ class _Steps:
 
     def _late(self) -> bool:
         """Whether the last save is longer ago than `checkpoint.minutes`."""
-        minutes = self.training.config.checkpoint.minutes
+        minutes = self.training.plan.checkpoint.minutes
         return 0 < 60 * minutes <= time.monotonic() - self.boundary.saved_at
 
 

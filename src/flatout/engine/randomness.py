@@ -7,14 +7,12 @@ what is learned, and the state to save is always at hand.
 
 import contextlib
 import hashlib
-import threading
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-# torch's generators and switches are those of the process: runs in several threads take turns, step by step.
-ONE_AT_A_TIME = threading.RLock()
+from flatout.device import ONE_AT_A_TIME
 
 
 class RandomStream:

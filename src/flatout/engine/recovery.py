@@ -19,14 +19,13 @@ import torch
 
 from flatout.data.batch import Batch
 from flatout.device import free_memory, is_out_of_memory
-from flatout.engine.compiling import is_compile_error, is_compiled, use_uncompiled
 from flatout.engine.evaluate import evaluate
-from flatout.engine.fit_check import first_sentence, memory_error
-from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.run import Run
 from flatout.errors import HardwareError, ResourceError, UserError, many
 from flatout.launch import OtherProcessError
+from flatout.model.compiling import is_compile_error, is_compiled, use_uncompiled
 from flatout.pulse import State
+from flatout.resolve.fit_check import first_sentence, memory_error
 
 
 class CompileFailure(str):
@@ -52,7 +51,7 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
             run.random.assign(before)
             return sentence
         rows = min(run.step.micro_batch, _windows_in(batch))  # packed samples may have fewer than a micro-batch
-        recording = _rows_vary(run) and run.step.run_micro_batch != run.step.forward_backward
+        recording = _rows_vary(run) and run.step.graph is not None
         if needs_a_restart(run):
             raise for_all_ranks(run, batch, error) from error
         # Nothing left to halve or to give up, or the weights may have moved.
@@ -93,11 +92,10 @@ def use_less_memory(run: Run, batch: Batch, sentence: str) -> str:
     """
     sequences = _windows_in(batch)
     before = min(run.step.micro_batch, sequences)
-    packed = _rows_vary(run)
-    graph = run.step.run_micro_batch
-    if before == 1 or (packed and isinstance(graph, MicroBatchGraph) and graph.recordings):
+    graph = run.step.graph
+    if before == 1 or (_rows_vary(run) and graph is not None and graph.recordings):
         run.step.use_micro_batch(run.step.micro_batch)  # drops gradients and recordings
-        run.step.run_micro_batch = run.step.forward_backward
+        run.step.graph = None
         free_memory(run.speed.device.torch_device)
         return (
             f"cuda_graphs became off: {sentence}: continuing without CUDA graphs, which hold memory of their own; "

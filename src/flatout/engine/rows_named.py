@@ -21,7 +21,7 @@ def check_rows_named(loaded: LoadedConfig, resume: str | None) -> None:
     model = f"model.init_from={loaded.config.model.init_from if written else 'FOLDER-OR-HUB-NAME'}"
     hint = f"name your rows and a model: flatout finetune {model} chat.source=ROWS.jsonl"
     if resume == "auto":
-        from flatout.engine.run_folder import choose_folder
+        from flatout.checkpoints.run_folder import choose_folder
 
         run = choose_folder(loaded.config.output, resume)
         if run.exists():  # by its own name it brings its settings along

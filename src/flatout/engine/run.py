@@ -8,52 +8,65 @@ from typing import Any
 
 import torch
 
-from flatout.config.schema import OptimConfig, RunConfig
-from flatout.data.batch import Batch, BatchLoader, Delivery, Span
+from flatout.checkpoints.adapter_folder import files_beside
+from flatout.checkpoints.base_model import Base
+from flatout.data.batch import Batch, BatchLoader, Span
 from flatout.data.positions import Schedule
 from flatout.data.training_data import TrainingData
-from flatout.device import arithmetic, cpu_threads, memory_limit, peak_memory_bytes
-from flatout.engine.adapter_folder import files_beside
-from flatout.engine.base_model import Base
+from flatout.device import peak_memory_bytes
+from flatout.engine.custom import Given
 from flatout.engine.deadline import FAR, Deadline
-from flatout.engine.features import Speed
-from flatout.engine.given import Given
-from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.notices import Notices
-from flatout.engine.randomness import ONE_AT_A_TIME, RandomStream
+from flatout.engine.randomness import RandomStream
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import Trained
 from flatout.model.adapters import Adapters
-from flatout.model.count import MemoryEstimate, flops_per_token
-from flatout.model.gpt import GPT
-from flatout.ops.documents import BY_BOUNDS
-from flatout.optim.given import name_of
+from flatout.model.count import flops_per_token
+from flatout.model.protocol import LanguageModel
+from flatout.resolve.case import Speed
+from flatout.resolve.plan import RunPlan
 from flatout.world import World
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything the loop needs. Tensors inside change as training goes on; the parts do not."""
+    """Everything the loop needs: a plan and what was built of it. Tensors inside change as training goes on."""
 
-    config: RunConfig
-    speed: Speed
-    data: TrainingData
-    schedule: Schedule  # where each step reads: the data's own table, or another
-    model: GPT
+    plan: RunPlan
+    model: LanguageModel
     trained: Trained
     adapters: Adapters | None
     step: TrainStep
     random: RandomStream
-    steps: int
-    optim: OptimConfig  # the config's, with the warm-up in steps
-    flops_per_token: float
-    memory: MemoryEstimate
     notices: tuple[str, ...]  # known before the first step
     new_notices: Notices  # those that come up later
     given: Given = dataclasses.field(default_factory=Given)  # what a program put in the place of the config's parts
     deadline: Deadline | None = None  # of a run whose length is told in minutes
-    base: Base | None = None  # the model that is fine-tuned
     base_hash: str | None = None  # of its frozen weights, under adapters
+
+    def replanned(self, **changes: Any) -> "Run":
+        """The same parts with other numbers of the plan."""
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **changes))
+
+    @property
+    def speed(self) -> Speed:
+        return self.plan.speed
+
+    @property
+    def data(self) -> TrainingData:
+        return self.plan.data
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.plan.schedule
+
+    @property
+    def steps(self) -> int:
+        return self.plan.steps
+
+    @property
+    def base(self) -> Base | None:
+        return self.plan.base
 
     @property
     def world(self) -> World:
@@ -68,35 +81,35 @@ class Run:
     def step_tokens(self) -> int:
         """Tokens of a step; of samples and of stages, which differ, on average."""
         mean = self.data.facts.step_tokens
-        if mean is None and self.config.train.batch_stages and self.steps:
-            mean = self.schedule.at(self.steps).start * self.config.model.context / self.steps
-        return self.config.train.batch_tokens if mean is None else round(mean)
+        if mean is None and self.plan.train.batch_stages and self.steps:
+            mean = self.schedule.at(self.steps).start * self.plan.model.context / self.steps
+        return self.plan.train.batch_tokens if mean is None else round(mean)
 
     @property
     def full_disk_wait(self) -> float:
         """How many seconds a file of the run may wait for space. Other ranks wait meanwhile, and not forever."""
-        wait = self.config.checkpoint.full_disk_wait
-        return wait if self.world.size == 1 else min(wait, self.config.parallel.timeout / 2)
+        wait = self.plan.checkpoint.full_disk_wait
+        return wait if self.world.size == 1 else min(wait, self.plan.parallel.timeout / 2)
 
     @functools.cached_property
     def files_beside(self) -> dict[str, bytes]:
         """What goes beside adapters in PEFT's folder. Read once: a tokenizer may be large, and the base may change."""
         assert self.base is not None, "only a base gets adapters"
         given = {"description": self.base.description, "template": self.base.template, "stops": self.data.stops}
-        return files_beside(self.data.tokenizer, context=self.config.model.context, chat=True, **given)[0]
+        return files_beside(self.data.tokenizer, context=self.plan.model.context, chat=True, **given)[0]
 
     @functools.cached_property
     def given_state(self) -> dict[str, str]:
         """What a checkpoint says of parts that came from Python."""
-        rules = [group.rule for group in self.step.optimizer.groups]
-        return self.given.saved(self.model, name_of(self.given.optimizer, rules))
+        rules = ", ".join(group.rule.name for group in self.step.optimizer.groups)
+        return self.given.saved(self.model, rules)
 
     def peak_memory_bytes(self) -> int | None:
         """Most memory held at once so far. What recordings hold is in no peak of torch's, and is there all the time."""
-        device, graph = self.speed.device.torch_device, self.step.run_micro_batch
+        device, graph = self.speed.device.torch_device, self.step.graph
         peak = peak_memory_bytes(device)
         held = sum(update.held_bytes for update in self.step.optimizer.recorded.values())
-        if isinstance(graph, MicroBatchGraph):
+        if graph is not None:
             held += graph.held_bytes
         if held:
             peak = max(peak or 0, torch.cuda.memory_allocated(device) + held)
@@ -104,9 +117,9 @@ class Run:
 
     def batches(self, first_step: int, position: dict[str, Any] | None = None) -> BatchLoader:
         """The training batches from `first_step` to the end; `position` is what the checkpoint of that step says."""
-        delivery = delivery_of(self.speed, self.step.micro_batch, self.world)
+        delivery = self.speed.delivery(self.step.micro_batch, self.world)
         # Sooner than the other ranks give up waiting for this one.
-        delivery = dataclasses.replace(delivery, patience=self.config.parallel.timeout / 2)
+        delivery = dataclasses.replace(delivery, patience=self.plan.parallel.timeout / 2)
         last = self.steps if self.deadline is None else FAR
         span = Span(schedule=self.schedule, first_step=first_step, last_step=last, position=position)
         return self.data.batches(delivery, span)
@@ -114,13 +127,12 @@ class Run:
     def evaluation(self, batch_size: int | None = None) -> Iterator[Batch]:
         """This process's share of the validation set, in batches of a micro-batch unless told otherwise."""
         size = batch_size or self.step.micro_batch
-        return self.data.evaluation(size, delivery_of(self.speed, size, self.world))
+        return self.data.evaluation(size, self.speed.delivery(size, self.world))
 
     def take_step(self, batch: Batch) -> torch.Tensor:
         """One optimizer step; its report stays on the device."""
-        self.step.use_window(batch.attention_window)
         with self.random.active():
-            report = self.step(batch.tokens, batch.targets, batch.packed, batch.pieces)
+            report = self.step(batch.tokens, batch.targets, batch.packed, batch.pieces, batch.attention_window)
         self.given.share_buffers(self.model, self.world)
         return report
 
@@ -129,13 +141,13 @@ class Run:
         reading = self.schedule.at(step - 1)
         form = reading.length, reading.attention_window
         if reading.pieces == 1 and reading.attention_window is None:
-            return self.flops_per_token
+            return self.plan.flops_per_token
         if form not in self._stage_flops:
-            model, vocab, attended = self.config.model, self.model.vocab, self.data.facts.attended
+            model, vocab, attended = self.plan.model, self.model.vocab, self.data.facts.attended
             window = model.model_copy(update={"window": reading.attention_window or model.window})
             length = min(attended or reading.length, reading.length)
             less = flops_per_token(model, vocab, attended) - flops_per_token(window, vocab, length)
-            self._stage_flops[form] = self.flops_per_token - less
+            self._stage_flops[form] = self.plan.flops_per_token - less
         return self._stage_flops[form]
 
     @functools.cached_property
@@ -169,29 +181,4 @@ class Run:
         return bool(every) and before is not None and now is not None and before // every != now // every
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
-        return device_scope(self.speed, self.config.train.deterministic)
-
-
-@contextlib.contextmanager
-def device_scope(speed: Speed, deterministic: bool) -> Iterator[None]:
-    """torch's process-wide switches as a run wants them, for one piece of its work: arithmetic, memory, threads."""
-    device, how = speed.device.torch_device, {"keep_casts": not speed.sharded}
-    with (
-        ONE_AT_A_TIME,
-        memory_limit(speed.device),
-        cpu_threads(speed.threads),
-        arithmetic(speed.precision, deterministic, device, **how),
-    ):
-        yield
-
-
-def delivery_of(speed: Speed, micro_batch: int, world: World | None = None) -> Delivery:
-    """How the loader hands batches to these switches, in one of the processes of `world`."""
-    return Delivery(
-        device=speed.device.torch_device,
-        workers=speed.workers,
-        resident=speed.loader == "device",
-        micro_batch=micro_batch,
-        joined=speed.execution.document_attention in BY_BOUNDS or speed.execution.kernels == "triton",
-        world=world or World(),
-    )
+        return self.step.active()

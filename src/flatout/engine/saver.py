@@ -21,16 +21,16 @@ from typing import final
 
 import torch
 
+from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_path, write_checkpoint
 from flatout.config.section import Switch
-from flatout.engine.checkpoint import Checkpoint, checkpoint_path, write_checkpoint
 from flatout.engine.full_disk import wait_for_room
 from flatout.engine.shared_block import Copied, SharedBlock, block_bytes, needed_bytes
 from flatout.engine.step import TrainStep
 from flatout.engine.writer import Plan, Writer, WriterError, save_plan
 from flatout.files import readable_sizes
 from flatout.host import host_memory
+from flatout.resolve.memory import SMALL
 
-SMALL = 2**26  # bytes: such a checkpoint is on the disk sooner than a process has started
 _ROOM = 0.5  # of the free memory a copy may take
 _OFF = "checkpoints are written while training waits: "
 
@@ -76,19 +76,10 @@ class Saver:
             self.last = _finished(Saved(path=path, bytes=size))
             return
         tensors, texts, copied = block.take(*files)
-        self._hold_back(copied)
+        self.step.copying = copied
         target = checkpoint_path(self.folder, checkpoint.step)
         plan = Plan(str(target.absolute()), checkpoint.step, tensors, texts)
         self.last = self.thread.submit(self._save, block, plan, copied, target)
-
-    def _hold_back(self, copied: Copied) -> None:
-        """Makes the next update wait for a copy, on the device; those after it need not."""
-
-        def before_update() -> None:
-            copied.hold_back()
-            self.step.before_update = _nothing
-
-        self.step.before_update = before_update
 
     def then(self, work: Callable[[Saved], None], step: int) -> None:
         """Has work done beside training with a save that goes on beside it, once that is on the disk.
@@ -128,7 +119,7 @@ class Saver:
                 with contextlib.suppress(Exception):  # of the disk or the device: whoever closes has an error to tell
                     self.wait()
         finally:
-            self.step.before_update = _nothing
+            self.step.copying = None
             if self.writer is not None:
                 self.writer.close()  # first: a thread may be waiting for its answer
             self.thread.shutdown(cancel_futures=True)
@@ -200,7 +191,3 @@ def _finished(saved: Saved) -> Future[Saved]:
     future: Future[Saved] = Future()
     future.set_result(saved)
     return future
-
-
-def _nothing() -> None:
-    """What an update waits for where nothing is being copied."""

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 import flatout
-from flatout.config.schema import RunConfig
+from flatout.checkpoints.adapter_folder import ADAPTER, IN_4_BITS, step_of, who_loads, write_adapter
+from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_path, list_checkpoints, read_checkpoint, read_verdict
+from flatout.checkpoints.run_folder import checkpoint_to_load, checkpoints_of
 from flatout.config.yaml_loader import format_value, shorten
-from flatout.engine.adapter_folder import ADAPTER, IN_4_BITS, step_of, who_loads, write_adapter
 from flatout.engine.books import JUDGED, Progress
-from flatout.engine.checkpoint import Checkpoint, checkpoint_path, list_checkpoints, read_checkpoint, read_verdict
 from flatout.engine.run import Run
-from flatout.engine.run_folder import checkpoint_to_load, checkpoints_of
 from flatout.errors import CheckpointError
 from flatout.model.adapter_files import OccupiedError
 
@@ -58,7 +57,7 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
         optimizer=optimizer,
         run=tensors,
         state=state,
-        config=run.config.model_dump(),
+        config=run.plan.stored,
         tokenizer=run.data.tokenizer.to_json(),
     )
 
@@ -112,7 +111,7 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     try:
         converted = run.step.optimizer.assign(run.trained.own(state), "the checkpoint")
     except CheckpointError as error:
-        changed = [row for row in differences(run.config, checkpoint.config) if row[0].startswith("optim.")]
+        changed = [row for row in differences(run.plan.stored, checkpoint.config) if row[0].startswith("optim.")]
         if not changed:
             raise
         told = "; ".join(f"{path} was {format_value(was)}, is now {format_value(now)}" for path, was, now in changed)
@@ -145,13 +144,12 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     progress = Progress(**numbers)
     progress.bad_steps = 0  # nothing is saved while they are counted; older checkpoints may say otherwise
     if "tokens" not in checkpoint.state:  # saved before tokens were counted
-        progress.tokens = progress.step * run.config.train.batch_tokens
+        progress.tokens = progress.step * run.plan.train.batch_tokens
     return progress
 
 
-def differences(config: RunConfig, stored: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(path, stored value, the config's) of every setting that a checkpoint has otherwise, but names of places."""
-    now = config.model_dump()
+def differences(now: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(path, stored value, that of now) of every setting that a checkpoint has otherwise, but names of places."""
     for section, values in stored.items():
         for name, before in values.items():
             after, path = now.get(section, {}).get(name), f"{section}.{name}"
@@ -195,12 +193,12 @@ def save_run_adapter(run: Run, folder: Path, step: int, tensors: Mapping[str, Te
     `tensors` are the adapters of that step, where training has gone on since. Somebody's files in that folder are left
     alone, with a notice: the checkpoint has the adapters all the same.
     """
-    name = run.config.model.init_from
+    name = run.plan.model.init_from
     if run.adapters is None or name is None:
         return
     if checkpoint_to_load(folder, best=True) != checkpoint_path(checkpoints_of(folder), step):
         return
-    facts = {"base": run.base_hash, "quantize": run.config.lora.quantize, "step": step}
+    facts = {"base": run.base_hash, "quantize": run.plan.lora.quantize, "step": step}
     try:
         write_adapter(run.adapters, folder / ADAPTER, name, run.files_beside, facts, tensors)
     except OccupiedError as error:
@@ -209,17 +207,17 @@ def save_run_adapter(run: Run, folder: Path, step: int, tensors: Mapping[str, Te
 
 def notice_on_adapter(run: Run, folder: Path) -> Iterator[str]:
     """Where a run's adapter lies, and who can load it."""
-    place, name, base = folder / ADAPTER, run.config.model.init_from, run.base
+    place, name, base = folder / ADAPTER, run.plan.model.init_from, run.base
     step = step_of(place)
     if run.adapters is None or step is None:
         return
     limit = who_loads(name, base.description) if base is not None and name is not None else None
-    lora = run.config.lora
+    lora = run.plan.lora
     # vLLM refuses whole modules and DoRA, and takes one rank and alpha for all targets whatever the patterns say.
     alone = bool(lora.also or lora.dora or lora.ranks or lora.alphas)
     who = "" if limit is not None else " for PEFT" if alone else " for PEFT and vLLM"
     known = f"adapter{who}: {place}, of step {step}"
-    yield "; ".join(filter(None, [known, limit, IN_4_BITS if run.config.lora.quantize != "none" else None]))
+    yield "; ".join(filter(None, [known, limit, IN_4_BITS if run.plan.lora.quantize != "none" else None]))
 
 
 def mend_run_adapter(run: Run, folder: Path) -> Iterator[str]:

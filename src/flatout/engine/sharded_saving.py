@@ -2,7 +2,7 @@
 
 Order: the first process makes the temporary folder; all write their files there, hashed and durable; their entries are
 gathered; the first process writes the rest, the manifest last, and renames the folder. A process that fails on the way
-fails them all, and the folder goes: a checkpoint is whole or absent, as in the plain form (engine/checkpoint.py).
+fails them all, and the folder goes: a checkpoint is whole or absent, as in the plain form (checkpoints/checkpoint.py).
 They may try again then, together (engine/full_disk.py).
 """
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from flatout.engine.checkpoint import Checkpoint, checkpoint_path
-from flatout.engine.checkpoint_files import commit, set_aside, write_files
-from flatout.engine.slices import SLICED_FILES, entry_of, joined_entries, slice_file
+from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_path
+from flatout.checkpoints.checkpoint_files import commit, set_aside, write_files
+from flatout.checkpoints.slices import SLICED_FILES, entry_of, joined_entries, slice_file
 from flatout.files import disk_errors
 from flatout.folders import whole_folder
 from flatout.model.tensor_file import pieces_of

@@ -12,18 +12,24 @@ Contract:
   smaller one it can be taken again. All of the optimizers' state is made before the first update: made parameter by
   parameter between updates, a failure there would leave half of the weights moved.
 - What depends on the data of all processes goes through `world`.
+- The attention window of a step is an argument all the way down: nothing of the model changes with it.
 Trap: reading any of the returned tensors stalls the device. The loop reads them late.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from flatout.device import Scope
+from flatout.engine.graphs import MicroBatchGraph
+from flatout.engine.shared_block import Copied
 from flatout.engine.spans import StepClock
+from flatout.model.adapters import Adapters
+from flatout.model.protocol import LanguageModel
 from flatout.ops.documents import Layout, PackedRows
 from flatout.ops.gradients import clear_gradients, hold_gradients
 from flatout.ops.reference import IGNORED
@@ -31,7 +37,6 @@ from flatout.optim.average import Average
 from flatout.optim.optimizers import Optimizers
 from flatout.world import Reducer, World
 
-Thing = TypeVar("Thing")
 CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_
 
 
@@ -57,14 +62,9 @@ class LossScale:
 
 @dataclasses.dataclass(eq=False)
 class TrainStep:
-    """`keep_gradients` zeroes gradients where they lie instead of dropping them, as replayed graphs need.
+    """The parts of a step. `keep_gradients` zeroes gradients where they lie instead of dropping them."""
 
-    `after_update` follows every update, also one that was turned into nothing. `before_update` comes just before
-    anything that a checkpoint holds changes. `clear_gradients` is how gradients that must stay where they are become
-    zero.
-    """
-
-    model: nn.Module
+    model: LanguageModel
     optimizer: Optimizers
     _: dataclasses.KW_ONLY
     clip: float
@@ -72,52 +72,50 @@ class TrainStep:
     label_smoothing: float = 0.0
     loss_scale: LossScale | None = None
     keep_gradients: bool = False
-    after_update: Callable[[], None] = lambda: None
-    before_update: Callable[[], None] = lambda: None
-    clear_gradients: Callable[[], None] | None = None
+    compiled: bool = False  # whether torch.compile made code for the model
+    graph: MicroBatchGraph | None = None  # recordings of micro-batches
+    adapters: Adapters | None = None  # where these alone are trained: their gradients stay in their places
     average: Average | None = None  # of the weights, for evaluation
-    scope: Callable[[], AbstractContextManager[None]]
+    scope: Scope | None = None  # torch's switches during a step
     world: World = dataclasses.field(default_factory=World)
     reducer: Reducer | None = None  # adds up the gradients of several processes
-    rebuild: Callable[[], None] = lambda: None  # what was made for one shape: setup says how to make it anew
-    use_window: Callable[[int | None], None] = lambda window: None  # another attention window, from setup too
+    copying: Copied | None = None  # a checkpoint's copy of the state, which the next update must wait for
     updating: bool = False  # weights may be half moved: there is no way back to before the step
     with_parameter_norm: bool = False  # whether the next report has it, and ratios: it reads all weights once more
 
     def __post_init__(self) -> None:
         device = next(self.model.parameters()).device
-        in_place = self.clear_gradients is not None
-        if self.reducer is not None and self.clear_gradients is None:
-            self.clear_gradients, in_place = self.reducer.clear, self.reducer.in_place
-        self.keep_gradients = self.keep_gradients or in_place
-        self._norm = torch.nn.utils.get_total_norm if self.reducer is None else self.reducer.norm
-        # engine/graphs.py puts a recording of it here
-        self.run_micro_batch: Callable[..., Tensor] = self.forward_backward
+        in_place = self.adapters is not None or (self.reducer is not None and self.reducer.in_place)
+        self.keep_gradients = self.keep_gradients or self.graph is not None or in_place
         self.clock = StepClock(device)
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         self.one = torch.ones((), dtype=torch.float32, device=device)
 
     def __call__(
-        self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None = None, pieces: int = 1
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        packed: PackedRows | None = None,
+        pieces: int = 1,
+        window: int | None = None,
     ) -> Tensor:
         """Six numbers on the device: loss, gradient norm before clipping, applied (0 or 1), rate, loss scale, norm of
         the parameters (-1 where it was not asked for; where it was, the norm of the update of every group follows, as a
-        share of its weights). A micro-batch has so many `pieces` of windows more rows."""
+        share of its weights). A micro-batch has so many `pieces` of windows more rows. `window` is that of attention
+        in blocks of kind W, where it is not the model's own."""
         self.model.train()
         self.clock.begin()
-        with self.scope():
-            loss = self.accumulate(tokens_BT, targets_BT, packed, pieces)
+        with self.active():
+            loss = self.accumulate(tokens_BT, targets_BT, packed, pieces, window)
             report = self._update(loss)
         self.clock.mark("optimizer")
         return report
 
-    def rehearse(
-        self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None = None, pieces: int = 1
-    ) -> None:
-        """The passes of a step without its update; gradients are let go."""
+    def rehearse(self, *batch: Any) -> None:
+        """The passes of a step, of the same arguments, without its update; gradients are let go."""
         self.model.train()
-        with self.scope():
-            self.accumulate(tokens_BT, targets_BT, packed, pieces)
+        with self.active():
+            self.accumulate(*batch)
             if self.reducer is not None:
                 self.reducer.finish()
             self._clear(drop=not self.keep_gradients)
@@ -130,10 +128,27 @@ class TrainStep:
         """
         self._clear(drop=True)
         self.micro_batch = size
-        self.rebuild()
+        self.model.drop()
+        if self.graph is not None:
+            self.graph.reset()
+        for update in self.optimizer.recorded.values():
+            update.reset()
+        if self.compiled:
+            torch._dynamo.reset()  # code for a shape that never comes again only holds memory
+
+    def before_update(self) -> None:
+        """Called before anything that a checkpoint holds changes: the device waits for a copy that is under way."""
+        if self.copying is not None:
+            self.copying.hold_back()
+            self.copying = None
 
     def accumulate(
-        self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None = None, pieces: int = 1
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        packed: PackedRows | None = None,
+        pieces: int = 1,
+        window: int | None = None,
     ) -> Tensor:
         """Adds the gradients of the whole batch and returns its mean loss.
 
@@ -142,41 +157,40 @@ class TrainStep:
         if self.keep_gradients:
             hold_gradients(self.model.parameters())
         labelled = self.world.sum((targets_BT != IGNORED).sum()).clamp(min=1)
-        total = None
-        for last, (tokens, targets, *layout) in with_last(
-            self._micro_batches(tokens_BT, targets_BT, packed, pieces * self.micro_batch)
-        ):
-            if last and self.reducer is not None:
+        size, rows = pieces * self.micro_batch, tokens_BT.shape[0]
+        cuts = [slice(at, at + size) for at in range(0, rows, size)] if packed is None else list(packed.cuts(size))
+        # Windows are shared evenly, so that only ranks with packed rows have to ask each other.
+        passes = len(cuts) if self.reducer is None or packed is None else self.reducer.passes(len(cuts))
+        tokens, targets, layout, total = tokens_BT, targets_BT, None, None
+        for number in range(passes):
+            if number >= len(cuts):
+                targets = torch.full_like(targets, IGNORED)
+            elif packed is None:
+                tokens, targets, layout = tokens_BT[cuts[number]], targets_BT[cuts[number]], None
+            else:
+                tokens, targets, layout = packed.part(cuts[number], tokens_BT.device)
+            if number == passes - 1 and self.reducer is not None:
                 self.reducer.last_micro_batch()
-            mean = self.run_micro_batch(tokens, targets, labelled, *layout)
-            if self.run_micro_batch != self.forward_backward:  # a replay, in which nothing can be marked
-                self.clock.mark("micro-batch")
+            mean = self.run_micro_batch(tokens, targets, labelled, layout, window)
             total = mean if total is None else total + mean
         assert total is not None, "a batch has at least one sequence"
         return self.world.sum(total)
 
-    def _micro_batches(
-        self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None, size: int
-    ) -> Iterator[tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Layout]]:
-        rows = tokens_BT.shape[0]
-        cuts = [slice(at, at + size) for at in range(0, rows, size)] if packed is None else list(packed.cuts(size))
-        # Windows are shared evenly, so that nobody has to ask.
-        passes = len(cuts) if self.reducer is None or packed is None else self.reducer.passes(len(cuts))
-        part = None
-        for cut in cuts:
-            part = (tokens_BT[cut], targets_BT[cut]) if packed is None else packed.part(cut, tokens_BT.device)
-            yield part
-        for _ in range(passes - len(cuts)):
-            assert part is not None, "a batch has at least one sequence"
-            unlabelled = torch.full_like(part[1], IGNORED)
-            yield (part[0], unlabelled) if len(part) == 2 else (part[0], unlabelled, part[2])
+    def run_micro_batch(
+        self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: Layout | None, window: int | None
+    ) -> Tensor:
+        """`forward_backward`, or a replay of it."""
+        if self.graph is None:
+            return self.forward_backward(tokens_BT, targets_BT, labelled, layout, window)
+        mean = self.graph(self.forward_backward, (tokens_BT, targets_BT, labelled), layout, window)
+        self.clock.mark("micro-batch")  # nothing can be marked in a replay
+        return mean
 
     def forward_backward(
-        self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: Layout | None = None
+        self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: Layout | None, window: int | None
     ) -> Tensor:
         """Adds one micro-batch's gradients and returns its share of the step's mean loss."""
-        packed = () if layout is None else (layout,)
-        mean = self.model(tokens_BT, targets_BT, self.label_smoothing, *packed) / labelled
+        mean = self.model(tokens_BT, targets_BT, self.label_smoothing, layout, window) / labelled
         self.clock.mark("forward")
         (mean if self.loss_scale is None else mean * self.loss_scale.scale).backward()
         self.clock.mark("backward")
@@ -208,14 +222,23 @@ class TrainStep:
         self.updates.add_(finite)
         if self.average is not None:
             self.average.update(self.updates, finite)
-        self.after_update()
+        self.model.narrow.settle()
         self.updating = False
         self._clear(drop=not self.keep_gradients)
         return torch.cat([report, *self._update_ratios(seen)]) if seen else report
 
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """torch's switches as they are during a step."""
+        return contextlib.nullcontext() if self.scope is None else self.scope.active()
+
+    def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.nn.utils.get_total_norm(tensors) if self.reducer is None else self.reducer.norm(tensors)
+
     def _clear(self, *, drop: bool) -> None:
-        if self.clear_gradients is not None:
-            self.clear_gradients()
+        if self.adapters is not None:
+            self.adapters.zero_gradients()
+        elif self.reducer is not None:
+            self.reducer.clear()
         else:
             clear_gradients(self.optimizer.parameters, drop=drop)
 
@@ -228,14 +251,3 @@ class TrainStep:
         for old, new in zip(before, self.optimizer.some_weights(), strict=True):
             moved = [b - a for a, b in zip(old, new, strict=True)]
             yield (self._norm(moved) / self._norm(old)).to(torch.float32).view(1)
-
-
-def with_last(things: Iterable[Thing]) -> Iterator[tuple[bool, Thing]]:
-    """Each of them, and whether it is the last one."""
-    following = iter(things)
-    for thing in following:
-        held = thing
-        for after in following:
-            yield False, held
-            held = after
-        yield True, held

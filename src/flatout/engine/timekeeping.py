@@ -7,8 +7,8 @@ from flatout.engine.books import Progress
 from flatout.engine.boundary import sample_ids
 from flatout.engine.recovery import fitting_evaluation
 from flatout.engine.run import Run
-from flatout.engine.trained import checkpoint_size
 from flatout.records import CheckpointRecord, NoticeRecord, Record
+from flatout.resolve.memory import checkpoint_size
 
 FEW = 8  # tokens of a sample that are timed
 DISK = 1e9  # bytes per second that a checkpoint is taken to be written with, before one was
@@ -21,7 +21,7 @@ def begin(run: Run) -> None:
         return
     deadline.evaluation = _evaluation_seconds(run)
     deadline.sample = _sample_seconds(run)
-    deadline.checkpoint = checkpoint_size(run.trained.count, run.config, run.speed) / DISK
+    deadline.checkpoint = checkpoint_size(run.trained.count, run.plan.model, run.plan.optim, run.speed) / DISK
     run.step.optimizer.stretch(*deadline.stretch)
     deadline.start()
 
@@ -40,7 +40,7 @@ def _evaluation_seconds(run: Run) -> float:
 
 def _sample_seconds(run: Run) -> float:
     """Seconds of a sample, from its first tokens, which are drawn twice as well."""
-    tokens = run.config.eval.sample_tokens
+    tokens = run.plan.eval.sample_tokens
     if not tokens:
         return 0.0
     sample_ids(run, min(tokens, FEW))

@@ -20,10 +20,10 @@ import torch
 from flatout.data.batch import Batch
 from flatout.data.positions import Reading
 from flatout.device import free_memory, is_out_of_memory
-from flatout.engine.compiling import is_compile_error
 from flatout.engine.graphs import WARM_UPS
 from flatout.engine.recovery import for_all_ranks, needs_a_restart
 from flatout.engine.run import Run
+from flatout.model.compiling import is_compile_error
 from flatout.ops.documents import PackedRows
 
 
@@ -40,7 +40,7 @@ def shapes_of(run: Run, first_step: int) -> list[Reading]:
 
 def warm_up(run: Run, first_step: int) -> str | None:
     """Warms a run up before `first_step`, where that is worth it; returns a notice."""
-    made_for_shapes = run.step.run_micro_batch != run.step.forward_backward or run.speed.compile != "off"
+    made_for_shapes = run.step.graph is not None or run.speed.compile != "off"
     shapes = shapes_of(run, first_step)
     if not shapes or run.given.model is not None or not (made_for_shapes or run.speed.device.kind == "cuda"):
         return None
@@ -52,7 +52,6 @@ def warm_up(run: Run, first_step: int) -> str | None:
     if measuring and failure is None:
         run.model.narrow.settle()
         failure = _attempt(run, shapes)
-    run.step.use_window(None)
     run.random.assign(random)
     run.model.narrow.assign(known)
     if failure is not None:  # it may have left anything half done
@@ -70,8 +69,7 @@ def _attempt(run: Run, shapes: list[Reading]) -> str | None:
         with run.random.active():
             for reading in shapes:
                 batch = _made_up(run, reading)
-                run.step.use_window(batch.attention_window)
-                run.step.rehearse(batch.tokens, batch.targets, batch.packed, batch.pieces)
+                run.step.rehearse(batch.tokens, batch.targets, batch.packed, batch.pieces, batch.attention_window)
     except RuntimeError as error:
         lacking = is_out_of_memory(error)
         if not lacking and not is_compile_error(error):

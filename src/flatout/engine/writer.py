@@ -26,8 +26,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, final
 
+from flatout.checkpoints.checkpoint_files import save_files
 from flatout.confined import pythons, root_of
-from flatout.engine.checkpoint_files import save_files
 from flatout.files import PIECE
 from flatout.pulse import die_with_parent
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flatout.errors import CheckpointError
 from flatout.model.gpt import GPT
+from flatout.model.protocol import LanguageModel
 
 
 def sample_token(
@@ -41,7 +42,7 @@ def sample_token(
 
 
 def generate_tokens(
-    model: GPT,
+    model: LanguageModel,
     prompt: Sequence[int],
     *,
     count: int,
@@ -65,7 +66,6 @@ def generate_tokens(
     ids = list(prompt)
     start = max(0, len(ids) - context)
     cache = None
-    keeps = cached and model.cacheable
     was_training = model.training
     model.eval()
     try:
@@ -74,11 +74,9 @@ def generate_tokens(
                 start = len(ids) - max(1, context // 2)
                 cache = None
             with torch.inference_mode():
-                if cache is None:
-                    cache = model.empty_cache(positions=len(ids) - start + count - made) if keeps else None
-                    feed = ids[start:]
-                else:
-                    feed = ids[-1:]
+                feed = ids[start:] if cache is None else ids[-1:]
+                if cache is None and cached and isinstance(model, GPT) and model.cacheable:
+                    cache = model.empty_cache(positions=len(ids) - start + count - made)
                 tokens_BT = torch.tensor([feed], device=device)
                 logits_V = model.logits(tokens_BT, cache, last=True)[0, -1, :vocab]
             token = sample_token(logits_V, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable
 
 from flatout.config.yaml_loader import shorten
-from flatout.errors import ConfigError
+from flatout.errors import AdapterError
 from flatout.model.fields import projections
 from flatout.model.gpt import GPT
 from flatout.model.layers import Attention, Block
@@ -63,27 +63,31 @@ class AdapterPlan:
     def __post_init__(self) -> None:
         for what, rank in [("rank", self.rank), *((f"the rank of {pattern!r}", rank) for pattern, rank in self.ranks)]:
             if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MOST:
-                raise ConfigError(
-                    f"{what} is {rank!r:.40}, it must be a whole number from 1 to {_MOST:,}", "16 is a usual rank"
-                )
+                wrong = f"{what} is {rank!r:.40}, it must be a whole number from 1 to {_MOST:,}"
+                raise AdapterError(wrong, "16 is a usual rank", "lora.ranks")
         for what, alpha in [("alpha", self.alpha), *((f"the alpha of {name!r}", value) for name, value in self.alphas)]:
             number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
             if not number or not 0 < alpha < math.inf or alpha > _MOST:
-                raise ConfigError(f"{what} is {alpha!r:.40}, it must be a number above 0", "twice the rank is usual")
+                wrong = f"{what} is {alpha!r:.40}, it must be a number above 0"
+                raise AdapterError(wrong, "twice the rank is usual", "lora.alphas")
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout is {self.dropout!r}, it must be from 0 to below 1", "0 is usual, and fastest")
-        patterns = [name for name, _ in (*self.ranks, *self.alphas)]
-        patterns += [names for names in (self.targets, self.exclude) if isinstance(names, str) and names]
+            raise AdapterError(f"dropout is {self.dropout!r}, it must be from 0 to below 1", "0 is usual, and fastest")
+        patterns = [(name, f"lora.{field}") for field in ("ranks", "alphas") for name, _ in getattr(self, field)]
+        listed = (self.targets, self.exclude)
+        patterns += [(names, "lora.targets") for names in listed if isinstance(names, str) and names]
         # Each is compiled and matched with all paths, one that is no plain name in a process of its own.
-        regular = sum(not is_plain(pattern) for pattern in patterns)
+        regular = sum(not is_plain(pattern) for pattern, _ in patterns)
         if len(patterns) > _MOST_PATTERNS or regular > _MOST_REGULAR:
             limits = f"the limits are {_MOST_PATTERNS:,} and {_MOST_REGULAR}"
-            raise ConfigError(f"{len(patterns):,} patterns, {regular:,} of them no plain names: {limits}", "list fewer")
-        for pattern in patterns:
+            raise AdapterError(
+                f"{len(patterns):,} patterns, {regular:,} of them no plain names: {limits}", "list fewer"
+            )
+        for pattern, setting in patterns:
             if (wrong := what_is_wrong(pattern)) is not None:
-                raise ConfigError(f"{shorten(pattern)} is no regular expression: {wrong}", "list names instead")
+                text = f"{shorten(pattern)} is no regular expression: {wrong}"
+                raise AdapterError(text, "list names instead", setting)
         if not self.targets:
-            raise ConfigError("an adapter needs at least one target", f"list names, or write {ALL_LINEAR}")
+            raise AdapterError("an adapter needs at least one target", f"list names, or write {ALL_LINEAR}")
 
     def scale(self, rank: int, alpha: float) -> float:
         return alpha / math.sqrt(rank) if self.rank_stabilised else alpha / rank
@@ -102,7 +106,7 @@ class Choice:
 def targets_of(model: GPT) -> list[Target]:
     """Every projection of every block, in the order of layers, matrices and rows."""
     if not all(isinstance(block.attention, Attention) for block in model.blocks):
-        raise ConfigError(
+        raise AdapterError(
             f"model.pattern is {model.config.pattern}, and adapters are for blocks with attention only",
             "set lora.rank=0, which trains all weights",
         )
@@ -140,7 +144,7 @@ def choose(plan: AdapterPlan, targets: Iterable[Target], *, strict: bool = True)
         count = 1 + max(target.layer for target in targets)
         for layer in plan.layers:
             if not 0 <= layer < count:
-                raise ConfigError(f"there is no layer {layer}", f"the model has layers 0 to {count - 1}")
+                raise AdapterError(f"there is no layer {layer}", f"the model has layers 0 to {count - 1}")
     paths = tuple(target.path for target in targets)
     wanted = _wanted(plan, targets)
     ranks = [(endings(pattern, paths), rank) for pattern, rank in plan.ranks]
@@ -154,13 +158,14 @@ def choose(plan: AdapterPlan, targets: Iterable[Target], *, strict: bool = True)
         chosen.append(Choice(target=target, rank=rank, alpha=alpha, scale=plan.scale(rank, alpha)))
     if not chosen:
         names = ", ".join(_names(targets))
-        raise ConfigError(
+        raise AdapterError(
             f"the targets {shorten(plan.targets)} choose none of the model's projections",
             f"the names are {names}; one text alone is a regular expression for whole paths like {targets[0].path}",
         )
-    for pattern, _ in (*plan.ranks, *plan.alphas):
-        if strict and not any(choice.target.path in endings(pattern, paths) for choice in chosen):
-            raise _unknown(pattern, [choice.target for choice in chosen])
+    for setting, pairs in (("lora.ranks", plan.ranks), ("lora.alphas", plan.alphas)):
+        for pattern, _ in pairs:
+            if strict and not any(choice.target.path in endings(pattern, paths) for choice in chosen):
+                raise _unknown(pattern, [choice.target for choice in chosen], setting)
     return chosen
 
 
@@ -196,14 +201,12 @@ def _names(targets: Iterable[Target]) -> list[str]:
     return list(dict.fromkeys(target.name for target in targets))
 
 
-def _unknown(name: str, targets: list[Target]) -> ConfigError:
+def _unknown(name: str, targets: list[Target], setting: str = "lora.targets") -> AdapterError:
     if name.rpartition(".")[2] in _NO_ADAPTER:
-        return ConfigError(
-            f"{name} cannot have an adapter here", "leave it out; lora.also=[embedding, head] trains those whole"
-        )
+        way = "leave it out; lora.also=[embedding, head] trains those whole"
+        return AdapterError(f"{name} cannot have an adapter here", way, setting)
     names = _names(targets)
     near = difflib.get_close_matches(name, names, n=1)
     meant = f"did you mean {near[0]}? " if near else ""
-    return ConfigError(
-        f"there is no projection {name} to choose", f"{meant}the names are {', '.join(names)}, or {ALL_LINEAR} for all"
-    )
+    way = f"{meant}the names are {', '.join(names)}, or {ALL_LINEAR} for all"
+    return AdapterError(f"there is no projection {name} to choose", way, setting)

@@ -16,13 +16,16 @@ takes them at once, and backward keeps the wide ones.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from torch import nn
 
 from flatout.config.schema import ModelConfig
-from flatout.model.execution import Execution
-from flatout.model.feature import LINEARS, Form, mixer_widths, mlp_widths
-from flatout.model.fields import FEATURES, bias_values, has_bias, projections
-from flatout.model.layers import mlp_width_of
+from flatout.model.execution import Execution, Form
+from flatout.model.fields import projections
+from flatout.model.layers import Block, Table, mlp_widths
+from flatout.model.outline import Part, outline, parts_of
 from flatout.ops.documents import BY_BOUNDS
 from flatout.ops.quantized import BYTES as QUANTIZED_BYTES
 
@@ -32,47 +35,58 @@ GRAPH_BYTES = 220 * 2**20  # measured on an H200 with GPT-2 124M, 1 to 16 sequen
 
 def parameter_count(config: ModelConfig, vocab: int) -> int:
     """Exactly the number of trained values; a tied head is counted once."""
-    total = sum(feature.outside(config, vocab) for feature in FEATURES)
-    return total + sum(block_count(config, kind) for kind in config.kinds)
+    model, _ = outline(config, vocab)
+    return _values(model) - _values(model.blocks) + _over_blocks(config, _values)
 
 
 def table_count(config: ModelConfig, vocab: int) -> int:
     """Trained values in tables beside the embedding, of which a token reads a row each. All others are dense."""
-    return sum(feature.tables(config, vocab) for feature in FEATURES)
+    return sum(_values(module) for module in outline(config, vocab)[0].modules() if isinstance(module, Table))
 
 
 def block_count(config: ModelConfig, kind: str) -> int:
-    """Trained values of one block, of a kind that `model.pattern` names."""
-    return sum(_matrices(config, kind).values()) + sum(feature.values(config, kind) for feature in FEATURES)
+    """Trained values of one block, of a kind that `model.pattern` names; without those for a value table."""
+    model, _ = outline(config)
+    return min(_values(block) for block, its in zip(model.blocks, model.config.kinds, strict=True) if its == kind)
 
 
 def blocks_gathered(config: ModelConfig) -> int:
     """How many blocks of a sharded model are gathered at once: small ones in groups, but never more than a quarter."""
-    largest = max(block_count(config, kind) for kind in config.kinds)
+    largest = max(block_count(config, kind) for kind in set(config.kinds))
     return max(1, min(GATHERED // largest, config.layers // 4))
 
 
 def matrix_count(config: ModelConfig) -> int:
     """Weights of the matrices of all blocks."""
-    return sum(sum(_matrices(config, kind).values()) for kind in config.kinds)
+    return _over_blocks(
+        config, lambda block: sum(x.weight.numel() for x in block.modules() if isinstance(x, nn.Linear))
+    )
 
 
 def linear_count(config: ModelConfig) -> int:
     """Weights of the linear layers in all blocks, but those that have no place in `speed.fp8`."""
-    return sum(_matrices(config, kind)[name] for kind in config.kinds for name in LINEARS)
+    return _over_blocks(config, lambda block: sum(layer.weight.numel() for layer in block.linears().values()))
 
 
-def _matrices(config: ModelConfig, kind: str) -> dict[str, int]:
-    """Weights of a block's matrices, by name."""
-    return {name: size for feature in FEATURES for name, size in feature.matrices(config, kind).items()}
+def _over_blocks(config: ModelConfig, size: Callable[[Any], int]) -> int:
+    return sum(times * size(block) for block, times in zip(*_blocks(config), strict=True))
+
+
+def _blocks(config: ModelConfig) -> tuple[list[Any], tuple[int, ...]]:
+    """Blocks that differ, and how often each of them comes."""
+    model, times = outline(config)
+    return list(model.blocks), times
+
+
+def _values(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def adapter_count(config: ModelConfig, rank: int) -> int:
     """Trained values of adapters on every projection of every block, fused matrices counted by their parts."""
-    matrices, total = _matrices(config, "A"), 0
-    for linear, piece in projections(config).values():
-        inputs = {"out": config.queries, "down": mlp_width_of(config)}.get(linear, config.width)
-        total += inputs + (piece.last or matrices[linear] // inputs) - piece.first
+    linears, total = _blocks(config)[0][0].linears(), 0
+    for name, piece in projections(config).values():
+        total += linears[name].in_features + (piece.last or linears[name].out_features) - piece.first
     return config.layers * rank * total
 
 
@@ -84,7 +98,11 @@ def whole_count(config: ModelConfig, vocab: int, also: Collection[str]) -> int:
 
 def bias_count(config: ModelConfig) -> int:
     """Biases of all layers and norms."""
-    return config.layers * bias_values(config, "A") + (config.width if has_bias(config, "norm") else 0)
+
+    def biases(module: nn.Module) -> int:
+        return sum(x.numel() for name, x in module.named_parameters() if name.endswith("bias"))
+
+    return biases(outline(config)[0].norm) + _over_blocks(config, biases)
 
 
 def flops_per_token(
@@ -95,16 +113,10 @@ def flops_per_token(
     `context` is the length of what attends to itself, where rows hold several samples. `adapters` is how many values
     are trained beside frozen weights; None trains them all. `head` says that the head is trained beside them, too.
     """
-    weights = vocab * config.width + sum(feature.outside_work(config) for feature in FEATURES)
-    weights += sum(_block_work(config, kind) for kind in config.kinds)
+    weights = vocab * config.width + sum(part.times * part.work for part in parts_of(config))
     products = 6.0 * weights if adapters is None else 4.0 * weights + 6.0 * adapters
     products += 2.0 * vocab * config.width if head and adapters is not None else 0.0
     return products + _attention_flops(config, config.windows, context or config.context)
-
-
-def _block_work(config: ModelConfig, kind: str) -> int:
-    """Weights that a token is multiplied with in a block."""
-    return sum(_matrices(config, kind).values()) + sum(feature.work(config, kind) for feature in FEATURES)
 
 
 def _attention_flops(config: ModelConfig, windows: Iterable[int | None], context: float) -> float:
@@ -127,29 +139,29 @@ class LayerRow:
 
 def layer_rows(config: ModelConfig, vocab: int, tokens: int, form: Form) -> tuple[LayerRow, ...]:
     """A model by its layers, in a step over micro-batches of `tokens`; the blocks of one kind are one row."""
-    rows = []
+    rows, parts = [], _parts(config, form)
+    plain = {part.kind: part for part in sorted(parts, key=lambda part: -part.work)}  # those without a value table
     for kind in dict.fromkeys(config.kinds):
         windows = [] if kind == "E" else [config.window if kind == "W" else None]
-        kept, _ = _kept_and_again(config, kind, _block_bytes(config, kind, form), form)
         rows.append(
             LayerRow(
                 name=f"block {kind}",
                 times=config.kinds.count(kind),
                 parameters=block_count(config, kind),
-                flops=6.0 * _block_work(config, kind) + _attention_flops(config, windows, config.context),
-                kept_bytes=tokens * kept,
+                flops=6.0 * plain[kind].work + _attention_flops(config, windows, config.context),
+                kept_bytes=_kept_and_again(config, plain[kind], tokens, form)[0],
             )
         )
     tables = table_count(config, vocab)
     if tables:
-        kept = tokens * sum(feature.outside_kept(config, form) for feature in FEATURES)
-        rows.append(LayerRow(name="tables", times=1, parameters=tables, flops=0.0, kept_bytes=kept))
+        rows.append(LayerRow(name="tables", times=1, parameters=tables, flops=0.0, kept_bytes=0))
+    kept = sum(part.times * _kept_and_again(config, part, tokens, form)[0] for part in parts)
     outside = LayerRow(
         name="embedding, last norm, head",
         times=1,
-        parameters=sum(feature.outside(config, vocab) for feature in FEATURES) - tables,
-        flops=6.0 * (vocab * config.width + sum(feature.outside_work(config) for feature in FEATURES)),
-        kept_bytes=tokens * _end_bytes(config, form),
+        parameters=parameter_count(config, vocab) - sum(row.times * row.parameters for row in rows),
+        flops=flops_per_token(config, vocab) - sum(row.times * row.flops for row in rows),
+        kept_bytes=kept - sum(row.times * row.kept_bytes for row in rows),
     )
     return (*rows, outside)
 
@@ -212,68 +224,45 @@ def estimate_memory(
     Packed samples have rows of `row_tokens`, of all of which only `labels` tokens reach the head. Under adapters the
     model is `frozen`, and held in the type of its products. Of a sharded model a process holds one of so many `shards`.
     """
-    whole = frozenset() if frozen is None else frozen.also
     form = Form(half=half, compiled=compiled, execution=execution, frozen=frozen is not None)
     parameters, tokens = parameter_count(config, vocab), micro_batch * (row_tokens or config.context)
-    labels = tokens if labels is None else labels
-    if frozen is None:
-        trained, recorded = parameters, tokens
+    trained, labels, gathered = parameters, tokens if labels is None else labels, 0
+    if execution.sharded:
+        trained, gathered = -(-parameters // shards), _gathered(config, vocab)
+        weights = 4 * trained + (form.cell if form.triton else 4 + (2 if half else 0)) * gathered
+    elif frozen is None:
         weights = 4 * parameters + _narrow_bytes(config, parameters - table_count(config, vocab), form)
-        activations, working = _trained_bytes(config, vocab, tokens, labels, row_tokens or config.context, form)
     else:
-        trained, recorded = adapter_count(config, frozen.rank), labels
-        weights = form.cell * parameters + (4 + form.cell) * trained + 4 * whole_count(config, vocab, whole)
-        trained += whole_count(config, vocab, whole)
+        adapters, whole = adapter_count(config, frozen.rank), whole_count(config, vocab, frozen.also)
+        weights = form.cell * parameters + (4 + form.cell) * adapters + 4 * whole
         weights -= round((form.cell - QUANTIZED_BYTES) * linear_count(config)) if frozen.quantized else 0
-        activations, working = _frozen_bytes(config, vocab, tokens, labels, form, frozen)
+        trained = adapters + whole
+    activations, working = _step_bytes(config, vocab, tokens, labels, form, frozen)
     if row_tokens is not None:
         activations += _mask_bytes(config, tokens, row_tokens, form)
     alone = frozen is None and not accumulated and not graphs
-    if execution.sharded:
-        return _sharded_memory(config, vocab, form, shards, state_bytes, activations, working, alone=alone)
+    recorded = graphs and not execution.sharded
     return MemoryEstimate(
         weights=weights,
-        gradients=4 * trained,
+        gradients=4 * (trained + gathered),
         optimizer=int(state_bytes * trained),
         activations=activations,
         working=working,
         later=min(4 * trained, activations + working) if alone else 0,
-        graphs=_graph_bytes(vocab, recorded, form) if graphs else 0,
+        graphs=_graph_bytes(vocab, tokens if frozen is None else labels, form) if recorded else 0,
     )
 
 
-def _sharded_memory(
-    config: ModelConfig,
-    vocab: int,
-    form: Form,
-    shards: int,
-    state_bytes: float,
-    activations: int,
-    working: int,
-    *,
-    alone: bool,
-) -> MemoryEstimate:
-    """Slices of weights, gradients and state; and whole ones of the groups that are at work.
-
-    Of two groups weights are whole at a time, and of two gradients: of the one that is at work, and of the one that
-    comes or leaves.
-    """
-    blocks = blocks_gathered(config) * max(block_count(config, kind) for kind in config.kinds)
-    parameters, table = parameter_count(config, vocab), vocab * config.width
-    slices, stays = -(-parameters // shards), (table if config.tied else 0) + table_count(config, vocab)
-    largest = blocks if config.tied else max(blocks, table)
-    cell = form.cell if form.triton else 4 + (2 if form.half else 0)
-    return MemoryEstimate(
-        weights=4 * slices + cell * (2 * largest + stays),
-        gradients=4 * (slices + 2 * largest + stays),
-        optimizer=int(state_bytes * slices),
-        activations=activations,
-        working=working,
-        later=min(4 * slices, activations + working) if alone else 0,
-    )
+# --- what stays -------------------------------------------------------------------------------------------------------
 
 
-# --- what stays: weights in narrower types ----------------------------------------------------------------------------
+def _gathered(config: ModelConfig, vocab: int) -> int:
+    """Values of a sharded model that are whole at a time, of weights and of gradients: tables, and two groups of
+    blocks, the one that is at work and the one that comes or leaves."""
+    blocks = blocks_gathered(config) * max(block_count(config, kind) for kind in set(config.kinds))
+    table = vocab * config.width
+    stays = table_count(config, vocab) + (table if config.tied else 0)
+    return 2 * (blocks if config.tied else max(blocks, table)) + stays
 
 
 def _narrow_bytes(config: ModelConfig, parameters: int, form: Form) -> int:
@@ -282,11 +271,14 @@ def _narrow_bytes(config: ModelConfig, parameters: int, form: Form) -> int:
     how = form.execution
     if not form.triton:
         return 2 * parameters if form.half else 0
-    blocks = [_matrices(config, kind) for kind in config.kinds]
-    eight = [sum(block[name] for name in LINEARS if name in how.fp8) for block in blocks]
-    wide = [sum(block[name] for name in LINEARS if name not in how.fp8) if form.half else 0 for block in blocks]
+
+    def wide(block: Block) -> int:
+        return sum(layer.weight.numel() for name, layer in block.linears().items() if name not in how.fp8)
+
+    eight = linear_count(config) - _over_blocks(config, wide)
     staying = how.checkpointing != "full" and not how.activation_offload
-    return 2 * sum(eight) + 2 * (sum(wide) if staying else max(wide))
+    halves = _over_blocks(config, wide) if staying else max(map(wide, _blocks(config)[0]))
+    return 2 * eight + (2 * halves if form.half else 0)
 
 
 def _graph_bytes(vocab: int, tokens: int, form: Form) -> int:
@@ -301,40 +293,19 @@ def _graph_bytes(vocab: int, tokens: int, form: Form) -> int:
 # --- what passes: (bytes kept for backward, bytes alive at the peak only) ---------------------------------------------
 
 
-def _trained_bytes(
-    config: ModelConfig, vocab: int, tokens: int, labels: int, positions: int, form: Form
+def _step_bytes(
+    config: ModelConfig, vocab: int, tokens: int, labels: int, form: Form, frozen: FrozenModel | None
 ) -> tuple[int, int]:
-    """Of a step in which all weights are trained, with rows of so many positions."""
-    blocks = {kind: _kept_and_again(config, kind, _block_bytes(config, kind, form), form) for kind in set(config.kinds)}
-    kept, again = sum(blocks[kind][0] for kind in config.kinds), max(again for _, again in blocks.values())
+    """Of a step over so many tokens, of which the labelled ones reach the head."""
+    *parts, outside = _parts(config, form)
+    blocks = [(part.times, *_kept_and_again(config, part, tokens, form, frozen)) for part in parts]
+    kept, again = sum(times * kept for times, kept, _ in blocks), max(again for *_, again in blocks)
     if form.execution.activation_offload:  # on its way out or back: one block being made, one being used
-        kept = min(kept, 2 * max(kept for kept, _ in blocks.values()))
-    fixed = [feature.fixed(config, positions, form) for feature in FEATURES]
-    kept += _end_bytes(config, form) + sum(feature.outside_kept(config, form) for feature in FEATURES)
-    activations = tokens * kept + sum(kept for kept, _ in fixed)
-    loss, head_gradient = _loss_bytes(config, vocab, labels, form)
-    backward = tokens * (again + _backward_bytes(config, form)) + sum(again for _, again in fixed)
-    return activations, max(loss, backward + head_gradient)
-
-
-def _frozen_bytes(
-    config: ModelConfig, vocab: int, tokens: int, labels: int, form: Form, frozen: FrozenModel
-) -> tuple[int, int]:
-    """Of a step that trains adapters on every projection: what they keep comes on top of the blocks' own."""
-    how, cell, (up, hidden) = form.execution, form.cell, mlp_widths(config)
-    per_layer, again = _frozen_kept_and_again(config, form, frozen)
-    kept = config.layers * per_layer
-    if how.activation_offload:
-        kept = min(kept, 2 * per_layer)
-    padded = vocab + -vocab % how.pad_vocab
-    each = _fused_loss_cell(form) if how.loss == "fused" else 12
-    chunk = labels if how.loss == "plain" else min(labels, how.loss_chunk)
-    loss = chunk * padded * each + labels * cell * config.width
-    backward = tokens * (again + 2 * cell * config.width + cell * (up + hidden))
-    # Gradients of whole tables are made before they are added to their places.
-    tables = 4 * padded * config.width if frozen.also & {"embedding", "head"} else 0
-    kept += (cell + form.stream) * config.width + sum(feature.outside_kept(config, form) for feature in FEATURES)
-    return tokens * kept, max(loss, backward) + tables
+        kept = min(kept, 2 * max(kept for _, kept, _ in blocks))
+    kept += _kept_and_again(config, outside, tokens, form)[0]
+    backward = again + tokens * _backward_bytes(config, form)
+    loss, head_gradient = _loss_bytes(config, vocab, labels, form, frozen)
+    return kept, max(loss, backward + head_gradient)
 
 
 def _mask_bytes(config: ModelConfig, tokens: int, row_tokens: int, form: Form) -> int:
@@ -346,73 +317,75 @@ def _mask_bytes(config: ModelConfig, tokens: int, row_tokens: int, form: Form) -
     return (1 + form.cell * len(set(config.windows))) * pairs
 
 
-# --- one block, per token ---------------------------------------------------------------------------------------------
+# --- one block --------------------------------------------------------------------------------------------------------
 
 
-def _block_bytes(config: ModelConfig, kind: str, form: Form) -> int:
-    """Bytes that one block keeps until its backward, where nothing is computed again."""
-    return sum(feature.kept(config, kind, form) for feature in FEATURES)
+def _parts(config: ModelConfig, form: Form) -> tuple[Part, ...]:
+    return parts_of(config, form.half, form.frozen, form.execution.scan != "triton")
 
 
-def _kept_and_again(config: ModelConfig, kind: str, block: int, form: Form) -> tuple[int, int]:
-    """(bytes that a block keeps, bytes that its backward makes again), of the `block` bytes it needs."""
+def _kept_and_again(
+    config: ModelConfig, part: Part, tokens: int, form: Form, frozen: FrozenModel | None = None
+) -> tuple[int, int]:
+    """(bytes that a block keeps, bytes that its backward makes again)."""
     how, cell, width, (up, hidden) = form.execution, form.cell, config.width, mlp_widths(config)
+    block = part.saved if form.eager else part.lean + form.stream * part.stream + (0 if form.triton else part.copies)
+    fixed = part.fixed_lean if form.triton else part.fixed_saved
+    if not part.kind:
+        return round(tokens * (block + cell * width)), 0  # with the head's input
+    if frozen is not None:  # inputs times A
+        block += cell * len(projections(config)) * frozen.rank
+        if form.triton:
+            kept, again = _frozen_kernels(config, block, form, frozen)
+            return round(tokens * kept), round(tokens * again)
+        block += 2 * width + config.queries + hidden if frozen.dropout else 0  # masks
+        block += cell * (config.queries + 2 * config.keys + 2 * width + up) if frozen.dora else 0  # unscaled
     if how.checkpointing == "full":
         # In our kernels a block is handed a sum that is not added up yet, so it has two inputs.
-        return (form.stream + (cell if form.triton else 0)) * width, block
-    if how.checkpointing == "selective":
-        if form.triton:
-            return block - cell * hidden, cell * hidden
-        # The block's input and the results of its products and of attention.
-        kept = 4 * width + cell * (sum(mixer_widths(config, "A")) + up + 2 * width) + 4 * config.heads
-        if kind == "E":
-            kept = 4 * width + cell * (4 * config.states + up + 2 * width)
-            kept += 16 * config.states if how.scan == "chunked" else 0  # products inside of it
-        return kept, max(0, block - kept)
-    return block, 0
+        return tokens * (form.stream + (cell if form.triton else 0)) * width, round(tokens * block) + fixed
+    kept = block
+    if how.checkpointing == "selective":  # torch's form keeps its input and the results of products and attention
+        kept = block - cell * hidden if form.triton else form.stream * width + part.results
+    again = max(0.0, block - kept)
+    aside = fixed if again and not form.triton else 0
+    return round(tokens * kept) + fixed - aside, round(tokens * again) + aside
 
 
-def _frozen_kept_and_again(config: ModelConfig, form: Form, frozen: FrozenModel) -> tuple[int, int]:
-    """The same of a block with adapters: inputs times A, dropout's masks, and with DoRA the unscaled products."""
-    how, cell, width, (up, hidden) = form.execution, form.cell, config.width, mlp_widths(config)
-    block = _block_bytes(config, "A", form) + cell * len(projections(config)) * frozen.rank
-    if form.triton:  # ops/kernels/frozen.py
-        less = block - 2 * cell * width  # without the outputs of norms
-        if how.checkpointing == "full":
-            statistics = 8 if config.norm == "layernorm" else 4  # of one norm
-            return form.stream * width + statistics + cell * frozen.rank, less
-        return (less, cell * width) if how.checkpointing == "selective" else (block, 0)
-    block += 2 * width + config.queries + hidden if frozen.dropout else 0
-    block += cell * (mixer_widths(config, "A")[0] + 2 * width + up) if frozen.dora else 0
-    kept, again = _kept_and_again(config, "A", block, dataclasses.replace(form, frozen=False))
-    if how.checkpointing != "none":
-        kept -= (4 - cell) * width  # a block's input
-    return kept, again
+def _frozen_kernels(config: ModelConfig, block: float, form: Form, frozen: FrozenModel) -> tuple[float, float]:
+    """The same per token of ops/kernels/frozen.py: activations are made again, and without a norm, heads are turned in
+    their place."""
+    cell, width = form.cell, config.width
+    block -= cell * mlp_widths(config)[1]
+    if config.positions == "rope" and not config.qk_norm:
+        block -= cell * (config.queries + config.keys)
+    less = block - 2 * cell * width  # without the outputs of norms
+    if form.execution.checkpointing == "full":
+        return form.stream * width + cell * frozen.rank, less
+    return (less, cell * width) if form.execution.checkpointing == "selective" else (block, 0.0)
 
 
 def _backward_bytes(config: ModelConfig, form: Form) -> int:
     """Bytes of the gradients alive while an MLP is differentiated: the widest moment of a block."""
-    own = form.cell if form.stream != form.cell else 0  # stream and branch share one gradient where they have one type
+    # Stream and branch share one gradient where they have one type, but not under adapters.
+    own = form.cell if form.stream != form.cell or form.frozen else 0
     return (form.stream + own) * config.width + form.cell * sum(mlp_widths(config))
 
 
-# --- the end: final norm, head and loss -------------------------------------------------------------------------------
+# --- the end: head and loss -------------------------------------------------------------------------------------------
 
 
-def _end_bytes(config: ModelConfig, form: Form) -> int:
-    """Bytes per token of the final norm, the head's input, and what a norm after the embedding was given."""
-    kept = (form.stream + form.cell) * config.width
-    kept += form.stream * config.width if config.embedding_norm else 0
-    if form.triton:
-        return kept + 8
-    return kept + (form.stream * config.width if config.norm == "rmsnorm" and config.norm_weights else 0)
-
-
-def _loss_bytes(config: ModelConfig, vocab: int, tokens: int, form: Form) -> tuple[int, int]:
+def _loss_bytes(
+    config: ModelConfig, vocab: int, tokens: int, form: Form, frozen: FrozenModel | None
+) -> tuple[int, int]:
     """(bytes inside head and loss, bytes of its gradients that stay until the blocks' backward is over)."""
     how, cell = form.execution, form.cell
     padded, chunk = vocab + -vocab % how.pad_vocab, min(tokens, how.loss_chunk)
     matrix = padded * config.width
+    if frozen is not None:
+        chunk, each = (tokens if how.loss == "plain" else chunk), _fused_loss_cell(form) if how.loss == "fused" else 12
+        # Gradients of whole tables are made before they are added to their places.
+        tables = 4 * matrix if frozen.also & {"embedding", "head"} else 0
+        return chunk * padded * each + tokens * cell * config.width + tables, tables
     if how.loss == "fused":
         stays = 4 * matrix if config.tied else 0  # waits for the embedding's own gradient, to be added to it
         inside = chunk * padded * _fused_loss_cell(form) + tokens * cell * config.width

@@ -156,7 +156,7 @@ class Eigenstate(nn.Module):
         if scale_C is not None and do.scales_weights(self.inward, narrow.qkv):
             weight, scale_C = self._scaled(self.inward.weight, scale_C), None
         both_BTC = do.product(x_BTW, self.inward, narrow.qkv, weight).value_BTW
-        if do.kernels and do.execution.scan == "triton" and scale_C is None and not self._has_options:
+        if do.kernels and do.execution.scan == "triton" and scale_C is None and not self.has_options:
             from flatout.ops.kernels.gated_scan import gated_scan
 
             begins_BT = None if layout is None else document_begins(layout.documents_BT)
@@ -166,7 +166,7 @@ class Eigenstate(nn.Module):
         return do.product(y_BTC, self.out, narrow.out)
 
     @property
-    def _has_options(self) -> bool:
+    def has_options(self) -> bool:
         """Whether there is more to it than the three formulas."""
         config = self.config
         return bool(config.resonance or config.modulation or config.convolution or config.scales)

@@ -1,14 +1,14 @@
-"""Every field of the model section, declared once: parameters, work, memory, and Hugging Face's formats.
+"""Every field of the model section, declared once: its place in Hugging Face's formats, or why it has none.
 
 Contract: each field of `ModelConfig` belongs to exactly one feature of `FEATURES`; a test names one that is missing.
-The features of attention, and of what may take its place, are in `fields_mixing.py`, those of tables, gates and mixed
-streams in `fields_streams.py`. Declared sizes are tested against built models, torch's FLOP counter and the bytes that
-autograd keeps; declared formats against transformers. How to add a feature: docs/architecture.md, "Adding a model
-field".
+Declared formats are tested against transformers. How to add a feature: docs/architecture.md, "Adding a model field".
+Trap: transformers 5 writes `rope_parameters` where 4 wrote `rope_theta` and `rope_scaling`. Both are read, and where a
+file has both, `rope_scaling` wins, as in transformers.
 """
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,17 +16,95 @@ from torch import Tensor
 
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value, shorten
-from flatout.model.feature import Feature, Fold, Form, Format, Piece, mixer_widths, mlp_widths
-from flatout.model.fields_mixing import ATTENTION, MIXING
-from flatout.model.fields_streams import STREAMS
 from flatout.model.hub_values import HubValues
-from flatout.model.layers import mlp_width_of
+from flatout.model.layers import mlp_width_of, mlp_widths
+
+# --- the form of a declaration ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Something of theirs in ours: rows `first` to `last` of our parameter or module `name`, or all of it."""
+
+    name: str
+    first: int = 0
+    last: int | None = None
+    transposed: bool = False
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Its place in our parameter, in their layout."""
+        part = parameter[self.first : self.last]
+        return part.T if self.transposed else part
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+    """How a Hugging Face format states a feature.
+
+    `keys` of config.json hold a whole number each, which is a field of ours. `read` turns other keys into fields, and
+    refuses what our model does not have; `write` is the way back, for a model type. `only` holds fields that have one
+    value in all models of the format. `modules` maps names of their linear layers, norms and tables, without `model.`
+    or `transformer.`, to ours; `*` is the number of a block.
+    """
+
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    read: Callable[[HubValues], Mapping[str, Any]] = lambda values: {}
+    write: Callable[[ModelConfig, str], Mapping[str, Any]] = lambda model, kind: {}
+    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    modules: Callable[[ModelConfig], Mapping[str, Piece]] = lambda model: {}
+
+    def fields(self, read: HubValues) -> dict[str, Any]:
+        """Fields of ours, from a config.json."""
+        return {**self.only, **{field: read.whole(key) for key, field in self.keys.items()}, **self.read(read)}
+
+    def values(self, model: ModelConfig, kind: str) -> dict[str, Any]:
+        """Keys of a config.json, for a model of the type `kind`."""
+        return {**{key: getattr(model, field) for key, field in self.keys.items()}, **self.write(model, kind)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fold:
+    """How weights take a feature in: a model of which `when` is true, with `fields` and `weights` in the place of its
+    own, computes the same. `weights` gets all weights by name and returns those that are other ones."""
+
+    when: Callable[[ModelConfig], bool]
+    fields: Mapping[str, Any]
+    weights: Callable[[ModelConfig, Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A feature of the architecture, declared once. Everything that is left out is nothing.
+
+    `fields` are the names in `ModelConfig` that it owns; each field belongs to one feature.
+    Export: `gpt2`, and `llama` for llama, mistral, qwen2 and qwen3. Where neither has the feature, `no_export` says
+    why, and `without` holds the fields' values in a model that does not use it: any other value is refused by name.
+    `fold` is for a feature that no format has, but whose work the weights of an exported model can do.
+    `described=False` marks fields that may differ from the folder a model comes from.
+    """
+
+    fields: tuple[str, ...]
+    gpt2: Format = Format()
+    llama: Format = Format()
+    no_export: str = ""
+    without: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fold: Fold | None = None
+    described: bool = True
+
+    def format(self, kind: str) -> Format:
+        """The format of a model type of transformers'."""
+        return self.gpt2 if kind == "gpt2" else self.llama
+
+
+def ours_alone(field: str, without: Any, why: str) -> Feature:
+    """A field that no format has; a model with it at `without` does not use it."""
+    return Feature(fields=(field,), without={field: without}, no_export=why)
+
 
 # --- the residual stream ----------------------------------------------------------------------------------------------
 
 STREAM = Feature(
     fields=("family", "layers", "width"),
-    outside=lambda model, vocab: vocab * model.width,
     gpt2=Format(
         only={"family": "gpt2"},
         keys={"n_embd": "width", "n_layer": "layers"},
@@ -47,15 +125,6 @@ CONTEXT = Feature(
 )
 
 
-def _norm_kept(model: ModelConfig, kind: str, form: Form) -> int:
-    kept = 2 * (form.stream + form.cell) * model.width  # inputs and outputs of both norms
-    if form.triton:
-        kept += 16 if model.norm == "layernorm" else 8  # statistics of both
-    elif form.eager and model.norm == "rmsnorm" and model.norm_weights and not form.frozen:
-        kept += 2 * form.stream * model.width  # the normalised input, for the gradient of its weight
-    return kept
-
-
 def _norms_of_ones(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     names = ["norm", *(f"blocks.{layer}.{at}_norm" for layer in range(model.layers) for at in ("attention", "mlp"))]
     return dict.fromkeys([f"{name}.weight" for name in names], weights["embedding.weight"].new_ones(model.width))
@@ -63,9 +132,6 @@ def _norms_of_ones(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[st
 
 NORM = Feature(
     fields=("norm", "norm_eps", "norm_weights"),
-    values=lambda model, kind: 2 * model.width if model.norm_weights else 0,
-    outside=lambda model, vocab: model.width if model.norm_weights else 0,
-    kept=_norm_kept,
     gpt2=Format(
         read=lambda read: read.check_gpt2(layer_norm_epsilon=(1e-5,)),
         write=lambda model, kind: {"layer_norm_epsilon": model.norm_eps},
@@ -112,25 +178,13 @@ EMBEDDING_NORM = Feature(
     ),
 )
 
-LOGIT_CAP = Feature(
-    fields=("logit_cap",),
-    without={"logit_cap": None},
-    no_export="the formats written here have no cap on the logits",
-)
-
-RESIDUAL_SCALE = Feature(
-    fields=("residual_scale",),
-    values=lambda model, kind: 0 if model.residual_scale is None else 2 * model.width,
-    kept=lambda model, kind, form: (
-        2 * form.cell * model.width if model.residual_scale is not None and form.eager else 0
-    ),
-    without={"residual_scale": None},
-    no_export="no model of transformers has learned scales on its residual branches",
+LOGIT_CAP = ours_alone("logit_cap", None, "the formats written here have no cap on the logits")
+RESIDUAL_SCALE = ours_alone(
+    "residual_scale", None, "no model of transformers has learned scales on its residual branches"
 )
 
 HEAD = Feature(
     fields=("tied",),
-    outside=lambda model, vocab: 0 if model.tied else vocab * model.width,
     gpt2=Format(
         read=lambda read: read.check_gpt2(tie_word_embeddings=(True,)),
         write=lambda model, kind: {"tie_word_embeddings": model.tied},
@@ -142,22 +196,163 @@ HEAD = Feature(
     ),
 )
 
+# --- tokens mixed: attention, positions, windows, eigenstates ---------------------------------------------------------
+
+
+def _read_heads(read: HubValues) -> dict[str, Any]:
+    width, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
+    size, groups = read.whole_or_none("head_dim"), read.whole_or_none("num_key_value_heads")
+    return {
+        "kv_heads": None if groups == heads else groups,
+        "head_size": None if size is None or size * heads == width else size,
+    }
+
+
+def _llama_projections(model: ModelConfig) -> dict[str, Piece]:
+    queries, keys = model.queries, model.keys
+    return {
+        "layers.*.self_attn.q_proj": Piece("blocks.*.attention.qkv", 0, queries),
+        "layers.*.self_attn.k_proj": Piece("blocks.*.attention.qkv", queries, queries + keys),
+        "layers.*.self_attn.v_proj": Piece("blocks.*.attention.qkv", queries + keys, queries + 2 * keys),
+        "layers.*.self_attn.o_proj": Piece("blocks.*.attention.out"),
+    }
+
+
+ATTENTION = Feature(
+    fields=("heads", "kv_heads", "head_size"),
+    gpt2=Format(
+        keys={"n_head": "heads"},
+        read=lambda read: read.check_gpt2(
+            scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)
+        ),
+        modules=lambda model: {
+            "h.*.attn.c_attn": Piece("blocks.*.attention.qkv", transposed=True),
+            "h.*.attn.c_proj": Piece("blocks.*.attention.out", transposed=True),
+        },
+    ),
+    llama=Format(
+        keys={"num_attention_heads": "heads"},
+        read=_read_heads,
+        write=lambda model, kind: {"num_key_value_heads": model.kv_heads or model.heads, "head_dim": model.size},
+        modules=_llama_projections,
+    ),
+)
+
+
+def _scaled_norms(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The scale of both in the norm of queries: keys keep weights that no type rounds."""
+    found: dict[str, Tensor] = {}
+    for layer in range(model.layers):
+        for name, scale in (("q", model.qk_scale**2), ("k", 1.0)):
+            full = f"blocks.{layer}.attention.{name}_norm.weight"
+            weight = weights[full] if model.norm_weights else weights["embedding.weight"].new_ones(model.size)
+            found[full] = weight.float() * scale
+    return found
+
+
+QK_NORM = Feature(
+    fields=("qk_norm", "qk_scale"),
+    llama=Format(
+        read=lambda read: {"qk_norm": read.kind == "qwen3"},  # which states no key for it
+        modules=lambda model: {
+            f"layers.*.self_attn.{x}_norm": Piece(f"blocks.*.attention.{x}_norm") for x in "qk" if model.qk_norm
+        },
+    ),
+    fold=Fold(
+        when=lambda model: model.qk_norm and (not model.norm_weights or model.qk_scale != 1.0),
+        fields={"qk_scale": 1.0},
+        weights=_scaled_norms,
+    ),
+)
+
+
+def _read_rope(read: HubValues) -> dict[str, Any]:
+    """The rotary fields, from either spelling."""
+    given = read.get("rope_scaling") or read.get("rope_parameters") or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise read.refuse(f"rotary settings {shorten(given)} are not supported: one set for all layers is")
+    inside = HubValues(given, read.path)
+    partial = given.get("partial_rotary_factor", read.get("partial_rotary_factor", 1.0))
+    if partial not in (None, 1.0):
+        raise read.refuse(f"partial_rotary_factor is {shorten(partial)}, only whole heads can be turned")
+    base = (inside if "rope_theta" in given else read).number("rope_theta", 10000.0)
+    fields: dict[str, Any] = {"rope_base": base}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return fields
+    if kind not in ("linear", "llama3"):
+        raise read.refuse(
+            f"rotary scaling of type {shorten(kind)} is not supported",
+            "use a model with none, or with linear or llama3 scaling",
+        )
+    fields |= {"rope_scaling": kind, "rope_factor": inside.number("factor")}
+    if kind == "llama3":
+        original = "original_max_position_embeddings"
+        fields |= {
+            "rope_low": inside.number("low_freq_factor"),
+            "rope_high": inside.number("high_freq_factor"),
+            "rope_original_context": inside.whole(original, read.get(original, read.whole("max_position_embeddings"))),
+        }
+    return fields
+
+
+def _write_rope(model: ModelConfig, kind: str) -> dict[str, Any]:
+    scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_factor}
+    if model.rope_scaling == "llama3":
+        scaling |= {
+            "low_freq_factor": model.rope_low,
+            "high_freq_factor": model.rope_high,
+            "original_max_position_embeddings": model.rope_original_context,
+        }
+    return {"rope_theta": model.rope_base, "rope_scaling": None if model.rope_scaling is None else scaling}
+
+
+POSITIONS = Feature(
+    fields=(
+        "positions",
+        *(f"rope_{name}" for name in ("base", "scaling", "factor", "low", "high", "original_context")),
+    ),
+    gpt2=Format(modules=lambda model: {"wpe": Piece("positions")}),
+    llama=Format(only={"positions": "rope"}, read=_read_rope, write=_write_rope),
+)
+
+
+def read_windows(read: HubValues, layers: int, context: int) -> dict[str, Any]:
+    """The fields that a sliding window gives; none where it is at least as long as the context."""
+    if read.kind not in ("mistral", "qwen2", "qwen3"):
+        return {}
+    types: Any = ["sliding_attention"] * layers
+    if read.kind != "mistral":
+        full = min(layers, read.whole("max_window_layers", least=0))
+        types = read.get("layer_types") or ["full_attention"] * full + types[full:]
+        if not isinstance(types, list) or not set(map(str, types)) <= {"full_attention", "sliding_attention"}:
+            raise read.refuse(f"layer_types is {shorten(types)}, only full and sliding attention are supported")
+        if not read.flag("use_sliding_window"):
+            return {}
+    window = read.whole_or_none("sliding_window") if "sliding_attention" in types else None
+    if window is None or window >= context:
+        return {}
+    if len(types) != layers:
+        raise read.refuse(f"layer_types names {len(types):,} layers, and there are {layers:,}")
+    kinds = "".join("W" if kind == "sliding_attention" else "A" for kind in types)
+    return {"pattern": kinds if len(set(kinds)) > 1 else kinds[0], "window": window}
+
+
+PATTERN = Feature(
+    fields=("pattern", "window"),
+    described=False,  # compared by how far tokens see, which a shorter context may make the same
+    llama=Format(  # what a file says of windows is read by `read_windows`, once the context is known
+        write=lambda model, kind: {} if kind == "llama" else {"use_sliding_window": False, "sliding_window": None}
+    ),
+    no_export="only models whose blocks all have full attention can be exported; `flatout generate` runs this one",
+)
+
+EIGENSTATES = Feature(
+    fields=("states", "state_heads", "resonance", "modulation", "convolution", "scales", "energy"),
+    no_export="transformers has no blocks of eigenstates; model.pattern says whether there are any",
+)
+
 # --- the MLP and biases -----------------------------------------------------------------------------------------------
-
-
-def _mlp_matrices(model: ModelConfig, kind: str) -> dict[str, int]:
-    up, hidden = mlp_widths(model)
-    return {"up": model.width * up, "down": model.width * hidden}
-
-
-def _mlp_kept(model: ModelConfig, kind: str, form: Form) -> int:
-    up, hidden = mlp_widths(model)
-    kept = form.cell * up  # the input of the non-linearity
-    if not (form.triton and form.frozen):  # which makes the output again
-        kept += form.cell * hidden
-    if model.mlp == "swiglu" and form.eager:
-        kept += form.cell * hidden  # silu(gate)
-    return kept
 
 
 def _read_mlp(read: HubValues) -> dict[str, Any]:
@@ -179,8 +374,6 @@ def _llama_mlp(model: ModelConfig) -> dict[str, Piece]:
 
 MLP = Feature(
     fields=("mlp", "mlp_width"),
-    matrices=_mlp_matrices,
-    kept=_mlp_kept,
     gpt2=Format(
         read=lambda read: read.check_gpt2(
             activation_function=("gelu_new", "gelu_pytorch_tanh"), n_inner=(None, 4 * read.whole("n_embd"))
@@ -209,15 +402,6 @@ def has_bias(model: ModelConfig, module: str) -> bool:
     return model.bias and (not module.endswith("norm") or (model.norm == "layernorm" and model.norm_weights))
 
 
-def bias_values(model: ModelConfig, kind: str) -> int:
-    """Biases of a block, in its linear layers and norms."""
-    total = mixer_widths(model, kind)[0] if kind != "E" and model.has_qkv_bias else 0
-    if model.bias:
-        total += 2 * model.width + mlp_widths(model)[0]  # after the mixer, and of the MLP
-        total += 2 * model.width if model.norm == "layernorm" and model.norm_weights else 0
-    return total
-
-
 def _read_bias(read: HubValues) -> dict[str, Any]:
     attention = read.kind in ("llama", "qwen3") and read.flag("attention_bias")
     mlp = read.kind == "llama" and read.flag("mlp_bias")
@@ -234,10 +418,15 @@ def _write_bias(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 BIAS = Feature(
     fields=("bias", "qkv_bias"),
-    values=bias_values,
-    outside=lambda model, vocab: model.width if has_bias(model, "norm") else 0,
     llama=Format(read=_read_bias, write=_write_bias),
 )
+
+# --- tables beside the embedding, gates, mixed streams: in no format of Hugging Face ----------------------------------
+
+FIRST_MIX = ours_alone("first_mix", False, "no model of transformers mixes its first residual stream into every block")
+VALUE_TABLES = ours_alone("value_tables", 0, "no model of transformers adds rows of a table to attention's values")
+HEAD_GATE = ours_alone("head_gate", False, "no model of transformers has a gate on the heads of attention")
+BIGRAM = ours_alone("bigram_rows", 0, "no model of transformers has a table of pairs of tokens")
 
 # --- what is no part of the trained model -----------------------------------------------------------------------------
 
@@ -263,8 +452,8 @@ START = Feature(
     no_export="they say how a model is begun; the size of its vocabulary is written as it came out",
 )
 
-FEATURES = (STREAM, CONTEXT, NORM, EMBEDDING_NORM, *MIXING, MLP, BIAS, RESIDUAL_SCALE, *STREAMS, LOGIT_CAP, HEAD)
-FEATURES += (DROPOUT, START)
+FEATURES = (STREAM, CONTEXT, NORM, EMBEDDING_NORM, ATTENTION, QK_NORM, POSITIONS, PATTERN, EIGENSTATES, MLP, BIAS)
+FEATURES += (RESIDUAL_SCALE, FIRST_MIX, VALUE_TABLES, HEAD_GATE, BIGRAM, LOGIT_CAP, HEAD, DROPOUT, START)
 
 
 def projections(model: ModelConfig) -> dict[str, tuple[str, Piece]]:

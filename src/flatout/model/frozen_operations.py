@@ -27,7 +27,7 @@ class FrozenOperations(KernelOperations):
     def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
         assert isinstance(block, Block)
         attention = block.attention
-        assert not block.beside, f"these are for other forms, as engine/switches.py must say: {block.beside}"
+        assert not block.beside, f"these are for other forms, as resolve/switches.py must say: {block.beside}"
         assert stream.dropout == 0.0, "samples have no dropout, as the config says"
         assert isinstance(attention, Attention), "there are no adapters in a model with eigenstates"
         layout, how = shared.layout, self.execution
@@ -50,7 +50,7 @@ class FrozenOperations(KernelOperations):
             cos=cos,
             sin=sin,
             kind=block.mlp.kind,
-            attend=functools.partial(attend, window=attention.window),
+            attend=functools.partial(attend, window=attention.window_in(shared)),
             checkpointing=how.checkpointing,
             dtype=product_type(stream.x_BTW),
             above=above,

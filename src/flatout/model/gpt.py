@@ -43,8 +43,7 @@ class GPT(nn.Module):
         places = torch.empty(config.context, config.width)
         self.positions = Positions.from_pretrained(places, freeze=False) if config.positions == "learned" else None
         # Before the blocks, as backward comes by them last: several processes send gradients in reverse order.
-        values = (config.kv_heads or config.heads) * config.size
-        self.value_tables = nn.ModuleList(Table(vocab, values, std=0.01) for _ in range(config.value_tables))
+        self.value_tables = nn.ModuleList(Table(vocab, config.keys, std=0.01) for _ in range(config.value_tables))
         self.bigram = Table(config.bigram_rows, config.width, std=0.0) if config.bigram_rows else None
         self.rotary = Rotary(config) if config.positions == "rope" and config.attends else None
         self.random = config.dropout > 0  # whether blocks draw random numbers in training
@@ -55,7 +54,6 @@ class GPT(nn.Module):
         self.narrow = ModelNarrow([block.linears() for block in self.blocks if isinstance(block, Block)], execution)
         # what adapters must do before a pass in our kernels, with the type of its products; theirs to set
         self.freshen: Callable[[torch.dtype], Hashable] | None = None
-        self.compiled_apart = False  # blocks and head were compiled one by one
         self.cacheable = True  # decoding may keep keys, values and states of earlier tokens
 
     def use(self, execution: Execution) -> None:
@@ -67,13 +65,19 @@ class GPT(nn.Module):
                 block.use(execution)
 
     def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor, label_smoothing: float = 0.0, layout: Layout | None = None
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        label_smoothing: float = 0.0,
+        layout: Layout | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Cross-entropy summed over the targets that are not IGNORED; with a layout, of packed documents.
 
-        In training it may come with the energy of eigenstates, once for each of those targets.
+        `window` is that of attention in blocks of kind W, where it is not `model.window`. In training the loss may come
+        with the energy of eigenstates, once for each of those targets.
         """
-        hidden_BTW = self.hidden(tokens_BT, layout=layout)
+        hidden_BTW = self.hidden(tokens_BT, layout=layout, window=window)
         if layout is not None and layout.labelled_L is not None:  # the head is for those alone that have a label
             hidden_BTW = hidden_BTW.flatten(0, 1).index_select(0, layout.labelled_L)[None]
             targets_BT = targets_BT.flatten().index_select(0, layout.labelled_L)[None]
@@ -87,12 +91,6 @@ class GPT(nn.Module):
     def _table(self) -> Tensor | None:
         """What a tied head takes: another one is not given what it does not need, of which it may not have all."""
         return self.embedding.weight if self.config.tied else None
-
-    def use_window(self, window: int | None) -> None:
-        """Gives blocks of kind W another attention window; None gives them back their own."""
-        for block, kind in zip(self.blocks, self.config.kinds, strict=True):
-            if kind == "W" and isinstance(block.attention, Attention):
-                block.attention.window = window or self.config.window
 
     @property
     def eigenstates(self) -> list[Eigenstate]:
@@ -118,7 +116,9 @@ class GPT(nn.Module):
         with self._eager(decoding=True):
             return self.head(hidden_BTW, self._table, self.execution)
 
-    def hidden(self, tokens_BT: Tensor, cache: Cache | None = None, layout: Layout | None = None) -> Tensor:
+    def hidden(
+        self, tokens_BT: Tensor, cache: Cache | None = None, layout: Layout | None = None, window: int | None = None
+    ) -> Tensor:
         """What the head takes, of every position: [B, T, W]."""
         shape, config = tokens_BT.shape, self.config
         last = shape[1] if layout is None else layout.reach
@@ -134,7 +134,7 @@ class GPT(nn.Module):
         places = slice(0, tokens_BT.shape[1]) if decoding is None else decoding.places
         places = places if layout is None else layout.positions_BT
         positions_TW = None if self.positions is None else self.positions(places)
-        shared = Shared(do, None if self.rotary is None else self.rotary(places), layout, decoding)
+        shared = Shared(do, None if self.rotary is None else self.rotary(places), layout, decoding, window=window)
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         dropout, count = config.dropout if self.training else 0.0, 1 + 2 * len(layers)
         first, *seeds = do.seeds(count, tokens_BT.device) if dropout > 0.0 else [None] * count
@@ -210,7 +210,7 @@ class GPT(nn.Module):
 
     def _eager(self, *, decoding: bool) -> contextlib.AbstractContextManager[None]:
         """Decoding has another shape for every prompt: it must not meet blocks that were compiled one by one."""
-        apart = decoding and self.compiled_apart
+        apart = decoding and self.head._compiled_call_impl is not None
         return torch.compiler.set_stance("force_eager") if apart else contextlib.nullcontext()
 
     def prepare(self) -> Hashable:
@@ -219,6 +219,11 @@ class GPT(nn.Module):
             return None
         dtype = product_type(self.embedding.weight)
         return self.narrow.prepare(dtype) if self.freshen is None else self.freshen(dtype)
+
+    def drop(self) -> None:
+        """After a pass that failed: lets go of what it left behind."""
+        self.narrow.drop()
+        self.offload.drop()
 
     def _recomputed(self, block: nn.Module, stream: Stream, shared: Shared, own: Own) -> Stream:
         """A block, with what it keeps for backward as the switches say."""
@@ -276,22 +281,15 @@ class GPT(nn.Module):
                     module.weight.fill_(1.0)
                 if module.bias is not None:
                     module.bias.zero_()
-            elif isinstance(module, Block):
-                _fill(module.attention_scale, self.config.residual_scale or 0.0)
-                _fill(module.mlp_scale, self.config.residual_scale or 0.0)
-                _fill(module.mix, [1.0, 0.1])
-            elif isinstance(module, Attention):
-                _fill(module.gates, 0.0)
+            elif isinstance(module, Block | Attention):
+                for own, start in module.starts.items():
+                    if getattr(module, own) is not None:
+                        getattr(module, own).copy_(torch.tensor(start))
         for table in self.modules():  # after all others, which start as they would without
             if isinstance(table, Table):
                 table.weight.normal_(0.0, table.std, generator=generator) if table.std else table.weight.zero_()
         for mixer in self.eigenstates:  # after all linear layers, of which nothing is to be overwritten
             mixer.init_states(generator)
-
-
-def _fill(parameter: Tensor | None, value: float | list[float]) -> None:
-    if parameter is not None:
-        parameter.copy_(torch.tensor(value))
 
 
 def build_model(config: ModelConfig, vocab: int, *, seed: int = 0, execution: Execution | None = None) -> GPT:

@@ -7,6 +7,8 @@ takes or returns, are defined in model/operations.py.
 Shape legend: B batch, T positions of this call, H query heads, G key/value heads, D head size, W width, V vocabulary.
 """
 
+import operator
+
 import torch
 from torch import Tensor, nn
 
@@ -126,6 +128,7 @@ class Attention(nn.Module):
         self.gated = (self.groups if valued else 0, self.heads if config.head_gate else 0)
         self.gate_inputs = min(GATE_INPUTS, config.width)
         self.gates = nn.Parameter(torch.empty(sum(self.gated) * self.gate_inputs)) if any(self.gated) else None
+        self.starts = {"gates": 0.0}  # what parameters begin with that are in no layer of their own
 
     @property
     def norms(self) -> tuple[RMSNorm, RMSNorm] | None:
@@ -148,16 +151,22 @@ class Attention(nn.Module):
     def _attend(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, shared: Shared, cache: LayerCache | None
     ) -> Tensor:
-        how, qkv = shared.operations.execution, (q_BHTD, k_BGTD, v_BGTD)
+        how, qkv, window = shared.operations.execution, (q_BHTD, k_BGTD, v_BGTD), self.window_in(shared)
         dropout = self.dropout if self.training else 0.0
         if cache is not None:
             assert shared.decoding is not None
-            return cache.attend(*qkv, shared.decoding, backend=how.attention, window=self.window)
+            return cache.attend(*qkv, shared.decoding, backend=how.attention, window=window)
         if shared.layout is None:
-            return causal_attention(*qkv, backend=how.attention, dropout=dropout, window=self.window)
+            return causal_attention(*qkv, backend=how.attention, dropout=dropout, window=window)
         if dropout > 0.0:
             raise ValueError("attention inside packed documents has no dropout")
-        return document_attention(*qkv, shared.layout, backend=how.document_attention, window=self.window)
+        return document_attention(*qkv, shared.layout, backend=how.document_attention, window=window)
+
+    def window_in(self, shared: Shared) -> int | None:
+        """The window of this pass; None where it attends to everything."""
+        if self.window is None or shared.window is None:
+            return self.window
+        return operator.index(shared.window)  # a constant to the compiler, also where it serves all shapes
 
     def empty_cache(self, batch: int, positions: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
         return LayerCache(batch, self.groups, min(positions, self.window or positions), self.size, dtype, device)
@@ -175,14 +184,20 @@ def mlp_width_of(config: ModelConfig) -> int:
     return 4 * config.width
 
 
+def mlp_widths(config: ModelConfig) -> tuple[int, int]:
+    """(columns of the MLP's first product, rows of its second)."""
+    hidden = mlp_width_of(config)
+    return (2 * hidden if config.mlp == "swiglu" else hidden), hidden
+
+
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden = mlp_width_of(config)
+        columns, hidden = mlp_widths(config)
         self.kind = config.mlp
         # swiglu keeps gate and value in one matrix: one product instead of two
-        parts = (hidden, hidden) if config.mlp == "swiglu" else (hidden,)
-        self.up = nn.Linear(config.width, sum(parts), bias=config.bias)
+        parts = (hidden,) * (columns // hidden)
+        self.up = nn.Linear(config.width, columns, bias=config.bias)
         self.parts = {"up.weight": parts}
         self.out = nn.Linear(hidden, config.width, bias=config.bias)
 
@@ -218,6 +233,7 @@ class Block(nn.Module):
         self.attention_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
         self.mlp_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
         self.mix = nn.Parameter(torch.empty(2)) if config.first_mix else None
+        self.starts = {"attention_scale": config.residual_scale, "mlp_scale": config.residual_scale, "mix": [1.0, 0.1]}
         # parameters that the frozen form of a block (model/frozen_operations.py) would leave out
         self.beside = [name for name, _ in self.named_parameters() if name.rpartition(".")[0] not in _IN_ONE_STEP]
 

@@ -98,6 +98,7 @@ class Shared:
     layout: Layout | None = None
     decoding: Decoding | None = None
     first: Any = None  # the first stream, where blocks mix it in
+    window: int | None = None  # of attention in blocks of kind W, where it is not their own
 
 
 class Operations(abc.ABC):

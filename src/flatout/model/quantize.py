@@ -13,6 +13,7 @@ from flatout.errors import ConfigError
 from flatout.model.adapter_targets import targets_of
 from flatout.model.gpt import GPT
 from flatout.model.layers import Block
+from flatout.model.protocol import LanguageModel
 from flatout.ops.quantized import QuantizedWeight, frozen_product, quantized, quantizing_missing
 
 
@@ -57,7 +58,7 @@ def round_linears(model: GPT) -> None:
         block.linears()[name].weight.copy_(quantized(parts).widened())
 
 
-def quantized_base(model: GPT) -> tuple[int, int, int]:
+def quantized_base(model: LanguageModel) -> tuple[int, int, int]:
     """(weights that were quantized, bytes that they take, bytes that they would take in their own type)."""
     found = [parameter for parameter in model.parameters() if isinstance(parameter, QuantizedWeight)]
     wide = sum(weight.numel() * weight.element_size() for weight in found)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.config.schema import ModelConfig
-from flatout.errors import ConfigError
+from flatout.errors import AdapterError
 from flatout.model.adapter_targets import Choice
 from flatout.model.gpt import GPT
 from flatout.model.hub_weights import pieces_of
@@ -64,15 +64,17 @@ def settled(also: Iterable[str], config: ModelConfig) -> tuple[str, ...]:
     named = set(also)
     if config.tied and HEAD in named:
         if EMBEDDING not in named:
-            raise ConfigError(
+            raise AdapterError(
                 "the output head is the embedding's own table in this model, and cannot be trained alone",
                 "train both: lora.also=[embedding]",
+                "lora.also",
             )
         named.discard(HEAD)
     if config.embedding_norm and EMBEDDING in named:
-        raise ConfigError(
+        raise AdapterError(
             "this model norms its embedding (model.embedding_norm), and no format of adapters can say so of a table",
             "leave embedding out of lora.also",
+            "lora.also",
         )
     return tuple(name for name in (EMBEDDING, HEAD, BIASES) if name in named)
 
@@ -82,7 +84,7 @@ def weights_of(model: GPT, also: Iterable[str], *, strict: bool = True) -> list[
     named = settled(also, model.config)
     biases = [name for name, _ in model.named_parameters() if name.endswith(".bias")]
     if BIASES in named and not biases and strict:
-        raise ConfigError("the model has no biases to train", "leave biases out of lora.also")
+        raise AdapterError("the model has no biases to train", "leave biases out of lora.also", "lora.also")
     return [*(_TABLES[name] for name in named if name != BIASES), *(biases if BIASES in named else ())]
 
 

@@ -1,8 +1,9 @@
-"""The diagonal complex recurrence h_t = λ_t · h_{t-1} + x_t, one number λ per channel, in three forms.
+"""The diagonal complex recurrence h_t = λ_t · h_{t-1} + x_t, one number λ per channel, in three forms and an outline.
 
     reference   one position after the other, in complex numbers: slow, obvious, right
     chunked     torch's own operations on pairs of real numbers, any device, any type; the second opinion
     triton      our kernels (ops/kernels/scan.py)
+    sum         with λ = 1: one operation in the place of our kernels, where sizes alone matter (model/outline.py)
 
 Idea of `chunked`: a chunk is done by itself, and what it hands to the next one is again such a recurrence, of fewer
 positions, done the same way. With one λ for all positions a chunk is a product with a Toeplitz matrix of λ's powers;
@@ -57,6 +58,9 @@ def scan(
         return scan_reference(x_BTC, log_decay, phase, initial_BC, begins_BT)
     if path == "chunked":
         return _chunked(x_BTC, log_decay, phase, initial_BC, begins_BT, CHUNK if chunk is None else chunk)
+    if path == "sum":
+        states_BTC = x_BTC.cumsum(dim=1)
+        return states_BTC, states_BTC[:, -1]
     if path == "triton":
         from flatout.ops.kernels.scan import scan_kernels
 

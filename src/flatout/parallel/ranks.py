@@ -37,11 +37,10 @@ _LEAVE = datetime.timedelta(seconds=5)
 
 @dataclasses.dataclass(frozen=True)
 class Ranks(World):
-    """`store` is where processes leave words for each other; `hosts` has the name of each one's host."""
+    """`store` is where processes leave words for each other."""
 
     _: dataclasses.KW_ONLY
     store: Store
-    hosts: tuple[str, ...]
     timeout: float = 600.0  # seconds that another process is waited for
     _turns: Iterator[int] = dataclasses.field(default_factory=itertools.count, repr=False, compare=False)
 

@@ -18,7 +18,6 @@ It lives beside `measure.py` and not in `diagnose`, whose modules may not import
 """
 
 import dataclasses
-import math
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,18 +28,15 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import RunConfig
-from flatout.data.loader import windows_of
-from flatout.data.shards import TokenShards, open_dataset
-from flatout.data.training_data import DataFacts
-from flatout.device import detect_device, limit_memory
-from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.fit_check import check_fits, check_samples_fit, memory_on, ways
-from flatout.engine.length import steps_of
-from flatout.engine.memory import layers_of, memory_of
-from flatout.engine.trained import checkpoint_size, trained_count
 from flatout.errors import ConfigError, DataError, ResourceError, many
-from flatout.model.count import LayerRow, MemoryEstimate, parameter_count, table_count
+from flatout.model.count import LayerRow, parameter_count, table_count
+from flatout.resolve.checks import check_memory
+from flatout.resolve.fit_check import memory_on
+from flatout.resolve.length import Visits, visits_of
+from flatout.resolve.memory import checkpoint_size, layers_of, memory_of, trained_count
+from flatout.resolve.plan import RunPlan
+from flatout.resolve.resolve import planned
+from flatout.resolve.switches import Speed
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
 from flatout.tuning.plan import machine_of
 from flatout.tuning.practice_data import is_made_up, scratch_folder
@@ -158,64 +154,23 @@ def estimate(
                 "train.epochs counts passes over data that is not prepared, so the length of the run is not known",
                 "prepare it with `flatout prepare`, or give train.tokens or train.steps instead",
             )
-        looked = _Look(loaded, fitted, practice, said, made_up=made_up, began=began)
+        plan, streaming = planned(fitted, must_fit=False), loaded.config.data.streaming
+        looked = _Look(plan, practice, said, made_up=made_up, streaming=streaming, began=began)
         problem, way_out, timed = "", "", None
         try:
             if probe:
                 timed = time_run(
-                    looked.loaded,
+                    fitted,
                     validation_tokens=looked.validation_tokens,
                     seconds=seconds,
                     notice=notice,
                     practice=practice,
                 )
             else:
-                looked.check_fits()
+                check_memory(plan, resumed=False)
         except ResourceError as error:
             problem, way_out = error.message, error.hint
         return looked.result(described, timed, (problem, way_out), price, imported)
-
-
-@dataclasses.dataclass(frozen=True)
-class Visits:
-    """How often a run stops training for something else."""
-
-    evaluations: int
-    samples: int
-    checkpoints: int
-
-
-def visits_of(config: RunConfig, steps: int, windows: int | None, sequences: int | None = None) -> Visits:
-    """The loop's own rules, counted instead of walked through: a run can have millions of steps.
-
-    `windows` are those of an epoch, `sequences` those of a step, or samples.
-    """
-    sequences = sequences or config.train.batch_tokens // config.model.context
-    every, save = config.eval.every, config.checkpoint.every
-    last = {steps} if steps else set()
-
-    def ends_of_epochs(every: int) -> set[int]:
-        if not every or windows is None:
-            return set()
-        return {-(-epoch * windows // sequences) for epoch in range(every, steps * sequences // windows + 1, every)}
-
-    ends = last | ends_of_epochs(int(config.eval.epoch_end))
-    best = config.checkpoint.best
-    saved = ends_of_epochs(config.checkpoint.epochs) | (ends if best else last)
-
-    def due(intervals: list[int], also: set[int]) -> int:
-        """Steps that are a multiple of one of the intervals, or among `also`."""
-        intervals = [interval for interval in intervals if interval]
-        counted = sum(steps // interval for interval in intervals)
-        if len(intervals) == 2:
-            counted -= steps // math.lcm(*intervals)
-        return counted + sum(1 for step in also if all(step % interval for interval in intervals))
-
-    return Visits(
-        evaluations=due([every], ends),
-        samples=due([config.eval.sample_every], last) if config.eval.sample_tokens else 0,
-        checkpoints=due([save, every] if best else [save], saved),
-    )
 
 
 class _Look:
@@ -223,63 +178,40 @@ class _Look:
 
     def __init__(
         self,
-        loaded: LoadedConfig,
-        fitted: LoadedConfig,
+        plan: RunPlan,
         practice: PracticeSamples | None,
         said: Sequence[str],
         *,
         made_up: bool,
+        streaming: bool,
         began: float,
     ) -> None:
-        self.loaded, self.practice, self.said, self.made_up, self.began = fitted, practice, said, made_up, began
-        self.config = config = fitted.config if practice is None else practice.config
-        self.streaming = loaded.config.data.streaming
-        self.device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
-        corpus = self._look_at_text(config) if practice is None else self._look_at_samples(practice)
-        how = {"vocab": self.vocab, "step_tokens": self.facts.step_tokens}
-        self.speed = resolve_speed(config, self.device, corpus, fitted.sources.__getitem__, **how)
-        self.parameters = parameter_count(config.model, self.vocab)
-        self.trained = trained_count(config, self.vocab)
-        self.base = _resident_bytes() if self.device.kind == "cpu" else 0
-
-    def _look_at_samples(self, practice: PracticeSamples) -> None:
-        self.vocab, self.facts = practice.vocab, practice.data.facts
-        self.sequences, self.batch_tokens = practice.data.order.batch_samples, round(practice.step_tokens)
-        self.validation_tokens = None  # an evaluation goes by samples
-
-    def _look_at_text(self, config: RunConfig) -> int | None:
-        """Returns the bytes of the corpus, where they are known."""
-        made_up, dataset = self.made_up, open_dataset(config.data.folder or "")
-        self.vocab = config.model.vocab or dataset.tokenizer.vocab
-        self.sequences, self.batch_tokens = config.train.batch_tokens // config.model.context, config.train.batch_tokens
-        windows = None if made_up or self.streaming else _windows(config, dataset.train)
-        self.facts = DataFacts(fingerprint="", place=config.data.folder or "", train_tokens=None, windows=windows)
-        asked = config.eval.tokens
-        there = None if made_up or self.streaming else dataset.val.tokens - 1
-        self.validation_tokens = min((count for count in (asked, there) if count is not None), default=None)
-        return None if self.streaming else dataset.train.tokens * dataset.train.dtype.itemsize
-
-    def check_fits(self) -> None:
-        """Refuses what a run would refuse at its start."""
-        memory = self._step_memory(self.config, self.speed)
-        if self.practice is not None:
-            check_samples_fit(self.practice.data, self.config, self.vocab, self.speed, memory)
-            return
-        check_fits(memory, self.device, lambda: ways(self.loaded, self.vocab, self.speed))
+        self.plan, self.practice, self.said, self.made_up, self.began = plan, practice, said, made_up, began
+        self.speed, self.vocab, self.streaming = plan.speed, plan.vocab, streaming
+        facts, there, asked = plan.data.facts, plan.data.val.tokens - 1, plan.eval.tokens
+        self.windows, self.sequences = facts.windows, facts.batch_samples or plan.schedule.at(0).windows
+        self.batch_tokens = plan.train.batch_tokens if facts.step_tokens is None else round(facts.step_tokens)
+        self.validation_tokens = there if asked is None else min(asked, there)
+        if practice is not None:  # an evaluation goes by samples
+            self.validation_tokens = None
+        elif made_up or streaming:
+            self.windows, self.validation_tokens = None, asked
+        self.parameters = parameter_count(plan.model, plan.vocab)
+        self.trained = trained_count(plan.settings.config, plan.vocab)
+        self.base = _resident_bytes() if self.speed.device.kind == "cpu" else 0
 
     def result(
         self, data: str, timed: Timed | None, problem: tuple[str, str], price: float | None, imported: float | None
     ) -> EstimateResult:
-        config, speed = self.config, self.speed
-        steps = timed.steps if timed is not None else steps_of(config, self.facts)
-        visits = visits_of(config, steps, self.facts.windows, self.sequences)
+        plan, speed, steps = self.plan, self.speed, self.plan.steps
+        visits = visits_of(plan.eval, plan.checkpoint, steps, self.windows, self.sequences)
         tokens = steps * self.batch_tokens
         parts = () if timed is None else self._parts(timed, steps, visits, imported)
-        missing = "without what libraries load at the first step" if self.device.kind == "cpu" else ""
-        epochs = None if self.facts.windows is None else steps * self.sequences / self.facts.windows
+        missing = "without what libraries load at the first step" if speed.device.kind == "cpu" else ""
+        epochs = None if self.windows is None else steps * self.sequences / self.windows
         return EstimateResult(
-            config=config.output.name,
-            device=machine_of(self.device, speed.threads),
+            config=plan.output.name,
+            device=machine_of(speed.device, speed.threads),
             flatout=flatout.__version__,
             torch=torch.__version__,
             data=data,
@@ -290,7 +222,7 @@ class _Look:
             batch_tokens=self.batch_tokens,
             micro_batch=speed.micro_batch,
             accumulation=speed.accumulation,
-            context=config.model.context,
+            context=plan.model.context,
             tokens=Figure(tokens, "counted"),
             epochs=_told(
                 epochs, "counted", why="the data is not prepared" if self.made_up else "a stream is not counted"
@@ -303,10 +235,10 @@ class _Look:
             spread=None if timed is None else timed.spread,
             parts=parts,
             price=price,
-            peak_estimate=Figure(self._memory(config, speed), "estimated", missing),
-            device_bytes=self.device.memory_bytes,
-            memory_parts={"process": self.base} | dataclasses.asdict(self._step_memory(config, speed)),
-            layers=layers_of(config, self.vocab, speed) if self.practice is None else (),
+            peak_estimate=Figure(self.base + plan.memory.total, "estimated", missing),
+            device_bytes=speed.device.memory_bytes,
+            memory_parts={"process": self.base} | dataclasses.asdict(plan.memory),
+            layers=layers_of(plan.model, self.vocab, speed) if self.practice is None else (),
             table=self._table(timed),
             notes=tuple(self._notes(timed)),
             probe_seconds=time.monotonic() - self.began,
@@ -317,12 +249,13 @@ class _Look:
 
     def _disk(self, timed: Timed | None, visits: Visits) -> dict[str, Figure]:
         """What a checkpoint takes, and all that are there at once."""
-        config = self.config
-        size = Figure(checkpoint_size(self.trained, config, config.speed), "estimated", _MOMENTS)
+        size = checkpoint_size(self.trained, self.plan.model, self.plan.optim, self.plan.settings.config.speed)
+        size = Figure(size, "estimated", _MOMENTS)
         if timed is not None and timed.checkpoint_bytes is not None:
             size = Figure(timed.checkpoint_bytes, "measured")
         # Kept ones, the best, and the one being written before an older one goes.
-        at_once = min(visits.checkpoints, config.checkpoint.keep + (1 if config.checkpoint.best else 0) + 1)
+        kept = self.plan.checkpoint.keep + (1 if self.plan.checkpoint.best else 0)
+        at_once = min(visits.checkpoints, kept + 1)
         every = Figure((size.value or 0) * at_once, "projected", f"{at_once} at once")
         return {"checkpoint_bytes": size, "disk_bytes": every}
 
@@ -347,19 +280,19 @@ class _Look:
         )
 
     def _table_words(self) -> str:
-        tables = table_count(self.config.model, self.vocab)
+        tables = table_count(self.plan.model, self.vocab)
         return f"{self.parameters - tables:,} dense, {tables:,} in tables" if tables else ""
 
     def _trained_words(self) -> str:
         return "" if self.practice is None else f"{self.trained:,} values are trained"
 
-    def _memory(self, config: RunConfig, speed: Speed) -> int:
-        return self.base + self._step_memory(config, speed).total
-
-    def _step_memory(self, config: RunConfig, speed: Speed) -> MemoryEstimate:
-        if self.practice is None:
-            return memory_of(config, self.vocab, speed)
-        return memory_on(self.practice.data, config, self.vocab, speed)
+    def _memory(self, context: int, speed: Speed) -> int:
+        """What a step would need with another context and micro-batch."""
+        config = self.plan.settings.config
+        if self.practice is not None:
+            return self.base + memory_on(self.plan.data, config, self.vocab, speed).total
+        config = config.model_copy(update={"model": config.model.model_copy(update={"context": context})})
+        return self.base + memory_of(config, self.vocab, speed).total
 
     def _table(self, timed: Timed | None) -> tuple[Cell, ...]:
         """Every power of two around the config's own micro-batch and context; of samples, which have their own lengths,
@@ -367,19 +300,17 @@ class _Look:
 
         On a CPU the process itself is most of it, so what was measured beyond the formula is added to every cell.
         """
-        own = self.speed.micro_batch, self.config.model.context
+        own, device = (self.speed.micro_batch, self.plan.model.context), self.speed.device
         beyond = 0
-        if timed is not None and timed.peak_bytes is not None and self.device.kind == "cpu":
-            beyond = max(0, timed.peak_bytes - self._memory(self.config, self.speed))
+        if timed is not None and timed.peak_bytes is not None and device.kind == "cpu":
+            beyond = max(0, timed.peak_bytes - self.base - self.plan.memory.total)
         rate = None if timed is None else timed.tokens_per_second
         cells = []
         contexts = {max(16, own[1] * 2**power // 4) for power in range(5)} if self.practice is None else set()
         for context in sorted(contexts | {own[1]}):
             for size in sorted({max(1, own[0] * 2**power // 4) for power in range(5)} | {own[0]}):
-                model = self.config.model.model_copy(update={"context": context})
-                speed = dataclasses.replace(self.speed, micro_batch=size)
-                need = beyond + self._memory(self.config.model_copy(update={"model": model}), speed)
-                here = self.device.memory_bytes
+                need = beyond + self._memory(context, dataclasses.replace(self.speed, micro_batch=size))
+                here = device.memory_bytes
                 cells.append(
                     Cell(
                         micro_batch=size,
@@ -399,9 +330,9 @@ class _Look:
             yield f"the data is not prepared: preparing it is not counted{on_what}"
         if self.streaming and timed is not None:
             yield "the text is streamed: reading, cleaning and tokenizing it while training is not in the timed steps"
-        if self.config.eval.patience:
+        if self.plan.eval.patience:
             yield "eval.patience is set: the run may stop earlier"
-        if self.config.checkpoint.best and self.config.checkpoint.every != self.config.eval.every:
+        if self.plan.checkpoint.best and self.plan.checkpoint.every != self.plan.eval.every:
             yield "checkpoint.best is on: a checkpoint at every evaluation is assumed"
 
 
@@ -442,12 +373,6 @@ def _costs(parts: Sequence[Part], timed: Timed | None, price: float | None) -> d
         "kilowatt_hours": _told(energy, "projected", "of the card alone", why=watts.note),
         "cost": _told(money, "projected", without, why=no_money),
     }
-
-
-def _windows(config: RunConfig, train: TokenShards) -> int:
-    how = {"seed": config.train.seed, "best_fit": config.data.packing == "best_fit"}
-    context = config.model.context
-    return windows_of(train, context=context, stride=config.data.stride or context, **how).order.windows
 
 
 def _resident_bytes() -> int:

@@ -25,14 +25,14 @@ from flatout.config.load import LoadedConfig
 from flatout.data.loader import evaluation_batches
 from flatout.engine.books import Progress
 from flatout.engine.evaluate import evaluate
-from flatout.engine.fit_check import out_of_memory
 from flatout.engine.run import Run
 from flatout.engine.saver import Saver
 from flatout.engine.saving import capture
-from flatout.engine.trained import checkpoint_size
 from flatout.errors import ResourceError
 from flatout.files import disk_errors, readable_sizes
 from flatout.generation.decode import generate_tokens
+from flatout.resolve.fit_check import out_of_memory
+from flatout.resolve.memory import checkpoint_size
 from flatout.tuning.measure import WARMUP, Steps, borrowed_run, free_memory, of_steps, summary_of, with_sequences
 from flatout.tuning.practice_samples import PracticeSamples
 
@@ -91,7 +91,7 @@ def time_run(
         built = time.perf_counter() - began
         device = run.speed.device.torch_device
         notice("timing training steps")
-        longer = dataclasses.replace(run, steps=max(run.steps, 4 * MOST))
+        longer = run.replanned(steps=max(run.steps, 4 * MOST))
         if practice is None:
             found = _time_steps(longer, seconds)
         else:
@@ -140,7 +140,7 @@ def _time_steps(run: Run, seconds: float) -> dict[str, Any]:
         step, spread, note = found.mean_milliseconds / 1000, found.spread, f"mean of {len(timed)} steps"
     else:
         step, spread, note = _put_together(run, short, seconds, meter)
-    return _step_figures(run, step, run.config.train.batch_tokens / step, spread, note, first - short, meter.watts)
+    return _step_figures(run, step, run.plan.train.batch_tokens / step, spread, note, first - short, meter.watts)
 
 
 def _time_sample_steps(run: Run, practice: PracticeSamples, seconds: float, length: int) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _step_figures(
         "note": note,
         "tokens_per_second": rate,
         "spread": spread,
-        "mfu": None if peak is None else rate * run.flops_per_token / peak,
+        "mfu": None if peak is None else rate * run.plan.flops_per_token / peak,
         "watts": watts,
     }
 
@@ -203,13 +203,13 @@ def _time_evaluation(run: Run, tokens: int | None, seconds: float) -> tuple[Figu
     """Seconds of an evaluation of `tokens` tokens, and what the first costs beyond that."""
     if tokens is None:
         return Figure(None, "not told", "how much validation text there is, is not known"), 0.0
-    context, size = run.config.model.context, run.step.micro_batch
+    context, size = run.plan.model.context, run.step.micro_batch
     device = run.speed.device.torch_device
 
     def timed(most: int) -> tuple[float, int]:
         """Seconds, and the tokens read: with documents apart, fewer have a label."""
         began = time.perf_counter()
-        how = {"context": context, "batch_size": size, "device": device, "apart": run.config.documents_apart}
+        how = {"context": context, "batch_size": size, "device": device, "apart": run.plan.documents_apart}
         batches = evaluation_batches(run.data.val, most_tokens=most, **how)
         with out_of_memory():
             evaluate(run.model, batches, run.scope)
@@ -244,14 +244,14 @@ def _time_sample_evaluation(run: Run, seconds: float) -> tuple[Figure, float]:
 
 
 def _time_sample(run: Run, seconds: float) -> Figure:
-    wanted = run.config.eval.sample_tokens
+    wanted = run.plan.eval.sample_tokens
     if not wanted:
         return Figure(0.0, "counted", "eval.sample_tokens is 0")
-    prompt = run.data.val.read(0, 1).tolist() if run.base is None else run.data.prompt(run.config.eval.sample_prompt)
+    prompt = run.data.val.read(0, 1).tolist() if run.base is None else run.data.prompt(run.plan.eval.sample_prompt)
     taken, began, cut = 0, time.perf_counter(), False
     how = {"seed": 0, "vocab": run.data.tokenizer.vocab, "stops": run.data.stops}
     with run.scope(), out_of_memory():
-        for _ in generate_tokens(run.model, prompt[-run.config.model.context :], count=wanted, **how):
+        for _ in generate_tokens(run.model, prompt[-run.plan.model.context :], count=wanted, **how):
             taken += 1
             if time.perf_counter() - began > seconds and taken >= min(wanted, 8):
                 cut = True
@@ -267,11 +267,11 @@ def _time_checkpoint(run: Run) -> tuple[Figure, int | None]:
 
     Two are saved where they are written beside training: the first one also makes the memory for the copy.
     """
-    asked, device = run.config.checkpoint.asynchronous, run.speed.device.torch_device
-    need = checkpoint_size(run.trained.count, run.config, run.speed)
+    asked, device = run.plan.checkpoint.asynchronous, run.speed.device.torch_device
+    need = checkpoint_size(run.trained.count, run.plan.model, run.plan.optim, run.speed)
     need *= 1 if asked == "off" else 2
     try:
-        with _beside(Path(run.config.output.folder or "runs")) as folder:
+        with _beside(Path(run.plan.output.folder or "runs")) as folder:
             free = shutil.disk_usage(folder).free
             if free < 1.1 * need:
                 has, needs = readable_sizes(free, 1.1 * need)

@@ -118,12 +118,9 @@ def _named(entry: str, loaded: LoadedConfig) -> Change:
             f"write the one to compare with: {path}={other}. {choices(path)}",
         )
     word = entry if equals else f"{path}={format_value(not value)}"
-    try:
-        made = load_stored(loaded.config.model_dump(), [word], where="the config")
-        check_used(made)  # a change that no run looks at is not worth one
-        other = value_at(made.config, path)
-    except ConfigError as error:
-        raise ConfigError(error.message.replace("command line", _WHERE, 1), error.hint) from None
+    made = load_stored(loaded.config.model_dump(), [word], where="the config", written=_WHERE)
+    check_used(made)  # a change that no run looks at is not worth one
+    other = value_at(made.config, path)
     if other == value:
         raise ConfigError(f"{_WHERE}: {path} is {format_value(value)} in the config already", "write another value")
     return Change(path, format_value(value), format_value(other))
@@ -141,7 +138,7 @@ def changes_to_defaults(loaded: LoadedConfig) -> tuple[list[Change], dict[str, s
         try:
             change.made_in(loaded)
         except ConfigError as error:
-            left_out[path] = f"{change.word} alone does not go: {error.message.partition(': ')[2] or error.message}"
+            left_out[path] = f"{change.word} alone does not go: {error.what}"
             continue
         changes.append(change)
     if not changes:

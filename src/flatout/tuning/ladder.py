@@ -28,10 +28,10 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
-from flatout.engine.features import Speed
 from flatout.errors import ResourceError, UserError, many
 from flatout.model.count import parameter_count
 from flatout.records import BenchProgress, BenchRow
+from flatout.resolve.switches import Speed
 from flatout.tuning.claims import claim_of
 from flatout.tuning.clock import Clock
 from flatout.tuning.compare import Comparison, chained

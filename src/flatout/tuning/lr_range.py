@@ -206,14 +206,14 @@ def _check_rates(optim: OptimConfig, high: float, first: float) -> None:
 
 def _usual(run: Run) -> tuple[float | None, str]:
     """The usual rate, and for whom it is usual."""
-    adapters, muon = run.adapters is not None, run.config.optim.optimizer == "muon"
-    if run.config.chat.source is not None:
+    adapters, muon = run.adapters is not None, run.plan.optim.optimizer == "muon"
+    if run.plan.chat.source is not None:
         whose = "adapters" if adapters else "all weights of a trained model"
-        size = parameter_count(run.config.model, run.model.vocab)
+        size = parameter_count(run.plan.model, run.model.vocab)
         return None if muon else usual_tuning_rate(size, adapters=adapters), whose
     if muon:
         return USUAL_MUON_RATE, "Muon"
-    return usual_rate(parameter_count(run.config.model, run.model.vocab)), "a model of this size"
+    return usual_rate(parameter_count(run.plan.model, run.model.vocab)), "a model of this size"
 
 
 def notes_on(rate: float, usual: float | None, steps: int, whose: str = "a model of this size") -> Iterator[str]:
@@ -252,7 +252,7 @@ def range_test(
     rates = [low * (high / low) ** (number / max(1, steps - 1)) for number in range(steps)]
     points: list[Point] = []
     best, mean, skipped = math.inf, 0.0, 0
-    longer = dataclasses.replace(run, steps=max(run.steps, steps + MOST_SKIPPED))
+    longer = run.replanned(steps=max(run.steps, steps + MOST_SKIPPED))
     excess = _excess(longer, steps + (MOST_SKIPPED if run.step.loss_scale is not None else 0))
     with untouched(run):
         run.step.optimizer.follow(rates)
@@ -282,7 +282,7 @@ def _excess(run: Run, steps: int) -> dict[int, float]:
 
     A few samples differ from the next few by more than a model that has learned before gains in the whole test.
     """
-    if run.config.chat.source is None:
+    if run.plan.chat.source is None:
         return {}
     with untouched(run):
         run.step.optimizer.follow([0.0])

@@ -20,15 +20,14 @@ from flatout.config.source import DEFAULT, Source
 from flatout.data.manifest import read_manifest
 from flatout.data.prepare import data_folder, has_dataset
 from flatout.device import limit_memory
-from flatout.engine.case import Dealing, Probes
-from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.fit_check import ROOM, fits_well
-from flatout.engine.form import not_in_slices
-from flatout.engine.memory import memory_of
-from flatout.engine.sizing import sized, uncounted
-from flatout.engine.trained import checkpoint_size, state_of
 from flatout.errors import HardwareError, UsageError
 from flatout.model.count import MemoryEstimate, flops_per_token, parameter_count
+from flatout.resolve.case import Dealing, Probes
+from flatout.resolve.fit_check import ROOM, fits_well
+from flatout.resolve.form import not_in_slices
+from flatout.resolve.memory import checkpoint_size, memory_of, state_of
+from flatout.resolve.sizing import settled, uncounted
+from flatout.resolve.switches import Speed, resolve_speed
 from flatout.tuning.cluster import GB, Card, Cluster
 from flatout.tuning.goodput import FAILURE_HOURS, FAILURE_SOURCE, Goodput, plan_saves
 from flatout.tuning.spread import AGAIN, FORMS, Layout, layouts, step_time, update_seconds, work_of
@@ -138,7 +137,7 @@ def plan(
         taken = next((row.form for row in here if row.auto), spreads[-1].form)
         rows += here
         saves[gpus] = plan_saves(
-            checkpoint_size(look.work.parameters, look.config, look.speeds[taken]),
+            checkpoint_size(look.work.parameters, look.config.model, look.config.optim, look.speeds[taken]),
             next(layout for layout in spreads if layout.form == taken),
             to_host=cluster.card.to_host,
             disk=disk,
@@ -221,7 +220,9 @@ class _Look:
         return dataclasses.replace(speed, cuda_graphs=False)  # what recording costs is not planned
 
     def _state(self, speed: Speed) -> float:
-        return state_of(self.config, speed, parameter_count(self.config.model, self.vocab)).device
+        return state_of(
+            self.config.model, self.config.optim, speed, parameter_count(self.config.model, self.vocab)
+        ).device
 
     def row(self, gpus: int, layout: Layout) -> PlanRow:
         dealing = Dealing(layout.form, layout.shards) if gpus > 1 else Dealing()
@@ -317,12 +318,12 @@ class _Look:
 def on_card(loaded: LoadedConfig, card: Card) -> LoadedConfig:
     """The config with what its preset leaves open until the data is known, as far as it is; no data is prepared."""
     known = _known(loaded.config)
-    settled = sized(loaded, known, limit_memory(card.device, loaded.config.speed.memory_limit))
-    if loaded.size is None or settled is loaded:
-        return settled
+    found = settled(loaded, known, limit_memory(card.device, loaded.config.speed.memory_limit))
+    if loaded.size is None or found is loaded:
+        return found
     read = "" if known.unique else ", and is settled as for text that is read once, because its tokens are not counted"
     notice = f"size {loaded.size.name} has the batch of one GPU{read}"
-    return dataclasses.replace(settled, notices=(*settled.notices, notice))
+    return dataclasses.replace(found, notices=(*found.notices, notice))
 
 
 def planned_parameters(config: RunConfig) -> int:

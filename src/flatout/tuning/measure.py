@@ -29,14 +29,13 @@ import torch
 
 from flatout import device
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import RunConfig
 from flatout.data.positions import Schedule
-from flatout.engine.fit_check import out_of_memory
-from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.run import Run
 from flatout.engine.setup import setup_run
 from flatout.engine.spans import PendingReports, StepReport
 from flatout.ops.quantized import QuantizedWeight
+from flatout.resolve.fit_check import out_of_memory
+from flatout.resolve.resolve import planned
 from flatout.world import World
 
 WARMUP = 4  # steps: compile, autotuning's last surprises, 8-bit scales, recording of graphs
@@ -110,14 +109,14 @@ class Steps:
 
 def with_sequences(run: Run, sequences: int) -> Run:
     """The same run with so many sequences in every step."""
-    return dataclasses.replace(run, schedule=Schedule.constant(sequences, run.config.model.context))
+    return run.replanned(schedule=Schedule.constant(sequences, run.plan.model.context))
 
 
 def of_steps(run: Run, steps: tuple[int, ...]) -> Run:
     """The same run, which takes these of its steps over and over; none stands for all of them in turn."""
     if not steps:
         return run
-    return dataclasses.replace(run, schedule=dataclasses.replace(run.schedule, chosen=steps))
+    return run.replanned(schedule=dataclasses.replace(run.schedule, chosen=steps))
 
 
 def summary_of(run: Run, untimed: Sequence[StepReport], timed: Sequence[StepReport]) -> Measurement:
@@ -148,9 +147,7 @@ def _reset_peak(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def borrowed_run(
-    loaded: LoadedConfig | RunConfig, world: World | None = None, *, beside: bool = False
-) -> Iterator[Run]:
+def borrowed_run(loaded: LoadedConfig, world: World | None = None, *, beside: bool = False) -> Iterator[Run]:
     """A run with fresh weights for the length of a block; afterwards its memory and its compiled code are gone.
 
     The tensors go even while somebody still holds the run, so one rung cannot weigh on the next. `beside` another
@@ -160,7 +157,7 @@ def borrowed_run(
     run: Run | None = None
     try:
         with out_of_memory():
-            run = setup_run(loaded, world=world)
+            run = setup_run(planned(loaded, world), world)
         yield run
     finally:
         if run is not None:
@@ -172,9 +169,9 @@ def borrowed_run(
 @torch.no_grad()
 def release(run: Run) -> None:
     """Takes weights, gradients and moments away from a run, which is of no use afterwards."""
-    if isinstance(run.step.run_micro_batch, MicroBatchGraph):  # recordings keep memory, and the gradients they add to
-        run.step.run_micro_batch.reset()
-    run.step.run_micro_batch = run.step.forward_backward
+    if run.step.graph is not None:  # recordings keep memory, and the gradients they add to
+        run.step.graph.reset()
+        run.step.graph = None
     run.step.optimizer.forget()
     run.step.average = None
     run.model.narrow.forget()

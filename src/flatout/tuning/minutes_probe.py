@@ -12,13 +12,25 @@ from flatout.config.sizes import LADDER, Known, Shape
 from flatout.config.source import Source
 from flatout.data.pack import Progress
 from flatout.device import Device
-from flatout.engine.overlays import fits, fitted_to
 from flatout.engine.run import Run
-from flatout.engine.sizing import Decision, decide, is_small, written
 from flatout.errors import ResourceError, many
 from flatout.records import PrepareProgress
+from flatout.resolve.opening import DataSource
+from flatout.resolve.sizing import (
+    Decision,
+    applied,
+    decide,
+    fits,
+    fitted,
+    fitted_to,
+    is_small,
+    on_device,
+    shape_named,
+    written,
+)
 from flatout.tuning.measure import Steps, borrowed_run, with_sequences
 from flatout.tuning.minutes import Budget, Prospect, Speed, choose
+from flatout.world import World
 
 STEP_TOKENS = {"cuda": 32_768}  # of the shorter steps that are timed
 STEP_TOKENS_ELSEWHERE = 1024
@@ -30,6 +42,38 @@ ROWS = 5  # that are told
 EVALUATIONS, MANY_EPOCHS = 10, 5.0  # of a long run, and of one that reads its text more often than that
 LONG = 10.0  # minutes: such a run is saved after so many of them, too
 MOST_LOOKED = 1_048_576  # tokens of an evaluation
+
+
+def in_minutes(
+    source: DataSource,
+    device: Device,
+    world: World,
+    progress: Progress | None = None,
+    *,
+    uncounted: Known | None = None,
+) -> LoadedConfig:
+    """The settings of a run whose length is told in minutes, with the steps and the size that fit into them.
+
+    The first of several processes measures for all. Settings that leave nothing open stay as they are. `uncounted` is
+    what is known where the data of `source` only stands in for the run's.
+    """
+    asked = source.asked
+    train = asked.config.train
+    if train.minutes is None or train.steps is not None or asked.config.chat.source is not None:
+        return asked
+    asked = fitted(asked)
+    told = Decision().told()
+    with world.together(), world.in_turns():  # the first one prepares the data, and the others find it
+        known = dataclasses.replace(uncounted or source.known(), ranks=world.size)
+    with world.together():
+        if world.first and source.arrays is None:
+            told = plan(asked, known, device, progress).told()
+        elif world.first and asked.size is not None:  # arrays that come from Python may be given only once
+            told = decide(asked, shape_named(asked.size), known, device).told()
+    told = world.told(told)
+    with world.together():
+        chosen = applied(asked, told)
+        return chosen if asked.size is None else on_device(chosen, device)
 
 
 def plan(loaded: LoadedConfig, known: Known, device: Device, progress: Progress | None = None) -> Decision:

@@ -22,11 +22,11 @@ from flatout.config.yaml_loader import format_value
 from flatout.cores import thread_words
 from flatout.data.shards import open_dataset
 from flatout.device import Device, allocator_words, detect_device
-from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.trained import training_flops
 from flatout.errors import ConfigError, HardwareError, UsageError
 from flatout.ops.attention import FA4
 from flatout.records import BenchRow
+from flatout.resolve.memory import training_flops
+from flatout.resolve.switches import Speed, resolve_speed
 from flatout.tuning.compare import LOOKS
 from flatout.tuning.practice_samples import practice_config, practice_samples
 from flatout.tuning.rungs import BASELINE, OWN_SWITCHES, Rung, all_rungs, as_words, settings_of

@@ -23,15 +23,23 @@ from flatout.config.load import LoadedConfig
 from flatout.config.schema import DataConfig, RunConfig, at_last_stage
 from flatout.config.unused import check_used
 from flatout.data.batch import Delivery
+from flatout.data.prepare import as_prepared
 from flatout.data.sample_data import SampleData
 from flatout.data.sample_loader import LargestRows, fullest_steps
-from flatout.engine.features import Speed
-from flatout.engine.length import steps_of
-from flatout.engine.opening import described_config, open_sample_data, why_samples_are_made
-from flatout.engine.run import delivery_of
-from flatout.engine.sizing import data_facts, uncounted
+from flatout.data.samples import NONE_YET
+from flatout.resolve.length import steps_of
+from flatout.resolve.opening import (
+    DataSource,
+    described,
+    open_sample_data,
+    why_samples_are_made,
+    with_tokenizer,
+)
+from flatout.resolve.resolve import take_device
+from flatout.resolve.sizing import settled, uncounted
+from flatout.resolve.switches import Speed
+from flatout.tuning.minutes_probe import in_minutes
 from flatout.tuning.practice_data import is_made_up, practice_data
-from flatout.tuning.settling import device_of, settled_with, with_tokenizer
 from flatout.world import World
 
 
@@ -73,7 +81,7 @@ class PracticeSamples:
 
         Activations grow with the tokens, the loss with the labels.
         """
-        rows = self.data.rows(delivery_of(speed, speed.micro_batch))
+        rows = self.data.rows(speed.delivery())
         found = list(rows.micro_batches(self.data.order, self.fullest, speed.micro_batch))
         ways = (LargestRows.by_tokens, LargestRows.by_labels)
         return dict(max(found, key=lambda one, way=way: way(one[1])) for way in reversed(ways))
@@ -97,7 +105,7 @@ def practice_config(
         data, described = _sample_folder(loaded, scratch, say)
         return _with_data(loaded, data), described
     world, before = world or World(), len(loaded.notices)
-    device = device_of(loaded, world)
+    device = take_device(loaded, world)
     practice = with_tokenizer(loaded, device)
     described = str(loaded.config.data.source)
     if not (streams and loaded.config.data.streaming):
@@ -105,12 +113,30 @@ def practice_config(
         practice = _with_data(practice, data)
     if practice.size is not None:
         made_up = is_made_up(practice.config.data, scratch)
-        known = uncounted(practice.config) if made_up else data_facts(practice, None)
         described += f"; size {practice.size.name} is settled as for text that is read once" if made_up else ""
-        practice = settled_with(practice, known, device, world)
+        source = DataSource(practice, device)
+        known = uncounted(practice.config) if made_up else source.known()
+        practice = settled(in_minutes(source, device, world, uncounted=known), known, device, world)
     for message in practice.notices[before:]:
         say(message)
     return _at_last_stage(practice, say), described
+
+
+def settled_for_runs(loaded: LoadedConfig, notice: Callable[[str], None]) -> LoadedConfig:
+    """A config as a run would have it, for several runs; `notice` is told what was settled."""
+    train, before = loaded.config.train, len(loaded.notices)
+    if loaded.config.chat.source is not None:  # a model that has a shape
+        return loaded
+    if loaded.size is None and (train.minutes is None or train.steps is not None):
+        settings = as_prepared(loaded)
+    else:
+        world = World()
+        device = take_device(loaded, world)
+        source = DataSource(loaded, device)
+        settings = settled(in_minutes(source, device, world), source.known(), device)
+    for message in settings.notices[before:]:
+        notice(message)
+    return settings
 
 
 def _with_data(loaded: LoadedConfig, data: DataConfig) -> LoadedConfig:
@@ -127,12 +153,12 @@ def _at_last_stage(loaded: LoadedConfig, say: Callable[[str], None]) -> LoadedCo
 
 def practice_samples(loaded: LoadedConfig, scratch: Path, say: Callable[[str], None]) -> PracticeSamples:
     """The samples that a config names. `scratch` is a folder for what has to be made, which `say` is told of."""
-    fitted, described = practice_config(loaded, scratch, say)
+    fitted, told = practice_config(loaded, scratch, say)
     base, data = open_sample_data(fitted.config, None, written=loaded.sources["model.context"])
-    config = described_config(fitted.config, base, loaded.sources)
+    config = described(fitted, base).config
     fullest = fullest_steps(data.train, data.order, steps_of(config, data.facts))
     vocab = base.description.vocab
-    return PracticeSamples(config=config, data=data, vocab=vocab, fullest=fullest, described=described)
+    return PracticeSamples(config=config, data=data, vocab=vocab, fullest=fullest, described=told)
 
 
 def _sample_folder(loaded: LoadedConfig, scratch: Path, say: Callable[[str], None]) -> tuple[DataConfig, str]:
@@ -142,7 +168,7 @@ def _sample_folder(loaded: LoadedConfig, scratch: Path, say: Callable[[str], Non
     described = f"the samples in {folder}"
     if why:
         described = f"samples made for the occasion, since those in {folder} cannot be used as they are: {why}"
-        if why.startswith("there were none"):
+        if why == NONE_YET:
             described = f"samples made for the occasion, since there are none in {folder} yet"
         say(f"making the samples of {config.chat.source}, in a folder for the occasion")
         folder = scratch / "samples"

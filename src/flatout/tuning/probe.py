@@ -1,7 +1,7 @@
 """Trying settings on the device: real training steps including the update, timed by the protocol of `measure.py`.
 
 Idea: one model is built and stays; another micro-batch, checkpointing or loss is another way of walking through it
-(`with_speed`). A step of the whole global batch would take seconds where the micro-batch is small, so steps of two
+(`with_plan`). A step of the whole global batch would take seconds where the micro-batch is small, so steps of two
 lengths are timed, which gives the time of a micro-batch and that of the update, and a whole step follows from them. The
 choice is confirmed by whole steps in the end.
 
@@ -24,12 +24,12 @@ from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
 from flatout.device import detect_device, limit_memory, peak_memory_bytes
-from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.graphs import MicroBatchGraph
-from flatout.engine.memory import memory_of
 from flatout.engine.run import Run
-from flatout.engine.setup import with_speed
+from flatout.engine.setup import with_plan
 from flatout.errors import HardwareError, ResourceError
+from flatout.resolve.fit_check import memory_on
+from flatout.resolve.memory import memory_of
+from flatout.resolve.switches import Speed, resolve_speed
 from flatout.tuning.fragment import TUNED, kept_settings, written_paths
 from flatout.tuning.measure import Steps, borrowed_run, free_memory, with_sequences
 from flatout.tuning.search import Candidate, Trial
@@ -170,13 +170,19 @@ class Probe:
         if self.run is None or self.run.speed.compile != candidate.compile:
             self.open(candidate)
         assert self.run is not None
-        run = self.run = with_speed(self.run, config, self.resolve(config))
+        plan, speed = self.run.plan, self.resolve(config)
+        plan = dataclasses.replace(
+            plan,
+            settings=dataclasses.replace(plan.settings, config=config),
+            speed=speed,
+            memory=memory_on(plan.data, config, plan.vocab, speed),
+        )
+        run = self.run = with_plan(self.run, plan)
         try:
             timing = measure(run)
         except ResourceError as error:
             timing = error.message
-        graph = run.step.run_micro_batch
-        recorded = not (isinstance(graph, MicroBatchGraph) and graph.failed)
+        recorded = run.step.graph is None or not run.step.graph.failed
         run.step.optimizer.forget()
         run.step.use_micro_batch(run.step.micro_batch)
         free_memory()

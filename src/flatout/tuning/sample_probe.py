@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 from flatout.config.load import LoadedConfig
 from flatout.data.sample_loader import LargestRows
-from flatout.engine.features import Speed
 from flatout.engine.graphs import WARM_UPS
-from flatout.engine.memory import memory_of
-from flatout.engine.run import Run, delivery_of
+from flatout.engine.run import Run
 from flatout.engine.spans import StepReport
+from flatout.resolve.memory import memory_of
+from flatout.resolve.switches import Speed
 from flatout.tuning import probe
 from flatout.tuning.measure import Steps, of_steps
 from flatout.tuning.practice_samples import PracticeSamples
@@ -61,7 +61,7 @@ class SampleProbe(Probe):
         return -(-self.practice.rows // candidate.micro_batch)
 
     def _largest(self, speed: Speed) -> dict[int, LargestRows]:
-        key = (speed.micro_batch, delivery_of(speed, speed.micro_batch).joined)
+        key = (speed.micro_batch, speed.delivery().joined)
         if key not in self.found:
             self.found[key] = self.practice.largest(speed)
         return self.found[key]

@@ -209,9 +209,8 @@ def _try(loaded: LoadedConfig, dimension: Dimension, value: Any) -> None:
     try:
         with_values(loaded, {dimension.path: value}, dimension.where)
     except ConfigError as error:
-        if f"{dimension.path} is" in error.message:
-            message = error.message.partition(": ")[2] if error.message.startswith("command line") else error.message
-            raise ConfigError(f"{dimension.where}: {message}", error.hint) from None
+        if error.setting == dimension.path:
+            raise ConfigError(error.what, error.hint, where=dimension.where) from None
 
 
 def _fail(where: str, problem: str, hint: str) -> NoReturn:

@@ -16,8 +16,8 @@ A rate (`seconds_per_token`) is that of one GPU without recomputation; full chec
 import dataclasses
 
 from flatout.config.schema import ModelConfig
-from flatout.engine.form import by_preference
 from flatout.model.count import block_count, flops_per_token, parameter_count
+from flatout.resolve.form import by_preference
 from flatout.tuning.cluster import Cluster, Transfer, ring
 
 FORMS = {"data": "data parallel", "hybrid": "hybrid", "fsdp": "FSDP2"}

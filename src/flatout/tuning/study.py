@@ -35,8 +35,8 @@ from flatout.engine.loop import train_loop
 from flatout.errors import (
     ConfigError,
     DataError,
+    DeviceMemoryError,
     DivergedError,
-    DoesNotFitError,
     HardwareError,
     ResourceError,
     UsageError,
@@ -48,8 +48,8 @@ from flatout.tuning.fragment import config_text, words_of
 from flatout.tuning.measure import borrowed_run
 from flatout.tuning.plan import machine_of
 from flatout.tuning.practice_data import scratch_folder
+from flatout.tuning.practice_samples import settled_for_runs
 from flatout.tuning.search_space import Dimension, Space, with_values
-from flatout.tuning.settling import settled_for_runs
 
 TRIALS = 20
 EVALUATIONS = 8  # of a trial, unless the config says more; after each it may be cut short
@@ -187,7 +187,7 @@ def status_of(error: DivergedError | ResourceError | ConfigError | HardwareError
         return "diverged", error.message
     if isinstance(error, ConfigError | HardwareError):
         return "invalid", error.message
-    if "device memory" not in error.message and not isinstance(error, DoesNotFitError):
+    if not isinstance(error, DeviceMemoryError):
         raise error  # a full disk
     return "out_of_memory", error.message
 

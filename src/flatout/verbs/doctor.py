@@ -22,7 +22,7 @@ from flatout.verbs.measuring import Line, ended_by_signals
 from flatout.words import Parser, add_config
 
 if TYPE_CHECKING:
-    from flatout.diagnose.doctor import Finding
+    from flatout.finding import Finding
 
 # A mark that reads without colour, and the colour that helps where there is one.
 _MARKS = {"ok": ("ok", "32"), "note": ("note", "36"), "warn": ("WARN", "33"), "bad": ("BAD", "31")}
@@ -60,8 +60,8 @@ def doctor(words: list[str]) -> int:
 
     parsed = told_by_one(checked)
     from flatout import api
-    from flatout.diagnose.doctor import exit_code
     from flatout.diagnose.examine import attend
+    from flatout.finding import exit_code
 
     if launched is not None and launched.rank:
         attend(launched, parsed.config, parsed.overrides, parsed.size)

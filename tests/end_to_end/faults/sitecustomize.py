@@ -9,10 +9,13 @@ finds the disk full at its next save, `clock-0` sees the clock of the wall jump 
 
 import errno
 import os
+import sys
 import time
 from pathlib import Path
 
 RANK, FAULT = os.environ.get("RANK"), os.environ.get("FAULT", "").split()
+if RANK is not None and sys.platform == "linux":
+    Path("/proc/self/comm").write_text(f"rank {RANK}")  # by which those who watch the processes know it
 
 
 def _told(name: str) -> bool:

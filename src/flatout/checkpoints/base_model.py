@@ -1,0 +1,346 @@
+"""The model that a run starts from: a Hugging Face folder, or a checkpoint of our own.
+
+For fine-tuning both become one `Base`: a description, a tokenizer for chat templates, and the template that comes with
+it. A checkpoint of ours is described as if it lay in a folder of theirs; whether transformers has the same model does
+not matter here.
+
+Contract: a run of ours is pinned to the checkpoint that it means today, the best or else the newest. A run that was
+itself trained with adapters is no base until it is merged. What adapters were trained on is told by a hash of its
+weights, and another model in its place is refused.
+
+Pretraining starts from the weights of GPT-2, or of a run of ours, which may get a longer context. Everything is
+checked before a model is built, and weights are copied, so the base may go afterwards. The shape is the config's own
+and must be the base's, but for what holds no weights: context, rotary frequencies, windows, dropout, the term for
+energy. Nothing else of the base's run is taken over: optimizer, schedule and data begin anew.
+Trap: a longer context. Rotary positions beyond those of the base turn by angles it has never seen. That is allowed, and
+told. Slowing the frequencies down keeps angles in the range it knows, but changes those of near tokens as well, so it
+is for the user to measure (docs/long-context.md).
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.checkpoints.checkpoint import check_files_alone, read_model, read_part, verify_checkpoint, vocab_in
+from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint
+from flatout.config.load import resolve_from_mapping
+from flatout.config.schema import ModelConfig
+from flatout.config.source import Source
+from flatout.config.yaml_loader import format_value
+from flatout.data.chat_template import BUILT_IN, MODEL, ChatTemplate, load_template, template_from_json
+from flatout.data.model_folder import read_model_tokenizer
+from flatout.data.portable import as_model_tokenizer
+from flatout.data.tokenizer import ModelTokenizer, Tokenizer, tokenizer_from_json
+from flatout.errors import CheckpointError, ConfigError, DataError
+from flatout.model.execution import Execution
+from flatout.model.fingerprint import own_fingerprint, weights_fingerprint
+from flatout.model.gpt import GPT, empty_model
+from flatout.model.hub import Description, check_same_model, describe, description_of, fitting_context, read_description
+from flatout.model.hub_find import find_model
+from flatout.model.hub_weights import load_described, load_huggingface
+from flatout.model.quantize import check_quantizing, round_linears
+from flatout.model.weights import assign_weights, check_tensors
+
+_ROPE = ("rope_base", "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context")
+_FREE = {"init_from", "ignore_auto_map", "context", "vocab", "dropout", "window", "energy", *_ROPE}
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """What is known of a model before its weights are read. `name` finds it again."""
+
+    name: str
+    description: Description
+    tokenizer: ModelTokenizer
+    template: ChatTemplate | None  # of a run that was fine-tuned; that of a Hugging Face folder is read where asked for
+
+    def template_for(self, spec: str) -> tuple[ChatTemplate | None, str]:
+        """The chat template that a config asks for, and what there is to say of it.
+
+        A model of ours that was never taught to chat has none: it gets chatml if it has its tokens, else plain.
+        """
+        folder = self.description.folder
+        if spec != MODEL or not is_checkpoint(folder):
+            return load_template(spec, folder, self.tokenizer), ""
+        if self.template is not None:
+            return self.template, ""
+        tokens = BUILT_IN["chatml"][1]
+        chosen = "plain" if any(self.tokenizer.token_id(token) is None for token in tokens) else "chatml"
+        said = f"{self.name} was never taught a chat template: samples are written by `{chosen}` (chat.template)"
+        return load_template(chosen, None, self.tokenizer), said
+
+    def fit(self, asked: int, written: Source) -> tuple[int, str]:
+        """A context with no more tokens than there are positions, and what there is to say of it.
+
+        `written` is where the context was asked for: a value of the user's is refused instead of cut.
+        """
+        has = self.description.config.context
+        if asked <= has:
+            return asked, ""
+        if written.by_user:
+            raise ConfigError(
+                f"model.context is {asked:,}, but {self.name} has {has:,} positions",
+                f"set model.context to at most {has}, or leave it out",
+                where=written.where,
+                setting="model.context",
+            )
+        return has, f"model.context is cut from {asked:,} to {has:,}: {self.name} has no more positions"
+
+
+def open_base(name: str, context: int | None, *, ignore_code: bool = False) -> Base:
+    """What `name` means, with as much context as a sample may have, or with all it has where that is less."""
+    found = find_model(name)
+    if found.kind != "huggingface":
+        return _own(name, checkpoint_to_load(found.path, best=True), context)
+    description = read_description(found.path, context=context, cut=True, ignore_code=ignore_code)
+    tokenizer = read_model_tokenizer(found.path, ignore_code=ignore_code)
+    if tokenizer.vocab > description.vocab:
+        raise CheckpointError(
+            f"the tokenizer of {name} has {tokenizer.vocab:,} ids, the model {description.vocab:,}",
+            "fetch the folder again: its files do not belong together",
+        )
+    return Base(name, description, tokenizer, None)
+
+
+def describe_base(name: str, context: int | None, *, ignore_code: bool = False) -> Description:
+    """The description alone: who has a tokenizer already needs none of the model's."""
+    found = find_model(name)
+    if found.kind == "huggingface":
+        return read_description(found.path, context=context, ignore_code=ignore_code)
+    checkpoint = checkpoint_to_load(found.path, best=True)
+    config, state, language = read_own(name, checkpoint, training=False)
+    return described_checkpoint(config, state, checkpoint, tokenizer_from_json(language).end_of_text, context)
+
+
+def _own(name: str, checkpoint: Path, context: int | None) -> Base:
+    config, state, language = read_own(name, checkpoint, training=True)
+    try:
+        tokenizer = as_model_tokenizer(tokenizer_from_json(language))
+    except DataError as error:
+        raise DataError(f"{name}: {error.message}", error.hint) from error
+    template = state.get("template")
+    return Base(
+        str(checkpoint),
+        described_checkpoint(config, state, checkpoint, tokenizer.end_of_text, context, cut=True),
+        tokenizer,
+        None if template is None else template_from_json(template),
+    )
+
+
+def read_own(name: str, checkpoint: Path, *, training: bool) -> tuple[ModelConfig, dict[str, Any], dict[str, Any]]:
+    """(model section, state, tokenizer) of a checkpoint of ours that can be a base."""
+    verify_checkpoint(checkpoint)
+    values, state, language = (read_part(checkpoint, part) for part in ("config", "state", "tokenizer"))
+    config = resolve_from_mapping(values, str(checkpoint))
+    check_files_alone(state, name)
+    if config.lora.rank:
+        other = "or continue with its adapters: lora.init_from"
+        if not training:
+            other = f"or name the model under its adapters: {config.model.init_from}"
+        raise CheckpointError(
+            f"{name} has adapters beside a frozen model, and cannot be the base of others",
+            f"write it as one model with `flatout merge {name} FOLDER`, {other}",
+        )
+    return config.model, state, language
+
+
+def described_checkpoint(
+    own: ModelConfig,
+    state: Mapping[str, Any],
+    folder: Path,
+    end_of_text: int | None,
+    context: int | None = None,
+    *,
+    cut: bool = False,
+) -> Description:
+    """A checkpoint of ours as config.json would describe it: as it was when it came from one, or as it can be now."""
+    source = describe(state["described"], folder) if state.get("described") else None
+    made_for, vocab = (own if source is None else source.config).context, vocab_in(state)
+    model = own.model_copy(update={"init_from": None, "dropout": 0.0})
+    context = fitting_context(context, made_for, folder, cut=cut)
+    # Learned positions are weights, and no scale may be as long as the context: such a model keeps its own.
+    if context is not None and model.positions != "learned" and context > max(model.scales, default=0):
+        model = model.model_copy(update={"context": context})
+    stops = tuple(state.get("stops", () if end_of_text is None else (end_of_text,)))
+    if source is not None:
+        return dataclasses.replace(source, config=model, vocab=vocab, end_of_text=stops)
+    try:
+        values = description_of(own, vocab, dtype="float32", end_of_text=end_of_text)
+    except CheckpointError:  # a shape that transformers has not: ours alone, and it cannot be exported
+        values = {}
+    return Description(
+        folder=folder,
+        model_type=values.get("model_type", "flatout"),
+        config=model,
+        vocab=vocab,
+        dtype="float32",
+        begin_of_text=None,
+        end_of_text=stops,
+        padding=None,
+        values=values,
+    )
+
+
+def build_base(
+    description: Description,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    execution: Execution | None = None,
+    quantize: str = "none",
+) -> GPT:
+    """The model with its weights, wherever they lie. What was quantized is wide again, with the values it had then."""
+    if not is_checkpoint(description.folder):
+        model = load_described(description, dtype=dtype, device=device, execution=execution)
+    else:
+        tensors = read_model(description.folder)
+        config, vocab = description.config, description.vocab
+        check_own_weights(config, vocab, tensors, str(description.folder))
+        model = empty_model(config, vocab, execution=execution, dtype=dtype, device=device)
+        assign_weights(model, tensors, str(description.folder))
+    if quantize != "none":  # adapters know the base as it was beside them
+        check_quantizing(torch.device(device))
+        round_linears(model)
+    return model
+
+
+def check_own_weights(config: ModelConfig, vocab: int, tensors: Mapping[str, Tensor], origin: str) -> None:
+    """Refuses weights of another shape than the model's, before memory is taken for it."""
+    model = empty_model(config, vocab, device="meta")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    check_tensors(shapes, tensors, origin, "model section")
+
+
+def base_fingerprint(description: Description) -> str:
+    """A hash of the weights, for adapters to be told from those of another model.
+
+    A checkpoint of ours and the folder that `flatout export` makes of it have the same.
+    """
+    if not is_checkpoint(description.folder):
+        return weights_fingerprint(description)
+    return own_fingerprint(read_model(description.folder), description.config, portable=bool(description.values))
+
+
+def check_base(name: str, description: Description, expected: str | None) -> None:
+    """Refuses a model that adapters were not trained on. Checkpoints from before there was a hash say nothing."""
+    if expected is not None and base_fingerprint(description) != expected:
+        raise CheckpointError(
+            f"{name} holds other weights than those that the adapters were trained on",
+            "put the model that they were trained on back in its place; on another one they mean nothing",
+        )
+
+
+def base_of(
+    config: ModelConfig, quantize: str, expected: str | None = None, *, named: bool = False
+) -> tuple[GPT, Description]:
+    """The frozen model under a run's adapters, read again from where it came from. `expected` is the hash it had.
+
+    `named` says that the user told where it is, so that errors speak of that place alone.
+    """
+    name = config.init_from
+    assert name is not None, "checked by the config"
+    try:
+        description = describe_base(name, config.context, ignore_code=config.ignore_auto_map)
+    except CheckpointError as error:
+        if named:
+            raise
+        raise CheckpointError(
+            f"the model that the adapters were trained on cannot be loaded: {error.message}",
+            f"name it with --base MODEL, or put {name} back and call this from the folder that the run was trained in",
+        ) from error
+    check_same_model(config, description, "put the model that the adapters were trained on back in its place")
+    check_base(name, description, expected)
+    description = dataclasses.replace(description, config=config)
+    return build_base(description, quantize=quantize), description
+
+
+# --- weights that pretraining starts from -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where the weights are, and what to say of them."""
+
+    folder: Path
+    ours: bool
+    notice: str
+
+    def fill(self, model: GPT) -> None:
+        if self.ours:
+            assign_weights(model, read_model(self.folder), str(self.folder))
+        else:
+            load_huggingface(model, self.folder)
+
+
+def open_start(config: ModelConfig, vocab: int | None, tokenizer: Tokenizer | None = None) -> Start | None:
+    """What `model.init_from` names, if anything; refused unless a model of this config can take its weights.
+
+    What is not known yet of the data is not compared.
+    """
+    name = config.init_from
+    if name is None:
+        return None
+    found = find_model(name)
+    if found.kind == "huggingface":
+        return _gpt2(config, vocab, found.path)
+    folder = checkpoint_to_load(found.path, best=True)
+    base, state, language = read_own(name, folder, training=False)
+    _check_shape(config, base, name)
+    if tokenizer is not None and tokenizer_from_json(language).fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"{name} was trained with another tokenizer than the data here",
+            f"prepare the data in a data.folder of its own, with {_tokenizer_of(language, folder)}",
+        )
+    if vocab is not None and vocab != (own := vocab_in(state)):
+        raise CheckpointError(f"{name} has {own:,} ids, and here there are {vocab:,}", f"set model.vocab={own}")
+    return Start(folder, True, f"starts from {folder}{_longer(config, base)}")
+
+
+def _tokenizer_of(description: Mapping[str, Any], checkpoint: Path) -> str:
+    named = description["kind"] in ("bytes", "gpt2")  # others are made from the data, and are not the same twice
+    return f"data.tokenizer={description['kind'] if named else checkpoint / 'tokenizer.json'}"
+
+
+def _check_shape(config: ModelConfig, base: ModelConfig, name: str) -> None:
+    free = _FREE - {"context"} if config.positions == "learned" else _FREE
+    for field in sorted(ModelConfig.model_fields.keys() - free):
+        here, there = (format_value(getattr(model, field)) for model in (config, base))
+        if here != there:
+            raise CheckpointError(
+                f"{name} has model.{field} {there}, and here it is {here}",
+                f"set {shlex.quote(f'model.{field}={there}')}, and begin with the preset that it was trained by",
+            )
+
+
+def _longer(config: ModelConfig, base: ModelConfig) -> str:
+    if config.context <= base.context:
+        return ""
+    told = f", which has learned contexts of {base.context:,} tokens; here they have {config.context:,}"
+    if "A" in config.kinds and all(getattr(config, field) == getattr(base, field) for field in _ROPE):
+        told += ". Rotary positions beyond are new to it; model.rope_base and model.rope_scaling slow them down"
+    return told
+
+
+def _gpt2(config: ModelConfig, vocab: int | None, folder: Path) -> Start:
+    description = read_description(folder, ignore_code=config.ignore_auto_map)
+    found = description.config
+    if found.family != "gpt2":
+        raise CheckpointError(
+            f"{folder} holds a {description.model_type} model; pretraining starts from GPT-2 or from a run of ours",
+            f"train it on text with `flatout finetune model.init_from={folder} chat.source=FILE chat.format=text`",
+        )
+    if config.family != "gpt2":
+        raise CheckpointError(f"{folder} holds a GPT-2, and the model is of another family", "set model.family=gpt2")
+    asked = (config.layers, config.width, config.heads, config.context, vocab or description.vocab)
+    stored = (found.layers, found.width, found.heads, found.context, description.vocab)
+    if asked != stored:
+        raise CheckpointError(
+            f"{folder} has (layers, width, heads, context, vocab) {stored}, the model section says {asked}",
+            "make the model section equal to the weights",
+        )
+    return Start(folder, False, f"starts from the GPT-2 of {folder}")

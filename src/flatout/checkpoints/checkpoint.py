@@ -1,0 +1,392 @@
+"""Checkpoints that are either whole or absent: safetensors and JSON, no pickle.
+
+Writing: a temporary folder beside the target; every file written and fsynced; `manifest.json` with the SHA-256 of each
+file last; folder fsynced; renamed; parent fsynced. A process killed at any moment leaves the previous checkpoint as it
+was, and at worst a temporary folder that the next start sweeps away.
+
+Judging: a checkpoint is evaluated after it was written, and `verdict.json` in it says with what result. Only then are
+older checkpoints removed, and never the newest one whose loss was finite. A resume from a checkpoint without a verdict
+evaluates it first.
+
+Reading: every byte is hashed before any of it is used. The manifest must equal its own canonical form and carries its
+own hash, so a flipped bit in it is found too.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
+
+from flatout.checkpoints.checkpoint_files import PLAIN, SLICED, save_files, sealed, unsealed
+from flatout.checkpoints.run_files import CHECKPOINT_FILES, JSON_FILES, MANIFEST, TENSOR_FILES, list_checkpoints
+from flatout.checkpoints.slices import is_sliced, read_tensors, well_formed
+from flatout.config.yaml_loader import shorten
+from flatout.errors import CheckpointError, DamagedError
+from flatout.files import (
+    FULL,
+    canonical_json,
+    disk_errors,
+    hash_file,
+    read_bounded,
+    reading_hint,
+    write_new,
+    write_whole,
+)
+from flatout.folders import retire, sweep
+from flatout.model.tensor_file import pieces_of
+
+VERDICT, BASE_MARK = "verdict.json", "base-of.txt"
+MOST_IDS = 2**32  # of a vocabulary
+# What entries of state.json that only some checkpoints have must be; what is in them is checked by who reads them.
+_STATE = {"described": dict, "template": dict, "stream": dict, "deadline": dict, "stops": list, "base": str}
+_KINDS = {dict: "mapping", list: "list", str: "text"}
+Fact = TypeVar("Fact", int, str)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Everything a run needs to go on as if it had never stopped."""
+
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    run: Mapping[str, Tensor]
+    state: dict[str, Any]
+    config: dict[str, Any]
+    tokenizer: dict[str, Any]
+    path: Path | None = None  # where it was read from
+
+    @property
+    def step(self) -> int:
+        return self.fact("step", int)
+
+    def without_tensors(self) -> "Checkpoint":
+        """What is needed of it after a run has resumed: the files, and with them the space of their disk, go free."""
+        return dataclasses.replace(self, model={}, optimizer={}, run={})
+
+    def tensor_files(self) -> dict[str, Mapping[str, Tensor]]:
+        """The tensors of each safetensors file, by the file's name."""
+        return {f"{name}.safetensors": getattr(self, name) for name in TENSOR_FILES}
+
+    def text_files(self) -> dict[str, bytes]:
+        return {f"{name}.json": canonical_json(getattr(self, name)) for name in JSON_FILES}
+
+    def fact(self, name: str, kind: type[Fact]) -> Fact:
+        """An entry of `state` that every checkpoint has."""
+        value: object = self.state.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(
+                f"the checkpoint's state.json has {name} {value!r}, which is no {kind.__name__}",
+                "it was not written by Flatout: name another checkpoint",
+            )
+        return value
+
+
+def vocab_in(state: Mapping[str, Any]) -> int:
+    """The number of ids that a checkpoint's model has."""
+    vocab: object = state.get("vocab")
+    if type(vocab) is not int or not 1 <= vocab <= MOST_IDS:
+        raise CheckpointError(
+            f"the checkpoint's state.json has vocab {shorten(vocab)}, which is no number of ids",
+            "it was not written by Flatout: name another checkpoint",
+        )
+    return vocab
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> tuple[Path, int]:
+    """Writes `folder/step-N` atomically; returns it and its size in bytes."""
+    target = checkpoint_path(folder, checkpoint.step)
+    with disk_errors(f"checkpoint {target}"):
+        return target, write_plain(target, checkpoint)
+
+
+def write_plain(target: Path, checkpoint: Checkpoint) -> int:
+    """Writes a whole checkpoint as the folder `target`; returns its size in bytes."""
+    pieces = {name: pieces_of(tensors) for name, tensors in checkpoint.tensor_files().items()}
+    return save_files(target, checkpoint.step, pieces, checkpoint.text_files())
+
+
+def remove_checkpoint(path: Path) -> bool:
+    """Removes a checkpoint; False, with nothing changed, where it is a link or holds files that are not ours."""
+    try:
+        files = _read_manifest(path)["files"]
+    except CheckpointError:
+        return False
+    return retire(path, {*files, MANIFEST, VERDICT, BASE_MARK})
+
+
+def sweep_leftovers(folder: Path) -> None:
+    """Removes what killed processes left half written or half deleted. Call it only while holding the run's lock."""
+    sweep(folder, r"step-\d{8}", locked=True)
+
+
+def keep_newest(folder: Path, keep: int, best_step: int | None, cooldown_step: int | None = None) -> list[Path]:
+    """Removes all but the newest `keep` checkpoints, the best one, the one before a cool-down, the newest with a finite
+    loss, and those under somebody's adapters. Returns those that were to go but hold files of somebody else's."""
+    found = list_checkpoints(folder)
+    finite = next((step for step, path in reversed(found) if (v := read_verdict(path)) is not None and v.finite), None)
+    doomed = [
+        path for step, path in found[: max(0, len(found) - keep)] if step not in (best_step, cooldown_step, finite)
+    ]
+    return [path for path in doomed if not (path / BASE_MARK).exists() and not remove_checkpoint(path)]
+
+
+def mark_as_base(checkpoint: Path, run: Path) -> bool:
+    """Says in a checkpoint that the adapters of `run` are worth nothing without it; False where it is read-only."""
+    try:
+        content = f"adapters in {run.resolve()} need these weights\n".encode()
+        write_new(checkpoint / BASE_MARK, content, durable=True)
+    except FileExistsError:  # it is kept already
+        return True
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        return False
+    return True
+
+
+def write_json_atomically(path: Path, value: dict[str, Any]) -> None:
+    """Replaces a file whole; its content carries its own hash."""
+    with disk_errors(str(path)):
+        write_whole(path, sealed(value), durable=True)
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was found of a checkpoint after it was written: its loss on validation text, and the progress of the run
+    with that evaluation in it."""
+
+    loss: float
+    progress: dict[str, Any]
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss)
+
+
+def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
+    """Puts the verdict into a checkpoint's folder. It names the manifest, so it counts for no other checkpoint.
+
+    It is written in place: a torn one counts as none, and a temporary file that a kill leaves in a checkpoint would be
+    taken for somebody's own, so that the checkpoint could never be removed.
+    """
+    content = {**dataclasses.asdict(verdict), "manifest": hash_file(checkpoint / MANIFEST)}
+    with disk_errors(f"{checkpoint / VERDICT}"):
+        (checkpoint / VERDICT).unlink(missing_ok=True)
+        write_new(checkpoint / VERDICT, sealed(content), durable=True)
+
+
+def read_verdict(checkpoint: Path) -> Verdict | None:
+    """None where there is none, or a damaged one: then the checkpoint is evaluated again."""
+    if not (checkpoint / VERDICT).is_file():
+        return None
+    try:
+        content = unsealed(read_bounded(checkpoint / VERDICT))
+        if content["manifest"] != hash_file(checkpoint / MANIFEST):
+            return None
+        return Verdict(loss=float(content["loss"]), progress=dict(content["progress"]))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+def best_known(checkpoint: Path) -> tuple[float, int] | None:
+    """(loss, step) of the lowest validation loss until a checkpoint, by its verdict, or else by its state."""
+    verdict = read_verdict(checkpoint)
+    if verdict is not None:
+        return as_best(verdict.progress, "best_loss", "best_step")
+    try:
+        _verify_file(checkpoint / "state.json", _read_manifest(checkpoint)["files"]["state.json"])
+        return as_best(read_part(checkpoint, "state"), "best_loss", "best_step")
+    except CheckpointError:
+        return None
+
+
+def as_best(values: Mapping[str, Any], loss: str, step: str) -> tuple[float, int] | None:
+    """The two entries, where they are a finite loss and a step."""
+    value, number = values.get(loss), values.get(step)
+    if type(value) is float and math.isfinite(value) and type(number) is int:
+        return value, number
+    return None
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Hashes every file; the first that is missing, torn or changed is named in a CheckpointError.
+
+    Its hint names the newest whole checkpoint beside it, which is looked for only then.
+    """
+    try:
+        _verify(path)
+    except DamagedError as error:
+        whole = _newest_whole(path)
+        if whole is None:
+            raise DamagedError(error.message, "restore the file: there is no whole checkpoint beside it") from error
+        way = f"restore the file, or name the newest whole checkpoint instead: {whole}"
+        raise DamagedError(error.message, f"{way} (--resume {shlex.quote(str(whole))} resumes from it)") from error
+
+
+def _newest_whole(damaged: Path) -> Path | None:
+    for _, path in reversed(list_checkpoints(damaged.parent)):
+        if path.name != damaged.name:
+            with contextlib.suppress(CheckpointError):
+                _verify(path)
+                return path
+    return None
+
+
+def _verify(path: Path) -> None:
+    for name, entry in _read_manifest(path)["files"].items():
+        _verify_file(path / name, entry)
+
+
+def _verify_file(file: Path, entry: Mapping[str, Any]) -> None:
+    if not file.is_file():
+        raise _damaged(file, "is missing")
+    if file.stat().st_size != entry["bytes"]:
+        raise _damaged(file, f"has {file.stat().st_size:,} bytes, not {entry['bytes']:,}")
+    try:
+        digest = hash_file(file)
+    except OSError as error:  # not damaged: who may read it can go on with it, so it is not set aside
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", reading_hint(error)) from error
+    if digest != entry["sha256"]:
+        raise _damaged(file, "does not match its SHA-256")
+
+
+def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
+    """The contents of a checkpoint folder, tensors on the CPU; hashed first unless the caller just did."""
+    if not verified:
+        verify_checkpoint(path)
+    manifest = _read_manifest(path)
+    tensors = {name: read_tensors(path, manifest, name) for name in TENSOR_FILES}
+    values = {name: read_part(path, name) for name in JSON_FILES}
+    checkpoint = Checkpoint(**tensors, **values, path=path)
+    if not 0 <= checkpoint.step < 2**63:
+        raise CheckpointError(f"{path / 'state.json'} has step {checkpoint.step}", "name another checkpoint")
+    return checkpoint
+
+
+def read_model(path: Path) -> Mapping[str, Tensor]:
+    """The weights of a checkpoint that was verified, on the CPU."""
+    return read_tensors(path, _read_manifest(path), "model")
+
+
+def checkpoint_bytes(path: Path) -> int:
+    """The size of a checkpoint's files, by its manifest."""
+    return sum(entry["bytes"] for entry in _read_manifest(path)["files"].values())
+
+
+def read_part(checkpoint: Path, name: str) -> dict[str, Any]:
+    """The object in one of `JSON_FILES`. Its hash is right, so who wrote something else wrote no object."""
+    path = checkpoint / f"{name}.json"
+    try:
+        value = json.loads(read_bounded(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", reading_hint(error)) from error
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object", "name another checkpoint")
+    for key, kind in _STATE.items() if name == "state" else ():
+        if not isinstance(value.get(key, kind()), kind | None):
+            raise CheckpointError(f"{path}: {key} is no {_KINDS[kind]}", "name another checkpoint")
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Unusable:
+    """A checkpoint that training cannot go on from, and why."""
+
+    step: int
+    path: Path
+    state: Literal["damaged", "diverged"]
+    why: str
+
+
+def newest_good(folder: Path) -> tuple[Path | None, list[Unusable]]:
+    """The newest checkpoint that verifies and whose loss is not known to be non-finite, and the unusable ones after it.
+
+    Nothing on disk changes. None when there are no checkpoints at all. When there are some and none is good, that is an
+    error: starting over in silence would throw the run away.
+    """
+    unusable: list[Unusable] = []
+    for step, path in reversed(list_checkpoints(folder)):
+        try:
+            _verify(path)
+        except DamagedError as error:
+            unusable.append(Unusable(step, path, "damaged", error.message))
+            continue
+        verdict = read_verdict(path)
+        if verdict is None or verdict.finite:
+            return path, unusable
+        unusable.append(Unusable(step, path, "diverged", f"its validation loss is {verdict.loss}"))
+    if unusable:
+        raise CheckpointError(
+            f"no good checkpoint is left in {folder}: {unusable[0].why}",
+            "restore the folder from a backup, or start a new run with another output.folder",
+        )
+    return None, []
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    try:
+        manifest = unsealed(read_bounded(file))
+    except FileNotFoundError as error:
+        raise _damaged(file, "is missing") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", reading_hint(error)) from error
+    except ValueError as error:
+        raise _damaged(file, str(error)) from error
+    if manifest.get("format") not in (PLAIN, SLICED):
+        raise CheckpointError(
+            f"{file} has format {manifest.get('format')!r}, this Flatout reads formats {PLAIN} and {SLICED}",
+            "update Flatout to read it",
+        )
+    if not _is_shaped(manifest):
+        raise CheckpointError(
+            f"{file} does not list the files of a checkpoint", "it was not written by Flatout: name another checkpoint"
+        )
+    return manifest
+
+
+def _is_shaped(manifest: dict[str, Any]) -> bool:
+    """Whether a manifest says what ours say: exactly our files, each with a size and a SHA-256."""
+    files, step = manifest.get("files"), manifest.get("step")
+    if type(step) is not int or not isinstance(files, dict):
+        return False
+    if not (well_formed(manifest) if is_sliced(manifest) else set(files) == CHECKPOINT_FILES - {MANIFEST}):
+        return False
+    entries = [entry for entry in files.values() if isinstance(entry, dict)]
+    return len(entries) == len(files) and all(
+        type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str) for entry in entries
+    )
+
+
+def _damaged(file: Path, how: str) -> DamagedError:
+    return DamagedError(f"damaged checkpoint: {file} {how}", "restore the file")
+
+
+def check_files_alone(state: Mapping[str, Any], origin: str) -> None:
+    """Refuses a checkpoint whose model its files cannot make."""
+    if state.get("given_model") is not None:
+        raise CheckpointError(
+            f"{origin} was trained with a model from Python (model=), which its files alone do not make",
+            "use it in Python: flatout.load_model(RUN, model=...) with the same model=",
+        )

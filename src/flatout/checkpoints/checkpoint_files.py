@@ -1,0 +1,90 @@
+"""How a checkpoint's folder is written, whole or not at all. No torch here: a process that only writes uses it too.
+
+Two phases. `write_files` puts files into a work folder, hashed and synced, and says what it wrote: several processes
+may do so in one folder. `commit` ends it, once: the manifest with the hash of every file. The folder is then synced and
+renamed by `whole_folder`, and its parent synced.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from flatout.checkpoints.run_files import MANIFEST
+from flatout.files import canonical_json, sync_and_hash, write_new, write_pieces
+from flatout.folders import whole_folder
+
+PLAIN, SLICED = 1, 2  # formats of a manifest: whole tensors, or slices of them by several processes (slices.py)
+Entries = dict[str, dict[str, Any]]  # of each file by its name: bytes and sha256
+
+
+def save_files(
+    target: Path,
+    step: int,
+    tensors: Mapping[str, Iterable[memoryview]],
+    texts: Mapping[str, bytes],
+    *,
+    last_look: Callable[[], None] = lambda: None,
+) -> int:
+    """Writes the folder `target` and returns its size in bytes, without the manifest; OSError where that fails.
+
+    A checkpoint of the same step, of a future that the run was taken back from, is set aside. `last_look` comes just
+    before the folder gets its name.
+    """
+    with whole_folder(target) as work:
+        entries = write_files(work, tensors, texts)
+        commit(work, step, entries)
+        last_look()
+        if target.is_symlink() or target.exists():
+            set_aside(target, "superseded")
+    return sum(entry["bytes"] for entry in entries.values())
+
+
+def write_files(work: Path, tensors: Mapping[str, Iterable[memoryview]], texts: Mapping[str, bytes]) -> Entries:
+    """Writes files into a folder, large ones as pieces, and makes them durable."""
+    with ThreadPoolExecutor(max(len(tensors), 1)) as threads:  # hashing takes longest, and is one thread for a file
+        told = threads.map(write_pieces, [work / name for name in tensors], tensors.values())
+        entries: Entries = dict(zip(tensors, told, strict=True))
+    for name, content in texts.items():
+        write_new(work / name, content)
+        entries[name] = sync_and_hash(work / name)
+    return entries
+
+
+def commit(work: Path, step: int, entries: Entries, slices: Mapping[str, Any] | None = None) -> None:
+    """Writes the manifest: the last file of a checkpoint, after all others are durable, with `slices` if there are."""
+    form = {"format": PLAIN} if slices is None else {"format": SLICED, "slices": slices}
+    write_new(work / MANIFEST, sealed({**form, "step": step, "files": entries}))
+    sync_and_hash(work / MANIFEST)
+
+
+def sealed(content: dict[str, Any]) -> bytes:
+    """JSON that carries its own hash."""
+    return canonical_json({**content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()})
+
+
+def unsealed(raw: bytes) -> dict[str, Any]:
+    """The content of `sealed`; ValueError, with the reason, for anything else."""
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("is not valid JSON") from error
+    if not isinstance(content, dict) or raw != canonical_json(content):
+        raise ValueError("is not in the form it was written")
+    body = {key: value for key, value in content.items() if key != "sha256"}
+    if content.get("sha256") != hashlib.sha256(canonical_json(body)).hexdigest():
+        raise ValueError("does not match its own SHA-256")
+    return content
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Renames a checkpoint so that it is no longer one; nothing is deleted."""
+    numbers = itertools.count(1)
+    names = (path.with_name(f"{path.name}.{why}" + (f"-{n}" if n > 1 else "")) for n in numbers)
+    aside = next(name for name in names if not os.path.lexists(name))
+    os.rename(path, aside)
+    return aside

@@ -1,0 +1,220 @@
+"""Whether a run fits its device and its disk: what a step needs, refusals with a way out, out of memory in words.
+
+Ways out are words for the command line, each reckoned through. Three kinds, at most one of each: switches that leave
+what is learned as it is, a shorter context, and a hardware overlay.
+"""
+
+import contextlib
+import dataclasses
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from flatout.config.catalogue import hardware_for, shipped_names
+from flatout.config.load import LoadedConfig
+from flatout.config.schema import RunConfig, micro_batch_of, windows_of_steps
+from flatout.data.training_data import TrainingData
+from flatout.device import Device, is_out_of_memory
+from flatout.errors import DeviceMemoryError, DoesNotFitError, ResourceError, in_gib
+from flatout.files import readable_sizes
+from flatout.finding import Status
+from flatout.model.count import MemoryEstimate
+from flatout.resolve.memory import memory_of
+from flatout.resolve.plan import RunPlan
+from flatout.resolve.sizing import fitted_to
+from flatout.resolve.switches import Speed
+
+ROOM = 0.92  # of the memory may be taken: fragmentation and evaluation want the rest
+_SLACK = 1.15  # times the device is refused: the estimate may be that far off, and a wrong refusal is worse
+_SMALLER = "take a smaller model{}, a lower model.context or a device with more memory"
+_SHORTEST = 256  # tokens: a context below is another task
+# The cheapest in time first.
+_SAVINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"checkpointing": "full"},
+    {"checkpointing": "full", "loss": "fused", "loss_chunk": 2048},
+    {"checkpointing": "full", "loss": "fused", "loss_chunk": 2048, "optimizer_state": "8bit"},
+)
+
+
+def memory_on(
+    data: TrainingData, config: RunConfig, vocab: int, speed: Speed, *, micro_batch: int | None = None
+) -> MemoryEstimate:
+    """What the largest step on this data needs."""
+    return memory_of(config, vocab, speed, data.largest(speed.delivery(micro_batch)))
+
+
+def check_fits(
+    memory: MemoryEstimate, device: Device, ways: Callable[[], Iterable[str]] = lambda: (), *, shaped: bool = True
+) -> None:
+    """Refuses a step that cannot fit; `ways` are words with which it would. `shaped`: settings say the model's size."""
+    if device.memory_bytes is None or fit_of(memory.total / _SLACK, device.memory_bytes) != "bad":
+        return
+    found, limited = list(ways()), "" if device.limit_bytes is None else " by speed.memory_limit"
+    raise DoesNotFitError(
+        f"a step needs about {in_gib(memory.total)}, {device.name} has {in_gib(device.memory_bytes)}{limited}",
+        f"what fits: {'; or '.join(found)}; `flatout tune` finds the fastest" if found else smaller(shaped=shaped),
+    )
+
+
+def smaller(*, shaped: bool) -> str:
+    """What is left to do where no switch makes a step fit."""
+    return _SMALLER.format(" (model.layers, model.width)" if shaped else "")
+
+
+def fit_of(need: float, have: float) -> Status:
+    """How a step that needs so many bytes fits the memory that it has."""
+    return "ok" if need <= ROOM * have else "warn" if need <= have else "bad"
+
+
+def fits_well(memory: MemoryEstimate, device: Device) -> bool:
+    """Whether a step fits with room to spare."""
+    return device.memory_bytes is None or fit_of(memory.total, device.memory_bytes) == "ok"
+
+
+def why_not(memory: MemoryEstimate, device: Device) -> str:
+    """What a step needs and has, in short."""
+    return f"a step needs about {in_gib(memory.total)}, and {in_gib(device.memory_bytes or 0)} are there"
+
+
+def check_disk(folder: Path, checkpoint: int, checkpoints: int, *, beside: int = 0, free: int | None = None) -> None:
+    """Refuses to start where the checkpoints, of so many bytes each, that will lie there at once cannot fit.
+
+    `beside` are bytes of other files of the run, `free` what is known to be there.
+    """
+    need = checkpoints * checkpoint + beside
+    free = shutil.disk_usage(folder).free if free is None else free
+    if free < need:
+        has, needs = readable_sizes(free, need)
+        fewer = (free - beside) // checkpoint - BESIDE_KEPT
+        keep = f", or set checkpoint.keep={fewer}" if fewer >= 1 else ""
+        raise ResourceError(
+            f"{folder} has {has} free, {checkpoints} checkpoints need {needs}",
+            f"free some space, or set output.folder to another disk{keep}",
+        )
+
+
+BESIDE_KEPT = 2  # checkpoints beside those that are kept: the best one, and the one that is being written
+
+
+@contextlib.contextmanager
+def out_of_memory() -> Iterator[None]:
+    """Turns the device running out of memory into an error with a way out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise memory_error(error) from error
+
+
+def memory_error(error: RuntimeError) -> DeviceMemoryError:
+    return DeviceMemoryError(
+        f"out of device memory: {first_sentence(error)}",
+        "lower speed.micro_batch (the global batch stays), set speed.checkpointing=full, or let `flatout tune` find "
+        "what fits",
+    )
+
+
+def first_sentence(error: RuntimeError) -> str:
+    """What torch says of the failed allocation, without the advice that follows it."""
+    text = re.sub(r"^\[enforce fail [^]]*\][ .]*", "", " ".join(str(error).split()))  # how the CPU's allocator begins
+    tried = re.search(r"[Tt]ried to allocate [\d.]+ \w+", text)
+    return text.partition(". ")[0].removesuffix(".") + (f", {tried.group().lower()}" if tried else "")
+
+
+# --- ways out ---------------------------------------------------------------------------------------------------------
+
+
+def ways(plan: RunPlan, have: int, *, resumed: bool = False) -> Iterator[str]:
+    """What would make a step fit so many bytes. A `resumed` run keeps its context, and so does a fine-tuned model."""
+    config, speed, text = plan.settings.config, plan.speed, plan.base is None
+    room = ROOM if text else 1.0  # samples are known one by one
+
+    def fits(config: RunConfig, switches: Speed) -> str:
+        """How much it takes, where that fits; nothing where it does not."""
+        size = memory_on(plan.data, config, plan.vocab, switches).total
+        return f"about {in_gib(size)}" if size <= room * have else ""
+
+    kept = ((config, saving, [f"speed.{name}={value}" for name, value in saving.items()]) for saving in _SAVINGS)
+    yield from _first_fitting(kept, config, speed, fits)
+    if text and not resumed:
+        yield from _first_fitting(_shorter(config), config, speed, fits)
+    if text and speed.device.kind == "cuda":  # overlays are worked out for cards
+        yield from _by_overlay(plan.settings, speed, fits, have)
+
+
+Fits = Callable[[RunConfig, Speed], str]
+Change = tuple[RunConfig, dict[str, Any], list[str]]  # config, other switches, and both as words
+
+
+def _first_fitting(changes: Iterable[Change], config: RunConfig, speed: Speed, fits: Fits) -> Iterator[str]:
+    """The first change with which a step fits, in micro-batches that are as large as can be."""
+    for changed, saving, words in changes:
+        for size in _sizes(changed, speed.micro_batch):
+            if found := fits(changed, _switched(changed, speed, size, saving)):
+                yield f"{' '.join([*words, *_words_for(config, changed.model.context, size)])} ({found})"
+                return
+
+
+def _shorter(config: RunConfig) -> Iterator[Change]:
+    context = config.model.context
+    while context % 2 == 0 and context // 2 >= _SHORTEST:
+        context //= 2
+        values = config.model_dump()
+        values["model"]["context"] = context
+        values["speed"] |= {"micro_batch": None, "accumulation": None}  # both are made to fit
+        try:
+            yield RunConfig.model_validate(values), {}, [f"model.context={context}"]
+        except ValueError:  # windows' stride or scales of states that reach beyond it
+            return
+
+
+def _by_overlay(loaded: LoadedConfig, speed: Speed, fits: Fits, have: int) -> Iterator[str]:
+    """The largest overlay that is not above the memory, and with which it fits."""
+    names = shipped_names("hardware")
+    for name in reversed(names[: names.index(hardware_for(have)) + 1]):
+        other = fitted_to(loaded, name).config
+        size, _ = micro_batch_of(other)
+        if found := fits(other, _switched(other, speed, size, {"checkpointing": other.speed.checkpointing})):
+            yield f"--hardware {name} ({found})"
+            return
+
+
+def _words_for(config: RunConfig, context: int, size: int) -> list[str]:
+    """What to write so that micro-batches have `size` sequences of `context` tokens; nothing where they have anyway."""
+    speed, sequences = config.speed, _sequences(config, context)
+    words = []
+    if speed.accumulation is not None:
+        count = sequences // size
+        words += [f"speed.accumulation={count}"] if speed.accumulation != count else []
+        words += [f"speed.micro_batch={size}"] if speed.micro_batch not in (None, size) else []
+        return words
+    most = min(speed.micro_batch or sequences, sequences)
+    comes = next(other for other in range(most, 0, -1) if sequences % other == 0)
+    return [] if comes == size else [f"speed.micro_batch={size}"]
+
+
+def _sizes(config: RunConfig, most: int) -> Iterator[int]:
+    """Micro-batches from `most` down, each about half of the one before, that divide the batch."""
+    sequences, size = _sequences(config, config.model.context), most
+    while size >= 1:
+        if sequences % size == 0 or config.chat.source is not None:
+            yield size
+        size //= 2
+
+
+def _sequences(config: RunConfig, context: int) -> int:
+    """Sequences of a step, which every micro-batch has to divide; of samples as many as a step takes."""
+    if config.chat.source is not None:
+        return config.chat.batch_samples
+    return math.gcd(*(batch // context for batch, _, _ in config.train.stages(context)))
+
+
+def _switched(config: RunConfig, speed: Speed, micro_batch: int, saving: dict[str, Any]) -> Speed:
+    samples = config.chat.source is not None
+    accumulation = (config.chat.batch_samples if samples else max(windows_of_steps(config))) // micro_batch
+    return dataclasses.replace(speed, micro_batch=micro_batch, accumulation=accumulation, **saving)

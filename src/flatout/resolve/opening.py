@@ -1,0 +1,365 @@
+"""The data that settings name, behind one protocol, and the model that comes with it where a run is fine-tuned.
+
+A fine-tuning run is made of a model from elsewhere, and samples in its own language. The model section of the config
+gives way to what the model's folder says; only the context is the run's own, since it is how much of a sample is read.
+Everything after that (step, loop, checkpoints, records) is what pretraining has.
+"""
+
+import copy
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+from flatout.checkpoints.adapter_folder import with_adapter
+from flatout.checkpoints.base_model import Base, open_base
+from flatout.checkpoints.checkpoint import Checkpoint
+from flatout.config.load import LoadedConfig, resolve_from_mapping, with_values
+from flatout.config.schema import LoraConfig, RunConfig
+from flatout.config.sizes import AUTO, LADDER, Known
+from flatout.config.source import IN_PYTHON, Source
+from flatout.config.unused import check_used
+from flatout.data.array_data import Arrays, open_arrays
+from flatout.data.chat_template import ChatTemplate
+from flatout.data.limits import limits_of
+from flatout.data.loader import check_evaluable, check_length, windows_of
+from flatout.data.make_samples import SampleRequest, prepare_samples, why_made
+from flatout.data.masking import stops_of
+from flatout.data.pack import Progress
+from flatout.data.prepare import as_prepared, has_dataset
+from flatout.data.sample_data import SampleData
+from flatout.data.shard_data import PreparedShards, ShardData, prepared_shards
+from flatout.data.stream import open_stream
+from flatout.data.stream_loader import StreamData
+from flatout.data.training_data import TrainingData
+from flatout.device import Device
+from flatout.errors import CheckpointError, ConfigError, DataError, UnevenError, UsageError
+from flatout.finding import Check, Finding
+from flatout.model.hub import Description
+from flatout.resolve.length import asked_schedule
+from flatout.resolve.sizing import uncounted, written
+from flatout.world import World
+
+CPU_TOKENIZER = "bpe-1024"
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """What was opened. `settings` have the shape of the model, which is that of `base` where there is one."""
+
+    settings: LoadedConfig
+    data: TrainingData
+    base: Base | None = None
+
+
+class DataSource:
+    """Where the data of a run comes from; text is prepared and opened when it is first asked for.
+
+    `asked` are the settings of the run with those that the data brings: a folder of shards keeps what it was prepared
+    with. Settings that a user wrote for another kind of run are refused first. `arrays` take the place of the config's
+    data, `resumed` is the checkpoint that the run goes on from.
+    """
+
+    def __init__(
+        self,
+        asked: LoadedConfig,
+        device: Device,
+        progress: Progress | None = None,
+        *,
+        arrays: Arrays | None = None,
+        resumed: Checkpoint | None = None,
+    ) -> None:
+        check_used(asked)
+        if arrays is None and resumed is None:
+            asked = with_tokenizer(asked, device)
+        self.asked = asked if arrays is not None else as_prepared(asked)
+        self.arrays, self.resumed, self.progress = arrays, resumed, progress
+
+    @functools.cached_property
+    def shards(self) -> PreparedShards | None:
+        """The dataset, unless it is a stream, samples or arrays: they are opened with what was decided."""
+        config = self.asked.config
+        if self.arrays is not None or config.chat.source is not None or config.data.streaming:
+            return None
+        return prepared_shards(config.data, config.clean, self.progress)
+
+    def from_start(self) -> "DataSource":
+        """The same data for a run that begins anew."""
+        other = copy.copy(self)
+        other.resumed = None
+        return other
+
+    def known(self) -> Known:
+        """What size rules know of it."""
+        config = self.asked.config
+        if self.shards is None:
+            return uncounted(config)
+        context = config.model.context
+        if self.asked.size is not None and self.asked.size.name == AUTO:  # a small shape may come, with a short context
+            context = written(self.asked).get("model.context", LADDER[0].context)
+        dataset = self.shards.dataset
+        with self.shards.kept_if_used():
+            if config.data.packing != "best_fit":
+                check_length(dataset.train, context)
+        return Known(vocab=config.model.vocab or dataset.tokenizer.vocab, unique=dataset.train.tokens)
+
+    def open(self, settings: LoadedConfig) -> Opened:
+        """The data as these settings have it read."""
+        config = settings.config
+        seed, val_tokens = config.train.seed, config.eval.tokens
+        if self.arrays is not None:
+            # Its own source is not what the run was trained on, and must not be what is resumed with.
+            own = config.data.model_copy(update={"source": None, "folder": None})
+            data = _open_arrays(settings, self.arrays)
+            return Opened(_with_section(settings, data=own), data)
+        if config.chat.source is not None:
+            at = settings.sources["model.context"]
+            base, samples = open_sample_data(config, self.progress, written=at, resumed=self.resumed is not None)
+            begun = None if self.resumed is None else resolve_from_mapping(self.resumed.config).lora
+            return Opened(described(settings, base, begun=begun), samples, base)
+        if config.data.streaming:
+            _check_no_epoch_end(config, "a stream")
+            stream = open_stream(config.data, config.clean, val_tokens=val_tokens, progress=self.progress)
+            return Opened(settings, StreamData(stream, asked_schedule(config), seed=seed, val_tokens=val_tokens))
+        assert self.shards is not None, "text that is not streamed is prepared"
+        dataset, context = self.shards.dataset, config.model.context
+        with self.shards.kept_if_used():
+            check_evaluable(dataset.val)
+            windows = windows_of(
+                dataset.train,
+                context=context,
+                stride=config.data.stride or context,
+                seed=seed,
+                best_fit=config.data.packing == "best_fit",
+                apart=config.documents_apart,
+                reshuffle=config.data.reshuffle,
+            )
+        return Opened(settings, ShardData(dataset, windows, asked_schedule(config, windows.order.windows), val_tokens))
+
+
+def with_tokenizer(asked: LoadedConfig, device: Device) -> LoadedConfig:
+    """On a CPU a run of some minutes has a small vocabulary: a head of GPT-2's would take nearly all of the time."""
+    data, path = asked.config.data, "data.tokenizer"
+    chosen = asked.size is not None and asked.config.train.minutes is not None and device.kind == "cpu"
+    theirs = any(asked.sources[name].by_user for name in (path, "model.vocab"))
+    if not chosen or theirs or data.source is None or data.streaming or data.format == "tokens":
+        return asked
+    if data.folder is not None and has_dataset(Path(data.folder)):  # of a tokenizer that somebody has chosen
+        return asked
+    notice = f"{data.tokenizer}'s vocabulary is large for a CPU: {path}={CPU_TOKENIZER}, learned from the text"
+    asked = with_values(asked, {path: CPU_TOKENIZER}, Source("size", device.name))
+    return dataclasses.replace(asked, notices=(*asked.notices, notice))
+
+
+def _with_section(settings: LoadedConfig, **sections: Any) -> LoadedConfig:
+    return dataclasses.replace(settings, config=settings.config.model_copy(update=sections))
+
+
+def _open_arrays(settings: LoadedConfig, arrays: Arrays) -> TrainingData:
+    """Refuses first what a config asks of text that is read from files."""
+    config, source_of = settings.config, settings.sources.__getitem__
+    data = config.data
+    asked = {"data.source": data.source, "data.folder": data.folder, "chat.source": config.chat.source}
+    wrote = {path for path in asked if source_of(path).by_user and source_of(path).where} | {"chat.source"}
+    named = next((path for path, value in asked.items() if value is not None and path in wrote), None)
+    if named is not None:
+        raise ConfigError(f"{named} is set, and train was given data=", f"leave out {named}, or data=")
+    if data.streaming or (data.packing, data.stride, data.documents) != ("concat", None, "joined"):
+        raise ConfigError(
+            "arrays that are given to train are joined as they come",
+            "set data.packing=concat, data.stride=null, data.documents=joined and data.streaming=false",
+        )
+    if data.reshuffle:
+        raise ConfigError("data.reshuffle is for prepared text, and train was given data=", "set data.reshuffle=false")
+    if limits_of(data) is not None:
+        raise ConfigError(
+            "limits on documents, tokens or bytes are for text that is read, and train was given data=",
+            "leave data.max_documents, data.max_tokens and data.max_bytes out, and give fewer arrays",
+        )
+    if config.train.epochs is not None:
+        raise ConfigError("train.epochs is set, but how long an epoch of data= is, is not known", "set train.steps")
+    _check_no_epoch_end(config, "data=")
+    how = {"vocab": config.model.vocab, "seed": config.train.seed, "val_tokens": config.eval.tokens}
+    return open_arrays(arrays, asked_schedule(config), data, **how)
+
+
+def _check_no_epoch_end(config: RunConfig, what: str) -> None:
+    asked = {
+        "eval.epoch_end": (config.eval.epoch_end, "set eval.every"),
+        "checkpoint.epochs": (config.checkpoint.epochs, "set checkpoint.every"),
+        "optim.warmup": (config.optim.warmup_epochs, "set optim.warmup_steps, or a share as optim.warmup"),
+    }
+    for path, (value, hint) in asked.items():
+        if value:
+            raise ConfigError(f"{path} is set, but where an epoch of {what} ends is not known", hint)
+
+
+def vocabulary_of(opened: Opened) -> int:
+    """The ids that the model knows: those of its base, or at least those of the data's tokenizer."""
+    if opened.base is not None:
+        return opened.base.description.vocab
+    asked, known = opened.settings.config.model.vocab, opened.data.tokenizer.vocab
+    if asked is not None and asked < known:
+        raise ConfigError(
+            f"model.vocab is {asked}, but the tokenizer of {opened.data.facts.place} has {known} ids",
+            "leave model.vocab at null, or raise it",
+            setting="model.vocab",
+        )
+    return asked or known
+
+
+def check_shares(data: TrainingData, world: World) -> None:
+    """Refuses processes that cannot share a step evenly, as only samples need not, or that have other data."""
+    everywhere = world.gather(data.facts.fingerprint)
+    other = next((rank for rank, found in enumerate(everywhere) if found != everywhere[0]), None)
+    with world.together():
+        if other is not None:
+            raise UsageError(
+                f"rank {other} has data {everywhere[other][:12]}, rank 0 has {everywhere[0][:12]}",
+                "prepare the data once, in a folder that all hosts see, or copy it to each of them",
+            )
+        check_even(data, world.size)
+
+
+def check_even(data: TrainingData, size: int) -> None:
+    """Refuses steps of text that so many processes cannot share evenly."""
+    for stage in data.schedule.stages if data.facts.batch_samples is None else ():
+        windows, longest = data.schedule.at(stage.first_step).windows, data.schedule.longest
+        if windows % size:
+            tokens = (round(windows / size) or 1) * size * longest
+            several = len(data.schedule.stages) > 1
+            way = f"{tokens} in train.batch_stages" if several else f"train.batch_tokens={tokens}"
+            raise UnevenError(
+                f"a step has {windows} windows of {longest:,} tokens, which {size} processes cannot share evenly",
+                f"set {way}, or start as many processes as divide {windows}",
+            )
+
+
+def described(settings: LoadedConfig, base: Base, *, begun: LoraConfig | None = None) -> LoadedConfig:
+    """The settings of a fine-tuning run with the shape of its model, and those of the adapter it resumes from."""
+    _check_no_shape(settings, base.description)
+    config = with_described_model(settings.config, base)
+    lora = with_adapter(config.lora, base.description, settings.sources.__getitem__, begun=begun)
+    # Without adapters nothing of the section is read, and what a preset says of it is not the run's.
+    return _with_section(settings, model=config.model, chat=config.chat, lora=lora if lora.rank else LoraConfig())
+
+
+def _check_no_shape(settings: LoadedConfig, description: Description) -> None:
+    """The shape of a model that is fine-tuned is its own: what a user wrote about it would go unread."""
+    config = settings.config
+    for path, source in settings.sources.items():
+        section, _, field = path.partition(".")
+        if section != "model" or field in ("init_from", "context", "dropout") or not source.by_user:
+            continue
+        if getattr(config.model, field) != getattr(description.config, field):
+            raise ConfigError(
+                f"{path} is set, but the model is that of {config.model.init_from}",
+                f"leave {path} out; model.context is how much of a sample is read",
+                where=source.where,
+                setting=path,
+            )
+
+
+# --- fine-tuning ------------------------------------------------------------------------------------------------------
+
+
+def open_sample_data(
+    config: RunConfig, progress: Progress | None, *, written: Source = IN_PYTHON, resumed: bool = False
+) -> tuple[Base, SampleData]:
+    """The model to fine-tune, and the samples that a config asks for, made now unless they are there.
+
+    `written` is where model.context was written, as `Base.fit` has it. Of a `resumed` run a missing base is its own.
+    """
+    base, template, notices, request, folder = _asked(config, written, resumed=resumed)
+    if request.val_source is None and not request.val_fraction:
+        raise DataError(
+            f"nothing of {request.source} is held out to evaluate on",
+            "set chat.val_fraction, or name chat.val_source",
+        )
+    samples = prepare_samples(request, base.tokenizer, template, folder, progress)
+    assert samples.val is not None
+    return dataclasses.replace(base, template=template), SampleData(
+        sample_set=samples,
+        tokenizer=base.tokenizer,
+        template=template,
+        described=base.description.values,
+        stops=stops_of(base.tokenizer, template, base.description.end_of_text),
+        row_tokens=base.description.config.context,
+        packing=config.chat.packing,
+        batch_samples=config.chat.batch_samples,
+        seed=config.train.seed,
+        val_samples=samples.val,
+        val_tokens=config.eval.tokens,
+        limit=request.limit,
+        accumulation=config.speed.accumulation,
+        opening_notices=notices,
+    )
+
+
+def why_samples_are_made(config: RunConfig, *, written: Source = IN_PYTHON) -> tuple[Path, str]:
+    """The folder of a config's samples, and why `open_sample_data` would make them now; nothing if they are there."""
+    base, template, _, request, folder = _asked(config, written)
+    return folder, why_made(request, base.tokenizer, template, folder)
+
+
+def _asked(
+    config: RunConfig, written: Source, *, resumed: bool = False
+) -> tuple[Base, ChatTemplate | None, tuple[Finding, ...], SampleRequest, Path]:
+    """(model, chat template, notices on both, what samples are made of, their folder)"""
+    chat, name = config.chat, config.model.init_from
+    assert chat.source is not None, "checked by the config"
+    assert name is not None, "checked by the config"
+    try:
+        base = open_base(name, config.model.context, ignore_code=config.model.ignore_auto_map)
+    except CheckpointError as error:
+        if not resumed:
+            raise
+        raise CheckpointError(
+            f"the base of the run cannot be loaded: {error.message}",
+            "call this from the folder that the run was trained in, or say where the base is: model.init_from=MODEL",
+        ) from error
+    context, cut = base.fit(config.model.context, written)
+    if cut:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"context": context})})
+    template, notice = base.template_for(chat.template)
+    request = SampleRequest(
+        source=chat.source,
+        context=sample_tokens(config),
+        val_source=chat.val_source,
+        format=chat.format,
+        fields=dict(pair.split("=", 1) for pair in chat.fields),
+        train_on=chat.train_on,
+        too_long=chat.too_long,
+        val_fraction=0.0 if chat.val_source is not None else chat.val_fraction,
+        limit=sample_limit(config),
+    )
+    said = {"template": notice, "context": cut}
+    notices = tuple(Check("data", name).note(line) for name, line in said.items() if line)
+    return base, template, notices, request, samples_folder(config)
+
+
+def samples_folder(config: RunConfig) -> Path:
+    """Where the samples of a run lie."""
+    return Path(config.data.folder or f"data/{Path(config.chat.source or '').stem}-samples")
+
+
+def sample_tokens(config: RunConfig) -> int:
+    """The most that a sample may have."""
+    return min(config.chat.max_tokens or config.model.context, config.model.context)
+
+
+def sample_limit(config: RunConfig) -> str:
+    """The setting that says so."""
+    return "chat.max_tokens" if sample_tokens(config) < config.model.context else "model.context"
+
+
+def with_described_model(config: RunConfig, base: Base) -> RunConfig:
+    """The config with the model that its folder describes; a run of ours is named by its checkpoint.
+
+    Learned positions cannot be fewer than they are, nor scales of eigenstates longer than the context: what the run
+    wants less is then a matter of its samples alone.
+    """
+    kept = {name: getattr(config.model, name) for name in ("dropout", "ignore_auto_map")} | {"init_from": base.name}
+    model = base.description.config.model_copy(update=kept)
+    shorter = {"max_tokens": sample_tokens(config)} if config.model.context < model.context else {}
+    return config.model_copy(update={"model": model, "chat": config.chat.model_copy(update=shorter)})

@@ -1,0 +1,476 @@
+"""Asked, used, why: each switch of the `speed` section meets the device here.
+
+A switch this machine cannot serve is an error when the user wrote it, and a fallback with a reason when a preset or a
+default did. Nothing falls back in silence: every answer becomes a `Feature` of the run's first record. What only a
+trial can show (does this attention kernel take these shapes, does the compiler work) is tried through `Probes`.
+
+The switches are a table, one row each, in the order in which they depend on each other. A row's function looks at a
+`Case` and answers with the value the switch gets and the reason where that is not what was asked for. Switches that
+exclude each other are decided by this order: what the user wrote beats what is automatic; of two that were both
+written, the one named in the error gives way. To add a switch, add its field to `SpeedConfig` and `Speed`, and a row.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from flatout.config.schema import RunConfig, SpeedConfig, micro_batch_of
+from flatout.config.source import Source
+from flatout.cores import thread_words, usable_cores, whole_cores
+from flatout.device import Device, allocator_words
+from flatout.errors import HardwareError
+from flatout.model.adapted import kernels_missing as adapter_kernels_missing
+from flatout.model.compiling import graphs_of_its_own
+from flatout.model.layers import Block, mlp_width_of
+from flatout.model.outline import outline
+from flatout.ops.attention import FA4
+from flatout.records import Feature
+from flatout.resolve.attention_switches import attention, document_attention, scan
+from flatout.resolve.case import NOT_CUDA, Answer, Case, Dealing, Probes, Speed
+from flatout.resolve.threads import shape_of
+
+DEVICE_LOADER_BYTES = 2**31  # a corpus up to this size lives on the GPU by default
+# Per layer, forward and backward, measured beside an H200: GPT-2 takes 50 ms with 12 layers and 105 with 24, whatever
+# the micro-batch, as long as that keeps the card waiting. FlashAttention-4 comes on top.
+LAUNCH_SECONDS, FA4_LAUNCH_SECONDS = 4e-3, 1e-3
+# Other hosts and models take longer: `record` 7e-3, and its steps of 49,152 tokens at 60m came at 876,000 tokens/s
+# instead of 1,150,000. One recording costs little, so it is made wherever the host may be the slower one.
+SLOWER_HOST = 2.0
+COMPILED = 2.0  # times `Case.running_seconds` is what compiled steps with dropout took: 1.9 at 60m, 3.4 at 15m
+FROM_PYTHON = "they do not know a model from Python (model=)"
+TORCHS_OWN = "optimizer= has a form of its own"
+
+
+def _parallel(case: Case) -> Answer:
+    dealt = case.dealing
+    return Answer(dealt.form, dealt.why, listed=dealt.form != "none")
+
+
+def _precision(case: Case) -> Answer:
+    asked, device = case.asked.precision, case.device
+    if case.cuda:
+        if device.bf16:
+            return Answer("bf16" if asked == "auto" else asked)
+        if asked in ("bf16", "tf32"):
+            return Answer("fp16", f"{device.name} (capability {device.capability}) has no {asked} matrix units")
+        return Answer("fp16" if asked == "auto" else asked)
+    if asked in ("auto", "fp32"):
+        return Answer("fp32")
+    if device.kind == "mps":
+        return Answer("fp32", f"{asked} is not tested on MPS")
+    if asked == "bf16":  # right everywhere, fast where the CPU has matrix units for it
+        return Answer("bf16")
+    return Answer("fp32", f"a CPU has no {asked} products")
+
+
+def _kernels(case: Case) -> Answer:
+    asked = case.asked
+    if case.quantized:
+        return Answer("torch", "they know no 4-bit weights")
+    if case.own_model:
+        return Answer("torch", FROM_PYTHON)
+    reason = case.no_triton or _adapters_beyond_kernels(case)
+    if reason is None and asked.kernels == "auto":
+        if asked.compile not in ("auto", "off"):
+            reason = "compile was asked for"
+        elif not asked.fused_qkv:
+            reason = "fused_qkv is off"
+        elif case.model.dropout > 0 and case.model.layers * LAUNCH_SECONDS > COMPILED * case.running_seconds:
+            reason = "steps with dropout are not recorded, and compiled code launches fewer kernels"
+        elif case.attends_inside and (_wide(case) or case.config.train.deterministic):
+            # They join rows to one, and attention with a mask then looks from every row into every other.
+            what = "samples" if case.packed else "documents"
+            reason = f"{what} have attention with a mask here, which takes rows one by one"
+    return Answer("triton") if reason is None else Answer("torch", reason)
+
+
+def _adapters_beyond_kernels(case: Case) -> str | None:
+    """What of these adapters our Triton kernels do not have, or None."""
+    lora = case.config.lora
+    if not case.adapters:
+        return None
+    blocks = [block for block in outline(case.model)[0].blocks if isinstance(block, Block)]
+    beside = sorted({name for block in blocks for name in block.beside})
+    if beside:
+        return f"under adapters they have no {' and no '.join(beside)}"
+    asked = {"offload": case.asked.activation_offload, "whole": bool(lora.also)}
+    return adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, fp8=(), **asked)
+
+
+def _wide(case: Case) -> bool:
+    """Whether products have wider operands than 16 bits."""
+    return case.used.precision not in ("bf16", "fp16")
+
+
+def _residual(case: Case) -> Answer:
+    asked, precision = case.asked.residual, case.used.precision
+    if case.used.kernels == "torch" and case.adapters and precision == "bf16":
+        return Answer("bf16", "" if asked in ("auto", "bf16") else "it has the type of the frozen weights")
+    if case.used.kernels == "torch":
+        return Answer("fp32", "" if asked == "fp32" else "torch's operations keep it in fp32")
+    if precision != "bf16":
+        return Answer("fp32", "" if asked == "fp32" else f"precision is {precision}")
+    return Answer("bf16" if asked == "auto" else asked)
+
+
+def _products(case: Case) -> Answer:
+    asked = case.asked.products
+    if case.used.kernels == "torch":
+        return Answer("torch", "kernels is torch")
+    if _wide(case):
+        return Answer("torch", f"precision is {case.used.precision}")
+    if case.config.train.deterministic:
+        return Answer("torch", "the kernel that wins can differ from run to run")
+    if case.packed and asked == "auto":
+        return Answer("torch", "samples make other shapes at every step")
+    reason = case.probes.products()
+    return Answer("tuned") if reason is None else Answer("torch", reason)
+
+
+def _fp8(case: Case) -> Answer:
+    reason = _no_fp8(case) if case.asked.fp8 else None
+    return Answer(tuple(case.asked.fp8)) if reason is None else Answer((), reason)
+
+
+def _no_fp8(case: Case) -> str | None:
+    device, model = case.device, case.model
+    if device.capability is None or device.capability < (8, 9):
+        return f"{device.name} has no 8-bit matrix units"
+    if case.used.kernels == "torch":
+        return "kernels is torch"
+    if case.sharded:
+        return f"it keeps copies of all weights, which parallel.form {case.used.parallel} has no room for"
+    if case.adapters:
+        return "adapters have no 8-bit products"
+    loss = _loss(case).used
+    if "head" in case.asked.fp8 and loss != "fused":
+        return f"the head in 8 bits needs the fused loss, and loss is {loss}"
+    sizes = {"width": model.width, "mlp": mlp_width_of(model)}
+    if model.attends:
+        groups = model.kv_heads or model.heads
+        sizes |= {"qkv": model.size * (model.heads + 2 * groups), "heads": model.queries}
+    if "E" in model.kinds:
+        sizes["states"] = 2 * model.states
+    for name, size in sizes.items():
+        if size % 16:
+            return f"8-bit products need sizes that are multiples of 16, and {name} has {size}"
+    return None
+
+
+def _fused_qkv(case: Case) -> Answer:
+    if case.used.kernels == "triton" and not case.asked.fused_qkv:
+        return Answer(True, "our kernels take one product")
+    return Answer(case.asked.fused_qkv)
+
+
+def _compile(case: Case) -> Answer:
+    asked, wanted, device = case.asked, case.asked.compile, case.device
+    if case.sharded:
+        return Answer("off", f"it is not for parallel.form {case.used.parallel}")
+    if case.several_documents and wanted == "auto":
+        return Answer("off", "not worth its start-up where rows hold other documents at every step")
+    if wanted == "auto" and not case.cuda:
+        return Answer("off", f"not worth its start-up on {device.kind}")
+    if case.own_model and wanted == "auto":
+        return Answer("off", "a model from Python (model=) may not be made for it")
+    if case.used.kernels == "triton":  # they are one step of autograd each, which a compiler cannot look into
+        return Answer("off", "the Triton kernels leave it nothing to fuse")
+    if wanted == "auto" and asked.activation_offload:
+        return Answer("off", "activation_offload was asked for")
+    if case.used.attention in FA4:
+        return Answer("off", "it cannot look into FlashAttention-4")
+    if reason := _no_compiler(case):
+        return Answer("off", reason)
+    if case.quantized:
+        return Answer("off", "it cannot look into 4-bit weights")
+    if case.several_documents and wanted in ("reduce-overhead", "max-autotune"):
+        return Answer("default", "it wants one shape, and samples make several")
+    if wanted == "reduce-overhead" and not case.cuda:
+        return Answer("default", f"CUDA graphs are what it is about, and {NOT_CUDA}")
+    if wanted == "regional" and asked.checkpointing == "selective":
+        return Answer("default", "selective checkpointing cannot look into a block that is compiled alone")
+    return Answer("default" if wanted == "auto" else wanted)
+
+
+def _no_compiler(case: Case) -> str | None:
+    """Why torch.compile does not work here, or None."""
+    if case.cuda:
+        if not case.probes.triton():
+            return "triton is not installed"
+        if case.device.capability is not None and case.device.capability < (7, 0):
+            return f"{case.device.name} is older than the compiler supports"
+    return case.probes.compiler(case.device.torch_device)
+
+
+def _loss(case: Case) -> Answer:
+    if case.asked.loss != "auto":
+        return Answer(case.asked.loss)
+    return Answer("fused" if case.used.kernels == "triton" else "plain")
+
+
+def _loss_chunk(case: Case) -> Answer:
+    if case.used.loss == "plain":
+        return Answer(case.asked.loss_chunk, "the plain loss takes all tokens at once", "none")
+    return Answer(case.asked.loss_chunk)
+
+
+def _fused_optimizer(case: Case) -> Answer:
+    if case.own_optimizer:
+        return Answer(False, TORCHS_OWN)
+    return Answer(case.asked.fused_optimizer != "off")  # torch has it on every kind of device that we know
+
+
+def _optimizer_offload(case: Case) -> Answer:
+    reason = TORCHS_OWN if case.own_optimizer else None if case.cuda else NOT_CUDA
+    return _unless(case.asked.optimizer_offload, reason)
+
+
+def _optimizer_state(case: Case) -> Answer:
+    asked = case.asked.optimizer_state
+    if asked == "8bit" and case.own_optimizer:
+        return Answer("fp32", TORCHS_OWN)
+    if asked == "8bit" and case.used.optimizer_offload:
+        return Answer("fp32", "offloaded moments stay in fp32")
+    if asked == "8bit" and case.device.kind == "mps":
+        return Answer("fp32", "8-bit moments are not tested on MPS")
+    if asked == "8bit" and case.sharded:
+        return Answer("fp32", "blocks of 8-bit moments do not go by the slices of weights")
+    return Answer(asked)
+
+
+def _loader(case: Case) -> Answer:
+    asked, size = case.asked.loader, case.corpus_bytes
+    if case.config.documents_apart:
+        return Answer("host", "" if asked == "host" else "documents are laid out there")
+    if size is None:
+        reason = "samples are packed there" if case.packed else "the text is streamed"
+        return Answer("host", "" if asked == "host" else reason)
+    if asked != "auto":
+        return Answer(asked)
+    if not case.cuda:
+        return Answer("host")
+    if size > DEVICE_LOADER_BYTES:
+        return Answer("host", f"the corpus has {size / 2**30:.1f} GiB")
+    return Answer("device")
+
+
+def _micro_batch(case: Case) -> Answer:
+    size, _ = micro_batch_of(case.config, case.ranks)
+    whole = "the batch" if case.ranks == 1 else "a process's share of the batch"
+    return Answer(size, f"the largest divisor of {whole}" if case.asked.micro_batch not in (None, size) else "")
+
+
+def _activation_offload(case: Case) -> Answer:
+    reason = (
+        NOT_CUDA if not case.cuda
+        else "gathered weights would leave, too" if case.sharded
+        else "compiled code keeps its activations to itself" if case.used.compile != "off"
+        else "4-bit weights would leave in full width" if case.quantized
+        else None
+    )  # fmt: skip
+    return _unless(case.asked.activation_offload, reason)
+
+
+def _unless(wanted: bool, reason: str | None) -> Answer:
+    """A plain true or false that some machines or models cannot have."""
+    return Answer(False, reason) if wanted and reason is not None else Answer(wanted)
+
+
+def _cuda_graphs(case: Case) -> Answer:
+    wanted, compiled = case.asked.cuda_graphs, case.used.compile
+    if wanted == "off":
+        return Answer(False)
+    if not case.cuda:
+        return Answer(False, "" if wanted == "auto" else NOT_CUDA)
+    if case.own_model:
+        return Answer(False, "a model from Python (model=) may wait for the host, which a recording cannot")
+    if case.sharded:
+        return Answer(False, "weights are gathered anew for every pass, which a recording cannot")
+    if case.model.dropout > 0 or case.config.lora.dropout > 0:
+        return Answer(False, "a recording would not draw dropout from the run's own random stream")
+    if case.used.activation_offload:
+        return Answer(False, "activation_offload waits for the host's memory, which a recording cannot")
+    if graphs_of_its_own(compiled, our_graphs=wanted == "on"):
+        return Answer(False, f"compile {compiled} records graphs of its own")
+    if case.config.documents_apart:
+        return Answer(False, "rows hold other documents at every step")
+    if wanted == "on":
+        return Answer(True)
+    if compiled != "off":
+        return Answer(False, "compiled code launches few kernels")
+    fa4 = FA4_LAUNCH_SECONDS if case.used.attention in FA4 else 0.0
+    size = f"{case.micro_batch_flops:.1g} FLOPs in a micro-batch"
+    slower = 1.0 if case.packed else SLOWER_HOST  # samples have many shapes, each with a recording of its own
+    if case.running_seconds < slower * case.model.layers * (LAUNCH_SECONDS + fa4):
+        return Answer(True, f"{size}: launching kernels may take longer than running them")
+    return Answer(False, f"{size} keep the device busy without")
+
+
+def _workers(case: Case) -> Answer:
+    if case.used.loader == "device":
+        return Answer(0, "tokens already live on the device")
+    return Answer(case.asked.workers)
+
+
+def _threads(case: Case) -> Answer:
+    """The number that was asked for, or for `auto` that of the environment, of the run so far, or of a trial."""
+    asked, words = case.asked.threads, thread_words()
+    if asked != "auto":
+        return Answer(asked)
+    now = torch.get_num_threads()
+    if case.device.kind != "cpu":
+        return Answer(now)
+    if words is not None:
+        return Answer(now, f"{words} is set")
+    cores, before = whole_cores(), case.threads_before
+    if isinstance(before, int) and 1 <= before * case.ranks_here <= usable_cores():
+        most = cores // case.ranks_here
+        more = f"; speed.threads={most} takes all cores" if before < most else ""
+        return Answer(before, f"as before the resume{more}")
+    if case.ranks_here > 1:
+        return Answer(max(1, cores // case.ranks_here), f"{cores} cores for {case.ranks_here} ranks")
+    if cores == 1 or case.config.train.deterministic:
+        return Answer(cores, "" if cores == 1 else "a trial could choose another number each time")
+    trial = case.probes.threads(*shape_of(case.model))
+    return Answer(trial.chosen, trial.why)
+
+
+def _expandable_segments(case: Case) -> Answer:
+    asked = case.asked.expandable_segments
+    if not case.cuda:
+        return Answer(False, NOT_CUDA if asked == "on" else "")
+    settings = allocator_words()
+    if settings is not None:  # whoever sets the allocator in the environment knows better than a default
+        return Answer("expandable_segments:true" in settings.lower(), f"{settings} is set")
+    return Answer(asked != "off")
+
+
+def _memory_limit(case: Case) -> Answer:
+    limit = case.asked.memory_limit
+    return Answer(limit) if case.cuda or limit is None else Answer(None, NOT_CUDA)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A switch: what was asked for (its field of `speed` unless told otherwise), and how it is decided.
+
+    A value that the user wrote and cannot have is an error, unless doing without is `harmless`. What `works` everywhere
+    is taken as it was asked for.
+    """
+
+    name: str
+    resolve: Callable[[Case], Answer]
+    works: tuple[str, ...] = ()
+    harmless: bool = False
+    asked: Callable[[Case], object] | None = None
+
+
+ROWS = (
+    Row("device", lambda case: Answer(str(case.device.torch_device))),
+    Row("parallel", _parallel, harmless=True, asked=lambda case: case.config.parallel.form),
+    Row("precision", _precision),
+    Row("kernels", _kernels, works=("torch",)),
+    Row("residual", _residual),
+    Row("products", _products, works=("torch",)),
+    Row("fp8", _fp8),
+    Row("attention", attention),
+    Row("scan", scan, works=("reference", "chunked")),  # without E blocks, too: rungs of the ladder set it for all
+    Row("fused_qkv", _fused_qkv),
+    Row("document_attention", document_attention, harmless=True, asked=lambda case: case.used.attention),
+    Row("compile", _compile, works=("off",)),
+    Row("loss", _loss),
+    Row("loss_chunk", _loss_chunk, harmless=True),
+    Row("fused_optimizer", _fused_optimizer),
+    Row("optimizer_offload", _optimizer_offload),
+    Row("optimizer_state", _optimizer_state),
+    Row("loader", _loader),
+    Row("micro_batch", _micro_batch, harmless=True),
+    Row("accumulation", lambda case: Answer(micro_batch_of(case.config, case.ranks)[1])),
+    Row("pad_vocab", lambda case: Answer(case.asked.pad_vocab)),
+    Row("checkpointing", lambda case: Answer(case.asked.checkpointing)),
+    Row("activation_offload", _activation_offload),
+    Row("cuda_graphs", _cuda_graphs),
+    Row("workers", _workers, harmless=True),
+    Row("threads", _threads),
+    Row("expandable_segments", _expandable_segments),
+    Row("memory_limit", _memory_limit),
+)
+
+
+def resolve_speed(
+    config: RunConfig,
+    device: Device,
+    corpus_bytes: int | None,
+    source: Callable[[str], Source],
+    *,
+    vocab: int | None = None,
+    step_tokens: float | None = None,
+    ranks: int = 1,
+    ranks_here: int = 1,
+    threads_before: int | None = None,
+    dealing: Dealing | None = None,
+    own_model: bool = False,
+    own_optimizer: bool = False,
+    probes: Probes | None = None,
+) -> Speed:
+    """Decides every switch in the order of the table; `source(path)` tells where a field's value comes from.
+
+    `corpus_bytes` is the size of the tokens, None where they are streamed. `vocab` is the model's vocabulary,
+    `step_tokens` what the samples of a step hold on average, `ranks` how many processes share a step, of
+    which `ranks_here` are on this host, `dealing` how they share the model. `threads_before` is how many CPU threads a
+    run had that is resumed. `own_model` and `own_optimizer` say that they come from Python.
+    """
+    case = Case(
+        config=config,
+        device=device,
+        corpus_bytes=corpus_bytes,
+        vocab=vocab,
+        step_tokens=step_tokens,
+        ranks=ranks,
+        ranks_here=ranks_here,
+        threads_before=threads_before,
+        dealing=dealing or Dealing(),
+        own_model=own_model,
+        own_optimizer=own_optimizer,
+        probes=probes or Probes(),
+    )
+    features: list[Feature] = []
+    for row in ROWS:
+        asked = getattr(config.speed, row.name) if row.asked is None else row.asked(case)
+        answer = Answer(asked) if asked in row.works else row.resolve(case)
+        feature = Feature(name=row.name, asked=_text(asked), used=_text(answer.used, asked), why=answer.why)
+        if not row.harmless:
+            _check_wanted(feature, source(f"speed.{row.name}"))
+        if answer.listed:
+            features.append(feature if answer.shown is None else dataclasses.replace(feature, used=answer.shown))
+        vars(case.used)[row.name] = answer.used
+    used = vars(case.used)
+    scan = "chunked" if used["scan"] == "auto" else used["scan"]
+    shared = {"sharded": case.sharded, "shards": case.dealing.shards}
+    return Speed(**{**used, **shared, "device": device, "scan": scan, "features": tuple(features)})
+
+
+def _check_wanted(feature: Feature, source: Source) -> None:
+    """Refuses a fallback from what the user wrote."""
+    name, used = feature.name, feature.used
+    if feature.why and feature.asked not in ("auto", used) and source.by_user:
+        ways = dict.fromkeys([used] if SpeedConfig.model_fields[name].default != "auto" else ["auto", used])
+        raise HardwareError(
+            f"speed.{name} is {feature.asked}, but {feature.why}",
+            f"set speed.{name}={', or '.join(ways)}",
+            where=source.where,
+            setting=f"speed.{name}",
+        )
+
+
+def _text(value: object, asked: object = None) -> str:
+    """A value as a config file has it; a yes or no of a switch that also has `auto` is on or off."""
+    if isinstance(value, bool):
+        words = ("off", "on") if isinstance(asked, str) else ("false", "true")
+        return words[value]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(value)}]"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "null" if value is None else str(value)

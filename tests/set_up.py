@@ -1,0 +1,41 @@
+"""A run that is decided and built, without being trained."""
+
+from flatout.checkpoints.checkpoint import Checkpoint
+from flatout.config.load import LoadedConfig
+from flatout.data.array_data import Arrays
+from flatout.engine.custom import Given
+from flatout.engine.run import Run
+from flatout.engine.setup import setup_run
+from flatout.resolve.opening import DataSource
+from flatout.resolve.plan import RunPlan
+from flatout.resolve.resolve import resolve, take_device
+from flatout.resolve.sizing import as_before
+from flatout.world import World
+
+
+def planned(
+    loaded: LoadedConfig,
+    world: World | None = None,
+    *,
+    resumed: Checkpoint | None = None,
+    arrays: Arrays | None = None,
+    given: Given | None = None,
+) -> RunPlan:
+    world = world or World()
+    asked = loaded if resumed is None else as_before(loaded, resumed.config)
+    device = take_device(asked, world)
+    with world.together():
+        source = DataSource(asked, device, arrays=arrays, resumed=resumed)
+    return resolve(source.asked, source, device, world, custom=(given or Given()).custom)
+
+
+def set_up(
+    loaded: LoadedConfig,
+    world: World | None = None,
+    *,
+    resumed: Checkpoint | None = None,
+    arrays: Arrays | None = None,
+    given: Given | None = None,
+) -> Run:
+    plan = planned(loaded, world, resumed=resumed, arrays=arrays, given=given)
+    return setup_run(plan, world, resumed=resumed, given=given)

@@ -95,7 +95,7 @@ def main() -> None:
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
     quiet = ["eval.every=0", "eval.sample_every=0", "eval.sample_tokens=0"]
-    words = [*parsed.words, *quiet, f"train.steps={WARMUP + parsed.steps + 1}", "optim.warmup_steps=4"]
+    words = [*parsed.words, *quiet, f"train.steps={WARMUP + parsed.steps + 1}", "optim.warmup=4"]
     device = detect_device()
     facts = {"config": parsed.config, "words": parsed.words, "commit": commit, "device": device.name}
     facts["torch"] = torch.__version__

@@ -30,7 +30,7 @@ def main() -> None:
         place = [f"data.source={source}"] if way == "stream" else [f"data.folder={prepared}", "data.source=null"]
         with tempfile.TemporaryDirectory() as folder:
             common = [
-                "train.batch_tokens=131072", "train.steps=60", "optim.warmup_steps=10", "eval.every=0",
+                "train.batch_tokens=131072", "train.steps=60", "optim.warmup=10", "eval.every=0",
                 "eval.tokens=65536", "eval.sample_tokens=0", "checkpoint.every=0", "data.split=document",
                 "data.val_fraction=0.02", f"output.folder={folder}/run",
             ]  # fmt: skip

@@ -129,7 +129,7 @@ def our_step(config: RunConfig, *, mixed: bool, small: bool) -> tuple[TrainStep,
             parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
     adapters = attach(model, adapter_plan(config.lora), seed=0)
     trained = only_adapters(adapters)
-    constant = config.optim.model_copy(update={"schedule": "constant", "warmup_steps": 0})
+    constant = config.optim.model_copy(update={"schedule": "constant", "warmup": 0})
     graph = MicroBatchGraph(model, Notices(), Recorder(device.torch_device), adapters) if speed.cuda_graphs else None
     step = TrainStep(
         model,

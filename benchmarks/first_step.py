@@ -25,7 +25,7 @@ CASES = {
 
 def seconds_to_first_step(data: str, words: list[str], folder: str, bytecode: str) -> float:
     plan = [f"data.folder={data}", f"output.folder={folder}", "train.steps=3", "eval.tokens=65536",
-            "eval.sample_tokens=0", "optim.warmup_steps=2"]  # fmt: skip
+            "eval.sample_tokens=0", "optim.warmup=2"]  # fmt: skip
     command = [sys.executable, "-m", "flatout.cli", "train", "gpt2-124m", "--json", *plan, *words]
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
     began = time.perf_counter()

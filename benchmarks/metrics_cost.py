@@ -97,7 +97,7 @@ def main() -> None:
         "eval.sample_every=0",
         "checkpoint.every=0",
         f"train.steps={total}",
-        "optim.warmup_steps=4",
+        "optim.warmup=4",
     ]
     words = [*parsed.words, *quiet]
     device = detect_device()

@@ -211,7 +211,7 @@ def main() -> None:
     facts |= {"layers": asked.layers, "width": asked.width}
     shape = [f"model.layers={asked.layers}", f"model.width={asked.width}", f"model.heads={max(1, asked.width // 64)}"]
     shape += [f"model.context={asked.context}", f"train.batch_tokens={asked.tokens}", "train.tokens=null"]
-    shape += [*QUIET, "model.tied=false", "train.steps=200", "optim.warmup_steps=4"]
+    shape += [*QUIET, "model.tied=false", "train.steps=200", "optim.warmup=4"]
     with tempfile.TemporaryDirectory() as scratch:
         data, _ = practice_data(load_config("gpt-124m", shape).config, Path(scratch))
 
@@ -233,9 +233,9 @@ def main() -> None:
         written({"type": "step", **row, **facts})
         small = ["model.layers=4", "model.width=256", "model.heads=4", "model.context=256", "train.batch_tokens=4096"]
         small += [f"data.folder={data.folder}", "data.source=null", "train.tokens=null", "train.steps=12", *QUIET]
-        small += [muon, "train.deterministic=true", "optim.warmup_steps=2", "optim.normuon=true"]
+        small += [muon, "train.deterministic=true", "optim.warmup=2", "optim.normuon=true"]
         written({"type": "resume", **resumed_alike(small, Path(scratch)), **facts, "layers": 4, "width": 256})
-        first = loaded(muon, "optim.warmup_steps=0", f"train.batch_tokens={8 * asked.context}")
+        first = loaded(muon, "optim.warmup=0", f"train.batch_tokens={8 * asked.context}")
         for row in differences(first):
             written({"type": "micro_batches", **row, **facts})
 

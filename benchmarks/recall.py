@@ -100,7 +100,7 @@ class Task:
 
 
 def config_of(mixer: str, asked: argparse.Namespace) -> RunConfig:
-    plan = ["train.steps=1000", "optim.learning_rate=1e-3", "optim.warmup_steps=50"]
+    plan = ["train.steps=1000", "optim.learning_rate=1e-3", "optim.warmup=50"]
     plan += ["optim.schedule=constant", "optim.weight_decay=0.0", "speed.cuda_graphs=off"]
     config = load_config("shakespeare-char", [*plan, *asked.words]).config
     context = max(asked.distances) + TOLD + 1

@@ -74,7 +74,7 @@ WARM_UP = 4
 def ours(case: str, data: str) -> dict:
     preset, words, steps = OURS[case]
     with tempfile.TemporaryDirectory() as folder:
-        plan = [f"data.folder={data}", f"train.steps={steps}", "optim.warmup_steps=10", "eval.tokens=65536",
+        plan = [f"data.folder={data}", f"train.steps={steps}", "optim.warmup=10", "eval.tokens=65536",
                 "eval.sample_tokens=0", "checkpoint.every=0", f"output.folder={folder}/run"]  # fmt: skip
         began = time.perf_counter()
         first = None

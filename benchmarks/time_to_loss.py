@@ -47,10 +47,10 @@ from flatout.records import EvalRecord, NoticeRecord, RunInfo, StepRecord
 ROWS = Path(__file__).with_name("time_to_loss.jsonl")
 CONTEXT, ROW, FARTHEST, END_OF_TEXT, EVALUATED = 1024, 32_768, 1_792, 50_256, 1_048_576
 TOKENS = 52_166_656  # two epochs, in whole steps of 131,072
-OLD = "gpt-124m train.batch_tokens=131072 optim.learning_rate=1.2e-3 optim.warmup_steps=100"
+OLD = "gpt-124m train.batch_tokens=131072 optim.learning_rate=1.2e-3 optim.warmup=100"
 CASES = {
     "old": OLD,
-    "old-untied": "gpt-124m train.batch_tokens=65536 optim.learning_rate=2e-3 optim.warmup_steps=100 model.tied=false",
+    "old-untied": "gpt-124m train.batch_tokens=65536 optim.learning_rate=2e-3 optim.warmup=100 model.tied=false",
     "modern": "modern --size=124m",
     "record": "record --size=60m",
 }

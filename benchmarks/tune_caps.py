@@ -142,7 +142,7 @@ def train(preset: str, cap: float | None, result, words: argparse.Namespace) -> 
     with tempfile.TemporaryDirectory() as folder:
         place = [f"output.folder={Path(folder) / 'run'}", f"data.folder={Path(folder) / 'data'}"]
         more = ["data.source=shakespeare", f"train.steps={words.steps}", "eval.every=100", "eval.sample_tokens=32",
-                "eval.tokens=65536", "optim.warmup_steps=9", f"train.batch_tokens={words.batch_tokens}"]  # fmt: skip
+                "eval.tokens=65536", "optim.warmup=9", f"train.batch_tokens={words.batch_tokens}"]  # fmt: skip
         records = list(flatout.train(load_config(preset, [*more, *place, *limit, *result.words])))
     steps = [record for record in records if isinstance(record, StepRecord)]
     return {

@@ -87,7 +87,7 @@ def good_sections(rng: random.Random) -> Sections:
             "dropout": rng.choice(["0", "0.0", ".1", "1e-1"]),
         },
         "data": {"source": rng.choice(["shakespeare", "corpus.txt", "null"]), "tokenizer": "char"},
-        "optim": {"learning_rate": rng.choice(["1e-3", "3E-4", "0.01"]), "warmup_steps": str(rng.randint(0, 500))},
+        "optim": {"learning_rate": rng.choice(["1e-3", "3E-4", "0.01"]), "warmup": str(rng.randint(0, 500))},
         "train": {"steps": str(rng.randint(1, 10**6)), "batch_tokens": str(context * rng.randint(1, 64))},
         "eval": {"every": str(rng.randint(0, 500))},
     }

@@ -29,7 +29,7 @@ from flatout.records import (
 CONFIG: dict[str, Any] = {
     "model": {"family": "gpt", "layers": 12, "width": 768, "heads": 12, "norm": "rmsnorm", "positions": "rope"},
     "data": {"source": "shakespeare", "tokenizer": "gpt2", "packing": "concat"},
-    "optim": {"learning_rate": 0.0006, "schedule": "cosine", "warmup_steps": 20, "weight_decay": 0.1, "clip": 1.0},
+    "optim": {"learning_rate": 0.0006, "schedule": "cosine", "warmup": 20, "weight_decay": 0.1, "clip": 1.0},
     "train": {"steps": 200, "batch_tokens": 65536, "seed": 1337},
     "speed": {"precision": "auto", "compile": "auto"},
     "output": {"folder": None, "name": "made"},

@@ -186,7 +186,7 @@ def test_settings_are_found_by_a_word(capsys: pytest.CaptureFixture[str]):
         assert cli.main(["config", "search", *words]) == 0
         return capsys.readouterr().out.splitlines()
 
-    assert next(iter(found("warmup"))).startswith("optim.warmup_steps ")
+    assert next(iter(found("warmup"))).startswith("optim.warmup ")
     assert found("save_steps") == [
         "checkpoint.every  500  Steps between checkpoints; 0 saves only at the end and when interrupted. "
         "(elsewhere: save_steps)"
@@ -409,7 +409,7 @@ def test_a_read_only_folder_is_told_in_two_lines(tiny_words, tmp_path):
 
 
 def test_divergence_exits_with_4(tiny_words):
-    wild = ["optim.learning_rate=100", "optim.clip=0", "optim.warmup_steps=0", "optim.eps=1e-30", "model.qk_norm=false"]
+    wild = ["optim.learning_rate=100", "optim.clip=0", "optim.warmup=0", "optim.eps=1e-30", "model.qk_norm=false"]
     done = call(["train", *tiny_words, *wild, "optim.schedule=constant", "train.steps=500"])
     assert_two_lines(done.code, done.errors, expected=4)
     assert "batch" in done.errors

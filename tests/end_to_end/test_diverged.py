@@ -35,8 +35,8 @@ SMALL = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=16"
 SHAPES = {
     "shakespeare-char": [word for word in TINY if word.startswith(("model.", "data.", "train.", "optim."))],
     "shakespeare": ["model.layers=1", *SMALL[1:], "data.tokenizer=char", "data.unknown_characters=error"],
-    "gpt-124m": [*SMALL, "data.tokenizer=char", "optim.warmup_steps=2"],
-    "gpt2-124m": [*SMALL, "data.tokenizer=char", "optim.warmup_steps=2"],
+    "gpt-124m": [*SMALL, "data.tokenizer=char", "optim.warmup=2"],
+    "gpt2-124m": [*SMALL, "data.tokenizer=char", "optim.warmup=2"],
     "record": [*SMALL, "data.tokenizer=char"],
     "modern": [*SMALL, "data.tokenizer=char"],
 }
@@ -154,7 +154,7 @@ def drawn(kind: str, seed: int, corpus: Path) -> Iterator[Case]:
         field = "muon_rate" if optimizer == "muon" else "learning_rate"
         wild = [
             f"optim.clip={choose([0, 0, 1, 1e6])}",
-            f"optim.warmup_steps={choose([0, 0, 5, 12])}",
+            f"optim.warmup={choose([0, 0, 5, 12])}",
             f"optim.schedule={choose(['constant', 'cosine', 'wsd'])}",
             f"speed.precision={choose(['fp32', 'fp32', 'fp32', 'fp32', 'bf16'])}",
             f"checkpoint.every={choose([0, 1, 2, 3, 5, 8])}",
@@ -199,7 +199,7 @@ def bases(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def test_the_hint_of_a_diverged_run_is_a_command_that_learns(bases: Path):
     """Of each kind one; the campaign below has many."""
     tunes = ["finetune", *QUIET, "chat.source=rows.json", "chat.batch_samples=4"]
-    tunes += ["optim.learning_rate=100", "optim.weight_decay=10", "optim.warmup_steps=0", "train.steps=18"]
+    tunes += ["optim.learning_rate=100", "optim.weight_decay=10", "optim.warmup=0", "train.steps=18"]
     adapters = [*tunes, "model.init_from=base", "lora.rank=4"]
     weights = [*tunes, "model.init_from=runs/own", "lora.rank=0"]
     learns = ["train", "record", *QUIET, *SHAPES["record"], f"data.source={bases}", "eval.tokens=512"]

@@ -64,14 +64,14 @@ def test_a_healthy_set_up(here: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_problems_come_last_with_their_advice(here: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["speed.device=cpu", "data.source=nowhere.txt", "optim.warmup_steps=5000", "--quick"]
+    words = ["speed.device=cpu", "data.source=nowhere.txt", "optim.warmup=5000", "--quick"]
     assert doctor(words) == 3
     out, _ = capsys.readouterr()
     first, warnings = out.index("BAD   source"), out.index("Warnings: it works, but not well")
     problems = out.index("Problems: training would not work")
     assert first < warnings < problems
     assert "there is no source nowhere.txt" in out[problems:]
-    assert "optim.warmup_steps=16, a twentieth of the run" in out[warnings:problems]
+    assert "optim.warmup=16, a twentieth of the run" in out[warnings:problems]
     assert re.match(r"\d+ checks: 1 problem, \d+ warnings?\. Mend the problems first", out.rstrip().splitlines()[-1])
 
 
@@ -229,7 +229,7 @@ def test_compile_is_tried_where_it_is_asked_for(here: Path, capsys: pytest.Captu
 def test_on_a_gpu_everything_is_tried_and_right(here: Path, capsys: pytest.CaptureFixture[str]):
     (here / "corpus.txt").write_text("Once upon a time there was a fox. " * 100_000, encoding="utf-8")
     words = [f"data.source={here / 'corpus.txt'}", "train.batch_tokens=65536", "train.steps=20"]
-    _, rows = lines("gpt2-124m", *words, "optim.warmup_steps=2", "eval.every=10", "checkpoint.every=10", capsys=capsys)
+    _, rows = lines("gpt2-124m", *words, "optim.warmup=2", "eval.every=10", "checkpoint.every=10", capsys=capsys)
     found = {row["name"]: row for row in rows[:-1]}
     name = torch.cuda.get_device_name()
     assert name in found["card"]["found"]

@@ -146,8 +146,7 @@ OTHER: dict[str, str | list[str]] = {
     "optim.head_decay": ["model.tied=false", "optim.head_decay=9.0"],
     "optim.head_rate": ["model.tied=false", "optim.head_rate=1e-2"],
     "optim.schedule": "linear",
-    "optim.warmup_steps": "1",
-    "optim.warmup": ["optim.warmup=1.0", "optim.warmup_steps=100"],
+    "optim.warmup": "1",
     "optim.min_ratio": "0.9",
     "optim.decay_fraction": ["optim.schedule=wsd", "optim.decay_fraction=0.9"],
     "optim.weight_decay": "1.0",
@@ -292,7 +291,7 @@ def signature(words: list[str]) -> Any:
     shutil.rmtree("runs", ignore_errors=True)
     lengths = ("train.steps", "train.epochs", "train.tokens", "train.minutes")
     length = [] if any(word.startswith(lengths) for word in words) else ["train.steps=5"]
-    short = ["model.layers=1", "optim.warmup_steps=2", "eval.tokens=128", "eval.sample_tokens=4"]
+    short = ["model.layers=1", "optim.warmup=2", "eval.tokens=128", "eval.sample_tokens=4"]
     base = [*TINY, "data.source=text.txt", *short, *length]
     if any(word.startswith("chat.") for word in words):  # the shape is the model's own
         base = [word for word in base if not word.startswith(("model.", "data.", "train.batch_tokens"))]

@@ -279,18 +279,18 @@ def test_a_last_batch_that_is_not_full_counts_what_it_holds(words):
 
 
 def test_a_warm_up_longer_than_the_run_is_told_in_a_sentence(words):
-    records = run(words("optim.warmup_steps=100"))
+    records = run(words("optim.warmup=100"))
     (sentence,) = [message for message in notes(records) if "warmup" in message]
     assert "is 100 and the run has 6 steps, so the warm-up is cut to 6" in sentence
     rates = [record.learning_rate for record in records if isinstance(record, StepRecord)]
     assert rates == sorted(rates)
     assert rates[-1] == pytest.approx(1e-2)
-    assert not any("warmup" in message for message in notes(run(words("optim.warmup_steps=6", "output.name=fits"))))
+    assert not any("warmup" in message for message in notes(run(words("optim.warmup=6", "output.name=fits"))))
 
 
 def test_a_run_that_is_made_longer_has_the_schedule_of_its_length_and_says_so(words):
-    run(words("optim.warmup_steps=2", "output.folder=runs/long"))
-    longer = words("optim.warmup_steps=2", "output.folder=runs/long", "train.steps=12")
+    run(words("optim.warmup=2", "output.folder=runs/long"))
+    longer = words("optim.warmup=2", "output.folder=runs/long", "train.steps=12")
     records = run(longer, resume="auto")
     assert any("over 6 steps and is now over 12" in message and "1.00e-03" in message for message in notes(records))
     rates = [record.learning_rate for record in records if isinstance(record, StepRecord)]
@@ -327,7 +327,7 @@ def test_the_doctor_looks_at_a_fine_tuning_config(words, capsys):
     assert found["warm-up"].status == "warn"
     assert not any(finding.unchecked for finding in found.values())
     assert not Path("data").exists()  # it leaves nothing behind
-    assert main(["doctor", "lora", *words("optim.warmup_steps=1"), "--quick"]) == 0
+    assert main(["doctor", "lora", *words("optim.warmup=1"), "--quick"]) == 0
     assert "the rest" not in capsys.readouterr().out
 
 
@@ -413,7 +413,7 @@ def test_the_doctor_reads_the_beginning_of_a_large_source(words, monkeypatch):
 
 
 def test_the_doctor_does_not_fetch_a_base_and_does_not_call_it_fine(words, capsys):
-    more = words("model.init_from=somebody/model", "optim.warmup_steps=1")
+    more = words("model.init_from=somebody/model", "optim.warmup=1")
     found = visit(more)
     assert found["base"].status == "warn"
     assert found["rows"].status == "ok"

@@ -19,7 +19,7 @@ from flatout.model.gpt import GPT
 Tiny = Callable[..., LoadedConfig]
 SIZE = ("model.layers=2", "model.width=16", "model.heads=2", "model.context=16", "train.batch_tokens=64",
         "checkpoint.every=3", "eval.every=3", "eval.tokens=64", "eval.sample_every=6", "eval.sample_tokens=4",
-        "optim.warmup_steps=2")  # fmt: skip
+        "optim.warmup=2")  # fmt: skip
 
 
 class Squared(nn.Module):

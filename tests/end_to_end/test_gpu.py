@@ -17,7 +17,7 @@ from tests.set_up import set_up
 pytestmark = pytest.mark.gpu
 
 SMALL = ["model.layers=4", "model.width=128", "model.heads=4", "model.context=128", "train.batch_tokens=4096",
-         "optim.warmup_steps=5", "eval.every=0", "eval.tokens=8192", "eval.sample_tokens=8", "checkpoint.every=0",
+         "optim.warmup=5", "eval.every=0", "eval.tokens=8192", "eval.sample_tokens=8", "checkpoint.every=0",
          "speed.device=cuda"]  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_memory_estimate_is_near_the_measured_peak(micro_batch, checkpointing):
 
 def test_gpt2_learns_from_bpe_text():
     words = ["data.source=shakespeare", "train.steps=30", "speed.micro_batch=8", "train.batch_tokens=16384",
-             "optim.warmup_steps=5", "eval.tokens=8192", "eval.sample_tokens=0"]  # fmt: skip
+             "optim.warmup=5", "eval.tokens=8192", "eval.sample_tokens=0"]  # fmt: skip
     records = list(flatout.train(load_config("gpt2-124m", words)))
     steps = [r for r in records if isinstance(r, StepRecord)]
     assert steps[0].loss == pytest.approx(10.9, abs=0.3)

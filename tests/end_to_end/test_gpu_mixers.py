@@ -162,7 +162,7 @@ def test_32768_tokens_in_bf16(model_name):
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 SMALL = ["model.layers=3", "model.width=256", "model.heads=2", "model.context=256", "train.batch_tokens=4096",
-         "model.pattern=EWA", "model.window=64", "model.states=64", "speed.micro_batch=8", "optim.warmup_steps=5",
+         "model.pattern=EWA", "model.window=64", "model.states=64", "speed.micro_batch=8", "optim.warmup=5",
          "eval.every=0", "eval.tokens=4096", "eval.sample_tokens=8", "checkpoint.every=0", "train.steps=12",
          "speed.device=cuda"]  # fmt: skip
 EAGER = ["speed.kernels=torch", "speed.compile=off", "speed.cuda_graphs=off"]

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 SMALL = ["model.layers=4", "model.width=256", "model.heads=4", "model.context=128", "train.batch_tokens=4096",
-         "speed.micro_batch=8", "optim.warmup_steps=5", "eval.every=0", "eval.tokens=4096", "eval.sample_tokens=8",
+         "speed.micro_batch=8", "optim.warmup=5", "eval.every=0", "eval.tokens=4096", "eval.sample_tokens=8",
          "checkpoint.every=0", "train.steps=12", "speed.device=cuda"]  # fmt: skip
 EAGER = ["speed.kernels=torch", "speed.compile=off", "speed.cuda_graphs=off"]
 TRITON = ["speed.kernels=triton", "speed.cuda_graphs=off"]

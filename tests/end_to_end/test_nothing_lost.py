@@ -211,7 +211,7 @@ def hinted(error: DivergedError) -> list[str]:
 
 
 def diverge(tiny, *words: str) -> DivergedError | None:
-    wild = ["optim.warmup_steps=0", "optim.schedule=constant", "model.qk_norm=false", "train.steps=30"]
+    wild = ["optim.warmup=0", "optim.schedule=constant", "model.qk_norm=false", "train.steps=30"]
     try:
         list(flatout.train(tiny(*wild, "output.folder=wild", *words)))
     except DivergedError as error:

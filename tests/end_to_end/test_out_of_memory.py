@@ -208,7 +208,7 @@ def test_a_limit_is_the_memory_that_counts():
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 GPU_WORDS = ["data.source=shakespeare", "train.steps=4", "train.batch_tokens=131072", "eval.tokens=8192",
-             "eval.sample_tokens=0", "optim.warmup_steps=2", "speed.compile=off", "checkpoint.every=0"]  # fmt: skip
+             "eval.sample_tokens=0", "optim.warmup=2", "speed.compile=off", "checkpoint.every=0"]  # fmt: skip
 
 
 @pytest.fixture

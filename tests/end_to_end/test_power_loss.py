@@ -66,7 +66,7 @@ SMALL = [
     "model.layers=1", "model.width=16", "train.steps=10", "eval.every=4", "eval.sample_tokens=0", "checkpoint.every=2",
     "checkpoint.keep=1",
 ]  # fmt: skip
-DIVERGING = ["optim.learning_rate=100", "optim.weight_decay=10", "optim.clip=0", "optim.warmup_steps=0"]
+DIVERGING = ["optim.learning_rate=100", "optim.weight_decay=10", "optim.clip=0", "optim.warmup=0"]
 DIVERGING += ["train.steps=20", "eval.every=0"]
 RUN = Path("runs/run")  # both folders are new
 Check = Callable[[Path, list[Any], int], None]  # what is left, what was promised, the number of the outcome

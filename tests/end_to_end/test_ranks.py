@@ -161,7 +161,7 @@ def test_any_number_of_processes_learns_what_one_learns(
 
 
 def test_a_run_goes_on_in_another_number_of_processes(corpus: Path, tmp_path: Path):
-    rates = ["optim.schedule=constant", "optim.warmup_steps=2"]
+    rates = ["optim.schedule=constant", "optim.warmup=2"]
     whole, *_ = trained("shards", 1, corpus, tmp_path / "whole", 12, words=rates)
     words = [*words_of("shards", corpus, tmp_path / "parts", 12), *rates]
     losses: list[float] = []
@@ -253,7 +253,7 @@ def test_a_host_may_prepare_data_for_longer_than_others_wait_in_a_step():
 
 def test_a_rate_that_diverges_ends_all_processes(corpus: Path, tmp_path: Path):
     words = [*words_of("shards", corpus, tmp_path / "here", 40), "optim.learning_rate=100", "optim.clip=0"]
-    answers = train(2, tmp_path / "here", [*words, "optim.warmup_steps=0"], preset="shakespeare-char")
+    answers = train(2, tmp_path / "here", [*words, "optim.warmup=0"], preset="shakespeare-char")
     assert [answer[-1]["error"] for answer in answers] == ["DivergedError", "OtherProcessError"]
     assert "resume from" in answers[0][-1]["message"]
 

@@ -206,7 +206,7 @@ def test_epochs_end_where_they_end_whatever_the_batch_size_was(tiny):
 
 
 STAGES = ("train.batch_tokens=64", "train.batch_stages=[32, 64, 96]", "train.length_stages=[8, 8, 16]",
-          "train.window_stages=[4, 6, 8]", "model.pattern=AW", "model.window=8", "optim.warmup_steps=2")  # fmt: skip
+          "train.window_stages=[4, 6, 8]", "model.pattern=AW", "model.window=8", "optim.warmup=2")  # fmt: skip
 
 
 @pytest.mark.parametrize("length", ["train.steps=11", "train.tokens=576", "train.epochs=0.02"])

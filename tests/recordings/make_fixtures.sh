@@ -31,7 +31,7 @@ flatout prepare shakespeare-bpe $bpe --workers 0
 
 # Runs of eight steps with checkpoints of steps 4 and 8. Muon, AdamW with dropout, Muon in slices on two ranks, LoRA.
 often="train.steps=8 checkpoint.every=4 checkpoint.keep=9 eval.every=4 eval.tokens=512 eval.sample_tokens=8"
-quick="$often optim.warmup_steps=2 speed.device=cpu output.plots=false"
+quick="$often optim.warmup=2 speed.device=cpu output.plots=false"
 small="model.width=16 model.heads=2"
 letters="$char $small $quick model.layers=2 model.context=16 train.batch_tokens=64"
 flatout train shakespeare-char $letters output.name=muon

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from flatout.config import former
 from flatout.config.catalogue import (
     DEFAULT_PRESET,
     ShippedKind,
@@ -38,7 +39,7 @@ from flatout.config.schema import CleanConfig, OptimConfig, RunConfig, TrainConf
 from flatout.config.source import Source
 from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED, WAY_ELSEWHERE_CALLED
 from flatout.config.unused import check_used
-from flatout.config.yaml_loader import has_control_character
+from flatout.config.yaml_loader import format_value, has_control_character
 from flatout.errors import ConfigError
 from flatout.model.count import estimate_memory, parameter_count
 from flatout.model.execution import Execution
@@ -832,7 +833,7 @@ STAGES = {"batch": "[8192, 16384]", "length": "[512, 1024]", "window": "[128, 25
 
 def test_rate_and_warm_up_where_nobody_says_otherwise() -> None:
     optim = load_config({"train": {"steps": 1}}).config.optim
-    assert (optim.learning_rate, optim.warmup_steps) == (1e-3, 100)
+    assert (optim.learning_rate, optim.warmup) == (1e-3, 100)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -954,3 +955,36 @@ def test_a_family_differs_from_the_other_in_the_fields_that_it_decides_alone():
     differing = {name for name in ModelConfig.model_fields if getattr(gpt, name) != getattr(gpt2, name)}
     assert differing == {"family", "norm", "positions", "mlp", "bias", "qk_norm"}
     assert {name: getattr(gpt2, name) for name in GPT2} == GPT2
+
+
+# --- settings of earlier versions -------------------------------------------------------------------------------------
+
+
+def test_what_became_constant_is_read_where_it_has_that_value_and_refused_otherwise(tmp_path: Path):
+    constants = former.CONSTANTS
+    fields = [path for path in constants if path in field_facts()]
+    assert not fields, "no setting and a constant at once"
+    sections: dict[str, list[str]] = {}
+    for path, constant in constants.items():
+        section, _, name = path.partition(".")
+        sections.setdefault(section, []).append(f"  {name}: {format_value(constant.value)}")
+    config = tmp_path / "old.yaml"
+    config.write_text("preset: shakespeare\n" + "\n".join(line for name, lines in sections.items() for line in (f"{name}:", *lines)) + "\n")
+    load_config(config)
+    for path in constants:
+        section, _, name = path.partition(".")
+        config.write_text(f"{section}:\n  {name}: 12345.5\n", encoding="utf-8")
+        with pytest.raises(ConfigError, match=f"{path} is no setting any more: it is always"):
+            load_config(config)
+        with pytest.raises(ConfigError, match=f"{path} is no setting any more: it is always"):
+            load_config("shakespeare", [f"{path}=12345.5"])
+
+
+def test_a_warm_up_of_an_earlier_version_is_read(tmp_path: Path):
+    config = tmp_path / "old.yaml"
+    for text, warmup in (("warmup_steps: 7\n  warmup: null", 7), ("warmup_steps: 7", 7), ("warmup: 0.5", 0.5)):
+        config.write_text(f"preset: shakespeare\noptim:\n  {text}\n", encoding="utf-8")
+        assert load_config(config).config.optim.warmup == warmup
+    with pytest.raises(ConfigError, match="not a known key") as caught:
+        load_config("shakespeare", ["optim.warmup_steps=7"])
+    assert "did you mean optim.warmup?" in caught.value.hint

@@ -24,7 +24,7 @@ from flatout.records import CheckpointRecord, EvalRecord, NoticeRecord
 from flatout.world import World
 from tests.set_up import set_up
 
-WSD = OptimConfig(schedule="wsd", decay_fraction=0.6, min_ratio=0.0, warmup_steps=10, learning_rate=1.0)
+WSD = OptimConfig(schedule="wsd", decay_fraction=0.6, min_ratio=0.0, warmup=10, learning_rate=1.0)
 
 
 class Pretended:

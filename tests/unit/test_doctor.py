@@ -173,7 +173,7 @@ def test_a_healthy_set_up_is_all_green(here: Path, base: Machine, target: str | 
 def test_a_healthy_large_run_is_all_green(here: Path):
     source = here / "corpus.txt"
     source.write_text("Once upon a time there was a fox. " * 1_000_000, encoding="utf-8")
-    words = [f"data.source={source}", "train.batch_tokens=65536", "train.steps=250", "optim.warmup_steps=12"]
+    words = [f"data.source={source}", "train.batch_tokens=65536", "train.steps=250", "optim.warmup=12"]
     words += ["checkpoint.every=250", "eval.every=50", "eval.tokens=20_000"]
     findings = visit(*words, target="gpt2-124m")
     assert told(findings, "warn", "bad") == []
@@ -455,8 +455,8 @@ PLANTED = [
             found="not a multiple of model.context", fix="train.batch_tokens=1024"),
     Planted(case="vocabulary larger than the model's", words=("model.vocab=20",), area="config", status="bad",
             found="model.vocab is 20", fix="Leave model.vocab at null"),
-    Planted(case="warm-up too long", words=("optim.warmup_steps=5000",), area="config", status="warn",
-            found="5,000 and the run has 700 steps, so the warm-up is cut", fix="optim.warmup_steps=35"),
+    Planted(case="warm-up too long", words=("optim.warmup=5000",), area="config", status="warn",
+            found="5,000 and the run has 700 steps, so the warm-up is cut", fix="optim.warmup=35"),
     Planted(case="learning rate far too high", words=("optim.optimizer=adamw", "optim.learning_rate=0.5"),
             area="config", status="warn", found="is usual for 0.455M parameters", fix="optim.learning_rate=0.004"),
     Planted(case="learning rate far too low", words=("optim.optimizer=adamw", "optim.learning_rate=1e-6"),
@@ -566,7 +566,7 @@ def test_the_updates_of_muon_need_no_clipping(here: Path, target: str):
 def test_one_problem_brings_no_false_alarms(here: Path):
     """A case of the machine says nothing bad about data and config, and the other way round."""
     assert {one.area for one in told(visit(machine=with_card(throttled=("heat",))), "warn", "bad")} == {"gpu"}
-    assert {one.area for one in told(visit("optim.warmup_steps=5000"), "warn", "bad")} == {"config"}
+    assert {one.area for one in told(visit("optim.warmup=5000"), "warn", "bad")} == {"config"}
     assert {one.area for one in told(visit("eval.tokens=200"), "warn", "bad")} == {"data"}
 
 
@@ -608,7 +608,7 @@ def test_a_config_that_cannot_be_read_is_a_finding_and_the_machine_is_checked(he
 
 
 def test_words_that_are_wrong_are_left_out_and_the_rest_is_checked(here: Path):
-    findings = visit("train.stepz=5", "optim.warmup_steps=5000", "model.width=-1")
+    findings = visit("train.stepz=5", "optim.warmup=5000", "model.width=-1")
     assert [one.name for one in told(findings, "bad")] == ["values"]
     assert any("train.stepz=5, model.width=-1" in one.found for one in findings)
     assert any(one.name == "warm-up" and one.status == "warn" for one in findings)
@@ -656,9 +656,7 @@ def test_what_training_refuses_is_bad_in_the_same_words(line: str, furnished: Pa
 
 
 def test_what_training_says_before_its_first_step_stands_on_the_page(tiny, here: Path):
-    config = tiny(
-        "optim.warmup_steps=100", "eval.every=50", "checkpoint.every=20", "model.pattern=WA", "model.layers=1"
-    )
+    config = tiny("optim.warmup=100", "eval.every=50", "checkpoint.every=20", "model.pattern=WA", "model.layers=1")
     said = [record.message for record in flatout.train(config) if isinstance(record, NoticeRecord) and not record.step]
     assert len(said) > 4
     found = {one.found for one in examine(config, machine=LAPTOP, trials=TRIALS, disk=DISK)}

@@ -42,14 +42,14 @@ def test_a_finding_of_an_error_is_named_by_its_setting_and_stands_where_its_exit
 
 
 def test_a_plan_has_its_checks_with_advice_and_its_notices_are_their_lines(tiny):
-    plan = planned(tiny("optim.warmup_steps=100", "eval.every=50", "checkpoint.every=20", "train.steps=8"))
+    plan = planned(tiny("optim.warmup=100", "eval.every=50", "checkpoint.every=20", "train.steps=8"))
     found = {check.name: check for check in plan.checks}
     assert plan.notices == tuple(check.found for check in plan.checks)
     assert {found[name].status for name in ("warm-up", "evaluation", "saving")} == {"warn"}
-    assert "optim.warmup_steps=1" in found["warm-up"].advice
+    assert "optim.warmup=1" in found["warm-up"].advice
     assert "eval.every=1 " in found["evaluation"].advice
     assert "checkpoint.every=2." in found["saving"].advice
-    mended = planned(tiny("optim.warmup_steps=1", "eval.every=1", "checkpoint.every=2", "train.steps=8"))
+    mended = planned(tiny("optim.warmup=1", "eval.every=1", "checkpoint.every=2", "train.steps=8"))
     assert not {"warm-up", "evaluation", "saving"} & {check.name for check in mended.checks}
 
 

@@ -436,7 +436,7 @@ def test_muon_takes_the_matrices_of_blocks_and_groups_have_rates_of_their_own():
 def test_rates_of_groups(optimizer: str):
     tied = build_model(MODEL.model_copy(update={"tied": True}), VOCAB)
     tied.add_module("values", nn.Embedding(5, 4))
-    given = {"optimizer": optimizer, "learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 0}
+    given = {"optimizer": optimizer, "learning_rate": 1e-3, "schedule": "constant", "warmup": 0}
     for more, table in (({}, 0.3), ({"table_rate": 0.07}, 0.07)):
         config = OptimConfig.model_validate({**given, "embedding_rate": 0.3, "head_rate": 0.5, **more})
         groups = Optimizers(rules_of(config, 1), trainables(tied)).groups

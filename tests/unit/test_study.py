@@ -33,7 +33,7 @@ def test_every_form_is_read(read):
         "optim.learning_rate: {log: [1e-4, 1e-2]}\n"
         "optim.weight_decay: {range: [0, 0.3]}\n"
         "model.layers: {range: [2, 6]}\n"
-        "optim.warmup_steps:\n  steps: [0, 200, 50]\n"
+        "optim.warmup:\n  steps: [0, 200, 50]\n"
         "optim.schedule: {choices: [cosine, wsd]}\n"
         "model.mlp_width: {choices: [null, 1e2]}\n"
     )
@@ -42,7 +42,7 @@ def test_every_form_is_read(read):
         "optim.learning_rate": ("log", (1e-4, 1e-2), False),
         "optim.weight_decay": ("range", (0.0, 0.3), False),
         "model.layers": ("range", (2, 6), True),
-        "optim.warmup_steps": ("steps", (0, 200, 50), True),
+        "optim.warmup": ("steps", (0, 200, 50), True),
         "optim.schedule": ("choices", ("cosine", "wsd"), False),
         "model.mlp_width": ("choices", (None, 100), False),
     }
@@ -72,10 +72,10 @@ def test_every_form_is_read(read):
         ("optim.schedule: {choices: [cosine, cosine]}", "written twice", ""),
         ("optim.schedule: {choices: [[cosine], wsd]}", "single value", ""),
         ("model.layers: {range: [1.5, 3]}", "whole numbers only", ""),
-        ("optim.warmup_steps: {steps: [0, 100]}", "takes 3 numbers", ""),
-        ("optim.warmup_steps: {steps: [0, 100, 200]}", "does not fit between", "smaller"),
-        ("optim.warmup_steps: {steps: [0, 100, 0]}", "does not fit between", "smaller"),
-        ("optim.warmup_steps: {steps: [0, 100, -5]}", "does not fit between", "smaller"),
+        ("optim.warmup: {steps: [0, 100]}", "takes 3 numbers", ""),
+        ("optim.warmup: {steps: [0, 100, 200]}", "does not fit between", "smaller"),
+        ("optim.warmup: {steps: [0, 100, 0]}", "does not fit between", "smaller"),
+        ("optim.warmup: {steps: [0, 100, -5]}", "does not fit between", "smaller"),
         ("speed.micro_batch: {range: [1, 8]}", "cannot be searched over: it does not change what is learned", ""),
         ("data.tokenizer: {choices: [char, bytes]}", "could not be compared", ""),
         ("train.steps: {range: [10, 100]}", "the longest run would win", ""),

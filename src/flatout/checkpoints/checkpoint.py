@@ -26,6 +26,7 @@ from torch import Tensor
 from flatout.checkpoints.checkpoint_files import PLAIN, SLICED, save_files, sealed, unsealed
 from flatout.checkpoints.run_files import CHECKPOINT_FILES, JSON_FILES, MANIFEST, TENSOR_FILES, list_checkpoints
 from flatout.checkpoints.slices import is_sliced, read_tensors, well_formed
+from flatout.config.former import as_now
 from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError, DamagedError
 from flatout.files import (
@@ -306,7 +307,7 @@ def read_part(checkpoint: Path, name: str) -> dict[str, Any]:
     for key, kind in _STATE.items() if name == "state" else ():
         if not isinstance(value.get(key, kind()), kind | None):
             raise CheckpointError(f"{path}: {key} is no {_KINDS[kind]}", "name another checkpoint")
-    return value
+    return as_now(value) if name == "config" else value
 
 
 @dataclasses.dataclass(frozen=True)

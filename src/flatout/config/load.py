@@ -28,6 +28,7 @@ from flatout.config.catalogue import (
 )
 from flatout.config.complain import validate
 from flatout.config.facts import choices, field_facts, item_annotation, names_in, section_paths, with_whole_numbers
+from flatout.config.former import as_now, path_now
 from flatout.config.from_python import check_kinds, python_layer
 from flatout.config.model_section import GPT2
 from flatout.config.schema import RunConfig
@@ -265,7 +266,7 @@ def resolve_from_mapping(values: Mapping[str, Any], where: str = "stored config"
         raise ConfigError(
             f"{where}: is {yaml_loader.shorten(values)}, not a mapping", "it must hold sections such as model, train"
         )
-    return validate(values, {}, where)
+    return validate(as_now(values), {}, where)
 
 
 def explain(loaded: LoadedConfig) -> list[ExplainRow]:
@@ -356,7 +357,9 @@ def _settings(
                 f"write `{section}:` alone and its fields, such as `{first}: ...`, below it",
             )
         for name, leaf in fields.items():
-            path, line = f"{section}.{name}", f"{where}:{leaf.line}"
+            path, line = path_now(f"{section}.{name}", leaf.plain), f"{where}:{leaf.line}"
+            if path is None:
+                continue
             if path not in field_facts():
                 raise unknown_key(path, line, top_level_extras=extras, tunes=tunes)
             value = with_whole_numbers(field_facts()[path].annotation, leaf.plain)

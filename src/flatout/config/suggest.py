@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from flatout.config.facts import field_facts, names_in, section_paths
+from flatout.config.former import refusal
 from flatout.config.yaml_loader import shorten
 from flatout.errors import ConfigError
 
@@ -87,8 +88,8 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "optim.muon_rate": "matrix_lr muon_lr",
         "optim.min_ratio": "final_lr_frac min_lr min_lr_ratio",
         "optim.schedule": "decay_lr lr_decay_iters lr_decay_style lr_schedule lr_scheduler lr_scheduler_type scheduler",
-        "optim.warmup": "warmup_epochs warmup_fraction warmup_ratio",
-        "optim.warmup_steps": "lr_warmup_iters lr_warmup_steps warmup_iters",
+        "optim.warmup": "lr_warmup_iters lr_warmup_steps warmup_epochs warmup_fraction warmup_iters warmup_ratio "
+        "warmup_steps",
         "optim.weight_decay": "wd",
         "output.folder": "log_dir logging_dir out_dir output output_dir save_dir",
         "output.log_every": "log_freq log_interval logging_steps",
@@ -168,7 +169,7 @@ _UNITS = {
     "data.val_fraction": "it is a share, such as 0.1",
     "eval.tokens": "it counts tokens, not batches or samples",
     "optim.min_ratio": "it is a share of the peak rate",
-    "optim.warmup": "it is a share of the run, such as 0.05, or `2 epochs`",
+    "optim.warmup": "it is in steps, such as 100, a share of the run, such as 0.05, or `2 epochs`",
     "speed.micro_batch": "it counts sequences on one device",
     "train.batch_stages": "it counts tokens, not samples",
     "train.batch_tokens": "it counts tokens, not samples: N samples are N x model.context tokens",
@@ -197,6 +198,8 @@ def unknown_key(path: str, where: str, *, top_level_extras: tuple[str, ...] = ()
     if path in section_paths() and path not in FIELD_ELSEWHERE_CALLED:
         hint = f"give one of its fields: {', '.join(names_in(path))}"
         return ConfigError(f"{where}: {path} is a section, not a value", hint)
+    if (former := refusal(path, where)) is not None:
+        return former
     close = nearest_paths(path, top_level_extras, tunes=tunes)
     if (way := way_elsewhere(path)) is not None:
         hint = way

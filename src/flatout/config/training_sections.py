@@ -93,10 +93,8 @@ class OptimConfig(Section):
     """Peak learning rate of other embedding tables; null is embedding_rate, then learning_rate."""
     schedule: Literal["cosine", "linear", "wsd", "one-cycle", "constant"] = "cosine"
     """Shape of the learning rate after warm-up; wsd is warm-up, stable, decay."""
-    warmup_steps: Natural = 100
-    """Updates over which the rate rises to its peak; 0 starts at the peak."""
-    warmup: Share | Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6})? epochs?$")] | None = None
-    """Warm-up as a share of the run (0.05) or in epochs (`2 epochs`), instead of warmup_steps; null takes those."""
+    warmup: Natural | Share | Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6})? epochs?$")] = 100
+    """How long the rate rises to its peak: updates (100), a share of the run (0.05), or epochs (`2 epochs`)."""
     min_ratio: Share = 0.1
     """Final learning rate as a share of the peak; 0 is reached after the last update."""
     decay_fraction: Share = 0.2
@@ -152,12 +150,18 @@ class OptimConfig(Section):
 
     def with_warmup_steps(self, steps: int, epochs_to_steps: Callable[[float], int]) -> Self:
         """The same with the warm-up in steps, for a run of `steps`."""
-        if self.warmup is None:
-            return self
         epochs = self.warmup_epochs
-        share = self.warmup if isinstance(self.warmup, float) else 0.0
-        count = round(share * steps) if epochs is None else epochs_to_steps(epochs)
-        return self.model_copy(update={"warmup_steps": count, "warmup": None})
+        if epochs is not None:
+            return self.model_copy(update={"warmup": epochs_to_steps(epochs)})
+        if isinstance(self.warmup, float):
+            return self.model_copy(update={"warmup": round(self.warmup * steps)})
+        return self
+
+    @property
+    def warmup_steps(self) -> int:
+        """The warm-up of a plan, which has it in steps."""
+        assert isinstance(self.warmup, int), "resolved by with_warmup_steps"
+        return self.warmup
 
 
 LENGTHS = ("steps", "epochs", "tokens", "minutes")

@@ -86,9 +86,6 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if not config.train.batch_stages:
         why, hint = "there are no train.batch_stages", "set train.batch_stages, or leave train.batch_rate_power out"
         yield "train.batch_rate_power", why, hint
-    if config.optim.warmup is not None:
-        why, hint = "optim.warmup says how long the warm-up is", "leave one of the two out, or set optim.warmup=null"
-        yield "optim.warmup_steps", why, hint
     if config.optim.optimizer != "muon":
         for path in _OF_MUON:
             yield path, "optim.optimizer is adamw", f"set optim.optimizer=muon, or leave {path} out"

@@ -82,7 +82,7 @@ def _on_intervals(plan: RunPlan) -> Iterator[Finding]:
     asked, optim, steps = plan.settings.config.optim, plan.optim, plan.steps
     every, epochs, saving = plan.eval.every, plan.eval.epoch_end, plan.checkpoint
     if 0 < steps < optim.warmup_steps:
-        told = "optim.warmup_steps" if asked.warmup is None else f"the warm-up of {asked.warmup}"
+        told = "optim.warmup" if isinstance(asked.warmup, int) else f"the warm-up of {asked.warmup}"
         yield Check("config", "warm-up").warn(
             f"{told} is {optim.warmup_steps:,} and the run has {many(steps, 'step')}, so the warm-up is "
             f"cut to {steps:,}: the learning rate reaches its peak in the last step and never falls",
@@ -107,7 +107,7 @@ def _on_intervals(plan: RunPlan) -> Iterator[Finding]:
 def shorter_warmup(plan: RunPlan) -> str:
     """The setting of a warm-up that is a twentieth of the run."""
     asked = plan.settings.config.optim.warmup
-    return f"optim.warmup_steps={max(1, plan.steps // 20)}" if asked is None else "optim.warmup=0.05"
+    return f"optim.warmup={max(1, plan.steps // 20) if isinstance(asked, int) else 0.05}"
 
 
 def _stages(schedule: Schedule, steps: int) -> str:

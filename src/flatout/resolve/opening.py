@@ -187,7 +187,7 @@ def _check_no_epoch_end(config: RunConfig, what: str) -> None:
     asked = {
         "eval.epoch_end": (config.eval.epoch_end, "set eval.every"),
         "checkpoint.epochs": (config.checkpoint.epochs, "set checkpoint.every"),
-        "optim.warmup": (config.optim.warmup_epochs, "set optim.warmup_steps, or a share as optim.warmup"),
+        "optim.warmup": (config.optim.warmup_epochs, "set optim.warmup in steps, or to a share of the run"),
     }
     for path, (value, hint) in asked.items():
         if value:

@@ -151,14 +151,14 @@ def _tell_unused(loaded: LoadedConfig, notice: Callable[[str], None]) -> None:
 
 def _length(loaded: LoadedConfig, steps: int, parity_steps: int, notice: Callable[[str], None]) -> list[str]:
     """Words for a run that is long enough to be measured, and whose rate rises soon."""
-    asked = loaded.config.optim.warmup is not None  # a share of a run, or epochs of data, that are not measured
-    warmup = parity_steps + 1 if asked else loaded.config.optim.warmup_steps
-    if warmup > parity_steps and (asked or loaded.sources["optim.warmup_steps"].kind != "override"):
+    warmup = loaded.config.optim.warmup
+    is_long = not isinstance(warmup, int)  # a share of a run, or epochs of data, that are not measured
+    if is_long or (warmup > parity_steps and loaded.sources["optim.warmup"].kind != "override"):
         warmup = parity_steps
         notice(f"the learning rate reaches its peak in {warmup} steps, so that the parity gate sees weights move")
     turns = LOOKS[-1]  # each with a step that is not timed
     length = max(1000, parity_steps + steps + turns + PERIOD)
-    return [f"train.steps={length}", f"optim.warmup_steps={warmup}", "optim.warmup=null"]
+    return [f"train.steps={length}", f"optim.warmup={warmup}"]
 
 
 def _plan(loaded: LoadedConfig, fitted: RunConfig, threads_before: int | None, **known: Any) -> Plan:

@@ -100,7 +100,7 @@ class Alerts:
         if not overflow:
             return "skipped update", (
                 f"loss {record.loss:.4g} and gradient norm {record.grad_norm:.4g}: the update was skipped; if it "
-                f"happens again, lower {self._rate} or lengthen optim.warmup_steps"
+                f"happens again, lower {self._rate} or lengthen optim.warmup"
             )
         self._overflows.append(record.step)
         if len(self._overflows) < OVERFLOWS or record.step - self._overflows[0] >= OVERFLOW_STEPS:

@@ -238,7 +238,9 @@ def _warmup(info: dict[str, Any]) -> str | None:
     told = _at(info, "optim.warmup")
     if isinstance(told, float):
         return f"{told:.3g} of the run"
-    return told if isinstance(told, str) else _whole(_at(info, "optim.warmup_steps"), " steps")
+    if told is None:  # an earlier version wrote it
+        told = _at(info, "optim.warmup_steps")
+    return told if isinstance(told, str) else _whole(told, " steps")
 
 
 def commands_of(history: RunHistory, state: RunState) -> list[list[str]]:

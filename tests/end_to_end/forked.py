@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+# As the agent sets it for its workers; torch reads it once, when it is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     ["tests.parallel_runs", "flatout.api.models", "flatout.parallel.sharding", "torch._dynamo"]

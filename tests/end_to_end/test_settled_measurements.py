@@ -202,6 +202,19 @@ def test_what_a_user_writes_against_how_data_was_prepared_is_refused(
         assert hint[0].split("=")[0] not in note, "it was written now"
 
 
+def test_a_mistyped_folder_is_not_filled_with_a_presets_text(
+    rows: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb in (["train"], ["prepare"], ["doctor", "--quick"]):
+        assert main([*verb, "data.folder=data/rows-byte"]) == 3
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert "there is no dataset data/rows-byte" in said
+        assert "id you mean data.folder=data/rows-bytes?" in said
+        assert "data.source=shakespeare makes one" in said
+    assert not Path("data/rows-byte").exists()
+    assert main(["prepare", *rows, "data.folder=data/rows-byte", "data.field=content"]) == 0, "its text is named"
+
+
 def test_doctor_and_plan_judge_what_train_would_train(
     words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

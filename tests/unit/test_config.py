@@ -969,7 +969,8 @@ def test_what_became_constant_is_read_where_it_has_that_value_and_refused_otherw
         section, _, name = path.partition(".")
         sections.setdefault(section, []).append(f"  {name}: {format_value(constant.value)}")
     config = tmp_path / "old.yaml"
-    config.write_text("preset: shakespeare\n" + "\n".join(line for name, lines in sections.items() for line in (f"{name}:", *lines)) + "\n")
+    lines = ["preset: shakespeare", *(line for name, own in sections.items() for line in (f"{name}:", *own)), ""]
+    config.write_text("\n".join(lines), encoding="utf-8")
     load_config(config)
     for path in constants:
         section, _, name = path.partition(".")

@@ -369,7 +369,9 @@ def _nothing_left(decisions: Decisions, inputs: Inputs) -> DataError:
     why = ", ".join(f"{count:,} {reason}" for reason, count in decisions.dropped.most_common(4)) or "no records at all"
     return DataError(
         f"the source holds no text that is kept: of {many(records, 'record')}, {why}",
-        "give a source with text in it, or loosen the clean section",
+        "give a source with text in it"
+        + ("" if decisions.dropped.keys() <= {"empty"} else ", or loosen the clean section")
+        + ("; data.field names the field of a row that holds it" if decisions.dropped["empty"] else ""),
     )
 
 

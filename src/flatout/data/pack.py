@@ -411,7 +411,7 @@ def _raw(path: Path) -> bytes:
 def _occupied(target: Path, name: str) -> PassingError:
     return PassingError(
         f"the folder {shown(target)} is not empty and not a dataset; it holds {shown(name)!r}",
-        "choose another folder for the dataset: data.folder, or empty this one",
+        "name another folder as data.folder; where its files are the text, name it as data.source",
     )
 
 

@@ -19,6 +19,7 @@ from flatout.config.load import LoadedConfig, load_config, with_values
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.config.sizes import learned_vocab
 from flatout.config.source import Source
+from flatout.config.suggest import close_matches
 from flatout.config.yaml_loader import format_value
 from flatout.corpus.document import Problem
 from flatout.data.causes import Cause, causes_of, mend_of, names_to_read
@@ -180,6 +181,8 @@ def as_prepared(loaded: LoadedConfig) -> LoadedConfig:
     if config.chat.source is not None or config.data.streaming or config.data.source is None:
         return loaded
     folder = data_folder(config.data)
+    if "data.folder" in by_user and "data.source" not in by_user:
+        _check_meant(folder, config.data)
     try:
         manifest = read_manifest(folder) if has_dataset(folder) else None
     except DataError:  # which opening it tells, with what to do
@@ -198,6 +201,23 @@ def as_prepared(loaded: LoadedConfig) -> LoadedConfig:
     notice = f"{folder} was prepared with {told}, which is used here, too"
     loaded = with_values(loaded, values, Source("preset", f"as {folder} was prepared"))
     return replace(loaded, notices=(*loaded.notices, notice))
+
+
+def _check_meant(folder: Path, data: DataConfig) -> None:
+    """Refuses a folder without a dataset where one of nearly the same name has one: a preset's text would fill it."""
+    if os.path.exists(folder):
+        return
+    try:
+        others = [path.name for path in folder.parent.iterdir() if has_dataset(path)]
+    except OSError:
+        return
+    near = close_matches(folder.name, others, 0.9)
+    if near:
+        raise DataError(
+            f"there is no dataset {folder}",
+            f"did you mean data.folder={folder.parent / near[0]}? data.source={format_value(data.source)} makes one of "
+            "that text there",
+        )
 
 
 def _differences(data: DataConfig, clean: CleanConfig | None, manifest: Manifest) -> dict[str, tuple[Any, Any]]:

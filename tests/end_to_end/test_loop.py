@@ -128,7 +128,7 @@ def test_checkpoints_at_the_ends_of_every_second_epoch(tiny):
 def test_a_warm_up_in_epochs_or_as_a_share_ends_where_it_says(tiny):
     words = ("train.epochs=2", "train.batch_tokens=1024", "optim.schedule=constant", "eval.sample_tokens=0")
     for warmup in ("1 epoch", "0.5"):
-        records = list(flatout.train(tiny(*words, "optim.warmup=100", f"optim.warmup={warmup}")))
+        records = list(flatout.train(tiny(*words, f"optim.warmup={warmup}")))
         rates = [record.learning_rate for record in of(records, StepRecord)]
         end = of(records, EpochRecord)[0].step if "epoch" in warmup else round(0.5 * len(rates))
         assert rates == sorted(rates)

@@ -60,12 +60,12 @@ def choices(path: str) -> str:
 def with_whole_numbers(annotation: Any, value: Any) -> Any:
     """`1e9` is a float by YAML's rules; where only whole numbers are taken, in lists too, a whole float is one."""
     if isinstance(value, float):
-        kinds = _kinds(annotation)
+        kinds = kinds_of(annotation)
         return int(value) if value.is_integer() and int in kinds and float not in kinds else value
     if isinstance(value, list) and (item := item_annotation(annotation)) is not None:
         return [with_whole_numbers(item, inner) for inner in value]
     if isinstance(value, dict):
-        models = [model for kind in _kinds(annotation) if (model := section_class(kind)) is not None]
+        models = [model for kind in kinds_of(annotation) if (model := section_class(kind)) is not None]
         fields = models[0].model_fields if models else {}
         return {
             key: with_whole_numbers(fields[key].annotation, inner) if key in fields else inner
@@ -76,16 +76,16 @@ def with_whole_numbers(annotation: Any, value: Any) -> Any:
 
 def item_annotation(annotation: Any) -> Any:
     """The annotation of the items, where an annotation allows a list."""
-    return next((get_args(kind)[0] for kind in _kinds(annotation) if get_origin(kind) is list), None)
+    return next((get_args(kind)[0] for kind in kinds_of(annotation) if get_origin(kind) is list), None)
 
 
-def _kinds(annotation: Any) -> list[Any]:
+def kinds_of(annotation: Any) -> list[Any]:
     """The types in an annotation, looking through unions and `Annotated`; literals count as their own type."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _kinds(get_args(annotation)[0])
+        return kinds_of(get_args(annotation)[0])
     if origin in (Union, UnionType):
-        return [kind for part in get_args(annotation) for kind in _kinds(part) if kind is not NoneType]
+        return [kind for part in get_args(annotation) for kind in kinds_of(part) if kind is not NoneType]
     return [Literal] if origin is Literal else [annotation]
 
 

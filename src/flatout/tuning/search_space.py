@@ -3,7 +3,7 @@
     optim.learning_rate: {log: [1e-4, 1e-2]}      # a number, evenly over its logarithm
     optim.weight_decay: {range: [0.0, 0.3]}       # a number, evenly; whole where the field takes whole numbers
     model.layers: {range: [2, 6]}
-    optim.warmup_steps: {steps: [0, 200, 50]}     # from, to, by
+    optim.warmup: {steps: [0, 200, 50]}           # from, to, by
     optim.schedule: {choices: [cosine, wsd]}
 
 Contract: as strict as the config loader, with file and line in every complaint. Every end of a range and every choice
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flatout.config.facts import field_facts, section_paths, with_whole_numbers
+from flatout.config.facts import field_facts, kinds_of, section_paths, with_whole_numbers
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.suggest import unknown_key
 from flatout.config.yaml_loader import Node, format_value, printable, read_yaml, shorten
@@ -148,8 +148,9 @@ def _dimension(path: str, node: Node, where: str) -> Dimension:
         return Dimension(path, form, _choices(path, items, annotation, where), False, where)
     values = [with_whole_numbers(annotation, item.value) for item in items]
     low, high = _ends(path, form, values, where)
-    whole = isinstance(with_whole_numbers(annotation, 1.0), int)
-    if whole and not all(isinstance(value, int) for value in values):
+    kinds, all_whole = kinds_of(annotation), all(isinstance(value, int) for value in values)
+    whole = int in kinds and (all_whole or float not in kinds)
+    if whole and not all_whole:
         _fail(where, f"{path} takes whole numbers only", f"write for example {{{form}: [1, 8]}}")
     if form == "log" and low <= 0:
         _fail(where, f"{path}: a logarithmic range begins above 0, not at {format_value(low)}", "raise its low end")

@@ -180,10 +180,10 @@ def _compile(case: Case) -> Answer:
         return Answer("off", "activation_offload was asked for")
     if case.used.attention in FA4:
         return Answer("off", "it cannot look into FlashAttention-4")
-    if reason := _no_compiler(case):
-        return Answer("off", reason)
     if case.quantized:
         return Answer("off", "it cannot look into 4-bit weights")
+    if reason := _no_compiler(case):  # last of what turns it off: a trial takes seconds
+        return Answer("off", reason)
     if case.several_documents and wanted in ("reduce-overhead", "max-autotune"):
         return Answer("default", "it wants one shape, and samples make several")
     if wanted == "reduce-overhead" and not case.cuda:

@@ -1,7 +1,9 @@
 """Sizes of presets: rules that derive settings, and who wins over them."""
 
 import itertools
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +22,15 @@ from flatout.config.sizes import (
 )
 from flatout.data.tokenizer import ByteTokenizer, Gpt2Tokenizer
 from flatout.errors import ConfigError
+from flatout.model.count import parameter_count
+from flatout.resolve.sizing import fitted
 
 GPT2 = 50257
+# The presets of 32,768 tokens as they were when each had a file of its own, by itself and with two overlays: what they
+# have in common, and how each of them differs.
+PINNED: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("long_presets.json").read_text(encoding="utf-8")
+)
 
 
 def test_vocabularies_that_are_assumed_are_those_of_the_tokenizers() -> None:
@@ -214,3 +223,18 @@ def test_other_sizes_are_refused_by_name(preset: str, size: str, message: str) -
     with pytest.raises(ConfigError) as error:
         load_config(preset, size=size)
     assert message in error.value.message
+
+
+@pytest.mark.parametrize("name", [name for name in PINNED if name and " " not in name])
+@pytest.mark.parametrize("overlay", ["", "16gb", "80gb"])
+def test_presets_of_32k_tokens_are_what_they_were(name: str, overlay: str) -> None:
+    expected = PINNED[""] | PINNED[name] | (PINNED[f"{name} {overlay}"] if overlay else {})
+    config = fitted(load_config(name, hardware=overlay or None)).config
+    assert parameter_count(config.model, GPT2) == expected.pop("parameters")
+    found = {
+        f"{section}.{key}": value for section, values in config.model_dump().items() for key, value in values.items()
+    }
+    # Settings that were added or removed since are none of a size.
+    assert {path: found[path] for path in expected if path in found} == {
+        path: value for path, value in expected.items() if path in found
+    }

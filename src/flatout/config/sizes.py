@@ -1,7 +1,7 @@
 """Sizes of presets: what follows from one name, such as shape, batch, rates, decay and length. No torch.
 
 Idea: a preset's file holds what is the same at every size; what depends on size or length is derived here, by rules.
-The presets of 32,768 tokens have three sizes, which are settled at once (`_long_values`). `modern` and `record` have
+The presets of 32,768 tokens have three sizes, which are settled at once (`_long_layer`). `modern` and `record` have
 any, and are derived again when the data is known. The rules of these were found at 60m on 26 million tokens of enwik8
 (`benchmarks/lab.py`) and are carried to other sizes and lengths by the exponents of nanochat's `scripts/base_train.py`
 (92d63d4):
@@ -172,17 +172,6 @@ def shape_of(name: str, where: str) -> Shape:
     return Shape(int(found[1]), int(found[2]))
 
 
-def check_sized(preset: str | None, size: str, where: str) -> None:
-    """Refuses a size for a config that has none."""
-    if preset not in (*SIZED, *LONG):
-        named = "a config without a preset" if preset is None else f"the preset {preset}"
-        *others, last = LONG if size.lower() in LONG_SIZES else SIZED
-        raise ConfigError(
-            f"{where}: size {shorten(size)} is for the presets {', '.join(others)} and {last}, not for {named}",
-            f"use {', '.join(others)} or {last}, or set model.layers, model.width and the rest yourself",
-        )
-
-
 def preset_and_size(name: str | None, size: str | None, where: str) -> tuple[str | None, str | None]:
     """The preset and the size that are meant by what was named; those of `LONG` have a size in any case."""
     preset, own = LONG_NAMES.get(name or "", (name, None))
@@ -192,7 +181,7 @@ def preset_and_size(name: str | None, size: str | None, where: str) -> tuple[str
     if found not in LONG_SIZES or own not in (None, found):
         raise ConfigError(
             f"{where}: the preset {name} has no size {shorten(size)}",
-            f"leave the size out, or use the preset {preset}, whose sizes are {', '.join(LONG_SIZES)}",
+            f"leave the size out, or give {preset} one of its sizes: {', '.join(LONG_SIZES)}",
         )
     return preset, found
 
@@ -200,15 +189,19 @@ def preset_and_size(name: str | None, size: str | None, where: str) -> tuple[str
 def size_layer(
     preset: str | None, size: str | None, where: str, *, merged: Layer, written: Layer
 ) -> tuple[Sized | None, Layer]:
-    """The size of a preset that has sizes, and what it sets as long as the data is not known.
+    """The size of a preset while it waits for the data, and what a size sets as long as that is not known.
 
     `merged` has what preset and user say, `written` the user's alone.
     """
-    if size is not None:
-        check_sized(preset, size, where)
-    if preset in LONG:
-        fixed = Sized(preset, size or "")
-        return None, {path: Setting(value, fixed.source) for path, value in _long_values(fixed).items()}
+    if size is not None and preset not in (*SIZED, *LONG):
+        named = "a config without a preset" if preset is None else f"the preset {preset}"
+        *others, last = LONG if size.lower() in LONG_SIZES else SIZED
+        raise ConfigError(
+            f"{where}: size {shorten(size)} is for the presets {', '.join(others)} and {last}, not for {named}",
+            f"use {', '.join(others)} or {last}, or set model.layers, model.width and the rest yourself",
+        )
+    if preset in LONG and size is not None:
+        return None, _long_layer(Sized(preset, size))
     if preset not in SIZED:
         return None, {}
     minutes = "train.minutes" in written and written["train.minutes"].value is not None
@@ -221,7 +214,7 @@ def size_layer(
     return sized, {path: Setting(value, sized.source) for path, value in derived.items()}
 
 
-def _long_values(sized: Sized) -> dict[str, Any]:
+def _long_layer(sized: Sized) -> Layer:
     """The settings of a preset of 32,768 tokens at its size.
 
     Blocks of eigenstates alone are the shapes of guide 003. Beside attention they have states for about as many
@@ -234,7 +227,8 @@ def _long_values(sized: Sized) -> dict[str, Any]:
     elif sized.preset == "32k-eigenstate":
         shape = Shape(layers - 4, shape.width + 256)
         states = {"model.states": shape.width // 8}
-    return {**shape.settings, **states, "optim.learning_rate": rate, "speed.micro_batch": micro_batch}
+    values = {**shape.settings, **states, "optim.learning_rate": rate, "speed.micro_batch": micro_batch}
+    return {path: Setting(value, sized.source) for path, value in values.items()}
 
 
 def reckoned(written: Mapping[str, Any]) -> dict[str, Any]:

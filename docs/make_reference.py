@@ -104,7 +104,8 @@ def settings_page() -> str:
 
 
 _ABOUT = {
-    "preset": "The first word of a command: `flatout train gpt2-124m`. `flatout config copy NAME` writes one to edit.",
+    "preset": "The first word of a command: `flatout train gpt2-124m`. `flatout config copy NAME` writes one to edit. "
+    "`small-32k`,\n`medium-32k-hybrid` and the like, a size and a preset of 32,768 tokens in one name, are taken, too.",
     "hardware": "`--hardware NAME`, or `auto`. An overlay keeps the global batch and the context, and sets what has to "
     "fit:\nthe micro-batch and activation checkpointing.",
 }
@@ -129,7 +130,7 @@ _VERBS = f"""# Verbs
 flatout train                                        # the default: a small Shakespeare model
 flatout train --resume auto                          # resume it if it was interrupted, else start
 flatout train my.yaml optim.learning_rate=1e-3       # a config file, one value changed
-flatout train small-32k model.init_from=runs/short   # from another run's weights, here with a longer context
+flatout train 32k model.init_from=runs/short   # from another run's weights, here with a longer context
 flatout train gpt2-124m --hardware auto data.source=texts/ train.epochs=1   # on a GPU: GPT-2 small, your own files
 flatout train gpt2-124m --gpus 8 data.source=texts/  # the same on eight GPUs
 flatout train --view                                 # a panel with curve, speed, card and warnings

@@ -136,10 +136,10 @@ class Parser(argparse.ArgumentParser):
         return hint or f"see `{self.prog} --help` for its options"
 
 
-def add_config(parser: Parser, default: str | None = None, *, size: str | None = None) -> None:
-    """Makes a verb take a config, a hardware overlay, a size and settings; `size` is another sentence for --size."""
+def add_config(parser: Parser, default: str | None = None, *, size: str = "") -> None:
+    """Makes a verb take a config, a hardware overlay, a size and settings; `size` is what else --size may be."""
     from flatout.config.catalogue import DEFAULT_PRESET
-    from flatout.config.sizes import SIZED, size_names
+    from flatout.config.sizes import size_words
 
     name = default or DEFAULT_PRESET
     parser.add_argument("config", nargs="?", help=f"a preset's name or a YAML file; default: {name}")
@@ -148,9 +148,7 @@ def add_config(parser: Parser, default: str | None = None, *, size: str | None =
     parser.add_argument(
         "--hardware", metavar="NAME", help="memory overlay: 4gb to 80gb, or auto for this machine's GPU"
     )
-    parser.add_argument(
-        "--size", metavar="NAME", help=size or f"size of {' or '.join(SIZED)}: {', '.join(size_names())}"
-    )
+    parser.add_argument("--size", metavar="NAME", help=f"size {size_words()}{size}")
     parser.set_defaults(overrides=[])
     parser.usage = f"{parser.prog} [CONFIG] [SECTION.FIELD=VALUE ...] [options]"
     parser.epilog = "Settings are written as SECTION.FIELD=VALUE, for example train.steps=500 optim.learning_rate=1e-3."

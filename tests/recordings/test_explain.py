@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from flatout.config.catalogue import shipped_names
+from flatout.config.catalogue import preset_names
 from tests.called import call
 
 RECORDING = Path(__file__).with_name("explain.json")
@@ -96,7 +96,7 @@ def test_explain_is_as_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)  # `explain` looks for files of `tune lr` in the current folder
     was = unpacked(json.loads(RECORDING.read_text(encoding="utf-8")))
     presets = list(dict.fromkeys(name.split()[0] for name in was))
-    assert set(shipped_names("preset")) <= set(presets), f"record it: {__doc__}"
+    assert set(preset_names()) <= set(presets), f"record it: {__doc__}"
     lines = differences(was, explained_all(presets))
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"... {len(lines) - MOST_LINES} more"]
@@ -110,7 +110,7 @@ def main() -> None:
     parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        recording = packed(explained_all(shipped_names("preset")))
+        recording = packed(explained_all(preset_names()))
         os.chdir(RECORDING.parent)
     RECORDING.write_text("{\n" + ",\n".join(starmap(text_of, recording.items())) + "\n}\n", "utf-8")
 

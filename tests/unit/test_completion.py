@@ -52,6 +52,8 @@ def test_verbs_options_presets_settings_and_runs(complete):
     assert {"runs/first", "runs/second"} <= set(complete("report", "runs/"))
     assert "runs/no-run" not in complete("eval", "runs/f")
     assert complete("train", "--hardware", "8") == ["8gb", "80gb"]
+    assert complete("train", "--size", "m") == ["medium"]
+    assert complete("train", "small") == [], "a name with a size in it is taken, and not listed"
     assert complete("eval", "--split", "") == ["val", "train"]
 
 

@@ -20,6 +20,7 @@ from flatout.config.catalogue import (
     ShippedKind,
     copy_preset,
     hardware_for,
+    preset_names,
     preset_text,
     shipped_names,
     summary,
@@ -36,6 +37,7 @@ from flatout.config.load import (
 )
 from flatout.config.model_section import GPT2, ModelConfig
 from flatout.config.schema import CleanConfig, OptimConfig, RunConfig, TrainConfig, at_last_stage, micro_batch_of
+from flatout.config.sizes import LONG, LONG_NAMES
 from flatout.config.source import Source
 from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED, WAY_ELSEWHERE_CALLED
 from flatout.config.unused import check_used
@@ -48,6 +50,7 @@ from flatout.words import number_between, on_hardware
 from tests.end_to_end.test_every_field import OTHER
 
 PRESETS = shipped_names("preset")
+CONFIGS = [name for name in preset_names() if name not in LONG]  # those of 32,768 tokens in each size
 OVERLAYS = shipped_names("hardware")
 
 
@@ -737,7 +740,7 @@ def test_limits_of_options_are_written_out() -> None:
 
 def test_schema_describes_files() -> None:
     schema = schema_json()
-    assert schema["properties"]["preset"]["enum"] == PRESETS
+    assert schema["properties"]["preset"]["enum"] == preset_names()
     assert schema["properties"]["hardware"]["enum"] == OVERLAYS
     assert set(section_paths()) <= set(schema["properties"])
     assert "required" not in schema
@@ -771,26 +774,20 @@ def test_cleaning_is_switched_off_by_one_word() -> None:
 
 def test_the_shipped_names() -> None:
     assert PRESETS == [
+        "32k",
+        "32k-eigenstate",
+        "32k-hybrid",
         "common-crawl",
         "gpt-124m",
         "gpt2-124m",
         "gpt2-350m",
-        "large-32k",
-        "large-32k-eigenstate",
-        "large-32k-hybrid",
         "lora",
-        "medium-32k",
-        "medium-32k-eigenstate",
-        "medium-32k-hybrid",
         "modern",
         "record",
         "shakespeare",
         "shakespeare-bpe",
         "shakespeare-char",
         "shakespeare-eigenstate",
-        "small-32k",
-        "small-32k-eigenstate",
-        "small-32k-hybrid",
         "tinyllama-lora",
     ]
     assert OVERLAYS == ["4gb", "8gb", "12gb", "16gb", "24gb", "48gb", "80gb"]
@@ -836,7 +833,7 @@ def test_rate_and_warm_up_where_nobody_says_otherwise() -> None:
     assert (optim.learning_rate, optim.warmup) == (1e-3, 100)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", CONFIGS)
 def test_presets_load(preset: str) -> None:
     loaded = load_config(preset)
     assert preset_text(preset).startswith("# summary: ")
@@ -845,12 +842,12 @@ def test_presets_load(preset: str) -> None:
     assert loaded.config.output.name == preset
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if "32k" in name])
+@pytest.mark.parametrize("preset", LONG_NAMES)
 def test_long_presets_have_the_parameters_that_they_state(preset: str) -> None:
     config, text = load_config(preset).config, preset_text(preset)
     count = parameter_count(config.model, 50257)
-    assert f"# {count:,} parameters with GPT-2's tokenizer" in text
-    assert f"{round(count / 1e6)} million parameters." in text.partition("\n")[0]
+    assert f"{count:,}" in text
+    assert f"{LONG_NAMES[preset][1]} ({round(count / 1e6)}M" in text.partition("\n")[0]
     kinds = {"hybrid": {"E", "A"}, "eigenstate": {"E"}}.get(preset.rpartition("-")[2], {"A"})
     assert set(config.model.kinds) == kinds
     assert config.model.context == 32768
@@ -859,7 +856,7 @@ def test_long_presets_have_the_parameters_that_they_state(preset: str) -> None:
     assert estimate_memory(config.model, 50257, **size).total < 0.75 * 80e9
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", CONFIGS)
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_overlays_only_make_a_run_fit(preset: str, overlay: str) -> None:
     plain, with_overlay = load_config(preset), fitted(load_config(preset, hardware=overlay))
@@ -913,7 +910,7 @@ def test_overlay_for_a_card(gibibytes: float, overlay: str) -> None:
     assert hardware_for(int(gibibytes * 2**30)) == overlay
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", preset_names())
 @pytest.mark.parametrize("name", ["mine.yaml", ""])
 def test_copied_presets_load_to_the_same_config(tmp_path: Path, preset: str, name: str) -> None:
     path = copy_preset(preset, tmp_path / name)

@@ -1,13 +1,16 @@
 """Sizes of presets: rules that derive settings, and who wins over them."""
 
 import itertools
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flatout.config.load import load_config
+from flatout.config.load import load_config, with_values
 from flatout.config.sizes import (
     FRESH_EPOCHS,
+    LONG_NAMES,
     SIZED,
     Known,
     Shape,
@@ -18,10 +21,20 @@ from flatout.config.sizes import (
     size_names,
     usual_vocab,
 )
+from flatout.config.source import Source
 from flatout.data.tokenizer import ByteTokenizer, Gpt2Tokenizer
 from flatout.errors import ConfigError
+from flatout.model.count import parameter_count
+from flatout.resolve.sizing import fitted
+from flatout.tuning.fragment import config_text
 
 GPT2 = 50257
+MINUTES = ["train.minutes=5", "optim.schedule=wsd", "optim.decay_fraction=0.6"]
+# The presets of 32,768 tokens as they were when each had a file of its own, by itself and with two overlays: what they
+# have in common, and how each of them differs.
+PINNED: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("long_presets.json").read_text(encoding="utf-8")
+)
 
 
 def test_vocabularies_that_are_assumed_are_those_of_the_tokenizers() -> None:
@@ -208,9 +221,75 @@ def test_a_file_names_a_size(tmp_path: Path) -> None:
         ("modern", "7b", "there is no size '7b'"),
         ("modern", "auto", "there is no size 'auto'"),
         ("modern", "4x100", "there is no size '4x100'"),
+        ("modern", "small", "there is no size 'small'"),
+        (
+            "gpt2-124m",
+            "small",
+            "size 'small' is for the presets 32k, 32k-hybrid and 32k-eigenstate, not for the preset",
+        ),
+        ("32k", "124m", "the preset 32k has no size '124m'"),
+        ("32k", "", "the preset 32k has no size ''"),
+        ("small-32k", "medium", "the preset small-32k has no size 'medium'"),
     ],
 )
 def test_other_sizes_are_refused_by_name(preset: str, size: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(preset, size=size)
     assert message in error.value.message
+
+
+@pytest.mark.parametrize("name", [name for name in PINNED if name and " " not in name])
+@pytest.mark.parametrize("overlay", ["", "16gb", "80gb"])
+def test_presets_of_32k_tokens_are_what_they_were(name: str, overlay: str) -> None:
+    expected = PINNED[""] | PINNED[name] | (PINNED[f"{name} {overlay}"] if overlay else {})
+    config = fitted(load_config(name, hardware=overlay or None)).config
+    assert parameter_count(config.model, GPT2) == expected.pop("parameters")
+    found = {
+        f"{section}.{key}": value for section, values in config.model_dump().items() for key, value in values.items()
+    }
+    # Settings that were added or removed since are none of a size.
+    assert {path: found[path] for path in expected if path in found} == {
+        path: value for path, value in expected.items() if path in found
+    }
+
+
+@pytest.mark.parametrize("name", LONG_NAMES)
+def test_a_preset_and_a_size_are_one_config_whichever_way_they_are_named(name: str, tmp_path: Path) -> None:
+    preset, size = LONG_NAMES[name]
+    loaded = load_config(preset, size=size)
+    assert loaded == load_config(name) == load_config(name, size=size.upper())
+    assert loaded == load_config({"preset": preset, "size": size}) == load_config({"preset": name})
+    assert loaded.size is None, "nothing waits for the data"
+    assert loaded.sources["model.width"].where == f"size {size}"
+    assert loaded.sources["model.context"].where == f"preset {preset}"
+    path = tmp_path / "mine.yaml"
+    for text in (f"preset: {name}", f"preset: {preset}\nsize: {size}"):
+        path.write_text(f"{text}\noutput:\n  name: {name}\n", encoding="utf-8")
+        assert load_config(path).config == loaded.config
+
+
+def test_the_smallest_is_the_default_size_of_long_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_config("32k-hybrid") == load_config("small-32k-hybrid")
+    assert load_config("32k", MINUTES).size is None, "minutes choose no size"
+    path = tmp_path / "mine.yaml"
+    path.write_text("preset: 32k\nsize: medium\n", encoding="utf-8")
+    assert load_config(path, size="large").config.model.width == 1280
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small-32k").mkdir()
+    assert load_config("small-32k").config.model.width == 768, "a preset's name wins over a folder's"
+
+
+def test_what_is_tuned_on_a_long_preset_names_its_size(tmp_path: Path) -> None:
+    loaded = load_config("medium-32k-eigenstate", MINUTES)
+    settled = with_values(loaded, {"train.steps": 7}, Source("size", "5 minutes"))
+    path = tmp_path / "tuned.yaml"
+    path.write_text(config_text(settled, {"speed.micro_batch": 1}, ", by hand."), encoding="utf-8")
+    assert "preset: 32k-eigenstate\nsize: medium\n" in path.read_text(encoding="utf-8")
+    tuned = load_config(path).config
+    assert (tuned.model, tuned.optim, tuned.speed.micro_batch) == (loaded.config.model, loaded.config.optim, 1)
+
+
+def test_settings_of_a_long_preset_give_way_to_what_is_written() -> None:
+    loaded = load_config("32k", ["speed.accumulation=8", "model.width=640"], size="large").config
+    assert (loaded.speed.micro_batch, loaded.speed.accumulation) == (None, 8)
+    assert (loaded.model.width, loaded.model.heads, loaded.model.layers) == (640, 10, 20)

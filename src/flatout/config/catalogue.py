@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from flatout.config.sizes import DEFAULT_SIZE, SIZED
+from flatout.config.sizes import DEFAULT_SIZE, LONG_NAMES, SIZED, preset_and_size
 from flatout.config.suggest import shorten_path
 from flatout.config.yaml_loader import printable
 from flatout.errors import ConfigError
@@ -45,8 +45,9 @@ def copy_preset(name: str, destination: Path) -> Path:
     It loads to the same config but for the run's name, which is the file's: runs of the copy are not the preset's.
     """
     text = preset_text(name)
-    if name in SIZED:  # the rules for its size are the preset's
-        text += f"\npreset: {name}\nsize: {DEFAULT_SIZE}\n"
+    preset, size = preset_and_size(name, DEFAULT_SIZE if name in SIZED else None, "")
+    if size is not None:  # the rules for its size are the preset's
+        text += f"\npreset: {preset}\nsize: {size}\n"
     path = destination / f"{name}.yaml" if destination.is_dir() else destination
     shown = printable(str(path))
     try:
@@ -90,14 +91,14 @@ def source_name(source: str) -> str:
 def preset_path(name: str, where: str) -> Path:
     """The file of a preset; `where` says in the error who named one that is not shipped."""
     check_shipped("preset", name, where)
-    return _PRESETS / f"{name}.yaml"
+    return _PRESETS / f"{LONG_NAMES.get(name, (name,))[0]}.yaml"
 
 
 def check_shipped(kind: ShippedKind, name: str, where: str) -> None:
     """Refuses a preset or an overlay that is not shipped; `where` says who named it."""
     from difflib import get_close_matches  # here: keeps the command line's start short
 
-    names = shipped_names(kind)
+    names = preset_names() if kind == "preset" else shipped_names(kind)
     if name not in names:
         wanted = name[:100].lower()
         begun = [known for known in names if len(wanted) > 2 and known.startswith(wanted)]
@@ -120,6 +121,11 @@ def shipped_names(kind: ShippedKind) -> list[str]:
     if kind == "hardware":
         return [f"{size}gb" for size in _OVERLAYS]
     return sorted(path.stem for path in _PRESETS.glob("*.yaml"))
+
+
+def preset_names() -> list[str]:
+    """What a preset may be called: also names with a size in them, which are not listed."""
+    return [*shipped_names("preset"), *LONG_NAMES]
 
 
 def gigabytes(overlay: str) -> int:

@@ -21,6 +21,7 @@ from flatout.config import yaml_loader
 from flatout.config.catalogue import (
     DEFAULT_PRESET,
     check_shipped,
+    preset_names,
     preset_path,
     run_name,
     shipped_names,
@@ -32,7 +33,7 @@ from flatout.config.former import as_now, path_now
 from flatout.config.from_python import check_kinds, python_layer
 from flatout.config.model_section import GPT2
 from flatout.config.schema import RunConfig
-from flatout.config.sizes import Sized, size_layer, size_names
+from flatout.config.sizes import LONG, LONG_SIZES, Sized, preset_and_size, size_layer, size_names, size_words
 from flatout.config.source import DEFAULT, Layer, Setting, Source, SourceKind
 from flatout.config.suggest import nearest_paths, unknown_key
 from flatout.errors import ConfigError
@@ -94,7 +95,7 @@ def load_config(
     if isinstance(target, Mapping):
         return _from_mapping(target, overrides, settings, {"hardware": hardware, "size": size})
     path = _path_of(target)
-    if path is not None or (target and target not in shipped_names("preset")):
+    if path is not None or (target and target not in preset_names()):
         _refuse_data(Path(str(target)) if path is None else path)
     tree = yaml_loader.read_yaml(path) if path is not None else {}
     file_name = yaml_loader.printable(str(path))
@@ -173,11 +174,13 @@ def _layered(
 ) -> LoadedConfig:
     """A preset below the layers of the user, with a size and an overlay; each with who named it."""
     (preset, preset_where), (hardware, hardware_where) = shipped["preset"], shipped["hardware"]
+    preset, size = preset_and_size(preset, *shipped["size"])
     below = {} if preset is None else _preset_layer(preset, preset_where)
     if hardware is not None:
         check_shipped("hardware", hardware, hardware_where)
-    sized, derived = size_layer(preset, *shipped["size"], merged=_merge([below, *above]), written=_merge(above))
+    sized, derived = size_layer(preset, size, shipped["size"][1], merged=_merge([below, *above]), written=_merge(above))
     merged = _merge([below, derived, *above])
+    preset = f"{size}-{preset}" if preset in LONG else preset  # what a run is called after
     called, named_by = _name_of(preset, below, merged, asked=asked) if name is None else (name, "name of the config")
     merged.setdefault("output.name", Setting(run_name(called), Source("default", named_by)))
     return replace(_validated(merged, where), hardware=hardware, size=sized)
@@ -292,9 +295,9 @@ def schema_json() -> dict[str, Any]:
     schema.pop("required", None)
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["properties"] = {
-        "preset": {"enum": shipped_names("preset"), "description": "Preset whose values this file changes."},
+        "preset": {"enum": preset_names(), "description": "Preset whose values this file changes."},
         "hardware": {"enum": shipped_names("hardware"), "description": "Overlay that makes a run fit a card's memory."},
-        "size": {"type": "string", "description": f"Size of a preset that has sizes: {', '.join(size_names())}."},
+        "size": {"type": "string", "description": f"Size {size_words()}."},
         **schema["properties"],
     }
     return schema
@@ -306,14 +309,16 @@ def _path_of(target: str | Path | None) -> Path | None:
         return target
     separators = [separator for separator in (os.sep, os.altsep) if separator]
     looks_like_file = target.endswith((".yaml", ".yml")) or any(separator in target for separator in separators)
-    if looks_like_file or (target not in shipped_names("preset") and os.path.isfile(target)):
+    if looks_like_file or (target not in preset_names() and os.path.isfile(target)):
         return Path(target)
     return None
 
 
 def _names(key: str) -> Sequence[str]:
     """The names that a key of a config file may have."""
-    return size_names() if key == "size" else shipped_names("hardware" if key == "hardware" else "preset")
+    if key == "size":
+        return (*LONG_SIZES, *size_names())
+    return shipped_names("hardware" if key == "hardware" else "preset")
 
 
 def _named_in_file(tree: Mapping[str, yaml_loader.Node], key: str, file_name: str) -> tuple[str | None, str]:

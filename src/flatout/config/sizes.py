@@ -1,8 +1,10 @@
-"""Sizes of the presets `modern` and `record`: shape, batch, rates, decay and length follow from one name. No torch.
+"""Sizes of presets: what follows from one name, such as shape, batch, rates, decay and length. No torch.
 
 Idea: a preset's file holds what is the same at every size; what depends on size or length is derived here, by rules.
-They were found at 60m on 26 million tokens of enwik8 (`benchmarks/lab.py`) and are carried to other sizes and lengths
-by the exponents of nanochat's `scripts/base_train.py` (92d63d4):
+The presets of 32,768 tokens have three sizes, which are settled at once (`_long_layer`). `modern` and `record` have
+any, and are derived again when the data is known. The rules of these were found at 60m on 26 million tokens of enwik8
+(`benchmarks/lab.py`) and are carried to other sizes and lengths by the exponents of nanochat's `scripts/base_train.py`
+(92d63d4):
 - dense parameters N are the matrices of the blocks plus the head, without embedding tables; D are the run's tokens
 - D is 20 N, and at most two epochs, where the user says nothing
 - batch: 32,768 tokens at 26M, rising with D^0.4; below, as many as make about 800 steps, or 500 where that would be
@@ -25,8 +27,13 @@ from flatout.config.source import Layer, Setting, Source
 from flatout.config.yaml_loader import shorten
 from flatout.errors import ConfigError
 
-SIZED = ("modern", "record")  # the presets that have sizes
+SIZED = ("modern", "record")  # the presets whose settings follow from size, text and length
 DEFAULT_SIZE = "124m"
+LONG = ("32k", "32k-hybrid", "32k-eigenstate")  # those of 32,768 tokens, which have three sizes
+# Blocks, peak rate, and a micro-batch for a card with 80 GB; `flatout tune` finds what another one can take.
+LONG_SIZES = {"small": (12, 6e-4, 4), "medium": (16, 4e-4, 2), "large": (20, 3e-4, 1)}
+# Names of both, such as small-32k: presets had them before there were sizes, and runs have them.
+LONG_NAMES = {f"{size}-{preset}": (preset, size) for preset in LONG for size in LONG_SIZES}
 AUTO = "auto"  # the size is chosen by the machine's speed, for a run whose length is told in minutes
 _NAMED = {
     "15m": (4, 256),
@@ -93,6 +100,10 @@ class Shape:
     def context(self) -> int:
         return 1024 if self.width >= 256 else 256
 
+    @property
+    def settings(self) -> dict[str, int]:
+        return {"model.layers": self.layers, "model.width": self.width, "model.heads": self.heads}
+
     def dense(self, vocab: int) -> int:
         """Matrices of the blocks plus the head; the MLP's are 8 times width squared in every kind."""
         return 12 * self.layers * self.width**2 + vocab * self.width
@@ -132,6 +143,11 @@ def size_names() -> tuple[str, ...]:
     return tuple(_NAMED)
 
 
+def size_words() -> str:
+    """All sizes that have names, in words."""
+    return f"of {' or '.join(SIZED)}: {', '.join(size_names())}; of {LONG[0]} presets: {', '.join(LONG_SIZES)}"
+
+
 def usual_vocab(tokenizer: str) -> int:
     """The ids of a tokenizer before it is read."""
     return _USUAL_VOCABS.get(tokenizer) or learned_vocab(tokenizer) or GPT2_VOCAB
@@ -156,25 +172,36 @@ def shape_of(name: str, where: str) -> Shape:
     return Shape(int(found[1]), int(found[2]))
 
 
-def check_sized(preset: str | None, size: str, where: str) -> None:
-    """Refuses a size for a config that has none."""
-    if preset not in SIZED:
-        named = "a config without a preset" if preset is None else f"the preset {preset}"
+def preset_and_size(name: str | None, size: str | None, where: str) -> tuple[str | None, str | None]:
+    """The preset and the size that are meant by what was named; those of `LONG` have a size in any case."""
+    preset, own = LONG_NAMES.get(name or "", (name, None))
+    if preset not in LONG:
+        return preset, size
+    found = own or next(iter(LONG_SIZES)) if size is None else size.lower()
+    if found not in LONG_SIZES or own not in (None, found):
         raise ConfigError(
-            f"{where}: size {shorten(size)} is for the presets {' and '.join(SIZED)}, not for {named}",
-            f"use {' or '.join(SIZED)}, or set model.layers, model.width and the rest yourself",
+            f"{where}: the preset {name} has no size {shorten(size)}",
+            f"leave the size out, or give {preset} one of its sizes: {', '.join(LONG_SIZES)}",
         )
+    return preset, found
 
 
 def size_layer(
     preset: str | None, size: str | None, where: str, *, merged: Layer, written: Layer
 ) -> tuple[Sized | None, Layer]:
-    """The size of a preset that has sizes, and what it sets as long as the data is not known.
+    """The size of a preset while it waits for the data, and what a size sets as long as that is not known.
 
     `merged` has what preset and user say, `written` the user's alone.
     """
-    if size is not None:
-        check_sized(preset, size, where)
+    if size is not None and preset not in (*SIZED, *LONG):
+        named = "a config without a preset" if preset is None else f"the preset {preset}"
+        *others, last = LONG if size.lower() in LONG_SIZES else SIZED
+        raise ConfigError(
+            f"{where}: size {shorten(size)} is for the presets {', '.join(others)} and {last}, not for {named}",
+            f"use {', '.join(others)} or {last}, or set model.layers, model.width and the rest yourself",
+        )
+    if preset in LONG and size is not None:
+        return None, _long_layer(Sized(preset, size))
     if preset not in SIZED:
         return None, {}
     minutes = "train.minutes" in written and written["train.minutes"].value is not None
@@ -185,6 +212,23 @@ def size_layer(
     values = reckoned({path: setting.value for path, setting in written.items()})
     derived = derive(preset, shape, values, known).size
     return sized, {path: Setting(value, sized.source) for path, value in derived.items()}
+
+
+def _long_layer(sized: Sized) -> Layer:
+    """The settings of a preset of 32,768 tokens at its size.
+
+    Blocks of eigenstates alone are the shapes of guide 003. Beside attention they have states for about as many
+    parameters as attention has.
+    """
+    layers, rate, micro_batch = LONG_SIZES[sized.name]
+    shape, states = Shape(layers, 64 * layers), {}
+    if sized.preset == "32k-hybrid":
+        states = {"model.states": 2 * shape.width // 3 // 64 * 64}
+    elif sized.preset == "32k-eigenstate":
+        shape = Shape(layers - 4, shape.width + 256)
+        states = {"model.states": shape.width // 8}
+    values = {**shape.settings, **states, "optim.learning_rate": rate, "speed.micro_batch": micro_batch}
+    return {path: Setting(value, sized.source) for path, value in values.items()}
 
 
 def reckoned(written: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,9 +260,7 @@ def derive(preset: str, shape: Shape, written: Mapping[str, Any], known: Known) 
     tables = _tables(shape, known.vocab, epochs) if preset == "record" else {}
     tied = bool(written.get(_TIED))
     values: dict[str, Any] = {
-        "model.layers": shape.layers,
-        "model.width": shape.width,
-        "model.heads": shape.heads,
+        **shape.settings,
         "model.context": context,
         "train.batch_tokens": batch,
         **dict(_rates(shape, batch, tokens, context, bigrams=bool(tables.get("model.bigram_rows")), tied=tied)),

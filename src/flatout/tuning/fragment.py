@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatout.config.load import LoadedConfig
-from flatout.config.sizes import AUTO
+from flatout.config.sizes import AUTO, LONG
 from flatout.config.source import Source
 from flatout.config.usual import TUNED as TUNED_FILE
 from flatout.config.yaml_loader import format_value
@@ -76,8 +76,8 @@ def config_text(loaded: LoadedConfig, found: Mapping[str, Any], first: str, comm
     `first` is the rest of the first line, after its opening words: what was found, and where.
     """
     values, sections = loaded.config.model_dump(), {}
-    presets = {source.where for source in loaded.sources.values() if source.kind == "preset"}
-    preset = next((where.removeprefix("preset ") for where in presets if where.startswith("preset ")), None)
+    named = {one.kind: one.where.split()[1] for one in loaded.sources.values() if one.where.startswith(f"{one.kind} ")}
+    preset = named.get("preset")
     replaced = {*found, "speed.accumulation"} if "speed.micro_batch" in found else {*found}
     for path, source in loaded.sources.items():
         section, _, name = path.partition(".")
@@ -90,7 +90,8 @@ def config_text(loaded: LoadedConfig, found: Mapping[str, Any], first: str, comm
         sections.setdefault(section, {})[name] = value
     lines = [*(f"# {' '.join(comment.split())}" for comment in comments), *([f"preset: {preset}"] if preset else [])]
     # One that follows from minutes does so again.
-    lines += [f"size: {loaded.size.name}"] if loaded.size is not None and loaded.size.name != AUTO else []
+    size = loaded.size.name if loaded.size is not None else named.get("size") if preset in LONG else None
+    lines += [f"size: {size}"] if size not in (None, AUTO) else []
     for section, fields in sections.items():
         lines += ["", f"{section}:", *(f"  {name}: {format_value(value)}" for name, value in fields.items())]
     body = "\n".join(lines) + "\n"

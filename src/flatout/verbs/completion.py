@@ -14,7 +14,7 @@ from typing import Any
 
 from flatout.config.catalogue import shipped_names
 from flatout.config.facts import field_facts, options_of, spot_at
-from flatout.config.sizes import size_names
+from flatout.config.sizes import LONG_SIZES, size_names
 from flatout.words import Parser, described
 
 SHELLS = ("bash", "zsh")
@@ -89,7 +89,7 @@ def _values_of(action: argparse.Action) -> str:
     if action.dest == "hardware":
         return _printed(["auto", *shipped_names("hardware")])
     if action.dest == "size":
-        return _printed(size_names())
+        return _printed([*LONG_SIZES, *size_names()])
     if action.dest == "resume":
         return f"{_printed(['auto'])}; _flatout_runs"
     if action.dest in ("run", "runs", "RUN"):

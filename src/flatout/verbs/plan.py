@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatout.config.sizes import SIZED, size_names
+from flatout.config.sizes import SIZED
 from flatout.errors import UsageError
 from flatout.tuning.cluster import CARDS, GB, Card, card_here, card_named
 from flatout.tuning.goodput import FAILURE_HOURS
@@ -82,8 +82,7 @@ def _parser() -> Parser:
         "Memory, communication, step time, checkpoints and interruptions of a run on many GPUs, for data parallel, "
         "FSDP2 and hybrid sharding. Measures nothing and needs no GPU.",
     )
-    small, llamas = ", ".join(size_names()), ", ".join(LLAMAS)
-    add_config(parser, size=f"of {' or '.join(SIZED)}: {small}; a Llama of {llamas}")
+    add_config(parser, size=f"; a Llama of {', '.join(LLAMAS)}")
     parser.add_argument(
         "--gpus", default="1..8", metavar="A..B", help="8..64 (doubling), or a list: 8,24; default 1..8"
     )

@@ -213,7 +213,7 @@ def main() -> None:
     shape += [f"model.context={asked.context}", f"train.batch_tokens={asked.tokens}", "train.tokens=null"]
     shape += [*QUIET, "model.tied=false", "train.steps=200", "optim.warmup=4"]
     with tempfile.TemporaryDirectory() as scratch:
-        data, _ = practice_data(load_config("gpt-124m", shape).config, Path(scratch))
+        data, _ = practice_data(load_config("gpt-124m", shape), Path(scratch))
 
         def loaded(*words: str) -> LoadedConfig:
             found = load_config("gpt-124m", [*shape, *words])

@@ -355,7 +355,8 @@ def _methods(node: ast.ClassDef) -> Iterator[str]:
         if about is None and one.name != "__init__":
             continue
         is_property = any("property" in ast.unparse(mark) for mark in one.decorator_list)
-        shown = f"{one.name}: {ast.unparse(one.returns)}" if is_property and one.returns else _signature(one)
+        value = one.name if one.returns is None else f"{one.name}: {ast.unparse(one.returns)}"
+        shown = value if is_property else _signature(one)
         yield f"{_code(shown)}{'' if about is None else about + chr(10)}"
 
 

@@ -34,9 +34,8 @@ from torch import Tensor
 import flatout
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.config.load import LoadedConfig, load_config
-from flatout.engine.graphs import Recorder
+from flatout.engine.graphs import Recorder, UpdateGraph
 from flatout.engine.notices import Notices
-from flatout.engine.update_graph import UpdateGraph
 from flatout.model.gpt import build_model
 from flatout.optim.muon import Muon, Unit
 from flatout.optim.optimizer import trainables

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flatout.checkpoints.adapter_folder import stored_base, stored_quantize
+from flatout.checkpoints.adapter_folder import adapter_plan, stored_base, stored_quantize
 from flatout.checkpoints.base_model import (
     base_of,
     build_base,
@@ -42,7 +42,6 @@ from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
 from flatout.resolve.attention_switches import scan_for
 from flatout.resolve.fit_check import out_of_memory
-from flatout.resolve.memory import adapter_plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -92,8 +92,7 @@ class Probe:
 
     def check(self) -> None:
         """Refuses what the user wrote and this device cannot have, as a training run would."""
-        sources = {**self.settings.sources, **self.kept_written}
-        self._resolved(LoadedConfig(self.settings.config, sources), None if self.streamed else self.corpus_bytes)
+        self._resolved(self.settings, None if self.streamed else self.corpus_bytes, self.kept_written)
 
     def open(self, candidate: Candidate) -> None:
         """Builds the model for a way of compiling; everything else about a candidate can change later."""
@@ -111,11 +110,11 @@ class Probe:
         return dataclasses.replace(self.settings, config=config.model_copy(update={"speed": speed}))
 
     def resolve(self, settings: LoadedConfig) -> Speed:
-        return self._resolved(settings, self.corpus_bytes)
+        return self._resolved(settings, self.corpus_bytes, {})
 
-    def _resolved(self, settings: LoadedConfig, corpus_bytes: int | None) -> Speed:
-        known = {"vocab": self.vocab, "step_tokens": self.step_tokens}
-        return resolve_speed(settings.config, self.device, corpus_bytes, settings.sources.__getitem__, **known)
+    def _resolved(self, settings: LoadedConfig, corpus_bytes: int | None, written: dict[str, Source]) -> Speed:
+        known, sources = {"vocab": self.vocab, "step_tokens": self.step_tokens}, {**settings.sources, **written}
+        return resolve_speed(settings.config, self.device, corpus_bytes, sources.__getitem__, **known)
 
     def estimate(self, candidate: Candidate) -> int:
         """Needs no model: the switches are those of the run as it was built, with the candidate's in their place."""

@@ -1,6 +1,7 @@
 """The loop: a generator of records. Who reads them, prints them or draws them is not its business.
 
 A step is taken, its numbers are read when they have arrived, and at a boundary `boundary.py` saves and evaluates.
+Of a run whose length is told in minutes it keeps the time, and stretches the schedules.
 """
 
 import contextlib

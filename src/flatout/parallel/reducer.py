@@ -8,6 +8,11 @@ it; a bucket whose parameters are all complete leaves, after those before it, so
 Contract: under accumulation gradients are sent once a step, in the last micro-batch's backward pass. Sums are in fp32
 unless bf16 was asked for. Nothing here waits for the device: NCCL sends on a stream of its own, and `finish` makes the
 current stream wait for it.
+
+Processes that share Muon's work need whole matrices: what they hold goes to an owner, and the result comes back
+(`Copies`, `Slices`). What arrives has the bits that were sent. All processes make the same calls in the same order.
+
+Shape legend: N parameters of a unit, R rows that a process holds of each, C columns.
 """
 
 import dataclasses

@@ -70,12 +70,12 @@ def prepare(
 
     Input that cannot be used is left out and listed in problems.jsonl there.
     """
-    config = config or load_config()
-    if isinstance(config, LoadedConfig) and not overwrite:
-        told, config = len(config.notices), as_prepared(config)
-        for notice in config.notices[told:]:
+    loaded = as_loaded(config or load_config(), all_written=True)
+    if not overwrite:
+        told, loaded = len(loaded.notices), as_prepared(loaded)
+        for notice in loaded.notices[told:]:
             logging.getLogger("flatout").warning("%s", notice)
-    wanted = as_loaded(config).config
+    wanted = loaded.config
     return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers, engine=engine)[0]
 
 

@@ -16,7 +16,7 @@ import flatout
 from flatout import api
 from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
-from flatout.engine import setup
+from flatout.engine import step
 from flatout.engine.spans import StepReport
 from flatout.errors import ConfigError, DataError, HardwareError, ResourceError
 from flatout.model.gpt import GPT
@@ -229,7 +229,7 @@ def test_shapes_are_recorded_before_they_are_timed(made, place: Path, monkeypatc
         made_so_far.append(recorders[-1].recordings)
         return real(self, count)
 
-    monkeypatch.setattr(setup, "Recorder", recorder)
+    monkeypatch.setattr(step, "Recorder", recorder)
     monkeypatch.setattr(measure.Steps, "take", take)
     loaded = made()
     one = Recorded(loaded, practice_samples(loaded, place / "scratch", lambda _: None), None)

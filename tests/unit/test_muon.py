@@ -107,7 +107,7 @@ def test_the_update_is_torchs_where_the_polynomial_is(monkeypatch: pytest.Monkey
     for shape in ((64, 16), (16, 64), (32, 32)):
         weights = [nn.Parameter(drawn(*shape, dtype=torch.float32)) for _ in range(2)]
         theirs = torch.optim.Muon([weights[0]], lr=0.02, momentum=0.95, weight_decay=0.1)
-        config = OptimConfig(optimizer="muon", schedule="constant", warmup_steps=0, momentum_warmup_steps=0)
+        config = OptimConfig(optimizer="muon", schedule="constant", warmup=0, momentum_warmup_steps=0)
         one = Trainable("blocks.0.weight", weights[1], nn.Linear(1, 1), matrix=True, parts=(shape,))
         ours = Optimizers(rules_of(config, 9), [one])
         start = weights[0].detach().clone()

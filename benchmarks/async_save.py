@@ -102,7 +102,7 @@ def main() -> None:
     modes: list[str] = list(parsed.modes)
     rows: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     with tempfile.TemporaryDirectory(dir=parsed.folder) as scratch:
-        data, described = practice_data(load_config(parsed.config, words).config, Path(scratch))
+        data, described = practice_data(load_config(parsed.config, words), Path(scratch))
         prepared = load_config(parsed.config, words)
         loaded = LoadedConfig(prepared.config.model_copy(update={"data": data}), prepared.sources)
         for number, mode in itertools.product(range(parsed.turns), modes):

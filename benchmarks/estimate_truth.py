@@ -67,7 +67,7 @@ def case_row(preset: str, micro_batch: int, checkpointing: str, steps: int, seco
         loaded = load_config(preset, words)
         kept = scratch / f"{loaded.config.data.tokenizer}.json"
         if not kept.exists():
-            data, _ = practice_data(loaded.config, scratch)
+            data, _ = practice_data(loaded, scratch)
             kept.write_text(data.model_dump_json(), encoding="utf-8")
         data = loaded.config.data.model_validate_json(kept.read_text(encoding="utf-8"))
         return dataclasses.replace(loaded, config=loaded.config.model_copy(update={"data": data}))

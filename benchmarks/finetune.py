@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flatout.checkpoints.adapter_folder import adapter_plan
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import IN_PYTHON
@@ -56,7 +57,6 @@ from flatout.model.gpt import empty_model
 from flatout.ops.reference import IGNORED
 from flatout.optim.optimizers import Optimizers
 from flatout.optim.rules import rules_of
-from flatout.resolve.memory import adapter_plan
 from flatout.resolve.switches import Speed, resolve_speed
 
 SHAPE = {"layers": 22, "width": 2048, "heads": 32, "kv_heads": 4, "mlp_width": 5632, "context": 2048}

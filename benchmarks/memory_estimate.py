@@ -57,7 +57,7 @@ def measure_case(preset: str, micro_batch: int, switches: list[str], scratch: Pa
     folder = scratch / loaded.config.data.tokenizer
     if not folder.exists():
         folder.mkdir()
-        data, _ = practice_data(loaded.config, folder)
+        data, _ = practice_data(loaded, folder)
         (folder / "data.json").write_text(data.model_dump_json())
     data = loaded.config.data.model_validate_json((folder / "data.json").read_text())
     loaded = dataclasses.replace(loaded, config=loaded.config.model_copy(update={"data": data}))

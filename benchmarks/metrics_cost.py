@@ -106,7 +106,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {"bare": [], "full": []}
     waits: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        data, described = practice_data(load_config(parsed.config, words).config, Path(scratch))
+        data, described = practice_data(load_config(parsed.config, words), Path(scratch))
         prepared = load_config(parsed.config, words)
         loaded = LoadedConfig(prepared.config.model_copy(update={"data": data}), prepared.sources)
         for turn, kind in itertools.product(range(parsed.turns), seconds):

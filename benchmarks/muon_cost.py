@@ -34,9 +34,8 @@ from torch import Tensor
 import flatout
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.config.load import LoadedConfig, load_config
-from flatout.engine.graphs import Recorder
+from flatout.engine.graphs import Recorder, UpdateGraph
 from flatout.engine.notices import Notices
-from flatout.engine.update_graph import UpdateGraph
 from flatout.model.gpt import build_model
 from flatout.optim.muon import Muon, Unit
 from flatout.optim.optimizer import trainables
@@ -213,7 +212,7 @@ def main() -> None:
     shape += [f"model.context={asked.context}", f"train.batch_tokens={asked.tokens}", "train.tokens=null"]
     shape += [*QUIET, "model.tied=false", "train.steps=200", "optim.warmup=4"]
     with tempfile.TemporaryDirectory() as scratch:
-        data, _ = practice_data(load_config("gpt-124m", shape).config, Path(scratch))
+        data, _ = practice_data(load_config("gpt-124m", shape), Path(scratch))
 
         def loaded(*words: str) -> LoadedConfig:
             found = load_config("gpt-124m", [*shape, *words])

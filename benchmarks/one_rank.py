@@ -79,12 +79,12 @@ def measured(words: list[str], turns: int, steps: int, kinds: list[str]) -> None
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
     preset, *rest = words
     quiet = ["eval.every=0", "eval.sample_every=0", "checkpoint.every=0", f"train.steps={WARMUP + steps + 8}"]
-    config = load_config(preset, [*rest, *quiet]).config
+    loaded = load_config(preset, [*rest, *quiet])
     facts = {"config": preset, "words": rest, "commit": commit, "torch": torch.__version__}
-    facts["device"] = detect_device(config.speed.device).name
+    facts["device"] = detect_device(loaded.config.speed.device).name
     rates: dict[str, list[int]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as scratch:
-        values = config.model_dump() | {"data": practice_data(config, Path(scratch))[0].model_dump()}
+        values = loaded.config.model_dump() | {"data": practice_data(loaded, Path(scratch))[0].model_dump()}
         for turn, kind in itertools.product(range(turns), kinds):
             values["parallel"]["form"] = "auto" if kind == "plain" else kind
             settings = Path(scratch) / f"{kind}-{turn}.json"

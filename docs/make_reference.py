@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout import api, cli, records
+import flatout
+from flatout import cli, records
 from flatout.config import catalogue
 from flatout.config.facts import allowed_values, field_facts, spot_at
 from flatout.config.schema import RunConfig
@@ -308,7 +309,7 @@ a function that takes named parameters and returns a torch optimizer.
 
 def api_page() -> str:
     parts = [_API]
-    for module_name, names in api.HOMES.items():
+    for module_name, names in flatout.HOMES.items():
         module = importlib.import_module(module_name)
         about = (inspect.getdoc(module) or "").partition("\n\n")[0].replace("\n", " ")
         parts.append(f"\n## {module_name}\n{textwrap.fill(about, 120)}\n")
@@ -317,7 +318,7 @@ def api_page() -> str:
             listed = textwrap.fill(f"{listed}. `Record` is any of a run.", 120, break_on_hyphens=False)
             parts.append(f"\nEach is described in [records](records.md):\n{listed}\n")
         else:
-            parts += [f"\n### {name}\n{_described(getattr(api, name))}" for name in names]
+            parts += [f"\n### {name}\n{_described(getattr(flatout, name))}" for name in names]
     return "".join(parts)
 
 
@@ -356,7 +357,8 @@ def _methods(node: ast.ClassDef) -> Iterator[str]:
         if about is None and one.name != "__init__":
             continue
         is_property = any("property" in ast.unparse(mark) for mark in one.decorator_list)
-        shown = f"{one.name}: {ast.unparse(one.returns)}" if is_property and one.returns else _signature(one)
+        value = one.name if one.returns is None else f"{one.name}: {ast.unparse(one.returns)}"
+        shown = value if is_property else _signature(one)
         yield f"{_code(shown)}{'' if about is None else about + chr(10)}"
 
 

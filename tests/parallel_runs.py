@@ -18,8 +18,7 @@ from flatout.checkpoints.checkpoint import read_checkpoint, write_checkpoint
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.engine import setup
-from flatout.engine.saving import capture, restore
-from flatout.engine.sharded_saving import write_sharded
+from flatout.engine.saving import capture, restore, write_sharded
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import all_weights
 from flatout.errors import UserError
@@ -27,7 +26,6 @@ from flatout.launch import launch
 from flatout.model.gpt import build_model
 from flatout.optim.optimizers import Optimizers
 from flatout.optim.rules import rules_of
-from flatout.parallel.matrices import exchange_of
 from flatout.parallel.ranks import Ranks, joined
 from flatout.records import EvalRecord, NoticeRecord, RunInfo, SampleRecord, StepRecord
 from flatout.world import World
@@ -141,7 +139,7 @@ def muon_updated(world: World, *, sharded: bool, normuon: bool) -> dict[str, Ten
         groups = [[block] for block in model.blocks]
         sharding = Sharding(model, groups, world, hybrid=False, device=torch.device("cpu"), gathered=None)
     trained = all_weights(model, sharding)
-    optimizer = Optimizers(rules_of(config, 8, exchange=exchange_of(world, sharding)), trained.updated)
+    optimizer = Optimizers(rules_of(config, 8, exchange=trained.exchange(world)), trained.updated)
     optimizer.create_state()
     for update in range(3):
         generator = torch.Generator().manual_seed(update)

@@ -6,25 +6,185 @@
     for record in flatout.train(config):
         print(record)
 
-Names are those of `flatout.api`, loaded on first use: importing `flatout` costs nothing and needs no torch.
+Names are loaded on first use: importing `flatout` costs nothing, and what only reads a run needs no torch.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from flatout import api
+from flatout import api  # noqa: F401 - `flatout.api` is there for whoever has imported `flatout`
 
 if TYPE_CHECKING:
-    from flatout.api import *  # noqa: F403
+    from flatout.api.configs import stored_config
+    from flatout.api.diagnosing import doctor
+    from flatout.api.drawing import plot, report
+    from flatout.api.evaluation import Evaluation, evaluate
+    from flatout.api.exporting import Merged, consolidate, export, merge
+    from flatout.api.finetuning import finetune
+    from flatout.api.measuring import ablate, bench, estimate, search, tune, tune_lr
+    from flatout.api.models import LoadedModel, load_model
+    from flatout.api.profiling import Profile, profile
+    from flatout.api.resuming import more_minutes
+    from flatout.api.text import chat, chat_prompt, generate, is_untaught
+    from flatout.api.training import prepare, train
+    from flatout.config.load import LoadedConfig, load_config
+    from flatout.config.schema import RunConfig
+    from flatout.errors import UserError
+    from flatout.finding import Finding
+    from flatout.observe.notebook import Chart, RunResult
+    from flatout.optim.optimizer import Group, Optimizer, Rule, StateBytes, Trainable
+    from flatout.records import (
+        AblateRow,
+        BenchProgress,
+        BenchRow,
+        CheckpointRecord,
+        EigenstateRecord,
+        EndRecord,
+        EpochRecord,
+        EvalRecord,
+        MachineRecord,
+        NoticeRecord,
+        PrepareProgress,
+        PreviewRecord,
+        Record,
+        RunInfo,
+        SampleRecord,
+        SpanRecord,
+        StepRecord,
+        TuneProgress,
+        TuneResult,
+        TuneRow,
+    )
+    from flatout.tuning.ablation import AblateResult, FieldEffect
+    from flatout.tuning.estimate import EstimateResult
+    from flatout.tuning.lr_range import LrResult
+    from flatout.tuning.study import StudyResult, TrialRow
 
 __version__ = "0.1.0"
-__all__ = ["__version__"]
-__all__ += api.__all__
+
+# Which module has which names; the order of both is that of docs/reference/api.md.
+HOMES = {
+    "flatout.config.load": ("load_config", "LoadedConfig"),
+    "flatout.config.schema": ("RunConfig",),
+    "flatout.api.configs": ("stored_config",),
+    "flatout.api.training": ("prepare", "train"),
+    "flatout.api.finetuning": ("finetune",),
+    "flatout.api.resuming": ("more_minutes",),
+    "flatout.observe.notebook": ("RunResult", "Chart"),
+    "flatout.optim.optimizer": ("Rule", "StateBytes", "Optimizer", "Trainable", "Group"),
+    "flatout.api.models": ("load_model", "LoadedModel"),
+    "flatout.api.text": ("generate", "chat", "chat_prompt", "is_untaught"),
+    "flatout.api.evaluation": ("evaluate", "Evaluation"),
+    "flatout.api.exporting": ("export", "merge", "Merged", "consolidate"),
+    "flatout.api.measuring": ("bench", "ablate", "tune", "tune_lr", "search", "estimate"),
+    "flatout.api.profiling": ("profile", "Profile"),
+    "flatout.api.diagnosing": ("doctor",),
+    "flatout.api.drawing": ("plot", "report"),
+    "flatout.finding": ("Finding",),
+    "flatout.tuning.ablation": ("AblateResult", "FieldEffect"),
+    "flatout.tuning.estimate": ("EstimateResult",),
+    "flatout.tuning.lr_range": ("LrResult",),
+    "flatout.tuning.study": ("StudyResult", "TrialRow"),
+    "flatout.errors": ("UserError",),
+    "flatout.records": (
+        "Record",
+        "RunInfo",
+        "StepRecord",
+        "EvalRecord",
+        "SampleRecord",
+        "PreviewRecord",
+        "CheckpointRecord",
+        "NoticeRecord",
+        "EpochRecord",
+        "EndRecord",
+        "SpanRecord",
+        "MachineRecord",
+        "EigenstateRecord",
+        "PrepareProgress",
+        "BenchRow",
+        "BenchProgress",
+        "AblateRow",
+        "TuneRow",
+        "TuneResult",
+        "TuneProgress",
+    ),
+}
+_HOME_OF = {name: module for module, names in HOMES.items() for name in names}
+__all__ = [
+    "AblateResult",
+    "AblateRow",
+    "BenchProgress",
+    "BenchRow",
+    "Chart",
+    "CheckpointRecord",
+    "EigenstateRecord",
+    "EndRecord",
+    "EpochRecord",
+    "EstimateResult",
+    "EvalRecord",
+    "Evaluation",
+    "FieldEffect",
+    "Finding",
+    "Group",
+    "LoadedConfig",
+    "LoadedModel",
+    "LrResult",
+    "MachineRecord",
+    "Merged",
+    "NoticeRecord",
+    "Optimizer",
+    "PrepareProgress",
+    "PreviewRecord",
+    "Profile",
+    "Record",
+    "Rule",
+    "RunConfig",
+    "RunInfo",
+    "RunResult",
+    "SampleRecord",
+    "SpanRecord",
+    "StateBytes",
+    "StepRecord",
+    "StudyResult",
+    "Trainable",
+    "TrialRow",
+    "TuneProgress",
+    "TuneResult",
+    "TuneRow",
+    "UserError",
+    "__version__",
+    "ablate",
+    "bench",
+    "chat",
+    "chat_prompt",
+    "consolidate",
+    "doctor",
+    "estimate",
+    "evaluate",
+    "export",
+    "finetune",
+    "generate",
+    "is_untaught",
+    "load_config",
+    "load_model",
+    "merge",
+    "more_minutes",
+    "plot",
+    "prepare",
+    "profile",
+    "report",
+    "search",
+    "stored_config",
+    "train",
+    "tune",
+    "tune_lr",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in api.__all__:
-        return getattr(api, name)
-    raise AttributeError(f"module 'flatout' has no attribute {name!r}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -22,16 +22,16 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 58_383,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 46_959,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 58_358,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 46_925,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 127,  # all Python outside tests
-    "modules": 386,  # of src/flatout, as all the following
-    "modules with one importer": 105,
+    "modules": 381,  # of src/flatout, as all the following
+    "modules with one importer": 102,
     "settings": 193,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
     "class names with two meanings": 24,
-    "modules that import RunConfig": 9,  # besides config, resolve and the command line; to become 0
-    "modules that engine/setup.py imports": 37,  # of our own; to become 22
+    "modules that import RunConfig": 0,  # besides config, resolve and the command line
+    "modules that engine/setup.py imports": 21,  # of our own
 }
 LONGEST_MODULE = 802  # physical lines, in src; at most
 LONGEST_LINE = 120

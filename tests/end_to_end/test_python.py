@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import flatout
-from flatout import api
 from flatout.config.load import LoadedConfig
 from flatout.errors import ConfigError, DataError, UsageError
 from flatout.observe.live.alerts import Alert, Alerts
@@ -24,8 +23,8 @@ VERBS = ("ablate", "bench", "chat", "consolidate", "doctor", "estimate", "evalua
 
 
 def test_names_are_listed_once_typed_and_documented():
-    homes = [name for names in api.HOMES.values() for name in names]
-    assert sorted(homes) == sorted(api.__all__)
+    homes = [name for names in flatout.HOMES.values() for name in names]
+    assert sorted([*homes, "__version__"]) == sorted(flatout.__all__)
     assert {*VERBS, "load_config", "load_model", "EvalRecord", "StepRecord"} <= set(dir(flatout))
     for name in VERBS:
         function = getattr(flatout, name)

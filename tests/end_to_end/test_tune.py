@@ -250,8 +250,8 @@ class FakeCard(probe.Probe):
     def open(self, candidate: Candidate) -> None:
         self.opened.append(candidate.compile)
 
-    def resolve(self, config):  # the tests' config is for a CPU; a card would take our kernels
-        speed = resolve_speed(config, detect_device("cpu"), 0, lambda _: DEFAULT)
+    def resolve(self, settings):  # the tests' config is for a CPU; a card would take our kernels
+        speed = resolve_speed(settings.config, detect_device("cpu"), 0, lambda _: DEFAULT)
         return dataclasses.replace(speed, kernels="triton", loss="fused", compile="off")
 
     def capacity(self) -> int | None:

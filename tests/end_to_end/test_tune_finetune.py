@@ -16,8 +16,7 @@ import flatout
 from flatout import api
 from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
-from flatout.config.schema import RunConfig
-from flatout.engine import setup
+from flatout.engine import step
 from flatout.engine.spans import StepReport
 from flatout.errors import ConfigError, DataError, HardwareError, ResourceError
 from flatout.model.gpt import GPT
@@ -215,8 +214,8 @@ def test_shapes_are_recorded_before_they_are_timed(made, place: Path, monkeypatc
         return recorders[-1]
 
     class Recorded(SampleProbe):
-        def resolve(self, config: RunConfig) -> Speed:
-            return dataclasses.replace(super().resolve(config), cuda_graphs=True)
+        def resolve(self, settings: LoadedConfig) -> Speed:
+            return dataclasses.replace(super().resolve(settings), cuda_graphs=True)
 
         def _rate(self, chosen, reports):
             before = made_so_far[-1]
@@ -230,7 +229,7 @@ def test_shapes_are_recorded_before_they_are_timed(made, place: Path, monkeypatc
         made_so_far.append(recorders[-1].recordings)
         return real(self, count)
 
-    monkeypatch.setattr(setup, "Recorder", recorder)
+    monkeypatch.setattr(step, "Recorder", recorder)
     monkeypatch.setattr(measure.Steps, "take", take)
     loaded = made()
     one = Recorded(loaded, practice_samples(loaded, place / "scratch", lambda _: None), None)
@@ -312,10 +311,10 @@ class Card(SampleProbe):
         super().__init__(loaded, practice, None)
         self.here, self.room = self.device, capacity
 
-    def resolve(self, config: RunConfig) -> Speed:
+    def resolve(self, settings: LoadedConfig) -> Speed:
         self.device = self.here  # what is built and estimated is a CPU's run
         try:
-            return super().resolve(config)
+            return super().resolve(settings)
         finally:
             self.device = dataclasses.replace(self.here, torch_device=torch.device("cuda", 0), name="a card")
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from flatout.config.schema import OptimConfig
 from flatout.data.positions import Schedule
-from flatout.engine import timekeeping
+from flatout.engine import loop
 from flatout.engine.deadline import Deadline
-from flatout.engine.timekeeping import begin, noted
+from flatout.engine.loop import begin, noted
 from flatout.errors import CheckpointError
 from flatout.optim.optimizer import trainables
 from flatout.optim.optimizers import Optimizers
@@ -147,11 +147,11 @@ def test_what_comes_at_the_end_is_known_before_the_first_step_and_measured_from_
     run = set_up(tiny(*words))
     assert run.deadline is not None
     ticks = itertools.count()
-    monkeypatch.setattr(timekeeping, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     begin(run)
     first = run.step.micro_batch * run.plan.model.context
     assert run.deadline.evaluation == pytest.approx(512 / first), "of which one batch took a second"
-    assert run.deadline.sample == pytest.approx(20 / timekeeping.FEW), "of which the first tokens took a second"
+    assert run.deadline.sample == pytest.approx(20 / loop.FEW), "of which the first tokens took a second"
     size = 12 * sum(weight.numel() for weight in run.model.parameters())  # weights and two moments
     assert run.deadline.checkpoint == pytest.approx(size / 1e9, rel=0.1)
     saved = CheckpointRecord(step=1, path="", bytes=1, seconds=2.0, best=False, background_seconds=3.0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flatout.api.resuming import Origin, check_resumed
+from flatout.checkpoints.adapter_folder import adapter_plan
 from flatout.config.facts import names_in
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
@@ -26,7 +27,6 @@ from flatout.model.adapters import attach
 from flatout.model.gpt import build_model
 from flatout.resolve import form
 from flatout.resolve.case import Probes
-from flatout.resolve.memory import adapter_plan
 from flatout.resolve.switches import resolve_speed
 from tests.chat_models import write_chat_model
 from tests.end_to_end.test_every_field import own_word

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatout.engine.custom import rules_with
+from flatout.engine.custom import Given
 from flatout.errors import ConfigError
 from flatout.optim.optimizer import trainables
 from flatout.optim.optimizers import Optimizers
@@ -14,7 +14,7 @@ FACTORS = [0.5, 1.0, 0.25]
 
 def built(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.Adam, **how) -> Optimizers:
     given = trainables(model)
-    return Optimizers(rules_with(lambda named: kind(named.values(), **how), (), given, FACTORS), given)
+    return Optimizers(Given(optimizer=lambda named: kind(named.values(), **how)).rules((), given, FACTORS), given)
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -102,8 +102,9 @@ def test_numbers_keep_their_types():
 
 def test_tensors_that_the_model_does_not_train_are_refused():
     net, stranger = model(), nn.Parameter(torch.zeros(2))
+    given = Given(optimizer=lambda named: torch.optim.SGD([*named.values(), stranger], lr=1.0))
     with pytest.raises(ConfigError, match="takes tensors that the model does not train"):
-        rules_with(lambda named: torch.optim.SGD([*named.values(), stranger], lr=1.0), (), trainables(net), FACTORS)
+        given.rules((), trainables(net), FACTORS)
 
 
 def test_a_checkpoint_calls_it_by_its_class():

@@ -364,10 +364,10 @@ def test_a_ladder_is_gone_on_with_the_threads_it_had(tiny: Tiny, tmp_path: Path,
     monkeypatch.setattr("flatout.resolve.switches.usable_cores", lambda: 64.0)
     earlier = [row("baseline", used={"threads": "37"})]
     made = make_plan(tiny("speed.threads=auto"), tmp_path / "auto", 3, 4, None, lambda _: None, earlier)
-    assert made.config.speed.threads == 37
+    assert made.settings.config.speed.threads == 37
     assert "37 threads" in made.machine
     written = make_plan(tiny("speed.threads=2"), tmp_path / "written", 3, 4, None, lambda _: None, earlier)
-    assert written.config.speed.threads == 2
+    assert written.settings.config.speed.threads == 2
 
 
 def test_another_machine_or_config_is_told_in_words(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -429,7 +429,7 @@ def test_prepared_data_is_used_where_it_is(tiny: Tiny, tmp_path: Path):
 
     loaded = tiny()
     folder = prepare(loaded)
-    data, words = practice_data(loaded.config, tmp_path / "scratch")
+    data, words = practice_data(loaded, tmp_path / "scratch")
     assert data.folder == str(folder)
     assert data.source is None
     assert str(folder) in words
@@ -440,7 +440,7 @@ def test_the_batch_is_capped_unless_it_was_asked_for(tiny: Tiny, tmp_path: Path)
     def planned(loaded: LoadedConfig, tokens: int | None = None) -> tuple[int, list[str]]:
         said: list[str] = []
         made = make_plan(loaded, tmp_path / str(len(list(tmp_path.iterdir()))), 3, 4, tokens, said.append)
-        return made.config.train.batch_tokens, said
+        return made.settings.config.train.batch_tokens, said
 
     many = load_config("gpt2-124m", ["speed.device=cpu"])
     tokens, said = planned(many)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.engine.diverged import gentler
+from flatout.engine.graphs import UpdateGraph, record_updates
 from flatout.engine.notices import Notices
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import all_weights
-from flatout.engine.update_graph import UpdateGraph, record_updates
 from flatout.errors import CheckpointError, ConfigError
 from flatout.model.count import parameter_count
 from flatout.model.gpt import GPT, build_model

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from flatout.api.configs import Config, with_sources
-from flatout.config.load import LoadedConfig
+from flatout.api.configs import with_sources
+from flatout.config.load import Config, LoadedConfig
 from flatout.diagnose.examine import examine
 from flatout.errors import UsageError
 from flatout.finding import Finding

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flatout.api.models import LoadedModel, load_model
-from flatout.config.schema import RunConfig
+from flatout.config.load import LoadedConfig
 from flatout.data.batch import Batch
 from flatout.data.loader import evaluation_batches
 from flatout.data.prepare import data_folder
@@ -57,7 +57,7 @@ def evaluate(
         samples = _samples_again(loaded) if data is None else _samples_in(Path(data), loaded)
         batches, rate = _sample_batches(loaded, samples, split, tokens, batch_size), None
     else:
-        streamed = data is None and _known(loaded.config).data.streaming
+        streamed = data is None and _known(loaded).config.data.streaming
         shards = _streamed_validation(loaded, split) if streamed else _shards(loaded, data, split)
         how = {"context": loaded.model.config.context, "batch_size": batch_size, "device": device}
         apart = loaded.config is not None and loaded.config.documents_apart
@@ -77,7 +77,7 @@ def evaluate(
 
 def _samples_again(loaded: LoadedModel) -> SampleSet:
     """The samples of a fine-tuned run from its source, made now unless they are there."""
-    config = _known(loaded.config)
+    config = _known(loaded).config
     chat = config.chat
     try:
         samples = open_sample_data(config, None)[1].sample_set
@@ -104,7 +104,7 @@ def _samples_in(folder: Path, loaded: LoadedModel) -> SampleSet:
     if samples.fingerprint != loaded.dataset:
         raise DataError(
             f"{folder} does not hold the samples that {loaded.origin} was trained on",
-            f"name the folder that the run made, {samples_folder(_known(loaded.config))} in the place where it began",
+            f"name the folder that the run made, {samples_folder(_known(loaded).config)} in the place where it began",
         )
     return samples
 
@@ -113,7 +113,7 @@ def _sample_batches(
     loaded: LoadedModel, samples: SampleSet, split: str, tokens: int | None, batch_size: int
 ) -> Iterator[Batch]:
     """Of a fine-tuned run: its samples, whose learned tokens are what the mean is over."""
-    config = _known(loaded.config)
+    config = _known(loaded).config
     part = samples.val if split == "val" else samples.train
     assert part is not None, "a run holds some out"
     how = {"batch_samples": batch_size, "row_tokens": config.model.context, "packing": config.chat.packing}
@@ -121,7 +121,7 @@ def _sample_batches(
 
 
 def _shards(loaded: LoadedModel, data: str | Path | None, split: str) -> Tokens:
-    folder = Path(data) if data is not None else data_folder(_known(loaded.config).data)
+    folder = Path(data) if data is not None else data_folder(_known(loaded).config.data)
     if data is None and not folder.is_dir():
         raise DataError(
             f"the run's data folder {folder} is not here",
@@ -138,7 +138,7 @@ def _shards(loaded: LoadedModel, data: str | Path | None, split: str) -> Tokens:
 
 def _streamed_validation(loaded: LoadedModel, split: str) -> Tokens:
     """The validation text of a run that streamed, read from its source again."""
-    config = _known(loaded.config)
+    config = _known(loaded).config
     if split != "val":
         raise UsageError(
             f"{loaded.origin} was trained on a stream, of which only validation text is held",
@@ -153,6 +153,6 @@ def _streamed_validation(loaded: LoadedModel, split: str) -> Tokens:
     return dataset.val
 
 
-def _known(config: RunConfig | None) -> RunConfig:
-    assert config is not None, "checked by the caller"
-    return config
+def _known(loaded: LoadedModel) -> LoadedConfig:
+    assert loaded.settings is not None, "checked by the caller"
+    return loaded.settings

@@ -4,9 +4,9 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import overload
 
-from flatout.api.configs import Config, with_sources
+from flatout.api.configs import with_sources
 from flatout.api.training import train
-from flatout.config.load import load_config
+from flatout.config.load import Config, load_config
 from flatout.data.pack import Progress
 from flatout.engine.custom import OptimizerGiven
 from flatout.engine.rows_named import check_rows_named

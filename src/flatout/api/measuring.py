@@ -4,8 +4,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.api.configs import Config, with_sources
-from flatout.config.load import load_config
+from flatout.api.configs import with_sources
+from flatout.config.load import Config, load_config
 from flatout.data.prepare import data_folder, has_dataset
 from flatout.errors import UsageError
 from flatout.files import disk_errors

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flatout.checkpoints.adapter_folder import stored_base, stored_quantize
+from flatout.checkpoints.adapter_folder import adapter_plan, stored_base, stored_quantize
 from flatout.checkpoints.base_model import (
     base_of,
     build_base,
@@ -20,8 +20,8 @@ from flatout.checkpoints.base_model import (
 )
 from flatout.checkpoints.checkpoint import check_files_alone, read_checkpoint, vocab_in
 from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint, newest_run
-from flatout.config.load import resolve_from_mapping
-from flatout.config.schema import RunConfig
+from flatout.config.load import LoadedConfig, load_stored, with_values
+from flatout.config.source import Source
 from flatout.data.chat_template import ChatTemplate, load_template, template_from_json
 from flatout.data.masking import stops_of
 from flatout.data.model_folder import read_model_tokenizer, read_templates
@@ -42,7 +42,6 @@ from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
 from flatout.resolve.attention_switches import scan_for
 from flatout.resolve.fit_check import out_of_memory
-from flatout.resolve.memory import adapter_plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,7 @@ class LoadedModel:
     device: Device
     origin: Path
     step: int | None = None
-    config: RunConfig | None = None  # of the run it comes from
+    settings: LoadedConfig | None = None  # of the run it comes from
     dataset: str | None = None  # fingerprint of what it was trained on
     description: Description | None = None  # of the Hugging Face folder it came from
     adapters: Adapters | None = None  # that it carries
@@ -88,6 +87,11 @@ class LoadedModel:
         with out_of_memory():
             logits = self.model.logits(tokens if tokens.ndim == 2 else tokens[None])
         return logits if tokens.ndim == 2 else logits[0]
+
+    @property
+    def config(self):  # of the type of `LoadedConfig.config`
+        """The `RunConfig` of the run that it comes from, or None."""
+        return None if self.settings is None else self.settings.config
 
     @property
     def from_python(self) -> bool:
@@ -150,16 +154,17 @@ def _load_folder(folder: Path, device: Device) -> LoadedModel:
 
 def _load_checkpoint(folder: Path, device: Device, base: str | None, given: ModelGiven | None) -> LoadedModel:
     checkpoint = read_checkpoint(folder)
-    config, state = resolve_from_mapping(checkpoint.config), checkpoint.state
+    settings, state = load_stored(checkpoint.config), checkpoint.state
     if given is None:
         check_files_alone(state, str(folder))
     tokenizer = tokenizer_from_json(checkpoint.tokenizer)
     description = adapters = None
-    if base is not None and not config.lora.rank:
-        raise _no_adapters(folder)
+    if base is not None:
+        if not settings.config.lora.rank:
+            raise _no_adapters(folder)
+        settings = with_values(settings, {"model.init_from": base}, Source("python", "base"))
+    config = settings.config
     if config.lora.rank:
-        if base is not None:
-            config = config.model_copy(update={"model": config.model.model_copy(update={"init_from": base})})
         model, description = base_of(config.model, config.lora.quantize, state.get("base"), named=base is not None)
         adapters = attach(model, adapter_plan(config.lora), seed=0)
         only_adapters(adapters).assign(checkpoint.model, str(folder))
@@ -186,7 +191,7 @@ def _load_checkpoint(folder: Path, device: Device, base: str | None, given: Mode
         device=device,
         origin=folder,
         step=checkpoint.step,
-        config=config,
+        settings=settings,
         dataset=checkpoint.fact("dataset", str),
         description=description,
         adapters=adapters,

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flatout.api.configs import Config, with_sources
+from flatout.api.configs import with_sources
 from flatout.config.alike import shared_settings
-from flatout.config.load import LoadedConfig, load_config
+from flatout.config.load import Config, LoadedConfig, load_config
 from flatout.diagnose.profile import attend, fitted, profile_run
 from flatout.engine.run import Run
 from flatout.errors import UsageError, quoted

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from flatout.api.configs import Config, as_asked, stored_config
+from flatout.api.configs import stored_config
 from flatout.api.resuming import Origin, check_resumed, check_shape, check_stays, find_origin, own_settings
 from flatout.checkpoints.checkpoint import mark_as_base, read_checkpoint
 from flatout.checkpoints.run_files import check_own
@@ -22,7 +22,7 @@ from flatout.checkpoints.run_folder import (
     set_unusable_aside,
 )
 from flatout.config.alike import shared_settings
-from flatout.config.load import LoadedConfig, load_config
+from flatout.config.load import Config, LoadedConfig, as_loaded, load_config
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
 from flatout.data.prepare import as_prepared, prepare_data
@@ -70,12 +70,12 @@ def prepare(
 
     Input that cannot be used is left out and listed in problems.jsonl there.
     """
-    config = config or load_config()
-    if isinstance(config, LoadedConfig) and not overwrite:
-        told, config = len(config.notices), as_prepared(config)
-        for notice in config.notices[told:]:
+    loaded = as_loaded(config or load_config(), all_written=True)
+    if not overwrite:
+        told, loaded = len(loaded.notices), as_prepared(loaded)
+        for notice in loaded.notices[told:]:
             logging.getLogger("flatout").warning("%s", notice)
-    wanted = as_asked(config).config
+    wanted = loaded.config
     return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers, engine=engine)[0]
 
 
@@ -185,7 +185,7 @@ def _train(
         resume = "auto"  # started again by the launcher: the same command resumes
     if config is None:
         config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
-    asked = as_asked(config)
+    asked = as_loaded(config, all_written=True)
     given.check()
     try_threads.cache_clear()  # who uses the cores may have changed since the last run of this process
     parallel = asked.config.parallel

@@ -28,7 +28,7 @@ from flatout.data.model_folder import TOKENIZER, read_model_tokenizer, read_temp
 from flatout.data.portable import tokenizer_files, with_stops, with_template, without_code
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import CheckpointError, ConfigError, DataError
-from flatout.model.adapter_files import CONFIG, AdapterOrigin, check_stored, read_origin, save_adapter
+from flatout.model.adapter_files import CONFIG, AdapterOrigin, check_stored, load_into, read_origin, save_adapter
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Choice, Target, choose, targets_of
 from flatout.model.adapters import Adapters
 from flatout.model.gpt import empty_model
@@ -162,6 +162,17 @@ def adapter_at(name: str) -> Path:
     raise CheckpointError(told, hint)
 
 
+def continue_from(name: str, adapters: Adapters, base: str, base_name: str | None) -> None:
+    """Gives adapters the values in the folder that `lora.init_from` means; `base` is the hash of what is under them."""
+    folder = adapter_at(name)
+    if stored_base(folder) not in (None, base):
+        raise CheckpointError(
+            f"the adapter in {folder} was trained on other weights than those of {base_name}",
+            "set model.init_from to the model that it was trained on",
+        )
+    load_into(adapters, folder)
+
+
 def with_adapter(
     lora: LoraConfig,
     description: Description,
@@ -221,6 +232,20 @@ def _mean_the_same(field: str, ours: Any, theirs: Any, rank: int, description: D
         return choices(ours) == choices(theirs)
     except (ConfigError, ValueError):
         return False
+
+
+def adapter_plan(config: LoraConfig) -> AdapterPlan:
+    return AdapterPlan(
+        rank=config.rank,
+        alpha=2.0 * config.rank if config.alpha is None else config.alpha,
+        dropout=config.dropout,
+        targets=plan_targets(config.targets),
+        ranks=config.named_ranks,
+        alphas=config.named_alphas,
+        also=tuple(config.also),
+        rank_stabilised=config.rank_stabilised,
+        dora=config.dora,
+    )
 
 
 def plan_targets(names: list[str]) -> str | tuple[str, ...]:

@@ -193,13 +193,17 @@ def build_base(
     device: torch.device | str = "cpu",
     execution: Execution | None = None,
     quantize: str = "none",
+    weights: bool = True,
 ) -> GPT:
-    """The model with its weights, wherever they lie. What was quantized is wide again, with the values it had then."""
+    """The model with its weights, wherever they lie, or without. What was quantized is wide again, with the values it
+    had then."""
+    config, vocab = description.config, description.vocab
+    if not weights:
+        return empty_model(config, vocab, execution=execution, dtype=dtype, device=device)
     if not is_checkpoint(description.folder):
         model = load_described(description, dtype=dtype, device=device, execution=execution)
     else:
         tensors = read_model(description.folder)
-        config, vocab = description.config, description.vocab
         check_own_weights(config, vocab, tensors, str(description.folder))
         model = empty_model(config, vocab, execution=execution, dtype=dtype, device=device)
         assign_weights(model, tensors, str(description.folder))

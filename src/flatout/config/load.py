@@ -34,9 +34,9 @@ from flatout.config.from_python import check_kinds, python_layer
 from flatout.config.model_section import GPT2
 from flatout.config.schema import RunConfig
 from flatout.config.sizes import LONG, LONG_SIZES, Sized, preset_and_size, size_layer, size_names, size_words
-from flatout.config.source import DEFAULT, Layer, Setting, Source, SourceKind
+from flatout.config.source import DEFAULT, IN_PYTHON, Layer, Setting, Source, SourceKind
 from flatout.config.suggest import nearest_paths, unknown_key
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, UsageError
 
 _FILE_KEYS = ("preset", "hardware", "size")
 COMMAND_LINE = "command line"
@@ -62,6 +62,9 @@ class LoadedConfig:
     notices: tuple[str, ...] = ()
     hardware: str | None = None
     size: Sized | None = None
+
+
+Config = LoadedConfig | RunConfig  # as a program gives it to a function
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,25 @@ def load_stored(
     preset's, so that a run may move to a machine that lacks a switch."""
     stored = _layer_of(resolve_from_mapping(values, where), where)
     return _validated(_merge([stored, _override_layer(overrides, where=written)]), where)
+
+
+def as_loaded(config: Config, *, all_written: bool = False) -> LoadedConfig:
+    """A config that a function was given, with its sources.
+
+    Of one that was made in Python, the fields that were set count as written by the user, or all of them.
+    """
+    if isinstance(config, LoadedConfig):
+        return config
+    if not isinstance(config, RunConfig):
+        raise UsageError(
+            f"a {type(config).__name__} was given as the config",
+            "load it first: flatout.load_config takes a preset's name, a file or a mapping",
+        )
+    if all_written:
+        return LoadedConfig(config, dict.fromkeys(field_facts(), IN_PYTHON))
+    written = {f"{section}.{name}" for section, values in config for name in values.model_fields_set}
+    set_here = dict.fromkeys(written, Source("python", "config"))
+    return LoadedConfig(config, dict.fromkeys(field_facts(), DEFAULT) | set_here)
 
 
 def with_values(loaded: LoadedConfig, values: Mapping[str, Any], source: Source) -> LoadedConfig:

@@ -40,8 +40,7 @@ from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.recovery import fitting_evaluation
 from flatout.engine.run import Run
 from flatout.engine.saver import Saved, Saver
-from flatout.engine.saving import Due, capture, save_run_adapter
-from flatout.engine.sharded_saving import write_sharded
+from flatout.engine.saving import Due, capture, save_run_adapter, write_sharded
 from flatout.engine.spans import SpanTotals
 from flatout.errors import CheckpointError
 from flatout.generation.decode import generate_tokens

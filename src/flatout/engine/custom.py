@@ -247,14 +247,6 @@ def check_optimizer_given(given: OptimizerGiven) -> None:
         )
 
 
-def rules_with(
-    given: OptimizerGiven | None, own: Sequence[Rule], trained: Sequence[Trainable], factors: Table
-) -> tuple[Rule, ...]:
-    """The rules of a run: given ones first and the config's for what they leave, or that of a torch optimizer."""
-    first = () if given is None else (given,) if isinstance(given, Rule) else given
-    return (*first, *own) if isinstance(first, Sequence) else (_rule_of(first, trained, factors),)
-
-
 def _rule_of(build: Build, trained: Sequence[Trainable], factors: Table) -> Rule:
     named = {one.name: one.parameter for one in trained}
     built = build(dict(named))
@@ -437,6 +429,12 @@ class Given:
             told = "model= is a module of your own, and has no blocks to compile"
             raise ConfigError(told, "set speed.compile=default")
         return model
+
+    def rules(self, own: Sequence[Rule], trained: Sequence[Trainable], factors: Table) -> tuple[Rule, ...]:
+        """The rules of a run: given ones first and the config's for what they leave, or that of a torch optimizer."""
+        given = () if self.optimizer is None else self.optimizer
+        first = (given,) if isinstance(given, Rule) else given
+        return (*first, *own) if isinstance(first, Sequence) else (_rule_of(first, trained, factors),)
 
     def notices(self, model: LanguageModel) -> Iterator[str]:
         if self.model is not None:

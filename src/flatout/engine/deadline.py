@@ -15,9 +15,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flatout.checkpoints.checkpoint import Checkpoint
 from flatout.data.positions import Schedule
 from flatout.errors import CheckpointError
+from flatout.optim.schedule import cooling_from
 from flatout.records import CheckpointRecord, EvalRecord, Record
+from flatout.resolve.plan import RunPlan
 from flatout.world import World
 
 LOOKS = 128  # at the clock, over the run
@@ -151,3 +154,14 @@ class Deadline:
                 f"the checkpoint's state.json has no usable plan for train.minutes: {error!r}",
                 "give the length of the run in steps: train.steps=N",
             ) from error
+
+
+def deadline_of(plan: RunPlan, resumed: Checkpoint | None) -> Deadline | None:
+    """When a run ends whose length is told in minutes."""
+    if plan.train.minutes is None:
+        return None
+    cooling = cooling_from(plan.optim, plan.steps)
+    deadline = Deadline(60 * plan.train.minutes, plan.steps, cooling, plan.schedule)
+    if resumed is not None:
+        deadline.resume(resumed.state.get("deadline"), resumed.step)
+    return deadline

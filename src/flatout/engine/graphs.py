@@ -1,4 +1,4 @@
-"""Micro-batches, forward and backward, recorded once as CUDA graphs and replayed for every micro-batch after that.
+"""Micro-batches, forward and backward, and Muon's updates: recorded once as CUDA graphs and replayed from then on.
 
 A small model's kernels are shorter than the time the host needs to launch them. A replay launches all of them at once.
 
@@ -28,12 +28,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from flatout.engine.notices import Notices
 from flatout.model.adapters import Adapters
 from flatout.model.gpt import GPT
 from flatout.ops.documents import Layout
 from flatout.ops.gradients import hold_gradients
+from flatout.optim.muon import Muon
+from flatout.optim.optimizers import Optimizers
 
 WARM_UPS = 2  # libraries and Triton set themselves up in the first calls, which must not happen while recording
 MOST_RECORDINGS = 24  # a few MB each beside the memory that they share
@@ -209,3 +212,78 @@ class MicroBatchGraph:
 
 def _place(gradient: Tensor | None) -> int | None:
     return None if gradient is None else gradient.data_ptr()
+
+
+# --- updates ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class UpdateGraph:
+    """Takes the place of `Muon.update`, which is a hundred short kernels or more over the same tensors each time.
+
+    Divisor and flag are copied to fixed places; rates, momentum and decay are read where they lie. Gradients or state
+    in other places mean a new recording. One that fails is told once, and updates go on without.
+    """
+
+    muon: Muon
+    notices: Notices
+    recorder: Recorder
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the recording and gives its memory back."""
+        if getattr(self, "replay", None) is not None:
+            self.recorder.finish()
+        self.calls = 0
+        self.replay: Replay | None = None
+        self.held_bytes = 0
+        self.places: list[Hashable] = []
+        self.inputs: tuple[Tensor, ...] = ()
+
+    def __call__(self, divisor: Tensor, finite: Tensor) -> None:
+        places = [] if self.failed else [self._places(parameter) for parameter in self.muon.parameters]
+        if places != self.places:
+            self.reset()
+            self.places = places
+        if self.replay is None and not self.failed and self.calls >= WARM_UPS:
+            self._record(divisor, finite)
+        if self.replay is not None:
+            for place, value in zip(self.inputs, (divisor, finite), strict=True):
+                place.copy_(value)
+            self.replay()
+            increment_version(self.muon.parameters)
+        elif self.failed:
+            self.muon.update(divisor, finite)
+        else:
+            self.calls += 1
+            self.recorder.warm_up(lambda: self._run(divisor, finite))
+
+    def _run(self, divisor: Tensor, finite: Tensor) -> Tensor:
+        self.muon.update(divisor, finite)
+        return divisor
+
+    def _places(self, parameter: Tensor) -> Hashable:
+        """Where the gradient and the state lie. State that is put back from a checkpoint is in a new mapping."""
+        return None if parameter.grad is None else parameter.grad.data_ptr(), id(self.muon.state[parameter])
+
+    def _record(self, divisor: Tensor, finite: Tensor) -> None:
+        inputs = (divisor.clone(), finite.clone())
+        before = self.recorder.held()
+        try:
+            self.replay, _, _ = self.recorder.record(lambda: self._run(*inputs))
+        except RuntimeError as error:
+            self.failed = True
+            reason = str(error).strip().partition("\n")[0][:160]
+            self.notices.add(f"Muon's update is not recorded: {type(error).__name__}: {reason}")
+            return
+        self.inputs = inputs
+        self.held_bytes = max(0, self.recorder.held() - before)
+
+
+def record_updates(optimizers: Optimizers, notices: Notices, recorder: Recorder) -> None:
+    """Puts recordings in the place of what can be recorded: Muon alone, since AdamW is a few kernels."""
+    muons = [one for one in optimizers.optimizers if isinstance(one, Muon)]
+    optimizers.recorded.update((muon, UpdateGraph(muon, notices, recorder)) for muon in muons)

@@ -1,6 +1,7 @@
 """The loop: a generator of records. Who reads them, prints them or draws them is not its business.
 
 A step is taken, its numbers are read when they have arrived, and at a boundary `boundary.py` saves and evaluates.
+Of a run whose length is told in minutes it keeps the time, and stretches the schedules.
 """
 
 import contextlib
@@ -16,22 +17,24 @@ import torch
 from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_bytes
 from flatout.data.batch import Batch, BatchLoader
 from flatout.engine.books import Progress, notices_at, run_info, settle
-from flatout.engine.boundary import Boundary, due_after, is_due, out_of_patience, write_best
+from flatout.engine.boundary import Boundary, due_after, is_due, out_of_patience, sample_ids, write_best
 from flatout.engine.drift import check_alike, check_start
 from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.machine import MachineWatch
-from flatout.engine.recovery import CompileFailure, attempt_step, use_less_memory, use_no_compiler
+from flatout.engine.recovery import CompileFailure, attempt_step, fitting_evaluation, use_less_memory, use_no_compiler
 from flatout.engine.run import Run
 from flatout.engine.saving import due_of, lacks_verdict, mend_run_adapter, notice_on_adapter, restore
 from flatout.engine.spans import PendingReports, SpanTotals
-from flatout.engine.timekeeping import begin, keep_time, noted
 from flatout.engine.warm_up import warm_up
 from flatout.records import CheckpointRecord, EndRecord, NoticeRecord, PreviewRecord, Record
+from flatout.resolve.memory import checkpoint_size
 
 PARAMETER_NORM_EVERY = 10  # steps: it reads all weights once more
 LAG = 2  # steps after which several processes read a report: all of them then see the same of the run
 SPANS_EVERY = 500  # steps, where nothing else makes a boundary
+FEW = 8  # tokens of a sample that are timed
+DISK = 1e9  # bytes per second that a checkpoint is taken to be written with, before one was
 
 
 def train_loop(
@@ -217,3 +220,61 @@ def timed(batches: Iterable[Batch]) -> Iterator[tuple[Batch, float]]:
     for batch in batches:
         yield batch, time.perf_counter() - began
         began = time.perf_counter()
+
+
+# --- a length in minutes ----------------------------------------------------------------------------------------------
+
+
+def begin(run: Run) -> None:
+    """Starts the clock before the first step, once it is known how long evaluation and sample at the end will take."""
+    deadline = run.deadline
+    if deadline is None:
+        return
+    deadline.evaluation = _evaluation_seconds(run)
+    deadline.sample = _sample_seconds(run)
+    deadline.checkpoint = checkpoint_size(run.trained.count, run.plan.model, run.plan.optim, run.speed) / DISK
+    run.step.optimizer.stretch(*deadline.stretch)
+    deadline.start()
+
+
+def _evaluation_seconds(run: Run) -> float:
+    """Seconds of an evaluation, from its first batch. The batch is read twice: the first time warms up."""
+    size = run.step.micro_batch
+    _, size, notices = fitting_evaluation(run, size, batches=1)
+    for notice in notices:
+        run.new_notices.add(notice)
+    began = time.perf_counter()
+    (_, tokens), _, _ = fitting_evaluation(run, size, batches=1)
+    seconds = time.perf_counter() - began
+    return seconds * min(run.data.val.tokens, run.data.val_tokens or run.data.val.tokens) / max(tokens, 1)
+
+
+def _sample_seconds(run: Run) -> float:
+    """Seconds of a sample, from its first tokens, which are drawn twice as well."""
+    tokens = run.plan.eval.sample_tokens
+    if not tokens:
+        return 0.0
+    sample_ids(run, min(tokens, FEW))
+    began = time.perf_counter()
+    _, ids = sample_ids(run, min(tokens, FEW))
+    return (time.perf_counter() - began) * tokens / max(len(ids), 1)
+
+
+def keep_time(run: Run, progress: Progress, step: int) -> None:
+    """Compares the clock with the plan after a step, and stretches what is left of the schedules."""
+    deadline = run.deadline
+    if deadline is not None and deadline.look(step, progress.step, progress.seconds, run.world):
+        run.step.optimizer.stretch(*deadline.stretch)
+
+
+def noted(run: Run, records: Iterator[Record]) -> Iterator[Record]:
+    """Passes records on, after the deadline has seen how long evaluations and saves take.
+
+    A save with a notice before it is not as others are: it has waited for space, or was written twice.
+    """
+    unusual = False
+    for record in records:
+        unusual = unusual or isinstance(record, NoticeRecord)
+        if run.deadline is not None and not (unusual and isinstance(record, CheckpointRecord)):
+            run.deadline.see(record)
+        yield record

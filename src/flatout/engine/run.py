@@ -3,21 +3,22 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flatout.checkpoints.adapter_folder import files_beside
 from flatout.checkpoints.base_model import Base
 from flatout.data.batch import Batch, BatchLoader, Span
 from flatout.data.positions import Schedule
 from flatout.data.training_data import TrainingData
-from flatout.device import peak_memory_bytes
+from flatout.device import ONE_AT_A_TIME, peak_memory_bytes
 from flatout.engine.custom import Given
 from flatout.engine.deadline import FAR, Deadline
 from flatout.engine.notices import Notices
-from flatout.engine.randomness import RandomStream
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import Trained
 from flatout.model.adapters import Adapters
@@ -26,6 +27,63 @@ from flatout.model.protocol import LanguageModel
 from flatout.resolve.case import Speed
 from flatout.resolve.plan import RunPlan
 from flatout.world import World
+
+
+class RandomStream:
+    """The run's own random stream, apart from everyone else's. Each of several processes draws numbers of its own.
+
+    torch draws dropout from process-wide generators. A run swaps its own state in for the length of one step and out
+    again, so that code between two steps (a notebook cell, a sample, an evaluation) can draw as it likes without
+    changing what is learned, and the state to save is always at hand.
+    """
+
+    def __init__(self, seed: int, device: torch.device, rank: int = 0) -> None:
+        self.device = device
+        if rank:
+            digest = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
+            seed = int.from_bytes(digest[:7], "little")
+        self.cpu_state = torch.Generator().manual_seed(seed).get_state()
+        self.device_state: Tensor | None = None
+        if device.type in ("cuda", "mps"):
+            self.device_state = torch.Generator(device).manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with ONE_AT_A_TIME:
+            outside_cpu, outside_device = torch.get_rng_state(), self._get_device_state()
+            torch.set_rng_state(self.cpu_state)
+            self._set_device_state(self.device_state)
+            try:
+                yield
+            finally:
+                self.cpu_state, self.device_state = torch.get_rng_state(), self._get_device_state()
+                torch.set_rng_state(outside_cpu)
+                self._set_device_state(outside_device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        states = {"random.cpu": self.cpu_state}
+        if self.device_state is not None:
+            states[f"random.{self.device.type}"] = self.device_state
+        return states
+
+    def assign(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over saved states; a run that moved to another kind of device starts that device's stream anew."""
+        self.cpu_state = tensors["random.cpu"]
+        if self.device_state is not None:
+            self.device_state = tensors.get(f"random.{self.device.type}", self.device_state)
+
+    def _get_device_state(self) -> Tensor | None:
+        if self.device.type == "cuda":
+            return torch.cuda.get_rng_state(self.device)
+        return torch.mps.get_rng_state() if self.device.type == "mps" else None
+
+    def _set_device_state(self, state: Tensor | None) -> None:
+        if state is None:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state, self.device)
+        else:
+            torch.mps.set_rng_state(state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +187,7 @@ class Run:
         size = batch_size or self.step.micro_batch
         return self.data.evaluation(size, self.speed.delivery(size, self.world))
 
-    def take_step(self, batch: Batch) -> torch.Tensor:
+    def take_step(self, batch: Batch) -> Tensor:
         """One optimizer step; its report stays on the device."""
         with self.random.active():
             report = self.step(batch.tokens, batch.targets, batch.packed, batch.pieces, batch.attention_window)

@@ -25,16 +25,22 @@ import torch
 from torch import Tensor
 
 from flatout.device import Scope
-from flatout.engine.graphs import MicroBatchGraph
+from flatout.engine.graphs import MicroBatchGraph, Recorder, record_updates
+from flatout.engine.notices import Notices
 from flatout.engine.shared_block import Copied
 from flatout.engine.spans import StepClock
+from flatout.engine.trained import Trained
 from flatout.model.adapters import Adapters
+from flatout.model.compiling import graphs_of_its_own
+from flatout.model.gpt import GPT
 from flatout.model.protocol import LanguageModel
 from flatout.ops.documents import Layout, PackedRows
 from flatout.ops.gradients import clear_gradients, hold_gradients
 from flatout.ops.reference import IGNORED
 from flatout.optim.average import Average
 from flatout.optim.optimizers import Optimizers
+from flatout.parallel.reducer import reducer_of
+from flatout.resolve.plan import RunPlan
 from flatout.world import Reducer, World
 
 CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_
@@ -251,3 +257,39 @@ class TrainStep:
         for old, new in zip(before, self.optimizer.some_weights(), strict=True):
             moved = [b - a for a, b in zip(old, new, strict=True)]
             yield (self._norm(moved) / self._norm(old)).to(torch.float32).view(1)
+
+
+def build_step(
+    plan: RunPlan, model: LanguageModel, trained: Trained, optimizers: Optimizers, notices: Notices, world: World
+) -> TrainStep:
+    """The step that a plan asks for, over what it trains."""
+    speed = plan.speed
+    device, graph = speed.device.torch_device, None
+    if speed.cuda_graphs:
+        assert isinstance(model, GPT), "recordings are off with model="
+        graph = MicroBatchGraph(model, notices, Recorder(device), trained.adapters)
+        if world.size == 1:
+            record_updates(optimizers, notices, graph.recorder)
+    return TrainStep(
+        model,
+        optimizers,
+        clip=plan.optim.clip,
+        micro_batch=speed.micro_batch,
+        label_smoothing=plan.train.label_smoothing,
+        loss_scale=LossScale.start(device) if speed.precision == "fp16" else None,
+        keep_gradients=graphs_of_its_own(speed.compile, our_graphs=speed.cuda_graphs),
+        compiled=speed.compile != "off",
+        graph=graph,
+        adapters=trained.adapters,
+        average=Average(trained.updated, plan.optim.ema) if plan.optim.ema else None,
+        scope=Scope(speed.device, speed.precision, plan.train.deterministic, speed.threads, not speed.sharded),
+        world=world,
+        reducer=trained.sharding
+        or reducer_of(
+            world,
+            [one.parameter for one in trained.updated],
+            in_place=trained.adapters is not None,
+            bf16=plan.parallel.reduce == "bf16",
+            replayed=speed.cuda_graphs,
+        ),
+    )

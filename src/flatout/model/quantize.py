@@ -65,6 +65,13 @@ def quantized_base(model: LanguageModel) -> tuple[int, int, int]:
     return sum(weight.numel() for weight in found), sum(weight.bytes for weight in found), wide
 
 
+def notice_of(model: LanguageModel) -> str | None:
+    """What there is to say of a model with weights in 4 bits."""
+    count, small, wide = quantized_base(model)
+    sizes = f"{small / 2**20:,.1f} MiB instead of {wide / 2**20:,.1f}"
+    return f"base: {count:,} weights of linear layers in 4 bits, {sizes}" if count else None
+
+
 def _linears(model: GPT) -> Iterator[tuple[Block, str, list[Tensor]]]:
     """Every linear layer of the blocks by its name, with the parts of its weight."""
     targets = targets_of(model)

@@ -21,7 +21,7 @@ SEEN = 2**18  # values of a tensor, about: all of them would need as much memory
 
 
 class Recorded(Protocol):
-    """Takes the place of an optimizer's `update`, and replays it (engine/update_graph.py)."""
+    """Takes the place of an optimizer's `update`, and replays it (engine/graphs.py)."""
 
     held_bytes: int  # by the recording, whether it is replayed or not
 

@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Iterator
 
+from flatout.checkpoints.adapter_folder import adapter_plan
 from flatout.config.usual import (
     FAR_ABOVE,
     FAR_BELOW,
@@ -24,7 +25,7 @@ from flatout.model.count import parameter_count
 from flatout.model.gpt import empty_model
 from flatout.resolve.checks import shorter_warmup
 from flatout.resolve.length import Visits, visits_of
-from flatout.resolve.memory import SMALL, adapter_plan, checkpoint_size, trained_count
+from flatout.resolve.memory import SMALL, checkpoint_size, trained_count
 from flatout.resolve.plan import RunPlan
 
 _data, _check = functools.partial(Check, "data"), functools.partial(Check, "config")

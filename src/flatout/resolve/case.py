@@ -92,6 +92,10 @@ class Speed(Execution):
         """The model's share of them."""
         return Execution(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Execution)})
 
+    @property
+    def product_type(self) -> torch.dtype:
+        return product_type(self.precision)
+
     def delivery(self, micro_batch: int | None = None, world: World | None = None) -> Delivery:
         """How the loader hands batches to these switches, in one of the processes of `world`."""
         return Delivery(

@@ -1,10 +1,10 @@
 """What a step of a config needs on a device, by the estimate of `flatout.model.count`."""
 
-from flatout.checkpoints.adapter_folder import plan_targets
-from flatout.config.schema import LoraConfig, ModelConfig, OptimConfig, RunConfig, SpeedConfig
+from flatout.checkpoints.adapter_folder import adapter_plan
+from flatout.config.schema import ModelConfig, OptimConfig, RunConfig, SpeedConfig
 from flatout.data.sample_loader import LargestRows
 from flatout.errors import AdapterError, ConfigError
-from flatout.model.adapter_targets import AdapterPlan, choose, targets_of
+from flatout.model.adapter_targets import choose, targets_of
 from flatout.model.count import (
     FrozenModel,
     LayerRow,
@@ -55,20 +55,6 @@ def layers_of(model: ModelConfig, vocab: int, speed: Speed) -> tuple[LayerRow, .
     half, compiled = speed.precision in ("bf16", "fp16"), speed.compile != "off"
     form = Form(half=half, compiled=compiled, execution=speed.execution, frozen=False)
     return layer_rows(model, vocab, speed.micro_batch * model.context, form)
-
-
-def adapter_plan(config: LoraConfig) -> AdapterPlan:
-    return AdapterPlan(
-        rank=config.rank,
-        alpha=2.0 * config.rank if config.alpha is None else config.alpha,
-        dropout=config.dropout,
-        targets=plan_targets(config.targets),
-        ranks=config.named_ranks,
-        alphas=config.named_alphas,
-        also=tuple(config.also),
-        rank_stabilised=config.rank_stabilised,
-        dora=config.dora,
-    )
 
 
 def trained_count(config: RunConfig, vocab: int) -> int:

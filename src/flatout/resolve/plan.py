@@ -27,8 +27,6 @@ from flatout.model.count import MemoryEstimate
 from flatout.optim.schedule import Pace
 from flatout.resolve.case import Speed
 
-SECTIONS = ("model", "chat", "lora", "train", "eval", "checkpoint", "output", "parallel")
-
 
 @dataclasses.dataclass(frozen=True)
 class Custom:

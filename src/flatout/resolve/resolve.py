@@ -20,7 +20,7 @@ from flatout.resolve.form import check_alike, first_form_that_fits
 from flatout.resolve.length import optim_of, pace_of, schedule_of, steps_of
 from flatout.resolve.memory import training_flops
 from flatout.resolve.opening import DataSource, check_shares, vocabulary_of
-from flatout.resolve.plan import SECTIONS, Custom, RunPlan
+from flatout.resolve.plan import Custom, RunPlan
 from flatout.resolve.sizing import settled
 from flatout.world import World
 
@@ -59,7 +59,14 @@ def resolve(
         steps = steps_of(config, data.facts, schedule)
         plan = RunPlan(
             settings=settings,
-            **{name: getattr(config, name) for name in SECTIONS},
+            model=config.model,
+            chat=config.chat,
+            lora=config.lora,
+            train=config.train,
+            eval=config.eval,
+            checkpoint=config.checkpoint,
+            output=config.output,
+            parallel=config.parallel,
             optim=optim_of(config, data.facts, schedule, steps),
             speed=speed,
             vocab=vocab,

@@ -49,7 +49,7 @@ class Clock:
         needed = (plan.parity_steps + self.steps) * seconds
         if self.limit is None or needed <= self.limit:
             return
-        context, tokens = plan.config.model.context, plan.batch_tokens
+        context, tokens = plan.settings.config.model.context, plan.batch_tokens
         fewer = int(tokens * self.limit / needed) // context * context
         smaller = f", or a smaller step: --batch-tokens {fewer}" if fewer else ""
         if plan.chosen:

@@ -146,7 +146,7 @@ def estimate(
             fitted, described = practice_config(loaded, scratch, said.append)
         else:
             practice = practice_samples(loaded, scratch, notice)
-            data, described = practice.config.data, practice.described
+            data, described = practice.settings.config.data, practice.described
             fitted = dataclasses.replace(loaded, config=loaded.config.model_copy(update={"data": data}))
         made_up = is_made_up(fitted.config.data, scratch)
         if made_up and loaded.config.train.epochs is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import RunConfig, at_last_stage, micro_batch_of
+from flatout.config.schema import at_last_stage, micro_batch_of
 from flatout.config.sizes import Known
 from flatout.config.source import DEFAULT, Source
 from flatout.data.manifest import read_manifest
@@ -191,7 +191,7 @@ class _Look:
         self.loaded, self.config, self.cluster = loaded, loaded.config, cluster
         model = self.config.model
         self.device = limit_memory(cluster.card.device, self.config.speed.memory_limit)
-        self.known = _known(self.config)
+        self.known = _known(loaded)
         self.vocab = self.known.vocab
         self.alone = self._speed(1, Dealing())
         self.speeds: dict[str, Speed] = {}  # the switches of each form
@@ -317,7 +317,7 @@ class _Look:
 
 def on_card(loaded: LoadedConfig, card: Card) -> LoadedConfig:
     """The config with what its preset leaves open until the data is known, as far as it is; no data is prepared."""
-    known = _known(loaded.config)
+    known = _known(loaded)
     found = settled(loaded, known, limit_memory(card.device, loaded.config.speed.memory_limit))
     if loaded.size is None or found is loaded:
         return found
@@ -326,18 +326,18 @@ def on_card(loaded: LoadedConfig, card: Card) -> LoadedConfig:
     return dataclasses.replace(found, notices=(*found.notices, notice))
 
 
-def planned_parameters(config: RunConfig) -> int:
+def planned_parameters(loaded: LoadedConfig) -> int:
     """How large the model is, for who looks for a measured rate of one of its size."""
-    return parameter_count(config.model, _known(config).vocab)
+    return parameter_count(loaded.config.model, _known(loaded).vocab)
 
 
-def _known(config: RunConfig) -> Known:
+def _known(loaded: LoadedConfig) -> Known:
     """What is known of the data where it is prepared, and else of its tokenizer."""
-    data, known = config.data, uncounted(config)
+    data, known = loaded.config.data, uncounted(loaded.config)
     if data.streaming or (data.folder is None and data.source is None) or not has_dataset(data_folder(data)):
         return known
     manifest = read_manifest(data_folder(data))
-    vocab = config.model.vocab or manifest.vocab
+    vocab = loaded.config.model.vocab or manifest.vocab
     return dataclasses.replace(known, vocab=vocab, unique=manifest.splits["train"].tokens)
 
 
@@ -391,12 +391,12 @@ def _group_words(form: str, counts: Sequence[int], rows: Sequence[PlanRow], look
     words = [_reason(own, largest, look), share + (f" at {counts[-1]}" if len(counts) > 1 else "")]
     if (best.efficiency or 0) > 1.02 * (own.efficiency or 0):
         words.append(f"{FORMS[best.form]} would have {100 * (best.efficiency or 0):.0f}%")
-    return f"{FORMS[form]} at {at} ({', '.join([*words, *_settings(own, look.config)])})"
+    return f"{FORMS[form]} at {at} ({', '.join([*words, *_settings(own, look.loaded)])})"
 
 
-def _settings(own: PlanRow, config: RunConfig) -> Iterator[str]:
+def _settings(own: PlanRow, loaded: LoadedConfig) -> Iterator[str]:
     """What a run must be given to be the planned one: a run takes its micro-batch as the config has it."""
-    settings = {}
+    config, settings = loaded.config, {}
     if own.micro_batch != micro_batch_of(config, own.gpus)[0]:
         settings["speed.micro_batch"] = own.micro_batch
     if own.checkpointing != config.speed.checkpointing:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import flatout
-from flatout.config.facts import field_facts
+from flatout.config.facts import field_facts, value_at
 from flatout.config.load import LoadedConfig, load_stored
-from flatout.config.schema import RunConfig, SpeedConfig, micro_batch_of
+from flatout.config.schema import SpeedConfig, micro_batch_of
 from flatout.config.source import DEFAULT, Source
 from flatout.config.yaml_loader import format_value
 from flatout.cores import thread_words
@@ -45,7 +45,7 @@ class Plan:
     `chosen` are the steps that a ladder over samples takes, over and over: they differ, so all rungs take the same.
     """
 
-    config: RunConfig
+    settings: LoadedConfig
     device: Device
     machine: str
     corpus_bytes: int | None
@@ -93,7 +93,7 @@ def make_plan(
         tokens = MOST_SEQUENCES * context
         notice(f"a step has {tokens:,} tokens instead of {config.train.batch_tokens:,}; --batch-tokens sets it")
     words = [f"train.batch_tokens={tokens}", *_length(loaded, steps, parity_steps, notice)]
-    fitted = load_stored(config.model_dump(), words, where="bench").config
+    fitted = load_stored(config.model_dump(), words, where="bench")
     dataset = open_dataset(config.data.folder or "")
     vocab = config.model.vocab or dataset.tokenizer.vocab
     return _plan(
@@ -104,7 +104,7 @@ def make_plan(
         data=described,
         vocab=vocab,
         batch_tokens=tokens,
-        flops_per_token=training_flops(fitted, vocab, None),
+        flops_per_token=training_flops(fitted.config, vocab, None),
         chosen=(),
         steps=steps,
         parity_steps=parity_steps,
@@ -126,7 +126,7 @@ def _plan_for_samples(
     notice(f"data: {practice.described}")
     _tell_unused(loaded, notice)
     words = _length(loaded, steps, parity_steps, notice)
-    fitted = load_stored(practice.config.model_dump(), words, where="bench").config
+    fitted = load_stored(practice.settings.config.model_dump(), words, where="bench")
     chosen = practice.spread(CHOSEN)
     return _plan(
         loaded,
@@ -136,7 +136,7 @@ def _plan_for_samples(
         data=practice.described,
         vocab=practice.vocab,
         batch_tokens=round(sum(map(practice.tokens, chosen)) / len(chosen)),
-        flops_per_token=training_flops(fitted, practice.vocab, practice.data.facts.attended),
+        flops_per_token=training_flops(fitted.config, practice.vocab, practice.data.facts.attended),
         chosen=chosen,
         steps=steps,
         parity_steps=parity_steps,
@@ -144,7 +144,7 @@ def _plan_for_samples(
 
 
 def _tell_unused(loaded: LoadedConfig, notice: Callable[[str], None]) -> None:
-    unused = [f"{path}={_written(loaded.config, path)}" for path in OWN_SWITCHES if _sets(loaded, path)]
+    unused = [f"{path}={format_value(value_at(loaded.config, path))}" for path in OWN_SWITCHES if _sets(loaded, path)]
     if unused:
         notice(f"the ladder sets its switches itself; of the config it does not use {', '.join(unused)}")
 
@@ -161,29 +161,24 @@ def _length(loaded: LoadedConfig, steps: int, parity_steps: int, notice: Callabl
     return [f"train.steps={length}", f"optim.warmup={warmup}"]
 
 
-def _plan(loaded: LoadedConfig, fitted: RunConfig, threads_before: int | None, **known: Any) -> Plan:
-    config, device = loaded.config, detect_device(loaded.config.speed.device)
+def _plan(loaded: LoadedConfig, fitted: LoadedConfig, threads_before: int | None, **known: Any) -> Plan:
+    device = detect_device(loaded.config.speed.device)
     how = {"vocab": known["vocab"], "threads_before": threads_before}
-    threads = resolve_speed(fitted, device, None, lambda _: DEFAULT, **how).threads
+    threads = resolve_speed(fitted.config, device, None, lambda _: DEFAULT, **how).threads
     if device.kind == "cpu":  # one number for all rungs
-        fitted = load_stored(fitted.model_dump(), [f"speed.threads={threads}"], where="bench").config
+        fitted = load_stored(fitted.config.model_dump(), [f"speed.threads={threads}"], where="bench")
     return Plan(
         **known,
-        config=fitted,
+        settings=fitted,
         device=device,
         machine=machine_of(device, threads),
         config_words=tuple(
-            f"{path}={_written(config, path)}"
+            f"{path}={format_value(value_at(loaded.config, path))}"
             for path, source in loaded.sources.items()
             if source.by_user and not path.startswith("output.") and path not in OWN_SWITCHES
         ),
         commit=commit_of(Path(flatout.__file__).parent),
     )
-
-
-def _written(config: RunConfig, path: str) -> str:
-    section, _, name = path.partition(".")
-    return format_value(getattr(getattr(config, section), name))
 
 
 def _sets(loaded: LoadedConfig, path: str) -> bool:
@@ -211,7 +206,7 @@ def machine_of(device: Device, threads: int | None = None) -> str:
 def check_same(plan: Plan, earlier: Sequence[BenchRow]) -> None:
     """Refuses to go on with rows of another config, machine or code: their speeds would not compare."""
     facts: dict[str, tuple[str, object]] = {
-        "config": ("the config", plan.config.output.name),
+        "config": ("the config", plan.settings.config.output.name),
         "batch_tokens": ("train.batch_tokens", plan.batch_tokens),
         "parity_steps": ("--parity-steps", plan.parity_steps),
         "device": ("the device", plan.machine),
@@ -245,7 +240,7 @@ def commit_of(folder: Path) -> str | None:
 
 def config_for(plan: Plan, settings: dict[str, str]) -> LoadedConfig:
     """The config of a rung; its values count as a preset's, so that a device answers with a reason, not an error."""
-    config = load_stored(plan.config.model_dump(), as_words(settings), where="bench").config
+    config = load_stored(plan.settings.config.model_dump(), as_words(settings), where="bench").config
     return LoadedConfig(config, dict.fromkeys(field_facts(), Source("preset", "bench")))
 
 
@@ -263,10 +258,10 @@ def rungs_for(plan: Plan) -> list[Rung]:
         plain_attention = resolved(plan, words).execution.attention
     return all_rungs(
         kind=plan.device.kind,
-        micro_batch=micro_batch_of(plan.config)[0],
+        micro_batch=micro_batch_of(plan.settings.config)[0],
         attention=attention,
         plain_attention=plain_attention,
-        eigenstates="E" in plan.config.model.kinds,
+        eigenstates="E" in plan.settings.config.model.kinds,
         samples=bool(plan.chosen),
     )
 

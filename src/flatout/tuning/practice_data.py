@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flatout.config.schema import DataConfig, RunConfig
+from flatout.config.load import LoadedConfig
+from flatout.config.schema import DataConfig
 from flatout.config.sizes import learned_vocab
 from flatout.data.limits import LIMITS
 from flatout.data.manifest import MANIFEST, OFFSET_DTYPE, TOKENIZER, VERSION, FileInfo, Manifest, SplitInfo
@@ -54,9 +55,9 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
         yield Path(name)
 
 
-def practice_data(config: RunConfig, scratch: Path) -> tuple[DataConfig, str]:
+def practice_data(loaded: LoadedConfig, scratch: Path) -> tuple[DataConfig, str]:
     """The `data` section to measure with, and in words what it is. `scratch` is a folder for what has to be made."""
-    data = config.data
+    config, data = loaded.config, loaded.config.data
     if not data.streaming and (data.folder is not None or data.source is not None):
         folder = data_folder(data)
         if (folder / MANIFEST).exists():

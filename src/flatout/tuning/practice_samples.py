@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import DataConfig, RunConfig, at_last_stage
+from flatout.config.schema import DataConfig, at_last_stage
 from flatout.config.unused import check_used
 from flatout.data.batch import Delivery
 from flatout.data.prepare import as_prepared
@@ -45,10 +45,10 @@ from flatout.world import World
 
 @dataclasses.dataclass(frozen=True)
 class PracticeSamples:
-    """What a run over samples takes its steps from. `config` has the shape of the model, `fullest` are steps of the
+    """What a run over samples takes its steps from. `settings` have the shape of the model, `fullest` are steps of the
     whole run that may have its largest micro-batch."""
 
-    config: RunConfig
+    settings: LoadedConfig
     data: SampleData
     vocab: int
     fullest: tuple[int, ...]
@@ -109,7 +109,7 @@ def practice_config(
     practice = with_tokenizer(loaded, device)
     described = str(loaded.config.data.source)
     if not (streams and loaded.config.data.streaming):
-        data, described = practice_data(practice.config, scratch)
+        data, described = practice_data(practice, scratch)
         practice = _with_data(practice, data)
     if practice.size is not None:
         made_up = is_made_up(practice.config.data, scratch)
@@ -155,10 +155,10 @@ def practice_samples(loaded: LoadedConfig, scratch: Path, say: Callable[[str], N
     """The samples that a config names. `scratch` is a folder for what has to be made, which `say` is told of."""
     fitted, told = practice_config(loaded, scratch, say)
     base, data = open_sample_data(fitted.config, None, written=loaded.sources["model.context"])
-    config = described(fitted, base).config
-    fullest = fullest_steps(data.train, data.order, steps_of(config, data.facts))
+    settings = described(fitted, base)
+    fullest = fullest_steps(data.train, data.order, steps_of(settings.config, data.facts))
     vocab = base.description.vocab
-    return PracticeSamples(config=config, data=data, vocab=vocab, fullest=fullest, described=told)
+    return PracticeSamples(settings=settings, data=data, vocab=vocab, fullest=fullest, described=told)
 
 
 def _sample_folder(loaded: LoadedConfig, scratch: Path, say: Callable[[str], None]) -> tuple[DataConfig, str]:

@@ -15,14 +15,13 @@ import contextlib
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
 from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, load_stored
-from flatout.config.schema import RunConfig
-from flatout.config.source import DEFAULT, Source
+from flatout.config.source import Source
 from flatout.device import detect_device, limit_memory, peak_memory_bytes
 from flatout.engine.run import Run
 from flatout.engine.setup import with_plan
@@ -54,19 +53,21 @@ class Probe:
         words += ["model.init_from=null"] if loaded.config.chat.source is None else []
         words += [] if memory is None else [f"speed.memory_limit={memory!r}"]
         values = {**loaded.config.model_dump(), "data": data}
-        self.config = load_stored(values, words, where="tune").config
         self.kept = kept_settings(loaded)
         self.kept_written = {f"speed.{name}": loaded.sources[f"speed.{name}"] for name in self.kept}
         # What a candidate cannot have is an answer; what the user wrote and cannot have is an error, told by `check`.
         tuned = {f"speed.{name}" for name in TUNED}
-        self.written = {path: source for path, source in written_paths(loaded).items() if path not in tuned}
-        self.device = limit_memory(detect_device(self.config.speed.device), self.config.speed.memory_limit)
+        written = {path: source for path, source in written_paths(loaded).items() if path not in tuned}
+        sources = dict.fromkeys(field_facts(), Source("preset", "tune")) | written
+        self.settings = LoadedConfig(load_stored(values, words, where="tune").config, sources)
+        speed, train = self.settings.config.speed, self.settings.config.train
+        self.device = limit_memory(detect_device(speed.device), speed.memory_limit)
         if memory is not None and self.device.kind != "cuda":
             raise HardwareError(
                 f"a memory of {memory:g} GiB can be emulated on a CUDA device only, and this is {self.device.name}",
                 "leave --memory out",
             )
-        self.sequences = self.config.train.batch_tokens // self.config.model.context
+        self.sequences = train.batch_tokens // self.settings.config.model.context
         self.run: Run | None = None
         self.stack = contextlib.ExitStack()  # what the run is borrowed by
         self.vocab: int | None = None
@@ -79,7 +80,7 @@ class Probe:
     @property
     def batch_tokens(self) -> int:
         """Tokens of a step."""
-        return self.config.train.batch_tokens
+        return self.settings.config.train.batch_tokens
 
     def micro_batches(self) -> tuple[int, ...]:
         """The sizes that differ, ascending."""
@@ -91,36 +92,36 @@ class Probe:
 
     def check(self) -> None:
         """Refuses what the user wrote and this device cannot have, as a training run would."""
-        self._resolved(self.config, self.written | self.kept_written, None if self.streamed else self.corpus_bytes)
+        self._resolved(self.settings, None if self.streamed else self.corpus_bytes, self.kept_written)
 
     def open(self, candidate: Candidate) -> None:
         """Builds the model for a way of compiling; everything else about a candidate can change later."""
         self.close()
-        sources = dict.fromkeys(field_facts(), Source("preset", "tune")) | self.written
-        run = self.run = self.stack.enter_context(borrowed_run(LoadedConfig(self.config_for(candidate), sources)))
+        run = self.run = self.stack.enter_context(borrowed_run(self.settings_for(candidate)))
         self.vocab, self.corpus_bytes = run.model.vocab, run.data.facts.corpus_bytes
 
     def close(self) -> None:
         self.run = None
         self.stack.close()
 
-    def config_for(self, candidate: Candidate) -> RunConfig:
-        values = {**dataclasses.asdict(candidate), "accumulation": None}
-        return self.config.model_copy(update={"speed": self.config.speed.model_copy(update=values)})
+    def settings_for(self, candidate: Candidate) -> LoadedConfig:
+        values, config = {**dataclasses.asdict(candidate), "accumulation": None}, self.settings.config
+        speed = config.speed.model_copy(update=values)
+        return dataclasses.replace(self.settings, config=config.model_copy(update={"speed": speed}))
 
-    def resolve(self, config: RunConfig) -> Speed:
-        return self._resolved(config, self.written, self.corpus_bytes)
+    def resolve(self, settings: LoadedConfig) -> Speed:
+        return self._resolved(settings, self.corpus_bytes, {})
 
-    def _resolved(self, config: RunConfig, written: Mapping[str, Source], corpus_bytes: int | None) -> Speed:
-        known = {"vocab": self.vocab, "step_tokens": self.step_tokens}
-        return resolve_speed(config, self.device, corpus_bytes, lambda path: written.get(path, DEFAULT), **known)
+    def _resolved(self, settings: LoadedConfig, corpus_bytes: int | None, written: dict[str, Source]) -> Speed:
+        known, sources = {"vocab": self.vocab, "step_tokens": self.step_tokens}, {**settings.sources, **written}
+        return resolve_speed(settings.config, self.device, corpus_bytes, sources.__getitem__, **known)
 
     def estimate(self, candidate: Candidate) -> int:
         """Needs no model: the switches are those of the run as it was built, with the candidate's in their place."""
         assert self.run is not None
         speed = self.run.speed
         if candidate not in self.recorded:
-            self.recorded[candidate] = self.resolve(self.config_for(candidate)).cuda_graphs
+            self.recorded[candidate] = self.resolve(self.settings_for(candidate)).cuda_graphs
         speed = dataclasses.replace(
             speed,
             **{**dataclasses.asdict(candidate), "threads": speed.threads},
@@ -131,7 +132,7 @@ class Probe:
         return self._need(speed, self.run.model.vocab)
 
     def _need(self, speed: Speed, vocab: int) -> int:
-        return memory_of(self.config, vocab, speed).total
+        return memory_of(self.settings.config, vocab, speed).total
 
     def capacity(self) -> int | None:
         """Bytes that a run may use: the limit, or the card without what others hold on it."""
@@ -143,7 +144,7 @@ class Probe:
 
     def attempt(self, candidate: Candidate) -> tuple[Trial, Timing | None, bool]:
         """(what came of it, its timing, whether CUDA graphs were on). Out of memory is an answer, not an error."""
-        speed = self.resolve(self.config_for(candidate))
+        speed = self.resolve(self.settings_for(candidate))
         missing = _difference(candidate, speed)
         if missing:
             return Trial(candidate=candidate, status="absent", reason=missing), None, False
@@ -166,16 +167,16 @@ class Probe:
 
         Moments, gradients and recordings are dropped afterwards: the next trial begins with weights only.
         """
-        config = self.config_for(candidate)
+        settings = self.settings_for(candidate)
         if self.run is None or self.run.speed.compile != candidate.compile:
             self.open(candidate)
         assert self.run is not None
-        plan, speed = self.run.plan, self.resolve(config)
+        plan, speed = self.run.plan, self.resolve(settings)
         plan = dataclasses.replace(
             plan,
-            settings=dataclasses.replace(plan.settings, config=config),
+            settings=dataclasses.replace(plan.settings, config=settings.config),
             speed=speed,
-            memory=memory_on(plan.data, config, plan.vocab, speed),
+            memory=memory_on(plan.data, settings.config, plan.vocab, speed),
         )
         run = self.run = with_plan(self.run, plan)
         try:

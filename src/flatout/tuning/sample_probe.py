@@ -11,6 +11,7 @@ Trap: packed rows come in several shapes, and a recording of one is made when it
 micro-batches that were not recorded. Where CUDA graphs are on, steps are taken so often before they are timed.
 """
 
+import dataclasses
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -36,11 +37,12 @@ class SampleProbe(Probe):
     """A model on a device, and the ways in which it can be fine-tuned there."""
 
     def __init__(self, loaded: LoadedConfig, practice: PracticeSamples, memory: float | None) -> None:
-        super().__init__(loaded, practice.config.data.model_dump(), memory)
-        described = {"model": practice.config.model, "lora": practice.config.lora}
-        self.config = self.config.model_copy(update=described)
+        super().__init__(loaded, practice.settings.config.data.model_dump(), memory)
+        described = {"model": practice.settings.config.model, "lora": practice.settings.config.lora}
+        config = self.settings.config.model_copy(update=described)
+        self.settings = dataclasses.replace(self.settings, config=config)
         self.practice = practice
-        self.sequences = self.config.chat.batch_samples
+        self.sequences = config.chat.batch_samples
         self.corpus_bytes, self.step_tokens = None, practice.step_tokens
         self.steps: tuple[int, ...] | None = None  # those that are timed
         self.found: dict[tuple[int, bool], dict[int, LargestRows]] = {}
@@ -67,7 +69,7 @@ class SampleProbe(Probe):
         return self.found[key]
 
     def _need(self, speed: Speed, vocab: int) -> int:
-        return max(memory_of(self.config, vocab, speed, one).total for one in self._largest(speed).values())
+        return max(memory_of(self.settings.config, vocab, speed, one).total for one in self._largest(speed).values())
 
     def _measured(self, run: Run) -> Timing:
         timing = self._whole_steps(run, None)

@@ -172,12 +172,12 @@ class _Tuning:
         """Moments in 8 bits were asked for, and stay on the card: offloaded ones would be in fp32."""
         if "optimizer_offload" in self.probe.kept:
             return False
-        return self.probe.device.kind == "cuda" and self.probe.config.speed.optimizer_state == "fp32"
+        return self.probe.device.kind == "cuda" and self.probe.settings.config.speed.optimizer_state == "fp32"
 
     def _space(self) -> Space:
         probe = self.probe
-        asked = probe.config.speed
-        speed = probe.resolve(probe.config)
+        asked = probe.settings.config.speed
+        speed = probe.resolve(probe.settings)
         paths = ["plain"] if speed.compile != "off" else ["fused", "chunked", "plain"]
         losses = [speed.execution.loss, *(loss for loss in paths if loss != speed.execution.loss)]
         checkpointings: tuple[str, ...] = ("none", "selective", "full")
@@ -198,7 +198,7 @@ class _Tuning:
             kernels=speed.execution.kernels,
             compile=speed.compile,
             optimizer_offload=speed.optimizer_offload,
-            context=probe.config.model.context,
+            context=probe.settings.config.model.context,
             threads=speed.threads if self._may_choose_threads() else asked.threads,
         )
 
@@ -325,7 +325,7 @@ class _Tuning:
 
     def _smaller(self) -> str:
         """What to do where nothing fits."""
-        lora = self.probe.config.lora
+        lora = self.probe.settings.config.lora
         if self.samples is not None and lora.rank and lora.quantize == "none":
             return "take a smaller model or model.context, or lora.quantize=nf4"
         return "take a smaller model or model.context"

@@ -60,7 +60,7 @@ def plan(words: list[str]) -> int:
         inside=card.inside if parsed.intra is None else parsed.intra * GB,
         across=card.across if parsed.inter is None else parsed.inter * GB,
     )
-    rate = _rate(parsed, name, card, planned_parameters(loaded.config))
+    rate = _rate(parsed, name, card, planned_parameters(loaded))
     told = {"disk": parsed.disk * GB, "restart": parsed.restart, "failure_hours": parsed.failure_hours}
     body = {"size": size, **look(loaded, cluster, rate, counts, **told).to_json()}
     if parsed.json:

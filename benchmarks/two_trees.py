@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,13 @@ def lora(case: str, stack: contextlib.ExitStack, *, small: bool) -> Case:
     for _ in range(3):  # every shape comes, and is recorded where graphs are used
         with finetune.batches_of(config, speed, **how) as loader:
             losses += [float(step(batch.tokens, batch.targets, batch.packed)[0]) for batch in loader]
-    feed = iter(stack.enter_context(finetune.batches_of(config, speed, **how)))
+
+    def epochs() -> Iterator[Any]:
+        while True:
+            with finetune.batches_of(config, speed, **how) as loader:
+                yield from loader
+
+    feed = epochs()
 
     def take() -> int:
         batch = next(feed)

@@ -29,7 +29,7 @@ from tests.set_up import set_up
 
 RUN = [
     "model.dropout=0.1", "speed.micro_batch=2", "train.steps=40",
-    "eval.every=10", "eval.epoch_end=true", "checkpoint.keep=3", "optim.schedule=cosine",
+    "eval.every=10", "checkpoint.keep=3", "optim.schedule=cosine",
 ]  # fmt: skip
 SHORT = ["train.steps=20", "eval.every=5"]
 

@@ -59,7 +59,7 @@ def trained(preset: str, words: list[str]) -> RunConfig:
 def learned(config: RunConfig) -> dict[str, Any]:
     """What a size, the data and the device decide of what is learned."""
     rates = {name: getattr(config.optim, name) for name in RATES}
-    batch = {"batch": config.train.batch_tokens, "reshuffle": config.data.reshuffle}
+    batch = {"batch": config.train.batch_tokens, "reshuffle": config.data.packing == "reshuffle"}
     return rates | batch | config.model.model_dump()
 
 

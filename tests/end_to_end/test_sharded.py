@@ -30,7 +30,7 @@ from tests.conftest import TINY
 from tests.parallel_runs import Told, attempt, learn, muon_in_both_forms, muon_updated, saved_again
 from tests.ranks import WORKERS
 
-QUIET = ["optim.learning_rate=3e-3", "checkpoint.keep=9", "parallel.check_every=2"]
+QUIET = ["optim.learning_rate=3e-3", "checkpoint.keep=9"]
 Make = Callable[..., tuple[str, list[str]]]
 
 
@@ -241,8 +241,8 @@ def test_what_has_no_slices_is_refused_by_name(tmp_path: Path, words: Make, word
 SHRUNK = ["model.layers=4", "model.width=16", "model.heads=2", "model.context=8", "train.steps=2", "speed.device=cpu"]
 SHRUNK += ["train.batch_tokens=64", "train.tokens=null", "train.epochs=null", "eval.sample_tokens=0", "eval.tokens=64"]
 TEXT = ["data.folder=data", "data.tokenizer=char", "data.val_fraction=0.1", "data.split=contiguous"]
-TEXT += ["clean.languages=null", "clean.near_duplicates=null", "clean.min_characters=0", "clean.exact_duplicates=false"]
-TEXT += ["clean.repetition=false", "clean.quality=false", "data.invalid_utf8=strict", "data.unknown_characters=error"]
+TEXT += ["clean.languages=null", "clean.near_duplicates=null", "clean.min_characters=0", "clean.drop=[]"]
+TEXT += ["data.invalid_utf8=strict", "data.unknown_characters=error"]
 
 
 def shrunk(preset: str, words: Make, corpus: Path) -> list[str]:

@@ -173,8 +173,8 @@ def test_another_source_is_refused(tiny: Tiny, source: Path):
 
 def test_what_a_stream_cannot_do_is_refused_before_anything_is_written(tiny: Tiny, source: Path, tmp_path: Path):
     words = [*RUN, f"data.source={source}"]
-    with pytest.raises(ConfigError, match=r"eval\.epoch_end"):
-        list(flatout.train(tiny(*words, "eval.epoch_end=true")))
+    with pytest.raises(ConfigError, match=r"eval\.every is in epochs"):
+        list(flatout.train(tiny(*words, "eval.every=1 epoch")))
     with pytest.raises(ConfigError, match="tokenizer `char`"):
         list(flatout.train(tiny(*words, "data.tokenizer=char")))
     with pytest.raises(ConfigError, match=r"train\.steps, train\.tokens or train\.minutes"):

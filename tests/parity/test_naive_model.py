@@ -20,7 +20,7 @@ from tests.parity.naive_model import naive_logits, naive_loss
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 VOCAB, CONTEXT = 23, 5
-SHAPE = {"layers": 2, "width": 24, "heads": 4, "context": CONTEXT, "window": 3, "states": 8, "state_heads": 2}
+SHAPE = {"layers": 2, "width": 24, "heads": 4, "context": CONTEXT, "window": 3, "states": 8}
 RECORD = {"norm_weights": False, "embedding_norm": True, "qk_scale": 1.2, "mlp": "relu2", "tied": False, "kv_heads": 2}
 KINDS = {
     "gpt2": {"family": "gpt2"},

@@ -35,7 +35,7 @@ from flatout.config.load import (
     show,
 )
 from flatout.config.model_section import GPT2, ModelConfig
-from flatout.config.schema import CleanConfig, OptimConfig, RunConfig, TrainConfig, at_last_stage, micro_batch_of
+from flatout.config.schema import CleanConfig, OptimConfig, RunConfig, at_last_stage, micro_batch_of
 from flatout.config.source import Source
 from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED, WAY_ELSEWHERE_CALLED
 from flatout.config.unused import check_used
@@ -112,7 +112,7 @@ def test_every_leaf_says_what_it_allows() -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("data.source", "items are text that is not empty or {path, weight, field, format, document_start}, or null"),
+        ("data.source", "items are text that is not empty or {path, weight, format}, or null"),
         ("clean.languages", "whose items are a code of two or three small letters, such as en, or null"),
         ("data.format", "one of text, jsonl, json, csv, tsv, parquet, warc, smiles, tokens, or null"),
         ("data.streaming", "true or false"),
@@ -381,11 +381,8 @@ def test_overrides_may_be_lists_where_the_field_takes_them() -> None:
         "a, b",
         "12",
     ]
-    rest = {"field": None, "format": None, "document_start": None}
-    assert source("[{path: a, weight: 2.0}, b]") == [{"path": "a", "weight": 2.0, **rest}, "b"]
-    assert source("[{path: a, format: csv, field: body}]") == [
-        {"path": "a", "weight": 1.0, "field": "body", "format": "csv", "document_start": None}
-    ]
+    assert source("[{path: a, weight: 2.0}, b]") == [{"path": "a", "weight": 2.0, "format": None}, "b"]
+    assert source("[{path: a, format: csv}]") == [{"path": "a", "weight": 1.0, "format": "csv"}]
     assert source("a.txt,b.txt") == "a.txt,b.txt"
     assert source('"[a]"') == "[a]"
     assert load_config(overrides=["clean.languages=[en, no]"]).config.clean.languages == ["en", "no"]
@@ -419,14 +416,19 @@ def test_numbers_inside_lists_are_those_the_item_wants() -> None:
         ("[a, {path: b, weight: '2'}]", "data.source[1].weight is '2', but it must be a number", "Remove the quotes"),
         ("[{path: b, wieght: 1}]", "data.source[0].wieght is not a known key", "did you mean data.source[0].weight?"),
         ("[{pth: b}]", "data.source[0].pth is not a known key", "did you mean data.source[0].path?"),
-        ("[{path: b, text_column: c}]", "data.source[0].text_column is not", "did you mean data.source[0].field?"),
+        ("[{path: b, text_column: c}]", "data.source[0].text_column is not", "set data.field, which holds for all"),
+        (
+            "[{path: b, document_start: c}]",
+            "data.source[0].document_start is not",
+            "set data.document_start, which holds",
+        ),
         ("[{path: b, proportion: 1}]", "data.source[0].proportion is not", "did you mean data.source[0].weight?"),
-        ("[a.txt: 2]", "data.source[0].a.txt is not a known key", "the keys of an item are path, weight, field"),
+        ("[a.txt: 2]", "data.source[0].a.txt is not a known key", "the keys of an item are path, weight, format"),
         ("[{weight: 2}]", "data.source[0].path is missing", "Allowed: text that is not empty."),
         ("[{path: b, format: jsnl}]", "data.source[0].format is 'jsnl', but it must be one of text", "mean jsonl?"),
         ("[a, 5, {path: b, weight: -1}]", "data.source[1] is 5, but it must be text or a mapping", "double quotes"),
         ("[null]", "data.source[0] is null, but it must be text or a mapping", "Allowed: text, or a list"),
-        ("[[a]]", "data.source[0] is ['a'], but it must be text or a mapping", "{path, weight, field"),
+        ("[[a]]", "data.source[0] is ['a'], but it must be text or a mapping", "{path, weight, format"),
         ("{path: a}", "data.source is {'path': 'a'}, but it must be text or a list", "brackets around it"),
         ("[a", "data.source: not valid YAML: expected ',' or ']'", "brackets, quotes and commas"),
         ("[a] # b", "data.source: '[a] # b' goes on after its end", "its own ]"),
@@ -615,7 +617,6 @@ mixtures = st.lists(
         {"path": st.text(min_size=1)},
         optional={
             "weight": st.floats(1e-9, 1000.0) | st.integers(1, 1000),
-            "field": st.none() | st.text(min_size=1),
             "format": st.none() | st.just("csv"),
         },
     ),
@@ -818,11 +819,10 @@ def test_every_rate_is_lowered_with_the_others() -> None:
 
 def test_a_run_without_its_stages_reads_as_many_tokens_in_steps_like_the_last_ones() -> None:
     stages = [f"train.{name}_stages={value}" for name, value in STAGES.items()]
-    words = ["model.pattern=AW", "model.context=1024", "train.batch_rate_power=1.0", "train.tokens=null", *stages]
+    words = ["model.pattern=AW", "model.context=1024", "train.tokens=null", *stages]
     config = load_config("shakespeare-char", [*words, "train.epochs=null", "train.steps=300"]).config
     plain = at_last_stage(config)
     assert not plain.train.staged
-    assert plain.train.batch_rate_power == TrainConfig.model_fields["batch_rate_power"].default
     assert (plain.train.batch_tokens, plain.train.steps) == (16384, 200), "200 steps of 8,192 and 100 of 16,384"
     assert micro_batch_of(plain)[0] == micro_batch_of(config)[0] == 8
     assert at_last_stage(plain) == plain

@@ -181,11 +181,11 @@ def test_text_that_is_read_again_comes_in_another_order_and_tables_decay() -> No
 
     def settings(preset: str, epochs: float) -> tuple[object, object]:
         size = derive(preset, shape, {"train.epochs": epochs}, known).size
-        return size.get("data.reshuffle"), size.get("optim.table_decay")
+        return size.get("data.packing"), size.get("optim.table_decay")
 
     assert settings("record", 1.0) == settings("modern", 1.0) == (None, None)
-    assert settings("record", 2.0) == (True, 0.03)
-    assert settings("modern", 2.0) == (True, None)
+    assert settings("record", 2.0) == ("reshuffle", 0.03)
+    assert settings("modern", 2.0) == ("reshuffle", None)
 
 
 def test_a_run_without_a_length_reads_the_data_twice_at_most() -> None:

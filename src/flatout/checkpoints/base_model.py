@@ -10,8 +10,8 @@ weights, and another model in its place is refused.
 
 Pretraining starts from the weights of GPT-2, or of a run of ours, which may get a longer context. Everything is
 checked before a model is built, and weights are copied, so the base may go afterwards. The shape is the config's own
-and must be the base's, but for what holds no weights: context, rotary frequencies, windows, dropout, the term for
-energy. Nothing else of the base's run is taken over: optimizer, schedule and data begin anew.
+and must be the base's, but for what holds no weights: context, rotary frequencies, windows, dropout. Nothing
+else of the base's run is taken over: optimizer, schedule and data begin anew.
 Trap: a longer context. Rotary positions beyond those of the base turn by angles it has never seen. That is allowed, and
 told. Slowing the frequencies down keeps angles in the range it knows, but changes those of near tokens as well, so it
 is for the user to measure (docs/long-context.md).
@@ -47,7 +47,7 @@ from flatout.model.quantize import check_quantizing, round_linears
 from flatout.model.weights import assign_weights, check_tensors
 
 _ROPE = ("rope_base", "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context")
-_FREE = {"init_from", "ignore_auto_map", "context", "vocab", "dropout", "window", "energy", *_ROPE}
+_FREE = {"init_from", "ignore_auto_map", "context", "vocab", "dropout", "window", *_ROPE}
 
 
 @dataclasses.dataclass(frozen=True)

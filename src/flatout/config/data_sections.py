@@ -19,12 +19,8 @@ class SourceConfig(Section):
     """What `data.source` takes as a single text."""
     weight: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
     """How often each training document is taken: 2 is twice, 0.25 a quarter of them, chosen by hash."""
-    field: Fields | None = None
-    """Instead of data.field for this source."""
     format: Format | None = None
     """Instead of data.format for this source."""
-    document_start: Name | None = None
-    """Instead of data.document_start for this source."""
 
 
 class DataConfig(Section):
@@ -56,14 +52,10 @@ class DataConfig(Section):
     """Take validation from the end of the text, or choose whole documents by hash."""
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Share of the text kept for validation."""
-    shard_tokens: Annotated[int, Field(ge=1, le=2**40)] = 100_000_000
-    """Tokens in a shard file."""
-    packing: Literal["concat", "best_fit"] = "concat"
-    """Windows over the joined documents, or whole documents fitted into windows with little padding."""
+    packing: Literal["concat", "reshuffle", "best_fit"] = "concat"
+    """Windows over the joined documents, joined anew in every epoch, or whole ones fitted with little padding."""
     documents: Literal["joined", "apart"] = "joined"
     """Whether a token sees all of its window before it, or its own document alone, labels included."""
-    reshuffle: bool = False
-    """Join documents in another order in every epoch, so that windows cut the text elsewhere each time."""
     streaming: bool = False
     """Train while reading data.source, without preparing shards first."""
     stride: Positive | None = None
@@ -73,29 +65,12 @@ class DataConfig(Section):
 class CleanConfig(Section):
     min_characters: Natural = 0
     """Drop documents shorter than this; 0 keeps them."""
-    max_characters: Annotated[int, Field(ge=1, le=2**22)] | None = None
-    """Drop documents longer than this."""
-    exact_duplicates: bool = False
-    """Keep only the first of documents with the same text."""
+    drop: list[Literal["exact_duplicates", "repetition", "quality"]] = Field(default=[])
+    """Drop documents with the text of an earlier one, that repeat lines or word n-grams, or that are no prose."""
     near_duplicates: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Drop documents this similar to an earlier one (Jaccard of word 5-grams, by MinHash)."""
     languages: Annotated[list[Annotated[str, Field(pattern=r"^[a-z]{2,3}$")]], Field(min_length=1)] | None = None
     """Keep only documents in these languages, such as [en, de]."""
-    repetition: bool = False
-    """Drop documents that repeat lines, paragraphs or word n-grams."""
-    quality: bool = False
-    """Drop documents whose word lengths, symbols or lines are not those of prose."""
-    blocked_urls: str | None = None
-    """File of domains, URLs or words, one a line, whose crawl pages are dropped."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.max_characters is not None and self.min_characters > self.max_characters:
-            raise Conflict(
-                f"min_characters {self.min_characters} is above max_characters {self.max_characters}",
-                f"set clean.min_characters to at most {self.max_characters}, or clean.max_characters higher",
-            )
-        return self
 
 
 class ChatConfig(Section):
@@ -112,9 +87,7 @@ class ChatConfig(Section):
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """What has a label: assistant turns, the last of them, or every token."""
     max_tokens: Positive | None = None
-    """Most tokens of a sample; null means model.context, which they never exceed."""
-    too_long: Literal["truncate", "drop"] = "truncate"
-    """What happens to samples with more tokens than that; both are counted."""
+    """Most tokens of a sample; longer ones are cut; null means model.context, which they never exceed."""
     val_fraction: Share = 0.05
     """Share of the rows that is held out for evaluation."""
     packing: bool = True

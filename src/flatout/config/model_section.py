@@ -34,6 +34,8 @@ GPT2: dict[str, Any] = {
     "bigram_rows": 0,
 }
 
+STATE_HEADS = 8  # of an E block, or as many as divide its states
+
 
 class ModelConfig(Section):
     family: Literal["gpt", "gpt2"] = "gpt"
@@ -54,18 +56,12 @@ class ModelConfig(Section):
     """Tokens that attention of a W block reaches, the token itself included."""
     states: Annotated[int, Field(ge=1, le=65536)] = 128
     """Complex states of an E block, each with a decay and a frequency of its own."""
-    state_heads: Annotated[int, Field(ge=1, le=65536)] = 8
-    """Groups of an E block's states that share a resonance matrix and a modulation."""
-    resonance: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """How much states of a head are mixed with each other as they are read; 0 not at all."""
     modulation: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
-    """How far the input moves the logarithm of a head's rates of decay; 0 fixes them."""
+    """How far the input moves the logarithm of rates of decay, by groups of states; 0 fixes them."""
     convolution: Annotated[int, Field(ge=0, le=256)] = 0
     """Positions of a causal filter before the states, the token's own included; 0 is none."""
     scales: list[Annotated[int, Field(ge=1, le=1024)]] = Field(default=[])
     """Means over so many last tokens, as [1, 4], each for an equal share of the states; [] is none."""
-    energy: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0
-    """Weight of the mean squared size of all eigenvalues in the training loss."""
     context: Annotated[int, Field(ge=1, le=2**24)] = 256
     """Tokens the model sees at once."""
     vocab: Annotated[int, Field(ge=1, le=2**24)] | None = None
@@ -154,6 +150,11 @@ class ModelConfig(Section):
         return tuple(self.window if kind == "W" else None for kind in self.kinds if kind != "E")
 
     @property
+    def state_heads(self) -> int:
+        """Groups of an E block's states, each with a modulation of its own."""
+        return math.gcd(self.states, STATE_HEADS)
+
+    @property
     def size(self) -> int:
         """Values in one head."""
         return self.head_size or self.width // self.heads
@@ -194,15 +195,10 @@ class ModelConfig(Section):
             raise Conflict(f"pattern is {self.pattern}, and GPT-2 has full attention only", "set model.family=gpt")
         if "W" in self.pattern and self.dropout > 0:
             raise Conflict("attention within a window has no dropout", "set model.dropout=0, or model.pattern=A")
-        if "E" in self.pattern and self.states % self.state_heads:
-            raise Conflict(
-                f"states {self.states} is not a multiple of state_heads {self.state_heads}",
-                f"set model.states={multiple_near(self.states, self.state_heads)}, or model.state_heads to a divisor",
-            )
         if "E" in self.pattern and self.scales and self.states % len(self.scales):
             raise Conflict(
                 f"states {self.states} do not divide into {len(self.scales)} scales",
-                f"set model.states={multiple_near(self.states, math.lcm(len(self.scales), self.state_heads))}, "
+                f"set model.states={multiple_near(self.states, math.lcm(len(self.scales), STATE_HEADS))}, "
                 "or other model.scales",
             )
         if "E" in self.pattern and self.scales and max(self.scales) >= self.context:

@@ -321,7 +321,7 @@ def _again(preset: str, epochs: float | None) -> dict[str, Any]:
     """
     if epochs is None or epochs <= ONCE:
         return {}
-    return {"data.reshuffle": True, **({"optim.table_decay": _VALUE_DECAY} if preset == "record" else {})}
+    return {"data.packing": "reshuffle", **({"optim.table_decay": _VALUE_DECAY} if preset == "record" else {})}
 
 
 def _short(value: float) -> float:

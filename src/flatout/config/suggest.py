@@ -22,8 +22,7 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "checkpoint.every": "always_save_checkpoint checkpoint_interval ckpt_interval save_every save_interval "
         "save_steps save_strategy",
         "checkpoint.keep": "keep_last keep_last_n max_checkpoints save_total_limit",
-        "clean.blocked_urls": "block_list blocklist url_blocklist",
-        "clean.exact_duplicates": "dedup deduplicate exact_dedup",
+        "clean.drop": "dedup deduplicate exact_dedup",
         "clean.languages": "lang langs language",
         "clean.min_characters": "min_chars min_length",
         "clean.near_duplicates": "fuzzy_dedup minhash minhash_dedup minhash_threshold near_dedup",
@@ -34,7 +33,6 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "data.max_bytes": "max_chars",
         "data.max_documents": "max_docs max_examples max_samples num_examples num_samples",
         "data.packing": "pack_sequences sample_packing sequence_packing",
-        "data.shard_tokens": "shard_size tokens_per_shard",
         "data.source": "data data_dir data_files data_path dataset dataset_name dataset_path "
         "datasets input_file mixture train_data train_file train_files",
         "data.streaming": "stream",

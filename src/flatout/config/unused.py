@@ -20,7 +20,7 @@ _OF_BLOCKS = {
     "train.window_stages": "W",
     **{
         f"model.{name}": "E"
-        for name in ("states", "state_heads", "resonance", "modulation", "convolution", "scales", "energy")
+        for name in ("states", "modulation", "convolution", "scales")
     },
     "speed.scan": "E",
     **{
@@ -31,11 +31,7 @@ _OF_BLOCKS = {
     "speed.attention": "AW",
 }  # fmt: skip
 
-_OF_MUON = [
-    f"optim.{name}"
-    for name in ("muon_rate", "cautious", "momentum", "momentum_start", "momentum_warmup_steps",
-                 "momentum_cooldown_steps", "normuon")
-]  # fmt: skip
+_OF_MUON = [f"optim.{name}" for name in ("muon_rate", "cautious", "normuon")]
 
 
 def check_used(loaded: LoadedConfig) -> None:
@@ -83,9 +79,6 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             why, hint = "queries and keys are not normed (model.qk_norm)", "set model.qk_norm=true, or leave it out"
             yield "model.qk_scale", why, hint
         yield from _unused_rotary(config.model)
-    if not config.train.batch_stages:
-        why, hint = "there are no train.batch_stages", "set train.batch_stages, or leave train.batch_rate_power out"
-        yield "train.batch_rate_power", why, hint
     if config.optim.optimizer != "muon":
         for path in _OF_MUON:
             yield path, "optim.optimizer is adamw", f"set optim.optimizer=muon, or leave {path} out"

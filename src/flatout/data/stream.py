@@ -110,9 +110,9 @@ def open_stream(
 
 def check_streamable(data: DataConfig, clean: CleanConfig) -> None:
     """Refuses what takes the whole text to do."""
-    for name in ("exact_duplicates", "near_duplicates"):
-        if getattr(clean, name):
-            raise ConfigError(f"clean.{name} needs the whole corpus, and data.streaming does not hold it", _PREPARE)
+    if clean.near_duplicates or "exact_duplicates" in clean.drop:
+        told = "clean.near_duplicates" if clean.near_duplicates else "clean.drop=[exact_duplicates]"
+        raise ConfigError(f"{told} needs the whole corpus, and data.streaming does not hold it", _PREPARE)
     if data.tokenizer == "char" or learned_vocab(data.tokenizer) is not None:
         raise ConfigError(
             f"the tokenizer `{data.tokenizer}` is made from the whole corpus, "
@@ -255,8 +255,7 @@ class TokenStream:
 
     def _fingerprint(self, tokenizer: Tokenizer) -> str:
         settings = self._request.settings(self._inputs.bytes, None)
-        for name in ("split", "shard_tokens"):  # these say how to prepare
-            settings.pop(name, None)
+        del settings["split"]  # it says how to prepare
         described = {
             "format": "flatout-stream",
             "settings": settings,

@@ -166,7 +166,7 @@ def _decays(optim: OptimConfig, rates: Mapping[str, float]) -> Iterator[tuple[st
     """Decays that take too much of a weight in a step at these rates, lowered."""
     first, usual = next(iter(rates)), rates["learning_rate"]
     table = rates.get("table_rate", rates.get("embedding_rate", usual))
-    rate_of = {"weight_decay": rates[first], "weight_decay_end": rates[first], "table_decay": table}
+    rate_of = {"weight_decay": rates[first], "table_decay": table}
     rate_of |= {f"{role}_decay": rates.get(f"{role}_rate", usual) for role in ("embedding", "head")}
     for name, rate in rate_of.items():
         decay = getattr(optim, name)

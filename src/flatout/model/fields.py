@@ -348,7 +348,7 @@ PATTERN = Feature(
 )
 
 EIGENSTATES = Feature(
-    fields=("states", "state_heads", "resonance", "modulation", "convolution", "scales", "energy"),
+    fields=("states", "modulation", "convolution", "scales"),
     no_export="transformers has no blocks of eigenstates; model.pattern says whether there are any",
 )
 

@@ -29,7 +29,6 @@ from flatout.model.operations import Operations, Own, Shared, Stream, product_ty
 from flatout.model.rotary import Rotary
 from flatout.model.torch_operations import TorchOperations
 from flatout.ops.documents import Layout
-from flatout.ops.reference import IGNORED
 
 
 class GPT(nn.Module):
@@ -74,18 +73,13 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Cross-entropy summed over the targets that are not IGNORED; with a layout, of packed documents.
 
-        `window` is that of attention in blocks of kind W, where it is not `model.window`. In training the loss may come
-        with the energy of eigenstates, once for each of those targets.
+        `window` is that of attention in blocks of kind W, where it is not `model.window`.
         """
         hidden_BTW = self.hidden(tokens_BT, layout=layout, window=window)
         if layout is not None and layout.labelled_L is not None:  # the head is for those alone that have a label
             hidden_BTW = hidden_BTW.flatten(0, 1).index_select(0, layout.labelled_L)[None]
             targets_BT = targets_BT.flatten().index_select(0, layout.labelled_L)[None]
-        loss = self.head(hidden_BTW, self._table, self.execution, targets_BT, label_smoothing)
-        if self.config.energy and self.training and self.eigenstates:
-            # Scaled by the number of targets, by which the step divides later: however it is cut, the term counts once.
-            loss = loss + self.config.energy * self.energy() * (targets_BT != IGNORED).sum()
-        return loss
+        return self.head(hidden_BTW, self._table, self.execution, targets_BT, label_smoothing)
 
     @property
     def _table(self) -> Tensor | None:
@@ -96,10 +90,6 @@ class GPT(nn.Module):
     def eigenstates(self) -> list[Eigenstate]:
         """The mixers of all E blocks."""
         return [block.attention for block in self.blocks if isinstance(block.attention, Eigenstate)]
-
-    def energy(self) -> Tensor:
-        """The mean of |λ|² over all states of all blocks."""
-        return torch.stack([mixer.energy() for mixer in self.eigenstates]).mean()
 
     def logits(
         self,

@@ -10,7 +10,7 @@ from flatout.config.schema import OptimConfig
 from flatout.optim.adamw import AdamW, EightBitAdamW, HostAdamW
 from flatout.optim.muon import Exchange, Muon
 from flatout.optim.optimizer import MATRICES, Rule, StateBytes, Trainable
-from flatout.optim.schedule import Pace, decays_of, momenta, rate_factors
+from flatout.optim.schedule import Pace, momenta, rate_factors
 
 
 def rules_of(
@@ -29,7 +29,7 @@ def rules_of(
     tables may have a decay of their own. `exchange` is how several processes share Muon's work.
     """
     kind = HostAdamW if offload else EightBitAdamW if state == "8bit" else AdamW
-    factors, decay = rate_factors(config, updates, pace), decays_of(config, updates)
+    factors, decay = rate_factors(config, updates, pace), config.weight_decay
     common: dict[str, Any] = {
         "optimizer": functools.partial(kind, fused=fused),
         "bytes": kind.BYTES,
@@ -44,7 +44,7 @@ def rules_of(
     decays_of_roles = {"embedding": config.embedding_decay, "head": config.head_decay, "table": config.table_decay}
     own = {role: decay for role, decay in decays_of_roles.items() if decay is not None}
 
-    def roles(usual: float | list[float]) -> list[Rule]:
+    def roles(usual: float) -> list[Rule]:
         return [
             rule(role, _plays(role), peak or config.learning_rate, decay=own.get(role, usual))
             for role, peak in peaks.items()
@@ -55,7 +55,7 @@ def rules_of(
         how = {
             "optimizer": functools.partial(Muon, **how),
             "bytes": Muon.BYTES,
-            "settings": {"momentum": momenta(config, updates)},
+            "settings": {"momentum": momenta(updates)},
         }
         first = rule(MATRICES, in_a_block, config.muon_rate, decay=decay, **how)
         return (first, *roles(0.0), rule("all that is left", lambda _: True, config.learning_rate))

@@ -304,7 +304,7 @@ def _learning_rate(plan: RunPlan) -> Finding:
 
 
 def _evaluation(plan: RunPlan, steps: int, visits: Visits) -> Finding | None:
-    every, patience, count = plan.eval.every, plan.eval.patience, visits.evaluations
+    every, patience, count = plan.eval.steps, plan.eval.patience, visits.evaluations
     if patience and count <= patience:
         return _check("evaluation").note(
             f"eval.patience is {patience}, and the run has {many(count, 'evaluation')}",
@@ -347,11 +347,9 @@ def _sampling(plan: RunPlan, visits: Visits, step_seconds: float | None) -> Find
 
 def _saving(plan: RunPlan, steps: int, step_seconds: float | None, write_rate: float | None) -> Finding:
     saving, check = plan.checkpoint, _check("saving")
-    every, minutes, epochs = saving.every, saving.minutes, saving.epochs
-    if (minutes or epochs) and (every > steps or every == 0):
-        told = [f"every {many(minutes, 'minute')}"] if minutes else []
-        told += ["at the end of every epoch" if epochs == 1 else f"every {epochs:,} epochs"] if epochs else []
-        return check.ok(" and ".join(told))
+    every = saving.every
+    if isinstance(every, str):
+        return check.ok("at the end of every epoch" if saving.epochs == 1 else f"every {every}")
     if every == 0:
         long_run = step_seconds is not None and steps * step_seconds > 1800
         return check.told(

@@ -132,7 +132,7 @@ class DataSource:
                 seed=seed,
                 best_fit=config.data.packing == "best_fit",
                 apart=config.documents_apart,
-                reshuffle=config.data.reshuffle,
+                reshuffle=config.data.packing == "reshuffle",
             )
         return Opened(settings, ShardData(dataset, windows, asked_schedule(config, windows.order.windows), val_tokens))
 
@@ -169,8 +169,6 @@ def _open_arrays(settings: LoadedConfig, arrays: Arrays) -> TrainingData:
             "arrays that are given to train are joined as they come",
             "set data.packing=concat, data.stride=null, data.documents=joined and data.streaming=false",
         )
-    if data.reshuffle:
-        raise ConfigError("data.reshuffle is for prepared text, and train was given data=", "set data.reshuffle=false")
     if limits_of(data) is not None:
         raise ConfigError(
             "limits on documents, tokens or bytes are for text that is read, and train was given data=",
@@ -185,13 +183,13 @@ def _open_arrays(settings: LoadedConfig, arrays: Arrays) -> TrainingData:
 
 def _check_no_epoch_end(config: RunConfig, what: str) -> None:
     asked = {
-        "eval.epoch_end": (config.eval.epoch_end, "set eval.every"),
-        "checkpoint.epochs": (config.checkpoint.epochs, "set checkpoint.every"),
+        "eval.every": (config.eval.epochs, "set eval.every in steps"),
+        "checkpoint.every": (config.checkpoint.epochs, "set checkpoint.every in steps or minutes"),
         "optim.warmup": (config.optim.warmup_epochs, "set optim.warmup in steps, or to a share of the run"),
     }
     for path, (value, hint) in asked.items():
         if value:
-            raise ConfigError(f"{path} is set, but where an epoch of {what} ends is not known", hint)
+            raise ConfigError(f"{path} is in epochs, but where an epoch of {what} ends is not known", hint)
 
 
 def vocabulary_of(opened: Opened) -> int:
@@ -329,7 +327,6 @@ def _asked(
         format=chat.format,
         fields=dict(pair.split("=", 1) for pair in chat.fields),
         train_on=chat.train_on,
-        too_long=chat.too_long,
         val_fraction=0.0 if chat.val_source is not None else chat.val_fraction,
         limit=sample_limit(config),
     )

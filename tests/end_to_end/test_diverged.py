@@ -165,10 +165,10 @@ def drawn(kind: str, seed: int, corpus: Path) -> Iterator[Case]:
         # Two ways to overflow: a decay that makes weights larger, and a second moment without memory, which divides by
         # gradients of zero.
         if choose([True, False]):
-            role = choose(["embedding", "head", "cautious"])
-            if target not in ("record", "modern") or role == "cautious":
+            role = choose(["embedding", "head", "plain"])
+            if target not in ("record", "modern") or role == "plain":
                 wild += [f"optim.{field}={rate}", f"optim.weight_decay={decay}"]
-                wild += ["optim.cautious=false"] if optimizer == "muon" else []
+                wild += ["optim.optimizer=muon"] if optimizer == "muon" else []
             else:
                 wild += [f"optim.{role}_rate={rate}", f"optim.{role}_decay={decay}"]
         else:

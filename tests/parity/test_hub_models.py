@@ -231,7 +231,7 @@ def test_weights_go_straight_to_the_device(tmp_path):
 # --- our own models ---------------------------------------------------------------------------------------------------
 
 BARE = {"norm_weights": False, "qk_scale": 1.2, "embedding_norm": True, "tied": False, "kv_heads": 2}
-BARE |= {"zero_init": True, "embedding_std": 1.0}
+BARE |= {"zero_init": True}
 OWN: dict[str, tuple[dict[str, Any], str]] = {
     "as it comes": ({}, "qwen3"),
     "wide heads": ({"head_size": 12, "kv_heads": 2, "tied": False}, "qwen3"),

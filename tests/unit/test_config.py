@@ -201,14 +201,14 @@ def test_every_leaf_has_a_source() -> None:
 def test_each_layer_wins_over_those_below(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        "# mine\npreset: gpt2-124m\nhardware: 8gb\n\ntrain:\n  seed: 7\noptim:\n  eps: 1e-7\n  clip: 2\n",
+        "# mine\npreset: gpt2-124m\nhardware: 8gb\n\ntrain:\n  seed: 7\noptim:\n  min_ratio: 0.5\n  clip: 2\n",
     )
     loaded = fitted(load_config(path, ["optim.clip=3"]))
     expected = {
         "optim.beta1": (0.9, "preset", "preset gpt2-124m"),
         "speed.micro_batch": (8, "hardware", "hardware 8gb"),
         "train.seed": (7, "file", f"{path}:6"),
-        "optim.eps": (1e-7, "file", f"{path}:8"),
+        "optim.min_ratio": (0.5, "file", f"{path}:8"),
         "optim.clip": (3.0, "override", "command line"),
         "model.norm": ("layernorm", "family", "family gpt2"),
         "eval.patience": (0, "default", "default"),
@@ -962,30 +962,79 @@ def test_a_family_differs_from_the_other_in_the_fields_that_it_decides_alone():
 
 def test_what_became_constant_is_read_where_it_has_that_value_and_refused_otherwise(tmp_path: Path):
     constants = former.CONSTANTS
-    fields = [path for path in constants if path in field_facts()]
-    assert not fields, "no setting and a constant at once"
-    sections: dict[str, list[str]] = {}
+    assert not [path for path in constants if path in field_facts()], "no setting and a constant at once"
+    sections: dict[str, dict[str, Any]] = {}
     for path, constant in constants.items():
         section, _, name = path.partition(".")
-        sections.setdefault(section, []).append(f"  {name}: {format_value(constant.value)}")
+        if not callable(constant.value):
+            sections.setdefault(section, {})[name] = constant.value
     config = tmp_path / "old.yaml"
-    lines = ["preset: shakespeare", *(line for name, own in sections.items() for line in (f"{name}:", *own)), ""]
-    config.write_text("\n".join(lines), encoding="utf-8")
+    lines = [f"  {name}: {format_value(value)}" for values in sections.values() for name, value in values.items()]
+    counts = iter(lines)
+    text = "".join(
+        f"{section}:\n" + "".join(f"{next(counts)}\n" for _ in values) for section, values in sections.items()
+    )
+    config.write_text(f"preset: shakespeare\n{text}", encoding="utf-8")
     load_config(config)
+    assert former.as_now(sections) == {section: {} for section in sections}
     for path in constants:
         section, _, name = path.partition(".")
         config.write_text(f"{section}:\n  {name}: 12345.5\n", encoding="utf-8")
-        with pytest.raises(ConfigError, match=f"{path} is no setting any more: it is always"):
+        with pytest.raises(ConfigError, match=f"{path} is no setting any more: it "):
             load_config(config)
-        with pytest.raises(ConfigError, match=f"{path} is no setting any more: it is always"):
+        with pytest.raises(ConfigError, match=f"{path} is no setting any more: it "):
             load_config("shakespeare", [f"{path}=12345.5"])
 
 
-def test_a_warm_up_of_an_earlier_version_is_read(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("section", "former_values", "values"),
+    [
+        ("optim", "{warmup_steps: 7, warmup: null}", {"warmup": 7}),
+        ("optim", "{warmup_steps: 7}", {"warmup": 7}),
+        ("optim", "{warmup: 0.5}", {"warmup": 0.5}),
+        ("optim", "{normuon: true, optimizer: muon, cautious: true, eps: 1e-10}", {"optimizer": "normuon"}),
+        ("optim", "{normuon: false, optimizer: muon, cautious: false, eps: 1e-8}", {"optimizer": "muon"}),
+        ("data", "{packing: concat, reshuffle: true}", {"packing": "reshuffle"}),
+        ("data", "{packing: best_fit, reshuffle: false}", {"packing": "best_fit"}),
+        ("data", "{source: [{path: a, field: null, document_start: null}]}", {"source": [SourceConfig(path="a")]}),
+        ("model", "{zero_init: true, tied: false, width: 384, embedding_std: 1.0}", {"zero_init": True}),
+        ("model", "{zero_init: true, tied: true, width: 512, heads: 4, embedding_std: 0.0221}", {"zero_init": True}),
+        (
+            "clean",
+            "{exact_duplicates: true, near_duplicates: 0.8, repetition: false, quality: true, max_characters: null}",
+            {"drop": ["exact_duplicates", "near_duplicates", "quality"]},
+        ),
+    ],
+)
+def test_what_is_said_by_another_setting_now_is_read(
+    tmp_path: Path, section: str, former_values: str, values: dict[str, Any]
+):
     config = tmp_path / "old.yaml"
-    for text, warmup in (("warmup_steps: 7\n  warmup: null", 7), ("warmup_steps: 7", 7), ("warmup: 0.5", 0.5)):
-        config.write_text(f"preset: shakespeare\noptim:\n  {text}\n", encoding="utf-8")
-        assert load_config(config).config.optim.warmup == warmup
-    with pytest.raises(ConfigError, match="not a known key") as caught:
-        load_config("shakespeare", ["optim.warmup_steps=7"])
-    assert "did you mean optim.warmup?" in caught.value.hint
+    config.write_text(f"train: {{steps: 1}}\n{section}: {former_values}\n", encoding="utf-8")
+    found = getattr(load_config(config).config, section)
+    assert {name: getattr(found, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("setting", "written"),
+    [
+        ("data.reshuffle: false", "data.packing=reshuffle"),
+        ("optim.normuon: false", "optim.optimizer=normuon"),
+        ("clean.quality: true", r"clean.drop=\[quality\]"),
+        ("clean.near_duplicates: 0.7", r"clean.drop=\[near_duplicates\]"),
+        ("optim.cautious: true", "optim.optimizer=normuon"),
+        ("optim.eps: 1e-8", "1e-10"),
+        ("model.embedding_std: 1.0", "model.zero_init"),
+    ],
+)
+def test_what_depends_on_more_than_a_file_says_is_refused_with_the_setting_of_today(
+    tmp_path: Path, setting: str, written: str
+):
+    path, value = setting.split(": ")
+    section, name = path.split(".")
+    config = tmp_path / "old.yaml"
+    config.write_text(f"preset: modern\n{section}:\n  {name}: {value}\n", encoding="utf-8")
+    for words in ((config,), ("modern", [f"{path}={value}"])):
+        with pytest.raises(ConfigError, match=path) as caught:
+            load_config(*words)
+        assert re.search(written, caught.value.hint)

@@ -358,12 +358,12 @@ def test_rules_travel_and_describe_themselves() -> None:
     def rules_with(**settings: Any) -> CleanRules:
         return load_rules(CleanConfig(languages=["en", "de"], **settings))
 
-    rules = rules_with(near_duplicates=0.8)
+    rules = rules_with(drop=["near_duplicates"])
     assert pickle.loads(pickle.dumps(rules)) == rules
     described = rules.to_json()
     assert described["language_method"].startswith("resiliparse ")
     assert described["near_method"].startswith("rensa ")
-    for other in (rules_with(near_duplicates=0.7), rules_with(near_duplicates=0.8, drop=["quality"])):
+    for other in (rules_with(), rules_with(drop=["near_duplicates", "quality"])):
         assert other.to_json() != described
     assert as_now({"clean": described})["clean"].keys() >= set(CleanConfig.model_fields) - {"drop"}
 

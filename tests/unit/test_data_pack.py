@@ -397,7 +397,7 @@ def test_a_limit_cuts_a_text_without_documents_at_a_character(
     monkeypatch.setattr(readers, "PIECE", piece)
     text = "".join(f"word {number} of a long tëxt\n" for number in range(120))
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    clean = CleanConfig(near_duplicates=0.9)
+    clean = CleanConfig(drop=["near_duplicates"])
     for most in (609, 610, 611):  # 610 bytes end inside of a character
         folder = tmp_path / f"data{most}"
         manifest = pack(str(tmp_path / "text.txt"), folder, tokenizer, "contiguous", 0.25, clean=clean,
@@ -580,7 +580,7 @@ def test_a_long_document_of_which_one_piece_is_rejected_is_dropped_whole(
 def test_near_duplicates_and_rules_are_counted(tmp_path: Path, small_parts: None) -> None:
     prose = [" ".join(f"word{number}x{place}" for place in range(60)) for number in range(12)]
     texts = [*prose, prose[3] + " and a few more words", "short", ""]
-    clean = CleanConfig(near_duplicates=0.7, min_characters=20)
+    clean = CleanConfig(drop=["near_duplicates"], min_characters=20)
     pack(rows(tmp_path, texts), tmp_path / "data", "bytes", "document", 0.4, clean=clean)
     report = read_report(tmp_path / "data")
     assert report is not None

@@ -547,7 +547,7 @@ def test_a_source_that_changes_is_noticed(source: Path, monkeypatch: pytest.Monk
         ({"source": ["a.txt", {"path": "-"}]}, {}, "standard input"),
         ({"val_source": "-"}, {}, "standard input"),
         ({}, {"drop": ["exact_duplicates"]}, r"clean\.drop"),
-        ({}, {"near_duplicates": 0.8}, r"clean\.near_duplicates"),
+        ({}, {"drop": ["near_duplicates"]}, r"clean\.drop=\[near_duplicates\]"),
     ],
 )
 def test_what_needs_the_whole_corpus_is_refused(source, data, clean, message):

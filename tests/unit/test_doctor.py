@@ -420,7 +420,7 @@ PLANTED = [
     Planted(case="package missing", prepare=text_file("a.parquet", b"PAR1" + b"0" * 40 + b"PAR1"), area="data",
             machine=machine(packages={}), status="bad", found="reading parquet files needs the package pyarrow",
             fix="flatout[data]"),
-    Planted(case="near duplicates without their package", words=("clean.near_duplicates=0.8",),
+    Planted(case="near duplicates without their package", words=("clean.drop=[near_duplicates]",),
             machine=machine(packages={}), area="data", status="bad", found="rensa", fix="flatout[data]"),
     Planted(case="nothing prepared", target="gpt2-124m", area="data", status="bad",
             found="data/gpt2-corpus holds no prepared data", fix="Set data.source to a text file or folder"),

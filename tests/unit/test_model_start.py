@@ -30,21 +30,23 @@ def built(**changes) -> GPT:
 @pytest.mark.parametrize(
     ("changes", "others"),
     [
-        ({"zero_init": True}, (".attention.out.weight", ".mlp.out.weight")),
-        ({"embedding_std": 0.5}, ("embedding.weight",)),
+        ({"zero_init": True}, (".attention.out.weight", ".mlp.out.weight", "embedding.weight")),
+        ({"zero_init": True, "tied": False}, (".attention.out.weight", ".mlp.out.weight", "embedding.weight")),
         ({"norm_weights": False, "qk_scale": 1.2, "embedding_norm": True}, ()),
     ],
     ids=str,
 )
 def test_a_field_changes_no_weight_but_its_own(changes, others):
-    plain, changed = (dict(model.named_parameters()) for model in (built(), built(**changes)))
+    model = built(**changes)
+    plain, changed = dict(built(tied=model.config.tied).named_parameters()), dict(model.named_parameters())
     for name, weight in changed.items():
         if not name.endswith(others or "nothing"):
             assert torch.equal(weight, plain[name]), name
-        elif "zero_init" in changes:
+        elif name != "embedding.weight":
             assert not weight.any(), name
         else:
-            assert torch.allclose(weight, plain[name] * 25)
+            own = 0.5 / math.sqrt(SHAPE["width"]) if model.config.tied else 1.0
+            assert torch.allclose(weight, plain[name] * own / 0.02)
     gone = {name for name in plain if "norm" in name} if "norm_weights" in changes else set()
     assert plain.keys() - changed.keys() == gone
 

@@ -65,10 +65,8 @@ class DataConfig(Section):
 class CleanConfig(Section):
     min_characters: Natural = 0
     """Drop documents shorter than this; 0 keeps them."""
-    drop: list[Literal["exact_duplicates", "repetition", "quality"]] = Field(default=[])
-    """Drop documents with the text of an earlier one, that repeat lines or word n-grams, or that are no prose."""
-    near_duplicates: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Drop documents this similar to an earlier one (Jaccard of word 5-grams, by MinHash)."""
+    drop: list[Literal["exact_duplicates", "near_duplicates", "repetition", "quality"]] = Field(default=[])
+    """Drop documents with the text of an earlier one, or 80% like it, that repeat themselves, or that are no prose."""
     languages: Annotated[list[Annotated[str, Field(pattern=r"^[a-z]{2,3}$")]], Field(min_length=1)] | None = None
     """Keep only documents in these languages, such as [en, de]."""
 

@@ -1,103 +1,148 @@
-"""Settings that earlier versions had: constants now, or joined with another one.
+"""Settings that earlier versions had: constants now, or parts of another one.
 
 A file or a stored config that still has one is read where it says what holds now, so that those of earlier versions
 load. Any other value is refused with what it is now, and on a command line each of them is.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from flatout.config.yaml_loader import format_value
 from flatout.errors import ConfigError
 
+Written = Mapping[str, Any]  # a section, by name
+
 
 class Constant(NamedTuple):
-    value: Any
+    value: Any  # a function where it follows from other settings of its section
     why: str  # a clause
 
 
+class Part(NamedTuple):
+    """What another field says now."""
+
+    field: str
+    value: Callable[
+        [Any, Written], Any
+    ]  # there, by the value here and the rest of the section; or one of the two below
+    written: str  # how it is written now
+
+
+NOTHING, REFUSED = object(), object()  # it says what holds anyway; what it says depends on what the file leaves out
+
+
+def _by_optimizer(beside_normuon: Any, otherwise: Any) -> Callable[[Written], Any]:
+    def value(optim: Written) -> Any:
+        if "optimizer" not in optim:
+            return REFUSED
+        return beside_normuon if "normuon" in (optim["optimizer"], optim.get("normuon") and "normuon") else otherwise
+
+    return value
+
+
+def _embedding_std(model: Written) -> Any:
+    if not {"zero_init", "tied", "width"} <= model.keys():
+        return REFUSED
+    head = float(f"{0.5 / math.sqrt(model['width']):.3g}")
+    return None if not model["zero_init"] else head if model["tied"] else 1.0
+
+
+_MUON = "optim.muon_rate is what Muon needs"
 CONSTANTS: Mapping[str, Constant] = {
     "model.state_heads": Constant(8, "modulation has 8 groups of states, or as many as divide model.states"),
     "model.resonance": Constant(0.0, "states are read as they are"),
     "model.energy": Constant(0.0, "the loss has no term for eigenvalues"),
+    "model.embedding_std": Constant(_embedding_std, "it is 0.02, or with model.zero_init 1, for a tied head less"),
     "data.shard_tokens": Constant(100_000_000, "the size of shard files changes nothing"),
     "clean.max_characters": Constant(None, "clean.drop=[quality] drops documents of more than 100,000 words"),
     "clean.blocked_urls": Constant(None, "take such pages out of the crawl before it is prepared"),
     "chat.too_long": Constant("truncate", "samples are cut at chat.max_tokens, and the report counts them"),
     "optim.weight_decay_end": Constant(None, "optim.weight_decay holds for the whole run"),
-    "optim.momentum": Constant(0.95, "optim.muon_rate is what Muon needs"),
-    "optim.momentum_start": Constant(0.85, "optim.muon_rate is what Muon needs"),
-    "optim.momentum_warmup_steps": Constant(100, "optim.muon_rate is what Muon needs"),
+    "optim.cautious": Constant(_by_optimizer(True, False), "optim.optimizer=normuon decays cautiously, muon does not"),
+    "optim.momentum": Constant(0.95, _MUON),
+    "optim.momentum_start": Constant(0.85, _MUON),
+    "optim.momentum_warmup_steps": Constant(100, _MUON),
     "optim.momentum_cooldown_steps": Constant(0, "a cool-down of the momentum gained nothing"),
+    "optim.eps": Constant(_by_optimizer(1e-10, 1e-8), "it is 1e-8, beside NorMuon 1e-10"),
     "train.batch_rate_power": Constant(0.5, "rates go with the root of the batch"),
     "eval.epoch_end": Constant(False, "eval.every takes epochs, too, such as `1 epoch`"),
     "checkpoint.minutes": Constant(0.0, "checkpoint.every takes minutes, too, such as `10 minutes`"),
     "checkpoint.epochs": Constant(0, "checkpoint.every takes epochs, too, such as `2 epochs`"),
-    "checkpoint.full_disk_wait": Constant(300.0, "a run on a full disk saves again once there is room: resume it"),
+    "checkpoint.full_disk_wait": Constant(300.0, "a run that ended on a full disk is resumed once there is room"),
     "parallel.check_every": Constant(1000, "to compare the weights takes no time that could be seen"),
 }
 
 
-def _dropped(rule: str) -> Callable[[Any], tuple[str, Any] | None]:
-    return lambda value: ("clean.drop", [rule]) if value is True else None
+_RULES = {"exact_duplicates": True, "near_duplicates": 0.8, "repetition": True, "quality": True}
+_OF_A_SOURCE = ("field", "document_start")  # which each source of a mixture had, besides those of `data`
 
 
-_OF_A_SOURCE = ("field", "document_start")
+def _drop(_: Any, clean: Written) -> Any:
+    if any(clean.get(name, "") not in (on, False, None) for name, on in _RULES.items()):
+        return REFUSED
+    return [name for name in _RULES if clean[name]]
 
 
-def _without_nulls(source: Any) -> tuple[str, Any]:
-    """Sources of a mixture had fields and a `document_start` of their own."""
-    if isinstance(source, list):
-        source = [
-            {name: value for name, value in one.items() if value is not None or name not in _OF_A_SOURCE}
-            if isinstance(one, Mapping)
-            else one
-            for one in source
-        ]
-    return "data.source", source
+def _source(source: Any, _: Written) -> Any:
+    if not isinstance(source, list):
+        return source
+    return [
+        {name: value for name, value in one.items() if value is not None or name not in _OF_A_SOURCE}
+        if isinstance(one, Mapping)
+        else one
+        for one in source
+    ]
 
 
-# By the former path: the field of today and its value there, or None where nothing is said that does not hold anyway.
-_JOINED: Mapping[str, Callable[[Any], tuple[str, Any] | None]] = {
-    "clean.exact_duplicates": _dropped("exact_duplicates"),
-    "clean.repetition": _dropped("repetition"),
-    "clean.quality": _dropped("quality"),
-    "data.source": _without_nulls,
-    "data.reshuffle": lambda value: ("data.packing", "reshuffle") if value is True else None,
-    "optim.warmup": lambda value: None if value is None else ("optim.warmup", value),
-    "optim.warmup_steps": lambda value: ("optim.warmup", value),
+def _packing(reshuffles: Any, data: Written) -> Any:
+    return REFUSED if "packing" not in data else "reshuffle" if reshuffles else NOTHING
+
+
+def _optimizer(normuon: Any, optim: Written) -> Any:
+    return REFUSED if "optimizer" not in optim else "normuon" if normuon and optim["optimizer"] == "muon" else NOTHING
+
+
+PARTS: Mapping[str, Part] = {
+    **{f"clean.{name}": Part("clean.drop", _drop, f"clean.drop=[{name}]") for name in _RULES},
+    "data.reshuffle": Part("data.packing", _packing, "data.packing=reshuffle"),
+    "data.source": Part("data.source", _source, "data.source"),
+    "optim.normuon": Part("optim.optimizer", _optimizer, "optim.optimizer=normuon"),
+    "optim.warmup": Part("optim.warmup", lambda warmup, _: NOTHING if warmup is None else warmup, "optim.warmup"),
+    "optim.warmup_steps": Part("optim.warmup", lambda steps, _: steps, "optim.warmup=100"),
 }
 
 
 def refusal(path: str, where: str) -> ConfigError | None:
-    """What to say to somebody who sets what became constant; None for any other key."""
+    """What to say to somebody who sets what is no setting any more; None for any other key."""
+    if path in PARTS:
+        part = PARTS[path]
+        return ConfigError(f"{where}: {path} is part of {part.field} now", f"write {part.written}")
     constant = CONSTANTS.get(path)
     if constant is None:
         return None
-    return ConfigError(
-        f"{where}: {path} is no setting any more: it is always {format_value(constant.value)}",
-        f"leave it out: {constant.why}",
-    )
+    always = "it follows from others" if callable(constant.value) else f"it is always {format_value(constant.value)}"
+    return ConfigError(f"{where}: {path} is no setting any more: {always}", f"leave it out: {constant.why}")
 
 
-def section_now(section: str, values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+def section_now(section: str, values: Written) -> dict[str, tuple[Any, str]]:
     """A section of a file as this version has it: by path, each value and the name that it stands under there.
 
     Names that are no fields stay, for whoever reads them to refuse.
     """
     found: dict[str, tuple[Any, str]] = {}
-    for name in sorted(values, key=lambda name: f"{section}.{name}" in _JOINED):  # they win over the fields they joined
+    for name in sorted(values, key=lambda name: f"{section}.{name}" in PARTS):  # parts win over the field that has them
         path, value = f"{section}.{name}", values[name]
-        constant, join = CONSTANTS.get(path), _JOINED.get(path)
-        if constant is not None and constant.value == value:
-            continue
-        if join is not None:
-            joined = join(value)
-            if joined is None:
+        if path in CONSTANTS:
+            constant = CONSTANTS[path].value
+            if value == (constant(values) if callable(constant) else constant):
                 continue
-            path, value = joined
-            if path == "clean.drop" and path in found:
-                value = [*found[path][0], *value]
+        elif path in PARTS:
+            there = PARTS[path].value(value, values)
+            if there is NOTHING:
+                continue
+            if there is not REFUSED:
+                path, value = PARTS[path].field, there
         found[path] = value, name
     return found
 

@@ -74,10 +74,8 @@ class ModelConfig(Section):
     """Learned weights (and of LayerNorm biases) in norms, those of queries and keys included."""
     embedding_norm: bool = False
     """RMS norm without weights right after the embedding."""
-    embedding_std: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
-    """Standard deviation that token embeddings are drawn with; null is 0.02."""
     zero_init: bool = False
-    """Start with zeros where attention and MLP join the residual stream, so that every block begins as nothing."""
+    """Start with zeros where attention and MLP join the residual stream, and with large embeddings."""
     positions: Literal["rope", "learned"] = "rope"
     """How the model knows where a token stands."""
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0

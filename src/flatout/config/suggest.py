@@ -22,10 +22,9 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "checkpoint.every": "always_save_checkpoint checkpoint_interval ckpt_interval save_every save_interval "
         "save_steps save_strategy",
         "checkpoint.keep": "keep_last keep_last_n max_checkpoints save_total_limit",
-        "clean.drop": "dedup deduplicate exact_dedup",
+        "clean.drop": "dedup deduplicate exact_dedup fuzzy_dedup minhash minhash_dedup near_dedup",
         "clean.languages": "lang langs language",
         "clean.min_characters": "min_chars min_length",
-        "clean.near_duplicates": "fuzzy_dedup minhash minhash_dedup minhash_threshold near_dedup",
         "data.document_start": "document_separator separator",
         "data.field": "content_field content_key dataset_text_field json_keys text_column text_field text_key",
         "data.format": "dataset_format dataset_type file_format file_type",
@@ -79,7 +78,6 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "optim.clip": "clip_grad clip_grad_norm grad_clip gradient_clip gradient_clip_val gradient_clipping "
         "max_grad_norm",
         "optim.ema": "average_weights ema_decay ema_weight use_ema weight_averaging",
-        "optim.eps": "adam_eps adam_epsilon",
         "optim.learning_rate": "base_lr lr max_lr peak_lr",
         "optim.embedding_rate": "embed_lr embedding_lr",
         "optim.head_rate": "lm_head_lr unembedding_lr",

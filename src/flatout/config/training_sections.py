@@ -79,8 +79,8 @@ _Memory = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimConfig(Section):
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """What updates the matrices of blocks: adamw, or muon, which orthogonalises their updates; the rest is AdamW's."""
+    optimizer: Literal["adamw", "muon", "normuon"] = "adamw"
+    """For matrices of blocks; muon orthogonalises updates, normuon scales their rows too and decays cautiously."""
     learning_rate: _Rate = 1e-3
     """Peak learning rate of AdamW; with muon that of scalars, norms and whatever has no rate of its own."""
     muon_rate: _Rate = 0.02
@@ -107,25 +107,29 @@ class OptimConfig(Section):
     """Weight decay of an untied head; null is weight_decay, with muon none."""
     table_decay: _Decay | None = None
     """Weight decay of the tables that have table_rate; null is weight_decay, with muon none."""
-    cautious: bool = False
-    """Muon decays a weight only where the update makes it smaller, too."""
-    normuon: bool = False
-    """Muon scales rows of an update, or columns of a wide one, to equal size by a second moment (NorMuon)."""
     beta1: _Memory = 0.9
     """AdamW's memory of the gradient."""
     beta2: _Memory = 0.95
     """AdamW's memory of the squared gradient."""
-    eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-8
-    """AdamW's guard against division by zero."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm, larger ones are scaled down; 0 never clips."""
     ema: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Evaluate, sample and export an average of weights, of which update n keeps min(ema, (1+n)/(10+n)); 0 has none."""
 
     @property
+    def has_muon(self) -> bool:
+        """Whether the matrices of blocks are Muon's, in either form."""
+        return self.optimizer != "adamw"
+
+    @property
+    def eps(self) -> float:
+        """AdamW's guard against division by zero."""
+        return 1e-10 if self.optimizer == "normuon" else 1e-8
+
+    @property
     def rates(self) -> dict[str, float]:
         """Every peak rate that is set, by field: first that of the matrices, which decides whether a run is stable."""
-        first = ["muon_rate", "learning_rate"] if self.optimizer == "muon" else ["learning_rate"]
+        first = ["muon_rate", "learning_rate"] if self.has_muon else ["learning_rate"]
         fields = [*first, "embedding_rate", "head_rate", "table_rate"]
         return {name: rate for name in fields if (rate := getattr(self, name)) is not None}
 

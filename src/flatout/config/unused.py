@@ -31,8 +31,6 @@ _OF_BLOCKS = {
     "speed.attention": "AW",
 }  # fmt: skip
 
-_OF_MUON = [f"optim.{name}" for name in ("muon_rate", "cautious", "normuon")]
-
 
 def check_used(loaded: LoadedConfig) -> None:
     """Refuses the first setting, in the schema's order, that a user wrote for another kind of run."""
@@ -79,9 +77,8 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             why, hint = "queries and keys are not normed (model.qk_norm)", "set model.qk_norm=true, or leave it out"
             yield "model.qk_scale", why, hint
         yield from _unused_rotary(config.model)
-    if config.optim.optimizer != "muon":
-        for path in _OF_MUON:
-            yield path, "optim.optimizer is adamw", f"set optim.optimizer=muon, or leave {path} out"
+    if not config.optim.has_muon:
+        yield "optim.muon_rate", "optim.optimizer is adamw", "set optim.optimizer=muon, or leave optim.muon_rate out"
     if config.model.tied and config.model.init_from is None:
         why = "the head has the embedding's weights (model.tied)"
         for what in ("rate", "decay"):

@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # workers import this module and have no need of pydantic, wh
 
 Positions = npt.NDArray[np.int64]
 
-DROPPED = ("exact_duplicates", "repetition", "quality")  # what `clean.drop` may name
+SIMILAR = 0.8  # near duplicates: the least Jaccard similarity of word 5-grams
 
 # Gopher
 _FEWEST_WORDS, _MOST_WORDS = 50, 100_000
@@ -104,11 +104,13 @@ def load_rules(config: "CleanConfig") -> CleanRules:
     """The rules that a config asks for. What it names must exist: languages, packages."""
     return CleanRules(
         min_characters=config.min_characters,
-        near_duplicates=config.near_duplicates,
-        **{name: name in config.drop for name in DROPPED},
+        exact_duplicates="exact_duplicates" in config.drop,
+        near_duplicates=SIMILAR if "near_duplicates" in config.drop else None,
+        repetition="repetition" in config.drop,
+        quality="quality" in config.drop,
         languages=None if config.languages is None else _known_languages(config.languages),
         language_method=None if config.languages is None else f"resiliparse {version('resiliparse')}",
-        near_method=None if config.near_duplicates is None else method(),
+        near_method=method() if "near_duplicates" in config.drop else None,
     )
 
 

@@ -26,6 +26,7 @@ from typing import IO, Any, final
 import numpy as np
 import numpy.typing as npt
 
+from flatout.corpus.clean import SIMILAR
 from flatout.corpus.near import SLOTS, near_duplicates
 from flatout.data.causes import causes_of, mend_of
 from flatout.data.journal import SIGNATURES, Journal
@@ -97,8 +98,8 @@ class Decisions:
         self._find_long_documents()
         if "exact_duplicates" in request.clean.drop and parts:
             self._drop_exact()
-        if request.clean.near_duplicates is not None:
-            self._drop_near(request.clean.near_duplicates)
+        if "near_duplicates" in request.clean.drop:
+            self._drop_near()
         self._choose_by_weight()
         for status, reason in _REASONS.items():
             if count := int(np.count_nonzero(self.status == status)):
@@ -158,7 +159,7 @@ class Decisions:
             again = (high[order][1:] == high[order][:-1]) & (low[order][1:] == low[order][:-1])
             self.status[documents[order[1:][again]]] = EXACT
 
-    def _drop_near(self, threshold: float) -> None:
+    def _drop_near(self) -> None:
         kept = np.flatnonzero(self.status == KEPT)
         path = self._journal.folder / SIGNATURES
         path.unlink(missing_ok=True)  # of a prepare that was killed
@@ -169,7 +170,7 @@ class Decisions:
                     file.write(self._signatures(number))
             rows = np.memmap(path, dtype="<u4", mode="r", shape=(len(kept), SLOTS)) if len(kept) else None
             if rows is not None:
-                self.status[kept[near_duplicates(rows, threshold) >= 0]] = NEAR
+                self.status[kept[near_duplicates(rows, SIMILAR) >= 0]] = NEAR
         finally:
             path.unlink(missing_ok=True)
 

@@ -110,9 +110,9 @@ def open_stream(
 
 def check_streamable(data: DataConfig, clean: CleanConfig) -> None:
     """Refuses what takes the whole text to do."""
-    if clean.near_duplicates or "exact_duplicates" in clean.drop:
-        told = "clean.near_duplicates" if clean.near_duplicates else "clean.drop=[exact_duplicates]"
-        raise ConfigError(f"{told} needs the whole corpus, and data.streaming does not hold it", _PREPARE)
+    found = next((rule for rule in clean.drop if rule in ("exact_duplicates", "near_duplicates")), None)
+    if found is not None:
+        raise ConfigError(f"clean.drop=[{found}] needs the whole corpus, and data.streaming does not hold it", _PREPARE)
     if data.tokenizer == "char" or learned_vocab(data.tokenizer) is not None:
         raise ConfigError(
             f"the tokenizer `{data.tokenizer}` is made from the whole corpus, "

@@ -248,10 +248,12 @@ class GPT(nn.Module):
         """Draws every weight: GPT-2's scheme, 0.02 everywhere and 0.02/√(2L) where a branch joins the residual stream.
 
         The `gpt` family takes 0.5/√W instead of 0.02: the same at W = 625, and still of use at the widths of small
-        models, where 0.02 starts the blocks almost silent. `zero_init` has zeros where a branch joins.
+        models, where 0.02 starts the blocks almost silent. `zero_init` has zeros where a branch joins, and token
+        embeddings of size 1, or those of a tied head.
         """
         generator = torch.Generator().manual_seed(seed)
         std = 0.02 if self.config.family == "gpt2" else 0.5 / math.sqrt(self.config.width)
+        tokens = 0.02 if not self.config.zero_init else std if self.config.tied else 1.0
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 joins = name.endswith((".attention.out", ".mlp.out"))
@@ -264,8 +266,7 @@ class GPT(nn.Module):
             elif isinstance(module, Head) and module.weight is not None:
                 module.weight.normal_(0.0, std, generator=generator)
             elif isinstance(module, nn.Embedding):
-                own = self.config.embedding_std if isinstance(module, Embedding) else None
-                module.weight.normal_(0.0, own or 0.02, generator=generator)
+                module.weight.normal_(0.0, tokens if isinstance(module, Embedding) else 0.02, generator=generator)
             elif isinstance(module, Norm):
                 if module.weight is not None:
                     module.weight.fill_(1.0)

@@ -50,8 +50,8 @@ def rules_of(
             for role, peak in peaks.items()
         ]
 
-    if config.optimizer == "muon":
-        how = {"cautious": config.cautious, "normuon": config.normuon, "fused": fused, "exchange": exchange}
+    if config.has_muon:
+        how = {"normuon": config.optimizer == "normuon", "fused": fused, "exchange": exchange}
         how = {
             "optimizer": functools.partial(Muon, **how),
             "bytes": Muon.BYTES,
@@ -103,7 +103,7 @@ def state_bytes(config: OptimConfig, *, state: str, offload: bool, matrices: flo
     """
     average = 4 if config.ema else 0
     first, *_, last = (rule.bytes for rule in rules_of(config, 1, state=state, offload=offload))
-    share = matrices if config.optimizer == "muon" else 0.0
+    share = matrices if config.has_muon else 0.0
     return StateBytes(
         device=share * first.device + (1 - share) * last.device + average,
         host=share * first.host + (1 - share) * last.host,

@@ -33,7 +33,6 @@ SHORT = [*TINY, "model.layers=1", "train.steps=2", "train.batch_tokens=64", "eva
 SHORT += ["data.source=text.txt", "output.folder=run", "parallel.join=100"]
 # Where test_every_field has no other value, or one that needs a device.
 MORE = {
-    "model.ignore_auto_map": "true",
     "output.plots": "true",
     "output.trackers": "[tensorboard]",
     "parallel.form": "fsdp",

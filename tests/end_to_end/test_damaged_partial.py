@@ -26,7 +26,7 @@ def prepare(place: Path, folder: str, *, stop: bool = False, overwrite: bool = F
         if stop and told.phase == "merging":
             raise KeyboardInterrupt
 
-    data = DataConfig(source=str(place / "in"), tokenizer="bytes", split="document", val_fraction=0.3)
+    data = DataConfig(source=str(place / "in"), tokenizer="bytes", split="document", validation=0.3)
     request = request_of(data, CleanConfig(drop=["exact_duplicates"]))
     return pack_corpus(request, place / folder, workers=0, progress=progress, overwrite=overwrite)
 

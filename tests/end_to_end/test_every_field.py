@@ -81,7 +81,6 @@ OTHER: dict[str, str | list[str]] = {
     "model.dropout": "0.2",
     "model.init_from": [*GPT2, "model.init_from=weights"],
     "data.source": "other.txt",
-    "data.val_source": "other.txt",
     "data.folder": "shards",
     "data.tokenizer": "bytes",
     "data.unknown_characters": "replace",
@@ -93,7 +92,7 @@ OTHER: dict[str, str | list[str]] = {
     "data.max_tokens": ["data.max_tokens=3000", *STREAM],
     "data.max_bytes": ["data.max_bytes=3000", *STREAM],
     "data.split": ["data.split=document", "data.source=many.jsonl"],
-    "data.val_fraction": "0.2",
+    "data.validation": "0.2",
     "data.packing": ["data.packing=best_fit", *STREAM],
     "data.documents": ["data.documents=apart", *STREAM],
     "data.streaming": ["data.streaming=true", *STREAM],
@@ -102,13 +101,12 @@ OTHER: dict[str, str | list[str]] = {
     "clean.drop": ["clean.drop=[exact_duplicates, repetition]", "data.source=web.jsonl"],
     "clean.languages": ["clean.languages=[en]", "data.source=web.jsonl"],
     "chat.source": [*CHAT, "chat.source=others.json"],
-    "chat.val_source": [*CHAT, "chat.val_source=others.json"],
     "chat.format": [*CHAT, "chat.format=text"],
     "chat.fields": [*CHAT, "chat.fields=[completion=second]"],
     "chat.template": [*CHAT, "chat.template=chatml"],
     "chat.train_on": [*CHAT, "chat.train_on=all"],
     "chat.max_tokens": [*CHAT, "chat.max_tokens=40"],
-    "chat.val_fraction": [*CHAT, "chat.val_fraction=0.5"],
+    "chat.validation": [*CHAT, "chat.validation=0.5"],
     "chat.packing": [*CHAT, "chat.packing=false"],
     "chat.batch_samples": [*CHAT, "chat.batch_samples=3"],
     "lora.rank": [*CHAT, "lora.rank=2"],
@@ -136,8 +134,7 @@ OTHER: dict[str, str | list[str]] = {
     "optim.min_ratio": "0.9",
     "optim.decay_fraction": ["optim.schedule=wsd", "optim.decay_fraction=0.9"],
     "optim.weight_decay": "1.0",
-    "optim.beta1": "0.5",
-    "optim.beta2": "0.5",
+    "optim.betas": "[0.5, 0.5]",
     "optim.clip": "0.01",
     "optim.ema": "0.9",
     "train.steps": "7",
@@ -229,11 +226,10 @@ BESIDE: dict[str, list[str]] = {
     "checkpoint.best": ["eval.every=2", "checkpoint.keep=1"],
 }
 # Read by the terminal alone, or about files beside the run: tests/end_to_end/test_cli.py counts lines and looks for
-# them. tests/unit/test_hostile_models.py has models with an auto_map. And what a CPU refuses when it is written:
+# them. And what a CPU refuses when it is written:
 # tests/unit/test_features.py and tests/end_to_end/test_gpu_switches.py show it at work.
 # Several ranks: tests/end_to_end/test_many.py.
 ELSEWHERE = {
-    "model.ignore_auto_map",
     "output.log_every",
     "output.plots",
     "output.trackers",

@@ -458,4 +458,4 @@ def test_a_validation_split_without_a_target_is_told_before_training(tiny, tmp_p
     text = tmp_path / "text.txt"
     text.write_text("abcdefghij" * 20, encoding="utf-8")
     with pytest.raises(DataError, match="val split"):
-        next(flatout.train(tiny(f"data.source={text}", "data.val_fraction=0.005")))
+        next(flatout.train(tiny(f"data.source={text}", "data.validation=0.005")))

@@ -348,7 +348,7 @@ class Preparing:
     def prepare(self, kind: str, folder: Path, *, overwrite: bool = False) -> None:
         share = {"first": 0.2, "second": 0.3}[kind]
         words = ["data.source=rows", "data.tokenizer=bytes", "data.split=document"]
-        config = self.load(*words, f"data.val_fraction={share}", f"data.folder={folder / 'data/set'}")
+        config = self.load(*words, f"data.validation={share}", f"data.folder={folder / 'data/set'}")
         merge.SHARD_TOKENS = 600
         flatout.prepare(config, workers=0, overwrite=overwrite)
 

@@ -125,7 +125,7 @@ def test_every_verb_takes_a_config_with_a_limit_on_its_text(
 
 
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "train.batch_tokens=64"]
-GIVEN = ["data.field=[text,content]", "data.max_documents=90", "data.val_fraction=0.25", "clean.min_characters=4"]
+GIVEN = ["data.field=[text,content]", "data.max_documents=90", "data.validation=0.25", "clean.min_characters=4"]
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_every_verb_uses_data_as_it_was_prepared(
     for config in opened:
         data = config.data
         if data.source is not None:
-            assert (data.field, data.max_documents, data.val_fraction) == (["text", "content"], 90, 0.25)
+            assert (data.field, data.max_documents, data.validation) == (["text", "content"], 90, 0.25)
             assert config.clean.min_characters == 4
         else:
             assert data.folder == "data/rows-bytes", "the shards are measured on as they are"

@@ -49,7 +49,7 @@ def words(tmp_path: Path, corpus: Path) -> Make:
             ]
             lines = [json.dumps({"text": text}) for text in texts]
             (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-            stream = ["data.streaming=true", "data.tokenizer=bytes", "data.val_fraction=0.2", "data.source=rows.jsonl"]
+            stream = ["data.streaming=true", "data.tokenizer=bytes", "data.validation=0.2", "data.source=rows.jsonl"]
             return "shakespeare-char", [*shape, *stream, *more]
         if not (tmp_path / "base").exists():
             write_chat_model(tmp_path / "base")
@@ -240,7 +240,7 @@ def test_what_has_no_slices_is_refused_by_name(tmp_path: Path, words: Make, word
 
 SHRUNK = ["model.layers=4", "model.width=16", "model.heads=2", "model.context=8", "train.steps=2", "speed.device=cpu"]
 SHRUNK += ["train.batch_tokens=64", "train.tokens=null", "train.epochs=null", "eval.sample_tokens=0", "eval.tokens=64"]
-TEXT = ["data.folder=data", "data.tokenizer=char", "data.val_fraction=0.1", "data.split=contiguous"]
+TEXT = ["data.folder=data", "data.tokenizer=char", "data.validation=0.1", "data.split=contiguous"]
 TEXT += ["clean.languages=null", "clean.min_characters=0", "clean.drop=[]"]
 TEXT += ["data.invalid_utf8=strict", "data.unknown_characters=error"]
 

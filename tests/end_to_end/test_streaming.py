@@ -21,7 +21,7 @@ from tests.end_to_end.test_resume import stop_after
 
 STEPS = 40
 RUN = [
-    "data.tokenizer=bytes", "data.streaming=true", "data.val_fraction=0.2", "model.dropout=0.1",
+    "data.tokenizer=bytes", "data.streaming=true", "data.validation=0.2", "model.dropout=0.1",
     f"train.steps={STEPS}", "eval.every=10", "checkpoint.keep=3", "optim.learning_rate=3e-3",
 ]  # fmt: skip
 Tiny = Callable[..., LoadedConfig]
@@ -184,7 +184,7 @@ def test_what_a_stream_cannot_do_is_refused_before_anything_is_written(tiny: Tin
 
 def test_no_training_text_ends_the_run_with_an_error(tiny: Tiny, source: Path, tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
-    words = [f"data.source={tmp_path / 'empty.jsonl'}", f"data.val_source={source}"]
+    words = [f"data.source={tmp_path / 'empty.jsonl'}", f"data.validation={source}"]
     with pytest.raises(DataError, match="gives 0 training tokens"):
         list(flatout.train(tiny(*RUN, *words)))
 

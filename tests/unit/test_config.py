@@ -205,7 +205,7 @@ def test_each_layer_wins_over_those_below(tmp_path: Path) -> None:
     )
     loaded = fitted(load_config(path, ["optim.clip=3"]))
     expected = {
-        "optim.beta1": (0.9, "preset", "preset gpt2-124m"),
+        "optim.betas": ([0.9, 0.95], "preset", "preset gpt2-124m"),
         "speed.micro_batch": (8, "hardware", "hardware 8gb"),
         "train.seed": (7, "file", f"{path}:6"),
         "optim.min_ratio": (0.5, "file", f"{path}:8"),
@@ -994,6 +994,9 @@ def test_what_became_constant_is_read_where_it_has_that_value_and_refused_otherw
         ("optim", "{warmup: 0.5}", {"warmup": 0.5}),
         ("optim", "{normuon: true, optimizer: muon, cautious: true, eps: 1e-10}", {"optimizer": "normuon"}),
         ("optim", "{normuon: false, optimizer: muon, cautious: false, eps: 1e-8}", {"optimizer": "muon"}),
+        ("optim", "{beta1: 0.8, beta2: 0.99}", {"betas": [0.8, 0.99]}),
+        ("data", "{val_source: null, val_fraction: 0.2}", {"validation": 0.2}),
+        ("data", "{val_source: a.txt, val_fraction: 0.2}", {"validation": "a.txt"}),
         ("data", "{packing: concat, reshuffle: true}", {"packing": "reshuffle"}),
         ("data", "{packing: best_fit, reshuffle: false}", {"packing": "best_fit"}),
         ("data", "{source: [{path: a, field: null, document_start: null}]}", {"source": [SourceConfig(path="a")]}),
@@ -1022,6 +1025,7 @@ def test_what_is_said_by_another_setting_now_is_read(
         ("optim.normuon: false", "optim.optimizer=normuon"),
         ("clean.quality: true", r"clean.drop=\[quality\]"),
         ("clean.near_duplicates: 0.7", r"clean.drop=\[near_duplicates\]"),
+        ("optim.beta1: 0.9", r"optim.betas=\\[0.9, 0.95\\]"),
         ("optim.cautious: true", "optim.optimizer=normuon"),
         ("optim.eps: 1e-8", "1e-10"),
         ("model.embedding_std: 1.0", "model.zero_init"),

@@ -52,7 +52,7 @@ def pack(
     **how: Any,
 ) -> Manifest:
     data = DataConfig(
-        source=source, tokenizer=tokenizer, split=split, val_fraction=val_fraction, **(more or {}),
+        source=source, tokenizer=tokenizer, split=split, **{"validation": val_fraction, **(more or {})},
     )  # fmt: skip
     return pack_corpus(request_of(data, clean), folder, **how)
 
@@ -293,7 +293,7 @@ def texts_of(folder: Path) -> tuple[list[str], list[str]]:
 
 def test_a_validation_source_is_the_validation_split(tmp_path: Path) -> None:
     (tmp_path / "v.jsonl").write_text('{"text": "for validation"}\n', encoding="utf-8")
-    pack(rows(tmp_path), tmp_path / "data", more={"val_source": str(tmp_path / "v.jsonl")})
+    pack(rows(tmp_path), tmp_path / "data", more={"validation": str(tmp_path / "v.jsonl")})
     assert texts_of(tmp_path / "data") == (TEXTS, ["for validation"])
 
 
@@ -342,7 +342,7 @@ def test_a_limit_is_of_each_source_and_not_of_the_validation_source(tmp_path: Pa
     for name in names:
         name.write_text("".join(f'{{"text": "{name.stem}{number:03d} words"}}\n' for number in range(50)))
     mixture = [{"path": str(names[0]), "weight": 2}, str(names[1])]
-    pack(mixture, tmp_path / "data", more={"val_source": str(names[2]), "max_documents": 3}, workers=0)
+    pack(mixture, tmp_path / "data", more={"validation": str(names[2]), "max_documents": 3}, workers=0)
     train, val = texts_of(tmp_path / "data")
     first, second = ([f"{name}{number:03d} words" for number in range(3)] for name in "ab")
     assert train == first + first + second
@@ -466,7 +466,7 @@ def test_copies_of_a_text_over_several_parts_are_whole(
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     (tmp_path / "val.txt").write_text("for validation", encoding="utf-8")
     source = [{"path": str(tmp_path / "text.txt"), "weight": weight}]
-    pack(source, tmp_path / "data", more={"val_source": str(tmp_path / "val.txt")})
+    pack(source, tmp_path / "data", more={"validation": str(tmp_path / "val.txt")})
     train, _ = texts_of(tmp_path / "data")
     assert train == [text] * int(weight)
 
@@ -549,7 +549,7 @@ def test_long_documents_beside_short_ones_are_compared_to_their_ends(
         (tmp_path / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
     (tmp_path / "val.txt").write_text("for validation", encoding="utf-8")
     clean = CleanConfig(drop=["exact_duplicates"])
-    pack(str(tmp_path / "texts"), tmp_path / "data", clean=clean, more={"val_source": str(tmp_path / "val.txt")})
+    pack(str(tmp_path / "texts"), tmp_path / "data", clean=clean, more={"validation": str(tmp_path / "val.txt")})
     assert texts_of(tmp_path / "data")[0] == [*texts[:3], "the last"]
     assert (read_report(tmp_path / "data") or {})["dropped"] == {"exact_duplicate": 1}
 
@@ -568,7 +568,7 @@ def test_a_long_document_of_which_one_piece_is_rejected_is_dropped_whole(
     for number, text in enumerate(texts):
         (tmp_path / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
     (tmp_path / "val.txt").write_text("for validation", encoding="utf-8")
-    more = {"val_source": str(tmp_path / "val.txt")}
+    more = {"validation": str(tmp_path / "val.txt")}
     pack(str(tmp_path / "texts"), tmp_path / "data", tokenizer, more=more)
     dataset = open_dataset(tmp_path / "data")
     decoded = dataset.tokenizer.decode(dataset.train.read(0, dataset.train.tokens))
@@ -824,7 +824,7 @@ source, folder, moment = sys.argv[1:]
 plan.PART_BYTES = 256
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
-request = plan.request_of(DataConfig(source=source, tokenizer="bytes", split="document", val_fraction=0.3))
+request = plan.request_of(DataConfig(source=source, tokenizer="bytes", split="document", validation=0.3))
 def progress(told):
     if moment == "document" and told.documents > 30:
         die()
@@ -930,7 +930,7 @@ def test_packing_needs_no_torch(tmp_path: Path) -> None:
 def test_the_manifest_says_what_was_asked(tmp_path: Path) -> None:
     manifest: Manifest = pack(rows(tmp_path), tmp_path / "data", "bytes", "document", 0.25)
     settings = manifest.settings
-    assert (settings["source"], settings["split"], settings["val_fraction"]) == (rows(tmp_path), "document", 0.25)
+    assert (settings["source"], settings["split"], settings["validation"]) == (rows(tmp_path), "document", 0.25)
     assert settings["source_bytes"] == Path(rows(tmp_path)).stat().st_size
     assert manifest.tokenizer_fingerprint == load_tokenizer("bytes").fingerprint
     on_disk = json.loads((tmp_path / "data" / "manifest.json").read_bytes())

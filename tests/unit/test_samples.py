@@ -458,8 +458,8 @@ def test_bad_data_is_one_clear_error(prepare, tmp_path: Path, name: str, content
 BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"format": "chat"}, "no format 'chat'"),
     ({"fields": {"answer": "a"}}, "no format has a field 'answer'"),
-    ({"val_fraction": 1.0}, "val_fraction is 1.0"),
-    ({"val_fraction": -0.1}, "val_fraction is -0.1"),
+    ({"val_fraction": 1.0}, "chat.validation is 1.0"),
+    ({"val_fraction": -0.1}, "chat.validation is -0.1"),
 ]
 
 

@@ -1,6 +1,6 @@
 """`data`, `clean` and `chat`: the text, its tokens, what is dropped, and what a model is fine-tuned on."""
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,21 @@ Format = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "warc", "smil
 
 
 Fields = Name | Annotated[list[Name], Field(min_length=1)]
+
+
+class _Validated(Section):
+    if TYPE_CHECKING:  # a field here would come before all others
+        validation: str | float
+
+    @property
+    def val_source(self) -> str | None:
+        """The source of the validation data, where it is none of the training data."""
+        return self.validation if isinstance(self.validation, str) else None
+
+    @property
+    def val_fraction(self) -> float:
+        """The share that is held out; 0 where validation has a source of its own."""
+        return self.validation if isinstance(self.validation, float) else 0.0
 
 
 class SourceConfig(Section):
@@ -23,11 +38,11 @@ class SourceConfig(Section):
     """Instead of data.format for this source."""
 
 
-class DataConfig(Section):
+class DataConfig(_Validated):
     source: str | Annotated[list[Name | SourceConfig], Field(min_length=1)] | None = "shakespeare"
     """Raw text: `shakespeare` (shipped), a file, a folder, `hf:NAME`, `-` (standard input), or a list."""
-    val_source: str | None = None
-    """Source of the validation text; null takes val_fraction of data.source."""
+    validation: Name | Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """Share of the text that is kept for validation, or another source for it."""
     folder: Name | None = None
     """Folder of prepared token shards; null means data/SOURCE-TOKENIZER, filled on first use."""
     tokenizer: str = "char"
@@ -50,8 +65,6 @@ class DataConfig(Section):
     """Take the first documents of each source up to this many bytes, cutting plain text there; null takes all."""
     split: Literal["contiguous", "document"] = "contiguous"
     """Take validation from the end of the text, or choose whole documents by hash."""
-    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Share of the text kept for validation."""
     packing: Literal["concat", "reshuffle", "best_fit"] = "concat"
     """Windows over the joined documents, joined anew in every epoch, or whole ones fitted with little padding."""
     documents: Literal["joined", "apart"] = "joined"
@@ -71,11 +84,11 @@ class CleanConfig(Section):
     """Keep only documents in these languages, such as [en, de]."""
 
 
-class ChatConfig(Section):
+class ChatConfig(_Validated):
     source: str | None = None
     """File or folder of conversations or instructions to fine-tune on; null trains on plain text."""
-    val_source: str | None = None
-    """File or folder to evaluate on; null holds out a share of the rows."""
+    validation: Name | Share = 0.05
+    """Share of the rows that is held out for evaluation, or a file or folder to evaluate on."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"] = "auto"
     """How a row tells a conversation; auto looks at the first rows."""
     fields: list[Name] = Field(default=[])
@@ -86,8 +99,6 @@ class ChatConfig(Section):
     """What has a label: assistant turns, the last of them, or every token."""
     max_tokens: Positive | None = None
     """Most tokens of a sample; longer ones are cut; null means model.context, which they never exceed."""
-    val_fraction: Share = 0.05
-    """Share of the rows that is held out for evaluation."""
     packing: bool = True
     """Several samples in a row, none of which sees another; false pads each to a row."""
     batch_samples: Positive = 8

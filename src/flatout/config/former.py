@@ -54,6 +54,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "model.resonance": Constant(0.0, "states are read as they are"),
     "model.energy": Constant(0.0, "the loss has no term for eigenvalues"),
     "model.embedding_std": Constant(_embedding_std, "it is 0.02, or with model.zero_init 1, for a tied head less"),
+    "model.ignore_auto_map": Constant(False, "take auto_map out of the model's files to use it without its code"),
     "data.shard_tokens": Constant(100_000_000, "the size of shard files changes nothing"),
     "clean.max_characters": Constant(None, "clean.drop=[quality] drops documents of more than 100,000 words"),
     "clean.blocked_urls": Constant(None, "take such pages out of the crawl before it is prepared"),
@@ -103,10 +104,30 @@ def _optimizer(normuon: Any, optim: Written) -> Any:
     return REFUSED if "optimizer" not in optim else "normuon" if normuon and optim["optimizer"] == "muon" else NOTHING
 
 
+def _share(share: Any, section: Written) -> Any:
+    return share if section.get("val_source") is None else NOTHING
+
+
+def _validation(section: str) -> dict[str, Part]:
+    way = f"{section}.validation=0.1, or the name of a source"
+    return {
+        f"{section}.val_source": Part(f"{section}.validation", lambda path, _: NOTHING if path is None else path, way),
+        f"{section}.val_fraction": Part(f"{section}.validation", _share, way),
+    }
+
+
+def _betas(_: Any, optim: Written) -> Any:
+    return [optim["beta1"], optim["beta2"]] if {"beta1", "beta2"} <= optim.keys() else REFUSED
+
+
 PARTS: Mapping[str, Part] = {
     **{f"clean.{name}": Part("clean.drop", _drop, f"clean.drop=[{name}]") for name in _RULES},
     "data.reshuffle": Part("data.packing", _packing, "data.packing=reshuffle"),
     "data.source": Part("data.source", _source, "data.source"),
+    **_validation("data"),
+    **_validation("chat"),
+    "optim.beta1": Part("optim.betas", _betas, "optim.betas=[0.9, 0.95]"),
+    "optim.beta2": Part("optim.betas", _betas, "optim.betas=[0.9, 0.95]"),
     "optim.normuon": Part("optim.optimizer", _optimizer, "optim.optimizer=normuon"),
     "optim.warmup": Part("optim.warmup", lambda warmup, _: NOTHING if warmup is None else warmup, "optim.warmup"),
     "optim.warmup_steps": Part("optim.warmup", lambda steps, _: steps, "optim.warmup=100"),

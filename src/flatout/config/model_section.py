@@ -120,8 +120,6 @@ class ModelConfig(Section):
     """Dropout share in training."""
     init_from: str | None = None
     """What to start from: a run of ours, or a model's folder or hub name (GPT-2; to fine-tune any)."""
-    ignore_auto_map: bool = False
-    """Take a model whose files name code of its own (auto_map) without that code, which is never run."""
 
     @model_validator(mode="before")
     @classmethod

@@ -107,10 +107,8 @@ class OptimConfig(Section):
     """Weight decay of an untied head; null is weight_decay, with muon none."""
     table_decay: _Decay | None = None
     """Weight decay of the tables that have table_rate; null is weight_decay, with muon none."""
-    beta1: _Memory = 0.9
-    """AdamW's memory of the gradient."""
-    beta2: _Memory = 0.95
-    """AdamW's memory of the squared gradient."""
+    betas: Annotated[list[_Memory], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.95])
+    """AdamW's memory of the gradient, and of the squared gradient."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm, larger ones are scaled down; 0 never clips."""
     ema: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0

@@ -63,7 +63,6 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                 continue
             yield path, "fine-tuning on chat.source does not use it", hint
     if config.model.init_from is None:
-        yield "model.ignore_auto_map", "there is no model.init_from", "leave model.ignore_auto_map out"
         # Of a model from elsewhere its own shape is what counts, and it is read later.
         for path, letters in _OF_BLOCKS.items():
             if not set(letters) & set(config.model.kinds):

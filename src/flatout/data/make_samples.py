@@ -114,11 +114,11 @@ def _asked(
     """(folder, files to train on, files to evaluate on, what samples made of them are known by)"""
     if not 0.0 <= request.val_fraction < 1.0:
         raise ConfigError(
-            f"chat.val_fraction is {request.val_fraction}", "give a share from 0 up to, but not including, 1"
+            f"chat.validation is {request.val_fraction}", "give a share from 0 up to, but not including, 1"
         )
     target = Path(folder).resolve()
     train_files = row_files(request.source, "chat.source")
-    val_files = [] if request.val_source is None else row_files(request.val_source, "chat.val_source")
+    val_files = [] if request.val_source is None else row_files(request.val_source, "chat.validation")
     settings = dataclasses.asdict(request)
     del settings["source"], settings["val_source"]  # content counts, not where it lies
     del settings["limit"]  # the number counts
@@ -374,7 +374,7 @@ def _split(made: _Made, val_fraction: float) -> dict[str, _Made]:
     if len(used) < 2:
         raise DataError(
             "there are fewer than two different conversations, of which one cannot be held out",
-            "give more rows, or name a file to evaluate on in chat.val_source",
+            "give more rows, or name a file to evaluate on in chat.validation",
         )
     within = int(np.searchsorted(used, np.uint64(min(int(val_fraction * 2.0**64), 2**64 - 1))))
     border = used[min(max(within, 1), len(used) - 1) - 1]

@@ -355,9 +355,9 @@ class _Splitter:
 def _empty_hint(request: Request) -> str:
     data = request.data
     if data.val_source is not None:
-        return "check data.source and data.val_source"
+        return "check data.source and data.validation"
     other = "data.split=contiguous, which cuts inside a document, " if data.split == "document" else ""
-    return f"use more text, {other}or another data.val_fraction than {data.val_fraction}"
+    return f"use more text, {other}or another data.validation than {data.val_fraction}"
 
 
 def _nothing_left(decisions: Decisions, inputs: Inputs) -> DataError:

@@ -47,13 +47,12 @@ _MOST_DOCUMENTS = 50_000
 # What of the `data` section decides the result of preparing; the tokenizer is in the manifest under its fingerprint.
 DECISIVE = (
     "source",
-    "val_source",
+    "validation",
     "format",
     "field",
     "document_start",
     "invalid_utf8",
     "split",
-    "val_fraction",
     "unknown_characters",
 )
 

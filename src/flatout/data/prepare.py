@@ -225,7 +225,8 @@ def _differences(data: DataConfig, clean: CleanConfig | None, manifest: Manifest
     """By path, the settings that a dataset was prepared with and a config has otherwise, with both values."""
     no_limits = dict.fromkeys(LIMITS)
     asked = {**no_limits, **request_of(data, clean).settings(0, None)}
-    stored = {**no_limits, **request_of(DataConfig(), CleanConfig()).settings(0, None), **manifest.settings}
+    usual = request_of(DataConfig(), CleanConfig()).settings(0, None)
+    stored = {**no_limits, **usual, **as_now({"data": manifest.settings})["data"]}
     rules, wanted_rules = (as_now({"clean": settings["clean"]})["clean"] for settings in (stored, asked))
     pairs = {f"data.{name}": (stored[name], asked[name]) for name in (*DECISIVE, *LIMITS)}
     pairs |= {f"clean.{name}": (rules.get(name), wanted_rules.get(name)) for name in {**rules, **wanted_rules}}

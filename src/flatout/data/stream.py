@@ -364,7 +364,7 @@ class _Flow:
     def _too_little(self, tokens: int) -> DataError:
         return DataError(
             f"{self._stream.folder} gives {tokens} training tokens, and a window needs {self._least}: {self._seen}",
-            "give a source with more text, loosen the clean section, or lower model.context or data.val_fraction",
+            "give a source with more text, loosen the clean section, or lower model.context or data.validation",
         )
 
 
@@ -416,11 +416,11 @@ class _Validation:
     def finish(self, request: Request, folder: str) -> HeldTokens:
         if self.read.tokens < 2:
             own, problems = request.data.val_source, self.seen.problems
-            hint = "set data.val_source to a text with more in it"
+            hint = "set data.validation to a text with more in it"
             if problems and problems[0].kind == "field":
                 hint = mend_of(causes_of(problems))
             elif own is None:
-                hint += ", data.val_fraction higher, or data.document_start where a file holds many documents"
+                hint += ", data.validation higher, or data.document_start where a file holds many documents"
                 hint += "" if limits_of(request.data) is None else ", or a higher limit on documents, tokens or bytes"
             raise DataError(f"{folder if own is None else own} gives no validation text: {self.seen}", hint)
         ids = np.concatenate(self._ids)[: self._wanted]

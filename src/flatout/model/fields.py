@@ -447,7 +447,7 @@ DROPOUT = Feature(
 )
 
 START = Feature(
-    fields=("vocab", "init_from", "ignore_auto_map", "zero_init"),
+    fields=("vocab", "init_from", "zero_init"),
     described=False,
     no_export="they say how a model is begun; the size of its vocabulary is written as it came out",
 )

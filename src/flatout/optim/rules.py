@@ -33,7 +33,7 @@ def rules_of(
     common: dict[str, Any] = {
         "optimizer": functools.partial(kind, fused=fused),
         "bytes": kind.BYTES,
-        "settings": {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps},
+        "settings": {"beta1": config.betas[0], "beta2": config.betas[1], "eps": config.eps},
     }
 
     def rule(name: str, takes: Callable[[Trainable], bool], peak: float, **others: Any) -> Rule:

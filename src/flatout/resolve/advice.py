@@ -164,7 +164,7 @@ def _validation(plan: RunPlan, about: str) -> Finding | None:
     used = there if asked is None else min(asked, there)
     found = f"{about}{used:,} validation tokens; the loss they give is sure to about ±{_SPREAD / math.sqrt(used):.2g}"
     share = plan.settings.config.data.val_fraction
-    more = f"Raise data.val_fraction (now {share:g}), or use more text" if used == there else "Raise eval.tokens"
+    more = f"Raise data.validation (now {share:g}), or use more text" if used == there else "Raise eval.tokens"
     if used < max(_FEW_TARGETS, 2 * plan.model.context):
         return _data("validation").warn(
             found, f"That is too few to compare two runs by, or to choose the best checkpoint. {more}."

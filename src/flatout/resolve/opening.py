@@ -272,7 +272,7 @@ def open_sample_data(
     if request.val_source is None and not request.val_fraction:
         raise DataError(
             f"nothing of {request.source} is held out to evaluate on",
-            "set chat.val_fraction, or name chat.val_source",
+            "set chat.validation to a share or to a file",
         )
     samples = prepare_samples(request, base.tokenizer, template, folder, progress)
     assert samples.val is not None
@@ -308,7 +308,7 @@ def _asked(
     assert chat.source is not None, "checked by the config"
     assert name is not None, "checked by the config"
     try:
-        base = open_base(name, config.model.context, ignore_code=config.model.ignore_auto_map)
+        base = open_base(name, config.model.context)
     except CheckpointError as error:
         if not resumed:
             raise
@@ -327,7 +327,7 @@ def _asked(
         format=chat.format,
         fields=dict(pair.split("=", 1) for pair in chat.fields),
         train_on=chat.train_on,
-        val_fraction=0.0 if chat.val_source is not None else chat.val_fraction,
+        val_fraction=chat.val_fraction,
         limit=sample_limit(config),
     )
     said = {"template": notice, "context": cut}
@@ -356,7 +356,7 @@ def with_described_model(config: RunConfig, base: Base) -> RunConfig:
     Learned positions cannot be fewer than they are, nor scales of eigenstates longer than the context: what the run
     wants less is then a matter of its samples alone.
     """
-    kept = {name: getattr(config.model, name) for name in ("dropout", "ignore_auto_map")} | {"init_from": base.name}
+    kept = {"dropout": config.model.dropout, "init_from": base.name}
     model = base.description.config.model_copy(update=kept)
     shorter = {"max_tokens": sample_tokens(config)} if config.model.context < model.context else {}
     return config.model_copy(update={"model": model, "chat": config.chat.model_copy(update=shorter)})

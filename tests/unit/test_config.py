@@ -1025,7 +1025,7 @@ def test_what_is_said_by_another_setting_now_is_read(
         ("optim.normuon: false", "optim.optimizer=normuon"),
         ("clean.quality: true", r"clean.drop=\[quality\]"),
         ("clean.near_duplicates: 0.7", r"clean.drop=\[near_duplicates\]"),
-        ("optim.beta1: 0.9", r"optim.betas=\\[0.9, 0.95\\]"),
+        ("optim.beta1: 0.9", r"optim\.betas=\[0\.9, 0\.95\]"),
         ("optim.cautious: true", "optim.optimizer=normuon"),
         ("optim.eps: 1e-8", "1e-10"),
         ("model.embedding_std: 1.0", "model.zero_init"),

@@ -420,7 +420,7 @@ class _Validation:
             if problems and problems[0].kind == "field":
                 hint = mend_of(causes_of(problems))
             elif own is None:
-                hint += ", data.validation higher, or data.document_start where a file holds many documents"
+                hint += " or to a higher share, or data.document_start where a file holds many documents"
                 hint += "" if limits_of(request.data) is None else ", or a higher limit on documents, tokens or bytes"
             raise DataError(f"{folder if own is None else own} gives no validation text: {self.seen}", hint)
         ids = np.concatenate(self._ids)[: self._wanted]

@@ -241,7 +241,7 @@ def test_what_has_no_slices_is_refused_by_name(tmp_path: Path, words: Make, word
 SHRUNK = ["model.layers=4", "model.width=16", "model.heads=2", "model.context=8", "train.steps=2", "speed.device=cpu"]
 SHRUNK += ["train.batch_tokens=64", "train.tokens=null", "train.epochs=null", "eval.sample_tokens=0", "eval.tokens=64"]
 TEXT = ["data.folder=data", "data.tokenizer=char", "data.validation=0.1", "data.split=contiguous"]
-TEXT += ["clean.languages=null", "clean.min_characters=0", "clean.drop=[]"]
+TEXT += ["clean.languages=null", "clean.drop=[]"]
 TEXT += ["data.invalid_utf8=strict", "data.unknown_characters=error"]
 
 

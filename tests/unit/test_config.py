@@ -763,8 +763,8 @@ def test_schema_is_a_json_schema_and_agrees_with_the_loader() -> None:
 def test_cleaning_is_switched_off_by_one_word() -> None:
     assert load_config("common-crawl").config.clean != CleanConfig()
     assert load_config("common-crawl", ["clean=off"]).config.clean == CleanConfig()
-    later = load_config("common-crawl", ["clean=off", "clean.min_characters=7"]).config.clean
-    assert later == CleanConfig(min_characters=7)
+    later = load_config("common-crawl", ["clean=off", "clean.drop=[short]"]).config.clean
+    assert later == CleanConfig(drop=["short"])
     with pytest.raises(ConfigError, match="clean is a section") as error:
         load_config("common-crawl", ["clean=on"])
     assert "clean=off" in (error.value.hint or "")
@@ -1004,7 +1004,7 @@ def test_what_became_constant_is_read_where_it_has_that_value_and_refused_otherw
         ("model", "{zero_init: true, tied: true, width: 512, heads: 4, embedding_std: 0.0221}", {"zero_init": True}),
         (
             "clean",
-            "{exact_duplicates: true, near_duplicates: 0.8, repetition: false, quality: true, max_characters: null}",
+            "{min_characters: 0, exact_duplicates: true, near_duplicates: 0.8, repetition: false, quality: true}",
             {"drop": ["exact_duplicates", "near_duplicates", "quality"]},
         ),
     ],

@@ -289,10 +289,10 @@ def test_nothing_is_dropped_by_default() -> None:
 
 
 def test_rules_are_asked_in_their_order() -> None:
-    rules = load_rules(CleanConfig(min_characters=20, languages=["en"], drop=["quality", "repetition"]))
+    rules = load_rules(CleanConfig(languages=["en"], drop=["short", "quality", "repetition"]))
     assert rejection(rules, "buy") == "too_short"
     assert rejection(rules, PARAGRAPHS["de"] * 5) == "language"
-    assert rejection(rules, PARAGRAPHS["en"][:150]) == "quality_few_words"
+    assert rejection(rules, PARAGRAPHS["en"][:230]) == "quality_few_words"
     assert rejection(rules, PARAGRAPHS["en"] * 5) == "repetition_5_grams"
     assert rejection(rules, PARAGRAPHS["en"]) is None
     for rule, (_, outside) in (INSIDE_AND_OUTSIDE | REPEATING).items():
@@ -307,7 +307,7 @@ def test_a_huge_text_is_judged_by_its_beginning(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_real_text_survives() -> None:
-    rules = load_rules(CleanConfig(min_characters=200, languages=["en"], drop=["quality", "repetition"]))
+    rules = load_rules(CleanConfig(languages=["en"], drop=["short", "quality", "repetition"]))
     speeches = shakespeare().read_text(encoding="utf-8").split("\n\n")
     scenes = ["\n\n".join(speeches[start : start + 60]) for start in range(0, len(speeches), 60)]
     reasons = Counter(rejection(rules, scene) for scene in scenes)

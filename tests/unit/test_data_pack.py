@@ -580,7 +580,7 @@ def test_a_long_document_of_which_one_piece_is_rejected_is_dropped_whole(
 def test_near_duplicates_and_rules_are_counted(tmp_path: Path, small_parts: None) -> None:
     prose = [" ".join(f"word{number}x{place}" for place in range(60)) for number in range(12)]
     texts = [*prose, prose[3] + " and a few more words", "short", ""]
-    clean = CleanConfig(drop=["near_duplicates"], min_characters=20)
+    clean = CleanConfig(drop=["short", "near_duplicates"])
     pack(rows(tmp_path, texts), tmp_path / "data", "bytes", "document", 0.4, clean=clean)
     report = read_report(tmp_path / "data")
     assert report is not None
@@ -609,7 +609,7 @@ def test_an_input_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing could be read, none of 3 records: .*bad\.jsonl: 3 records, .*line 1"):
         pack(str(tmp_path / "bad.jsonl"), tmp_path / "data")
     with pytest.raises(DataError, match="60 too_short"):
-        pack(rows(tmp_path), tmp_path / "data", clean=CleanConfig(min_characters=1000))
+        pack(rows(tmp_path), tmp_path / "data", clean=CleanConfig(drop=["short"]))
 
 
 def test_standard_input_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

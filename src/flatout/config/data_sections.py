@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from flatout.config.section import Conflict, Name, Natural, Positive, Section, Share
+from flatout.config.section import Conflict, Name, Positive, Section, Share
 
 Format = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "warc", "smiles", "tokens"]
 
@@ -76,10 +76,8 @@ class DataConfig(_Validated):
 
 
 class CleanConfig(Section):
-    min_characters: Natural = 0
-    """Drop documents shorter than this; 0 keeps them."""
-    drop: list[Literal["exact_duplicates", "near_duplicates", "repetition", "quality"]] = Field(default=[])
-    """Drop documents with the text of an earlier one, or 80% like it, that repeat themselves, or that are no prose."""
+    drop: list[Literal["short", "exact_duplicates", "near_duplicates", "repetition", "quality"]] = Field(default=[])
+    """Drop documents below 200 characters, like an earlier one (near: 80%), that repeat themselves, or are no prose."""
     languages: Annotated[list[Annotated[str, Field(pattern=r"^[a-z]{2,3}$")]], Field(min_length=1)] | None = None
     """Keep only documents in these languages, such as [en, de]."""
 

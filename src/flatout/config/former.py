@@ -75,14 +75,20 @@ CONSTANTS: Mapping[str, Constant] = {
 }
 
 
-_RULES = {"exact_duplicates": True, "near_duplicates": 0.8, "repetition": True, "quality": True}
+_RULES = {  # by the former name: in `clean.drop`, switched on, switched off
+    "min_characters": ("short", 200, 0),
+    "exact_duplicates": ("exact_duplicates", True, False),
+    "near_duplicates": ("near_duplicates", 0.8, None),
+    "repetition": ("repetition", True, False),
+    "quality": ("quality", True, False),
+}
 _OF_A_SOURCE = ("field", "document_start")  # which each source of a mixture had, besides those of `data`
 
 
 def _drop(_: Any, clean: Written) -> Any:
-    if any(clean.get(name, "") not in (on, False, None) for name, on in _RULES.items()):
+    if any(clean.get(name, "") not in switch for name, (_, *switch) in _RULES.items()):
         return REFUSED
-    return [name for name in _RULES if clean[name]]
+    return [rule for name, (rule, *_) in _RULES.items() if clean[name]]
 
 
 def _source(source: Any, _: Written) -> Any:
@@ -121,7 +127,7 @@ def _betas(_: Any, optim: Written) -> Any:
 
 
 PARTS: Mapping[str, Part] = {
-    **{f"clean.{name}": Part("clean.drop", _drop, f"clean.drop=[{name}]") for name in _RULES},
+    **{f"clean.{name}": Part("clean.drop", _drop, f"clean.drop=[{rule}]") for name, (rule, *_) in _RULES.items()},
     "data.reshuffle": Part("data.packing", _packing, "data.packing=reshuffle"),
     "data.source": Part("data.source", _source, "data.source"),
     **_validation("data"),

@@ -22,9 +22,8 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "checkpoint.every": "always_save_checkpoint checkpoint_interval ckpt_interval save_every save_interval "
         "save_steps save_strategy",
         "checkpoint.keep": "keep_last keep_last_n max_checkpoints save_total_limit",
-        "clean.drop": "dedup deduplicate exact_dedup fuzzy_dedup minhash minhash_dedup near_dedup",
+        "clean.drop": "dedup deduplicate exact_dedup fuzzy_dedup min_chars min_length minhash minhash_dedup near_dedup",
         "clean.languages": "lang langs language",
-        "clean.min_characters": "min_chars min_length",
         "data.document_start": "document_separator separator",
         "data.field": "content_field content_key dataset_text_field json_keys text_column text_field text_key",
         "data.format": "dataset_format dataset_type file_format file_type",

@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # workers import this module and have no need of pydantic, wh
 
 Positions = npt.NDArray[np.int64]
 
+SHORTEST = 200  # characters
 SIMILAR = 0.8  # near duplicates: the least Jaccard similarity of word 5-grams
 
 # Gopher
@@ -103,7 +104,7 @@ class CleanRules:
 def load_rules(config: "CleanConfig") -> CleanRules:
     """The rules that a config asks for. What it names must exist: languages, packages."""
     return CleanRules(
-        min_characters=config.min_characters,
+        min_characters=SHORTEST if "short" in config.drop else 0,
         exact_duplicates="exact_duplicates" in config.drop,
         near_duplicates=SIMILAR if "near_duplicates" in config.drop else None,
         repetition="repetition" in config.drop,

@@ -70,7 +70,6 @@ OTHER: dict[str, str | list[str]] = {
     "model.bias": "true",
     "model.qkv_bias": "true",
     "model.qk_norm": "false",
-    "model.qk_scale": "1.2",
     "model.residual_scale": "0.1",
     "model.logit_cap": "2.0",
     "model.first_mix": "true",

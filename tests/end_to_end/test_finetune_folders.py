@@ -293,7 +293,7 @@ def test_a_base_of_ours_is_the_same_model_once_it_is_exported(words, text, famil
             "model.tied=true",
             "model.embedding_norm=false",
             "model.norm_weights=true",
-            "model.qk_scale=1.0",
+            "model.qk_norm=true",
         ],
     }.get(family, PRETRAIN)
     if family == "fine-tuned":

@@ -1000,6 +1000,8 @@ def test_what_became_constant_is_read_where_it_has_that_value_and_refused_otherw
         ("data", "{packing: concat, reshuffle: true}", {"packing": "reshuffle"}),
         ("data", "{packing: best_fit, reshuffle: false}", {"packing": "best_fit"}),
         ("data", "{source: [{path: a, field: null, document_start: null}]}", {"source": [SourceConfig(path="a")]}),
+        ("model", "{qk_norm: true, qk_scale: 1.2}", {"qk_norm": 1.2}),
+        ("model", "{qk_norm: true, qk_scale: 1.0}", {"qk_norm": True}),
         ("model", "{zero_init: true, tied: false, width: 384, embedding_std: 1.0}", {"zero_init": True}),
         ("model", "{zero_init: true, tied: true, width: 512, heads: 4, embedding_std: 0.0221}", {"zero_init": True}),
         (

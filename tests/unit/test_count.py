@@ -46,7 +46,7 @@ VARIANTS = [
     {"pattern": "E", "states": 24, "bias": True},
     {"pattern": "EEA", "states": 40, "scales": [1, 4]},
     {"pattern": "EAE", "states": 16, "modulation": 0.1, "convolution": 4},
-    {"norm_weights": False, "qk_scale": 1.2, "embedding_norm": True, "tied": False, "mlp": "relu2"},
+    {"norm_weights": False, "qk_norm": 1.2, "embedding_norm": True, "tied": False, "mlp": "relu2"},
     {"norm_weights": False, "norm": "layernorm", "bias": True, "qk_norm": False, "mlp": "gelu"},
 ]
 

@@ -126,12 +126,17 @@ def _betas(_: Any, optim: Written) -> Any:
     return [optim["beta1"], optim["beta2"]] if {"beta1", "beta2"} <= optim.keys() else REFUSED
 
 
+def _qk_norm(scale: Any, model: Written) -> Any:
+    return REFUSED if "qk_norm" not in model else scale if model["qk_norm"] and scale != 1.0 else NOTHING
+
+
 PARTS: Mapping[str, Part] = {
     **{f"clean.{name}": Part("clean.drop", _drop, f"clean.drop=[{rule}]") for name, (rule, *_) in _RULES.items()},
     "data.reshuffle": Part("data.packing", _packing, "data.packing=reshuffle"),
     "data.source": Part("data.source", _source, "data.source"),
     **_validation("data"),
     **_validation("chat"),
+    "model.qk_scale": Part("model.qk_norm", _qk_norm, "model.qk_norm=1.2"),
     "optim.beta1": Part("optim.betas", _betas, "optim.betas=[0.9, 0.95]"),
     "optim.beta2": Part("optim.betas", _betas, "optim.betas=[0.9, 0.95]"),
     "optim.normuon": Part("optim.optimizer", _optimizer, "optim.optimizer=normuon"),

@@ -17,7 +17,6 @@ GPT2: dict[str, Any] = {
     "mlp": "gelu",
     "bias": True,
     "qk_norm": False,
-    "qk_scale": 1.0,
     "embedding_norm": False,
     "residual_scale": None,
     "logit_cap": None,
@@ -98,10 +97,8 @@ class ModelConfig(Section):
     """Bias vectors in linear layers and LayerNorm."""
     qkv_bias: bool | None = None
     """Bias of the projection to queries, keys and values; null follows bias."""
-    qk_norm: bool = True
-    """RMS-normalise queries and keys per head before the product."""
-    qk_scale: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
-    """Multiplies queries, and keys, after their norm; without qk_norm nothing."""
+    qk_norm: bool | Annotated[float, Field(gt=0.0, le=100.0)] = True
+    """RMS-normalise queries and keys per head before the product; a number multiplies both after that."""
     residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
     """Initial value of learned scales on both residual branches; null has no scales."""
     logit_cap: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
@@ -154,6 +151,11 @@ class ModelConfig(Section):
     def size(self) -> int:
         """Values in one head."""
         return self.head_size or self.width // self.heads
+
+    @property
+    def qk_scale(self) -> float:
+        """What multiplies queries, and keys, after their norm."""
+        return 1.0 if isinstance(self.qk_norm, bool) else self.qk_norm
 
     @property
     def queries(self) -> int:

@@ -25,7 +25,7 @@ _OF_BLOCKS = {
     "speed.scan": "E",
     **{
         f"model.{name}": "AW"
-        for name in ("kv_heads", "head_size", "qkv_bias", "qk_norm", "qk_scale", "head_gate", "rope_base",
+        for name in ("kv_heads", "head_size", "qkv_bias", "qk_norm", "head_gate", "rope_base",
                      "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context")
     },
     "speed.attention": "AW",
@@ -72,9 +72,6 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                     why += f" where model.layers={config.model.layers}"
                 pattern = {"W": "WWWA", "E": "EEEA", "AW": "EEEA"}[letters]
                 yield path, why, f"set a pattern with {told}, such as model.pattern={pattern}, or leave {path} out"
-        if not config.model.qk_norm:
-            why, hint = "queries and keys are not normed (model.qk_norm)", "set model.qk_norm=true, or leave it out"
-            yield "model.qk_scale", why, hint
         yield from _unused_rotary(config.model)
     if not config.optim.has_muon:
         yield "optim.muon_rate", "optim.optimizer is adamw", "set optim.optimizer=muon, or leave optim.muon_rate out"

@@ -251,7 +251,7 @@ def _scaled_norms(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str
 
 
 QK_NORM = Feature(
-    fields=("qk_norm", "qk_scale"),
+    fields=("qk_norm",),
     llama=Format(
         read=lambda read: {"qk_norm": read.kind == "qwen3"},  # which states no key for it
         modules=lambda model: {
@@ -259,8 +259,8 @@ QK_NORM = Feature(
         },
     ),
     fold=Fold(
-        when=lambda model: model.qk_norm and (not model.norm_weights or model.qk_scale != 1.0),
-        fields={"qk_scale": 1.0},
+        when=lambda model: bool(model.qk_norm) and (not model.norm_weights or model.qk_scale != 1.0),
+        fields={"qk_norm": True},
         weights=_scaled_norms,
     ),
 )

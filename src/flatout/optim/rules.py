@@ -102,6 +102,7 @@ def state_bytes(config: OptimConfig, *, state: str, offload: bool, matrices: flo
     and a checkpoint holds both.
     """
     average = 4 if config.ema else 0
+    config = config.model_copy(update={"warmup": 0})  # in steps, which epochs become with the data at hand
     first, *_, last = (rule.bytes for rule in rules_of(config, 1, state=state, offload=offload))
     share = matrices if config.has_muon else 0.0
     return StateBytes(

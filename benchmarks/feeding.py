@@ -32,7 +32,7 @@ def main() -> None:
             common = [
                 "train.batch_tokens=131072", "train.steps=60", "optim.warmup=10", "eval.every=0",
                 "eval.tokens=65536", "eval.sample_tokens=0", "checkpoint.every=0", "data.split=document",
-                "data.val_fraction=0.02", f"output.folder={folder}/run",
+                "data.validation=0.02", f"output.folder={folder}/run",
             ]  # fmt: skip
             records = list(flatout.train(load_config("gpt2-124m", [*common, *place, *words])))
         info = next(record for record in records if isinstance(record, RunInfo))

@@ -51,7 +51,7 @@ FORMS: dict[str, list[str]] = {
     "kernels": [],
     "recorded": [],
     "plain": [],
-    "normuon and cautious": ["optim.normuon=true", "optim.cautious=true"],
+    "normuon and cautious": ["optim.optimizer=normuon"],
 }
 
 
@@ -232,7 +232,7 @@ def main() -> None:
         written({"type": "step", **row, **facts})
         small = ["model.layers=4", "model.width=256", "model.heads=4", "model.context=256", "train.batch_tokens=4096"]
         small += [f"data.folder={data.folder}", "data.source=null", "train.tokens=null", "train.steps=12", *QUIET]
-        small += [muon, "train.deterministic=true", "optim.warmup=2", "optim.normuon=true"]
+        small += ["train.deterministic=true", "optim.warmup=2", "optim.optimizer=normuon"]
         written({"type": "resume", **resumed_alike(small, Path(scratch)), **facts, "layers": 4, "width": 256})
         first = loaded(muon, "optim.warmup=0", f"train.batch_tokens={8 * asked.context}")
         for row in differences(first):

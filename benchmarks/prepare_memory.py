@@ -53,7 +53,7 @@ def measure(source: Path, size: int, form: str, commit: str) -> dict[str, object
     shutil.rmtree(target, ignore_errors=True)
     words = [
         "prepare", "gpt2-124m", f"data.source={source}", f"data.folder={target}", "--json", "--workers", "2",
-        "data.split=contiguous", "data.val_fraction=0.01",
+        "data.split=contiguous", "data.validation=0.01",
     ]  # fmt: skip
     started = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "flatout.cli", *words], stdout=subprocess.PIPE, text=True)

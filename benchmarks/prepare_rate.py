@@ -116,7 +116,7 @@ def main() -> None:
 def ours(place: Path, cores: int) -> tuple[float, dict[str, object], int]:
     shutil.rmtree(place / "out", ignore_errors=True)
     words = [
-        "prepare", "gpt2-124m", f"data.source={place / 'train.txt'}", f"data.val_source={place / 'val.txt'}",
+        "prepare", "gpt2-124m", f"data.source={place / 'train.txt'}", f"data.validation={place / 'val.txt'}",
         "data.document_start=<page>", "data.invalid_utf8=replace", f"data.folder={place / 'out'}", "--json",
         "--workers", str(cores),
     ]  # fmt: skip

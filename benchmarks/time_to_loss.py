@@ -270,7 +270,7 @@ def run(asked: argparse.Namespace) -> None:
 
 def data(asked: argparse.Namespace) -> None:
     lab: Path = asked.lab
-    words = [f"data.source={lab}/train.bin", f"data.val_source={lab}/val.bin", "data.format=tokens"]
+    words = [f"data.source={lab}/train.bin", f"data.validation={lab}/val.bin", "data.format=tokens"]
     flatout.prepare(load_config(None, [*words, "data.tokenizer=gpt2", f"data.folder={asked.folder}"]))
 
 

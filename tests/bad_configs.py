@@ -38,10 +38,8 @@ CONFLICTS = [
     ["data.streaming=true", "data.packing=best_fit"],
     ["data.streaming=true", "data.stride=4"],
     ["data.streaming=true", "data.documents=apart", "model.dropout=0"],
-    ["data.reshuffle=true", "data.streaming=true"],
-    ["data.reshuffle=true", "data.packing=best_fit"],
+    ["data.packing=reshuffle", "data.streaming=true"],
     ["data.documents=apart", "model.dropout=0.1"],
-    ["clean.min_characters=10", "clean.max_characters=5"],
     ["data.packing=best_fit", "data.stride=4"],
     ["train.minutes=1", "train.steps=null", "train.epochs=null", "train.tokens=null", "optim.schedule=linear"],
     ["model.context=64", "train.batch_stages=[64, 100]"],
@@ -56,7 +54,7 @@ CONFLICTS = [
 BAD_IN_SOURCE = (
     *("weight: -1", "weight: 0", "weight: 1001", "weight: heavy", "weight: '2'", "weight: .nan", "weight: null"),
     *("weight: [1]", "weight: {a: 1}", "wieght: 1", "Weight: 1", "text_column: t", "format: jsnl", "format: 5"),
-    *("field: 5", "field: []", "document_start: true", "zzz: 1", "tokenizer: char", "path.b: c"),
+    *("field: body", "document_start: x", "zzz: 1", "tokenizer: char", "path.b: c"),
 )
 
 

@@ -12,9 +12,9 @@ from flatout.model.torch_operations import TorchOperations
 from flatout.ops.documents import Layout
 
 
-def mixer_config(*, width: int, states: int, context: int, heads: int = 1, scales=(), **more) -> ModelConfig:
-    """A model whose blocks are such mixers; `heads` are those of the states."""
-    shape = {"width": width, "states": states, "context": context, "state_heads": heads, "scales": list(scales)}
+def mixer_config(*, width: int, states: int, context: int, scales=(), **more) -> ModelConfig:
+    """A model whose blocks are such mixers."""
+    shape = {"width": width, "states": states, "context": context, "scales": list(scales)}
     return ModelConfig(pattern="E", heads=1, **shape, **more)
 
 

@@ -129,7 +129,7 @@ def muon_updated(world: World, *, sharded: bool, normuon: bool) -> dict[str, Ten
 
     All processes get the same gradients. 84 rows of a matrix are no multiple of the slices of more than four.
     """
-    config = OptimConfig(optimizer="muon", momentum_warmup_steps=3, weight_decay=0.5, normuon=normuon, cautious=True)
+    config = OptimConfig(optimizer="normuon" if normuon else "muon", weight_decay=0.5)
     shape = {"layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "context": 8, "mlp": "swiglu", "mlp_width": 42}
     model, sharding = build_model(ModelConfig(tied=False, **shape), 71, seed=1), None
     if sharded:

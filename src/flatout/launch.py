@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from flatout.errors import UsageError, UserError
 
 Value = TypeVar("Value")
-ATTEMPT = "FLATOUT_ATTEMPT"  # what our agent tells its workers, as JSON
+AGENT = "FLATOUT_AGENT"  # an `Attempt` as JSON, which our agent gives to its workers
 
 
 class OtherProcessError(UserError):
@@ -36,7 +36,7 @@ class Attempt:
 
     `listen` is a socket that is open already, at which rank 0 serves the store. `folder` is the run's, once it was
     chosen; `accepted` is whether an earlier attempt has begun to write there. `micro_batch` is what fits, after an
-    earlier attempt ran out of memory.
+    earlier attempt ran out of memory. `agent` is the agent's process id, `pulse` the folder of `flatout.pulse`.
     """
 
     name: str = ""
@@ -44,6 +44,8 @@ class Attempt:
     folder: str | None = None
     accepted: bool = False
     micro_batch: int | None = None
+    agent: int = 0
+    pulse: str | None = None
 
     def as_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -102,7 +104,7 @@ def launch() -> Launch | None:
         count = int(local_size) if local_size.isdecimal() else int(size)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         again = int(restarts) if restarts.isdecimal() else 0
-        return Launch(int(rank), int(size), int(local or rank), count, again, _attempt())
+        return Launch(int(rank), int(size), int(local or rank), count, again, attempt_of())
     for name in _OTHERS:
         size = os.environ.get(name, "")
         if size.isdecimal() and int(size) > 1:
@@ -116,8 +118,9 @@ def launch() -> Launch | None:
 _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
 
-def _attempt() -> Attempt | None:
-    told: Any = json.loads(os.environ.get(ATTEMPT, "null"))
+def attempt_of() -> Attempt | None:
+    """What our agent gave to this process; None where another launcher, or none, has started it."""
+    told: Any = json.loads(os.environ.get(AGENT, "null"))
     return None if told is None else Attempt(**told)
 
 

@@ -1,6 +1,6 @@
 """What a worker tells the agent that started it: where it is in the run, and whether it waits for other ranks.
 
-Idea: the agent of a host makes a folder and names it in FLATOUT_PULSE. `slots` in it is memory that the agent and its
+Idea: the agent of a host makes a folder and names it in its `Attempt`. `slots` in it is memory that the agent and its
 workers share, a line of numbers for each worker, so telling costs a store into memory and no system call. Rare things
 are files: `run.json` (the run folder), `stack-N` (the stack of worker N, which its process writes when it gets
 SIGQUIT, even while Python hangs in a library).
@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, final
 
-PULSE, AGENT = "FLATOUT_PULSE", "FLATOUT_AGENT"  # the folder, and the agent's process id
+from flatout.launch import attempt_of
+
 _FIELDS = ("state", "step", "micro_batch")
 _ROW = 8 * len(_FIELDS)
 
@@ -61,7 +62,7 @@ class Slots:
 class Pulse:
     """The worker's side. `Pulse()` is one that nobody feels."""
 
-    def __init__(self, folder: Path | None = None, worker: int = 0) -> None:
+    def __init__(self, folder: Path | None = None, worker: int = 0, agent: int = 0) -> None:
         self.folder, self._worker, self._stack = folder, worker, None
         self._numbers: memoryview | list[int] = [0] * len(_FIELDS)
         self._state, self._step, self._micro_batch = range(len(_FIELDS))
@@ -69,7 +70,7 @@ class Pulse:
             begin = worker * len(_FIELDS)
             self._numbers = Slots(folder, 0).numbers[begin : begin + len(_FIELDS)]
             self._stack = _stack_on_request(folder / f"stack-{worker}")
-            die_with_parent(int(os.environ.get(AGENT, "0")))
+            die_with_parent(agent)
 
     @property
     def state(self) -> State:
@@ -98,11 +99,11 @@ class Pulse:
 
 def pulse() -> Pulse:
     """The pulse of this process, by its environment."""
-    folder, worker = os.environ.get(PULSE, ""), os.environ.get("LOCAL_RANK", "")
-    if not folder or not worker.isdecimal():
+    attempt, worker = attempt_of(), os.environ.get("LOCAL_RANK", "")
+    if attempt is None or attempt.pulse is None or not worker.isdecimal():
         return Pulse()
     try:
-        return Pulse(Path(folder), int(worker))
+        return Pulse(Path(attempt.pulse), int(worker), attempt.agent)
     except (OSError, ValueError):  # the agent is gone already
         return Pulse()
 

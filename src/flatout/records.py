@@ -87,7 +87,7 @@ class RunInfo(Shown):
     def rate_setting(self) -> str:
         """The setting to lower where a run is unstable: the peak rate of the matrices."""
         optim = self.config.get("optim")
-        muon = isinstance(optim, dict) and optim.get("optimizer") == "muon"
+        muon = isinstance(optim, dict) and optim.get("optimizer") in ("muon", "normuon")
         return "optim.muon_rate" if muon else "optim.learning_rate"
 
 

@@ -11,8 +11,8 @@ SOURCE = Path(__file__).parents[2] / "src" / "flatout"
 
 LAYERS = [
     {"errors"},
-    {"finding", "records", "config", "files", "launch", "host", "lock", "pulse"},
-    {"folders", "confined", "cores"},
+    {"finding", "records", "config", "files", "launch", "host", "lock"},
+    {"folders", "confined", "cores", "pulse"},
     {"device", "world"},
     {"ops", "corpus"},
     {"data", "model", "optim", "parallel"},

@@ -22,12 +22,12 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 58_358,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 46_925,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 127,  # all Python outside tests
+    "lines of code": 58_299,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 46_854,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 126,  # all Python outside tests
     "modules": 381,  # of src/flatout, as all the following
     "modules with one importer": 102,
-    "settings": 193,  # leaves of RunConfig, and environment variables of our own
+    "settings": 157,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
     "class names with two meanings": 24,
     "modules that import RunConfig": 0,  # besides config, resolve and the command line

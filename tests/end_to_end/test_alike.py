@@ -33,11 +33,8 @@ SHORT = [*TINY, "model.layers=1", "train.steps=2", "train.batch_tokens=64", "eva
 SHORT += ["data.source=text.txt", "output.folder=run", "parallel.join=100"]
 # Where test_every_field has no other value, or one that needs a device.
 MORE = {
-    "checkpoint.full_disk_wait": "1",
-    "model.ignore_auto_map": "true",
     "output.plots": "true",
     "output.trackers": "[tensorboard]",
-    "parallel.check_every": "1",
     "parallel.form": "fsdp",
     "parallel.join": "50",
     "parallel.reduce": "bf16",

@@ -12,6 +12,7 @@ import torch
 import flatout
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint, read_verdict
 from flatout.config.load import load_config
+from flatout.engine import full_disk
 from flatout.engine import saver as saving
 from flatout.engine.boundary import Boundary
 from flatout.engine.writer import Plan, Writer
@@ -122,7 +123,8 @@ def test_a_disk_that_stays_full_is_the_error_it_was(tiny, monkeypatch, writers):
     list(flatout.train(tiny("train.steps=3", "output.folder=run", ON)))
     monkeypatch.setattr(Writer, "save", full)
     monkeypatch.setattr(saving, "save_plan", full)
-    words = ["train.steps=9", "checkpoint.every=3", "output.folder=run", ON, "checkpoint.full_disk_wait=0"]
+    monkeypatch.setattr(full_disk, "WAIT", 0.0)
+    words = ["train.steps=9", "checkpoint.every=3", "output.folder=run", ON]
     with pytest.raises(ResourceError, match=r"could not write checkpoint run/checkpoints/step-00000006: No space left"):
         list(flatout.train(tiny(*words), resume="auto"))
     assert [step for step, _ in list_checkpoints(Path("run/checkpoints"))] == [3]
@@ -221,9 +223,9 @@ def test_the_adapters_folder_is_that_of_its_step(tmp_path: Path, monkeypatch):
 # --- by the clock -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("minutes", "saved"), [("1e-9", [1, 2, 3, 4, 5, 6]), ("1000", [6]), ("0", [6])])
+@pytest.mark.parametrize(("minutes", "saved"), [("0.000001", [1, 2, 3, 4, 5, 6]), ("1000", [6]), ("0", [6])])
 def test_a_save_comes_when_minutes_have_passed(tiny, minutes, saved):
-    words = ["train.steps=6", "checkpoint.keep=9", f"checkpoint.minutes={minutes}", "output.folder=run"]
+    words = ["train.steps=6", "checkpoint.keep=9", f"checkpoint.every={minutes} minutes", "output.folder=run"]
     records = list(flatout.train(tiny(*words)))
     assert [record.step for record in of(records, CheckpointRecord)] == saved
 
@@ -239,7 +241,7 @@ def test_minutes_are_counted_from_the_last_save(tiny, monkeypatch):
 
     monkeypatch.setattr(boundary, "time", Clock)
     monkeypatch.setattr(loop, "time", Clock)
-    words = ["train.steps=9", "checkpoint.keep=9", "checkpoint.minutes=0.05", "output.folder=run"]
+    words = ["train.steps=9", "checkpoint.keep=9", "checkpoint.every=0.05 minutes", "output.folder=run"]
     records = list(flatout.train(tiny(*words)))
     assert [record.step for record in of(records, CheckpointRecord)] == [3, 6, 9], "three seconds"
 

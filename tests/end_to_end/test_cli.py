@@ -409,7 +409,7 @@ def test_a_read_only_folder_is_told_in_two_lines(tiny_words, tmp_path):
 
 
 def test_divergence_exits_with_4(tiny_words):
-    wild = ["optim.learning_rate=100", "optim.clip=0", "optim.warmup=0", "optim.eps=1e-30", "model.qk_norm=false"]
+    wild = ["optim.learning_rate=100", "optim.clip=0", "optim.warmup=0", "model.qk_norm=false"]
     done = call(["train", *tiny_words, *wild, "optim.schedule=constant", "train.steps=500"])
     assert_two_lines(done.code, done.errors, expected=4)
     assert "batch" in done.errors
@@ -447,7 +447,7 @@ def test_prepare_counts_by_another_context(tiny_words, tmp_path):
     rows = ["one two three " * 40, "four " * 3, "five six " * 90, "seven " * 20]  # the last has all of the validation
     text = tmp_path / "rows.jsonl"
     text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
-    words = [f"data.source={text}", f"data.folder={tmp_path / 'made'}", "data.val_fraction=0.01", "--context", "256"]
+    words = [f"data.source={text}", f"data.folder={tmp_path / 'made'}", "data.validation=0.01", "--context", "256"]
     told = json.loads(call(["prepare", *tiny_words, *words, "--json"]).output)
     assert told["long_documents"] == {"documents": 2, "tokens": len(rows[0]) + len(rows[2]) + 2}, "an end each"
     assert told["context"] == 256

@@ -39,7 +39,7 @@ def check(folder: Path, form: str, suffix: str, how: str, seed: int) -> tuple[in
     (folder / "in" / name).write_bytes(raw)
     (folder / "in" / "zz.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in GOOD), encoding="utf-8")
     data = DataConfig(
-        source=str(folder / "in"), tokenizer="bytes", split="document", val_fraction=0.3,
+        source=str(folder / "in"), tokenizer="bytes", split="document", validation=0.3,
         document_start=TEXT_START if form == "text" else None,
     )  # fmt: skip
     pack_corpus(request_of(data), folder / "out")

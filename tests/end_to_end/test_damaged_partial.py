@@ -26,8 +26,8 @@ def prepare(place: Path, folder: str, *, stop: bool = False, overwrite: bool = F
         if stop and told.phase == "merging":
             raise KeyboardInterrupt
 
-    data = DataConfig(source=str(place / "in"), tokenizer="bytes", split="document", val_fraction=0.3)
-    request = request_of(data, CleanConfig(exact_duplicates=True))
+    data = DataConfig(source=str(place / "in"), tokenizer="bytes", split="document", validation=0.3)
+    request = request_of(data, CleanConfig(drop=["exact_duplicates"]))
     return pack_corpus(request, place / folder, workers=0, progress=progress, overwrite=overwrite)
 
 

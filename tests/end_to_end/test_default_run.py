@@ -93,8 +93,8 @@ def test_the_first_run_learns_what_it_says_and_answers(rows: str, capsys: pytest
     run = train(FIRST)
     bits = re.findall(r"val loss [0-9.]+  ([0-9.]+) bits/byte", capsys.readouterr().out)
     assert float(bits[-1]) * math.log(2) < 1.6, "nats per character: the text is ASCII"
-    whole = finetune(run, rows, "whole", 150, "lora.rank=0", "optim.learning_rate=1e-3", "chat.val_fraction=0")
-    adapters = finetune(run, rows, "adapters", 150, "lora.rank=16", "optim.learning_rate=3e-3", "chat.val_fraction=0")
+    whole = finetune(run, rows, "whole", 150, "lora.rank=0", "optim.learning_rate=1e-3", "chat.validation=0")
+    adapters = finetune(run, rows, "adapters", 150, "lora.rank=16", "optim.learning_rate=3e-3", "chat.validation=0")
     for name in (whole, adapters):
         answers = ["".join(api.chat(name, ask, tokens=60, temperature=0.0)).strip() for ask in ANSWERS]
         assert answers == list(ANSWERS.values()), "learned by heart, to the end"

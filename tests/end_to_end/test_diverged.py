@@ -165,15 +165,15 @@ def drawn(kind: str, seed: int, corpus: Path) -> Iterator[Case]:
         # Two ways to overflow: a decay that makes weights larger, and a second moment without memory, which divides by
         # gradients of zero.
         if choose([True, False]):
-            role = choose(["embedding", "head", "cautious"])
-            if target not in ("record", "modern") or role == "cautious":
+            role = choose(["embedding", "head", "plain"])
+            if target not in ("record", "modern") or role == "plain":
                 wild += [f"optim.{field}={rate}", f"optim.weight_decay={decay}"]
-                wild += ["optim.cautious=false"] if optimizer == "muon" else []
+                wild += ["optim.optimizer=muon"] if optimizer == "muon" else []
             else:
                 wild += [f"optim.{role}_rate={rate}", f"optim.{role}_decay={decay}"]
         else:
             rate, decay = choose([0.3, 1.0, 10.0, 100.0]), 0.0
-            wild += ["optim.beta2=0", "optim.weight_decay=0", f"optim.learning_rate={rate}"]
+            wild += ["optim.betas=[0.9, 0.0]", "optim.weight_decay=0", f"optim.learning_rate={rate}"]
             wild += [f"optim.{role}_rate={rate}" for role in ("embedding", "head") if target in ("record", "modern")]
         if number % 2:
             learned = [*shape, "train.steps=10", "checkpoint.every=5", "checkpoint.keep=2"]

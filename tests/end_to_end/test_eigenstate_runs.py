@@ -10,7 +10,7 @@ from flatout.observe.history import read_history
 from flatout.records import EigenstateRecord, EvalRecord
 
 MIXED = [
-    "model.pattern=EWE", "model.layers=3", "model.window=4", "model.states=8", "model.state_heads=2", "train.steps=12",
+    "model.pattern=EWE", "model.layers=3", "model.window=4", "model.states=8", "train.steps=12",
     "eval.every=5", "optim.learning_rate=1e-2", "output.folder=seen",
 ]  # fmt: skip
 

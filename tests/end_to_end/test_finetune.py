@@ -292,7 +292,7 @@ BAD = {
     "a template that is not there": (["chat.template=mine.jinja"], "mine.jinja"),
     "a target that is not there": (["lora.targets=[w_proj]"], "w_proj"),
     "a model without a template": (["model.init_from=mute"], "no chat template"),
-    "nothing held out": (["chat.val_fraction=0.0"], "held out"),
+    "nothing held out": (["chat.validation=0.0"], "held out"),
     "micro-batches that do not fit": (["speed.accumulation=3"], "speed.accumulation"),
     "kernels that are not for a CPU": (["speed.kernels=triton"], "CUDA"),
     "a stream": (["data.streaming=true", "data.source=rows.json"], "plain text"),

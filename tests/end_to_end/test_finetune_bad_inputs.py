@@ -211,11 +211,10 @@ DATA_CASES = {
     "one row many times": Case("fewer than two", (), rows(GOOD)),
     "samples longer than the context": Case("raise model.context", (), rows(LONG)),
     "samples longer than their own limit": Case("raise chat.max_tokens,", ("chat.max_tokens=3",)),
-    "all of them dropped": Case("raise model.context", ("chat.too_long=drop",), rows(LONG)),
-    "nothing held out": Case("held out", ("chat.val_fraction=0.0",)),
-    "everything held out": Case("val_fraction", ("chat.val_fraction=1.0",)),
-    "no file to evaluate on": Case("check chat.val_source", ("chat.val_source=gone.json",)),
-    "an empty file to evaluate on": Case("no rows", ("chat.val_source=v.json",), write("v.json", "[]")),
+    "nothing held out": Case("held out", ("chat.validation=0.0",)),
+    "everything held out": Case("chat.validation", ("chat.validation=1.0",)),
+    "no file to evaluate on": Case("check chat.validation", ("chat.validation=gone.json",)),
+    "an empty file to evaluate on": Case("no rows", ("chat.validation=v.json",), write("v.json", "[]")),
     "a format that does not fit": Case("prompt", ("chat.format=prompt-completion",)),
     "an unknown format": Case("chat.format", ("chat.format=openai",)),
     "a field without a column": Case("chat.fields", ("chat.fields=[prompt]",)),
@@ -234,7 +233,7 @@ SETTING_CASES = {
     "a tokenizer of one's own": Case("data.tokenizer is set", ("data.tokenizer=gpt2",)),
     "plain text besides": Case("set chat.source instead", ("data.source=rows.json",)),
     "a stride": Case("data.stride is set", ("data.stride=4",)),
-    "rules for documents": Case("clean.quality is set", ("clean.quality=true",)),
+    "rules for documents": Case("clean.drop is set", ("clean.drop=[quality]",)),
     "tokens of a step": Case("chat.batch_samples", ("train.batch_tokens=4096",)),
     "a prompt for samples": Case("eval.sample_prompt is set", ("eval.sample_prompt=Once",)),
     "adapters' settings without adapters": Case("lora.rank is 0", ("lora.rank=0", "lora.alpha=3.0")),
@@ -362,10 +361,10 @@ HOSTILE_CASES = {
     ),
     "an adapter of a terabyte": Case("whole number from 1 to", FROM, change(ADAPTER, r=10**12)),
     "a model with code of its own": Case(
-        "model.ignore_auto_map=true", spoil=change(BASE / "config.json", auto_map={"AutoModel": "a.B"})
+        "take auto_map out of the file", spoil=change(BASE / "config.json", auto_map={"AutoModel": "a.B"})
     ),
     "a tokenizer with code of its own": Case(
-        "model.ignore_auto_map=true", spoil=change(SETTINGS, auto_map={"AutoTokenizer": ["a.B", None]})
+        "take auto_map out of the file", spoil=change(SETTINGS, auto_map={"AutoTokenizer": ["a.B", None]})
     ),
     "a description nested deeply": Case("nested more than", spoil=write(BASE / "config.json", "[" * 9999 + "]" * 9999)),
     "a tokenizer nested deeply": Case("nested more than", spoil=write(SETTINGS, '{"a":' * 300 + "1" + "}" * 300)),

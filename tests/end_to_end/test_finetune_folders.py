@@ -130,7 +130,7 @@ def test_a_run_is_used_from_elsewhere_with_its_base_named(words, tmp_path, monke
 def test_a_run_is_measured_from_elsewhere_with_its_samples_named(words, rank, tmp_path, monkeypatch, capsys):
     run(words("train.steps=1", f"lora.rank={rank}"))
     before = api.evaluate("runs/lora")
-    run(words("train.steps=1", "chat.val_fraction=0.5", "data.folder=others"))
+    run(words("train.steps=1", "chat.validation=0.5", "data.folder=others"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     call = ["eval", "../runs/lora", *(["--base", "../base"] if rank else [])]
@@ -293,7 +293,7 @@ def test_a_base_of_ours_is_the_same_model_once_it_is_exported(words, text, famil
             "model.tied=true",
             "model.embedding_norm=false",
             "model.norm_weights=true",
-            "model.qk_scale=1.0",
+            "model.qk_norm=true",
         ],
     }.get(family, PRETRAIN)
     if family == "fine-tuned":

@@ -135,7 +135,7 @@ def test_a_dataset_a_changed_block_and_an_optimizer_together(tmp_path: Path, tin
     words = [
         "model.vocab=16",
         *SIZE,
-        "data.val_fraction=0.1",
+        "data.validation=0.1",
         "train.steps=6",
         "speed.device=cpu",
         "output.plots=false",

@@ -26,7 +26,7 @@ pytestmark = [
 
 VOCAB = 211
 SHAPE = {"layers": 3, "width": 256, "heads": 2, "window": 128, "states": 64, "positions": "rope"}
-OPTIONS = {"resonance": 0.3, "modulation": 0.5, "convolution": 4, "scales": [1, 4]}
+OPTIONS = {"modulation": 0.5, "convolution": 4, "scales": [1, 4]}
 MODELS = {
     "A": {"pattern": "A"},
     "W": {"pattern": "W"},
@@ -166,7 +166,11 @@ SMALL = ["model.layers=3", "model.width=256", "model.heads=2", "model.context=25
          "eval.every=0", "eval.tokens=4096", "eval.sample_tokens=8", "checkpoint.every=0", "train.steps=12",
          "speed.device=cuda"]  # fmt: skip
 EAGER = ["speed.kernels=torch", "speed.compile=off", "speed.cuda_graphs=off"]
-ALL = ["model.modulation=0.2", "model.convolution=4", "model.resonance=0.1", "model.scales=[1, 2]", "model.energy=0.01"]
+ALL = [
+    "model.modulation=0.2",
+    "model.convolution=4",
+    "model.scales=[1, 2]",
+]
 
 
 def losses(*words: str) -> list[float]:

@@ -103,7 +103,7 @@ def test_loss_and_weights_do_not_depend_on_micro_batch_loader_or_workers(tiny):
 
 
 def test_epoch_ends_are_reported_and_evaluated(tiny):
-    records = list(flatout.train(tiny("train.epochs=2", "eval.epoch_end=true", "train.batch_tokens=512")))
+    records = list(flatout.train(tiny("train.epochs=2", "eval.every=1 epoch", "train.batch_tokens=512")))
     info, epochs = records[0], of(records, EpochRecord)
     assert [epoch.epoch for epoch in epochs] == [1, 2]
     assert info.windows is not None
@@ -119,8 +119,8 @@ def test_epoch_ends_are_reported_and_evaluated(tiny):
 
 
 def test_checkpoints_at_the_ends_of_every_second_epoch(tiny):
-    words = ("train.epochs=3", "train.batch_tokens=2048", "eval.every=0", "checkpoint.every=0", "checkpoint.best=false")
-    records = list(flatout.train(tiny(*words, "checkpoint.epochs=2", "eval.sample_tokens=0")))
+    words = ("train.epochs=3", "train.batch_tokens=2048", "eval.every=0", "checkpoint.best=false")
+    records = list(flatout.train(tiny(*words, "checkpoint.every=2 epochs", "eval.sample_tokens=0")))
     ends = [epoch.step for epoch in of(records, EpochRecord)]
     assert [record.step for record in of(records, CheckpointRecord)] == [ends[1], ends[2]]
 
@@ -458,4 +458,4 @@ def test_a_validation_split_without_a_target_is_told_before_training(tiny, tmp_p
     text = tmp_path / "text.txt"
     text.write_text("abcdefghij" * 20, encoding="utf-8")
     with pytest.raises(DataError, match="val split"):
-        next(flatout.train(tiny(f"data.source={text}", "data.val_fraction=0.005")))
+        next(flatout.train(tiny(f"data.source={text}", "data.validation=0.005")))

@@ -87,7 +87,7 @@ def test_out_of_memory_a_stopped_rank_and_signals(corpus: Path, started: list[Co
 
 
 def test_a_rank_whose_weights_drift_is_named(corpus: Path, started: list[Command]):
-    command = Command([*words(corpus, "run", 50), *TWO, "parallel.check_every=4"], "drift")
+    command = Command([*words(corpus, "run", 50), *TWO], "drift")
     started.append(command)
     assert command.wait() == 4, command.told
     error, hint = told_lines(command)

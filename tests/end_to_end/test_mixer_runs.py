@@ -18,8 +18,8 @@ from flatout.records import EndRecord, EvalRecord, RunInfo, StepRecord, TuneResu
 from tests.set_up import set_up
 
 MIXED = [
-    "model.pattern=EWA", "model.layers=3", "model.window=4", "model.states=8", "model.state_heads=2",
-    "model.modulation=0.2", "model.convolution=2", "model.resonance=0.1", "model.energy=0.01", "train.steps=12",
+    "model.pattern=EWA", "model.layers=3", "model.window=4", "model.states=8",
+    "model.modulation=0.2", "model.convolution=2", "train.steps=12",
 ]  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from flatout.checkpoints.run_folder import checkpoint_to_load, find_resume_point
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import ModelConfig
 from flatout.corpus import sources
-from flatout.data import plan
+from flatout.data import merge, plan
 from flatout.data.shards import open_dataset
 from flatout.engine import saver
 from flatout.engine.writer import Plan, save_plan
@@ -347,8 +347,9 @@ class Preparing:
 
     def prepare(self, kind: str, folder: Path, *, overwrite: bool = False) -> None:
         share = {"first": 0.2, "second": 0.3}[kind]
-        words = ["data.source=rows", "data.tokenizer=bytes", "data.split=document", "data.shard_tokens=600"]
-        config = self.load(*words, f"data.val_fraction={share}", f"data.folder={folder / 'data/set'}")
+        words = ["data.source=rows", "data.tokenizer=bytes", "data.split=document"]
+        config = self.load(*words, f"data.validation={share}", f"data.folder={folder / 'data/set'}")
+        merge.SHARD_TOKENS = 600
         flatout.prepare(config, workers=0, overwrite=overwrite)
 
     def check(self, old: str | None, new: str) -> Check:

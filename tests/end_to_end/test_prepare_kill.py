@@ -21,8 +21,7 @@ def prepare(corpus: Path, folder: Path, workers: int) -> subprocess.Popen[bytes]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     words = [
         "prepare", "gpt2-124m", f"data.source={corpus}", f"data.folder={folder}", "data.split=document",
-        "data.val_fraction=0.1", "data.shard_tokens=50000", "clean.exact_duplicates=true", "--workers", str(workers),
-        "--json",
+        "data.validation=0.1", "clean.drop=[exact_duplicates]", "--workers", str(workers), "--json",
     ]  # fmt: skip
     command = [sys.executable, "-m", "tests.end_to_end.small_parts", "32768", *words]
     quiet = subprocess.DEVNULL

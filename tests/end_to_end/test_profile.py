@@ -262,7 +262,7 @@ def test_a_slow_loader_is_found(tiny, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_stream_is_profiled_as_a_stream(words, corpus: Path, tmp_path: Path):
-    stream = ["data.streaming=true", "data.tokenizer=bytes", f"data.val_source={corpus}"]
+    stream = ["data.streaming=true", "data.tokenizer=bytes", f"data.validation={corpus}"]
     assert profile([*words, *stream, "--steps", "1", "--out", "here"]) == 0
     report = json.loads((tmp_path / "here" / "profile.json").read_text("utf-8"))
     assert "lines.txt" in report["data"]

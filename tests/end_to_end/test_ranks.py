@@ -110,7 +110,7 @@ def words_of(kind: str, corpus: Path, folder: Path, steps: int) -> list[str]:
         (folder / "texts").mkdir()
         for number in range(60):
             (folder / "texts" / f"{number}.txt").write_text(f"{number} birds are in the tree. " * (number % 7 + 1))
-        source = ["data.source=texts", "data.val_fraction=0.2"]
+        source = ["data.source=texts", "data.validation=0.2"]
     return [*TINY, *EVEN, *source, f"train.steps={steps}", "model.dropout=0"]
 
 

@@ -41,8 +41,8 @@ def test_two_nodes_give_the_bytes_of_one_process(
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in [*texts, *texts[:30]]) + "broken\n", encoding="utf-8"
     )
-    data = DataConfig(source=str(tmp_path / "rows.jsonl"), tokenizer="gpt2", split="document", val_fraction=0.2)
-    request = request_of(data, CleanConfig(exact_duplicates=True, min_characters=20))
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), tokenizer="gpt2", split="document", validation=0.2)
+    request = request_of(data, CleanConfig(drop=["exact_duplicates"]))
     made = {}
     for engine in ("local", "ray"):
         pack_corpus(request, tmp_path / engine, engine=engine, workers=0)

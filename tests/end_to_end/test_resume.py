@@ -29,7 +29,7 @@ from tests.set_up import set_up
 
 RUN = [
     "model.dropout=0.1", "speed.micro_batch=2", "train.steps=40",
-    "eval.every=10", "eval.epoch_end=true", "checkpoint.keep=3", "optim.schedule=cosine",
+    "eval.every=10", "checkpoint.keep=3", "optim.schedule=cosine",
 ]  # fmt: skip
 SHORT = ["train.steps=20", "eval.every=5"]
 
@@ -179,14 +179,16 @@ def test_a_run_cannot_be_resumed_to_fewer_steps_than_it_has(tiny):
 
 
 def test_another_optimizers_state_is_refused_by_the_settings_that_changed(tiny):
-    run = set_up(tiny("optim.beta1=0.8"))
+    run = set_up(tiny("optim.betas=[0.8, 0.95]"))
     with run.batches(0) as loader:
         run.take_step(next(loader))
     saved = capture(run, Progress())
     renamed = {name.replace("exp_avg", "moment"): tensor for name, tensor in saved.optimizer.items()}
-    with pytest.raises(CheckpointError, match=r"needs exp_avg.*\(optim\.beta1 was 0\.8, is now 0\.9\)") as refused:
-        restore(set_up(tiny("optim.beta1=0.9")), dataclasses.replace(saved, optimizer=renamed))
-    assert "resume with optim.beta1=0.8" in refused.value.hint
+    with pytest.raises(
+        CheckpointError, match=r"needs exp_avg.*\(optim\.betas was \[0\.8, 0\.95\], is now \[0\.9, 0\.95\]\)"
+    ) as refused:
+        restore(set_up(tiny("optim.betas=[0.9, 0.95]")), dataclasses.replace(saved, optimizer=renamed))
+    assert "resume with optim.betas=[0.8, 0.95]" in refused.value.hint
 
 
 def test_a_path_resumes_with_the_stored_config(tiny):

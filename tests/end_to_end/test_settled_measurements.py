@@ -59,7 +59,7 @@ def trained(preset: str, words: list[str]) -> RunConfig:
 def learned(config: RunConfig) -> dict[str, Any]:
     """What a size, the data and the device decide of what is learned."""
     rates = {name: getattr(config.optim, name) for name in RATES}
-    batch = {"batch": config.train.batch_tokens, "reshuffle": config.data.reshuffle}
+    batch = {"batch": config.train.batch_tokens, "reshuffle": config.data.packing == "reshuffle"}
     return rates | batch | config.model.model_dump()
 
 
@@ -125,7 +125,7 @@ def test_every_verb_takes_a_config_with_a_limit_on_its_text(
 
 
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "train.batch_tokens=64"]
-GIVEN = ["data.field=[text,content]", "data.max_documents=90", "data.val_fraction=0.25", "clean.min_characters=4"]
+GIVEN = ["data.field=[text,content]", "data.max_documents=90", "data.validation=0.25", "clean.drop=[exact_duplicates]"]
 
 
 @pytest.fixture
@@ -161,13 +161,13 @@ def test_every_verb_uses_data_as_it_was_prepared(
     else:
         assert opened, said.err
     if verb == "doctor --quick":
-        assert re.search(r"note +settings +data/rows-bytes was prepared with data\.field", said.out)
+        assert re.search(r"note +settings +data/rows-bytes was prepared with .*data\.field", said.out)
     assert "data.unknown_characters" not in said.out + said.err, "the tokenizer does not read it"
     for config in opened:
         data = config.data
         if data.source is not None:
-            assert (data.field, data.max_documents, data.val_fraction) == (["text", "content"], 90, 0.25)
-            assert config.clean.min_characters == 4
+            assert (data.field, data.max_documents, data.validation) == (["text", "content"], 90, 0.25)
+            assert config.clean.drop == ["exact_duplicates"]
         else:
             assert data.folder == "data/rows-bytes", "the shards are measured on as they are"
     assert Path("data/rows-bytes/manifest.json").read_bytes() == before
@@ -189,14 +189,14 @@ def test_what_a_user_writes_against_how_data_was_prepared_is_refused(
     for word, stored, asked in (
         ("data.field=content", "field ['text', 'content']", "'content'"),
         ("data.max_documents=80", "max_documents 90", "80"),
-        ("clean.min_characters=5", "clean.min_characters 4", "5"),
+        ("clean.drop=[quality]", "clean.drop ['exact_duplicates']", "['quality']"),
     ):
         assert main(["train", *rows, word]) == 3
         said = capsys.readouterr().err
         assert f"error: data/rows-bytes was prepared with {stored}, the config says {asked}\n" in said
         assert "--overwrite" not in said
         hint = shlex.split(said.split("hint: set ")[1].split(" to use it as it is")[0])
-        assert main(["train", *rows, *hint, f"output.name=against-{asked.strip(chr(39))}"]) == 0
+        assert main(["train", *rows, *hint, f"output.name=against-{re.sub(r'[^a-z0-9]', '', asked)}"]) == 0
         note = capsys.readouterr().out.split("note: data/rows-bytes was prepared with ")[1].split("\n")[0]
         assert note.endswith(", which is used here, too")
         assert hint[0].split("=")[0] not in note, "it was written now"

@@ -30,7 +30,7 @@ from tests.conftest import TINY
 from tests.parallel_runs import Told, attempt, learn, muon_in_both_forms, muon_updated, saved_again
 from tests.ranks import WORKERS
 
-QUIET = ["optim.learning_rate=3e-3", "checkpoint.keep=9", "parallel.check_every=2"]
+QUIET = ["optim.learning_rate=3e-3", "checkpoint.keep=9"]
 Make = Callable[..., tuple[str, list[str]]]
 
 
@@ -49,7 +49,7 @@ def words(tmp_path: Path, corpus: Path) -> Make:
             ]
             lines = [json.dumps({"text": text}) for text in texts]
             (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-            stream = ["data.streaming=true", "data.tokenizer=bytes", "data.val_fraction=0.2", "data.source=rows.jsonl"]
+            stream = ["data.streaming=true", "data.tokenizer=bytes", "data.validation=0.2", "data.source=rows.jsonl"]
             return "shakespeare-char", [*shape, *stream, *more]
         if not (tmp_path / "base").exists():
             write_chat_model(tmp_path / "base")
@@ -240,9 +240,9 @@ def test_what_has_no_slices_is_refused_by_name(tmp_path: Path, words: Make, word
 
 SHRUNK = ["model.layers=4", "model.width=16", "model.heads=2", "model.context=8", "train.steps=2", "speed.device=cpu"]
 SHRUNK += ["train.batch_tokens=64", "train.tokens=null", "train.epochs=null", "eval.sample_tokens=0", "eval.tokens=64"]
-TEXT = ["data.folder=data", "data.tokenizer=char", "data.val_fraction=0.1", "data.split=contiguous"]
-TEXT += ["clean.languages=null", "clean.near_duplicates=null", "clean.min_characters=0", "clean.exact_duplicates=false"]
-TEXT += ["clean.repetition=false", "clean.quality=false", "data.invalid_utf8=strict", "data.unknown_characters=error"]
+TEXT = ["data.folder=data", "data.tokenizer=char", "data.validation=0.1", "data.split=contiguous"]
+TEXT += ["clean.languages=null", "clean.drop=[]"]
+TEXT += ["data.invalid_utf8=strict", "data.unknown_characters=error"]
 
 
 def shrunk(preset: str, words: Make, corpus: Path) -> list[str]:
@@ -350,7 +350,7 @@ def test_any_number_of_processes_makes_muons_update_of_one_bit_for_bit(ranks: in
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["data", "fsdp"])
 def test_muon_learns_the_same_in_any_number_of_processes_and_goes_on_in_another(tmp_path: Path, words: Make, form: str):
-    muon = ["optim.optimizer=muon", "optim.normuon=true", "optim.cautious=true", "model.layers=2"]
+    muon = ["optim.optimizer=normuon", "model.layers=2"]
     preset, run = words("text", "train.steps=6", "checkpoint.every=3", *muon)
     one = learn(tmp_path, preset, [*run, "output.folder=one"], double=True)
     for ranks in (2, 4):

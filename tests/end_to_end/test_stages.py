@@ -18,8 +18,7 @@ from flatout.records import EpochRecord, EvalRecord, RunInfo, StepRecord
 from tests.set_up import set_up
 from tests.unit.test_graphs import FakeRecorder
 
-WORDS = ("train.steps=9", "model.pattern=AW", "model.window=8", "eval.every=3", "eval.tokens=64",
-         "eval.epoch_end=true")  # fmt: skip
+WORDS = ("train.steps=9", "model.pattern=AW", "model.window=8", "eval.every=3", "eval.tokens=64")
 
 
 def staged(run, context: int):
@@ -65,7 +64,7 @@ def test_a_run_in_stages_resumes_bit_identically_at_every_edge(tiny, in_stages, 
 
 def test_epochs_are_counted_in_windows_and_evaluation_has_full_length(tiny, in_stages):
     Path("short.txt").write_text("the sly fox over the moon.\n" * 60, encoding="utf-8")
-    words = ["data.source=short.txt", "train.steps=30", "model.pattern=AW", "model.window=8", "eval.epoch_end=true"]
+    words = ["data.source=short.txt", "train.steps=30", "model.pattern=AW", "model.window=8", "eval.every=1 epoch"]
     loaded = tiny(*words, "output.folder=run")
     run = staged(set_up(loaded), loaded.config.model.context)
     windows = run.data.facts.windows
@@ -239,7 +238,6 @@ def test_a_config_asks_for_stages_of_equal_tokens(tiny, length: str):
         (["train.batch_stages=[32, 64]", "train.length_stages=[8]"], "batch_stages 2, length_stages 1", "one entry"),
         (["train.batch_stages=[32, 64]", "speed.accumulation=2"], "speed.accumulation", "speed.micro_batch"),
         (["train.window_stages=[2, 4]"], "train.window_stages is set, but no block", "model.pattern=WWWA"),
-        (["train.batch_rate_power=1.0"], "there are no train.batch_stages", "leave"),
     ],
 )
 def test_stages_that_mean_nothing_are_refused(tiny, words, message: str, hint: str):

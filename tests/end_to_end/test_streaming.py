@@ -21,7 +21,7 @@ from tests.end_to_end.test_resume import stop_after
 
 STEPS = 40
 RUN = [
-    "data.tokenizer=bytes", "data.streaming=true", "data.val_fraction=0.2", "model.dropout=0.1",
+    "data.tokenizer=bytes", "data.streaming=true", "data.validation=0.2", "model.dropout=0.1",
     f"train.steps={STEPS}", "eval.every=10", "checkpoint.keep=3", "optim.learning_rate=3e-3",
 ]  # fmt: skip
 Tiny = Callable[..., LoadedConfig]
@@ -173,8 +173,8 @@ def test_another_source_is_refused(tiny: Tiny, source: Path):
 
 def test_what_a_stream_cannot_do_is_refused_before_anything_is_written(tiny: Tiny, source: Path, tmp_path: Path):
     words = [*RUN, f"data.source={source}"]
-    with pytest.raises(ConfigError, match=r"eval\.epoch_end"):
-        list(flatout.train(tiny(*words, "eval.epoch_end=true")))
+    with pytest.raises(ConfigError, match=r"eval\.every is in epochs"):
+        list(flatout.train(tiny(*words, "eval.every=1 epoch")))
     with pytest.raises(ConfigError, match="tokenizer `char`"):
         list(flatout.train(tiny(*words, "data.tokenizer=char")))
     with pytest.raises(ConfigError, match=r"train\.steps, train\.tokens or train\.minutes"):
@@ -184,7 +184,7 @@ def test_what_a_stream_cannot_do_is_refused_before_anything_is_written(tiny: Tin
 
 def test_no_training_text_ends_the_run_with_an_error(tiny: Tiny, source: Path, tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
-    words = [f"data.source={tmp_path / 'empty.jsonl'}", f"data.val_source={source}"]
+    words = [f"data.source={tmp_path / 'empty.jsonl'}", f"data.validation={source}"]
     with pytest.raises(DataError, match="gives 0 training tokens"):
         list(flatout.train(tiny(*RUN, *words)))
 

@@ -75,7 +75,7 @@ def test_a_leaking_loader(tmp_path, monkeypatch):
     line = warning_of(loaded, "memory growth", data=leaking, val=[np.arange(64) % 32])
     assert "the run's memory on the host grows steadily" in line
     assert "an iterator of your own (data=)" in line
-    assert "checkpoint.minutes" in line
+    assert "checkpoint.every" in line
 
 
 @pytest.mark.usefixtures("quick_readings")

@@ -230,13 +230,13 @@ def test_weights_go_straight_to_the_device(tmp_path):
 
 # --- our own models ---------------------------------------------------------------------------------------------------
 
-BARE = {"norm_weights": False, "qk_scale": 1.2, "embedding_norm": True, "tied": False, "kv_heads": 2}
-BARE |= {"zero_init": True, "embedding_std": 1.0}
+BARE = {"norm_weights": False, "qk_norm": 1.2, "embedding_norm": True, "tied": False, "kv_heads": 2}
+BARE |= {"zero_init": True}
 OWN: dict[str, tuple[dict[str, Any], str]] = {
     "as it comes": ({}, "qwen3"),
     "wide heads": ({"head_size": 12, "kv_heads": 2, "tied": False}, "qwen3"),
     "no weights in norms": (BARE, "qwen3"),
-    "a scale, and weights in norms": ({"qk_scale": 0.8, "embedding_norm": True, "tied": False}, "qwen3"),
+    "a scale, and weights in norms": ({"qk_norm": 0.8, "embedding_norm": True, "tied": False}, "qwen3"),
     "without norms of queries": ({"qk_norm": False, "tied": False}, "llama"),
     "stretched": ({"qk_norm": False, "rope_scaling": "llama3", "rope_original_context": 16}, "llama"),
     "stretched alike": ({"rope_scaling": "linear", "rope_factor": 2.5}, "qwen3"),

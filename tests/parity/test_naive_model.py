@@ -20,19 +20,19 @@ from tests.parity.naive_model import naive_logits, naive_loss
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 VOCAB, CONTEXT = 23, 5
-SHAPE = {"layers": 2, "width": 24, "heads": 4, "context": CONTEXT, "window": 3, "states": 8, "state_heads": 2}
-RECORD = {"norm_weights": False, "embedding_norm": True, "qk_scale": 1.2, "mlp": "relu2", "tied": False, "kv_heads": 2}
+SHAPE = {"layers": 2, "width": 24, "heads": 4, "context": CONTEXT, "window": 3, "states": 8}
+RECORD = {"norm_weights": False, "embedding_norm": True, "qk_norm": 1.2, "mlp": "relu2", "tied": False, "kv_heads": 2}
 KINDS = {
     "gpt2": {"family": "gpt2"},
     "gpt": {"family": "gpt", "kv_heads": 2},
     "untied, biases": {"family": "gpt", "tied": False, "bias": True, "mlp": "relu2"},
     "layernorm without biases": {"family": "gpt", "norm": "layernorm", "mlp": "gelu", "qk_norm": False},
-    "odd heads": {"family": "gpt", "head_size": 10, "kv_heads": 1, "qkv_bias": True, "norm_eps": 1e-2, "qk_scale": 0.7},
+    "odd heads": {"family": "gpt", "head_size": 10, "kv_heads": 1, "qkv_bias": True, "norm_eps": 1e-2, "qk_norm": 0.7},
     "llama3": {"rope_scaling": "llama3", "rope_factor": 4.0, "rope_original_context": 8, "qk_norm": False},
     "linear": {"rope_scaling": "linear", "rope_factor": 3.0},
     "residual scales": {"family": "gpt", "residual_scale": 0.7, "bias": True, "norm": "layernorm"},
     "capped": {"family": "gpt", "logit_cap": 1.5, "tied": False},
-    "no norm weights": {"norm_weights": False, "embedding_norm": True, "qk_scale": 1.3, "tied": False, "kv_heads": 2,
+    "no norm weights": {"norm_weights": False, "embedding_norm": True, "qk_norm": 1.3, "tied": False, "kv_heads": 2,
                         "head_size": 10, "logit_cap": 4.0},
     "layernorm without weights": {"norm": "layernorm", "norm_weights": False, "bias": True, "positions": "learned",
                                   "embedding_norm": True, "mlp": "gelu"},

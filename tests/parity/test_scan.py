@@ -324,7 +324,7 @@ def test_kernels_over_32768_positions(dtype, varies, resets):
 
 
 FAST = Execution(scan="triton")
-ALL = {"heads": 4, "modulation": 1.0, "resonance": 0.1, "convolution": 4, "scales": (1, 4)}
+ALL = {"modulation": 1.0, "convolution": 4, "scales": (1, 4)}
 
 
 def mixers(context: int, more: dict) -> tuple[Eigenstate, Eigenstate]:

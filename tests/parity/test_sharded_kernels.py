@@ -95,7 +95,7 @@ def sharded(model: dict, how: dict) -> tuple[list[float], dict[str, Tensor]]:
     [
         pytest.param({"family": "gpt2"}, {"loss": "fused", "loss_chunk": 7, "pad_vocab": 8}, marks=pytest.mark.slow),
         pytest.param(
-            {"norm_weights": False, "embedding_norm": True, "qk_scale": 1.2, "zero_init": True},
+            {"norm_weights": False, "embedding_norm": True, "qk_norm": 1.2, "zero_init": True},
             {"loss": "fused"},
             marks=pytest.mark.slow,
         ),

@@ -272,7 +272,7 @@ preset: shakespeare-char
 model: {layers: 2, width: 32, heads: 2, context: 16}
 data: {source: words.txt, tokenizer: char, unknown_characters: error}
 optim: {optimizer: adamw, learning_rate: 4e-3, embedding_rate: null, head_rate: null, schedule: cosine,
-        decay_fraction: 0.2, min_ratio: 0.02, weight_decay: 0.1, beta1: 0.9, clip: 1.0, warmup: 1}
+        decay_fraction: 0.2, min_ratio: 0.02, weight_decay: 0.1, betas: [0.9, 0.95], clip: 1.0, warmup: 1}
 train: {steps: 2, batch_tokens: 64}
 eval: {every: 0, tokens: 512, sample_tokens: 8}
 checkpoint: {every: 0}

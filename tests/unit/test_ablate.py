@@ -198,7 +198,7 @@ def test_no_minutes_begin_nothing(tiny, made, tmp_path: Path):
     rows, result = ablated(tiny(), fields=["model.qk_norm"], minutes=0.0)
     assert (rows, made, result.missing, result.loss) == ([], [], 6, None)
     tuned = load_config("lora", ["chat.source=rows.jsonl", "data.source=null", "train.steps=3"])
-    assert ablated(tuned, fields=["optim.beta1=0.8"], minutes=0.0)[1].missing, "there is no text to ask for"
+    assert ablated(tuned, fields=["optim.betas=[0.8, 0.95]"], minutes=0.0)[1].missing, "there is no text to ask for"
     assert not list(Path().iterdir()), "not even data is prepared"
     ablated(tiny(), fields=["model.qk_norm"], seeds=1, folder=tmp_path)
     path = tmp_path / "ablate.jsonl"

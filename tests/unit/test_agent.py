@@ -121,7 +121,8 @@ def test_a_pulse_is_felt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "p.at_step(41); p.note_run(Path('runs/x'), accepted=True)\n"
         "def stuck_here():\n    time.sleep(60)\nstuck_here()"
     )
-    told = {"FLATOUT_PULSE": str(tmp_path), "FLATOUT_AGENT": str(os.getpid()), "LOCAL_RANK": "1"}
+    attempt = Attempt(agent=os.getpid(), pulse=str(tmp_path))
+    told = {"FLATOUT_AGENT": attempt.as_json(), "LOCAL_RANK": "1"}
     child = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **told})
     try:
         while slots.row(1)["step"] != 41:
@@ -137,7 +138,7 @@ def test_a_pulse_is_felt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     finally:
         child.kill()
         child.wait()
-    monkeypatch.delenv("FLATOUT_PULSE", raising=False)
+    monkeypatch.delenv("FLATOUT_AGENT", raising=False)
     assert pulse().folder is None
     with pytest.raises(RuntimeError), (alone := Pulse()).waiting():
         raise RuntimeError
@@ -160,7 +161,7 @@ def test_workers_learn_what_earlier_attempts_left(monkeypatch: pytest.MonkeyPatc
     with OneHost(2).meet(Left("runs/x", True, 4, 1), lambda: False) as (place, _, attempt, _listen):
         assert (place.first, place.count, place.size) == (0, 2, 2)
     variables = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
-    for name, value in {**variables, "FLATOUT_ATTEMPT": attempt.as_json()}.items():
+    for name, value in {**variables, "FLATOUT_AGENT": attempt.as_json()}.items():
         monkeypatch.setenv(name, value)
     found = launch()
     assert found is not None

@@ -24,7 +24,7 @@ def documents(count: int = 60, seed: int = 1) -> list[np.ndarray]:
 
 
 def opened(train: Any, val: Any = None, **more: Any) -> ArrayData:
-    data, given = DataConfig(tokenizer="char", val_fraction=0.1), {"vocab": 50, "seed": 3, "val_tokens": 40, **more}
+    data, given = DataConfig(tokenizer="char", validation=0.1), {"vocab": 50, "seed": 3, "val_tokens": 40, **more}
     return open_arrays(Arrays(train, val), SCHEDULE, data, **given)
 
 

@@ -36,7 +36,7 @@ from flatout.config.load import (
     show,
 )
 from flatout.config.model_section import GPT2, ModelConfig
-from flatout.config.schema import CleanConfig, OptimConfig, RunConfig, TrainConfig, at_last_stage, micro_batch_of
+from flatout.config.schema import CleanConfig, OptimConfig, RunConfig, at_last_stage, micro_batch_of
 from flatout.config.sizes import LONG, LONG_NAMES
 from flatout.config.source import Source
 from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED, WAY_ELSEWHERE_CALLED
@@ -115,7 +115,7 @@ def test_every_leaf_says_what_it_allows() -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("data.source", "items are text that is not empty or {path, weight, field, format, document_start}, or null"),
+        ("data.source", "items are text that is not empty or {path, weight, format}, or null"),
         ("clean.languages", "whose items are a code of two or three small letters, such as en, or null"),
         ("data.format", "one of text, jsonl, json, csv, tsv, parquet, warc, smiles, tokens, or null"),
         ("data.streaming", "true or false"),
@@ -204,14 +204,14 @@ def test_every_leaf_has_a_source() -> None:
 def test_each_layer_wins_over_those_below(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        "# mine\npreset: gpt2-124m\nhardware: 8gb\n\ntrain:\n  seed: 7\noptim:\n  eps: 1e-7\n  clip: 2\n",
+        "# mine\npreset: gpt2-124m\nhardware: 8gb\n\ntrain:\n  seed: 7\noptim:\n  min_ratio: 0.5\n  clip: 2\n",
     )
     loaded = fitted(load_config(path, ["optim.clip=3"]))
     expected = {
-        "optim.beta1": (0.9, "preset", "preset gpt2-124m"),
+        "optim.betas": ([0.9, 0.95], "preset", "preset gpt2-124m"),
         "speed.micro_batch": (8, "hardware", "hardware 8gb"),
         "train.seed": (7, "file", f"{path}:6"),
-        "optim.eps": (1e-7, "file", f"{path}:8"),
+        "optim.min_ratio": (0.5, "file", f"{path}:8"),
         "optim.clip": (3.0, "override", "command line"),
         "model.norm": ("layernorm", "family", "family gpt2"),
         "eval.patience": (0, "default", "default"),
@@ -384,11 +384,8 @@ def test_overrides_may_be_lists_where_the_field_takes_them() -> None:
         "a, b",
         "12",
     ]
-    rest = {"field": None, "format": None, "document_start": None}
-    assert source("[{path: a, weight: 2.0}, b]") == [{"path": "a", "weight": 2.0, **rest}, "b"]
-    assert source("[{path: a, format: csv, field: body}]") == [
-        {"path": "a", "weight": 1.0, "field": "body", "format": "csv", "document_start": None}
-    ]
+    assert source("[{path: a, weight: 2.0}, b]") == [{"path": "a", "weight": 2.0, "format": None}, "b"]
+    assert source("[{path: a, format: csv}]") == [{"path": "a", "weight": 1.0, "format": "csv"}]
     assert source("a.txt,b.txt") == "a.txt,b.txt"
     assert source('"[a]"') == "[a]"
     assert load_config(overrides=["clean.languages=[en, no]"]).config.clean.languages == ["en", "no"]
@@ -422,14 +419,19 @@ def test_numbers_inside_lists_are_those_the_item_wants() -> None:
         ("[a, {path: b, weight: '2'}]", "data.source[1].weight is '2', but it must be a number", "Remove the quotes"),
         ("[{path: b, wieght: 1}]", "data.source[0].wieght is not a known key", "did you mean data.source[0].weight?"),
         ("[{pth: b}]", "data.source[0].pth is not a known key", "did you mean data.source[0].path?"),
-        ("[{path: b, text_column: c}]", "data.source[0].text_column is not", "did you mean data.source[0].field?"),
+        ("[{path: b, text_column: c}]", "data.source[0].text_column is not", "set data.field, which holds for all"),
+        (
+            "[{path: b, document_start: c}]",
+            "data.source[0].document_start is not",
+            "set data.document_start, which holds",
+        ),
         ("[{path: b, proportion: 1}]", "data.source[0].proportion is not", "did you mean data.source[0].weight?"),
-        ("[a.txt: 2]", "data.source[0].a.txt is not a known key", "the keys of an item are path, weight, field"),
+        ("[a.txt: 2]", "data.source[0].a.txt is not a known key", "the keys of an item are path, weight, format"),
         ("[{weight: 2}]", "data.source[0].path is missing", "Allowed: text that is not empty."),
         ("[{path: b, format: jsnl}]", "data.source[0].format is 'jsnl', but it must be one of text", "mean jsonl?"),
         ("[a, 5, {path: b, weight: -1}]", "data.source[1] is 5, but it must be text or a mapping", "double quotes"),
         ("[null]", "data.source[0] is null, but it must be text or a mapping", "Allowed: text, or a list"),
-        ("[[a]]", "data.source[0] is ['a'], but it must be text or a mapping", "{path, weight, field"),
+        ("[[a]]", "data.source[0] is ['a'], but it must be text or a mapping", "{path, weight, format"),
         ("{path: a}", "data.source is {'path': 'a'}, but it must be text or a list", "brackets around it"),
         ("[a", "data.source: not valid YAML: expected ',' or ']'", "brackets, quotes and commas"),
         ("[a] # b", "data.source: '[a] # b' goes on after its end", "its own ]"),
@@ -618,7 +620,6 @@ mixtures = st.lists(
         {"path": st.text(min_size=1)},
         optional={
             "weight": st.floats(1e-9, 1000.0) | st.integers(1, 1000),
-            "field": st.none() | st.text(min_size=1),
             "format": st.none() | st.just("csv"),
         },
     ),
@@ -765,8 +766,8 @@ def test_schema_is_a_json_schema_and_agrees_with_the_loader() -> None:
 def test_cleaning_is_switched_off_by_one_word() -> None:
     assert load_config("common-crawl").config.clean != CleanConfig()
     assert load_config("common-crawl", ["clean=off"]).config.clean == CleanConfig()
-    later = load_config("common-crawl", ["clean=off", "clean.min_characters=7"]).config.clean
-    assert later == CleanConfig(min_characters=7)
+    later = load_config("common-crawl", ["clean=off", "clean.drop=[short]"]).config.clean
+    assert later == CleanConfig(drop=["short"])
     with pytest.raises(ConfigError, match="clean is a section") as error:
         load_config("common-crawl", ["clean=on"])
     assert "clean=off" in (error.value.hint or "")
@@ -815,11 +816,10 @@ def test_every_rate_is_lowered_with_the_others() -> None:
 
 def test_a_run_without_its_stages_reads_as_many_tokens_in_steps_like_the_last_ones() -> None:
     stages = [f"train.{name}_stages={value}" for name, value in STAGES.items()]
-    words = ["model.pattern=AW", "model.context=1024", "train.batch_rate_power=1.0", "train.tokens=null", *stages]
+    words = ["model.pattern=AW", "model.context=1024", "train.tokens=null", *stages]
     config = load_config("shakespeare-char", [*words, "train.epochs=null", "train.steps=300"]).config
     plain = at_last_stage(config)
     assert not plain.train.staged
-    assert plain.train.batch_rate_power == TrainConfig.model_fields["batch_rate_power"].default
     assert (plain.train.batch_tokens, plain.train.steps) == (16384, 200), "200 steps of 8,192 and 100 of 16,384"
     assert micro_batch_of(plain)[0] == micro_batch_of(config)[0] == 8
     assert at_last_stage(plain) == plain
@@ -959,30 +959,85 @@ def test_a_family_differs_from_the_other_in_the_fields_that_it_decides_alone():
 
 def test_what_became_constant_is_read_where_it_has_that_value_and_refused_otherwise(tmp_path: Path):
     constants = former.CONSTANTS
-    fields = [path for path in constants if path in field_facts()]
-    assert not fields, "no setting and a constant at once"
-    sections: dict[str, list[str]] = {}
+    assert not [path for path in constants if path in field_facts()], "no setting and a constant at once"
+    sections: dict[str, dict[str, Any]] = {}
     for path, constant in constants.items():
         section, _, name = path.partition(".")
-        sections.setdefault(section, []).append(f"  {name}: {format_value(constant.value)}")
+        if not callable(constant.value):
+            sections.setdefault(section, {})[name] = constant.value
     config = tmp_path / "old.yaml"
-    lines = ["preset: shakespeare", *(line for name, own in sections.items() for line in (f"{name}:", *own)), ""]
-    config.write_text("\n".join(lines), encoding="utf-8")
+    lines = [f"  {name}: {format_value(value)}" for values in sections.values() for name, value in values.items()]
+    counts = iter(lines)
+    text = "".join(
+        f"{section}:\n" + "".join(f"{next(counts)}\n" for _ in values) for section, values in sections.items()
+    )
+    config.write_text(f"preset: shakespeare\n{text}", encoding="utf-8")
     load_config(config)
+    assert former.as_now(sections) == {section: {} for section in sections}
     for path in constants:
         section, _, name = path.partition(".")
         config.write_text(f"{section}:\n  {name}: 12345.5\n", encoding="utf-8")
-        with pytest.raises(ConfigError, match=f"{path} is no setting any more: it is always"):
+        with pytest.raises(ConfigError, match=f"{path} is no setting any more: it "):
             load_config(config)
-        with pytest.raises(ConfigError, match=f"{path} is no setting any more: it is always"):
+        with pytest.raises(ConfigError, match=f"{path} is no setting any more: it "):
             load_config("shakespeare", [f"{path}=12345.5"])
 
 
-def test_a_warm_up_of_an_earlier_version_is_read(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("section", "former_values", "values"),
+    [
+        ("optim", "{warmup_steps: 7, warmup: null}", {"warmup": 7}),
+        ("optim", "{warmup_steps: 7}", {"warmup": 7}),
+        ("optim", "{warmup: 0.5}", {"warmup": 0.5}),
+        ("optim", "{normuon: true, optimizer: muon, cautious: true, eps: 1e-10}", {"optimizer": "normuon"}),
+        ("optim", "{normuon: false, optimizer: muon, cautious: false, eps: 1e-8}", {"optimizer": "muon"}),
+        ("optim", "{beta1: 0.8, beta2: 0.99}", {"betas": [0.8, 0.99]}),
+        ("data", "{val_source: null, val_fraction: 0.2}", {"validation": 0.2}),
+        ("data", "{val_source: a.txt, val_fraction: 0.2}", {"validation": "a.txt"}),
+        ("data", "{packing: concat, reshuffle: true}", {"packing": "reshuffle"}),
+        ("data", "{packing: best_fit, reshuffle: false}", {"packing": "best_fit"}),
+        ("data", "{source: [{path: a, field: null, document_start: null}]}", {"source": [SourceConfig(path="a")]}),
+        ("model", "{qk_norm: true, qk_scale: 1.2}", {"qk_norm": 1.2}),
+        ("model", "{qk_norm: true, qk_scale: 1.0}", {"qk_norm": True}),
+        ("model", "{zero_init: true, tied: false, width: 384, embedding_std: 1.0}", {"zero_init": True}),
+        ("model", "{zero_init: true, tied: true, width: 512, heads: 4, embedding_std: 0.0221}", {"zero_init": True}),
+        (
+            "clean",
+            "{min_characters: 0, exact_duplicates: true, near_duplicates: 0.8, repetition: false, quality: true}",
+            {"drop": ["exact_duplicates", "near_duplicates", "quality"]},
+        ),
+    ],
+)
+def test_what_is_said_by_another_setting_now_is_read(
+    tmp_path: Path, section: str, former_values: str, values: dict[str, Any]
+):
     config = tmp_path / "old.yaml"
-    for text, warmup in (("warmup_steps: 7\n  warmup: null", 7), ("warmup_steps: 7", 7), ("warmup: 0.5", 0.5)):
-        config.write_text(f"preset: shakespeare\noptim:\n  {text}\n", encoding="utf-8")
-        assert load_config(config).config.optim.warmup == warmup
-    with pytest.raises(ConfigError, match="not a known key") as caught:
-        load_config("shakespeare", ["optim.warmup_steps=7"])
-    assert "did you mean optim.warmup?" in caught.value.hint
+    config.write_text(f"train: {{steps: 1}}\n{section}: {former_values}\n", encoding="utf-8")
+    found = getattr(load_config(config).config, section)
+    assert {name: getattr(found, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("setting", "written"),
+    [
+        ("data.reshuffle: false", "data.packing=reshuffle"),
+        ("optim.normuon: false", "optim.optimizer=normuon"),
+        ("clean.quality: true", r"clean.drop=\[quality\]"),
+        ("clean.near_duplicates: 0.7", r"clean.drop=\[near_duplicates\]"),
+        ("optim.beta1: 0.9", r"optim\.betas=\[0\.9, 0\.95\]"),
+        ("optim.cautious: true", "optim.optimizer=normuon"),
+        ("optim.eps: 1e-8", "1e-10"),
+        ("model.embedding_std: 1.0", "model.zero_init"),
+    ],
+)
+def test_what_depends_on_more_than_a_file_says_is_refused_with_the_setting_of_today(
+    tmp_path: Path, setting: str, written: str
+):
+    path, value = setting.split(": ")
+    section, name = path.split(".")
+    config = tmp_path / "old.yaml"
+    config.write_text(f"preset: modern\n{section}:\n  {name}: {value}\n", encoding="utf-8")
+    for words in ((config,), ("modern", [f"{path}={value}"])):
+        with pytest.raises(ConfigError, match=path) as caught:
+            load_config(*words)
+        assert re.search(written, caught.value.hint)

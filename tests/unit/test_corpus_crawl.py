@@ -97,14 +97,13 @@ def test_pages_and_texts_become_documents_and_the_rest_is_not_counted(tmp_path: 
     results = read(tmp_path, b"".join(CRAWL))
     assert texts(results) == TEXTS
     assert [result.place for result in results] == ["record 3", "record 5", "record 6"]
-    assert [result.url for result in results] == [f"http://a.org/{number}" for number in (1, 2, 3)]
     assert not any(result.rejected for result in results)
 
 
 def test_records_of_warc_1_1_and_addresses_in_brackets_are_read(tmp_path: Path) -> None:
     data = response(page("new"), url="<http://a.org/>").replace(b"WARC/1.0", b"WARC/1.1")
     (found,) = read(tmp_path, data)
-    assert (found.text, found.url) == ("new", "http://a.org/")
+    assert found.text == "new"
 
 
 def test_only_the_main_text_of_a_page_is_kept(tmp_path: Path) -> None:
@@ -170,9 +169,7 @@ def test_a_page_without_a_type_is_told_by_its_looks_or_by_the_crawler(tmp_path: 
     ],
 )
 def test_a_page_is_decoded_as_it_says(tmp_path: Path, encoding: str, stated: str, text: str) -> None:
-    assert read(tmp_path, response(page(text).encode(encoding), stated)) == [
-        Document(text, "record 1", "http://a.org/", replaced=0)
-    ]
+    assert read(tmp_path, response(page(text).encode(encoding), stated)) == [Document(text, "record 1", replaced=0)]
 
 
 def test_without_a_word_about_its_encoding_a_page_is_looked_at(tmp_path: Path) -> None:
@@ -191,7 +188,7 @@ def test_bytes_that_do_not_fit_follow_the_policy_if_they_are_in_the_text(tmp_pat
     (replaced,) = read(tmp_path, bad, policy="replace")
     assert (replaced.text, replaced.replaced) == ("caf\ufffd", 1)
     (skipped,) = read(tmp_path, bad, policy="skip")
-    assert (skipped.text, skipped.rejected, skipped.url) == ("", "invalid_utf8", "http://a.org/")
+    assert (skipped.text, skipped.rejected) == ("", "invalid_utf8")
     hidden = response(b"<html><body><script>'\xe9'</script><p>all is well</p></body></html>")
     assert texts(read(tmp_path, hidden)) == ["all is well"]
 
@@ -201,7 +198,7 @@ def test_wet_text_that_is_not_utf8_follows_the_policy(tmp_path: Path) -> None:
     problem, after = read(tmp_path, data)
     assert (problem.kind, problem.records, problem.place) == ("not-utf8", 1, "record 1, byte 3 of it")
     assert after.text == "fine"
-    assert read(tmp_path, data, policy="replace")[0] == Document("caf\ufffd", "record 1", "http://a.org/", replaced=1)
+    assert read(tmp_path, data, policy="replace")[0] == Document("caf\ufffd", "record 1", replaced=1)
     assert read(tmp_path, data, policy="skip")[0].rejected == "invalid_utf8"
 
 
@@ -452,8 +449,7 @@ NASTY = st.lists(
 def test_whatever_stands_in_texts_comes_back(blocks: list[bytes], step: int) -> None:
     data = b"".join(wet(block) for block in [*blocks, b"end"])
     assert read_bytes(data, step=step) == [
-        Document(block.decode(), f"record {number}", "http://a.org/")
-        for number, block in enumerate([*blocks, b"end"], start=1)
+        Document(block.decode(), f"record {number}") for number, block in enumerate([*blocks, b"end"], start=1)
     ]
 
 

@@ -118,7 +118,7 @@ def test_invalid_utf8_in_a_piece_rejects_the_piece(tmp_path: Path) -> None:
     file = stored(tmp_path, "a.txt", b"word " * 20 + b"\xff" + b" word" * 20)
     good, bad, problem, last = read(file, piece=70)
     assert (good.begins, good.ends, good.rejected) == (True, False, None)
-    assert bad == Document("", "byte 74", None, False, False, rejected=REJECTED_UTF8)
+    assert bad == Document("", "byte 74", False, False, rejected=REJECTED_UTF8)
     assert (problem.kind, problem.place, problem.records) == ("not-utf8", "byte 100", 0)
     assert (last.begins, last.ends, last.rejected) == (False, True, None)
     skipped = read(file, piece=70, invalid_utf8="skip")

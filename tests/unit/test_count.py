@@ -44,9 +44,9 @@ VARIANTS = [
     {"bias": True, "qkv_bias": False, "qk_norm": False, "head_size": 6, "mlp": "gelu"},
     {"value_tables": 1, "head_gate": True, "kv_heads": 2, "bigram_rows": 50, "first_mix": True},
     {"pattern": "E", "states": 24, "bias": True},
-    {"pattern": "EEA", "states": 40, "state_heads": 4, "resonance": 0.1, "scales": [1, 4]},
-    {"pattern": "EAE", "states": 16, "state_heads": 4, "modulation": 0.1, "convolution": 4},
-    {"norm_weights": False, "qk_scale": 1.2, "embedding_norm": True, "tied": False, "mlp": "relu2"},
+    {"pattern": "EEA", "states": 40, "scales": [1, 4]},
+    {"pattern": "EAE", "states": 16, "modulation": 0.1, "convolution": 4},
+    {"norm_weights": False, "qk_norm": 1.2, "embedding_norm": True, "tied": False, "mlp": "relu2"},
     {"norm_weights": False, "norm": "layernorm", "bias": True, "qk_norm": False, "mlp": "gelu"},
 ]
 

@@ -239,7 +239,7 @@ def test_the_report_of_a_dataset_adds_up(tmp_path: Path) -> None:
     (place / "f.csv").write_text("n,other\n" + "1,2\n" * 9)
     pq.write_table(pa.table({"text": ["one", None, "three"]}), place / "g.parquet")
     (place / "h.txt").write_text("a whole text")
-    data = DataConfig(source=str(place), tokenizer="bytes", split="document", val_fraction=0.3)
+    data = DataConfig(source=str(place), tokenizer="bytes", split="document", validation=0.3)
     pack_corpus(request_of(data), tmp_path / "out", workers=0)
     report = read_report(tmp_path / "out")
     assert report is not None

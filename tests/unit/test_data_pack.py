@@ -21,8 +21,8 @@ from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus import readers, sources
 from flatout.corpus.clean import CleanRules
 from flatout.corpus.document import Document, Problem, ReadOptions, Slice
+from flatout.data import merge, plan
 from flatout.data import pack as pack_module
-from flatout.data import plan
 from flatout.data.inspect import read_problems, read_report
 from flatout.data.journal import Journal
 from flatout.data.manifest import Manifest, read_manifest
@@ -47,14 +47,12 @@ def pack(
     tokenizer: str = "bytes",
     split: Any = "contiguous",
     val_fraction: float = 0.1,
-    shard_tokens: int = 100_000_000,
     clean: CleanConfig | None = None,
     more: dict[str, Any] | None = None,
     **how: Any,
 ) -> Manifest:
     data = DataConfig(
-        source=source, tokenizer=tokenizer, split=split, val_fraction=val_fraction, shard_tokens=shard_tokens,
-        **(more or {}),
+        source=source, tokenizer=tokenizer, split=split, **{"validation": val_fraction, **(more or {})},
     )  # fmt: skip
     return pack_corpus(request_of(data, clean), folder, **how)
 
@@ -170,22 +168,26 @@ def test_documents_are_tokenized_one_by_one_and_end_in_the_id(tmp_path: Path) ->
         assert dataset.tokenizer.encode(text).tolist() == ids[:-1].tolist()
 
 
-def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
-    first = pack(rows(tmp_path), tmp_path / "a", "gpt2", "document", 0.3, 37)
-    second = pack(rows(tmp_path), tmp_path / "b", "gpt2", "document", 0.3, 37)
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge, "SHARD_TOKENS", 37)
+    first = pack(rows(tmp_path), tmp_path / "a", "gpt2", "document", 0.3)
+    second = pack(rows(tmp_path), tmp_path / "b", "gpt2", "document", 0.3)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert first == second == read_manifest(tmp_path / "a")
     (tmp_path / "elsewhere").mkdir()
-    moved = pack(rows(tmp_path / "elsewhere"), tmp_path / "c", "gpt2", "document", 0.3, 37)
+    moved = pack(rows(tmp_path / "elsewhere"), tmp_path / "c", "gpt2", "document", 0.3)
     assert moved.fingerprint == first.fingerprint
-    other = pack(rows(tmp_path), tmp_path / "d", "gpt2", "document", 0.4, 37)
+    other = pack(rows(tmp_path), tmp_path / "d", "gpt2", "document", 0.4)
     assert other.fingerprint != first.fingerprint
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 7, 100, 10**9])
-def test_the_size_of_shards_does_not_change_the_stream(tmp_path: Path, shard_tokens: int) -> None:
+def test_the_size_of_shards_does_not_change_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
+) -> None:
     pack(rows(tmp_path, TEXTS[:8]), tmp_path / "one", "bytes", "contiguous", 0.2)
-    manifest = pack(rows(tmp_path, TEXTS[:8]), tmp_path / "many", "bytes", "contiguous", 0.2, shard_tokens)
+    monkeypatch.setattr(merge, "SHARD_TOKENS", shard_tokens)
+    manifest = pack(rows(tmp_path, TEXTS[:8]), tmp_path / "many", "bytes", "contiguous", 0.2)
     assert split_tokens(tmp_path / "one") == split_tokens(tmp_path / "many")
     shards = manifest.splits["train"].shards
     assert len(shards) == -(-manifest.splits["train"].tokens // shard_tokens)
@@ -291,7 +293,7 @@ def texts_of(folder: Path) -> tuple[list[str], list[str]]:
 
 def test_a_validation_source_is_the_validation_split(tmp_path: Path) -> None:
     (tmp_path / "v.jsonl").write_text('{"text": "for validation"}\n', encoding="utf-8")
-    pack(rows(tmp_path), tmp_path / "data", more={"val_source": str(tmp_path / "v.jsonl")})
+    pack(rows(tmp_path), tmp_path / "data", more={"validation": str(tmp_path / "v.jsonl")})
     assert texts_of(tmp_path / "data") == (TEXTS, ["for validation"])
 
 
@@ -340,7 +342,7 @@ def test_a_limit_is_of_each_source_and_not_of_the_validation_source(tmp_path: Pa
     for name in names:
         name.write_text("".join(f'{{"text": "{name.stem}{number:03d} words"}}\n' for number in range(50)))
     mixture = [{"path": str(names[0]), "weight": 2}, str(names[1])]
-    pack(mixture, tmp_path / "data", more={"val_source": str(names[2]), "max_documents": 3}, workers=0)
+    pack(mixture, tmp_path / "data", more={"validation": str(names[2]), "max_documents": 3}, workers=0)
     train, val = texts_of(tmp_path / "data")
     first, second = ([f"{name}{number:03d} words" for number in range(3)] for name in "ab")
     assert train == first + first + second
@@ -395,7 +397,7 @@ def test_a_limit_cuts_a_text_without_documents_at_a_character(
     monkeypatch.setattr(readers, "PIECE", piece)
     text = "".join(f"word {number} of a long tëxt\n" for number in range(120))
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    clean = CleanConfig(near_duplicates=0.9)
+    clean = CleanConfig(drop=["near_duplicates"])
     for most in (609, 610, 611):  # 610 bytes end inside of a character
         folder = tmp_path / f"data{most}"
         manifest = pack(str(tmp_path / "text.txt"), folder, tokenizer, "contiguous", 0.25, clean=clean,
@@ -464,7 +466,7 @@ def test_copies_of_a_text_over_several_parts_are_whole(
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     (tmp_path / "val.txt").write_text("for validation", encoding="utf-8")
     source = [{"path": str(tmp_path / "text.txt"), "weight": weight}]
-    pack(source, tmp_path / "data", more={"val_source": str(tmp_path / "val.txt")})
+    pack(source, tmp_path / "data", more={"validation": str(tmp_path / "val.txt")})
     train, _ = texts_of(tmp_path / "data")
     assert train == [text] * int(weight)
 
@@ -499,7 +501,7 @@ def test_what_is_dropped_does_not_move_the_cut(tmp_path: Path, small_parts: None
     kept, again = tmp_path / "kept", tmp_path / "again"
     for folder, texts in ((kept, TEXTS), (again, [*TEXTS, *TEXTS[:30]])):
         folder.mkdir()
-        clean = CleanConfig(exact_duplicates=True)
+        clean = CleanConfig(drop=["exact_duplicates"])
         pack(rows(folder, texts), folder / "data", "bytes", "contiguous", 0.3, clean=clean)
     assert split_tokens(again / "data") == split_tokens(kept / "data")
 
@@ -527,7 +529,7 @@ def test_exact_duplicates_keep_the_first(
     monkeypatch.setattr("flatout.data.merge._DOCUMENTS_AT_ONCE", at_once)
     unique = [f"text number {number}" for number in range(30)]
     texts = [*unique, *unique[5:20], "the end", unique[0]]
-    clean = CleanConfig(exact_duplicates=True)
+    clean = CleanConfig(drop=["exact_duplicates"])
     pack(rows(tmp_path, texts), tmp_path / "data", "bytes", "document", 0.3, clean=clean)
     train, val = texts_of(tmp_path / "data")
     assert sorted([*train, *val]) == sorted([*unique, "the end"])
@@ -546,8 +548,8 @@ def test_long_documents_beside_short_ones_are_compared_to_their_ends(
     for number, text in enumerate(texts):
         (tmp_path / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
     (tmp_path / "val.txt").write_text("for validation", encoding="utf-8")
-    clean = CleanConfig(exact_duplicates=True)
-    pack(str(tmp_path / "texts"), tmp_path / "data", clean=clean, more={"val_source": str(tmp_path / "val.txt")})
+    clean = CleanConfig(drop=["exact_duplicates"])
+    pack(str(tmp_path / "texts"), tmp_path / "data", clean=clean, more={"validation": str(tmp_path / "val.txt")})
     assert texts_of(tmp_path / "data")[0] == [*texts[:3], "the last"]
     assert (read_report(tmp_path / "data") or {})["dropped"] == {"exact_duplicate": 1}
 
@@ -566,24 +568,19 @@ def test_a_long_document_of_which_one_piece_is_rejected_is_dropped_whole(
     for number, text in enumerate(texts):
         (tmp_path / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
     (tmp_path / "val.txt").write_text("for validation", encoding="utf-8")
-    more = {"val_source": str(tmp_path / "val.txt")}
-    for limit, kept, dropped in (
-        (None, [*texts[:3], "the last"], {"tokenizer": 1}),
-        (1000, ["short", "between", "the last"], {"too_long": 2}),
-    ):
-        clean = CleanConfig(max_characters=limit)
-        pack(str(tmp_path / "texts"), tmp_path / "data", tokenizer, clean=clean, more=more, overwrite=True)
-        dataset = open_dataset(tmp_path / "data")
-        decoded = dataset.tokenizer.decode(dataset.train.read(0, dataset.train.tokens))
-        assert decoded == "".join(f"{text}<|endoftext|>" for text in kept)
-        report = read_report(tmp_path / "data") or {}
-        assert (report["dropped"], report["kept"]) == (dropped, {"train": len(kept), "val": 1})
+    more = {"validation": str(tmp_path / "val.txt")}
+    pack(str(tmp_path / "texts"), tmp_path / "data", tokenizer, more=more)
+    dataset = open_dataset(tmp_path / "data")
+    decoded = dataset.tokenizer.decode(dataset.train.read(0, dataset.train.tokens))
+    assert decoded == "".join(f"{text}<|endoftext|>" for text in [*texts[:3], "the last"])
+    report = read_report(tmp_path / "data") or {}
+    assert (report["dropped"], report["kept"]) == ({"tokenizer": 1}, {"train": 4, "val": 1})
 
 
 def test_near_duplicates_and_rules_are_counted(tmp_path: Path, small_parts: None) -> None:
     prose = [" ".join(f"word{number}x{place}" for place in range(60)) for number in range(12)]
     texts = [*prose, prose[3] + " and a few more words", "short", ""]
-    clean = CleanConfig(near_duplicates=0.7, min_characters=20)
+    clean = CleanConfig(drop=["short", "near_duplicates"])
     pack(rows(tmp_path, texts), tmp_path / "data", "bytes", "document", 0.4, clean=clean)
     report = read_report(tmp_path / "data")
     assert report is not None
@@ -612,7 +609,7 @@ def test_an_input_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing could be read, none of 3 records: .*bad\.jsonl: 3 records, .*line 1"):
         pack(str(tmp_path / "bad.jsonl"), tmp_path / "data")
     with pytest.raises(DataError, match="60 too_short"):
-        pack(rows(tmp_path), tmp_path / "data", clean=CleanConfig(min_characters=1000))
+        pack(rows(tmp_path), tmp_path / "data", clean=CleanConfig(drop=["short"]))
 
 
 def test_standard_input_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -635,18 +632,6 @@ def test_nothing_piped_in_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(DataError, match="nothing is piped into it"):
             pack("-", tmp_path / "data")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_each_source_may_be_read_in_its_own_way(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"body": "a body", "text": "no"}\n', encoding="utf-8")
-    (tmp_path / "b.txt").write_text("# one\ntext\n# two\n", encoding="utf-8")
-    (tmp_path / "c.txt").write_text("= three\n= four\n", encoding="utf-8")
-    (tmp_path / "val.jsonl").write_text('{"text": "for validation"}\n', encoding="utf-8")
-    names = [str(tmp_path / name) for name in ("a.jsonl", "b.txt", "c.txt", "val.jsonl")]
-    sources = [{"path": names[0], "field": "body"}, {"path": names[1], "document_start": "# "}, names[2]]
-    pack(sources, tmp_path / "data", more={"val_source": names[3], "document_start": "= "})
-    expected = ["a body", "# one\ntext\n", "# two\n", "= three\n", "= four\n"]
-    assert texts_of(tmp_path / "data") == (expected, ["for validation"])
 
 
 @pytest.mark.parametrize("limits", [(256, 10**6), (10**6, 7)], ids=["characters", "documents"])
@@ -716,7 +701,7 @@ def test_the_cut_of_a_contiguous_split_is_by_characters_for_any_tokenizer(tmp_pa
 
 def test_workers_do_not_change_a_byte(tmp_path: Path, small_parts: None) -> None:
     for workers in (0, 1, 2, 5):
-        pack(rows(tmp_path), tmp_path / f"data{workers}", "gpt2", "document", 0.3, 100, workers=workers)
+        pack(rows(tmp_path), tmp_path / f"data{workers}", "gpt2", "document", 0.3, workers=workers)
     for workers in (1, 2, 5):
         assert contents(tmp_path / "data0") == contents(tmp_path / f"data{workers}")
 
@@ -839,7 +824,7 @@ source, folder, moment = sys.argv[1:]
 plan.PART_BYTES = 256
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
-request = plan.request_of(DataConfig(source=source, tokenizer="bytes", split="document", val_fraction=0.3))
+request = plan.request_of(DataConfig(source=source, tokenizer="bytes", split="document", validation=0.3))
 def progress(told):
     if moment == "document" and told.documents > 30:
         die()
@@ -943,9 +928,9 @@ def test_packing_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_the_manifest_says_what_was_asked(tmp_path: Path) -> None:
-    manifest: Manifest = pack(rows(tmp_path), tmp_path / "data", "bytes", "document", 0.25, 1000)
+    manifest: Manifest = pack(rows(tmp_path), tmp_path / "data", "bytes", "document", 0.25)
     settings = manifest.settings
-    assert (settings["source"], settings["split"], settings["val_fraction"]) == (rows(tmp_path), "document", 0.25)
+    assert (settings["source"], settings["split"], settings["validation"]) == (rows(tmp_path), "document", 0.25)
     assert settings["source_bytes"] == Path(rows(tmp_path)).stat().st_size
     assert manifest.tokenizer_fingerprint == load_tokenizer("bytes").fingerprint
     on_disk = json.loads((tmp_path / "data" / "manifest.json").read_bytes())
@@ -1110,7 +1095,7 @@ def test_finished_parts_stay_when_the_same_command_can_go_on(
 
 def test_signals_to_the_whole_group_leave_workers_at_work(tmp_path: Path) -> None:
     """A terminal that closes sends SIGHUP to all of a group, and the parent decides what comes of it."""
-    recipe = Recipe((ReadOptions(),), CleanRules())
+    recipe = Recipe(ReadOptions(), CleanRules())
     (file,) = sources.find_files(rows(tmp_path)).files
     part = Part(0, 0, (Slice(file),))
     worker = Worker()
@@ -1349,7 +1334,7 @@ def test_no_part_of_compressed_files_holds_much_more_text_than_one_of_plain_file
     sizes = []
     for part in plan.parts_of(inputs, request.options, plan.Done()):
         assert isinstance(part, Part)
-        read = (item for each in part.slices for item in readers.read_slice(each, request.options[0]))
+        read = (item for each in part.slices for item in readers.read_slice(each, request.options))
         items = [*part.documents, *read]
         sizes.append(sum(len(item.text) for item in items if isinstance(item, Document)))
     assert sum(sizes) == 46 * 2**20

@@ -420,7 +420,7 @@ PLANTED = [
     Planted(case="package missing", prepare=text_file("a.parquet", b"PAR1" + b"0" * 40 + b"PAR1"), area="data",
             machine=machine(packages={}), status="bad", found="reading parquet files needs the package pyarrow",
             fix="flatout[data]"),
-    Planted(case="near duplicates without their package", words=("clean.near_duplicates=0.8",),
+    Planted(case="near duplicates without their package", words=("clean.drop=[near_duplicates]",),
             machine=machine(packages={}), area="data", status="bad", found="rensa", fix="flatout[data]"),
     Planted(case="nothing prepared", target="gpt2-124m", area="data", status="bad",
             found="data/gpt2-corpus holds no prepared data", fix="Set data.source to a text file or folder"),
@@ -437,7 +437,7 @@ PLANTED = [
             words=("model.context=256", "train.batch_tokens=2048"), area="data", status="bad",
             found="needs at least 257: the context of 256 and one target", fix="Use more text"),
     Planted(case="validation set too small", prepare=text_file("a.txt", b"the fox jumps over\n" * 200), area="data",
-            status="warn", found="validation tokens", fix="Raise data.val_fraction"),
+            status="warn", found="validation tokens", fix="Raise data.validation"),
     Planted(case="evaluation of too few tokens", words=("eval.tokens=200",), area="data", status="warn",
             found="200 validation tokens", fix="Raise eval.tokens"),
     Planted(case="many repeats", words=("train.steps=20000", "checkpoint.every=5000", "eval.every=5000"), area="data",
@@ -557,7 +557,7 @@ def test_there_are_more_than_25_planted_problems():
 @pytest.mark.parametrize("target", ["shakespeare", "modern"])
 def test_the_updates_of_muon_need_no_clipping(here: Path, target: str):
     config = load_config(target).config
-    assert (config.optim.optimizer, config.optim.clip) == ("muon", 0)
+    assert (config.optim.has_muon, config.optim.clip) == (True, 0)
     names = {one.name for one in visit(target=target)}
     assert "learning rate" in names
     assert "clipping" not in names
@@ -644,7 +644,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # The text is not prepared here, and the machine is another one.
-OTHER_WORDS = ("model.layers=96", "data.source=", "model.vocab=", "val_source=", "model.context=20000")
+OTHER_WORDS = ("model.layers=96", "data.source=", "model.vocab=", "validation=", "model.context=20000")
 
 
 @pytest.mark.parametrize("line", [line for line in refusals() if "data.folder=base" not in line])
@@ -699,7 +699,7 @@ def test_what_is_said_to_fit_does_fit(here: Path):
 
 def test_tokens_of_text_that_is_not_ascii_are_reckoned_by_its_bytes(here: Path):
     (here / "a.txt").write_text("Käse und Brötchen für später. " * 2000, encoding="utf-8")
-    words = ("data.source=a.txt", "data.tokenizer=bytes", "data.val_fraction=0.25", "model.context=64")
+    words = ("data.source=a.txt", "data.tokenizer=bytes", "data.validation=0.25", "model.context=64")
     found = next(one.found for one in visit(*words) if one.name == "windows")
     assert found.startswith(f"about {window_count(3 * (here / 'a.txt').stat().st_size // 4, 64, 64):,} windows")
 
@@ -741,7 +741,7 @@ def test_what_text_will_become_is_reckoned_from_its_beginning(here: Path):
     for number in range(3):
         rows = [json.dumps({"text": "x" * 90 + "yz"}) for _ in range(100)]
         (here / "texts" / f"{number}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    words = ["data.source=texts", "data.tokenizer=bytes", "data.val_fraction=0.25"]
+    words = ["data.source=texts", "data.tokenizer=bytes", "data.validation=0.25"]
     facts, found = looked_at(*words)
     assert not facts.exact
     assert (facts.train_tokens, facts.val_tokens) == (round(0.75 * 27_600), round(0.25 * 27_600))
@@ -752,7 +752,7 @@ def test_what_text_will_become_is_reckoned_from_its_beginning(here: Path):
     streamed, found = looked_at(*words, "data.streaming=true")
     assert (streamed.train_tokens, streamed.to_prepare_bytes) == (facts.train_tokens, None)
     assert found["source"].found.endswith("read while training")
-    letters, _ = looked_at(*words[:1], "data.tokenizer=char", "data.val_source=texts/0.jsonl")
+    letters, _ = looked_at(*words[:1], "data.tokenizer=char", "data.validation=texts/0.jsonl")
     assert (letters.vocab, letters.train_tokens, letters.val_tokens) == (3 + 2, 4 * 9_200, None)
     (here / "texts" / "other.txt").write_text("another kind", encoding="utf-8")
     mixed, found = looked_at(*words)
@@ -826,7 +826,7 @@ def test_the_length_of_documents_needs_two_that_are_whole(here: Path):
         texts = "".join(json.dumps({"text": "xxxx"}) + "\n" for _ in range(count))
         (here / "a.jsonl").write_text(texts, encoding="utf-8")
         (here / "val.txt").write_text("for validation", encoding="utf-8")
-        words = ["data.source=a.jsonl", "data.tokenizer=bytes", "data.val_source=val.txt", f"data.folder=data{count}"]
+        words = ["data.source=a.jsonl", "data.tokenizer=bytes", "data.validation=val.txt", f"data.folder=data{count}"]
         prepare_data(load_config(PRESET, words).config.data)
         assert looked_at(*words)[0].document_tokens == length
 
@@ -886,8 +886,8 @@ def decided(
         ("validation", "", {}, "ok", "20,000 validation tokens; the loss they give is sure to about ±0.014"),
         ("validation", "eval.tokens=10000", {}, "ok", "10,000 validation tokens"),
         ("validation", "eval.tokens=9999", {}, "note", "drown in that. Raise eval.tokens."),
-        ("validation", "", {"val_tokens": 10_000}, "note", "Raise data.val_fraction (now 0.1)"),
-        ("validation", "eval.tokens=9999", {"val_tokens": 10_000}, "note", "Raise data.val_fraction (now 0.1)"),
+        ("validation", "", {"val_tokens": 10_000}, "note", "Raise data.validation (now 0.1)"),
+        ("validation", "eval.tokens=9999", {"val_tokens": 10_000}, "note", "Raise data.validation (now 0.1)"),
         ("validation", "", {"val_tokens": 1001}, "note", "1,000 validation tokens"),
         ("validation", "", {"val_tokens": 1000}, "warn", "999 validation tokens"),
         ("validation", "model.context=1024 train.batch_tokens=1024", {"val_tokens": 2048}, "warn", "too few"),

@@ -43,7 +43,6 @@ def small_model(pattern: str, **named: Any) -> GPT:
         "heads": 2,
         "context": 64,
         "states": 5,
-        "state_heads": 1,
     }
     return build_model(ModelConfig(pattern=pattern, **{**sizes, **named}), 11)
 

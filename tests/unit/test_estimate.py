@@ -26,12 +26,12 @@ def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
     for step in range(1, steps + 1):
         ending = step == steps
         epoch = windows is not None and step * sequences // windows > (step - 1) * sequences // windows
-        evaluating = ending or is_due(step, config.eval.every) or (config.eval.epoch_end and epoch)
+        evaluating = ending or is_due(step, config.eval.steps) or bool(config.eval.epochs and epoch)
         sampling = ending or is_due(step, config.eval.sample_every)
         every = config.checkpoint.epochs
         span = (windows or 1) * every
         whole = bool(epoch and every) and step * sequences // span > (step - 1) * sequences // span
-        saving = ending or whole or is_due(step, config.checkpoint.every) or (evaluating and config.checkpoint.best)
+        saving = ending or whole or is_due(step, config.checkpoint.steps) or (evaluating and config.checkpoint.best)
         evaluations += evaluating
         samples += sampling and config.eval.sample_tokens > 0
         saves += saving
@@ -46,11 +46,11 @@ def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
         ["eval.every=0", "checkpoint.every=0"],
         ["eval.every=6", "checkpoint.every=4", "eval.sample_every=9"],
         ["eval.every=10", "checkpoint.every=5", "checkpoint.best=false", "eval.sample_tokens=0"],
-        ["eval.every=8", "eval.epoch_end=true", "checkpoint.every=9", "eval.sample_every=3"],
-        ["eval.every=0", "eval.epoch_end=true", "checkpoint.best=false", "checkpoint.every=11"],
+        ["eval.every=1 epoch", "checkpoint.every=9", "eval.sample_every=3"],
+        ["eval.every=1 epoch", "checkpoint.best=false", "checkpoint.every=11"],
         ["eval.every=1", "checkpoint.every=1"],
-        ["eval.every=0", "checkpoint.every=11", "checkpoint.epochs=2"],
-        ["eval.every=9", "eval.epoch_end=true", "checkpoint.every=0", "checkpoint.epochs=1", "checkpoint.best=false"],
+        ["eval.every=0", "checkpoint.every=2 epochs"],
+        ["eval.every=9", "checkpoint.every=1 epoch", "checkpoint.best=false"],
     ],
 )
 @pytest.mark.parametrize(("steps", "windows"), [(100, 131), (99, 40), (1, 7), (0, 7), (57, None)])

@@ -153,7 +153,7 @@ def test_without_attention_no_kernel_of_it_is_tried():
 
 def test_8_bit_products_need_states_that_fit():
     assert used(resolve(HOPPER, *STATES, "speed.fp8=[qkv, out]"), "fp8") == ("[qkv, out]", "")
-    why = used(resolve(HOPPER, *STATES, "model.states=60", "model.state_heads=4", "speed.fp8=[qkv]"), "fp8")[1]
+    why = used(resolve(HOPPER, *STATES, "model.states=60", "speed.fp8=[qkv]"), "fp8")[1]
     assert "states has 120" in why
 
 

@@ -34,7 +34,7 @@ def test_the_preset_has_the_guides_settings():
     assert micro_batch_of(config) == (4, 2)
     assert (config.train.epochs, config.train.seed, config.eval.every) == (4.0, 42, 20)
     assert (config.lora.rank, config.lora.alpha, config.lora.dropout) == (16, 32.0, 0.05)
-    assert (config.chat.val_fraction, config.checkpoint.every, config.checkpoint.keep) == (0.05, 100, 1)
+    assert (config.chat.validation, config.checkpoint.every, config.checkpoint.keep) == (0.05, 100, 1)
     assert 80 <= 4 * SampleOrder(162, config.chat.batch_samples, 0).steps_per_epoch <= 84
 
 

@@ -12,62 +12,27 @@ from unittest import mock
 
 import pytest
 
-import flatout
 from flatout.checkpoints.adapter_folder import adapter_at
 from flatout.cli import main
-from flatout.config.load import load_config
-from flatout.data import chat_template, portable, tokenizer
+from flatout.data import portable, tokenizer
 from flatout.data.chat_template import load_template
 from flatout.data.model_folder import read_model_tokenizer
 from flatout.errors import CheckpointError, UserError
-from flatout.model import patterns
 from flatout.model.adapter_files import read_origin
 from flatout.model.hub import read_description
 from flatout.model.hub_find import find_model, is_within_reach
-from flatout.model.hub_weights import export_huggingface, load_described
+from flatout.model.hub_weights import export_huggingface
 from tests.chat_models import FAMILIES, write_chat_model, write_model
 from tests.hub_folders import from_huggingface
 from tests.unit.test_hub import build, change, write
 
 
-def test_code_of_a_model_s_own_is_told_and_ignored_only_if_asked_to(tmp_path):
+def test_code_of_a_model_s_own_is_refused(tmp_path):
     folder = write(tmp_path / "m")
     change(folder, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
     with pytest.raises(CheckpointError, match=r"config\.json names code of the model's own \(auto_map\)") as caught:
         read_description(folder)
-    assert "model.ignore_auto_map=true" in caught.value.hint
-    description = read_description(folder, ignore_code=True)
-    export_huggingface(load_described(description), tmp_path / "out", source=description)
-    read_description(tmp_path / "out")  # without it: the code does not come along
-
-
-def test_a_run_ignores_code_if_it_is_asked_to(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    write_chat_model(tmp_path / "m")
-    change(tmp_path / "m", auto_map={"AutoModelForCausalLM": "modeling.Evil"})
-    settings = tmp_path / "m" / "tokenizer_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"auto_map": {"AutoTokenizer": ["a.B", None]}}))
-    Path("rows.json").write_text(json.dumps([{"prompt": f"Hi {n}", "completion": "one"} for n in range(8)]))
-    words = ["model.init_from=m", "chat.source=rows.json", "train.steps=1", "train.epochs=null", "lora.rank=2"]
-    words += ["output.plots=false", "eval.sample_tokens=0", "speed.device=cpu", "output.folder=run"]
-    with pytest.raises(CheckpointError, match="auto_map"):
-        list(flatout.train(load_config("lora", words)))
-    for _ in flatout.train(load_config("lora", [*words, "model.ignore_auto_map=true"])):
-        assert not any(module.child()._process for module in (chat_template, patterns, tokenizer)), "while it trains"
-    flatout.export(flatout.load_model("run", device="cpu"), "out")
-    flatout.load_model("run/adapter", device="cpu")
-    (tmp_path / "run" / "adapter" / "flatout.json").unlink()  # now it is a stranger's
-    for words in (["generate", "m"], ["generate", "run/adapter"], ["generate", "run/adapter", "--base", "m"]):
-        capsys.readouterr()
-        assert main([*words, "--prompt", "Hi", "--tokens", "1", "--device", "cpu"]) == 3
-        assert "take auto_map out of the file, or" in capsys.readouterr().err
-    for name in ("config.json", "tokenizer_config.json"):
-        values = json.loads((tmp_path / "m" / name).read_text())
-        (tmp_path / "m" / name).write_text(json.dumps({key: values[key] for key in values if key != "auto_map"}))
-    flatout.load_model("run/adapter", device="cpu")
-    for name in ("config.json", "tokenizer_config.json"):
-        assert "auto_map" not in (tmp_path / "out" / name).read_text()
-    flatout.load_model("out", device="cpu")
+    assert "take auto_map out of the file" in caught.value.hint
 
 
 def test_code_that_a_tokenizer_names_is_told_wherever_it_is_read(tmp_path, monkeypatch, capsys):

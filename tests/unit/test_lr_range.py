@@ -261,7 +261,7 @@ def test_with_muon_all_rates_rise_in_the_ratios_of_the_config(tiny):
 
 
 def test_it_stops_where_the_loss_blows_up(tiny):
-    run = set_up(tiny("optim.clip=0", "model.qk_norm=false", "optim.beta2=0.5"))
+    run = set_up(tiny("optim.clip=0", "model.qk_norm=false", "optim.betas=[0.9, 0.5]"))
     points, ended = range_test(run, low=1e-3, high=1e4, steps=60)
     assert len(points) < 60
     assert "times its best" in ended or "not finite" in ended

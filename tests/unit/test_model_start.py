@@ -20,7 +20,7 @@ from flatout.model.hub_weights import export_huggingface, folded_weights
 from tests.hub_folders import from_huggingface
 
 SHAPE = {"layers": 2, "width": 32, "heads": 4, "context": 16}
-BARE = {"norm_weights": False, "qk_scale": 1.2, "embedding_norm": True, "tied": False}
+BARE = {"norm_weights": False, "qk_norm": 1.2, "embedding_norm": True, "tied": False}
 
 
 def built(**changes) -> GPT:
@@ -30,21 +30,23 @@ def built(**changes) -> GPT:
 @pytest.mark.parametrize(
     ("changes", "others"),
     [
-        ({"zero_init": True}, (".attention.out.weight", ".mlp.out.weight")),
-        ({"embedding_std": 0.5}, ("embedding.weight",)),
-        ({"norm_weights": False, "qk_scale": 1.2, "embedding_norm": True}, ()),
+        ({"zero_init": True}, (".attention.out.weight", ".mlp.out.weight", "embedding.weight")),
+        ({"zero_init": True, "tied": False}, (".attention.out.weight", ".mlp.out.weight", "embedding.weight")),
+        ({"norm_weights": False, "qk_norm": 1.2, "embedding_norm": True}, ()),
     ],
     ids=str,
 )
 def test_a_field_changes_no_weight_but_its_own(changes, others):
-    plain, changed = (dict(model.named_parameters()) for model in (built(), built(**changes)))
+    model = built(**changes)
+    plain, changed = dict(built(tied=model.config.tied).named_parameters()), dict(model.named_parameters())
     for name, weight in changed.items():
         if not name.endswith(others or "nothing"):
             assert torch.equal(weight, plain[name]), name
-        elif "zero_init" in changes:
+        elif name != "embedding.weight":
             assert not weight.any(), name
         else:
-            assert torch.allclose(weight, plain[name] * 25)
+            own = 0.5 / math.sqrt(SHAPE["width"]) if model.config.tied else 1.0
+            assert torch.allclose(weight, plain[name] * own / 0.02)
     gone = {name for name in plain if "norm" in name} if "norm_weights" in changes else set()
     assert plain.keys() - changed.keys() == gone
 
@@ -52,7 +54,6 @@ def test_a_field_changes_no_weight_but_its_own(changes, others):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["qk_scale=1.2", "qk_norm=false"], "qk_scale is set, but queries and keys are not normed"),
         (["family=gpt2", "norm_weights=false"], "family gpt2 fixes norm_weights to true, not false"),
     ],
     ids=str,
@@ -62,9 +63,10 @@ def test_fields_that_do_not_go_together_are_refused(words, says):
         check_used(flatout.load_config(None, [f"model.{word}" for word in words]))
 
 
-def test_a_scale_of_the_preset_goes_with_the_norm_that_it_scales():
+def test_a_norm_of_queries_and_keys_has_its_scale():
     assert flatout.load_config().config.model.qk_scale == 1.2
-    check_used(flatout.load_config(None, ["model.qk_norm=false"]))
+    assert flatout.load_config(None, ["model.qk_norm=2"]).config.model.qk_scale == 2.0
+    assert flatout.load_config(None, ["model.qk_norm=true"]).config.model.qk_scale == 1.0
     assert flatout.load_config(None, ["model.family=gpt2"]).config.model.qk_scale == 1.0
 
 

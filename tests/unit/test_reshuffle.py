@@ -110,7 +110,7 @@ def test_pieces_are_those_of_the_joined_text(seed: int):
 
 def test_a_run_asks_for_it_and_goes_on_from_any_step(tiny):
     words = ["data.document_start=the", "data.tokenizer=bytes", "train.batch_tokens=1024", "train.steps=6"]
-    run, plain = (set_up(tiny(*words, f"data.reshuffle={on}")) for on in ("true", "false"))
+    run, plain = (set_up(tiny(*words, f"data.packing={how}")) for how in ("reshuffle", "concat"))
     with run.batches(0) as whole, run.batches(4) as rest, plain.batches(0) as others:
         read, later, other = ([batch.tokens for batch in loader] for loader in (whole, rest, others))
     assert all(torch.equal(one, same) for one, same in zip(read[4:], later, strict=True))
@@ -118,13 +118,9 @@ def test_a_run_asks_for_it_and_goes_on_from_any_step(tiny):
 
 
 def test_where_it_means_nothing_it_is_refused_or_told(tiny):
-    for words, message in (
-        (["data.streaming=true", "train.steps=2"], "data.streaming reads once"),
-        (["data.packing=best_fit"], "data.packing best_fit joins no documents"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            tiny("data.reshuffle=true", *words)
-    with pytest.raises(ConfigError, match=r"data.reshuffle is for prepared text, and train was given data="):
-        list(flatout.train(load_config(None, [*TINY, "data.reshuffle=true"]), data=np.arange(4000) % 9))
-    notices = set_up(tiny("data.reshuffle=true")).notices
-    assert any("data.reshuffle: the training text is one document" in notice for notice in notices)
+    with pytest.raises(ConfigError, match=r"data.streaming goes with data.packing concat"):
+        tiny("data.packing=reshuffle", "data.streaming=true", "train.steps=2")
+    with pytest.raises(ConfigError, match="joined as they come"):
+        list(flatout.train(load_config(None, [*TINY, "data.packing=reshuffle"]), data=np.arange(4000) % 9))
+    notices = set_up(tiny("data.packing=reshuffle")).notices
+    assert any("data.packing=reshuffle: the training text is one document" in notice for notice in notices)

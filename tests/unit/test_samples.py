@@ -333,13 +333,11 @@ def test_long_samples_are_cut_and_counted(prepare, model):
         {"prompt": "Hi", "completion": "one"},
     ]
     counts = prepare(rows, context=20).manifest["counts"]
-    assert (counts["truncated"], counts["dropped_labels_cut"], counts["dropped_too_long"]) == (2, 1, 0)
+    assert (counts["truncated"], counts["dropped_labels_cut"]) == (2, 1)
     samples = prepare(rows, context=20)
     assert samples.train.lengths.tolist() == [21, 11]
     assert counts["labels_cut"] == prepare(rows, context=2000).train.labels - samples.train.labels
     assert counts["longest"] > 80
-    dropped = prepare(rows, context=20, too_long="drop")
-    assert (len(dropped.train), dropped.manifest["counts"]["dropped_too_long"]) == (1, 2)
     # One of context + 1 tokens fits: the last token is a target only.
     assert len(prepare(rows[2:], context=10).train) == 1
     assert prepare(rows[2:], context=10).manifest["counts"]["truncated"] == 0
@@ -435,12 +433,6 @@ BAD_DATA: list[tuple[str, bytes, dict[str, Any], str]] = [
         {"context": 4},
         "longer than the context of 4",
     ),
-    (
-        "a.jsonl",
-        b'{"prompt": "Hi", "completion": "x"}\n',
-        {"context": 4, "too_long": "drop"},
-        "longer than the context of 4",
-    ),
     ("a.jsonl", b'{"prompt": "Hi", "completion": "x"}\n' * 3, {"val_fraction": 0.1}, "fewer than two different"),
     ("a.jsonl", b'{"prompt": "Hi", "completion": "x"}\n{"text": 1}\n', {}, "1 of 2 rows"),
     ("a.jsonl.gz", b"not gzip", {}, "it is not gzip"),
@@ -466,8 +458,8 @@ def test_bad_data_is_one_clear_error(prepare, tmp_path: Path, name: str, content
 BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"format": "chat"}, "no format 'chat'"),
     ({"fields": {"answer": "a"}}, "no format has a field 'answer'"),
-    ({"val_fraction": 1.0}, "val_fraction is 1.0"),
-    ({"val_fraction": -0.1}, "val_fraction is -0.1"),
+    ({"val_fraction": 1.0}, "chat.validation is 1.0"),
+    ({"val_fraction": -0.1}, "chat.validation is -0.1"),
 ]
 
 

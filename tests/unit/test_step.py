@@ -78,7 +78,7 @@ def test_update_equals_torchs_clip_and_adamw(fused, clip):
             {"params": [p for p in twin.parameters() if p.ndim < 2], "weight_decay": 0.0},
         ],
         lr=1e-2,
-        betas=(OptimConfig().beta1, OptimConfig().beta2),
+        betas=tuple(OptimConfig().betas),
         eps=OptimConfig().eps,
         foreach=False,
     )

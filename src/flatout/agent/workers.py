@@ -23,8 +23,8 @@ from typing import IO, final
 
 import flatout
 from flatout.cores import whole_cores
-from flatout.launch import ATTEMPT, Attempt, LostRankError
-from flatout.pulse import AGENT, PULSE, Slots, State, stack_of
+from flatout.launch import AGENT, Attempt, LostRankError
+from flatout.pulse import Slots, State, stack_of
 
 _NOISE = re.compile(r"\[(rank\d+\]:\[)?[WIE]\d{4} ")  # torch's own log, which says it once more
 _ANSWER = 1.0  # seconds that a worker has to write its stack
@@ -161,9 +161,7 @@ def _environment(place: Place, attempt: Attempt, restarts: int, folder: Path) ->
         "TORCHELASTIC_USE_AGENT_STORE": str(place.agents_store),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        PULSE: str(folder),
-        AGENT: str(os.getpid()),
-        ATTEMPT: attempt.as_json(),
+        AGENT: dataclasses.replace(attempt, agent=os.getpid(), pulse=str(folder)).as_json(),
     }
     return {**shared, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
 

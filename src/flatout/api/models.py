@@ -212,12 +212,10 @@ def _load_adapter_folder(folder: Path, device: Device, base: str | None) -> Load
     if name is None:
         raise CheckpointError(f"{folder / ADAPTER_CONFIG} does not name its base model", "name it with --base FOLDER")
     expected = stored_base(folder)
-    # An adapter of ours was trained on these very weights without any code (model.ignore_auto_map); `check_base` looks.
-    ignore_code = expected is not None
     found = None
     try:
         found = find_model(name)
-        description = describe_base(name, None, ignore_code=ignore_code)
+        description = describe_base(name, None)
     except CheckpointError as error:
         if base is not None:
             raise
@@ -231,7 +229,7 @@ def _load_adapter_folder(folder: Path, device: Device, base: str | None) -> Load
     adapters, _ = load_adapter(model, folder, dropout=0.0)
     own = (folder / "tokenizer.json").is_file()
     home = folder if own else description.folder
-    tokenizer = read_model_tokenizer(home) if own else open_base(name, None, ignore_code=ignore_code).tokenizer
+    tokenizer = read_model_tokenizer(home) if own else open_base(name, None).tokenizer
     template = load_template("model", home, tokenizer) if own and read_templates(home) else None
     bare = own and template is None and expected is not None
     if tokenizer.vocab > description.vocab:

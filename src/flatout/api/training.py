@@ -365,7 +365,9 @@ def _undone_before_the_first_step(lock: RunLock, origin: Origin) -> Iterator[Non
 
 def _arrays(data: Any, val: Any) -> Arrays | None:
     if val is not None and data is None:
-        raise UsageError("train was given val= without data=", "give data= too, or set data.val_source in the config")
+        raise UsageError(
+            "train was given val= without data=", "give data= too, or name a text as data.validation in the config"
+        )
     return None if data is None else Arrays(data, val)
 
 

@@ -25,7 +25,7 @@ from flatout.config.source import Source
 from flatout.config.yaml_loader import format_value, shorten
 from flatout.data.chat_template import ChatTemplate
 from flatout.data.model_folder import TOKENIZER, read_model_tokenizer, read_templates
-from flatout.data.portable import tokenizer_files, with_stops, with_template, without_code
+from flatout.data.portable import tokenizer_files, with_stops, with_template
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.adapter_files import CONFIG, AdapterOrigin, check_stored, load_into, read_origin, save_adapter
@@ -59,7 +59,7 @@ def files_beside(
     the template is the one it was taught with, whatever the base has; None means that it was taught without any.
     """
     folder = None if description is None or is_checkpoint(description.folder) else description.folder
-    files = {} if folder is None else without_code(companions(folder))
+    files = {} if folder is None else companions(folder)
     notices: tuple[str, ...] = ()
     if folder is None or not _same_tokenizer(folder, tokenizer):
         own, notices = tokenizer_files(tokenizer, context)
@@ -73,9 +73,7 @@ def files_beside(
 
 def _same_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
     try:
-        return (folder / TOKENIZER).is_file() and read_model_tokenizer(
-            folder, ignore_code=True
-        ).fingerprint == tokenizer.fingerprint
+        return (folder / TOKENIZER).is_file() and read_model_tokenizer(folder).fingerprint == tokenizer.fingerprint
     except DataError:
         return False
 

@@ -10,8 +10,8 @@ weights, and another model in its place is refused.
 
 Pretraining starts from the weights of GPT-2, or of a run of ours, which may get a longer context. Everything is
 checked before a model is built, and weights are copied, so the base may go afterwards. The shape is the config's own
-and must be the base's, but for what holds no weights: context, rotary frequencies, windows, dropout, the term for
-energy. Nothing else of the base's run is taken over: optimizer, schedule and data begin anew.
+and must be the base's, but for what holds no weights: context, rotary frequencies, windows, dropout. Nothing
+else of the base's run is taken over: optimizer, schedule and data begin anew.
 Trap: a longer context. Rotary positions beyond those of the base turn by angles it has never seen. That is allowed, and
 told. Slowing the frequencies down keeps angles in the range it knows, but changes those of near tokens as well, so it
 is for the user to measure (docs/long-context.md).
@@ -47,7 +47,7 @@ from flatout.model.quantize import check_quantizing, round_linears
 from flatout.model.weights import assign_weights, check_tensors
 
 _ROPE = ("rope_base", "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context")
-_FREE = {"init_from", "ignore_auto_map", "context", "vocab", "dropout", "window", "energy", *_ROPE}
+_FREE = {"init_from", "context", "vocab", "dropout", "window", *_ROPE}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +92,13 @@ class Base:
         return has, f"model.context is cut from {asked:,} to {has:,}: {self.name} has no more positions"
 
 
-def open_base(name: str, context: int | None, *, ignore_code: bool = False) -> Base:
+def open_base(name: str, context: int | None) -> Base:
     """What `name` means, with as much context as a sample may have, or with all it has where that is less."""
     found = find_model(name)
     if found.kind != "huggingface":
         return _own(name, checkpoint_to_load(found.path, best=True), context)
-    description = read_description(found.path, context=context, cut=True, ignore_code=ignore_code)
-    tokenizer = read_model_tokenizer(found.path, ignore_code=ignore_code)
+    description = read_description(found.path, context=context, cut=True)
+    tokenizer = read_model_tokenizer(found.path)
     if tokenizer.vocab > description.vocab:
         raise CheckpointError(
             f"the tokenizer of {name} has {tokenizer.vocab:,} ids, the model {description.vocab:,}",
@@ -107,11 +107,11 @@ def open_base(name: str, context: int | None, *, ignore_code: bool = False) -> B
     return Base(name, description, tokenizer, None)
 
 
-def describe_base(name: str, context: int | None, *, ignore_code: bool = False) -> Description:
+def describe_base(name: str, context: int | None) -> Description:
     """The description alone: who has a tokenizer already needs none of the model's."""
     found = find_model(name)
     if found.kind == "huggingface":
-        return read_description(found.path, context=context, ignore_code=ignore_code)
+        return read_description(found.path, context=context)
     checkpoint = checkpoint_to_load(found.path, best=True)
     config, state, language = read_own(name, checkpoint, training=False)
     return described_checkpoint(config, state, checkpoint, tokenizer_from_json(language).end_of_text, context)
@@ -249,7 +249,7 @@ def base_of(
     name = config.init_from
     assert name is not None, "checked by the config"
     try:
-        description = describe_base(name, config.context, ignore_code=config.ignore_auto_map)
+        description = describe_base(name, config.context)
     except CheckpointError as error:
         if named:
             raise
@@ -331,7 +331,7 @@ def _longer(config: ModelConfig, base: ModelConfig) -> str:
 
 
 def _gpt2(config: ModelConfig, vocab: int | None, folder: Path) -> Start:
-    description = read_description(folder, ignore_code=config.ignore_auto_map)
+    description = read_description(folder)
     found = description.config
     if found.family != "gpt2":
         raise CheckpointError(

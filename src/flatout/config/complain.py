@@ -136,11 +136,12 @@ def _unknown_in_item(spot: facts.Spot, where: str) -> ConfigError:
     name = spot.path.removeprefix(f"{parent}.")
     known = [key for option in facts.options_of(around) for key in option.get("properties", {})]
     wanted = name[:100].strip().lower().replace("-", "_")
-    elsewhere = (
-        suggest.ITEM_ELSEWHERE_CALLED.get(wanted) or suggest.FIELD_ELSEWHERE_CALLED.get(wanted, "").rpartition(".")[2]
-    )
+    ours = suggest.FIELD_ELSEWHERE_CALLED.get(wanted, f"{spot.field.partition('.')[0]}.{wanted}")
+    elsewhere = suggest.ITEM_ELSEWHERE_CALLED.get(wanted) or ours.rpartition(".")[2]
     close = [elsewhere] if elsewhere in known else suggest.close_matches(wanted, known, 0.6)
     hint = f"did you mean {parent}.{close[0]}?" if close else f"the keys of an item are {', '.join(known)}"
+    if not close and ours in facts.field_facts():
+        hint = f"set {ours}, which holds for all items"
     return ConfigError(f"{where}: {parent}.{suggest.shorten_path(name)} is not a known key", hint)
 
 

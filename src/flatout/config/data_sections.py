@@ -1,15 +1,30 @@
 """`data`, `clean` and `chat`: the text, its tokens, what is dropped, and what a model is fine-tuned on."""
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from flatout.config.section import Conflict, Name, Natural, Positive, Section, Share
+from flatout.config.section import Conflict, Name, Positive, Section, Share
 
 Format = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "warc", "smiles", "tokens"]
 
 
 Fields = Name | Annotated[list[Name], Field(min_length=1)]
+
+
+class _Validated(Section):
+    if TYPE_CHECKING:  # a field here would come before all others
+        validation: str | float
+
+    @property
+    def val_source(self) -> str | None:
+        """The source of the validation data, where it is none of the training data."""
+        return self.validation if isinstance(self.validation, str) else None
+
+    @property
+    def val_fraction(self) -> float:
+        """The share that is held out; 0 where validation has a source of its own."""
+        return self.validation if isinstance(self.validation, float) else 0.0
 
 
 class SourceConfig(Section):
@@ -19,19 +34,15 @@ class SourceConfig(Section):
     """What `data.source` takes as a single text."""
     weight: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
     """How often each training document is taken: 2 is twice, 0.25 a quarter of them, chosen by hash."""
-    field: Fields | None = None
-    """Instead of data.field for this source."""
     format: Format | None = None
     """Instead of data.format for this source."""
-    document_start: Name | None = None
-    """Instead of data.document_start for this source."""
 
 
-class DataConfig(Section):
+class DataConfig(_Validated):
     source: str | Annotated[list[Name | SourceConfig], Field(min_length=1)] | None = "shakespeare"
     """Raw text: `shakespeare` (shipped), a file, a folder, `hf:NAME`, `-` (standard input), or a list."""
-    val_source: str | None = None
-    """Source of the validation text; null takes val_fraction of data.source."""
+    validation: Name | Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """Share of the text that is kept for validation, or another source for it."""
     folder: Name | None = None
     """Folder of prepared token shards; null means data/SOURCE-TOKENIZER, filled on first use."""
     tokenizer: str = "char"
@@ -54,16 +65,10 @@ class DataConfig(Section):
     """Take the first documents of each source up to this many bytes, cutting plain text there; null takes all."""
     split: Literal["contiguous", "document"] = "contiguous"
     """Take validation from the end of the text, or choose whole documents by hash."""
-    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Share of the text kept for validation."""
-    shard_tokens: Annotated[int, Field(ge=1, le=2**40)] = 100_000_000
-    """Tokens in a shard file."""
-    packing: Literal["concat", "best_fit"] = "concat"
-    """Windows over the joined documents, or whole documents fitted into windows with little padding."""
+    packing: Literal["concat", "reshuffle", "best_fit"] = "concat"
+    """Windows over the joined documents, joined anew in every epoch, or whole ones fitted with little padding."""
     documents: Literal["joined", "apart"] = "joined"
     """Whether a token sees all of its window before it, or its own document alone, labels included."""
-    reshuffle: bool = False
-    """Join documents in another order in every epoch, so that windows cut the text elsewhere each time."""
     streaming: bool = False
     """Train while reading data.source, without preparing shards first."""
     stride: Positive | None = None
@@ -71,38 +76,17 @@ class DataConfig(Section):
 
 
 class CleanConfig(Section):
-    min_characters: Natural = 0
-    """Drop documents shorter than this; 0 keeps them."""
-    max_characters: Annotated[int, Field(ge=1, le=2**22)] | None = None
-    """Drop documents longer than this."""
-    exact_duplicates: bool = False
-    """Keep only the first of documents with the same text."""
-    near_duplicates: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Drop documents this similar to an earlier one (Jaccard of word 5-grams, by MinHash)."""
+    drop: list[Literal["short", "exact_duplicates", "near_duplicates", "repetition", "quality"]] = Field(default=[])
+    """Drop documents below 200 characters, like an earlier one (near: 80%), that repeat themselves, or are no prose."""
     languages: Annotated[list[Annotated[str, Field(pattern=r"^[a-z]{2,3}$")]], Field(min_length=1)] | None = None
     """Keep only documents in these languages, such as [en, de]."""
-    repetition: bool = False
-    """Drop documents that repeat lines, paragraphs or word n-grams."""
-    quality: bool = False
-    """Drop documents whose word lengths, symbols or lines are not those of prose."""
-    blocked_urls: str | None = None
-    """File of domains, URLs or words, one a line, whose crawl pages are dropped."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.max_characters is not None and self.min_characters > self.max_characters:
-            raise Conflict(
-                f"min_characters {self.min_characters} is above max_characters {self.max_characters}",
-                f"set clean.min_characters to at most {self.max_characters}, or clean.max_characters higher",
-            )
-        return self
 
 
-class ChatConfig(Section):
+class ChatConfig(_Validated):
     source: str | None = None
     """File or folder of conversations or instructions to fine-tune on; null trains on plain text."""
-    val_source: str | None = None
-    """File or folder to evaluate on; null holds out a share of the rows."""
+    validation: Name | Share = 0.05
+    """Share of the rows that is held out for evaluation, or a file or folder to evaluate on."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"] = "auto"
     """How a row tells a conversation; auto looks at the first rows."""
     fields: list[Name] = Field(default=[])
@@ -112,11 +96,7 @@ class ChatConfig(Section):
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """What has a label: assistant turns, the last of them, or every token."""
     max_tokens: Positive | None = None
-    """Most tokens of a sample; null means model.context, which they never exceed."""
-    too_long: Literal["truncate", "drop"] = "truncate"
-    """What happens to samples with more tokens than that; both are counted."""
-    val_fraction: Share = 0.05
-    """Share of the rows that is held out for evaluation."""
+    """Most tokens of a sample; longer ones are cut; null means model.context, which they never exceed."""
     packing: bool = True
     """Several samples in a row, none of which sees another; false pads each to a row."""
     batch_samples: Positive = 8

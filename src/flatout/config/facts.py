@@ -92,6 +92,8 @@ def kinds_of(annotation: Any) -> list[Any]:
 # The patterns of the schema in words; a pattern is for machines.
 _FORMS = {
     r"^[0-9]{1,6}(\.[0-9]{1,6})? epochs?$": "a number of epochs, such as 2 epochs",
+    r"^[1-9][0-9]{0,5} epochs?$": "a whole number of epochs, such as 2 epochs",
+    r"^[0-9]{1,6}(\.[0-9]{1,6})? minutes?$": "a number of minutes, such as 10 minutes",
     r"^(auto|cpu|mps|cuda|cuda:\d{1,3})$": "auto, cpu, mps, cuda or cuda:N",
     r"^[AEW]{1,1000}$": "letters A, E and W, as in EEEA",
     r"^[a-z]{2,3}$": "a code of two or three small letters, such as en",

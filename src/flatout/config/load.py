@@ -29,7 +29,7 @@ from flatout.config.catalogue import (
 )
 from flatout.config.complain import validate
 from flatout.config.facts import choices, field_facts, item_annotation, names_in, section_paths, with_whole_numbers
-from flatout.config.former import as_now, path_now
+from flatout.config.former import as_now, section_now
 from flatout.config.from_python import check_kinds, python_layer
 from flatout.config.model_section import GPT2
 from flatout.config.schema import RunConfig
@@ -383,13 +383,12 @@ def _settings(
                 f"{line}: {section} is {yaml_loader.shorten(node.plain)}, but it is a section",
                 f"write `{section}:` alone and its fields, such as `{first}: ...`, below it",
             )
-        for name, leaf in fields.items():
-            path, line = path_now(f"{section}.{name}", leaf.plain), f"{where}:{leaf.line}"
-            if path is None:
-                continue
+        for path, (plain, name) in section_now(section, {name: leaf.plain for name, leaf in fields.items()}).items():
+            leaf = fields[name]
+            line = f"{where}:{leaf.line}"
             if path not in field_facts():
                 raise unknown_key(path, line, top_level_extras=extras, tunes=tunes)
-            value = with_whole_numbers(field_facts()[path].annotation, leaf.plain)
+            value = with_whole_numbers(field_facts()[path].annotation, plain)
             if kind == "file":
                 yield path, Setting(value, Source(kind, line), dict(_lines_in(path, leaf, where)))
             else:

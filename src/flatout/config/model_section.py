@@ -17,7 +17,6 @@ GPT2: dict[str, Any] = {
     "mlp": "gelu",
     "bias": True,
     "qk_norm": False,
-    "qk_scale": 1.0,
     "embedding_norm": False,
     "residual_scale": None,
     "logit_cap": None,
@@ -33,6 +32,8 @@ GPT2: dict[str, Any] = {
     "head_gate": False,
     "bigram_rows": 0,
 }
+
+STATE_HEADS = 8  # of an E block, or as many as divide its states
 
 
 class ModelConfig(Section):
@@ -54,18 +55,12 @@ class ModelConfig(Section):
     """Tokens that attention of a W block reaches, the token itself included."""
     states: Annotated[int, Field(ge=1, le=65536)] = 128
     """Complex states of an E block, each with a decay and a frequency of its own."""
-    state_heads: Annotated[int, Field(ge=1, le=65536)] = 8
-    """Groups of an E block's states that share a resonance matrix and a modulation."""
-    resonance: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """How much states of a head are mixed with each other as they are read; 0 not at all."""
     modulation: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
-    """How far the input moves the logarithm of a head's rates of decay; 0 fixes them."""
+    """How far the input moves the logarithm of rates of decay, by groups of states; 0 fixes them."""
     convolution: Annotated[int, Field(ge=0, le=256)] = 0
     """Positions of a causal filter before the states, the token's own included; 0 is none."""
     scales: list[Annotated[int, Field(ge=1, le=1024)]] = Field(default=[])
     """Means over so many last tokens, as [1, 4], each for an equal share of the states; [] is none."""
-    energy: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0
-    """Weight of the mean squared size of all eigenvalues in the training loss."""
     context: Annotated[int, Field(ge=1, le=2**24)] = 256
     """Tokens the model sees at once."""
     vocab: Annotated[int, Field(ge=1, le=2**24)] | None = None
@@ -78,10 +73,8 @@ class ModelConfig(Section):
     """Learned weights (and of LayerNorm biases) in norms, those of queries and keys included."""
     embedding_norm: bool = False
     """RMS norm without weights right after the embedding."""
-    embedding_std: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
-    """Standard deviation that token embeddings are drawn with; null is 0.02."""
     zero_init: bool = False
-    """Start with zeros where attention and MLP join the residual stream, so that every block begins as nothing."""
+    """Start with zeros where attention and MLP join the residual stream, and with large embeddings."""
     positions: Literal["rope", "learned"] = "rope"
     """How the model knows where a token stands."""
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
@@ -104,10 +97,8 @@ class ModelConfig(Section):
     """Bias vectors in linear layers and LayerNorm."""
     qkv_bias: bool | None = None
     """Bias of the projection to queries, keys and values; null follows bias."""
-    qk_norm: bool = True
-    """RMS-normalise queries and keys per head before the product."""
-    qk_scale: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
-    """Multiplies queries, and keys, after their norm; without qk_norm nothing."""
+    qk_norm: bool | Annotated[float, Field(gt=0.0, le=100.0)] = True
+    """RMS-normalise queries and keys per head before the product; a number multiplies both after that."""
     residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
     """Initial value of learned scales on both residual branches; null has no scales."""
     logit_cap: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
@@ -126,8 +117,6 @@ class ModelConfig(Section):
     """Dropout share in training."""
     init_from: str | None = None
     """What to start from: a run of ours, or a model's folder or hub name (GPT-2; to fine-tune any)."""
-    ignore_auto_map: bool = False
-    """Take a model whose files name code of its own (auto_map) without that code, which is never run."""
 
     @model_validator(mode="before")
     @classmethod
@@ -154,9 +143,19 @@ class ModelConfig(Section):
         return tuple(self.window if kind == "W" else None for kind in self.kinds if kind != "E")
 
     @property
+    def state_heads(self) -> int:
+        """Groups of an E block's states, each with a modulation of its own."""
+        return math.gcd(self.states, STATE_HEADS)
+
+    @property
     def size(self) -> int:
         """Values in one head."""
         return self.head_size or self.width // self.heads
+
+    @property
+    def qk_scale(self) -> float:
+        """What multiplies queries, and keys, after their norm."""
+        return 1.0 if isinstance(self.qk_norm, bool) else self.qk_norm
 
     @property
     def queries(self) -> int:
@@ -194,15 +193,10 @@ class ModelConfig(Section):
             raise Conflict(f"pattern is {self.pattern}, and GPT-2 has full attention only", "set model.family=gpt")
         if "W" in self.pattern and self.dropout > 0:
             raise Conflict("attention within a window has no dropout", "set model.dropout=0, or model.pattern=A")
-        if "E" in self.pattern and self.states % self.state_heads:
-            raise Conflict(
-                f"states {self.states} is not a multiple of state_heads {self.state_heads}",
-                f"set model.states={multiple_near(self.states, self.state_heads)}, or model.state_heads to a divisor",
-            )
         if "E" in self.pattern and self.scales and self.states % len(self.scales):
             raise Conflict(
                 f"states {self.states} do not divide into {len(self.scales)} scales",
-                f"set model.states={multiple_near(self.states, math.lcm(len(self.scales), self.state_heads))}, "
+                f"set model.states={multiple_near(self.states, math.lcm(len(self.scales), STATE_HEADS))}, "
                 "or other model.scales",
             )
         if "E" in self.pattern and self.scales and max(self.scales) >= self.context:

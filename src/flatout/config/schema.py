@@ -117,10 +117,6 @@ class RunConfig(Section):
                 "data.streaming does not tell where documents end",
                 "set data.documents=joined, or data.streaming=false",
             )
-        if self.data.reshuffle and (self.data.streaming or self.data.packing == "best_fit"):
-            other = "data.streaming reads once" if self.data.streaming else "data.packing best_fit joins no documents"
-            way = "data.streaming=false" if self.data.streaming else "data.packing=concat"
-            raise Conflict(f"{other}, and data.reshuffle joins them anew", f"set {way}, or data.reshuffle=false")
         if self.data.documents != "joined" and self.model.dropout > 0 and self.model.attends:
             raise Conflict(
                 "attention inside documents has no dropout, and model.dropout is set",
@@ -154,9 +150,10 @@ class RunConfig(Section):
             )
 
     def _check_chat(self) -> Self:
-        if self.lora.rank and self.optim.optimizer == "muon":
+        if self.lora.rank and self.optim.has_muon:
             raise Conflict(
-                "optim.optimizer muon takes whole matrices, and adapters have none", "set optim.optimizer=adamw"
+                f"optim.optimizer {self.optim.optimizer} takes whole matrices, and adapters have none",
+                "set optim.optimizer=adamw",
             )
         if self.model.init_from is None:
             raise Conflict(
@@ -198,7 +195,7 @@ def at_last_stage(config: RunConfig) -> RunConfig:
     train = config.train
     if not train.staged:
         return config
-    fields = ("batch_stages", "length_stages", "window_stages", "batch_rate_power")
+    fields = ("batch_stages", "length_stages", "window_stages")
     changes: dict[str, Any] = {name: TrainConfig.model_fields[name].default for name in fields}
     changes["batch_tokens"] = last = (train.batch_stages or [train.batch_tokens])[-1]
     if train.steps is not None:

@@ -243,7 +243,7 @@ def reckoned(written: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     }
     null = {path: None for path in _GROUP_RATES if path in written and written[path] is None}
-    return {**numbers, **null, _OPTIMIZER: written.get(_OPTIMIZER, "muon"), _TIED: written.get(_TIED) is True}
+    return {**numbers, **null, _OPTIMIZER: written.get(_OPTIMIZER, "normuon"), _TIED: written.get(_TIED) is True}
 
 
 def derive(preset: str, shape: Shape, written: Mapping[str, Any], known: Known) -> Derived:
@@ -264,7 +264,6 @@ def derive(preset: str, shape: Shape, written: Mapping[str, Any], known: Known) 
         "model.context": context,
         "train.batch_tokens": batch,
         **dict(_rates(shape, batch, tokens, context, bigrams=bool(tables.get("model.bigram_rows")), tied=tied)),
-        **({"model.embedding_std": _short(0.5 / math.sqrt(shape.width))} if tied else {}),
         **tables,
         **_again(preset, epochs),
         **({} if told else {"train.tokens": tokens}),
@@ -363,7 +362,7 @@ def _again(preset: str, epochs: float | None) -> dict[str, Any]:
     """
     if epochs is None or epochs <= ONCE:
         return {}
-    return {"data.reshuffle": True, **({"optim.table_decay": _VALUE_DECAY} if preset == "record" else {})}
+    return {"data.packing": "reshuffle", **({"optim.table_decay": _VALUE_DECAY} if preset == "record" else {})}
 
 
 def _short(value: float) -> float:
@@ -376,7 +375,7 @@ def _repeated(preset: str, values: Mapping[str, Any], dense: int, known: Known) 
     the bigrams of a small vocabulary, which forget faster.
 
     All that is trained decays alike: by so much in an epoch, whatever its rate and the batch; Muon's matrices where
-    update and weight agree in sign (`optim.cautious`). Ten epochs of 12.7M tokens ended at 3.814 with 1.1 in an epoch,
+    update and weight agree in sign (normuon). Ten epochs of 12.7M tokens ended at 3.814 with 1.1 in an epoch,
     3.769 with 2.2 and 3.810 with 3.4 in 16M parameters, at 3.567 with 2.0 and 3.574 with 4.0 in 51M (H200, one seed;
     `docs/recipe.md`). At that pace bigrams would still memorise the text.
     """

@@ -22,11 +22,8 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "checkpoint.every": "always_save_checkpoint checkpoint_interval ckpt_interval save_every save_interval "
         "save_steps save_strategy",
         "checkpoint.keep": "keep_last keep_last_n max_checkpoints save_total_limit",
-        "clean.blocked_urls": "block_list blocklist url_blocklist",
-        "clean.exact_duplicates": "dedup deduplicate exact_dedup",
+        "clean.drop": "dedup deduplicate exact_dedup fuzzy_dedup min_chars min_length minhash minhash_dedup near_dedup",
         "clean.languages": "lang langs language",
-        "clean.min_characters": "min_chars min_length",
-        "clean.near_duplicates": "fuzzy_dedup minhash minhash_dedup minhash_threshold near_dedup",
         "data.document_start": "document_separator separator",
         "data.field": "content_field content_key dataset_text_field json_keys text_column text_field text_key",
         "data.format": "dataset_format dataset_type file_format file_type",
@@ -34,13 +31,12 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "data.max_bytes": "max_chars",
         "data.max_documents": "max_docs max_examples max_samples num_examples num_samples",
         "data.packing": "pack_sequences sample_packing sequence_packing",
-        "data.shard_tokens": "shard_size tokens_per_shard",
         "data.source": "data data_dir data_files data_path dataset dataset_name dataset_path "
         "datasets input_file mixture train_data train_file train_files",
         "data.streaming": "stream",
         "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_type",
-        "data.val_fraction": "test_size val_split validation_split validation_split_percentage",
-        "data.val_source": "eval_data eval_dataset val_data val_file validation_data validation_file",
+        "data.validation": "eval_data eval_dataset test_size val_data val_file val_set_size val_split validation_data "
+        "validation_file validation_split validation_split_percentage",
         "eval.every": "eval_freq eval_interval eval_steps eval_strategy evaluation_strategy val_check_interval "
         "val_interval",
         "eval.min_delta": "early_stopping_threshold",
@@ -76,12 +72,10 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "model.vocab": "vocab_size",
         "model.width": "d_model dim embed_dim hidden_dim hidden_size n_embd",
         "model.window": "sliding_window",
-        "optim.beta1": "adam_beta1",
-        "optim.beta2": "adam_beta2",
+        "optim.betas": "adam_beta1 adam_beta2 adam_betas beta1 beta2",
         "optim.clip": "clip_grad clip_grad_norm grad_clip gradient_clip gradient_clip_val gradient_clipping "
         "max_grad_norm",
         "optim.ema": "average_weights ema_decay ema_weight use_ema weight_averaging",
-        "optim.eps": "adam_eps adam_epsilon",
         "optim.learning_rate": "base_lr lr max_lr peak_lr",
         "optim.embedding_rate": "embed_lr embedding_lr",
         "optim.head_rate": "lm_head_lr unembedding_lr",
@@ -121,7 +115,7 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
 )
 _OPTIMIZER = (
     "optim.optimizer is adamw or muon (from Python, flatout.train takes others as optimizer=); AdamW's fields are "
-    "optim.beta1, optim.beta2, ..."
+    "optim.betas, optim.clip, ..."
 )
 # What others have a setting for and we do not: the way to it here.
 WAY_ELSEWHERE_CALLED = _by_foreign_name(
@@ -143,8 +137,7 @@ FINE_TUNING_HAS = {
     "data.format": "chat.format",
     "data.packing": "chat.packing",
     "data.source": "chat.source",
-    "data.val_fraction": "chat.val_fraction",
-    "data.val_source": "chat.val_source",
+    "data.validation": "chat.validation",
     "model.dropout": "lora.dropout",
     "train.batch_stages": "chat.batch_samples",
     "train.batch_tokens": "chat.batch_samples",
@@ -161,12 +154,12 @@ FINE_TUNING_DOES = {
     "train.length_stages": "samples are read whole",
     "train.window_stages": "the model's own window is used",
 }
-_READ_BY_BOTH = ("chat.source", "data.folder", "model.context", "model.ignore_auto_map", "model.init_from")
+_READ_BY_BOTH = ("chat.source", "data.folder", "model.context", "model.init_from")
 # What other trainers count otherwise than these fields do.
 _UNITS = {
-    "chat.val_fraction": "it is a share, such as 0.05",
+    "chat.validation": "it is a share, such as 0.05",
     "data.max_bytes": "it counts bytes, not characters",
-    "data.val_fraction": "it is a share, such as 0.1",
+    "data.validation": "it is a share, such as 0.1",
     "eval.tokens": "it counts tokens, not batches or samples",
     "optim.min_ratio": "it is a share of the peak rate",
     "optim.warmup": "it is in steps, such as 100, a share of the run, such as 0.05, or `2 epochs`",
@@ -311,7 +304,7 @@ def way_elsewhere(path: str) -> str | None:
 
 # Of these the value can be taken over from another trainer: a name or a place, which has no unit, or samples.
 _SAME_EVERYWHERE = (
-    "chat.batch_samples", "chat.source", "chat.val_source", "data.source", "data.val_source", "model.init_from",
+    "chat.batch_samples", "chat.source", "chat.validation", "data.source", "data.validation", "model.init_from",
     "output.folder", "output.name",
 )  # fmt: skip
 

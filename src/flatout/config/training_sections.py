@@ -79,8 +79,8 @@ _Memory = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimConfig(Section):
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """What updates the matrices of blocks: adamw, or muon, which orthogonalises their updates; the rest is AdamW's."""
+    optimizer: Literal["adamw", "muon", "normuon"] = "adamw"
+    """For matrices of blocks; muon orthogonalises updates, normuon scales their rows too and decays cautiously."""
     learning_rate: _Rate = 1e-3
     """Peak learning rate of AdamW; with muon that of scalars, norms and whatever has no rate of its own."""
     muon_rate: _Rate = 0.02
@@ -101,41 +101,33 @@ class OptimConfig(Section):
     """Share of the run that wsd spends decaying at its end."""
     weight_decay: _Decay = 0.1
     """Decoupled weight decay, on matrices only: never on biases, norms or scales; with muon on its matrices alone."""
-    weight_decay_end: _Decay | None = None
-    """Weight decay at the end of the run, to which it goes linearly; null keeps weight_decay."""
     embedding_decay: _Decay | None = None
     """Weight decay of what has embedding_rate; null is weight_decay, with muon none."""
     head_decay: _Decay | None = None
     """Weight decay of an untied head; null is weight_decay, with muon none."""
     table_decay: _Decay | None = None
     """Weight decay of the tables that have table_rate; null is weight_decay, with muon none."""
-    cautious: bool = False
-    """Muon decays a weight only where the update makes it smaller, too."""
-    momentum: _Memory = 0.95
-    """Muon's memory of the gradient, after momentum_warmup_steps."""
-    momentum_start: _Memory = 0.85
-    """Muon's memory of the gradient at the beginning, and at the end of a cool-down."""
-    momentum_warmup_steps: Natural = 100
-    """Updates over which Muon's momentum goes from momentum_start to momentum; 0 starts with momentum."""
-    momentum_cooldown_steps: Natural = 0
-    """Updates at the end of the run over which Muon's momentum goes back to momentum_start; 0 never does."""
-    normuon: bool = False
-    """Muon scales rows of an update, or columns of a wide one, to equal size by a second moment (NorMuon)."""
-    beta1: _Memory = 0.9
-    """AdamW's memory of the gradient."""
-    beta2: _Memory = 0.95
-    """AdamW's memory of the squared gradient."""
-    eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-8
-    """AdamW's guard against division by zero."""
+    betas: Annotated[list[_Memory], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.95])
+    """AdamW's memory of the gradient, and of the squared gradient."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm, larger ones are scaled down; 0 never clips."""
     ema: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Evaluate, sample and export an average of weights, of which update n keeps min(ema, (1+n)/(10+n)); 0 has none."""
 
     @property
+    def has_muon(self) -> bool:
+        """Whether the matrices of blocks are Muon's, in either form."""
+        return self.optimizer != "adamw"
+
+    @property
+    def eps(self) -> float:
+        """AdamW's guard against division by zero."""
+        return 1e-10 if self.optimizer == "normuon" else 1e-8
+
+    @property
     def rates(self) -> dict[str, float]:
         """Every peak rate that is set, by field: first that of the matrices, which decides whether a run is stable."""
-        first = ["muon_rate", "learning_rate"] if self.optimizer == "muon" else ["learning_rate"]
+        first = ["muon_rate", "learning_rate"] if self.has_muon else ["learning_rate"]
         fields = [*first, "embedding_rate", "head_rate", "table_rate"]
         return {name: rate for name in fields if (rate := getattr(self, name)) is not None}
 
@@ -180,13 +172,11 @@ class TrainConfig(Section):
     batch_tokens: Positive = 16384
     """Tokens per optimizer step over all micro-batches and devices."""
     batch_stages: list[Positive] = Field(default=[])
-    """Tokens per step in stages of equally many tokens, such as [32768, 65536]; [] has batch_tokens in all steps."""
+    """Tokens per step in stages of equally many tokens, rates going with their root; [] has batch_tokens throughout."""
     length_stages: list[Positive] = Field(default=[])
     """Sequence length of each stage, a divisor of model.context; evaluation has the whole context, and so has []."""
     window_stages: list[Positive] = Field(default=[])
     """Attention window of W blocks in each stage; evaluation and the trained model have model.window, and so has []."""
-    batch_rate_power: Annotated[float, Field(ge=0.0, le=2.0)] = 0.5
-    """Rates of a stage are multiplied by (its batch / batch_tokens) to this power; 0 leaves them alone."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Label smoothing in training; evaluation never smooths."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
@@ -228,11 +218,19 @@ class TrainConfig(Section):
         return list(zip(batches, lengths, windows, strict=True))
 
 
+_Epochs = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5} epochs?$")]
+_Minutes = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6})? minutes?$")]
+
+
+def _interval(every: int | str, unit: str) -> float:
+    """The length of an interval in a unit; 0 where it is in another one."""
+    number, _, said = (every if isinstance(every, str) else f"{every} step").partition(" ")
+    return float(number) if said.removesuffix("s") == unit else 0.0
+
+
 class EvalConfig(Section):
-    every: Natural = 250
-    """Steps between evaluations; 0 evaluates only at the end."""
-    epoch_end: bool = False
-    """Evaluate at the end of every epoch as well."""
+    every: Natural | _Epochs = 250
+    """Steps between evaluations, or `2 epochs`; 0 evaluates only at the end."""
     tokens: Positive | None = None
     """Validation tokens to use, from the start; null uses all."""
     patience: Natural = 0
@@ -248,22 +246,38 @@ class EvalConfig(Section):
     sample_temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 0.8
     """Randomness of the samples; 0 is greedy, the likeliest token each time."""
 
+    @property
+    def steps(self) -> int:
+        """Steps between evaluations, 0 where the interval is told in epochs."""
+        return int(_interval(self.every, "step"))
+
+    @property
+    def epochs(self) -> int:
+        return int(_interval(self.every, "epoch"))
+
 
 class CheckpointConfig(Section):
-    every: Natural = 500
-    """Steps between checkpoints; 0 saves only at the end and when interrupted."""
-    minutes: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
-    """Also save when this many minutes have passed since the last checkpoint; 0 never does."""
-    epochs: Natural = 0
-    """Also save at the end of every so many epochs; 0 never does."""
+    every: Natural | _Epochs | _Minutes = 500
+    """Steps between checkpoints, `2 epochs` or `10 minutes`; 0 saves only at the end and when interrupted."""
     keep: Annotated[int, Field(ge=1, le=10000)] = 2
     """Newest checkpoints to keep."""
     best: bool = True
     """Also keep the checkpoint with the lowest validation loss."""
     asynchronous: Switch = "auto"
     """Write checkpoints in a process of their own while training goes on; needs host memory for a copy of one."""
-    full_disk_wait: Annotated[float, Field(ge=0.0, le=86400.0)] = 300.0
-    """Seconds that a run waits for space on a full disk before it ends."""
+
+    @property
+    def steps(self) -> int:
+        """Steps between checkpoints, 0 where the interval is told otherwise."""
+        return int(_interval(self.every, "step"))
+
+    @property
+    def epochs(self) -> int:
+        return int(_interval(self.every, "epoch"))
+
+    @property
+    def minutes(self) -> float:
+        return _interval(self.every, "minute")
 
 
 class ParallelConfig(Section):
@@ -275,8 +289,6 @@ class ParallelConfig(Section):
     """Seconds within which all processes must have started."""
     timeout: Annotated[float, Field(ge=1.0, le=86400.0)] = 600.0
     """Seconds that a process waits for the others before it gives the run up."""
-    check_every: Natural = 1000
-    """Steps between comparisons of all processes' weights, by their bits; 0 never compares."""
 
 
 class OutputConfig(Section):

@@ -20,22 +20,16 @@ _OF_BLOCKS = {
     "train.window_stages": "W",
     **{
         f"model.{name}": "E"
-        for name in ("states", "state_heads", "resonance", "modulation", "convolution", "scales", "energy")
+        for name in ("states", "modulation", "convolution", "scales")
     },
     "speed.scan": "E",
     **{
         f"model.{name}": "AW"
-        for name in ("kv_heads", "head_size", "qkv_bias", "qk_norm", "qk_scale", "head_gate", "rope_base",
+        for name in ("kv_heads", "head_size", "qkv_bias", "qk_norm", "head_gate", "rope_base",
                      "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context")
     },
     "speed.attention": "AW",
 }  # fmt: skip
-
-_OF_MUON = [
-    f"optim.{name}"
-    for name in ("muon_rate", "cautious", "momentum", "momentum_start", "momentum_warmup_steps",
-                 "momentum_cooldown_steps", "normuon")
-]  # fmt: skip
 
 
 def check_used(loaded: LoadedConfig) -> None:
@@ -69,7 +63,6 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                 continue
             yield path, "fine-tuning on chat.source does not use it", hint
     if config.model.init_from is None:
-        yield "model.ignore_auto_map", "there is no model.init_from", "leave model.ignore_auto_map out"
         # Of a model from elsewhere its own shape is what counts, and it is read later.
         for path, letters in _OF_BLOCKS.items():
             if not set(letters) & set(config.model.kinds):
@@ -79,16 +72,9 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                     why += f" where model.layers={config.model.layers}"
                 pattern = {"W": "WWWA", "E": "EEEA", "AW": "EEEA"}[letters]
                 yield path, why, f"set a pattern with {told}, such as model.pattern={pattern}, or leave {path} out"
-        if not config.model.qk_norm:
-            why, hint = "queries and keys are not normed (model.qk_norm)", "set model.qk_norm=true, or leave it out"
-            yield "model.qk_scale", why, hint
         yield from _unused_rotary(config.model)
-    if not config.train.batch_stages:
-        why, hint = "there are no train.batch_stages", "set train.batch_stages, or leave train.batch_rate_power out"
-        yield "train.batch_rate_power", why, hint
-    if config.optim.optimizer != "muon":
-        for path in _OF_MUON:
-            yield path, "optim.optimizer is adamw", f"set optim.optimizer=muon, or leave {path} out"
+    if not config.optim.has_muon:
+        yield "optim.muon_rate", "optim.optimizer is adamw", "set optim.optimizer=muon, or leave optim.muon_rate out"
     if config.model.tied and config.model.init_from is None:
         why = "the head has the embedding's weights (model.tied)"
         for what in ("rate", "decay"):

@@ -12,16 +12,14 @@ the three that FineWeb added (Penedo et al. 2024, "The FineWeb Datasets", sectio
 - a duplicate is an occurrence after the first, of lines, paragraphs and n-grams alike;
 - characters covered by overlapping n-grams count once.
 
-Contract: the answer depends on the rules, the text and the URL only. Rules travel between processes as they are;
-`to_json` names all that decides the result, the content of the block list and the version of the language detector
-included, but no path.
+Contract: the answer depends on the rules and the text only. Rules travel between processes as they are; `to_json`
+names all that decides the result, the version of the language detector included.
 
 Trap: a text is judged by its first 16 Mi characters, a document in pieces by its first piece. Words and
 lines are those of languages with spaces: of Chinese, Japanese or Thai, `quality` drops everything. Language detection
 needs some text: below two or three hundred characters it is often wrong.
 """
 
-import hashlib
 import itertools
 import re
 import unicodedata
@@ -30,20 +28,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flatout.corpus.document import needed, shown
+from flatout.corpus.document import needed
 from flatout.corpus.near import method
-from flatout.errors import ConfigError, DataError
+from flatout.errors import ConfigError
 
 if TYPE_CHECKING:  # workers import this module and have no need of pydantic, which takes 0.1 s
     from flatout.config.schema import CleanConfig
 
 Positions = npt.NDArray[np.int64]
+
+SHORTEST = 200  # characters
+SIMILAR = 0.8  # near duplicates: the least Jaccard similarity of word 5-grams
 
 # Gopher
 _FEWEST_WORDS, _MOST_WORDS = 50, 100_000
@@ -70,90 +70,55 @@ _STRICTEST = min(_DUPLICATE_GRAMS.values())
 
 _JUDGED_CHARACTERS = 2**24
 _LANGUAGE_CHARACTERS = 2**16
-_URL_CHARACTERS = 2**13
 _VERSION = 1  # of the rules; to be raised when any of them changes its answer
 _BULLETS = frozenset("•‣▪●◦·*-–")
 _ELLIPSES = ("...", "…")
 _ENDS = frozenset(".!?\"'…”’»。！？」』।؟۔")
 _PARAGRAPH_GAP = re.compile(r"\n\s*\n")
-_DOMAIN = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
-_URL = re.compile(r"(?:[a-z][a-z0-9+.-]*://)?(?P<host>[^/?#]*)(?P<rest>.*)", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class BlockList:
-    """URLs to drop: domains with all below them, beginnings of URLs by whole path segments, words anywhere in the URL.
-
-    A look-up takes as many steps as the URL has parts, however long the list.
-    """
-
-    domains: frozenset[str]
-    beginnings: frozenset[str]
-    words: frozenset[str]
-    word_sizes: tuple[int, ...]
-    sha256: str
-
-    def blocks(self, url: str) -> bool:
-        """Whether an entry of the list meets this URL."""
-        url = url.strip(" <>")[:_URL_CHARACTERS].lower()
-        host, rest = _host_and_rest(url)
-        labels = host.split(".")
-        if any(".".join(labels[first:]) in self.domains for first in range(len(labels))):
-            return True
-        path = re.split(r"[?#]", rest, maxsplit=1)[0]
-        ends = [match.start() for match in re.finditer("/", path)][1:]
-        if any(host + rest[:end] in self.beginnings for end in (*ends, len(path), len(rest))):
-            return True
-        # To try every stretch of the URL costs the same for one word as for a million.
-        return any(url[at : at + size] in self.words for size in self.word_sizes for at in range(len(url) - size + 1))
 
 
 @dataclass(frozen=True)
 class CleanRules:
-    """The `clean` section of a config as plain values, with its block list read and its languages checked."""
+    """The `clean` section of a config as plain values, with its languages checked."""
 
     min_characters: int = 0
-    max_characters: int | None = None
     exact_duplicates: bool = False
     near_duplicates: float | None = None
     languages: tuple[str, ...] | None = None
     repetition: bool = False
     quality: bool = False
-    blocked: BlockList | None = None
     # Versions of the libraries whose answers count; None where nobody asks them.
     language_method: str | None = None
     near_method: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All that decides what is dropped, in one spelling."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "blocked"}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             "version": _VERSION,
             **values,
             "languages": None if self.languages is None else list(self.languages),
-            "blocked_urls_sha256": None if self.blocked is None else self.blocked.sha256,
         }
 
 
 def load_rules(config: "CleanConfig") -> CleanRules:
-    """The rules that a config asks for. What it names must exist: languages, the block list, the packages."""
+    """The rules that a config asks for. What it names must exist: languages, packages."""
     return CleanRules(
-        **config.model_dump(exclude={"languages", "blocked_urls"}),
+        min_characters=SHORTEST if "short" in config.drop else 0,
+        exact_duplicates="exact_duplicates" in config.drop,
+        near_duplicates=SIMILAR if "near_duplicates" in config.drop else None,
+        repetition="repetition" in config.drop,
+        quality="quality" in config.drop,
         languages=None if config.languages is None else _known_languages(config.languages),
-        blocked=None if config.blocked_urls is None else load_block_list(config.blocked_urls),
         language_method=None if config.languages is None else f"resiliparse {version('resiliparse')}",
-        near_method=None if config.near_duplicates is None else method(),
+        near_method=method() if "near_duplicates" in config.drop else None,
     )
 
 
-def rejection(rules: CleanRules, text: str, url: str | None) -> str | None:
+def rejection(rules: CleanRules, text: str) -> str | None:
     """The name of the first rule, in the order of `RULES`, that drops the document; None keeps it."""
     if len(text) < rules.min_characters:
         return "too_short"
-    if rules.max_characters is not None and len(text) > rules.max_characters:
-        return "too_long"
-    if rules.blocked is not None and url is not None and rules.blocked.blocks(url):
-        return "blocked_url"
     language = None
     if rules.languages is not None:
         language = language_of(text)
@@ -181,62 +146,6 @@ def language_of(text: str) -> str | None:
     # Above its cutoff, 1200, the distance to the nearest language means little, and the answer is "unknown".
     code, _ = _detector().detect_fast(unicodedata.normalize("NFC", text))
     return None if code == "unknown" else code
-
-
-def load_block_list(path: str) -> BlockList:
-    """Read a block list: one entry a line, `#` begins a comment.
-
-    An entry is a domain, which takes its subdomains with it; a domain with a path, which takes what lies below; or
-    `word:` and a word, which is looked for anywhere in the URL. Upper and lower case are the same, `www.` is left away.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise DataError(
-            f"the block list {shown(path)} cannot be read: {error.strerror or error}", "see clean.blocked_urls"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"the block list {shown(path)} is not UTF-8: {error}", "save it as UTF-8") from error
-    domains, beginnings, words = set[str](), set[str](), set[str]()
-    for number, line in enumerate(lines, start=1):
-        entry = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].strip().lower()
-        host, rest = _host_and_rest(entry)
-        if not entry:
-            continue
-        if re.fullmatch(r"word:\S+", entry):
-            words.add(entry.removeprefix("word:"))
-        elif entry.startswith("word:") or not _DOMAIN.fullmatch(host) or re.search(r"\s", rest):
-            raise DataError(
-                f"{shown(path)}, line {number}: {shown(entry[:80])} is neither a domain nor a URL nor a word",
-                "write entries such as example.com, example.com/ads or word:casino, one a line",
-            )
-        elif rest.strip("/"):
-            beginnings.add(host + rest.rstrip("/"))
-        else:
-            domains.add(host)
-    listed = "\n\n".join("\n".join(sorted(entries)) for entries in (domains, beginnings, words))
-    return BlockList(
-        frozenset(domains),
-        frozenset(beginnings),
-        frozenset(words),
-        tuple(sorted({len(word) for word in words})),
-        hashlib.sha256(listed.encode("utf-8", "surrogatepass")).hexdigest(),
-    )
-
-
-def _host_and_rest(url: str) -> tuple[str, str]:
-    """The host of a URL, without user, port and `www.`, and all that follows it."""
-    parts = _URL.match(url)
-    assert parts is not None, "every part may be empty"
-    host, rest = parts["host"].rpartition("@")[2].partition(":")[0].strip("."), parts["rest"]
-    if not host.isascii():
-        try:
-            host = host.encode("idna").decode("ascii")  # as crawls write it
-        except UnicodeError:
-            return "", rest
-    host = host.removeprefix("*.")
-    below = host.removeprefix("www.")
-    return below if "." in below else host, rest
 
 
 def _known_languages(codes: list[str]) -> tuple[str, ...]:
@@ -303,7 +212,7 @@ _QUALITY: dict[str, Callable[[_Text], bool]] = {
 }
 # Every name that `rejection` answers with, in order.
 RULES = (
-    *("too_short", "too_long", "blocked_url", "language", "quality_few_words", "quality_many_words"),
+    *("too_short", "language", "quality_few_words", "quality_many_words"),
     *_QUALITY,
     *(f"repetition_{part}{what}" for part in ("line", "paragraph") for what in ("s", "_characters")),
     *(f"repetition_top_{size}_gram" for size in _TOP_GRAMS),

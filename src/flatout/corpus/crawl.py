@@ -298,26 +298,25 @@ class _Pages:
         address = record.fields.get(b"warc-target-uri", b"").strip(b"<>")
         if record.kind == b"resource" and address.startswith(b"metadata:"):
             return None  # what wget writes about itself
-        url = address.decode("utf-8", "replace") or None
         page = _Page(record.fields.get(b"content-type", b""), record.block)
         if record.kind == b"conversion":
             if page.stated and _media_type(page.stated) not in _PLAIN_TYPES:
-                return Document("", place, url, rejected=REJECTED_TYPE)
+                return Document("", place, rejected=REJECTED_TYPE)
             try:
                 text, replaced = decode(page.body, self._options.invalid_utf8)
             except UnicodeDecodeError as error:
-                return not_utf8(error, self._file, place, self._options, url)
-            return Document(text, place, url, replaced=replaced)
+                return not_utf8(error, self._file, place, self._options)
+            return Document(text, place, replaced=replaced)
         if record.kind == b"response":
             page = self._answer(record)
             if isinstance(page, str):
-                return Document("", place, url, rejected=page)
+                return Document("", place, rejected=page)
             if isinstance(page, Problem):
                 return page
         type = self._type(record, page)
         if type not in _HTML_TYPES and type not in _PLAIN_TYPES:
-            return Document("", place, url, rejected=REJECTED_TYPE)
-        return self._text(page, type in _HTML_TYPES, place, url)
+            return Document("", place, rejected=REJECTED_TYPE)
+        return self._text(page, type in _HTML_TYPES, place)
 
     def _answer(self, record: _Record) -> "_Page | Problem | str":
         """The page that an HTTP answer holds, or the name of the rule that rejects it."""
@@ -347,17 +346,17 @@ class _Pages:
         type = _resiliparse("parse.encoding").detect_mime(page.body[:1024])
         return "text/html" if type == "text/plain" and page.body.lstrip().startswith(b"<") else type
 
-    def _text(self, page: "_Page", html: bool, place: str, url: str | None) -> Document | Problem:
+    def _text(self, page: "_Page", html: bool, place: str) -> Document | Problem:
         text, error = _as_text(page)
         if html:
             if _too_deep(text):
-                return Document("", place, url, rejected=REJECTED_DEPTH)
+                return Document("", place, rejected=REJECTED_DEPTH)
             # Without the texts of images, figures would go as a whole, and with them many a listing of code.
             text = _resiliparse("extract.html2text").extract_plain_text(text, main_content=True, alt_texts=True)
         replaced = text.count("\ufffd") if error is not None else 0
         if error is not None and replaced and self._options.invalid_utf8 != "replace":
-            return not_utf8(error, self._file, place, self._options, url)
-        return Document(text, place, url, replaced=replaced)
+            return not_utf8(error, self._file, place, self._options)
+        return Document(text, place, replaced=replaced)
 
     def _decompressed(self, record: _Record, page: "_Page") -> "_Page | Problem":
         """The page without the transfer and content encodings of its answer."""

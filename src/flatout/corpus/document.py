@@ -56,7 +56,6 @@ class Document:
 
     text: str
     place: str = ""
-    url: str | None = None
     begins: bool = True
     ends: bool = True
     replaced: int = 0

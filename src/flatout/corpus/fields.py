@@ -143,12 +143,10 @@ def too_long(size: int, limit: int) -> str:
     return f"the row has {size:,} bytes; the limit is {limit:,}"
 
 
-def not_utf8(
-    error: UnicodeDecodeError, file: InputFile, place: str, options: ReadOptions, url: str | None = None
-) -> Document | Problem:
+def not_utf8(error: UnicodeDecodeError, file: InputFile, place: str, options: ReadOptions) -> Document | Problem:
     """What becomes of a record that cannot be decoded where the policy is not to replace what is wrong with it."""
     if options.invalid_utf8 == "skip":
-        return Document("", place, url, rejected=REJECTED_UTF8)
+        return Document("", place, rejected=REJECTED_UTF8)
     return Problem(file.name, f"{place}, byte {error.start} of it", "not-utf8", bad_byte(error), records=1)
 
 

@@ -208,7 +208,7 @@ def _read_text(slice: Slice, options: ReadOptions, watch: Watch | None) -> Resul
             if broken is not None and piece.begins and not piece.raw:
                 lost = 1
             elif broken is not None and broken.kind == "bomb":
-                yield Document("", place, None, piece.begins, True, rejected=REJECTED_BOMB)
+                yield Document("", place, piece.begins, True, rejected=REJECTED_BOMB)
             else:
                 if broken is not None:
                     del piece.raw[streams.whole_characters(piece.raw) :]
@@ -237,12 +237,12 @@ def _decoded(
         text, replaced = decode(piece.raw, options.invalid_utf8)
     except UnicodeDecodeError as error:
         if options.invalid_utf8 == "skip" or not whole:
-            yield Document("", place, None, piece.begins, piece.ends, rejected=REJECTED_UTF8)
+            yield Document("", place, piece.begins, piece.ends, rejected=REJECTED_UTF8)
         if options.invalid_utf8 == "strict":
             place = place_of_byte.format(first + error.start)
             yield Problem(file.name, place, "not-utf8", bad_byte(error), records=1 if whole else 0)
     else:
-        yield Document(text, place, None, piece.begins, piece.ends, replaced, divisible=divisible)
+        yield Document(text, place, piece.begins, piece.ends, replaced, divisible=divisible)
 
 
 # Records on lines.
@@ -753,7 +753,7 @@ def _token_document(
     for piece in streams.pieces(chunks(), size=PIECE):
         if wrong is not None and piece.final:
             if not piece.begins:
-                yield Document("", place, None, False, True, rejected=REJECTED_TOKENS)
+                yield Document("", place, False, True, rejected=REJECTED_TOKENS)
             message = (
                 f"read as GPT-2 tokens of two bytes, of which {wrong[1]} is none: they are below {GPT2_END_OF_TEXT + 1}"
             )

@@ -269,5 +269,5 @@ def _resident(shards: TokenShards, device: torch.device) -> torch.Tensor:
 def _too_short(shards: Tokens, needed: int, why: str) -> DataError:
     return DataError(
         f"the {shards.split} split in {shards.folder} has {shards.tokens} tokens and needs at least {needed}: {why}",
-        "use more text, a smaller model.context, or another data.val_fraction",
+        "use more text, a smaller model.context, or another data.validation",
     )

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +49,6 @@ _ROW_CHARACTERS, _ROW_CHARACTERS_A_TOKEN = 2**20, 32
 _MOST_BAD = 0.2  # the share of rows that may be unusable before the dataset is refused
 _ROWS = ("json", "jsonl", "csv", "tsv", "parquet")
 
-TooLong = Literal["truncate", "drop"]
 Progress = Callable[[PrepareProgress], None]
 
 
@@ -66,7 +65,6 @@ class SampleRequest:
     format: str = "auto"
     fields: Mapping[str, str] = field(default_factory=dict)
     train_on: TrainOn = "assistant"
-    too_long: TooLong = "truncate"
     val_fraction: float = 0.0
     limit: str = "model.context"
 
@@ -116,18 +114,18 @@ def _asked(
     """(folder, files to train on, files to evaluate on, what samples made of them are known by)"""
     if not 0.0 <= request.val_fraction < 1.0:
         raise ConfigError(
-            f"chat.val_fraction is {request.val_fraction}", "give a share from 0 up to, but not including, 1"
+            f"chat.validation is {request.val_fraction}", "give a share from 0 up to, but not including, 1"
         )
     target = Path(folder).resolve()
     train_files = row_files(request.source, "chat.source")
-    val_files = [] if request.val_source is None else row_files(request.val_source, "chat.val_source")
+    val_files = [] if request.val_source is None else row_files(request.val_source, "chat.validation")
     settings = dataclasses.asdict(request)
     del settings["source"], settings["val_source"]  # content counts, not where it lies
     del settings["limit"]  # the number counts
     key = {
         "version": VERSION,
-        # The first three were settings once, and are what folders of samples are known by.
-        "settings": {"val_rows": None, "seed": _SEED, "most_bad": _MOST_BAD, **settings},
+        # The first four were settings once, and are what folders of samples are known by.
+        "settings": {"val_rows": None, "seed": _SEED, "most_bad": _MOST_BAD, "too_long": "truncate", **settings},
         "source": [[file.format, hash_file(Path(file.path))] for file in train_files],
         "val_source": [[file.format, hash_file(Path(file.path))] for file in val_files],
         "tokenizer": tokenizer.fingerprint,
@@ -279,9 +277,6 @@ class _Maker:
             ids, labelled = ids[:last], labelled[:last]
             self.counts["longest"] = max(self.counts["longest"], len(ids))
             if len(ids) > most:
-                if self._request.too_long == "drop":
-                    self.counts["dropped_too_long"] += 1
-                    continue
                 self.counts["truncated"] += 1
                 self.counts["labels_cut"] += int(np.count_nonzero(labelled[most:]))
                 ids, labelled = ids[:most], labelled[:most]
@@ -379,7 +374,7 @@ def _split(made: _Made, val_fraction: float) -> dict[str, _Made]:
     if len(used) < 2:
         raise DataError(
             "there are fewer than two different conversations, of which one cannot be held out",
-            "give more rows, or name a file to evaluate on in chat.val_source",
+            "give more rows, or name a file to evaluate on in chat.validation",
         )
     within = int(np.searchsorted(used, np.uint64(min(int(val_fraction * 2.0**64), 2**64 - 1))))
     border = used[min(max(within, 1), len(used) - 1) - 1]
@@ -392,7 +387,7 @@ def _check_learnable(made: _Made, split: str, request: SampleRequest, maker: _Ma
         return
     counts = maker.counts
     which = "" if split == "train" else " of the rows that are held out"
-    if counts["dropped_labels_cut"] or counts["dropped_too_long"]:
+    if counts["dropped_labels_cut"]:
         most = "the context of" if request.limit == "model.context" else f"{request.limit}, which is"
         raise DataError(
             f"nothing{which} is left to learn: every sample is longer than {most} {many(request.context, 'token')} "

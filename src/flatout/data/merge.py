@@ -26,6 +26,7 @@ from typing import IO, Any, final
 import numpy as np
 import numpy.typing as npt
 
+from flatout.corpus.clean import SIMILAR
 from flatout.corpus.near import SLOTS, near_duplicates
 from flatout.data.causes import causes_of, mend_of
 from flatout.data.journal import SIGNATURES, Journal
@@ -50,6 +51,7 @@ from flatout.files import canonical_json
 KEPT, DROPPED, EXACT, NEAR, UNCHOSEN = range(5)
 _REASONS = {EXACT: "exact_duplicate", NEAR: "near_duplicate", UNCHOSEN: "weight"}
 _DOCUMENTS_AT_ONCE = 4_000_000
+SHARD_TOKENS = 100_000_000  # in a file
 Flags = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.uint64]
 Tick = Callable[[], None]
@@ -94,10 +96,10 @@ class Decisions:
         self._long: dict[int, _Long] = {}
         self.dropped: Counter[str] = sum((Counter(head.dropped) for head in self.heads), Counter())
         self._find_long_documents()
-        if request.clean.exact_duplicates and parts:
+        if "exact_duplicates" in request.clean.drop and parts:
             self._drop_exact()
-        if request.clean.near_duplicates is not None:
-            self._drop_near(request.clean.near_duplicates)
+        if "near_duplicates" in request.clean.drop:
+            self._drop_near()
         self._choose_by_weight()
         for status, reason in _REASONS.items():
             if count := int(np.count_nonzero(self.status == status)):
@@ -157,7 +159,7 @@ class Decisions:
             again = (high[order][1:] == high[order][:-1]) & (low[order][1:] == low[order][:-1])
             self.status[documents[order[1:][again]]] = EXACT
 
-    def _drop_near(self, threshold: float) -> None:
+    def _drop_near(self) -> None:
         kept = np.flatnonzero(self.status == KEPT)
         path = self._journal.folder / SIGNATURES
         path.unlink(missing_ok=True)  # of a prepare that was killed
@@ -168,7 +170,7 @@ class Decisions:
                     file.write(self._signatures(number))
             rows = np.memmap(path, dtype="<u4", mode="r", shape=(len(kept), SLOTS)) if len(kept) else None
             if rows is not None:
-                self.status[kept[near_duplicates(rows, threshold) >= 0]] = NEAR
+                self.status[kept[near_duplicates(rows, SIMILAR) >= 0]] = NEAR
         finally:
             path.unlink(missing_ok=True)
 
@@ -252,8 +254,7 @@ class _Splitter:
         self._request, self._tokenizer = finished.request, finished.tokenizer
         self._border = _border(finished, decisions)
         self._dtype = token_dtype(finished.tokenizer.vocab)
-        shard_tokens = finished.request.data.shard_tokens
-        self._writers = {name: _SplitWriter(folder, name, self._dtype, shard_tokens) for name in SPLITS}
+        self._writers = {name: _SplitWriter(folder, name, self._dtype) for name in SPLITS}
 
     def write(self, tick: Tick) -> dict[str, SplitInfo]:
         start = position = 0  # in characters: where the source begins, and where its last part ended
@@ -354,9 +355,9 @@ class _Splitter:
 def _empty_hint(request: Request) -> str:
     data = request.data
     if data.val_source is not None:
-        return "check data.source and data.val_source"
+        return "check data.source and data.validation"
     other = "data.split=contiguous, which cuts inside a document, " if data.split == "document" else ""
-    return f"use more text, {other}or another data.val_fraction than {data.val_fraction}"
+    return f"use more text, {other}or another data.validation than {data.val_fraction}"
 
 
 def _nothing_left(decisions: Decisions, inputs: Inputs) -> DataError:
@@ -401,14 +402,13 @@ def _report(decisions: Decisions, inputs: Inputs, kept: Counter[str], splits: di
 class _SplitWriter:
     """Appends documents to one split, beginning a new shard whenever the last one is full."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int) -> None:
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any]) -> None:
         self.tokens = 0
         self.documents = 0
         self.text_bytes = 0
         self._folder = folder
         self._split = split
         self._dtype = dtype
-        self._shard_tokens = shard_tokens
         self._shards: list[FileInfo] = []
         self._shard: HashedFile | None = None
         self._offsets = HashedFile(folder / f"{split}.offsets.bin")
@@ -423,13 +423,13 @@ class _SplitWriter:
         self._offsets.write((starts + self.tokens).astype(OFFSET_DTYPE).tobytes())
         self.documents += len(starts)
         while len(ids):
-            room = self._shard_tokens - self.tokens % self._shard_tokens
+            room = SHARD_TOKENS - self.tokens % SHARD_TOKENS
             if self._shard is None:
                 self._shard = HashedFile(self._folder / f"{self._split}-{len(self._shards):05d}.bin")
             self._shard.write(ids[:room].astype(self._dtype, copy=False).tobytes())
             self.tokens += len(ids[:room])
             ids = ids[room:]
-            if self.tokens % self._shard_tokens == 0:
+            if self.tokens % SHARD_TOKENS == 0:
                 self._finish_shard()
 
     def finish(self) -> SplitInfo:

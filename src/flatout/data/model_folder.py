@@ -33,10 +33,10 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
-def read_model_tokenizer(folder: str | Path, *, ignore_code: bool = False) -> ModelTokenizer:
+def read_model_tokenizer(folder: str | Path) -> ModelTokenizer:
     """The tokenizer of the model in `folder`, with special tokens as its files name them.
 
-    One that names code of its own (`auto_map`) is refused, unless that is to be ignored.
+    One that names code of its own (`auto_map`) is refused.
     """
     folder = Path(folder)
     path = folder / TOKENIZER
@@ -49,8 +49,8 @@ def read_model_tokenizer(folder: str | Path, *, ignore_code: bool = False) -> Mo
         )
     content = _json_object(path)
     config, older = _object_if_there(folder / CONFIG), _object_if_there(folder / SPECIAL_TOKENS)
-    if config.get("auto_map") and not ignore_code:
-        raise names_code(folder / CONFIG, "train the model with model.ignore_auto_map=true")
+    if config.get("auto_map"):
+        raise names_code(folder / CONFIG)
     try:
         _check_entries(content)
         special = _special_tokens(config, older)

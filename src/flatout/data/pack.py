@@ -177,7 +177,7 @@ class _Packer:
 
     def _recipe(self, tokenizer: Tokenizer | None) -> Recipe:
         description = None if tokenizer is None else tokenizer.to_json()
-        near = self._request.clean.near_duplicates is not None
+        near = "near_duplicates" in self._request.clean.drop
         return Recipe(self._request.options, self._request.rules, description, near)
 
     def _find_tokenizer(self, engine: Engine) -> Tokenizer:

@@ -43,9 +43,9 @@ _MOST_PROBLEMS = 10_000
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what becomes of a part. `options` has one entry per source; no tokenizer means no tokens."""
+    """All that decides what becomes of a part. No tokenizer means no tokens."""
 
-    options: tuple[ReadOptions, ...]
+    options: ReadOptions
     rules: CleanRules
     tokenizer: dict[str, Any] | None = None
     near: bool = False
@@ -145,14 +145,12 @@ def _items(recipe: Recipe, part: Part) -> Iterator[tuple[str, Document | Problem
     for item in part.documents:
         yield part.file, item
     for each in part.slices:
-        for item in read_slice(each, recipe.options[part.source]):
+        for item in read_slice(each, recipe.options):
             yield each.file.name, item
 
 
 def _reason(rules: CleanRules, document: Document) -> str | None:
-    if not document.ends and rules.max_characters is not None:
-        return "too_long"  # what comes in pieces is longer than any limit that can be set
-    return rejection(rules, document.text, document.url)
+    return rejection(rules, document.text)
 
 
 @final

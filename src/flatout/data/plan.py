@@ -47,14 +47,12 @@ _MOST_DOCUMENTS = 50_000
 # What of the `data` section decides the result of preparing; the tokenizer is in the manifest under its fingerprint.
 DECISIVE = (
     "source",
-    "val_source",
+    "validation",
     "format",
     "field",
     "document_start",
     "invalid_utf8",
     "split",
-    "val_fraction",
-    "shard_tokens",
     "unknown_characters",
 )
 
@@ -76,18 +74,11 @@ class Request:
         return (*plain, *([] if self.data.val_source is None else [SourceConfig(path=self.data.val_source)]))
 
     @property
-    def options(self) -> tuple[ReadOptions, ...]:
-        """How each source is read."""
+    def options(self) -> ReadOptions:
+        """How sources are read."""
         data = self.data
-        fields = [source.field or data.field for source in self.sources]
-        return tuple(
-            ReadOptions(
-                (names,) if isinstance(names, str) else tuple(names),
-                source.document_start or data.document_start,
-                data.invalid_utf8,
-            )
-            for names, source in zip(fields, self.sources, strict=True)
-        )
+        names = (data.field,) if isinstance(data.field, str) else tuple(data.field)
+        return ReadOptions(names, data.document_start, data.invalid_utf8)
 
     @property
     def piped(self) -> bool:
@@ -110,7 +101,7 @@ class Request:
 
 
 def request_of(data: DataConfig, clean: CleanConfig | None = None) -> Request:
-    """The request that two sections of a config make; a block list is read here."""
+    """The request that two sections of a config make."""
     clean = clean or CleanConfig()
     return Request(data, clean, load_rules(clean))
 
@@ -202,7 +193,7 @@ class Done:
 
 
 def parts_of(
-    inputs: Inputs, options: tuple[ReadOptions, ...], done: Done, *, source: int | None = None, first: int = 0
+    inputs: Inputs, options: ReadOptions, done: Done, *, source: int | None = None, first: int = 0
 ) -> Iterator[Part | int]:
     """The parts that are still to be done, in order, and the numbers of those that are done.
 
@@ -222,7 +213,7 @@ def parts_of(
     for index, file in enumerate(inputs.files):
         if source is not None and file.source != source:
             continue
-        slices = slices_of(file, _slice_bytes(file, options[file.source]))
+        slices = slices_of(file, _slice_bytes(file, options))
         whole = file.bytes if slices is None or file.format == "warc" else text_bytes(file, _WHOLE_TEXT)
         if file.compression != "none" and whole > _WHOLE_TEXT:
             slices = None
@@ -230,7 +221,7 @@ def parts_of(
             yield _unless_done(group(ended), done)
             ended = 0
         if slices is None:
-            for part in _read_here(file, index, options[file.source], number, done):
+            for part in _read_here(file, index, options, number, done):
                 number += 1
                 yield part
             continue
@@ -326,7 +317,7 @@ def documents_of(
             break
 
 
-def find_part(inputs: Inputs, options: tuple[ReadOptions, ...], number: int, source: int, first: int) -> Part:
+def find_part(inputs: Inputs, options: ReadOptions, number: int, source: int, first: int) -> Part:
     """The part of that number, cut anew; `first` is the number of the first part of its source."""
     for part in parts_of(inputs, options, Done(), source=source, first=first):
         if isinstance(part, Part) and part.number == number:

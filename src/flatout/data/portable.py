@@ -194,14 +194,6 @@ def own_tokenizer(folder: Path) -> Tokenizer | None:
     return tokenizer_from_json(described) if isinstance(described, dict) else None
 
 
-def without_code(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files without a word of code that does not come along (auto_map)."""
-    if b'"auto_map"' not in files.get(CONFIG, b""):
-        return dict(files)
-    config = parse_json(files[CONFIG])
-    return {**files, CONFIG: _json({name: value for name, value in config.items() if name != "auto_map"})}
-
-
 def with_template(files: Mapping[str, bytes], template: ChatTemplate | None) -> dict[str, bytes]:
     """The files with this chat template and no other; with None, without any."""
     kept = {

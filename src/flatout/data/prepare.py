@@ -15,6 +15,7 @@ from typing import Any
 
 from flatout.config.catalogue import source_name
 from flatout.config.facts import field_facts
+from flatout.config.former import as_now
 from flatout.config.load import LoadedConfig, load_config, with_values
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.config.sizes import learned_vocab
@@ -224,10 +225,11 @@ def _differences(data: DataConfig, clean: CleanConfig | None, manifest: Manifest
     """By path, the settings that a dataset was prepared with and a config has otherwise, with both values."""
     no_limits = dict.fromkeys(LIMITS)
     asked = {**no_limits, **request_of(data, clean).settings(0, None)}
-    stored = {**no_limits, **request_of(DataConfig(), CleanConfig()).settings(0, None), **manifest.settings}
-    rules, wanted_rules = stored["clean"], asked["clean"]
+    usual = request_of(DataConfig(), CleanConfig()).settings(0, None)
+    stored = {**no_limits, **usual, **as_now({"data": manifest.settings})["data"]}
+    rules, wanted_rules = (as_now({"clean": settings["clean"]})["clean"] for settings in (stored, asked))
     pairs = {f"data.{name}": (stored[name], asked[name]) for name in (*DECISIVE, *LIMITS)}
-    pairs |= {f"clean.{name}": (rules.get(name), wanted_rules[name]) for name in wanted_rules}
+    pairs |= {f"clean.{name}": (rules.get(name), wanted_rules.get(name)) for name in {**rules, **wanted_rules}}
     pairs["data.tokenizer"] = _tokenizers(manifest, data)
     if manifest.tokenizer_kind != "char":  # no other reads it
         del pairs["data.unknown_characters"]

@@ -1,4 +1,4 @@
-"""The documents of a split joined in another order in every epoch (`data.reshuffle`).
+"""The documents of a split joined in another order in every epoch (`data.packing=reshuffle`).
 
 Idea: a keyed permutation of the documents, another one for each epoch, says in which order they are joined. A window of
 an epoch is then some whole documents and parts of two, which `pieces` finds by sums of lengths. Windows cut the text

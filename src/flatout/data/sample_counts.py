@@ -24,7 +24,6 @@ COUNTS: Mapping[str, str] = {
     "special_in_content": "rows whose own text spells a special token",
     "truncated": "samples cut to the context",
     "labels_cut": "labelled tokens that were cut away",
-    "dropped_too_long": "samples dropped for their length",
     "dropped_labels_cut": "samples dropped since all their labels were cut away",
     "dropped_unlabelled": "samples dropped since no token of them is labelled",
     "longest": "tokens of the longest sample before it was cut",

@@ -18,12 +18,12 @@ from flatout.errors import many
 from flatout.finding import Check, Finding
 
 _COUNTS = (
-    "rows_not_used", "truncated", "labels_cut", "dropped_too_long", "dropped_labels_cut", "dropped_unlabelled",
+    "rows_not_used", "truncated", "labels_cut", "dropped_labels_cut", "dropped_unlabelled",
     "turns_without_end_token", "turns_unlabelled", "special_in_content", *ADVICE,
 )  # fmt: skip
 
 
-_CUT = ("truncated", "dropped_too_long", "dropped_labels_cut")
+_CUT = ("truncated", "dropped_labels_cut")
 _MUCH = 20  # one in so many that is cut is worth a warning
 _FEW_LABELS = 0.01
 

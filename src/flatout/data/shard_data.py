@@ -97,7 +97,7 @@ class ShardData(TrainingData):
             yield Check("data", "packing").note(told)
         if self.windows.reshuffle is not None and self.windows.reshuffle.documents == 1:
             told = "the training text is one document, whose order stays (data.document_start cuts it)"
-            yield Check("data", "reshuffle").note(f"data.reshuffle: {told}")
+            yield Check("data", "reshuffle").note(f"data.packing=reshuffle: {told}")
 
 
 def notices_on_folder(folder: Path) -> Iterator[Finding]:

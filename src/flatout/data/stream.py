@@ -110,9 +110,9 @@ def open_stream(
 
 def check_streamable(data: DataConfig, clean: CleanConfig) -> None:
     """Refuses what takes the whole text to do."""
-    for name in ("exact_duplicates", "near_duplicates"):
-        if getattr(clean, name):
-            raise ConfigError(f"clean.{name} needs the whole corpus, and data.streaming does not hold it", _PREPARE)
+    found = next((rule for rule in clean.drop if rule in ("exact_duplicates", "near_duplicates")), None)
+    if found is not None:
+        raise ConfigError(f"clean.drop=[{found}] needs the whole corpus, and data.streaming does not hold it", _PREPARE)
     if data.tokenizer == "char" or learned_vocab(data.tokenizer) is not None:
         raise ConfigError(
             f"the tokenizer `{data.tokenizer}` is made from the whole corpus, "
@@ -255,8 +255,7 @@ class TokenStream:
 
     def _fingerprint(self, tokenizer: Tokenizer) -> str:
         settings = self._request.settings(self._inputs.bytes, None)
-        for name in ("split", "shard_tokens"):  # these say how to prepare
-            settings.pop(name, None)
+        del settings["split"]  # it says how to prepare
         described = {
             "format": "flatout-stream",
             "settings": settings,
@@ -365,7 +364,7 @@ class _Flow:
     def _too_little(self, tokens: int) -> DataError:
         return DataError(
             f"{self._stream.folder} gives {tokens} training tokens, and a window needs {self._least}: {self._seen}",
-            "give a source with more text, loosen the clean section, or lower model.context or data.val_fraction",
+            "give a source with more text, loosen the clean section, or lower model.context or data.validation",
         )
 
 
@@ -417,11 +416,11 @@ class _Validation:
     def finish(self, request: Request, folder: str) -> HeldTokens:
         if self.read.tokens < 2:
             own, problems = request.data.val_source, self.seen.problems
-            hint = "set data.val_source to a text with more in it"
+            hint = "set data.validation to a text with more in it"
             if problems and problems[0].kind == "field":
                 hint = mend_of(causes_of(problems))
             elif own is None:
-                hint += ", data.val_fraction higher, or data.document_start where a file holds many documents"
+                hint += " or to a higher share, or data.document_start where a file holds many documents"
                 hint += "" if limits_of(request.data) is None else ", or a higher limit on documents, tokens or bytes"
             raise DataError(f"{folder if own is None else own} gives no validation text: {self.seen}", hint)
         ids = np.concatenate(self._ids)[: self._wanted]

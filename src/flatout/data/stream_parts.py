@@ -81,7 +81,7 @@ class _Started(Done):
 
 
 def parts_of_lap(
-    files: tuple[InputFile, ...], options: tuple[ReadOptions, ...], start: Position
+    files: tuple[InputFile, ...], options: ReadOptions, start: Position
 ) -> Iterator[tuple[Position, Part]]:
     """The parts of a lap from `start` on; of the positions only file, part and hub are filled in."""
     file, part, hub = start.file, start.part, start.hub
@@ -96,7 +96,7 @@ def parts_of_lap(
 
 
 def _parts_of_files(
-    base: int, files: tuple[InputFile, ...], options: tuple[ReadOptions, ...], skipped: int
+    base: int, files: tuple[InputFile, ...], options: ReadOptions, skipped: int
 ) -> Iterator[tuple[Position, Part]]:
     """Parts are counted from the last file on that had to be read in one go, so that none is read again to skip it."""
     done = _Started(skipped)
@@ -110,13 +110,13 @@ def _parts_of_files(
 
 
 def _parts_of_hub(
-    index: int, file: InputFile, options: tuple[ReadOptions, ...], number: int, state: dict[str, Any] | None
+    index: int, file: InputFile, options: ReadOptions, number: int, state: dict[str, Any] | None
 ) -> Iterator[tuple[Position, Part]]:
     from flatout.corpus.tables import HubStream
 
     skipped = 0 if state is not None else number
     number -= skipped
-    stream = HubStream(file.path, options[file.source], file.name)
+    stream = HubStream(file.path, options, file.name)
     if state is not None:
         stream.load_state_dict(state)
     batch: list[Document | Problem] = []

@@ -606,14 +606,14 @@ def _check_no_code(path: Path) -> None:
     except (OSError, ValueError):
         return  # nothing else of it is read
     if isinstance(values, dict) and values.get("auto_map"):
-        raise names_code(config, f"copy {path.name} to a folder of its own")
+        raise names_code(config, f", or copy {path.name} to a folder of its own")
 
 
-def names_code(config: Path, otherwise: str) -> DataError:
+def names_code(config: Path, otherwise: str = "") -> DataError:
     """What is said of a tokenizer_config.json that names code."""
     return DataError(
         f"{shown(config)} names code of the tokenizer's own (auto_map), which Flatout never runs",
-        f"if tokenizer.json gives the same tokens, take auto_map out of the file, or {otherwise}",
+        f"if tokenizer.json gives the same tokens, take auto_map out of the file{otherwise}",
     )
 
 

@@ -85,7 +85,7 @@ def _check_base(model: ModelConfig) -> Generator[Finding, None, Base | None]:
         )
         return None
     try:
-        base = open_base(name, model.context, ignore_code=model.ignore_auto_map)
+        base = open_base(name, model.context)
         if not is_checkpoint(base.description.folder):  # those of ours have been hashed
             inventory(base.description)
     except UserError as error:
@@ -100,7 +100,7 @@ def _check_base(model: ModelConfig) -> Generator[Finding, None, Base | None]:
 
 def _check_sources(chat: ChatConfig) -> Iterator[Finding]:
     """Whether there is anything to read rows from; without a base that is all that can be said of it."""
-    for field, source in {"chat.source": chat.source, "chat.val_source": chat.val_source}.items():
+    for field, source in {"chat.source": chat.source, "chat.validation": chat.val_source}.items():
         if source is not None:
             try:
                 files = row_files(source, field)

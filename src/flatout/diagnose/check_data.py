@@ -251,7 +251,7 @@ def _sampled(request: Request, inputs: Inputs, *, quick: bool) -> Generator[Find
     slices = [] if file.format == "hub" else slices_of(file, _SAMPLE // (4 if quick else 1))
     if not slices:
         return None
-    documents, problems, whole = _read(slices[0], request.options[file.source])
+    documents, problems, whole = _read(slices[0], request.options)
     text = [document.text for document in documents if document.rejected is None]
     causes = causes_of(problems)
     if problems and not any(text):
@@ -271,7 +271,7 @@ def _sampled(request: Request, inputs: Inputs, *, quick: bool) -> Generator[Find
         yield check.warn(
             f"not all at the beginning of {file.name} can be used: {causes[0].told}",
             "What cannot be used is left out and listed by `flatout prepare`. If it is much, mend it: "
-            f"{mend_of(causes, request.options[file.source].fields)}.",
+            f"{mend_of(causes, request.options.fields)}.",
         )
     else:
         yield check.ok(f"the beginning of {file.name} reads as text")

@@ -270,8 +270,8 @@ def check_packages(machine: Machine, clean: CleanConfig, formats: Iterable[str])
             needed.setdefault(package, f"reading {'.zst' if form == 'zst' else form} files")
     if clean.languages is not None:
         needed.setdefault("resiliparse", "clean.languages")
-    if clean.near_duplicates is not None:
-        needed.setdefault("rensa", "clean.near_duplicates")
+    if "near_duplicates" in clean.drop:
+        needed.setdefault("rensa", "clean.drop=[near_duplicates]")
     for package, user in needed.items():
         yield _package("data", machine, package, user, INSTALL)
 

@@ -330,8 +330,8 @@ def sample_ids(run: Run, count: int) -> tuple[Sequence[int], list[int]]:
 
 def due_after(run: Run, step: int) -> Due:
     ending, settings = step == run.last_step, run.plan.eval
-    at_step = is_due(step, settings.every)
-    evaluating = ending or at_step or (settings.epoch_end and run.ends_epoch(step))
+    at_step = is_due(step, settings.steps)
+    evaluating = ending or at_step or run.ends_epoch(step, settings.epochs)
     reason = "end" if ending else "step" if at_step else "epoch"
     return Due(reason if evaluating else None, ending or is_due(step, settings.sample_every))
 

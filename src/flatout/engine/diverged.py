@@ -153,9 +153,10 @@ def _settings(plan: RunPlan, rates: Mapping[str, float], *, clip: float) -> dict
     values = {**rates, **dict(_decays(optim, rates))}
     if not 0 < optim.clip <= clip:
         values["clip"] = clip
-    if optim.beta1**2 >= optim.beta2:  # the rate bounds AdamW's steps only where the second moment remembers as long
-        values["beta2"] = 0.95 if optim.beta1 < 0.95 else 0.999
-    return {path: value for path, value in _words(values).items() if path not in unread}
+    words, (first, second) = _words(values), optim.betas
+    if first**2 >= second:  # the rate bounds AdamW's steps only where the second moment remembers as long
+        words["optim.betas"] = f"[{first:g}, {0.95 if first < 0.95 else 0.999}]"
+    return {path: value for path, value in words.items() if path not in unread}
 
 
 def _words(values: Mapping[str, float]) -> dict[str, str]:
@@ -166,7 +167,7 @@ def _decays(optim: OptimConfig, rates: Mapping[str, float]) -> Iterator[tuple[st
     """Decays that take too much of a weight in a step at these rates, lowered."""
     first, usual = next(iter(rates)), rates["learning_rate"]
     table = rates.get("table_rate", rates.get("embedding_rate", usual))
-    rate_of = {"weight_decay": rates[first], "weight_decay_end": rates[first], "table_decay": table}
+    rate_of = {"weight_decay": rates[first], "table_decay": table}
     rate_of |= {f"{role}_decay": rates.get(f"{role}_rate", usual) for role in ("embedding", "head")}
     for name, rate in rate_of.items():
         decay = getattr(optim, name)

@@ -15,6 +15,7 @@ from flatout.engine.run import Run
 from flatout.errors import DriftError, UsageError
 from flatout.launch import OtherProcessError
 
+EVERY = 1000  # steps between comparisons
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -27,14 +28,13 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> int:
 
 def check_alike(run: Run, step: int) -> None:
     """Compares the weights of ranks where that is due; an error names the ranks that differ from most others."""
-    every = run.plan.parallel.check_every
-    wrong = [] if not every or step % every else _differing(run)
+    wrong = [] if step % EVERY else _differing(run)
     if not wrong:
         return
     if not run.world.first:
         raise OtherProcessError(DriftError.exit_code)
     raise DriftError(
-        f"after step {step:,} the weights of rank {', '.join(wrong)} are not those of the others; {every:,} steps ago "
+        f"after step {step:,} the weights of rank {', '.join(wrong)} are not those of the others; {EVERY:,} steps ago "
         "they were",
         "memory or a GPU may be faulty, see `flatout doctor` there; resume from a checkpoint of before: --resume "
         "RUN/checkpoints/step-N",
@@ -43,8 +43,6 @@ def check_alike(run: Run, step: int) -> None:
 
 def check_start(run: Run) -> None:
     """Refuses ranks that begin with other weights than the others, frozen ones included."""
-    if not run.plan.parallel.check_every:
-        return
     bases = run.world.gather(run.base_hash)
     wrong = _differing(run) or [str(rank) for rank, base in enumerate(bases) if base != bases[0]]
     with run.world.together():

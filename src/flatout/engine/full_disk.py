@@ -15,7 +15,8 @@ from flatout.files import disk_errors
 from flatout.records import NoticeRecord
 from flatout.world import World
 
-PAUSE = 5.0  # seconds between tries
+WAIT = 300.0  # seconds before a run on a full disk ends
+PAUSE = 5.0  # between tries
 Result = TypeVar("Result")
 
 
@@ -45,7 +46,7 @@ def when_there_is_room(
                 yield NoticeRecord(
                     step=step,
                     message=f"{next(filter(None, full))}: training pauses and tries again every {PAUSE:g} s, for "
-                    f"{wait:g} s; free some space (checkpoint.full_disk_wait)",
+                    f"{wait:g} s; free some space",
                 )
         time.sleep(min(PAUSE, left))
     if told:

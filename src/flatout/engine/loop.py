@@ -186,7 +186,7 @@ class _Steps:
         stopping, ending = self.stopping, step == run.last_step
         due = due_after(run, step)
         settings = run.plan.checkpoint
-        every = is_due(step, settings.every) or run.ends_epoch(step, settings.epochs)
+        every = is_due(step, settings.steps) or run.ends_epoch(step, settings.epochs)
         cooling = run.deadline is not None and run.deadline.cools_down(step)
         saving = self.boundary.saves and (ending or stopping or self.owed or self.asked or every or cooling)
         if not (due.evaluate or due.sample or saving):
@@ -209,7 +209,7 @@ class _Steps:
         return ending
 
     def _late(self) -> bool:
-        """Whether the last save is longer ago than `checkpoint.minutes`."""
+        """Whether the last save is longer ago than `checkpoint.every` in minutes."""
         minutes = self.training.plan.checkpoint.minutes
         return 0 < 60 * minutes <= time.monotonic() - self.boundary.saved_at
 

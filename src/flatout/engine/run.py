@@ -16,6 +16,7 @@ from flatout.data.batch import Batch, BatchLoader, Span
 from flatout.data.positions import Schedule
 from flatout.data.training_data import TrainingData
 from flatout.device import ONE_AT_A_TIME, peak_memory_bytes
+from flatout.engine import full_disk
 from flatout.engine.custom import Given
 from flatout.engine.deadline import FAR, Deadline
 from flatout.engine.notices import Notices
@@ -146,8 +147,7 @@ class Run:
     @property
     def full_disk_wait(self) -> float:
         """How many seconds a file of the run may wait for space. Other ranks wait meanwhile, and not forever."""
-        wait = self.plan.checkpoint.full_disk_wait
-        return wait if self.world.size == 1 else min(wait, self.plan.parallel.timeout / 2)
+        return full_disk.WAIT if self.world.size == 1 else min(full_disk.WAIT, self.plan.parallel.timeout / 2)
 
     @functools.cached_property
     def files_beside(self) -> dict[str, bytes]:

@@ -2,18 +2,15 @@
 
     β_t = γ ⊙ (W_β · x_t)          complex, K of them;  γ = √(1 − |λ|²) keeps states of all horizons at one size
     c_t = λ ⊙ c_{t-1} + β_t        |λ| = exp(−exp ν), so it is below 1 whatever is learned;  angle of λ = α + φ · exp ν
-    y_t = W_out · (silu(W_g · x_t) ⊙ [Re ĉ_t, Im ĉ_t])     ĉ = c, or c · R
+    y_t = W_out · (silu(W_g · x_t) ⊙ [Re c_t, Im c_t])
 
 Options, each off unless asked for:
-    resonance    R = I + ε · M/‖M‖, real, one block per head. It reads states and never goes back into them: in the
-                 recurrence the result would depend on where chunks end.
     modulation   |λ_t| = |λ|^r with r = exp(m · tanh(W_m · x_t)) for each head: the input says how fast to forget, and γ
                  follows.
     convolution  a causal filter of a few positions on W_β · x, one for each channel.
     scales       groups of states that see means over the last s positions of their document, weighted at the read-out.
                  A mean over what comes after, repeated back to where it began, would show a position its future.
-`energy` is the mean of |λ|², a term for the loss that favours forgetting. It bounds nothing by itself: what holds for
-inputs of size B at most is √E(t) ≤ √E(0) + t·B.
+For inputs of size B at most, states have √E(t) ≤ √E(0) + t·B.
 
 Contract: the interface of `Attention`. The result at t depends on positions up to t of its own document, through states
 in fp32 whose gradients are cut nowhere. With a cache, a prompt and then token after token equal one pass; a token costs
@@ -82,7 +79,7 @@ class Eigenstate(nn.Module):
     `init_states`."""
 
     # Not for weight decay: at 0 they are no simpler than elsewhere.
-    undecayed = ("decay_K", "detuning_K", "resonance_HDD", "taps_SC", "scale_weights")
+    undecayed = ("decay_K", "detuning_K", "taps_SC", "scale_weights")
 
     def __init__(self, config: ModelConfig, place: int = 0) -> None:
         """`place` is that among a model's blocks: angles of no two are the same."""
@@ -98,8 +95,6 @@ class Eigenstate(nn.Module):
         self.detuning_K = nn.Parameter(torch.empty(states))  # φ
         self.register_buffer("angle_K", torch.empty(states), persistent=False)  # α
         self.angle_K: Tensor
-        size = states // heads
-        self.resonance_HDD = nn.Parameter(torch.empty(heads, size, size)) if config.resonance else None
         self.modulate = nn.Linear(config.width, heads) if config.modulation else None
         self.taps_SC = nn.Parameter(torch.empty(config.convolution, 2 * states)) if config.convolution else None
         self.scale_weights = nn.Parameter(torch.empty(len(config.scales))) if config.scales else None
@@ -117,8 +112,6 @@ class Eigenstate(nn.Module):
         within_K = torch.rand(self.config.states, generator=generator)
         self.decay_K.copy_(-horizons(self.config, within_K).log())
         self.detuning_K.zero_()
-        if self.resonance_HDD is not None:
-            self.resonance_HDD.copy_(torch.randn(self.resonance_HDD.shape, generator=generator))
         if self.taps_SC is not None:
             self.taps_SC.zero_()
             self.taps_SC[0] = 1.0  # its own position: the filter begins as none
@@ -132,10 +125,6 @@ class Eigenstate(nn.Module):
         wide = state_type(self.decay_K)
         rate_K = torch.exp(self.decay_K.to(wide))
         return -rate_K, self.angle_K.to(wide) + self.detuning_K.to(wide) * rate_K
-
-    def energy(self) -> Tensor:
-        """The mean of |λ|²."""
-        return torch.exp(2 * self.eigenvalues()[0]).mean()
 
     def empty_cache(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> EigenstateCache:
         """`dtype` is that of the products."""
@@ -169,7 +158,7 @@ class Eigenstate(nn.Module):
     def has_options(self) -> bool:
         """Whether there is more to it than the three formulas."""
         config = self.config
-        return bool(config.resonance or config.modulation or config.convolution or config.scales)
+        return bool(config.modulation or config.convolution or config.scales)
 
     def _scaled(self, weight: Tensor, scale_C: Tensor) -> Tensor:
         """The input's scale in the weights, where it costs nothing; rows of the gate stay."""
@@ -219,12 +208,6 @@ class Eigenstate(nn.Module):
             weights = len(config.scales) * torch.softmax(self.scale_weights, dim=0)
             weights_K = weights.repeat_interleave(config.states // len(config.scales))
             states_BTC = states_BTC * weights_K.repeat(2).to(states_BTC.dtype)
-        if self.resonance_HDD is not None:
-            couple_HDD = self.resonance_HDD / torch.linalg.matrix_norm(self.resonance_HDD, keepdim=True)
-            couple_HDD = (config.resonance * couple_HDD).to(states_BTC.dtype)
-            # Both halves of a complex number go through the same real matrix.
-            by_head = states_BTC.unflatten(-1, (2, config.state_heads, -1))
-            states_BTC = states_BTC + torch.einsum("btphd,hde->btphe", by_head, couple_HDD).flatten(-3)
         return states_BTC
 
     # --- filters of a few positions ------------------------------------------------------------------------------

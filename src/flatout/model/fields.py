@@ -251,7 +251,7 @@ def _scaled_norms(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str
 
 
 QK_NORM = Feature(
-    fields=("qk_norm", "qk_scale"),
+    fields=("qk_norm",),
     llama=Format(
         read=lambda read: {"qk_norm": read.kind == "qwen3"},  # which states no key for it
         modules=lambda model: {
@@ -259,8 +259,8 @@ QK_NORM = Feature(
         },
     ),
     fold=Fold(
-        when=lambda model: model.qk_norm and (not model.norm_weights or model.qk_scale != 1.0),
-        fields={"qk_scale": 1.0},
+        when=lambda model: bool(model.qk_norm) and (not model.norm_weights or model.qk_scale != 1.0),
+        fields={"qk_norm": True},
         weights=_scaled_norms,
     ),
 )
@@ -348,7 +348,7 @@ PATTERN = Feature(
 )
 
 EIGENSTATES = Feature(
-    fields=("states", "state_heads", "resonance", "modulation", "convolution", "scales", "energy"),
+    fields=("states", "modulation", "convolution", "scales"),
     no_export="transformers has no blocks of eigenstates; model.pattern says whether there are any",
 )
 
@@ -447,7 +447,7 @@ DROPOUT = Feature(
 )
 
 START = Feature(
-    fields=("vocab", "init_from", "ignore_auto_map", "zero_init", "embedding_std"),
+    fields=("vocab", "init_from", "zero_init"),
     described=False,
     no_export="they say how a model is begun; the size of its vocabulary is written as it came out",
 )

@@ -29,7 +29,6 @@ from flatout.model.operations import Operations, Own, Shared, Stream, product_ty
 from flatout.model.rotary import Rotary
 from flatout.model.torch_operations import TorchOperations
 from flatout.ops.documents import Layout
-from flatout.ops.reference import IGNORED
 
 
 class GPT(nn.Module):
@@ -74,18 +73,13 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Cross-entropy summed over the targets that are not IGNORED; with a layout, of packed documents.
 
-        `window` is that of attention in blocks of kind W, where it is not `model.window`. In training the loss may come
-        with the energy of eigenstates, once for each of those targets.
+        `window` is that of attention in blocks of kind W, where it is not `model.window`.
         """
         hidden_BTW = self.hidden(tokens_BT, layout=layout, window=window)
         if layout is not None and layout.labelled_L is not None:  # the head is for those alone that have a label
             hidden_BTW = hidden_BTW.flatten(0, 1).index_select(0, layout.labelled_L)[None]
             targets_BT = targets_BT.flatten().index_select(0, layout.labelled_L)[None]
-        loss = self.head(hidden_BTW, self._table, self.execution, targets_BT, label_smoothing)
-        if self.config.energy and self.training and self.eigenstates:
-            # Scaled by the number of targets, by which the step divides later: however it is cut, the term counts once.
-            loss = loss + self.config.energy * self.energy() * (targets_BT != IGNORED).sum()
-        return loss
+        return self.head(hidden_BTW, self._table, self.execution, targets_BT, label_smoothing)
 
     @property
     def _table(self) -> Tensor | None:
@@ -96,10 +90,6 @@ class GPT(nn.Module):
     def eigenstates(self) -> list[Eigenstate]:
         """The mixers of all E blocks."""
         return [block.attention for block in self.blocks if isinstance(block.attention, Eigenstate)]
-
-    def energy(self) -> Tensor:
-        """The mean of |λ|² over all states of all blocks."""
-        return torch.stack([mixer.energy() for mixer in self.eigenstates]).mean()
 
     def logits(
         self,
@@ -258,10 +248,12 @@ class GPT(nn.Module):
         """Draws every weight: GPT-2's scheme, 0.02 everywhere and 0.02/√(2L) where a branch joins the residual stream.
 
         The `gpt` family takes 0.5/√W instead of 0.02: the same at W = 625, and still of use at the widths of small
-        models, where 0.02 starts the blocks almost silent. `zero_init` has zeros where a branch joins.
+        models, where 0.02 starts the blocks almost silent. `zero_init` has zeros where a branch joins, and token
+        embeddings of size 1, or those of a tied head.
         """
         generator = torch.Generator().manual_seed(seed)
         std = 0.02 if self.config.family == "gpt2" else 0.5 / math.sqrt(self.config.width)
+        tokens = 0.02 if not self.config.zero_init else std if self.config.tied else 1.0
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 joins = name.endswith((".attention.out", ".mlp.out"))
@@ -274,8 +266,7 @@ class GPT(nn.Module):
             elif isinstance(module, Head) and module.weight is not None:
                 module.weight.normal_(0.0, std, generator=generator)
             elif isinstance(module, nn.Embedding):
-                own = self.config.embedding_std if isinstance(module, Embedding) else None
-                module.weight.normal_(0.0, own or 0.02, generator=generator)
+                module.weight.normal_(0.0, tokens if isinstance(module, Embedding) else 0.02, generator=generator)
             elif isinstance(module, Norm):
                 if module.weight is not None:
                     module.weight.fill_(1.0)

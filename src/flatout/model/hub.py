@@ -5,10 +5,10 @@ declared with the field (`fields.py`). What a description asks for and the decod
 model that is nearly the right one would be fine-tuned without a word.
 
 Contract: `read_description` reads config.json and generation_config.json and runs no code of the folder's; of a folder
-that we wrote it checks every byte first (`seal`). A folder that names code of its own (`auto_map`) is refused unless
-that is to be ignored. The other way, a model is described only as one that computes exactly what ours does; where
-transformers has none, all fields that stand in the way are named. A model that was read from a folder keeps that
-folder's type and every key it had.
+that we wrote it checks every byte first (`seal`). A folder that names code of its own (`auto_map`) is refused. The
+other way, a model is described only as one that computes exactly what ours does; where transformers has none, all
+fields that stand in the way are named. A model that was read from a folder keeps that folder's type and every key it
+had.
 
 Trap: transformers 5 writes `dtype` where 4 wrote `torch_dtype`; both are read.
 """
@@ -54,9 +54,7 @@ class Description:
     values: dict[str, Any]  # config.json as it is
 
 
-def read_description(
-    folder: Path, *, context: int | None = None, cut: bool = False, ignore_code: bool = False
-) -> Description:
+def read_description(folder: Path, *, context: int | None = None, cut: bool = False) -> Description:
     """What the folder's config.json says, as a model of ours.
 
     `context` is how many tokens the model will see at once; null takes all that it was made for, and so does more than
@@ -65,15 +63,13 @@ def read_description(
     check_seal(folder)
     values = read_json(folder / CONFIG_FILE, "name a folder with config.json and model.safetensors")
     kind = values.get("model_type")
-    if values.get("auto_map") and kind in SUPPORTED and not ignore_code:  # others are refused for their type
+    if values.get("auto_map") and kind in SUPPORTED:  # others are refused for their type
         raise CheckpointError(
             f"{folder / CONFIG_FILE} names code of the model's own (auto_map), which Flatout never runs: without it "
             "the model may be another",
-            f"if it is a plain {kind} model all the same, take auto_map out of the file, or train it with "
-            "model.ignore_auto_map=true",
+            f"if it is a plain {kind} model all the same, take auto_map out of the file",
         )
-    found = describe(values, folder, context=context, cut=cut)
-    return dataclasses.replace(found, config=found.config.model_copy(update={"ignore_auto_map": ignore_code}))
+    return describe(values, folder, context=context, cut=cut)
 
 
 def describe(values: dict[str, Any], folder: Path, *, context: int | None = None, cut: bool = False) -> Description:

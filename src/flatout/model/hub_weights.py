@@ -98,7 +98,7 @@ def load_described(
 
 def load_huggingface(model: GPT, folder: Path) -> None:
     """Fills a model that has the shape of the folder's."""
-    description = read_description(folder, ignore_code=model.config.ignore_auto_map)
+    description = read_description(folder)
     check_same_model(model.config, description, "make the model section equal to the weights")
     _fill(model, _checked(model, description))
 

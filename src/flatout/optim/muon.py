@@ -107,7 +107,10 @@ class Unit:
 
 
 class Muon(Optimizer):
-    """`fused` takes our kernels where there are some; `exchange` is how several processes share the work."""
+    """`normuon` scales rows of updates to equal size, and decays a weight only where the update makes it smaller.
+
+    `fused` takes our kernels where there are some; `exchange` is how several processes share the work.
+    """
 
     BYTES = StateBytes(device=4, host=0, checkpoint=4)
 
@@ -115,13 +118,12 @@ class Muon(Optimizer):
         self,
         groups: Sequence[Group],
         *,
-        cautious: bool,
         normuon: bool,
         fused: bool = True,
         exchange: Exchange | None = None,
     ) -> None:
         super().__init__(groups)
-        self.cautious, self.normuon = cautious, normuon
+        self.normuon = normuon
         self.exchange = exchange or Alone()
         self.rounds = [list(self._rounds(group)) for group in groups]
         self._parts: dict[Tensor, Sequence[tuple[int, int]]] = {
@@ -187,7 +189,7 @@ class Muon(Optimizer):
             update_NRC = self.exchange.share(whole[owner], own, owner)
             for one, update in zip(unit.trained, update_NRC, strict=True):
                 weight = one.parameter
-                self._forms.apply(weight, update[: len(weight)], numbers, decays=decays, cautious=self.cautious)
+                self._forms.apply(weight, update[: len(weight)], numbers, decays=decays, cautious=self.normuon)
             for one in unit.trained if self.normuon else ():
                 self.exchange.follow(self.state[one.parameter]["second"], owner)
 

@@ -10,7 +10,7 @@ from flatout.config.schema import OptimConfig
 from flatout.optim.adamw import AdamW, EightBitAdamW, HostAdamW
 from flatout.optim.muon import Exchange, Muon
 from flatout.optim.optimizer import MATRICES, Rule, StateBytes, Trainable
-from flatout.optim.schedule import Pace, decays_of, momenta, rate_factors
+from flatout.optim.schedule import Pace, momenta, rate_factors
 
 
 def rules_of(
@@ -29,11 +29,11 @@ def rules_of(
     tables may have a decay of their own. `exchange` is how several processes share Muon's work.
     """
     kind = HostAdamW if offload else EightBitAdamW if state == "8bit" else AdamW
-    factors, decay = rate_factors(config, updates, pace), decays_of(config, updates)
+    factors, decay = rate_factors(config, updates, pace), config.weight_decay
     common: dict[str, Any] = {
         "optimizer": functools.partial(kind, fused=fused),
         "bytes": kind.BYTES,
-        "settings": {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps},
+        "settings": {"beta1": config.betas[0], "beta2": config.betas[1], "eps": config.eps},
     }
 
     def rule(name: str, takes: Callable[[Trainable], bool], peak: float, **others: Any) -> Rule:
@@ -44,18 +44,18 @@ def rules_of(
     decays_of_roles = {"embedding": config.embedding_decay, "head": config.head_decay, "table": config.table_decay}
     own = {role: decay for role, decay in decays_of_roles.items() if decay is not None}
 
-    def roles(usual: float | list[float]) -> list[Rule]:
+    def roles(usual: float) -> list[Rule]:
         return [
             rule(role, _plays(role), peak or config.learning_rate, decay=own.get(role, usual))
             for role, peak in peaks.items()
         ]
 
-    if config.optimizer == "muon":
-        how = {"cautious": config.cautious, "normuon": config.normuon, "fused": fused, "exchange": exchange}
+    if config.has_muon:
+        how = {"normuon": config.optimizer == "normuon", "fused": fused, "exchange": exchange}
         how = {
             "optimizer": functools.partial(Muon, **how),
             "bytes": Muon.BYTES,
-            "settings": {"momentum": momenta(config, updates)},
+            "settings": {"momentum": momenta(updates)},
         }
         first = rule(MATRICES, in_a_block, config.muon_rate, decay=decay, **how)
         return (first, *roles(0.0), rule("all that is left", lambda _: True, config.learning_rate))
@@ -102,9 +102,9 @@ def state_bytes(config: OptimConfig, *, state: str, offload: bool, matrices: flo
     and a checkpoint holds both.
     """
     average = 4 if config.ema else 0
-    known = config.model_copy(update={"warmup": 0})  # may be a share, which bytes do not depend on
-    first, *_, last = (rule.bytes for rule in rules_of(known, 1, state=state, offload=offload))
-    share = matrices if config.optimizer == "muon" else 0.0
+    config = config.model_copy(update={"warmup": 0})  # in steps, which epochs become with the data at hand
+    first, *_, last = (rule.bytes for rule in rules_of(config, 1, state=state, offload=offload))
+    share = matrices if config.has_muon else 0.0
     return StateBytes(
         device=share * first.device + (1 - share) * last.device + average,
         host=share * first.host + (1 - share) * last.host,

@@ -1,4 +1,4 @@
-"""Schedules as tables: a factor of the peak rate, a decay and Muon's momentum for every applied update.
+"""Schedules as tables: a factor of the peak rate and Muon's momentum for every applied update.
 
 A table, because an update skipped for a non-finite gradient must not advance the schedule, and only the device knows
 about the skip: it looks the value up by its own count of applied updates, without telling the host.
@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flatout.config.schema import OptimConfig
+
+# Muon's memory of the gradient at the first update, the updates over which it rises, and where it stays.
+_MOMENTUM_START, _MOMENTUM_WARMUP, _MOMENTUM = 0.85, 100, 0.95
 
 
 @dataclass(frozen=True)
@@ -34,25 +37,10 @@ def rate_factors(config: OptimConfig, updates: int, pace: Pace | None = None) ->
     return [_factor(config, update, updates, pace.places) * pace.factors[update] for update in range(count)]
 
 
-def decays_of(config: OptimConfig, updates: int) -> float | list[float]:
-    """Weight decay: a number, or for every update one on the way to `weight_decay_end`, which the last update has."""
-    start, end = config.weight_decay, config.weight_decay_end
-    if end is None or end == start:
-        return start
-    last = max(1, updates - 1)
-    return [start + (end - start) * min(1.0, update / last) for update in range(max(updates, 1))]
-
-
-def momenta(config: OptimConfig, updates: int) -> list[float]:
-    """Muon's momentum: up during its warm-up, and down again in the last updates of a cool-down."""
-    low, high = config.momentum_start, config.momentum
-    found = []
-    for update in range(max(updates, 1)):
-        risen = min(1.0, update / config.momentum_warmup_steps) if config.momentum_warmup_steps else 1.0
-        if config.momentum_cooldown_steps:
-            risen = min(risen, (updates - update) / config.momentum_cooldown_steps)
-        found.append(low + (high - low) * risen)
-    return found
+def momenta(updates: int) -> list[float]:
+    """Muon's momentum, which rises during its warm-up."""
+    rise = _MOMENTUM - _MOMENTUM_START
+    return [_MOMENTUM_START + rise * min(1.0, update / _MOMENTUM_WARMUP) for update in range(max(updates, 1))]
 
 
 def _factor(config: OptimConfig, update: int, updates: int, places: Sequence[float]) -> float:

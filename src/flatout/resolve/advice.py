@@ -165,7 +165,7 @@ def _validation(plan: RunPlan, about: str) -> Finding | None:
     used = there if asked is None else min(asked, there)
     found = f"{about}{used:,} validation tokens; the loss they give is sure to about ±{_SPREAD / math.sqrt(used):.2g}"
     share = plan.settings.config.data.val_fraction
-    more = f"Raise data.val_fraction (now {share:g}), or use more text" if used == there else "Raise eval.tokens"
+    more = f"Raise data.validation (now {share:g}), or use more text" if used == there else "Raise eval.tokens"
     if used < max(_FEW_TARGETS, 2 * plan.model.context):
         return _data("validation").warn(
             found, f"That is too few to compare two runs by, or to choose the best checkpoint. {more}."
@@ -305,7 +305,7 @@ def _learning_rate(plan: RunPlan) -> Finding:
 
 
 def _evaluation(plan: RunPlan, steps: int, visits: Visits) -> Finding | None:
-    every, patience, count = plan.eval.every, plan.eval.patience, visits.evaluations
+    every, patience, count = plan.eval.steps, plan.eval.patience, visits.evaluations
     if patience and count <= patience:
         return _check("evaluation").note(
             f"eval.patience is {patience}, and the run has {many(count, 'evaluation')}",
@@ -348,11 +348,9 @@ def _sampling(plan: RunPlan, visits: Visits, step_seconds: float | None) -> Find
 
 def _saving(plan: RunPlan, steps: int, step_seconds: float | None, write_rate: float | None) -> Finding:
     saving, check = plan.checkpoint, _check("saving")
-    every, minutes, epochs = saving.every, saving.minutes, saving.epochs
-    if (minutes or epochs) and (every > steps or every == 0):
-        told = [f"every {many(minutes, 'minute')}"] if minutes else []
-        told += ["at the end of every epoch" if epochs == 1 else f"every {epochs:,} epochs"] if epochs else []
-        return check.ok(" and ".join(told))
+    every = saving.every
+    if isinstance(every, str):
+        return check.ok("at the end of every epoch" if saving.epochs == 1 else f"every {every}")
     if every == 0:
         long_run = step_seconds is not None and steps * step_seconds > 1800
         return check.told(

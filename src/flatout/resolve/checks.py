@@ -80,7 +80,7 @@ def _on_intervals(plan: RunPlan) -> Iterator[Finding]:
     """What a run of this length never reaches. An interval of evaluation only where a user wrote it: a preset's is for
     its own length. One of saving always: whoever trusts in it loses the run."""
     asked, optim, steps = plan.settings.config.optim, plan.optim, plan.steps
-    every, epochs, saving = plan.eval.every, plan.eval.epoch_end, plan.checkpoint
+    every, epochs, saving = plan.eval.steps, plan.eval.epochs, plan.checkpoint
     if 0 < steps < optim.warmup_steps:
         told = "optim.warmup" if isinstance(asked.warmup, int) else f"the warm-up of {asked.warmup}"
         yield Check("config", "warm-up").warn(
@@ -89,12 +89,11 @@ def _on_intervals(plan: RunPlan) -> Iterator[Finding]:
             f"Set {shorter_warmup(plan)}, a twentieth of the run, or train longer.",
         )
     if 0 < steps < every and plan.settings.sources["eval.every"].by_user:
-        which = "the ends of epochs and of the run are" if epochs else "the end is"
         yield Check("config", "evaluation").warn(
-            f"eval.every {every} is never reached in {many(steps, 'step')}: only {which} evaluated",
+            f"eval.every {every} is never reached in {many(steps, 'step')}: only the end is evaluated",
             f"Set eval.every={max(1, steps // 10)} to see the run learn.",
         )
-    if 0 < steps < saving.every and not (saving.minutes or saving.epochs):
+    if 0 < steps < saving.steps:
         between = saving.best and (0 < every < steps or epochs)
         which = "the end and each best so far are" if between else "the end is"
         lost = "everything since its best evaluation" if between else "everything"

@@ -101,7 +101,7 @@ def pace_of(config: RunConfig, schedule: Schedule, steps: int) -> Pace | None:
     usual = train.batch_tokens / config.model.context
     return Pace(
         places=[len(sizes) * position / read[-1] for position in read],
-        factors=[(size / usual) ** train.batch_rate_power for size in sizes],
+        factors=[math.sqrt(size / usual) for size in sizes],
     )
 
 
@@ -133,7 +133,7 @@ def visits_of(
 
     `windows` are those of an epoch, `sequences` those of a step, or samples.
     """
-    every, save = evaluating.every, saving.every
+    every, save = evaluating.steps, saving.steps
     last = {steps} if steps else set()
 
     def ends_of_epochs(every: int) -> set[int]:
@@ -141,7 +141,7 @@ def visits_of(
             return set()
         return {-(-epoch * windows // sequences) for epoch in range(every, steps * sequences // windows + 1, every)}
 
-    ends = last | ends_of_epochs(int(evaluating.epoch_end))
+    ends = last | ends_of_epochs(evaluating.epochs)
     best = saving.best
     saved = ends_of_epochs(saving.epochs) | (ends if best else last)
 

@@ -132,7 +132,7 @@ class DataSource:
                 seed=seed,
                 best_fit=config.data.packing == "best_fit",
                 apart=config.documents_apart,
-                reshuffle=config.data.reshuffle,
+                reshuffle=config.data.packing == "reshuffle",
             )
         return Opened(settings, ShardData(dataset, windows, asked_schedule(config, windows.order.windows), val_tokens))
 
@@ -169,8 +169,6 @@ def _open_arrays(settings: LoadedConfig, arrays: Arrays) -> TrainingData:
             "arrays that are given to train are joined as they come",
             "set data.packing=concat, data.stride=null, data.documents=joined and data.streaming=false",
         )
-    if data.reshuffle:
-        raise ConfigError("data.reshuffle is for prepared text, and train was given data=", "set data.reshuffle=false")
     if limits_of(data) is not None:
         raise ConfigError(
             "limits on documents, tokens or bytes are for text that is read, and train was given data=",
@@ -185,13 +183,13 @@ def _open_arrays(settings: LoadedConfig, arrays: Arrays) -> TrainingData:
 
 def _check_no_epoch_end(config: RunConfig, what: str) -> None:
     asked = {
-        "eval.epoch_end": (config.eval.epoch_end, "set eval.every"),
-        "checkpoint.epochs": (config.checkpoint.epochs, "set checkpoint.every"),
+        "eval.every": (config.eval.epochs, "set eval.every in steps"),
+        "checkpoint.every": (config.checkpoint.epochs, "set checkpoint.every in steps or minutes"),
         "optim.warmup": (config.optim.warmup_epochs, "set optim.warmup in steps, or to a share of the run"),
     }
     for path, (value, hint) in asked.items():
         if value:
-            raise ConfigError(f"{path} is set, but where an epoch of {what} ends is not known", hint)
+            raise ConfigError(f"{path} is in epochs, but where an epoch of {what} ends is not known", hint)
 
 
 def vocabulary_of(opened: Opened) -> int:
@@ -274,7 +272,7 @@ def open_sample_data(
     if request.val_source is None and not request.val_fraction:
         raise DataError(
             f"nothing of {request.source} is held out to evaluate on",
-            "set chat.val_fraction, or name chat.val_source",
+            "set chat.validation to a share or to a file",
         )
     samples = prepare_samples(request, base.tokenizer, template, folder, progress)
     assert samples.val is not None
@@ -310,7 +308,7 @@ def _asked(
     assert chat.source is not None, "checked by the config"
     assert name is not None, "checked by the config"
     try:
-        base = open_base(name, config.model.context, ignore_code=config.model.ignore_auto_map)
+        base = open_base(name, config.model.context)
     except CheckpointError as error:
         if not resumed:
             raise
@@ -329,8 +327,7 @@ def _asked(
         format=chat.format,
         fields=dict(pair.split("=", 1) for pair in chat.fields),
         train_on=chat.train_on,
-        too_long=chat.too_long,
-        val_fraction=0.0 if chat.val_source is not None else chat.val_fraction,
+        val_fraction=chat.val_fraction,
         limit=sample_limit(config),
     )
     said = {"template": notice, "context": cut}
@@ -359,7 +356,7 @@ def with_described_model(config: RunConfig, base: Base) -> RunConfig:
     Learned positions cannot be fewer than they are, nor scales of eigenstates longer than the context: what the run
     wants less is then a matter of its samples alone.
     """
-    kept = {name: getattr(config.model, name) for name in ("dropout", "ignore_auto_map")} | {"init_from": base.name}
+    kept = {"dropout": config.model.dropout, "init_from": base.name}
     model = base.description.config.model_copy(update=kept)
     shorter = {"max_tokens": sample_tokens(config)} if config.model.context < model.context else {}
     return config.model_copy(update={"model": model, "chat": config.chat.model_copy(update=shorter)})

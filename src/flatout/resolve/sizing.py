@@ -80,7 +80,7 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
     assert size is not None, "a config without a size has nothing to decide"
     derived = derive(size.preset, shape, written(loaded), known)
     where = f"size {shape.name}"
-    impossible = _impossible(loaded.config)
+    impossible = {"optim.head_decay"} if loaded.config.model.tied else set[str]()
     values = {path: (value, where) for path, value in derived.size.items() if path not in impossible}
     notices: list[str] = []
     if derived.repeated:
@@ -102,12 +102,6 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
         notices.append(f"{device.name} is small for embedding tables: {', '.join(left)} left out")
     kept = {path: found for path, found in values.items() if not _by_user(loaded, path)}
     return Decision(kept, tuple(notices))
-
-
-def _impossible(config: RunConfig) -> set[str]:
-    """What would help with text that is read again, and does not go together with what the config has."""
-    found = {"data.reshuffle": config.data.packing == "best_fit", "optim.head_decay": config.model.tied}
-    return {path for path, cannot in found.items() if cannot}
 
 
 def is_small(device: Device) -> bool:

@@ -25,8 +25,8 @@ from flatout.tuning.search_space import reason_against
 _WHERE = "--fields"
 _SECTIONS = ("model", "optim", "train")
 # Of sections that are refused otherwise: what changes what is learned, and leaves the validation loss comparable.
-_ALLOWED = ("speed.precision", "speed.fp8", "speed.optimizer_state", "data.reshuffle")
-_SIZES = ("layers", "width", "heads", "kv_heads", "head_size", "mlp_width", "states", "state_heads", "context")
+_ALLOWED = ("speed.precision", "speed.fp8", "speed.optimizer_state", "data.packing")
+_SIZES = ("layers", "width", "heads", "kv_heads", "head_size", "mlp_width", "states", "context")
 _NOT_BY_THEMSELVES = {
     **{f"model.{name}": "a size" for name in _SIZES},
     "model.family": "other fields depend on it",

@@ -206,7 +206,7 @@ def _check_rates(optim: OptimConfig, high: float, first: float) -> None:
 
 def _usual(run: Run) -> tuple[float | None, str]:
     """The usual rate, and for whom it is usual."""
-    adapters, muon = run.adapters is not None, run.plan.optim.optimizer == "muon"
+    adapters, muon = run.adapters is not None, run.plan.optim.has_muon
     if run.plan.chat.source is not None:
         whose = "adapters" if adapters else "all weights of a trained model"
         size = parameter_count(run.plan.model, run.model.vocab)

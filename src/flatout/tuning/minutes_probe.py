@@ -153,8 +153,7 @@ def _evaluations(minutes: float, best: Prospect, known: Known, context: int) -> 
         "eval.every": max(1, best.steps // EVALUATIONS) if often else 0,
         "eval.tokens": min(MOST_LOOKED, look),
         "eval.sample_tokens": 0,
-        "checkpoint.every": 0,
-        "checkpoint.minutes": LONG if minutes >= LONG else 0.0,
+        "checkpoint.every": f"{LONG:g} minutes" if minutes >= LONG else 0,
     }
 
 

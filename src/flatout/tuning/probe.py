@@ -49,7 +49,7 @@ class Probe:
 
     def __init__(self, loaded: LoadedConfig, data: dict, memory: float | None) -> None:
         # Everything as asked for, with data that is here and steps enough; the length of the run plays no part.
-        words = ["train.steps=1000", "eval.epoch_end=false"]
+        words = ["train.steps=1000", "eval.every=0"]
         words += ["model.init_from=null"] if loaded.config.chat.source is None else []
         words += [] if memory is None else [f"speed.memory_limit={memory!r}"]
         values = {**loaded.config.model_dump(), "data": data}

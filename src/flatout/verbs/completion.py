@@ -113,7 +113,7 @@ def _values() -> list[str]:
         if known:
             by_words.setdefault(tuple(map(str, known)), []).append(path)
     lines += [f"    {'|'.join(paths)}) {_printed(known)} ;;" for known, paths in by_words.items()]
-    files = ["data.source", "data.folder", "data.val_source", "chat.source", "chat.val_source", "output.folder"]
+    files = ["data.source", "data.folder", "data.validation", "chat.source", "chat.validation", "output.folder"]
     return [
         *lines,
         f"    {'|'.join([*files, 'model.init_from', 'lora.init_from'])}) {_printed([_FILES])} ;;",

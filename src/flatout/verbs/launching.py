@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flatout.errors import HardwareError, UsageError, UserError, many
-from flatout.launch import ATTEMPT, launch, place_of_slurm
+from flatout.launch import AGENT, launch, place_of_slurm
 from flatout.words import Parser, quoted
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def add_launching(parser: Parser) -> None:
 
 def starts_workers(parsed: argparse.Namespace) -> bool:
     """Whether this process is to start others, rather than to train; refuses options that do not go together."""
-    if os.environ.get(ATTEMPT):
+    if os.environ.get(AGENT):
         return False  # this is one of them
     alone = [name for name in ("nodes", "node_rank", "meet") if getattr(parsed, name) is not None]
     if parsed.gpus is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout import records
 from flatout.errors import UsageError, UserError
-from flatout.launch import ATTEMPT, launch
+from flatout.launch import AGENT, launch
 from flatout.streams import output_that_may_go_away
 from flatout.tuning.signals import handled
 from flatout.verbs.launching import add_launching, start_workers, starts_workers, told_by_one
@@ -107,7 +107,7 @@ def _in_minutes(parsed: argparse.Namespace) -> None:
     if minutes is None:
         return
     twice = next((word for word in parsed.overrides if word.startswith(("train.steps=", "train.minutes="))), None)
-    if twice is not None and not os.environ.get(ATTEMPT):  # our agent gives its workers both
+    if twice is not None and not os.environ.get(AGENT):  # our agent gives its workers both
         raise UsageError(
             f"--minutes and {twice.partition('=')[0]} both say how long the run is", "leave one of them out"
         )

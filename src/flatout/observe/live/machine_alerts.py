@@ -142,7 +142,8 @@ class MachineRules:
             return "memory growth", (
                 f"the run's memory on the {where} grows steadily, by {human_bytes(int(60 * rate))} a minute to "
                 f"{human_bytes(size)}{left}; something keeps what it should drop, such as {source}: until that is "
-                "mended, stop and resume the run now and then, which frees it (checkpoint.minutes saves in time)"
+                "mended, stop and resume the run now and then, which frees it (checkpoint.every=`10 minutes` saves in "
+                "time)"
             )
         return None
 

@@ -185,6 +185,7 @@ def expected(step_seconds: Sequence[float], info: RunInfo) -> Expected | None:
     left = max(0, info.steps - info.start_step - len(step_seconds))
     settings = info.config.get("eval", {})  # a run that is read back may have been written by anybody
     every, asked = settings.get("every", 0), settings.get("tokens")
+    every = 0 if isinstance(every, str) else every  # epochs
     per_evaluation = min(info.val_tokens, asked or info.val_tokens) * step / max(info.batch_tokens, 1) / 3
     evaluations = left // every + (1 if left % every else 0) if every else min(left, 1)
     total = left * step + evaluations * per_evaluation

@@ -183,7 +183,8 @@ def _sample_rows(info: dict[str, Any]) -> Rows:
     told = _samples(info)
     files, rows, lost = (amount(told.get(name)) for name in ("files", "rows", "rows_not_used"))
     train, val, labelled = (amount(told.get(name)) for name in ("train", "val", "labelled"))
-    tokens, val_source = amount(info.get("train_tokens")), _at(info, "chat.val_source")
+    tokens, val_source = amount(info.get("train_tokens")), _at(info, "chat.validation")
+    val_source = val_source if isinstance(val_source, str) else None
     held = f"from {val_source}" if val_source is not None else "held out"
     used, template = _rows_used(info), told.get("template") or _at(info, "chat.template")
     return [

@@ -153,6 +153,24 @@ def test_switches_that_come_out_differently_are_refused_by_name(folder: Path):
     assert (first[0], second[0]) == (2, 2)
 
 
+def train_with_threads(folder: str, words: list[str]) -> tuple[int, str, list[float]]:
+    """A run whose ranks find another number of threads in their environment."""
+    count = 1 + int(os.environ["RANK"])
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)  # as torch does when it starts
+    try:
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(count)):
+            return train_with(folder, words, words)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_that_the_environment_sets_differently_are_refused_by_name(folder: Path):
+    first, second = WORKERS.run(2, train_with_threads, str(folder), SHORT)
+    assert "cannot train together: speed.threads is 1 and 2" in first[1]
+    assert (first[0], second[0]) == (2, 2)
+
+
 # --- all of it: `make test-slow` --------------------------------------------------------------------------------------
 
 

@@ -124,6 +124,7 @@ def test_suggestions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         (["serve"], "there is no server; did you mean `flatout generate RUN --interactive`?"),
         (["train", "data.fields=content"], "did you mean data.field?"),
         (["train", "data=my.txt"], "did you mean data.source?"),
+        (["train", "max_chars=5000"], "did you mean data.max_bytes? it counts bytes, not characters"),
         (["train", "batch_size=4"], "did you mean train.batch_tokens? it counts tokens, not samples"),
         (["finetune", "batch_size=4"], "did you mean chat.batch_samples?"),
         (["finetune", "--batch-size", "4"], "chat.batch_samples=4?"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.config.alike import MAY_DIFFER
+from flatout.config.alike import MAY_DIFFER, different_settings
 from flatout.config.facts import field_facts, names_in, section_paths
 from flatout.config.load import load_config
 from flatout.errors import UserError
@@ -112,6 +112,13 @@ def test_settings_of_one_rank_alone_are_refused_by_name(folder: Path):
 def test_every_setting_that_may_differ_is_one_and_has_a_reason():
     assert set(MAY_DIFFER) <= set(field_facts())
     assert all(MAY_DIFFER.values())
+
+
+def test_of_many_differences_the_first_are_named_and_the_rest_counted():
+    first, other = ({f"optim.setting{number}": value for number in range(11)} for value in (1, 2))
+    error = different_settings(first, other, ("rank 0 on a", "rank 1 on b"))
+    assert error.message.count(" is 1 and 2") == 8
+    assert error.message.endswith("optim.setting7 is 1 and 2 and 3 more")
 
 
 def train_sized(folder: str, sizes: list[str], overlays: list[str]) -> str:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.config.alike import MAY_DIFFER
+from flatout.config.alike import MAY_DIFFER, different_settings
 from flatout.config.facts import field_facts, names_in, section_paths
 from flatout.config.load import load_config
 from flatout.errors import UserError
@@ -111,6 +111,13 @@ def test_every_setting_that_may_differ_is_one_and_has_a_reason():
     assert all(MAY_DIFFER.values())
 
 
+def test_of_many_differences_the_first_are_named_and_the_rest_counted():
+    first, other = ({f"optim.setting{number}": value for number in range(11)} for value in (1, 2))
+    error = different_settings(first, other, ("rank 0 on a", "rank 1 on b"))
+    assert error.message.count(" is 1 and 2") == 8
+    assert error.message.endswith("optim.setting7 is 1 and 2 and 3 more")
+
+
 def train_sized(folder: str, sizes: list[str], overlays: list[str]) -> str:
     """A run whose ranks were given different sizes or overlays: what a rank says."""
     rank = int(os.environ["RANK"])
@@ -147,6 +154,24 @@ def decide_otherwise(folder: str, words: list[str]) -> tuple[int, str, list[floa
 def test_switches_that_come_out_differently_are_refused_by_name(folder: Path):
     first, second = WORKERS.run(2, decide_otherwise, str(folder), SHORT)
     assert "cannot train together: speed.precision is bf16 and fp16" in first[1]
+    assert (first[0], second[0]) == (2, 2)
+
+
+def train_with_threads(folder: str, words: list[str]) -> tuple[int, str, list[float]]:
+    """A run whose ranks find another number of threads in their environment."""
+    count = 1 + int(os.environ["RANK"])
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)  # as torch does when it starts
+    try:
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(count)):
+            return train_with(folder, words, words)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_that_the_environment_sets_differently_are_refused_by_name(folder: Path):
+    first, second = WORKERS.run(2, train_with_threads, str(folder), SHORT)
+    assert "cannot train together: speed.threads is 1 and 2" in first[1]
     assert (first[0], second[0]) == (2, 2)
 
 

@@ -124,6 +124,7 @@ def test_suggestions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         (["serve"], "there is no server; did you mean `flatout generate RUN --interactive`?"),
         (["train", "data.fields=content"], "did you mean data.field?"),
         (["train", "data=my.txt"], "did you mean data.source?"),
+        (["train", "max_chars=5000"], "did you mean data.max_bytes? it counts bytes, not characters"),
         (["train", "batch_size=4"], "did you mean train.batch_tokens? it counts tokens, not samples"),
         (["finetune", "batch_size=4"], "did you mean chat.batch_samples?"),
         (["finetune", "--batch-size", "4"], "chat.batch_samples=4?"),
@@ -539,6 +540,20 @@ def test_a_messy_folder_is_prepared_by_what_is_printed_alone(tmp_path, monkeypat
     assert "note: 10 files: read 2 .jsonl, 1 .csv, 1 .py, 1 other; passed over 1 .bin (not GPT-2 tokens), 1 empty" in (
         said.both
     ), "a file that is a source by itself is not passed over, and counted once"
+
+
+def test_of_many_causes_the_first_are_listed_and_the_records_of_the_rest_are_counted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    for count in range(1, 13):
+        Path(f"in/{count}.jsonl").write_text('{"id": 7}\n' * count, encoding="utf-8")
+    Path("in/good.jsonl").write_text('{"text": "what was said"}\n' * 20, encoding="utf-8")
+    said = call(["prepare", "data.source=in", "data.tokenizer=bytes"])
+    assert said.code == 3
+    told = [line for line in said.both.splitlines() if line.startswith("problem:")]
+    assert [line.split(":")[1] for line in told[:10]] == [f" in/{count}.jsonl" for count in range(12, 2, -1)]
+    assert told[10:] == ["problem: ... and 3 more records of 2 files"]
+    assert "error: 78 of 98 records could not be used: in/12.jsonl: 12 records, the first in line 1" in said.both
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])

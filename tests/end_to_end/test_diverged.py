@@ -319,9 +319,10 @@ def test_hints_go_further_back_and_come_to_an_end(saved, monkeypatch):
     while ": flatout " in said:
         assert code == 4
         commands.append(hinted(said))
+        assert len(commands) < 12
         code, said = run(*commands[-1])
     assert [Path(command[2]).name[-1] for command in commands] == ["4", "2", *["0"] * (len(commands) - 2)]
-    assert len({tuple(command) for command in commands}) == len(commands) < 12
+    assert len({tuple(command) for command in commands}) == len(commands)
     rates = [float(word.partition("=")[2]) for command in commands for word in command if "learning_rate" in word]
     assert min(rates) == pytest.approx(1e-6)
     assert "optim.clip=0.1" in commands[-1]

@@ -9,6 +9,8 @@ import pytest
 from flatout import api
 from flatout.cli import main
 from flatout.config.load import load_config
+from flatout.diagnose import profile
+from flatout.diagnose.reading import Measurements, judge
 from flatout.errors import ConfigError, UsageError
 from flatout.records import AblateRow, RunInfo
 from flatout.tuning import estimate_probe
@@ -113,8 +115,11 @@ def test_an_ablation_of_adapters(words):
     assert not left_behind() - {"data"}
 
 
-def test_a_profile_of_adapters(words, capsys):
+def test_a_profile_of_adapters(words, monkeypatch, capsys):
+    judged: list[Measurements] = []
+    monkeypatch.setattr(profile, "judge", lambda found, *more: judged.append(found) or judge(found, *more))
     assert main(["profile", *words(), "--steps", "1", "--out", "profiled"]) == 0
+    assert [found.batch_setting for found in judged] == ["chat.batch_samples"], "advice names what changes fine-tuning"
     report = json.loads(Path("profiled/profile.json").read_text(encoding="utf-8"))
     assert report["batch_tokens"] > 0
     assert {one["name"] for one in report["ranges"]} >= {"forward", "backward"}

@@ -171,6 +171,13 @@ def test_a_full_disk_beside_training(kinds: Callable[[str], Trials]):
         assert trials.fail_at(chosen[name]) == "paused"
 
 
+def test_a_full_disk_at_the_adapter(kinds: Callable[[str], Trials]):
+    trials = kinds("adapter")
+    chosen, folder = one_of_each(trials.operations), "run/adapter"
+    names = (f"{folder}.tmp-*/adapter_model.safetensors", folder, f"{folder}/.flatout-unfinished", f"{folder}.old-*")
+    assert {name: trials.fail_at(chosen[name]) for name in names} == dict.fromkeys(names, "paused")
+
+
 AT_THE_START = {
     "back": ["run/checkpoints/step-N.superseded", "run/metrics.jsonl.tmp-*", "run/best.json.tmp-*"],
     "damaged": ["run/checkpoints/step-N.damaged"],

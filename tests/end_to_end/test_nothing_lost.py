@@ -165,6 +165,10 @@ def test_a_damaged_pointer_to_the_best_chooses_no_other_weights(tiny, tmp_path, 
         verdict.write_bytes(kept[:-3])
         assert flatout.load_model("run").step == 2
         verdict.write_bytes(kept)
+    # Where the checkpoint that it names has no verdict, the pointer decides, as long as its seal is whole.
+    Path("run/checkpoints/step-00000004/verdict.json").unlink()
+    pointer.write_bytes(flipped.replace(b'"loss": 3.0', b'"loss": 1.0'))
+    assert flatout.load_model("run").step == 2
 
 
 def test_a_run_without_a_best_step_leaves_no_older_pointer_to_one(tmp_path):

@@ -156,10 +156,10 @@ def test_a_longer_run_goes_on_from_a_finished_one(tiny):
     assert {"train.steps was 3, is now 6", "speed.micro_batch was null, is now 2"} <= set(told)
 
 
-WARM_UP = ["optim.warmup=0.7", "optim.warmup=100"]
+SHARE = "optim.warmup=0.7"  # of a run of another length it is another number of steps
 
 
-@pytest.mark.parametrize("more", [["optim.warmup=0"], WARM_UP, [*WARM_UP, "optim.optimizer=muon"]])
+@pytest.mark.parametrize("more", [["optim.warmup=0"], [SHARE], [SHARE, "optim.optimizer=muon"]])
 def test_a_jump_of_the_rate_is_told_with_the_rates_of_both_steps(tiny, more):
     how = ("optim.schedule=linear", *more, "output.folder=jump")
     first = list(flatout.train(tiny("train.steps=6", *how), stop=stop_after(4)))

@@ -372,6 +372,16 @@ def test_the_root_of_a_disk_is_a_folder_without_a_dataset(capsys: pytest.Capture
     assert "there is no dataset in /" in capsys.readouterr().err
 
 
+def test_of_many_problems_the_first_are_shown_and_the_rest_counted(tmp_path: Path, capsys) -> None:
+    problems = [{**PROBLEM, "place": f"line {n}"} for n in range(30)]
+    report = {**REPORT, "problem_count": len(problems)}
+    write_texts(tmp_path, CharTokenizer("ab"), ["abab"], ["a"], report=report, problems=problems)
+    assert main(["data", "inspect", str(tmp_path), "--no-picture"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem:")]
+    assert len(told) == 6
+    assert told[-1] == "problem: ... and 25 more in problems.jsonl"
+
+
 def test_inspecting_needs_no_torch(tmp_path: Path) -> None:
     folder = write_texts(tmp_path, CharTokenizer("ab"), ["abab"], ["a"], report=REPORT, problems=[])
     code = (

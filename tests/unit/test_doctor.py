@@ -680,16 +680,17 @@ def test_exit_codes():
 # --- memory and speed -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_said_to_fit_does_fit(here: Path):
+@pytest.mark.parametrize("asked", [[], ["speed.accumulation=2"]], ids=["as it is", "accumulated"])
+def test_what_is_said_to_fit_does_fit(here: Path, asked: list[str]):
     """The words of the advice, given back to the doctor, make it green."""
     small = machine(cards=(SMALL,))
-    findings = visit(target="gpt2-350m", machine=small)
+    findings = visit(*asked, target="gpt2-350m", machine=small)
     advice = next(one.advice for one in findings if one.name == "a step" and one.status == "bad")
     ways = [way.split(" (about")[0] for way in advice.split("What fits: ")[1].split("; or ")]
     assert len(ways) >= 2
     for way in ways:
         hardware = way.removeprefix("--hardware ").split()[0] if way.startswith("--hardware") else None
-        words = [] if hardware else way.split()
+        words = with_settings(asked, [] if hardware else way.split())
         again = visit(*words, target="gpt2-350m", machine=small, hardware=hardware)
         # The overlay of a smaller card may leave room on this one, which is advice and not a step that does not fit.
         room = "micro-batch" if hardware else None

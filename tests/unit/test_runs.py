@@ -2,6 +2,9 @@
 
 import json
 import os
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -45,6 +48,20 @@ def test_a_row_says_how_a_run_stands(several: Path):
     ]  # fmt: skip
     assert rows["long"].bytes == sum(path.stat().st_size for path in (several / "long").iterdir())
     assert rows["killed"].age_seconds == pytest.approx(3000, abs=60)
+
+
+def test_a_run_goes_on_as_long_as_its_process_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """However long it has said nothing, as one that is paused; and no longer, however lately it has."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.chdir(tmp_path)
+    for name, pid, age in (("quiet", os.getpid(), 1000), ("killed", ended.pid, 0)):
+        folder = write_run(tmp_path / "runs" / name, [info_of(tmp_path), step_of(1)])
+        sign_lock(folder, pid, socket.gethostname())
+        os.utime(folder / "metrics.jsonl", (time.time() - age,) * 2)
+    assert main(["runs", "--json"]) == 0
+    rows = map(json.loads, capsys.readouterr().out.splitlines())
+    assert {Path(row["run"]).name: row["state"] for row in rows} == {"quiet": "running", "killed": "stopped"}
 
 
 def test_the_loss_is_the_best_on_validation_text_or_the_last_of_training(tmp_path: Path):

@@ -213,8 +213,8 @@ class _Work:
             return
         # A file of another kind altogether may hold millions; the last entry then stands for the rest of its part.
         last, self._unlisted = self._problems[-1], self._unlisted + 1
-        message = f"{self._unlisted:,} more from here on, the first: {self._first_unlisted or problem.message}"
-        self._first_unlisted = self._first_unlisted or problem.message
+        self._first_unlisted = self._first_unlisted or last.message
+        message = f"{self._unlisted + 1:,} problems from here on, the first: {self._first_unlisted}"
         self._problems[-1] = replace(last, message=message, records=last.records + problem.records)
 
     def _encode(self) -> None:

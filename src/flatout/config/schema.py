@@ -154,9 +154,10 @@ class RunConfig(Section):
             )
 
     def _check_chat(self) -> Self:
-        if self.lora.rank and self.optim.optimizer == "muon":
+        if self.lora.rank and self.optim.kind.whole:
             raise Conflict(
-                "optim.optimizer muon takes whole matrices, and adapters have none", "set optim.optimizer=adamw"
+                f"optim.optimizer {self.optim.optimizer} takes whole matrices, and adapters have none",
+                "set optim.optimizer=adamw",
             )
         if self.model.init_from is None:
             raise Conflict(

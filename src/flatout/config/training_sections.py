@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
+from flatout.config.optimizers import OPTIMIZERS, OptimizerKind, OptimizerName
 from flatout.config.section import Conflict, Name, Natural, Positive, Section, Share, Switch
 from flatout.config.sizes import MOST_DECAY
 
@@ -79,7 +80,7 @@ _Memory = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimConfig(Section):
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """What updates the matrices of blocks: adamw, or muon, which orthogonalises their updates; the rest is AdamW's."""
     learning_rate: _Rate = 1e-3
     """Peak learning rate of AdamW; with muon that of scalars, norms and whatever has no rate of its own."""
@@ -133,10 +134,13 @@ class OptimConfig(Section):
     """Evaluate, sample and export an average of weights, of which update n keeps min(ema, (1+n)/(10+n)); 0 has none."""
 
     @property
+    def kind(self) -> OptimizerKind:
+        return OPTIMIZERS[self.optimizer]
+
+    @property
     def rates(self) -> dict[str, float]:
         """Every peak rate that is set, by field: first that of the matrices, which decides whether a run is stable."""
-        first = ["muon_rate", "learning_rate"] if self.optimizer == "muon" else ["learning_rate"]
-        fields = [*first, "embedding_rate", "head_rate", "table_rate"]
+        fields = dict.fromkeys([self.kind.rate, "learning_rate", "embedding_rate", "head_rate", "table_rate"])
         return {name: rate for name in fields if (rate := getattr(self, name)) is not None}
 
     def scaled_rates(self, factor: float) -> dict[str, float]:

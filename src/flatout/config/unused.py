@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from flatout.config.facts import field_facts, names_in, value_at
 from flatout.config.load import LoadedConfig
+from flatout.config.optimizers import OPTIMIZERS
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import DEFAULT
 from flatout.config.suggest import FINE_TUNING_HAS, not_read
@@ -30,12 +31,6 @@ _OF_BLOCKS = {
     },
     "speed.attention": "AW",
 }  # fmt: skip
-
-_OF_MUON = [
-    f"optim.{name}"
-    for name in ("muon_rate", "cautious", "momentum", "momentum_start", "momentum_warmup_steps",
-                 "momentum_cooldown_steps", "normuon")
-]  # fmt: skip
 
 
 def check_used(loaded: LoadedConfig) -> None:
@@ -86,9 +81,10 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if not config.train.batch_stages:
         why, hint = "there are no train.batch_stages", "set train.batch_stages, or leave train.batch_rate_power out"
         yield "train.batch_rate_power", why, hint
-    if config.optim.optimizer != "muon":
-        for path in _OF_MUON:
-            yield path, "optim.optimizer is adamw", f"set optim.optimizer=muon, or leave {path} out"
+    chosen = config.optim.optimizer
+    for other, kind in OPTIMIZERS.items():
+        for path in (f"optim.{name}" for name in kind.reads if name not in OPTIMIZERS[chosen].reads):
+            yield path, f"optim.optimizer is {chosen}", f"set optim.optimizer={other}, or leave {path} out"
     if config.model.tied and config.model.init_from is None:
         why = "the head has the embedding's weights (model.tied)"
         for what in ("rate", "decay"):

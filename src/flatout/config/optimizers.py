@@ -15,7 +15,7 @@ class OptimizerKind:
     called: str  # in sentences
     reads: tuple[str, ...]  # fields of `optim` that not every optimizer reads
     rate: str = "learning_rate"  # the field with the peak rate of the matrices, which decides whether a run is stable
-    whole: bool = False  # it takes matrices as a whole, which adapters do not have, and AdamW has the rest
+    matrices_only: bool = False  # it takes matrices of blocks, which adapters do not have, and AdamW has the rest
     adamw: bool = True  # AdamW updates everything or the rest: its switches are for this run, and so are its betas
     bounded: bool = False  # the size of an update does not depend on that of the gradient, which needs no clipping
     usual: float | None = None  # rate of the matrices in models of any size; without one it falls with the size
@@ -27,7 +27,7 @@ _MUON = ("muon_rate", "cautious", "momentum", "momentum_start", "momentum_warmup
          "normuon", *_ADAMW)  # fmt: skip
 OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = {
     "adamw": OptimizerKind(called="AdamW", reads=_ADAMW),
-    "muon": OptimizerKind(called="Muon", reads=_MUON, rate="muon_rate", whole=True, bounded=True, usual=0.02),
+    "muon": OptimizerKind(called="Muon", reads=_MUON, rate="muon_rate", matrices_only=True, bounded=True, usual=0.02),
 }
 
 

@@ -389,7 +389,7 @@ def _repeated(preset: str, values: Mapping[str, Any], dense: int, known: Known) 
         return _short(min(MOST_DECAY, of_step / (rate or values["optim.learning_rate"])))
 
     found: dict[str, Any] = {
-        "optim.weight_decay": decay(each, values[f"optim.{kind_of(values.get(_OPTIMIZER)).rate}"]),
+        "optim.weight_decay": decay(each, values[f"optim.{kind_of(values.get(_OPTIMIZER, 'muon')).rate}"]),
         "optim.embedding_decay": decay(each, values["optim.embedding_rate"]),
         "optim.head_decay": decay(each, values["optim.head_rate"]),
         "model.mlp": "swiglu",

@@ -104,7 +104,7 @@ def state_bytes(config: OptimConfig, *, state: str, offload: bool, matrices: flo
     average = 4 if config.ema else 0
     known = config.model_copy(update={"warmup": 0})  # may be a share, which bytes do not depend on
     first, *_, last = (rule.bytes for rule in rules_of(known, 1, state=state, offload=offload))
-    share = matrices if config.kind.whole else 0.0
+    share = matrices if config.kind.matrices_only else 0.0
     return StateBytes(
         device=share * first.device + (1 - share) * last.device + average,
         host=share * first.host + (1 - share) * last.host,

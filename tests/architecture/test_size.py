@@ -22,10 +22,10 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 58_383,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 46_959,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 58_400,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 46_988,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 127,  # all Python outside tests
-    "modules": 386,  # of src/flatout, as all the following
+    "modules": 387,  # of src/flatout, as all the following
     "modules with one importer": 105,
     "settings": 193,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,

@@ -83,13 +83,6 @@ class RunInfo(Shown):
         """Whether a run was resumed that had all its steps."""
         return self.resumed_from is not None and self.start_step >= self.steps
 
-    @property
-    def rate_setting(self) -> str:
-        """The setting to lower where a run is unstable: the peak rate of the matrices."""
-        optim = self.config.get("optim")
-        muon = isinstance(optim, dict) and optim.get("optimizer") in ("muon", "normuon")
-        return "optim.muon_rate" if muon else "optim.learning_rate"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRecord(Shown):

@@ -1,6 +1,7 @@
 """No dead knobs: every field of the config, switched alone, changes what is built or says why it did not."""
 
 import hashlib
+import itertools
 import json
 import random
 import shutil
@@ -14,6 +15,7 @@ import flatout
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.config.facts import field_facts, value_at
 from flatout.config.load import load_config
+from flatout.config.optimizers import OPTIMIZERS
 from flatout.config.schema import ModelConfig
 from flatout.config.unused import check_used
 from flatout.errors import ConfigError
@@ -324,6 +326,12 @@ def own_word(field: str) -> str:
     """The word of OTHER that sets a field, without those that it goes with."""
     other = OTHER[field]
     return f"{field}={other}" if isinstance(other, str) else [w for w in other if w.startswith(f"{field}=")][-1]
+
+
+def test_every_optimizer_learns_otherwise(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    found = [signature([f"optim.optimizer={name}"])["weights"] for name in OPTIMIZERS]
+    assert all(one != other for one, other in itertools.combinations(found, 2))
 
 
 PLAIN = {"model": {"layers": 2, "width": 32, "heads": 2, "context": 16}, "train": {"steps": 1, "batch_tokens": 64}}

@@ -24,7 +24,7 @@ import flatout
 from flatout import cores
 from flatout.checkpoints.run_files import CHECKPOINT_FILES
 from flatout.config.load import load_config
-from flatout.config.usual import USUAL_MUON_RATE, usual_rate
+from flatout.config.usual import usual_rate
 from flatout.data.prepare import prepare_data
 from flatout.data.sampler import window_count
 from flatout.diagnose import check_folder, check_machine, trials
@@ -557,7 +557,7 @@ def test_there_are_more_than_25_planted_problems():
 @pytest.mark.parametrize("target", ["shakespeare", "modern"])
 def test_the_updates_of_muon_need_no_clipping(here: Path, target: str):
     config = load_config(target).config
-    assert (config.optim.has_muon, config.optim.clip) == (True, 0)
+    assert (config.optim.kind.matrices_only, config.optim.clip) == (True, 0)
     names = {one.name for one in visit(target=target)}
     assert "learning rate" in names
     assert "clipping" not in names
@@ -1172,10 +1172,12 @@ def test_advice_knows_the_generation(here: Path, capability: tuple[int, int], na
 
 @pytest.mark.parametrize("preset", ["shakespeare-char", "shakespeare-bpe", "gpt2-124m", "gpt2-350m", "gpt-124m"])
 def test_learning_rates_of_presets_are_usual(preset: str):
-    field, rate = next(iter(load_config(preset).config.optim.rates.items()))
+    optim = load_config(preset).config.optim
     plan, _ = decided(target=preset, base=LAPTOP, known=TokenFacts())
     parameters = parameter_count(plan.model, plan.vocab)
-    assert 0.3 < rate / (USUAL_MUON_RATE if field == "muon_rate" else usual_rate(parameters)) < 3
+    usual = usual_rate(optim.kind, parameters, tunes=False, adapters=False)
+    assert usual is not None
+    assert 0.3 < next(iter(optim.rates.values())) / usual < 3
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ class RunConfig(Section):
             )
 
     def _check_chat(self) -> Self:
-        if self.lora.rank and self.optim.has_muon:
+        if self.lora.rank and self.optim.kind.matrices_only:
             raise Conflict(
                 f"optim.optimizer {self.optim.optimizer} takes whole matrices, and adapters have none",
                 "set optim.optimizer=adamw",

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.config.optimizers import kind_of
 from flatout.config.source import Layer, Setting, Source
 from flatout.config.yaml_loader import shorten
 from flatout.errors import ConfigError
@@ -387,7 +388,7 @@ def _repeated(preset: str, values: Mapping[str, Any], dense: int, known: Known) 
         return _short(min(MOST_DECAY, of_step / (rate or values["optim.learning_rate"])))
 
     found: dict[str, Any] = {
-        "optim.weight_decay": decay(each, None if values.get(_OPTIMIZER) == "adamw" else values["optim.muon_rate"]),
+        "optim.weight_decay": decay(each, values[f"optim.{kind_of(values.get(_OPTIMIZER, 'normuon')).rate}"]),
         "optim.embedding_decay": decay(each, values["optim.embedding_rate"]),
         "optim.head_decay": decay(each, values["optim.head_rate"]),
         "model.mlp": "swiglu",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from flatout.config.facts import field_facts, names_in, section_paths
 from flatout.config.former import refusal
+from flatout.config.optimizers import OPTIMIZERS
 from flatout.config.yaml_loader import shorten
 from flatout.errors import ConfigError
 
@@ -114,8 +115,8 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
     }
 )
 _OPTIMIZER = (
-    "optim.optimizer is adamw or muon (from Python, flatout.train takes others as optimizer=); AdamW's fields are "
-    "optim.betas, optim.clip, ..."
+    f"optim.optimizer is {' or '.join(OPTIMIZERS)} (from Python, flatout.train takes others as optimizer=); AdamW's "
+    "fields are optim.betas, optim.clip, ..."
 )
 # What others have a setting for and we do not: the way to it here.
 WAY_ELSEWHERE_CALLED = _by_foreign_name(

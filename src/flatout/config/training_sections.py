@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
+from flatout.config.optimizers import OPTIMIZERS, OptimizerKind, OptimizerName
 from flatout.config.section import Conflict, Name, Natural, Positive, Section, Share, Switch
 from flatout.config.sizes import MOST_DECAY
 
@@ -79,7 +80,7 @@ _Memory = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimConfig(Section):
-    optimizer: Literal["adamw", "muon", "normuon"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """For matrices of blocks; muon orthogonalises updates, normuon scales their rows too and decays cautiously."""
     learning_rate: _Rate = 1e-3
     """Peak learning rate of AdamW; with muon that of scalars, norms and whatever has no rate of its own."""
@@ -115,20 +116,13 @@ class OptimConfig(Section):
     """Evaluate, sample and export an average of weights, of which update n keeps min(ema, (1+n)/(10+n)); 0 has none."""
 
     @property
-    def has_muon(self) -> bool:
-        """Whether the matrices of blocks are Muon's, in either form."""
-        return self.optimizer != "adamw"
-
-    @property
-    def eps(self) -> float:
-        """AdamW's guard against division by zero."""
-        return 1e-10 if self.optimizer == "normuon" else 1e-8
+    def kind(self) -> OptimizerKind:
+        return OPTIMIZERS[self.optimizer]
 
     @property
     def rates(self) -> dict[str, float]:
         """Every peak rate that is set, by field: first that of the matrices, which decides whether a run is stable."""
-        first = ["muon_rate", "learning_rate"] if self.has_muon else ["learning_rate"]
-        fields = [*first, "embedding_rate", "head_rate", "table_rate"]
+        fields = dict.fromkeys([self.kind.rate, "learning_rate", "embedding_rate", "head_rate", "table_rate"])
         return {name: rate for name in fields if (rate := getattr(self, name)) is not None}
 
     def scaled_rates(self, factor: float) -> dict[str, float]:

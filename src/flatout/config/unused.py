@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from flatout.config.facts import field_facts, names_in, value_at
 from flatout.config.load import LoadedConfig
+from flatout.config.optimizers import OPTIMIZERS
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import DEFAULT
 from flatout.config.suggest import FINE_TUNING_HAS, not_read
@@ -73,8 +74,10 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                 pattern = {"W": "WWWA", "E": "EEEA", "AW": "EEEA"}[letters]
                 yield path, why, f"set a pattern with {told}, such as model.pattern={pattern}, or leave {path} out"
         yield from _unused_rotary(config.model)
-    if not config.optim.has_muon:
-        yield "optim.muon_rate", "optim.optimizer is adamw", "set optim.optimizer=muon, or leave optim.muon_rate out"
+    chosen = config.optim.optimizer
+    for other, kind in OPTIMIZERS.items():
+        for path in (f"optim.{name}" for name in kind.reads if name not in OPTIMIZERS[chosen].reads):
+            yield path, f"optim.optimizer is {chosen}", f"set optim.optimizer={other}, or leave {path} out"
     if config.model.tied and config.model.init_from is None:
         why = "the head has the embedding's weights (model.tied)"
         for what in ("rate", "decay"):

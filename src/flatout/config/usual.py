@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from flatout.config.optimizers import OptimizerKind
 from flatout.config.source import Source
 
 FAR_ABOVE, FAR_BELOW = 8.0, 20.0  # times the usual rate: beyond that a rate needs a reason
@@ -10,12 +11,14 @@ TUNED = "# Found by `flatout tune`"  # how a file of the finders begins
 RANGE_STEPS = 100  # of the range test that the finder's rule was calibrated with
 
 
-def usual_rate(parameters: int) -> float:
-    """A learning rate that AdamW usually does well with: 6e-4 at 124M parameters, falling with the cube root."""
-    return 6e-4 * (124e6 / parameters) ** (1 / 3)
+def usual_rate(kind: OptimizerKind, parameters: int, *, tunes: bool, adapters: bool) -> float | None:
+    """A rate of the matrices that usually does well; None where none is known. `tunes` a model that has learned before.
 
-
-USUAL_MUON_RATE = 0.02  # of models of any size: the size of an update does not depend on that of the gradient
+    AdamW's is 6e-4 at 124M parameters, falling with the cube root.
+    """
+    if tunes:
+        return None if kind.usual else kind.share * usual_tuning_rate(parameters, adapters=adapters)
+    return kind.usual or kind.share * 6e-4 * (124e6 / parameters) ** (1 / 3)
 
 
 # Tutorial 2: in 102 steps a base of 270,528 parameters learns 19 samples at 1e-2, and does not at 2e-4.
@@ -23,7 +26,7 @@ SMALL_BASE, SMALL_BASE_RATE = 10_000_000, 1e-2
 
 
 def usual_tuning_rate(parameters: int, *, adapters: bool) -> float:
-    """The same for a model of this size that has learned before; only adapters on a tiny one need more."""
+    """AdamW's, for a model of this size that has learned before; only adapters on a tiny one need more."""
     if adapters and parameters < SMALL_BASE:
         return SMALL_BASE_RATE
     return 2e-4 if adapters else 2e-5

@@ -34,7 +34,7 @@ from flatout.checkpoints.run_folder import checkpoints_of
 from flatout.config.load import resolve_from_mapping
 from flatout.config.schema import OptimConfig
 from flatout.config.unused import unused_paths
-from flatout.config.usual import SMALL_BASE, USUAL_MUON_RATE, usual_tuning_rate
+from flatout.config.usual import SMALL_BASE, usual_tuning_rate
 from flatout.data.array_data import Arrays
 from flatout.engine.books import Progress
 from flatout.engine.boundary import quick_loss
@@ -50,7 +50,7 @@ from flatout.resolve.resolve import resolve
 from flatout.world import World
 
 SAFE_RATE = 1e-3  # AdamW trains GPTs of any size at this rate or a lower one
-_SAFE = {"muon_rate": USUAL_MUON_RATE, "embedding_rate": 10 * SAFE_RATE, "table_rate": 10 * SAFE_RATE}
+_SAFE = {"embedding_rate": 10 * SAFE_RATE, "table_rate": 10 * SAFE_RATE}
 _LOWER, _FLOOR = 0.1, 1e-3  # each hint's rates over those that diverged; the lowest ones over safe ones
 _LAST_CLIP = 0.1  # of the last fresh start
 _MOST_DECAY = 0.01  # rate times decay: the share of a weight that one step takes
@@ -143,9 +143,10 @@ def _safest(plan: RunPlan) -> dict[str, str] | None:
 
 def _safe_rates(plan: RunPlan) -> dict[str, float]:
     """Of every rate that is set, one at which training is stable. A model that has learned before moves less."""
-    tunes, adapters = plan.fine_tunes, plan.lora.rank > 0
+    tunes, adapters, kind = plan.fine_tunes, plan.lora.rank > 0, plan.optim.kind
     share = usual_tuning_rate(SMALL_BASE, adapters=adapters) / SAFE_RATE if tunes else 1.0
-    return {name: share * _SAFE.get(name, SAFE_RATE) for name in plan.optim.rates}
+    safe = _SAFE | {kind.rate: kind.usual or SAFE_RATE}
+    return {name: share * kind.share * safe.get(name, SAFE_RATE) for name in plan.optim.rates}
 
 
 def _settings(plan: RunPlan, rates: Mapping[str, float], *, clip: float) -> dict[str, str]:
@@ -154,7 +155,8 @@ def _settings(plan: RunPlan, rates: Mapping[str, float], *, clip: float) -> dict
     if not 0 < optim.clip <= clip:
         values["clip"] = clip
     words, (first, second) = _words(values), optim.betas
-    if first**2 >= second:  # the rate bounds AdamW's steps only where the second moment remembers as long
+    # The rate bounds AdamW's steps only where the second moment remembers as long.
+    if optim.kind.adamw and first**2 >= second:
         words["optim.betas"] = f"[{first:g}, {0.95 if first < 0.95 else 0.999}]"
     return {path: value for path, value in words.items() if path not in unread}
 

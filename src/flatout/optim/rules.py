@@ -33,7 +33,7 @@ def rules_of(
     common: dict[str, Any] = {
         "optimizer": functools.partial(kind, fused=fused),
         "bytes": kind.BYTES,
-        "settings": {"beta1": config.betas[0], "beta2": config.betas[1], "eps": config.eps},
+        "settings": {"beta1": config.betas[0], "beta2": config.betas[1], "eps": config.kind.eps},
     }
 
     def rule(name: str, takes: Callable[[Trainable], bool], peak: float, **others: Any) -> Rule:
@@ -50,8 +50,8 @@ def rules_of(
             for role, peak in peaks.items()
         ]
 
-    if config.has_muon:
-        how = {"normuon": config.optimizer == "normuon", "fused": fused, "exchange": exchange}
+    if config.kind.matrices_only:
+        how = {"normuon": config.kind.normed, "fused": fused, "exchange": exchange}
         how = {
             "optimizer": functools.partial(Muon, **how),
             "bytes": Muon.BYTES,
@@ -102,9 +102,9 @@ def state_bytes(config: OptimConfig, *, state: str, offload: bool, matrices: flo
     and a checkpoint holds both.
     """
     average = 4 if config.ema else 0
-    config = config.model_copy(update={"warmup": 0})  # in steps, which epochs become with the data at hand
-    first, *_, last = (rule.bytes for rule in rules_of(config, 1, state=state, offload=offload))
-    share = matrices if config.has_muon else 0.0
+    known = config.model_copy(update={"warmup": 0})  # may be a share, which bytes do not depend on
+    first, *_, last = (rule.bytes for rule in rules_of(known, 1, state=state, offload=offload))
+    share = matrices if config.kind.matrices_only else 0.0
     return StateBytes(
         device=share * first.device + (1 - share) * last.device + average,
         host=share * first.host + (1 - share) * last.host,

@@ -9,15 +9,7 @@ import math
 from collections.abc import Iterator
 
 from flatout.checkpoints.adapter_folder import adapter_plan
-from flatout.config.usual import (
-    FAR_ABOVE,
-    FAR_BELOW,
-    SMALL_BASE,
-    USUAL_MUON_RATE,
-    found_by_range_test,
-    usual_rate,
-    usual_tuning_rate,
-)
+from flatout.config.usual import FAR_ABOVE, FAR_BELOW, SMALL_BASE, found_by_range_test, usual_rate
 from flatout.errors import many
 from flatout.finding import Check, Finding
 from flatout.model.adapter_targets import choose, needless_rank, targets_of
@@ -204,7 +196,7 @@ def _on_settings(plan: RunPlan, step_seconds: float | None, write_rate: float | 
         yield _length(plan, steps)
         yield _warmup(plan, steps)
     yield _learning_rate(plan)
-    if plan.optim.clip == 0 and plan.optim.optimizer == "adamw":  # the size of Muon's updates is fixed
+    if plan.optim.clip == 0 and not plan.optim.kind.bounded:
         yield _check("clipping").note(
             "optim.clip is 0: gradients are never clipped",
             "One bad batch can then throw the weights far off. 1.0 is usual, and costs nothing.",
@@ -273,18 +265,16 @@ def _learning_rate(plan: RunPlan) -> Finding:
     """The rate that decides whether a run is stable. Trained weights bear small ones only; adapters, which begin at
     nothing, ten times as much."""
     check, parameters = _check("learning rate"), parameter_count(plan.model, plan.vocab)
-    field, rate = next(iter(plan.optim.rates.items()))
-    if field == "muon_rate" and plan.fine_tunes:
-        return check.ok(f"{rate:g} of Muon, {plan.optim.learning_rate:g} of the rest")
-    if field == "muon_rate":
-        usual, whose = USUAL_MUON_RATE, "Muon"
-    elif plan.fine_tunes:
-        adapters = plan.lora.rank > 0
-        usual, whose = usual_tuning_rate(parameters, adapters=adapters), "all weights of a trained model"
-        if adapters:
-            whose = "adapters on a base this small" if parameters < SMALL_BASE else "adapters"
+    (field, rate), kind, adapters = next(iter(plan.optim.rates.items())), plan.optim.kind, plan.lora.rank > 0
+    usual = usual_rate(kind, parameters, tunes=plan.fine_tunes, adapters=adapters)
+    if usual is None:
+        return check.ok(f"{rate:g} of {kind.called}, {plan.optim.learning_rate:g} of the rest")
+    if not plan.fine_tunes:
+        whose = f"{parameters / 1e6:.3g}M parameters" if kind.usual is None else kind.called
+    elif adapters:
+        whose = "adapters on a base this small" if parameters < SMALL_BASE else "adapters"
     else:
-        usual, whose = usual_rate(parameters), f"{parameters / 1e6:.3g}M parameters"
+        whose = "all weights of a trained model"
     found = f"{rate:g}; about {usual:.1g} is usual for {whose}"
     if found_by_range_test(
         plan.settings.sources[f"optim.{field}"]

@@ -9,7 +9,7 @@ import math
 
 from flatout.checkpoints.checkpoint import Checkpoint
 from flatout.config.schema import CheckpointConfig, EvalConfig, OptimConfig, RunConfig
-from flatout.config.usual import FAR_BELOW, SMALL_BASE, usual_tuning_rate
+from flatout.config.usual import FAR_BELOW, SMALL_BASE, usual_rate
 from flatout.data.positions import Schedule, Stage
 from flatout.data.training_data import DataFacts, TrainingData
 from flatout.errors import CheckpointError, ConfigError, many
@@ -84,9 +84,10 @@ def too_few_steps(config: RunConfig, facts: DataFacts, steps: int, vocab: int) -
     if config.train.steps is None:
         enough = f"train.epochs={epochs}, which makes {epochs * facts.steps_per_epoch}"
     size = parameter_count(config.model, vocab)
-    usual = usual_tuning_rate(size, adapters=config.lora.rank > 0)
-    if size < SMALL_BASE and config.optim.optimizer == "adamw" and config.optim.learning_rate < usual / FAR_BELOW:
-        enough += f", and optim.learning_rate={usual:g} for a base of only {size:,} parameters"
+    usual = usual_rate(config.optim.kind, size, tunes=True, adapters=config.lora.rank > 0)
+    field, rate = next(iter(config.optim.rates.items()))
+    if usual is not None and size < SMALL_BASE and rate < usual / FAR_BELOW:
+        enough += f", and optim.{field}={usual:g} for a base of only {size:,} parameters"
     found = f"{many(steps, 'step')} on {many(facts.epoch_samples or 0, 'sample')}"
     return f"{found} teach a model little: set {enough}"
 

@@ -215,21 +215,29 @@ def _loss_chunk(case: Case) -> Answer:
     return Answer(case.asked.loss_chunk)
 
 
-def _fused_optimizer(case: Case) -> Answer:
+def _no_adamw(case: Case) -> str | None:
+    """Why a form of AdamW is nothing to this run, or None."""
     if case.own_optimizer:
-        return Answer(False, TORCHS_OWN)
+        return TORCHS_OWN
+    optim = case.config.optim
+    return None if optim.kind.adamw else f"optim.optimizer is {optim.optimizer}, which has one form"
+
+
+def _fused_optimizer(case: Case) -> Answer:
+    if reason := _no_adamw(case):
+        return Answer(False, reason)
     return Answer(case.asked.fused_optimizer != "off")  # torch has it on every kind of device that we know
 
 
 def _optimizer_offload(case: Case) -> Answer:
-    reason = TORCHS_OWN if case.own_optimizer else None if case.cuda else NOT_CUDA
+    reason = _no_adamw(case) or (None if case.cuda else NOT_CUDA)
     return _unless(case.asked.optimizer_offload, reason)
 
 
 def _optimizer_state(case: Case) -> Answer:
     asked = case.asked.optimizer_state
-    if asked == "8bit" and case.own_optimizer:
-        return Answer("fp32", TORCHS_OWN)
+    if asked == "8bit" and (reason := _no_adamw(case)):
+        return Answer("fp32", reason)
     if asked == "8bit" and case.used.optimizer_offload:
         return Answer("fp32", "offloaded moments stay in fp32")
     if asked == "8bit" and case.device.kind == "mps":

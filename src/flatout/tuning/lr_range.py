@@ -33,14 +33,7 @@ import torch
 import flatout
 from flatout.config.load import LoadedConfig
 from flatout.config.training_sections import MOST_RATE, OptimConfig
-from flatout.config.usual import (
-    FAR_ABOVE,
-    FAR_BELOW,
-    RANGE_STEPS,
-    USUAL_MUON_RATE,
-    usual_rate,
-    usual_tuning_rate,
-)
+from flatout.config.usual import FAR_ABOVE, FAR_BELOW, RANGE_STEPS, usual_rate
 from flatout.engine.books import Progress
 from flatout.engine.run import Run
 from flatout.engine.saving import capture, restore
@@ -206,14 +199,13 @@ def _check_rates(optim: OptimConfig, high: float, first: float) -> None:
 
 def _usual(run: Run) -> tuple[float | None, str]:
     """The usual rate, and for whom it is usual."""
-    adapters, muon = run.adapters is not None, run.plan.optim.has_muon
-    if run.plan.chat.source is not None:
+    kind, tunes, adapters = run.plan.optim.kind, run.plan.chat.source is not None, run.adapters is not None
+    if tunes:
         whose = "adapters" if adapters else "all weights of a trained model"
-        size = parameter_count(run.plan.model, run.model.vocab)
-        return None if muon else usual_tuning_rate(size, adapters=adapters), whose
-    if muon:
-        return USUAL_MUON_RATE, "Muon"
-    return usual_rate(parameter_count(run.plan.model, run.model.vocab)), "a model of this size"
+    else:
+        whose = "a model of this size" if kind.usual is None else kind.called
+    size = parameter_count(run.plan.model, run.model.vocab)
+    return usual_rate(kind, size, tunes=tunes, adapters=adapters), whose
 
 
 def notes_on(rate: float, usual: float | None, steps: int, whose: str = "a model of this size") -> Iterator[str]:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flatout.config.optimizers import rate_setting
 from flatout.errors import DataError, UsageError
 from flatout.words import Parser, one_line
 
@@ -104,7 +105,7 @@ class _LastWord:
             self.reason = record.reason
         elif isinstance(record, RunInfo):
             self.reason, self.step, self.skipped = None, record.start_step, 0
-            self.rate = record.rate_setting
+            self.rate = rate_setting(record.config)
         elif isinstance(record, StepRecord):
             self.reason, self.step = None, record.step
             self.skipped = 0 if record.applied else self.skipped + 1

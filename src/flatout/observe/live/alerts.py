@@ -30,6 +30,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any, final
 
+from flatout.config.optimizers import rate_setting
 from flatout.observe.live.machine_alerts import MachineRules
 from flatout.records import EvalRecord, MachineRecord, NoticeRecord, Record, RunInfo, StepRecord
 
@@ -83,7 +84,7 @@ class Alerts:
 
     def _forget(self, info: RunInfo | None = None) -> None:
         self._config: dict[str, Any] = {} if info is None else info.config
-        self._rate = "optim.learning_rate" if info is None else info.rate_setting
+        self._rate = "optim.learning_rate" if info is None else rate_setting(info.config)
         self._features = {} if info is None else {feature.name: feature.used for feature in info.features}
         self._gates: dict[str, _Gate] = collections.defaultdict(_Gate)
         self._losses, self._norms = _Level(), _Level()

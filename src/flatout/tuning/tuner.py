@@ -170,7 +170,7 @@ class _Tuning:
 
     def _may_offload(self) -> bool:
         """Moments in 8 bits were asked for, and stay on the card: offloaded ones would be in fp32."""
-        if "optimizer_offload" in self.probe.kept or not self.probe.config.optim.kind.adamw:
+        if "optimizer_offload" in self.probe.kept or not self.probe.settings.config.optim.kind.adamw:
             return False
         return self.probe.device.kind == "cuda" and self.probe.settings.config.speed.optimizer_state == "fp32"
 

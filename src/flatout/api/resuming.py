@@ -128,14 +128,24 @@ def check_resumed(run: Run, origin: Origin) -> list[str]:
     return notices
 
 
+def _other_data(run: Run, checkpoint: Checkpoint) -> str:
+    """That a checkpoint was trained on other data, with the setting that tells most of which."""
+    changed = {path: (before, after) for path, before, after in differences(run.plan.stored, checkpoint.config)}
+    of_data = [path for path in changed if path.partition(".")[0] in ("data", "clean", "chat")]
+    path = next((path for path in ("chat.source", "data.source", "data.folder") if path in of_data), "")
+    if not (path := path or next(iter(of_data), "")):
+        return f"the checkpoint was trained on other data than {run.data.facts.place} holds now"
+    before, after = changed[path]
+    return f"the checkpoint was trained with {as_word(path, before)}, this run has {as_word(path, after)}"
+
+
 def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
     """Refuses a checkpoint of another model or other data; returns a line for each other setting that changed."""
     facts = run.data.facts
     if checkpoint.fact("dataset", str) != facts.fingerprint:
         way = own_settings(run.plan.stored, checkpoint, folder, ("data", "clean", "chat"))
         raise CheckpointError(
-            f"the checkpoint was trained on data {checkpoint.fact('dataset', str)[:12]}, {facts.place} is "
-            f"{facts.fingerprint[:12]}",
+            _other_data(run, checkpoint),
             f"{way or 'restore the data it was trained on'}, or start a new run",
         )
     if run.base_hash is not None and checkpoint.state.get("base", run.base_hash) != run.base_hash:

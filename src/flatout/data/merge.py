@@ -390,8 +390,8 @@ def _report(decisions: Decisions, inputs: Inputs, kept: Counter[str], splits: di
         "damaged": damaged,
         "problem_count": len(problems),
         "replaced_characters": sum(head.replaced for head in heads),
-        "files": len(inputs.files),
-        "passed_over": dict(inputs.passed_over),
+        "files": len(inputs.distinct),
+        "passed_over": inputs.passed_over,
         "input_bytes": inputs.bytes,
         "text_bytes": sum(split.text_bytes for split in splits.values()),
     }

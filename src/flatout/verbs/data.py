@@ -107,6 +107,8 @@ def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | Non
 
 
 def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
+    from flatout.data.inspect import unlike_training
+
     tokens = facts["train_tokens"] + facts["val_tokens"]
     yield (
         f"{facts['folder']}: {facts['train_tokens']:,} training and {facts['val_tokens']:,} validation tokens "
@@ -132,6 +134,8 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
             yield f"passed over: {others}"
             if facts["how_to_read"]:
                 yield facts["how_to_read"]
+        if told := unlike_training(report):
+            yield f"note: {told}"
     if facts["packing"] == "best_fit":
         yield f"windows of {facts['context']:,} tokens are fitted to whole documents when training starts"
     elif facts["remainder"] is not None:

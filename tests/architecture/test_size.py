@@ -22,9 +22,9 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 58_383,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 46_959,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 127,  # all Python outside tests
+    "lines of code": 58_531,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 47_087,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 126,  # all Python outside tests
     "modules": 386,  # of src/flatout, as all the following
     "modules with one importer": 105,
     "settings": 193,  # leaves of RunConfig, and environment variables of our own

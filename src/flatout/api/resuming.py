@@ -11,6 +11,8 @@ from flatout.checkpoints.run_folder import checkpoint_to_load, find_resume_point
 from flatout.config.load import LoadedConfig, resolve_from_mapping
 from flatout.config.training_sections import LENGTHS
 from flatout.config.yaml_loader import format_value
+from flatout.data.limits import LIMITS
+from flatout.data.plan import DECISIVE
 from flatout.engine.custom import check_given
 from flatout.engine.run import Run
 from flatout.engine.saving import as_word, differences
@@ -131,10 +133,11 @@ def check_resumed(run: Run, origin: Origin) -> list[str]:
 def _other_data(run: Run, checkpoint: Checkpoint) -> str:
     """That a checkpoint was trained on other data, with the setting that tells most of which."""
     changed = {path: (before, after) for path, before, after in differences(run.plan.stored, checkpoint.config)}
-    of_data = [path for path in changed if path.partition(".")[0] in ("data", "clean", "chat")]
-    path = next((path for path in ("chat.source", "data.source", "data.folder") if path in of_data), "")
-    if not (path := path or next(iter(of_data), "")):
-        return f"the checkpoint was trained on other data than {run.data.facts.place} holds now"
+    deciding = ("chat.source", *(f"data.{name}" for name in ("source", "folder", "tokenizer", *DECISIVE, *LIMITS)))
+    rules = (path for path in changed if path.startswith(("clean.", "chat.")))
+    path = next((path for path in (*deciding, *rules) if path in changed), None)
+    if path is None:
+        return f"the checkpoint was trained on other data than that of {run.data.facts.place} now"
     before, after = changed[path]
     return f"the checkpoint was trained with {as_word(path, before)}, this run has {as_word(path, after)}"
 

@@ -22,9 +22,9 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 58_319,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 46_883,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 126,  # all Python outside tests
+    "lines of code": 58_467,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 47_011,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 125,  # all Python outside tests
     "modules": 382,  # of src/flatout, as all the following
     "modules with one importer": 102,
     "settings": 157,  # leaves of RunConfig, and environment variables of our own

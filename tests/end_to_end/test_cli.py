@@ -556,6 +556,104 @@ def test_of_many_causes_the_first_are_listed_and_the_records_of_the_rest_are_cou
     assert "error: 78 of 98 records could not be used: in/12.jsonl: 12 records, the first in line 1" in said.both
 
 
+def test_no_hint_throws_a_good_dataset_away(tmp_path, monkeypatch):
+    """A slip in a field is named, and what would lack more than what is there does not take its place."""
+    monkeypatch.chdir(tmp_path)
+    messy_folder(tmp_path / "in")
+    words = ["prepare", "data.source=in", "data.tokenizer=bytes", "data.folder=data"]
+    assert call([*words, "data.field=[text, content, body]"]).code == 3, "the stubs have no text"
+    before = tree_of(tmp_path)
+    refused = call([*words, "data.field=contents"])
+    assert refused.code == 3
+    assert "hint: did you mean content? leave data.field out or set 'data.field=[text, content, body]' to" in (
+        refused.errors
+    )
+    assert "--overwrite" not in refused.errors
+    refused = call([*words, "data.field=contents", "--overwrite"])
+    assert (refused.code, tree_of(tmp_path)) == (3, before)
+    assert "data stays as it is: it lacks 4 of 47 records, and the new dataset would lack 46 of 47" in refused.errors
+    assert "'data.field=[content, text, body, title]' --overwrite`" in refused.errors, "without the slip"
+    assert "set data.folder to a new folder" in refused.errors
+    assert call([*words[:-1], "data.folder=other", "data.field=contents"]).code == 3
+    assert "kept 43 of 47 records" in call(words).both, "what was prepared is used as it was"
+    more = call([*words, "data.field=[text, content, body, title]", "--overwrite"])
+    assert (more.code, "kept 47 of 47 records" in more.both) == (0, True)
+    assert call([*words, "data.field=[text, content, body]", "--overwrite"]).code == 3
+    again = call(words)
+    assert (again.code, "kept 47 of 47 records" in again.both) == (0, True)
+
+
+def test_validation_of_a_kind_that_training_lacks_is_told_with_the_setting_that_mends_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    for name in [*(f"{number:02}.txt" for number in range(60)), *(f"z{number}.md" for number in range(8))]:
+        Path("in", name).write_text(f"the story of {name}\n" * (5 if name.endswith("txt") else 3), encoding="utf-8")
+    words = ["data.source=in", "data.tokenizer=bytes"]
+    told = "a kind that training has nearly none of: .md; data.split=document, prepared with --overwrite, takes it from"
+    small = [*words, "data.validation=0.05"]
+    assert (
+        f"note: validation is the end of the text, and most of it is of {told} everywhere"
+        in call(["prepare", *small]).both
+    )
+    assert told in " ".join(call(["doctor", "--quick", *small]).both.split())
+    none = "nearly none of"
+    assert none not in call(["prepare", *words, "data.validation=0.4", "data.folder=more"]).both
+    assert none not in call(["prepare", *small, "data.split=document", "--overwrite"]).both
+    Path("a.txt").write_text("a line of a book\n" * 300, encoding="utf-8")
+    Path("b.txt").write_text("a line of it\n" * 300, encoding="utf-8")
+    both = ["prepare", "data.source=[a.txt, b.txt]", "data.tokenizer=bytes", "data.folder=list"]
+    assert f"{none}: .txt of b.txt;" in call([*both, "data.validation=0.43"]).both
+    assert none not in call([*both, "data.validation=0.2", "--overwrite"]).both
+
+
+def tree_of(place: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+def test_many_files_of_one_problem_hide_no_other_and_the_hint_says_what_replacing_costs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = messy_folder(tmp_path / "in")
+    for number in range(12):
+        (place / f"{number:02}.txt").write_text("caf\xe9 au lait\n" * 9, encoding="latin-1")
+        (place / f"{number:02}.jsonl").write_text('{"content": "another row"}\n', encoding="utf-8")
+    (place / "broken.jsonl").write_text('{"text": "a row"}\n{"text": \n', encoding="utf-8")
+    said = call(["prepare", "data.source=in", "data.tokenizer=bytes"])
+    problems = [line for line in said.both.splitlines() if line.startswith("problem:")]
+    assert (said.code, len(problems)) == (3, 11), problems
+    assert "problem: ... and 10 more records of 10 files with the same problem" in problems
+    assert "problem: ... and 9 more records of 9 files with the same problem" in problems
+    assert sum("not UTF-8" in line for line in problems) == 3
+    assert any("broken.jsonl, line 2: it is not JSON" in line for line in problems)
+    convert = "convert in/00.txt and 11 more files to UTF-8 (from latin-1: `iconv -f latin1 -t utf-8`)"
+    assert f"{convert}, or data.invalid_utf8=replace loses those letters" in said.errors
+    assert "data.invalid_utf8=replace --overwrite" not in said.errors
+    assert "or go on with the rest: `flatout train data.folder=data/in-bytes` (every problem" in said.errors
+
+
+def test_a_file_that_any_source_of_a_list_reads_is_counted_once_and_not_as_passed_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    messy_folder(tmp_path / "in")
+    (tmp_path / "in" / "web").mkdir()
+    for number in range(4):
+        (tmp_path / "in" / "web" / f"{number}.html").write_text(f"<p>page {number} of the web</p>", encoding="utf-8")
+    (tmp_path / "in" / "web" / "note.txt").write_text("a note that both read\n", encoding="utf-8")
+    names = "[text, content, body, title]"
+    plain = call(["prepare", "data.source=in", "data.tokenizer=bytes", f"data.field={names}", "data.folder=plain"])
+    way = re.search(r"to read a file or a folder of them too, name it: '(data\.source=[^']+)'", plain.both)
+    assert way is not None, plain.both
+    source = way[1].replace("FILE-OR-FOLDER", "web")
+    words = [source, "data.tokenizer=bytes", f"data.field={names}", "data.folder=data"]
+    passed_over = "passed over 1 .bin (not GPT-2 tokens), 1 .py, 1 empty, 3 binary (.pdf .png .zip)"
+    before = call(["doctor", "--quick", *words]).both
+    assert f"15 files: read 4 .html, 2 .jsonl, 2 .txt, 1 other; {passed_over}" in before
+    said = call(["prepare", *words])
+    assert (said.code, "from 9 files, " in said.both) == (0, True), said.both
+    assert f"15 files: read 4 .html, 2 .jsonl, 2 .txt, 1 other; {passed_over}" in said.both
+    assert f"data was prepared from 9 of 15 files; {passed_over}" in call(["doctor", "--quick", *words]).both
+    told = "files passed over: 1 .bin (not GPT-2 tokens), 1 .pdf (binary), 1 .png (binary), 1 .py, 2 other types"
+    assert told in " ".join(call(["data", "inspect", "data", "--no-picture"]).both.split())
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])
 def test_rows_that_all_lack_the_field_get_the_setting_that_reads_them(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

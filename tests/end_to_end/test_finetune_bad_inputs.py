@@ -337,7 +337,7 @@ AFTER_CASES = {
     "exporting adapters of none": Case("no adapters to export", verb=("export", "base", "out", "--adapter")),
     "exporting adapters in 8 bits": Case("--dtype", verb=("export", "done", "out", "--dtype", "int8")),
     "resuming on other rows": Case(
-        "trained on data", (), rows(*[{"instruction": f"a {n}", "output": "b"} for n in range(20)]),
+        "trained on other data than", (), rows(*[{"instruction": f"a {n}", "output": "b"} for n in range(20)]),
         (*TUNE, "output.folder=done", "--resume", "auto"),
     ),
     "resuming with another alpha": Case(

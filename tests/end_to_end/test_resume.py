@@ -229,7 +229,9 @@ def test_another_model_or_other_data_is_refused(tiny, tmp_path: Path):
     other = tmp_path / "other.txt"
     other.write_text("another text altogether. " * 200, encoding="utf-8")
     config = tiny("train.steps=4", "output.folder=mine", f"data.source={other}")
-    with pytest.raises(CheckpointError, match="trained on data") as refused:
+    with pytest.raises(
+        CheckpointError, match=r"trained with data.source=.*lines.txt, this run has data.source=.*other.txt"
+    ) as refused:
         list(flatout.train(config, resume="auto"))
     assert "add data.source=" in refused.value.hint
     gone = tiny("train.steps=4", "output.folder=mine", "data.source=null", "data.folder=nowhere")

@@ -195,7 +195,7 @@ def test_what_a_user_writes_against_how_data_was_prepared_is_refused(
         said = capsys.readouterr().err
         assert f"error: data/rows-bytes was prepared with {stored}, the config says {asked}\n" in said
         assert "--overwrite" not in said
-        hint = shlex.split(said.split("hint: set ")[1].split(" to use it as it is")[0])
+        hint = shlex.split(said.split(" out or set ")[1].split(" to use it as it is")[0])
         assert main(["train", *rows, *hint, f"output.name=against-{re.sub(r'[^a-z0-9]', '', asked)}"]) == 0
         note = capsys.readouterr().out.split("note: data/rows-bytes was prepared with ")[1].split("\n")[0]
         assert note.endswith(", which is used here, too")

@@ -167,7 +167,7 @@ def test_another_source_is_refused(tiny: Tiny, source: Path):
     list(flatout.train(config, stop=stop_after(3)))
     with (source / "c.txt").open("a") as file:
         file.write("more")
-    with pytest.raises(CheckpointError, match="trained on data"):
+    with pytest.raises(CheckpointError, match="trained on other data than that of"):
         list(flatout.train(config, resume="auto"))
 
 

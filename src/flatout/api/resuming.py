@@ -11,6 +11,8 @@ from flatout.checkpoints.run_folder import checkpoint_to_load, find_resume_point
 from flatout.config.load import LoadedConfig, resolve_from_mapping
 from flatout.config.training_sections import LENGTHS
 from flatout.config.yaml_loader import format_value
+from flatout.data.limits import LIMITS
+from flatout.data.plan import DECISIVE
 from flatout.engine.custom import check_given
 from flatout.engine.run import Run
 from flatout.engine.saving import as_word, differences
@@ -128,14 +130,25 @@ def check_resumed(run: Run, origin: Origin) -> list[str]:
     return notices
 
 
+def _other_data(run: Run, checkpoint: Checkpoint) -> str:
+    """That a checkpoint was trained on other data, with the setting that tells most of which."""
+    changed = {path: (before, after) for path, before, after in differences(run.plan.stored, checkpoint.config)}
+    deciding = ("chat.source", *(f"data.{name}" for name in ("source", "folder", "tokenizer", *DECISIVE, *LIMITS)))
+    rules = (path for path in changed if path.startswith(("clean.", "chat.")))
+    path = next((path for path in (*deciding, *rules) if path in changed), None)
+    if path is None:
+        return f"the checkpoint was trained on other data than that of {run.data.facts.place} now"
+    before, after = changed[path]
+    return f"the checkpoint was trained with {as_word(path, before)}, this run has {as_word(path, after)}"
+
+
 def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
     """Refuses a checkpoint of another model or other data; returns a line for each other setting that changed."""
     facts = run.data.facts
     if checkpoint.fact("dataset", str) != facts.fingerprint:
         way = own_settings(run.plan.stored, checkpoint, folder, ("data", "clean", "chat"))
         raise CheckpointError(
-            f"the checkpoint was trained on data {checkpoint.fact('dataset', str)[:12]}, {facts.place} is "
-            f"{facts.fingerprint[:12]}",
+            _other_data(run, checkpoint),
             f"{way or 'restore the data it was trained on'}, or start a new run",
         )
     if run.base_hash is not None and checkpoint.state.get("base", run.base_hash) != run.base_hash:

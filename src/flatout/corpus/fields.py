@@ -26,7 +26,7 @@ EVERY = "*"
 
 _NAMES_SHOWN = 8
 # What files often call their text, the most usual first. Another name is suggested where its text is long, or alone.
-_USUAL = ("text", "content", "body", "document", "passage", "article", "story", "markdown", "code", "raw_content")
+USUAL = ("text", "content", "body", "document", "passage", "article", "story", "markdown", "code", "raw_content")
 _LONG = 60  # characters: more than titles and names have
 # Other names would have to be quoted for the shell or for YAML, and are not suggested.
 _PLAIN = re.compile(r"[\w.*-]{1,80}")
@@ -69,7 +69,7 @@ def likely_field(value: object, tried: Sequence[str]) -> str:
     if isinstance(value, str):
         return TEXT_FIELD
     texts = {path: text for path, text in _texts_in(value).items() if path not in tried and _PLAIN.fullmatch(path)}
-    usual = (path for name in _USUAL for path in texts if path.lower() == name)
+    usual = (path for name in USUAL for path in texts if path.lower() == name)
     longest = max(texts, key=lambda path: len(texts[path]), default="")
     return next(usual, longest if len(texts) == 1 or len(texts.get(longest, "")) >= _LONG else "")
 
@@ -77,7 +77,7 @@ def likely_field(value: object, tried: Sequence[str]) -> str:
 def likely_column(names: Sequence[str], tried: Sequence[str]) -> str:
     """The same of a table of which only the names of the columns with text are known."""
     left = [name for name in names if name not in tried and _PLAIN.fullmatch(name)]
-    usual = (name for wanted in _USUAL for name in left if name.lower() == wanted)
+    usual = (name for wanted in USUAL for name in left if name.lower() == wanted)
     return next(usual, left[0] if len(left) == 1 else "")
 
 

@@ -15,7 +15,7 @@ import difflib
 import os
 import stat
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -68,15 +68,31 @@ _CHOICES = f"{SHAKESPEARE!r}, a file such as .txt or .jsonl, a folder of them, o
 
 @dataclass(frozen=True)
 class Found:
-    """The files of a source in the order they are read, what is wrong with others, and the types passed over.
+    """The files of a source in the order they are read, what is wrong with others, and those passed over.
 
-    `unknown` is how many of the files passed over hold text, or may, under a name of a type that is not known.
+    `left` has the types of those passed over, by their paths.
     """
 
     files: tuple[InputFile, ...] = ()
     problems: tuple[Problem, ...] = ()
-    passed_over: Mapping[str, int] = field(default_factory=dict)
-    unknown: int = 0
+    left: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def passed_over(self) -> dict[str, int]:
+        """How many files of each type are passed over."""
+        return dict(sorted(Counter(self.left.values()).items()))
+
+    @property
+    def unknown(self) -> int:
+        """How many of the files passed over hold text, or may, under a name of a type that is not known."""
+        return sum(map(_may_hold_text, self.left.values()))
+
+    @property
+    def distinct(self) -> list[InputFile]:
+        """The files, where one that several sources read is there once."""
+        if len({file.source for file in self.files}) < 2:
+            return list(self.files)
+        return list({os.path.realpath(file.path): file for file in self.files}.values())
 
     @property
     def mostly_unknown(self) -> bool:
@@ -86,11 +102,11 @@ class Found:
     @property
     def told(self) -> str:
         """What is read and what is not, by type, for a notice; nothing where every file is read as its name says."""
-        read = Counter(type_of(file.path) + _AS_TOKENS * (file.format == "tokens") for file in self.files)
-        if not self.passed_over and (len(read) < 2 or not any(name.endswith(_AS_TOKENS) for name in read)):
+        read = Counter(type_of(file.path) + _AS_TOKENS * (file.format == "tokens") for file in self.distinct)
+        if not self.left and (len(read) < 2 or not any(name.endswith(_AS_TOKENS) for name in read)):
             return ""
-        total = len(self.files) + sum(self.passed_over.values())
-        passed_over = f"; passed over {told_by_type(self.passed_over)}" if self.passed_over else ""
+        total = read.total() + len(self.left)
+        passed_over = f"; passed over {told_by_type(self.passed_over)}" if self.left else ""
         return f"{many(total, 'file')}: read {told_by_type(read) or 'none'}{passed_over}"
 
 
@@ -114,10 +130,25 @@ def told_by_type(counts: Mapping[str, int]) -> str:
 def unread_text(passed_over: Mapping[str, int]) -> list[str]:
     """The types among those passed over that hold text, or may, the most frequent first."""
     ordered = sorted(passed_over.items(), key=lambda pair: (-pair[1], pair[0]))
+    return [name for name, _ in ordered if _may_hold_text(name)]
+
+
+def _may_hold_text(type: str) -> bool:
+    """Whether a file passed over under that type may hold text."""
+    return (type.startswith(".") or type == _NO_SUFFIX) and " (" not in type and not type.endswith(_LEFTOVERS)
+
+
+def but_read(found: Sequence[Found], named: Collection[str]) -> list[Found]:
+    """What was found of several sources, where no file that one of them reads or names counts as passed over."""
+    if len(found) < 2 or not any(each.left for each in found):
+        return list(found)
+    read = {os.path.realpath(path) for path in (*named, *(file.path for each in found for file in each.files))}
+    # By real paths, so that what is passed over in two sources is counted once.
+    kinds = [{os.path.realpath(path): kind for path, kind in each.left.items()} for each in found]
     return [
-        name for name, _ in ordered
-        if (name.startswith(".") or name == _NO_SUFFIX) and " (" not in name and not name.endswith(_LEFTOVERS)
-    ]  # fmt: skip
+        replace(each, left={path: kind for path, kind in left.items() if path not in read})
+        for each, left in zip(found, kinds, strict=True)
+    ]
 
 
 def format_of(name: str) -> tuple[str | None, str]:
@@ -130,13 +161,10 @@ def format_of(name: str) -> tuple[str | None, str]:
     return None if format in _NEVER_COMPRESSED else format, compression
 
 
-def find_files(
-    source: str, *, format: str | None = None, number: int = 0, elsewhere: Collection[str] = frozenset()
-) -> Found:
+def find_files(source: str, *, format: str | None = None, number: int = 0) -> Found:
     """The files of a source: `shakespeare`, a file, a folder, a saved Hugging Face dataset, or `hf:NAME:CONFIG:SPLIT`.
 
     `format` holds for every file of the source, whatever its name. `number` is that of the source among several.
-    `elsewhere` are the real paths of files that are sources by themselves: a folder does not count them as passed over.
     """
     if source == SHAKESPEARE:
         path = shipped.shakespeare()
@@ -155,7 +183,7 @@ def find_files(
     except (OSError, ValueError) as error:
         raise DataError(f"there is no source {shown(source)}", _missing_hint(source)) from error
     if stat.S_ISDIR(mode):
-        return _in_folder(source, format, number, elsewhere)
+        return _in_folder(source, format, number)
     if not stat.S_ISREG(mode):
         raise DataError(f"the source {shown(source)} is neither a file nor a folder", f"give {_CHOICES}")
     if (format or format_of(source)[0]) is None:
@@ -226,29 +254,22 @@ def _row_groups(file: InputFile, target: int) -> list[Slice]:
     return [*slices, Slice(file, start, None)] if start < len(sizes) or not slices else slices
 
 
-def _in_folder(source: str, format: str | None, number: int, elsewhere: Collection[str]) -> Found:
+def _in_folder(source: str, format: str | None, number: int) -> Found:
     root = os.path.realpath(source)
     files: dict[str, InputFile] = {}
     links: list[str] = []
     problems: list[Problem] = []
-    others: Counter[str] = Counter()
-    unknown = 0
-
-    def pass_over(path: str, kind: str, *, may_hold_text: bool = False) -> None:
-        nonlocal unknown
-        if not elsewhere or os.path.realpath(path) not in elsewhere:
-            others[kind] += 1
-            unknown += may_hold_text
+    left: dict[str, str] = {}
 
     def list_file(path: str) -> None:
         listed = _listed(path, format, number)
         if isinstance(listed, Problem):
             if listed.kind == "empty":
-                pass_over(path, _EMPTY)
+                left[path] = _EMPTY
             else:
                 problems.append(listed)
         elif format is None and listed.format == "tokens" and not has_tokens(listed):
-            pass_over(path, type_of(path) + _NO_TOKENS)
+            left[path] = type_of(path) + _NO_TOKENS
         else:
             files[path] = listed
 
@@ -257,7 +278,7 @@ def _in_folder(source: str, format: str | None, number: int, elsewhere: Collecti
         problems.append(_unreadable(str(error.filename or source), error, records=0))
 
     for parent, folders, names in os.walk(source, onerror=refuse):
-        if format is None and (saved := _saved(parent, names, number, others)):
+        if format is None and (saved := _saved(parent, names, number, left)):
             files.update((file.path, file) for file in saved if isinstance(file, InputFile))
             problems.extend(file for file in saved if isinstance(file, Problem))
             folders.clear()
@@ -270,8 +291,7 @@ def _in_folder(source: str, format: str | None, number: int, elsewhere: Collecti
                 continue
             is_leftover = name.lower().endswith(_LEFTOVERS)
             if is_leftover or (format or format_of(name)[0]) is None:
-                binary = not is_leftover and _is_binary(path)
-                pass_over(path, type_of(name) + BINARY * binary, may_hold_text=not (is_leftover or binary))
+                left[path] = type_of(name) + BINARY * (not is_leftover and _is_binary(path))
             elif problem := _link_problem(path, root):
                 problems.append(problem)
             elif os.path.islink(path):
@@ -279,7 +299,7 @@ def _in_folder(source: str, format: str | None, number: int, elsewhere: Collecti
             elif os.path.isfile(path):
                 list_file(path)
             else:
-                others["no file"] += 1
+                left[path] = "no file"
     read = {os.path.realpath(path) for path in files}
     for path in sorted(links):
         target = os.path.realpath(path)
@@ -287,15 +307,15 @@ def _in_folder(source: str, format: str | None, number: int, elsewhere: Collecti
             read.add(target)
             list_file(path)
     if not files and not problems:
-        found = ", ".join(f"{count} of {name}" for name, count in others.most_common(4)) or "no files"
-        as_text = "; data.format=text reads every file as text, whatever its name" if unknown else ""
+        found = ", ".join(f"{count} of {name}" for name, count in Counter(left.values()).most_common(4)) or "no files"
+        as_text = "; data.format=text reads every file as text, whatever its name" if Found(left=left).unknown else ""
         raise DataError(
             f"the folder {shown(source)} holds no file that can be read; it has {found}",
             f"the types are {_TYPES}{as_text}",
         )
     order = sorted(files, key=lambda path: Path(os.path.relpath(path, source)).parts)
     problems.sort(key=lambda problem: (problem.file, problem.kind))
-    return Found(tuple(files[path] for path in order), tuple(problems), dict(sorted(others.items())), unknown)
+    return Found(tuple(files[path] for path in order), tuple(problems), left)
 
 
 def _listed(path: str, format: str | None, number: int) -> InputFile | Problem:
@@ -315,10 +335,10 @@ def _listed(path: str, format: str | None, number: int) -> InputFile | Problem:
     return file
 
 
-def _saved(folder: str, names: list[str], number: int, others: Counter[str]) -> list[InputFile | Problem]:
+def _saved(folder: str, names: list[str], number: int, left: dict[str, str]) -> list[InputFile | Problem]:
     """What `save_to_disk` of a Hugging Face dataset left in a folder: one split, or several of which `train` counts.
 
-    The splits beside `train` are counted in `others`.
+    The splits beside `train` are noted in `left`.
     """
     if "dataset_dict.json" in names:
         path = os.path.join(folder, "dataset_dict.json")
@@ -329,7 +349,7 @@ def _saved(folder: str, names: list[str], number: int, others: Counter[str]) -> 
         except (ValueError, KeyError, TypeError):
             return [Problem(shown(path), "", "format", "it does not name the splits of a dataset", records=0)]
         chosen = ["train"] if "train" in splits else splits
-        others.update(f"split {shown(split)}" for split in splits if split not in chosen)
+        left.update({os.path.join(folder, split): f"split {shown(split)}" for split in splits if split not in chosen})
         if any(split in ("", ".", "..") or os.path.basename(split) != split for split in chosen):
             return [Problem(shown(path), "", "format", "it names splits outside of the folder", records=0)]
         return [_saved_split(os.path.join(folder, split), number) for split in chosen]

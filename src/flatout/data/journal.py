@@ -197,4 +197,5 @@ def _is_own(path: Path, folder: Path) -> bool:
 def _head_from(content: dict[str, Any]) -> PartHead:
     problems = tuple(Problem(**problem) for problem in content["problems"])
     rejected = {int(row): reason for row, reason in content["rejected"].items()}
-    return PartHead(**{**content, "problems": problems, "rejected": rejected})
+    types = tuple((type, count) for type, count in content.get("types", ()))
+    return PartHead(**{**content, "problems": problems, "rejected": rejected, "types": types})

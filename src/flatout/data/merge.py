@@ -18,7 +18,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, final
@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.corpus.clean import SIMILAR
+from flatout.corpus.document import shown
 from flatout.corpus.near import SLOTS, near_duplicates
 from flatout.data.causes import causes_of, mend_of
 from flatout.data.journal import SIGNATURES, Journal
@@ -42,7 +43,7 @@ from flatout.data.manifest import (
     Manifest,
     SplitInfo,
 )
-from flatout.data.part import BEGINS, ENDS, REJECTED, PartResult, Recipe, copies_of, share_of, text_of
+from flatout.data.part import BEGINS, ENDS, REJECTED, PartHead, PartResult, Recipe, copies_of, share_of, text_of
 from flatout.data.plan import Inputs, Request, find_part
 from flatout.data.tokenizer import Ids, Tokenizer, token_dtype
 from flatout.errors import DataError, many
@@ -50,6 +51,7 @@ from flatout.files import canonical_json
 
 KEPT, DROPPED, EXACT, NEAR, UNCHOSEN = range(5)
 _REASONS = {EXACT: "exact_duplicate", NEAR: "near_duplicate", UNCHOSEN: "weight"}
+_UNLIKE = 10  # times its share of training is a kind's share of validation, where it is hardly trained on
 _DOCUMENTS_AT_ONCE = 4_000_000
 SHARD_TOKENS = 100_000_000  # in a file
 Flags = npt.NDArray[np.uint8]
@@ -202,7 +204,9 @@ def merge_parts(finished: Finished, folder: Path, tick: Tick) -> Manifest:
         json.dumps(asdict(problem), ensure_ascii=True, sort_keys=True).encode("ascii") + b"\n" for problem in listed
     )
     problems = write_file(folder / PROBLEMS, lines)
-    report = canonical_json(_report(decisions, inputs, writer.kept, splits))
+    report = _report(decisions, inputs, writer.kept, splits)
+    if writer.contiguous and (apart := _unlike_training(writer.from_types, finished.request)):
+        report["unlike_training"] = apart
     manifest = Manifest(
         version=VERSION,
         dtype=token_dtype(tokenizer.vocab).name,
@@ -212,11 +216,21 @@ def merge_parts(finished: Finished, folder: Path, tick: Tick) -> Manifest:
         tokenizer=write_file(folder / TOKENIZER, [json.dumps(tokenizer.to_json()).encode("ascii"), b"\n"]),
         splits=splits,
         settings=finished.settings,
-        report=write_file(folder / REPORT, [report]),
+        report=write_file(folder / REPORT, [canonical_json(report)]),
         problems=problems,
     )
     write_file(folder / MANIFEST, [manifest.to_bytes()])
     return manifest
+
+
+def _unlike_training(from_types: Mapping[str, Counter[tuple[int, str]]], request: Request) -> list[str]:
+    """The kinds of files that most of validation comes from, where training has nearly none of them."""
+    train, val = (from_types[name] for name in SPLITS)
+    apart = [kind for kind, size in val.most_common() if size * train.total() > _UNLIKE * train[kind] * val.total()]
+    if sum(val[kind] for kind in apart) * 2 < val.total():
+        return []
+    several = len(request.sources) > 1
+    return [f"{type} of {shown(request.sources[source].path)}" if several else type for source, type in apart]
 
 
 def _border(finished: Finished, decisions: Decisions) -> int | None:
@@ -250,11 +264,18 @@ class _Splitter:
 
     def __init__(self, finished: Finished, decisions: Decisions, folder: Path) -> None:
         self.kept: Counter[str] = Counter()
+        # By split, the characters from each source and type of file.
+        self.from_types: dict[str, Counter[tuple[int, str]]] = {name: Counter() for name in SPLITS}
         self._finished, self._decisions = finished, decisions
         self._request, self._tokenizer = finished.request, finished.tokenizer
         self._border = _border(finished, decisions)
         self._dtype = token_dtype(finished.tokenizer.vocab)
         self._writers = {name: _SplitWriter(folder, name, self._dtype) for name in SPLITS}
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether validation is the end of the text."""
+        return self._border is not None
 
     def write(self, tick: Tick) -> dict[str, SplitInfo]:
         start = position = 0  # in characters: where the source begins, and where its last part ended
@@ -301,6 +322,11 @@ class _Splitter:
             if name == "val" and copy:
                 continue  # validation is measured on each document once
             chosen = kept & (in_val == (name == "val")) & (copies > copy)
+            characters = np.where(chosen, pieces["characters"], 0).astype(np.int64)
+            if cut is not None and copies[cut] > copy and self._border is not None:
+                past = int(ends[cut]) - self._border
+                characters[cut] = past if name == "val" else int(pieces["characters"][cut]) - past
+            self._count_types(name, stored.head, characters)
             if cut is None:
                 self._add(name, ids, pieces, chosen, first_copy=not copy)
                 continue
@@ -313,6 +339,12 @@ class _Splitter:
             self._add(name, ids, pieces, after, first_copy=not copy)
         end = int(ends[-1]) if len(ends) else position
         return end, (int(hashes[-1]), int(taken[-1]))
+
+    def _count_types(self, name: str, head: PartHead, characters: npt.NDArray[np.int64]) -> None:
+        row = 0
+        for type, count in head.types:
+            self.from_types[name][head.source, type] += int(characters[row : row + count].sum())
+            row += count
 
     def _in_val(self, source: int, hashes: Numbers, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         if self._request.data.val_source is not None:
@@ -391,8 +423,8 @@ def _report(decisions: Decisions, inputs: Inputs, kept: Counter[str], splits: di
         "damaged": damaged,
         "problem_count": len(problems),
         "replaced_characters": sum(head.replaced for head in heads),
-        "files": len(inputs.files),
-        "passed_over": dict(inputs.passed_over),
+        "files": len(inputs.distinct),
+        "passed_over": inputs.passed_over,
         "input_bytes": inputs.bytes,
         "text_bytes": sum(split.text_bytes for split in splits.values()),
     }

@@ -84,17 +84,19 @@ def pack_corpus(
     engine: EngineName = "local",
     progress: Progress | None = None,
     overwrite: bool = False,
+    check: Callable[[Path], None] | None = None,
 ) -> Manifest:
     """Prepare what `request` asks for into `folder`, which must not hold a dataset yet unless `overwrite` is given.
 
-    `workers` is the number of worker processes; None takes one per core, or none for a small corpus.
+    `workers` is the number of worker processes; None takes one per core, or none for a small corpus. `check` may raise
+    an error about the new dataset before it takes the place of what is in `folder`.
     """
     target = _resolved(folder)
     try:
         made = make_folders(target.parent)
         try:
             with _only_packer(target):
-                return _pack(_Packer(request, workers, engine, progress), target, overwrite)
+                return _pack(_Packer(request, workers, engine, progress), target, overwrite, check)
         except BaseException:
             remove_empty(made)
             raise
@@ -102,7 +104,7 @@ def pack_corpus(
         raise _write_error(error, target) from error
 
 
-def _pack(packer: "_Packer", target: Path, overwrite: bool) -> Manifest:
+def _pack(packer: "_Packer", target: Path, overwrite: bool, check: Callable[[Path], None] | None) -> Manifest:
     """With the lock held."""
     _check_target(target, overwrite)
     hidden = target.with_name(f".{target.name}.partial")
@@ -113,6 +115,8 @@ def _pack(packer: "_Packer", target: Path, overwrite: bool) -> Manifest:
         finished = packer.tokenize(work)
         with whole_folder(target, replaces=_files_of(target), occupied=_occupied) as folder:
             manifest = merge_parts(finished, folder, lambda: packer.tell("merging"))
+            if check is not None:
+                check(folder)
     except PassingError:
         raise
     except DataError:

@@ -16,7 +16,6 @@ import hashlib
 import os
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from flatout.config.sizes import learned_vocab
 from flatout.corpus.clean import CleanRules, load_rules
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice, shown
 from flatout.corpus.readers import read_slice
-from flatout.corpus.sources import Found, find_files, slices_of, text_bytes, unread_text
+from flatout.corpus.sources import Found, but_read, find_files, slices_of, text_bytes, unread_text
 from flatout.corpus.streams import PIECE
 from flatout.data.limits import LIMITS, NONE_TAKEN, Limits, limits_of
 from flatout.data.part import Part, Recipe, judged
@@ -143,26 +142,26 @@ def find_inputs(request: Request, work: Path) -> Inputs:
     """List the files of a request. Standard input is copied into `work` first."""
     if not request.sources:
         raise DataError("data.source is not set", "set data.source to a text file or folder")
-    files: list[InputFile] = []
-    problems: list[Problem] = []
-    passed_over: Counter[str] = Counter()
-    named = {os.path.realpath(source.path) for source in request.sources if "\0" not in source.path}
+    listed: list[Found] = []
     for number, source in enumerate(request.sources):
         form = source.format or request.data.format
         if source.path == STDIN:
-            files.append(_spooled(work / f"{STDIN_NAME}{number}", form or "text", number))
-            continue
-        found = find_files(source.path, format=form, number=number, elsewhere=named)
+            listed.append(Found((_spooled(work / f"{STDIN_NAME}{number}", form or "text", number),)))
+        else:
+            listed.append(find_files(source.path, format=form, number=number))
+    listed = but_read(listed, [source.path for source in request.sources])
+    for source, found in zip(request.sources, listed, strict=True):
         if found.mostly_unknown:
             raise DataError(
                 f"most of the folder {shown(source.path)} would be passed over, which has {found.told}",
                 "set data.format=text to read every file as text, whatever its name (source code is text too), or set "
                 "data.source to the files that you want",
             )
-        files += found.files
-        problems += found.problems
-        passed_over.update(found.passed_over)
-    return Inputs(tuple(files), tuple(problems), dict(passed_over))
+    return Inputs(
+        tuple(file for found in listed for file in found.files),
+        tuple(problem for found in listed for problem in found.problems),
+        {path: kind for found in listed for path, kind in found.left.items()},
+    )
 
 
 def how_to_read(source: object, passed_over: Mapping[str, int]) -> str:
@@ -171,9 +170,11 @@ def how_to_read(source: object, passed_over: Mapping[str, int]) -> str:
     if not types or not isinstance(source, str):
         return ""
     named = " and ".join([", ".join(types[:3]), *(["others"] if len(types) > 3 else [])])
+    several = sum(passed_over[type] for type in types) > 3
+    what, place = ("a file or a folder of them", "FILE-OR-FOLDER") if several else ("such a file", "FILE")
     return (
-        f"among these, {named} may hold text; to read such a file too, name it: "
-        f"'data.source=[{source}, {{path: {Path(source) / 'FILE'}, format: text}}]'"
+        f"among these, {named} may hold text; to read {what} too, name it: "
+        f"'data.source=[{source}, {{path: {Path(source) / place}, format: text}}]'"
     )
 
 

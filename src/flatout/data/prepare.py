@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from flatout.config.source import Source
 from flatout.config.suggest import close_matches
 from flatout.config.yaml_loader import format_value
 from flatout.corpus.document import Problem
-from flatout.data.causes import Cause, causes_of, mend_of, names_to_read
+from flatout.data.causes import Cause, causes_of, encoding_mend, mend_of, names_to_read
 from flatout.data.inspect import all_problems, read_report
 from flatout.data.limits import LIMITS
 from flatout.data.manifest import MANIFEST, PROBLEMS, TOKENIZER, Manifest, read_manifest
@@ -84,8 +85,27 @@ def prepare_data(
         )
     request = request_of(data, clean)
     check_outside(folder, request)
-    pack_corpus(request, folder, workers=workers, engine=engine, progress=progress, overwrite=overwrite)
+    check = partial(_check_not_worse, folder=folder, data=data, clean=request.clean)
+    pack_corpus(request, folder, workers=workers, engine=engine, progress=progress, overwrite=overwrite, check=check)
     return folder, True
+
+
+def _check_not_worse(fresh: Path, folder: Path, data: DataConfig, clean: CleanConfig) -> None:
+    """Keeps the dataset in `folder` from one that lacks more of the source, as after a slip in a setting."""
+    try:
+        before, after = read_report(folder) if has_dataset(folder) else None, read_report(fresh)
+    except DataError:  # what is there cannot be used
+        return
+    if before is None or after is None or after["damaged"] <= before["damaged"]:
+        return
+    if sum(after["kept"].values()) >= sum(before["kept"].values()):
+        return
+    causes = read_causes(fresh)
+    raise DataError(
+        f"{folder} stays as it is: it lacks {before['damaged']:,} of {many(before['records'], 'record')}, and the new "
+        f"dataset would lack {after['damaged']:,} of {after['records']:,}: {causes[0].told}",
+        f"{_how_to_use(causes, data, clean)}; or set data.folder to a new folder to prepare it so all the same",
+    )
 
 
 def check_outside(folder: Path, request: Request) -> None:
@@ -129,26 +149,23 @@ def check_complete(data: DataConfig, clean: CleanConfig) -> None:
         )
         raise DataError(
             f"{lost}: {causes[0].told}",
-            f"{_how_to_use(causes, data, clean)}; or go on with the rest, which is prepared (every problem is listed "
-            f"in {folder / PROBLEMS})",
+            f"{_how_to_use(causes, data, clean)}; or go on with the rest: "
+            f"`flatout train {shlex.quote(f'data.folder={folder}')}` (every problem is listed in {folder / PROBLEMS})",
         )
 
 
 def _how_to_use(causes: Sequence[Cause], data: DataConfig, clean: CleanConfig) -> str:
     """How to prepare a source again so that records which could not be used can."""
-    fields = [data.field] if isinstance(data.field, str) else data.field
+    fields = _listed(data.field)
     if data.source is None:  # the text is not known
         return f"to use them, prepare the text again: {mend_of(causes, fields)}"
-    changed: dict[str, Any] = {}
-    if names := names_to_read(causes, fields):
-        changed["field"] = names
-    if any(cause.first.kind == "not-utf8" for cause in causes):
-        changed["invalid_utf8"] = "replace"
-    command = prepare_command(data.model_copy(update=changed), clean)
-    if not changed:
+    names = names_to_read(causes, fields)
+    command = prepare_command(data.model_copy(update={"field": names}) if names else data, clean)
+    if not names:
         return f"to use them, {mend_of(causes, fields)}, then `{command}`"
-    count = sum(cause.records for cause in causes if cause.first.instead or cause.first.kind == "not-utf8")
-    return f"to use {f'{count:,} of them' if count else 'them'}: `{command}`"
+    count = sum(cause.records for cause in causes if cause.first.instead)
+    first = f"; before that, {mend}" if (mend := encoding_mend(causes)) else ""
+    return f"to use {f'{count:,} of them' if count else 'them'}: `{command}`{first}"
 
 
 def prepare_command(data: DataConfig, clean: CleanConfig | None) -> str:
@@ -246,17 +263,49 @@ def _check_settings(data: DataConfig, clean: CleanConfig | None, folder: Path) -
         if name == "source" and not request.piped and "hf:" not in str(data.source):
             find_inputs(request, Path())  # which says so where there is no such text
         own = folder / TOKENIZER if name == "tokenizer" and not _is_named(stored) else format_value(stored)
-        keep = f"set {shlex.quote(f'{path}={own}')} to use it as it is, or " if path in field_facts() else ""
-        report = read_report(folder)
-        again = ""
-        if report is not None and report["damaged"]:  # one that is incomplete may go
-            lost = f"{report['damaged']:,} of {many(report['records'], 'record')}"
-            again = f"; it lacks {lost}: `{prepare_command(data, clean)}` replaces it"
+        word = shlex.quote(f"{path}={own}")
+        leave = (
+            "" if name in ("source", "tokenizer") else f"leave {path} out or "
+        )  # the folder may be named after those
+        keep = f"{leave}set {word} to use it as it is, or " if path in field_facts() else ""
+        meant = _meant_field(folder, stored, wanted) if name == "field" else ""
+        again = _better(path, stored, data, clean, folder)
         raise DataError(
             f"{folder} was prepared with {name} {stored!r}, the config says {wanted!r}",
-            f"{keep}set data.folder to a new folder to prepare it anew{again}",
+            f"{meant}{keep}set data.folder to a new folder to prepare it anew{again}",
         )
     _check_source_size(data, request, manifest, folder)
+
+
+def _listed(field: str | list[str]) -> list[str]:
+    return [field] if isinstance(field, str) else field
+
+
+def _meant_field(folder: Path, stored: str | list[str], wanted: str | list[str]) -> str:
+    """Which field that a dataset was read by, or could be, a wanted one is nearly; nothing where it is none."""
+    known = [*_listed(stored), *(cause.first.instead for cause in read_causes(folder) if cause.first.instead)]
+    near = [match for name in _listed(wanted) if name not in known for match in close_matches(name, known, 0.75)]
+    return f"did you mean {near[0]}? " if near else ""
+
+
+def _better(path: str, stored: Any, data: DataConfig, clean: CleanConfig | None, folder: Path) -> str:
+    """The command that replaces a dataset by one that lacks less; nothing where other settings may lose more."""
+    report = read_report(folder)
+    if report is None or not report["damaged"] or path not in ("data.field", "data.invalid_utf8"):
+        return ""
+    causes = read_causes(folder)
+    if path == "data.field":
+        there, wanted = {cause.first.instead for cause in causes}, _listed(data.field)
+        new = [name for name in wanted if name in there]
+        # All that was read stays readable.
+        whole = {*new} | {*_listed(stored)} == {*wanted}
+        data = data.model_copy(update={"field": wanted if whole else list(dict.fromkeys([*_listed(stored), *new]))})
+        if not new:
+            return ""
+    elif data.invalid_utf8 == "strict" or not any(cause.first.kind == "not-utf8" for cause in causes):
+        return ""
+    lost = f"{report['damaged']:,} of {many(report['records'], 'record')}"
+    return f"; it lacks {lost}: `{prepare_command(data, clean)}` replaces it"
 
 
 def _tokenizers(manifest: Manifest, data: DataConfig) -> tuple[str, str]:

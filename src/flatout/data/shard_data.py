@@ -11,7 +11,7 @@ import numpy as np
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus.sources import told_by_type
 from flatout.data.batch import BatchLoader, Delivery, Span
-from flatout.data.inspect import read_report
+from flatout.data.inspect import read_report, unlike_training
 from flatout.data.loader import DeviceLoader, HostLoader, Windows
 from flatout.data.manifest import read_manifest
 from flatout.data.pack import Progress
@@ -114,6 +114,8 @@ def notices_on_folder(folder: Path) -> Iterator[Finding]:
             f"{report['damaged']:,} of {many(report['records'], 'record')} of the source could not be used; "
             f"see {folder / 'problems.jsonl'}"
         )
+    if report is not None and (told := unlike_training(report)):
+        yield Check("data", "validation").warn(told)
     if _how_to_verify(folder) == "sizes":
         yield Check("data", "verified").note(
             f"only the sizes of the shards in {folder} were checked; `flatout data verify` checks every byte"

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from flatout.config.schema import RunConfig
     from flatout.data.shards import Verify
 
-_MOST_LISTED = 10
 DATA_ACTIONS = {
     "inspect": "what a prepared dataset holds, what was dropped and why, with a picture",
     "verify": "check every byte of a prepared dataset",
@@ -108,6 +107,8 @@ def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | Non
 
 
 def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
+    from flatout.data.inspect import unlike_training
+
     tokens = facts["train_tokens"] + facts["val_tokens"]
     yield (
         f"{facts['folder']}: {facts['train_tokens']:,} training and {facts['val_tokens']:,} validation tokens "
@@ -133,6 +134,8 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
             yield f"passed over: {others}"
             if facts["how_to_read"]:
                 yield facts["how_to_read"]
+        if told := unlike_training(report):
+            yield f"note: {told}"
     if facts["packing"] == "best_fit":
         yield f"windows of {facts['context']:,} tokens are fitted to whole documents when training starts"
     elif facts["remainder"] is not None:
@@ -154,15 +157,12 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
 def _tell_problems(folder: Path, config: "RunConfig", report: dict[str, Any] | None) -> int:
     if report is None or not report["problem_count"]:
         return 0
+    from flatout.data.causes import lines_of
     from flatout.data.prepare import check_complete, read_causes
     from flatout.words import one_line
 
-    causes = read_causes(folder)
-    for cause in causes[:_MOST_LISTED]:
-        print(one_line(f"problem: {cause.told}"), file=sys.stderr)
-    if rest := causes[_MOST_LISTED:]:
-        files, records = len({cause.first.file for cause in rest}), sum(cause.records for cause in rest)
-        print(f"problem: ... and {many(records, 'more record')} of {many(files, 'file')}", file=sys.stderr)
+    for line in lines_of(read_causes(folder)):
+        print(one_line(f"problem: {line}"), file=sys.stderr)
     check_complete(config.data, config.clean)
     return 0
 

@@ -121,7 +121,9 @@ def _side_notes(summary: DataSummary) -> list[str]:
         notes.append(f"{report['replaced_characters']:,} invalid byte sequences replaced")
     if report["passed_over"]:
         others = sorted(report["passed_over"].items(), key=lambda pair: (-pair[1], pair[0]))
-        words = [f"{count:,} {_one_line(kind)[:12] or 'without suffix'}" for kind, count in others[:4]]
+        # Only the suffix is cut, which may be of any length: `.bin (not GPT-2 tokens)` stays whole.
+        kinds = [(_one_line(kind).partition(" ("), count) for kind, count in others[:4]]
+        words = [f"{count:,} {(name[:20] or 'without suffix') + more + why}" for (name, more, why), count in kinds]
         words += [many(len(others) - 4, "other type")] if len(others) > 4 else []
         notes.append(f"files passed over: {', '.join(words)}")
     return notes

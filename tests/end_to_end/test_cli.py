@@ -189,8 +189,8 @@ def test_settings_are_found_by_a_word(capsys: pytest.CaptureFixture[str]):
 
     assert next(iter(found("warmup"))).startswith("optim.warmup ")
     assert found("save_steps") == [
-        "checkpoint.every  500  Steps between checkpoints; 0 saves only at the end and when interrupted. "
-        "(elsewhere: save_steps)"
+        "checkpoint.every  500  Steps between checkpoints, `2 epochs` or `10 minutes`; 0 saves only at the end and when "
+        "interrupted. (elsewhere: save_steps)"
     ]
     assert any(line.startswith("lora.quantize ") for line in found("QLoRA"))
     both = {line.split()[0] for line in found("learning", "rate")}
@@ -551,8 +551,8 @@ def test_of_many_causes_the_first_are_listed_and_the_records_of_the_rest_are_cou
     said = call(["prepare", "data.source=in", "data.tokenizer=bytes"])
     assert said.code == 3
     told = [line for line in said.both.splitlines() if line.startswith("problem:")]
-    assert [line.split(":")[1] for line in told[:10]] == [f" in/{count}.jsonl" for count in range(12, 2, -1)]
-    assert told[10:] == ["problem: ... and 3 more records of 2 files"]
+    assert [line.split(":")[1] for line in told[:3]] == [f" in/{count}.jsonl" for count in range(12, 9, -1)]
+    assert told[3:] == ["problem: ... and 45 more records of 9 files with the same problem"]
     assert "error: 78 of 98 records could not be used: in/12.jsonl: 12 records, the first in line 1" in said.both
 
 

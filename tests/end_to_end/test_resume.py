@@ -188,7 +188,7 @@ def test_another_optimizers_state_is_refused_by_the_settings_that_changed(tiny):
         CheckpointError, match=r"needs exp_avg.*\(optim\.betas was \[0\.8, 0\.95\], is now \[0\.9, 0\.95\]\)"
     ) as refused:
         restore(set_up(tiny("optim.betas=[0.9, 0.95]")), dataclasses.replace(saved, optimizer=renamed))
-    assert "resume with optim.betas=[0.8, 0.95]" in refused.value.hint
+    assert "resume with 'optim.betas=[0.8, 0.95]'" in refused.value.hint
 
 
 def test_a_path_resumes_with_the_stored_config(tiny):

@@ -559,7 +559,7 @@ def test_what_needs_the_whole_corpus_is_refused(source, data, clean, message):
 def test_the_fingerprint_is_of_what_is_learned_from(source: Path):
     one = open_stream(settings(source)).train.fingerprint
     assert open_stream(settings(source, document_start="oak")).train.fingerprint != one
-    assert open_stream(settings(source), CleanConfig(drop=["short"])).train.fingerprint != one
+    assert open_stream(settings(source), CleanConfig(drop=["repetition"])).train.fingerprint != one
     with (source / "b.txt").open("a") as file:
         file.write(" more")
     assert open_stream(settings(source)).train.fingerprint != one

@@ -1070,7 +1070,7 @@ ABOUT = ("protocol", "size", "asked_tokens")
 
 def print_table(base: str, rows: list[dict[str, Any]]) -> None:
     """What each field changes of a base, over the same seeds, with the verdict of `flatout ablate`."""
-    from flatout.tuning.paired import ALIKE, HELPS, HURTS, effects
+    from flatout.tuning.ablation import ALIKE, HELPS, HURTS, effects
 
     own = {row["seed"]: row for row in rows if row["candidate"] == base}
     first = next(iter(own.values()))

@@ -23,7 +23,7 @@ from flatout.device import arithmetic, detect_device
 from flatout.generation.decode import generate_tokens
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
-from flatout.resolve.attention_switches import scan_for
+from flatout.resolve.switches import scan_for
 
 PRESETS = ("small-32k", "small-32k-hybrid", "small-32k-eigenstate")
 LENGTHS = (1024, 4096, 16384, 32_000)

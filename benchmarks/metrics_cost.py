@@ -28,8 +28,8 @@ from flatout import api
 from flatout.config.load import LoadedConfig, load_config
 from flatout.device import detect_device
 from flatout.observe.live.console import TerminalReader
-from flatout.observe.live.panel import panel
 from flatout.observe.live.state import ViewState
+from flatout.observe.live.view import panel
 from flatout.records import StepRecord
 from flatout.tuning.measure import Steps, borrowed_run
 from flatout.tuning.practice_data import practice_data

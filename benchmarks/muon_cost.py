@@ -38,8 +38,7 @@ from flatout.engine.graphs import Recorder, UpdateGraph
 from flatout.engine.notices import Notices
 from flatout.model.gpt import build_model
 from flatout.optim.muon import Muon, Unit
-from flatout.optim.optimizer import trainables
-from flatout.optim.optimizers import Optimizers
+from flatout.optim.optimizers import Optimizers, trainables
 from flatout.optim.rules import rules_of
 from flatout.tuning.measure import Steps, borrowed_run
 from flatout.tuning.practice_data import practice_data

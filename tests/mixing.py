@@ -7,8 +7,7 @@ from flatout.config.schema import ModelConfig
 from flatout.model.cache import Decoding, EigenstateCache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
-from flatout.model.operations import Own, Shared
-from flatout.model.torch_operations import TorchOperations
+from flatout.model.operations import Own, Shared, TorchOperations
 from flatout.ops.documents import Layout
 
 

@@ -20,19 +20,18 @@ if TYPE_CHECKING:
     from flatout.api.drawing import plot, report
     from flatout.api.evaluation import Evaluation, evaluate
     from flatout.api.exporting import Merged, consolidate, export, merge
-    from flatout.api.finetuning import finetune
     from flatout.api.measuring import ablate, bench, estimate, search, tune, tune_lr
     from flatout.api.models import LoadedModel, load_model
     from flatout.api.profiling import Profile, profile
     from flatout.api.resuming import more_minutes
     from flatout.api.text import chat, chat_prompt, generate, is_untaught
-    from flatout.api.training import prepare, train
+    from flatout.api.training import finetune, prepare, train
     from flatout.config.load import LoadedConfig, load_config
     from flatout.config.schema import RunConfig
     from flatout.errors import UserError
     from flatout.finding import Finding
     from flatout.observe.notebook import Chart, RunResult
-    from flatout.optim.optimizer import Group, Optimizer, Rule, StateBytes, Trainable
+    from flatout.optim.optimizers import Group, Optimizer, Rule, StateBytes, Trainable
     from flatout.records import (
         AblateRow,
         BenchProgress,
@@ -67,11 +66,10 @@ HOMES = {
     "flatout.config.load": ("load_config", "LoadedConfig"),
     "flatout.config.schema": ("RunConfig",),
     "flatout.api.configs": ("stored_config",),
-    "flatout.api.training": ("prepare", "train"),
-    "flatout.api.finetuning": ("finetune",),
+    "flatout.api.training": ("prepare", "train", "finetune"),
     "flatout.api.resuming": ("more_minutes",),
     "flatout.observe.notebook": ("RunResult", "Chart"),
-    "flatout.optim.optimizer": ("Rule", "StateBytes", "Optimizer", "Trainable", "Group"),
+    "flatout.optim.optimizers": ("Rule", "StateBytes", "Optimizer", "Trainable", "Group"),
     "flatout.api.models": ("load_model", "LoadedModel"),
     "flatout.api.text": ("generate", "chat", "chat_prompt", "is_untaught"),
     "flatout.api.evaluation": ("evaluate", "Evaluation"),

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "flatout"
 LAYERS = [
     {"errors"},
     {"finding", "records", "config", "files", "launch", "host", "lock"},
-    {"folders", "confined", "cores", "pulse"},
+    {"folders", "confined", "pulse"},
     {"device", "world"},
     {"ops", "corpus"},
     {"data", "model", "optim", "parallel"},

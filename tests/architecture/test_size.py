@@ -22,16 +22,16 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 58_467,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 47_011,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 58_242,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 46_680,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 125,  # all Python outside tests
-    "modules": 382,  # of src/flatout, as all the following
-    "modules with one importer": 102,
+    "modules": 330,  # of src/flatout, as all the following
+    "modules with one importer": 80,
     "settings": 157,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
     "class names with two meanings": 24,
     "modules that import RunConfig": 0,  # besides config, resolve and the command line
-    "modules that engine/setup.py imports": 21,  # of our own
+    "modules that engine/setup.py imports": 20,  # of our own
 }
 LONGEST_MODULE = 802  # physical lines, in src; at most
 LONGEST_LINE = 120

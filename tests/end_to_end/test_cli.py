@@ -189,8 +189,8 @@ def test_settings_are_found_by_a_word(capsys: pytest.CaptureFixture[str]):
 
     assert next(iter(found("warmup"))).startswith("optim.warmup ")
     assert found("save_steps") == [
-        "checkpoint.every  500  Steps between checkpoints, `2 epochs` or `10 minutes`; 0 saves only at the end and when "
-        "interrupted. (elsewhere: save_steps)"
+        "checkpoint.every  500  Steps between checkpoints, `2 epochs` or `10 minutes`; 0 saves only at the end and "
+        "when interrupted. (elsewhere: save_steps)"
     ]
     assert any(line.startswith("lora.quantize ") for line in found("QLoRA"))
     both = {line.split()[0] for line in found("learning", "rate")}

@@ -6,7 +6,7 @@ import pytest
 
 import flatout
 from flatout.model.gpt import GPT
-from flatout.observe.history import read_history
+from flatout.observe.sinks import read_history
 from flatout.records import EigenstateRecord, EvalRecord
 
 MIXED = [

@@ -24,9 +24,9 @@ from flatout.diagnose.examine import examine
 from flatout.errors import UserError
 from flatout.generation.decode import generate_tokens
 from flatout.model.adapter_files import read_origin
-from flatout.model.fingerprint import weights_fingerprint
 from flatout.model.gpt import GPT
 from flatout.model.hub import read_description
+from flatout.model.hub_weights import weights_fingerprint
 from flatout.records import EndRecord, NoticeRecord, StepRecord
 from tests.chat_models import write_chat_model
 

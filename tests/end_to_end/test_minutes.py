@@ -13,7 +13,7 @@ from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.sizes import Shape
 from flatout.errors import ConfigError
-from flatout.launch import ATTEMPT, Attempt, Launch
+from flatout.launch import AGENT, Attempt, Launch
 from flatout.observe.sinks import read_metrics
 from flatout.records import EndRecord, EvalRecord, NoticeRecord, RunInfo, StepRecord
 from flatout.tuning import minutes_probe
@@ -63,7 +63,7 @@ def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(
     assert command == ["train", *asked, "--resume", str(point), *words]
     attempt = Attempt(folder=info.folder, accepted=True)
     monkeypatch.setattr("flatout.verbs.train.launch", lambda: Launch(0, 1, 0, 1, attempt=attempt))
-    monkeypatch.setenv(ATTEMPT, attempt.as_json())
+    monkeypatch.setenv(AGENT, attempt.as_json())
     trained: list[Any] = []
     monkeypatch.setattr("flatout.api.train", lambda config, **_: trained.append(config.config.train) or iter(()))
     assert main([word if word != str(point) else "gone" for word in command]) == 0

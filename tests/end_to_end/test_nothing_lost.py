@@ -27,9 +27,9 @@ from flatout.checkpoints.checkpoint import (
     verify_checkpoint,
     write_checkpoint,
 )
-from flatout.cores import THREAD_VARIABLES
 from flatout.engine import boundary, diverged, full_disk, recovery
 from flatout.errors import DivergedError, ResourceError, UsageError
+from flatout.host import THREAD_VARIABLES
 from flatout.model.gpt import GPT
 from flatout.observe import sinks
 from flatout.observe.sinks import read_metrics

@@ -29,7 +29,7 @@ from flatout.checkpoints.checkpoint import (
     write_checkpoint,
     write_verdict,
 )
-from flatout.checkpoints.run_files import check_own
+from flatout.checkpoints.checkpoint_files import check_own
 from flatout.checkpoints.run_folder import checkpoint_to_load, find_resume_point, run_lock
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import ModelConfig

@@ -20,8 +20,7 @@ import torch
 from flatout.api import profiling as api_profiling
 from flatout.device import Device
 from flatout.diagnose import profile as profiling
-from flatout.diagnose.named_ranges import named_ranges, quiet_profiler
-from flatout.diagnose.profile import can_have, fitted, profile_run
+from flatout.diagnose.profile import can_have, fitted, named_ranges, profile_run, quiet_profiler
 from flatout.engine.run import Run
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
 from flatout.tuning.measure import borrowed_run

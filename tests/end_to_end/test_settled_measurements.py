@@ -19,7 +19,7 @@ from flatout.records import RunInfo
 from flatout.resolve.opening import DataSource
 from flatout.resolve.plan import RunPlan
 from flatout.tuning import many_gpus
-from flatout.tuning.practice_samples import practice_config
+from flatout.tuning.practice_data import practice_config
 
 SIZE = "2x32"
 RATES = ("muon_rate", "learning_rate", "embedding_rate", "head_rate", "weight_decay", "head_decay", "ema")

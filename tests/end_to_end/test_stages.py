@@ -10,8 +10,8 @@ from flatout.api import training
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.data.positions import Schedule, Stage
 from flatout.engine.graphs import MicroBatchGraph
+from flatout.engine.loop import warm_up
 from flatout.engine.setup import setup_run
-from flatout.engine.warm_up import warm_up
 from flatout.errors import ConfigError
 from flatout.model.count import flops_per_token
 from flatout.records import EpochRecord, EvalRecord, RunInfo, StepRecord

@@ -12,7 +12,7 @@ import torch
 import flatout
 from flatout.checkpoints.checkpoint import read_checkpoint
 from flatout.config.load import LoadedConfig
-from flatout.data import plan, stream, stream_loader, stream_parts
+from flatout.data import plan, stream, stream_loader
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.observe.live.console import TerminalReader
 from flatout.observe.sinks import read_metrics
@@ -135,7 +135,7 @@ def test_an_interrupted_stream_goes_on_bit_for_bit(tiny: Tiny, source: Path):
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_hub_dataset_is_streamed_and_goes_on(tiny: Tiny, tmp_path: Path, source: Path, monkeypatch, kind: str):
     pytest.importorskip("datasets")
-    monkeypatch.setattr(stream_parts, "_HUB_CHARACTERS", 500)
+    monkeypatch.setattr(stream, "_HUB_CHARACTERS", 500)
     monkeypatch.setattr(stream, "_worker_count", lambda inputs: 0)
     folder = tmp_path / "hub"
     folder.mkdir()

@@ -17,8 +17,8 @@ import pytest
 
 import flatout
 from flatout.config.load import load_config
-from flatout.cores import CoreClock, usable_cores
 from flatout.engine import machine
+from flatout.host import CoreClock, usable_cores
 from flatout.observe.live.console import TerminalReader
 from tests.conftest import TINY
 from tests.unit.test_spans import driver

@@ -23,14 +23,14 @@ from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT
-from flatout.cores import THREAD_VARIABLES, CoreUse
 from flatout.device import detect_device
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
+from flatout.host import THREAD_VARIABLES, CoreUse
 from flatout.model.gpt import GPT
-from flatout.observe.measured.tune_table import TuneReader
+from flatout.observe.measured.tune import TuneReader
 from flatout.records import NoticeRecord, StepRecord, TuneProgress, TuneResult, TuneRow
+from flatout.resolve import case as engine_threads
 from flatout.resolve import switches as engine_switches
-from flatout.resolve import threads as engine_threads
 from flatout.resolve.switches import resolve_speed
 from flatout.tuning import probe, tuner
 from flatout.tuning.search import Candidate, Trial

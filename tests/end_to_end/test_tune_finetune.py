@@ -23,8 +23,8 @@ from flatout.model.gpt import GPT
 from flatout.records import NoticeRecord, StepRecord, TuneProgress, TuneResult, TuneRow
 from flatout.resolve.switches import Speed
 from flatout.tuning import measure, probe, tuner
-from flatout.tuning.practice_samples import PracticeSamples, practice_samples
-from flatout.tuning.sample_probe import SampleProbe
+from flatout.tuning.practice_data import PracticeSamples, practice_samples
+from flatout.tuning.probe import SampleProbe
 from flatout.tuning.search import Candidate, Trial
 from tests.chat_models import write_chat_model
 from tests.set_up import set_up

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatout.ops.attention import causal_attention, masked_attention, window_kernel
+from flatout.ops.attention import causal_attention, masked_attention, window_attention, window_kernel, window_mask
 from flatout.ops.flash_attention_4 import fa4_missing
-from flatout.ops.windows import window_attention, window_mask
 
 CUDA = [
     pytest.param("flash", marks=pytest.mark.gpu),

@@ -220,7 +220,6 @@ def _made_up_machine() -> Iterator[None]:
 
     The doctor's product takes 5 ms, and its disk writes 500 MB/s.
     """
-    import flatout.cores
     import flatout.diagnose.examine
     import flatout.diagnose.trials
     import flatout.host
@@ -256,7 +255,7 @@ def _made_up_machine() -> Iterator[None]:
             lambda *a, **k: dataclasses.replace(measure(*a, **k), write_rate=5e8, read_rate=5e8),
         )
         patch.setattr(flatout.host, "first_line_of", lambda _path: "")
-        patch.setattr(flatout.cores, "first_line_of", lambda _path: "")
+        patch.setattr(flatout.host, "first_line_of", lambda _path: "")
         torch.set_num_threads(1)
         time.tzset()
         try:

@@ -11,8 +11,7 @@ import pytest
 from flatout import api
 from flatout.config.load import load_config
 from flatout.errors import ConfigError, DataError, DivergedError
-from flatout.observe.measured.ablate_picture import draw_ablation
-from flatout.observe.measured.ablate_table import print_ablation
+from flatout.observe.measured.ablate import draw_ablation, print_ablation
 from flatout.observe.picture import is_picture
 from flatout.records import AblateRow, EvalRecord, ablate_row_from_json, record_to_json
 from flatout.tuning import ablation

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from flatout.config.schema import ModelConfig
-from flatout.model.activations import AT_ONCE, ActivationOffload, _Moved
 from flatout.model.execution import Execution
-from flatout.model.gpt import GPT, build_model
+from flatout.model.gpt import AT_ONCE, GPT, ActivationOffload, _Moved, build_model
 
 VOCAB = 50
 

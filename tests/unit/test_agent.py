@@ -21,7 +21,7 @@ from flatout.agent.cause import Cause, cause_of, first_of
 from flatout.agent.hosts import Left, OneHost
 from flatout.agent.many_hosts import ManyHosts
 from flatout.agent.workers import Place
-from flatout.checkpoints.run_files import CHECKPOINT_FILES
+from flatout.checkpoints.checkpoint_files import CHECKPOINT_FILES
 from flatout.config.load import load_config
 from flatout.errors import HardwareError, UsageError, UserError
 from flatout.launch import Attempt, launch

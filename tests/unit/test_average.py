@@ -8,7 +8,7 @@ from flatout.config.schema import OptimConfig
 from flatout.errors import ConfigError
 from flatout.optim import average
 from flatout.optim.average import Average
-from flatout.optim.optimizer import Trainable, trainables
+from flatout.optim.optimizers import Trainable, trainables
 from flatout.optim.rules import state_bytes
 
 

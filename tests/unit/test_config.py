@@ -25,7 +25,6 @@ from flatout.config.catalogue import (
     shipped_names,
     summary,
 )
-from flatout.config.data_sections import SourceConfig
 from flatout.config.facts import allowed_values, field_facts, section_paths, spot_at, value_at, with_whole_numbers
 from flatout.config.load import (
     explain,
@@ -37,6 +36,7 @@ from flatout.config.load import (
 )
 from flatout.config.model_section import GPT2, ModelConfig
 from flatout.config.schema import CleanConfig, OptimConfig, RunConfig, at_last_stage, micro_batch_of
+from flatout.config.sections import SourceConfig
 from flatout.config.sizes import LONG, LONG_NAMES
 from flatout.config.source import Source
 from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED, WAY_ELSEWHERE_CALLED

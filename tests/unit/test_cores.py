@@ -9,10 +9,10 @@ import time
 import pytest
 import torch
 
-from flatout import cores
-from flatout.cores import CoreClock, ThreadTrial, candidates, core_clock, core_use, usable_cores, whole_cores
+from flatout import host
 from flatout.device import cpu_threads
-from flatout.resolve.threads import shape_of, try_threads
+from flatout.host import CoreClock, ThreadTrial, candidates, core_clock, core_use, usable_cores, whole_cores
+from flatout.resolve.case import shape_of, try_threads
 
 
 def clock(now: float, **seconds: float | None) -> CoreClock:
@@ -72,11 +72,11 @@ def test_processes_that_it_started_are_not_among_the_others():
     ids=["v2", "v1"],
 )
 def test_a_container_with_a_quota_tells_of_itself_not_of_its_host(files, monkeypatch):
-    monkeypatch.setattr(cores, "first_line_of", lambda path: files.get(path.removeprefix("/sys/fs/cgroup/"), ""))
-    monkeypatch.setattr(cores, "_processors", lambda: set(range(64)))
+    monkeypatch.setattr(host, "first_line_of", lambda path: files.get(path.removeprefix("/sys/fs/cgroup/"), ""))
+    monkeypatch.setattr(host, "_processors", lambda: set(range(64)))
     assert usable_cores() == 1.5
     assert core_clock().busy == 7.5
-    monkeypatch.setattr(cores, "_processors", lambda: {0})
+    monkeypatch.setattr(host, "_processors", lambda: {0})
     assert usable_cores() == 1.0, "its affinity allows less"
     assert core_clock().busy != 7.5
 
@@ -114,7 +114,7 @@ def test_threads_are_borrowed():
 
 def test_a_trial_leaves_torch_as_it_was_and_is_made_once(monkeypatch):
     try_threads.cache_clear()
-    monkeypatch.setattr("flatout.resolve.threads.whole_cores", lambda: 2)
+    monkeypatch.setattr("flatout.resolve.case.whole_cores", lambda: 2)
     before, state = torch.get_num_threads(), torch.get_rng_state()
     trial = try_threads(*shape_of(None))
     assert set(trial.seconds) == {1, 2}

@@ -16,10 +16,8 @@ from flatout.engine import loop
 from flatout.engine.deadline import Deadline
 from flatout.engine.loop import begin, noted
 from flatout.errors import CheckpointError
-from flatout.optim.optimizer import trainables
-from flatout.optim.optimizers import Optimizers
-from flatout.optim.rules import rules_of
-from flatout.optim.schedule import cooling_from
+from flatout.optim.optimizers import Optimizers, trainables
+from flatout.optim.rules import cooling_from, rules_of
 from flatout.records import CheckpointRecord, EvalRecord, NoticeRecord
 from flatout.world import World
 from tests.set_up import set_up

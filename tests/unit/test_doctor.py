@@ -21,8 +21,8 @@ import pytest
 import torch
 
 import flatout
-from flatout import cores
-from flatout.checkpoints.run_files import CHECKPOINT_FILES
+from flatout import host
+from flatout.checkpoints.checkpoint_files import CHECKPOINT_FILES
 from flatout.config.load import load_config
 from flatout.config.usual import usual_rate
 from flatout.data.prepare import prepare_data
@@ -190,7 +190,7 @@ TWO_THREADS = dataclasses.replace(LAPTOP.torch, threads=2)
 
 def threads(others: float, seconds: dict[int, float]) -> Trials:
     """What trials of a CPU with two cores found."""
-    return dataclasses.replace(TRIALS, threads=cores.ThreadTrial(seconds=seconds, cores=2, others=others))
+    return dataclasses.replace(TRIALS, threads=host.ThreadTrial(seconds=seconds, cores=2, others=others))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -540,7 +540,7 @@ def test_threads_that_are_fast_are_fine(here: Path):
     findings = visit(machine=LAPTOP, trials=threads(0.1, {1: 1.0, 2: 0.55}))
     (found,) = [one for one in findings if one.name == "threads"]
     assert (found.status, found.found) == ("ok", "speed.threads=auto gives 2 threads, 1.8 times as fast as one")
-    untried = dataclasses.replace(TRIALS, threads=cores.ThreadTrial(seconds={1: 1.0, 2: 0.55, 4: 0.4}, cores=4))
+    untried = dataclasses.replace(TRIALS, threads=host.ThreadTrial(seconds={1: 1.0, 2: 0.55, 4: 0.4}, cores=4))
     findings = visit("speed.threads=3", machine=LAPTOP, trials=untried)
     assert [one.found for one in findings if one.name == "threads"] == ["speed.threads=3 gives 3 threads"]
 
@@ -1305,10 +1305,10 @@ def test_nvml_is_read():
 
 
 def test_a_containers_share_of_the_cores():
-    assert cores._quota("150000 100000") == 1.5
-    assert cores._quota("max 100000") is None
-    assert cores._quota("-1 100000") is None
-    assert cores._quota("") is None
+    assert host._quota("150000 100000") == 1.5
+    assert host._quota("max 100000") is None
+    assert host._quota("-1 100000") is None
+    assert host._quota("") is None
 
 
 def test_this_machine_is_gathered_without_secrets(monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatout.engine.drift import check_alike, check_start, sum_of_bits
+from flatout.engine.loop import check_alike, check_start, sum_of_bits
 from flatout.errors import DriftError, UsageError
 from flatout.launch import OtherProcessError
 from flatout.world import World

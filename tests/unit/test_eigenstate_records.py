@@ -14,17 +14,16 @@ from flatout.config.schema import ModelConfig
 from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.model.gpt import GPT, build_model
 from flatout.observe.eigenstates import eigenstate_history, memory_sentence, record_sentence
-from flatout.observe.history import read_history
 from flatout.observe.live.console import TerminalReader
 from flatout.observe.live.follow import record_of_line
-from flatout.observe.live.panel import panel
 from flatout.observe.live.state import ViewState
-from flatout.observe.plot.eigenstates import EIGENSTATE_PANELS, eigenstate_panel_figure, eigenstates_figure
+from flatout.observe.live.view import panel
 from flatout.observe.plot.plots import write_comparison, write_run_plots
-from flatout.observe.plot.series import RunNumbers
-from flatout.observe.plot.tables import EIGENSTATE_HEADER
+from flatout.observe.plot.run import EIGENSTATE_PANELS, eigenstate_panel_figure, eigenstates_figure
+from flatout.observe.plot.series import EIGENSTATE_HEADER, RunNumbers
 from flatout.observe.report.data import report_data
 from flatout.observe.report.report import page_of
+from flatout.observe.sinks import read_history
 from flatout.observe.track.values import values_of
 from flatout.records import EigenstateRecord, record_to_json
 from tests.made_runs import eigenstate_run, eigenstates_of, end_of, finished_run, info_of, step_of, write_run

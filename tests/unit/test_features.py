@@ -10,9 +10,9 @@ from flatout.config.facts import options_of, spot_at
 from flatout.config.load import load_config
 from flatout.config.schema import SpeedConfig
 from flatout.config.source import DEFAULT, IN_PYTHON, Source
-from flatout.cores import THREAD_VARIABLES, ThreadTrial
 from flatout.device import Device
 from flatout.errors import HardwareError
+from flatout.host import THREAD_VARIABLES, ThreadTrial
 from flatout.model.compiling import graphs_of_its_own
 from flatout.records import Feature
 from flatout.resolve import switches

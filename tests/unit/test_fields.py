@@ -8,10 +8,9 @@ import pytest
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
 from flatout.model import fields, hub
-from flatout.model.fields import FEATURES, RESIDUAL_SCALE, Feature, Format
+from flatout.model.fields import DEFAULTS, FEATURES, RESIDUAL_SCALE, Feature, Format, HubValues
 from flatout.model.gpt import build_model, empty_model
 from flatout.model.hub import description_of
-from flatout.model.hub_values import DEFAULTS, HubValues
 from flatout.model.hub_weights import export_huggingface, pieces_of
 
 DEFAULT = ModelConfig()

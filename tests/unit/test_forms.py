@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from flatout.checkpoints.slices import entry_of, joined_entries, slice_file, well_formed
+from flatout.checkpoints.checkpoint import entry_of, joined_entries, slice_file, well_formed
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import DEFAULT
 from flatout.errors import ConfigError
 from flatout.model.count import estimate_memory, parameter_count
 from flatout.model.execution import Execution
-from flatout.optim.optimizer import Rule, StateBytes
-from flatout.optim.optimizers import check_slices
+from flatout.optim.optimizers import Rule, StateBytes, check_slices
 from flatout.parallel.ranks import Ranks
 from flatout.resolve.case import Dealing
 from flatout.resolve.fit_check import fits_well

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from flatout.engine.custom import Given
 from flatout.errors import ConfigError
-from flatout.optim.optimizer import trainables
-from flatout.optim.optimizers import Optimizers
+from flatout.optim.optimizers import Optimizers, trainables
 
 FACTORS = [0.5, 1.0, 0.25]
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from flatout.errors import DataError
-from flatout.observe.history import read_history
-from flatout.observe.sinks import MetricsFile
+from flatout.observe.sinks import MetricsFile, read_history
 from flatout.records import (
     CheckpointRecord,
     EndRecord,

@@ -17,16 +17,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from flatout import cores, files
+from flatout import files, host
 from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import micro_batch_of
 from flatout.device import Device
 from flatout.engine.run import Run
 from flatout.errors import ConfigError, ResourceError, UsageError
-from flatout.observe.measured import bench_picture
-from flatout.observe.measured.bench_picture import draw_bench
-from flatout.observe.measured.bench_table import BenchReader, beside_claim, print_bench, total_lines
+from flatout.observe.measured import bench
+from flatout.observe.measured.bench import BenchReader, beside_claim, draw_bench, print_bench, total_lines
 from flatout.records import BenchProgress, BenchRow, bench_row_from_json, record_to_json
 from flatout.resolve.case import Probes
 from flatout.resolve.switches import resolve_speed
@@ -359,7 +358,7 @@ def test_a_gain_is_over_the_rung_it_was_timed_with_and_a_factor_over_the_baselin
 
 
 def test_a_ladder_is_gone_on_with_the_threads_it_had(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in cores.THREAD_VARIABLES:
+    for name in host.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("flatout.resolve.switches.usable_cores", lambda: 64.0)
     earlier = [row("baseline", used={"threads": "37"})]
@@ -620,7 +619,7 @@ def test_the_full_set_is_named_only_when_its_rung_was_measured():
 def test_the_picture_says_what_the_table_says():
     rows = [row("baseline", factor=1.0), row("sdpa", factor=0.8)]
     for names, words in ((("baseline", "sdpa", "compile"), "to sdpa, the last rung"), (("sdpa",), "to the full set")):
-        figure = bench_picture._figure(rows, names)
+        figure = bench._figure(rows, names)
         texts = [text.get_text() for part in (figure, *figure.axes) for text in part.texts]
         assert any(words in text for text in texts)
         assert ("one switch at a time" in texts) == ("compile" in names)

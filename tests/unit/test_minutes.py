@@ -17,8 +17,7 @@ from flatout.resolve import opening
 from flatout.resolve.opening import with_tokenizer
 from flatout.resolve.sizing import applied, as_before, decide, fitted_to, on_device, settled
 from flatout.tuning import minutes_probe
-from flatout.tuning.law import WORDS, effective_tokens, law_for
-from flatout.tuning.minutes import SECONDS, Budget, Prospect, Speed, choose, flops
+from flatout.tuning.minutes import SECONDS, WORDS, Budget, Prospect, Speed, choose, effective_tokens, flops, law_for
 from flatout.tuning.minutes_probe import decision_for
 
 CPU = Device(torch_device=torch.device("cpu"), name="cpu", memory_bytes=None, capability=None)

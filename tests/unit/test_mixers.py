@@ -22,7 +22,7 @@ from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub_weights import export_huggingface
 from flatout.model.weights import assign_weights
 from flatout.ops.documents import lay_out
-from flatout.optim.optimizer import trainables
+from flatout.optim.optimizers import trainables
 from flatout.optim.rules import decays
 from tests.made_optimizers import made_optimizers
 

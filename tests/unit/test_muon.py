@@ -31,11 +31,9 @@ from flatout.ops.muon import (
     polynomial_reference,
 )
 from flatout.optim import muon as module
-from flatout.optim import schedule
-from flatout.optim.optimizer import Trainable, trainables
-from flatout.optim.optimizers import Optimizers
-from flatout.optim.rules import rules_of
-from flatout.optim.schedule import momenta
+from flatout.optim import rules
+from flatout.optim.optimizers import Optimizers, Trainable, trainables
+from flatout.optim.rules import momenta, rules_of
 from flatout.resolve.advice import advice_on
 from flatout.resolve.memory import state_of
 from tests.conftest import TINY
@@ -105,7 +103,7 @@ def test_the_update_is_torchs_where_the_polynomial_is(monkeypatch: pytest.Monkey
     newton = ((3.4445, -4.7750, 2.0315),) * 5
     monkeypatch.setattr(module, "orthogonalise", functools.partial(orthogonalise, iterations=newton))
     monkeypatch.setattr(ops, "SAFETY", 1.0)
-    monkeypatch.setattr(schedule, "_MOMENTUM_START", 0.95)
+    monkeypatch.setattr(rules, "_MOMENTUM_START", 0.95)
     for shape in ((64, 16), (16, 64), (32, 32)):
         weights = [nn.Parameter(drawn(*shape, dtype=torch.float32)) for _ in range(2)]
         theirs = torch.optim.Muon([weights[0]], lr=0.02, momentum=0.95, weight_decay=0.1)

@@ -1,6 +1,6 @@
 """What is told of several ranks."""
 
-from flatout.observe.ranks import exposed_share, ranks_line, slowest_rank
+from flatout.observe.human import exposed_share, ranks_line, slowest_rank
 
 
 def test_the_slowest_rank_is_named_against_the_median():

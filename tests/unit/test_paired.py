@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from flatout.tuning import paired
-from flatout.tuning.paired import Effect, effects, pooled, quantile, steady_seconds
+from flatout.tuning import ablation
+from flatout.tuning.ablation import Effect, effects, pooled, quantile, steady_seconds
 
 
 @pytest.mark.parametrize(("degrees", "known"), [(1, 12.706), (2, 4.303), (3, 3.182), (10, 2.228), (30, 2.042)])
@@ -39,7 +39,7 @@ def test_the_interval_of_a_field_alone_is_that_of_students_t(pairs: list[float],
 @pytest.mark.parametrize(("fields", "seeds"), [(1, 2), (8, 2), (4, 3), (8, 5)])
 def test_fields_that_do_nothing_seldom_get_a_verdict(fields: int, seeds: int, monkeypatch: pytest.MonkeyPatch):
     """All pairs of a seed share the unchanged run, which a count of pairs as degrees of freedom would forget."""
-    monkeypatch.setattr(paired, "quantile", functools.cache(quantile))
+    monkeypatch.setattr(ablation, "quantile", functools.cache(quantile))
     chance = random.Random(f"{fields} {seeds}")
     wrong, trials = 0, 2400 // fields
     for _ in range(trials):

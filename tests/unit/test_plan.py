@@ -16,8 +16,7 @@ from flatout.config.load import load_config
 from flatout.config.source import DEFAULT
 from flatout.errors import UsageError
 from flatout.model.count import parameter_count
-from flatout.observe.measured.plan_picture import draw_plan
-from flatout.observe.measured.plan_table import print_plan
+from flatout.observe.measured.plan import draw_plan, print_plan
 from flatout.observe.picture import is_picture
 from flatout.records import BenchRow, record_to_json
 from flatout.resolve.case import Dealing

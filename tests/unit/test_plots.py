@@ -19,15 +19,14 @@ import pytest
 
 from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.files import write_whole
-from flatout.observe.history import RunHistory, distinct_names, read_history
 from flatout.observe.picture import is_picture
 from flatout.observe.plot import plots
 from flatout.observe.plot import run as plot_run
-from flatout.observe.plot.compare import comparison_figure
 from flatout.observe.plot.panels import short_number, tick_text, time_unit
-from flatout.observe.plot.plots import write_comparison, write_run_plots
+from flatout.observe.plot.plots import comparison_figure, write_comparison, write_run_plots
 from flatout.observe.plot.run import metrics_figure, panel_figure, results_figure
 from flatout.observe.plot.series import Curve, RunNumbers, smooth, thin, thin_marks, usual_range, window_of
+from flatout.observe.sinks import RunHistory, distinct_names, read_history
 from flatout.records import StepRecord
 from flatout.verbs.plot import plot
 from tests.made_runs import finished_run

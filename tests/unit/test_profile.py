@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout.diagnose.profile_memory import shared_frames, write_snapshot
+from flatout.diagnose.profile import shared_frames, write_snapshot
 from flatout.diagnose.reading import Measurements, judge
 from flatout.diagnose.trace import OUR_KERNELS, UPDATE_KERNELS, kind_of_kernel, kind_of_operator, read_trace
 from flatout.observe.measured.profile_page import as_markdown, page_of, print_page
@@ -674,7 +674,7 @@ def test_a_small_bar_is_none_and_a_share_above_one_is_a_full_one():
 
 
 def test_names_are_taken_off_a_step_even_after_an_error():
-    from flatout.diagnose.named_ranges import named_ranges
+    from flatout.diagnose.profile import named_ranges
 
     def fail(*_values: object) -> None:
         raise RuntimeError("out of luck")

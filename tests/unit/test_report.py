@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 
 from flatout.errors import DataError, ResourceError, UsageError, UserError
-from flatout.observe.history import RunHistory, distinct_names, read_history
 from flatout.observe.report.data import report_data
 from flatout.observe.report.figures import figures_of
 from flatout.observe.report.report import MARK, MOST_RUNS, json_for_page, page_of, read_runs, write_report
-from flatout.observe.report.series import MOST_POINTS, curves_of, smoothed, thinned
-from flatout.observe.report.state import RunState
+from flatout.observe.report.series import MOST_POINTS, RunState, curves_of, smoothed, thinned
+from flatout.observe.sinks import RunHistory, distinct_names, read_history
 from flatout.records import Record, SampleRecord, StepRecord
 from flatout.verbs import report as verb
 from tests.made_runs import (

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from flatout.errors import DataError, ResourceError, UsageError
-from flatout.observe.history import read_history
 from flatout.observe.report.server import ADDRESS, ReportServer, Source, open_server, serve
+from flatout.observe.sinks import read_history
 from flatout.records import record_to_json
 from flatout.verbs import report as verb
 from tests.made_runs import finished_run, info_of, sign_lock, step_of, write_run

@@ -16,8 +16,7 @@ from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan
 from flatout.model.adapters import attach
 from flatout.model.gpt import GPT, build_model
 from flatout.optim.adamw import AdamW, EightBitAdamW, HostAdamW
-from flatout.optim.optimizer import Group, Optimizer, Rule, StateBytes, trainables
-from flatout.optim.optimizers import Optimizers
+from flatout.optim.optimizers import Group, Optimizer, Optimizers, Rule, StateBytes, trainables
 from flatout.optim.rules import decays, rules_of, state_bytes
 from flatout.resolve.memory import checkpoint_size
 

@@ -15,10 +15,9 @@ from flatout.data import chat_template
 from flatout.data import tokenizer as tokenizer_module
 from flatout.data.batch import Delivery
 from flatout.data.chat_template import ChatTemplate, load_template
-from flatout.data.make_samples import SampleRequest, prepare_samples
+from flatout.data.make_samples import ADVICE, COUNTS, SampleRequest, count_told, prepare_samples
 from flatout.data.masking import preview, stops_of
 from flatout.data.model_folder import read_model_tokenizer
-from flatout.data.sample_counts import ADVICE, COUNTS, count_told
 from flatout.data.sample_data import SampleData
 from flatout.data.samples import MANIFEST, SAMPLES, SampleSet, check_target, open_samples
 from flatout.data.tokenizer import ModelTokenizer

@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from flatout.config.schema import OptimConfig
-from flatout.optim.schedule import Pace, rate_factors
+from flatout.optim.rules import Pace, rate_factors
 
 KINDS = ["cosine", "linear", "wsd", "one-cycle", "constant"]
 

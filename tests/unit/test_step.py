@@ -79,7 +79,7 @@ def test_update_equals_torchs_clip_and_adamw(fused, clip):
         ],
         lr=1e-2,
         betas=tuple(OptimConfig().betas),
-        eps=OptimConfig().eps,
+        eps=OptimConfig().kind.eps,
         foreach=False,
     )
     for seed in range(5):

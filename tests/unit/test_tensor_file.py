@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from flatout import files
 from flatout.files import sync_and_hash
-from flatout.model import tensor_file
-from flatout.model.tensor_file import write_tensors
+from flatout.model import weights
+from flatout.model.weights import write_tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -30,7 +30,7 @@ def some_tensors(device: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("piece", [1, 64, 2**24])
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_bytes_are_the_librarys(tmp_path: Path, monkeypatch, device, piece):
-    monkeypatch.setattr(tensor_file, "PIECE", piece)
+    monkeypatch.setattr(weights, "PIECE", piece)
     tensors = some_tensors(device)
     told = write_tensors(tmp_path / "ours", tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs")
@@ -40,7 +40,7 @@ def test_the_bytes_are_the_librarys(tmp_path: Path, monkeypatch, device, piece):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_pieces_come_back_as_they_were(tmp_path: Path, monkeypatch, device):
-    monkeypatch.setattr(tensor_file, "PIECE", 1000)
+    monkeypatch.setattr(weights, "PIECE", 1000)
     tensors = {str(n): torch.randn(97, 31, device=device) for n in range(20)}
     write_tensors(tmp_path / "file", tensors)
     found = load_file(tmp_path / "file")
@@ -69,7 +69,7 @@ def test_a_failing_disk_is_told_and_no_thread_is_left(tmp_path: Path, monkeypatc
         if len(calls) > written:
             raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(tensor_file, "PIECE", 100)
+    monkeypatch.setattr(weights, "PIECE", 100)
     monkeypatch.setattr(files, "_write_all", fail)
     with pytest.raises(OSError, match="No space") as caught:
         write_tensors(tmp_path / "file", {"a": torch.zeros(1000)})

@@ -12,11 +12,10 @@ import pytest
 from flatout.config.load import LoadedConfig
 from flatout.device import detect_device
 from flatout.errors import ResourceError, UsageError
-from flatout.tuning import clock, turns
-from flatout.tuning.clock import Clock
+from flatout.tuning import turns
 from flatout.tuning.compare import ALIKE, FASTER, LOOKS, MISS, NOISY, SLOWER, Comparison, chained, compare, left_out
 from flatout.tuning.plan import make_plan
-from flatout.tuning.turns import Side, sit
+from flatout.tuning.turns import Clock, Side, sit
 
 Tiny = Callable[..., LoadedConfig]
 Load = Callable[[random.Random], Iterator[float]]  # how many times as long each turn takes as on an idle machine
@@ -253,7 +252,7 @@ def test_the_reference_does_not_clear_the_compiler(tiny: Tiny, monkeypatch: pyte
 
 def test_time_is_dealt_out(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
-    monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(turns.time, "monotonic", lambda: now[0])
     free = Clock(None, 20)
     free.typical = 1000.0
     assert not free.up

@@ -19,9 +19,8 @@ from rich.cells import cell_len
 
 from flatout.observe.live.chart import chart
 from flatout.observe.live.console import TerminalReader
-from flatout.observe.live.panel import panel, spark
 from flatout.observe.live.state import QUIET_SECONDS, Curve, ViewState
-from flatout.observe.live.view import ViewReader
+from flatout.observe.live.view import ViewReader, panel, spark
 from flatout.records import (
     CheckpointRecord,
     EpochRecord,

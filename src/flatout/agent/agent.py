@@ -25,7 +25,7 @@ from typing import final
 from flatout.agent.cause import Cause, cause_of, first_of
 from flatout.agent.hosts import Hosts, Left
 from flatout.agent.workers import Workers
-from flatout.checkpoints.run_files import list_checkpoints
+from flatout.checkpoints.checkpoint_files import list_checkpoints
 from flatout.errors import UserError
 from flatout.launch import OtherProcessError
 from flatout.pulse import State, read_json

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, final
 
 import flatout
-from flatout.cores import whole_cores
+from flatout.host import whole_cores
 from flatout.launch import AGENT, Attempt, LostRankError
 from flatout.pulse import Slots, State, stack_of
 

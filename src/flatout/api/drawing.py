@@ -9,7 +9,7 @@ from flatout.errors import DataError, UsageError, quoted
 from flatout.files import disk_errors
 from flatout.observe.live.follow import find_run
 from flatout.observe.plot.plots import COMPARISON, write_comparison, write_run_plots
-from flatout.observe.plot.tables import EIGENSTATES, EVALS, STEPS
+from flatout.observe.plot.series import EIGENSTATES, EVALS, STEPS
 from flatout.observe.report.report import check_target, write_report
 
 _FORMS = (".png", ".svg")

@@ -9,7 +9,7 @@ from flatout.config.load import Config, load_config
 from flatout.data.prepare import data_folder, has_dataset
 from flatout.errors import UsageError
 from flatout.files import disk_errors
-from flatout.observe.measured.bench_rows import read_ablate, read_bench
+from flatout.observe.measured.bench import read_ablate, read_bench
 from flatout.records import AblateRow, BenchProgress, BenchRow, TuneProgress, TuneResult, TuneRow, record_to_json
 from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, Told
 from flatout.tuning.ablation import ablate as ablate_fields
@@ -19,7 +19,7 @@ from flatout.tuning.estimate import estimate as look_ahead
 from flatout.tuning.field_changes import check_length, choose
 from flatout.tuning.ladder import bench as climb_ladder
 from flatout.tuning.lr_range import HIGH, LOW, STEPS, LrResult, Point, find_rate
-from flatout.tuning.practice_samples import settled_for_runs
+from flatout.tuning.practice_data import settled_for_runs
 from flatout.tuning.search_space import read_space, space_of
 from flatout.tuning.study import TRIALS, StudyResult, TrialRow
 from flatout.tuning.study import search as search_space

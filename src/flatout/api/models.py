@@ -40,8 +40,8 @@ from flatout.model.hub_find import find_model
 from flatout.model.hub_weights import load_described
 from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
-from flatout.resolve.attention_switches import scan_for
 from flatout.resolve.fit_check import out_of_memory
+from flatout.resolve.switches import scan_for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

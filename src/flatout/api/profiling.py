@@ -25,8 +25,7 @@ from flatout.launch import Launch, launch
 from flatout.observe.measured.profile_page import as_markdown, page_of
 from flatout.parallel.ranks import joined
 from flatout.tuning.measure import borrowed_run
-from flatout.tuning.practice_data import scratch_folder
-from flatout.tuning.practice_samples import practice_config
+from flatout.tuning.practice_data import practice_config, scratch_folder
 from flatout.world import World
 
 PAGE = "reading.md"

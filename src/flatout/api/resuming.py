@@ -9,7 +9,7 @@ from typing import Any
 from flatout.checkpoints.checkpoint import Checkpoint, Unusable, checkpoint_path, read_checkpoint
 from flatout.checkpoints.run_folder import checkpoint_to_load, find_resume_point
 from flatout.config.load import LoadedConfig, resolve_from_mapping
-from flatout.config.training_sections import LENGTHS
+from flatout.config.sections import LENGTHS
 from flatout.config.yaml_loader import format_value
 from flatout.data.limits import LIMITS
 from flatout.data.plan import DECISIVE
@@ -17,7 +17,7 @@ from flatout.engine.custom import check_given
 from flatout.engine.run import Run
 from flatout.engine.saving import as_word, differences
 from flatout.errors import CheckpointError, ConfigError, UsageError
-from flatout.optim.schedule import rate_factors
+from flatout.optim.rules import rate_factors
 from flatout.resolve.length import optim_of, pace_of, steps_of, stored_schedule
 
 _MOST_WORDS = 8  # of a hint, which is one line

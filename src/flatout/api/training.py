@@ -1,4 +1,7 @@
-"""Training as a generator of records, which also writes them to the run folder; data preparation as a function."""
+"""Training as a generator of records, which also writes them to the run folder; data preparation as a function.
+
+Fine-tuning: training on conversations or instructions.
+"""
 
 import contextlib
 import dataclasses
@@ -9,10 +12,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from flatout.api.configs import stored_config
+from flatout.api.configs import stored_config, with_sources
 from flatout.api.resuming import Origin, check_resumed, check_shape, check_stays, find_origin, own_settings
 from flatout.checkpoints.checkpoint import mark_as_base, read_checkpoint
-from flatout.checkpoints.run_files import check_own
+from flatout.checkpoints.checkpoint_files import check_own
 from flatout.checkpoints.run_folder import (
     RunLock,
     choose_folder,
@@ -33,6 +36,7 @@ from flatout.engine.diverged import Ended, with_way_back
 from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.loop import train_loop
 from flatout.engine.recovery import use_at_most
+from flatout.engine.rows_named import check_rows_named
 from flatout.engine.run import Run
 from flatout.engine.saving import lacks_verdict, recorded_again
 from flatout.engine.setup import setup_run
@@ -45,13 +49,13 @@ from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
 from flatout.observe.track.trackers import Trackers, check_trackers, open_trackers
 from flatout.parallel.ranks import joined
 from flatout.records import NoticeRecord, Record, RunInfo
+from flatout.resolve.case import try_threads
 from flatout.resolve.fit_check import check_disk
 from flatout.resolve.memory import checkpoint_size
 from flatout.resolve.opening import DataSource
 from flatout.resolve.plan import RunPlan
 from flatout.resolve.resolve import resolve, take_device
 from flatout.resolve.sizing import as_before
-from flatout.resolve.threads import try_threads
 from flatout.tuning.minutes_probe import in_minutes
 from flatout.world import World
 
@@ -429,3 +433,55 @@ def _put(record: Record, run: Run, metrics: MetricsFile, step: int) -> Generator
     for notice in when_there_is_room(metrics.flush, step, run.full_disk_wait):
         metrics.add(notice)
         yield notice
+
+
+@overload
+def finetune(
+    config: Config | None = None,
+    *,
+    optimizer: OptimizerGiven | None = None,
+    resume: str | Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    save: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+    alerts: bool = True,
+    on_record: None = None,
+) -> Generator[Record]: ...
+
+
+@overload
+def finetune(
+    config: Config | None = None,
+    *,
+    optimizer: OptimizerGiven | None = None,
+    resume: str | Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    save: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+    alerts: bool = True,
+    on_record: Callable[[Record], object],
+) -> RunResult: ...
+
+
+def finetune(
+    config: Config | None = None,
+    *,
+    optimizer: OptimizerGiven | None = None,
+    resume: str | Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    save: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+    alerts: bool = True,
+    on_record: Callable[[Record], object] | None = None,
+) -> Generator[Record] | RunResult:
+    """Fine-tunes a model on the rows of `chat.source`, by LoRA unless `lora.rank` is 0; all else is as in `train`.
+
+    Without a config it is the preset `lora`, whose rows and model are an example: set `chat.source` and
+    `model.init_from`.
+    """
+    resume = None if resume is None else str(resume)
+    if config is not None or resume in (None, "auto"):
+        config = with_sources(config or load_config("lora"))
+        check_rows_named(config, resume)
+    how = {"optimizer": optimizer, "resume": resume, "stop": stop, "save": save, "progress": progress}
+    return train(config, alerts=alerts, on_record=on_record, **how)

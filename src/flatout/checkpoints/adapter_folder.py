@@ -30,13 +30,12 @@ from flatout.data.tokenizer import Tokenizer
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.adapter_files import CONFIG, AdapterOrigin, check_stored, load_into, read_origin, save_adapter
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Choice, Target, choose, targets_of
-from flatout.model.adapters import Adapters
+from flatout.model.adapters import BIASES, Adapters, settled, weights_of
 from flatout.model.gpt import empty_model
 from flatout.model.hub import Description
 from flatout.model.hub_weights import companions
 from flatout.model.patterns import endings
 from flatout.model.seal import SEAL, check_seal, read_seal
-from flatout.model.whole import BIASES, settled, weights_of
 
 ADAPTER = "adapter"
 # What makes up an adapter in our config, and in PEFT's plan under the same names.

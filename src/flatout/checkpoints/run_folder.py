@@ -31,8 +31,7 @@ from flatout.checkpoints.checkpoint import (
     sweep_leftovers,
     verify_checkpoint,
 )
-from flatout.checkpoints.checkpoint_files import set_aside, unsealed
-from flatout.checkpoints.run_files import BEST, MANIFEST, OWN_NAMES, list_checkpoints
+from flatout.checkpoints.checkpoint_files import BEST, MANIFEST, OWN_NAMES, list_checkpoints, set_aside, unsealed
 from flatout.config.schema import OutputConfig
 from flatout.errors import CheckpointError, ResourceError, UsageError
 from flatout.files import FULL, disk_errors, parse_json, sync_folder

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from flatout.config.section import Conflict, Section, multiple_near
+from flatout.config.sections import Conflict, Section, multiple_near
 from flatout.config.yaml_loader import format_value
 
 # What `model.family` decides when a field is not written: this for gpt2, the defaults of the schema for gpt. The fields

@@ -9,18 +9,22 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from flatout.config.data_sections import ChatConfig, CleanConfig, DataConfig
 from flatout.config.model_section import ModelConfig
-from flatout.config.section import Conflict, Section, multiple_near
-from flatout.config.speed_section import SpeedConfig
-from flatout.config.training_sections import (
+from flatout.config.sections import (
+    ChatConfig,
     CheckpointConfig,
+    CleanConfig,
+    Conflict,
+    DataConfig,
     EvalConfig,
     LoraConfig,
     OptimConfig,
     OutputConfig,
     ParallelConfig,
+    Section,
+    SpeedConfig,
     TrainConfig,
+    multiple_near,
 )
 from flatout.errors import many
 

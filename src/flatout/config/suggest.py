@@ -1,12 +1,17 @@
-"""Which known key a mistyped or foreign one was meant to be."""
+"""Which known key a mistyped or foreign one was meant to be.
+
+Settings found by a word: in their names, their sentences, what they allow, and what other trainers call them.
+"""
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.config.facts import field_facts, names_in, section_paths
+from flatout.config.facts import choices, field_facts, names_in, section_paths
 from flatout.config.former import refusal
 from flatout.config.optimizers import OPTIMIZERS
-from flatout.config.yaml_loader import shorten
+from flatout.config.yaml_loader import format_value, shorten
 from flatout.errors import ConfigError
 
 
@@ -324,3 +329,29 @@ def close_matches(word: str, known: list[str], cutoff: float) -> list[str]:
     from difflib import get_close_matches  # here: only a mistake pays for the import
 
     return get_close_matches(word, known, n=1, cutoff=cutoff)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A setting; `elsewhere` are other trainers' names for it that hold one of the words."""
+
+    path: str
+    default: str
+    description: str
+    elsewhere: tuple[str, ...] = ()
+
+
+def search_fields(words: Sequence[str]) -> list[Found]:
+    """The settings that hold all of the words, those that have them in their own name first."""
+    wanted = [word.lower().strip("-").replace("-", "_") for word in words]
+    named: list[Found] = []
+    others: list[Found] = []
+    for path, field in field_facts().items():
+        description = f"{field.description} {choices(path)}".rstrip()
+        foreign = [name for name, ours in FIELD_ELSEWHERE_CALLED.items() if ours == path]
+        text = " ".join([path, description.lower(), *foreign])
+        if all(word in text or word.replace("_", " ") in text for word in wanted):
+            said = tuple(name for name in foreign if any(word in name for word in wanted))
+            found = Found(path, format_value(field.get_default(call_default_factory=True)), description, said)
+            (named if all(word in path for word in wanted) else others).append(found)
+    return named + others

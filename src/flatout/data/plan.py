@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flatout.config.data_sections import SourceConfig
 from flatout.config.schema import CleanConfig, DataConfig
+from flatout.config.sections import SourceConfig
 from flatout.config.sizes import learned_vocab
 from flatout.corpus.clean import CleanRules, load_rules
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice, shown

@@ -16,9 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from flatout.world import World
+
+Array = npt.NDArray[np.int64]
 
 
 @final

@@ -6,9 +6,9 @@ from typing import Any, final
 
 from flatout.data.batch import Batch, BatchLoader, Delivery, Span
 from flatout.data.chat_template import ChatTemplate
+from flatout.data.make_samples import ADVICE, count_told
 from flatout.data.masking import preview
 from flatout.data.positions import Schedule
-from flatout.data.sample_counts import ADVICE, count_told
 from flatout.data.sample_loader import LargestRows, SampleLoader, SampleOrder, SampleRows
 from flatout.data.samples import Samples, SampleSet
 from flatout.data.shards import HeldTokens

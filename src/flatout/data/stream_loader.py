@@ -26,8 +26,7 @@ import numpy.typing as npt
 from flatout.data.batch import BatchLoader, Delivery, Raw, Span, as_signed
 from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
-from flatout.data.stream import TOLD_PROBLEMS, StreamDataset, TokenStream
-from flatout.data.stream_parts import Position
+from flatout.data.stream import TOLD_PROBLEMS, Position, StreamDataset, TokenStream
 from flatout.data.threads import LoaderError, told
 from flatout.data.tokenizer import Ids
 from flatout.data.training_data import DataFacts, TrainingData

@@ -20,8 +20,8 @@ from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Document, Problem, Slice
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import slices_of
-from flatout.data.causes import causes_of, mend_of
 from flatout.data.limits import LIMITS, NONE_TAKEN
+from flatout.data.merge import causes_of, mend_of
 from flatout.data.part import Part, Recipe, characters_of_part
 from flatout.data.plan import (
     STDIN,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from flatout.checkpoints.run_files import check_own, list_checkpoints
+from flatout.checkpoints.checkpoint_files import check_own, list_checkpoints
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OutputConfig
 from flatout.config.yaml_loader import format_value

@@ -4,10 +4,10 @@ import functools
 from collections.abc import Iterator
 
 from flatout.config.schema import SpeedConfig
-from flatout.cores import THREAD_VARIABLES
 from flatout.diagnose.check_machine import usable
 from flatout.diagnose.doctor import Machine, Trial, Trials
 from flatout.finding import Check, Finding, Status
+from flatout.host import THREAD_VARIABLES
 
 _check = functools.partial(Check, "kernels")
 

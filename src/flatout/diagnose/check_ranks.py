@@ -13,6 +13,9 @@ from flatout.diagnose.doctor import Link, Machine, Meeting, RankFacts, Several
 from flatout.errors import in_gib
 from flatout.finding import Check, Finding
 
+# --- ranks that a launcher started ------------------------------------------------------------------------------------
+
+
 _check = functools.partial(Check, "ranks")
 
 LEAST_SHARED_MEMORY = 2**30  # as NVIDIA's documentation of NCCL has it for containers

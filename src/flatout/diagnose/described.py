@@ -12,7 +12,6 @@ import torch
 
 from flatout.config.load import LoadedConfig
 from flatout.config.sizes import Known, usual_vocab
-from flatout.cores import ThreadTrial
 from flatout.data.batch import BatchLoader, Delivery, Span
 from flatout.data.loader import check_evaluable, check_length
 from flatout.data.sampler import window_count
@@ -22,6 +21,7 @@ from flatout.data.training_data import DataFacts, TrainingData
 from flatout.device import Device, limit_memory
 from flatout.diagnose.doctor import Machine, TokenFacts, Trials
 from flatout.finding import Finding
+from flatout.host import ThreadTrial
 from flatout.resolve.case import Probes
 from flatout.resolve.length import asked_schedule
 from flatout.resolve.opening import DataSource, Opened

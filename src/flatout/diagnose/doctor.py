@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
-from flatout.cores import ThreadTrial
 from flatout.errors import UserError
 from flatout.finding import Check, Finding, finding_of
+from flatout.host import ThreadTrial
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

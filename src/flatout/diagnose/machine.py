@@ -24,9 +24,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.cores import load_average, usable_cores
 from flatout.diagnose.doctor import Card, Library, Machine, Torch, first_line
-from flatout.host import host_memory
+from flatout.host import host_memory, load_average, usable_cores
 
 _SECONDS = 10
 # Bits of the driver's "why is the clock held down"; idle and the user's own clocks are no trouble.

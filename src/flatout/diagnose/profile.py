@@ -14,19 +14,34 @@ Several ranks take the same steps: all but the first `attend`, and each says how
 Trap: a step trains. A run that was profiled has moved its weights; it is built for the occasion and thrown away.
 Trap: a replayed graph runs none of our Python, so forward and backward are one piece there: `micro-batch`.
 Trap: the wait for the first batch and the first steps (compiling, recording, tuning) are in no figure but peak memory.
+
+What holds the memory of a run, in a few lines and in every block.
+
+Idea: a peak is one number, and the question is what it is made of. Weights, gradients and moments are counted as the
+tensors they are; what is left of the measured peak is activations and whatever lives for a moment only. The estimate
+that every run prints before its start stands beside it, so that it can be held to the truth.
+
+Contract: `memory_parts` reads and changes nothing. `write_snapshot` takes a step of the caller's with the allocator's
+history on, and turns it off again.
+Trap: torch's snapshot has no public name and is meant to be pickled. Ours is JSON, and says so if torch has changed.
+
+Parts of a step by name in a trace of torch's profiler, put around it from outside and taken off again.
 """
 
+import contextlib
 import csv
 import dataclasses
 import functools
 import gzip
 import io
+import itertools
 import json
 import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +52,202 @@ from torch.profiler import ProfilerActivity, record_function
 import flatout
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.source import DEFAULT, IN_PYTHON
-from flatout.cores import CoreUse, ThreadTrial, core_clock, core_use, usable_cores
-from flatout.device import Device
-from flatout.diagnose.named_ranges import named_ranges, quiet_profiler
-from flatout.diagnose.profile_memory import MemoryPart, memory_parts, write_snapshot
+from flatout.device import Device, peak_memory_bytes
 from flatout.diagnose.reading import Measurements, Verdict, judge
 from flatout.diagnose.trace import STEP, Kernel, Range, TraceFacts, read_trace
 from flatout.engine.run import Run
 from flatout.engine.spans import PendingReports, SpanTotals
+from flatout.engine.step import TrainStep
 from flatout.errors import HardwareError, UserError
 from flatout.files import disk_errors, write_whole
+from flatout.host import CoreUse, ThreadTrial, core_clock, core_use, usable_cores
 from flatout.model.count import parameter_count
+from flatout.model.protocol import LanguageModel
 from flatout.records import SLOW_RANK, slowest_over_median
 from flatout.resolve.case import Dealing, Probes
 from flatout.resolve.fit_check import memory_on, out_of_memory
 from flatout.resolve.switches import resolve_speed
+from flatout.world import Reducer
+
+_HISTORY = 200_000  # entries of the allocator's history; a step has some thousands per micro-batch
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPart:
+    """One line of what holds memory; `measured` and `estimated` in bytes, None where nobody knows."""
+
+    name: str
+    measured: int | None
+    estimated: int | None
+
+
+def memory_parts(run: Run) -> tuple[MemoryPart, ...]:
+    """What holds memory. On CUDA the parts add up to the measured peak; elsewhere only tensors can be counted."""
+    estimate, device = run.plan.memory, run.speed.device
+    weights = sum(parameter.nbytes for parameter in run.model.parameters())
+    gradients = sum(parameter.nbytes for parameter in run.model.parameters() if parameter.requires_grad)
+    # Those of torch's autocast live inside a step only, and count as working memory.
+    narrow = run.model.narrow.weights.copies.values()
+    copied = itertools.chain.from_iterable((one.values_MK, one.turned_KM, one.unit) for one in narrow)
+    copies = sum(tensor.nbytes for tensor in copied if tensor is not None)
+    tensors = list(run.step.optimizer.tensors().values())
+    moments = sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.kind)
+    passing = estimate.activations + estimate.working + estimate.graphs - estimate.later
+    parts = [
+        MemoryPart("weights", weights, weights),
+        MemoryPart("copies of weights in narrower types", copies, estimate.weights - weights),
+        MemoryPart("gradients", gradients, estimate.gradients),
+        MemoryPart("optimizer's moments", moments, estimate.optimizer),
+    ]
+    if device.kind != "cuda":
+        parts.append(MemoryPart("activations and working memory at the peak", None, passing))
+        peak = peak_memory_bytes(device.torch_device)
+        return (*parts, MemoryPart("the whole process at its peak, Python and torch included", peak, None))
+    torch.cuda.synchronize(device.torch_device)
+    where = device.torch_device
+    between, reserved = torch.cuda.memory_allocated(where), torch.cuda.memory_reserved(where)
+    peak, most_reserved = torch.cuda.max_memory_allocated(where), torch.cuda.max_memory_reserved(where)
+    kept = sum(parameter.grad.nbytes for parameter in run.model.parameters() if parameter.grad is not None)
+    others = max(0, between - weights - copies - moments - kept)
+    parts += [
+        MemoryPart("tokens on the device, libraries", others, None),
+        MemoryPart("activations and working memory at the peak", max(0, peak - between - (gradients - kept)), passing),
+        MemoryPart("peak allocated", peak, estimate.total),
+        MemoryPart("allocated between two steps", between, None),
+        MemoryPart("cached by the allocator between two steps", reserved - between, None),
+        MemoryPart("peak reserved", most_reserved, None),
+    ]
+    host = sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
+    return (*parts, *([MemoryPart("moments in the host's memory", host, None)] if host > 2**20 else []))
+
+
+def write_snapshot(device: torch.device, step: Callable[[], object], path: Path) -> list[str]:
+    """One `step` with the allocator's history on, as JSON; a line for the user if this torch cannot do that.
+
+    torch's own form is a pickle, which nobody should have to open; and it repeats the stack of every event.
+    """
+    memory = torch.cuda.memory  # what is asked of it here has no public name
+    snapshot: Mapping[str, Any] | None = None
+    try:
+        memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=_HISTORY)
+    except (AttributeError, TypeError, NotImplementedError) as error:
+        return [f"no memory snapshot: {type(error).__name__}: {error}"]
+    try:
+        step()
+        torch.cuda.synchronize(device)
+        with contextlib.suppress(AttributeError, TypeError, NotImplementedError):
+            snapshot = memory._snapshot(device)
+    finally:
+        memory._record_memory_history(enabled=None)
+    if snapshot is None:
+        return ["no memory snapshot: this torch does not give one"]
+    content = json.dumps(shared_frames(snapshot), default=str, separators=(",", ":")).encode("utf-8")
+    with disk_errors(path.name, safe=""):
+        write_whole(path, gzip.compress(content, 6, mtime=0))
+    return []
+
+
+def shared_frames(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """A snapshot with one table of `code_lines`, to which every `frames` refers by number."""
+    numbers: dict[tuple[str, int, str], int] = {}
+
+    def smaller(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): _numbered(item) if key == "frames" else smaller(item) for key, item in value.items()}
+        return [smaller(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def _numbered(frames: Any) -> list[int]:
+        keys = [(str(one["filename"]), int(one["line"]), str(one["name"])) for one in frames or ()]
+        return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+    body = {key: smaller(value) for key, value in snapshot.items()}
+    return {"code_lines": [{"filename": a, "line": b, "name": c} for a, b, c in numbers], **body}
+
+
+@contextlib.contextmanager
+def quiet_profiler(activities: Sequence[ProfilerActivity]) -> Iterator[torch.profiler.profile]:
+    """torch's profiler without the reminder, at every first start in torch 2.11, that a second cycle forgets the first.
+
+    There is one cycle here. `acc_events`, which the reminder names, would silence it too, but makes a Python object of
+    every event when the profiler stops: seconds of work that nobody asked for.
+    """
+    with contextlib.ExitStack() as stack:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events", category=UserWarning)
+            profiler = stack.enter_context(torch.profiler.profile(activities=activities))
+        yield profiler
+
+
+@contextlib.contextmanager
+def named_ranges(step: TrainStep) -> Iterator[None]:
+    """Names the parts of a step in a trace: micro-batch, in it forward and backward; optimizer, in it reduction."""
+    micro_batch, update, model = step.run_micro_batch, step._update, _NamedModel(step.model)
+
+    def named_micro_batch(*values: Any) -> Tensor:
+        with record_function("micro-batch"), model.backward_until_the_end():
+            return micro_batch(*values)
+
+    def named_update(loss: Tensor) -> Tensor:
+        with record_function("optimizer"):
+            return update(loss)
+
+    named: dict[str, Any] = {"run_micro_batch": named_micro_batch, "_update": named_update, "model": model}
+    if step.reducer is not None:
+        named["reducer"] = _NamedReducer(step.reducer)
+    before = {name: vars(step)[name] for name in named if name in vars(step)}
+    vars(step).update(named)
+    try:
+        yield
+    finally:
+        for name in named:
+            vars(step).pop(name)
+        vars(step).update(before)
+
+
+class _NamedReducer:
+    """A reducer whose wait for other ranks is named reduction."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def finish(self) -> None:
+        with record_function("reduction"):
+            self._reducer.finish()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+
+class _NamedModel:
+    """A model whose call is named forward; what follows in the same micro-batch is backward."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self._backward: record_function | None = None
+
+    def __call__(self, *values: Any) -> Any:
+        self._close()
+        with record_function("forward"):
+            result = self._model(*values)
+        self._backward = record_function("backward")
+        self._backward.__enter__()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    @contextlib.contextmanager
+    def backward_until_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._backward is not None:
+            self._backward.__exit__(None, None, None)
+            self._backward = None
+
 
 WARMUP = 4  # steps, as in `flatout bench`
 LEAST_TIMED, MOST_TIMED, TIMED_SECONDS = 4, 20, 1.0

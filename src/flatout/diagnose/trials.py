@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from flatout.config.schema import ModelConfig, SpeedConfig
-from flatout.cores import ThreadTrial
 from flatout.diagnose.doctor import Machine, Trial, Trials, first_line
+from flatout.host import ThreadTrial
 from flatout.model.compiling import compile_failure
 from flatout.ops.attention import attention_failure, causal_attention, install_flash, picked_kernel
 from flatout.ops.kernels import cublaslt
 from flatout.ops.scan import CHUNK, scan
-from flatout.resolve.threads import shape_of, try_threads
+from flatout.resolve.case import shape_of, try_threads
 
 _STICKY = ("illegal memory access", "unspecified launch failure", "device-side assert", "misaligned address")
 _MOST_CONTEXT = 2048  # a trial shows whether a kernel takes the shapes, not how long it takes for all of them

@@ -31,7 +31,7 @@ from flatout.checkpoints.checkpoint import (
     write_json_atomically,
     write_verdict,
 )
-from flatout.checkpoints.run_files import BEST
+from flatout.checkpoints.checkpoint_files import BEST
 from flatout.checkpoints.run_folder import checkpoints_of, named_best, stored_best
 from flatout.engine.books import Progress, notices_at
 from flatout.engine.eigenstates import look_at_eigenstates

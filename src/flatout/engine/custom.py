@@ -47,7 +47,7 @@ from flatout.model.operations import Branch, Own, Shared, Stream
 from flatout.model.protocol import LanguageModel
 from flatout.ops.documents import Layout
 from flatout.ops.reference import IGNORED
-from flatout.optim.optimizer import Group, Optimizer, Rule, StateBytes, Table, Trainable, numbers_of, read_numbers
+from flatout.optim.optimizers import Group, Optimizer, Rule, StateBytes, Table, Trainable, numbers_of, read_numbers
 from flatout.resolve.case import Speed
 from flatout.resolve.plan import Custom
 from flatout.world import World

@@ -18,7 +18,7 @@ from typing import Any
 from flatout.checkpoints.checkpoint import Checkpoint
 from flatout.data.positions import Schedule
 from flatout.errors import CheckpointError
-from flatout.optim.schedule import cooling_from
+from flatout.optim.rules import cooling_from
 from flatout.records import CheckpointRecord, EvalRecord, Record
 from flatout.resolve.plan import RunPlan
 from flatout.world import World

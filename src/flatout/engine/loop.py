@@ -2,33 +2,195 @@
 
 A step is taken, its numbers are read when they have arrived, and at a boundary `boundary.py` saves and evaluates.
 Of a run whose length is told in minutes it keeps the time, and stretches the schedules.
+
+A run in stages meets every shape of its micro-batches before the first step, so that no later step pays for it.
+
+What goes by shape is compiled (torch.compile, Triton), tuned (products of `ops/kernels/cublaslt.py`) or recorded
+(`engine/graphs.py`) when it is first met, which takes seconds. So each stage's micro-batch, with its length and its
+attention window, goes through forward and backward as often as a recording takes.
+
+Contract: nothing that is learned changes. There is no update; gradients are let go, the random stream and the scales of
+8-bit tensors are put back, and the tokens are made up, so no loader is asked. A run without stages is not
+warmed up, unless its length is told in minutes: its clock begins with the first step.
+What fails for lack of memory, or in the compiler, is left to the step itself, which knows what to do about it.
+8-bit scales that are not known yet are measured here for the length of the warm-up, so that 8-bit products are tuned
+and recorded too; the first step measures them itself, and recordings wait for the second.
+
+Ranks that hold the same weights hold them bit for bit. Now and then they compare.
+
+Those are all ranks, or of a sharded model the ranks with the same slices: none under FSDP2, one of every host under
+hybrid. What makes them differ is a fault of memory, of a device or of ours; nothing in the loss tells it for a long
+time.
 """
 
 import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_bytes
 from flatout.data.batch import Batch, BatchLoader
+from flatout.data.positions import Reading
+from flatout.device import free_memory, is_out_of_memory
 from flatout.engine.books import Progress, notices_at, run_info, settle
 from flatout.engine.boundary import Boundary, due_after, is_due, out_of_patience, sample_ids, write_best
-from flatout.engine.drift import check_alike, check_start
 from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.engine.full_disk import when_there_is_room
+from flatout.engine.graphs import WARM_UPS
 from flatout.engine.machine import MachineWatch
-from flatout.engine.recovery import CompileFailure, attempt_step, fitting_evaluation, use_less_memory, use_no_compiler
+from flatout.engine.recovery import (
+    CompileFailure,
+    attempt_step,
+    fitting_evaluation,
+    for_all_ranks,
+    needs_a_restart,
+    use_less_memory,
+    use_no_compiler,
+)
 from flatout.engine.run import Run
 from flatout.engine.saving import due_of, lacks_verdict, mend_run_adapter, notice_on_adapter, restore
 from flatout.engine.spans import PendingReports, SpanTotals
-from flatout.engine.warm_up import warm_up
+from flatout.errors import DriftError, UsageError
+from flatout.launch import OtherProcessError
+from flatout.model.compiling import is_compile_error
+from flatout.ops.documents import PackedRows
 from flatout.records import CheckpointRecord, EndRecord, NoticeRecord, PreviewRecord, Record
 from flatout.resolve.memory import checkpoint_size
+
+
+def shapes_of(run: Run, first_step: int) -> list[Reading]:
+    """One step of each form of micro-batch that is still to come; nothing where no other stage follows.
+
+    A run whose length is told in minutes is warmed up in any case.
+    """
+    later = [stage.first_step for stage in run.schedule.stages if first_step < stage.first_step < run.steps]
+    met = bool(later) or run.deadline is not None  # a run that ends on time pays for no first step either
+    readings = [run.schedule.at(step) for step in (first_step, *later)] if met else []
+    return list({(reading.pieces, reading.attention_window): reading for reading in readings}.values())
+
+
+def warm_up(run: Run, first_step: int) -> str | None:
+    """Warms a run up before `first_step`, where that is worth it; returns a notice."""
+    made_for_shapes = run.step.graph is not None or run.speed.compile != "off"
+    shapes = shapes_of(run, first_step)
+    if not shapes or run.given.model is not None or not (made_for_shapes or run.speed.device.kind == "cuda"):
+        return None
+    began, scales = time.perf_counter(), run.model.narrow.scales
+    measuring = scales is not None and not scales.rounding
+    random = run.random.tensors()
+    known = {name: tensor.clone() for name, tensor in run.model.narrow.tensors().items()}
+    failure = _attempt(run, shapes)
+    if measuring and failure is None:
+        run.model.narrow.settle()
+        failure = _attempt(run, shapes)
+    run.random.assign(random)
+    run.model.narrow.assign(known)
+    if failure is not None:  # it may have left anything half done
+        run.step.use_micro_batch(run.step.micro_batch)
+        free_memory(run.speed.device.torch_device)
+        return f"the warm-up of stages ended early: {failure}"
+    forms = "1 form" if len(shapes) == 1 else f"{len(shapes)} forms"
+    name = "stages" if len(run.schedule.stages) > 1 else "minutes"
+    return f"{name}: {forms} of micro-batches warmed up in {time.perf_counter() - began:.1f} s"
+
+
+def _attempt(run: Run, shapes: list[Reading]) -> str | None:
+    """Takes the passes; what went wrong, where a step can go on from it."""
+    try:
+        with run.random.active():
+            for reading in shapes:
+                batch = _made_up(run, reading)
+                run.step.rehearse(batch.tokens, batch.targets, batch.packed, batch.pieces, batch.attention_window)
+    except RuntimeError as error:
+        lacking = is_out_of_memory(error)
+        if not lacking and not is_compile_error(error):
+            raise
+        if needs_a_restart(run):
+            raise (for_all_ranks(run, None, error) if lacking else error) from error
+        return str(error).strip().partition("\n")[0][:160]
+    return None
+
+
+def _made_up(run: Run, reading: Reading) -> Batch:
+    """Micro-batches of any tokens: one more than a recording waits for."""
+    rows, device = run.step.micro_batch * reading.pieces * (WARM_UPS + 1), run.speed.device.torch_device
+    ids = torch.arange(rows * reading.length + 1) % run.data.tokenizer.vocab
+    tokens_BT, targets_BT = ids[:-1].view(rows, -1), ids[1:].view(rows, -1)
+    how = {"pieces": reading.pieces, "attention_window": reading.attention_window}
+    if not run.data.apart:
+        return Batch(tokens_BT, targets_BT, 0, **how).on(device)
+    documents = np.zeros(tokens_BT.shape, dtype=np.int32)
+    documents[:, reading.length // 2 :] = 1
+    packed = PackedRows(tokens_BT.numpy(), documents, targets_BT.numpy())
+    return Batch.of_rows(packed, 0, device, **how).on(device)
+
+
+EVERY = 1000  # steps between comparisons
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def sum_of_bits(tensors: Iterable[Tensor]) -> int:
+    """A sum over the bits of all values, read as whole numbers: one pass on the device, one number to the host."""
+    sums = [tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
+    return int(torch.stack([place * total for place, total in enumerate(sums, 1)]).sum())
+
+
+def check_alike(run: Run, step: int) -> None:
+    """Compares the weights of ranks where that is due; an error names the ranks that differ from most others."""
+    wrong = [] if step % EVERY else _differing(run)
+    if not wrong:
+        return
+    if not run.world.first:
+        raise OtherProcessError(DriftError.exit_code)
+    raise DriftError(
+        f"after step {step:,} the weights of rank {', '.join(wrong)} are not those of the others; {EVERY:,} steps ago "
+        "they were",
+        "memory or a GPU may be faulty, see `flatout doctor` there; resume from a checkpoint of before: --resume "
+        "RUN/checkpoints/step-N",
+    )
+
+
+def check_start(run: Run) -> None:
+    """Refuses ranks that begin with other weights than the others, frozen ones included."""
+    bases = run.world.gather(run.base_hash)
+    wrong = _differing(run) or [str(rank) for rank, base in enumerate(bases) if base != bases[0]]
+    with run.world.together():
+        if wrong:
+            raise UsageError(
+                f"rank {', '.join(wrong)} begins with other weights than the others",
+                "model and checkpoint must be the same on all hosts: use folders that all of them see",
+            )
+
+
+def _differing(run: Run) -> list[str]:
+    """The ranks whose weights are not those of the others that should have the same."""
+    world, sharding = run.world, run.trained.sharding
+    copies = world.size if sharding is None else world.size // sharding.count
+    if copies == 1:
+        return []
+    place = 0 if sharding is None else sharding.number
+    everywhere = world.gather([place, sum_of_bits(one.parameter.detach() for one in run.trained.updated)])
+    held = {place for place, _ in everywhere}
+    return [str(rank) for rank in sorted(rank for place in held for rank in _odd_ones(everywhere, place))]
+
+
+def _odd_ones(everywhere: Sequence[tuple[int, int]], held: int) -> list[int]:
+    """The ranks that differ from most others that hold the slices of number `held`."""
+    found = {rank: bits for rank, (place, bits) in enumerate(everywhere) if place == held}
+    most, count = Counter(found.values()).most_common(1)[0]
+    # Of two that differ nobody can say which is right; the first, which writes the checkpoints, is not the one named.
+    usual = most if count > 1 else next(iter(found.values()))
+    return [rank for rank, bits in found.items() if bits != usual]
+
 
 PARAMETER_NORM_EVERY = 10  # steps: it reads all weights once more
 LAG = 2  # steps after which several processes read a report: all of them then see the same of the run

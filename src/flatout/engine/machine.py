@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from flatout.cores import core_clock, core_use, load_average, usable_cores
 from flatout.device import Device
-from flatout.host import host_memory, process_bytes, swap_bytes
+from flatout.host import core_clock, core_use, host_memory, load_average, process_bytes, swap_bytes, usable_cores
 from flatout.records import MachineRecord
 
 Answer = TypeVar("Answer")

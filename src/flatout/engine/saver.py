@@ -22,7 +22,7 @@ from typing import final
 import torch
 
 from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_path, write_checkpoint
-from flatout.config.section import Switch
+from flatout.config.sections import Switch
 from flatout.engine.full_disk import wait_for_room
 from flatout.engine.shared_block import Copied, SharedBlock, block_bytes, needed_bytes
 from flatout.engine.step import TrainStep

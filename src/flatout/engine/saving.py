@@ -12,10 +12,19 @@ from torch import Tensor
 
 import flatout
 from flatout.checkpoints.adapter_folder import ADAPTER, IN_4_BITS, step_of, who_loads, write_adapter
-from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_path, list_checkpoints, read_checkpoint, read_verdict
+from flatout.checkpoints.checkpoint import (
+    SLICED_FILES,
+    Checkpoint,
+    checkpoint_path,
+    entry_of,
+    joined_entries,
+    list_checkpoints,
+    read_checkpoint,
+    read_verdict,
+    slice_file,
+)
 from flatout.checkpoints.checkpoint_files import commit, set_aside, write_files
 from flatout.checkpoints.run_folder import checkpoint_to_load, checkpoints_of
-from flatout.checkpoints.slices import SLICED_FILES, entry_of, joined_entries, slice_file
 from flatout.config.yaml_loader import format_value, shorten
 from flatout.engine.books import JUDGED, Progress
 from flatout.engine.run import Run
@@ -23,7 +32,7 @@ from flatout.errors import CheckpointError
 from flatout.files import disk_errors
 from flatout.folders import whole_folder
 from flatout.model.adapter_files import OccupiedError
-from flatout.model.tensor_file import pieces_of
+from flatout.model.weights import pieces_of
 from flatout.world import World
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from flatout.model.gpt import GPT, build_model
 from flatout.model.quantize import check_quantizing, notice_of, quantize_linears
 from flatout.ops.attention import install_flash
 from flatout.optim.optimizers import Optimizers, check_slices
-from flatout.optim.rules import rules_of
-from flatout.optim.schedule import rate_factors
+from flatout.optim.rules import rate_factors, rules_of
 from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.plan import RunPlan
 from flatout.world import World

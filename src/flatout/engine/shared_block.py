@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flatout.engine.writer import Span
-from flatout.model.tensor_file import header_of, in_file_order
+from flatout.model.weights import header_of, in_file_order
 
 _ALIGNED = 256  # bytes: where the first tensor of a file begins
 _SPARE = 2**20  # bytes for texts that grow

@@ -15,7 +15,7 @@ from flatout.model.adapters import Adapters, attach
 from flatout.model.count import blocks_gathered
 from flatout.model.gpt import GPT
 from flatout.model.weights import assign_tensors, check_tensors
-from flatout.optim.optimizer import Trainable, trainables
+from flatout.optim.optimizers import Trainable, trainables
 from flatout.parallel.ranks import Ranks
 from flatout.parallel.reducer import Copies, Slices
 from flatout.resolve.case import Speed

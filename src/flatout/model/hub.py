@@ -23,8 +23,7 @@ from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value, shorten
 from flatout.errors import CheckpointError
 from flatout.files import parse_json, read_bounded, reading_hint
-from flatout.model.fields import FEATURES, PATTERN, read_windows
-from flatout.model.hub_values import AGAIN, ANOTHER, SUPPORTED, HubValues
+from flatout.model.fields import AGAIN, ANOTHER, FEATURES, PATTERN, SUPPORTED, HubValues, read_windows
 from flatout.model.seal import check_seal, refuse_link
 
 CONFIG_FILE = "config.json"

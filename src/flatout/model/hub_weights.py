@@ -11,13 +11,26 @@ safetensors are read. An exported folder is whole or absent.
 
 Trap: a model with one matrix for embedding and head may store it once, under either name, or twice. Two that differ are
 refused: which of them is meant cannot be known.
+
+A hash of a model's weights, so that adapters are never put on another model of the same shape.
+
+Idea: every tensor counts with its name, type, shape and all of its bytes, in the order of names. In how many files they
+lie does not matter, nor does a prefix before a name, nor a second copy of a tied head. Pieces of 16 MiB are hashed side
+by side: 2.2 GB of a model with 1.1 billion weights take 2 s on one core with SHA instructions, less on several.
+
+Contract: the files are read as they lie on disk, before any change of type, so the hash is the same on every machine.
+A checkpoint of ours has the hash of the folder that exporting it in fp32 gives: they are one model in two forms.
+Trap: a model that was saved again in another type is another model. Adapters were trained on the rounded weights.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +43,11 @@ from flatout.errors import CheckpointError
 from flatout.files import read_bounded, write_new
 from flatout.folders import sweep, whole_folder
 from flatout.model.execution import Execution
-from flatout.model.fields import FEATURES, Piece, has_bias
+from flatout.model.fields import AGAIN, FEATURES, Piece, has_bias
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import CONFIG_FILE, Description, check_same_model, description_of, read_description, read_json
-from flatout.model.hub_values import AGAIN
 from flatout.model.seal import refuse_link, seal
-from flatout.model.tensor_file import write_tensors
-from flatout.model.weights import opened
+from flatout.model.weights import opened, write_tensors
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -330,3 +341,45 @@ def _exported(name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
             "export it as float32 or bfloat16; if they are not finite there either, the model is broken",
         )
     return copy
+
+
+PIECE = 2**24
+
+
+def weights_fingerprint(description: Description) -> str:
+    """The hash of the weights in a Hugging Face folder."""
+    stored = inventory(description)
+    if description.config.tied and len(stored.keys() & {"lm_head.weight", *_EMBEDDINGS}) > 1:
+        stored.pop("lm_head.weight", None)  # reading the model checks that both are the same
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(opened(path)) for path in {one.file for one in stored.values()}}
+        return _hash_of((name, files[one.file].get_tensor(one.name)) for name, one in sorted(stored.items()))
+
+
+def own_fingerprint(weights: Mapping[str, Tensor], config: ModelConfig, *, portable: bool) -> str:
+    """The hash of the weights of a checkpoint: what `weights_fingerprint` makes of it once it is exported, in fp32.
+
+    What cannot be exported (not `portable`) is hashed under our own names.
+    """
+    if not portable:
+        return _hash_of(sorted(weights.items()))
+    pieces, weights = sorted(pieces_of(config).items()), folded_weights(config, weights)
+    return _hash_of((name, piece.of(weights[piece.name]).float()) for name, piece in pieces)
+
+
+def _hash_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    total = hashlib.sha256()
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
+        for name, tensor in tensors:
+            described = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+            digests = threads.map(lambda piece: hashlib.sha256(piece).digest(), _pieces(tensor))
+            total.update(hashlib.sha256(described.encode()).digest() + b"".join(digests))
+    return total.hexdigest()
+
+
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().data  # no copy: the file is mapped
+    return (raw[start : start + PIECE] for start in range(0, len(raw), PIECE))

@@ -234,7 +234,7 @@ class Block(nn.Module):
         self.mlp_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
         self.mix = nn.Parameter(torch.empty(2)) if config.first_mix else None
         self.starts = {"attention_scale": config.residual_scale, "mlp_scale": config.residual_scale, "mix": [1.0, 0.1]}
-        # parameters that the frozen form of a block (model/frozen_operations.py) would leave out
+        # parameters that the frozen form of a block (model/kernel_operations.py) would leave out
         self.beside = [name for name, _ in self.named_parameters() if name.rpartition(".")[0] not in _IN_ONE_STEP]
 
     def forward(self, stream: Stream, shared: Shared, own: Own) -> Stream:

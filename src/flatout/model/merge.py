@@ -20,8 +20,7 @@ from torch import Tensor
 
 from flatout.errors import CheckpointError
 from flatout.model.adapted import AdaptedLinear
-from flatout.model.adapters import Adapters
-from flatout.model.whole import Whole
+from flatout.model.adapters import Adapters, Whole
 from flatout.ops.lora import adapted_weight, dora_norm
 
 ROWS_AT_ONCE = 2048  # of a matrix in fp32 and wider

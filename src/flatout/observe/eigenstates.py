@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.observe.history import LARGEST, is_count
 from flatout.observe.human import human_count
+from flatout.observe.sinks import LARGEST, is_count
 from flatout.records import EigenstateRecord
 
 QUANTITIES = ("magnitude", "horizon", "period")

@@ -1,7 +1,22 @@
-"""Numbers as people write them, and text that cannot move the cursor or rename the window."""
+"""Numbers and text for people, and the terminal that they are printed to.
+
+Numbers as people write them, and text that cannot move the cursor or rename the window.
+
+The terminal, or the pipe in its place, that everything here prints to.
+
+Several ranks of a run: which is the slowest, and how long the others wait for it and for gradients.
+"""
 
 import math
 import re
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from flatout.records import slowest_over_median
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -43,3 +58,56 @@ def human_seconds(value: float) -> str:
     if hours < 48:
         return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
     return f"{hours // 24}d{hours % 24}h"
+
+
+class Terminal(Console):
+    """rich ends the process by itself when the reader of a pipe leaves; ours is told, and exits with the usual code.
+
+    A file or pipe has no edge at which to cut, so lines there may have `width_of_files` columns.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, width_of_files: int = 0, soft_wrap: bool = False) -> None:
+        super().__init__(file=stream, highlight=False, soft_wrap=soft_wrap)
+        self._line: Live | None = None
+        if not self.is_terminal:
+            self.width = max(self.width, width_of_files)
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+    def redraw(self, line: str) -> None:
+        """Shows a line in the place of the one before, for what changes while somebody watches."""
+        if self._line is None:
+            self._line = Live(console=self, refresh_per_second=8, transient=True)
+            self._line.start()
+        self._line.update(Text(line, style="cyan", no_wrap=True, overflow="ellipsis"))
+
+    def end_line(self) -> None:
+        """Takes the line of `redraw` away, if there is one."""
+        if self._line is not None:
+            self._line.stop()
+            self._line = None
+
+
+def say(console: Console, words: str, style: str = "") -> None:
+    """Prints a line: no markup, no control characters, and broken by nobody but the terminal."""
+    console.print(Text(printable(words), style), soft_wrap=True)
+
+
+def slowest_rank(seconds: Sequence[float]) -> str:
+    """Which rank takes longest, against the median of all."""
+    slowest, times = slowest_over_median(seconds)
+    above = times - 1
+    return f"rank {slowest}, {above:.1%} above the median" if above >= 0.005 else "none, all within 0.5%"
+
+
+def exposed_share(reduction: float, busy: float) -> float:
+    """The share of a rank's time in steps that it waits for the gradients of others."""
+    whole = reduction + busy
+    return reduction / whole if whole > 0 else 0.0
+
+
+def ranks_line(seconds: Sequence[float], reduction: float) -> str:
+    """A line for the terminal, by the first rank's own waiting."""
+    share = exposed_share(reduction, seconds[0])
+    return f"slowest rank: {slowest_rank(seconds)}; rank 0 waits {share:.1%} of its time for gradients"

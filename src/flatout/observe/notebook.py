@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, final
 
 from flatout.errors import many
-from flatout.observe.history import minutes_of
 from flatout.observe.human import human_count, human_parameters, human_seconds
+from flatout.observe.sinks import minutes_of
 from flatout.records import EndRecord, EvalRecord, Record, RunInfo, StepRecord, html_table
 
 MOST_POINTS = 2000

@@ -15,12 +15,10 @@ from typing import Any
 from rich.table import Table
 
 from flatout.errors import DataError
-from flatout.observe.history import RunHistory, read_history, rows_with_step
-from flatout.observe.human import human_bytes, human_seconds, printable
+from flatout.observe.human import Terminal, human_bytes, human_seconds, printable
 from flatout.observe.live.follow import holds_run, touched
-from flatout.observe.report.series import number
-from flatout.observe.report.state import at_work, state_of
-from flatout.observe.terminal import Terminal
+from flatout.observe.report.series import at_work, number, state_of
+from flatout.observe.sinks import RunHistory, read_history, rows_with_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

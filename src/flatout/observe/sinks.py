@@ -1,14 +1,24 @@
-"""Records to files. `metrics.jsonl` is the truth of a run: one line per record, whole lines only, no step twice."""
+"""Records to files. `metrics.jsonl` is the truth of a run: one line per record, whole lines only, no step twice.
+
+A run read back from its folder: what it said, in columns, whether it has ended or not.
+
+Contract: needs neither torch nor the engine. A torn last line and unknown records are left out; a number that JSON
+could not hold ("nan", "inf") is a float again; a field that an older run did not write is None. `MetricsFile` drops
+what a resumed run says again, so steps come once and in order.
+"""
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import ResourceError
+from flatout.errors import DataError, ResourceError, many
 from flatout.files import disk_errors, open_to_append, write_whole
+from flatout.observe.human import printable
 from flatout.records import Record, record_to_json
 
 
@@ -80,3 +90,119 @@ def _cut_back(path: Path, step: int, again: Collection[str]) -> None:
     kept = [row for row in rows if not (_step_of(row) == step and row["type"] in again)]
     content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
     write_whole(path, content.encode("utf-8"), durable=True)  # it replaces rows that were safe on the disk
+
+
+LARGEST = 2**53
+NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunHistory:
+    """The records of one run, as dictionaries, by kind."""
+
+    folder: Path
+    infos: tuple[dict[str, Any], ...]  # one per start: the first, and every resume
+    steps: tuple[dict[str, Any], ...]
+    evals: tuple[dict[str, Any], ...]
+    epochs: tuple[dict[str, Any], ...]
+    samples: tuple[dict[str, Any], ...]
+    checkpoints: tuple[dict[str, Any], ...]
+    notices: tuple[dict[str, Any], ...]
+    spans: tuple[dict[str, Any], ...]
+    machine: tuple[dict[str, Any], ...]
+    ends: tuple[dict[str, Any], ...]  # an interrupted run that went on has several
+    eigenstates: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the newest start said of the run."""
+        return self.infos[-1]
+
+    @property
+    def end(self) -> dict[str, Any] | None:
+        """How it ended; None while it goes on, and of a run that was killed."""
+        last = max((row["step"] for row in rows_with_step(self.steps)), default=0)
+        ends = rows_with_step(self.ends)
+        return ends[-1] if ends and ends[-1]["step"] >= last else None
+
+    def column(self, field: str) -> list[Any]:
+        """One field of every step, None where it is missing."""
+        return [row.get(field) for row in self.steps]
+
+
+def read_history(folder: Path) -> RunHistory:
+    """The run in `folder`; an error where there is none."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise DataError(f"{folder} is not a run: it has no metrics.jsonl", "name a run folder, such as runs/NAME")
+    try:
+        rows = read_metrics(path)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise DataError(
+            f"{printable(str(path))} cannot be read: {reason}", "check its permissions and the disk"
+        ) from error
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        kinds.setdefault(str(row["type"]), []).append(_numbers(row))
+    if not kinds.get("run"):
+        raise DataError(f"{path} holds no run", "name the folder of a run that was started by flatout train")
+    names = ("run", "step", "eval", "epoch", "sample", "checkpoint", "notice", "spans", "machine", "end", "eigenstates")
+    return RunHistory(folder, *(tuple(kinds.get(name, ())) for name in names))
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Each folder's name, with as many parents as it takes to tell it from the others."""
+    parts = [path.resolve().parts for path in folders]
+    names: list[str] = []
+    for own in parts:
+        depth = 1
+        while depth < len(own) and sum(other[-depth:] == own[-depth:] for other in parts) > 1:
+            depth += 1
+        names.append("/".join(own[-depth:]).replace("//", "/"))
+    return names
+
+
+def minutes_of(config: Any) -> float | None:
+    """The length of a run by its stored config, where it is told in minutes: its steps are a plan then, and change."""
+    train = config.get("train") if isinstance(config, dict) else None  # what was read from a file may be anything
+    minutes = train.get("minutes") if isinstance(train, dict) else None
+    return minutes if isinstance(minutes, int | float) and 0 < minutes < math.inf else None
+
+
+def early_stop_reason(info: dict[str, Any]) -> str:
+    """Why a run stopped early: with `eval.min_delta`, a loss that still fell may have fallen by too little."""
+    config = info.get("config")
+    settings = config.get("eval") if isinstance(config, dict) else None
+    values = [settings.get(name) if isinstance(settings, dict) else None for name in ("patience", "min_delta")]
+    patience, delta = (value if isinstance(value, int | float) and value > 0 else 0 for value in values)
+    often = f" in {many(int(patience), 'evaluation')}" if patience else ""
+    if delta:
+        return f"the validation loss fell by less than eval.min_delta ({delta:g}){often}"
+    return f"no lower validation loss{often}"
+
+
+def is_count(value: Any, least: int = 0) -> bool:
+    """Whether a value is a whole number that a float, or JavaScript, can hold; damage may put anything into a field."""
+    return type(value) is int and least <= value < LARGEST
+
+
+def rows_with_step(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that name a step, in its order, which is how a whole file has them anyway."""
+    return sorted((row for row in rows if is_count(row.get("step"))), key=lambda row: row["step"])
+
+
+def _numbers(value: Any, depth: int = 4) -> Any:
+    """Text that stands for a number JSON has no word for becomes that number; in records no other text is like it.
+
+    `depth` is how deep records go: a damaged line may go deeper than Python can follow.
+    """
+    if isinstance(value, dict) and depth:
+        return {key: item if key in _TEXTS else _numbers(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, list) and depth:
+        return [_numbers(item, depth - 1) for item in value]
+    return NUMBERS.get(value, value) if isinstance(value, str) else value
+
+
+_TEXTS = {"text", "prompt", "message", "config", "features", "folder", "path", "type", "reason", "device", "family",
+          "flatout", "torch", "dataset", "tokenizer", "resumed_from", "checkpoint", "throttled", "pieces"}  # fmt: skip

@@ -27,10 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatout.ops.attention import trial_inputs
+from flatout.ops.attention import trial_inputs, varlen_attention, window_mask
 from flatout.ops.reference import IGNORED, attention_reference
-from flatout.ops.varlen import varlen_attention
-from flatout.ops.windows import window_mask
 
 BY_BOUNDS = ("flash", "fa4")
 _STEP = 128  # what kernels hear of the longest document and of labels is rounded up to this: shapes come again

@@ -3,7 +3,7 @@
     reference   one position after the other, in complex numbers: slow, obvious, right
     chunked     torch's own operations on pairs of real numbers, any device, any type; the second opinion
     triton      our kernels (ops/kernels/scan.py)
-    sum         with λ = 1: one operation in the place of our kernels, where sizes alone matter (model/outline.py)
+    sum         with λ = 1: one operation in the place of our kernels, where sizes alone matter (model/count.py)
 
 Idea of `chunked`: a chunk is done by itself, and what it hands to the next one is again such a recurrence, of fewer
 positions, done the same way. With one λ for all positions a chunk is a product with a Toeplitz matrix of λ's powers;

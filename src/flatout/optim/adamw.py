@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
 from flatout.ops.adam8 import BLOCK, NO_SCALE, Settings, adam8_reference, blocks_of, decode, encode
-from flatout.optim.optimizer import Group, Optimizer, StateBytes, gradient_of, numbers_of, read_numbers
+from flatout.optim.optimizers import Group, Optimizer, StateBytes, gradient_of, numbers_of, read_numbers
 
 State = dict[str, Tensor]  # of one parameter
 Scaling = tuple[Tensor | None, Tensor | None]  # a divisor of gradients, and 1 where nothing may change; for kernels

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.errors import ConfigError
-from flatout.optim.optimizer import Trainable
+from flatout.optim.optimizers import Trainable
 
 AT_ONCE = 2**26  # elements whose distance to the weights is held while the average moves
 PIECE = 2**22  # elements that are exchanged at once: so few that there is room for a copy of them

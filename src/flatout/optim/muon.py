@@ -6,7 +6,7 @@ Several processes: units are dealt in turn, largest first. Every process moves t
 of a unit orthogonalises it, and the result goes to all. Units are the same for any number of processes, so the same
 gradients make the same update, bit for bit.
 
-Contract: as in optim/optimizer.py. State is `momentum`, of the parameter's shape, and with NorMuon `second`, a vector
+Contract: as in optim/optimizers.py. State is `momentum`, of the parameter's shape, and with NorMuon `second`, a vector
 that is the same in all processes.
 """
 
@@ -30,7 +30,7 @@ from flatout.ops.muon import (
     orthogonalise,
     product_type,
 )
-from flatout.optim.optimizer import Group, Optimizer, StateBytes, Trainable, gradient_of
+from flatout.optim.optimizers import Group, Optimizer, StateBytes, Trainable, gradient_of
 
 TOGETHER = 16  # parameters of a unit: enough to fill a GPU, few enough to be dealt out
 

@@ -14,7 +14,7 @@ from flatout.data.positions import Schedule, Stage
 from flatout.data.training_data import DataFacts, TrainingData
 from flatout.errors import CheckpointError, ConfigError, many
 from flatout.model.count import parameter_count
-from flatout.optim.schedule import Pace
+from flatout.optim.rules import Pace
 
 MOST_STEPS = 20_000_000  # the schedule is a table with one entry per step
 # Steps of fine-tuning: the base of tutorial 2 answers with broken words after 12 steps on its 19 samples, and rightly

@@ -5,6 +5,7 @@ from flatout.config.schema import ModelConfig, OptimConfig, RunConfig, SpeedConf
 from flatout.data.sample_loader import LargestRows
 from flatout.errors import AdapterError, ConfigError
 from flatout.model.adapter_targets import choose, targets_of
+from flatout.model.adapters import weights_of
 from flatout.model.count import (
     FrozenModel,
     LayerRow,
@@ -18,8 +19,7 @@ from flatout.model.count import (
 )
 from flatout.model.execution import Form
 from flatout.model.gpt import empty_model
-from flatout.model.whole import weights_of
-from flatout.optim.optimizer import StateBytes
+from flatout.optim.optimizers import StateBytes
 from flatout.optim.rules import state_bytes
 from flatout.resolve.switches import Speed
 

@@ -24,7 +24,7 @@ from flatout.data.positions import Schedule
 from flatout.data.training_data import TrainingData
 from flatout.finding import Finding
 from flatout.model.count import MemoryEstimate
-from flatout.optim.schedule import Pace
+from flatout.optim.rules import Pace
 from flatout.resolve.case import Speed
 
 

@@ -39,8 +39,7 @@ from flatout.resolve.resolve import planned
 from flatout.resolve.switches import Speed
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
 from flatout.tuning.plan import machine_of
-from flatout.tuning.practice_data import is_made_up, scratch_folder
-from flatout.tuning.practice_samples import PracticeSamples, practice_config, practice_samples
+from flatout.tuning.practice_data import PracticeSamples, is_made_up, practice_config, practice_samples, scratch_folder
 
 SECONDS = 15.0  # of timed steps; what else is timed comes on top
 _UNTIMED = "it needs timed steps, and there were none"

@@ -34,7 +34,7 @@ from flatout.generation.decode import generate_tokens
 from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.memory import checkpoint_size
 from flatout.tuning.measure import WARMUP, Steps, borrowed_run, free_memory, of_steps, summary_of, with_sequences
-from flatout.tuning.practice_samples import PracticeSamples
+from flatout.tuning.practice_data import PracticeSamples
 
 FEWEST, MOST = 8, 400  # timed steps
 SHARE = 0.25  # of the time for steps; an evaluation and a sample may take so much each

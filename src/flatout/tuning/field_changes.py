@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flatout.config.facts import choices, field_facts, value_at
+from flatout.config.facts import choices, field_facts, kinds_of, value_at
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.model_section import GPT2
 from flatout.config.suggest import unknown_key
@@ -110,7 +110,7 @@ def check_named(entry: str) -> str:
 def _named(entry: str, loaded: LoadedConfig) -> Change:
     path, equals = check_named(entry), "=" in entry
     value = value_at(loaded.config, path)
-    if not equals and not isinstance(value, bool):
+    if not equals and bool not in kinds_of(field_facts()[path].annotation):
         default = _default(path, loaded)
         other = "VALUE" if value == default else format_value(default)
         raise ConfigError(

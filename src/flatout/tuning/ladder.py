@@ -32,8 +32,7 @@ from flatout.errors import ResourceError, UserError, many
 from flatout.model.count import parameter_count
 from flatout.records import BenchProgress, BenchRow
 from flatout.resolve.switches import Speed
-from flatout.tuning.claims import claim_of
-from flatout.tuning.clock import Clock
+from flatout.tuning.claims import PERIODIC, claim_of
 from flatout.tuning.compare import Comparison, chained
 from flatout.tuning.measure import Measurement, borrowed_run, of_steps, parity_losses, summary_of
 from flatout.tuning.plan import Plan, absences, check_same, config_for, make_plan, refusals, rungs_for
@@ -48,8 +47,7 @@ from flatout.tuning.rungs import (
     settings_of,
     tolerance_of,
 )
-from flatout.tuning.tricks import PERIODIC
-from flatout.tuning.turns import Side, sit
+from flatout.tuning.turns import Clock, Side, sit
 
 # Of a rung that is compared with none, whose figure is no part of a gain.
 TIMED_SECONDS = 8.0

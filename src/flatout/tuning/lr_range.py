@@ -32,7 +32,7 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
-from flatout.config.training_sections import MOST_RATE, OptimConfig
+from flatout.config.sections import MOST_RATE, OptimConfig
 from flatout.config.usual import FAR_ABOVE, FAR_BELOW, RANGE_STEPS, usual_rate
 from flatout.engine.books import Progress
 from flatout.engine.run import Run
@@ -43,8 +43,7 @@ from flatout.ops.gradients import clear_gradients
 from flatout.tuning.fragment import config_text, words_of
 from flatout.tuning.measure import Steps, borrowed_run
 from flatout.tuning.plan import machine_of
-from flatout.tuning.practice_data import scratch_folder
-from flatout.tuning.practice_samples import practice_config
+from flatout.tuning.practice_data import practice_config, scratch_folder
 
 LOW, HIGH, STEPS = 1e-7, 1.0, RANGE_STEPS
 DIVERGED = 4.0  # times the best smoothed loss

@@ -19,18 +19,18 @@ from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import SpeedConfig, micro_batch_of
 from flatout.config.source import DEFAULT, Source
 from flatout.config.yaml_loader import format_value
-from flatout.cores import thread_words
 from flatout.data.shards import open_dataset
 from flatout.device import Device, allocator_words, detect_device
 from flatout.errors import ConfigError, HardwareError, UsageError
+from flatout.host import thread_words
 from flatout.ops.attention import FA4
 from flatout.records import BenchRow
 from flatout.resolve.memory import training_flops
 from flatout.resolve.switches import Speed, resolve_speed
+from flatout.tuning.claims import PERIOD, tricks_for
 from flatout.tuning.compare import LOOKS
-from flatout.tuning.practice_samples import practice_config, practice_samples
+from flatout.tuning.practice_data import practice_config, practice_samples
 from flatout.tuning.rungs import BASELINE, OWN_SWITCHES, Rung, all_rungs, as_words, settings_of
-from flatout.tuning.tricks import PERIOD, tricks_for
 
 CHOSEN = 4  # steps of a run over samples that are taken
 MOST_SEQUENCES = 64  # of a step, unless told otherwise: the naive baseline takes seconds for them on any card

@@ -47,8 +47,7 @@ from flatout.records import EvalRecord
 from flatout.tuning.fragment import config_text, words_of
 from flatout.tuning.measure import borrowed_run
 from flatout.tuning.plan import machine_of
-from flatout.tuning.practice_data import scratch_folder
-from flatout.tuning.practice_samples import settled_for_runs
+from flatout.tuning.practice_data import scratch_folder, settled_for_runs
 from flatout.tuning.search_space import Dimension, Space, with_values
 
 TRIALS = 20

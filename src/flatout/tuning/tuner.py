@@ -14,15 +14,13 @@ import flatout
 from flatout.config.load import LoadedConfig, with_values
 from flatout.config.source import Source
 from flatout.config.yaml_loader import format_value
-from flatout.cores import candidates, core_clock, core_use, thread_words, usable_cores, whole_cores
 from flatout.device import detect_device
 from flatout.errors import ConfigError, DoesNotFitError, HardwareError, ResourceError, UsageError
+from flatout.host import candidates, core_clock, core_use, thread_words, usable_cores, whole_cores
 from flatout.records import TuneProgress, TuneResult, TuneRow
 from flatout.tuning.fragment import fragment_of, kept_settings, tuned_settings, words_of
-from flatout.tuning.practice_data import scratch_folder
-from flatout.tuning.practice_samples import practice_config, practice_samples
-from flatout.tuning.probe import Probe
-from flatout.tuning.sample_probe import SampleProbe
+from flatout.tuning.practice_data import practice_config, practice_samples, scratch_folder
+from flatout.tuning.probe import Probe, SampleProbe
 from flatout.tuning.search import (
     Candidate,
     Memory,

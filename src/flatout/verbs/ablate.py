@@ -36,7 +36,7 @@ def ablate(words: list[str]) -> int:
     if folder.is_dir():
         picture_target(folder / PICTURE, "--out")
     from flatout import api
-    from flatout.observe.measured.ablate_table import run_line
+    from flatout.observe.measured.ablate import run_line
     from flatout.records import record_to_json
     from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
@@ -112,8 +112,7 @@ def _parser() -> Parser:
 
 def _hand_over(body: dict[str, Any], folder: Path, *, quiet: bool) -> None:
     """The table and the picture."""
-    from flatout.observe.measured.ablate_picture import draw_ablation
-    from flatout.observe.measured.ablate_table import print_ablation
+    from flatout.observe.measured.ablate import draw_ablation, print_ablation
 
     if quiet:
         print(json.dumps(body, ensure_ascii=False, allow_nan=False), flush=True)

@@ -44,7 +44,7 @@ def bench(words: list[str]) -> int:
     check_asked(loaded, names)
     folder = _free_folder(loaded.config.output.name) if parsed.out is None else Path(parsed.out)
     folder_target(folder, "" if parsed.out == "" else str(folder), ROWS)
-    from flatout.observe.measured.bench_table import BenchReader
+    from flatout.observe.measured.bench import BenchReader
 
     reader = BenchReader()
     rows: list[BenchRow] = _earlier_rows(folder, reader.notice) if parsed.go_on else []
@@ -125,7 +125,7 @@ def _filled(text: str, indent: str = "") -> str:
 
 def _earlier_rows(folder: Path, notice: Callable[[str], None]) -> "list[BenchRow]":
     """What is there to continue from; that there is nothing is told."""
-    from flatout.observe.measured.bench_rows import read_bench
+    from flatout.observe.measured.bench import read_bench
 
     rows = read_bench(folder / ROWS, notice) if (folder / ROWS).exists() else []
     if not rows:
@@ -162,8 +162,7 @@ def _finish(rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quie
     """The table and the picture of what was measured."""
     if not rows:
         return
-    from flatout.observe.measured.bench_picture import draw_bench
-    from flatout.observe.measured.bench_table import print_bench
+    from flatout.observe.measured.bench import draw_bench, print_bench
     from flatout.tuning.claims import TOTALS
 
     complete = sorted(rows, key=lambda row: row.place)

@@ -26,8 +26,8 @@ def bundle(words: list[str]) -> int:
     parser.flag("--overwrite", "also replace a file that is no bundle of flatout")
     parsed = parser.parse_mixed(words)
     from flatout.observe.bundle import Private, bundle_files, check_target, write_bundle
-    from flatout.observe.history import read_history
     from flatout.observe.live.follow import find_run
+    from flatout.observe.sinks import read_history
 
     folder = find_run(parsed.run)
     target = Path(f"{folder.resolve().name}-bundle.zip") if parsed.out is None else Path(parsed.out)

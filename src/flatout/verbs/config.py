@@ -33,8 +33,7 @@ def config(words: list[str]) -> int:
 
 
 def _search(parsed: argparse.Namespace) -> int:
-    from flatout.config.search import search_fields
-    from flatout.config.suggest import nearest_fields, way_elsewhere
+    from flatout.config.suggest import nearest_fields, search_fields, way_elsewhere
 
     found = search_fields(parsed.words)
     if not found:

@@ -157,7 +157,7 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
 def _tell_problems(folder: Path, config: "RunConfig", report: dict[str, Any] | None) -> int:
     if report is None or not report["problem_count"]:
         return 0
-    from flatout.data.causes import lines_of
+    from flatout.data.merge import lines_of
     from flatout.data.prepare import check_complete, read_causes
     from flatout.words import one_line
 
@@ -283,7 +283,7 @@ def _report_tokenizers(config: "RunConfig", parsed: argparse.Namespace) -> int:
 def _texts(config: "RunConfig") -> Iterator[str]:
     """The texts of the config's source that its clean section keeps; what cannot be read is told on stderr."""
     from flatout.corpus.document import Problem
-    from flatout.data.causes import causes_of, mend_of
+    from flatout.data.merge import causes_of, mend_of
     from flatout.data.plan import documents_of, find_inputs, request_of
 
     request = request_of(config.data, config.clean)

@@ -62,7 +62,7 @@ def start_workers(
     `checked` loads the config, and has the words for them: what is wrong is told here, once, and not by every process.
     """
     from flatout.agent.agent import Agent
-    from flatout.config.training_sections import ParallelConfig
+    from flatout.config.sections import ParallelConfig
 
     hosts_of, parallel = _hosts(parsed), ParallelConfig()
     try:
@@ -83,7 +83,7 @@ def told_by_one(checked: Callable[[], Found]) -> Found:
         found = launch()
         if found is None or found.size == 1:
             raise
-        from flatout.config.training_sections import ParallelConfig
+        from flatout.config.sections import ParallelConfig
         from flatout.parallel.ranks import refuse
 
         raise refuse(found, error, ParallelConfig().join) from error

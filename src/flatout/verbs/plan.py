@@ -45,7 +45,7 @@ def plan(words: list[str]) -> int:
     if llama and loaded.size is not None:
         raise UsageError(f"--size {size} is a Llama's, and {parsed.config} has its own sizes", "leave the config out")
     name, card = named or card_here() or ("h100", CARDS["h100"])
-    from flatout.observe.measured.plan_table import print_plan
+    from flatout.observe.measured.plan import print_plan
     from flatout.tuning.cluster import Cluster
     from flatout.tuning.many_gpus import on_card, planned_parameters
     from flatout.tuning.many_gpus import plan as look
@@ -68,7 +68,7 @@ def plan(words: list[str]) -> int:
     else:
         print_plan(body)
     if picture is not None:
-        from flatout.observe.measured.plan_picture import draw_plan
+        from flatout.observe.measured.plan import draw_plan
 
         draw_plan(body, picture, overwrite=parsed.overwrite)
         if not parsed.json:

@@ -66,7 +66,7 @@ def _tune_speed(words: list[str], finders: tuple[str, ...]) -> int:
     loaded = load_any(parsed)
     verb = _verb_of(loaded)
     from flatout import api
-    from flatout.observe.measured.tune_table import TuneReader
+    from flatout.observe.measured.tune import TuneReader
     from flatout.records import TuneResult, record_to_json
 
     reader = TuneReader()
@@ -141,7 +141,7 @@ def tune_lr(words: list[str]) -> int:
     out, plot = _targets(parsed)
     loaded = load_any(parsed)
     from flatout import api
-    from flatout.observe.measured.lr_picture import draw_rates, print_rates
+    from flatout.observe.measured.tune import draw_rates, print_rates
 
     def progress(number: int, point: "Point") -> None:
         line.show(f"step {number} of {steps}: rate {point.rate:.1e}, loss {point.loss:.4f}")

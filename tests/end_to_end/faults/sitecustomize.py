@@ -39,7 +39,7 @@ if RANK is not None and FAULT and "LOCAL_RANK" in os.environ and os.environ.pop(
     from flatout.corpus import sources
     from flatout.data import plan, stream, stream_loader
     from flatout.data.shards import TokenShards
-    from flatout.engine import drift, saver, writer
+    from flatout.engine import loop, saver, writer
     from flatout.engine.step import TrainStep
 
     pause = sum(float(word.partition("=")[2] or 0.02) for word in FAULT if word.startswith("slow"))
@@ -88,7 +88,7 @@ if RANK is not None and FAULT and "LOCAL_RANK" in os.environ and os.environ.pop(
     writer.Writer.save, saver.save_plan = faulty_save, faulty_save_plan
     time.time = lambda: now() + jumped
     if "drift" in FAULT:
-        drift.EVERY = 4
+        loop.EVERY = 4
     if "version" in FAULT:
         flatout.__version__ = "0.0.0"
     if "stream" in FAULT:

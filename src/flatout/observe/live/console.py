@@ -13,13 +13,20 @@ from flatout import records
 from flatout.config.schema import SpeedConfig
 from flatout.errors import many
 from flatout.observe.eigenstates import record_sentence
-from flatout.observe.history import early_stop_reason, minutes_of
-from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, printable
+from flatout.observe.human import (
+    Terminal,
+    human_bytes,
+    human_count,
+    human_parameters,
+    human_seconds,
+    printable,
+    ranks_line,
+    say,
+)
 from flatout.observe.live.alerts import Alerts
 from flatout.observe.measured.estimate_table import expected
 from flatout.observe.measured.sample_preview import print_sample
-from flatout.observe.ranks import ranks_line
-from flatout.observe.terminal import Terminal, say
+from flatout.observe.sinks import early_stop_reason, minutes_of
 from flatout.records import EndRecord, Record, RunInfo, StepRecord, record_to_json
 
 LONG = 300.0  # seconds a run takes before a sentence says so

@@ -29,7 +29,7 @@ from flatout import records
 from flatout.config.suggest import run_hint
 from flatout.errors import DataError, UsageError
 from flatout.lock import LOCK, is_held, owner_of
-from flatout.observe.history import NUMBERS
+from flatout.observe.sinks import NUMBERS
 from flatout.records import EndRecord, Record, RunInfo, StepRecord
 
 RUNS = Path("runs")

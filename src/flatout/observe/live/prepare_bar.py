@@ -7,8 +7,7 @@ from typing import Self, TextIO, final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from flatout.observe.human import human_count, human_seconds
-from flatout.observe.terminal import say
+from flatout.observe.human import human_count, human_seconds, say
 from flatout.records import PrepareProgress
 
 QUIET_SECONDS = 10.0

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from flatout import records
-from flatout.observe.history import minutes_of
 from flatout.observe.live.alerts import Alert, Alerts
+from flatout.observe.sinks import minutes_of
 from flatout.records import EvalRecord, Record, RunInfo, StepRecord
 
 # Which field of `ViewState` the newest record of a kind is in.

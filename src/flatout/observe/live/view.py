@@ -8,27 +8,335 @@ its cursor, it prints that reader's lines.
 Trap: the panel is drawn by a thread of rich, so state is read and written under a lock. Whatever is printed to
 stderr meanwhile would be drawn over; it is held back and printed when the view closes. A process that leaves without
 `close()` must call `leave_at_once()`, or the shell is left on the wrong screen without a cursor.
+
+The panel of the live view as lines of text: pure, for a screen of any size, without a terminal.
+
+Contract: never more lines than asked for, none wider than the screen. Parts that do not fit are left out, the least
+important first; figures that are not known are not shown. Text of data, model, config and folder is stripped.
 """
 
 import contextlib
 import dataclasses
 import io
+import itertools
+import math
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO, final
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from flatout.errors import many
+from flatout.observe.eigenstates import record_sentence
+from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, printable
+from flatout.observe.live.alerts import STALL_SHARE
+from flatout.observe.live.chart import BROKEN, chart, loss_text
 from flatout.observe.live.console import TerminalReader
 from flatout.observe.live.follow import METRICS, record_of
-from flatout.observe.live.panel import ENDINGS, one_line, panel
-from flatout.observe.live.state import ViewState
-from flatout.observe.sinks import read_metrics
-from flatout.records import CheckpointRecord, EndRecord, NoticeRecord, Record, RunInfo
+from flatout.observe.live.state import ViewState, mean_of
+from flatout.observe.sinks import minutes_of, read_metrics
+from flatout.records import (
+    SLOW_RANK,
+    CheckpointRecord,
+    EndRecord,
+    MachineRecord,
+    NoticeRecord,
+    Record,
+    RunInfo,
+    SampleRecord,
+    slowest_over_median,
+)
+
+LONG_WAIT = 0.10  # of the first rank's time: the aim of the report
+ZOOM = 100  # steps of the second chart
+ENDINGS = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_FAINT, _STRONG, _WARN, _GOOD = "bright_black", "bold", "yellow", "green"
+
+
+def panel(state: ViewState, width: int, height: int) -> list[Text]:
+    """The lines of the panel, at most `height` of at most `width` cells.
+
+    Rows are given away in order of importance; what is left over goes to the chart and the sample.
+    """
+    inner = max(width - 4, 1)
+    if height < 6 or width < 24:
+        return [_cut(line, width) for line in _brief(state)[: max(height, 1)]]
+    room = height - 3  # the frame, and the line of progress
+    alerts = _alert_lines(state, inner, 1 if room < 12 else 3 if room < 24 else 6)
+    facts = _facts(state, inner)[: max(room - len(alerts) - 1, 1)]
+    room -= len(alerts) + len(facts)
+    gap = 1 if room >= 8 else 0
+    room -= gap
+    sample: list[Text] = []
+    if state.sample is not None and room >= 5:
+        sample = _sample_lines(state.sample, inner, min(max(room // 3, 3), 12))
+    chart_rows = min(room - len(sample), 16)
+    body = [_progress(state, inner), *_charts(state, inner, chart_rows), *([Text("")] * gap), *facts, *sample, *alerts]
+    info, title = state.info, "flatout"
+    if info is not None:
+        title = one_line(f"{info.folder}: {info.family} {human_count(info.parameters)} on {info.device}")
+    return _framed(body, width, title, _status(state))
+
+
+def spark(values: Sequence[float], width: int) -> str:
+    """A series as one row of blocks, at most `width` cells, for screens without room for a chart.
+
+    The scale ends at the 90th percentile: the first losses would press everything else flat. A column without a finite
+    value is a cross.
+    """
+    columns = _columns(values, width)
+    finite = sorted(value for value in columns if math.isfinite(value))
+    if not finite:
+        return BROKEN * len(columns)
+    low, high = finite[0], finite[int(0.9 * (len(finite) - 1))]
+    scale = 7 / (high - low) if high > low else 0.0
+    levels = [1 + round(min(value - low, high - low) * scale) if math.isfinite(value) else 0 for value in columns]
+    return "".join(_BLOCKS[level - 1] if level else BROKEN for level in levels)
+
+
+def _columns(values: Sequence[float], width: int) -> list[float]:
+    """The series in at most `width` means; a short one is stretched so that it fills the width."""
+    count = len(values)
+    if count == 0 or width < 1:
+        return []
+    if count >= width:
+        edges = [index * count // width for index in range(width + 1)]
+        return [mean_of(values[low:high]) for low, high in itertools.pairwise(edges)]
+    return [values[index * count // width] for index in range(width)]
+
+
+def _charts(state: ViewState, width: int, height: int) -> list[Text]:
+    if height < 1:
+        return []
+    if state.step is None:
+        waiting = "waiting for the first step" if state.info is not None else "waiting for the run to begin"
+        return [Text(waiting, style=_FAINT), *[Text("")] * (height - 1)]
+    if height == 1:
+        return [Text.assemble(("loss ", _FAINT), (spark(state.losses.values(), width - 5), "cyan"))]
+    recent, validation = list(state.latest)[-ZOOM:], state.validation.points()
+    if width < 120 or len(state.latest) <= 2 * ZOOM:
+        return chart(state.losses.points(), validation, "loss", width, height)
+    left, last = width * 3 // 5, state.step.step
+    first = chart(state.losses.points(), validation, "loss", left - 2, height)
+    points = list(zip(range(last - len(recent) + 1, last + 1), recent, strict=True))
+    second = chart(points, validation, f"last {ZOOM} steps", width - left, height)
+    return [_joined([_padded(_cut(one, left - 2), left), two]) for one, two in zip(first, second, strict=True)]
+
+
+def _facts(state: ViewState, width: int) -> list[Text]:
+    """Figures in as many columns as fit, the most important first, so that what is cut off is the least."""
+    cells = _figures(state)
+    for columns in (4, 3, 2, 1):
+        groups = [cells[place::columns] for place in range(columns)]
+        names = [max((len(name) for name, _, _ in group), default=0) + 1 for group in groups]
+        values = [max((cell_len(value) for _, value, _ in group), default=0) for group in groups]
+        if sum(names) + sum(values) + columns - 1 <= width:
+            break
+    gap = min((width - sum(names) - sum(values)) // max(columns - 1, 1), 8)
+    lines = []
+    for start in range(0, len(cells), columns):
+        parts = []
+        for place, (name, value, style) in enumerate(cells[start : start + columns]):
+            cell = Text.assemble((f"{name:<{names[place]}}", _FAINT), (value, style))
+            parts.append(cell if place == columns - 1 else _padded(cell, names[place] + values[place] + gap))
+        lines.append(_cut(_joined(parts), width))
+    if state.eigenstates is not None and (words := record_sentence(state.eigenstates)):
+        lines.append(_cut(Text(words), width))
+    return lines
+
+
+def _figures(state: ViewState) -> list[tuple[str, str, str]]:
+    """(name, value, style) of everything that is known; a run on a CPU has no clock of a card to show."""
+    step, machine, evaluation = state.step, state.machine, state.evaluation
+    if step is None:
+        return []
+    rate, share, best = state.tokens_per_second, state.data_share, state.best
+    held = machine is not None and bool(machine.throttled)
+    found: list[tuple[str, str | None, str]] = [
+        ("loss", loss_text(step.loss), _STRONG),
+        ("speed", f"{human_count(rate)} tokens/s" if rate else None, _STRONG),
+        ("val loss", evaluation and f"{loss_text(evaluation.loss)} at {evaluation.step:,}", ""),
+        ("MFU", None if step.mfu is None else f"{step.mfu:.1%}", ""),
+        ("best val", best and f"{loss_text(best[0])} at {best[1]:,}", _GOOD),
+        ("memory", None if step.memory_bytes is None else human_bytes(step.memory_bytes), ""),
+        ("rate", f"{step.learning_rate:.2e}", ""),
+        ("data wait", None if share is None else f"{share:.1%}", _WARN if (share or 0.0) > STALL_SHARE else ""),
+        *_ranks(state),
+        ("grad norm", f"{step.grad_norm:.3g}", ""),
+        ("GPU use", None if machine is None or machine.utilisation is None else f"{machine.utilisation:.0%}", ""),
+        ("skipped", many(state.skipped, "update") if state.skipped else None, _WARN),
+        ("power", machine and _power(machine), ""),
+        ("trained", human_seconds(state.trained_seconds), ""),
+        ("clock", machine and _clock(machine), _WARN if held else ""),
+        ("heat", None if machine is None or machine.temperature is None else f"{machine.temperature:.0f} °C", ""),
+        ("host cores", machine and _cores(machine), ""),
+        ("host load", None if machine is None or machine.load is None else f"{machine.load:.1f}", ""),
+        ("host memory", machine and _host_memory(machine), ""),
+        ("swap", human_bytes(machine.swap_bytes) if machine is not None and machine.swap_bytes else None, _WARN),
+        ("tokens", human_count(step.tokens), ""),
+        ("reserved", None if step.reserved_bytes is None else human_bytes(step.reserved_bytes), ""),
+        ("epoch", None if step.epoch is None else f"{step.epoch:.2f}", ""),
+    ]
+    return [(name, value, style) for name, value, style in found if value is not None]
+
+
+def _ranks(state: ViewState) -> list[tuple[str, str | None, str]]:
+    """Several ranks: the slowest, and the share of time that the first one waits for gradients."""
+    seconds = () if state.spans is None else state.spans.rank_seconds
+    if state.spans is None or len(seconds) < 2:
+        return []
+    slowest, times = slowest_over_median(seconds)
+    slow = times >= 1.005
+    waits = exposed_share(state.spans.seconds.get("reduction", 0.0), seconds[0])
+    word = f", {slowest} is +{times - 1:.1%}" if slow else ", even"
+    return [
+        ("ranks", f"{len(seconds)}{word}", _WARN if times > 1 + SLOW_RANK else ""),
+        ("grad wait", f"{waits:.1%}", _WARN if waits > LONG_WAIT else ""),
+    ]
+
+
+def _power(machine: MachineRecord) -> str | None:
+    if machine.power_watts is None:
+        return None
+    limit = "" if machine.power_limit_watts is None else f" of {machine.power_limit_watts:.0f}"
+    return f"{machine.power_watts:.0f}{limit} W"
+
+
+def _cores(machine: MachineRecord) -> str | None:
+    if machine.cores_busy is None or machine.cores is None:
+        return None
+    return f"{machine.cores_busy:.1f} of {machine.cores:g}"
+
+
+def _host_memory(machine: MachineRecord) -> str | None:
+    if machine.process_bytes is None:
+        return None
+    whole = "" if machine.host_total_bytes is None else f" of {machine.host_total_bytes / 2**30:.0f}"
+    return f"{machine.process_bytes / 2**30:.1f}{whole} GiB"
+
+
+def _clock(machine: MachineRecord) -> str | None:
+    if machine.clock_mhz is None:
+        return None
+    held = f" ({one_line(machine.throttled)})" if machine.throttled else ""
+    return f"{machine.clock_mhz:.0f} MHz{held}"
+
+
+def _progress(state: ViewState, width: int) -> Text:
+    total, start = (0, 0) if state.info is None else (state.info.steps, state.info.start_step)
+    done = start if state.step is None else state.step.step
+    share, of = min(done / total, 1.0) if total else 0.0, f"/{total:,}"
+    minutes = None if state.info is None else minutes_of(state.info.config)
+    if minutes is not None:  # the number of steps is a plan that changes
+        of = ""
+        share = share if state.seconds_left is None else 1 - state.seconds_left / (60 * minutes)
+    left = "" if state.seconds_left is None or state.end is not None else f"  ETA {human_seconds(state.seconds_left)}"
+    before, after = f"step {done:,}{of} ", f" {share:.1%}{left}"
+    bar = width - len(before) - len(after)
+    if bar < 4:
+        return _cut(Text(before.strip() + after), width)
+    full = int(share * bar)
+    return Text.assemble((before, _STRONG), ("━" * full, "cyan"), ("─" * (bar - full), _FAINT), (after, ""))
+
+
+def _sample_lines(sample: SampleRecord, width: int, height: int) -> list[Text]:
+    body = [line.expandtabs(4).rstrip() for line in printable(sample.prompt + sample.text).split("\n")]
+    lines = [_cut(Text(line, style="italic"), width) for line in body if line]
+    return [Text(f"sample at step {sample.step:,}", style=_FAINT), *lines[: height - 1]]
+
+
+def _alert_lines(state: ViewState, width: int, most: int) -> list[Text]:
+    """The latest alert of each kind, newest last, each on one line or, where there is room, on two."""
+    lines: list[Text] = []
+    shown: set[str] = set()
+    for alert in reversed(state.alerts):
+        room = min(most - len(lines), 2)
+        if alert.kind not in shown and room > 0:
+            words = one_line(f"! step {alert.step:,} {alert.kind}: {alert.message}")
+            lines = [Text(part, style=_WARN) for part in _wrapped(words, width, room)] + lines
+        shown.add(alert.kind)
+    return lines
+
+
+def _wrapped(words: str, width: int, most: int) -> list[str]:
+    """Text in at most `most` lines, the later ones indented; what does not fit is cut with an ellipsis."""
+    lines, rest = [], words
+    while rest and len(lines) < most:
+        indent = "  " if lines else ""
+        if cell_len(indent + rest) <= width or len(lines) == most - 1:
+            lines.append(_cut(Text(indent + rest), width).plain)
+            break
+        head = set_cell_size(rest, width - len(indent))
+        cut = head.rfind(" ")
+        cut = cut if cut > width // 2 else len(head)
+        lines.append(indent + rest[:cut])
+        rest = rest[cut:].lstrip()
+    return lines
+
+
+def _status(state: ViewState) -> tuple[str, str]:
+    """What stands in the lower edge, and its style."""
+    if state.end is not None:
+        word = ENDINGS.get(state.end.reason, "ended")
+        return f"{word} at step {state.end.step:,}", _GOOD if state.end.reason == "finished" else _WARN
+    if (quiet := state.quiet_seconds) is not None:
+        return f"nothing heard for {human_seconds(quiet)}", _WARN
+    if state.notice is not None and (state.step is None or state.step.step - state.notice.step < 50):
+        return one_line(state.notice.message), ""
+    if state.saved is not None:
+        return f"saved at step {state.saved.step:,} ({human_bytes(state.saved.bytes)})", _FAINT
+    return "", ""
+
+
+def _brief(state: ViewState) -> list[Text]:
+    """For screens too small for a panel."""
+    words = _progress(state, 200).plain.replace("━", "").replace("─", "")
+    lines = [Text(" ".join(words.split()))]
+    if (step := state.step) is not None:
+        lines.append(Text(f"loss {loss_text(step.loss)}  lr {step.learning_rate:.2e}"))
+    if state.evaluation is not None:
+        lines.append(Text(f"val {loss_text(state.evaluation.loss)}"))
+    if state.tokens_per_second:
+        lines.append(Text(f"{human_count(state.tokens_per_second)} tokens/s"))
+    return lines + _alert_lines(state, 200, 1)
+
+
+def _framed(lines: Sequence[Text], width: int, title: str, status: tuple[str, str]) -> list[Text]:
+    inner = width - 4
+    top = _cut(Text(f" {title} ", style=_STRONG), inner)
+    bottom = _cut(Text(f" {status[0]} ", style=status[1]), inner) if status[0] else Text("")
+    return [
+        _joined([Text("╭─", _FAINT), top, Text("─" * (inner - top.cell_len) + "─╮", _FAINT)]),
+        *(_joined([Text("│ ", _FAINT), _padded(_cut(line, inner), inner), Text(" │", _FAINT)]) for line in lines),
+        _joined([Text("╰─", _FAINT), bottom, Text("─" * (inner - bottom.cell_len) + "─╯", _FAINT)]),
+    ]
+
+
+def one_line(text: str) -> str:
+    return " ".join(printable(text).split())
+
+
+def _cut(line: Text, width: int) -> Text:
+    if line.cell_len > width:
+        line = line.copy()
+        line.truncate(max(width, 1), overflow="ellipsis")
+    return line
+
+
+def _padded(line: Text, width: int) -> Text:
+    return _joined([line, Text(" " * max(width - line.cell_len, 0))])
+
+
+def _joined(parts: Sequence[Text]) -> Text:
+    return Text("", no_wrap=True, end="").join(parts)
+
 
 REDRAWS_PER_SECOND = 4
 

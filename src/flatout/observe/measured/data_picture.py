@@ -24,9 +24,8 @@ from rich.text import Text
 
 from flatout.errors import many
 from flatout.observe import picture
-from flatout.observe.human import human_bytes, human_count, printable
+from flatout.observe.human import Terminal, human_bytes, human_count, printable
 from flatout.observe.picture import BLUE, FAINT, INK, LINE, ORANGE, RED, Axes, Figure, drawable, shortened
-from flatout.observe.terminal import Terminal
 from flatout.records import DataSummary, TokenCount
 
 _WIDTH, _HEIGHT = 13.0, 8.0

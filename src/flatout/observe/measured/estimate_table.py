@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.errors import many
-from flatout.observe.human import human_bytes, human_count, human_seconds, printable
-from flatout.observe.terminal import Terminal, say
+from flatout.observe.human import Terminal, human_bytes, human_count, human_seconds, printable, say
 from flatout.records import RunInfo
 
 SKIPPED = 4  # first steps of a run, which compile and warm up

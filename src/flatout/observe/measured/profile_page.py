@@ -16,9 +16,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from flatout.observe.human import human_bytes, human_count, printable
-from flatout.observe.ranks import exposed_share, slowest_rank
-from flatout.observe.terminal import Terminal, say
+from flatout.observe.human import Terminal, exposed_share, human_bytes, human_count, printable, say, slowest_rank
 
 TOP = 10  # kernels on the page; kernels.csv has all
 MOST_RANKS = 16  # on the page

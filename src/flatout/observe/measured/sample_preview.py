@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from rich.console import Console as RichConsole
 from rich.text import Text
 
-from flatout.observe.terminal import Terminal
+from flatout.observe.human import Terminal
 
 _TRAINED, _OTHER, _SIGN = "bold green", "dim", "cyan"
 _OPEN, _CLOSE = "\u27e6", "\u27e7"  # white square brackets, which hardly any text holds

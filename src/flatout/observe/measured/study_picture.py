@@ -17,9 +17,8 @@ from typing import Any, TextIO
 from rich.table import Table
 
 from flatout.errors import many
-from flatout.observe.human import human_seconds, printable
+from flatout.observe.human import Terminal, human_seconds, printable, say
 from flatout.observe.picture import BLUE, FAINT, INK, RED, SMALL, Axes, Figure, new_figure, write_picture
-from flatout.observe.terminal import Terminal, say
 
 _COLUMNS = 3
 _SHOWN = 20  # rows of the table

@@ -14,11 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flatout.observe.eigenstates import QUANTILES, EigenstateHistory, LayerHistory, eigenstate_history, short_tokens
-from flatout.observe.history import RunHistory, rows_with_step
-from flatout.observe.human import human_bytes, human_count, human_seconds
-from flatout.observe.ranks import exposed_share, slowest_rank
-from flatout.observe.report.series import amount, finite, number, short
-from flatout.observe.report.state import RunState
+from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, slowest_rank
+from flatout.observe.report.series import RunState, amount, finite, number, short
+from flatout.observe.sinks import RunHistory, rows_with_step
 
 _PARTS = (
     "steps",

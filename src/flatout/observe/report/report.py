@@ -22,9 +22,9 @@ from typing import Any
 
 from flatout.errors import ResourceError, UsageError
 from flatout.files import check_replaceable, disk_errors, write_whole
-from flatout.observe.history import RunHistory, read_history
 from flatout.observe.human import printable
 from flatout.observe.report.data import report_data
+from flatout.observe.sinks import RunHistory, read_history
 
 MARK = "<!doctype html>\n<!-- flatout report -->\n"
 MOST_RUNS = 24

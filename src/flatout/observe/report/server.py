@@ -26,10 +26,10 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from flatout.errors import DataError, ResourceError, UserError
-from flatout.observe.history import RunHistory, read_history
 from flatout.observe.report.data import report_data
 from flatout.observe.report.report import chosen_folders, json_for_page, page_of
-from flatout.observe.report.state import at_work
+from flatout.observe.report.series import at_work
+from flatout.observe.sinks import RunHistory, read_history
 
 FIRST_PORT, TRIED_PORTS = 8484, 20
 ADDRESS = "127.0.0.1"

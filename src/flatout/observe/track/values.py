@@ -11,8 +11,7 @@ import re
 from typing import Any
 
 from flatout import records
-from flatout.observe.human import human_parameters, human_seconds, printable
-from flatout.observe.ranks import exposed_share
+from flatout.observe.human import exposed_share, human_parameters, human_seconds, printable
 from flatout.records import EndRecord, Record, RunInfo, slowest_over_median
 
 GIB = 2**30

@@ -1,14 +1,157 @@
-"""`lora`, `optim`, `train`, `eval`, `checkpoint`, `parallel`, `output`: how a run learns, is judged, saved, shown."""
+"""The sections of a config but for `model`.
+
+What the sections of a config are made of: strict groups of fields, and common kinds of values.
+
+`data`, `clean` and `chat`: the text, its tokens, what is dropped, and what a model is fine-tuned on.
+
+`lora`, `optim`, `train`, `eval`, `checkpoint`, `parallel`, `output`: how a run learns, is judged, saved, shown.
+
+`speed`: the switches that may not change what is learned.
+"""
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flatout.config.optimizers import OPTIMIZERS, OptimizerKind, OptimizerName
-from flatout.config.section import Conflict, Name, Natural, Positive, Section, Share, Switch
 from flatout.config.sizes import MOST_DECAY
+
+Positive = Annotated[int, Field(ge=1, le=2**40)]
+Natural = Annotated[int, Field(ge=0, le=2**40)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Name = Annotated[str, Field(min_length=1)]
+Switch = Literal["auto", "on", "off"]
+
+
+class Conflict(ValueError):
+    """Values that do not go together; `hint` says what would."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class Section(BaseModel):
+    """A strict, frozen group of fields: no unknown keys, no silent conversions, no NaN."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def multiple_near(number: int, of: int) -> int:
+    """The multiple of `of` that is nearest to a number, for a hint."""
+    return max(1, round(number / of)) * of
+
+
+Format = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "warc", "smiles", "tokens"]
+
+
+Fields = Name | Annotated[list[Name], Field(min_length=1)]
+
+
+class _Validated(Section):
+    if TYPE_CHECKING:  # a field here would come before all others
+        validation: str | float
+
+    @property
+    def val_source(self) -> str | None:
+        """The source of the validation data, where it is none of the training data."""
+        return self.validation if isinstance(self.validation, str) else None
+
+    @property
+    def val_fraction(self) -> float:
+        """The share that is held out; 0 where validation has a source of its own."""
+        return self.validation if isinstance(self.validation, float) else 0.0
+
+
+class SourceConfig(Section):
+    """One of several sources of a mixture."""
+
+    path: Name
+    """What `data.source` takes as a single text."""
+    weight: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
+    """How often each training document is taken: 2 is twice, 0.25 a quarter of them, chosen by hash."""
+    format: Format | None = None
+    """Instead of data.format for this source."""
+
+
+class DataConfig(_Validated):
+    source: str | Annotated[list[Name | SourceConfig], Field(min_length=1)] | None = "shakespeare"
+    """Raw text: `shakespeare` (shipped), a file, a folder, `hf:NAME`, `-` (standard input), or a list."""
+    validation: Name | Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """Share of the text that is kept for validation, or another source for it."""
+    folder: Name | None = None
+    """Folder of prepared token shards; null means data/SOURCE-TOKENIZER, filled on first use."""
+    tokenizer: str = "char"
+    """`char`, `bytes`, `gpt2`, `bpe-512` (learned from the text, of any size), or a tokenizer.json's path."""
+    unknown_characters: Literal["error", "drop", "replace"] = "error"
+    """What tokenizer `char` does with a character it has never seen."""
+    format: Format | None = None
+    """Format of the source; null tells it by the file's name."""
+    field: Fields = "text"
+    """Field of a row that holds its text, nested as in `a.b` or `a.*.b`; of several, the first that has text."""
+    document_start: Name | None = None
+    """In text files, each line that begins with this, after spaces, begins a document; null has one."""
+    invalid_utf8: Literal["strict", "replace", "skip"] = "strict"
+    """Documents with bytes that are not UTF-8: list and leave out, repair with U+FFFD, or drop."""
+    max_documents: Positive | None = None
+    """Take at most this many documents of each source, the first ones; null takes all."""
+    max_tokens: Positive | None = None
+    """Take the first documents of each source up to this many tokens, cutting plain text there; null takes all."""
+    max_bytes: Positive | None = None
+    """Take the first documents of each source up to this many bytes, cutting plain text there; null takes all."""
+    split: Literal["contiguous", "document"] = "contiguous"
+    """Take validation from the end of the text, or choose whole documents by hash."""
+    packing: Literal["concat", "reshuffle", "best_fit"] = "concat"
+    """Windows over the joined documents, joined anew in every epoch, or whole ones fitted with little padding."""
+    documents: Literal["joined", "apart"] = "joined"
+    """Whether a token sees all of its window before it, or its own document alone, labels included."""
+    streaming: bool = False
+    """Train while reading data.source, without preparing shards first."""
+    stride: Positive | None = None
+    """Tokens between window starts; null means the context, so no overlap."""
+
+
+class CleanConfig(Section):
+    drop: list[Literal["short", "exact_duplicates", "near_duplicates", "repetition", "quality"]] = Field(default=[])
+    """Drop documents below 200 characters, like an earlier one (near: 80%), that repeat themselves, or are no prose."""
+    languages: Annotated[list[Annotated[str, Field(pattern=r"^[a-z]{2,3}$")]], Field(min_length=1)] | None = None
+    """Keep only documents in these languages, such as [en, de]."""
+
+
+class ChatConfig(_Validated):
+    source: str | None = None
+    """File or folder of conversations or instructions to fine-tune on; null trains on plain text."""
+    validation: Name | Share = 0.05
+    """Share of the rows that is held out for evaluation, or a file or folder to evaluate on."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"] = "auto"
+    """How a row tells a conversation; auto looks at the first rows."""
+    fields: list[Name] = Field(default=[])
+    """Columns under other names, such as [prompt=question, completion=answer]."""
+    template: Name = "model"
+    """Chat template: the model's own, chatml, plain, none, or a file of Jinja."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """What has a label: assistant turns, the last of them, or every token."""
+    max_tokens: Positive | None = None
+    """Most tokens of a sample; longer ones are cut; null means model.context, which they never exceed."""
+    packing: bool = True
+    """Several samples in a row, none of which sees another; false pads each to a row."""
+    batch_samples: Positive = 8
+    """Samples per optimizer step."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for pair in self.fields:
+            name, sign, column = pair.partition("=")
+            if not (name and sign and column):
+                raise Conflict(
+                    f"fields has {pair!r}, which is no name with a column", "write chat.fields=[prompt=question]"
+                )
+        return self
+
 
 _Number = TypeVar("_Number", int, float)
 
@@ -296,3 +439,71 @@ class OutputConfig(Section):
     """Where records go besides metrics.jsonl; each needs its package."""
     plots: bool = True
     """Draw plots/*.png in the run folder when `flatout train` ends."""
+
+
+class SpeedConfig(Section):
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda|cuda:\d{1,3})$")] = "auto"
+    """auto, cpu, mps, cuda or cuda:N; auto takes the fastest there is."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """Arithmetic of matrix products over fp32 weights; auto is bf16 where the GPU has it."""
+    residual: Literal["auto", "fp32", "bf16"] = "auto"
+    """Storage of the residual stream between blocks; auto is bf16 beside bf16 products in our kernels."""
+    fp8: list[Literal["qkv", "out", "up", "down", "head"]] = Field(default=[])
+    """Linear layers whose products run in 8-bit floats, such as [up, down]; needs Triton."""
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """Norms, activations and residual adds: torch's operations or our Triton kernels; auto on CUDA."""
+    products: Literal["auto", "torch", "tuned"] = "auto"
+    """Matrix products by torch's choice of kernel, or by the fastest tried; auto beside our kernels."""
+    attention: Literal[
+        "auto", "sdpa", "flash", "cudnn", "efficient", "flex", "fa3", "fa4", "cudnn+fa4", "reference"
+    ] = "auto"
+    """Attention kernel; sdpa lets torch pick, auto is cudnn from Hopper on (with fa4, if installed)."""
+    scan: Literal["auto", "reference", "chunked", "triton"] = "auto"
+    """States of E blocks: token by token, in chunks, or in our Triton kernels; auto is those on CUDA."""
+    fused_qkv: bool = True
+    """Queries, keys and values in one matrix product instead of three."""
+    compile: Literal["auto", "off", "default", "reduce-overhead", "max-autotune", "regional"] = "auto"
+    """torch.compile and its mode; regional compiles one block for all; auto only where it is faster."""
+    cuda_graphs: Switch = "auto"
+    """Replay each micro-batch as one CUDA graph; auto where launching kernels would be the bottleneck."""
+    loss: Literal["auto", "plain", "chunked", "fused"] = "auto"
+    """Head and loss: all logits at once, chunks computed again in backward, or differentiated at once."""
+    loss_chunk: Annotated[int, Field(ge=16, le=2**20)] = 8192
+    """Tokens whose logits exist at once in the chunked and fused losses."""
+    fused_optimizer: Switch = "auto"
+    """One kernel for the AdamW update; auto where torch has it."""
+    optimizer_state: Literal["fp32", "8bit"] = "fp32"
+    """Storage of AdamW's moments; 8bit quantises them in blocks of 256."""
+    optimizer_offload: bool = False
+    """Keep AdamW's moments in the host's memory and update there."""
+    pad_vocab: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Round the vocabulary up to this multiple inside the head's product only; 1 is off."""
+    micro_batch: Positive | None = None
+    """Most sequences at once, rounded down to a divisor of the batch; null is the whole batch."""
+    accumulation: Positive | None = None
+    """Micro-batches per optimizer step, fewer if packed samples need fewer; null follows from the other fields."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """What backward recomputes instead of keeping: nothing, the cheap parts of a block, or all of it."""
+    activation_offload: bool = False
+    """Keep what backward needs in the host's pinned memory instead of the GPU's."""
+    loader: Literal["auto", "host", "device"] = "auto"
+    """Where tokens live; auto is the device for corpora up to 2 GiB on CUDA, else the host."""
+    workers: Annotated[int, Field(ge=0, le=64)] = 1
+    """Threads that read batches ahead on the host; 0 reads in the loop, and the batches are the same."""
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    """Threads of torch on a CPU; auto tries some at the start, unless OMP_NUM_THREADS is set."""
+    expandable_segments: Switch = "auto"
+    """Let torch grow its memory blocks instead of fragmenting; auto on CUDA."""
+    memory_limit: Annotated[float, Field(gt=0.0, le=10000.0)] | None = None
+    """GiB of the GPU that this run may use, to emulate a smaller card; null is all of it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _booleans_are_switches(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            words = {True: "on", False: "off"}
+            switches = ("compile", "fused_optimizer", "cuda_graphs", "expandable_segments")
+            values = {k: words[v] if k in switches and isinstance(v, bool) else v for k, v in values.items()}
+            if values.get("compile") == "on":
+                values["compile"] = "default"
+        return values

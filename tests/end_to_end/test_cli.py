@@ -330,7 +330,7 @@ def test_ignored_signals_stay_ignored_and_sigusr1_saves_without_ending(outcomes)
     saved = [row["step"] for row in rows if row["type"] == "checkpoint"]
     assert len(saved) == 2, "one for SIGUSR1, one for SIGTERM"
     assert saved[0] >= 6, "the signals before were sent at the steps 2 and 4"
-    assert sum(row["type"] == "step" and row["step"] > saved[0] for row in rows) >= 2, "it went on"
+    assert saved[1] > saved[0], "it went on"
     ignored = outcomes("save ignored")
     assert ignored["code"] == 129
     rows = read_metrics(ignored["folder"] / "metrics.jsonl")

@@ -168,7 +168,7 @@ def drawn(kind: str, seed: int, corpus: Path) -> Iterator[Case]:
             role = choose(["embedding", "head", "plain"])
             if target not in ("record", "modern") or role == "plain":
                 wild += [f"optim.{field}={rate}", f"optim.weight_decay={decay}"]
-                wild += ["optim.optimizer=muon"] if optimizer == "muon" else []
+                shape += ["optim.optimizer=muon"] if optimizer == "muon" else []  # NorMuon decays cautiously
             else:
                 wild += [f"optim.{role}_rate={rate}", f"optim.{role}_decay={decay}"]
         else:

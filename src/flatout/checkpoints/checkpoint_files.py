@@ -92,7 +92,7 @@ def _is_run(run: Path) -> bool:
     return isinstance(first, dict) and first.get("type") in ("run", "notice")
 
 
-PLAIN, SLICED = 1, 2  # formats of a manifest: whole tensors, or slices of them by several processes (slices.py)
+PLAIN, SLICED = 1, 2  # formats of a manifest: whole tensors, or slices of them by several processes
 Entries = dict[str, dict[str, Any]]  # of each file by its name: bytes and sha256
 
 

@@ -4,7 +4,7 @@ speed.
 Idea: a field is judged by pairs of runs that differ in nothing else: same seed, so the same order of the data and the
 same random draws. At equal tokens the changed run reads as much as the unchanged one. At equal seconds it gets as many
 steps as fit into the time of the unchanged run's steps, each at its own measured speed; its schedule is that of a run
-of this length. What counts is the validation loss at the end. `paired.py` makes a verdict of the differences.
+of this length. What counts is the validation loss at the end. `effects` makes a verdict of the differences.
 
 Contract:
 - Runs go through the same loop as `flatout train` and write nothing. Data is prepared once, where training would put

@@ -13,7 +13,7 @@ does not hide the next, and a level that stays becomes the new normal):
     skipped update   loss or gradient not finite; of fp16, which looks for its scale, 10 within 100 steps
     slow             two blocks in a row (32 steps and 20 seconds at least) below 85% of the run's fastest block
 
-The rules about card and host are in `machine_alerts.py`.
+`MachineRules` has those about card and host.
 
 Contract: pure, no clock and no files: the same records give the same alerts, live or read back later. On clean series
 (falling, flat, noisy with heavy tails, small batches) fewer than one step in a thousand alerts; the tests measure it.

@@ -22,7 +22,7 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 58_242,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "lines of code": 58_238,  # all Python outside tests: no blank lines, no comments, no docstrings
     "statements": 46_680,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 125,  # all Python outside tests
     "modules": 330,  # of src/flatout, as all the following

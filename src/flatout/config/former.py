@@ -20,12 +20,13 @@ class Constant(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What another field says now."""
+    """What another field says now.
+
+    `value` gives what stands there, from the value here and the rest of the section; or `NOTHING` or `REFUSED`.
+    """
 
     field: str
-    value: Callable[
-        [Any, Written], Any
-    ]  # there, by the value here and the rest of the section; or one of the two below
+    value: Callable[[Any, Written], Any]
     written: str  # how it is written now
 
 

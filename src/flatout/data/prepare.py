@@ -264,9 +264,8 @@ def _check_settings(data: DataConfig, clean: CleanConfig | None, folder: Path) -
             find_inputs(request, Path())  # which says so where there is no such text
         own = folder / TOKENIZER if name == "tokenizer" and not _is_named(stored) else format_value(stored)
         word = shlex.quote(f"{path}={own}")
-        leave = (
-            "" if name in ("source", "tokenizer") else f"leave {path} out or "
-        )  # the folder may be named after those
+        # The folder may be named after source and tokenizer.
+        leave = "" if name in ("source", "tokenizer") else f"leave {path} out or "
         keep = f"{leave}set {word} to use it as it is, or " if path in field_facts() else ""
         meant = _meant_field(folder, stored, wanted) if name == "field" else ""
         again = _better(path, stored, data, clean, folder)

@@ -49,8 +49,8 @@ from flatout.data.samples import Samples
 from flatout.device import Scope, detect_device, use_expandable_segments
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.notices import Notices
+from flatout.engine.setup import only_adapters
 from flatout.engine.step import TrainStep
-from flatout.engine.trained import only_adapters
 from flatout.errors import UserError
 from flatout.model.adapters import attach
 from flatout.model.gpt import empty_model

@@ -36,8 +36,8 @@ from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import IN_PYTHON
 from flatout.device import Scope, detect_device, use_expandable_segments
+from flatout.engine.setup import all_weights
 from flatout.engine.step import TrainStep
-from flatout.engine.trained import all_weights
 from flatout.model.gpt import GPT, build_model
 from flatout.ops.reference import IGNORED
 from flatout.optim.optimizers import Optimizers

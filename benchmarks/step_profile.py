@@ -13,7 +13,7 @@ import sys
 import torch
 
 from flatout.config.load import load_config
-from flatout.engine.setup import setup_run
+from flatout.engine.run import Run
 from flatout.model.count import parameter_count
 from flatout.resolve.resolve import planned
 
@@ -30,7 +30,7 @@ KINDS = (
 def main() -> None:
     data, commit, preset, *words = sys.argv[1:]
     plan = [f"data.folder={data}", "train.steps=40", "train.batch_tokens=65536", "output.folder=unused"]
-    run = setup_run(planned(load_config(preset, [*plan, *words])))
+    run = Run(planned(load_config(preset, [*plan, *words])))
     with run.batches(0) as loader:
         batch = next(iter(loader))
         for _ in range(6):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from flatout.config.schema import OptimConfig
-from flatout.engine.trained import Trained, all_weights
+from flatout.engine.setup import Trained, all_weights
 from flatout.optim.optimizers import Optimizers
 from flatout.optim.rules import rules_of
 

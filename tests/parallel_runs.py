@@ -19,8 +19,8 @@ from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.engine import setup
 from flatout.engine.saving import capture, restore, write_sharded
+from flatout.engine.setup import all_weights
 from flatout.engine.step import TrainStep
-from flatout.engine.trained import all_weights
 from flatout.errors import UserError
 from flatout.launch import launch
 from flatout.model.gpt import build_model

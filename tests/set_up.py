@@ -5,7 +5,6 @@ from flatout.config.load import LoadedConfig
 from flatout.data.array_data import Arrays
 from flatout.engine.custom import Given
 from flatout.engine.run import Run
-from flatout.engine.setup import setup_run
 from flatout.resolve.opening import DataSource
 from flatout.resolve.plan import RunPlan
 from flatout.resolve.resolve import resolve, take_device
@@ -23,10 +22,9 @@ def planned(
 ) -> RunPlan:
     world = world or World()
     asked = loaded if resumed is None else as_before(loaded, resumed.config)
-    device = take_device(asked, world)
     with world.together():
-        source = DataSource(asked, device, arrays=arrays, resumed=resumed)
-    return resolve(source.asked, source, device, world, custom=(given or Given()).custom)
+        source = DataSource(asked, take_device(asked, world), arrays=arrays, resumed=resumed)
+    return resolve(source, world, custom=(given or Given()).custom)
 
 
 def set_up(
@@ -38,4 +36,4 @@ def set_up(
     given: Given | None = None,
 ) -> Run:
     plan = planned(loaded, world, resumed=resumed, arrays=arrays, given=given)
-    return setup_run(plan, world, resumed=resumed, given=given)
+    return Run(plan, world, resumed=resumed, given=given)

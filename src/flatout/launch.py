@@ -72,6 +72,10 @@ class Launch:
         """Whether this goes on with what an earlier attempt has begun, whatever the command says."""
         return self.restarts > 0 if self.attempt is None else self.attempt.accepted
 
+    def resumed(self, asked: str | None) -> str | None:
+        """What the run resumes, where the command said `asked`: started again, the same command resumes."""
+        return "auto" if self.resumes and (asked is None or self.attempt is not None) else asked
+
 
 # (processes, rank, rank on this host, processes on this host), by launcher: torchrun and others like it, SLURM's srun.
 _VARIABLES = (

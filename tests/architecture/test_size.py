@@ -22,10 +22,10 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 58_238,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 46_680,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 58_216,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 46_679,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 125,  # all Python outside tests
-    "modules": 330,  # of src/flatout, as all the following
+    "modules": 329,  # of src/flatout, as all the following
     "modules with one importer": 80,
     "settings": 157,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,

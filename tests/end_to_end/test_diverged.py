@@ -301,7 +301,7 @@ def test_where_the_start_cannot_be_built_the_losses_on_record_decide(saved, monk
         raise ResourceError("a step needs 80 GiB", "use more GPUs")
 
     poison(monkeypatch)
-    monkeypatch.setattr(diverged, "setup_run", too_large)
+    monkeypatch.setattr(diverged, "Run", too_large)
     code, said = run("train", "--resume", "run", "train.steps=9")
     assert (code, Path(hinted(said)[2]).name) == (4, "step-00000004")
     for step in (2, 4):

@@ -422,7 +422,7 @@ def test_a_kill_before_the_verdict_on_a_best_checkpoint_loses_no_record(tiny, mo
 
 def test_a_diverged_run_is_let_go_of_before_it_is_built_again(tiny, monkeypatch):
     alive: list[bool] = []
-    real, models = diverged.setup_run, []
+    real, models = diverged.Run, []
 
     def build(*args, **options):
         run = real(*args, **options)
@@ -434,8 +434,8 @@ def test_a_diverged_run_is_let_go_of_before_it_is_built_again(tiny, monkeypatch)
         alive.append(models[0]() is not None)
         return real(*args, **options)
 
-    monkeypatch.setattr(training, "setup_run", build)
-    monkeypatch.setattr(diverged, "setup_run", build_again)
+    monkeypatch.setattr(training, "Run", build)
+    monkeypatch.setattr(diverged, "Run", build_again)
     assert diverge(tiny, "optim.learning_rate=100", "optim.clip=0", "checkpoint.every=0", "eval.every=0") is not None
     assert alive == [False], "on a GPU, there may be no room for both"
 

@@ -13,7 +13,7 @@ from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
 from flatout.diagnose import check_run
-from flatout.engine.setup import setup_run
+from flatout.engine.run import Run
 from flatout.errors import DataError, UsageError
 from flatout.records import RunInfo
 from flatout.resolve.opening import DataSource
@@ -43,7 +43,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
         seen.append(plan.settings.config)
         raise UsageError("seen", "enough")
 
-    monkeypatch.setattr("flatout.tuning.measure.setup_run", refuse)
+    monkeypatch.setattr("flatout.tuning.measure.Run", refuse)
     return seen
 
 
@@ -280,9 +280,9 @@ def test_a_file_of_tune_trains_with_what_was_measured(
 
     def kept(plan: RunPlan, *rest: Any, **how: Any) -> Any:
         seen.append(plan.settings.config)
-        return setup_run(plan, *rest, **how)
+        return Run(plan, *rest, **how)
 
-    monkeypatch.setattr("flatout.tuning.measure.setup_run", kept)
+    monkeypatch.setattr("flatout.tuning.measure.Run", kept)
     assert main(["tune", "--seconds", "1", "--out", "found.yaml", "modern", "--size", SIZE, *words]) == 0
     text = Path("found.yaml").read_text(encoding="utf-8")
     assert "size: 2x32" in text

@@ -11,7 +11,7 @@ from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.data.positions import Schedule, Stage
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.loop import warm_up
-from flatout.engine.setup import setup_run
+from flatout.engine.run import Run
 from flatout.errors import ConfigError
 from flatout.model.count import flops_per_token
 from flatout.records import EpochRecord, EvalRecord, RunInfo, StepRecord
@@ -30,10 +30,10 @@ def staged(run, context: int):
 @pytest.fixture
 def in_stages(monkeypatch: pytest.MonkeyPatch):
     def build(plan, *given, **more):
-        run = setup_run(plan, *given, **more)
+        run = Run(plan, *given, **more)
         return staged(run, run.plan.model.context)
 
-    monkeypatch.setattr(training, "setup_run", build)
+    monkeypatch.setattr(training, "Run", build)
 
 
 def losses(records) -> dict[int, float]:
@@ -71,10 +71,10 @@ def test_epochs_are_counted_in_windows_and_evaluation_has_full_length(tiny, in_s
     assert windows is not None
     records = list(flatout.train(loaded))
     steps = [record for record in records if isinstance(record, StepRecord)]
-    assert [record.epoch for record in steps] == [run.schedule.at(step).start / windows for step in range(1, 31)]
+    assert [record.epoch for record in steps] == [run.plan.schedule.at(step).start / windows for step in range(1, 31)]
     assert 1 < (steps[-1].epoch or 0) < 2
     ends = [record.step for record in records if isinstance(record, EpochRecord)]
-    assert ends == [run.schedule.steps_until(windows)]
+    assert ends == [run.plan.schedule.steps_until(windows)]
     assert {batch.tokens.shape[1] for batch in run.evaluation()} == {loaded.config.model.context}
     assert [record for record in records if isinstance(record, EvalRecord)]
 

@@ -190,7 +190,7 @@ def test_every_setting_is_timed_on_the_same_steps_after_the_fullest(made, monkey
     real = measure.Steps.__init__
 
     def init(self, run, **settings):
-        seen.append((run.step.micro_batch, run.schedule.chosen))
+        seen.append((run.step.micro_batch, run.plan.schedule.chosen))
         real(self, run, **settings)
 
     monkeypatch.setattr(measure.Steps, "__init__", init)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from flatout.config.schema import ModelConfig, OptimConfig
+from flatout.engine.setup import only_adapters
 from flatout.engine.step import TrainStep
-from flatout.engine.trained import only_adapters
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import Adapters, attach
 from flatout.model.count import FrozenModel, estimate_memory

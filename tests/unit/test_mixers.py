@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.config.schema import ModelConfig, OptimConfig
-from flatout.engine.trained import all_weights
+from flatout.engine.setup import all_weights
 from flatout.errors import CheckpointError, ConfigError
 from flatout.generation.decode import generate_tokens
 from flatout.model import eigenstate

@@ -14,8 +14,8 @@ from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.engine.diverged import gentler
 from flatout.engine.graphs import UpdateGraph, record_updates
 from flatout.engine.notices import Notices
+from flatout.engine.setup import all_weights
 from flatout.engine.step import TrainStep
-from flatout.engine.trained import all_weights
 from flatout.errors import CheckpointError, ConfigError
 from flatout.model.count import parameter_count
 from flatout.model.gpt import GPT, build_model

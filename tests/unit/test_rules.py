@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flatout.config.schema import ModelConfig, OptimConfig
+from flatout.engine.setup import all_weights, only_adapters
 from flatout.engine.step import CLIP_EPS, TrainStep
-from flatout.engine.trained import all_weights, only_adapters
 from flatout.errors import CheckpointError, ConfigError
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan
 from flatout.model.adapters import attach

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.config.load import Config, LoadedConfig, as_loaded, load_stored
+from flatout.config.load import Config, LoadedConfig, as_loaded, load_config, load_stored
 
 
 def stored_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -13,6 +13,13 @@ def stored_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConf
 
     checkpoint = read_checkpoint(checkpoint_to_load(Path(path)))
     return load_stored(checkpoint.config, overrides)
+
+
+def config_to_train(config: Config | None, resume: str | None) -> LoadedConfig:
+    """The settings that `train` goes by: those it was given, else those of the run that it resumes by its path."""
+    if config is not None:
+        return as_loaded(config, all_written=True)
+    return load_config() if resume in (None, "auto") else stored_config(resume)
 
 
 def with_sources(config: Config) -> LoadedConfig:

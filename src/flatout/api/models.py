@@ -29,7 +29,7 @@ from flatout.data.portable import own_tokenizer
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.device import Device, detect_device
 from flatout.engine.custom import CustomModel, Given, ModelGiven, adopt, check_given, structure_of
-from flatout.engine.trained import only_adapters
+from flatout.engine.setup import only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin

@@ -1,13 +1,15 @@
 """What a run resumes from: refusals where it cannot be the same run, notices where a setting has changed."""
 
+import contextlib
 import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from flatout.checkpoints.checkpoint import Checkpoint, Unusable, checkpoint_path, read_checkpoint
-from flatout.checkpoints.run_folder import checkpoint_to_load, find_resume_point
+from flatout.checkpoints.checkpoint_files import check_own
+from flatout.checkpoints.run_folder import RunLock, checkpoint_to_load, choose_folder, find_resume_point, run_lock
 from flatout.config.load import LoadedConfig, resolve_from_mapping
 from flatout.config.sections import LENGTHS
 from flatout.config.yaml_loader import format_value
@@ -17,8 +19,11 @@ from flatout.engine.custom import check_given
 from flatout.engine.run import Run
 from flatout.engine.saving import as_word, differences
 from flatout.errors import CheckpointError, ConfigError, UsageError
+from flatout.observe.track.trackers import check_trackers
 from flatout.optim.rules import rate_factors
 from flatout.resolve.length import optim_of, pace_of, steps_of, stored_schedule
+from flatout.resolve.sizing import as_before
+from flatout.world import World
 
 _MOST_WORDS = 8  # of a hint, which is one line
 _FREE_LORA = ("dropout", "init_from", "quantize")  # may change in a run; all others say what its adapters are
@@ -51,19 +56,60 @@ class Origin:
         return point if point is not None and self.unusable else self.folder
 
 
-def find_origin(folder: Path, resume: str | None) -> Origin:
-    point, unusable = find_resume_point(folder, resume)
+@final
+class HeldFolder(contextlib.ExitStack):
+    """The folder of a run that is about to train, which the first of its processes holds for the length of a block.
+
+    `chosen` is the folder that an earlier attempt of the launcher has chosen.
+    """
+
+    def __init__(self, asked: LoadedConfig, resume: str | None, world: World, chosen: Path | None = None) -> None:
+        super().__init__()
+        self._asked, self._resume, self._world, self._chosen = asked, resume, world, chosen
+
+    def locked(self) -> tuple[Origin, RunLock | None]:
+        """What the run begins from, and the lock; other processes have none."""
+        world, resume, output = self._world, self._resume, self._asked.config.output
+        lock = origin = point = None
+        with world.together():
+            check_trackers(output.trackers)
+            if world.first:
+                by_path = resume not in (None, "auto")
+                folder = self._chosen or choose_folder(output, resume)
+                if by_path:
+                    _check_stays(self._asked, folder)
+                lock = self.enter_context(run_lock(folder, movable=not by_path))
+                check_own(folder)
+                point, unusable = find_resume_point(folder, resume)
+                origin = _origin(folder, resume, point, unusable)
+        place, point = world.told(["" if origin is None else str(origin.folder), None if point is None else str(point)])
+        world.pulse.note_run(Path(place), accepted=False)
+        with world.together():
+            if origin is None:
+                _check_seen(place, point)
+                origin = _origin(Path(place), resume, None if point is None else Path(point), ())
+        return origin, lock
+
+
+def _origin(folder: Path, resume: str | None, point: Path | None, unusable: Sequence[Unusable]) -> Origin:
     checkpoint = None if point is None else read_checkpoint(point, verified=True)
     return Origin(folder=folder, asked=resume, unusable=unusable, checkpoint=checkpoint)
 
 
-def check_stays(config: LoadedConfig, folder: Path) -> None:
+def _check_seen(folder: str, point: str | None) -> None:
+    """Refuses a host that does not see the run folder of the others."""
+    missing = next((path for path in (folder, point) if path is not None and not Path(path).exists()), None)
+    if missing is not None:
+        raise UsageError(f"{missing} is not there", "use a folder that all hosts share, under the same path on each")
+
+
+def _check_stays(asked: LoadedConfig, folder: Path) -> None:
     """Refuses a command that resumes the run in `folder` and names another folder for it.
 
     A config file may name one: it may be that of a run which was moved.
     """
-    typed = {path for path, source in config.sources.items() if source.kind == "override"}
-    output = config.config.output
+    typed = {path for path, source in asked.sources.items() if source.kind == "override"}
+    output = asked.config.output
     elsewhere = output.folder is not None and Path(output.folder).resolve() != folder.resolve()
     renamed = "output.folder" not in typed and folder.resolve().name.partition("+")[0] != output.name
     for path, other in {"output.folder": elsewhere, "output.name": renamed}.items():
@@ -101,6 +147,17 @@ def more_minutes(path: str | Path, minutes: float) -> tuple[Path, list[str]]:
     steps = max(chosen.step + 1, round(chosen.step * seconds / max(spent, 1e-9)))
     assert chosen.path is not None, "it was read from there"
     return chosen.path, [f"train.minutes={seconds / 60!r}", f"train.steps={steps}"]
+
+
+def as_begun(asked: LoadedConfig, origin: Origin) -> LoadedConfig:
+    """Settings with which a run goes on from where it came: what had been decided when it began stays decided."""
+    resumed = origin.checkpoint
+    if resumed is None:
+        return asked
+    settings = as_before(asked, resumed.config)
+    if settings.config.chat.source is None:  # else the shape is the base's, read later
+        check_shape(settings.config.model_dump(), resumed, origin.resumable)
+    return settings
 
 
 def check_resumed(run: Run, origin: Origin) -> list[str]:
@@ -238,8 +295,8 @@ def _about_rate(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
     done = int(checkpoint.run["updates"])
     if steps == run.steps or not 0 < done < min(steps + 1, run.steps):
         return
-    earlier = pace_of(before, schedule or run.schedule, steps)
-    optim = optim_of(before, run.data.facts, schedule or run.schedule, steps)
+    earlier = pace_of(before, schedule or run.plan.schedule, steps)
+    optim = optim_of(before, run.data.facts, schedule or run.plan.schedule, steps)
     peak, peak_now = (next(iter(one.rates.values())) for one in (optim, run.plan.optim))  # as steps report it
     last = peak * rate_factors(optim, steps, earlier)[done - 1]
     following = peak_now * rate_factors(run.plan.optim, run.steps, run.plan.pace)[done]

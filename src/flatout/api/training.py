@@ -12,18 +12,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from flatout.api.configs import stored_config, with_sources
-from flatout.api.resuming import Origin, check_resumed, check_shape, check_stays, find_origin, own_settings
-from flatout.checkpoints.checkpoint import mark_as_base, read_checkpoint
-from flatout.checkpoints.checkpoint_files import check_own
-from flatout.checkpoints.run_folder import (
-    RunLock,
-    choose_folder,
-    is_checkpoint,
-    run_lock,
-    set_later_aside,
-    set_unusable_aside,
-)
+from flatout.api.configs import config_to_train, with_sources
+from flatout.api.resuming import HeldFolder, Origin, as_begun, check_resumed, own_settings
+from flatout.checkpoints.checkpoint import mark_as_base
+from flatout.checkpoints.run_folder import RunLock, is_checkpoint, set_later_aside, set_unusable_aside
 from flatout.config.alike import shared_settings
 from flatout.config.load import Config, LoadedConfig, as_loaded, load_config
 from flatout.data.array_data import Arrays
@@ -39,14 +31,13 @@ from flatout.engine.recovery import use_at_most
 from flatout.engine.rows_named import check_rows_named
 from flatout.engine.run import Run
 from flatout.engine.saving import lacks_verdict, recorded_again
-from flatout.engine.setup import setup_run
 from flatout.errors import DataError, DivergedError, UsageError
 from flatout.files import write_whole
 from flatout.launch import OtherProcessError, launch
 from flatout.observe.live.alerts import Alerts
 from flatout.observe.notebook import Chart, RunResult
 from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
-from flatout.observe.track.trackers import Trackers, check_trackers, open_trackers
+from flatout.observe.track.trackers import Trackers, open_trackers
 from flatout.parallel.ranks import joined
 from flatout.records import NoticeRecord, Record, RunInfo
 from flatout.resolve.case import try_threads
@@ -55,7 +46,6 @@ from flatout.resolve.memory import checkpoint_size
 from flatout.resolve.opening import DataSource
 from flatout.resolve.plan import RunPlan
 from flatout.resolve.resolve import resolve, take_device
-from flatout.resolve.sizing import as_before
 from flatout.tuning.minutes_probe import in_minutes
 from flatout.world import World
 
@@ -185,20 +175,18 @@ def _train(
     progress: Progress | None,
 ) -> Generator[Record]:
     found = launch()
-    if found is not None and found.resumes and (resume is None or found.attempt is not None):
-        resume = "auto"  # started again by the launcher: the same command resumes
-    if config is None:
-        config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
-    asked = as_loaded(config, all_written=True)
+    resume = resume if found is None else found.resumed(resume)
+    asked = config_to_train(config, resume)
     given.check()
     try_threads.cache_clear()  # who uses the cores may have changed since the last run of this process
     parallel = asked.config.parallel
     alike = shared_settings(asked)
     meeting = joined(found, asked.config.speed.device, join=parallel.join, timeout=parallel.timeout, settings=alike)
-    with meeting as world, contextlib.ExitStack() as held:
-        origin, lock = _found(asked, resume, world, held, None if found is None else found.folder)
-        plan, source = _planned(asked, origin, progress, arrays, given, world)
-        run = setup_run(plan, world, resumed=origin.checkpoint, given=given)
+    chosen = None if found is None else found.folder
+    with meeting as world, HeldFolder(asked, resume, world, chosen) as folder:
+        origin, lock = folder.locked()
+        source, plan = _planned(asked, origin, progress, arrays, given, world)
+        run = Run(plan, world, resumed=origin.checkpoint, given=given)
         limit = None if found is None or found.attempt is None else found.attempt.micro_batch
         less = [] if limit is None else use_at_most(run, limit)
         early: list[NoticeRecord] = []
@@ -231,20 +219,17 @@ def _train(
 
 def _planned(
     asked: LoadedConfig, origin: Origin, progress: Progress | None, arrays: Arrays | None, given: Given, world: World
-) -> tuple[RunPlan, DataSource]:
+) -> tuple[DataSource, RunPlan]:
     """Decides the run; where its data cannot be had, the way back to what it was trained on is told, too."""
     resumed = origin.checkpoint
     with world.together():
-        if resumed is not None:
-            asked = as_before(asked, resumed.config)
-            if asked.config.chat.source is None:  # else the shape is the base's, read later
-                check_shape(asked.config.model_dump(), resumed, origin.resumable)
+        asked = as_begun(asked, origin)
         device = take_device(asked, world)
     try:
         with world.together():
             source = DataSource(asked, device, progress, arrays=arrays, resumed=resumed)
-        settings = in_minutes(source, device, world, progress)
-        return resolve(settings, source, device, world, custom=given.custom), source
+        source = in_minutes(source, world)
+        return source, resolve(source, world, custom=given.custom)
     except DataError as error:
         settings = asked.config.model_dump()
         way = None if resumed is None else own_settings(settings, resumed, origin.resumable, ("data", "clean", "chat"))
@@ -257,42 +242,6 @@ def _first_loss(metrics: Path) -> float | None:
     """The loss of a run's first step, which is that of its starting weights."""
     losses = (row.get("loss") for row in read_metrics(metrics) if row["type"] == "step")
     return next((loss for loss in losses if isinstance(loss, float)), None)
-
-
-def _found(
-    asked: LoadedConfig, resume: str | None, world: World, held: contextlib.ExitStack, chosen: Path | None
-) -> tuple[Origin, RunLock | None]:
-    """What the run begins from, and the lock on its folder, which the first process holds.
-
-    `chosen` is the folder that an earlier attempt of the launcher has chosen.
-    """
-    lock = origin = point = None
-    output, by_path = asked.config.output, resume not in (None, "auto")
-    with world.together():
-        check_trackers(output.trackers)
-        if world.first:
-            folder = chosen or choose_folder(output, resume)
-            if by_path:
-                check_stays(asked, folder)
-            lock = held.enter_context(run_lock(folder, movable=not by_path))
-            check_own(folder)
-            origin = find_origin(folder, resume)
-            point = None if origin.checkpoint is None else str(origin.checkpoint.path)
-    folder, point = world.told(["" if origin is None else str(origin.folder), point])
-    world.pulse.note_run(Path(folder), accepted=False)
-    with world.together():
-        if origin is None:
-            _check_seen(Path(folder), point)
-            checkpoint = None if point is None else read_checkpoint(Path(point), verified=True)
-            origin = Origin(folder=Path(folder), asked=resume, unusable=(), checkpoint=checkpoint)
-    return origin, lock
-
-
-def _check_seen(folder: Path, point: str | None) -> None:
-    """Refuses a host that does not see the run folder of the others."""
-    missing = next((path for path in (folder, point) if path is not None and not Path(path).exists()), None)
-    if missing is not None:
-        raise UsageError(f"{missing} is not there", "use a folder that all hosts share, under the same path on each")
 
 
 def _recorded(
@@ -383,8 +332,8 @@ def _is_done(run: Run, origin: Origin) -> bool:
 
 def _mark_base(run: Run, folder: Path) -> Iterator[str]:
     """Notes in a checkpoint of ours that the adapters of this run need it."""
-    if run.adapters is not None and run.base is not None:
-        base = run.base.description.folder
+    if run.adapters is not None and run.plan.base is not None:
+        base = run.plan.base.description.folder
         if is_checkpoint(base) and not mark_as_base(base, folder):
             yield f"{base} cannot be written to, so nothing says there that these adapters need it"
 

@@ -35,7 +35,6 @@ _STEP = Check("memory", "a step")
 def decide(
     asked: LoadedConfig,
     sources: Iterable[Callable[[LoadedConfig], DataSource]],
-    device: Device,
     world: World,
     probes: Probes,
 ) -> tuple[RunPlan | None, list[Finding]]:
@@ -48,8 +47,7 @@ def decide(
         settings: LoadedConfig | None = asked
         while settings is not None:
             try:
-                source = source_of(settings)
-                return resolve(source.asked, source, device, world, probes=probes, must_fit=False), refused
+                return resolve(source_of(settings), world, probes=probes, must_fit=False), refused
             except UnevenError:  # told by `check_share`
                 world = World()
             except UserError as error:

@@ -253,7 +253,7 @@ class _Visit:
         if self.ranks > 1:
             met = () if meeting is None else tuple(one.host for one in meeting.ranks)
             world = World(size=self.ranks, hosts=met or ("this host",) * self.ranks)
-        self.plan, refused = decide(asked, sources, self.device, world, probes_of(self.machine, self.trials))
+        self.plan, refused = decide(asked, sources, world, probes_of(self.machine, self.trials))
         yield from refused
 
     @property

@@ -74,7 +74,7 @@ def _step_record(run: Run, progress: Progress, report: StepReport) -> StepRecord
     peak, windows = run.speed.device.peak_flops, run.data.facts.windows
     return StepRecord(
         step=report.step,
-        epoch=None if windows is None else run.schedule.at(report.step).start / windows,
+        epoch=None if windows is None else run.plan.schedule.at(report.step).start / windows,
         loss=report.loss,
         learning_rate=report.learning_rate,
         grad_norm=report.grad_norm,
@@ -121,7 +121,7 @@ def _bad_step(run: Run, progress: Progress, report: StepReport) -> Iterator[Reco
 
 
 def _end_epoch(run: Run, progress: Progress) -> EpochRecord:
-    facts, at = run.data.facts, run.schedule.at
+    facts, at = run.data.facts, run.plan.schedule.at
     seconds = max(progress.epoch_seconds, 1e-9)
     windows = at(progress.step).start - at(progress.step - progress.epoch_steps).start
     if facts.epoch_samples is not None:

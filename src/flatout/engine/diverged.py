@@ -41,7 +41,6 @@ from flatout.engine.boundary import quick_loss
 from flatout.engine.custom import Given
 from flatout.engine.run import Run
 from flatout.engine.saving import TRAINED, as_word, capture, differences, restore_weights
-from flatout.engine.setup import setup_run
 from flatout.errors import CheckpointError, DivergedError, UserError
 from flatout.optim.rules import role_of
 from flatout.resolve.opening import DataSource
@@ -207,9 +206,7 @@ def _point(ended: Ended, *, fresh: bool) -> tuple[Path | None, str]:
 
 def _fresh_run(ended: Ended) -> Run:
     """The run at its start, in this process alone."""
-    source = ended.source.from_start()
-    plan = resolve(source.asked, source, ended.plan.speed.device, World(), custom=ended.plan.custom)
-    return setup_run(plan, given=ended.given)
+    return Run(resolve(ended.source.from_start(), World(), custom=ended.plan.custom), given=ended.given)
 
 
 def _is_whole(checkpoint: Path) -> bool:

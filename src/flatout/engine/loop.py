@@ -71,9 +71,9 @@ def shapes_of(run: Run, first_step: int) -> list[Reading]:
 
     A run whose length is told in minutes is warmed up in any case.
     """
-    later = [stage.first_step for stage in run.schedule.stages if first_step < stage.first_step < run.steps]
+    later = [stage.first_step for stage in run.plan.schedule.stages if first_step < stage.first_step < run.steps]
     met = bool(later) or run.deadline is not None  # a run that ends on time pays for no first step either
-    readings = [run.schedule.at(step) for step in (first_step, *later)] if met else []
+    readings = [run.plan.schedule.at(step) for step in (first_step, *later)] if met else []
     return list({(reading.pieces, reading.attention_window): reading for reading in readings}.values())
 
 
@@ -98,7 +98,7 @@ def warm_up(run: Run, first_step: int) -> str | None:
         free_memory(run.speed.device.torch_device)
         return f"the warm-up of stages ended early: {failure}"
     forms = "1 form" if len(shapes) == 1 else f"{len(shapes)} forms"
-    name = "stages" if len(run.schedule.stages) > 1 else "minutes"
+    name = "stages" if len(run.plan.schedule.stages) > 1 else "minutes"
     return f"{name}: {forms} of micro-batches warmed up in {time.perf_counter() - began:.1f} s"
 
 

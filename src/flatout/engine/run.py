@@ -1,30 +1,39 @@
-"""The parts of a run, as setup has put them together and the loop uses them."""
+"""A run as it is set up and as the loop uses it."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from flatout.checkpoints.adapter_folder import files_beside
-from flatout.checkpoints.base_model import Base
+from flatout.checkpoints.checkpoint import Checkpoint
 from flatout.data.batch import Batch, BatchLoader, Span
-from flatout.data.positions import Schedule
 from flatout.data.training_data import TrainingData
-from flatout.device import ONE_AT_A_TIME, peak_memory_bytes
+from flatout.device import ONE_AT_A_TIME, peak_memory_bytes, use_expandable_segments
 from flatout.engine import full_disk
 from flatout.engine.custom import Given
-from flatout.engine.deadline import FAR, Deadline
+from flatout.engine.deadline import FAR, deadline_of
 from flatout.engine.notices import Notices
-from flatout.engine.step import TrainStep
-from flatout.engine.trained import Trained
+from flatout.engine.setup import (
+    base_hash_of,
+    built_model,
+    compile_as_planned,
+    notices_of,
+    optimizers_of,
+    trained_of,
+)
+from flatout.engine.step import TrainStep, build_step
 from flatout.model.adapters import Adapters
 from flatout.model.count import flops_per_token
+from flatout.model.gpt import GPT
 from flatout.model.protocol import LanguageModel
+from flatout.ops.attention import install_flash
 from flatout.resolve.case import Speed
 from flatout.resolve.plan import RunPlan
 from flatout.world import World
@@ -87,25 +96,74 @@ class RandomStream:
             torch.mps.set_rng_state(state)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything the loop needs: a plan and what was built of it. Tensors inside change as training goes on."""
+    """A run with its parts, built of a plan in this order: model, what it learns, optimizers, step.
 
-    plan: RunPlan
-    model: LanguageModel
-    trained: Trained
-    adapters: Adapters | None
-    step: TrainStep
-    random: RandomStream
-    notices: tuple[str, ...]  # known before the first step
-    new_notices: Notices  # those that come up later
-    given: Given = dataclasses.field(default_factory=Given)  # what a program put in the place of the config's parts
-    deadline: Deadline | None = None  # of a run whose length is told in minutes
-    base_hash: str | None = None  # of its frozen weights, under adapters
+    A new run has fresh weights; resuming overwrites its state afterwards. Weights that `model.init_from` names are not
+    read where the checkpoint that is `resumed` brings all of them. `given` are parts that come from Python. Tensors
+    change as training goes on.
+    """
 
-    def replanned(self, **changes: Any) -> "Run":
+    def __init__(
+        self,
+        plan: RunPlan,
+        world: World | None = None,
+        *,
+        resumed: Checkpoint | None = None,
+        given: Given | None = None,
+    ) -> None:
+        self.world, self.given, self.new_notices = world or World(), given or Given(), Notices()
+        device, fresh = plan.speed.device.torch_device, resumed is None
+        with self.world.together():
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)  # the peak shown is this run's own
+            use_expandable_segments(device, on=plan.speed.expandable_segments)
+            model = built_model(plan, self.given, weights=fresh)
+            if device.type == "cuda":
+                install_flash(plan.speed.execution.attention)
+            compile_as_planned(plan, model, self.new_notices)
+        self.model: LanguageModel = model
+        self.trained = trained_of(plan, model, self.world)
+        with self.world.together():
+            # First: an average of adapters begins with the values that these get.
+            self.base_hash = base_hash_of(plan, self.trained, weights=fresh)  # of the frozen weights, under adapters
+            self.plan = dataclasses.replace(plan, flops_per_token=self.given.flops(model, plan.flops_per_token))
+            self.step = self._built_step(plan)
+            self.random = RandomStream(plan.train.seed, device, self.world.rank)
+            self.notices = (*plan.notices, *notices_of(plan, model, self.trained, self.given))
+            self.deadline = deadline_of(plan, resumed)  # of a run whose length is told in minutes
+            self._stage_flops: dict[tuple[int, int | None], float] = {}
+            self.evaluation()  # a validation split without a single target is an error now, not after the first steps
+
+    def _built_step(self, plan: RunPlan) -> TrainStep:
+        optimizers = optimizers_of(plan, self.trained, self.given, self.world)
+        return build_step(plan, self.model, self.trained, optimizers, self.new_notices, self.world)
+
+    def replanned(self, **changes: Any) -> Self:
         """The same parts with other numbers of the plan."""
-        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **changes))
+        return self._with(dataclasses.replace(self.plan, **changes), self.step)
+
+    def under(self, plan: RunPlan) -> Self:
+        """The same model and data under other switches, with a new optimizer; compiled code stays as it was.
+
+        `plan` differs from the run's own in `speed` only. The old run is of no use afterwards: both share the weights.
+        """
+        if plan.speed.compile != self.speed.compile or plan.speed.device != self.speed.device:
+            raise ValueError("another device or way of compiling needs another model")
+        assert isinstance(self.model, GPT), "only models of a config are measured"
+        self.model.use(plan.speed.execution)
+        return self._with(plan, self._built_step(plan))
+
+    def _with(self, plan: RunPlan, step: TrainStep) -> Self:
+        other = copy.copy(self)
+        for name in ("files_beside", "given_state"):  # they are computed from plan and step
+            vars(other).pop(name, None)
+        other.plan, other.step, other._stage_flops = plan, step, {}
+        return other
+
+    @property
+    def adapters(self) -> Adapters | None:
+        return self.trained.adapters
 
     @property
     def speed(self) -> Speed:
@@ -116,20 +174,8 @@ class Run:
         return self.plan.data
 
     @property
-    def schedule(self) -> Schedule:
-        return self.plan.schedule
-
-    @property
     def steps(self) -> int:
         return self.plan.steps
-
-    @property
-    def base(self) -> Base | None:
-        return self.plan.base
-
-    @property
-    def world(self) -> World:
-        return self.step.world
 
     @property
     def last_step(self) -> int:
@@ -141,7 +187,7 @@ class Run:
         """Tokens of a step; of samples and of stages, which differ, on average."""
         mean = self.data.facts.step_tokens
         if mean is None and self.plan.train.batch_stages and self.steps:
-            mean = self.schedule.at(self.steps).start * self.plan.model.context / self.steps
+            mean = self.plan.schedule.at(self.steps).start * self.plan.model.context / self.steps
         return self.plan.train.batch_tokens if mean is None else round(mean)
 
     @property
@@ -152,8 +198,9 @@ class Run:
     @functools.cached_property
     def files_beside(self) -> dict[str, bytes]:
         """What goes beside adapters in PEFT's folder. Read once: a tokenizer may be large, and the base may change."""
-        assert self.base is not None, "only a base gets adapters"
-        given = {"description": self.base.description, "template": self.base.template, "stops": self.data.stops}
+        base = self.plan.base
+        assert base is not None, "only a base gets adapters"
+        given = {"description": base.description, "template": base.template, "stops": self.data.stops}
         return files_beside(self.data.tokenizer, context=self.plan.model.context, chat=True, **given)[0]
 
     @functools.cached_property
@@ -179,7 +226,7 @@ class Run:
         # Sooner than the other ranks give up waiting for this one.
         delivery = dataclasses.replace(delivery, patience=self.plan.parallel.timeout / 2)
         last = self.steps if self.deadline is None else FAR
-        span = Span(schedule=self.schedule, first_step=first_step, last_step=last, position=position)
+        span = Span(schedule=self.plan.schedule, first_step=first_step, last_step=last, position=position)
         return self.data.batches(delivery, span)
 
     def evaluation(self, batch_size: int | None = None) -> Iterator[Batch]:
@@ -196,7 +243,7 @@ class Run:
 
     def flops_at(self, step: int) -> float:
         """FLOPs of a training token of a step, counted from 1: in a stage it may attend to less than the model can."""
-        reading = self.schedule.at(step - 1)
+        reading = self.plan.schedule.at(step - 1)
         form = reading.length, reading.attention_window
         if reading.pieces == 1 and reading.attention_window is None:
             return self.plan.flops_per_token
@@ -207,10 +254,6 @@ class Run:
             less = flops_per_token(model, vocab, attended) - flops_per_token(window, vocab, length)
             self._stage_flops[form] = self.plan.flops_per_token - less
         return self._stage_flops[form]
-
-    @functools.cached_property
-    def _stage_flops(self) -> dict[tuple[int, int | None], float]:
-        return {}
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -231,7 +274,7 @@ class Run:
     def epochs_before(self, step: int) -> int | None:
         """Whole epochs that have been read when `step` steps are done; None where their end is not known."""
         windows = self.data.facts.windows
-        return None if windows is None else self.schedule.at(step).start // windows
+        return None if windows is None else self.plan.schedule.at(step).start // windows
 
     def ends_epoch(self, step: int, every: int = 1) -> bool:
         """Whether an epoch ends with this step, of which every so many count; 0 counts none."""

@@ -64,7 +64,7 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
         "vocab": run.model.vocab,
         "due": dataclasses.asdict(due or Due()),
         "threads": run.speed.threads,
-        "schedule": [dataclasses.astuple(stage) for stage in run.schedule.stages],
+        "schedule": [dataclasses.astuple(stage) for stage in run.plan.schedule.stages],
         **({} if position is None else {"stream": position}),
         **run.data.saved(),
         **({} if run.base_hash is None else {"base": run.base_hash}),
@@ -227,7 +227,7 @@ def save_run_adapter(run: Run, folder: Path, step: int, tensors: Mapping[str, Te
 
 def notice_on_adapter(run: Run, folder: Path) -> Iterator[str]:
     """Where a run's adapter lies, and who can load it."""
-    place, name, base = folder / ADAPTER, run.plan.model.init_from, run.base
+    place, name, base = folder / ADAPTER, run.plan.model.init_from, run.plan.base
     step = step_of(place)
     if run.adapters is None or step is None:
         return

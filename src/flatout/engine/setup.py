@@ -1,89 +1,42 @@
-"""A plan becomes the parts of a run, each built in order: model -> adapters -> optimizers -> step.
+"""The parts of a run, each built of its share of the plan: the model, what it learns, the optimizers.
 
-Whatever is decided, was decided by `resolve`. Parts below see no settings but their own.
+What a run learns is all weights of its model, slices of them, or adapters beside frozen ones. Steps and checkpoints go
+by this. Whatever is decided, was decided by `resolve`.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
-from flatout.checkpoints.adapter_folder import continue_from
-from flatout.checkpoints.base_model import Start, base_fingerprint, build_base, open_start
-from flatout.checkpoints.checkpoint import Checkpoint
-from flatout.device import use_expandable_segments
+from flatout.checkpoints.adapter_folder import adapter_plan, continue_from
+from flatout.checkpoints.base_model import base_fingerprint, build_base
 from flatout.engine.custom import CustomModel, Given
-from flatout.engine.deadline import deadline_of
 from flatout.engine.notices import Notices
-from flatout.engine.run import RandomStream, Run
-from flatout.engine.step import build_step
-from flatout.engine.trained import Trained, trained_of
 from flatout.model.adapter_targets import needless_rank
+from flatout.model.adapters import Adapters, attach
 from flatout.model.compiling import CompileWatch, compile_model
+from flatout.model.count import blocks_gathered
 from flatout.model.gpt import GPT, build_model
 from flatout.model.quantize import check_quantizing, notice_of, quantize_linears
-from flatout.ops.attention import install_flash
-from flatout.optim.optimizers import Optimizers, check_slices
+from flatout.model.weights import assign_tensors, check_tensors
+from flatout.optim.optimizers import Optimizers, Trainable, check_slices, trainables
 from flatout.optim.rules import rate_factors, rules_of
+from flatout.parallel.ranks import Ranks
+from flatout.parallel.reducer import Copies, Slices
+from flatout.resolve.case import Speed
 from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.plan import RunPlan
 from flatout.world import World
 
-
-def setup_run(
-    plan: RunPlan, world: World | None = None, *, resumed: Checkpoint | None = None, given: Given | None = None
-) -> Run:
-    """Builds a run with fresh weights, in one of the processes of `world`. Resuming overwrites its state afterwards.
-
-    Weights that `model.init_from` names are not read where the checkpoint that is `resumed` brings all of them. `given`
-    are parts that come from Python.
-    """
-    world, given, later, fresh = world or World(), given or Given(), Notices(), resumed is None
-    device = plan.speed.device.torch_device
-    with world.together():
-        start = open_start(plan.model, plan.vocab, plan.data.tokenizer) if fresh and plan.base is None else None
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)  # the peak shown is this run's own
-        use_expandable_segments(device, on=plan.speed.expandable_segments)
-        model = _build(plan, start, given, weights=fresh)
-        if device.type == "cuda":
-            install_flash(plan.speed.execution.attention)
-        _compile(plan, model, later)
-    trained = trained_of(plan, model, world)
-    with world.together():
-        base_hash = _base_hash(plan, trained, weights=fresh)  # first: an average of adapters begins with these values
-        run = Run(
-            plan=dataclasses.replace(plan, flops_per_token=given.flops(model, plan.flops_per_token)),
-            model=model,
-            trained=trained,
-            adapters=trained.adapters,
-            given=given,
-            step=build_step(plan, model, trained, _optimizers(plan, trained, given, world), later, world),
-            random=RandomStream(plan.train.seed, device, world.rank),
-            notices=(*plan.notices, *_notices(model, trained, given, start)),
-            new_notices=later,
-            deadline=deadline_of(plan, resumed),
-            base_hash=base_hash,
-        )
-        run.evaluation()  # a validation split without a single target is an error now, not after the first steps
-        return run
+if TYPE_CHECKING:
+    from flatout.parallel.sharding import Sharding
 
 
-def with_plan(run: Run, plan: RunPlan) -> Run:
-    """The same model and data under other switches, with a new optimizer; what was compiled stays compiled as it was.
-
-    `plan` differs from the run's own in `speed` only. The old run is of no use afterwards: both share the weights.
-    """
-    if plan.speed.compile != run.speed.compile or plan.speed.device != run.speed.device:
-        raise ValueError("another device or way of compiling needs another model")
-    assert isinstance(run.model, GPT), "only models of a config are measured"
-    run.model.use(plan.speed.execution)
-    optimizers = _optimizers(plan, run.trained, run.given, run.world)
-    step = build_step(plan, run.model, run.trained, optimizers, run.new_notices, run.world)
-    return dataclasses.replace(run, plan=plan, step=step)
-
-
-def _build(plan: RunPlan, start: Start | None, given: Given, *, weights: bool) -> GPT | CustomModel:
+def built_model(plan: RunPlan, given: Given, *, weights: bool) -> GPT | CustomModel:
     """The model where it stays, or on the host if every device is to have only a slice of it."""
     speed = plan.speed
     place = torch.device("cpu") if speed.sharded else speed.device.torch_device
@@ -103,14 +56,15 @@ def _build(plan: RunPlan, start: Start | None, given: Given, *, weights: bool) -
                 quantize_linears(model, place)
             return model
     model = build_model(plan.model, plan.vocab, seed=plan.train.seed, execution=speed.execution)
-    if start is not None:
-        start.fill(model)
+    if plan.start is not None:
+        plan.start.fill(model)
     model = given.adopted(model, speed, plan.train.seed)
     with out_of_memory():
         return model.to(place)
 
 
-def _compile(plan: RunPlan, model: GPT | CustomModel, notices: Notices) -> None:
+def compile_as_planned(plan: RunPlan, model: GPT | CustomModel, notices: Notices) -> None:
+    """What the compiler says of it while training goes on is among `notices`."""
     mode = plan.speed.compile
     if mode != "off":
         notices.follow(CompileWatch(mode).notices)
@@ -119,7 +73,93 @@ def _compile(plan: RunPlan, model: GPT | CustomModel, notices: Notices) -> None:
         compile_model(model, mode, our_graphs=plan.speed.cuda_graphs, any_shape=any_shape, stages=stages)
 
 
-def _optimizers(plan: RunPlan, trained: Trained, given: Given, world: World) -> Optimizers:
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    saved: Mapping[str, nn.Parameter]  # what a checkpoint holds, by name
+    updated: Sequence[Trainable]  # what optimizers update: the same, or one tensor that holds them all
+    adapters: Adapters | None = None  # where these alone are trained
+    sharding: "Sharding | None" = None  # where `saved` and `updated` are this process's slices
+
+    @property
+    def count(self) -> int:
+        """The values of the whole model, or of all adapters."""
+        return sum(math.prod(shape) for shape in self._shapes().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.saved.items()}
+
+    def own(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What this process holds of a checkpoint's tensors, those of optimizers among them."""
+        return tensors if self.sharding is None else self.sharding.own(tensors)
+
+    def exchange(self, world: World) -> Copies | Slices | None:
+        """How the processes of `world` share whole matrices; None for one alone."""
+        if self.sharding is not None:
+            return Slices(self.sharding.number, self.sharding.count, self.sharding.group, world.pulse)
+        return Copies(world.rank, world.size, world.pulse) if isinstance(world, Ranks) else None
+
+    def assign(self, tensors: Mapping[str, Tensor], origin: str) -> None:
+        """Puts a checkpoint's values back: all of them, or none."""
+        check_tensors(self._shapes(), tensors, origin, "model and lora sections")
+        assign_tensors(self.saved, self.own(tensors), origin, "model and lora sections")
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of whole tensors."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.saved.items()}
+        return shapes | (
+            {} if self.sharding is None else {name: one.shape for name, one in self.sharding.slices.items()}
+        )
+
+
+def trained_of(plan: RunPlan, model: nn.Module, world: World) -> Trained:
+    """What a plan trains of a model, which gets its adapters here, or is cut into slices."""
+    if plan.speed.sharded:
+        return all_weights(model, _in_slices(model, plan.speed, world))
+    with world.together():
+        if not plan.lora.rank:
+            return all_weights(model)
+        assert isinstance(model, GPT), "refused with model="
+        return only_adapters(attach(model, adapter_plan(plan.lora), plan.train.seed))
+
+
+def all_weights(model: nn.Module, sharding: "Sharding | None" = None) -> Trained:
+    if sharding is None:
+        return Trained(dict(model.named_parameters()), trainables(model))
+    updated = [dataclasses.replace(one, parameter=sharding.parameters[one.name]) for one in trainables(model)]
+    return Trained(sharding.parameters, updated, sharding=sharding)
+
+
+def only_adapters(adapters: Adapters) -> Trained:
+    """Adapters lie in one tensor, matrices first; with DoRA the magnitudes follow, which do not decay."""
+    names = ("adapters", "magnitudes")
+    flat = zip(names, adapters.optimizer_parameters, strict=False)
+    updated = [Trainable(name, parameter, adapters, matrix=name == "adapters") for name, parameter in flat]
+    return Trained(dict(adapters.named_parameters()), updated, adapters)
+
+
+def _in_slices(model: nn.Module, speed: Speed, world: World) -> "Sharding":
+    """Slices of the model on the device of each process."""
+    from flatout.parallel.sharding import Sharding  # it takes a second to import
+
+    assert isinstance(world, Ranks), "one process has no shards"
+    assert isinstance(model, GPT), "refused with model="
+    at_once, blocks = blocks_gathered(model.config), list(model.blocks)
+    groups = [blocks[first : first + at_once] for first in range(0, len(blocks), at_once)]
+    ends = [] if model.config.tied else [[model.embedding], [model.head]]
+    kernels = speed.kernels == "triton"  # which take weights in the type of products; torch's own cast for themselves
+    with out_of_memory():
+        return Sharding(
+            model,
+            [*groups, *ends],
+            world,
+            hybrid=speed.parallel == "hybrid",
+            device=speed.device.torch_device,
+            gathered=speed.product_type if kernels and speed.precision in ("bf16", "fp16") else None,
+            entries=("logits",),
+        )
+
+
+def optimizers_of(plan: RunPlan, trained: Trained, given: Given, world: World) -> Optimizers:
     speed = plan.speed
     own = rules_of(
         plan.optim,
@@ -136,7 +176,7 @@ def _optimizers(plan: RunPlan, trained: Trained, given: Given, world: World) -> 
     return Optimizers(rules, trained.updated)
 
 
-def _base_hash(plan: RunPlan, trained: Trained, *, weights: bool) -> str | None:
+def base_hash_of(plan: RunPlan, trained: Trained, *, weights: bool) -> str | None:
     """The hash of the weights under adapters, which get the values that `lora.init_from` names."""
     if trained.adapters is None:
         return None
@@ -147,10 +187,10 @@ def _base_hash(plan: RunPlan, trained: Trained, *, weights: bool) -> str | None:
     return base
 
 
-def _notices(model: GPT | CustomModel, trained: Trained, given: Given, start: Start | None) -> Iterator[str]:
+def notices_of(plan: RunPlan, model: GPT | CustomModel, trained: Trained, given: Given) -> Iterator[str]:
     """What is known of weights and adapters once they are there."""
-    if start is not None:
-        yield start.notice
+    if plan.start is not None:
+        yield plan.start.notice
     yield from given.notices(model)
     if (quantized := notice_of(model)) is not None:
         yield quantized

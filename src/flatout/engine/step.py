@@ -27,9 +27,9 @@ from torch import Tensor
 from flatout.device import Scope
 from flatout.engine.graphs import MicroBatchGraph, Recorder, record_updates
 from flatout.engine.notices import Notices
+from flatout.engine.setup import Trained
 from flatout.engine.shared_block import Copied
 from flatout.engine.spans import StepClock
-from flatout.engine.trained import Trained
 from flatout.model.adapters import Adapters
 from flatout.model.compiling import graphs_of_its_own
 from flatout.model.gpt import GPT

@@ -9,10 +9,10 @@ import copy
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from flatout.checkpoints.adapter_folder import with_adapter
-from flatout.checkpoints.base_model import Base, open_base
+from flatout.checkpoints.base_model import Base, Start, open_base, open_start
 from flatout.checkpoints.checkpoint import Checkpoint
 from flatout.config.load import LoadedConfig, resolve_from_mapping, with_values
 from flatout.config.schema import LoraConfig, RunConfig
@@ -53,11 +53,11 @@ class Opened:
 
 
 class DataSource:
-    """Where the data of a run comes from; text is prepared and opened when it is first asked for.
+    """What a run is asked for: settings, the data that they name, and the device on which it is read.
 
-    `asked` are the settings of the run with those that the data brings: a folder of shards keeps what it was prepared
-    with. Settings that a user wrote for another kind of run are refused first. `arrays` take the place of the config's
-    data, `resumed` is the checkpoint that the run goes on from.
+    Text is prepared and opened when it is first asked for. `asked` are the settings with those that the data brings: a
+    folder of shards keeps what it was prepared with. Settings that a user wrote for another kind of run are refused
+    first. `arrays` take the place of the config's data, `resumed` is the checkpoint that the run goes on from.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DataSource:
         if arrays is None and resumed is None:
             asked = with_tokenizer(asked, device)
         self.asked = asked if arrays is not None else as_prepared(asked)
-        self.arrays, self.resumed, self.progress = arrays, resumed, progress
+        self.device, self.arrays, self.resumed, self.progress = device, arrays, resumed, progress
 
     @functools.cached_property
     def shards(self) -> PreparedShards | None:
@@ -83,10 +83,16 @@ class DataSource:
             return None
         return prepared_shards(config.data, config.clean, self.progress)
 
-    def from_start(self) -> "DataSource":
-        """The same data for a run that begins anew."""
+    def from_start(self) -> Self:
+        """The same for a run that begins anew."""
         other = copy.copy(self)
         other.resumed = None
+        return other
+
+    def with_settings(self, asked: LoadedConfig) -> Self:
+        """The same data and device under other settings."""
+        other = copy.copy(self)
+        other.asked = asked
         return other
 
     def known(self) -> Known:
@@ -135,6 +141,12 @@ class DataSource:
                 reshuffle=config.data.packing == "reshuffle",
             )
         return Opened(settings, ShardData(dataset, windows, asked_schedule(config, windows.order.windows), val_tokens))
+
+    def start(self, opened: Opened, vocab: int) -> Start | None:
+        """The weights that pretraining begins with; a checkpoint that is resumed brings its own."""
+        if opened.base is not None or self.resumed is not None:
+            return None
+        return open_start(opened.settings.config.model, vocab, opened.data.tokenizer)
 
 
 def with_tokenizer(asked: LoadedConfig, device: Device) -> LoadedConfig:

@@ -7,7 +7,7 @@ share: the model its shape, the optimizers their rates, the saver its intervals.
 import dataclasses
 from typing import Any
 
-from flatout.checkpoints.base_model import Base
+from flatout.checkpoints.base_model import Base, Start
 from flatout.config.load import LoadedConfig, show
 from flatout.config.schema import (
     ChatConfig,
@@ -54,7 +54,8 @@ class RunPlan:
     `settings` has every setting with its source; sections of it follow under their own names. `optim` has the warm-up
     in steps, `schedule` says where each step reads, `pace` how steps of different sizes share the schedule of rates.
     `speed` holds switches, micro-batch and form of parallelism, each with the reason where it is not what was asked
-    for. `data` was opened for these settings, `base` is the model that is fine-tuned.
+    for. `data` was opened for these settings, `base` is the model that is fine-tuned, `start` has the weights that
+    pretraining begins with where they are not random.
     """
 
     settings: LoadedConfig
@@ -76,6 +77,7 @@ class RunPlan:
     flops_per_token: float
     data: TrainingData
     base: Base | None = None
+    start: Start | None = None
     custom: Custom = Custom()
     checks: tuple[Finding, ...] = ()  # what there is to say of it before the first step
 

@@ -26,21 +26,19 @@ from flatout.world import World
 
 
 def resolve(
-    asked: LoadedConfig,
     source: DataSource,
-    device: Device,
     world: World,
     *,
     custom: Custom | None = None,
     probes: Probes | None = None,
     must_fit: bool = True,
 ) -> RunPlan:
-    """The plan of a run with these settings on this data, as one of the processes of `world` on its device.
+    """The plan of a run with the settings of `source` on its data and device, as one of the processes of `world`.
 
     A run that is resumed from the checkpoint of `source` keeps what it has read. `custom` are parts that come from
     Python, `probes` what is tried out on the device. A step that does not fit is refused if it `must_fit`.
     """
-    resumed, custom = source.resumed, custom or Custom()
+    asked, device, resumed, custom = source.asked, source.device, source.resumed, custom or Custom()
     with world.together(), world.in_turns():  # the first one prepares the data, and the others find it
         known = source.known()
     settings = settled(asked, known, device, world)
@@ -51,6 +49,7 @@ def resolve(
     check_shares(opened.data, world)
     with world.together():
         vocab = vocabulary_of(opened)
+        start = source.start(opened, vocab)
     before = None if resumed is None else resumed.state.get("threads")
     speed, memory = first_form_that_fits(opened, vocab, device, world, custom, before, probes)
     settings, data, config = opened.settings, opened.data, opened.settings.config
@@ -77,6 +76,7 @@ def resolve(
             flops_per_token=training_flops(config, vocab, data.facts.attended),
             data=data,
             base=opened.base,
+            start=start,
             custom=custom,
         )
     check_alike(plan, world, resumed)
@@ -100,6 +100,5 @@ def planned(asked: LoadedConfig, world: World | None = None, *, must_fit: bool =
     """The plan of a new run on this machine; its text is prepared where it is not there yet."""
     world = world or World()
     with world.together():
-        device = take_device(asked, world)
-        source = DataSource(asked, device)
-    return resolve(source.asked, source, device, world, must_fit=must_fit)
+        source = DataSource(asked, take_device(asked, world))
+    return resolve(source, world, must_fit=must_fit)

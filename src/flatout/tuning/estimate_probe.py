@@ -247,7 +247,7 @@ def _time_sample(run: Run, seconds: float) -> Figure:
     wanted = run.plan.eval.sample_tokens
     if not wanted:
         return Figure(0.0, "counted", "eval.sample_tokens is 0")
-    prompt = run.data.val.read(0, 1).tolist() if run.base is None else run.data.prompt(run.plan.eval.sample_prompt)
+    prompt = run.data.val.read(0, 1).tolist() if run.plan.base is None else run.data.prompt(run.plan.eval.sample_prompt)
     taken, began, cut = 0, time.perf_counter(), False
     how = {"seed": 0, "vocab": run.data.tokenizer.vocab, "stops": run.data.stops}
     with run.scope(), out_of_memory():

@@ -31,7 +31,6 @@ from flatout import device
 from flatout.config.load import LoadedConfig
 from flatout.data.positions import Schedule
 from flatout.engine.run import Run
-from flatout.engine.setup import setup_run
 from flatout.engine.spans import PendingReports, StepReport
 from flatout.ops.quantized import QuantizedWeight
 from flatout.resolve.fit_check import out_of_memory
@@ -116,7 +115,7 @@ def of_steps(run: Run, steps: tuple[int, ...]) -> Run:
     """The same run, which takes these of its steps over and over; none stands for all of them in turn."""
     if not steps:
         return run
-    return run.replanned(schedule=dataclasses.replace(run.schedule, chosen=steps))
+    return run.replanned(schedule=dataclasses.replace(run.plan.schedule, chosen=steps))
 
 
 def summary_of(run: Run, untimed: Sequence[StepReport], timed: Sequence[StepReport]) -> Measurement:
@@ -157,7 +156,7 @@ def borrowed_run(loaded: LoadedConfig, world: World | None = None, *, beside: bo
     run: Run | None = None
     try:
         with out_of_memory():
-            run = setup_run(planned(loaded, world), world)
+            run = Run(planned(loaded, world), world)
         yield run
     finally:
         if run is not None:

@@ -44,36 +44,29 @@ LONG = 10.0  # minutes: such a run is saved after so many of them, too
 MOST_LOOKED = 1_048_576  # tokens of an evaluation
 
 
-def in_minutes(
-    source: DataSource,
-    device: Device,
-    world: World,
-    progress: Progress | None = None,
-    *,
-    uncounted: Known | None = None,
-) -> LoadedConfig:
-    """The settings of a run whose length is told in minutes, with the steps and the size that fit into them.
+def in_minutes(source: DataSource, world: World, *, uncounted: Known | None = None) -> DataSource:
+    """What is asked for, with the steps and the size that fit into a length that is told in minutes.
 
     The first of several processes measures for all. Settings that leave nothing open stay as they are. `uncounted` is
     what is known where the data of `source` only stands in for the run's.
     """
-    asked = source.asked
+    asked, device = source.asked, source.device
     train = asked.config.train
     if train.minutes is None or train.steps is not None or asked.config.chat.source is not None:
-        return asked
+        return source
     asked = fitted(asked)
     told = Decision().told()
     with world.together(), world.in_turns():  # the first one prepares the data, and the others find it
         known = dataclasses.replace(uncounted or source.known(), ranks=world.size)
     with world.together():
         if world.first and source.arrays is None:
-            told = plan(asked, known, device, progress).told()
+            told = plan(asked, known, device, source.progress).told()
         elif world.first and asked.size is not None:  # arrays that come from Python may be given only once
             told = decide(asked, shape_named(asked.size), known, device).told()
     told = world.told(told)
     with world.together():
         chosen = applied(asked, told)
-        return chosen if asked.size is None else on_device(chosen, device)
+        return source.with_settings(chosen if asked.size is None else on_device(chosen, device))
 
 
 def plan(loaded: LoadedConfig, known: Known, device: Device, progress: Progress | None = None) -> Decision:

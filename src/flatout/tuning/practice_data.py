@@ -239,7 +239,7 @@ def practice_config(
         described += f"; size {practice.size.name} is settled as for text that is read once" if made_up else ""
         source = DataSource(practice, device)
         known = uncounted(practice.config) if made_up else source.known()
-        practice = settled(in_minutes(source, device, world, uncounted=known), known, device, world)
+        practice = settled(in_minutes(source, world, uncounted=known).asked, known, device, world)
     for message in practice.notices[before:]:
         say(message)
     return _at_last_stage(practice, say), described
@@ -254,9 +254,8 @@ def settled_for_runs(loaded: LoadedConfig, notice: Callable[[str], None]) -> Loa
         settings = as_prepared(loaded)
     else:
         world = World()
-        device = take_device(loaded, world)
-        source = DataSource(loaded, device)
-        settings = settled(in_minutes(source, device, world), source.known(), device)
+        source = in_minutes(DataSource(loaded, take_device(loaded, world)), world)
+        settings = settled(source.asked, source.known(), source.device)
     for message in settings.notices[before:]:
         notice(message)
     return settings

@@ -1,7 +1,7 @@
 """Trying settings on the device: real training steps including the update, timed by the protocol of `measure.py`.
 
 Idea: one model is built and stays; another micro-batch, checkpointing or loss is another way of walking through it
-(`with_plan`). A step of the whole global batch would take seconds where the micro-batch is small, so steps of two
+(`Run.under`). A step of the whole global batch would take seconds where the micro-batch is small, so steps of two
 lengths are timed, which gives the time of a micro-batch and that of the update, and a whole step follows from them. The
 choice is confirmed by whole steps in the end.
 
@@ -39,7 +39,6 @@ from flatout.data.sample_loader import LargestRows
 from flatout.device import detect_device, limit_memory, peak_memory_bytes
 from flatout.engine.graphs import WARM_UPS
 from flatout.engine.run import Run
-from flatout.engine.setup import with_plan
 from flatout.engine.spans import StepReport
 from flatout.errors import HardwareError, ResourceError
 from flatout.resolve.fit_check import memory_on
@@ -196,7 +195,7 @@ class Probe:
             speed=speed,
             memory=memory_on(plan.data, settings.config, plan.vocab, speed),
         )
-        run = self.run = with_plan(self.run, plan)
+        run = self.run = self.run.under(plan)
         try:
             timing = measure(run)
         except ResourceError as error:

@@ -39,8 +39,8 @@ PRESETS: dict[str, tuple[str, list[str], int]] = {  # preset, words, steps in a 
     "small-32k-eigenstate": ("small-32k-eigenstate", LONG, 2),
 }
 LORA = ("lora-full", "lora-mixed")
-WARM_UP, TURNS = 5, 16
-OUTSIDE = 3  # of 16 ratios on each side of an interval that has the true median in 97.9% of all cases
+WARM_UP, TURNS = 5, 24
+OUTSIDE = 6  # of 24 ratios on each side of an interval that has the true median in 97.7% of all cases
 
 
 class Worker:

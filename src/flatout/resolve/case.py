@@ -223,7 +223,7 @@ class Case:
     @property
     def packed(self) -> bool:
         """Whether rows are packed from samples of a chat."""
-        return self.config.chat.source is not None
+        return self.config.fine_tunes
 
     @property
     def several_documents(self) -> bool:

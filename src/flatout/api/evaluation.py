@@ -70,7 +70,7 @@ def _trained_on(loaded: LoadedModel) -> TrainingData:
     if data.facts.fingerprint != loaded.dataset:
         raise DataError(
             f"{data.facts.place} is no longer what {loaded.origin} was trained on",
-            "make it again from what it was made of, or name prepared shards with --data to measure on those",
+            "restore what it was made of, or name prepared shards with --data to measure on those all the same",
         )
     return data
 

@@ -64,7 +64,7 @@ class RunConfig(Section):
 
     @property
     def data_kind(self) -> str:
-        """The kind of its data: a row of `KINDS` (resolve/opening.py), which opens it."""
+        """What kind of data it names: a row of `KINDS` in resolve/opening.py, where it is opened."""
         if self.fine_tunes:
             return "samples"
         return "stream" if self.data.streaming else "text"

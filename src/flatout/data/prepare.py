@@ -194,7 +194,7 @@ def check_text(loaded: LoadedConfig, verb: str) -> None:
     """Refuses a config without text in a verb that reads text."""
     if not loaded.config.reads_text:
         raise UsageError(
-            f"`flatout {verb}` is for text, and the data of this config is {loaded.config.data_kind}",
+            f"`flatout {verb}` is for text, and the data of this config is of the kind {loaded.config.data_kind}",
             "train on it as it is, or set data.source to a text file or folder",
         )
 

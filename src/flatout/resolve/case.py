@@ -191,7 +191,7 @@ class Dealing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run on one device. `corpus_bytes` is None where the text is streamed or packed from samples."""
+    """One run on one device. `corpus_bytes` is None where the tokens stay on the host."""
 
     config: RunConfig
     device: Device

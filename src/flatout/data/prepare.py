@@ -195,7 +195,7 @@ def check_text(loaded: LoadedConfig, verb: str) -> None:
     if not loaded.config.reads_text:
         raise UsageError(
             f"`flatout {verb}` is for text, and the data of this config is of the kind {loaded.config.data_kind}",
-            "train on it as it is, or set data.source to a text file or folder",
+            "train on it as it is, or name a text file or folder in data.source instead",
         )
 
 

@@ -237,10 +237,10 @@ def practice_config(
         data, described = practice_data(practice, scratch)
         practice = _with_data(practice, data)
     if practice.size is not None:
-        made_up = is_made_up(practice.config.data, scratch)
-        described += f"; size {practice.size.name} is settled as for text that is read once" if made_up else ""
+        once = loaded.config.data_kind == "stream" or is_made_up(practice.config.data, scratch)
+        described += f"; size {practice.size.name} is settled as for text that is read once" if once else ""
         source = DataSource(practice, device)
-        known = uncounted(practice.config) if made_up else source.known()
+        known = uncounted(practice.config) if once else source.known()
         practice = settled(in_minutes(source, world, uncounted=known).asked, known, device, world)
     for message in practice.notices[before:]:
         say(message)

@@ -17,7 +17,7 @@ import flatout
 from flatout.checkpoints.checkpoint import read_checkpoint, write_checkpoint
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OptimConfig
-from flatout.engine import setup
+from flatout.engine import run as engine_run
 from flatout.engine.saving import capture, restore, write_sharded
 from flatout.engine.setup import all_weights
 from flatout.engine.step import TrainStep
@@ -58,7 +58,7 @@ def learn(
     """Trains in `folder`; `double` has weights and all arithmetic in float64. `hosts`: so many seem to be there."""
     losses: list[float] = []
     windows: list[list[str]] = []
-    real, build = TrainStep.accumulate, setup._build
+    real, build = TrainStep.accumulate, engine_run.built_model
 
     def accumulate(step: TrainStep, tokens: Tensor, *more: Any) -> Tensor:
         windows.append([hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16] for row in tokens.cpu()])
@@ -66,7 +66,7 @@ def learn(
         losses.append(float(loss))
         return loss
 
-    wide = mock.patch.object(setup, "_build", lambda *values, **how: build(*values, **how).double())
+    wide = mock.patch.object(engine_run, "built_model", lambda *values, **how: build(*values, **how).double())
     taken = itertools.count(1)
     each = int(os.environ.get("WORLD_SIZE", "1")) // hosts
     name = f"host-{int(os.environ.get('RANK', '0')) // each}"

@@ -192,7 +192,7 @@ def load_any(words: argparse.Namespace, *, tell: bool = True) -> "LoadedConfig":
 def load_pretraining(words: argparse.Namespace, verb: str, *, tell: bool = True) -> "LoadedConfig":
     """The config that parsed words ask for, in a verb that knows plain text alone."""
     loaded = load(words, tell=tell)
-    if loaded.config.chat.source is not None:
+    if loaded.config.fine_tunes:
         raise UsageError(
             f"`flatout {verb}` is for pretraining, and this config has chat.source",
             "leave chat.source out, or fine-tune it with `flatout finetune`",

@@ -45,3 +45,15 @@ def test_functions_can_be_read_at_once():
             if isinstance(node, ast.FunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 assert lines <= MOST_LINES, f"{path.name}: {node.name} has {lines} lines"
+
+
+def test_the_kind_of_a_config_is_said_in_one_place():
+    """`RunConfig.data_kind` and `fine_tunes`. Besides them, only the opening of a kind and the look at text ask."""
+    asked = {
+        path.relative_to(ENGINE.parent).as_posix()
+        for path in sorted(ENGINE.parent.rglob("*.py"))
+        for node in nodes(path)
+        if (isinstance(node, ast.Attribute) and ast.unparse(node).endswith("data.streaming"))
+        or (isinstance(node, ast.Compare) and "chat.source is" in ast.unparse(node))
+    }
+    assert asked == {"config/schema.py", "resolve/opening.py", "diagnose/check_data.py"}

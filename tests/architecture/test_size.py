@@ -22,8 +22,8 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 58_216,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 46_679,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 58_191,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 46_667,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 125,  # all Python outside tests
     "modules": 329,  # of src/flatout, as all the following
     "modules with one importer": 80,

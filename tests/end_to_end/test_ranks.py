@@ -21,7 +21,7 @@ from torch import distributed as dist
 import flatout
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.config.load import load_config
-from flatout.engine import setup
+from flatout.engine import run as engine_run
 from flatout.errors import UserError
 from flatout.launch import launch
 from flatout.model.gpt import GPT
@@ -72,12 +72,12 @@ def nadam(named: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 def run_here(folder: str, words: list[str], **asked: Any) -> list[dict[str, Any]]:
     """One run, as the rank that this process is; its records, or at the end what it raised."""
-    build = setup._build
+    build = engine_run.built_model
     os.chdir(folder)
     data: dict[str, Any] = {"data": counting} if asked.get("arrays") else {}
     data |= {"model": normed, "optimizer": nadam} if asked.get("given") else {}
     if asked.get("double"):
-        setup._build = lambda *args, **how: build(*args, **how).double()
+        engine_run.built_model = lambda *args, **how: build(*args, **how).double()
     rows: list[dict[str, Any]] = []
     try:
         config = load_config(asked.get("preset"), words)
@@ -86,7 +86,7 @@ def run_here(folder: str, words: list[str], **asked: Any) -> list[dict[str, Any]
     except UserError as error:
         rows.append({"type": "error", "error": type(error).__name__, "message": str(error)})
     finally:
-        setup._build = build
+        engine_run.built_model = build
     return rows
 
 

@@ -17,6 +17,7 @@ from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.observe.live.console import TerminalReader
 from flatout.observe.sinks import read_metrics
 from flatout.records import EndRecord, EpochRecord, EvalRecord, NoticeRecord, RunInfo, SampleRecord, StepRecord
+from flatout.tuning.practice_data import practice_data
 from tests.end_to_end.test_resume import stop_after
 
 STEPS = 40
@@ -213,3 +214,12 @@ def test_a_streamed_run_can_be_measured_on_its_own_validation_text(tiny: Tiny, s
     (source / "c.txt").write_text("another text")
     with pytest.raises(DataError, match="no longer what"):
         flatout.evaluate("run")
+
+
+def test_a_stream_is_measured_on_its_own_text(tiny: Tiny, source: Path, tmp_path: Path):
+    """A range test reads it as a run does. What times steps prepares a small file of it, and has random tokens else."""
+    assert flatout.tune_lr(tiny(*RUN, f"data.source={source}"), steps=20).data == str(source)
+    data, described = practice_data(tiny(*RUN, f"data.source={source / 'a.jsonl'}"), tmp_path / "scratch")
+    assert (described, data.streaming) == (str(source / "a.jsonl"), False)
+    _, described = practice_data(tiny(*RUN, f"data.source={source}"), tmp_path / "other")
+    assert described.startswith("random tokens")

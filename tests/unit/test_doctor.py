@@ -852,7 +852,7 @@ def decided(
     if ranks > 1:
         world = World(size=ranks, hosts=("here",) * ranks)
     sources = [lambda asked, known=known: ExpectedSource(asked, device, known) for known in (known, TokenFacts())]
-    plan, refused = decide(asked, sources, device, world, probes_of(base, TRIALS))
+    plan, refused = decide(asked, sources, world, probes_of(base, TRIALS))
     assert plan is not None
     return plan, refused
 

@@ -379,7 +379,7 @@ def test_what_a_template_did_to_rows_is_told_with_what_to_do(prepare, model):
     samples = prepare([{"messages": chat("Hi", "two")}, row], template=mute, val_fraction=0.5)
     data = SampleData(
         sample_set=samples, tokenizer=model[0], template=mute, described={}, stops=(), row_tokens=64, packing=True,
-        batch_samples=1, seed=0, val_samples=samples.val, val_tokens=None,
+        batch_samples=1, seed=0,
     )  # fmt: skip
     told = [one.found for one in data.notices(Delivery(device=torch.device("cpu")))]
     assert f"samples: 1 message that the template leaves out; {ADVICE['contents_left_out']}" in told

@@ -101,7 +101,7 @@ class LoadedModel:
     @property
     def taught(self) -> bool:
         """Whether it was taught to chat, by a template or without one."""
-        return self.bare or (self.config is not None and self.config.chat.source is not None)
+        return self.bare or (self.config is not None and self.config.fine_tunes)
 
 
 def load_model(

@@ -155,7 +155,7 @@ def as_begun(asked: LoadedConfig, origin: Origin) -> LoadedConfig:
     if resumed is None:
         return asked
     settings = as_before(asked, resumed.config)
-    if settings.config.chat.source is None:  # else the shape is the base's, read later
+    if not settings.config.fine_tunes:  # else the shape is the base's, read later
         check_shape(settings.config.model_dump(), resumed, origin.resumable)
     return settings
 
@@ -228,7 +228,7 @@ def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
             )
         changed.append(_change(path, before, after))
     base = checkpoint.config["model"].get("init_from")
-    if run.plan.chat.source is not None and base != run.plan.model.init_from:
+    if run.plan.fine_tunes and base != run.plan.model.init_from:
         changed.append(_change("model.init_from", base, run.plan.model.init_from))
     return changed
 
@@ -262,7 +262,7 @@ def _perhaps_forgotten(path: str) -> bool:
 
 
 def _resume_words(checkpoint: Checkpoint, folder: Path) -> str:
-    verb = "train" if resolve_from_mapping(checkpoint.config).chat.source is None else "finetune"
+    verb = "finetune" if resolve_from_mapping(checkpoint.config).fine_tunes else "train"
     return f"`flatout {verb} --resume {shlex.quote(str(folder))}`"
 
 

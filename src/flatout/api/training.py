@@ -20,7 +20,7 @@ from flatout.config.alike import shared_settings
 from flatout.config.load import Config, LoadedConfig, as_loaded, load_config
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
-from flatout.data.prepare import as_prepared, prepare_data
+from flatout.data.prepare import as_prepared, check_text, prepare_data
 from flatout.data.workers import EngineName
 from flatout.device import free_memory
 from flatout.engine.custom import Given, ModelGiven, OptimizerGiven
@@ -65,6 +65,7 @@ def prepare(
     Input that cannot be used is left out and listed in problems.jsonl there.
     """
     loaded = as_loaded(config or load_config(), all_written=True)
+    check_text(loaded, "prepare")
     if not overwrite:
         told, loaded = len(loaded.notices), as_prepared(loaded)
         for notice in loaded.notices[told:]:

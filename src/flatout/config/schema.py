@@ -58,13 +58,30 @@ class RunConfig(Section):
     """Several processes that train together."""
 
     @property
+    def fine_tunes(self) -> bool:
+        """Whether a model that has a shape learns from samples of a chat."""
+        return self.chat.source is not None
+
+    @property
+    def data_kind(self) -> str:
+        """What kind of data it names: a row of `KINDS` in resolve/opening.py, where it is opened."""
+        if self.fine_tunes:
+            return "samples"
+        return "stream" if self.data.streaming else "text"
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether its data is text, which is prepared or streamed. Other kinds are taken as they are."""
+        return self.data_kind in ("text", "stream")
+
+    @property
     def documents_apart(self) -> bool:
         """Whether documents of plain text must not see each other. Samples of a chat never do, whatever this says."""
-        return self.data.documents == "apart" and self.chat.source is None
+        return self.data.documents == "apart" and not self.fine_tunes
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.chat.source is not None:
+        if self.fine_tunes:
             return self._check_chat()
         if self.lora.rank:
             raise Conflict("lora.rank trains adapters, and there is nothing to fine-tune on", "set chat.source")
@@ -217,7 +234,7 @@ def micro_batch_of(config: RunConfig, ranks: int = 1) -> tuple[int, int]:
     """
     # Rows of a step: those of the batch, or as many as it has samples at most.
     chat = config.chat
-    steps = [chat.batch_samples] if chat.source is not None else windows_of_steps(config)
+    steps = [chat.batch_samples] if config.fine_tunes else windows_of_steps(config)
     shares, count = [-(-windows // ranks) for windows in steps], config.speed.accumulation
     share = math.gcd(*shares)
     most = min((config.speed.micro_batch if count is None else steps[0] // count) or share, share)

@@ -48,7 +48,7 @@ def unused_paths(config: RunConfig) -> set[str]:
 
 def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """(path, why it is not read, what to do) of every field that this config's run does not look at."""
-    if config.chat.source is None:
+    if not config.fine_tunes:
         for path in _fields("chat", but="source"):
             yield path, "there is no chat.source", f"set chat.source, or leave {path} out"
         for name in ("max_documents", "max_tokens", "max_bytes") if config.data.source is None else ():

@@ -92,7 +92,7 @@ def open_arrays(
         raise DataError("the data given to train holds no two tokens", f"give arrays with more tokens; {READ_BEFORE}")
     if len(held) < 2:
         raise DataError("the validation arrays hold no two tokens", "give arrays with more tokens as val=")
-    return ArrayData(source, HeldTokens(held, PLACE), known, schedule, val_tokens)
+    return ArrayData(source, HeldTokens(held, PLACE), known, schedule)
 
 
 @final
@@ -337,11 +337,8 @@ class ArrayLoader(BatchLoader):
 class ArrayData(TrainingData):
     """Arrays from a program, with the validation tokens that were read of them."""
 
-    def __init__(
-        self, source: ArraySource, val: HeldTokens, tokenizer: Tokenizer, schedule: Schedule, val_tokens: int | None
-    ) -> None:
-        self.source, self.val, self.tokenizer = source, val, tokenizer
-        self.schedule, self.val_tokens = schedule, val_tokens
+    def __init__(self, source: ArraySource, val: HeldTokens, tokenizer: Tokenizer, schedule: Schedule) -> None:
+        self.source, self.val, self.tokenizer, self.schedule = source, val, tokenizer, schedule
         digest = hashlib.sha256(val.read(0, val.tokens).tobytes()).hexdigest()
         described = {"format": "flatout-arrays", "tokenizer": tokenizer.fingerprint, "validation": digest}
         fingerprint = hashlib.sha256(canonical_json(described)).hexdigest()

@@ -32,7 +32,7 @@ from flatout.data.pack import Progress, pack_corpus
 from flatout.data.plan import DECISIVE, STDIN, Request, find_inputs, request_of
 from flatout.data.tokenizer import load_tokenizer
 from flatout.data.workers import EngineName
-from flatout.errors import ConfigError, DataError, many
+from flatout.errors import ConfigError, DataError, UsageError, many
 
 # YAML reads it as text without quotes, as it does a name, which `format_value` leaves as it is.
 _PATH = re.compile(r"-|\.{0,2}/[A-Za-z0-9_./-]*")
@@ -190,13 +190,22 @@ def read_causes(folder: Path) -> list[Cause]:
     return causes_of(Problem(**problem) for problem in all_problems(folder))
 
 
+def check_text(loaded: LoadedConfig, verb: str) -> None:
+    """Refuses a config without text in a verb that reads text."""
+    if not loaded.config.reads_text:
+        raise UsageError(
+            f"`flatout {verb}` is for text, and the data of this config is of the kind {loaded.config.data_kind}",
+            "train on it as it is, or name a text file or folder in data.source instead",
+        )
+
+
 def as_prepared(loaded: LoadedConfig) -> LoadedConfig:
     """A config with the settings that its folder was prepared with, where the user wrote no others.
 
     `prepare` may have been given settings that the next command does not repeat; a notice names them.
     """
     config, by_user = loaded.config, {path for path, source in loaded.sources.items() if source.by_user}
-    if config.chat.source is not None or config.data.streaming or config.data.source is None:
+    if config.data_kind != "text" or config.data.source is None:
         return loaded
     folder = data_folder(config.data)
     if "data.folder" in by_user and "data.source" not in by_user:

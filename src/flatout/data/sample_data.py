@@ -1,7 +1,7 @@
 """Samples as the data of a run: how they are ordered, share rows, and are shown to people."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from flatout.data.batch import Batch, BatchLoader, Delivery, Span
@@ -11,7 +11,7 @@ from flatout.data.masking import preview
 from flatout.data.positions import Schedule
 from flatout.data.sample_loader import LargestRows, SampleLoader, SampleOrder, SampleRows
 from flatout.data.samples import Samples, SampleSet
-from flatout.data.shards import HeldTokens
+from flatout.data.shards import HeldTokens, Tokens
 from flatout.data.tokenizer import Tokenizer
 from flatout.data.training_data import DataFacts, TrainingData
 from flatout.errors import many
@@ -35,15 +35,13 @@ class SampleData(TrainingData):
 
     sample_set: SampleSet
     tokenizer: Tokenizer
-    template: ChatTemplate | None
-    described: dict[str, Any]
-    stops: tuple[int, ...]  # tokens that end an answer
+    template: ChatTemplate | None = None
+    described: dict[str, Any] = field(default_factory=dict)
+    stops: tuple[int, ...] = ()  # tokens that end an answer
     row_tokens: int
     packing: bool
     batch_samples: int
     seed: int
-    val_samples: Samples
-    val_tokens: int | None
     limit: str = "model.context"  # the setting by which samples are cut
     accumulation: int | None = None  # micro-batches of a step, as speed.accumulation asks for
     opening_notices: tuple[Finding, ...] = ()
@@ -51,6 +49,11 @@ class SampleData(TrainingData):
     @property
     def train(self) -> Samples:
         return self.sample_set.train
+
+    @property
+    def val_samples(self) -> Samples:
+        assert self.sample_set.val is not None, "a run holds some out"
+        return self.sample_set.val
 
     def __post_init__(self) -> None:
         samples, folder = self.train, self.sample_set.folder
@@ -85,8 +88,13 @@ class SampleData(TrainingData):
     def batches(self, delivery: Delivery, span: Span) -> BatchLoader:
         return SampleLoader(self.rows(delivery), self.order, delivery, span)
 
-    def evaluation(self, batch_size: int, delivery: Delivery) -> Iterator[Batch]:
-        some = first_samples(self.val_samples, self.val_tokens)
+    def split(self, name: str) -> Tokens:
+        return HeldTokens(self.train.tokens, self.facts.place, split=name) if name == "train" else self.val
+
+    def evaluation(
+        self, batch_size: int, delivery: Delivery, tokens: int | None = None, split: str = "val"
+    ) -> Iterator[Batch]:
+        some = first_samples(self.train if split == "train" else self.val_samples, tokens)
         return self._rows(some, batch_size, delivery).in_order(delivery.device, delivery.world)
 
     def largest(self, delivery: Delivery) -> LargestRows:

@@ -17,7 +17,7 @@ from flatout.data.manifest import read_manifest
 from flatout.data.pack import Progress
 from flatout.data.positions import Schedule
 from flatout.data.prepare import check_complete, data_folder, prepare_data
-from flatout.data.shards import Dataset, TokenShards, Verify, open_dataset
+from flatout.data.shards import Dataset, Tokens, TokenShards, Verify, open_dataset
 from flatout.data.training_data import DataFacts, TrainingData
 from flatout.errors import DataError, many
 from flatout.finding import Check, Finding
@@ -57,11 +57,20 @@ class PreparedShards:
             raise
 
 
-def prepared_shards(data: DataConfig, clean: CleanConfig, progress: Progress | None = None) -> PreparedShards:
-    """The dataset that a config names, prepared now where it is not there yet.
+def prepared_shards(
+    data: DataConfig, clean: CleanConfig, progress: Progress | None = None, *, again: bool = False
+) -> PreparedShards:
+    """The dataset that a config names, prepared now where it is not there yet; `again` takes what is there as it is.
 
     A dataset with records that could not be read stays: who asks again trains on the rest.
     """
+    if again:
+        if not (folder := data_folder(data)).is_dir():
+            raise DataError(
+                f"the run's data folder {folder} is not here",
+                "call this from the folder the run was trained in, or name the shards with --data",
+            )
+        return PreparedShards(open_dataset(folder, verify="full"), folder, (), empty=False)
     folder = data_folder(data).resolve()  # a link stays
     made = tuple(place for place in (*reversed(folder.parents), folder) if not place.exists())
     empty = folder.is_dir() and not any(folder.iterdir())
@@ -70,25 +79,30 @@ def prepared_shards(data: DataConfig, clean: CleanConfig, progress: Progress | N
 
 @final
 class ShardData(TrainingData):
-    """A dataset in shards, with the windows and the order in which they are read."""
+    """A dataset in shards, with the windows and the order in which they are read; what is only evaluated has none."""
 
-    def __init__(self, dataset: Dataset, windows: Windows, schedule: Schedule, val_tokens: int | None) -> None:
+    def __init__(self, dataset: Dataset, windows: Windows | None, schedule: Schedule, *, apart: bool) -> None:
         self.train, self.val, self.tokenizer = dataset.train, dataset.val, dataset.tokenizer
-        self.windows, self.schedule, self.apart, self.val_tokens = windows, schedule, windows.apart, val_tokens
+        self.windows, self.schedule, self.apart = windows, schedule, apart
         self.facts = DataFacts(
             fingerprint=dataset.manifest.fingerprint,
             place=self.train.folder,
             train_tokens=self.train.tokens,
-            windows=windows.order.windows,
+            windows=None if windows is None else windows.order.windows,
             corpus_bytes=self.train.tokens * self.train.dtype.itemsize,
-            attended=_attended(self.train, windows.context) if windows.apart else None,
+            attended=_attended(self.train, schedule.longest) if apart else None,
         )
 
+    def split(self, name: str) -> Tokens:
+        return self.train if name == "train" else self.val
+
     def batches(self, delivery: Delivery, span: Span) -> BatchLoader:
+        assert self.windows is not None, "it is trained on"
         loader = DeviceLoader if delivery.resident else HostLoader
         return loader(self.windows, delivery, span)
 
     def notices(self, delivery: Delivery) -> Iterator[Finding]:
+        assert self.windows is not None, "it is trained on"
         yield from notices_on_folder(Path(self.train.folder))
         packing = self.windows.packing
         if packing is not None:

@@ -228,8 +228,8 @@ class _Ahead:
 class StreamData(TrainingData):
     """A source that is trained on as it is read."""
 
-    def __init__(self, dataset: StreamDataset, schedule: Schedule, *, seed: int, val_tokens: int | None) -> None:
-        self.dataset, self.schedule, self.seed, self.val_tokens = dataset, schedule, seed, val_tokens
+    def __init__(self, dataset: StreamDataset, schedule: Schedule, *, seed: int) -> None:
+        self.dataset, self.schedule, self.seed = dataset, schedule, seed
         self.val, self.tokenizer = dataset.val, dataset.tokenizer
         place = dataset.train.folder
         self.facts = DataFacts(fingerprint=dataset.train.fingerprint, place=place, train_tokens=None)

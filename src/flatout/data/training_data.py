@@ -19,7 +19,7 @@ from flatout.data.positions import Schedule
 from flatout.data.sample_loader import LargestRows
 from flatout.data.shards import Tokens, TokenShards
 from flatout.data.tokenizer import Tokenizer
-from flatout.errors import DataError
+from flatout.errors import DataError, UsageError
 from flatout.finding import Finding
 
 _DOCUMENTS = 4096  # whose first tokens are looked at; a mean over so many is as good as one over all
@@ -50,7 +50,6 @@ class TrainingData(abc.ABC):
     schedule: Schedule  # the table of positions that the config asks for
     tokenizer: Tokenizer
     val: Tokens
-    val_tokens: int | None  # at most so many are evaluated on
     apart: bool = False  # a document does not see the one before it
     stops: tuple[int, ...] = ()  # tokens that end a generated text
 
@@ -66,12 +65,22 @@ class TrainingData(abc.ABC):
         """What to say after the last step, at the position where it ended."""
         return ()
 
-    def evaluation(self, batch_size: int, delivery: Delivery) -> Iterator[Batch]:
-        """The validation set, at full length."""
+    def split(self, name: str) -> Tokens:
+        """The tokens of a split: train, where it can be read from its beginning, or val."""
+        if name != "val":
+            raise UsageError(
+                f"of {self.facts.place} only validation text is held",
+                "measure on --split val, or name prepared shards with --data",
+            )
+        return self.val
+
+    def evaluation(
+        self, batch_size: int, delivery: Delivery, tokens: int | None = None, split: str = "val"
+    ) -> Iterator[Batch]:
+        """A split at full length, or as much of its beginning as has `tokens` tokens."""
         shape = {"context": self.schedule.longest, "batch_size": batch_size, "device": delivery.device}
-        return evaluation_batches(
-            self.val, most_tokens=self.val_tokens, apart=self.apart, world=delivery.world, **shape
-        )
+        how = {"most_tokens": tokens, "apart": self.apart, "world": delivery.world}
+        return evaluation_batches(self.split(split), **shape, **how)
 
     @functools.cached_property
     def tokens_per_byte(self) -> float | None:

@@ -5,7 +5,6 @@ where `Machine.torch.status` is ok.
 """
 
 import dataclasses
-import functools
 from typing import final
 
 import torch
@@ -15,7 +14,6 @@ from flatout.config.sizes import Known, usual_vocab
 from flatout.data.batch import BatchLoader, Delivery, Span
 from flatout.data.loader import check_evaluable, check_length
 from flatout.data.sampler import window_count
-from flatout.data.shard_data import PreparedShards
 from flatout.data.tokenizer import Ids, IdTokenizer
 from flatout.data.training_data import DataFacts, TrainingData
 from flatout.device import Device, limit_memory
@@ -87,7 +85,7 @@ class ExpectedText(TrainingData):
         place = str(data.folder if data.source is None else data.source)
         train, windows = ExpectedSplit("train", known.train_tokens or 0, place), None
         self.val = ExpectedSplit("val", known.val_tokens or 0, place)
-        if known.train_tokens is not None and not data.streaming:
+        if known.train_tokens is not None and config.data_kind == "text":
             if data.packing == "best_fit":  # about: padding is small
                 windows = train.tokens // (context + 1)
             else:
@@ -95,14 +93,14 @@ class ExpectedText(TrainingData):
                 windows = window_count(train.tokens, context, data.stride or context)
         if known.val_tokens is not None:
             check_evaluable(self.val)
-        self.tokenizer, self.val_tokens = IdTokenizer(vocab), config.eval.tokens
+        self.tokenizer = IdTokenizer(vocab)
         self.schedule = asked_schedule(config, windows)
         self.facts = DataFacts(
             fingerprint="",
             place=place,
             train_tokens=known.train_tokens,
             windows=windows,
-            corpus_bytes=None if data.streaming else train.tokens * known.token_bytes,
+            corpus_bytes=None if config.data_kind == "stream" else train.tokens * known.token_bytes,
         )
 
     def batches(self, delivery: Delivery, span: Span) -> BatchLoader:
@@ -120,10 +118,6 @@ class ExpectedSource(DataSource):
         super().__init__(asked, device)
         self.tokens = known
 
-    @functools.cached_property
-    def shards(self) -> PreparedShards | None:
-        return None
-
     @property
     def vocab(self) -> int:
         config = self.asked.config
@@ -131,7 +125,7 @@ class ExpectedSource(DataSource):
 
     def known(self) -> Known:
         config = self.asked.config
-        unique = None if config.data.streaming else self.tokens.train_tokens
+        unique = None if config.data_kind == "stream" else self.tokens.train_tokens
         return Known(vocab=config.model.vocab or self.vocab, unique=unique)
 
     def open(self, settings: LoadedConfig) -> Opened:

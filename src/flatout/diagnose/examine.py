@@ -96,7 +96,7 @@ class _Visit:
     ) -> None:
         self.asked, self.machine, self.quick, self.here, self.progress = asked, machine, quick, here, progress
         self.config = None if asked is None else asked.config
-        self.tunes = self.config is not None and self.config.chat.source is not None
+        self.tunes = self.config is not None and self.config.fine_tunes
         self.works = usable(machine.torch)
         speed = None if self.config is None else self.config.speed
         self.kind, self.index, self.no_device = _device(machine, "auto" if speed is None else speed.device)
@@ -188,9 +188,10 @@ class _Visit:
         if asked is None:
             left = "data, config and memory were not checked, as the config cannot be read"
             yield dataclasses.replace(_unchecked("config", left), advice="Mend it and ask again.")
-        elif self.tunes:
+        elif not asked.config.reads_text:
+            look, name = (self._look_at_rows, "fine-tuning") if self.tunes else (self._open, "source")
             if self.works:
-                yield from guarded("data", "fine-tuning", lambda: self._look_at_rows(asked))
+                yield from guarded("data", name, lambda: look(asked))
         else:
             with contextlib.suppress(UserError):  # which looking at the data meets again, and tells
                 asked = as_prepared(self._with_tokenizer(asked))
@@ -227,6 +228,19 @@ class _Visit:
             if known.train_tokens is not None:
                 said = f"settled for about {known.train_tokens:,} tokens to train on; a run counts them first"
             yield Check("config", "size").note(said)
+
+    def _open(self, asked: LoadedConfig) -> Iterator[Finding]:
+        """Opens data of any other kind as training does."""
+        from flatout.resolve.opening import DataSource
+
+        yield from self._decide(asked, [lambda asked: DataSource(asked, self.device)])
+        if self.plan is not None:
+            data = self.plan.data
+            known = {"train_tokens": data.facts.train_tokens, "val_tokens": data.val.tokens}
+            self.tokens = TokenFacts(exact=True, vocab=data.tokenizer.vocab, **known)
+            counted = "" if data.facts.train_tokens is None else f"{data.facts.train_tokens:,} tokens to train on, "
+            told = f"{counted}{data.val.tokens:,} to validate, tokenizer {data.tokenizer.kind}"
+            yield Check("data", "source").ok(f"{data.facts.place}: {told} with {data.tokenizer.vocab:,} ids")
 
     def _look_at_rows(self, asked: LoadedConfig) -> Iterator[Finding]:
         from flatout.diagnose.check_chat import FIRST, check_samples, look_at_chat

@@ -315,7 +315,7 @@ def fitted(loaded: LoadedConfig, steps: int | None) -> LoadedConfig:
     is fine-tuned has its shape from its base."""
     needed = WARMUP + MOST_TIMED + (steps or MICRO_BATCHES) + 1
     train = loaded.config.train.model_copy(update={"steps": needed, "tokens": None, "epochs": None})
-    drawn = {"init_from": None} if loaded.config.chat.source is None else {}
+    drawn = {} if loaded.config.fine_tunes else {"init_from": None}
     model = loaded.config.model.model_copy(update=drawn)
     return LoadedConfig(loaded.config.model_copy(update={"train": train, "model": model}), loaded.sources)
 
@@ -518,13 +518,13 @@ def _measurements(
         seconds_by_kind=facts.by_kind(),
         kernels_per_step=sum(kernel.calls for kernel in facts.kernels),
         batch_tokens=tokens,
-        batch_setting="train.batch_tokens" if run.plan.chat.source is None else "chat.batch_samples",
+        batch_setting="chat.batch_samples" if run.plan.fine_tunes else "train.batch_tokens",
         flops=run.plan.flops_per_token * tokens / run.world.size,
         peak_flops_per_second=run.speed.device.peak_flops,
         micro_batch=run.step.micro_batch,
         accumulation=run.speed.accumulation,
         context=run.plan.model.context,
-        streaming=run.plan.settings.config.data.streaming,
+        streaming=run.plan.settings.config.data_kind == "stream",
         used={feature.name: feature.used for feature in run.speed.features},
         reduction_seconds=0.0 if ranks is None else ranks.reduction_seconds[run.world.rank],
         reduces_in="" if ranks is None else run.plan.parallel.reduce,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from flatout.config.alike import shared_settings
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import DataConfig, ParallelConfig
+from flatout.config.schema import ParallelConfig
 from flatout.data.manifest import read_manifest
 from flatout.data.prepare import data_folder, has_dataset
 from flatout.device import detect_device
@@ -190,7 +190,7 @@ def _asked(world: World, device: str, loaded: LoadedConfig | None) -> Meeting:
         "python": platform.python_version(),
         "nccl": nccl_version(),
         "shared_memory_bytes": shared_memory_bytes(),
-        "data": None if asked is None else _data(asked.data, samples=asked.chat.source is not None),
+        "data": None if loaded is None else _data(loaded),
         "variables": {name: value for name, value in os.environ.items() if name.startswith(TELLING)},
     }
     values: torch.Tensor | None = None
@@ -213,11 +213,10 @@ def _asked(world: World, device: str, loaded: LoadedConfig | None) -> Meeting:
     return Meeting(place="", backend=backend, ranks=tuple(ranks), folder=folder, reduced_bytes=BUCKET_BYTES)
 
 
-def _data(data: DataConfig, *, samples: bool) -> str | None:
+def _data(loaded: LoadedConfig) -> str | None:
     """The fingerprint of the prepared shards; None where there are none."""
     with contextlib.suppress(UserError):
-        folder = None if data.streaming or samples else data_folder(data)
-        if folder is not None and has_dataset(folder):
+        if loaded.config.data_kind == "text" and has_dataset(folder := data_folder(loaded.config.data)):
             return read_manifest(folder).fingerprint
     return None
 

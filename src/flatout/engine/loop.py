@@ -408,7 +408,7 @@ def _evaluation_seconds(run: Run) -> float:
     began = time.perf_counter()
     (_, tokens), _, _ = fitting_evaluation(run, size, batches=1)
     seconds = time.perf_counter() - began
-    return seconds * min(run.data.val.tokens, run.data.val_tokens or run.data.val.tokens) / max(tokens, 1)
+    return seconds * min(run.data.val.tokens, run.plan.eval.tokens or run.data.val.tokens) / max(tokens, 1)
 
 
 def _sample_seconds(run: Run) -> float:

@@ -232,7 +232,7 @@ class Run:
     def evaluation(self, batch_size: int | None = None) -> Iterator[Batch]:
         """This process's share of the validation set, in batches of a micro-batch unless told otherwise."""
         size = batch_size or self.step.micro_batch
-        return self.data.evaluation(size, self.speed.delivery(size, self.world))
+        return self.data.evaluation(size, self.speed.delivery(size, self.world), self.plan.eval.tokens)
 
     def take_step(self, batch: Batch) -> Tensor:
         """One optimizer step; its report stays on the device."""

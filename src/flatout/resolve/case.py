@@ -191,7 +191,7 @@ class Dealing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run on one device. `corpus_bytes` is None where the text is streamed or packed from samples."""
+    """One run on one device. `corpus_bytes` is None where the tokens stay on the host."""
 
     config: RunConfig
     device: Device
@@ -223,7 +223,7 @@ class Case:
     @property
     def packed(self) -> bool:
         """Whether rows are packed from samples of a chat."""
-        return self.config.chat.source is not None
+        return self.config.fine_tunes
 
     @property
     def several_documents(self) -> bool:

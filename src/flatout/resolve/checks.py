@@ -28,7 +28,7 @@ def check_custom(custom: Custom, config: RunConfig) -> None:
     if not custom.model:
         return
     what = "model= was given"
-    if config.chat.source is not None:
+    if config.fine_tunes:
         raise ConfigError(f"{what}, and chat.source fine-tunes a model from elsewhere", "leave one of them out")
     if config.documents_apart:
         raise ConfigError(

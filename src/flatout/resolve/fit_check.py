@@ -202,19 +202,18 @@ def _sizes(config: RunConfig, most: int) -> Iterator[int]:
     """Micro-batches from `most` down, each about half of the one before, that divide the batch."""
     sequences, size = _sequences(config, config.model.context), most
     while size >= 1:
-        if sequences % size == 0 or config.chat.source is not None:
+        if sequences % size == 0 or config.fine_tunes:
             yield size
         size //= 2
 
 
 def _sequences(config: RunConfig, context: int) -> int:
     """Sequences of a step, which every micro-batch has to divide; of samples as many as a step takes."""
-    if config.chat.source is not None:
+    if config.fine_tunes:
         return config.chat.batch_samples
     return math.gcd(*(batch // context for batch, _, _ in config.train.stages(context)))
 
 
 def _switched(config: RunConfig, speed: Speed, micro_batch: int, saving: dict[str, Any]) -> Speed:
-    samples = config.chat.source is not None
-    accumulation = (config.chat.batch_samples if samples else max(windows_of_steps(config))) // micro_batch
+    accumulation = (config.chat.batch_samples if config.fine_tunes else max(windows_of_steps(config))) // micro_batch
     return dataclasses.replace(speed, micro_batch=micro_batch, accumulation=accumulation, **saving)

@@ -95,7 +95,7 @@ def too_few_steps(config: RunConfig, facts: DataFacts, steps: int, vocab: int) -
 def pace_of(config: RunConfig, schedule: Schedule, steps: int) -> Pace | None:
     """How far a run has come before each of its steps, where steps differ in size because the config says so."""
     train = config.train
-    if not train.batch_stages or config.chat.source is not None:
+    if not train.batch_stages or config.fine_tunes:
         return None
     sizes = [schedule.at(step).windows for step in range(max(steps, 1))]
     read = list(itertools.accumulate(sizes, initial=0))

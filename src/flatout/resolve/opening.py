@@ -1,5 +1,7 @@
 """The data that settings name, behind one protocol, and the model that comes with it where a run is fine-tuned.
 
+Each kind of data is a row of `KINDS`; nothing else asks how a kind is opened.
+
 A fine-tuning run is made of a model from elsewhere, and samples in its own language. The model section of the config
 gives way to what the model's folder says; only the context is the run's own, since it is how much of a sample is read.
 Everything after that (step, loop, checkpoints, records) is what pretraining has.
@@ -8,8 +10,9 @@ Everything after that (step, loop, checkpoints, records) is what pretraining has
 import copy
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from flatout.checkpoints.adapter_folder import with_adapter
 from flatout.checkpoints.base_model import Base, Start, open_base, open_start
@@ -57,7 +60,8 @@ class DataSource:
 
     Text is prepared and opened when it is first asked for. `asked` are the settings with those that the data brings: a
     folder of shards keeps what it was prepared with. Settings that a user wrote for another kind of run are refused
-    first. `arrays` take the place of the config's data, `resumed` is the checkpoint that the run goes on from.
+    first. `arrays` take the place of the config's data, `resumed` is the checkpoint that the run goes on from. `again`
+    is for the data of a run that has ended, to evaluate on it: text is not prepared anew then.
     """
 
     def __init__(
@@ -68,20 +72,23 @@ class DataSource:
         *,
         arrays: Arrays | None = None,
         resumed: Checkpoint | None = None,
+        again: bool = False,
     ) -> None:
         check_used(asked)
         if arrays is None and resumed is None:
             asked = with_tokenizer(asked, device)
-        self.asked = asked if arrays is not None else as_prepared(asked)
-        self.device, self.arrays, self.resumed, self.progress = device, arrays, resumed, progress
+        self.asked = asked if arrays is not None or again else as_prepared(asked)
+        self.device, self.arrays, self.resumed, self.progress, self.again = device, arrays, resumed, progress, again
+
+    @property
+    def kind(self) -> "Kind":
+        return KINDS["arrays" if self.arrays is not None else self.asked.config.data_kind]
 
     @functools.cached_property
-    def shards(self) -> PreparedShards | None:
-        """The dataset, unless it is a stream, samples or arrays: they are opened with what was decided."""
+    def shards(self) -> PreparedShards:
+        """The dataset of text that is prepared."""
         config = self.asked.config
-        if self.arrays is not None or config.chat.source is not None or config.data.streaming:
-            return None
-        return prepared_shards(config.data, config.clean, self.progress)
+        return prepared_shards(config.data, config.clean, self.progress, again=self.again)
 
     def from_start(self) -> Self:
         """The same for a run that begins anew."""
@@ -97,50 +104,11 @@ class DataSource:
 
     def known(self) -> Known:
         """What size rules know of it."""
-        config = self.asked.config
-        if self.shards is None:
-            return uncounted(config)
-        context = config.model.context
-        if self.asked.size is not None and self.asked.size.name == AUTO:  # a small shape may come, with a short context
-            context = written(self.asked).get("model.context", LADDER[0].context)
-        dataset = self.shards.dataset
-        with self.shards.kept_if_used():
-            if config.data.packing != "best_fit":
-                check_length(dataset.train, context)
-        return Known(vocab=config.model.vocab or dataset.tokenizer.vocab, unique=dataset.train.tokens)
+        return self.kind.known(self)
 
     def open(self, settings: LoadedConfig) -> Opened:
         """The data as these settings have it read."""
-        config = settings.config
-        seed, val_tokens = config.train.seed, config.eval.tokens
-        if self.arrays is not None:
-            # Its own source is not what the run was trained on, and must not be what is resumed with.
-            own = config.data.model_copy(update={"source": None, "folder": None})
-            data = _open_arrays(settings, self.arrays)
-            return Opened(_with_section(settings, data=own), data)
-        if config.chat.source is not None:
-            at = settings.sources["model.context"]
-            base, samples = open_sample_data(config, self.progress, written=at, resumed=self.resumed is not None)
-            begun = None if self.resumed is None else resolve_from_mapping(self.resumed.config).lora
-            return Opened(described(settings, base, begun=begun), samples, base)
-        if config.data.streaming:
-            _check_no_epoch_end(config, "a stream")
-            stream = open_stream(config.data, config.clean, val_tokens=val_tokens, progress=self.progress)
-            return Opened(settings, StreamData(stream, asked_schedule(config), seed=seed, val_tokens=val_tokens))
-        assert self.shards is not None, "text that is not streamed is prepared"
-        dataset, context = self.shards.dataset, config.model.context
-        with self.shards.kept_if_used():
-            check_evaluable(dataset.val)
-            windows = windows_of(
-                dataset.train,
-                context=context,
-                stride=config.data.stride or context,
-                seed=seed,
-                best_fit=config.data.packing == "best_fit",
-                apart=config.documents_apart,
-                reshuffle=config.data.packing == "reshuffle",
-            )
-        return Opened(settings, ShardData(dataset, windows, asked_schedule(config, windows.order.windows), val_tokens))
+        return self.kind.open(self, settings)
 
     def start(self, opened: Opened, vocab: int) -> Start | None:
         """The weights that pretraining begins with; a checkpoint that is resumed brings its own."""
@@ -154,7 +122,7 @@ def with_tokenizer(asked: LoadedConfig, device: Device) -> LoadedConfig:
     data, path = asked.config.data, "data.tokenizer"
     chosen = asked.size is not None and asked.config.train.minutes is not None and device.kind == "cpu"
     theirs = any(asked.sources[name].by_user for name in (path, "model.vocab"))
-    if not chosen or theirs or data.source is None or data.streaming or data.format == "tokens":
+    if not chosen or theirs or data.source is None or asked.config.data_kind != "text" or data.format == "tokens":
         return asked
     if data.folder is not None and has_dataset(Path(data.folder)):  # of a tokenizer that somebody has chosen
         return asked
@@ -167,8 +135,68 @@ def _with_section(settings: LoadedConfig, **sections: Any) -> LoadedConfig:
     return dataclasses.replace(settings, config=settings.config.model_copy(update=sections))
 
 
-def _open_arrays(settings: LoadedConfig, arrays: Arrays) -> TrainingData:
+# --- the kinds --------------------------------------------------------------------------------------------------------
+
+
+def _open_text(source: DataSource, settings: LoadedConfig) -> Opened:
+    config, dataset, context = settings.config, source.shards.dataset, settings.config.model.context
+    apart = config.documents_apart
+    if source.again:
+        return Opened(settings, ShardData(dataset, None, asked_schedule(config), apart=apart))
+    with source.shards.kept_if_used():
+        check_evaluable(dataset.val)
+        windows = windows_of(
+            dataset.train,
+            context=context,
+            stride=config.data.stride or context,
+            seed=config.train.seed,
+            best_fit=config.data.packing == "best_fit",
+            apart=apart,
+            reshuffle=config.data.packing == "reshuffle",
+        )
+    return Opened(settings, ShardData(dataset, windows, asked_schedule(config, windows.order.windows), apart=apart))
+
+
+def _known_text(source: DataSource) -> Known:
+    config, dataset = source.asked.config, source.shards.dataset
+    context = config.model.context
+    if source.asked.size is not None and source.asked.size.name == AUTO:  # a small shape may come, with a short context
+        context = written(source.asked).get("model.context", LADDER[0].context)
+    with source.shards.kept_if_used():
+        if config.data.packing != "best_fit":
+            check_length(dataset.train, context)
+    return Known(vocab=config.model.vocab or dataset.tokenizer.vocab, unique=dataset.train.tokens)
+
+
+def _open_stream(source: DataSource, settings: LoadedConfig) -> Opened:
+    config = settings.config
+    _check_no_epoch_end(config, "a stream")
+    stream = open_stream(config.data, config.clean, val_tokens=config.eval.tokens, progress=source.progress)
+    return Opened(settings, StreamData(stream, asked_schedule(config), seed=config.train.seed))
+
+
+def _open_samples(source: DataSource, settings: LoadedConfig) -> Opened:
+    config, at, resumed = settings.config, settings.sources["model.context"], source.resumed
+    try:
+        base, samples = open_sample_data(config, source.progress, written=at, resumed=resumed is not None)
+    except (DataError, CheckpointError) as error:
+        named = [name for name in (config.chat.source, config.chat.val_source) if name is not None]
+        if not source.again or (isinstance(error, DataError) and all(Path(name).exists() for name in named)):
+            raise
+        raise DataError(
+            f"the samples of the run cannot be made here: {error.message}",
+            "call this from the folder that the run was trained in, or name its samples with --data FOLDER: "
+            f"they are in {samples_folder(config)} there",
+        ) from error
+    if source.again:
+        return Opened(settings, samples, base)
+    begun = None if resumed is None else resolve_from_mapping(resumed.config).lora
+    return Opened(described(settings, base, begun=begun), samples, base)
+
+
+def _open_arrays(source: DataSource, settings: LoadedConfig) -> Opened:
     """Refuses first what a config asks of text that is read from files."""
+    assert source.arrays is not None, "they came from Python"
     config, source_of = settings.config, settings.sources.__getitem__
     data = config.data
     asked = {"data.source": data.source, "data.folder": data.folder, "chat.source": config.chat.source}
@@ -190,7 +218,9 @@ def _open_arrays(settings: LoadedConfig, arrays: Arrays) -> TrainingData:
         raise ConfigError("train.epochs is set, but how long an epoch of data= is, is not known", "set train.steps")
     _check_no_epoch_end(config, "data=")
     how = {"vocab": config.model.vocab, "seed": config.train.seed, "val_tokens": config.eval.tokens}
-    return open_arrays(arrays, asked_schedule(config), data, **how)
+    # Its own source is not what the run was trained on, and must not be what is resumed with.
+    own = _with_section(settings, data=data.model_copy(update={"source": None, "folder": None}))
+    return Opened(own, open_arrays(source.arrays, asked_schedule(config), data, **how))
 
 
 def _check_no_epoch_end(config: RunConfig, what: str) -> None:
@@ -202,6 +232,24 @@ def _check_no_epoch_end(config: RunConfig, what: str) -> None:
     for path, (value, hint) in asked.items():
         if value:
             raise ConfigError(f"{path} is in epochs, but where an epoch of {what} ends is not known", hint)
+
+
+class Kind(NamedTuple):
+    """How a kind of data is opened, and what size rules know of it before."""
+
+    open: Callable[[DataSource, LoadedConfig], Opened]
+    known: Callable[[DataSource], Known] = lambda source: uncounted(source.asked.config)
+
+
+KINDS = {
+    "text": Kind(_open_text, _known_text),
+    "stream": Kind(_open_stream),
+    "samples": Kind(_open_samples),
+    "arrays": Kind(_open_arrays),
+}
+
+
+# --- what is asked of opened data -------------------------------------------------------------------------------------
 
 
 def vocabulary_of(opened: Opened) -> int:
@@ -287,7 +335,6 @@ def open_sample_data(
             "set chat.validation to a share or to a file",
         )
     samples = prepare_samples(request, base.tokenizer, template, folder, progress)
-    assert samples.val is not None
     return dataclasses.replace(base, template=template), SampleData(
         sample_set=samples,
         tokenizer=base.tokenizer,
@@ -298,8 +345,6 @@ def open_sample_data(
         packing=config.chat.packing,
         batch_samples=config.chat.batch_samples,
         seed=config.train.seed,
-        val_samples=samples.val,
-        val_tokens=config.eval.tokens,
         limit=request.limit,
         accumulation=config.speed.accumulation,
         opening_notices=notices,

@@ -88,7 +88,7 @@ class RunPlan:
 
     @property
     def fine_tunes(self) -> bool:
-        return self.chat.source is not None
+        return self.settings.config.fine_tunes
 
     @property
     def documents_apart(self) -> bool:

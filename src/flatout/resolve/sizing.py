@@ -120,7 +120,7 @@ def settled(asked: LoadedConfig, known: Known, device: Device, world: World | No
     """
     asked = fitted(asked)
     train = asked.config.train
-    if asked.size is None or asked.config.chat.source is not None:  # a model that is fine-tuned has a shape
+    if asked.size is None or asked.config.fine_tunes:  # a model that is fine-tuned has a shape
         return asked
     if train.minutes is not None and train.steps is None:  # what that leaves open waits for a measurement
         return asked
@@ -158,7 +158,7 @@ def as_before(loaded: LoadedConfig, stored: Mapping[str, Any]) -> LoadedConfig:
     Without a size, that is the number of steps planned for a length in minutes.
     """
     train = loaded.config.train
-    if loaded.config.chat.source is not None or (loaded.size is None and not (train.minutes and train.steps is None)):
+    if loaded.config.fine_tunes or (loaded.size is None and not (train.minutes and train.steps is None)):
         return loaded
     paths = ["train.steps"] if loaded.size is None else list(field_facts())
     values = {
@@ -204,7 +204,7 @@ def fitted_to(loaded: LoadedConfig, name: str) -> LoadedConfig:
     """A config with the overlay of that name."""
     loaded = dataclasses.replace(loaded, hardware=None)
     config, have = loaded.config, int(gigabytes(name) * 1e9)
-    if config.chat.source is not None:
+    if config.fine_tunes:
         said = (
             f"hardware {name} changes nothing in fine-tuning, whose model is not known before it is read: `flatout "
             "estimate` says what a step needs, `flatout tune` finds a micro-batch that fits"

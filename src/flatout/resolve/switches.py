@@ -353,7 +353,8 @@ def _loader(case: Case) -> Answer:
     if case.config.documents_apart:
         return Answer("host", "" if asked == "host" else "documents are laid out there")
     if size is None:
-        reason = "samples are packed there" if case.packed else "the text is streamed"
+        reasons = {"samples": "samples are packed there", "stream": "the text is streamed"}
+        reason = reasons.get(case.config.data_kind, "the data is read there")
         return Answer("host", "" if asked == "host" else reason)
     if asked != "auto":
         return Answer(asked)
@@ -525,7 +526,7 @@ def resolve_speed(
 ) -> Speed:
     """Decides every switch in the order of the table; `source(path)` tells where a field's value comes from.
 
-    `corpus_bytes` is the size of the tokens, None where they are streamed. `vocab` is the model's vocabulary,
+    `corpus_bytes` is the size of the tokens, None where they stay on the host. `vocab` is the model's vocabulary,
     `step_tokens` what the samples of a step hold on average, `ranks` how many processes share a step, of
     which `ranks_here` are on this host, `dealing` how they share the model. `threads_before` is how many CPU threads a
     run had that is resumed. `own_model` and `own_optimizer` say that they come from Python.

@@ -296,8 +296,7 @@ class _Runs:
     def __init__(self, loaded: LoadedConfig, earlier: Sequence[AblateRow], deadline: float | None) -> None:
         self.loaded, self.deadline = loaded, deadline
         self.base = for_trials(loaded, EVALUATIONS)
-        data = self.base.config.data
-        shards = loaded.config.chat.source is None and not data.streaming  # samples are made by the first run
+        data, shards = self.base.config.data, loaded.config.data_kind == "text"  # samples are made by the first run
         if shards and (deadline is None or time.monotonic() < deadline):
             prepare_data(data, self.base.config.clean)
         self.device = machine_of(detect_device(loaded.config.speed.device))

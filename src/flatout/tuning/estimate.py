@@ -141,7 +141,7 @@ def estimate(
     with scratch_folder("flatout-estimate-") as scratch:
         notice("opening the data")
         practice, said = None, list[str]()
-        if loaded.config.chat.source is None:
+        if not loaded.config.fine_tunes:
             fitted, described = practice_config(loaded, scratch, said.append)
         else:
             practice = practice_samples(loaded, scratch, notice)
@@ -153,7 +153,7 @@ def estimate(
                 "train.epochs counts passes over data that is not prepared, so the length of the run is not known",
                 "prepare it with `flatout prepare`, or give train.tokens or train.steps instead",
             )
-        plan, streaming = planned(fitted, must_fit=False), loaded.config.data.streaming
+        plan, streaming = planned(fitted, must_fit=False), loaded.config.data_kind == "stream"
         looked = _Look(plan, practice, said, made_up=made_up, streaming=streaming, began=began)
         problem, way_out, timed = "", "", None
         try:
@@ -191,9 +191,7 @@ class _Look:
         self.windows, self.sequences = facts.windows, facts.batch_samples or plan.schedule.at(0).windows
         self.batch_tokens = plan.train.batch_tokens if facts.step_tokens is None else round(facts.step_tokens)
         self.validation_tokens = there if asked is None else min(asked, there)
-        if practice is not None:  # an evaluation goes by samples
-            self.validation_tokens = None
-        elif made_up or streaming:
+        if made_up or streaming:
             self.windows, self.validation_tokens = None, asked
         self.parameters = parameter_count(plan.model, plan.vocab)
         self.trained = trained_count(plan.settings.config, plan.vocab)

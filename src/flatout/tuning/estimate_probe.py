@@ -10,7 +10,6 @@ seconds of steps, or one hiccup of the machine would be in every step of the run
 import contextlib
 import ctypes
 import dataclasses
-import itertools
 import shutil
 import statistics
 import tempfile
@@ -22,7 +21,6 @@ from typing import Any, Self, final
 import torch
 
 from flatout.config.load import LoadedConfig
-from flatout.data.loader import evaluation_batches
 from flatout.engine.books import Progress
 from flatout.engine.evaluate import evaluate
 from flatout.engine.run import Run
@@ -97,10 +95,7 @@ def time_run(
         else:
             found = _time_sample_steps(longer, practice, seconds, run.steps)
         notice("timing an evaluation")
-        if practice is None:
-            evaluation, once = _time_evaluation(run, validation_tokens, SHARE * seconds)
-        else:
-            evaluation, once = _time_sample_evaluation(run, SHARE * seconds)
+        evaluation, once = _time_evaluation(run, validation_tokens, SHARE * seconds)
         notice("timing a sample")
         sample = _time_sample(run, SHARE * seconds)
         peak = run.peak_memory_bytes()
@@ -203,17 +198,15 @@ def _time_evaluation(run: Run, tokens: int | None, seconds: float) -> tuple[Figu
     """Seconds of an evaluation of `tokens` tokens, and what the first costs beyond that."""
     if tokens is None:
         return Figure(None, "not told", "how much validation text there is, is not known"), 0.0
-    context, size = run.plan.model.context, run.step.micro_batch
-    device = run.speed.device.torch_device
+    context, size, there = run.plan.model.context, run.step.micro_batch, run.data.val.tokens - 1
 
     def timed(most: int) -> tuple[float, int]:
-        """Seconds, and the tokens read: with documents apart, fewer have a label."""
+        """Seconds, and the tokens read: with documents apart, and of samples, fewer have a label."""
         began = time.perf_counter()
-        how = {"context": context, "batch_size": size, "device": device, "apart": run.plan.documents_apart}
-        batches = evaluation_batches(run.data.val, most_tokens=most, **how)
+        batches = run.data.evaluation(size, run.speed.delivery(size, run.world), most if most < there else None)
         with out_of_memory():
             evaluate(run.model, batches, run.scope)
-        return time.perf_counter() - began, min(most, run.data.val.tokens - 1)
+        return time.perf_counter() - began, min(most, there)
 
     cold, read = timed(min(tokens, 2 * size * context))
     warm, read = timed(read)
@@ -223,24 +216,6 @@ def _time_evaluation(run: Run, tokens: int | None, seconds: float) -> tuple[Figu
         return Figure(spent, "measured"), max(0.0, cold - warm)
     part = Figure(spent * tokens / max(read, 1), "projected", f"from {read:,} of {tokens:,} tokens")
     return part, max(0.0, cold - warm)
-
-
-def _time_sample_evaluation(run: Run, seconds: float) -> tuple[Figure, float]:
-    """Seconds of an evaluation of the held-out samples, and what the first costs beyond that."""
-    batches = sum(1 for _ in run.evaluation())
-
-    def timed(most: int) -> float:
-        began = time.perf_counter()
-        with out_of_memory():
-            evaluate(run.model, itertools.islice(run.evaluation(), most), run.scope)
-        return time.perf_counter() - began
-
-    cold, warm = timed(1), timed(1)
-    most = min(batches, max(1, int(seconds / max(warm, 1e-6))))
-    spent, once = timed(most), max(0.0, cold - warm)
-    if most == batches:
-        return Figure(spent, "measured"), once
-    return Figure(spent * batches / most, "projected", f"from {most:,} of {batches:,} micro-batches"), once
 
 
 def _time_sample(run: Run, seconds: float) -> Figure:

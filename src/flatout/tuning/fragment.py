@@ -63,7 +63,7 @@ def fragment_of(loaded: LoadedConfig, settings: dict[str, Any], row: TuneRow, de
     of = "" if capacity is None else f" of {capacity / 2**30:.1f}"
     peak = "" if row.peak_bytes is None else f", at most {row.peak_bytes / 2**30:.2f}{of} GiB"
     batch = f"{row.micro_batch} x {row.accumulation} sequences"
-    if loaded.config.chat.source is not None:
+    if loaded.config.fine_tunes:
         batch = f"{many(loaded.config.chat.batch_samples, 'sample')}, {many(row.micro_batch, 'row')} at once"
     speed = f"{row.tokens_per_second or 0.0:,.0f} tokens/s, {row.milliseconds or 0.0:,.1f} ms per step of {batch}"
     holds = "The switches hold for that device and this model; what is learned depends on them by rounding at most."

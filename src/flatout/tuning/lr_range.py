@@ -141,14 +141,14 @@ def find_rate(
     """The learning rate for a config, from `steps` training steps with rates from `low` to `high`."""
     began, said = time.monotonic(), list[str]()
     with scratch_folder("flatout-lr-") as scratch:
-        fitted, described = practice_config(loaded, scratch, said.append)
+        fitted, described = practice_config(loaded, scratch, said.append, streams=True)
         optim = fitted.config.optim
         field, before = next(iter(optim.rates.items()))
         _check_rates(optim, high, before)
         with borrowed_run(fitted) as run:
             device, (usual, whose) = machine_of(run.speed.device, run.speed.threads), _usual(run)
             points, ended = range_test(run, low=low, high=high, steps=steps, progress=progress)
-    tuning = loaded.config.chat.source is not None
+    tuning = loaded.config.fine_tunes
     reading = read_curve([point.rate for point in points], [point.loss for point in points], tuning=tuning)
     all_rates = optim.scaled_rates(reading.rate / before)
     found = {path: float(f"{rate:.1e}") for path, rate in all_rates.items()}  # two digits: the test knows no more
@@ -198,7 +198,7 @@ def _check_rates(optim: OptimConfig, high: float, first: float) -> None:
 
 def _usual(run: Run) -> tuple[float | None, str]:
     """The usual rate, and for whom it is usual."""
-    kind, tunes, adapters = run.plan.optim.kind, run.plan.chat.source is not None, run.adapters is not None
+    kind, tunes, adapters = run.plan.optim.kind, run.plan.fine_tunes, run.adapters is not None
     if tunes:
         whose = "adapters" if adapters else "all weights of a trained model"
     else:
@@ -273,7 +273,7 @@ def _excess(run: Run, steps: int) -> dict[int, float]:
 
     A few samples differ from the next few by more than a model that has learned before gains in the whole test.
     """
-    if run.plan.chat.source is None:
+    if not run.plan.fine_tunes:
         return {}
     with untouched(run):
         run.step.optimizer.follow([0.0])

@@ -126,7 +126,7 @@ def plan(
     without reading the checkpoint, `failure_hours` the GPU-hours between interruptions.
     """
     _check_counts(counts, cluster)
-    if loaded.config.chat.source is None:
+    if not loaded.config.fine_tunes:
         loaded = dataclasses.replace(loaded, config=at_last_stage(loaded.config))
     look = _Look(loaded, cluster, rate)
     rows: list[PlanRow] = []
@@ -334,7 +334,8 @@ def planned_parameters(loaded: LoadedConfig) -> int:
 def _known(loaded: LoadedConfig) -> Known:
     """What is known of the data where it is prepared, and else of its tokenizer."""
     data, known = loaded.config.data, uncounted(loaded.config)
-    if data.streaming or (data.folder is None and data.source is None) or not has_dataset(data_folder(data)):
+    named = loaded.config.data_kind == "text" and (data.folder is not None or data.source is not None)
+    if not (named and has_dataset(data_folder(data))):
         return known
     manifest = read_manifest(data_folder(data))
     vocab = loaded.config.model.vocab or manifest.vocab

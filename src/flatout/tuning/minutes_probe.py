@@ -52,7 +52,7 @@ def in_minutes(source: DataSource, world: World, *, uncounted: Known | None = No
     """
     asked, device = source.asked, source.device
     train = asked.config.train
-    if train.minutes is None or train.steps is not None or asked.config.chat.source is not None:
+    if train.minutes is None or train.steps is not None or asked.config.fine_tunes:
         return source
     asked = fitted(asked)
     told = Decision().told()

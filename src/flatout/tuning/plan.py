@@ -19,13 +19,13 @@ from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import SpeedConfig, micro_batch_of
 from flatout.config.source import DEFAULT, Source
 from flatout.config.yaml_loader import format_value
-from flatout.data.shards import open_dataset
 from flatout.device import Device, allocator_words, detect_device
 from flatout.errors import ConfigError, HardwareError, UsageError
 from flatout.host import thread_words
 from flatout.ops.attention import FA4
 from flatout.records import BenchRow
 from flatout.resolve.memory import training_flops
+from flatout.resolve.opening import DataSource, vocabulary_of
 from flatout.resolve.switches import Speed, resolve_speed
 from flatout.tuning.claims import PERIOD, tricks_for
 from flatout.tuning.compare import LOOKS
@@ -74,73 +74,57 @@ def make_plan(
     `earlier` rows are gone on from: with `speed.threads=auto`, the others get as many CPU threads as they had.
     """
     threads = next((int(row.used["threads"]) for row in earlier if row.used.get("threads", "").isdigit()), None)
-    if loaded.config.chat.source is not None:
-        return _plan_for_samples(loaded, scratch, steps, parity_steps, batch_tokens, notice, threads)
-    asked = loaded
-    loaded, described = practice_config(loaded, scratch, notice)
-    config = loaded.config
+    samples = None
+    if loaded.config.fine_tunes:
+        if batch_tokens is not None:
+            raise UsageError(
+                "--batch-tokens is for pretraining, and this config has chat.source", "set chat.batch_samples"
+            )
+        samples = practice_samples(loaded, scratch, notice)
+        practice, described = samples.settings, samples.described
+    else:
+        practice, described = practice_config(loaded, scratch, notice)
     notice(f"data: {described}")
-    _tell_unused(loaded, notice)
-    context = config.model.context
-    tokens = batch_tokens or config.train.batch_tokens
+    _tell_unused(practice, notice)
+    words = [] if samples is not None else [f"train.batch_tokens={_tokens(practice, batch_tokens, notice)}"]
+    words += _length(practice, steps, parity_steps, notice)
+    fitted = load_stored(practice.config.model_dump(), words, where="bench")
+    if samples is None:
+        opened = DataSource(fitted, detect_device(fitted.config.speed.device)).open(fitted)
+        data, vocab, attended, chosen = opened.data, vocabulary_of(opened), None, ()
+        tokens = fitted.config.train.batch_tokens
+    else:
+        data, vocab, attended, chosen = samples.data, samples.vocab, samples.data.facts.attended, samples.spread(CHOSEN)
+        tokens = round(sum(map(samples.tokens, chosen)) / len(chosen))
+    return _plan(
+        loaded,
+        fitted,
+        threads,
+        corpus_bytes=data.facts.corpus_bytes,
+        data=described,
+        vocab=vocab,
+        batch_tokens=tokens,
+        flops_per_token=training_flops(fitted.config, vocab, attended),
+        chosen=chosen,
+        steps=steps,
+        parity_steps=parity_steps,
+    )
+
+
+def _tokens(loaded: LoadedConfig, asked: int | None, notice: Callable[[str], None]) -> int:
+    """Tokens of a step, of which there may be fewer than the config has."""
+    context = loaded.config.model.context
+    tokens = asked or loaded.config.train.batch_tokens
     if tokens % context:
         raise ConfigError(
             f"a batch of {tokens} tokens is not a multiple of model.context {context}",
             f"set --batch-tokens to a multiple of it, such as {max(1, tokens // context) * context}",
         )
-    written = batch_tokens is not None or loaded.sources["train.batch_tokens"].kind == "override"
+    written = asked is not None or loaded.sources["train.batch_tokens"].kind == "override"
     if tokens > MOST_SEQUENCES * context and not written:
         tokens = MOST_SEQUENCES * context
-        notice(f"a step has {tokens:,} tokens instead of {config.train.batch_tokens:,}; --batch-tokens sets it")
-    words = [f"train.batch_tokens={tokens}", *_length(loaded, steps, parity_steps, notice)]
-    fitted = load_stored(config.model_dump(), words, where="bench")
-    dataset = open_dataset(config.data.folder or "")
-    vocab = config.model.vocab or dataset.tokenizer.vocab
-    return _plan(
-        asked,
-        fitted,
-        threads,
-        corpus_bytes=dataset.train.tokens * dataset.train.dtype.itemsize,
-        data=described,
-        vocab=vocab,
-        batch_tokens=tokens,
-        flops_per_token=training_flops(fitted.config, vocab, None),
-        chosen=(),
-        steps=steps,
-        parity_steps=parity_steps,
-    )
-
-
-def _plan_for_samples(
-    loaded: LoadedConfig,
-    scratch: Path,
-    steps: int,
-    parity_steps: int,
-    batch_tokens: int | None,
-    notice: Callable[[str], None],
-    threads: int | None,
-) -> Plan:
-    if batch_tokens is not None:
-        raise UsageError("--batch-tokens is for pretraining, and this config has chat.source", "set chat.batch_samples")
-    practice = practice_samples(loaded, scratch, notice)
-    notice(f"data: {practice.described}")
-    _tell_unused(loaded, notice)
-    words = _length(loaded, steps, parity_steps, notice)
-    fitted = load_stored(practice.settings.config.model_dump(), words, where="bench")
-    chosen = practice.spread(CHOSEN)
-    return _plan(
-        loaded,
-        fitted,
-        threads,
-        corpus_bytes=None,
-        data=practice.described,
-        vocab=practice.vocab,
-        batch_tokens=round(sum(map(practice.tokens, chosen)) / len(chosen)),
-        flops_per_token=training_flops(fitted.config, practice.vocab, practice.data.facts.attended),
-        chosen=chosen,
-        steps=steps,
-        parity_steps=parity_steps,
-    )
+        notice(f"a step has {tokens:,} tokens instead of {loaded.config.train.batch_tokens:,}; --batch-tokens sets it")
+    return tokens
 
 
 def _tell_unused(loaded: LoadedConfig, notice: Callable[[str], None]) -> None:

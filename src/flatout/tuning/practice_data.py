@@ -1,4 +1,4 @@
-"""A dataset to measure on: the config's own where it is prepared, else one made for the occasion.
+"""Data to measure on: the config's own, or where that is text which is not prepared, a dataset made for the occasion.
 
 Idea: how fast a step is does not depend on what the text says, so a benchmark must not ask for ten billion prepared
 tokens first. Ids are drawn by a falling law as in text (the n-th commonest about 1/n): a uniform draw has nothing to
@@ -91,11 +91,13 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
 def practice_data(loaded: LoadedConfig, scratch: Path) -> tuple[DataConfig, str]:
     """The `data` section to measure with, and in words what it is. `scratch` is a folder for what has to be made."""
     config, data = loaded.config, loaded.config.data
-    if not data.streaming and (data.folder is not None or data.source is not None):
+    if not config.reads_text:
+        return data, f"{config.data_kind} data, as it is"
+    if data.folder is not None or data.source is not None:
         folder = data_folder(data)
         if (folder / MANIFEST).exists():
             return _prepared(data, folder), f"the prepared data in {folder}"
-    if isinstance(data.source, str) and not data.streaming and _small(data.source):
+    if isinstance(data.source, str) and _small(data.source):
         folder = scratch / "text"
         try:
             pack_corpus(request_of(data, config.clean), folder)
@@ -224,21 +226,21 @@ def practice_config(
     ones. `scratch` is a folder for what has to be made; `say` is told of that, and of what was settled. With `streams`,
     text that is streamed is read as a run reads it.
     """
-    if loaded.config.chat.source is not None:
+    if loaded.config.fine_tunes:
         data, described = _sample_folder(loaded, scratch, say)
         return _with_data(loaded, data), described
     world, before = world or World(), len(loaded.notices)
     device = take_device(loaded, world)
     practice = with_tokenizer(loaded, device)
     described = str(loaded.config.data.source)
-    if not (streams and loaded.config.data.streaming):
+    if not (streams and loaded.config.data_kind == "stream"):
         data, described = practice_data(practice, scratch)
         practice = _with_data(practice, data)
     if practice.size is not None:
-        made_up = is_made_up(practice.config.data, scratch)
-        described += f"; size {practice.size.name} is settled as for text that is read once" if made_up else ""
+        once = loaded.config.data_kind == "stream" or is_made_up(practice.config.data, scratch)
+        described += f"; size {practice.size.name} is settled as for text that is read once" if once else ""
         source = DataSource(practice, device)
-        known = uncounted(practice.config) if made_up else source.known()
+        known = uncounted(practice.config) if once else source.known()
         practice = settled(in_minutes(source, world, uncounted=known).asked, known, device, world)
     for message in practice.notices[before:]:
         say(message)
@@ -248,7 +250,7 @@ def practice_config(
 def settled_for_runs(loaded: LoadedConfig, notice: Callable[[str], None]) -> LoadedConfig:
     """A config as a run would have it, for several runs; `notice` is told what was settled."""
     train, before = loaded.config.train, len(loaded.notices)
-    if loaded.config.chat.source is not None:  # a model that has a shape
+    if loaded.config.fine_tunes:  # a model that has a shape
         return loaded
     if loaded.size is None and (train.minutes is None or train.steps is not None):
         settings = as_prepared(loaded)

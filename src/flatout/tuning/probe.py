@@ -67,7 +67,7 @@ class Probe:
     def __init__(self, loaded: LoadedConfig, data: dict, memory: float | None) -> None:
         # Everything as asked for, with data that is here and steps enough; the length of the run plays no part.
         words = ["train.steps=1000", "eval.every=0"]
-        words += ["model.init_from=null"] if loaded.config.chat.source is None else []
+        words += [] if loaded.config.fine_tunes else ["model.init_from=null"]
         words += [] if memory is None else [f"speed.memory_limit={memory!r}"]
         values = {**loaded.config.model_dump(), "data": data}
         self.kept = kept_settings(loaded)
@@ -88,7 +88,6 @@ class Probe:
         self.run: Run | None = None
         self.stack = contextlib.ExitStack()  # what the run is borrowed by
         self.vocab: int | None = None
-        self.streamed = False  # whether the run streams the text that is prepared here
         self.corpus_bytes: int | None = 0
         self.step_tokens: float | None = None  # of samples, on average
         self.update_seconds: dict[bool, float] = {}  # by whether the optimizer is offloaded
@@ -109,7 +108,7 @@ class Probe:
 
     def check(self) -> None:
         """Refuses what the user wrote and this device cannot have, as a training run would."""
-        self._resolved(self.settings, None if self.streamed else self.corpus_bytes, self.kept_written)
+        self._resolved(self.settings, self.corpus_bytes, self.kept_written)
 
     def open(self, candidate: Candidate) -> None:
         """Builds the model for a way of compiling; everything else about a candidate can change later."""

@@ -123,7 +123,7 @@ def search(
             # What was under way when a search was killed will not end any more.
             kept.tell(trial.number, state=optuna.trial.TrialState.FAIL)
         base = for_trials(settled_for_runs(loaded, notice))
-        if loaded.config.chat.source is None and loaded.size is None:  # samples are made by the first trial
+        if loaded.config.data_kind == "text" and loaded.size is None:  # else the first trial makes what has to be made
             prepare_data(base.config.data, base.config.clean)
         # A run that warms up for longer looks worse at first: the first third says nothing yet.
         warm_up = (_steps(base) or 0) // 3

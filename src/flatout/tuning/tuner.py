@@ -70,11 +70,11 @@ def tune(
         progress(TuneProgress(number=1, text=text, seconds=0.0, budget=budget))
 
     with scratch_folder("flatout-tune-") as scratch:
-        if loaded.config.chat.source is None:
+        if not loaded.config.fine_tunes:
             limit = {} if memory is None else {"speed.memory_limit": memory}
             practice, described = practice_config(with_values(loaded, limit, Source("preset", "tune")), scratch, say)
             probe = Probe(practice, practice.config.data.model_dump(), memory)
-            probe.streamed = loaded.config.data.streaming
+            probe.corpus_bytes = None if loaded.config.data_kind == "stream" else 0  # of the run, which is checked
         else:
             samples = practice_samples(loaded, scratch, say)
             described = samples.described
@@ -121,7 +121,7 @@ class _Tuning:
         self.trials: dict[Candidate, Trial] = {}
         self.ended = "everything worth trying was tried"
         self.usable: int | None = None
-        self.samples = loaded.config.chat.batch_samples if loaded.config.chat.source is not None else None
+        self.samples = loaded.config.chat.batch_samples if loaded.config.fine_tunes else None
 
     def run(self, thorough: bool, compiled: bool) -> Generator[TuneRow | TuneResult]:
         probe = self.probe

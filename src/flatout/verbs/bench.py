@@ -71,8 +71,7 @@ def bench(words: list[str]) -> int:
         reader.close()
     bad = any(row.status in ("red", "failed") for row in rows[before:])
     measured = any(row.status != "absent" for row in rows)
-    samples = loaded.config.chat.source is not None
-    ladder = _ladder_names(loaded.config.speed.device, samples=samples) if rows else []
+    ladder = _ladder_names(loaded.config.speed.device, samples=loaded.config.fine_tunes) if rows else []
     _finish(rows, folder, ladder, quiet=parsed.json, claims=parsed.claims)
     if stopped is not None:
         kept = (

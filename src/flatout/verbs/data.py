@@ -47,9 +47,10 @@ def prepare(words: list[str]) -> int:
     parser.flag("--json", "print the result as JSON")
     parsed = parser.parse_words(words)
     loaded = load_pretraining(parsed, "prepare")
-    from flatout.data.prepare import as_prepared, prepare_data, refuse_second_pipe
+    from flatout.data.prepare import as_prepared, check_text, prepare_data, refuse_second_pipe
     from flatout.observe.live.prepare_bar import PrepareBar
 
+    check_text(loaded, "prepare")
     if not parsed.overwrite:
         refuse_second_pipe(loaded.config.data)
         told, loaded = len(loaded.notices), as_prepared(loaded)
@@ -238,8 +239,11 @@ def tokenizer(words: list[str]) -> int:
         parser.add_argument("--tokenizer", action="append", metavar="NAME", help=repeated)
     parser.flag("--json", "print the result as JSON")
     parsed = parser.parse_words(rest)
-    config = load_pretraining(parsed, f"tokenizer {action}").config
-    return (_train_tokenizer if action == "train" else _report_tokenizers)(config, parsed)
+    loaded = load_pretraining(parsed, f"tokenizer {action}")
+    from flatout.data.prepare import check_text
+
+    check_text(loaded, f"tokenizer {action}")
+    return (_train_tokenizer if action == "train" else _report_tokenizers)(loaded.config, parsed)
 
 
 def _train_tokenizer(config: "RunConfig", parsed: argparse.Namespace) -> int:

@@ -186,12 +186,12 @@ def _follow_training(
         _draw(Path(folder))
     if interrupted and (stop.number is not None or found is not None):
         if checkpoint is not None:
-            verb = "finetune" if loaded.config.chat.source is not None else "train"
+            verb = "finetune" if loaded.config.fine_tunes else "train"
             way = f"{_program()} {verb} --resume {shlex.quote(str(folder))}"
             print(f"saved {checkpoint}; resume with: {way}", file=sys.stderr)
         return 0 if stop.number is None else 128 + stop.number  # else the rank that got the signal has it in its code
     if not parsed.json:
-        verb = "chat" if loaded.config.chat.source is not None else "generate"
+        verb = "chat" if loaded.config.fine_tunes else "generate"
         print(f"try it: {_program()} {verb} {shlex.quote(str(folder))}")
     return 0
 

@@ -220,7 +220,7 @@ def _targets(parsed: argparse.Namespace) -> tuple[Path | None, Path | None]:
 
 def _verb_of(loaded: "LoadedConfig") -> str:
     """The verb that trains a config."""
-    return "train" if loaded.config.chat.source is None else "finetune"
+    return "finetune" if loaded.config.fine_tunes else "train"
 
 
 def _hand_over(

@@ -32,6 +32,7 @@ import torch
 from flatout import api
 from flatout.config.load import LoadedConfig, load_config
 from flatout.device import detect_device, free_memory
+from flatout.engine import saver
 from flatout.records import CheckpointRecord, NoticeRecord, StepRecord
 from flatout.tuning.practice_data import practice_data
 
@@ -41,7 +42,8 @@ MODES = ("none", "on", "off")
 
 def turn(loaded: LoadedConfig, mode: str, steps: int, every: int, folder: Path) -> dict[str, Any]:
     """Trains once and returns a row."""
-    saving = {"asynchronous": "on" if mode == "on" else "off", "every": 0, "keep": 2, "best": False}
+    saver.SMALL = 0 if mode == "on" else sys.maxsize  # bytes
+    saving = {"every": 0, "keep": 2}
     update = {
         "output": loaded.config.output.model_copy(update={"folder": str(folder)}),
         "checkpoint": loaded.config.checkpoint.model_copy(update=saving),

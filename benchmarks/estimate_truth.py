@@ -57,7 +57,7 @@ def case_row(preset: str, micro_batch: int, checkpointing: str, steps: int, seco
     def config(count: int, folder: str) -> LoadedConfig:
         words = [
             f"train.steps={count}", f"speed.checkpointing={checkpointing}", f"eval.every={steps // 2}",
-            f"checkpoint.every={steps}", f"output.folder={scratch / folder}", "output.plots=false",
+            f"checkpoint.every={steps}", f"output.folder={scratch / folder}",
         ]  # fmt: skip
         if preset.startswith("lora-"):
             return load_config("tinyllama-lora", [*words, *_job(preset.removeprefix("lora-"), micro_batch, scratch)])

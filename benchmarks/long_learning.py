@@ -33,7 +33,7 @@ def learned(case: str, data: str, asked: argparse.Namespace) -> dict[str, Any]:
         f"data.folder={data}", f"model.context={asked.context}", f"train.batch_tokens={BATCH}", f"train.steps={steps}",
         "train.tokens=null", f"optim.learning_rate={asked.rate}", f"optim.warmup={max(1, steps // 10)}",
         f"speed.micro_batch={max(1, BATCH // asked.context)}", f"eval.every={max(1, steps // EVALUATIONS)}",
-        "eval.tokens=1048576", "eval.sample_tokens=0", "checkpoint.every=0", "checkpoint.best=false",
+        "eval.tokens=1048576", "eval.sample_tokens=0", "checkpoint.every=0",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         words = [*plan, *asked.words, f"output.folder={folder}/run"]

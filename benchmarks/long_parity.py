@@ -20,7 +20,7 @@ from flatout.records import EvalRecord, RunInfo, StepRecord
 from flatout.tuning.rungs import BASELINE, as_words
 
 PLAN = ["train.steps=1000", "train.batch_tokens=8192", "optim.learning_rate=6e-4", "optim.warmup=100",
-        "eval.every=250", "eval.sample_tokens=0", "checkpoint.every=0", "checkpoint.best=false"]  # fmt: skip
+        "eval.every=250", "eval.sample_tokens=0", "checkpoint.every=0"]  # fmt: skip
 CASES: dict[str, list[str]] = {
     "baseline": as_words(BASELINE),
     "full": ["speed.micro_batch=8"],

@@ -26,7 +26,7 @@ from pathlib import Path
 
 GRID = "1e-5,3.2e-5,1e-4,3.2e-4,1e-3,3.2e-3,1e-2"
 CLOSE = 0.01
-QUIET = ["eval.every=0", "eval.sample_tokens=0", "checkpoint.every=0", "output.plots=false"]
+QUIET = ["eval.every=0", "eval.sample_tokens=0", "checkpoint.every=0"]
 BASE = ["data.tokenizer=bytes", "model.layers=2", "model.width=64", "model.heads=2", "model.context=256"]
 BASE += ["optim.learning_rate=8e-3", "train.steps=300"]
 TUNING = ["chat.template=plain", "model.context=256", "train.epochs=2.0"]

@@ -26,7 +26,7 @@ def final_loss(config: str, words: list[str], rate: float, folder: Path) -> dict
     from flatout.errors import DivergedError
     from flatout.records import EvalRecord
 
-    quiet = ["eval.every=0", "eval.sample_tokens=0", "checkpoint.every=0", "output.plots=false"]
+    quiet = ["eval.every=0", "eval.sample_tokens=0", "checkpoint.every=0"]
     optim = load_config(config, words).config.optim
     rates = optim.scaled_rates(rate / next(iter(optim.rates.values())))
     words = [*words, *quiet, *(f"{path}={value!r}" for path, value in rates.items()), f"output.folder={folder}"]

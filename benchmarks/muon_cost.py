@@ -45,7 +45,7 @@ from flatout.tuning.practice_data import practice_data
 
 ROWS = Path(__file__).with_name("muon_cost.jsonl")
 REPEATS, WARM_UP, STEPS, ITERATIONS, COMPARED = 50, 8, 30, 5, 20
-QUIET = ["eval.every=0", "eval.sample_tokens=0", "eval.tokens=8192", "output.plots=false", "checkpoint.every=0"]
+QUIET = ["eval.every=0", "eval.sample_tokens=0", "eval.tokens=8192", "checkpoint.every=0"]
 FORMS: dict[str, list[str]] = {
     "kernels": [],
     "recorded": [],

@@ -56,7 +56,6 @@ MIXERS: dict[str, dict[str, Any]] = {
     "windows": {"pattern": "W", "window": WINDOW},
     "windows and attention": {"pattern": "WWWA", "window": WINDOW},
     "eigenstates": {"pattern": "E", "states": 256},
-    "eigenstates, modulated": {"pattern": "E", "states": 256, "modulation": 1.0, "convolution": 4},
     "eigenstates and attention": {"pattern": "EEEA", "states": 256},
     "eigenstates and windows": {"pattern": "EW", "states": 256, "window": WINDOW},
 }

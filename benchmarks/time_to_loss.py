@@ -110,7 +110,7 @@ def ours(words: str, data: Path, seed: int) -> dict[str, Any]:
         rest.append(f"train.tokens={TOKENS}")
     with tempfile.TemporaryDirectory() as folder:
         plan = [f"data.folder={data}", "data.source=null", "data.tokenizer=gpt2", f"train.seed={seed}",
-                "eval.sample_tokens=0", "checkpoint.every=0", "checkpoint.best=false", "output.plots=false",
+                "eval.sample_tokens=0", "checkpoint.every=0",
                 f"output.folder={folder}/run"]  # fmt: skip
         named = {} if size is None else {"size": size}
         loaded = load_config(preset, [*plan, *rest], **named)

@@ -59,7 +59,6 @@ TINY = [
     "data.unknown_characters=error",
     "train.batch_tokens=64",
     "optim.warmup=5",
-    "output.plots=false",
     "eval.every=0",
     "eval.tokens=512",
     "eval.sample_tokens=8",

@@ -24,7 +24,7 @@ from tests.damaged import COMPRESSIONS, DAMAGES, SUFFIXES, build, compress, dama
 
 TRAIN = ["train", *TINY, "train.steps=1", "output.folder=run"]
 TUNE = [
-    "finetune", "model.context=64", "train.steps=1", "train.epochs=null", "lora.rank=2", "output.plots=false",
+    "finetune", "model.context=64", "train.steps=1", "train.epochs=null", "lora.rank=2",
     "eval.sample_tokens=4", "speed.device=cpu", "output.folder=run",
 ]  # fmt: skip
 DEEP = 100_000

@@ -114,7 +114,7 @@ def _in(folder: Path) -> Iterator[None]:
 def saved_again(folder: Path, preset: str, words: Sequence[str], checkpoint: Path, target: Path) -> None:
     """Loads a checkpoint into a run of these processes and saves it once more, with no step between."""
     config = load_config(preset, words)
-    with _in(folder), joined(launch(), "cpu", join=600, timeout=600) as world:
+    with _in(folder), joined(launch(), "cpu", timeout=600) as world:
         resumed = read_checkpoint(checkpoint)
         run = set_up(config, resumed=resumed, world=world)
         state = capture(run, restore(run, resumed), resumed.state.get("stream"))
@@ -156,5 +156,5 @@ def muon_updated(world: World, *, sharded: bool, normuon: bool) -> dict[str, Ten
 
 def muon_in_both_forms(normuon: bool) -> list[dict[str, Tensor]]:
     """The same in data parallel and in slices."""
-    with joined(launch(), "cpu", join=600, timeout=600) as world:
+    with joined(launch(), "cpu", timeout=600) as world:
         return [muon_updated(world, sharded=sharded, normuon=normuon) for sharded in (False, True)]

@@ -25,7 +25,7 @@ PROJECT = "project"
 EXPORTED = ["model.norm=rmsnorm", "model.mlp=swiglu"]
 TUNING = [
     "model.init_from=base", "chat.source=rows.json", "model.context=64", "lora.rank=2", "train.epochs=null",
-    "output.plots=false", "eval.sample_tokens=4", "speed.device=cpu",
+    "eval.sample_tokens=4", "speed.device=cpu",
 ]  # fmt: skip
 RUNS = ["runs/first", "runs/second", "tuned"]
 CHECKPOINTS = ["runs/first/checkpoints/step-00000001", "runs/second/checkpoints/step-00000001"]
@@ -99,7 +99,7 @@ def _write_texts() -> None:
 
 
 def _make_ours() -> None:
-    train = ["train", *TINY, "data.source=texts", "train.steps=2", "checkpoint.every=1", "output.plots=false"]
+    train = ["train", *TINY, "data.source=texts", "train.steps=2", "checkpoint.every=1"]
     for words in [
         [*train, "output.folder=runs/first"],
         [*train, *EXPORTED, "data.folder=data/clean", "output.folder=runs/second"],
@@ -246,7 +246,7 @@ def _train(draw: Drawer) -> list[str]:
     )
     words += draw.maybe(f"data.folder={draw.one(*DATASETS, *NEW)}", share=0.5)
     words += draw.maybe("--resume", draw.one("auto", "auto", *RUNS, *CHECKPOINTS), share=0.4)
-    return words + draw.maybe("--json") + draw.maybe("output.plots=true", share=0.05)
+    return words + draw.maybe("--json")
 
 
 def _finetune(draw: Drawer) -> list[str]:

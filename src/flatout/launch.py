@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from flatout.errors import UsageError, UserError
 
 Value = TypeVar("Value")
+START = 60.0  # seconds in which all processes of one host have started
 AGENT = "FLATOUT_AGENT"  # an `Attempt` as JSON, which our agent gives to its workers
 
 
@@ -61,6 +62,10 @@ class Launch:
     local_size: int
     restarts: int = 0
     attempt: Attempt | None = None  # by our own agent
+
+    def patience(self, timeout: float) -> float:
+        """Seconds that all processes have to come: hosts may start one after the other."""
+        return START if self.local_size == self.size else max(START, timeout)
 
     @property
     def folder(self) -> Path | None:

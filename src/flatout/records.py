@@ -190,8 +190,7 @@ class EigenstateLayer:
 
     `layer` counts all blocks of the model, from 1. `magnitude` is |λ|. `horizon` is in tokens: after so many, 1/e of a
     state is left, -1 / ln |λ|. `period` is the tokens of a whole turn, 2 at least: half a turn per token is the fastest
-    there is. All are learned values, before any modulation by the input. `beyond` is the share of the states whose
-    horizon is longer than the context.
+    there is. All are learned values. `beyond` is the share of the states whose horizon is longer than the context.
     """
 
     layer: int

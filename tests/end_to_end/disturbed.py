@@ -65,10 +65,10 @@ class Disturbed:
         source.mkdir(exist_ok=True)
         for number in range(40):
             (source / f"{number}.txt").write_text(f"{number} birds are in the tree. " * (number % 7 + 3))
-        self.words = [*words(source, "run", steps, every, TIMEOUT), "checkpoint.asynchronous=on", "--gpus", "2"]
+        self.words = [*words(source, "run", steps, every, TIMEOUT), "--gpus", "2"]
         if self.stream:
             self.words += ["data.streaming=true", "data.tokenizer=bytes", "data.validation=0.2"]
-        self.fault = f"slow={pause} " + "stream" * self.stream
+        self.fault = f"slow={pause} beside " + "stream" * self.stream
         self.log = Path("told")
         self.command = self.start()
 

@@ -9,16 +9,17 @@ from flatout.checkpoints import checkpoint_files
 from flatout.engine import boundary, saver, writer
 
 
-def train_slowly(delay: float, phase: Path, words: list[str]) -> int:
+def train_slowly(delay: float, phase: Path, beside: bool, words: list[str]) -> int:
     """Each file of a checkpoint, and its verdict, take `delay` seconds longer to reach the disk.
 
     That widens the windows in which a kill hits a save or comes between save and verdict. The file `phase` says in
     which of them the process is: training, saving or judging; while a checkpoint is written beside training that is
-    saving, too. What is replaced here stays so in this process.
+    saving, too; it is where `beside` says so. What is replaced here stays so in this process.
     """
     real_sync, real_verdict = checkpoint_files.sync_and_hash, boundary.write_verdict
     real_write, real_save = saver.write_checkpoint, saver.Saver._save
     writer._START = slow_start(delay)
+    saver.SMALL = 0 if beside else saver.SMALL
 
     def slow_sync(path: Path) -> dict[str, Any]:
         time.sleep(delay)

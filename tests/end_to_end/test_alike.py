@@ -30,13 +30,11 @@ from tests.ranks import WORKERS
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
 SHORT = [*TINY, "model.layers=1", "train.steps=2", "train.batch_tokens=64", "eval.sample_tokens=0", "eval.tokens=96"]
-SHORT += ["data.source=text.txt", "output.folder=run", "parallel.join=100"]
+SHORT += ["data.source=text.txt", "output.folder=run"]
 # Where test_every_field has no other value, or one that needs a device.
 MORE = {
-    "output.plots": "true",
     "output.trackers": "[tensorboard]",
     "parallel.form": "fsdp",
-    "parallel.join": "50",
     "parallel.reduce": "bf16",
     "parallel.timeout": "50",
 }
@@ -122,7 +120,7 @@ def train_sized(folder: str, sizes: list[str], overlays: list[str]) -> str:
     """A run whose ranks were given different sizes or overlays: what a rank says."""
     rank = int(os.environ["RANK"])
     os.chdir(folder)
-    words = ["data.source=text.txt", "data.tokenizer=char", "train.steps=1", "speed.device=cpu", "parallel.join=100"]
+    words = ["data.source=text.txt", "data.tokenizer=char", "train.steps=1", "speed.device=cpu"]
     loaded = load_config("modern", words, size=sizes[rank], hardware=overlays[rank])
     try:
         next(flatout.train(loaded))

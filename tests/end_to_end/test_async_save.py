@@ -25,7 +25,6 @@ from tests.end_to_end.test_resume import stop_after
 
 BOUNDARIES = ["train.steps=12", "checkpoint.every=3", "eval.every=4", "eval.sample_every=6", "checkpoint.keep=2",
               "eval.patience=9", "model.dropout=0.1"]  # fmt: skip
-ON = "checkpoint.asynchronous=on"
 
 
 @pytest.fixture
@@ -40,6 +39,11 @@ def writers(monkeypatch) -> list[Writer]:
 
     monkeypatch.setattr(saving, "Writer", Kept())
     return made
+
+
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes checkpoints beside training from now on, however small they are."""
+    monkeypatch.setattr(saving, "SMALL", 0)
 
 
 def at_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +77,11 @@ def check_same_run(mine: str, theirs: str, step: int = 12) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_a_run_is_the_same_with_it_and_without(tiny, monkeypatch, writers, late):
     words = [*BOUNDARIES, "optim.ema=0.8"]  # for whose evaluations weights and average change places
-    list(flatout.train(tiny(*words, "output.folder=reference", "checkpoint.asynchronous=off")))
+    list(flatout.train(tiny(*words, "output.folder=reference")))
+    beside(monkeypatch)
     if late:
         at_the_latest(monkeypatch)
-    records = list(flatout.train(tiny(*words, "output.folder=run", ON)))
+    records = list(flatout.train(tiny(*words, "output.folder=run")))
     check_same_run("run", "reference")
     assert len(writers) == 1, "one process for all saves"
     assert not process_lives(writers[0].pid or 0)
@@ -93,14 +98,15 @@ def test_a_run_is_the_same_with_it_and_without(tiny, monkeypatch, writers, late)
     assert records[-1].checkpoint == saved[-1].path
 
 
-def test_auto_leaves_a_small_model_alone(tiny, writers):
+def test_small_checkpoints_are_written_at_once(tiny, writers):
     records = list(flatout.train(tiny("train.steps=4", "checkpoint.every=2")))
     assert [record.background_seconds for record in of(records, CheckpointRecord)] == [None, None]
     assert writers == []
 
 
 def test_a_writer_killed_in_the_middle_costs_a_notice(tiny, monkeypatch, writers):
-    list(flatout.train(tiny(*BOUNDARIES, "output.folder=reference", "checkpoint.asynchronous=off")))
+    list(flatout.train(tiny(*BOUNDARIES, "output.folder=reference")))
+    beside(monkeypatch)
     real, saves = Writer.save, itertools.count(1)
 
     def killed(self: Writer, plan: Plan) -> int:
@@ -109,7 +115,7 @@ def test_a_writer_killed_in_the_middle_costs_a_notice(tiny, monkeypatch, writers
         return real(self, plan)
 
     monkeypatch.setattr(Writer, "save", killed)
-    records = list(flatout.train(tiny(*BOUNDARIES, "output.folder=run", ON)))
+    records = list(flatout.train(tiny(*BOUNDARIES, "output.folder=run")))
     check_same_run("run", "reference")
     assert len(writers) == 2
     notices = [record for record in of(records, NoticeRecord) if "process that writes checkpoints" in record.message]
@@ -120,11 +126,12 @@ def test_a_disk_that_stays_full_is_the_error_it_was(tiny, monkeypatch, writers):
     def full(*_args):
         raise OSError(28, os.strerror(28))
 
-    list(flatout.train(tiny("train.steps=3", "output.folder=run", ON)))
+    beside(monkeypatch)
+    list(flatout.train(tiny("train.steps=3", "output.folder=run")))
     monkeypatch.setattr(Writer, "save", full)
     monkeypatch.setattr(saving, "save_plan", full)
     monkeypatch.setattr(full_disk, "WAIT", 0.0)
-    words = ["train.steps=9", "checkpoint.every=3", "output.folder=run", ON]
+    words = ["train.steps=9", "checkpoint.every=3", "output.folder=run"]
     with pytest.raises(ResourceError, match=r"could not write checkpoint run/checkpoints/step-00000006: No space left"):
         list(flatout.train(tiny(*words), resume="auto"))
     assert [step for step, _ in list_checkpoints(Path("run/checkpoints"))] == [3]
@@ -134,8 +141,9 @@ def test_a_disk_that_stays_full_is_the_error_it_was(tiny, monkeypatch, writers):
 @pytest.mark.parametrize("how", ["left", "error", "diverged"])
 def test_whoever_ends_a_run_waits_for_its_last_save(tiny, monkeypatch, writers, how):
     at_the_latest(monkeypatch)
-    words = ["train.steps=9", "checkpoint.every=3", "output.folder=run", ON]
-    list(flatout.train(tiny(*words, "output.folder=reference", "checkpoint.asynchronous=off")))
+    words = ["train.steps=9", "checkpoint.every=3", "output.folder=run"]
+    list(flatout.train(tiny(*words, "output.folder=reference")))
+    beside(monkeypatch)
     with monkeypatch.context() as patch:
         if how == "diverged":
             poison(patch, {4, 5, 6})
@@ -165,6 +173,7 @@ def test_whoever_ends_a_run_waits_for_its_last_save(tiny, monkeypatch, writers, 
 
 def test_a_run_that_cannot_write_its_records_ends_before_its_folder_is_free(tiny, monkeypatch, writers):
     """Also while somebody keeps the error, and with it all frames."""
+    beside(monkeypatch)
     at_the_latest(monkeypatch)
     add = MetricsFile.add
 
@@ -175,15 +184,16 @@ def test_a_run_that_cannot_write_its_records_ends_before_its_folder_is_free(tiny
 
     monkeypatch.setattr(MetricsFile, "add", failing)
     with pytest.raises(ResourceError, match="planted") as kept:
-        list(flatout.train(tiny("train.steps=9", "checkpoint.every=3", "output.folder=run", ON)))
+        list(flatout.train(tiny("train.steps=9", "checkpoint.every=3", "output.folder=run")))
     assert not process_lives(writers[0].pid or 0)
     assert read_verdict(Path("run/checkpoints/step-00000003")) is not None
     del kept
 
 
-def test_an_interrupt_saves_and_waits(tiny, writers):
-    words = [*BOUNDARIES, ON, "output.folder=run"]
-    list(flatout.train(tiny(*words, "output.folder=reference", "checkpoint.asynchronous=off")))
+def test_an_interrupt_saves_and_waits(tiny, monkeypatch, writers):
+    words = [*BOUNDARIES, "output.folder=run"]
+    list(flatout.train(tiny(*words, "output.folder=reference")))
+    beside(monkeypatch)
     for steps, step in ((3, 3), (2, 5), (3, 8)):
         end = list(flatout.train(tiny(*words), resume="auto", stop=stop_after(steps)))[-1]
         assert (end.step, end.checkpoint) == (step, f"run/checkpoints/step-{step:08d}")
@@ -204,17 +214,17 @@ def test_the_adapters_folder_is_that_of_its_step(tmp_path: Path, monkeypatch):
     rows = [{"instruction": f"What is {n} and one?", "output": f"It is {n + 1}."} for n in range(20)]
     (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     words = ["model.init_from=base", "chat.source=rows.json", "train.epochs=null", "train.steps=6", "eval.every=0",
-             "checkpoint.every=2", "speed.device=cpu", "output.plots=false", "eval.sample_tokens=0",
-             "checkpoint.best=false"]  # fmt: skip
+             "checkpoint.every=2", "speed.device=cpu", "eval.sample_tokens=0"]  # fmt: skip
 
-    def adapters(folder: str, *more: str) -> list[tuple[int, dict[str, torch.Tensor]]]:
-        records = flatout.train(load_config("lora", [*words, *more, f"output.folder={folder}"]))
+    def adapters(folder: str) -> list[tuple[int, dict[str, torch.Tensor]]]:
+        records = flatout.train(load_config("lora", [*words, f"output.folder={folder}"]))
         place = Path(folder, "adapter", "adapter_model.safetensors")
         return [(record.step, load_file(place)) for record in records if isinstance(record, CheckpointRecord)]
 
-    expected = adapters("at-once", "checkpoint.asynchronous=off")
+    expected = adapters("at-once")
+    beside(monkeypatch)
     at_the_latest(monkeypatch)
-    found = adapters("beside", ON)
+    found = adapters("beside")
     assert [step for step, _ in found] == [step for step, _ in expected] == [2, 4, 6]
     for (_, mine), (_, theirs) in zip(found, expected, strict=True):
         assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
@@ -251,8 +261,9 @@ def test_records_that_come_late_are_read_like_others(tiny, monkeypatch):
     from flatout.observe.live.state import ViewState
     from flatout.observe.sinks import read_history
 
+    beside(monkeypatch)
     at_the_latest(monkeypatch)
-    records = list(flatout.train(tiny(*BOUNDARIES, "output.folder=run", ON)))
+    records = list(flatout.train(tiny(*BOUNDARIES, "output.folder=run")))
     state = ViewState()
     for record in records:
         state.add(record)

@@ -218,7 +218,7 @@ def test_train_prints_progress_and_a_sample(tiny_words):
 
 
 def test_a_run_ends_with_pictures_and_trackers_get_its_records(tiny_words):
-    done = call(["train", *tiny_words, "train.steps=5", "output.plots=true", "output.trackers=[tensorboard]"])
+    done = call(["train", *tiny_words, "train.steps=20", "output.trackers=[tensorboard]"])
     assert done.code == 0, done.errors + done.trouble
     assert {path.name for path in Path("run/plots").iterdir()} == {
         "metrics.png",
@@ -227,7 +227,7 @@ def test_a_run_ends_with_pictures_and_trackers_get_its_records(tiny_words):
         "evals.csv",
     }
     assert list(Path("run").rglob("events.out.tfevents.*"))
-    done = call(["train", *tiny_words, "train.steps=5", "output.plots=false", "output.folder=bare"])
+    done = call(["train", *tiny_words, "train.steps=19", "output.folder=bare"])
     assert done.code == 0, done.errors + done.trouble
     assert not Path("bare/plots").exists()
     assert not list(Path("bare").rglob("events.out.tfevents.*"))
@@ -347,7 +347,7 @@ def test_other_verbs_without_a_terminal(outcomes):
 
 def test_a_second_interrupt_quits_at_once(tiny_words):
     words = [*tiny_words, "train.steps=50000"]
-    process = Forked(train_slowly, 3600.0, Path("phase"), words, stdout="said", stderr="errors")
+    process = Forked(train_slowly, 3600.0, Path("phase"), False, words, stdout="said", stderr="errors")
     assert process.wait_until(lambda: Path("said").exists() and "\nstep " in Path("said").read_text())
     process.send_signal(signal.SIGINT)
     assert process.wait_until(lambda: Path("phase").exists() and Path("phase").read_text() == "saving")
@@ -380,7 +380,7 @@ def small_files(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_keeps_the_last_good_checkpoint(tiny_words):
-    first = call(["train", *tiny_words, "train.steps=4", "checkpoint.every=2", "checkpoint.best=false"])
+    first = call(["train", *tiny_words, "train.steps=4", "checkpoint.every=2"])
     assert first.code == 0, first.errors + first.trouble
     size = max(file.stat().st_size for file in Path("run/checkpoints/step-00000004").iterdir())
     longer = ["train", *tiny_words, "train.steps=8", "checkpoint.every=2", "--resume", "auto"]

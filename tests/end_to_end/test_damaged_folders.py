@@ -31,7 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory):
         many = [{"instruction": f"What is {n} and one?", "output": f"It is {n + 1}."} for n in range(20)]
         Path("rows.json").write_text(json.dumps(many), encoding="utf-8")
         words = ["model.init_from=base", "chat.source=rows.json", "model.context=64", "train.steps=1", "lora.rank=2"]
-        quiet = ["output.plots=false", "eval.sample_tokens=2", "speed.device=cpu", "train.epochs=null"]
+        quiet = ["eval.sample_tokens=2", "speed.device=cpu", "train.epochs=null"]
         list(api.train(load_config("lora", [*words, *quiet, "output.folder=run", "data.folder=samples"])))
         shutil.copytree("run/adapter", "adapter")
         api.merge("run", "merge", dtype="fp32")

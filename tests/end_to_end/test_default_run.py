@@ -22,7 +22,7 @@ ANSWERS = {
     "What news?": "None good, my liege.",
     "What is it o'clock?": "It hath struck 12.",
 }
-QUIET = ["output.plots=false", "eval.sample_tokens=8", "speed.device=cpu"]
+QUIET = ["eval.sample_tokens=8", "speed.device=cpu"]
 SHORT = ["model.width=32", "model.layers=2", "train.steps=4", "train.batch_tokens=256", "eval.tokens=1024", *QUIET]
 
 

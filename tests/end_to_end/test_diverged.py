@@ -30,7 +30,7 @@ from tests.conftest import TINY
 from tests.set_up import set_up
 
 pytestmark = pytest.mark.usefixtures("children_stay")
-QUIET = ["output.plots=false", "eval.sample_tokens=0", "eval.every=0", "checkpoint.every=0", "speed.device=cpu"]
+QUIET = ["eval.sample_tokens=0", "eval.every=0", "checkpoint.every=0", "speed.device=cpu"]
 SMALL = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=16", "train.batch_tokens=64"]
 SHAPES = {
     "shakespeare-char": [word for word in TINY if word.startswith(("model.", "data.", "train.", "optim."))],
@@ -159,7 +159,6 @@ def drawn(kind: str, seed: int, corpus: Path) -> Iterator[Case]:
             f"speed.precision={choose(['fp32', 'fp32', 'fp32', 'fp32', 'bf16'])}",
             f"checkpoint.every={choose([0, 1, 2, 3, 5, 8])}",
             f"checkpoint.keep={choose([1, 2, 3])}",
-            f"checkpoint.best={choose(['true', 'false'])}",
             f"eval.every={choose([0, 0, 2, 4])}",
         ]
         # Two ways to overflow: a decay that makes weights larger, and a second moment without memory, which divides by

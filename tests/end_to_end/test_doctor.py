@@ -257,11 +257,11 @@ def test_the_scan_of_eigenstates_is_tried(here: Path, capsys: pytest.CaptureFixt
     assert (scan["status"], scan["found"].rpartition("; ")[2]) == ("ok", "a run takes chunked")
 
 
-@pytest.mark.parametrize("varying", [False, True])
-def test_a_scan_that_is_wrong_is_found_out(varying: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_scan_that_is_wrong_is_found_out(apart: bool, monkeypatch: pytest.MonkeyPatch):
     from flatout.ops import scan as scans
 
-    shape = {"states": 4, "varying": varying, "apart": False}
+    shape = {"states": 4, "apart": apart}
     assert trials.scan_failure("chunked", torch.device("cpu"), torch.float32, **shape) is None
     right = scans._chunked
     cut = lambda x, decay, *rest: right(x, decay.detach() + 0 * decay, *rest)  # noqa: E731 - a gradient that is lost

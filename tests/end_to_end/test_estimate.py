@@ -208,7 +208,7 @@ def test_the_sum_is_what_a_run_takes(tiny, monkeypatch: pytest.MonkeyPatch):
     costs(GPT, "forward", lambda: 0.03 if torch.is_grad_enabled() else 0.01)
     costs(GPT, "logits", lambda: 0.005)
     costs(os, "fsync", lambda: 0.0005)
-    loaded = tiny("eval.every=10", "checkpoint.every=20", "eval.sample_every=20", "checkpoint.asynchronous=off")
+    loaded = tiny("eval.every=10", "checkpoint.every=20", "eval.sample_every=20")
     result, began = estimate(loaded, seconds=1.0), now[0]
     list(api.train(loaded))
     assert result.seconds.value == pytest.approx(now[0] - began, rel=0.02)

@@ -208,7 +208,7 @@ def test_a_search_finds_the_best_of_its_trials_and_writes_it(tiny, space, tmp_pa
     assert "best of 4 trials" in shown.out
     found = load_config(out).config
     assert 1e-4 <= found.optim.learning_rate <= 1e-1
-    assert found.checkpoint.best, "what only trials need is not in the config"
+    assert found.eval.sample_tokens == 8, "what only trials need is not in the config"
     assert (tmp_path / "best.png").exists()
     assert {path.name for path in tmp_path.iterdir()} <= {"best.yaml", "best.png", "space.yaml", "data"}
 

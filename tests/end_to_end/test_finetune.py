@@ -25,7 +25,7 @@ from tests.unit.test_graphs import FakeRecorder
 pytestmark = pytest.mark.usefixtures("children_stay")
 
 NEEDS_BITSANDBYTES = pytest.mark.skipif(not find_spec("bitsandbytes"), reason="needs bitsandbytes")
-QUIET = ["output.plots=false", "eval.sample_tokens=4", "speed.device=cpu", "model.context=64"]
+QUIET = ["eval.sample_tokens=4", "speed.device=cpu", "model.context=64"]
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ BAD = {
     "no such file": (["chat.source=nothing.json"], "nothing.json"),
     "a shape of one's own": (["model.layers=3"], "the model is that of base"),
     "tokens as a length": (["train.epochs=null", "train.tokens=1000"], "steps or epochs"),
-    "a column that is not there": (["chat.format=prompt-completion"], "prompt"),
+    "a column that is not there": (["chat.fields=[prompt=ask]"], "ask"),
     "a field without a column": (["chat.fields=[prompt]"], "chat.fields"),
     "a template that is not there": (["chat.template=mine.jinja"], "mine.jinja"),
     "a target that is not there": (["lora.targets=[w_proj]"], "w_proj"),

@@ -29,7 +29,7 @@ from tests.chat_models import FAMILIES, write_chat_model, write_model
 
 pytestmark = pytest.mark.usefixtures("children_stay")
 
-QUIET = ["output.plots=false", "eval.sample_tokens=4", "speed.device=cpu", "model.context=64", "train.steps=2"]
+QUIET = ["eval.sample_tokens=4", "speed.device=cpu", "model.context=64", "train.steps=2"]
 TUNE = ["finetune", "model.init_from=base", "chat.source=rows.json", *QUIET, "train.epochs=null"]
 BASE, ROWS, ADAPTER = Path("base"), Path("rows.json"), Path("adapter/adapter_config.json")
 
@@ -215,11 +215,11 @@ DATA_CASES = {
     "everything held out": Case("chat.validation", ("chat.validation=1.0",)),
     "no file to evaluate on": Case("check chat.validation", ("chat.validation=gone.json",)),
     "an empty file to evaluate on": Case("no rows", ("chat.validation=v.json",), write("v.json", "[]")),
-    "a format that does not fit": Case("prompt", ("chat.format=prompt-completion",)),
-    "an unknown format": Case("chat.format", ("chat.format=openai",)),
+    "columns of another format": Case("prompt", ("chat.fields=[prompt=prompt]",)),
+    "a format": Case("write chat.fields=", ("chat.format=openai",)),
     "a field without a column": Case("chat.fields", ("chat.fields=[prompt]",)),
     "a field that no format has": Case("chat.fields", ("chat.fields=[answr=output]",)),
-    "a column that is not there": Case("gone", ("chat.format=alpaca", "chat.fields=[output=gone]")),
+    "a column that is not there": Case("gone", ("chat.fields=[output=gone]",)),
     "turns without a template": Case(
         "set chat.template to model, chatml, plain or a file;",
         ("chat.template=none",),

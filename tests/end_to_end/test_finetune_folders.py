@@ -32,7 +32,7 @@ from tests.chat_models import write_chat_model
 
 pytestmark = pytest.mark.usefixtures("children_stay")
 
-QUIET = ["output.plots=false", "eval.sample_tokens=4", "speed.device=cpu", "model.context=64"]
+QUIET = ["eval.sample_tokens=4", "speed.device=cpu", "model.context=64"]
 TOKENS = torch.arange(3, 40)[None]
 
 
@@ -206,7 +206,7 @@ def test_a_checkpoint_from_before_there_was_a_hash_still_loads(words, monkeypatc
 PRETRAIN = [
     "model.norm=rmsnorm", "model.positions=rope", "model.mlp=swiglu", "model.bias=false", "model.residual_scale=null",
     "model.layers=2", "model.width=32", "model.heads=2", "model.context=128", "train.batch_tokens=512",
-    "speed.device=cpu", "output.plots=false", "eval.sample_tokens=0", "train.steps=2", "output.name=mine",
+    "speed.device=cpu", "eval.sample_tokens=0", "train.steps=2", "output.name=mine",
 ]  # fmt: skip
 
 
@@ -259,7 +259,7 @@ def test_a_run_of_ours_is_a_base(words, text, tokenizer, rank):
 
 
 def test_a_base_that_trains_on_keeps_the_checkpoint_under_adapters(words, text, monkeypatch):
-    mine = [*PRETRAIN, f"data.source={text}", "data.tokenizer=bytes", "checkpoint.best=false"]
+    mine = [*PRETRAIN, f"data.source={text}", "data.tokenizer=bytes"]
     list(flatout.train(load_config(None, mine)))
     records = run(words("model.init_from=runs/mine", "model.context=96"))
     assert not [r for r in records if isinstance(r, NoticeRecord) and "cannot be written to" in r.message]
@@ -292,7 +292,7 @@ def test_a_base_of_ours_is_the_same_model_once_it_is_exported(words, text, famil
             *PRETRAIN,
             "model.tied=true",
             "model.embedding_norm=false",
-            "model.norm_weights=true",
+            "model.norm=rmsnorm",
             "model.qk_norm=true",
         ],
     }.get(family, PRETRAIN)

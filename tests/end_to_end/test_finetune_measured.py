@@ -36,7 +36,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
 
     def make(*more: str) -> list[str]:
         named = ["model.init_from=base", "chat.source=rows.json", "model.context=64", "lora.rank=4"]
-        return [*named, "output.plots=false", "eval.sample_tokens=4", "speed.device=cpu", "train.epochs=2.0", *more]
+        return [*named, "eval.sample_tokens=4", "speed.device=cpu", "train.epochs=2.0", *more]
 
     return make
 

@@ -50,7 +50,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     def make(*more: str) -> list[str]:
         length = [] if any(word.startswith("train.steps") for word in more) else ["train.steps=6"]
         named = ["model.init_from=base", "chat.source=rows.json", "optim.learning_rate=1e-2", "train.epochs=null"]
-        quiet = ["output.plots=false", "eval.sample_tokens=0", "speed.device=cpu", "model.context=64"]
+        quiet = ["eval.sample_tokens=0", "speed.device=cpu", "model.context=64"]
         place = ["output.name=lora"] if "lora.rank=0" in more else []  # as with adapters, whatever is trained
         return [*named, *quiet, *length, *place, *more]
 

@@ -14,7 +14,7 @@ import pytest
 
 import flatout
 from flatout.config.load import load_config
-from flatout.engine import boundary, full_disk, writer
+from flatout.engine import boundary, full_disk, saver, writer
 from flatout.errors import FullDiskError
 from flatout.records import NoticeRecord, Record
 from tests.conftest import TINY
@@ -121,7 +121,9 @@ def kinds(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     plain = [*TINY, "model.layers=1", f"data.source={corpus}", "train.steps=4", *SAVES]
 
     def make(kind: str) -> Trials:
-        train = trainer("shakespeare-char", [*plain, f"checkpoint.asynchronous={'on' if kind == 'beside' else 'off'}"])
+        if kind.endswith("beside"):
+            monkeypatch.setattr(saver, "SMALL", 0)
+        train = trainer("shakespeare-char", plain)
         if kind == "back":  # to an older checkpoint: later ones step aside, best.json and the records go back
             list(flatout.train(load_config("shakespeare-char", [*plain, "checkpoint.keep=9"])))
             train = trainer("shakespeare-char", plain, resume=f"{RUN}/checkpoints/step-00000002")
@@ -134,9 +136,8 @@ def kinds(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
             Path("rows.json").write_text(json.dumps(rows), encoding="utf-8")
             base = [*PRETRAIN, f"data.source={corpus}", "data.tokenizer=bytes", "output.folder=disk/base"]
             list(flatout.train(load_config(None, base)))
-            beside = f"checkpoint.asynchronous={'on' if kind == 'adapter beside' else 'off'}"
             words = ["model.init_from=disk/base", "chat.source=rows.json", "optim.learning_rate=1e-2", "train.steps=4"]
-            words += ["train.epochs=null", *QUIET, "model.context=96", *SAVES, beside]
+            words += ["train.epochs=null", *QUIET, "model.context=96", *SAVES]
             list(flatout.train(load_config("lora", [*words, "output.folder=before"])))  # which makes the samples
             Path("disk/base/checkpoints/step-00000002/base-of.txt").unlink()
             train = trainer("lora", words)

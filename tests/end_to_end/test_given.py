@@ -138,7 +138,6 @@ def test_a_dataset_a_changed_block_and_an_optimizer_together(tmp_path: Path, tin
         "data.validation=0.1",
         "train.steps=6",
         "speed.device=cpu",
-        "output.plots=false",
     ]
 
     def config(folder: str) -> LoadedConfig:
@@ -323,7 +322,7 @@ class Streamed(IterableDataset):
 
 @pytest.mark.parametrize("given", [lambda: TEXTS, Streamed], ids=["list", "rows"])
 def test_texts_train_and_resume_bit_identically(tiny: Tiny, tmp_path: Path, given: Callable[[], Any]):
-    words = [*SIZE, "train.steps=6", "data.tokenizer=bytes", "speed.device=cpu", "output.plots=false"]
+    words = [*SIZE, "train.steps=6", "data.tokenizer=bytes", "speed.device=cpu"]
 
     def config(folder: str) -> LoadedConfig:
         return flatout.load_config("shakespeare-char", [*words, f"output.folder={tmp_path / folder}"])

@@ -9,6 +9,7 @@ import torch
 import flatout
 from flatout.checkpoints.checkpoint import read_checkpoint
 from flatout.config.load import load_config
+from flatout.engine import saver
 from flatout.records import CheckpointRecord, EvalRecord, RunInfo, StepRecord
 from tests.end_to_end.no_waits import take_steps_without_waiting
 from tests.end_to_end.test_resume import stop_after
@@ -54,12 +55,11 @@ def test_resume_in_deterministic_mode_is_bit_identical(compiled, precision):
 
 
 @pytest.mark.parametrize("words", [["speed.precision=bf16"], ["speed.precision=fp16", "speed.compile=off"]])
-def test_checkpoints_written_beside_training_are_those_of_their_step(words):
+def test_checkpoints_written_beside_training_are_those_of_their_step(words, monkeypatch):
     words = [*SMALL, *words, "train.steps=30", "checkpoint.every=5", "checkpoint.keep=9", "train.deterministic=true"]
-    for mode in ("off", "on"):
-        records = list(
-            flatout.train(load_config(None, [*words, f"output.folder={mode}", f"checkpoint.asynchronous={mode}"]))
-        )
+    for mode, small in {"off": 2**60, "on": 0}.items():
+        monkeypatch.setattr(saver, "SMALL", small)
+        records = list(flatout.train(load_config(None, [*words, f"output.folder={mode}"])))
         saved = [record for record in records if isinstance(record, CheckpointRecord)]
         assert [record.step for record in saved] == [5, 10, 15, 20, 25, 30]
         assert all((record.background_seconds is not None) == (mode == "on") for record in saved)

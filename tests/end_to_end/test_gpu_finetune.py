@@ -36,7 +36,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def words(*more: str) -> list[str]:
     named = ["model.init_from=base", "chat.source=rows.json", "optim.learning_rate=1e-2", "train.epochs=null"]
-    quiet = ["output.plots=false", "eval.sample_tokens=4", "model.context=512", "chat.batch_samples=6"]
+    quiet = ["eval.sample_tokens=4", "model.context=512", "chat.batch_samples=6"]
     return [*named, *quiet, "train.steps=24", *more]
 
 

@@ -26,14 +26,14 @@ pytestmark = [
 
 VOCAB = 211
 SHAPE = {"layers": 3, "width": 256, "heads": 2, "window": 128, "states": 64, "positions": "rope"}
-OPTIONS = {"modulation": 0.5, "convolution": 4, "scales": [1, 4]}
+SCALES = {"scales": [1, 4]}
 MODELS = {
     "A": {"pattern": "A"},
     "W": {"pattern": "W"},
     "E": {"pattern": "E"},
     "WEA": {"pattern": "WEA"},
-    "E with all": {"pattern": "E", **OPTIONS},
-    "EWA with all": {"pattern": "EWA", **OPTIONS},
+    "E with scales": {"pattern": "E", **SCALES},
+    "EWA with scales": {"pattern": "EWA", **SCALES},
 }
 KERNELS = Execution(
     kernels="triton",
@@ -88,7 +88,7 @@ def test_a_token_sees_nothing_after_it(model_name):
             assert changed[place : place + 100].double().mean() > 0.3, "what came before is not seen"
 
 
-@pytest.mark.parametrize("model_name", ["E", "WEA", "EWA with all"])
+@pytest.mark.parametrize("model_name", ["E", "WEA", "EWA with scales"])
 def test_the_chunk_changes_nothing(model_name):
     how = Execution(scan="triton")
     model, row = built(model_name, 2048, how), tokens(1, 2048)
@@ -166,11 +166,7 @@ SMALL = ["model.layers=3", "model.width=256", "model.heads=2", "model.context=25
          "eval.every=0", "eval.tokens=4096", "eval.sample_tokens=8", "checkpoint.every=0", "train.steps=12",
          "speed.device=cuda"]  # fmt: skip
 EAGER = ["speed.kernels=torch", "speed.compile=off", "speed.cuda_graphs=off"]
-ALL = [
-    "model.modulation=0.2",
-    "model.convolution=4",
-    "model.scales=[1, 2]",
-]
+MEANS = ["model.scales=[1, 2]"]
 
 
 def losses(*words: str) -> list[float]:
@@ -178,7 +174,7 @@ def losses(*words: str) -> list[float]:
     return [record.loss for record in records if isinstance(record, StepRecord)]
 
 
-@pytest.mark.parametrize("more", [[], ALL], ids=["plain", "all"])
+@pytest.mark.parametrize("more", [[], MEANS], ids=["plain", "means"])
 def test_switches_learn_the_same(more):
     expected = losses(*more, *EAGER, "speed.precision=fp32", "speed.scan=chunked", "output.folder=plain")
     ways = {
@@ -207,7 +203,7 @@ def test_compiled_code_learns_the_same_without_breaks(mode, scan):
     assert compile_counts().since(before).breaks == 0
 
 
-@pytest.mark.parametrize("more", [[], ALL], ids=["plain", "all"])
+@pytest.mark.parametrize("more", [[], MEANS], ids=["plain", "means"])
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_steps_never_wait_for_the_device(more, graphs):
     run = set_up(load_config(None, [*SMALL, *more, f"speed.cuda_graphs={graphs}", "speed.loader=device"]))

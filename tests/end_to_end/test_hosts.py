@@ -81,7 +81,7 @@ def test_a_cut_link_and_a_lost_host_change_nothing_but_time(
 ):
     monkeypatch.chdir(tmp_path)
     arguments = words(corpus, "run", STEPS, 20, timeout=TIMEOUT)
-    first, second = (hosts.start(host, [*arguments, "parallel.join=60"]) for host in (0, 1))
+    first, second = (hosts.start(host, arguments) for host in (0, 1))
     started += [first, second]
     first.wait_until(lambda: last_step("run") >= 25)
     hosts.set_link("down")
@@ -101,7 +101,7 @@ def test_a_cut_link_and_a_lost_host_change_nothing_but_time(
             os.kill(pid, signal.SIGKILL)
     second.wait()
     assert not second.left_behind()
-    returned = hosts.start(1, [*arguments, "parallel.join=60"])
+    returned = hosts.start(1, arguments)
     started.append(returned)
     assert first.wait(300) == 0, first.told
     assert returned.wait(60) == 0, returned.told

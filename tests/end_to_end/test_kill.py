@@ -25,17 +25,17 @@ EVERY = 4
 PHASE, ERRORS = Path("phase"), Path("errors")
 
 
-def words(corpus: Path, folder: str, steps: int, asynchronous: str) -> list[str]:
+def words(corpus: Path, folder: str, steps: int) -> list[str]:
     extra = ["model.dropout=0.1", f"train.steps={steps}", f"checkpoint.every={EVERY}", "eval.sample_tokens=0"]
     extra += [f"eval.every={2 * EVERY}", "eval.tokens=64"]
     return [
         *(word for word in TINY if not word.startswith(("checkpoint.every", "eval."))),
-        *extra, f"data.source={corpus}", f"output.folder={folder}", f"checkpoint.asynchronous={asynchronous}",
+        *extra, f"data.source={corpus}", f"output.folder={folder}",
     ]  # fmt: skip
 
 
-def start(arguments: list[str], delay: float) -> Forked:
-    return Forked(train_slowly, delay, PHASE, [*arguments, "--resume", "auto"], stderr=ERRORS)
+def start(arguments: list[str], delay: float, *, beside: bool) -> Forked:
+    return Forked(train_slowly, delay, PHASE, beside, [*arguments, "--resume", "auto"], stderr=ERRORS)
 
 
 def last_step(folder: str) -> int:
@@ -80,17 +80,15 @@ def writers_here() -> list[str]:
     return found
 
 
-def campaign(
-    corpus: Path, aims: list[str], steps: int, delay: float, seed: int, asynchronous: str = "off"
-) -> Counter[str]:
+def campaign(corpus: Path, aims: list[str], steps: int, delay: float, seed: int, *, beside: bool) -> Counter[str]:
     """Kills a run once for each aim, checks every resume, and returns how many kills hit which phase."""
     choose = random.Random(seed)
-    most = 2 * EVERY if asynchronous == "on" else EVERY
+    most = 2 * EVERY if beside else EVERY
     folder, checkpoints = "killed", Path("killed/checkpoints")
     reached, hits = 0, Counter[str]()
     for kill, aim in enumerate(aims):
         PHASE.write_text("training")
-        process = start(words(corpus, folder, steps, asynchronous), delay if aim != "training" else 0.0)
+        process = start(words(corpus, folder, steps), delay if aim != "training" else 0.0, beside=beside)
         before = last_run(folder)
         if aim == "training":
             alive = process.wait_until(lambda before=before: last_run(folder) > before, pause=0.002)
@@ -110,17 +108,17 @@ def campaign(
         assert wait_until(lambda: not writers_here()), "the writer ends with its trainer"
         for _, path in list_checkpoints(checkpoints):
             read_checkpoint(path)  # every checkpoint with a final name is whole
-    process = start(words(corpus, folder, steps, asynchronous), 0.0)
+    process = start(words(corpus, folder, steps), 0.0, beside=beside)
     assert process.wait() == 0, ERRORS.read_text()
     assert not writers_here()
-    assert cli.main(["train", *words(corpus, "reference", steps, "off"), "--json"]) == 0
+    assert cli.main(["train", *words(corpus, "reference", steps), "--json"]) == 0
     final = f"checkpoints/step-{steps:08d}"
     mine, theirs = read_checkpoint(Path(folder) / final), read_checkpoint(Path("reference") / final)
     for name in ("model", "optimizer", "run"):
         ours, expected = getattr(mine, name), getattr(theirs, name)
         assert all(torch.equal(ours[key], expected[key]) for key in expected), name
     mine, theirs = logged(folder), logged("reference")
-    if asynchronous == "on":  # checkpoints are told of when they are written
+    if beside:  # checkpoints are told of when they are written
         mine, theirs = ([row for row in rows if row[0] != "checkpoint"] for rows in (mine, theirs))
         assert sorted(checkpoints_in(folder)) == sorted(checkpoints_in("reference"))
     assert mine == theirs, "the log has every step, evaluation and checkpoint once"
@@ -128,19 +126,19 @@ def campaign(
     return hits
 
 
-@pytest.mark.parametrize("asynchronous", ["off", "on"])
-def test_a_few_kills(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous):
+@pytest.mark.parametrize("beside", [False, True], ids=["at once", "beside"])
+def test_a_few_kills(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside):
     monkeypatch.chdir(tmp_path)
-    hits = campaign(corpus, ["saving"], steps=40, delay=0.05, seed=1, asynchronous=asynchronous)
+    hits = campaign(corpus, ["saving"], steps=40, delay=0.05, seed=1, beside=beside)
     assert hits["saving"] + hits["judging"] == 1, "on a busy machine the kill may come after the save"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", ["off", "on"])
-def test_two_hundred_kills(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous):
+@pytest.mark.parametrize("beside", [False, True], ids=["at once", "beside"])
+def test_two_hundred_kills(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside):
     monkeypatch.chdir(tmp_path)
     aims = ["saving", "saving", "judging", "training"] * 50
-    hits = campaign(corpus, aims, steps=8000, delay=0.05, seed=1, asynchronous=asynchronous)
+    hits = campaign(corpus, aims, steps=8000, delay=0.05, seed=1, beside=beside)
     print(f"200 kills: {hits['saving']} inside a save, {hits['judging']} between save and verdict")
     assert hits["saving"] >= 60
     assert hits["judging"] >= 20

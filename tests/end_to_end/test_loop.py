@@ -53,7 +53,7 @@ def test_intervals_that_are_never_reached_are_told(tiny):
         return " ".join(notice for notice in notices if "reached" in notice)
 
     assert told("eval.every=50") == "eval.every 50 is never reached in 6 steps: only the end is evaluated"
-    assert "only the end is saved" in told("checkpoint.every=50", "eval.every=3", "checkpoint.best=false")
+    assert "only the end is saved" in told("checkpoint.every=50")
     assert "only the end and each best so far are saved" in told("checkpoint.every=50", "eval.every=3")
     words = [f"data.source={tiny().config.data.source}", "train.steps=6", *TINY]
     preset = load_config("shakespeare-char", [word for word in words if ".every=" not in word])
@@ -119,7 +119,7 @@ def test_epoch_ends_are_reported_and_evaluated(tiny):
 
 
 def test_checkpoints_at_the_ends_of_every_second_epoch(tiny):
-    words = ("train.epochs=3", "train.batch_tokens=2048", "eval.every=0", "checkpoint.best=false")
+    words = ("train.epochs=3", "train.batch_tokens=2048", "eval.every=0")
     records = list(flatout.train(tiny(*words, "checkpoint.every=2 epochs", "eval.sample_tokens=0")))
     ends = [epoch.step for epoch in of(records, EpochRecord)]
     assert [record.step for record in of(records, CheckpointRecord)] == [ends[1], ends[2]]
@@ -200,29 +200,27 @@ def test_samples_come_where_nothing_else_is_due(tiny):
     assert [record.step for record in of(records, SampleRecord)] == [2, 4, 5]
 
 
-def test_early_stopping_keeps_the_best(tiny):
-    words = ["train.steps=400", "eval.every=2", "eval.patience=3", "eval.min_delta=100.0", "checkpoint.keep=1"]
-    records = list(flatout.train(tiny(*words)))
+def test_early_stopping_keeps_the_best(tiny, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recovery, "evaluate", lambda *_: (3.0, 1))
+    records = list(flatout.train(tiny("train.steps=400", "eval.every=2", "eval.patience=3", "checkpoint.keep=1")))
     assert records[-1].reason == "early_stop"
-    assert len(of(records, EvalRecord)) == 4, "the first counts as improvement, then three without"
+    assert len(of(records, EvalRecord)) == 4, "the first one counts; an equal loss is no improvement"
     best = records[-1].best_step
     kept = [step for step, _ in list_checkpoints(Path(records[0].folder) / "checkpoints")]
     assert set(kept) == {best, records[-1].step}
     assert json.loads((Path(records[0].folder) / "best.json").read_text())["step"] == best
 
 
-def test_small_falls_in_loss_add_up_to_an_improvement(tiny, monkeypatch: pytest.MonkeyPatch):
-    found = iter([3.0, 2.7, 2.4, 2.1, 1.8, 1.5])
+@pytest.mark.parametrize(("words", "saved"), [([], [6]), (["eval.patience=9"], [2, 4, 6])])
+def test_without_an_interval_only_the_end_is_saved_unless_the_run_may_stop_early(tiny, monkeypatch, words, saved):
+    found = iter([3.0, 2.0, 1.0])
     monkeypatch.setattr(recovery, "evaluate", lambda *_: (next(found), 1))
-    words = ["train.steps=12", "eval.every=2", "eval.patience=2", "eval.min_delta=0.5"]
-    records = list(flatout.train(tiny(*words)))
-    assert records[-1].reason == "finished", "every second evaluation is 0.6 below the last that counted"
+    records = list(flatout.train(tiny("train.steps=6", "eval.every=2", "checkpoint.every=0", *words)))
+    assert [record.step for record in of(records, CheckpointRecord)] == saved
 
 
 def test_checkpoints_follow_the_plan(tiny):
-    records = list(
-        flatout.train(tiny("train.steps=10", "checkpoint.every=3", "checkpoint.keep=2", "checkpoint.best=false"))
-    )
+    records = list(flatout.train(tiny("train.steps=10", "checkpoint.every=3", "checkpoint.keep=2")))
     assert [record.step for record in of(records, CheckpointRecord)] == [3, 6, 9, 10]
     assert [step for step, _ in list_checkpoints(Path(records[0].folder) / "checkpoints")] == [9, 10]
 

@@ -95,7 +95,7 @@ def test_minutes_choose_a_size_and_say_why(
         return Speed(2e-5 * shape.dense(64) / 1e5, 0.002)
 
     monkeypatch.setattr(minutes_probe, "measured_speed", measured)
-    words = [f"data.source={corpus}", "data.tokenizer=char", "output.plots=false", "speed.threads=1"]
+    words = [f"data.source={corpus}", "data.tokenizer=char", "speed.threads=1"]
     assert main(["train", "--minutes", "0.012", *words, "output.folder=out"]) == 0
     told, meanwhile = capsys.readouterr()
     assert [f"note: measuring how fast size {shape.name} trains here" for shape in tried] == meanwhile.splitlines()[
@@ -132,7 +132,6 @@ def test_the_size_of_a_preset_is_settled_with_its_data(
         "data.tokenizer=char",
         "eval.tokens=512",
         "eval.sample_tokens=0",
-        "output.plots=false",
         "speed.threads=1",
     ]
     loaded = load_config(

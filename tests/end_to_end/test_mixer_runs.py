@@ -19,7 +19,7 @@ from tests.set_up import set_up
 
 MIXED = [
     "model.pattern=EWA", "model.layers=3", "model.window=4", "model.states=8",
-    "model.modulation=0.2", "model.convolution=2", "train.steps=12",
+    "model.scales=[1, 2]", "train.steps=12",
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from flatout.checkpoints.checkpoint import (
     verify_checkpoint,
     write_checkpoint,
 )
-from flatout.engine import boundary, diverged, full_disk, recovery
+from flatout.engine import boundary, diverged, full_disk, recovery, saver
 from flatout.errors import DivergedError, ResourceError, UsageError
 from flatout.host import THREAD_VARIABLES
 from flatout.model.gpt import GPT
@@ -143,7 +143,8 @@ def test_a_damaged_pointer_to_the_best_chooses_no_other_weights(tiny, tmp_path, 
     """The verdicts say which checkpoint is the best; a pointer that says something else is named in a warning."""
     losses = iter([5.0, 3.0, 4.0, 4.5])
     monkeypatch.setattr(recovery, "evaluate", lambda *_: (next(losses), 1))
-    list(flatout.train(tiny("train.steps=4", "eval.every=1", "checkpoint.keep=9", "output.folder=run")))
+    saving = ["checkpoint.every=4", "checkpoint.keep=9"]
+    list(flatout.train(tiny("train.steps=4", "eval.every=1", *saving, "output.folder=run")))
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     pointer = tmp_path / "run" / "best.json"
@@ -302,7 +303,7 @@ def test_a_stop_waits_until_no_bad_steps_are_counted(tiny, monkeypatch):
 
 
 def test_a_checkpoint_that_is_not_finite_is_told_and_passed_over(tiny, monkeypatch):
-    words = ["train.steps=6", "checkpoint.every=2", "checkpoint.keep=1", "checkpoint.best=false", "output.folder=run"]
+    words = ["train.steps=6", "checkpoint.every=2", "checkpoint.keep=1", "output.folder=run"]
     real = boundary.quick_loss
 
     def found(run, size):
@@ -324,10 +325,17 @@ def test_a_checkpoint_that_is_not_finite_is_told_and_passed_over(tiny, monkeypat
     assert finite_checkpoints("run") == [6]
 
 
-@pytest.mark.parametrize("asynchronous", ["off", "on"])
-def test_an_evaluation_that_fails_costs_nothing(tiny, monkeypatch, asynchronous):
+@pytest.fixture
+def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether checkpoints are written beside training."""
+    if request.param:
+        monkeypatch.setattr(saver, "SMALL", 0)
+    return request.param
+
+
+@pytest.mark.parametrize("beside", [False, True], indirect=True)
+def test_an_evaluation_that_fails_costs_nothing(tiny, monkeypatch, beside):
     words = ["train.steps=8", "checkpoint.every=4", "eval.every=4", "output.folder=run"]
-    words.append(f"checkpoint.asynchronous={asynchronous}")
 
     def fails(*_args):
         raise ValueError("planted")
@@ -359,7 +367,7 @@ def assert_same_end(mine: str, theirs: str, step: int) -> None:
     for part in ("model", "optimizer", "run"):
         found = getattr(ours, part)
         assert all(torch.equal(found[key], value) for key, value in getattr(expected, part).items()), part
-    for key in ("step", "tokens", "val_loss", "best_loss", "best_step", "patience_loss", "worse_evaluations"):
+    for key in ("step", "tokens", "val_loss", "best_loss", "best_step", "worse_evaluations"):
         assert ours.state[key] == expected.state[key], key
     a, b = read_verdict(Path(mine) / name), read_verdict(Path(theirs) / name)
     assert a == b
@@ -370,13 +378,12 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("asynchronous", ["off", "on"])
+@pytest.mark.parametrize("beside", [False, True], indirect=True)
 @pytest.mark.parametrize(
     "where", ["write_verdict", "write_json_atomically", "keep_newest", "generate_tokens", "evaluate"]
 )
-def test_a_kill_at_a_boundary_neither_repeats_nor_skips_an_evaluation(tiny, monkeypatch, where, asynchronous):
+def test_a_kill_at_a_boundary_neither_repeats_nor_skips_an_evaluation(tiny, monkeypatch, where, beside):
     words = ["train.steps=6", "checkpoint.every=2", "eval.every=2", "eval.sample_every=2", "eval.patience=3"]
-    words.append(f"checkpoint.asynchronous={asynchronous}")
     list(flatout.train(tiny(*words, "output.folder=reference")))
     for nth in (1, 2):
         with monkeypatch.context() as patch:
@@ -397,11 +404,10 @@ def test_a_kill_at_a_boundary_neither_repeats_nor_skips_an_evaluation(tiny, monk
         assert len(list_checkpoints(Path(f"run{nth}/checkpoints"))) <= 3
 
 
-@pytest.mark.parametrize("asynchronous", ["off", "on"])
-def test_a_kill_before_the_verdict_on_a_best_checkpoint_loses_no_record(tiny, monkeypatch, asynchronous):
+@pytest.mark.parametrize("beside", [False, True], indirect=True)
+def test_a_kill_before_the_verdict_on_a_best_checkpoint_loses_no_record(tiny, monkeypatch, beside):
     """It is saved after its evaluation, which is not made again."""
     words = ["train.steps=6", "checkpoint.every=5", "eval.every=2", "eval.sample_every=2"]
-    words.append(f"checkpoint.asynchronous={asynchronous}")
     list(flatout.train(tiny(*words, "output.folder=reference")))
 
     def dies(*_args):
@@ -414,7 +420,7 @@ def test_a_kill_before_the_verdict_on_a_best_checkpoint_loses_no_record(tiny, mo
     assert read_checkpoint(Path("run/checkpoints/step-00000002")).step == 2
     list(flatout.train(tiny(*words, "output.folder=run"), resume="auto"))
     mine, theirs = evaluations("run"), evaluations("reference")
-    if asynchronous == "on":  # checkpoints are told of when they are written
+    if beside:  # checkpoints are told of when they are written
         mine, theirs = sorted(mine, key=str), sorted(theirs, key=str)
     assert mine == theirs
     assert_same_end("run", "reference", 6)

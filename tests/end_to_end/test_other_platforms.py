@@ -13,7 +13,7 @@ from tests.chat_models import write_chat_model
 from tests.other_platform import UNIX_MODULES
 
 ROOT = Path(__file__).parents[2]
-ON_CPU = ["speed.device=cpu", "output.plots=false"]
+ON_CPU = ["speed.device=cpu"]
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "train.batch_tokens=64",
          "train.steps=1", "eval.tokens=256", "eval.sample_tokens=4", *ON_CPU]  # fmt: skip
 SHORT = [
@@ -39,7 +39,7 @@ LONGER = [
     ["estimate", "--seconds", "1", *SMALL],
     ["tune", "lr", "--steps", "20", *SMALL],
     ["finetune", "model.init_from=base", "chat.source=rows.jsonl", "train.steps=1", "model.context=64",
-     "output.folder=tuned", "output.plots=false"],
+     "output.folder=tuned"],
     ["merge", "tuned", "merged"],
 ]  # fmt: skip
 # What a platform cannot do: the words of the refusal.

@@ -210,13 +210,15 @@ class WriterHere:
         pass
 
 
-@pytest.fixture(params=["off", "on"])
+@pytest.fixture(params=[False, True], ids=["at once", "beside"])
 def training(request: pytest.FixtureRequest, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
     list(flatout.train(tiny(*SMALL, "output.folder=whole")))  # which prepares the data, too
     disk = tmp_path / "disk"
     disk.mkdir()
     monkeypatch.setattr(saver, "Writer", WriterHere)
-    config = tiny(*SMALL, f"output.folder={disk / RUN}", f"checkpoint.asynchronous={request.param}")
+    if request.param:
+        monkeypatch.setattr(saver, "SMALL", 0)
+    config = tiny(*SMALL, f"output.folder={disk / RUN}")
     with recording(disk) as record:
         watched(record, flatout.train(config, stop=stopping(5)))
         watched(record, flatout.train(config, resume="auto"))
@@ -349,8 +351,9 @@ class Preparing:
         share = {"first": 0.2, "second": 0.3}[kind]
         words = ["data.source=rows", "data.tokenizer=bytes", "data.split=document"]
         config = self.load(*words, f"data.validation={share}", f"data.folder={folder / 'data/set'}")
-        merge.SHARD_TOKENS = 600
-        flatout.prepare(config, workers=0, overwrite=overwrite)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(merge, "SHARD_TOKENS", 600)
+            flatout.prepare(config, workers=0, overwrite=overwrite)
 
     def check(self, old: str | None, new: str) -> Check:
         """Before prepare returned there is the old dataset, the new one, or none; the same command makes the new one.

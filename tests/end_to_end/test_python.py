@@ -123,7 +123,7 @@ def test_what_is_no_config_is_refused(config):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_run_that_is_left_before_its_first_step_can_be_started_again(tiny: Tiny, tmp_path: Path, error):
-    config = tiny("train.steps=2", "output.folder=run", "output.plots=false")
+    config = tiny("train.steps=2", "output.folder=run")
 
     def fail(_: flatout.Record) -> None:
         raise error
@@ -139,7 +139,7 @@ def test_a_run_that_is_left_before_its_first_step_can_be_started_again(tiny: Tin
 
 
 def test_a_run_and_what_can_be_asked_of_it(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    config = tiny("train.steps=4", f"output.folder={tmp_path / 'run'}", "output.plots=false")
+    config = tiny("train.steps=4", f"output.folder={tmp_path / 'run'}")
     ends = [record for record in flatout.train(config) if isinstance(record, flatout.EndRecord)]
     assert len(ends) == 1
     model = flatout.load_model(tmp_path / "run")

@@ -12,8 +12,8 @@ from tests.chat_models import write_chat_model
 from tests.pages import DOCS, blocks
 
 SMALLER = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "train.batch_tokens=64",
-           "eval.tokens=256", "eval.sample_tokens=4", "speed.device=cpu", "output.plots=false"]  # fmt: skip
-TUNED = ["model.context=64", "eval.sample_tokens=4", "speed.device=cpu", "output.plots=false"]
+           "eval.tokens=256", "eval.sample_tokens=4", "speed.device=cpu"]  # fmt: skip
+TUNED = ["model.context=64", "eval.sample_tokens=4", "speed.device=cpu"]
 
 pytestmark = pytest.mark.usefixtures("children_stay")
 

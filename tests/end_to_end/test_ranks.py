@@ -102,7 +102,7 @@ def words_of(kind: str, corpus: Path, folder: Path, steps: int) -> list[str]:
         rows = [{"instruction": f"Say {n}. " * (n % 5 + 1), "output": "It is so. " * (n % 3 + 1)} for n in range(11)]
         (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
         words = ["model.init_from=base", "chat.source=rows.json", "chat.batch_samples=4", "model.context=64"]
-        words += ["train.epochs=null", "optim.learning_rate=1e-3", "output.plots=false", "eval.sample_tokens=4"]
+        words += ["train.epochs=null", "optim.learning_rate=1e-3", "eval.sample_tokens=4"]
         return [*words, "speed.device=cpu", "speed.micro_batch=1", f"train.steps={steps}", "output.folder=run"]
     folder.mkdir(parents=True)
     source = [] if KINDS[kind].get("arrays") else [f"data.source={corpus}"]
@@ -242,7 +242,7 @@ def _prepare_slowly(timeout: float, seconds: float) -> bool:
     """Two hosts, of which the second has to prepare its data itself."""
     rank = int(os.environ["RANK"])
     with mock.patch("socket.gethostname", return_value=f"host-{rank}"):
-        with joined(launch(), "cpu", join=60, timeout=timeout) as world, world.together(), world.in_turns():
+        with joined(launch(), "cpu", timeout=timeout) as world, world.together(), world.in_turns():
             time.sleep(rank * seconds)
         return world.first
 
@@ -272,7 +272,7 @@ def come_here(folder: str, words: list[str]) -> list[dict[str, Any]]:
 
 
 def test_ranks_that_do_not_come_are_named_by_one_of_those_that_do(corpus: Path, tmp_path: Path):
-    words = [*words_of("shards", corpus, tmp_path / "run", 2), "parallel.join=600"]
+    words = words_of("shards", corpus, tmp_path / "run", 2)
     first, _, last = (rows[-1:] for rows in WORKERS.run(3, come_here, str(tmp_path), words))
-    assert first[0]["message"].startswith("2 of 3 processes came within 600 s: rank 1 did not")
+    assert first[0]["message"].startswith("2 of 3 processes came within 60 s: rank 1 did not")
     assert [row["error"] for row in last] == ["OtherProcessError"]

@@ -18,7 +18,7 @@ from flatout.words import Parser
 README = Path(__file__).parents[2] / "README.md"
 REFERENCE = README.parent / "docs" / "reference"
 SMALLER = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=64", "train.batch_tokens=256",
-           "eval.tokens=1024", "output.plots=false"]  # fmt: skip
+           "eval.tokens=1024"]  # fmt: skip
 
 
 def blocks(language: str, page: Path = README) -> list[str]:

@@ -315,8 +315,9 @@ def test_a_dead_run_without_a_checkpoint_is_not_said_to_be_running(tiny, tmp_pat
             next(flatout.train(config, resume=tmp_path / "dead"))
 
 
-def test_a_run_that_stopped_early_stays_stopped_until_given_more_patience(tiny):
-    words = ["train.steps=60", "eval.every=2", "eval.min_delta=100.0", "output.folder=early"]
+def test_a_run_that_stopped_early_stays_stopped_until_given_more_patience(tiny, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recovery, "evaluate", lambda *_: (3.0, 1))
+    words = ["train.steps=60", "eval.every=2", "output.folder=early"]
     *_, end = flatout.train(tiny(*words, "eval.patience=2"))
     assert (end.reason, end.step) == ("early_stop", 6)
     *_, end = flatout.train(tiny(*words, "eval.patience=2"), resume="auto")
@@ -335,7 +336,8 @@ def test_patience_counts_from_the_evaluation_that_a_run_was_stopped_at(tiny, mon
 
 
 def test_going_back_twice_keeps_everything_and_points_to_the_right_best(tiny):
-    config = tiny("train.steps=6", "eval.every=2", "checkpoint.keep=9", "output.folder=twice")
+    saving = ["checkpoint.every=6", "checkpoint.keep=9"]
+    config = tiny("train.steps=6", "eval.every=2", *saving, "output.folder=twice")
     list(flatout.train(config))
     for count in (1, 2):
         run = flatout.train(config, resume="twice/checkpoints/step-00000002")

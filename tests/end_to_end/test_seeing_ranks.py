@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from flatout import launch
 from flatout.cli import main
 from tests.conftest import TINY
 from tests.ranks import WORKERS
@@ -26,6 +27,13 @@ def call_here(folder: str, words: list[str], variables: dict[str, str]) -> dict[
             patch.setenv(name, value)
         code = main(words)
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def call_alone(folder: str, words: list[str]) -> dict[str, Any]:
+    """As one of two ranks, the other of which does not come within a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "START", 1.0)
+        return call_here(folder, words, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
 
 
 def call(ranks: int, folder: Path, words: list[str], **variables: str) -> list[dict[str, Any]]:
@@ -57,13 +65,13 @@ def test_the_doctor_asks_all_ranks_and_the_first_one_tells(corpus: Path, tmp_pat
 
 
 def test_the_doctor_tells_of_ranks_that_do_not_come(tmp_path: Path):
-    words = ["doctor", "--quick", "--json", *TINY, "parallel.join=1"]
-    (alone,) = call(1, tmp_path, words, WORLD_SIZE="2")
+    words = ["doctor", "--quick", "--json", *TINY]
+    (alone,) = WORKERS.run(1, call_alone, str(tmp_path), words)
     found = found_in(alone)
     assert alone["code"] == 2
     assert found["meeting"]["status"] == "bad"
     assert found["meeting"]["found"] == "1 of 2 processes came within 1 s: rank 1 did not"
-    assert "parallel.join" in found["meeting"]["advice"]
+    assert "parallel.timeout" in found["meeting"]["advice"]
     assert "source" in found, "the rest is checked all the same"
 
 

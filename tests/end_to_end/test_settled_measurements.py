@@ -31,7 +31,7 @@ def words(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list
     """A text that is read ten times: the batch is smaller, all weights decay, and there are no tables."""
     monkeypatch.chdir(tmp_path)
     told = ["train.epochs=10", "model.context=64", "eval.tokens=512", "eval.sample_tokens=0", "speed.threads=1"]
-    return [f"data.source={corpus}", "data.tokenizer=char", "output.plots=false", *told]
+    return [f"data.source={corpus}", "data.tokenizer=char", *told]
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.chdir(tmp_path)
     content = "".join(f'{{"content": "number {number} said this"}}\n' for number in range(100))
     Path("rows.jsonl").write_text(content, encoding="utf-8")
-    short = ["train.steps=2", "eval.tokens=64", "eval.sample_tokens=0", "speed.threads=1", "output.plots=false"]
+    short = ["train.steps=2", "eval.tokens=64", "eval.sample_tokens=0", "speed.threads=1"]
     words = ["shakespeare-char", "data.source=rows.jsonl", "data.tokenizer=bytes", *SMALL, *short]
     assert main(["prepare", *words, *GIVEN, "data.unknown_characters=drop"]) == 0
     capsys.readouterr()

@@ -56,7 +56,7 @@ def words(tmp_path: Path, corpus: Path) -> Make:
             rows = [{"instruction": f"What is {n}?", "input": "", "output": "one " * (1 + n % 7)} for n in range(30)]
             (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
         named = ["model.init_from=base", "chat.source=rows.json", "lora.rank=0", "chat.batch_samples=7"]
-        quiet = ["output.plots=false", "eval.sample_tokens=4", "speed.device=cpu", "model.context=64", *QUIET]
+        quiet = ["eval.sample_tokens=4", "speed.device=cpu", "model.context=64", *QUIET]
         return "lora", [*named, *quiet, "train.epochs=null", *more]
 
     return make
@@ -108,8 +108,7 @@ def test_two_processes_with_slices_learn_what_one_learns(tmp_path: Path, words: 
 
 def test_slices_are_saved_read_anywhere_and_gone_on_from(tmp_path: Path, words: Make):
     preset, run = words("text", "train.steps=6", "checkpoint.every=3", "model.layers=1", "optim.ema=0.8")
-    whole = together(2, tmp_path, (preset, [*run, "output.folder=whole", "checkpoint.asynchronous=on"]))
-    assert "checkpoint.asynchronous became off: under FSDP2" in (tmp_path / "whole" / "metrics.jsonl").read_text()
+    whole = together(2, tmp_path, (preset, [*run, "output.folder=whole"]))
     folder = tmp_path / "whole" / "checkpoints" / "step-00000003"
     names = {path.name for path in folder.iterdir()}
     assert {"model-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors", "run.safetensors"} <= names

@@ -15,7 +15,7 @@ from flatout.records import NoticeRecord, StepRecord
 TINY = [
     "model.layers=2", "model.width=16", "model.heads=2", "train.batch_tokens=128",
     "optim.optimizer=adamw", "optim.embedding_rate=null", "optim.head_rate=null",  # one rate, that STILL stops
-    "train.steps=3", "optim.warmup=1", "eval.every=0", "eval.sample_tokens=0", "output.plots=false",
+    "train.steps=3", "optim.warmup=1", "eval.every=0", "eval.sample_tokens=0",
     "speed.device=cpu", "data.source=text.txt", "data.tokenizer=bytes",
 ]  # fmt: skip
 STILL = "optim.learning_rate=1e-12"

@@ -108,7 +108,7 @@ def hogs() -> Iterator[None]:
 def test_a_machine_that_really_is_busy(tmp_path, threads, way):
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     environment["PYTHONPATH"] = str(ROOT / "src")
-    words = ["shakespeare-char", "train.steps=100000", f"speed.threads={threads}", "output.plots=false"]
+    words = ["shakespeare-char", "train.steps=100000", f"speed.threads={threads}"]
     command = [sys.executable, "-m", "flatout", "train", *words]
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -33,7 +33,7 @@ from tests.unit.test_graphs import FakeRecorder
 pytestmark = pytest.mark.usefixtures("children_stay")
 
 NEEDS_BITSANDBYTES = pytest.mark.skipif(not find_spec("bitsandbytes"), reason="needs bitsandbytes")
-QUIET = ["output.plots=false", "eval.sample_tokens=0", "speed.device=cpu", "model.context=128"]
+QUIET = ["eval.sample_tokens=0", "speed.device=cpu", "model.context=128"]
 WORDS = ["model.init_from=base", "chat.source=rows.json", "train.epochs=2.0", "chat.batch_samples=6", *QUIET]
 
 
@@ -386,7 +386,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Load
     rows = [{"instruction": "What is it " * (n % 7), "input": "", "output": text} for n, text in enumerate(answers)]
     (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     words = ["model.init_from=base", "chat.source=rows.json", "model.context=2048", "chat.batch_samples=32"]
-    words += ["train.epochs=2.0", "output.plots=false", "eval.sample_tokens=0"]
+    words += ["train.epochs=2.0", "eval.sample_tokens=0"]
     torch.cuda.empty_cache()
     return lambda *more: load_config("lora", [*words, *more])
 

@@ -28,7 +28,7 @@ SMALLER = {
         (
             "model.layers=2 train.steps=100 eval.every=50 eval.tokens=20_000 eval.sample_tokens=200",
             "model.layers=1 model.width=32 model.heads=2 train.batch_tokens=256 train.steps=4 eval.every=2 "
-            "eval.tokens=256 eval.sample_tokens=4 output.plots=false speed.device=cpu",
+            "eval.tokens=256 eval.sample_tokens=4 speed.device=cpu",
         ),
         ("train.steps=150", "train.steps=6"),
         ("--tokens 200", "--tokens 8"),
@@ -38,9 +38,9 @@ SMALLER = {
         (
             "model.layers=2 \\\n  train.steps=100 eval.every=50 eval.tokens=10_000 eval.sample_tokens=60",
             "model.layers=1 model.width=32 model.heads=2 train.batch_tokens=256 train.steps=4 eval.every=2 "
-            "eval.tokens=256 eval.sample_tokens=4 output.plots=false speed.device=cpu",
+            "eval.tokens=256 eval.sample_tokens=4 speed.device=cpu",
         ),
-        ("train.epochs=100 optim", "train.epochs=1 eval.sample_tokens=4 output.plots=false speed.device=cpu optim"),
+        ("train.epochs=100 optim", "train.epochs=1 eval.sample_tokens=4 speed.device=cpu optim"),
         ("eval.every=100 eval.sample", "eval.every=2 eval.sample"),
         ("--temperature 0", "--temperature 0 --tokens 4"),
         ("A helmet costs 45 francs.\n", ""),  # so few steps do not teach it
@@ -63,9 +63,8 @@ SMALLER = {
         ("steps: 60", "steps: 4"),
         ("every: 30", "every: 2"),
         ("tokens: 8_192", "tokens: 64"),
-        ("model.window=32", "model.window=8 output.plots=false"),
-        ("model.pattern=A ", "model.pattern=A output.plots=false "),
-        ("model.states=32", "model.states=8 output.plots=false"),
+        ("model.window=32", "model.window=8"),
+        ("model.states=32", "model.states=8"),
         ("model.context=512", "model.context=64"),
         ("train.steps=20", "train.steps=4"),
         ("--tokens 100", "--tokens 8"),

@@ -64,11 +64,11 @@ def _linear(own: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def _norm(config: ModelConfig, own: Weights, name: str, x: Tensor) -> Tensor:
-    if config.norm == "rmsnorm":
+    if config.norm != "layernorm":
         return _rms(config, own.get(f"{name}.weight"), x)
     apart = x - x.sum() / len(x)
     y = apart / torch.sqrt((apart * apart).sum() / len(x) + config.norm_eps)
-    y = y * own[f"{name}.weight"] if config.norm_weights else y
+    y = y * own[f"{name}.weight"]
     return y + own[f"{name}.bias"] if f"{name}.bias" in own else y
 
 

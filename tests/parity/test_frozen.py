@@ -36,7 +36,7 @@ VOCAB, CONTEXT = 29, 8
 LLAMA = {"family": "gpt", "kv_heads": 2, "tied": False, "qk_norm": False, "mlp_width": 40}
 QWEN2 = LLAMA | {"qkv_bias": True, "tied": True, "head_size": 10}
 QWEN3 = LLAMA | {"qk_norm": True, "kv_heads": 1}
-BARE = {"norm_weights": False, "qk_norm": 1.3, "embedding_norm": True, "logit_cap": 5.0}
+BARE = {"norm": "plain-rmsnorm", "qk_norm": 1.3, "embedding_norm": True, "logit_cap": 5.0}
 GPT2 = {"family": "gpt2"}
 FUSED = Execution(kernels="triton", loss="fused", loss_chunk=7)
 

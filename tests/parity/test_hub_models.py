@@ -230,7 +230,7 @@ def test_weights_go_straight_to_the_device(tmp_path):
 
 # --- our own models ---------------------------------------------------------------------------------------------------
 
-BARE = {"norm_weights": False, "qk_norm": 1.2, "embedding_norm": True, "tied": False, "kv_heads": 2}
+BARE = {"norm": "plain-rmsnorm", "qk_norm": 1.2, "embedding_norm": True, "tied": False, "kv_heads": 2}
 BARE |= {"zero_init": True}
 OWN: dict[str, tuple[dict[str, Any], str]] = {
     "as it comes": ({}, "qwen3"),

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 VOCAB, CONTEXT = 23, 5
 SHAPE = {"layers": 2, "width": 24, "heads": 4, "context": CONTEXT, "window": 3, "states": 8}
-RECORD = {"norm_weights": False, "embedding_norm": True, "qk_norm": 1.2, "mlp": "relu2", "tied": False, "kv_heads": 2}
+RECORD = {"norm": "plain-rmsnorm", "embedding_norm": True, "qk_norm": 1.2, "mlp": "relu2", "tied": False, "kv_heads": 2}
 KINDS = {
     "gpt2": {"family": "gpt2"},
     "gpt": {"family": "gpt", "kv_heads": 2},
@@ -32,10 +32,10 @@ KINDS = {
     "linear": {"rope_scaling": "linear", "rope_factor": 3.0},
     "residual scales": {"family": "gpt", "residual_scale": 0.7, "bias": True, "norm": "layernorm"},
     "capped": {"family": "gpt", "logit_cap": 1.5, "tied": False},
-    "no norm weights": {"norm_weights": False, "embedding_norm": True, "qk_norm": 1.3, "tied": False, "kv_heads": 2,
+    "no norm weights": {"norm": "plain-rmsnorm", "embedding_norm": True, "qk_norm": 1.3, "tied": False, "kv_heads": 2,
                         "head_size": 10, "logit_cap": 4.0},
-    "layernorm without weights": {"norm": "layernorm", "norm_weights": False, "bias": True, "positions": "learned",
-                                  "embedding_norm": True, "mlp": "gelu"},
+    "learned positions": {"norm": "layernorm", "bias": True, "positions": "learned", "embedding_norm": True,
+                          "mlp": "gelu"},
     "windows": {"pattern": "WA", "layers": 3, "kv_heads": 2},
     "eigenstates": {"pattern": "E", "bias": True},
     "first mix": {"first_mix": True, "bias": True, "norm": "layernorm", "pattern": "AE", "residual_scale": 0.7},

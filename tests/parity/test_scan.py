@@ -24,18 +24,16 @@ from tests.parity.checking import DEVICES, assert_near, compare, draw, strided
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 CHUNKS = (16, 32, 64, 128, 256, 512)
-FIXED, DECAY_VARIES, PHASE_VARIES, BOTH_VARY = (False, False), (True, False), (False, True), (True, True)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 # The interpreter computes masked lanes too, and numpy tells of every infinity in them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def eigenvalues(batch: int, positions: int, channels: int, varies=FIXED, *, dtype=FP64, device="cpu", horizon=20.0):
+def eigenvalues(channels: int, *, dtype=FP64, device="cpu", horizon=20.0):
     """(log_decay, phase): horizons from 1 token to `horizon`, any angle."""
-    shapes = [(batch, positions, channels) if each else (channels,) for each in varies]
-    spread = torch.rand(shapes[0], generator=torch.Generator().manual_seed(3), dtype=FP64)
+    spread = torch.rand(channels, generator=torch.Generator().manual_seed(3), dtype=FP64)
     log_decay = -(horizon**-spread)
-    phase = 2 * draw(*shapes[1], dtype=FP64, seed=4).detach()
+    phase = 2 * draw(channels, dtype=FP64, seed=4).detach()
     return tuple(value.to(device, dtype).requires_grad_() for value in (log_decay, phase))
 
 
@@ -66,12 +64,11 @@ def values_and_gradients(inputs: list[Tensor], begins: Tensor | None, **how) -> 
 # --- torch's operations ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("varies", [FIXED, DECAY_VARIES, PHASE_VARIES, BOTH_VARY])
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("has_initial", [False, True])
-def test_every_chunk_gives_the_plain_recurrence(varies, resets, has_initial):
+def test_every_chunk_gives_the_plain_recurrence(resets, has_initial):
     batch, positions, channels = 5, 75, 3
-    inputs = [draw(batch, positions, 2 * channels, dtype=FP64), *eigenvalues(batch, positions, channels, varies)]
+    inputs = [draw(batch, positions, 2 * channels, dtype=FP64), *eigenvalues(channels)]
     inputs += [draw(batch, 2 * channels, dtype=FP64, seed=8)] if has_initial else []
     begins = beginnings(batch, positions) if resets else None
     expected = values_and_gradients(inputs, begins, path="reference")
@@ -82,21 +79,18 @@ def test_every_chunk_gives_the_plain_recurrence(varies, resets, has_initial):
 
 @pytest.mark.parametrize("positions", [1, 2, 16, 17, 255])
 def test_lengths_that_are_no_multiple_of_a_chunk(positions):
-    inputs = [draw(2, positions, 4, dtype=FP64), *eigenvalues(2, positions, 2)]
+    inputs = [draw(2, positions, 4, dtype=FP64), *eigenvalues(2)]
     expected = values_and_gradients(inputs, None, path="reference")
     for mine, other in zip(values_and_gradients(inputs, None, chunk=16), expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("varies", [FIXED, DECAY_VARIES])
-def test_eigenvalues_near_one_and_near_nothing(varies):
+def test_eigenvalues_near_one_and_near_nothing():
     """Over 4,096 positions in fp32, in chunks of every size, with nothing that overflows on the way."""
     log_decay = torch.tensor([-1e-9, -1e-5, -1e-3, -1.0, -30.0, -1e4], dtype=FP64)
     phase = torch.tensor([0.3, 3.0, 1e-4, 0.0, 2.0, 1.0], dtype=FP64)
     x = draw(1, 4096, 12, dtype=FP64)
-    if varies == DECAY_VARIES:
-        log_decay = log_decay.expand(1, 4096, 6)
-    exact = [x, log_decay.clone().requires_grad_(), phase.requires_grad_()]
+    exact = [x, log_decay.requires_grad_(), phase.requires_grad_()]
     expected = values_and_gradients(exact, None, chunk=64)
     plain, last = scan(*(value.detach() for value in exact), path="reference")
     torch.testing.assert_close(expected[0], plain, rtol=1e-9, atol=1e-9)
@@ -111,7 +105,7 @@ def test_eigenvalues_near_one_and_near_nothing(varies):
 def test_narrow_inputs_keep_wide_states():
     """In bf16 the result is rounded once, at the end; under autocast too."""
     x = draw(1, 4096, 8, dtype=BF16)
-    log_decay, phase = eigenvalues(1, 4096, 4, dtype=FP32, horizon=2000.0)
+    log_decay, phase = eigenvalues(4, dtype=FP32, horizon=2000.0)
     with torch.autocast("cpu", dtype=BF16):
         h, last = scan(x, log_decay, phase)
     exact, exact_last = scan(x.double(), log_decay.double(), phase.double(), path="reference")
@@ -120,34 +114,27 @@ def test_narrow_inputs_keep_wide_states():
     assert ((h.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-3).all()
 
 
-def test_eigenvalues_by_head():
-    x, (log_decay, phase) = draw(2, 20, 12, dtype=FP64), eigenvalues(2, 20, 2)
-    by_channel = [value.repeat_interleave(3) for value in (log_decay, phase)]
-    for path in ("reference", "chunked"):
-        mine, theirs = scan(x, log_decay, phase, path=path), scan(x, *by_channel, path=path)
-        assert torch.equal(mine[0], theirs[0])
-    changing = log_decay.expand(2, 20, 2)
-    torch.testing.assert_close(scan(x, changing, phase)[0], theirs[0])
-
-
 @pytest.mark.parametrize("path", ["reference", "chunked"])
-@pytest.mark.parametrize("varies", [FIXED, BOTH_VARY])
-def test_a_position_changes_what_comes_after_it_and_nothing_else(path, varies):
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_position_changes_what_comes_after_it_and_nothing_else(path, resets):
     x = draw(1, 60, 4, dtype=FP64).detach()
-    log_decay, phase = (value.detach() for value in eigenvalues(1, 60, 2, varies))
-    h, _ = scan(x, log_decay, phase, path=path, chunk=16)
+    log_decay, phase = (value.detach() for value in eigenvalues(2))
+    begins = torch.zeros(1, 60, dtype=torch.bool) if resets else None  # each form of the chunked path, no document
+    h, _ = scan(x, log_decay, phase, begins_BT=begins, path=path, chunk=16)
     for t in (0, 15, 16, 40, 59):
         moved = x.clone()
         moved[:, t] += 1
-        change = (scan(moved, log_decay, phase, path=path, chunk=16)[0] - h).abs().amax((0, 2))
+        again, _ = scan(moved, log_decay, phase, begins_BT=begins, path=path, chunk=16)
+        change = (again - h).abs().amax((0, 2))
         assert (change[:t] == 0).all()
         assert (change[t:] > 0).all()
 
 
 def test_what_does_not_fit_is_refused():
-    x, (log_decay, phase) = draw(2, 20, 12, dtype=FP64), eigenvalues(2, 20, 6)
-    with pytest.raises(ValueError, match="eigenvalues of shape"):
-        scan(x, log_decay[:4], phase)
+    x, (log_decay, phase) = draw(2, 20, 12, dtype=FP64), eigenvalues(6)
+    for wrong in (log_decay[:4], log_decay[:3], log_decay.expand(2, 20, 6)):
+        with pytest.raises(ValueError, match="eigenvalues of shape"):
+            scan(x, wrong, phase)
     with pytest.raises(ValueError, match="initial state"):
         scan(x, log_decay, phase, initial_BC=x[:1, 0])
     with pytest.raises(ValueError, match="beginnings"):
@@ -181,18 +168,17 @@ def on_gpu(*values):
     return pytest.param(*values, marks=pytest.mark.gpu)
 
 
-# batch, positions, channels, chunk, which λ varies, documents, initial state, type
+# batch, positions, channels, chunk, documents, initial state, type
 CASES = [
-    (1, 1, 1, None, FIXED, False, False, FP32),
-    (3, 19, 5, 8, FIXED, True, True, FP32),
-    (1, 33, 20, 16, FIXED, False, True, BF16),
-    (2, 11, 3, 8, BOTH_VARY, True, True, FP32),
-    (1, 17, 9, 8, DECAY_VARIES, False, False, BF16),
-    (1, 10, 2, 8, PHASE_VARIES, True, False, FP32),
+    (1, 1, 1, None, False, False, FP32),
+    (3, 19, 5, 8, True, True, FP32),
+    (1, 33, 20, 16, False, True, BF16),
+    (2, 11, 3, 8, True, True, FP32),
+    (1, 17, 9, 8, False, False, BF16),
+    (1, 10, 2, 8, True, False, FP32),
     *[
-        on_gpu(batch, positions, channels, chunk, varies, resets, has_initial, dtype)
+        on_gpu(batch, positions, channels, chunk, resets, has_initial, dtype)
         for batch, positions, channels, chunk in [(3, 1000, 160, None), (5, 777, 33, 16), (1, 2049, 130, 512)]
-        for varies in (FIXED, DECAY_VARIES, PHASE_VARIES, BOTH_VARY)
         for resets, has_initial in [(True, True), (False, False)]
         for dtype in (FP32, BF16)
     ],
@@ -200,12 +186,12 @@ CASES = [
 
 
 @on_every_device
-@pytest.mark.parametrize(("batch", "positions", "channels", "chunk", "varies", "resets", "has_initial", "dtype"), CASES)
+@pytest.mark.parametrize(("batch", "positions", "channels", "chunk", "resets", "has_initial", "dtype"), CASES)
 @pytest.mark.usefixtures("guarded_memory")
-def test_kernels(batch, positions, channels, chunk, varies, resets, has_initial, dtype, device):
+def test_kernels(batch, positions, channels, chunk, resets, has_initial, dtype, device):
     inputs = [
         draw(batch, positions, 2 * channels, dtype=dtype, device=device),
-        *eigenvalues(batch, positions, channels, varies, dtype=FP32, device=device),
+        *eigenvalues(channels, dtype=FP32, device=device),
         draw(batch, 2 * channels, device=device, seed=8) if has_initial else None,
     ]
     begins = beginnings(batch, positions, chunk or 16).to(device) if resets else None
@@ -232,7 +218,7 @@ def test_kernels_with_a_gate(batch, positions, channels, chunk, resets, dtype, d
         return torch.nn.functional.silu(gate) * scan(x, log_decay, phase, begins_BT=begins, path="reference")[0]
 
     both = draw(batch, positions, 4 * channels, dtype=dtype, device=device)
-    inputs = [both, *eigenvalues(batch, positions, channels, dtype=FP32, device=device)]
+    inputs = [both, *eigenvalues(channels, dtype=FP32, device=device)]
     fast = functools.partial(gated_scan, begins_BT=begins, chunk=chunk)
     compare(fast, slow, inputs, dtype=dtype, slack=2.0 if positions < 100 else 5.0)
 
@@ -242,7 +228,7 @@ def test_kernels_with_a_gate(batch, positions, channels, chunk, resets, dtype, d
 def test_kernels_that_carry_over_more_chunks_than_fit_at_once(device, monkeypatch):
     """And over more programs than are summed in one step."""
     monkeypatch.setattr(kernels_module, "_CARRIED", (2, 2))
-    inputs = [draw(1, 40, 6, device=device), *eigenvalues(1, 40, 3, dtype=FP32, device=device, horizon=200.0)]
+    inputs = [draw(1, 40, 6, device=device), *eigenvalues(3, dtype=FP32, device=device, horizon=200.0)]
     compare(*by_kernels(None, 8), [*inputs, draw(1, 6, device=device, seed=8)], dtype=FP32, slack=2.0)
     sums = draw(64 * 5, 2, 3, device=device).detach()
     assert_near(kernels_module._total(sums), sums.double().sum(0), FP32, "sums")
@@ -252,7 +238,7 @@ def test_kernels_that_carry_over_more_chunks_than_fit_at_once(device, monkeypatc
 @pytest.mark.usefixtures("guarded_memory")
 def test_kernels_take_views_and_either_result_alone(device):
     wide = draw(2, 9, 20, device=device).detach()
-    log_decay, phase = eigenvalues(2, 9, 3, dtype=FP32, device=device)
+    log_decay, phase = eigenvalues(3, dtype=FP32, device=device)
     inputs = [wide[..., 4:10].requires_grad_(), log_decay, phase]
     exact = [value.detach().double().requires_grad_() for value in inputs]
     results = scan(*inputs, path="triton")
@@ -266,7 +252,7 @@ def test_kernels_take_views_and_either_result_alone(device):
 
 @on_every_device
 def test_kernels_keep_documents_apart_to_the_last_bit(device):
-    x, (log_decay, phase) = draw(1, 24, 6, device=device), eigenvalues(1, 24, 3, dtype=FP32, device=device)
+    x, (log_decay, phase) = draw(1, 24, 6, device=device), eigenvalues(3, dtype=FP32, device=device)
     begins = torch.zeros(1, 24, dtype=torch.bool, device=device)
     begins[0, [5, 16]] = True
     h, _ = scan(x, log_decay, phase, begins_BT=begins, path="triton", chunk=8)
@@ -303,12 +289,11 @@ def test_sizes_fill_a_large_card(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("varies", [FIXED, DECAY_VARIES])
 @pytest.mark.parametrize("resets", [False, True])
-def test_kernels_over_32768_positions(dtype, varies, resets):
+def test_kernels_over_32768_positions(dtype, resets):
     batch, positions, channels = 2, 32768, 128
     x = draw(batch, positions, 2 * channels, dtype=dtype, device="cuda")
-    inputs = [x, *eigenvalues(batch, positions, channels, varies, dtype=FP32, device="cuda", horizon=32768.0)]
+    inputs = [x, *eigenvalues(channels, dtype=FP32, device="cuda", horizon=32768.0)]
     begins = None
     if resets:
         begins = torch.rand(batch, positions, generator=torch.Generator().manual_seed(1)).to("cuda") < 1e-3
@@ -324,7 +309,7 @@ def test_kernels_over_32768_positions(dtype, varies, resets):
 
 
 FAST = Execution(scan="triton")
-ALL = {"modulation": 1.0, "convolution": 4, "scales": (1, 4)}
+SCALES = {"scales": (1, 4)}
 
 
 def mixers(context: int, more: dict) -> tuple[Eigenstate, Eigenstate]:
@@ -347,7 +332,7 @@ def apart(mine: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("more", [{}, ALL])
+@pytest.mark.parametrize("more", [{}, SCALES])
 def test_the_mixer_over_32768_tokens_in_bf16(more):
     mixer, exact = mixers(32768, more)
     x = draw(1, 32768, 64, device="cuda").detach()
@@ -365,7 +350,7 @@ def test_the_mixer_over_32768_tokens_in_bf16(more):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("more", [{}, ALL])
+@pytest.mark.parametrize("more", [{}, SCALES])
 def test_the_mixer_on_a_gpu(more):
     mixer, exact = mixers(1024, more)
     x = draw(2, 700, 64, device="cuda").detach()
@@ -390,7 +375,7 @@ def test_the_mixer_on_a_gpu(more):
 
 @pytest.mark.gpu
 def test_kernels_after_a_prompt_go_on_where_it_ended():
-    x, (log_decay, phase) = draw(2, 3000, 64, device="cuda"), eigenvalues(2, 3000, 32, dtype=FP32, device="cuda")
+    x, (log_decay, phase) = draw(2, 3000, 64, device="cuda"), eigenvalues(32, dtype=FP32, device="cuda")
     whole, last = scan(x, log_decay, phase, path="triton")
     first, state = scan(x[:, :1234], log_decay, phase, path="triton")
     second, end = scan(x[:, 1234:], log_decay, phase, initial_BC=state, path="triton")

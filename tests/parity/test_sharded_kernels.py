@@ -74,7 +74,7 @@ def sharded(model: dict, how: dict) -> tuple[list[float], dict[str, Tensor]]:
     from flatout.parallel.sharding import Sharding
 
     as_in_tests()
-    with joined(launch(), "cpu", join=60, timeout=60) as world:
+    with joined(launch(), "cpu", timeout=60) as world:
         assert isinstance(world, Ranks)
         made = built(model, {**how, "sharded": True})
         groups = [[*made.blocks], *([] if made.config.tied else [[made.embedding], [made.head]])]
@@ -95,7 +95,7 @@ def sharded(model: dict, how: dict) -> tuple[list[float], dict[str, Tensor]]:
     [
         pytest.param({"family": "gpt2"}, {"loss": "fused", "loss_chunk": 7, "pad_vocab": 8}, marks=pytest.mark.slow),
         pytest.param(
-            {"norm_weights": False, "embedding_norm": True, "qk_norm": 1.2, "zero_init": True},
+            {"norm": "plain-rmsnorm", "embedding_norm": True, "qk_norm": 1.2, "zero_init": True},
             {"loss": "fused"},
             marks=pytest.mark.slow,
         ),

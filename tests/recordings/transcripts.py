@@ -275,7 +275,6 @@ optim: {optimizer: adamw, learning_rate: 4e-3, embedding_rate: null, head_rate: 
 train: {steps: 2, batch_tokens: 64}
 eval: {every: 0, tokens: 512, sample_tokens: 8}
 checkpoint: {every: 0}
-output: {plots: false}
 speed: {device: cpu}
 """
 TUNING = """\
@@ -285,7 +284,6 @@ chat: {source: rows.jsonl}
 lora: {rank: 2}
 train: {steps: 1, epochs: null}
 eval: {sample_tokens: 4}
-output: {plots: false}
 speed: {device: cpu}
 """
 ROWS = [f'{{"instruction": "What is {n} and one?", "output": "It is {n + 1}."}}\n' for n in range(20)]

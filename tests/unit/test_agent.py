@@ -24,7 +24,7 @@ from flatout.agent.workers import Place
 from flatout.checkpoints.checkpoint_files import CHECKPOINT_FILES
 from flatout.config.load import load_config
 from flatout.errors import HardwareError, UsageError, UserError
-from flatout.launch import Attempt, launch
+from flatout.launch import Attempt, Launch, launch
 from flatout.pulse import Pulse, Slots, State, pulse, stack_of
 from flatout.verbs import launching
 
@@ -151,7 +151,7 @@ def test_a_host_does_not_wait_for_ever_where_something_silent_listens(stopping: 
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         monkeypatch.setattr(many_hosts, "_CONNECT", 0.2)
-        hosts = ManyHosts(1, 2, 1, listening.getsockname(), join=600 if stopping else 0.3, patience=0.3)
+        hosts = ManyHosts(1, 2, 1, listening.getsockname(), patience=600 if stopping else 0.3)
         with pytest.raises(UsageError, match=r"cannot reach host 0 at .* does not answer") as raised:
             hosts.meet(Left(), lambda: stopping).__enter__()
         assert "--node-rank 0" in raised.value.hint
@@ -259,7 +259,7 @@ def two_hosts() -> list[ManyHosts]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         place = "127.0.0.1", found.getsockname()[1]
-    return [ManyHosts(1, 2, rank, place, 30.0, 30.0) for rank in (0, 1)]
+    return [ManyHosts(1, 2, rank, place, 30.0) for rank in (0, 1)]
 
 
 def met(hosts: Sequence[ManyHosts]) -> list[Place]:
@@ -308,6 +308,11 @@ def test_host_0_may_be_lost_while_hosts_come_together(monkeypatch):
         assert [place.first for place in [*met([first]), *came.result()]] == [0, 1]
 
 
+def test_other_hosts_have_the_whole_timeout_to_come_and_a_minute_at_least():
+    one, two = Launch(0, 8, 0, 8), Launch(0, 16, 0, 8)
+    assert [one.patience(3.0), one.patience(600.0), two.patience(3.0), two.patience(600.0)] == [60, 60, 60, 600]
+
+
 def options(**given: Any) -> argparse.Namespace:
     return argparse.Namespace(**{"gpus": 8, "nodes": None, "node_rank": None, "meet": None, **given})
 
@@ -319,13 +324,10 @@ def test_srun_says_which_hosts_there_are(monkeypatch: pytest.MonkeyPatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    hosts = launching._hosts(options())(25.0, 600.0)
+    hosts = launching._hosts(options())(600.0)
     assert isinstance(hosts, ManyHosts)
     assert (hosts._nodes, hosts._rank, hosts._meet) == (2, 1, ("gpu03", 20077))
-    assert (hosts._join, hosts._patience) == (25.0, 600.0)
-    hasty = launching._hosts(options())(25.0, 3.0)
-    assert isinstance(hasty, ManyHosts)
-    assert hasty._patience == 25.0, "after a failure there is at least as much time as at the start"
+    assert hosts._patience == 600.0
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
     with pytest.raises(UsageError, match="16 tasks on 2 hosts"):
         launching._hosts(options())
@@ -347,7 +349,7 @@ def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(many_hosts, "_ANSWER", 0.1)  # there is nobody who has to read why
     first, _ = two_hosts()
-    first._nodes, first._join = 3, 0.1
+    first._nodes, first._patience = 3, 0.1
     with (
         pytest.raises(UserError, match=r"1 of 3 hosts came within 0\.1 s: host 1, 2 did not"),
         first.meet(Left(), lambda: False),
@@ -357,4 +359,4 @@ def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch):
 
 def test_one_host_of_one_needs_no_place_to_meet():
     """The same command serves any number of hosts."""
-    assert isinstance(launching._hosts(options(nodes=1, node_rank=0, meet="here:29500"))(25.0, 600.0), OneHost)
+    assert isinstance(launching._hosts(options(nodes=1, node_rank=0, meet="here:29500"))(600.0), OneHost)

@@ -11,19 +11,27 @@ from flatout.corpus.sources import find_files
 from flatout.data.conversations import Conversation, choose_reading, conversation_of
 from flatout.errors import ConfigError, DataError
 
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+GOOD = {
+    "messages": {"messages": [USER, ANSWER]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "Hi"}]},
+    "alpaca": {"instruction": "Hi", "output": "Hello"},
+    "prompt-completion": {"prompt": "Hi", "completion": "Hello"},
+    "text": {"text": "Hi"},
+}
 
-def read(value: object, format: str = "auto", **fields: str) -> Conversation | Problem:
+
+def read(value: object, beside: str | None = None, **fields: str) -> Conversation | Problem:
+    """What becomes of a row, alone or `beside` a good one of a format."""
     row = Row(value, "line 1")
-    return conversation_of(row, choose_reading(format, fields, [row], "rows.jsonl"), "rows.jsonl")
+    first = [row] if beside is None else [Row(GOOD[beside], "line 0"), row]
+    return conversation_of(row, choose_reading(fields, first, "rows.jsonl"), "rows.jsonl")
 
 
-def turns(value: object, format: str = "auto", **fields: str) -> list[tuple[str, str]]:
-    result = read(value, format, **fields)
+def turns(value: object, **fields: str) -> list[tuple[str, str]]:
+    result = read(value, **fields)
     assert isinstance(result, Conversation), result
     return [(message["role"], message["content"]) for message in result.messages]
-
-
-USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +50,7 @@ USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content
     ],
 )
 def test_formats_are_detected_and_the_reason_is_told(row: dict, format: str, columns: str):
-    reading = choose_reading("auto", {}, [Row("damaged", "line 1"), Row(row, "line 2")], "rows.jsonl")
+    reading = choose_reading({}, [Row("damaged", "line 1"), Row(row, "line 2")], "rows.jsonl")
     assert reading.format == format
     assert columns in reading.why
 
@@ -51,9 +59,13 @@ def test_mapped_fields_decide_the_format():
     row = {"q": "Hi", "a": "Hello", "text": "other"}
     assert turns(row, prompt="q", completion="a") == [("user", "Hi"), ("assistant", "Hello")]
     assert turns({"x": [{"who": "user", "said": "Hi"}]}, messages="x", role="who", content="said") == [("user", "Hi")]
-    assert turns(
-        {"turns": [{"speaker": "gpt", "value": "Hi"}]}, "sharegpt", conversations="turns", **{"from": "speaker"}
-    )
+    assert turns({"turns": [{"speaker": "gpt", "value": "Hi"}]}, conversations="turns", **{"from": "speaker"})
+
+
+@pytest.mark.parametrize("wanted", GOOD)
+def test_columns_that_are_named_are_read_whatever_else_there_is(wanted: str):
+    row = {name: value for good in GOOD.values() for name, value in good.items()}
+    assert choose_reading({name: name for name in GOOD[wanted]}, [Row(row, "line 1")], "rows.jsonl").format == wanted
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function", "ipython"])
@@ -214,15 +226,11 @@ def test_bad_rows(row: object, format: str, kind: str, words: str):
     assert (problem.file, problem.place, problem.records) == ("rows.jsonl", "line 1", 1)
 
 
-def test_wrong_formats_and_fields_are_config_errors():
-    with pytest.raises(ConfigError, match="no format 'chatgpt'"):
-        choose_reading("chatgpt", {}, [], "rows.jsonl")
+def test_wrong_fields_are_config_errors():
     with pytest.raises(ConfigError, match=r"no format has a field 'promt'.*did you mean 'prompt'"):
-        choose_reading("auto", {"promt": "x"}, [], "rows.jsonl")
-    with pytest.raises(ConfigError, match="text has no field 'prompt'"):
-        choose_reading("text", {"prompt": "x"}, [], "rows.jsonl")
+        choose_reading({"promt": "x"}, [], "rows.jsonl")
     with pytest.raises(ConfigError, match="mapped to ''"):
-        choose_reading("text", {"text": ""}, [], "rows.jsonl")
+        choose_reading({"text": ""}, [], "rows.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -242,9 +250,9 @@ def test_rows_with_the_columns_of_a_format_are_told_what_is_wrong_in_them(row: d
 
 def test_rows_that_fit_nothing_are_told_with_their_columns():
     with pytest.raises(DataError, match="fit no format; the first has title, body"):
-        choose_reading("auto", {}, [Row({"title": "a", "body": "b"}, "line 1")], "rows.jsonl")
+        choose_reading({}, [Row({"title": "a", "body": "b"}, "line 1")], "rows.jsonl")
     with pytest.raises(DataError, match="a text instead of an object"):
-        choose_reading("auto", {}, [Row("a", "line 1")], "rows.jsonl")
+        choose_reading({}, [Row("a", "line 1")], "rows.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +265,7 @@ def test_rows_that_fit_nothing_are_told_with_their_columns():
 )
 def test_a_column_that_is_not_there_is_told(row: dict, fields: dict, words: str):
     with pytest.raises(DataError, match=f"no column {words}"):
-        choose_reading("auto", fields, [Row(row, "line 1")], "rows.jsonl")
+        choose_reading(fields, [Row(row, "line 1")], "rows.jsonl")
 
 
 # Files.

@@ -70,9 +70,9 @@ def test_actions_have_words_of_their_own(complete):
 
 def test_values_of_settings(complete):
     # Readline cuts a word at its equals sign.
-    assert complete("train", "model.norm", "=") == ["rmsnorm", "layernorm"]
+    assert complete("train", "model.norm", "=") == ["rmsnorm", "layernorm", "plain-rmsnorm"]
     assert complete("train", "model.norm", "=", "la") == ["layernorm"]
-    assert complete("train", "checkpoint.best", "=", "") == ["true", "false"]
+    assert complete("train", "data.streaming", "=", "") == ["true", "false"]
     assert complete("train", "data.source", "=", "scr") == ["script"]
     assert complete("train", "train.steps", "=", "") == []
 

@@ -481,7 +481,7 @@ def test_refused_lists(override: str, message: str, hint: str) -> None:
         ("optim.clip=.inf", "optim.clip is inf, but it must be a finite number", "gradient norm"),
         ("model.bias=yes", "model.bias is 'yes', but it must be true or false", "Allowed: true or false."),
         ("model.bias=null", "model.bias is null, but it must be true or false", "Allowed: true or false."),
-        ("model.norm=rmsnrom", "it must be one of rmsnorm, layernorm", "Did you mean rmsnorm?"),
+        ("model.norm=rmsnrom", "it must be one of rmsnorm, layernorm, plain-rmsnorm", "Did you mean rmsnorm?"),
         ("output.name=12", "output.name is 12, but it must be text", "double quotes"),
         ("output.name=a b", "output.name is 'a b', but it must be up to 100 letters, digits", "Name of the run"),
         ("train.tokens=1.5", "train.tokens is 1.5, but it must be a whole number", "or null."),
@@ -983,6 +983,18 @@ def test_what_became_constant_is_read_where_it_has_that_value_and_refused_otherw
             load_config("shakespeare", [f"{path}=12345.5"])
 
 
+def test_what_a_run_has_stored_may_say_anything_that_changes_nothing_it_learns(tmp_path: Path):
+    for section, name in (path.split(".") for path in former.HARMLESS):
+        assert former.as_now({section: {name: 12345.5}}) == {section: {}}
+        config = tmp_path / name / "config.yaml"
+        config.parent.mkdir()
+        config.write_text(f"train: {{steps: 1}}\n{section}: {{{name}: 12345.5}}\n", encoding="utf-8")
+        with pytest.raises(ConfigError, match=f"{section}.{name} is no setting any more"):
+            load_config(config)
+        config.with_name("metrics.jsonl").touch()  # now it is a run's
+        assert load_config(config).config.train.steps == 1
+
+
 @pytest.mark.parametrize(
     ("section", "former_values", "values"),
     [
@@ -994,9 +1006,15 @@ def test_what_became_constant_is_read_where_it_has_that_value_and_refused_otherw
         ("optim", "{beta1: 0.8, beta2: 0.99}", {"betas": [0.8, 0.99]}),
         ("data", "{val_source: null, val_fraction: 0.2}", {"validation": 0.2}),
         ("data", "{val_source: a.txt, val_fraction: 0.2}", {"validation": "a.txt"}),
+        ("chat", "{format: auto, fields: [prompt=q]}", {"fields": ["prompt=q"]}),
+        ("chat", "{format: text}", {"fields": ["text=text"]}),
+        ("chat", "{format: alpaca, fields: [output=a]}", {"fields": ["output=a", "instruction=instruction"]}),
         ("data", "{packing: concat, reshuffle: true}", {"packing": "reshuffle"}),
         ("data", "{packing: best_fit, reshuffle: false}", {"packing": "best_fit"}),
         ("data", "{source: [{path: a, field: null, document_start: null}]}", {"source": [SourceConfig(path="a")]}),
+        ("model", "{norm: rmsnorm, norm_weights: false}", {"norm": "plain-rmsnorm"}),
+        ("model", "{norm: rmsnorm, norm_weights: true}", {"norm": "rmsnorm"}),
+        ("model", "{norm: layernorm, norm_weights: true}", {"norm": "layernorm"}),
         ("model", "{qk_norm: true, qk_scale: 1.2}", {"qk_norm": 1.2}),
         ("model", "{qk_norm: true, qk_scale: 1.0}", {"qk_norm": True}),
         ("model", "{zero_init: true, tied: false, width: 384, embedding_std: 1.0}", {"zero_init": True}),
@@ -1022,6 +1040,8 @@ def test_what_is_said_by_another_setting_now_is_read(
     [
         ("data.reshuffle: false", "data.packing=reshuffle"),
         ("optim.normuon: false", "optim.optimizer=normuon"),
+        ("model.norm_weights: true", "model.norm=rmsnorm, or plain-rmsnorm"),
+        ("chat.format: openai", r"chat.fields=\[messages=messages\]"),
         ("clean.quality: true", r"clean.drop=\[quality\]"),
         ("clean.near_duplicates: 0.7", r"clean.drop=\[near_duplicates\]"),
         ("optim.beta1: 0.9", r"optim\.betas=\[0\.9, 0\.95\]"),

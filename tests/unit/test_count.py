@@ -45,9 +45,8 @@ VARIANTS = [
     {"value_tables": 1, "head_gate": True, "kv_heads": 2, "bigram_rows": 50, "first_mix": True},
     {"pattern": "E", "states": 24, "bias": True},
     {"pattern": "EEA", "states": 40, "scales": [1, 4]},
-    {"pattern": "EAE", "states": 16, "modulation": 0.1, "convolution": 4},
-    {"norm_weights": False, "qk_norm": 1.2, "embedding_norm": True, "tied": False, "mlp": "relu2"},
-    {"norm_weights": False, "norm": "layernorm", "bias": True, "qk_norm": False, "mlp": "gelu"},
+    {"norm": "plain-rmsnorm", "qk_norm": 1.2, "embedding_norm": True, "tied": False, "mlp": "relu2"},
+    {"norm": "plain-rmsnorm", "bias": True, "qk_norm": False, "mlp": "gelu"},
 ]
 
 

@@ -16,15 +16,8 @@ WIDTH, STATES, CONTEXT = 12, 16, 64
 VARIANTS = {
     "plain": {},
     "bias": {"bias": True},
-    "modulation": {"modulation": 1.5},
-    "convolution": {"convolution": 4},
     "scales": {"scales": (1, 2, 4, 8)},
-    "all": {
-        "modulation": 0.5,
-        "convolution": 3,
-        "scales": (4, 1),
-        "bias": True,
-    },
+    "all": {"scales": (4, 1), "bias": True},
 }
 # Triton's interpreter computes masked lanes too, and numpy tells of every infinity in them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -55,36 +48,20 @@ def inputs(batch: int = 2, positions: int = 21, *, dtype: torch.dtype = torch.fl
 def written_out(mixer: Eigenstate, x_TW: Tensor) -> Tensor:
     """The mixer on one document, position by position, from the formulas and with no function of ours."""
     shape = mixer.config
-    per_head, per_scale = shape.states // shape.state_heads, shape.states // max(1, len(shape.scales))
+    per_scale = shape.states // max(1, len(shape.scales))
     ring = torch.exp(-torch.exp(mixer.decay_K))
     angle = mixer.angle_K + mixer.detuning_K * torch.exp(mixer.decay_K)
     weight_re, weight_im, gate_re, gate_im = mixer.inward.weight.chunk(4)
-    raw = [torch.complex(weight_re @ x, weight_im @ x) for x in x_TW]
+    gamma = torch.sqrt(1 - ring**2)
     state = torch.zeros(shape.states, dtype=torch.complex128)
     seen, rows = [], []
-    for t, x in enumerate(x_TW):
-        magnitude = ring
-        if mixer.modulate is not None:
-            rate = torch.exp(shape.modulation * torch.tanh(mixer.modulate.weight @ x + mixer.modulate.bias))
-            magnitude = torch.stack([ring[k] ** rate[k // per_head] for k in range(shape.states)])
-        gamma = torch.sqrt(1 - magnitude**2)
-        # A filter sees inputs as they were scaled in their own time, unless the scale depends on the input.
-        scaled = raw[t] if mixer.modulate is not None else gamma * raw[t]
-        if mixer.taps_SC is not None:
-            taps_re, taps_im = mixer.taps_SC.chunk(2, dim=-1)
-            earlier = [raw[s] if mixer.modulate is not None else gamma * raw[s] for s in range(t + 1)]
-            lags = range(min(t + 1, shape.convolution))
-            scaled = sum(
-                torch.complex(taps_re[lag] * earlier[t - lag].real, taps_im[lag] * earlier[t - lag].imag)
-                for lag in lags
-            )
+    for x in x_TW:
+        scaled = gamma * torch.complex(weight_re @ x, weight_im @ x)
         seen.append(scaled)
         if shape.scales:
             means = [torch.stack(seen[-shape.scales[k // per_scale] :]).mean(0)[k] for k in range(shape.states)]
             scaled = torch.stack(means)
-        if mixer.modulate is not None:
-            scaled = gamma * scaled
-        state = torch.polar(magnitude, angle) * state + scaled
+        state = torch.polar(ring, angle) * state + scaled
         read = state
         if mixer.scale_weights is not None:
             weights = len(shape.scales) * torch.softmax(mixer.scale_weights, dim=0)
@@ -344,15 +321,15 @@ def test_means_over_many_positions_are_added_up_in_fp32():
     mixer = made("plain", dtype=torch.float32, scales=(512,), context=1024)
     x = 1.0 + 0.1 * torch.randn(1, 600, 2 * STATES, generator=torch.Generator().manual_seed(0))
     x = x.to(torch.bfloat16)
-    mean = mixer._filtered(x, None, None, None)
+    mean = mixer._averaged(x, None, None, None)
     assert mean.dtype == torch.bfloat16
     torch.testing.assert_close(mean[0, -1].double(), x[0, -512:].double().mean(0), rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("positions", [4, 16])
-def test_a_filter_keeps_no_copy_for_every_position(positions):
-    """Nor do documents make it: for backward there are views of the inputs, and masks."""
-    mixer = made("plain", dtype=torch.float32, convolution=positions, context=256)
+def test_means_keep_no_copy_for_every_position(positions):
+    """Nor do documents make it: for backward there are masks."""
+    mixer = made("plain", dtype=torch.float32, scales=(positions,), context=256)
     x = torch.randn(1, 200, 2 * STATES, requires_grad=True)
     kept: dict[int, int] = {}
 
@@ -361,6 +338,6 @@ def test_a_filter_keeps_no_copy_for_every_position(positions):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        mixer._filtered(x, None, None, lay_out(np.arange(200, dtype=np.int32)[None] // 70, None, torch.device("cpu")))
-    assert mixer.taps_SC is not None
-    assert sum(kept.values()) < 2.5 * x.nbytes + mixer.taps_SC.nbytes + 200 * positions
+        mixer._averaged(x, None, None, lay_out(np.arange(200, dtype=np.int32)[None] // 70, None, torch.device("cpu")))
+    assert kept
+    assert sum(kept.values()) < 0.5 * x.nbytes + 200 * positions

@@ -316,16 +316,6 @@ def test_the_report_tells_layers_and_curves(tmp_path: Path):
     assert run["curves"]["period_middle"]["v"]
 
 
-def test_modulation_is_named_because_horizons_then_vary(tmp_path: Path):
-    def note(**model: Any) -> str:
-        records = [info_of(tmp_path, config={"model": model}), eigenstates_of(0)]
-        return report_data([read_history(write_run(tmp_path / "run", records))])["runs"][0]["eigenstates"]["note"]
-
-    assert "up to 1.22 times" in note(modulation=0.2)
-    assert "times as long" not in note(modulation=0.0)
-    assert "times as long" not in note(modulation="<b>")
-
-
 def test_text_in_the_place_of_numbers_does_not_reach_the_page(tmp_path: Path):
     row = rows_of(eigenstates_of(0))[0]
     row["layers"][0] |= {"layer": "<img src=x>", "states": "<svg>"}

@@ -22,6 +22,7 @@ NOWHERE = ("data.source=null", "data.folder=nowhere", "data.tokenizer=bytes")
 def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
     """The loop's conditions, step by step, where every evaluation is the best so far."""
     sequences = config.train.batch_tokens // config.model.context
+    best = config.checkpoint.every != 0 or config.eval.patience > 0
     evaluations = samples = saves = 0
     for step in range(1, steps + 1):
         ending = step == steps
@@ -31,7 +32,7 @@ def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
         every = config.checkpoint.epochs
         span = (windows or 1) * every
         whole = bool(epoch and every) and step * sequences // span > (step - 1) * sequences // span
-        saving = ending or whole or is_due(step, config.checkpoint.steps) or (evaluating and config.checkpoint.best)
+        saving = ending or whole or is_due(step, config.checkpoint.steps) or (evaluating and best)
         evaluations += evaluating
         samples += sampling and config.eval.sample_tokens > 0
         saves += saving
@@ -45,12 +46,13 @@ def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
         ["eval.every=7", "checkpoint.every=5"],
         ["eval.every=0", "checkpoint.every=0"],
         ["eval.every=6", "checkpoint.every=4", "eval.sample_every=9"],
-        ["eval.every=10", "checkpoint.every=5", "checkpoint.best=false", "eval.sample_tokens=0"],
+        ["eval.every=10", "checkpoint.every=0", "eval.sample_tokens=0"],
         ["eval.every=1 epoch", "checkpoint.every=9", "eval.sample_every=3"],
-        ["eval.every=1 epoch", "checkpoint.best=false", "checkpoint.every=11"],
+        ["eval.every=1 epoch", "checkpoint.every=0"],
+        ["eval.every=3", "eval.patience=500", "checkpoint.every=0"],
         ["eval.every=1", "checkpoint.every=1"],
         ["eval.every=0", "checkpoint.every=2 epochs"],
-        ["eval.every=9", "checkpoint.every=1 epoch", "checkpoint.best=false"],
+        ["eval.every=9", "checkpoint.every=1 epoch"],
     ],
 )
 @pytest.mark.parametrize(("steps", "windows"), [(100, 131), (99, 40), (1, 7), (0, 7), (57, None)])
@@ -112,11 +114,11 @@ def test_an_estimate_adds_up_what_was_timed(tiny, monkeypatch: pytest.MonkeyPatc
     assert not own[context, size].fits
     assert own[context, 2 * size].bytes > own[context, size].bytes < own[2 * context, size].bytes
     told = "\n".join(found.notes)
-    assert ("eval.patience" in told, "checkpoint.best" in told, "streamed" in told) == (True, True, False)
+    assert ("eval.patience" in told, "the best checkpoint is kept" in told, "streamed" in told) == (True, True, False)
 
 
 def test_an_estimate_without_a_probe_tells_no_time(tiny):
-    found = estimate(tiny("checkpoint.best=false", "checkpoint.every=40", "checkpoint.keep=3"), probe=False, price=1.0)
+    found = estimate(tiny("checkpoint.every=0", "checkpoint.keep=3"), probe=False, price=1.0)
     assert (found.parts, found.seconds.value, found.cost.value, found.spread) == ((), None, None, None)
     for figure in (found.seconds, found.cost, found.watts, found.kilowatt_hours, found.tokens_per_second, found.mfu):
         assert (figure.how, figure.value) == ("not told", None)

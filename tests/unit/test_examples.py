@@ -93,14 +93,14 @@ def test_slurm_starts_an_agent_on_each_host_that_resumes(
     (srun,) = said(tmp_path)
     train = understood(srun[1:], monkeypatch)
     assert (train.gpus, train.nodes, train.resume, train.config) == (8, None, "auto", "gpt2-124m")
-    assert train.overrides == ["parallel.join=300", "output.folder=runs/my-run", "data.folder=/a b"]
+    assert train.overrides == ["output.folder=runs/my-run", "data.folder=/a b"]
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "1"}
     step |= {"SLURM_STEP_NODELIST": "node[3-4]", "SLURM_JOB_ID": "123456"}
     for name, value in step.items():
         monkeypatch.setenv(name, value)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    hosts = _hosts(train)(1.0, 2.0)
+    hosts = _hosts(train)(1.0)
     assert isinstance(hosts, ManyHosts), "srun says which host is which"
 
 
@@ -135,9 +135,9 @@ def test_skypilot_runs_the_same_command_on_every_host(
         train = understood(said(tmp_path)[-1], monkeypatch)
         assert (train.gpus, train.nodes, train.node_rank) == (8, int(nodes), int(rank))
         assert (train.meet, train.resume, train.config) == ("10.0.0.1:29500", "auto", "gpt2-124m")
-        words = ["parallel.join=300", "output.folder=/shared/runs/my-run", "data.folder=/shared/tokens"]
+        words = ["output.folder=/shared/runs/my-run", "data.folder=/shared/tokens"]
         assert train.overrides == words
-        assert isinstance(_hosts(train)(1.0, 2.0), kind)
+        assert isinstance(_hosts(train)(1.0), kind)
     subprocess.run(["bash", "-nc", task["setup"]], check=True)
 
 

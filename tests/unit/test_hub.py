@@ -455,7 +455,7 @@ def test_a_model_of_another_shape_is_not_filled(tmp_path):
     [
         ({"norm": "layernorm", "mlp": "relu2"}, "model.norm=rmsnorm model.mlp=swiglu"),
         ({"positions": "learned", "residual_scale": 0.1}, "model.positions=rope model.residual_scale=null"),
-        ({"logit_cap": 30.0, "norm_weights": False, "qk_norm": 1.2}, "model.logit_cap=null"),
+        ({"logit_cap": 30.0, "norm": "plain-rmsnorm", "qk_norm": 1.2}, "model.logit_cap=null"),
         ({"embedding_norm": True}, "model.embedding_norm=false"),  # tied, as it comes
         ({"bias": True}, "model.qk_norm=false"),
         ({"qkv_bias": True}, "model.qk_norm=false"),
@@ -470,8 +470,7 @@ def test_what_transformers_lacks_is_not_exported_and_what_it_has_is_named(change
         export_huggingface(model, tmp_path / "out")
     free = (
         "head_size",
-        "norm_weights",
-        *(["qk_norm"] if changes.get("qk_norm") else []),
+        *(["qk_norm", "norm"] if changes.get("qk_norm") else []),
     )  # exported as they are, or by the weights
     named = [f"model.{name}={format_value(value)}" for name, value in changes.items() if name not in free]
     assert all(word in error.value.message for word in named)

@@ -245,7 +245,7 @@ def test_the_steps_are_those_of_training_with_these_rates(tiny):
 
 def test_with_muon_all_rates_rise_in_the_ratios_of_the_config(tiny):
     """The rates are Muon's, also where a model without weights in its norms has nothing for `learning_rate`."""
-    words = ["optim.optimizer=muon", "optim.learning_rate=1e-3", "optim.embedding_rate=0.1", "model.norm_weights=false"]
+    words = ["optim.optimizer=muon", "optim.learning_rate=1e-3", "optim.embedding_rate=0.1", "model.norm=plain-rmsnorm"]
     run = set_up(tiny(*words, "model.tied=false"))
     assert [group.rule.name for group in run.step.optimizer.groups] == ["matrices", "embedding", "head"]
     with untouched(run):

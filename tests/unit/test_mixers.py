@@ -28,15 +28,15 @@ from tests.made_optimizers import made_optimizers
 
 VOCAB = 50
 SHAPE = {"layers": 3, "width": 32, "heads": 2, "context": 40, "window": 5, "states": 8}
-OPTIONS = {"modulation": 0.5, "convolution": 3, "scales": [1, 4]}
+SCALES = {"scales": [1, 4]}
 MODELS = {
     "A": {"pattern": "A"},
     "W": {"pattern": "W"},
     "E": {"pattern": "E"},
     "EA": {"pattern": "EA"},
     "WEA": {"pattern": "WEA", "mlp": "relu2", "norm": "layernorm", "bias": True},
-    "E with all": {"pattern": "E", **OPTIONS},
-    "EWA with all": {"pattern": "EWA", "positions": "learned", **OPTIONS},
+    "E with scales": {"pattern": "E", **SCALES},
+    "EWA with scales": {"pattern": "EWA", "positions": "learned", **SCALES},
 }
 every_model = pytest.mark.parametrize("model_name", MODELS)
 with_interpreter = [
@@ -211,7 +211,7 @@ def test_no_parameter_is_without_gradient(model_name, packed):
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-@pytest.mark.parametrize("model_name", ["EA", "E with all"])
+@pytest.mark.parametrize("model_name", ["EA", "E with scales"])
 def test_what_is_computed_again_changes_nothing(model_name, checkpointing, offload):
     results = []
     for how in (Execution(), Execution(checkpointing=checkpointing, activation_offload=offload)):
@@ -228,7 +228,7 @@ def test_what_is_computed_again_changes_nothing(model_name, checkpointing, offlo
     [
         pytest.param("EA", False, "none", marks=with_interpreter),
         pytest.param("EA", True, "full", marks=with_interpreter),
-        pytest.param("EWA with all", True, "none", marks=with_interpreter),
+        pytest.param("EWA with scales", True, "none", marks=with_interpreter),
     ],
 )
 def test_our_kernels_equal_torchs_operations(model_name, packed, checkpointing):
@@ -250,7 +250,7 @@ def test_our_kernels_equal_torchs_operations(model_name, packed, checkpointing):
 def test_a_model_with_eigenstates_compiles_in_one_graph(scan):
     results = []
     for compiled in (False, True):
-        config = config_of("E with all" if scan == "chunked" else "EA", context=24, layers=2)
+        config = config_of("E with scales" if scan == "chunked" else "EA", context=24, layers=2)
         model = build_model(config, VOCAB, seed=1, execution=Execution(scan=scan))
         if compiled:
             model.compile(backend="aot_eager", fullgraph=True)
@@ -278,9 +278,6 @@ def test_weights_depend_on_the_seed_alone_and_horizons_are_in_place():
         horizon = -1.0 / mixer.eigenvalues()[0]
         assert horizon.min() >= 4.0 * 0.999
         assert 4096 / 4 < horizon.max() <= 4096 * 1.001
-    taps_SC = build_model(config_of("E with all"), VOCAB).eigenstates[0].taps_SC
-    assert taps_SC is not None
-    assert torch.equal(taps_SC[0], torch.ones(16)), "the filter begins as none"
 
 
 def test_what_follows_from_the_shape_is_in_place_where_weights_are_read():
@@ -311,11 +308,11 @@ def test_a_model_of_states_alone_has_no_table_of_positions():
 
 
 def test_what_is_no_matrix_does_not_decay():
-    model = build_model(config_of("E with all"), VOCAB)
+    model = build_model(config_of("E with scales"), VOCAB)
     matrices = [one for one in trainables(model) if decays(one)]
     assert {one.name.rpartition(".")[2] for one in matrices} == {"weight"}
     spared = {one.name.rpartition(".")[2] for one in trainables(model) if not decays(one)}
-    assert {"decay_K", "detuning_K", "taps_SC", "scale_weights"} <= spared
+    assert {"decay_K", "detuning_K", "scale_weights"} <= spared
     optimizer = made_optimizers(model, OptimConfig(weight_decay=0.5))
     assert sum(len(group.parameters) for group in optimizer.groups) == len(list(model.parameters()))
     decaying = {id(p) for group in optimizer.groups if group.numbers["decay"] for p in group.parameters}
@@ -332,7 +329,6 @@ def test_what_is_no_matrix_does_not_decay():
         ({"scales": [1, 2, 4]}, "do not divide"),
         ({"scales": [0]}, "scales"),
         ({"states": 0}, "states"),
-        ({"modulation": -1.0}, "modulation"),
         ({"pattern": "EX"}, "pattern"),
     ],
 )

@@ -19,7 +19,7 @@ from flatout.model.hub_weights import export_huggingface, folded_weights, own_fi
 from tests.hub_folders import from_huggingface
 
 SHAPE = {"layers": 2, "width": 32, "heads": 4, "context": 16}
-BARE = {"norm_weights": False, "qk_norm": 1.2, "embedding_norm": True, "tied": False}
+BARE = {"norm": "plain-rmsnorm", "qk_norm": 1.2, "embedding_norm": True, "tied": False}
 
 
 def built(**changes) -> GPT:
@@ -31,7 +31,7 @@ def built(**changes) -> GPT:
     [
         ({"zero_init": True}, (".attention.out.weight", ".mlp.out.weight", "embedding.weight")),
         ({"zero_init": True, "tied": False}, (".attention.out.weight", ".mlp.out.weight", "embedding.weight")),
-        ({"norm_weights": False, "qk_norm": 1.2, "embedding_norm": True}, ()),
+        ({"norm": "plain-rmsnorm", "qk_norm": 1.2, "embedding_norm": True}, ()),
     ],
     ids=str,
 )
@@ -46,14 +46,14 @@ def test_a_field_changes_no_weight_but_its_own(changes, others):
         else:
             own = 0.5 / math.sqrt(SHAPE["width"]) if model.config.tied else 1.0
             assert torch.allclose(weight, plain[name] * own / 0.02)
-    gone = {name for name in plain if "norm" in name} if "norm_weights" in changes else set()
+    gone = {name for name in plain if "norm" in name} if "norm" in changes else set()
     assert plain.keys() - changed.keys() == gone
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["family=gpt2", "norm_weights=false"], "family gpt2 fixes norm_weights to true, not false"),
+        (["family=gpt2", "norm=plain-rmsnorm"], "family gpt2 fixes norm to layernorm, not plain-rmsnorm"),
     ],
     ids=str,
 )

@@ -282,7 +282,7 @@ def test_state_of_adamw_is_refused():
 
 @pytest.mark.parametrize("kinds", ["A", "EA"])
 def test_matrices_have_4_bytes_of_state_and_the_rest_8(kinds: str):
-    states = {"pattern": kinds, "states": 16, "modulation": 0.2} if "E" in kinds else {}
+    states = {"pattern": kinds, "states": 16} if "E" in kinds else {}
     shape = ModelConfig.model_validate({**MODEL.model_dump(), **states})
     model = build_model(shape, VOCAB)
     optimizer = Optimizers(rules_of(MUON, 1), trainables(model))
@@ -417,12 +417,12 @@ def taken(model: nn.Module, config: OptimConfig) -> dict[str, list[str]]:
 
 
 def test_muon_takes_the_matrices_of_blocks_and_groups_have_rates_of_their_own():
-    shape = {"layers": 2, "pattern": "EA", "states": 16, "modulation": 0.2, "convolution": 3, "positions": "learned"}
+    shape = {"layers": 2, "pattern": "EA", "states": 16, "positions": "learned"}
     model = build_model(ModelConfig.model_validate({**MODEL.model_dump(), **shape}), VOCAB)
     names = taken(model, MUON)
     inside = {name.partition(".")[2] for name in names["matrices"]}
-    assert inside >= {"0.attention.inward.weight", "0.attention.modulate.weight", "1.attention.qkv.weight"}
-    assert not any("taps" in name or "bias" in name for name in inside), "what must not decay is AdamW's"
+    assert inside >= {"0.attention.inward.weight", "1.attention.qkv.weight"}
+    assert not any("_K" in name or "bias" in name for name in inside), "what must not decay is AdamW's"
     assert names["embedding"] == ["embedding.weight"]
     assert names["head"] == ["head.weight"]
     assert "positions.weight" in names["all that is left"]

@@ -414,7 +414,12 @@ BAD_DATA: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", b"3\n", {}, "fit no format"),
     ("a.jsonl", b'{"title": "a"}\n', {}, "fit no format; the first has title"),
     ("a.jsonl", b'{"prompt": "Hi", "completion": ""}\n', {}, "'completion' is empty"),
-    ("a.jsonl", b'{"prompt": "Hi", "completion": "x"}\n', {"format": "alpaca"}, "lacks the field 'instruction'"),
+    (
+        "a.jsonl",
+        b'{"prompt": "Hi", "completion": "x"}\n',
+        {"fields": {"output": "output"}},
+        "no column 'output', which",
+    ),
     ("a.jsonl", b'{"q": "Hi", "a": "x"}\n', {"fields": {"prompt": "q", "completion": "b"}}, "no column 'b'"),
     ("a.jsonl", b'{"prompt": "Hi", "completion": "\\ud800"}\n', {}, "half of a surrogate"),
     ("a.jsonl", b'{"messages": [{"role": "user", "content": "Hi"}]}\n', {}, "no assistant turn"),
@@ -455,7 +460,6 @@ def test_bad_data_is_one_clear_error(prepare, tmp_path: Path, name: str, content
 
 
 BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
-    ({"format": "chat"}, "no format 'chat'"),
     ({"fields": {"answer": "a"}}, "no format has a field 'answer'"),
     ({"val_fraction": 1.0}, "chat.validation is 1.0"),
     ({"val_fraction": -0.1}, "chat.validation is -0.1"),

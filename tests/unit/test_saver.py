@@ -36,10 +36,10 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a stopped 
 class Beside:
     """A saver into a folder, and what it told."""
 
-    def __init__(self, folder: Path, asked: Any = "on") -> None:
+    def __init__(self, folder: Path) -> None:
         self.notices: list[str] = []
         self.step: Any = SimpleNamespace(copying=None)
-        self.saver = Saver(folder, asked, CPU, self.step, self.notices.append)
+        self.saver = Saver(folder, CPU, self.step, self.notices.append)
 
     def save(self, checkpoint: Checkpoint) -> module.Saved:
         self.saver.begin(checkpoint)
@@ -50,6 +50,11 @@ class Beside:
         assert self.saver.writer is not None
         assert self.saver.writer.pid is not None
         return self.saver.writer.pid
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SMALL", 0)
 
 
 @pytest.fixture
@@ -288,19 +293,19 @@ def saved_at_once(one: Beside, checkpoint: Checkpoint) -> bool:
         one.saver.close()
 
 
-def test_auto_writes_small_checkpoints_at_once_and_says_nothing(tmp_path: Path):
-    one = Beside(tmp_path, "auto")
+def test_small_checkpoints_are_written_at_once_and_nothing_is_said(tmp_path: Path, monkeypatch):
+    monkeypatch.undo()
+    one = Beside(tmp_path)
     assert saved_at_once(one, make(1))
     assert one.notices == []
 
 
-@pytest.mark.parametrize(("asked", "free", "at_once"), [("auto", 2**30, False), ("auto", 2000, True), ("on", 0, False)])
-def test_auto_looks_for_room(tmp_path: Path, monkeypatch, asked, free, at_once):
-    monkeypatch.setattr(module, "SMALL", 0)
+@pytest.mark.parametrize(("free", "at_once"), [(2**30, False), (2000, True)])
+def test_a_copy_leaves_room(tmp_path: Path, monkeypatch, free, at_once):
     monkeypatch.setattr(module, "host_memory", lambda: (free, 2**40))
-    one = Beside(tmp_path, asked)
+    one = Beside(tmp_path)
     assert saved_at_once(one, make(1)) == at_once
-    assert [("checkpoint.asynchronous=on takes it" in told) for told in one.notices] == [True] * at_once
+    assert [("of host memory, and 2.0 KiB are free" in told) for told in one.notices] == [True] * at_once
 
 
 def test_where_there_is_no_memory_a_save_waits_and_says_so(tmp_path: Path, monkeypatch):

@@ -42,22 +42,19 @@ class _SilentError(Exception):
 
 @final
 class ManyHosts(Hosts):
-    """`join` is how many seconds the hosts have to come at the start, `patience` after a failure."""
+    """`patience` is how many seconds the hosts have to come, at the start and after a failure."""
 
-    def __init__(self, gpus: int, nodes: int, rank: int, meet: tuple[str, int], join: float, patience: float) -> None:
-        self._gpus, self._nodes, self._rank, self._meet = gpus, nodes, rank, meet
-        self._join, self._patience = join, max(join, patience)
+    def __init__(self, gpus: int, nodes: int, rank: int, meet: tuple[str, int], patience: float) -> None:
+        self._gpus, self._nodes, self._rank, self._meet, self._patience = gpus, nodes, rank, meet, patience
         self._store: Any = None
         self._name = ""  # of the attempt
         self._names = ["?"] * nodes  # of the hosts
-        self._attempts = 0
         self._failed = threading.Event()
         self.speaks = rank == 0
 
     @contextlib.contextmanager
     def meet(self, left: Left, stopping: Callable[[], bool]) -> Iterator[Met]:
         go = self._come({"left": dataclasses.asdict(left)}, stopping)
-        self._attempts += 1
         counts = go["gpus"]
         place = Place(sum(counts[: self._rank]), self._gpus, sum(counts), *self._meet, agents_store=True)
         left = Left(**go["left"])
@@ -104,7 +101,7 @@ class ManyHosts(Hosts):
 
     def _come(self, what: dict[str, Any], stopping: Callable[[], bool]) -> dict[str, Any]:
         """Waits for all hosts and returns what host 0 has put together."""
-        until, before = time.monotonic() + (self._patience if self._attempts else self._join), self._name
+        until, before = time.monotonic() + self._patience, self._name
         while True:
             self._store = self._connected(until, stopping)
             try:
@@ -201,14 +198,9 @@ class ManyHosts(Hosts):
             alike = len(errors) == self._nodes and all(error == errors[0][1] for _, error in errors)
             go["error"] = [rank, message if alike else f"host {rank} ({go['names'][rank]}): {message}", hint, code]
         elif missing:
-            seconds = self._patience if self._attempts else self._join
-            message = f"{len(here)} of {self._nodes} hosts came within {seconds:g} s: host {', '.join(missing)} did not"
-            go["error"] = [
-                0,
-                message,
-                "give the same command with its --node-rank on each; parallel.join waits longer",
-                2,
-            ]
+            came = f"{len(here)} of {self._nodes} hosts came within {self._patience:g} s"
+            hint = "give the same command with its --node-rank on each; parallel.timeout waits longer"
+            go["error"] = [0, f"{came}: host {', '.join(missing)} did not", hint, 2]
         elif other is not None:
             message = f"host 0 says --nodes {self._nodes}, {other['host']} says --nodes {other['nodes']}"
             go["error"] = [0, message, "give the same --nodes on all hosts", 2]

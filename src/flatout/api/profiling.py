@@ -75,9 +75,8 @@ def _free(out: str | Path | None, loaded: LoadedConfig) -> Path:
 
 
 def _met(found: Launch, loaded: LoadedConfig) -> contextlib.AbstractContextManager[World]:
-    waits = loaded.config.parallel
-    how = {"join": waits.join, "timeout": waits.timeout, "settings": shared_settings(loaded)}
-    return joined(found, loaded.config.speed.device, **how)
+    config = loaded.config
+    return joined(found, config.speed.device, timeout=config.parallel.timeout, settings=shared_settings(loaded))
 
 
 def take_part(loaded: LoadedConfig, world: World | None, *, steps: int | None) -> None:

@@ -180,9 +180,8 @@ def _train(
     asked = config_to_train(config, resume)
     given.check()
     try_threads.cache_clear()  # who uses the cores may have changed since the last run of this process
-    parallel = asked.config.parallel
-    alike = shared_settings(asked)
-    meeting = joined(found, asked.config.speed.device, join=parallel.join, timeout=parallel.timeout, settings=alike)
+    timeout, alike = asked.config.parallel.timeout, shared_settings(asked)
+    meeting = joined(found, asked.config.speed.device, timeout=timeout, settings=alike)
     chosen = None if found is None else found.folder
     with meeting as world, HeldFolder(asked, resume, world, chosen) as folder:
         origin, lock = folder.locked()

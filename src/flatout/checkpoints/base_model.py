@@ -335,7 +335,7 @@ def _gpt2(config: ModelConfig, vocab: int | None, folder: Path) -> Start:
     if found.family != "gpt2":
         raise CheckpointError(
             f"{folder} holds a {description.model_type} model; pretraining starts from GPT-2 or from a run of ours",
-            f"train it on text with `flatout finetune model.init_from={folder} chat.source=FILE chat.format=text`",
+            f"train it on rows of text with `flatout finetune model.init_from={folder} chat.source=FILE`",
         )
     if config.family != "gpt2":
         raise CheckpointError(f"{folder} holds a GPT-2, and the model is of another family", "set model.family=gpt2")

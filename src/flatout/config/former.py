@@ -1,7 +1,8 @@
 """Settings that earlier versions had: constants now, or parts of another one.
 
 A file or a stored config that still has one is read where it says what holds now, so that those of earlier versions
-load. Any other value is refused with what it is now, and on a command line each of them is.
+load. Any other value is refused with what it is now, and on a command line each of them is. What a run has stored may
+say anything of a setting that changes nothing that is learned, so that the run resumes.
 """
 
 import math
@@ -49,9 +50,15 @@ def _embedding_std(model: Written) -> Any:
     return None if not model["zero_init"] else head if model["tied"] else 1.0
 
 
+def _best(saving: Written) -> Any:
+    return saving["every"] != 0 if "every" in saving else REFUSED
+
+
 _MUON = "optim.muon_rate is what Muon needs"
 CONSTANTS: Mapping[str, Constant] = {
-    "model.state_heads": Constant(8, "modulation has 8 groups of states, or as many as divide model.states"),
+    "model.state_heads": Constant(8, "horizons are dealt out to 8 groups of states, or as many as divide model.states"),
+    "model.modulation": Constant(0.0, "states decay alike at every token"),
+    "model.convolution": Constant(0, "states read each token by itself; model.scales has means over several"),
     "model.resonance": Constant(0.0, "states are read as they are"),
     "model.energy": Constant(0.0, "the loss has no term for eigenvalues"),
     "model.embedding_std": Constant(_embedding_std, "it is 0.02, or with model.zero_init 1, for a tied head less"),
@@ -69,11 +76,18 @@ CONSTANTS: Mapping[str, Constant] = {
     "optim.eps": Constant(_by_optimizer(1e-10, 1e-8), "it is 1e-8, beside NorMuon 1e-10"),
     "train.batch_rate_power": Constant(0.5, "rates go with the root of the batch"),
     "eval.epoch_end": Constant(False, "eval.every takes epochs, too, such as `1 epoch`"),
+    "eval.min_delta": Constant(0.0, "eval.patience counts evaluations without a lower loss"),
     "checkpoint.minutes": Constant(0.0, "checkpoint.every takes minutes, too, such as `10 minutes`"),
     "checkpoint.epochs": Constant(0, "checkpoint.every takes epochs, too, such as `2 epochs`"),
+    "checkpoint.asynchronous": Constant("auto", "where memory is free, 64 MiB and more are written beside training"),
+    "checkpoint.best": Constant(_best, "it is kept unless checkpoint.every is 0 and eval.patience 0"),
     "checkpoint.full_disk_wait": Constant(300.0, "a run that ended on a full disk is resumed once there is room"),
+    "parallel.join": Constant(lambda _: 25.0, "hosts have parallel.timeout to come, processes of one host 60 s"),
     "parallel.check_every": Constant(1000, "to compare the weights takes no time that could be seen"),
+    "output.plots": Constant(lambda _: True, "runs of 20 steps and more are drawn, others by `flatout plot`"),
 }
+# These change nothing that is learned.
+HARMLESS = ("eval.min_delta", "checkpoint.asynchronous", "checkpoint.best", "parallel.join", "output.plots")
 
 
 _RULES = {  # by the former name: in `clean.drop`, switched on, switched off
@@ -123,6 +137,23 @@ def _validation(section: str) -> dict[str, Part]:
     }
 
 
+_COLUMNS = {  # by which rows of each format are known
+    "messages": ["messages"],
+    "sharegpt": ["conversations"],
+    "alpaca": ["instruction", "output"],
+    "prompt-completion": ["prompt", "completion"],
+    "text": ["text"],
+}
+
+
+def _fields(format: Any, chat: Written) -> Any:
+    if format not in _COLUMNS:
+        return NOTHING if format == "auto" else REFUSED
+    given = chat.get("fields") or []
+    named = {str(pair).partition("=")[0] for pair in given}
+    return [*given, *(f"{name}={name}" for name in _COLUMNS[format] if name not in named)]
+
+
 def _betas(_: Any, optim: Written) -> Any:
     return [optim["beta1"], optim["beta2"]] if {"beta1", "beta2"} <= optim.keys() else REFUSED
 
@@ -131,12 +162,20 @@ def _qk_norm(scale: Any, model: Written) -> Any:
     return REFUSED if "qk_norm" not in model else scale if model["qk_norm"] and scale != 1.0 else NOTHING
 
 
+def _norm(weights: Any, model: Written) -> Any:
+    if model.get("norm", "layernorm") == "layernorm":  # whose weights are not left out any more
+        return NOTHING if weights and "norm" in model else REFUSED
+    return NOTHING if weights else "plain-rmsnorm"
+
+
 PARTS: Mapping[str, Part] = {
     **{f"clean.{name}": Part("clean.drop", _drop, f"clean.drop=[{rule}]") for name, (rule, *_) in _RULES.items()},
+    "chat.format": Part("chat.fields", _fields, "chat.fields=[messages=messages], [text=text] or other columns"),
     "data.reshuffle": Part("data.packing", _packing, "data.packing=reshuffle"),
     "data.source": Part("data.source", _source, "data.source"),
     **_validation("data"),
     **_validation("chat"),
+    "model.norm_weights": Part("model.norm", _norm, "model.norm=rmsnorm, or plain-rmsnorm for norms without weights"),
     "model.qk_scale": Part("model.qk_norm", _qk_norm, "model.qk_norm=1.2"),
     "optim.beta1": Part("optim.betas", _betas, "optim.betas=[0.9, 0.95]"),
     "optim.beta2": Part("optim.betas", _betas, "optim.betas=[0.9, 0.95]"),
@@ -158,17 +197,17 @@ def refusal(path: str, where: str) -> ConfigError | None:
     return ConfigError(f"{where}: {path} is no setting any more: {always}", f"leave it out: {constant.why}")
 
 
-def section_now(section: str, values: Written) -> dict[str, tuple[Any, str]]:
+def section_now(section: str, values: Written, *, stored: bool = False) -> dict[str, tuple[Any, str]]:
     """A section of a file as this version has it: by path, each value and the name that it stands under there.
 
-    Names that are no fields stay, for whoever reads them to refuse.
+    Names that are no fields stay, for whoever reads them to refuse. `stored`: a run wrote it, not a person.
     """
     found: dict[str, tuple[Any, str]] = {}
     for name in sorted(values, key=lambda name: f"{section}.{name}" in PARTS):  # parts win over the field that has them
         path, value = f"{section}.{name}", values[name]
         if path in CONSTANTS:
             constant = CONSTANTS[path].value
-            if value == (constant(values) if callable(constant) else constant):
+            if (stored and path in HARMLESS) or value == (constant(values) if callable(constant) else constant):
                 continue
         elif path in PARTS:
             there = PARTS[path].value(value, values)
@@ -183,7 +222,10 @@ def section_now(section: str, values: Written) -> dict[str, tuple[Any, str]]:
 def as_now(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A stored config as this version writes it."""
     return {
-        section: {path.removeprefix(f"{section}."): value for path, (value, _) in section_now(section, values).items()}
+        section: {
+            path.removeprefix(f"{section}."): value
+            for path, (value, _) in section_now(section, values, stored=True).items()
+        }
         if isinstance(values, Mapping)
         else values
         for section, values in stored.items()

@@ -174,7 +174,8 @@ def load_config(
 
     values = {key: node for key, node in tree.items() if key not in _FILE_KEYS}
     tunes = _fine_tunes(preset, [*values, *overrides, *settings])
-    own = dict(_settings(values, "file", file_name, extras=_FILE_KEYS, tunes=tunes))
+    stored = path is not None and path.name == "config.yaml" and path.with_name("metrics.jsonl").exists()  # of a run
+    own = dict(_settings(values, "file", file_name, extras=_FILE_KEYS, tunes=tunes, stored=stored))
     above = [_override_layer(overrides, tunes=tunes), python_layer(settings, "keyword", tunes=tunes)]
     where = file_name if path is not None else f"preset {preset}"
     name = path.stem if path is not None else None
@@ -425,6 +426,7 @@ def _settings(
     *,
     extras: tuple[str, ...] = (),
     tunes: bool = False,
+    stored: bool = False,
 ) -> Iterator[tuple[str, Setting]]:
     """The leaves of a parsed file as (path, setting). A file's sources carry line numbers, those of presets do not."""
     for section, node in tree.items():
@@ -444,7 +446,8 @@ def _settings(
                 f"{line}: {section} is {yaml_loader.shorten(node.plain)}, but it is a section",
                 f"write `{section}:` alone and its fields, such as `{first}: ...`, below it",
             )
-        for path, (plain, name) in section_now(section, {name: leaf.plain for name, leaf in fields.items()}).items():
+        plains = {name: leaf.plain for name, leaf in fields.items()}
+        for path, (plain, name) in section_now(section, plains, stored=stored).items():
             leaf = fields[name]
             line = f"{where}:{leaf.line}"
             if path not in field_facts():

@@ -12,7 +12,6 @@ from flatout.config.yaml_loader import format_value
 # of gpt2 are fixed: with other values it would not be GPT-2, and other libraries could not take its weights.
 GPT2: dict[str, Any] = {
     "norm": "layernorm",
-    "norm_weights": True,
     "positions": "learned",
     "mlp": "gelu",
     "bias": True,
@@ -55,22 +54,16 @@ class ModelConfig(Section):
     """Tokens that attention of a W block reaches, the token itself included."""
     states: Annotated[int, Field(ge=1, le=65536)] = 128
     """Complex states of an E block, each with a decay and a frequency of its own."""
-    modulation: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
-    """How far the input moves the logarithm of rates of decay, by groups of states; 0 fixes them."""
-    convolution: Annotated[int, Field(ge=0, le=256)] = 0
-    """Positions of a causal filter before the states, the token's own included; 0 is none."""
     scales: list[Annotated[int, Field(ge=1, le=1024)]] = Field(default=[])
     """Means over so many last tokens, as [1, 4], each for an equal share of the states; [] is none."""
     context: Annotated[int, Field(ge=1, le=2**24)] = 256
     """Tokens the model sees at once."""
     vocab: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Number of token ids; null takes the tokenizer's."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalisation before attention and MLP."""
+    norm: Literal["rmsnorm", "layernorm", "plain-rmsnorm"] = "rmsnorm"
+    """Normalisation before attention and MLP; plain-rmsnorm has no weights, nor have norms of queries and keys then."""
     norm_eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-5
     """What norms add to the mean square or variance before the root."""
-    norm_weights: bool = True
-    """Learned weights (and of LayerNorm biases) in norms, those of queries and keys included."""
     embedding_norm: bool = False
     """RMS norm without weights right after the embedding."""
     zero_init: bool = False
@@ -144,7 +137,7 @@ class ModelConfig(Section):
 
     @property
     def state_heads(self) -> int:
-        """Groups of an E block's states, each with a modulation of its own."""
+        """Groups of an E block's states, each with horizons from short to long."""
         return math.gcd(self.states, STATE_HEADS)
 
     @property
@@ -156,6 +149,11 @@ class ModelConfig(Section):
     def qk_scale(self) -> float:
         """What multiplies queries, and keys, after their norm."""
         return 1.0 if isinstance(self.qk_norm, bool) else self.qk_norm
+
+    @property
+    def norm_weights(self) -> bool:
+        """Whether norms have learned weights, those of queries and keys included."""
+        return self.norm != "plain-rmsnorm"
 
     @property
     def queries(self) -> int:

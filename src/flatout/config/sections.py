@@ -127,10 +127,8 @@ class ChatConfig(_Validated):
     """File or folder of conversations or instructions to fine-tune on; null trains on plain text."""
     validation: Name | Share = 0.05
     """Share of the rows that is held out for evaluation, or a file or folder to evaluate on."""
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"] = "auto"
-    """How a row tells a conversation; auto looks at the first rows."""
     fields: list[Name] = Field(default=[])
-    """Columns under other names, such as [prompt=question, completion=answer]."""
+    """Columns to read, such as [prompt=question, completion=answer]; [] goes by the names in the first rows."""
     template: Name = "model"
     """Chat template: the model's own, chatml, plain, none, or a file of Jinja."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
@@ -372,8 +370,6 @@ class EvalConfig(Section):
     """Validation tokens to use, from the start; null uses all."""
     patience: Natural = 0
     """Stop after this many evaluations without improvement; 0 never stops early."""
-    min_delta: Annotated[float, Field(ge=0.0)] = 0.0
-    """Smallest fall in loss that counts as improvement."""
     sample_every: Natural = 0
     """Steps between printed samples; 0 samples only at the end."""
     sample_tokens: Natural = 200
@@ -397,11 +393,7 @@ class CheckpointConfig(Section):
     every: Natural | _Epochs | _Minutes = 500
     """Steps between checkpoints, `2 epochs` or `10 minutes`; 0 saves only at the end and when interrupted."""
     keep: Annotated[int, Field(ge=1, le=10000)] = 2
-    """Newest checkpoints to keep."""
-    best: bool = True
-    """Also keep the checkpoint with the lowest validation loss."""
-    asynchronous: Switch = "auto"
-    """Write checkpoints in a process of their own while training goes on; needs host memory for a copy of one."""
+    """Newest checkpoints to keep, besides the one with the lowest validation loss."""
 
     @property
     def steps(self) -> int:
@@ -417,15 +409,19 @@ class CheckpointConfig(Section):
         return _interval(self.every, "minute")
 
 
+def keeps_best(evaluating: EvalConfig, saving: CheckpointConfig) -> bool:
+    """Whether each checkpoint with the lowest validation loss so far is saved, and kept beside the newest: not where
+    only the end is, unless the run may stop after its best."""
+    return saving.every != 0 or evaluating.patience > 0
+
+
 class ParallelConfig(Section):
     form: Literal["auto", "data", "fsdp", "hybrid"] = "auto"
     """How processes share a model: data (each has a copy), fsdp (slices of it), hybrid (slices inside a host)."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients of all processes are added up; bf16 sends half the bytes and rounds."""
-    join: Annotated[float, Field(gt=0.0, le=3600.0)] = 25.0
-    """Seconds within which all processes must have started."""
     timeout: Annotated[float, Field(ge=1.0, le=86400.0)] = 600.0
-    """Seconds that a process waits for the others before it gives the run up."""
+    """Seconds that a process waits for the others before it gives the run up; at the start, those of other hosts."""
 
 
 class OutputConfig(Section):
@@ -437,8 +433,6 @@ class OutputConfig(Section):
     """Steps between lines on the terminal; metrics.jsonl gets every step."""
     trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default=[])
     """Where records go besides metrics.jsonl; each needs its package."""
-    plots: bool = True
-    """Draw plots/*.png in the run folder when `flatout train` ends."""
 
 
 class SpeedConfig(Section):

@@ -24,7 +24,6 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
     {
         "chat.template": "chat_template conversation_template",
         "chat.train_on": "assistant_only_loss completion_only_loss mask_prompt train_on_inputs",
-        "checkpoint.best": "load_best_model_at_end save_best",
         "checkpoint.every": "always_save_checkpoint checkpoint_interval ckpt_interval save_every save_interval "
         "save_steps save_strategy",
         "checkpoint.keep": "keep_last keep_last_n max_checkpoints save_total_limit",
@@ -45,7 +44,6 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "validation_file validation_split validation_split_percentage",
         "eval.every": "eval_freq eval_interval eval_steps eval_strategy evaluation_strategy val_check_interval "
         "val_interval",
-        "eval.min_delta": "early_stopping_threshold",
         "eval.patience": "early_stop early_stopping early_stopping_patience",
         "eval.sample_every": "generate_every sample_interval",
         "eval.tokens": "eval_iters eval_samples max_eval_samples val_steps",
@@ -132,6 +130,8 @@ WAY_ELSEWHERE_CALLED = _by_foreign_name(
         "num_processes world_size",
         "resume with `--resume auto`, or `--resume RUN`": "resume resume_from resume_from_checkpoint",
         "use `flatout eval RUN`": "eval_only",
+        "leave it out: eval.patience counts evaluations without a lower loss": "early_stopping_threshold",
+        "leave it out: the checkpoint with the lowest validation loss is kept": "load_best_model_at_end save_best",
         "leave it out: `flatout train` trains, evaluates and saves": "do_eval do_train overwrite_output_dir",
         "`flatout export RUN FOLDER` writes a Hugging Face folder; nothing is uploaded": "hub_model_id push_to_hub",
         "several GPUs share a model by parallel.form=fsdp; see docs/many-gpus.md": "deepspeed",
@@ -140,7 +140,7 @@ WAY_ELSEWHERE_CALLED = _by_foreign_name(
 # Fine-tuning has fields of its own in the place of these.
 FINE_TUNING_HAS = {
     "data.field": "chat.fields",
-    "data.format": "chat.format",
+    "data.format": "chat.fields",
     "data.packing": "chat.packing",
     "data.source": "chat.source",
     "data.validation": "chat.validation",

@@ -10,7 +10,7 @@ Messages are plain JSON values in the form that chat templates expect: roles as 
 calls with arguments as an object. Keys that hold null are left out, since tables cannot leave them out themselves.
 `train` of a message is what the row says about learning it: `train` or `weight` of the message, or nothing.
 
-Trap: `auto` looks at the first rows only and takes the first format that fits one of them, in the order above; rows of
+Trap: the format is the first one that has the given fields and fits one of the first rows, in the order above; rows of
 another format further down are problems. What was taken, and why, is told.
 """
 
@@ -18,7 +18,7 @@ import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from flatout.corpus.document import Problem, ProblemKind, Row, shown
 from flatout.corpus.fields import names_shown
@@ -26,7 +26,6 @@ from flatout.errors import ConfigError, DataError
 
 Format = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "text"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-AUTO = "auto"
 LOOK_AT = 64
 
 # Our names of the columns of each format. Those of a single message are names inside a list.
@@ -109,16 +108,13 @@ class RowError(Exception):
         self.message = message
 
 
-def check_fields(format: str, fields: Mapping[str, str]) -> None:
-    """Refuse a format that is not known, and names that it does not have."""
-    if format != AUTO and format not in FORMATS:
-        raise ConfigError(f"there is no format {shown(format)!r}", f"set chat.format to auto, {', '.join(FORMATS)}")
-    names = FIELDS[format] if format != AUTO else tuple(dict.fromkeys(name for all in FIELDS.values() for name in all))
+def check_fields(fields: Mapping[str, str]) -> None:
+    """Refuse names that no format has."""
+    names = tuple(dict.fromkeys(name for all in FIELDS.values() for name in all))
     for name, column in fields.items():
         if name not in names:
-            has_none = "no format has a" if format == AUTO else f"the format {format} has no"
             raise ConfigError(
-                f"{has_none} field {shown(name)!r}",
+                f"no format has a field {shown(name)!r}",
                 f"{_close_to(name, names)}the names in chat.fields are {', '.join(names)}",
             )
         if not isinstance(column, str) or not column:
@@ -131,20 +127,15 @@ def _close_to(name: str, names: Sequence[str]) -> str:
     return f"did you mean {shown(close[0])!r}? " if close else ""
 
 
-def choose_reading(format: str, fields: Mapping[str, str], first: Sequence[Row], source: str) -> Reading:
-    """How to read rows like the `first` ones; an error where `auto` finds no format that fits any of them."""
-    check_fields(format, fields)
-    if format != AUTO:
-        known = FORMATS[FORMATS.index(cast(Format, format))]
-        return Reading(known, {name: fields.get(name, name) for name in FIELDS[known]}, "it was asked for")
+def choose_reading(fields: Mapping[str, str], first: Sequence[Row], source: str) -> Reading:
+    """How to read rows like the `first` ones; an error where no format that has these fields fits any of them."""
+    check_fields(fields)
     rows = [row.value for row in first if isinstance(row.value, dict)]
     for row in rows:
         for known in FORMATS:
             if set(fields) <= set(FIELDS[known]) and (found := _detected(known, row, fields)):
                 mapped = {name: fields.get(name, found.get(name, name)) for name in FIELDS[known]}
                 return Reading(known, mapped, f"the first rows have {_columns(found)}")
-    if not first:
-        return Reading("messages", {name: name for name in FIELDS["messages"]}, "there are no rows")
     for name, column in fields.items() if rows else ():
         if column not in (columns := _columns_of(rows, inside=name in _INSIDE)):
             raise DataError(

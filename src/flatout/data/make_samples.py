@@ -102,6 +102,8 @@ _CHUNK_CHARACTERS = 2**21  # the library that tokenizes takes 130 bytes for each
 # longer than any context; natural text has about 4 characters a token.
 _ROW_CHARACTERS, _ROW_CHARACTERS_A_TOKEN = 2**20, 32
 _MOST_BAD = 0.2  # the share of rows that may be unusable before the dataset is refused
+# Folders of samples are known by these, too.
+_FORMER_SETTINGS = {"val_rows": None, "seed": _SEED, "most_bad": _MOST_BAD, "too_long": "truncate", "format": "auto"}
 _ROWS = ("json", "jsonl", "csv", "tsv", "parquet")
 
 Progress = Callable[[PrepareProgress], None]
@@ -117,7 +119,6 @@ class SampleRequest:
     source: str
     context: int
     val_source: str | None = None
-    format: str = "auto"
     fields: Mapping[str, str] = field(default_factory=dict)
     train_on: TrainOn = "assistant"
     val_fraction: float = 0.0
@@ -179,8 +180,7 @@ def _asked(
     del settings["limit"]  # the number counts
     key = {
         "version": VERSION,
-        # The first four were settings once, and are what folders of samples are known by.
-        "settings": {"val_rows": None, "seed": _SEED, "most_bad": _MOST_BAD, "too_long": "truncate", **settings},
+        "settings": {**_FORMER_SETTINGS, **settings},
         "source": [[file.format, hash_file(Path(file.path))] for file in train_files],
         "val_source": [[file.format, hash_file(Path(file.path))] for file in val_files],
         "tokenizer": tokenizer.fingerprint,
@@ -254,8 +254,8 @@ class _Maker:
         stream = iter(itertools.chain.from_iterable(self._rows(file) for file in files))
         head = list(itertools.islice(stream, LOOK_AT))
         first = [row for _, row in head if isinstance(row, Row)]
-        if first or self._request.format != "auto":
-            reading = choose_reading(self._request.format, self._request.fields, first, source)
+        if first:
+            reading = choose_reading(self._request.fields, first, source)
             self.readings.append(reading)
             characters = 0
             for file, row in itertools.chain(head, stream):
@@ -375,7 +375,7 @@ class _Maker:
         kind = "no-template" if first.kind == "template" and self._template is None else first.kind
         raise DataError(
             f"{what}; the first: {first.told}{f' (problems: {others})' if others else ''}",
-            _HINTS.get(kind, "mend the rows, or set chat.format and chat.fields"),
+            _HINTS.get(kind, "mend the rows, or set chat.fields"),
         )
 
 
@@ -395,7 +395,7 @@ _HINTS = {
     "template": "look at the order of the roles, or set chat.template to another one: chatml, plain, or a file",
     "no-template": "set chat.template to model, chatml, plain or a file; none is for rows without turns",
     "turns": "give rows with an assistant turn to learn, or set chat.train_on=all",
-    "field": "map the columns that the file has with chat.fields, or set chat.format",
+    "field": "map the columns that the file has with chat.fields",
     "empty": "leave empty rows out",
 }
 

@@ -62,7 +62,7 @@ def check_samples(plan: RunPlan, asked: ChatConfig) -> Iterator[Finding]:
     counts, readings = data.sample_set.manifest["counts"], data.sample_set.manifest.get("reading") or [{}]
     rows = counts.get("rows", 0) - counts.get("rows_not_used", 0)
     part = "" if plan.chat.source == asked.source else f"; only the first {FIRST:,} rows were read"
-    reading = readings[0].get("format", asked.format)
+    reading = readings[0].get("format", "conversations")
     yield Check("data", "rows").ok(f"{asked.source}: {many(rows, 'row')}, read as {reading}{part}")
     template = "none: samples are bare text" if data.template is None else data.template.name
     if not any(check.name == "template" for check in plan.checks):

@@ -114,22 +114,16 @@ def _free(machine: Machine, device: Device, index: int) -> int | None:
 
 
 def _on_host(plan: RunPlan, have: int | None) -> Finding | None:
-    """What an optimizer keeps on the host has to fit there, and so has the copy of a checkpoint that was asked for."""
+    """What an optimizer keeps on the host has to fit there."""
     speed, count = plan.speed, trained_count(plan.settings.config, plan.vocab)
-    offloaded = int(state_of(plan.model, plan.optim, speed, count).host * count) if speed.optimizer_offload else 0
-    copied = checkpoint_size(count, plan.model, plan.optim, speed) if plan.checkpoint.asynchronous == "on" else 0
-    need = offloaded + copied
+    need = int(state_of(plan.model, plan.optim, speed, count).host * count) if speed.optimizer_offload else 0
     if have is None or need <= 0.8 * have:
         return None
-    kept = ["speed.optimizer_offload"] if offloaded else []
-    kept += ["checkpoint.asynchronous=on"] if copied else []
-    ways = ["set speed.optimizer_state=8bit and speed.optimizer_offload=false"] if offloaded else []
-    ways += ["set checkpoint.asynchronous=off"] if copied else []
     return Check("memory", "on the host").told(
         "bad" if need > have else "warn",
-        f"{' and '.join(kept)} {'keeps' if len(kept) == 1 else 'keep'} {in_gib(need)} in host memory, of which "
-        f"{in_gib(have)} are free",
-        f"The system would end the run. Close other programs, or {', or '.join(ways)}.",
+        f"speed.optimizer_offload keeps {in_gib(need)} in host memory, of which {in_gib(have)} are free",
+        "The system would end the run. Close other programs, or set speed.optimizer_state=8bit and "
+        "speed.optimizer_offload=false.",
     )
 
 

@@ -174,7 +174,7 @@ def meet(found: Launch, loaded: LoadedConfig | None) -> Meeting:
     settings = None if loaded is None else shared_settings(loaded)
     timeout = min(waits.timeout, 2 * _PATIENCE)
     try:
-        with joined(found, device, join=waits.join, timeout=timeout, settings=settings) as world:
+        with joined(found, device, timeout=timeout, settings=settings) as world:
             return dataclasses.replace(_asked(world, device, loaded), place=place)
     except UserError as error:
         if found.rank:

@@ -215,15 +215,15 @@ def _scan(runner: _Runner, model: ModelConfig, *, apart: bool) -> None:
     paths = ["chunked"]
     if device.type == "cuda" and runner.machine.triton.status == "ok" and (capability or (8, 0)) >= (8, 0):
         paths.insert(0, "triton")
-    shape = {"states": min(model.states, 16), "varying": model.modulation > 0, "apart": apart}
+    shape = {"states": min(model.states, 16), "apart": apart}
     for path in paths:
         runner.add(f"scan {path}", functools.partial(scan_failure, path, device, runner.dtype, **shape))
 
 
-def scan_failure(path: str, device: Any, dtype: Any, *, states: int, varying: bool, apart: bool) -> str | None:
+def scan_failure(path: str, device: Any, dtype: Any, *, states: int, apart: bool) -> str | None:
     """How far states and gradients of a path are from those that are made token by token, if that is too far.
 
-    `varying` decays depend on the position, `apart` means that a second document begins inside of the rows.
+    `apart` means that a second document begins inside of the rows.
     """
     rows, positions = 2, 2 * CHUNK + 3  # a state goes through several chunks, and the last one is not full
     generator = torch.Generator().manual_seed(0)
@@ -231,8 +231,7 @@ def scan_failure(path: str, device: Any, dtype: Any, *, states: int, varying: bo
     def random(*size: int) -> Any:
         return torch.rand(*size, generator=generator)
 
-    each = (rows, positions, states) if varying else (states,)
-    given = [random(rows, positions, 2 * states).to(dtype), -0.3 * random(*each), 3.0 * random(states)]
+    given = [random(rows, positions, 2 * states).to(dtype), -0.3 * random(states), 3.0 * random(states)]
     begins = None
     if apart:
         begins = torch.zeros(rows, positions, dtype=torch.bool, device=device)

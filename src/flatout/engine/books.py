@@ -18,7 +18,7 @@ from flatout.model.count import parameter_count, table_count
 from flatout.records import EpochRecord, NoticeRecord, Record, RunInfo, StepRecord
 
 MOST_BAD_STEPS = 3
-JUDGED = {"val_loss", "best_loss", "best_step", "patience_loss", "worse_evaluations"}
+JUDGED = {"val_loss", "best_loss", "best_step", "worse_evaluations"}
 
 
 @dataclasses.dataclass
@@ -31,7 +31,6 @@ class Progress:
     val_loss: float | None = None
     best_loss: float | None = None
     best_step: int | None = None
-    patience_loss: float | None = None
     worse_evaluations: int = 0
     bad_steps: int = 0
     epoch_loss: float = 0.0

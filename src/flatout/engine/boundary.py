@@ -33,6 +33,7 @@ from flatout.checkpoints.checkpoint import (
 )
 from flatout.checkpoints.checkpoint_files import BEST
 from flatout.checkpoints.run_folder import checkpoints_of, named_best, stored_best
+from flatout.config.sections import keeps_best
 from flatout.engine.books import Progress, notices_at
 from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.engine.evaluate import bits_per_byte, perplexity
@@ -83,11 +84,9 @@ class Boundary:
     there: Saved | None = None  # the last save, where it is not this rank's saver that writes it
 
     def __post_init__(self) -> None:
-        run, asked = self.run, self.run.plan.checkpoint.asynchronous
-        device, notice = run.speed.device.torch_device, run.new_notices.add
-        if asked == "on" and run.trained.sharding is not None:
-            notice("checkpoint.asynchronous became off: under FSDP2 all ranks write their slices while training waits")
-        self.saver = Saver(checkpoints_of(self.folder), asked, device, run.step, notice, run.full_disk_wait)
+        run, device = self.run, self.run.speed.device.torch_device
+        self.saver = Saver(checkpoints_of(self.folder), device, run.step, run.new_notices.add, run.full_disk_wait)
+        self.keeps_best = keeps_best(run.plan.eval, run.plan.checkpoint)
         self.saved_at = time.monotonic()  # the clock of the wall may jump
 
     def pass_through(
@@ -103,7 +102,7 @@ class Boundary:
             seconds += yield from self._begin(due, position)
         loss = yield from self._look(due)
         improved = self.progress.best_step == self.progress.step
-        wanted = self.exhausted or (improved and loss is not None and self.run.plan.checkpoint.best)
+        wanted = self.exhausted or (improved and loss is not None and self.keeps_best)
         if not saving and wanted and self.saves and not self.progress.bad_steps:
             yield from self.conclude()
             # Due(): the evaluation and the sample of this step are done, so a resume has none of them to make up for
@@ -222,7 +221,7 @@ class Boundary:
         run, progress, began = self.run, self.progress, time.perf_counter()
         size = min(self.evaluation_batch, run.step.micro_batch)
         (loss, tokens), self.evaluation_batch, notices = fitting_evaluation(run, size)
-        best = _note_loss(progress, loss, run.plan.eval.min_delta)
+        best = _note_loss(progress, loss)
         record = EvalRecord(
             step=progress.step,
             loss=loss,
@@ -262,9 +261,8 @@ class Boundary:
             )
         if found.improved:
             write_best(folder, best_step, best_loss)
-        best = best_step if run.plan.checkpoint.best else None
         cooldown = None if run.deadline is None else run.deadline.cooldown_step
-        left = set(keep_newest(checkpoints_of(folder), run.plan.checkpoint.keep, best, cooldown)) - self.kept
+        left = set(keep_newest(checkpoints_of(folder), run.plan.checkpoint.keep, best_step, cooldown)) - self.kept
         notices += [
             f"{path} is kept: it is a link, its manifest is damaged, or it holds files that are not the run's"
             for path in sorted(left)
@@ -274,16 +272,13 @@ class Boundary:
         found.notices += notices
 
 
-def _note_loss(progress: Progress, loss: float, min_delta: float) -> bool:
+def _note_loss(progress: Progress, loss: float) -> bool:
     """Records a validation loss in `progress`; returns whether it is the best so far."""
     progress.val_loss = loss
     # Comparisons with NaN are false, so a NaN is never the best, and later losses are never compared with it.
     best = loss < (math.inf if progress.best_loss is None else progress.best_loss)
     if best:
-        progress.best_loss, progress.best_step = loss, progress.step
-    limit = math.inf if progress.patience_loss is None else progress.patience_loss - min_delta
-    if loss < limit:
-        progress.patience_loss, progress.worse_evaluations = loss, 0
+        progress.best_loss, progress.best_step, progress.worse_evaluations = loss, progress.step, 0
     else:
         progress.worse_evaluations += 1
     return best

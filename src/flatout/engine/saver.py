@@ -3,8 +3,8 @@
 A save begins with `begin`, which copies the run's state into shared memory (`SharedBlock`) and returns. A thread waits
 for the copy, hands it to the writer (`Writer`) and waits for the answer. If the writer fails, that thread saves the
 same bytes itself, and a notice says so; if that fails too, `wait` raises the error of the disk.
-Where `checkpoint.asynchronous` is off, or there is no memory for a copy, `begin` writes the checkpoint and returns when
-it is on the disk. Both ways write by `save_files`.
+Where a checkpoint is `SMALL`, or there is no memory for a copy, `begin` writes it and returns when it is on the disk.
+Both ways write by `save_files`.
 
 Contract: one save at a time, `wait` before the next `begin`. The state that is saved is that of `begin`: the next
 update of the weights waits for the copy on the device (`TrainStep.before_update`), everything before it does not.
@@ -22,7 +22,6 @@ from typing import final
 import torch
 
 from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_path, write_checkpoint
-from flatout.config.sections import Switch
 from flatout.engine.full_disk import wait_for_room
 from flatout.engine.shared_block import Copied, SharedBlock, block_bytes, needed_bytes
 from flatout.engine.step import TrainStep
@@ -50,7 +49,6 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        asked: Switch,
         device: torch.device,
         step: TrainStep,
         notice: Callable[[str], None],
@@ -58,7 +56,8 @@ class Saver:
     ) -> None:
         """`folder` is that of the checkpoints, `patience` how many seconds a save may wait for space on a full disk."""
         self.patience = patience
-        self.folder, self.asked, self.device, self.step, self.notice = folder, asked, device, step, notice
+        self.folder, self.device, self.step, self.notice = folder, device, step, notice
+        self.has_room = True  # for a copy, as far as is known
         self.block: SharedBlock | None = None
         self.writer: Writer | None = None
         self.thread = ThreadPoolExecutor(1, "flatout-saver")
@@ -69,7 +68,7 @@ class Saver:
         """Takes the state of the run. It may change again when this returns, by updates through `TrainStep` only."""
         assert self.last is None, "a save waits for the one before"
         files = checkpoint.tensor_files(), checkpoint.text_files()
-        block = None if self.asked == "off" else self._block_of(needed_bytes(*files))
+        block = self._block_of(needed_bytes(*files)) if self.has_room else None
         self.beside = block is not None
         if block is None:
             path, size = write_checkpoint(self.folder, checkpoint)
@@ -154,7 +153,7 @@ class Saver:
         """Memory for a copy of so many bytes; None where the checkpoint is to be written at once."""
         if self.block is not None and need <= len(self.block.map):
             return self.block
-        if self.asked == "auto" and need < SMALL:
+        if need < SMALL:
             return None
         self._let_go()
         why = self._why_not(need)
@@ -164,7 +163,7 @@ class Saver:
             except (OSError, MemoryError, ValueError) as error:
                 why = f"there is no memory for a copy: {error}"
         if why is not None:
-            self.asked = "off"
+            self.has_room = False
             self.notice(_OFF + why)
         return self.block
 
@@ -173,9 +172,9 @@ class Saver:
             return "this system does not share memory between processes in the way that a copy needs"
         available, total = host_memory()
         room = available if available is not None else total
-        if self.asked == "auto" and (room is None or need > _ROOM * room):
+        if room is None or need > _ROOM * room:
             size, free = readable_sizes(need, room or 0)
-            return f"a copy needs {size} of host memory, and {free} are free (checkpoint.asynchronous=on takes it)"
+            return f"a copy needs {size} of host memory, and {free} are free"
         return None
 
     def _let_go(self) -> None:

@@ -101,15 +101,14 @@ class LayerCache:
 
 
 class EigenstateCache:
-    """The states of one layer, and what its filters look back at. Nothing grows."""
+    """The states of one layer, and what its means look back at. Nothing grows."""
 
     def __init__(
-        self, batch: int, channels: int, convolved: int, averaged: int, dtype: torch.dtype, device: torch.device | str
+        self, batch: int, channels: int, averaged: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        """`convolved` and `averaged` are the positions that filters look back; `dtype` is that of the products."""
+        """`averaged` is the positions that means look back; `dtype` is that of the products."""
         wide = torch.promote_types(dtype, torch.float32)
         self.state_BC = torch.zeros(batch, channels, dtype=wide, device=device)
-        self.convolved_BSC = torch.zeros(batch, convolved, channels, dtype=dtype, device=device)
         self.averaged_BSC = torch.zeros(batch, averaged, channels, dtype=dtype, device=device)
 
 

@@ -4,12 +4,8 @@
     c_t = λ ⊙ c_{t-1} + β_t        |λ| = exp(−exp ν), so it is below 1 whatever is learned;  angle of λ = α + φ · exp ν
     y_t = W_out · (silu(W_g · x_t) ⊙ [Re c_t, Im c_t])
 
-Options, each off unless asked for:
-    modulation   |λ_t| = |λ|^r with r = exp(m · tanh(W_m · x_t)) for each head: the input says how fast to forget, and γ
-                 follows.
-    convolution  a causal filter of a few positions on W_β · x, one for each channel.
-    scales       groups of states that see means over the last s positions of their document, weighted at the read-out.
-                 A mean over what comes after, repeated back to where it began, would show a position its future.
+With `scales`, groups of states see means over the last s positions of their document, weighted at the read-out. A mean
+over what comes after, repeated back to where it began, would show a position its future.
 For inputs of size B at most, states have √E(t) ≤ √E(0) + t·B.
 
 Contract: the interface of `Attention`. The result at t depends on positions up to t of its own document, through states
@@ -23,8 +19,8 @@ Trap: angles. What is read from h tokens back turns with h times any change of t
 turn over a state's own horizon, beside an angle α that stays, follows from the shape and is in no checkpoint. With an
 angle that moves by a learning rate, or its logarithm, every step scrambles what comes from thousands of tokens back.
 
-Shape legend: B batch, T positions, W width, K states, C = 2K (real parts, then imaginary; in `both` 4K), H heads,
-D = K/H, S positions that a filter looks back.
+Shape legend: B batch, T positions, W width, K states, C = 2K (real parts, then imaginary; in `both` 4K), S positions
+that means look back.
 """
 
 import math
@@ -79,14 +75,14 @@ class Eigenstate(nn.Module):
     `init_states`."""
 
     # Not for weight decay: at 0 they are no simpler than elsewhere.
-    undecayed = ("decay_K", "detuning_K", "taps_SC", "scale_weights")
+    undecayed = ("decay_K", "detuning_K", "scale_weights")
 
     def __init__(self, config: ModelConfig, place: int = 0) -> None:
         """`place` is that among a model's blocks: angles of no two are the same."""
         super().__init__()
         self.config, self.place = config, place
         self.chunk: int | None = None  # positions at once in the scan; None leaves it to the scan
-        states, heads = config.states, config.state_heads
+        states = config.states
         # One product for the complex input and for the gate, which has a value for each half of each state.
         self.inward = nn.Linear(config.width, 4 * states, bias=False)
         self.parts = {"inward.weight": (2 * states, 2 * states)}
@@ -95,8 +91,6 @@ class Eigenstate(nn.Module):
         self.detuning_K = nn.Parameter(torch.empty(states))  # φ
         self.register_buffer("angle_K", torch.empty(states), persistent=False)  # α
         self.angle_K: Tensor
-        self.modulate = nn.Linear(config.width, heads) if config.modulation else None
-        self.taps_SC = nn.Parameter(torch.empty(config.convolution, 2 * states)) if config.convolution else None
         self.scale_weights = nn.Parameter(torch.empty(len(config.scales))) if config.scales else None
         self.fill()
 
@@ -112,24 +106,21 @@ class Eigenstate(nn.Module):
         within_K = torch.rand(self.config.states, generator=generator)
         self.decay_K.copy_(-horizons(self.config, within_K).log())
         self.detuning_K.zero_()
-        if self.taps_SC is not None:
-            self.taps_SC.zero_()
-            self.taps_SC[0] = 1.0  # its own position: the filter begins as none
         if self.scale_weights is not None:
             self.scale_weights.zero_()
 
     # --- what to look at -----------------------------------------------------------------------------------------
 
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
-        """(log|λ|, angle of λ in radians per token) of every state, in fp32 at least, before modulation."""
+        """(log|λ|, angle of λ in radians per token) of every state, in fp32 at least."""
         wide = state_type(self.decay_K)
         rate_K = torch.exp(self.decay_K.to(wide))
         return -rate_K, self.angle_K.to(wide) + self.detuning_K.to(wide) * rate_K
 
     def empty_cache(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> EigenstateCache:
         """`dtype` is that of the products."""
-        convolved, averaged = max(0, self.config.convolution - 1), max(self.config.scales, default=1) - 1
-        return EigenstateCache(batch, 2 * self.config.states, convolved, averaged, dtype, device)
+        averaged = max(self.config.scales, default=1) - 1
+        return EigenstateCache(batch, 2 * self.config.states, averaged, dtype, device)
 
     # --- the mixer -----------------------------------------------------------------------------------------------
 
@@ -140,25 +131,18 @@ class Eigenstate(nn.Module):
             raise ValueError("packed documents are not decoded")
         do, narrow = shared.operations, own.narrow
         log_decay_K, phase_K = self.eigenvalues()
-        scale_C = None if self.modulate is not None else _input_scale(log_decay_K)
-        weight = None
-        if scale_C is not None and do.scales_weights(self.inward, narrow.qkv):
+        scale_C, weight = _input_scale(log_decay_K), None
+        if do.scales_weights(self.inward, narrow.qkv):
             weight, scale_C = self._scaled(self.inward.weight, scale_C), None
         both_BTC = do.product(x_BTW, self.inward, narrow.qkv, weight).value_BTW
-        if do.kernels and do.execution.scan == "triton" and scale_C is None and not self.has_options:
+        if do.kernels and do.execution.scan == "triton" and scale_C is None and not self.config.scales:
             from flatout.ops.kernels.gated_scan import gated_scan
 
             begins_BT = None if layout is None else document_begins(layout.documents_BT)
             y_BTC = gated_scan(both_BTC, log_decay_K, phase_K, begins_BT, self.chunk)
         else:
-            y_BTC = self._mixed(x_BTW, both_BTC, scale_C, (log_decay_K, phase_K), shared, cache)
+            y_BTC = self._mixed(both_BTC, scale_C, (log_decay_K, phase_K), shared, cache)
         return do.product(y_BTC, self.out, narrow.out)
-
-    @property
-    def has_options(self) -> bool:
-        """Whether there is more to it than the three formulas."""
-        config = self.config
-        return bool(config.modulation or config.convolution or config.scales)
 
     def _scaled(self, weight: Tensor, scale_C: Tensor) -> Tensor:
         """The input's scale in the weights, where it costs nothing; rows of the gate stay."""
@@ -166,7 +150,6 @@ class Eigenstate(nn.Module):
 
     def _mixed(
         self,
-        x_BTW: Tensor,
         both_BTC: Tensor,
         scale_C: Tensor | None,
         eigenvalue: tuple[Tensor, Tensor],
@@ -178,29 +161,19 @@ class Eigenstate(nn.Module):
         layout, decoding = shared.layout, shared.decoding
         if scale_C is not None:
             input_BTC = input_BTC * scale_C.to(input_BTC.dtype)
-        input_BTC = self._filtered(input_BTC, cache, decoding, layout)
-        log_decay, phase_K = eigenvalue
-        if self.modulate is not None:
-            log_decay = self._modulated(x_BTW, log_decay)
-            input_BTC = (input_BTC * _input_scale(log_decay)).to(gate_BTC.dtype)
+        if self.config.scales:
+            input_BTC = self._averaged(input_BTC, cache, decoding, layout)
         states_BTC, last_BC = scan(
             input_BTC,
-            log_decay,
-            phase_K,
+            *eigenvalue,
             initial_BC=None if cache is None else cache.state_BC,
             begins_BT=None if layout is None else document_begins(layout.documents_BT),
-            path="reference" if x_BTW.shape[1] == 1 else shared.operations.execution.scan,
+            path="reference" if both_BTC.shape[1] == 1 else shared.operations.execution.scan,
             chunk=self.chunk,
         )
         if cache is not None:
             cache.state_BC.copy_(last_BC.detach())
         return F.silu(gate_BTC) * self._read(states_BTC)
-
-    def _modulated(self, x_BTW: Tensor, log_decay_K: Tensor) -> Tensor:
-        """log|λ| of every position, [B, T, K]."""
-        assert self.modulate is not None
-        rate_BTH = torch.exp(self.config.modulation * torch.tanh(self.modulate(x_BTW).to(log_decay_K.dtype)))
-        return rate_BTH.repeat_interleave(self.config.states // self.config.state_heads, dim=-1) * log_decay_K
 
     def _read(self, states_BTC: Tensor) -> Tensor:
         config = self.config
@@ -210,36 +183,21 @@ class Eigenstate(nn.Module):
             states_BTC = states_BTC * weights_K.repeat(2).to(states_BTC.dtype)
         return states_BTC
 
-    # --- filters of a few positions ------------------------------------------------------------------------------
+    # --- means of a few positions --------------------------------------------------------------------------------
 
-    def _filtered(
+    def _averaged(
         self, input_BTC: Tensor, cache: EigenstateCache | None, decoding: Decoding | None, layout: Layout | None
     ) -> Tensor:
-        config = self.config
-        documents_BT = None if layout is None else layout.documents_BT
-        if self.taps_SC is not None:
-            tail_BSC = None if cache is None else cache.convolved_BSC
-            taps_SC = self.taps_SC.to(input_BTC.dtype)
-            past = _Past(input_BTC, tail_BSC, config.convolution - 1, documents_BT)
-            result_BTC = input_BTC * taps_SC[0]
-            for lag in range(1, config.convolution):
-                result_BTC = result_BTC + past.at(lag, taps_SC[lag])
-            input_BTC = result_BTC
-        if config.scales:
-            tail_BSC = None if cache is None else cache.averaged_BSC
-            past = _Past(input_BTC, tail_BSC, max(config.scales) - 1, documents_BT)
-            if decoding is not None:
-                positions_BT = decoding.positions_BT
-            elif layout is not None:
-                positions_BT = layout.positions_BT
-            else:
-                positions_BT = torch.arange(input_BTC.shape[1], device=input_BTC.device)[None]
-            input_BTC = self._averaged(input_BTC, past, positions_BT + 1)
-        return input_BTC
-
-    def _averaged(self, input_BTC: Tensor, past: "_Past", seen_BT: Tensor) -> Tensor:
         """Every group of states gets the mean of the last positions, as many as its scale says or there are."""
-        scales = self.config.scales
+        scales, tail_BSC = self.config.scales, None if cache is None else cache.averaged_BSC
+        past = _Past(input_BTC, tail_BSC, max(scales) - 1, None if layout is None else layout.documents_BT)
+        if decoding is not None:
+            positions_BT = decoding.positions_BT
+        elif layout is not None:
+            positions_BT = layout.positions_BT
+        else:
+            positions_BT = torch.arange(input_BTC.shape[1], device=input_BTC.device)[None]
+        seen_BT = positions_BT + 1
         total = input_BTC.to(state_type(input_BTC)).unflatten(-1, (2, len(scales), -1))  # many are added up
         means: dict[int, Tensor] = {}
         for lag in range(max(scales)):
@@ -262,11 +220,9 @@ class _Past:
             self.whole_BTC = torch.cat([tail_BSC.to(x_BTC.dtype), x_BTC], dim=1)
             tail_BSC.copy_(self.whole_BTC[:, self.positions :].detach())
 
-    def at(self, lag: int, factor_C: Tensor | None = None) -> Tensor:
-        """The values `lag` positions earlier, times a factor; nothing where that is another document."""
+    def at(self, lag: int) -> Tensor:
+        """The values `lag` positions earlier; nothing where that is another document."""
         earlier_BTC = self.whole_BTC[:, self.reach - lag : self.reach - lag + self.positions]
-        if factor_C is not None:  # before the mask: backward then keeps a view, and no copy for every lag
-            earlier_BTC = earlier_BTC * factor_C
         if self.documents_BT is None:
             return earlier_BTC
         same_BT = F.pad(self.documents_BT[:, lag:] == self.documents_BT[:, :-lag], (min(lag, self.positions), 0))
@@ -278,6 +234,6 @@ def document_begins(documents_BT: Tensor) -> Tensor:
     return F.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0))
 
 
-def _input_scale(log_decay: Tensor) -> Tensor:
+def _input_scale(log_decay_K: Tensor) -> Tensor:
     """√(1 − |λ|²) for both halves. 1 − |λ|² itself would have no digits left where |λ| is near 1."""
-    return torch.sqrt(-torch.expm1(2 * log_decay)).tile(2)
+    return torch.sqrt(-torch.expm1(2 * log_decay_K)).tile(2)

@@ -217,7 +217,7 @@ def _norms_of_ones(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[st
 
 
 NORM = Feature(
-    fields=("norm", "norm_eps", "norm_weights"),
+    fields=("norm", "norm_eps"),
     gpt2=Format(
         read=lambda read: read.check_gpt2(layer_norm_epsilon=(1e-5,)),
         write=lambda model, kind: {"layer_norm_epsilon": model.norm_eps},
@@ -238,8 +238,8 @@ NORM = Feature(
         },
     ),
     fold=Fold(
-        when=lambda model: not model.norm_weights and model.norm == "rmsnorm",
-        fields={"norm_weights": True},
+        when=lambda model: not model.norm_weights,
+        fields={"norm": "rmsnorm"},
         weights=_norms_of_ones,
     ),
 )
@@ -434,7 +434,7 @@ PATTERN = Feature(
 )
 
 EIGENSTATES = Feature(
-    fields=("states", "modulation", "convolution", "scales"),
+    fields=("states", "scales"),
     no_export="transformers has no blocks of eigenstates; model.pattern says whether there are any",
 )
 
@@ -485,7 +485,7 @@ def has_bias(model: ModelConfig, module: str) -> bool:
         return False
     if module.endswith("attention.qkv"):
         return model.has_qkv_bias
-    return model.bias and (not module.endswith("norm") or (model.norm == "layernorm" and model.norm_weights))
+    return model.bias and (not module.endswith("norm") or model.norm == "layernorm")
 
 
 def _read_bias(read: HubValues) -> dict[str, Any]:

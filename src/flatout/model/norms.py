@@ -1,6 +1,6 @@
 """The two norms of a model, as torch computes them. Our kernels read their weights (model/kernel_operations.py).
 
-`model.norm_weights=false` leaves weights and biases out: a norm's result is then its input in another length.
+Without weights (`model.norm=plain-rmsnorm`) a norm's result is its input in another length.
 """
 
 import torch
@@ -69,7 +69,6 @@ class LayerNorm(Norm):
 
 
 def build_norm(config: ModelConfig, width: int) -> Norm:
-    eps, weight = config.norm_eps, config.norm_weights
-    if config.norm == "rmsnorm":
-        return RMSNorm(width, eps, weight=weight)
-    return LayerNorm(width, weight=weight, bias=config.bias and weight, eps=eps)
+    if config.norm == "layernorm":
+        return LayerNorm(width, weight=True, bias=config.bias, eps=config.norm_eps)
+    return RMSNorm(width, config.norm_eps, weight=config.norm_weights)

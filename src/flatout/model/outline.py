@@ -171,7 +171,7 @@ class _Watch(TorchDispatchMode):
             part.results += each if memory in self.results else 0.0
             if self.copies.get(memory) in lean:
                 part.copies += each
-            elif memory in lean or (saved and mixer is not None and (self.chunked or mixer.has_options)):
+            elif memory in lean or (saved and mixer is not None and (self.chunked or mixer.config.scales)):
                 part.lean += each
             elif memory in self.normed:
                 part.stream += each / x.itemsize

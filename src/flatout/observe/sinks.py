@@ -171,15 +171,13 @@ def minutes_of(config: Any) -> float | None:
 
 
 def early_stop_reason(info: dict[str, Any]) -> str:
-    """Why a run stopped early: with `eval.min_delta`, a loss that still fell may have fallen by too little."""
+    """Why a run stopped early."""
     config = info.get("config")
     settings = config.get("eval") if isinstance(config, dict) else None
-    values = [settings.get(name) if isinstance(settings, dict) else None for name in ("patience", "min_delta")]
-    patience, delta = (value if isinstance(value, int | float) and value > 0 else 0 for value in values)
-    often = f" in {many(int(patience), 'evaluation')}" if patience else ""
-    if delta:
-        return f"the validation loss fell by less than eval.min_delta ({delta:g}){often}"
-    return f"no lower validation loss{often}"
+    patience = settings.get("patience") if isinstance(settings, dict) else None
+    if not isinstance(patience, int | float) or patience <= 0:
+        return "no lower validation loss"
+    return f"no lower validation loss in {many(int(patience), 'evaluation')}"
 
 
 def is_count(value: Any, least: int = 0) -> bool:

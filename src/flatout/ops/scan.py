@@ -1,4 +1,4 @@
-"""The diagonal complex recurrence h_t = λ_t · h_{t-1} + x_t, one number λ per channel, in three forms and an outline.
+"""The diagonal complex recurrence h_t = λ · h_{t-1} + x_t, one number λ per channel, in three forms and an outline.
 
     reference   one position after the other, in complex numbers: slow, obvious, right
     chunked     torch's own operations on pairs of real numbers, any device, any type; the second opinion
@@ -6,21 +6,19 @@
     sum         with λ = 1: one operation in the place of our kernels, where sizes alone matter (model/count.py)
 
 Idea of `chunked`: a chunk is done by itself, and what it hands to the next one is again such a recurrence, of fewer
-positions, done the same way. With one λ for all positions a chunk is a product with a Toeplitz matrix of λ's powers;
-otherwise all chunks take a step at the same time.
+positions, done the same way: a product with a Toeplitz matrix of λ's powers, or, where documents begin, all chunks take
+a step at the same time.
 
-Contract: λ = exp(log_decay + i·phase), log_decay finite and never above 0. Both are [K], or [B, T, K] where they
-depend on the input; with fewer entries H that divide K, each serves K/H channels side by side (a head). Complex numbers
-are two halves of a last axis, real parts first. `begins_BT` is true where a document begins: λ is 0 there, and nothing
-of a finite state gets past it. The result has the type of x; the state is in fp32, or in float64 where x is, and so is
-the last state, which comes along. The size of the chunk changes rounding and nothing else.
+Contract: λ = exp(log_decay + i·phase), log_decay finite and never above 0. Complex numbers are two halves of a last
+axis, real parts first. `begins_BT` is true where a document begins: λ is 0 there, and nothing of a finite state gets
+past it. The result has the type of x; the state is in fp32, or in float64 where x is, and so is the last state, which
+comes along. The size of the chunk changes rounding and nothing else.
 
 Trap: powers of λ come from log_decay and phase in float64, and nothing is ever divided by one. |λ|^t vanishes in any
 type after a while, and an angle of 32,768 · ω has lost its digits in fp32. A matrix product in TF32 would lose them
 too: on a GPU this form is for checking, with TF32 off.
 
-Shape legend: B rows, T positions, K channels, C = 2K (real parts, then imaginary), H heads, N chunks, L positions of a
-chunk.
+Shape legend: B rows, T positions, K channels, C = 2K (real parts, then imaginary), N chunks, L positions of a chunk.
 """
 
 from collections.abc import Callable
@@ -36,8 +34,8 @@ Pair = tuple[Tensor, Tensor]  # real and imaginary parts
 
 def scan(
     x_BTC: Tensor,
-    log_decay: Tensor,
-    phase: Tensor,
+    log_decay_K: Tensor,
+    phase_K: Tensor,
     *,
     initial_BC: Tensor | None = None,
     begins_BT: Tensor | None = None,
@@ -48,23 +46,24 @@ def scan(
 
     `chunk` is the positions of a chunk, where the path has them; None lets it choose.
     """
-    channels = x_BTC.shape[2] // 2
-    log_decay, phase = _per_channel(log_decay, x_BTC), _per_channel(phase, x_BTC)
-    if initial_BC is not None and initial_BC.shape != (x_BTC.shape[0], 2 * channels):
+    for values_K in (log_decay_K, phase_K):
+        if (2 * values_K.numel(),) != x_BTC.shape[2:] or values_K.dim() != 1:
+            raise ValueError(f"eigenvalues of shape {tuple(values_K.shape)} for x of shape {tuple(x_BTC.shape)}")
+    if initial_BC is not None and initial_BC.shape != (x_BTC.shape[0], x_BTC.shape[2]):
         raise ValueError(f"an initial state of shape {tuple(initial_BC.shape)} for x of shape {tuple(x_BTC.shape)}")
     if begins_BT is not None and begins_BT.shape != x_BTC.shape[:2]:
         raise ValueError(f"beginnings of shape {tuple(begins_BT.shape)} for x of shape {tuple(x_BTC.shape)}")
     if path == "reference":
-        return scan_reference(x_BTC, log_decay, phase, initial_BC, begins_BT)
+        return scan_reference(x_BTC, log_decay_K, phase_K, initial_BC, begins_BT)
     if path == "chunked":
-        return _chunked(x_BTC, log_decay, phase, initial_BC, begins_BT, CHUNK if chunk is None else chunk)
+        return _chunked(x_BTC, log_decay_K, phase_K, initial_BC, begins_BT, CHUNK if chunk is None else chunk)
     if path == "sum":
         states_BTC = x_BTC.cumsum(dim=1)
         return states_BTC, states_BTC[:, -1]
     if path == "triton":
         from flatout.ops.kernels.scan import scan_kernels
 
-        return scan_kernels(x_BTC, log_decay, phase, initial_BC, begins_BT, chunk)
+        return scan_kernels(x_BTC, log_decay_K, phase_K, initial_BC, begins_BT, chunk)
     raise ValueError(f"no such path: {path}")
 
 
@@ -73,21 +72,13 @@ def state_type(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _per_channel(values: Tensor, x_BTC: Tensor) -> Tensor:
-    """[K] or [B, T, K] of values that may be given by head."""
-    channels, given = x_BTC.shape[2] // 2, values.shape[-1]
-    if x_BTC.shape[2] % 2 or channels % given or values.shape[:-1] not in ((), x_BTC.shape[:2]):
-        raise ValueError(f"eigenvalues of shape {tuple(values.shape)} for x of shape {tuple(x_BTC.shape)}")
-    return values if given == channels else values.repeat_interleave(channels // given, dim=-1)
-
-
 # --- the reference -----------------------------------------------------------------------------------------------
 
 
 def scan_reference(
     x_BTC: Tensor,
-    log_decay: Tensor,
-    phase: Tensor,
+    log_decay_K: Tensor,
+    phase_K: Tensor,
     initial_BC: Tensor | None = None,
     begins_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -95,8 +86,8 @@ def scan_reference(
     wide = state_type(x_BTC)
     batch, positions, _ = x_BTC.shape
     x_BTK = torch.complex(*x_BTC.to(wide).chunk(2, dim=-1))
-    eigenvalue = torch.exp(log_decay.to(wide)) * torch.exp(1j * phase.to(wide))
-    eigenvalue_BTK = eigenvalue.expand(batch, positions, -1)
+    eigenvalue_K = torch.exp(log_decay_K.to(wide)) * torch.exp(1j * phase_K.to(wide))
+    eigenvalue_BTK = eigenvalue_K.expand(batch, positions, -1)
     if initial_BC is None:
         state_BK = torch.zeros_like(x_BTK[:, 0])
     else:
@@ -116,7 +107,7 @@ def scan_reference(
 
 
 def _chunked(
-    x_BTC: Tensor, log_decay: Tensor, phase: Tensor, initial_BC: Tensor | None, begins_BT: Tensor | None, chunk: int
+    x_BTC: Tensor, log_decay_K: Tensor, phase_K: Tensor, initial_BC: Tensor | None, begins_BT: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
     if chunk < 2:
         raise ValueError(f"a chunk of {chunk} positions; at least 2 are needed")
@@ -124,19 +115,16 @@ def _chunked(
     with torch.autocast(x_BTC.device.type, enabled=False):  # it would round the products to its own type
         x_BTK = _halves(x_BTC.to(wide))
         if initial_BC is not None:  # what is left of it at the first position is one more input there
-            first = [value if value.dim() == 1 else value[:, 0] for value in (log_decay, phase)]
-            left_BK = _times(_eigenvalue(first[0], first[1], wide), _halves(initial_BC.to(wide)))
+            left_BK = _times(_eigenvalue(log_decay_K, phase_K, wide), _halves(initial_BC.to(wide)))
             if begins_BT is not None:
                 left_BK = _each(left_BK, lambda part_BK: part_BK.masked_fill(begins_BT[:, :1].bool(), 0.0))
             left_BTK = _each(left_BK, lambda part_BK: F.pad(part_BK[:, None], (0, 0, 0, x_BTC.shape[1] - 1)))
             x_BTK = _plus(x_BTK, left_BTK)
-        if log_decay.dim() == phase.dim() == 1 and begins_BT is None:
-            h_BTK = _toeplitz(x_BTK, _wide(log_decay), _wide(phase), chunk)
+        if begins_BT is None:
+            h_BTK = _toeplitz(x_BTK, _wide(log_decay_K), _wide(phase_K), chunk)
         else:
-            factor = _eigenvalue(log_decay, phase, wide)
-            factor_BTK = _each(factor, lambda part: part.expand_as(x_BTK[0]))
-            if begins_BT is not None:
-                factor_BTK = _each(factor_BTK, lambda part_BTK: part_BTK.masked_fill(begins_BT[..., None].bool(), 0.0))
+            factor_K = _eigenvalue(log_decay_K, phase_K, wide)
+            factor_BTK = _each(factor_K, lambda part_K: part_K.masked_fill(begins_BT[..., None].bool(), 0.0))
             h_BTK = _in_step(x_BTK, factor_BTK, chunk)
         h_BTC = torch.cat(h_BTK, dim=-1)
         return h_BTC.to(x_BTC.dtype), h_BTC[:, -1].clone()
@@ -206,10 +194,10 @@ def _plus(a: Pair, b: Pair) -> Pair:
     return a[0] + b[0], a[1] + b[1]
 
 
-def _eigenvalue(log_decay: Tensor, phase: Tensor, dtype: torch.dtype) -> Pair:
+def _eigenvalue(log_decay_K: Tensor, phase_K: Tensor, dtype: torch.dtype) -> Pair:
     """exp(log_decay + i·phase), in float64 up to the last rounding."""
-    magnitude, angle = torch.exp(_wide(log_decay)), _wide(phase)
-    return (magnitude * torch.cos(angle)).to(dtype), (magnitude * torch.sin(angle)).to(dtype)
+    magnitude_K, angle_K = torch.exp(_wide(log_decay_K)), _wide(phase_K)
+    return (magnitude_K * torch.cos(angle_K)).to(dtype), (magnitude_K * torch.sin(angle_K)).to(dtype)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyrigh
 import flatout
 from flatout.config.alike import different_settings, digest, odd_rank
 from flatout.errors import UsageError, UserError
-from flatout.launch import Launch, LostRankError, OtherProcessError, in_thread
+from flatout.launch import START, Launch, LostRankError, OtherProcessError, in_thread
 from flatout.pulse import Pulse, State, pulse
 from flatout.world import World
 
@@ -143,15 +143,16 @@ def exit_code_of(error: Exception) -> int:
 
 @contextlib.contextmanager
 def joined(
-    found: Launch | None, asked_device: str, *, join: float, timeout: float, settings: Mapping[str, Any] | None = None
+    found: Launch | None, asked_device: str, *, timeout: float, settings: Mapping[str, Any] | None = None
 ) -> Iterator[World]:
-    """The world of this process: itself alone, or all that a launcher started, which meet within `join` seconds.
+    """The world of this process: itself alone, or all that a launcher started.
 
     Processes with different `settings` are refused. A collective that waits longer than `timeout` seconds is an error.
     """
     if found is None:
         yield World()
         return
+    join = found.patience(timeout)
     store = _meet(found, join)
     backend = _backend(found, asked_device)
     hosts = _check_alike(found, store, join, backend=backend, settings=settings or {})
@@ -227,14 +228,13 @@ def _unreachable(found: Launch, reason: str) -> UserError:
     return _about_absent(found, UsageError(f"rank {found.rank} cannot reach rank 0 at {host}:{port}: {reason}", hint))
 
 
-def refuse(found: Launch, error: UserError, join: float) -> UserError:
+def refuse(found: Launch, error: UserError) -> UserError:
     """What a process raises for an error that it has before it meets the others, such as one in its config.
 
     All processes see the errors of all, and one of them tells: the first that has one.
     """
     try:
-        store = _meet(found, join)
-        _check_alike(found, store, join, error=error)
+        _check_alike(found, _meet(found, START), START, error=error)
     except UserError as told:
         return told
     return error
@@ -311,7 +311,7 @@ def _refusal(everybody: Sequence[dict[str, Any]]) -> tuple[int, UserError] | Non
     if missing:
         waited = next(facts["late"] for facts in everybody if "late" in facts)
         came = f"{len(everybody) - len(missing)} of {len(everybody)} processes came within {waited:g} s"
-        hint = "look at what the missing ones say; parallel.join gives them more time"
+        hint = "look at what the missing ones say; parallel.timeout gives other hosts more time"
         first = next(rank for rank, facts in enumerate(everybody) if "late" not in facts)
         return first, UsageError(f"{came}: rank {', '.join(missing)} did not", hint)
     for name in ("flatout", "torch"):

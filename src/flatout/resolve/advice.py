@@ -354,7 +354,7 @@ def _saving(plan: RunPlan, steps: int, step_seconds: float | None, write_rate: f
     one = size / write_rate
     share = one / (one + every * step_seconds)
     found = f"every {many(every, 'step')}, about {one:.2g} s each"
-    if saving.asynchronous != "off" and size >= SMALL and one < every * step_seconds:
+    if size >= SMALL and one < every * step_seconds:
         return check.ok(f"{found}, written beside training")
     found += f": {_percent(share, 'up to about')} of the run's time"
     if share > _BIG_BOUND and one > 0.5:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flatout.checkpoints.adapter_folder import adapter_at, stored_base, stored_quantize
 from flatout.config.schema import ModelConfig, RunConfig
+from flatout.config.sections import keeps_best
 from flatout.config.unused import cut_pattern, wide_window
 from flatout.config.yaml_loader import format_value
 from flatout.data.positions import Schedule
@@ -94,7 +95,7 @@ def _on_intervals(plan: RunPlan) -> Iterator[Finding]:
             f"Set eval.every={max(1, steps // 10)} to see the run learn.",
         )
     if 0 < steps < saving.steps:
-        between = saving.best and (0 < every < steps or epochs)
+        between = keeps_best(plan.eval, saving) and (0 < every < steps or epochs)
         which = "the end and each best so far are" if between else "the end is"
         lost = "everything since its best evaluation" if between else "everything"
         yield Check("config", "saving").warn(

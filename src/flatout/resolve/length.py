@@ -9,6 +9,7 @@ import math
 
 from flatout.checkpoints.checkpoint import Checkpoint
 from flatout.config.schema import CheckpointConfig, EvalConfig, OptimConfig, RunConfig
+from flatout.config.sections import keeps_best
 from flatout.config.usual import FAR_BELOW, SMALL_BASE, usual_rate
 from flatout.data.positions import Schedule, Stage
 from flatout.data.training_data import DataFacts, TrainingData
@@ -143,7 +144,7 @@ def visits_of(
         return {-(-epoch * windows // sequences) for epoch in range(every, steps * sequences // windows + 1, every)}
 
     ends = last | ends_of_epochs(evaluating.epochs)
-    best = saving.best
+    best = keeps_best(evaluating, saving)
     saved = ends_of_epochs(saving.epochs) | (ends if best else last)
 
     def due(intervals: list[int], also: set[int]) -> int:

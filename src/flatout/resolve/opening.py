@@ -381,7 +381,6 @@ def _asked(
         source=chat.source,
         context=sample_tokens(config),
         val_source=chat.val_source,
-        format=chat.format,
         fields=dict(pair.split("=", 1) for pair in chat.fields),
         train_on=chat.train_on,
         val_fraction=chat.val_fraction,

@@ -12,7 +12,7 @@ Contract:
   to a temporary folder on the disk of the run, random states and torch's switches are borrowed.
 - A run that does not fit is an answer: the result holds the sentence in `problem`, and the table says what would fit.
 Trap: the sum is that of a run that goes through. Early stopping ends sooner, and a checkpoint at every evaluation is
-assumed where `checkpoint.best` is on, because in a healthy run nearly every evaluation is the best so far.
+assumed where the best one is kept, because in a healthy run nearly every evaluation is the best so far.
 
 It lives beside `measure.py` and not in `diagnose`, whose modules may not import their siblings'.
 """
@@ -28,6 +28,7 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
+from flatout.config.sections import keeps_best
 from flatout.errors import ConfigError, DataError, ResourceError, many
 from flatout.model.count import LayerRow, parameter_count, table_count
 from flatout.resolve.checks import check_memory
@@ -251,7 +252,7 @@ class _Look:
         if timed is not None and timed.checkpoint_bytes is not None:
             size = Figure(timed.checkpoint_bytes, "measured")
         # Kept ones, the best, and the one being written before an older one goes.
-        kept = self.plan.checkpoint.keep + (1 if self.plan.checkpoint.best else 0)
+        kept = self.plan.checkpoint.keep + keeps_best(self.plan.eval, self.plan.checkpoint)
         at_once = min(visits.checkpoints, kept + 1)
         every = Figure((size.value or 0) * at_once, "projected", f"{at_once} at once")
         return {"checkpoint_bytes": size, "disk_bytes": every}
@@ -329,8 +330,9 @@ class _Look:
             yield "the text is streamed: reading, cleaning and tokenizing it while training is not in the timed steps"
         if self.plan.eval.patience:
             yield "eval.patience is set: the run may stop earlier"
-        if self.plan.checkpoint.best and self.plan.checkpoint.every != self.plan.eval.every:
-            yield "checkpoint.best is on: a checkpoint at every evaluation is assumed"
+        saving = self.plan.checkpoint
+        if keeps_best(self.plan.eval, saving) and saving.every != self.plan.eval.every:
+            yield "the best checkpoint is kept: one at every evaluation is assumed"
 
 
 def _told(value: float | None, how: str, note: str = "", *, why: str) -> Figure:

@@ -242,16 +242,15 @@ def _time_checkpoint(run: Run) -> tuple[Figure, int | None]:
 
     Two are saved where they are written beside training: the first one also makes the memory for the copy.
     """
-    asked, device = run.plan.checkpoint.asynchronous, run.speed.device.torch_device
-    need = checkpoint_size(run.trained.count, run.plan.model, run.plan.optim, run.speed)
-    need *= 1 if asked == "off" else 2
+    device = run.speed.device.torch_device
+    need = 2 * checkpoint_size(run.trained.count, run.plan.model, run.plan.optim, run.speed)
     try:
         with _beside(Path(run.plan.output.folder or "runs")) as folder:
             free = shutil.disk_usage(folder).free
             if free < 1.1 * need:
                 has, needs = readable_sizes(free, 1.1 * need)
                 return Figure(None, "not told", f"the disk has {has} free, and timing one needs {needs}"), None
-            with contextlib.closing(Saver(folder, asked, device, run.step, lambda notice: None)) as saver:
+            with contextlib.closing(Saver(folder, device, run.step, lambda notice: None)) as saver:
                 for step in (1, 2):
                     began = time.perf_counter()
                     saver.begin(capture(run, Progress(step=step)))

@@ -198,7 +198,7 @@ def for_trials(loaded: LoadedConfig, evaluations: int = EVALUATIONS) -> LoadedCo
     if not loaded.sources["eval.every"].by_user and steps is not None:
         every = max(1, steps // evaluations)
     words = {"eval.every": every, "eval.sample_tokens": 0, "eval.patience": 0}
-    return with_values(loaded, {**words, "checkpoint.every": 0, "checkpoint.best": False})
+    return with_values(loaded, {**words, "checkpoint.every": 0})
 
 
 def _steps(loaded: LoadedConfig) -> int | None:

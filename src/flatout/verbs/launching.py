@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flatout.errors import HardwareError, UsageError, UserError, many
-from flatout.launch import AGENT, launch, place_of_slurm
+from flatout.launch import AGENT, START, launch, place_of_slurm
 from flatout.words import Parser, quoted
 
 if TYPE_CHECKING:
@@ -64,15 +64,14 @@ def start_workers(
     from flatout.agent.agent import Agent
     from flatout.config.sections import ParallelConfig
 
-    hosts_of, parallel = _hosts(parsed), ParallelConfig()
+    hosts_of = _hosts(parsed)
     try:
         loaded, words = checked()
         _check_gpus(parsed.gpus, None if loaded is None else loaded.config.speed.device)
     except UserError as error:
-        raise hosts_of(parallel.join, parallel.timeout).refuse(error) from error
-    parallel = parallel if loaded is None else loaded.config.parallel
-    hosts = hosts_of(parallel.join, parallel.timeout)
-    return Agent([verb, *words], hosts, restarts=parsed.restarts, timeout=parallel.timeout).run()
+        raise hosts_of(START).refuse(error) from error
+    timeout = (ParallelConfig() if loaded is None else loaded.config.parallel).timeout
+    return Agent([verb, *words], hosts_of(max(START, timeout)), restarts=parsed.restarts, timeout=timeout).run()
 
 
 def told_by_one(checked: Callable[[], Found]) -> Found:
@@ -83,14 +82,13 @@ def told_by_one(checked: Callable[[], Found]) -> Found:
         found = launch()
         if found is None or found.size == 1:
             raise
-        from flatout.config.sections import ParallelConfig
         from flatout.parallel.ranks import refuse
 
-        raise refuse(found, error, ParallelConfig().join) from error
+        raise refuse(found, error) from error
 
 
-def _hosts(parsed: argparse.Namespace) -> "Callable[[float, float], Hosts]":
-    """How the agents of all hosts meet, given how long to wait for them at the start and after a failure."""
+def _hosts(parsed: argparse.Namespace) -> "Callable[[float], Hosts]":
+    """How the agents of all hosts meet, given how long to wait for them."""
     from flatout.agent.hosts import OneHost
 
     nodes, rank, meet = parsed.nodes, parsed.node_rank, parsed.meet
@@ -99,7 +97,7 @@ def _hosts(parsed: argparse.Namespace) -> "Callable[[float, float], Hosts]":
     if nodes is None and (meet is not None or rank is not None):
         raise UsageError("--node-rank and --meet are for several hosts", "add --nodes M, or leave them out")
     if nodes is None or (nodes == 1 and not rank):
-        return lambda join, timeout: OneHost(parsed.gpus)
+        return lambda _patience: OneHost(parsed.gpus)
     found = re.fullmatch(r"\[?([^\[\]]+?)\]?:(\d{1,5})", meet or "")
     if rank is None or found is None or not 0 < int(found[2]) < 65536:
         wrong = "--node-rank" if rank is None else "--meet" if meet is None else f"--meet {quoted(meet)}"
@@ -113,7 +111,7 @@ def _hosts(parsed: argparse.Namespace) -> "Callable[[float, float], Hosts]":
     from flatout.agent.many_hosts import ManyHosts
 
     place = found[1], int(found[2])
-    return lambda join, timeout: ManyHosts(parsed.gpus, nodes, rank, place, join, timeout)
+    return lambda patience: ManyHosts(parsed.gpus, nodes, rank, place, patience)
 
 
 def _of_slurm(rank: int | None, meet: str | None) -> tuple[int, int | None, str | None]:

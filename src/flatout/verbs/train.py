@@ -25,6 +25,8 @@ from flatout.words import Parser, add_config, load, on_hardware, one_line, quote
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
 
+_DRAWN = 20  # steps: a run that ends with fewer has no curve to draw
+
 
 def train(words: list[str]) -> int:
     parser = Parser(
@@ -160,6 +162,7 @@ def _follow_training(
         at_once=reader.leave_at_once if isinstance(reader, ViewReader) else lambda: None, stays=found is not None
     )
     folder = checkpoint = None
+    steps = 0
     interrupted = nothing_left = False
     with stop:
         try:
@@ -172,7 +175,7 @@ def _follow_training(
                     if speaks and isinstance(reader, ViewReader):
                         reader.recall(record)
                 elif isinstance(record, records.EndRecord):
-                    checkpoint, interrupted = record.checkpoint, record.reason == "interrupted"
+                    steps, checkpoint, interrupted = record.step, record.checkpoint, record.reason == "interrupted"
                 if speaks:
                     reader.show(record)
         finally:
@@ -182,7 +185,7 @@ def _follow_training(
         return 128 + stop.number if interrupted and stop.number is not None else 0
     if nothing_left:
         return 0
-    if folder is not None and loaded.config.output.plots:
+    if folder is not None and steps >= _DRAWN:
         _draw(Path(folder))
     if interrupted and (stop.number is not None or found is not None):
         if checkpoint is not None:

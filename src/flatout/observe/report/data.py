@@ -239,7 +239,7 @@ def _sample_rows(info: dict[str, Any]) -> Rows:
     return [
         ("Rows", f"{_at(info, 'chat.source')}" + (f" ({files:,} files)" if files and files > 1 else "")),
         ("Held-out rows", val_source),
-        ("Read as", told.get("format") or _at(info, "chat.format")),
+        ("Read as", told.get("format")),
         ("Rows used", None if used is None else f"{used:,} of {rows:,}"),
         ("Rows not used", f"{lost:,}; why is in problems.jsonl beside the samples" if lost else _whole(lost)),
         ("Samples", None if train is None else f"{train:,} to train on, {val or 0:,} {held}"),

@@ -281,7 +281,7 @@ def eigenstate_part(history: RunHistory) -> dict[str, Any] | None:
         "context": found.context,
         "sentence": f"{found.sentence[:1].upper()}{found.sentence[1:]}." if found.sentence else "",
         "layers": [_layer_row(layer) for layer in found.layers],
-        "note": _layers_note(found, history.info),
+        "note": _layers_note(found),
     }
 
 
@@ -301,21 +301,13 @@ def _layer_row(layer: LayerHistory) -> dict[str, Any]:
     }
 
 
-def _layers_note(found: EigenstateHistory, info: dict[str, Any]) -> str:
+def _layers_note(found: EigenstateHistory) -> str:
     words = (
         "A state's horizon is the number of tokens after which 1/e of it is left, -1 / ln |λ|; its period is the "
         "tokens of a whole turn. Bars reach from the shortest to the longest horizon of a layer's states, with the "
         "middle 80% strong and a mark at the median, on a logarithmic scale."
     )
-    words += " The upright line is the context." if found.context else ""
-    config = info.get("config")
-    model = config.get("model") if isinstance(config, dict) else None
-    strength = number(model.get("modulation")) if isinstance(model, dict) else None
-    if strength is not None and 0 < strength < 100:
-        words += (
-            f" The input makes horizons up to {math.exp(strength):.3g} times as long or as short from token to token."
-        )
-    return words
+    return words + (" The upright line is the context." if found.context else "")
 
 
 def _tokens(value: float | None) -> str:

@@ -9,15 +9,15 @@ for together: a few thousand warps with a group each keep the memory busy.
 Backward is the same from the other end. With g the gradient of the states, a_t = g_t + r_t is the gradient of x_t, and
 r_{t-1} = conj(λ_t) · a_t goes on to the position before; r begins as the gradient of the last state and ends as that of
 the initial one. With u_t = λ_t · h_{t-1}, log_decay gets Re(conj(a_t)·u_t) and phase Im(conj(u_t)·a_t), which pass 3
-adds up per program where λ is the same for all positions. h is the result itself, as stored; nothing else is kept.
+adds up per program. h is the result itself, as stored; nothing else is kept.
 
-Bytes for B 4, T 32,768, K 128 and one λ for all: a tensor of states is 67 MB in bf16, 134 MB in fp32. Forward reads x
-twice and writes h: 201 or 403 MB, 0.05 or 0.09 ms at 4.3 TB/s. Backward reads g twice and h, and writes dx: 268 or
-537 MB, 0.06 or 0.13 ms. What goes between passes is 1/16 of a tensor in fp32 or less. Look-back between programs would
-save a third, and would have programs wait for each other; the products around the scan take several times as long.
+Bytes for B 4, T 32,768, K 128: a tensor of states is 67 MB in bf16, 134 MB in fp32. Forward reads x twice and writes h:
+201 or 403 MB, 0.05 or 0.09 ms at 4.3 TB/s. Backward reads g twice and h, and writes dx: 268 or 537 MB, 0.06 or 0.13 ms.
+What goes between passes is 1/16 of a tensor in fp32 or less. Look-back between programs would save a third, and would
+have programs wait for each other; the products around the scan take several times as long.
 
-The trap: λ near 1 is a matter of digits. Its magnitude and angle are computed in float64 where λ is fixed, and by a
-series near 0 otherwise: the fast exponential may be off by 2^-22, which is 3e-3 after 32,768 positions.
+The trap: λ near 1 is a matter of digits. Its magnitude and angle are computed in float64: the fast exponential may be
+off by 2^-22, which is 3e-3 after 32,768 positions.
 
 Shape legend: B rows, T positions, K channels, C = 2K (real parts, then imaginary), N chunks, P programs that sum.
 """
@@ -32,32 +32,14 @@ from flatout.ops.kernels.launch import fold, multiprocessors
 
 
 @triton.jit
-def _exponential(x):
-    """exp of what is never above 0, to the last digit or two where the result is near 1."""
-    series = 1.0 + x * (1.0 + x / 2 * (1.0 + x / 3 * (1.0 + x / 4 * (1.0 + x / 5 * (1.0 + x / 6)))))
-    return tl.where(x > -0.125, series, tl.exp(x))
-
-
-@triton.jit
-def _table(
-    log_ptr, phase_ptr, table_ptr, channels,
-    LOG_VARIES: tl.constexpr, PHASE_VARIES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """As much of λ as is the same for all positions."""
+def _table(log_ptr, phase_ptr, table_ptr, channels, BLOCK: tl.constexpr):
+    """λ of every channel."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < channels
-    real = tl.full((BLOCK,), 1.0, tl.float64)
-    imaginary = tl.zeros((BLOCK,), tl.float64)
-    if not PHASE_VARIES:
-        phase = tl.load(phase_ptr + column, inside, 0.0).to(tl.float64)
-        real = tl.cos(phase)
-        imaginary = tl.sin(phase)
-    if not LOG_VARIES:
-        magnitude = tl.exp(tl.load(log_ptr + column, inside, 0.0).to(tl.float64))
-        real *= magnitude
-        imaginary *= magnitude
-    tl.store(table_ptr + column, real.to(tl.float32), inside)
-    tl.store(table_ptr + channels + column, imaginary.to(tl.float32), inside)
+    phase = tl.load(phase_ptr + column, inside, 0.0).to(tl.float64)
+    magnitude = tl.exp(tl.load(log_ptr + column, inside, 0.0).to(tl.float64))
+    tl.store(table_ptr + column, (magnitude * tl.cos(phase)).to(tl.float32), inside)
+    tl.store(table_ptr + channels + column, (magnitude * tl.sin(phase)).to(tl.float32), inside)
 
 
 @triton.jit
@@ -68,42 +50,24 @@ def _pair(ptr, place, channels, mask):
 
 
 @triton.jit
-def _row(
-    x_ptr, log_ptr, phase_ptr, begins_ptr, origin, position, positions, stride_t, column, inside, channels,
-    LOG_VARIES: tl.constexpr, PHASE_VARIES: tl.constexpr, RESETS: tl.constexpr,
-):  # fmt: skip
-    """What lies in memory of one position, x and λ: asked for early, used late."""
+def _row(x_ptr, begins_ptr, origin, position, positions, stride_t, column, inside, channels, RESETS: tl.constexpr):
+    """What lies in memory of one position: asked for early, used late."""
     alive = position < positions
     mask = inside & alive
     real, imaginary = _pair(x_ptr, position.to(tl.int64) * stride_t + column, channels, mask)  # pyright: ignore
-    place = (origin + position) * channels + column
-    log, phase, begins = 0.0, 0.0, 0
-    if LOG_VARIES:
-        log = tl.load(log_ptr + place, mask, 0.0)
-    if PHASE_VARIES:
-        phase = tl.load(phase_ptr + place, mask, 0.0)
+    begins = 0
     if RESETS:
         begins = tl.load(begins_ptr + origin + position, alive, 0).to(tl.int32)
-    return real, imaginary, log, phase, begins
+    return real, imaginary, begins
 
 
 @triton.jit
-def _eigenvalue(
-    row, base_re, base_im, alive, LOG_VARIES: tl.constexpr, PHASE_VARIES: tl.constexpr, RESETS: tl.constexpr
-):
+def _eigenvalue(row, base_re, base_im, alive, RESETS: tl.constexpr):
     """λ of one position: 0 where a document begins, 1 beyond the last position, where the state has to stay."""
     real, imaginary = base_re, base_im
-    if PHASE_VARIES:
-        phase = row[3].to(tl.float32)
-        imaginary = real * tl.sin(phase)
-        real = real * tl.cos(phase)
-    if LOG_VARIES:
-        magnitude = _exponential(row[2].to(tl.float32))
-        real = real * magnitude
-        imaginary = imaginary * magnitude
     if RESETS:
-        real = tl.where(row[4] == 0, real, 0.0)
-        imaginary = tl.where(row[4] == 0, imaginary, 0.0)
+        real = tl.where(row[2] == 0, real, 0.0)
+        imaginary = tl.where(row[2] == 0, imaginary, 0.0)
     return tl.where(alive, real, 1.0), tl.where(alive, imaginary, 0.0)
 
 
@@ -118,10 +82,8 @@ def _where_am_i(positions, chunks, channels, blocks, CHUNK: tl.constexpr, BLOCK:
 
 @triton.jit
 def _ends(
-    x_ptr, table_ptr, log_ptr, phase_ptr, begins_ptr, ends_ptr, positions, chunks, channels, blocks,
-    stride_b, stride_t,
-    REVERSE: tl.constexpr, LOG_VARIES: tl.constexpr, PHASE_VARIES: tl.constexpr, RESETS: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, table_ptr, begins_ptr, ends_ptr, positions, chunks, channels, blocks, stride_b, stride_t,
+    REVERSE: tl.constexpr, RESETS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Pass 1. Backward x is the gradient of the states, and the end is before the chunk's first position."""
     batch, chunk, first, column, inside = _where_am_i(positions, chunks, channels, blocks, CHUNK, BLOCK)  # pyright: ignore
@@ -136,17 +98,10 @@ def _ends(
         rows = ()
         for step in tl.static_range(ROWS):
             position = first + (CHUNK - 1 - group - step if REVERSE else group + step)
-            rows += (
-                _row(
-                    x_ptr, log_ptr, phase_ptr, begins_ptr, origin, position, positions, stride_t, column, inside,
-                    channels, LOG_VARIES, PHASE_VARIES, RESETS,
-                ),
-            )  # fmt: skip
+            rows += (_row(x_ptr, begins_ptr, origin, position, positions, stride_t, column, inside, channels, RESETS),)
         for step in tl.static_range(ROWS):
             position = first + (CHUNK - 1 - group - step if REVERSE else group + step)
-            factor_re, factor_im = _eigenvalue(
-                rows[step], base_re, base_im, position < positions, LOG_VARIES, PHASE_VARIES, RESETS
-            )
+            factor_re, factor_im = _eigenvalue(rows[step], base_re, base_im, position < positions, RESETS)
             x_re = rows[step][0].to(tl.float32)
             x_im = rows[step][1].to(tl.float32)
             if REVERSE:
@@ -217,10 +172,8 @@ def _carry(
 
 @triton.jit
 def _states(
-    x_ptr, table_ptr, log_ptr, phase_ptr, begins_ptr, starts_ptr, h_ptr, last_ptr, positions, chunks, channels, blocks,
-    stride_b, stride_t,
-    LOG_VARIES: tl.constexpr, PHASE_VARIES: tl.constexpr, RESETS: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, table_ptr, begins_ptr, starts_ptr, h_ptr, last_ptr, positions, chunks, channels, blocks, stride_b, stride_t,
+    RESETS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Pass 3, forward."""
     batch, chunk, first, column, inside = _where_am_i(positions, chunks, channels, blocks, CHUNK, BLOCK)  # pyright: ignore
@@ -233,16 +186,11 @@ def _states(
         rows = ()
         for step in tl.static_range(ROWS):  # pyright: ignore
             position = first + group + step
-            rows += (
-                _row(
-                    x_ptr, log_ptr, phase_ptr, begins_ptr, origin, position, positions, stride_t, column, inside,
-                    channels, LOG_VARIES, PHASE_VARIES, RESETS,
-                ),
-            )  # fmt: skip
+            rows += (_row(x_ptr, begins_ptr, origin, position, positions, stride_t, column, inside, channels, RESETS),)
         for step in tl.static_range(ROWS):
             position = first + group + step
             alive = position < positions
-            factor_re, factor_im = _eigenvalue(rows[step], base_re, base_im, alive, LOG_VARIES, PHASE_VARIES, RESETS)
+            factor_re, factor_im = _eigenvalue(rows[step], base_re, base_im, alive, RESETS)
             before_re = state_re
             state_re = factor_re * before_re - factor_im * state_im + rows[step][0].to(tl.float32)
             state_im = factor_re * state_im + factor_im * before_re + rows[step][1].to(tl.float32)
@@ -256,11 +204,9 @@ def _states(
 
 @triton.jit
 def _gradients(
-    g_ptr, h_ptr, initial_ptr, table_ptr, log_ptr, phase_ptr, begins_ptr, starts_ptr,
-    dx_ptr, dlog_ptr, dphase_ptr, sums_ptr, dinitial_ptr,
+    g_ptr, h_ptr, initial_ptr, table_ptr, begins_ptr, starts_ptr, dx_ptr, sums_ptr, dinitial_ptr,
     positions, chunks, channels, blocks, stride_b, stride_t, dx_stride_b, dx_stride_t,
-    HAS_INITIAL: tl.constexpr, LOG_VARIES: tl.constexpr, PHASE_VARIES: tl.constexpr, RESETS: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, RESETS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Pass 3, backward: from the chunk's last position to its first."""
     batch, chunk, first, column, inside = _where_am_i(positions, chunks, channels, blocks, CHUNK, BLOCK)  # pyright: ignore
@@ -279,16 +225,11 @@ def _gradients(
             position = first + CHUNK - 1 - group - step
             place = (origin + position - 1) * 2 * channels + column
             befores += (_pair(h_ptr, place, channels, inside & (position > 0) & (position < positions)),)
-            rows += (
-                _row(
-                    g_ptr, log_ptr, phase_ptr, begins_ptr, origin, position, positions, stride_t, column, inside,
-                    channels, LOG_VARIES, PHASE_VARIES, RESETS,
-                ),
-            )  # fmt: skip
+            rows += (_row(g_ptr, begins_ptr, origin, position, positions, stride_t, column, inside, channels, RESETS),)
         for step in tl.static_range(ROWS):  # pyright: ignore
             position = first + CHUNK - 1 - group - step
             alive = position < positions
-            factor_re, factor_im = _eigenvalue(rows[step], base_re, base_im, alive, LOG_VARIES, PHASE_VARIES, RESETS)
+            factor_re, factor_im = _eigenvalue(rows[step], base_re, base_im, alive, RESETS)
             h_re = befores[step][0].to(tl.float32)
             h_im = befores[step][1].to(tl.float32)
             if HAS_INITIAL:
@@ -306,21 +247,11 @@ def _gradients(
             place = position.to(tl.int64) * dx_stride_t + column
             tl.store(dx_ptr + place, a_re.to(dx_ptr.dtype.element_ty), inside & alive)
             tl.store(dx_ptr + place + channels, a_im.to(dx_ptr.dtype.element_ty), inside & alive)
-            dlog = a_re * u_re + a_im * u_im
-            dphase = a_im * u_re - a_re * u_im
-            place = (origin + position) * channels + column
-            if LOG_VARIES:
-                tl.store(dlog_ptr + place, dlog.to(dlog_ptr.dtype.element_ty), inside & alive)
-            else:
-                log_sum += dlog
-            if PHASE_VARIES:
-                tl.store(dphase_ptr + place, dphase.to(dphase_ptr.dtype.element_ty), inside & alive)
-            else:
-                phase_sum += dphase
+            log_sum += a_re * u_re + a_im * u_im
+            phase_sum += a_im * u_re - a_re * u_im
     sums_ptr += number * 2 * channels
-    if not (LOG_VARIES and PHASE_VARIES):  # folded together: where one of them varies, its sum is zeros
-        tl.store(sums_ptr + column, log_sum, inside)
-        tl.store(sums_ptr + channels + column, phase_sum, inside)
+    tl.store(sums_ptr + column, log_sum, inside)
+    tl.store(sums_ptr + channels + column, phase_sum, inside)
     if HAS_INITIAL:
         place = batch.to(tl.int64) * 2 * channels + column
         tl.store(dinitial_ptr + place, state_re, inside & (chunk == 0))
@@ -356,14 +287,11 @@ class Passes:
         self.chunk = chosen if chunk is None else chunk
         self.chunks = triton.cdiv(self.positions, self.chunk)
         self.blocks = triton.cdiv(self.channels, self.block)
-        self.log_decay, self.phase, self.begins = log_decay, phase, begins
-        self.flags = {"LOG_VARIES": log_decay.dim() == 3, "PHASE_VARIES": phase.dim() == 3}
-        self.table = self._made(2, self.channels)
-        grid = (triton.cdiv(self.channels, 32),)
-        _table[grid](log_decay, phase, self.table, self.channels, **self.flags, BLOCK=32, num_warps=1)
-        self.eigenvalues = (self.table, log_decay, phase, begins)
+        table = self._made(2, self.channels)
+        _table[(triton.cdiv(self.channels, 32),)](log_decay, phase, table, self.channels, BLOCK=32, num_warps=1)
+        self.eigenvalues, self.resets = (table, begins), begins is not None
+        self.types = log_decay.dtype, phase.dtype
         self.counts = (self.positions, self.chunks, self.channels, self.blocks)
-        self.flags["RESETS"] = begins is not None
         self.grid = (self.batch * self.chunks * self.blocks,)
 
     def _made(self, *shape: int) -> Tensor:
@@ -374,8 +302,8 @@ class Passes:
         starts = self._made(self.batch, self.chunks, 2 * self.channels)
         ends = self._made(self.batch, self.chunks, 4 * self.channels)
         _ends[self.grid](
-            x, *self.eigenvalues, ends, *self.counts, x.stride(0), x.stride(1), REVERSE=reverse, **self.flags,
-            CHUNK=self.chunk, ROWS=_ROWS, BLOCK=self.block, num_warps=1,
+            x, *self.eigenvalues, ends, *self.counts, x.stride(0), x.stride(1), REVERSE=reverse,
+            RESETS=self.resets, CHUNK=self.chunk, ROWS=_ROWS, BLOCK=self.block, num_warps=1,
         )  # fmt: skip
         rows = min(_CARRIED[0], int(triton.next_power_of_2(self.chunks)))
         block = min(_CARRIED[1], int(triton.next_power_of_2(self.channels)))
@@ -391,7 +319,7 @@ class Passes:
         last = self._made(self.batch, 2 * self.channels)
         _states[self.grid](
             x, *self.eigenvalues, self.starts(x, initial, reverse=False), h, last, *self.counts, x.stride(0),
-            x.stride(1), **self.flags, CHUNK=self.chunk, ROWS=_ROWS, BLOCK=self.block, num_warps=1,
+            x.stride(1), RESETS=self.resets, CHUNK=self.chunk, ROWS=_ROWS, BLOCK=self.block, num_warps=1,
         )  # fmt: skip
         return h, last
 
@@ -401,19 +329,14 @@ class Passes:
         """Of x, log_decay, phase and the initial state; `into` takes that of x, in rows that may be apart."""
         starts = self.starts(g, dlast, reverse=True)
         dx = torch.empty(h.shape, dtype=h.dtype, device=self.device) if into is None else into
-        dlog = torch.empty_like(self.log_decay) if self.flags["LOG_VARIES"] else None
-        dphase = torch.empty_like(self.phase) if self.flags["PHASE_VARIES"] else None
         sums = self._made(self.batch * self.chunks, 2, self.channels)
         dinitial = None if initial is None else self._made(self.batch, 2 * self.channels)
         _gradients[self.grid](
-            g, h, initial, *self.eigenvalues, starts, dx, dlog, dphase, sums, dinitial, *self.counts, g.stride(0),
-            g.stride(1), dx.stride(0), dx.stride(1), HAS_INITIAL=initial is not None, **self.flags, CHUNK=self.chunk,
+            g, h, initial, *self.eigenvalues, starts, dx, sums, dinitial, *self.counts, g.stride(0), g.stride(1),
+            dx.stride(0), dx.stride(1), HAS_INITIAL=initial is not None, RESETS=self.resets, CHUNK=self.chunk,
             ROWS=_ROWS // 2, BLOCK=self.block, num_warps=1,
         )  # fmt: skip
-        if dlog is None or dphase is None:
-            totals = _total(sums)
-            dlog = totals[0].to(self.log_decay.dtype) if dlog is None else dlog
-            dphase = totals[1].to(self.phase.dtype) if dphase is None else dphase
+        dlog, dphase = (total.to(given) for total, given in zip(_total(sums), self.types, strict=True))
         return [dx, dlog, dphase, dinitial]
 
 
@@ -510,7 +433,7 @@ def _one_backward(
 ) -> list[Tensor]:
     passes = Passes(h.shape, log_decay, phase, begins, chunk)
     gradients = passes.gradients(_dense(dh), h, initial, dlast.contiguous())
-    # Of one λ for all positions both come out of one sum, and results of such an operation may not share memory.
+    # Those of log_decay and phase come out of one sum, and results of such an operation may not share memory.
     return [gradient.clone() if gradient.dim() == 1 else gradient for gradient in gradients if gradient is not None]
 
 

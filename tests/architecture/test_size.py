@@ -22,9 +22,9 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 58_191,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 46_667,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 125,  # all Python outside tests
+    "lines of code": 58_060,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 46_570,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 120,  # all Python outside tests
     "modules": 329,  # of src/flatout, as all the following
     "modules with one importer": 80,
     "settings": 148,  # leaves of RunConfig, and environment variables of our own

@@ -5,7 +5,7 @@
 #
 # OUT gets a file of rows and one of messages for each part; what is good is added to benchmarks/*.jsonl by hand. DATA is
 # a corpus prepared with GPT-2's tokenizer. A part that fails or takes too long does not stop the next one. Without names
-# all parts run: tests speed finetune peers guide estimate metrics caps long learn recall generate.
+# all parts run: tests speed finetune peers estimate long recall generate.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 data=$2
@@ -23,23 +23,18 @@ part() { # NAME SECONDS COMMAND...
   echo "$name: exit $? after $((SECONDS - began)) s, $(wc -l <"$out/$name.jsonl") lines"
 }
 
-for name in "${@:-tests speed finetune peers guide estimate metrics caps long learn recall generate}"; do
+for name in "${@:-tests speed finetune peers estimate long recall generate}"; do
   for one in $name; do
     case $one in
       tests) part tests 900 "$python" -m pytest -q -m "gpu and not slow" -p no:cacheprovider tests ;;
       speed) part speed 400 "$python" benchmarks/throughput.py "$data" "$commit" 124m 124m-selective 350m hf-124m ;;
-      finetune) part finetune 300 "$python" benchmarks/finetune.py "$commit" ours ours-full ours-full-4 mixed profile peft ;;
+      finetune) part finetune 300 "$python" benchmarks/finetune.py "$commit" ours ours-full ours-full-4 mixed peft ;;
       peers) part peers 500 "$python" benchmarks/finetune.py "$commit" ours ours-full-4 trl unsloth unsloth-checkpoint ;;
-      guide) part guide 250 "$python" benchmarks/guide_004.py "$commit" cold guide fast ;;
       estimate) part estimate 900 "$python" benchmarks/estimate_truth.py --steps 24 --seconds 3 ;;
-      metrics) part metrics 120 "$python" benchmarks/metrics_cost.py gpt2-124m train.batch_tokens=65536 --steps 40 ;;
-      caps) part caps 900 "$python" benchmarks/tune_caps.py gpt2-350m none 4 8 16 24 80 --batch-tokens 32768 ;;
       long)
-        part scan 60 "$python" benchmarks/scan.py "$commit"
         part long 250 "$python" benchmarks/throughput.py "$data" "$commit" small-32k small-32k-windows small-32k-hybrid \
           small-32k-eigenstate small-128k-hybrid small-128k-eigenstate
         ;;
-      learn) part learn 600 "$python" benchmarks/long_learning.py "$data" "$commit" ;;
       recall)
         part copy 900 "$python" benchmarks/recall.py "$commit" --task copy
         part recall 900 "$python" benchmarks/recall.py "$commit"

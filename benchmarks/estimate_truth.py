@@ -11,7 +11,7 @@ follows. On the error output are the shares for people, and last how many cases 
 Both are of one process with the same data, random tokens, and the kernels of a case are warmed up by a few steps, an
 evaluation and a sample before, so that neither pays for compiling what the other finds in a cache.
 
-Cases that begin with `lora-` train adapters on the instructions of guide 004; their number is the samples of a step.
+Cases that begin with `lora-` train adapters on examples/instructions.jsonl; their number is the samples of a step.
 """
 
 import argparse
@@ -26,9 +26,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-
-from guide_004 import write_base
-from guide_004_rows import rows as instructions
+from typing import Any
 
 # (preset, sequences at once, checkpointing)
 CASES = [
@@ -38,6 +36,16 @@ CASES = [
 CASES += [(f"lora-{shape}", size, "none") for shape in ("160m", "1.1b") for size in (8, 32)]
 CPU_CASES = [("shakespeare-char", size, how) for how in ("none", "full") for size in (4, 8, 16)]
 CPU_CASES += [("lora-tiny", 8, "none")]
+INSTRUCTIONS = Path(__file__).parents[1] / "examples" / "instructions.jsonl"
+BASES: dict[str, dict[str, Any]] = {
+    "1.1b": {"layers": 22, "width": 2048, "heads": 32, "kv_heads": 4, "mlp_width": 5632},
+    "160m": {"layers": 12, "width": 768, "heads": 12, "kv_heads": 4, "mlp_width": 2048},
+    "tiny": {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 128},
+}
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>\n' + message.content + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
 
 
 def name_of(case: tuple[str, int, str]) -> str:
@@ -116,15 +124,47 @@ def case_row(preset: str, micro_batch: int, checkpointing: str, steps: int, seco
 
 
 def _job(shape: str, samples: int, scratch: Path) -> list[str]:
-    """Words for the job of guide 004 on a base of this shape; what they name is made once."""
-    base, source = scratch / f"base-{shape}", scratch / "instructions.jsonl"
+    """Settings for the job of guide 004 on a base of this shape, which is made once."""
+    base = scratch / f"base-{shape}"
     if not base.exists():
         write_base(base, shape)
-        source.write_text("".join(json.dumps(row) + "\n" for row in instructions()), encoding="utf-8")
-    words = [f"model.init_from={base}", f"chat.source={source}", f"data.folder={scratch / shape}-samples"]
+    words = [f"model.init_from={base}", f"chat.source={INSTRUCTIONS}", f"data.folder={scratch / shape}-samples"]
     # No samples: drawn weights do not know how to end an answer, and learn it in the first steps.
     words += [f"chat.batch_samples={samples}", "speed.accumulation=1", "lora.dropout=0.0"]
     return [*words, "eval.sample_tokens=0"]
+
+
+def write_base(folder: Path, shape: str) -> None:
+    """A model of that shape with random weights, and a tokenizer trained on Shakespeare and the instructions."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from flatout.config.schema import ModelConfig
+    from flatout.corpus.shipped import shakespeare
+    from flatout.model.gpt import build_model
+    from flatout.model.hub_weights import export_huggingface
+
+    config = ModelConfig(**BASES[shape], context=2048, qk_norm=False, tied=False)
+    export_huggingface(build_model(config, 32000, seed=0), folder, dtype=torch.bfloat16)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=8000,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(shakespeare()), str(INSTRUCTIONS)], trainer)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def within_a_tenth(row: dict) -> bool:

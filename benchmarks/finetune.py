@@ -14,9 +14,8 @@ part of what a plain call measures. A case that cannot run gives a row with `err
 Seconds are the device's own, from the end of one step to the end of the next; tokens are those that are no padding.
 `host_ms` is how long the host takes to hand a step over with nobody waiting for the device: where it comes near the
 step's own time, the host is what is slow. Where CUDA graphs are used, all steps were taken twice before, so that every
-shape is recorded, as it is from the third epoch on; `peak_gib` counts what recordings hold. `profile` says where the
-device's time goes, by kernel. `--small` is a toy shape, to try this file out on a CPU. Words like
-`speed.products=tuned` change our settings.
+shape is recorded, as it is from the third epoch on; `peak_gib` counts what recordings hold. `--small` is a toy shape,
+to try this file out on a CPU. Words like `speed.products=tuned` change our settings.
 """
 
 import argparse
@@ -76,8 +75,6 @@ OURS: dict[str, list[str]] = {
     "ours-full-4": ["speed.checkpointing=full", "speed.micro_batch=4"],
     "mixed": [],
     "mixed-torch": ["speed.kernels=torch"],
-    "profile": [],
-    "profile-mixed": [],
 }
 PEERS = ("peft", "peft-checkpoint", "peft-mixed")
 APART = (  # in finetune_peers.py, a process each
@@ -164,7 +161,7 @@ def recorded(
     return len(graph.recordings)
 
 
-def ours(words: list[str], *, mixed: bool, small: bool, profile: bool) -> dict[str, Any]:
+def ours(words: list[str], *, mixed: bool, small: bool) -> dict[str, Any]:
     config = our_config(words, mixed=mixed, small=small)
     step, speed = our_step(config, mixed=mixed, small=small)
     with batches_of(config, speed, mixed=mixed, small=small) as loader:
@@ -176,8 +173,6 @@ def ours(words: list[str], *, mixed: bool, small: bool, profile: bool) -> dict[s
             return batch.packed.tokens
 
         row = {"features": {f.name: f.used for f in speed.features}, "padding": None}
-        if profile:
-            return row | profiled(take, feed)
         first = next(feed)
         loss = float(step(first.tokens, first.targets, first.packed)[0])
         if step.graph is not None:  # as in a long run: every shape has come, and twice
@@ -249,43 +244,6 @@ def mark() -> Any:
 
 def between(first: Any, second: Any) -> float:
     return second - first if isinstance(first, float) else first.elapsed_time(second) / 1000
-
-
-def profiled(take: Callable[[Batch], float], feed: Iterator[Batch]) -> dict[str, Any]:
-    """Where the device's time goes, by kernel, and how long the host takes to hand a step over."""
-    if not torch.cuda.is_available():
-        raise RuntimeError("a profile needs a CUDA device")
-    for _ in range(WARM_UP):
-        take(next(feed))
-    held = [next(feed) for _ in range(4)]
-    host = []
-    for batch in held:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        take(batch)
-        host.append(time.perf_counter() - began)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for batch in held:
-            take(batch)
-        torch.cuda.synchronize()
-    count = len(held)
-    kernels = [
-        (row.key, row.self_device_time_total / 1000 / count, row.count / count)
-        for row in profile.key_averages()
-        if row.self_device_time_total > 0
-    ]
-    launches = sum(times for _, _, times in kernels)
-    largest = sorted(kernels, key=lambda kernel: -kernel[1])[:25]
-    for name, milliseconds, times in largest:
-        print(f"{milliseconds:8.3f} ms {times:7.1f} x  {name[:100]}", file=sys.stderr)
-    return {
-        "host_ms": round(1e3 * min(host), 2),
-        "device_ms": round(sum(milliseconds for _, milliseconds, _ in kernels), 2),
-        "launches": round(launches),
-        "launches_per_layer": round(launches / SHAPE["layers"], 1),
-        "kernels": [[name[:90], round(milliseconds, 3), round(times, 1)] for name, milliseconds, times in largest],
-    }
 
 
 def llama(*, small: bool, device: torch.device) -> Any:
@@ -388,8 +346,7 @@ def measure(case: str, words: list[str], *, small: bool) -> dict[str, Any]:
         return peft(case, small=small)
     if case in APART:
         return apart(case, small=small)
-    how = {"mixed": "mixed" in case, "small": small, "profile": case.startswith("profile")}
-    return ours([*OURS[case], *words], **how)
+    return ours([*OURS[case], *words], mixed="mixed" in case, small=small)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""The job of guide 004: its rows, its preset, and the script that measures it, on a small model."""
+"""The job of guide 004: its rows, its preset, what was measured of it, and the whole job on a small model."""
 
-import ast
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +13,19 @@ from flatout.config.load import load_config
 from flatout.config.schema import micro_batch_of
 from flatout.data.sample_loader import SampleOrder
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "examples" / "instructions.jsonl"
+# The guide's table. Its card was an RTX 2080 Ti; the last two rows ask for an attention that does not run there.
+CLAIMS = [
+    {"state": "before", "seconds": 375, "gb": 2.5, "steps_per_second": 0.18},
+    {"state": "after", "seconds": 190, "gb": 3.2, "steps_per_second": 0.35},
+    {"state": "with FlashAttention-2", "seconds": 140, "gb": 2.7, "steps_per_second": 0.48},
+    {"state": "with torch.compile", "seconds": 125, "gb": 2.7, "steps_per_second": 0.53},
+]
 
 
-def test_the_rows_are_those_of_the_guide(tmp_path):
-    found = []
-    for name in ("one.jsonl", "two.jsonl"):
-        subprocess.run([sys.executable, BENCHMARKS / "guide_004_rows.py", tmp_path / name], check=True)
-        found.append((tmp_path / name).read_bytes())
-    assert found[0] == found[1], "the same at every call"
-    rows = [json.loads(line) for line in found[0].splitlines()]
+def test_the_rows_are_those_of_the_guide():
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 171
     assert len({json.dumps(row) for row in rows}) == 171
     assert all(row.keys() == {"instruction", "input", "output"} for row in rows)
@@ -38,34 +41,33 @@ def test_the_preset_has_the_guides_settings():
     assert 80 <= 4 * SampleOrder(162, config.chat.batch_samples, 0).steps_per_epoch <= 84
 
 
-def claims() -> list[dict]:
-    """What the script has beside its figures, without running it."""
-    tree = ast.parse((BENCHMARKS / "guide_004.py").read_text(encoding="utf-8"))
-    found = (node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "CLAIMS")
-    return ast.literal_eval(next(found))
-
-
 def test_the_figures_have_the_guides_table_beside_them():
-    """In the stored rows, too: they are what the script printed."""
-    table = [(row["seconds"], row["gb"], row["steps_per_second"]) for row in claims()]
-    assert table == [(375, 2.5, 0.18), (190, 3.2, 0.35), (140, 2.7, 0.48), (125, 2.7, 0.53)]
-    lines = (BENCHMARKS / "guide_004.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "benchmarks" / "guide_004.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) > 5
     for row in map(json.loads, lines):
-        assert row["guide"] == claims(), row["case"]
+        assert row["guide"] == CLAIMS, row["case"]
         assert min(row["seconds"], row["steps_per_second"], row["tokens_per_second"], row["peak_gib"]) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("tokenizers") is None, reason="needs tokenizers")
-def test_the_script_measures_the_whole_job():
-    command = [sys.executable, BENCHMARKS / "guide_004.py", "abc", "--tiny", "guide", "fast"]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    rows = [json.loads(line) for line in told.splitlines()]
-    assert [row["case"] for row in rows] == ["guide", "fast"]
-    for row in rows:
-        assert row["steps"] == 84
-        assert len(row["losses"]) == 5
-        assert row["losses"][-1] < row["losses"][0]
-        assert row["seconds"] > row["first_step_seconds"] > 0
-        assert row["guide"] == claims()
+@pytest.mark.parametrize("words", [[], ["lora.dropout=0.0", "speed.accumulation=1"]], ids=["guide", "fast"])
+def test_the_whole_job_on_a_small_model(words: list[str], tmp_path: Path):
+    spec = importlib.util.spec_from_file_location("estimate_truth", ROOT / "benchmarks" / "estimate_truth.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.write_base(tmp_path / "base", "tiny")
+    places = [f"model.init_from={tmp_path / 'base'}", f"chat.source={ROWS}", f"data.folder={tmp_path / 'samples'}"]
+    command = [sys.executable, "-m", "flatout.cli", "finetune", "tinyllama-lora", "--json", *places, *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [*command, f"output.folder={tmp_path / 'run'}"], env=environment, check=True, capture_output=True, text=True
+    )
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    steps, evaluations = ([one for one in records if one["type"] == kind] for kind in ("step", "eval"))
+    assert len(steps) == 84
+    assert len(evaluations) == 5
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"]
+    assert all(step["seconds"] > 0 and step["tokens_per_second"] > 0 for step in steps)

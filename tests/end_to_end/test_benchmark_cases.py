@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-SCRIPT = ROOT / "benchmarks" / "estimate_truth.py"
+SCRIPT = ROOT / "lab" / "estimate_truth.py"
 
 
 def start(*words: str, folder: Path) -> subprocess.Popen[str]:

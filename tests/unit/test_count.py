@@ -248,7 +248,7 @@ def _switches(row: dict) -> dict:
     return switches | {"fp8": tuple(switches.get("fp8", ()))}
 
 
-MEASURED = Path(__file__).parents[2] / "benchmarks" / "memory_estimate.jsonl"
+MEASURED = Path(__file__).parents[2] / "lab" / "memory_estimate.jsonl"
 
 
 @pytest.mark.parametrize("line", MEASURED.read_text().splitlines())

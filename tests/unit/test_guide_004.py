@@ -42,7 +42,7 @@ def test_the_preset_has_the_guides_settings():
 
 
 def test_the_figures_have_the_guides_table_beside_them():
-    lines = (ROOT / "benchmarks" / "guide_004.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "lab" / "guide_004.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) > 5
     for row in map(json.loads, lines):
         assert row["guide"] == CLAIMS, row["case"]
@@ -53,7 +53,7 @@ def test_the_figures_have_the_guides_table_beside_them():
 @pytest.mark.skipif(importlib.util.find_spec("tokenizers") is None, reason="needs tokenizers")
 @pytest.mark.parametrize("words", [[], ["lora.dropout=0.0", "speed.accumulation=1"]], ids=["guide", "fast"])
 def test_the_whole_job_on_a_small_model(words: list[str], tmp_path: Path):
-    spec = importlib.util.spec_from_file_location("estimate_truth", ROOT / "benchmarks" / "estimate_truth.py")
+    spec = importlib.util.spec_from_file_location("estimate_truth", ROOT / "lab" / "estimate_truth.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-LAB = Path(__file__).parents[2] / "benchmarks" / "lab.py"
+LAB = Path(__file__).parents[2] / "lab" / "lab.py"
 spec = importlib.util.spec_from_file_location("lab", LAB)
 assert spec is not None
 assert spec.loader is not None

@@ -62,7 +62,7 @@ def test_more_parameters_tokens_and_steps_lower_the_loss_and_repeats_count_less(
 
 
 # Runs of `record` on enwik8: blocks, width, tokens, tokens of a step, loss; its other settings are its own. Rows of
-# benchmarks/time_to_loss.jsonl, but for 2.899, which is of benchmarks/lab.jsonl.
+# lab/time_to_loss.jsonl, but for 2.899, which is of lab/lab.jsonl.
 MEASURED = (
     (4, 256, 8.0e6, 8192, 3.652), (8, 512, 8.0e6, 8192, 3.448), (12, 768, 8.0e6, 8192, 3.363),
     (24, 1024, 8.0e6, 8192, 3.404), (12, 768, 10.0e6, 12_288, 3.223), (8, 512, 26.0e6, 32_768, 2.899),

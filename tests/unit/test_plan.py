@@ -29,7 +29,7 @@ from flatout.tuning.many_gpus import PlanResult, Rate, _all_works, plan
 from flatout.tuning.spread import Layout, StepTime, Work, layouts, step_time, work_of
 from flatout.verbs.plan import _counts
 
-TRUTH = Path(__file__).parents[2] / "benchmarks" / "plan_truth.py"
+TRUTH = Path(__file__).parents[2] / "lab" / "plan_truth.py"
 H100 = CARDS["h100"]
 HOSTS = Cluster(card=H100, per_host=8, inside=H100.inside, across=H100.across)
 
@@ -288,7 +288,7 @@ def test_a_measured_rate_is_that_of_one_gpu():
 
 
 def test_memory_of_one_gpu_is_what_a_run_there_plans():
-    """The row of one H200 in benchmarks/memory_estimate.jsonl: 64 sequences of GPT-2 124M in our kernels."""
+    """The row of one H200 in lab/memory_estimate.jsonl: 64 sequences of GPT-2 124M in our kernels."""
     loaded = load_config("gpt2-124m", ["speed.micro_batch=64", "train.batch_tokens=131072"])
     cluster = dataclasses.replace(HOSTS, card=CARDS["h200"])
     (row,) = plan(loaded, cluster, Rate(mfu=0.5, source="told"), [1]).rows

@@ -84,7 +84,7 @@ def test_the_kind_of_an_operator(name: str, kind: str):
 
 
 def test_every_kernel_that_an_h200_ever_ran_for_us_has_a_kind():
-    rows = [json.loads(line) for line in (ROOT / "benchmarks" / "step_profile.jsonl").read_text("utf-8").splitlines()]
+    rows = [json.loads(line) for line in (ROOT / "lab" / "step_profile.jsonl").read_text("utf-8").splitlines()]
     names = {kernel[0] for row in rows for kernel in row["kernels"]}
     assert len(names) > 30
     assert not [name for name in names if kind_of_kernel(name) == "unknown"]
@@ -202,7 +202,7 @@ def test_a_trace_without_anything_is_no_time():
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
 
-HEALTHY = Measurements(  # GPT-2 124M on an H200, as benchmarks/step_profile.jsonl has it
+HEALTHY = Measurements(  # GPT-2 124M on an H200, as lab/step_profile.jsonl has it
     device_kind="cuda",
     step_seconds=0.1065,
     profiled_step_seconds=0.112,

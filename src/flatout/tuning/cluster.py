@@ -58,7 +58,7 @@ class Card:
 
 _RING_H200 = "all-gather on 8 H200, 361 GB/s (stas00/ml-engineering, network/README.md)"
 _400 = "80% of 400 Gb/s for each GPU"
-_OURS = "GPT of 124M to 1.3B on one H200 reach 0.50 to 0.60 (benchmarks/throughput.jsonl)"
+_OURS = "GPT of 124M to 1.3B on one H200 reach 0.50 to 0.60 (lab/throughput.jsonl)"
 _PCIE4 = "80% of PCIe 4.0 x16, 31.5 GB/s"
 _SHARED = "80% of 100 Gb/s for a host of 8"
 
@@ -74,7 +74,7 @@ CARDS = {
         across_source="80% of 200 Gb/s for each GPU",
         to_host=25 * GB,
         mfu=0.55,
-        mfu_source="torchtitan, Llama 3 8B on 64 A100 (benchmarks/plan_rows.jsonl)",
+        mfu_source="torchtitan, Llama 3 8B on 64 A100 (lab/plan_rows.jsonl)",
     ),
     "h100": Card(
         name="NVIDIA H100 80GB HBM3",
@@ -87,7 +87,7 @@ CARDS = {
         across_source=_400,
         to_host=55 * GB,
         mfu=0.39,
-        mfu_source="torchtitan, Llama 3.1 8B compiled on H100 held to 500 W (benchmarks/plan_rows.jsonl)",
+        mfu_source="torchtitan, Llama 3.1 8B compiled on H100 held to 500 W (lab/plan_rows.jsonl)",
     ),
     "h200": Card(
         name="NVIDIA H200",

@@ -18,7 +18,7 @@ Where the constants come from:
 - More than 15 parameters for each new token count for nothing: after 8M tokens 124M parameters were at 3.363, 353M at
   3.404.
 - Characters: fitted to 8 runs of `record` on Shakespeare with tables of bigrams, 0.03M, 0.10M and 0.34M parameters
-  after 0.7M to 3.3M characters, ending between 1.58 and 1.66 (`benchmarks/minutes.jsonl` and `small_tables.jsonl`); off
+  after 0.7M to 3.3M characters, ending between 1.58 and 1.66 (`lab/minutes.jsonl` and `small_tables.jsonl`); off
   by 0.007. Tables help small models most: without them 0.34M parameters were as good as 0.10M.
 - Subwords (a small vocabulary learned from the text): the law of characters, times the 2.2 that a loss is larger by,
   with a floor that fits 0.16M parameters after two and three epochs of Shakespeare (3.357, 3.336).

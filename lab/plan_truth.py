@@ -1,6 +1,6 @@
 """What `flatout plan` says of runs that others have published, beside what they measured.
 
-    python benchmarks/plan_truth.py            prints a table; needs no GPU
+    python lab/plan_truth.py            prints a table; needs no GPU
 
 The rows (`plan_rows.jsonl`) are torchtitan's runs with FSDP2 alone, bf16, each with its source. What is assumed:
 

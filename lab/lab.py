@@ -1,11 +1,11 @@
 """A lab for the recipe: candidates of the time-to-loss recipe trained on enwik8 in plain torch, as JSON lines.
 
-    python benchmarks/lab.py prepare enwik8.gz TOKENIZER OUT
-    python benchmarks/lab.py run COMMIT --data OUT [--size 60m] [--tokens 26e6] [--seeds 0,1] [CANDIDATE ...]
-    python benchmarks/lab.py run COMMIT --data OUT --campaign batch --seconds 480
-    python benchmarks/lab.py table
-    python benchmarks/lab.py list
-    python benchmarks/lab.py dry
+    python lab/lab.py prepare enwik8.gz TOKENIZER OUT
+    python lab/lab.py run COMMIT --data OUT [--size 60m] [--tokens 26e6] [--seeds 0,1] [CANDIDATE ...]
+    python lab/lab.py run COMMIT --data OUT --campaign batch --seconds 480
+    python lab/lab.py table
+    python lab/lab.py list
+    python lab/lab.py dry
 
 `prepare` wants enwik8.gz as the source package minGRU-pytorch 0.2.1 has it, and GPT-2's `r50k_base.tiktoken`. Any other
 folder with GPT-2's tokens in train.bin and val.bin, as uint16, can be given to --data as well.
@@ -19,7 +19,7 @@ warm-up and evaluation are not timed.
 A candidate is a name from `list`, or `NAME=FIELD:VALUE,FIELD:VALUE`, which changes the default recipe, or with
 `from:OTHER` as its first pair the recipe of OTHER. `--plus NAME` runs NAME and NAME with each switch on that it has
 off; `--minus NAME` runs NAME and NAME without each switch that it has on. Each finished row is appended to
-benchmarks/lab.jsonl, and to $OUT/lab.jsonl where OUT is set. A row that is there already is not run again.
+lab/lab.jsonl, and to $OUT/lab.jsonl where OUT is set. A row that is there already is not run again.
 
 Sizes are counted without embedding tables: matrices of the blocks plus the head, 51M for `60m`. Each row has the whole
 account. Blocks, embedding and head are compiled one by one: all layers of one form share one graph, and candidates that

@@ -1,6 +1,6 @@
 """The peers of finetune.py that need a process to themselves: TRL, Liger and Unsloth. It calls this file; so may you.
 
-    python benchmarks/finetune_peers.py CASE ROW.json [--small]
+    python lab/finetune_peers.py CASE ROW.json [--small]
 
 `trl` is TRL's SFTTrainer with PEFT's LoRA on a bf16 model; what is not said here is its default. `trl-mixed` is its
 padding-free mode on torch's attention, `trl-mixed-padded` pads to the longest. `liger` is the plain loop of `peft` on a

@@ -1,8 +1,9 @@
 """Training steps of two trees of this project in turns on one device, as JSON lines: what a change costs.
 
-    python benchmarks/two_trees.py [--data FOLDER] OLD NEW OLD_COMMIT NEW_COMMIT [CASE ...]
+    python lab/two_trees.py [--data FOLDER] OLD NEW OLD_COMMIT NEW_COMMIT [CASE ...]
 
-OLD and NEW are folders with `src` and `benchmarks`, such as git worktrees. Each case runs in two processes, one a tree.
+OLD and NEW are folders with `src` and `lab` (`benchmarks` in older trees), such as git worktrees. Each case runs in two
+processes, one a tree.
 They set up and warm up one after the other, because tuned products are chosen by their times; then they take turns, so
 that only one of them has the device. A row has the medians of both, the ratio new to old, and the peak memory of each.
 `speed_ratio` is the median over pairs of turns, one of each tree; `interval` is its 95% interval, by counting pairs.
@@ -47,7 +48,8 @@ class Worker:
     """A process that has set a case up, and steps when it is told to."""
 
     def __init__(self, tree: Path, case: str, how: list[str]) -> None:
-        path = os.pathsep.join([str(tree / "src"), str(tree / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+        own = [str(tree / name) for name in ("src", "lab", "benchmarks")]
+        path = os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, __file__, "--worker", case, *how]
         environment = {**os.environ, "PYTHONPATH": path}
         self.process = subprocess.Popen(

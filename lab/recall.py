@@ -1,7 +1,7 @@
 """What each mixer remembers over a distance: eight symbols, something else, and the eight symbols again, as JSON lines.
 
-    python benchmarks/recall.py COMMIT [MIXER ...] [--task TASK] [--distances N ...] [--steps N] \\
-        >> benchmarks/recall.jsonl
+    python lab/recall.py COMMIT [MIXER ...] [--task TASK] [--distances N ...] [--steps N] \\
+        >> lab/recall.jsonl
 
 Somewhere in a sequence stand a mark and eight different symbols of 64. At its end the mark stands again, and the eight
 are to be told in their order; nothing else counts in the loss. Each lies DISTANCE tokens before the place where it is

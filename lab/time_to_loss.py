@@ -1,8 +1,8 @@
 """Validation loss over seconds of training on enwik8, ours and nanoGPT's in one run, as JSON lines and a picture.
 
-    python benchmarks/time_to_loss.py data LAB_DATA FOLDER
-    python benchmarks/time_to_loss.py run FOLDER COMMIT [--nanogpt REPOSITORY] [--seeds 1,2] [CASE | NAME=WORDS ...]
-    python benchmarks/time_to_loss.py draw PICTURE
+    python lab/time_to_loss.py data LAB_DATA FOLDER
+    python lab/time_to_loss.py run FOLDER COMMIT [--nanogpt REPOSITORY] [--seeds 1,2] [CASE | NAME=WORDS ...]
+    python lab/time_to_loss.py draw PICTURE
 
 `data` makes shards from the tokens that `lab.py prepare` wrote. A case is a name of CASES, or NAME=WORDS with the words
 of `flatout train`, separated by spaces. Rows are appended to time_to_loss.jsonl here, and in $OUT where that is set.

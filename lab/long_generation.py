@@ -1,6 +1,6 @@
 """Seconds per generated token by the length of what was there before, for each kind of model, as JSON lines.
 
-    python benchmarks/long_generation.py COMMIT [PRESET ...] [--lengths N ...] >> benchmarks/long_generation.jsonl
+    python lab/long_generation.py COMMIT [PRESET ...] [--lengths N ...] >> lab/long_generation.jsonl
 
 The prompt is random tokens, and so are the weights, which changes no time. A row has the seconds of reading the prompt,
 the median milliseconds of a token after it, what the cache holds, and, in fp32, whether the likeliest tokens equal

@@ -1,6 +1,6 @@
 """Peak memory of a training step, estimated and measured, over families, micro-batches and switches.
 
-    python benchmarks/memory_estimate.py [--compile] >> benchmarks/memory_estimate.jsonl     (needs a CUDA device)
+    python lab/memory_estimate.py [--compile] >> lab/memory_estimate.jsonl     (needs a CUDA device)
 
 Each row: what ran and the measured peak of torch's allocator over three full steps, in bytes; on the error output the
 estimate as a share of it. A unit test holds `estimate_memory` against these rows, so the estimate is kept true on

@@ -1,6 +1,6 @@
 """`flatout estimate` against the run it estimates: time and peak memory, over presets, micro-batches, checkpointing.
 
-    python benchmarks/estimate_truth.py [CASE ...] [--steps N] [--seconds N] >> benchmarks/estimate_truth.jsonl
+    python lab/estimate_truth.py [CASE ...] [--steps N] [--seconds N] >> lab/estimate_truth.jsonl
 
 CASES are names PRESET-MICRO_BATCH-CHECKPOINTING, or patterns of them: gpt2-124m-8-none, 'gpt2-350m-*-full'; none means
 all that are for a GPU, and 'shakespeare-char-*' those for a CPU. `--list` prints the names. `--steps 40 --seconds 3` is

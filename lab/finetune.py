@@ -1,6 +1,6 @@
 """Fine-tuning steps of a 1.1B Llama shape with LoRA, ours and PEFT's, as JSON lines.
 
-    python benchmarks/finetune.py COMMIT [CASE ...] >> benchmarks/finetune.jsonl
+    python lab/finetune.py COMMIT [CASE ...] >> lab/finetune.jsonl
 
 The model has 22 layers of width 2048, 32 heads with 4 of keys, an MLP of 5,632 and 32,000 tokens; random weights, made
 here. Rank 16 on every projection of the blocks. Full rows: 8 samples that fill 2,048 tokens each. Mixed: 32 samples a

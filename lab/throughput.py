@@ -1,6 +1,6 @@
 """Full training steps of the GPT-2 presets on this machine, and of peers beside them, as JSON lines.
 
-    python benchmarks/throughput.py DATA_FOLDER COMMIT [CASE ...] >> benchmarks/throughput.jsonl
+    python lab/throughput.py DATA_FOLDER COMMIT [CASE ...] >> lab/throughput.jsonl
 
 Protocol: for our rows the real loop (loader, forward, backward, clip, AdamW), for peers a loop of our own around their
 model (same tokens, same batch, forward, backward, clip, torch's fused AdamW). The first steps hold compilation and

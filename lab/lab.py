@@ -1057,7 +1057,7 @@ def summary(rows: list[dict[str, Any]], names: list[str]) -> str:
 
 
 def table() -> None:
-    """Print what each field is worth, as docs/recipe.md has it: rows that differ from a base in one field."""
+    """Print what each field is worth, as lab/recipe.md has it: rows that differ from a base in one field."""
     rows = [row for row in rows_before() if row.get("loss") is not None]
     for base in ("muon", "best", "rec"):
         kinds = [tuple(row[name] for name in ABOUT) for row in rows if row["candidate"] == base]

@@ -83,7 +83,7 @@ def test_what_the_user_wrote_wins_and_the_rest_follows_it() -> None:
     assert (steps.train.steps, steps.train.tokens, steps.train.batch_tokens) == (800, None, 32768)
 
 
-# Rates of matrices and of what AdamW trains, and the decay, by the rules of docs/recipe.md: 0.02, 0.02 and 0.1 for the
+# Rates of matrices and of what AdamW trains, and the decay, by the rules of lab/recipe.md: 0.02, 0.02 and 0.1 for the
 # lab's 26M tokens at a width of 512 in steps of 32,768.
 @pytest.mark.parametrize(
     ("shape", "written", "muon", "adam", "decay"),

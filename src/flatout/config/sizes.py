@@ -348,7 +348,7 @@ def _tables(shape: Shape, vocab: int, epochs: float | None) -> dict[str, Any]:
 
     Bigrams of a large vocabulary are for text that is read once: over two epochs of enwik8 `record` at 60m ended at
     2.908 with them, and at 2.811 without and in smaller steps. Those of a small one helped in three epochs, too
-    (`docs/recipe.md`).
+    (`lab/recipe.md`).
     """
     small = vocab <= SMALL_VOCAB
     rows = min(vocab**2, max(_FEWEST_BIGRAMS, _BIGRAM_ROWS_SMALL * vocab)) if small else _BIGRAM_ROWS * vocab
@@ -378,7 +378,7 @@ def _repeated(preset: str, values: Mapping[str, Any], dense: int, known: Known) 
     All that is trained decays alike: by so much in an epoch, whatever its rate and the batch; Muon's matrices where
     update and weight agree in sign (normuon). Ten epochs of 12.7M tokens ended at 3.814 with 1.1 in an epoch,
     3.769 with 2.2 and 3.810 with 3.4 in 16M parameters, at 3.567 with 2.0 and 3.574 with 4.0 in 51M (H200, one seed;
-    `docs/recipe.md`). At that pace bigrams would still memorise the text.
+    `lab/recipe.md`). At that pace bigrams would still memorise the text.
     """
     unique = max(known.unique or 0, 1)
     forgotten = min(_MOST_FORGOTTEN, 2 * math.sqrt(dense / unique))

@@ -13,7 +13,7 @@ Contract:
 - In fine-tuning every step is taken once before, with a rate of zero: how hard its samples are is not read as a loss
   that falls or rises.
 - It stops at a non-finite loss and where the smoothed loss is above four times its best.
-- `read_curve` is arithmetic on numbers only. The rule that chooses is calibrated by measurements: see docs/finders.md.
+- `read_curve` is arithmetic on numbers only. The rule that chooses is calibrated by measurements: see lab/finders.md.
 Trap: the curve is of a hundred steps from random weights, so its minimum is a rate that a run bears for a moment, not
 one to train with; and a small model bears any rate, so where the minimum lies is chance. How deep it is, is not: the
 choice is where most of the fall is over. In fine-tuning it is the other way round: the fall comes late, because
@@ -50,7 +50,7 @@ DIVERGED = 4.0  # times the best smoothed loss
 MEMORY = 0.8  # of the running mean that looks for divergence, per step
 MEDIAN = 5  # steps: a loss is read as the median of so many, so that one step that jumps says nothing
 WIDTH = 0.2  # decades: standard deviation of the bell that smooths the medians
-KNEE = 0.8  # of the whole fall is over there; why so much and no more: docs/finders.md
+KNEE = 0.8  # of the whole fall is over there; why so much and no more: lab/finders.md
 CHOSEN = "knee"
 FLOOR = 0.05  # of the whole fall: losses so near the lowest are the floor of a curve of fine-tuning
 RISE = 0.25  # of the whole fall: so far above the best the loss has risen for good, and the rest is not read

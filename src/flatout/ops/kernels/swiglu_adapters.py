@@ -12,7 +12,7 @@ any order; so where torch is told to be deterministic, this is not for you.
 The trap: registers. There are as many programs as multiprocessors have room for if each takes four; with more than 128
 registers they take three, and the rest is a second round. On an H200, with 16,384 rows, a hidden size of 5,632 and
 ranks of 16 in bf16, this took 0.28 ms with 126 registers, and 0.43 in a step with 145; the way apart takes 0.44, and
-the same loop without products 0.26. How many a kernel wants can be seen without a GPU (docs/log.md).
+the same loop without products 0.26. How many a kernel wants can be seen without a GPU (lab/log.md).
 
 Shape legend: N rows (tokens), M hidden size, R ranks of a part; rows may be apart.
 """

@@ -2,10 +2,8 @@
 
     python lab/lab.py prepare enwik8.gz TOKENIZER OUT
     python lab/lab.py run COMMIT --data OUT [--size 60m] [--tokens 26e6] [--seeds 0,1] [CANDIDATE ...]
-    python lab/lab.py run COMMIT --data OUT --campaign batch --seconds 480
     python lab/lab.py table
     python lab/lab.py list
-    python lab/lab.py dry
 
 `prepare` wants enwik8.gz as the source package minGRU-pytorch 0.2.1 has it, and GPT-2's `r50k_base.tiktoken`. Any other
 folder with GPT-2's tokens in train.bin and val.bin, as uint16, can be given to --data as well.
@@ -16,9 +14,8 @@ each once per pass. The loss is over the first 1,048,576 validation tokens in se
 a seed see the same micro-batches in the same order and start from the same draws, parameter by parameter. Compilation,
 warm-up and evaluation are not timed.
 
-A candidate is a name from `list`, or `NAME=FIELD:VALUE,FIELD:VALUE`, which changes the default recipe, or with
-`from:OTHER` as its first pair the recipe of OTHER. `--plus NAME` runs NAME and NAME with each switch on that it has
-off; `--minus NAME` runs NAME and NAME without each switch that it has on. Each finished row is appended to
+A candidate is the name of one that has a row (`list` prints them), or `NAME=FIELD:VALUE,FIELD:VALUE`, which changes the
+default recipe, or with `from:OTHER` as its first pair the recipe of OTHER. Each finished row is appended to
 lab/lab.jsonl, and to $OUT/lab.jsonl where OUT is set. A row that is there already is not run again.
 
 Sizes are counted without embedding tables: matrices of the blocks plus the head, 51M for `60m`. Each row has the whole
@@ -68,7 +65,6 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "tiny": Size(2, 32, 2, 256, 32),
     "15m": Size(4, 256, 4),
     "60m": Size(8, 512, 8),
     "124m": Size(12, 768, 12),
@@ -170,209 +166,6 @@ MODEL_FIELDS = (
 )
 MUON_FIELDS = ("iteration", "scale", "normuon", "normuon_beta", "decay_form", "decay")
 
-# Without a field, and with it: what --minus and --plus switch.
-SWITCHES: dict[str, tuple[Any, Any]] = {
-    "optimizer": ("adamw", "muon"),
-    "schedule": ("cosine", "wsd"),
-    "ramp": ("1", "0.5/1/1"),
-    "normuon": (False, True),
-    "decay_form": ("none", "cautious"),
-    "tied": (True, False),
-    "activation": ("gelu", "relu2"),
-    "qk_norm": (False, True),
-    "qk_scale": (1.0, 1.2),
-    "zero_init": (False, True),
-    "cap": (0.0, 15.0),
-    "norm_weights": (True, False),
-    "embedding_norm": (False, True),
-    "half_rotary": (False, True),
-    "x0_mix": (False, True),
-    "skips": (False, True),
-    "value_tables": (0, 2),
-    "attention_gates": (False, True),
-    "smear": (False, True),
-    "bigram_rows": (0, 251_520),
-    "mtp": (0.0, 0.5),
-}
-
-# For each field another value, and what must be on for the field to mean something: what `dry` and the test try.
-VARIATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "batch": (256, {}),
-    "ramp": ("1/2", {}),
-    "ramp_power": (1.0, {"ramp": "1/2"}),
-    "optimizer": ("adamw", {}),
-    "rate": (0.5, {}),
-    "muon_rate": (0.01, {}),
-    "adam_rate": (1e-3, {"optimizer": "adamw"}),
-    "embedding_rate": (0.03, {}),
-    "head_rate": (0.01, {}),
-    "table_rate": (0.03, {"value_tables": 1}),
-    "table_decay": (0.5, {"value_tables": 1}),
-    "embedding_decay": (0.5, {}),
-    "head_decay": (0.5, {}),
-    "scalar_rate": (0.01, {"x0_mix": True}),
-    "beta1": (0.9, {}),
-    "beta2": (0.99, {}),
-    "clip": (0.01, {}),
-    "iteration": ("newton", {}),
-    "scale": ("rms", {}),
-    "momentum": (0.9, {"momentum_warmup": 2}),
-    "momentum_start": (0.9, {}),
-    "momentum_warmup": (2, {}),
-    "momentum_cooldown": (4, {"momentum_warmup": 1}),
-    "normuon": (True, {}),
-    "normuon_beta": (0.5, {"normuon": True}),
-    "decay_form": ("cautious", {}),
-    "decay": (0.2, {"decay_form": "plain"}),
-    "schedule": ("cosine", {}),
-    "warmup": (0, {}),
-    "cooldown": (0.3, {}),
-    "floor": (0.1, {}),
-    "tied": (True, {}),
-    "activation": ("swiglu", {}),
-    "qk_norm": (False, {}),
-    "qk_scale": (1.2, {}),
-    "zero_init": (False, {}),
-    "cap": (0.0, {}),
-    "cap_form": ("sigmoid", {}),
-    "norm_weights": (True, {}),
-    "embedding_norm": (False, {}),
-    "embedding_std": (0.5, {}),
-    "rope_base": (1000.0, {}),
-    "half_rotary": (True, {}),
-    "x0_mix": (True, {}),
-    "skips": (True, {}),
-    "value_tables": (1, {}),
-    "attention_gates": (True, {}),
-    "smear": (True, {}),
-    "bigram_rows": (512, {}),
-    "mtp": (0.5, {}),
-    "mtp_end": (0.3, {"mtp": 0.5}),
-    "dropout": (0.2, {}),
-    "table_dropout": (0.2, {"value_tables": 1}),
-    "shift": (True, {}),
-}
-
-CLASSIC = (  # GPT as it was trained before 2024, with rotary positions
-    "optimizer:adamw,embedding_rate:2e-3,head_rate:2e-3,scalar_rate:2e-3,adam_rate:2e-3,beta1:0.9,clip:1,"
-    "decay_form:plain,schedule:cosine,floor:0.1,warmup:40,activation:gelu,qk_norm:false,zero_init:false,cap:0,"
-    "norm_weights:true,embedding_norm:false,embedding_std:0.02"
-)
-NAMED: dict[str, str] = {
-    "muon": "",
-    "adamw": CLASSIC,
-    "adamw-tied": "from:adamw,tied:true",
-    "adamw-131k": "from:adamw,batch:131072",
-    "adamw-131k-tied": "from:adamw,batch:131072,tied:true,rate:0.6",
-    "adamw-modern": "optimizer:adamw",
-    # Batch. Rates follow the square root of the batch, as in nanochat's rules; `same` leaves them alone.
-    "muon-32k": "batch:32768,rate:0.71",
-    "muon-32k-same": "batch:32768",
-    "muon-131k": "batch:131072,rate:1.41",
-    "muon-131k-same": "batch:131072",
-    "muon-262k": "batch:262144,rate:2",
-    "muon-ramp-2": "batch:131072,rate:1.41,ramp:0.5/1/1",
-    "muon-ramp-3": "batch:98304,rate:1.22,ramp:0.334/0.667/1",
-    # Rates of the groups and forms of Muon.
-    "muon-0.01": "muon_rate:0.01",
-    "muon-0.04": "muon_rate:0.04",
-    "head-0.008": "head_rate:0.008",
-    "head-0.003": "head_rate:0.003",
-    "embedding-0.3": "embedding_rate:0.3",
-    "embedding-0.03": "embedding_rate:0.03",
-    "beta1-0.9": "beta1:0.9",
-    "newton": "iteration:newton",
-    "rms": "scale:rms,muon_rate:0.004",
-    "normuon": "normuon:true",
-    "decay-plain": "decay_form:plain",
-    "decay-cautious": "decay_form:cautious",
-    "decay-cautious-1": "decay_form:cautious,decay:1",
-    "momentum-late": "momentum_warmup:300",
-    "momentum-back": "momentum_cooldown:50",
-    # Schedules.
-    "muon-cosine": "schedule:cosine",
-    "cosine-floor": "schedule:cosine,floor:0.1",
-    "cooldown-0.4": "cooldown:0.4",
-    "cooldown-0.8": "cooldown:0.8",
-    "cooldown-1": "cooldown:1",
-    "floor-0.05": "floor:0.05",
-    "floor-0.15": "floor:0.15",
-    "warmup-0": "warmup:0",
-    "warmup-40": "warmup:40",
-    # The model, one field less or another value of it.
-    "tied": "tied:true",
-    "gelu": "activation:gelu",
-    "swiglu": "activation:swiglu",
-    "no-qk-norm": "qk_norm:false",
-    "qk-1.2": "qk_scale:1.2",
-    "no-zero-init": "zero_init:false",
-    "no-cap": "cap:0",
-    "cap-30": "cap:30",
-    "cap-sigmoid": "cap:23,cap_form:sigmoid",
-    "norm-weights": "norm_weights:true",
-    "no-embedding-norm": "embedding_norm:false",
-    # The model, one field more.
-    "x0": "x0_mix:true",
-    "skips": "skips:true",
-    "values-1": "value_tables:1",
-    "values-2": "value_tables:2",
-    "values-3": "value_tables:3",
-    "gates": "attention_gates:true",
-    "half-rotary": "half_rotary:true",
-    "rope-1k": "rope_base:1024",
-    "smear": "smear:true",
-    "bigram": "bigram_rows:251520",
-    "mtp": "mtp:0.5",
-    "mtp-short": "mtp:0.5,mtp_end:0.33",
-    # The best of batch, rates and decay, and one field more.
-    "best": "batch:32768,embedding_rate:0.3,head_rate:0.008,decay_form:cautious",
-    "best-x0": "from:best,x0_mix:true",
-    "best-values-1": "from:best,value_tables:1",
-    "best-values-2": "from:best,value_tables:2",
-    "best-skips": "from:best,skips:true",
-    "best-bigram": "from:best,bigram_rows:251520",
-    "best-gates": "from:best,attention_gates:true",
-    "best-smear": "from:best,smear:true",
-    "best-half-rotary": "from:best,half_rotary:true",
-    "best-mtp": "from:best,mtp:0.5",
-    "best-sigmoid": "from:best,cap:23,cap_form:sigmoid",
-    "best-qk-1.2": "from:best,qk_scale:1.2",
-    "best-normuon": "from:best,normuon:true",
-    "best-floor": "from:best,floor:0.05",
-    "best-decay-1": "from:best,decay:1",
-    "best-16k": "from:best,batch:16384,rate:0.71",
-    "best-swiglu": "from:best,activation:swiglu",
-    # What Qwen3 can hold: no cap, no norm of the embedding.
-    "modern": "from:best,activation:swiglu,cap:0,embedding_norm:false",
-    # The record recipe without bigrams, and what was tried on top of it.
-    "rec": "from:best,normuon:true,qk_scale:1.2,x0_mix:true,value_tables:2,attention_gates:true",
-    "rec-mtp": "from:rec,mtp:0.5",
-    "rec-values-4": "from:rec,value_tables:4",
-    "rec-bigram-0.3": "from:rec,bigram_rows:251520,table_rate:0.3",
-    "rec-16k": "from:rec,batch:16384,rate:0.71",
-    "rec-64k": "from:rec,batch:65536",
-    "best-everything": "from:best,x0_mix:true,skips:true,value_tables:2,attention_gates:true,half_rotary:true,"
-    "smear:true,bigram_rows:251520,normuon:true,cap:23,cap_form:sigmoid",
-    "everything": "x0_mix:true,skips:true,value_tables:2,attention_gates:true,half_rotary:true,smear:true,"
-    "bigram_rows:251520,normuon:true,decay_form:cautious,cap:23,cap_form:sigmoid",
-}
-
-# Each is sized for about eight minutes of one H200 at 60m, 26M tokens and one seed.
-CAMPAIGNS: dict[str, str] = {
-    "batch": "muon adamw adamw-131k-tied muon-32k muon-32k-same muon-131k muon-131k-same muon-262k muon-ramp-2 "
-    "muon-ramp-3 adamw-modern",
-    "muon": "muon muon-0.01 muon-0.04 head-0.008 head-0.003 embedding-0.3 embedding-0.03 beta1-0.9 newton rms normuon "
-    "decay-plain decay-cautious decay-cautious-1",
-    "schedule": "muon muon-cosine cosine-floor cooldown-0.4 cooldown-0.8 cooldown-1 floor-0.05 floor-0.15 warmup-0 "
-    "warmup-40 momentum-late momentum-back",
-    "fields": "muon x0 values-2 skips bigram gates smear half-rotary mtp everything",
-    "fields-more": "muon values-1 values-3 mtp-short rope-1k qk-1.2 cap-30 cap-sigmoid swiglu",
-    "best": "best best-x0 best-values-2 best-bigram best-everything modern best-normuon best-skips best-gates "
-    "best-smear best-half-rotary best-mtp best-sigmoid best-decay-1 best-qk-1.2 best-floor best-swiglu best-values-1",
-    "minus": "muon tied gelu no-qk-norm no-zero-init no-cap norm-weights no-embedding-norm",
-}
-
-
 # Candidates
 
 
@@ -383,6 +176,11 @@ def parsed(field: str, text: str) -> Any:
     return int(float(text)) if kind is int else kind(text)
 
 
+def named() -> dict[str, Recipe]:
+    """The recipes of the rows that are there, by the names of their candidates."""
+    return {row["candidate"]: Recipe(**row["recipe"]) for row in rows_before()}
+
+
 def recipe_of(text: str) -> Recipe:
     """The recipe that `field:value,field:value` asks for."""
     recipe = Recipe()
@@ -390,7 +188,7 @@ def recipe_of(text: str) -> Recipe:
     for pair in filter(None, text.split(",")):
         name, _, value = pair.partition(":")
         if name == "from":
-            recipe = recipe_of(NAMED[value])
+            recipe = named()[value]
         elif name in fields:
             recipe = dataclasses.replace(recipe, **{name: parsed(name, value)})
         else:
@@ -400,19 +198,9 @@ def recipe_of(text: str) -> Recipe:
 
 def candidate_of(word: str) -> tuple[str, Recipe]:
     name, equals, text = word.partition("=")
-    if not equals and name not in NAMED:
+    if not equals and name not in named():
         raise ValueError(f"no candidate {name!r}; `lab.py list` names them, or write NAME=FIELD:VALUE")
-    return name, recipe_of(text if equals else NAMED[name])
-
-
-def switched(base: tuple[str, Recipe], *, on: bool) -> Iterator[tuple[str, Recipe]]:
-    """`base`, then `base` with one switch at a time on, or off."""
-    name, recipe = base
-    yield base
-    for field, (without, with_it) in SWITCHES.items():
-        if (getattr(recipe, field) == without) is on:
-            value = with_it if on else without
-            yield f"{name}{'+' if on else '-'}{field}", dataclasses.replace(recipe, **{field: value})
+    return name, recipe_of(text) if equals else named()[name]
 
 
 # The model: functions of tensors, so that nothing is compiled for one model only.
@@ -863,25 +651,10 @@ def loaded(folder: Path, device: torch.device, group: int) -> Data:
     return Data(data.train, data.val[: min(EVALUATED, (len(data.val) - 1) // group * group) + 1])
 
 
-def protocol_of(data: Data, size: str) -> str:
-    if size == "tiny":
-        return "made-up tokens"
+def protocol_of(data: Data) -> str:
     if len(data.train) == PARTS["train"][2]:
         return PROTOCOL
     return f"{len(data.train):,} tokens, loss on {len(data.val) - 1:,} others, separate rows of 1,024"
-
-
-def made_up(size: Size) -> Data:
-    """Tokens that can be learned a little: each one mostly follows from the two before it."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(size.vocab, (9000,), generator=generator).tolist()
-    luck = torch.rand(9000, generator=generator).tolist()
-    tokens = noise[:2]
-    for i in range(2, 9000):
-        follows = (tokens[-1] * 3 + tokens[-2]) % min(32, size.vocab)
-        tokens.append(follows if luck[i] < 0.8 else noise[i])
-    both = torch.tensor(tokens, dtype=torch.int32)
-    return Data(both[:8000], both[8000 : 8000 + 4 * size.context + 1])
 
 
 class Rows:
@@ -1095,16 +868,6 @@ def print_table(base: str, rows: list[dict[str, Any]]) -> None:
         print(f"| {told} | {effect.mean:+.3f} | {width} | {effect.pairs} | {verdict} | {speed:.3f} |")
 
 
-def chosen(asked: argparse.Namespace) -> list[tuple[str, Recipe]]:
-    words = [*(CAMPAIGNS[asked.campaign].split() if asked.campaign else []), *asked.candidates]
-    found = [candidate_of(word) for word in words]
-    if asked.plus:
-        found += switched(candidate_of(asked.plus), on=True)
-    if asked.minus:
-        found += switched(candidate_of(asked.minus), on=False)
-    return list(dict.fromkeys(found)) or [candidate_of("muon")]
-
-
 def run(asked: argparse.Namespace) -> None:
     began = time.perf_counter()
     cuda = torch.cuda.is_available()
@@ -1115,19 +878,19 @@ def run(asked: argparse.Namespace) -> None:
     config.recompile_limit, config.accumulated_recompile_limit = 1000, 10_000
     config.fail_on_recompile_limit_hit = True
     size = SIZES[asked.size]
-    data = made_up(size) if asked.size == "tiny" else loaded(asked.data, device, asked.micro * CONTEXT)
+    data = loaded(asked.data, device, asked.micro * CONTEXT)
     place = Place(device, torch.bfloat16 if cuda else torch.float32, not asked.eager)
     facts = {
         "commit": asked.commit,
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "torch": torch.__version__,
-        "protocol": protocol_of(data, asked.size),
+        "protocol": protocol_of(data),
         "size": asked.size,
         "asked_tokens": int(asked.tokens),
         "micro_rows": asked.micro,
     }
     try:
-        candidates = chosen(asked)
+        candidates = [candidate_of(word) for word in asked.candidates or ["muon"]]
     except (ValueError, KeyError) as error:
         sys.exit(f"error: {error.args[0]}")
     rows, before = [], {identity(row): row for row in rows_before() if "error" not in row and not asked.again}
@@ -1170,48 +933,6 @@ def run(asked: argparse.Namespace) -> None:
     print(summary(rows, [name for name, _ in candidates]), flush=True)
 
 
-# Checks without a GPU
-
-
-TINY = Recipe(batch=128, warmup=1)
-
-
-@functools.cache
-def tiny_data() -> Data:
-    return made_up(SIZES["tiny"])
-
-
-@functools.cache
-def tiny(recipe: Recipe, steps: int) -> tuple[float, list[str]]:
-    """Eager steps of a tiny model on the CPU: its validation loss, and the parameters that did not move."""
-    size, place = SIZES["tiny"], Place(torch.device("cpu"), torch.float32, False)
-    protocol = Protocol(size, place, tiny_data(), steps * TINY.batch, 4, 1, lambda _: None)
-    model = Model(recipe, size, place, 0)
-    began_with = {name: tensor.detach().clone() for name, tensor in model.parameters.items()}
-    loss = trained(model, recipe, protocol)["loss"]
-    still = [name for name, tensor in model.parameters.items() if torch.equal(tensor, began_with[name])]
-    return math.nan if loss is None else loss, still
-
-
-def tiny_pair(field: str, steps: int) -> tuple[float, float, list[str]]:
-    """(loss without the change of VARIATIONS, loss with it, parameters that did not move with it)."""
-    value, also = VARIATIONS[field]
-    plain = dataclasses.replace(TINY, **also)
-    return tiny(plain, steps)[0], *tiny(dataclasses.replace(plain, **{field: value}), steps)
-
-
-def dry(steps: int) -> None:
-    """Try every field on a tiny model; exit 1 if one changes nothing, or if a parameter does not learn."""
-    bad = 0
-    for field in VARIATIONS:
-        plain, other, still = tiny_pair(field, steps)
-        good = math.isfinite(other) and other != plain and not still
-        bad += not good
-        told = "" if good else f"  BAD, not moved: {still}"
-        print(f"{field:20} {VARIATIONS[field][0]!s:12} {plain:.4f} -> {other:.4f}{told}", flush=True)
-    sys.exit(bool(bad))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -1222,9 +943,6 @@ def main() -> None:
     running = commands.add_parser("run", help="train candidates")
     running.add_argument("commit")
     running.add_argument("candidates", nargs="*", metavar="CANDIDATE")
-    running.add_argument("--campaign", choices=CAMPAIGNS)
-    running.add_argument("--plus", metavar="NAME", help="NAME, and NAME with one switch more at a time")
-    running.add_argument("--minus", metavar="NAME", help="NAME, and NAME with one switch less at a time")
     running.add_argument("--data", type=Path, default=Path(".lab-data"))
     running.add_argument("--size", choices=SIZES, default="60m")
     running.add_argument("--tokens", type=float, default=26e6, help="in all; more than 26.1M are a second pass")
@@ -1234,10 +952,8 @@ def main() -> None:
     running.add_argument("--seconds", type=float, default=math.inf, help="start nothing that would end after these")
     running.add_argument("--eager", action="store_true", help="without torch.compile")
     running.add_argument("--again", action="store_true", help="run what lab.jsonl has already")
-    trying = commands.add_parser("dry", help="try every field on a tiny model on the CPU")
-    trying.add_argument("--steps", type=int, default=20)
     commands.add_parser("table", help="what each field is worth, by lab.jsonl")
-    commands.add_parser("list", help="candidates and campaigns")
+    commands.add_parser("list", help="candidates that have rows")
     # Candidates may stand behind options; argparse's own way of allowing that knows no subcommands.
     asked, rest = parser.parse_known_args()
     if any(word.startswith("-") for word in rest) or (rest and asked.command != "run"):
@@ -1247,15 +963,11 @@ def main() -> None:
     elif asked.command == "run":
         asked.candidates += rest
         run(asked)
-    elif asked.command == "dry":
-        dry(asked.steps)
     elif asked.command == "table":
         table()
     else:
-        for name, text in NAMED.items():
-            print(f"{name:20} {text}")
-        for name, names in CAMPAIGNS.items():
-            print(f"--campaign {name}: {names}")
+        for name, recipe in named().items():
+            print(f"{name:20} {','.join(f'{field}:{value}' for field, value in changed(recipe).items())}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Full training steps of the GPT-2 presets on this machine, and of peers beside them, as JSON lines.
 
-    python lab/throughput.py DATA_FOLDER COMMIT [CASE ...] >> lab/throughput.jsonl
+    python lab/throughput.py DATA_FOLDER COMMIT [CASE ...] [A.B=C ...] >> lab/throughput.jsonl
 
 Protocol: for our rows the real loop (loader, forward, backward, clip, AdamW), for peers a loop of our own around their
 model (same tokens, same batch, forward, backward, clip, torch's fused AdamW). The first steps hold compilation and
 warm-up and are left out. Seconds per step are the device's own, from the end of one step to the end of the next; the
 row is the median. FLOPs by the convention of `flatout.model.count`. `state` is clock, power and temperature right after
-the case. An H200 under this load is held by its power limit: what saves energy saves time, and chips differ.
+the case. The card is power-limited at this load: what saves energy saves time, and two H200s differ by a few percent.
+Settings on the command line change all of our cases, and stand in the row.
 """
 
 import gc
@@ -32,34 +33,15 @@ LONG = ["train.batch_tokens=131072", "speed.micro_batch=2"]  # two micro-batches
 LONGER = ["train.batch_tokens=131072", "speed.micro_batch=1", "model.context=131072"]
 OURS: dict[str, tuple[str, list[str], int]] = {
     "124m": ("gpt2-124m", [], 16),
-    "124m-128": ("gpt2-124m", ["speed.micro_batch=128"], 12),
-    "124m-256": ("gpt2-124m", ["speed.micro_batch=256"], 12),
     "124m-one": ("gpt2-124m", ONE, 40),
-    "124m-graphs": ("gpt2-124m", ["speed.cuda_graphs=on"], 12),
-    "124m-chunk-16k": ("gpt2-124m", ["speed.loss_chunk=16384"], 12),
-    "124m-chunk-32k": ("gpt2-124m", ["speed.loss_chunk=32768"], 12),
-    "124m-fp32-residual": ("gpt2-124m", ["speed.residual=fp32"], 12),
-    "124m-torch-products": ("gpt2-124m", ["speed.products=torch"], 12),
     "124m-selective": ("gpt2-124m", ["speed.checkpointing=selective"], 12),
-    "124m-compile": ("gpt2-124m", ["speed.compile=default"], 12),
-    "124m-fp8-head": ("gpt2-124m", ["speed.fp8=[head]"], 12),
-    "124m-fp8-mlp": ("gpt2-124m", ["speed.fp8=[head, up, down]"], 8),
     "350m": ("gpt2-350m", ["speed.micro_batch=64"], 9),
-    "350m-128": ("gpt2-350m", ["speed.micro_batch=128"], 8),
-    "350m-32": ("gpt2-350m", ["speed.micro_batch=32"], 10),
-    "350m-selective": ("gpt2-350m", ["speed.micro_batch=64", "speed.checkpointing=selective"], 8),
-    "350m-fp8-head": ("gpt2-350m", ["speed.micro_batch=64", "speed.fp8=[head]"], 8),
     "350m-fp8-all": ("gpt2-350m", ["speed.micro_batch=64", "speed.fp8=[qkv, out, up, down, head]"], 8),
     "124m-fp8-all": ("gpt2-124m", ["speed.fp8=[qkv, out, up, down, head]"], 12),
     "124m-cudnn": ("gpt2-124m", ["speed.attention=cudnn"], 16),
-    "124m-fa4": ("gpt2-124m", ["speed.attention=fa4"], 16),
-    "350m-cudnn": ("gpt2-350m", ["speed.micro_batch=64", "speed.attention=cudnn"], 9),
-    "124m-fp8-all-128": ("gpt2-124m", ["speed.micro_batch=128", "speed.fp8=[qkv, out, up, down, head]"], 12),
     "1300m": ("gpt2-350m", LARGE, 8),
-    "1300m-fp8-all": ("gpt2-350m", [*LARGE, "speed.fp8=[qkv, out, up, down, head]"], 8),
     "gpt-124m": ("gpt-124m", [], 12),
     "small-32k": ("small-32k", LONG, 8),
-    "small-32k-fa4": ("small-32k", [*LONG, "speed.attention=fa4"], 8),
     "small-32k-windows": ("small-32k", [*LONG, "model.pattern=WWWWWA"], 8),
     "small-32k-hybrid": ("small-32k-hybrid", LONG, 8),
     "small-32k-eigenstate": ("small-32k-eigenstate", LONG, 8),
@@ -71,7 +53,7 @@ PEERS = {"hf-124m": (64, 8), "hf-124m-one": (64, 1), "hf-124m-32": (32, 1)}
 WARM_UP = 4
 
 
-def ours(case: str, data: str) -> dict:
+def ours(case: str, data: str, settings: list[str]) -> dict:
     preset, words, steps = OURS[case]
     with tempfile.TemporaryDirectory() as folder:
         plan = [f"data.folder={data}", f"train.steps={steps}", "optim.warmup=10", "eval.tokens=65536",
@@ -79,7 +61,7 @@ def ours(case: str, data: str) -> dict:
         began = time.perf_counter()
         first = None
         records = []
-        for record in flatout.train(load_config(preset, [*plan, *words])):
+        for record in flatout.train(load_config(preset, [*plan, *words, *settings])):
             if isinstance(record, StepRecord) and first is None:
                 first = time.perf_counter() - began
             records.append(record)
@@ -138,16 +120,18 @@ def hugging_face(batch: int, count: int) -> dict:
 
 
 def main() -> None:
-    data, commit, *cases = sys.argv[1:]
+    data, commit, *words = sys.argv[1:]
+    settings = [word for word in words if "=" in word]
+    cases = [word for word in words if "=" not in word]
     for case in cases or [*OURS, *PEERS]:
         try:
-            row = ours(case, data) if case in OURS else hugging_face(*PEERS[case])
+            row = ours(case, data, settings) if case in OURS else hugging_face(*PEERS[case])
         except (UserError, RuntimeError) as error:
             row = {"failed": str(error)[:200]}
         query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader"]
         state = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
         where = {"case": case, "commit": commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        print(json.dumps({**where, "state": state, **row}), flush=True)
+        print(json.dumps({**where, **({"settings": settings} if settings else {}), "state": state, **row}), flush=True)
         gc.collect()
         torch._dynamo.reset()
         torch.cuda.empty_cache()

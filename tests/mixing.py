@@ -8,7 +8,7 @@ from flatout.model.cache import Decoding, EigenstateCache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.model.operations import Own, Shared, TorchOperations
-from flatout.ops.documents import Layout
+from flatout.ops.documents import DocumentLayout
 
 
 def mixer_config(*, width: int, states: int, context: int, scales=(), **more) -> ModelConfig:
@@ -22,7 +22,7 @@ def mixed(
     x_BTW: Tensor,
     cache: EigenstateCache | None = None,
     position: int = 0,
-    layout: Layout | None = None,
+    layout: DocumentLayout | None = None,
     how: Execution | None = None,
 ) -> Tensor:
     """What it adds to the residual stream; `how.kernels` says in which form."""

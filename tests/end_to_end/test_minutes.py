@@ -17,7 +17,7 @@ from flatout.launch import AGENT, Attempt, Launch
 from flatout.observe.sinks import read_metrics
 from flatout.records import EndRecord, EvalRecord, NoticeRecord, RunInfo, StepRecord
 from flatout.tuning import minutes_probe
-from flatout.tuning.minutes import Speed
+from flatout.tuning.minutes import SizeSpeed
 
 WSD = ["optim.schedule=wsd", "optim.decay_fraction=0.6", "optim.min_ratio=0.0", "speed.threads=1"]
 
@@ -90,9 +90,9 @@ def test_minutes_choose_a_size_and_say_why(
     monkeypatch.chdir(tmp_path)
     tried: list[Shape] = []
 
-    def measured(_loaded: object, shape: Shape, *_: object) -> Speed:
+    def measured(_loaded: object, shape: Shape, *_: object) -> SizeSpeed:
         tried.append(shape)
-        return Speed(2e-5 * shape.dense(64) / 1e5, 0.002)
+        return SizeSpeed(2e-5 * shape.dense(64) / 1e5, 0.002)
 
     monkeypatch.setattr(minutes_probe, "measured_speed", measured)
     words = [f"data.source={corpus}", "data.tokenizer=char", "speed.threads=1"]

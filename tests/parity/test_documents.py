@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from flatout.config.schema import ModelConfig
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
-from flatout.ops.documents import Layout, PackedRows, Room, document_attention, document_mask, joined_length, lay_out
+from flatout.ops.documents import (
+    DocumentLayout,
+    PackedRows,
+    Room,
+    document_attention,
+    document_mask,
+    joined_length,
+    lay_out,
+)
 from flatout.ops.reference import IGNORED, attention_reference
 
 CPU = torch.device("cpu")
@@ -109,7 +117,7 @@ def model_of(family: str, **execution) -> GPT:
     return build_model(config, 50, seed=3, execution=Execution(**execution))
 
 
-def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Layout]:
+def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, DocumentLayout]:
     generator = torch.Generator().manual_seed(seed)
     documents = packed(LENGTHS)
     tokens = torch.randint(0, 50, (3, ROW), generator=generator)

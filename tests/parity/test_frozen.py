@@ -21,7 +21,7 @@ from flatout.model.adapters import Adapters, attach
 from flatout.model.count import FrozenModel, estimate_memory
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
-from flatout.ops.documents import Layout, lay_out
+from flatout.ops.documents import DocumentLayout, lay_out
 from flatout.ops.reference import IGNORED
 from tests.made_optimizers import made_optimizers
 from tests.parity.checking import DEVICES, assert_near
@@ -60,7 +60,7 @@ def adapted(
     return built, adapters
 
 
-def batch(device: str, packed: bool) -> tuple[torch.Tensor, torch.Tensor, Layout | None]:
+def batch(device: str, packed: bool) -> tuple[torch.Tensor, torch.Tensor, DocumentLayout | None]:
     tokens = torch.randint(0, VOCAB, (2, CONTEXT), generator=torch.Generator().manual_seed(1))
     targets = torch.randint(0, VOCAB, (2, CONTEXT), generator=torch.Generator().manual_seed(2))
     targets[1, 2:5] = IGNORED

@@ -8,7 +8,7 @@ import pytest
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
 from flatout.model import fields, hub
-from flatout.model.fields import DEFAULTS, FEATURES, RESIDUAL_SCALE, Feature, Format, HubValues
+from flatout.model.fields import DEFAULTS, FEATURES, RESIDUAL_SCALE, Format, HubValues, ModelFeature
 from flatout.model.gpt import build_model, empty_model
 from flatout.model.hub import description_of
 from flatout.model.hub_weights import export_huggingface, pieces_of
@@ -27,7 +27,7 @@ def test_every_field_belongs_to_one_feature():
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.fields[0])
-def test_a_feature_is_stated_by_a_format_or_says_why_not(feature: Feature):
+def test_a_feature_is_stated_by_a_format_or_says_why_not(feature: ModelFeature):
     assert feature.no_export or feature.llama != Format(), f"{feature.fields}: say how it is exported, or why not"
     assert set(feature.without) <= set(feature.fields)
     # Where a config.json says nothing of it, a model that is read must be without it.
@@ -73,7 +73,7 @@ def test_their_tensors_cover_each_parameter_exactly_once(changes: dict):
 
 def test_a_feature_that_no_format_has_is_refused_by_name_in_every_family(monkeypatch, tmp_path):
     """As a new field would be: `states` stands for it, which no format states and which both families may have."""
-    gate = Feature(fields=("states",), without={"states": 128}, no_export="nobody else has such a gate")
+    gate = ModelFeature(fields=("states",), without={"states": 128}, no_export="nobody else has such a gate")
     monkeypatch.setattr(hub, "FEATURES", (*fields.FEATURES, gate))
     for family in ("gpt", "gpt2"):
         assert description_of(ModelConfig(family=family), 11, dtype="float32")

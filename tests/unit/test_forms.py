@@ -16,9 +16,9 @@ from flatout.model.count import estimate_memory, parameter_count
 from flatout.model.execution import Execution
 from flatout.optim.optimizers import Rule, StateBytes, check_slices
 from flatout.parallel.ranks import Ranks
-from flatout.resolve.case import Dealing
+from flatout.resolve.case import ShardingChoice
 from flatout.resolve.fit_check import fits_well
-from flatout.resolve.form import dealings
+from flatout.resolve.form import sharding_choices
 from flatout.resolve.memory import memory_of
 from flatout.resolve.plan import Custom
 from flatout.resolve.switches import resolve_speed
@@ -36,7 +36,7 @@ def config(*words: str) -> RunConfig:
 
 
 def forms(world: World, *words: str) -> list[tuple[str, int]]:
-    return [(one.form, one.shards) for one in dealings(config(*words), world, Custom())]
+    return [(one.form, one.shards) for one in sharding_choices(config(*words), world, Custom())]
 
 
 def test_data_parallel_comes_first_and_slices_where_it_does_not_fit():
@@ -61,9 +61,9 @@ def test_what_cannot_be_sliced_stays_whole_or_is_refused():
 
 
 def test_switches_that_slices_exclude_fall_back_and_say_so():
-    dealt = Dealing("fsdp", 4, "with data a step needs more than is there")
+    dealt = ShardingChoice("fsdp", 4, "with data a step needs more than is there")
     words = ["speed.fp8=[up,down]", "speed.optimizer_state=8bit", "speed.cuda_graphs=on", "speed.compile=default"]
-    how = {"vocab": 50257, "ranks": 4, "dealing": dealt, "probes": probes()}
+    how = {"vocab": 50257, "ranks": 4, "sharding": dealt, "probes": probes()}
     speed = resolve_speed(config(*words), HOPPER, 10**6, lambda _: DEFAULT, **how)
     assert (speed.parallel, speed.shards, speed.sharded) == ("fsdp", 4, True)
     assert (speed.fp8, speed.optimizer_state, speed.cuda_graphs, speed.compile) == ((), "fp32", False, "off")
@@ -78,7 +78,7 @@ def test_switches_that_slices_exclude_fall_back_and_say_so():
 def test_slices_need_less_memory_the_more_there_are():
     needs = {}
     for form, shards in (("data", 1), ("fsdp", 2), ("fsdp", 8), ("fsdp", 64)):
-        how = {"vocab": 50257, "dealing": Dealing(form, shards), "probes": probes()}
+        how = {"vocab": 50257, "sharding": ShardingChoice(form, shards), "probes": probes()}
         large = config("model.layers=48", "model.width=4096", "model.heads=32", "speed.micro_batch=1")
         speed = resolve_speed(large, HOPPER, 10**6, lambda _: DEFAULT, **how)
         memory = memory_of(large, 50257, dataclasses.replace(speed, accumulation=1))

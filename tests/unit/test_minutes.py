@@ -17,7 +17,7 @@ from flatout.resolve import opening
 from flatout.resolve.opening import with_tokenizer
 from flatout.resolve.sizing import applied, as_before, decide, fitted_to, on_device, settled
 from flatout.tuning import minutes_probe
-from flatout.tuning.minutes import SECONDS, WORDS, Budget, Prospect, Speed, choose, effective_tokens, flops, law_for
+from flatout.tuning.minutes import SECONDS, WORDS, Budget, Prospect, SizeSpeed, choose, effective_tokens, flops, law_for
 from flatout.tuning.minutes_probe import decision_for
 
 CPU = Device(torch_device=torch.device("cpu"), name="cpu", memory_bytes=None, capability=None)
@@ -38,12 +38,12 @@ class Machine:
         self.rate, self.budget, self.most, self.measuring, self.built = rate, budget, most, measuring, built
         self.now, self.asked = 0.0, list[Shape]()
 
-    def measure(self, shape: Shape) -> Speed | None:
+    def measure(self, shape: Shape) -> SizeSpeed | None:
         self.now += self.measuring
         self.asked.append(shape)
         if shape.dense(self.budget.vocab) > self.most:
             return None
-        return Speed(flops(shape, self.budget) / self.rate, 0.001, self.built)
+        return SizeSpeed(flops(shape, self.budget) / self.rate, 0.001, self.built)
 
     def choose(self, first: Shape) -> list[Prospect]:
         return choose(self.budget, LADDER, first, self.measure, lambda: self.now)
@@ -79,7 +79,7 @@ def test_the_law_is_near_what_was_measured_on_enwik8() -> None:
     errors = []
     for layers, width, tokens, batch, loss in MEASURED:
         budget = Budget(seconds=1, vocab=50257, unique=26_120_000, batch=batch, tables=True)
-        found = budget.prospect(Shape(layers, width), Speed(1 / tokens, 0.0), measured=True)
+        found = budget.prospect(Shape(layers, width), SizeSpeed(1 / tokens, 0.0), measured=True)
         errors.append(found.loss - loss)
     assert max(map(abs, errors)) < 0.05
     assert statistics.fmean(error**2 for error in errors) ** 0.5 < 0.02
@@ -88,7 +88,7 @@ def test_the_law_is_near_what_was_measured_on_enwik8() -> None:
 def test_tables_count_where_the_text_is_read_once() -> None:
     def loss(tokens: float, tables: bool) -> float:
         budget = Budget(seconds=1, vocab=50257, unique=26_000_000, batch=32_768, tables=tables)
-        return budget.prospect(Shape(8, 512), Speed(1 / tokens, 0.0), measured=True).loss
+        return budget.prospect(Shape(8, 512), SizeSpeed(1 / tokens, 0.0), measured=True).loss
 
     assert loss(26e6, True) < loss(26e6, False)
     assert loss(52e6, True) == loss(52e6, False)
@@ -133,8 +133,8 @@ def test_minutes_choose_the_sizes_that_were_best_on_an_h200(minutes: float, good
     budget = Budget(seconds=60 * minutes, vocab=50257, unique=26_120_000, tables=True)
     shapes = [shape for shape in LADDER if shape.name in token]
 
-    def measure(shape: Shape) -> Speed:
-        return Speed(1e-6 * token[shape.name], 0.001)
+    def measure(shape: Shape) -> SizeSpeed:
+        return SizeSpeed(1e-6 * token[shape.name], 0.001)
 
     chosen = choose(budget, shapes, Shape(8, 512), measure, lambda: 0.0)
     assert chosen[0].measured
@@ -145,7 +145,7 @@ def test_building_kernels_for_the_first_size_is_not_measuring(monkeypatch: pytes
     class Slower(Machine):
         """Every size is slower than the last one made it seem, so that there is always a better one."""
 
-        def measure(self, shape: Shape) -> Speed | None:
+        def measure(self, shape: Shape) -> SizeSpeed | None:
             self.rate /= 8
             return super().measure(shape)
 

@@ -19,7 +19,7 @@ from flatout.model.count import parameter_count
 from flatout.observe.measured.plan import draw_plan, print_plan
 from flatout.observe.picture import is_picture
 from flatout.records import BenchRow, record_to_json
-from flatout.resolve.case import Dealing
+from flatout.resolve.case import ShardingChoice
 from flatout.resolve.memory import memory_of
 from flatout.resolve.switches import resolve_speed
 from flatout.tuning.cluster import CARDS, GB, HOP_ACROSS, HOP_INSIDE, Cluster, ring
@@ -225,7 +225,7 @@ def test_memory_is_the_engines_own_estimate():
         row = rows_of(result, 16)[form]
         words = [f"speed.micro_batch={row.micro_batch}", f"speed.checkpointing={row.checkpointing}"]
         config = load_config("gpt-124m", [*llama_words("7b", words, batch=True), *words]).config
-        how = {"vocab": 32000, "ranks": 16, "dealing": Dealing(form, shards), "probes": _all_works()}
+        how = {"vocab": 32000, "ranks": 16, "sharding": ShardingChoice(form, shards), "probes": _all_works()}
         speed = resolve_speed(config, H100.device, None, lambda _: DEFAULT, **how)
         assert row.memory_bytes == memory_of(config, 32000, speed).total
 

@@ -20,7 +20,7 @@ class Constant(NamedTuple):
     why: str  # a clause
 
 
-class Part(NamedTuple):
+class Moved(NamedTuple):
     """What another field says now.
 
     `value` gives what stands there, from the value here and the rest of the section; or `NOTHING` or `REFUSED`.
@@ -129,11 +129,11 @@ def _share(share: Any, section: Written) -> Any:
     return share if section.get("val_source") is None else NOTHING
 
 
-def _validation(section: str) -> dict[str, Part]:
+def _validation(section: str) -> dict[str, Moved]:
     way = f"{section}.validation=0.1, or the name of a source"
     return {
-        f"{section}.val_source": Part(f"{section}.validation", lambda path, _: NOTHING if path is None else path, way),
-        f"{section}.val_fraction": Part(f"{section}.validation", _share, way),
+        f"{section}.val_source": Moved(f"{section}.validation", lambda path, _: NOTHING if path is None else path, way),
+        f"{section}.val_fraction": Moved(f"{section}.validation", _share, way),
     }
 
 
@@ -168,20 +168,20 @@ def _norm(weights: Any, model: Written) -> Any:
     return NOTHING if weights else "plain-rmsnorm"
 
 
-PARTS: Mapping[str, Part] = {
-    **{f"clean.{name}": Part("clean.drop", _drop, f"clean.drop=[{rule}]") for name, (rule, *_) in _RULES.items()},
-    "chat.format": Part("chat.fields", _fields, "chat.fields=[messages=messages], [text=text] or other columns"),
-    "data.reshuffle": Part("data.packing", _packing, "data.packing=reshuffle"),
-    "data.source": Part("data.source", _source, "data.source"),
+PARTS: Mapping[str, Moved] = {
+    **{f"clean.{name}": Moved("clean.drop", _drop, f"clean.drop=[{rule}]") for name, (rule, *_) in _RULES.items()},
+    "chat.format": Moved("chat.fields", _fields, "chat.fields=[messages=messages], [text=text] or other columns"),
+    "data.reshuffle": Moved("data.packing", _packing, "data.packing=reshuffle"),
+    "data.source": Moved("data.source", _source, "data.source"),
     **_validation("data"),
     **_validation("chat"),
-    "model.norm_weights": Part("model.norm", _norm, "model.norm=rmsnorm, or plain-rmsnorm for norms without weights"),
-    "model.qk_scale": Part("model.qk_norm", _qk_norm, "model.qk_norm=1.2"),
-    "optim.beta1": Part("optim.betas", _betas, "optim.betas=[0.9, 0.95]"),
-    "optim.beta2": Part("optim.betas", _betas, "optim.betas=[0.9, 0.95]"),
-    "optim.normuon": Part("optim.optimizer", _optimizer, "optim.optimizer=normuon"),
-    "optim.warmup": Part("optim.warmup", lambda warmup, _: NOTHING if warmup is None else warmup, "optim.warmup"),
-    "optim.warmup_steps": Part("optim.warmup", lambda steps, _: steps, "optim.warmup=100"),
+    "model.norm_weights": Moved("model.norm", _norm, "model.norm=rmsnorm, or plain-rmsnorm for norms without weights"),
+    "model.qk_scale": Moved("model.qk_norm", _qk_norm, "model.qk_norm=1.2"),
+    "optim.beta1": Moved("optim.betas", _betas, "optim.betas=[0.9, 0.95]"),
+    "optim.beta2": Moved("optim.betas", _betas, "optim.betas=[0.9, 0.95]"),
+    "optim.normuon": Moved("optim.optimizer", _optimizer, "optim.optimizer=normuon"),
+    "optim.warmup": Moved("optim.warmup", lambda warmup, _: NOTHING if warmup is None else warmup, "optim.warmup"),
+    "optim.warmup_steps": Moved("optim.warmup", lambda steps, _: steps, "optim.warmup=100"),
 }
 
 

@@ -64,7 +64,7 @@ from flatout.host import CoreUse, ThreadTrial, core_clock, core_use, usable_core
 from flatout.model.count import parameter_count
 from flatout.model.protocol import LanguageModel
 from flatout.records import SLOW_RANK, slowest_over_median
-from flatout.resolve.case import Dealing, Probes
+from flatout.resolve.case import Probes, ShardingChoice
 from flatout.resolve.fit_check import memory_on, out_of_memory
 from flatout.resolve.switches import resolve_speed
 from flatout.world import Reducer
@@ -557,7 +557,7 @@ def can_have(run: Run, words: str) -> bool:
             step_tokens=run.data.facts.step_tokens,
             probes=answers,
             ranks=run.world.size,
-            dealing=Dealing(run.speed.parallel, run.speed.shards),
+            sharding=ShardingChoice(run.speed.parallel, run.speed.shards),
         )
     except UserError:
         return False

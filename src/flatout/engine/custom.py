@@ -45,7 +45,7 @@ from flatout.model.layers import MLP, Attention, Block
 from flatout.model.narrow import ModelNarrow
 from flatout.model.operations import Branch, Own, Shared, Stream
 from flatout.model.protocol import LanguageModel
-from flatout.ops.documents import Layout
+from flatout.ops.documents import DocumentLayout
 from flatout.ops.reference import IGNORED
 from flatout.optim.optimizers import Group, Optimizer, Rule, StateBytes, Table, Trainable, numbers_of, read_numbers
 from flatout.resolve.case import Speed
@@ -103,7 +103,7 @@ class CustomModel(nn.Module):
         tokens_BT: Tensor,
         targets_BT: Tensor,
         label_smoothing: float = 0.0,
-        layout: Layout | None = None,
+        layout: DocumentLayout | None = None,
         window: int | None = None,
     ) -> Tensor:
         logits_BTV = self.logits(tokens_BT, layout=layout)
@@ -111,7 +111,7 @@ class CustomModel(nn.Module):
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), **how)
 
     def logits(
-        self, tokens_BT: Tensor, cache: Cache | None = None, *, last: bool = False, layout: Layout | None = None
+        self, tokens_BT: Tensor, cache: Cache | None = None, *, last: bool = False, layout: DocumentLayout | None = None
     ) -> Tensor:
         assert cache is None, "only a GPT makes one"
         assert layout is None, "refused with model="

@@ -33,7 +33,7 @@ from torch.autograd.graph import increment_version
 from flatout.engine.notices import Notices
 from flatout.model.adapters import Adapters
 from flatout.model.gpt import GPT
-from flatout.ops.documents import Layout
+from flatout.ops.documents import DocumentLayout
 from flatout.ops.gradients import hold_gradients
 from flatout.optim.muon import Muon
 from flatout.optim.optimizers import Optimizers
@@ -129,7 +129,7 @@ class MicroBatchGraph:
         self.held_bytes = 0  # by recordings, whether one is replayed or not
 
     def __call__(
-        self, plain: MicroBatch, values: Sequence[Tensor], layout: Layout | None, window: int | None
+        self, plain: MicroBatch, values: Sequence[Tensor], layout: DocumentLayout | None, window: int | None
     ) -> Tensor:
         """`plain(*values, layout, window)`, by a replay where there is one; `values` are tokens, targets and labels."""
         run = functools.partial(plain, *values, layout, window)
@@ -168,7 +168,12 @@ class MicroBatchGraph:
         return shape in self.calls and sum(self.calls.values()) >= WARM_UPS
 
     def _record(
-        self, shape: Hashable, plain: MicroBatch, values: Sequence[Tensor], layout: Layout | None, window: int | None
+        self,
+        shape: Hashable,
+        plain: MicroBatch,
+        values: Sequence[Tensor],
+        layout: DocumentLayout | None,
+        window: int | None,
     ) -> Recording | None:
         hold_gradients(self.model.parameters())
         inputs, own = [value.clone() for value in values], None if layout is None else layout.each(Tensor.clone)

@@ -34,7 +34,7 @@ from flatout.model.adapters import Adapters
 from flatout.model.compiling import graphs_of_its_own
 from flatout.model.gpt import GPT
 from flatout.model.protocol import LanguageModel
-from flatout.ops.documents import Layout, PackedRows
+from flatout.ops.documents import DocumentLayout, PackedRows
 from flatout.ops.gradients import clear_gradients, hold_gradients
 from flatout.ops.reference import IGNORED
 from flatout.optim.average import Average
@@ -183,7 +183,7 @@ class TrainStep:
         return self.world.sum(total)
 
     def run_micro_batch(
-        self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: Layout | None, window: int | None
+        self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: DocumentLayout | None, window: int | None
     ) -> Tensor:
         """`forward_backward`, or a replay of it."""
         if self.graph is None:
@@ -193,7 +193,7 @@ class TrainStep:
         return mean
 
     def forward_backward(
-        self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: Layout | None, window: int | None
+        self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: DocumentLayout | None, window: int | None
     ) -> Tensor:
         """Adds one micro-batch's gradients and returns its share of the step's mean loss."""
         mean = self.model(tokens_BT, targets_BT, self.label_smoothing, layout, window) / labelled

@@ -355,7 +355,7 @@ class Adapters:
         return self._joins
 
     def _parts(self) -> "Spreading":
-        from flatout.ops.kernels.adapters import Part, Spreading
+        from flatout.ops.kernels.adapters import Spreading, SpreadPart
 
         first, size = self.flat.data_ptr(), self.flat.element_size()
         parts = []
@@ -364,8 +364,8 @@ class Adapters:
             assert joined is not None
             for part, span, b in zip(layout.parts, layout.spans, layer.b, strict=True):
                 a = layer.lora_a.detach()[span]
-                parts.append(Part((a.data_ptr() - first) // size, joined.a_RI[span], part.scale))
-                parts.append(Part((b.data_ptr() - first) // size, joined.b_OR[part.span, span], 1.0))
+                parts.append(SpreadPart((a.data_ptr() - first) // size, joined.a_RI[span], part.scale))
+                parts.append(SpreadPart((b.data_ptr() - first) // size, joined.b_OR[part.span, span], 1.0))
         return Spreading(self.flat, parts)
 
     def forget(self) -> None:

@@ -24,8 +24,8 @@ from torch import nn
 from flatout.config.schema import ModelConfig
 from flatout.model.execution import Execution, Form
 from flatout.model.fields import projections
-from flatout.model.layers import Block, Table, mlp_widths
-from flatout.model.outline import Part, outline, parts_of
+from flatout.model.layers import Block, TokenTable, mlp_widths
+from flatout.model.outline import ModelPart, outline, parts_of
 from flatout.ops.documents import BY_BOUNDS
 from flatout.ops.quantized import BYTES as QUANTIZED_BYTES
 
@@ -41,7 +41,7 @@ def parameter_count(config: ModelConfig, vocab: int) -> int:
 
 def table_count(config: ModelConfig, vocab: int) -> int:
     """Trained values in tables beside the embedding, of which a token reads a row each. All others are dense."""
-    return sum(_values(module) for module in outline(config, vocab)[0].modules() if isinstance(module, Table))
+    return sum(_values(module) for module in outline(config, vocab)[0].modules() if isinstance(module, TokenTable))
 
 
 def block_count(config: ModelConfig, kind: str) -> int:
@@ -320,12 +320,12 @@ def _mask_bytes(config: ModelConfig, tokens: int, row_tokens: int, form: Form) -
 # --- one block --------------------------------------------------------------------------------------------------------
 
 
-def _parts(config: ModelConfig, form: Form) -> tuple[Part, ...]:
+def _parts(config: ModelConfig, form: Form) -> tuple[ModelPart, ...]:
     return parts_of(config, form.half, form.frozen, form.execution.scan != "triton")
 
 
 def _kept_and_again(
-    config: ModelConfig, part: Part, tokens: int, form: Form, frozen: FrozenModel | None = None
+    config: ModelConfig, part: ModelPart, tokens: int, form: Form, frozen: FrozenModel | None = None
 ) -> tuple[int, int]:
     """(bytes that a block keeps, bytes that its backward makes again)."""
     how, cell, width, (up, hidden) = form.execution, form.cell, config.width, mlp_widths(config)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from flatout.config.schema import ModelConfig
 from flatout.model.cache import Decoding, EigenstateCache
 from flatout.model.operations import Branch, Own, Shared
-from flatout.ops.documents import Layout
+from flatout.ops.documents import DocumentLayout
 from flatout.ops.scan import scan, state_type
 
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it leave no gaps and no clusters on a circle, however many
@@ -186,7 +186,7 @@ class Eigenstate(nn.Module):
     # --- means of a few positions --------------------------------------------------------------------------------
 
     def _averaged(
-        self, input_BTC: Tensor, cache: EigenstateCache | None, decoding: Decoding | None, layout: Layout | None
+        self, input_BTC: Tensor, cache: EigenstateCache | None, decoding: Decoding | None, layout: DocumentLayout | None
     ) -> Tensor:
         """Every group of states gets the mean of the last positions, as many as its scale says or there are."""
         scales, tail_BSC = self.config.scales, None if cache is None else cache.averaged_BSC

@@ -159,7 +159,7 @@ class Fold:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Feature:
+class ModelFeature:
     """A feature of the architecture, declared once. Everything that is left out is nothing.
 
     `fields` are the names in `ModelConfig` that it owns; each field belongs to one feature.
@@ -182,14 +182,14 @@ class Feature:
         return self.gpt2 if kind == "gpt2" else self.llama
 
 
-def ours_alone(field: str, without: Any, why: str) -> Feature:
+def ours_alone(field: str, without: Any, why: str) -> ModelFeature:
     """A field that no format has; a model with it at `without` does not use it."""
-    return Feature(fields=(field,), without={field: without}, no_export=why)
+    return ModelFeature(fields=(field,), without={field: without}, no_export=why)
 
 
 # --- the residual stream ----------------------------------------------------------------------------------------------
 
-STREAM = Feature(
+STREAM = ModelFeature(
     fields=("family", "layers", "width"),
     gpt2=Format(
         only={"family": "gpt2"},
@@ -203,7 +203,7 @@ STREAM = Feature(
     ),
 )
 
-CONTEXT = Feature(
+CONTEXT = ModelFeature(
     fields=("context",),
     described=False,  # a model may be used with less than it was made for
     gpt2=Format(keys={"n_positions": "context"}, write=lambda model, kind: {"n_ctx": model.context}),
@@ -216,7 +216,7 @@ def _norms_of_ones(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[st
     return dict.fromkeys([f"{name}.weight" for name in names], weights["embedding.weight"].new_ones(model.width))
 
 
-NORM = Feature(
+NORM = ModelFeature(
     fields=("norm", "norm_eps"),
     gpt2=Format(
         read=lambda read: read.check_gpt2(layer_norm_epsilon=(1e-5,)),
@@ -253,7 +253,7 @@ def _normed_rows(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str,
     return {"embedding.weight": table * factor[:, None]}
 
 
-EMBEDDING_NORM = Feature(
+EMBEDDING_NORM = ModelFeature(
     fields=("embedding_norm",),
     without={"embedding_norm": False},
     no_export="only a table that is the embedding's alone can hold rows that are normed already: with model.tied=false",
@@ -269,7 +269,7 @@ RESIDUAL_SCALE = ours_alone(
     "residual_scale", None, "no model of transformers has learned scales on its residual branches"
 )
 
-HEAD = Feature(
+HEAD = ModelFeature(
     fields=("tied",),
     gpt2=Format(
         read=lambda read: read.check_gpt2(tie_word_embeddings=(True,)),
@@ -304,7 +304,7 @@ def _llama_projections(model: ModelConfig) -> dict[str, Piece]:
     }
 
 
-ATTENTION = Feature(
+ATTENTION = ModelFeature(
     fields=("heads", "kv_heads", "head_size"),
     gpt2=Format(
         keys={"n_head": "heads"},
@@ -336,7 +336,7 @@ def _scaled_norms(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str
     return found
 
 
-QK_NORM = Feature(
+QK_NORM = ModelFeature(
     fields=("qk_norm",),
     llama=Format(
         read=lambda read: {"qk_norm": read.kind == "qwen3"},  # which states no key for it
@@ -393,7 +393,7 @@ def _write_rope(model: ModelConfig, kind: str) -> dict[str, Any]:
     return {"rope_theta": model.rope_base, "rope_scaling": None if model.rope_scaling is None else scaling}
 
 
-POSITIONS = Feature(
+POSITIONS = ModelFeature(
     fields=(
         "positions",
         *(f"rope_{name}" for name in ("base", "scaling", "factor", "low", "high", "original_context")),
@@ -424,7 +424,7 @@ def read_windows(read: HubValues, layers: int, context: int) -> dict[str, Any]:
     return {"pattern": kinds if len(set(kinds)) > 1 else kinds[0], "window": window}
 
 
-PATTERN = Feature(
+PATTERN = ModelFeature(
     fields=("pattern", "window"),
     described=False,  # compared by how far tokens see, which a shorter context may make the same
     llama=Format(  # what a file says of windows is read by `read_windows`, once the context is known
@@ -433,7 +433,7 @@ PATTERN = Feature(
     no_export="only models whose blocks all have full attention can be exported; `flatout generate` runs this one",
 )
 
-EIGENSTATES = Feature(
+EIGENSTATES = ModelFeature(
     fields=("states", "scales"),
     no_export="transformers has no blocks of eigenstates; model.pattern says whether there are any",
 )
@@ -458,7 +458,7 @@ def _llama_mlp(model: ModelConfig) -> dict[str, Piece]:
     }
 
 
-MLP = Feature(
+MLP = ModelFeature(
     fields=("mlp", "mlp_width"),
     gpt2=Format(
         read=lambda read: read.check_gpt2(
@@ -502,7 +502,7 @@ def _write_bias(model: ModelConfig, kind: str) -> dict[str, Any]:
     return dict.fromkeys(keys.get(kind, ()), model.bias)
 
 
-BIAS = Feature(
+BIAS = ModelFeature(
     fields=("bias", "qkv_bias"),
     llama=Format(read=_read_bias, write=_write_bias),
 )
@@ -522,7 +522,7 @@ def _read_gpt2_dropout(read: HubValues) -> dict[str, Any]:
     return {"dropout": float(dropout) if isinstance(dropout, int | float) else dropout}
 
 
-DROPOUT = Feature(
+DROPOUT = ModelFeature(
     fields=("dropout",),
     described=False,
     gpt2=Format(
@@ -532,7 +532,7 @@ DROPOUT = Feature(
     llama=Format(write=lambda model, kind: {"attention_dropout": 0.0}),
 )
 
-START = Feature(
+START = ModelFeature(
     fields=("vocab", "init_from", "zero_init"),
     described=False,
     no_export="they say how a model is begun; the size of its vocabulary is written as it came out",

@@ -39,12 +39,12 @@ from flatout.model.adapted import AdaptedLinear
 from flatout.model.cache import Cache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
-from flatout.model.layers import MLP, Attention, Block, Embedding, Head, Positions, Table, bigram_ids
+from flatout.model.layers import MLP, Attention, Block, Embedding, Head, Positions, TokenTable, bigram_ids
 from flatout.model.narrow import ModelNarrow, NarrowBlock
 from flatout.model.norms import Norm, build_norm
 from flatout.model.operations import Operations, Own, Shared, Stream, TorchOperations, product_type
 from flatout.model.rotary import Rotary
-from flatout.ops.documents import Layout
+from flatout.ops.documents import DocumentLayout
 
 LEAST_BYTES = 2**20
 AT_ONCE = 2  # tensors on their way in each direction
@@ -222,8 +222,8 @@ class GPT(nn.Module):
         places = torch.empty(config.context, config.width)
         self.positions = Positions.from_pretrained(places, freeze=False) if config.positions == "learned" else None
         # Before the blocks, as backward comes by them last: several processes send gradients in reverse order.
-        self.value_tables = nn.ModuleList(Table(vocab, config.keys, std=0.01) for _ in range(config.value_tables))
-        self.bigram = Table(config.bigram_rows, config.width, std=0.0) if config.bigram_rows else None
+        self.value_tables = nn.ModuleList(TokenTable(vocab, config.keys, std=0.01) for _ in range(config.value_tables))
+        self.bigram = TokenTable(config.bigram_rows, config.width, std=0.0) if config.bigram_rows else None
         self.rotary = Rotary(config) if config.positions == "rope" and config.attends else None
         self.random = config.dropout > 0  # whether blocks draw random numbers in training
         self.blocks = nn.ModuleList(Block(config, kind, place) for place, kind in enumerate(config.kinds))
@@ -248,7 +248,7 @@ class GPT(nn.Module):
         tokens_BT: Tensor,
         targets_BT: Tensor,
         label_smoothing: float = 0.0,
-        layout: Layout | None = None,
+        layout: DocumentLayout | None = None,
         window: int | None = None,
     ) -> Tensor:
         """Cross-entropy summed over the targets that are not IGNORED; with a layout, of packed documents.
@@ -277,7 +277,7 @@ class GPT(nn.Module):
         cache: Cache | None = None,
         *,
         last: bool = False,
-        layout: Layout | None = None,
+        layout: DocumentLayout | None = None,
     ) -> Tensor:
         """Logits [B, T, V] in at least fp32, or [B, 1, V] of the last position. A cache is read and extended."""
         hidden_BTW = self.hidden(tokens_BT, cache, layout)
@@ -287,7 +287,11 @@ class GPT(nn.Module):
             return self.head(hidden_BTW, self._table, self.execution)
 
     def hidden(
-        self, tokens_BT: Tensor, cache: Cache | None = None, layout: Layout | None = None, window: int | None = None
+        self,
+        tokens_BT: Tensor,
+        cache: Cache | None = None,
+        layout: DocumentLayout | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """What the head takes, of every position: [B, T, W]."""
         shape, config = tokens_BT.shape, self.config
@@ -456,7 +460,7 @@ class GPT(nn.Module):
                     if getattr(module, own) is not None:
                         getattr(module, own).copy_(torch.tensor(start))
         for table in self.modules():  # after all others, which start as they would without
-            if isinstance(table, Table):
+            if isinstance(table, TokenTable):
                 table.weight.normal_(0.0, table.std, generator=generator) if table.std else table.weight.zero_()
         for mixer in self.eigenstates:  # after all linear layers, of which nothing is to be overwritten
             mixer.init_states(generator)

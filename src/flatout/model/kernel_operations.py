@@ -21,7 +21,7 @@ from flatout.model.norms import Norm, RMSNorm
 from flatout.model.operations import Branch, Gates, Heads, Mix, Operations, Shared, Stream, product_type
 from flatout.model.rotary import Turn
 from flatout.ops.attention import causal_attention
-from flatout.ops.documents import Layout, document_attention
+from flatout.ops.documents import DocumentLayout, document_attention
 from flatout.ops.kernels.activation import activated_linear, linear_gelu
 from flatout.ops.kernels.dropout import dropout as drop
 from flatout.ops.kernels.embedding import embed
@@ -43,7 +43,9 @@ class KernelOperations(Operations):
         super().__init__(execution)
         self.tuned = execution.products == "tuned"
 
-    def arrange(self, tokens_BT: Tensor, layout: Layout | None, context: int) -> tuple[Tensor, Layout | None]:
+    def arrange(
+        self, tokens_BT: Tensor, layout: DocumentLayout | None, context: int
+    ) -> tuple[Tensor, DocumentLayout | None]:
         if layout is None or (layout.alone and tokens_BT.shape[1] <= context):  # rows need not know of it
             return tokens_BT, None
         return tokens_BT.flatten()[None], layout.in_one_row

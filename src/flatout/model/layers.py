@@ -38,7 +38,7 @@ class Embedding(nn.Embedding):
         return do.embed(tokens_BT, self.weight, positions_TW)
 
 
-class Table(nn.Module):
+class TokenTable(nn.Module):
     """A table beside that of tokens: rows of values, or of pairs of tokens. `std` is what it is drawn with."""
 
     role = "table"  # by which optimizers choose a rate

@@ -34,7 +34,7 @@ from flatout.model.execution import Execution
 from flatout.model.narrow import NarrowBlock
 from flatout.model.norms import Norm, RMSNorm
 from flatout.model.rotary import Turn, turned
-from flatout.ops.documents import Layout
+from flatout.ops.documents import DocumentLayout
 from flatout.ops.scales import NarrowLinear, Slot
 
 
@@ -99,7 +99,7 @@ class Shared:
 
     operations: "Operations"
     turn: Turn | None = None
-    layout: Layout | None = None
+    layout: DocumentLayout | None = None
     decoding: Decoding | None = None
     first: Any = None  # the first stream, where blocks mix it in
     window: int | None = None  # of attention in blocks of kind W, where it is not their own
@@ -115,7 +115,9 @@ class Operations(abc.ABC):
     def __init__(self, execution: Execution) -> None:
         self.execution = execution
 
-    def arrange(self, tokens_BT: Tensor, layout: Layout | None, context: int) -> tuple[Tensor, Layout | None]:
+    def arrange(
+        self, tokens_BT: Tensor, layout: DocumentLayout | None, context: int
+    ) -> tuple[Tensor, DocumentLayout | None]:
         """Tokens and documents in the rows that this form works on."""
         return tokens_BT, layout
 

@@ -34,7 +34,7 @@ TOKENS = 4  # in a pass; the scan in chunks needs two chunks
 
 
 @dataclasses.dataclass(kw_only=True)
-class Part:
+class ModelPart:
     """A block, or, with no kind, what is outside all blocks. Bytes and values are of one token."""
 
     kind: str
@@ -62,7 +62,9 @@ def outline(config: ModelConfig, vocab: int = 1, scan: str = "sum") -> tuple[GPT
 
 
 @functools.lru_cache(maxsize=256)
-def parts_of(config: ModelConfig, half: bool = False, frozen: bool = False, chunked: bool = False) -> tuple[Part, ...]:
+def parts_of(
+    config: ModelConfig, half: bool = False, frozen: bool = False, chunked: bool = False
+) -> tuple[ModelPart, ...]:
     """The blocks of the outline, and last what is outside of them.
 
     `half` has products in half precision. `frozen` weights have the type of products, and norms are not trained.
@@ -85,8 +87,8 @@ def parts_of(config: ModelConfig, half: bool = False, frozen: bool = False, chun
         watch,
     ):
         model.hidden(tokens, window=config.context)  # attention keeps as much with any
-    parts = [Part(kind=kind, times=count) for kind, count in zip(model.config.kinds, times, strict=True)]
-    return watch.sorted_into([*parts, Part(kind="", times=1)])
+    parts = [ModelPart(kind=kind, times=count) for kind, count in zip(model.config.kinds, times, strict=True)]
+    return watch.sorted_into([*parts, ModelPart(kind="", times=1)])
 
 
 class _Watch(TorchDispatchMode):
@@ -153,7 +155,7 @@ class _Watch(TorchDispatchMode):
                 self.added |= {memory} if name == "bmm" else set()
         return result
 
-    def sorted_into(self, parts: list[Part]) -> tuple[Part, ...]:
+    def sorted_into(self, parts: list[ModelPart]) -> tuple[ModelPart, ...]:
         """Results that are only added to something are not needed again; statistics are too small to count."""
         for part, work in zip(parts, self.work, strict=True):
             part.work = work // self.tokens

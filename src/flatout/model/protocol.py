@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatout.config.schema import ModelConfig
 from flatout.model.cache import Cache
 from flatout.model.narrow import ModelNarrow
-from flatout.ops.documents import Layout
+from flatout.ops.documents import DocumentLayout
 
 
 class LanguageModel(Protocol):
@@ -27,14 +27,14 @@ class LanguageModel(Protocol):
         tokens_BT: Tensor,
         targets_BT: Tensor,
         label_smoothing: float = 0.0,
-        layout: Layout | None = None,
+        layout: DocumentLayout | None = None,
         window: int | None = None,
     ) -> Tensor:
         """The loss summed over labelled tokens; `window` is that of attention where it is not the model's own."""
         ...
 
     def logits(
-        self, tokens_BT: Tensor, cache: Cache | None = None, *, last: bool = False, layout: Layout | None = None
+        self, tokens_BT: Tensor, cache: Cache | None = None, *, last: bool = False, layout: DocumentLayout | None = None
     ) -> Tensor:
         """Logits [B, T, V] in at least fp32, or [B, 1, V] of the last position. A cache is read and extended."""
         ...

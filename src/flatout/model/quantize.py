@@ -17,7 +17,7 @@ from flatout.model.protocol import LanguageModel
 from flatout.ops.quantized import QuantizedWeight, frozen_product, quantized, quantizing_missing
 
 
-class FrozenLinear(nn.Linear):
+class QuantizedLinear(nn.Linear):
     """A linear layer whose weight is in 4 bits."""
 
     def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None) -> None:
@@ -42,7 +42,7 @@ def quantize_linears(model: GPT, device: torch.device) -> None:
     """Puts the model onto the device, its linear layers in 4 bits: matrix by matrix, so that it need not fit whole."""
     for block, name, parts in _linears(model):
         weight = quantized([part.to(device) for part in parts])
-        block.set_linear(name, FrozenLinear(weight, block.linears()[name].bias))
+        block.set_linear(name, QuantizedLinear(weight, block.linears()[name].bias))
     for parameter in model.parameters():
         if not isinstance(parameter, QuantizedWeight):
             parameter.data = parameter.data.to(device)

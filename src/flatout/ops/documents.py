@@ -36,7 +36,7 @@ _TOKENS = 256  # the smallest joined row, and the least that two of them differ 
 _ROWS_PER_OCTAVE = 16  # joined rows between one power of two and the next: at most a sixteenth of one is padding
 _SHARES = 8  # labels are counted in such parts of a row
 _FULL = 0.95  # a row that is full to this share
-Part = tuple[Tensor, Tensor, "Layout"]  # tokens, targets and where documents lie
+Part = tuple[Tensor, Tensor, "DocumentLayout"]  # tokens, targets and where documents lie
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _joined(
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class DocumentLayout:
     """Where documents lie in packed rows. Made by `lay_out`; tensors are on the device.
 
     Whoever replays recorded work with other documents copies their tensors into those of the recording; that is right
@@ -183,7 +183,7 @@ class Layout:
     alone: bool = False  # each row has one document, and padding after it: plain causal attention does as well
 
     @functools.cached_property
-    def in_one_row(self) -> "Layout":
+    def in_one_row(self) -> "DocumentLayout":
         """The same documents with all rows joined to one."""
         flat = {"documents_BT": self.documents_BT.flatten()[None], "positions_BT": self.positions_BT.flatten()[None]}
         return dataclasses.replace(self, **flat, alone=self.alone and len(self.documents_BT) == 1)
@@ -210,7 +210,7 @@ class Layout:
         values.pop("reach")  # only looked at by the host
         return tuple(value.shape if isinstance(value, Tensor) else value for value in values.values())
 
-    def each(self, function: Callable[[Tensor], Tensor]) -> "Layout":
+    def each(self, function: Callable[[Tensor], Tensor]) -> "DocumentLayout":
         """A layout of what `function` makes of every tensor."""
         tensors = {name: value for name, value in self._values().items() if isinstance(value, Tensor)}
         return dataclasses.replace(self, **{name: function(value) for name, value in tensors.items()})
@@ -238,7 +238,7 @@ def lay_out(
     targets_BT: npt.NDArray[np.int64] | None,
     device: torch.device,
     room: Room | None = None,
-) -> Layout:
+) -> DocumentLayout:
     """The layout of rows in which a document is a run of one number.
 
     With targets, the places of labels come along: the head then works on these alone. They are padded with a token that
@@ -269,7 +269,7 @@ def lay_out(
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     labelled = None if targets_BT is None else _places(targets_BT.reshape(-1), unit)
-    return Layout(
+    return DocumentLayout(
         documents_BT=there(numbers.reshape(rows, length), torch.int32),
         positions_BT=there(positions.reshape(rows, length), torch.int64),
         bounds_E=there(bounds, torch.int32),
@@ -296,7 +296,7 @@ def _places(targets_N: npt.NDArray[np.int64], unit: int) -> npt.NDArray[np.int64
 
 
 def document_attention(
-    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, layout: Layout, *, backend: str, window: int | None = None
+    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, layout: DocumentLayout, *, backend: str, window: int | None = None
 ) -> Tensor:
     """Attention of every token to those before it in its document, or to the last `window` of them."""
     window = None if window is None or window >= layout.longest else window

@@ -181,7 +181,7 @@ class Speed(Execution):
 
 
 @dataclasses.dataclass(frozen=True)
-class Dealing:
+class ShardingChoice:
     """How several processes share the model, and why it is not the way that was asked for."""
 
     form: str = "none"  # of one process; or data, fsdp, hybrid
@@ -190,7 +190,7 @@ class Dealing:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class SwitchContext:
     """One run on one device. `corpus_bytes` is None where the tokens stay on the host."""
 
     config: RunConfig
@@ -204,7 +204,7 @@ class Case:
     threads_before: int | None = None  # of a run that is resumed
     own_model: bool = False  # from Python: nothing of ours knows it
     own_optimizer: bool = False
-    dealing: Dealing = dataclasses.field(default_factory=Dealing)
+    sharding: ShardingChoice = dataclasses.field(default_factory=ShardingChoice)
     # What has been decided so far, as `Speed` will have it. Reading a switch too early is an AttributeError.
     used: Speed = dataclasses.field(default_factory=lambda: cast("Speed", types.SimpleNamespace()))
 
@@ -242,7 +242,7 @@ class Case:
     @property
     def sharded(self) -> bool:
         """Whether every process holds slices of the weights."""
-        return self.dealing.form in ("fsdp", "hybrid")
+        return self.sharding.form in ("fsdp", "hybrid")
 
     @property
     def quantized(self) -> bool:

@@ -13,7 +13,7 @@ from flatout.config.schema import RunConfig
 from flatout.device import Device
 from flatout.errors import ConfigError
 from flatout.model.count import MemoryEstimate
-from flatout.resolve.case import Dealing, Probes, Speed
+from flatout.resolve.case import Probes, ShardingChoice, Speed
 from flatout.resolve.fit_check import fits_well, memory_on, why_not
 from flatout.resolve.opening import Opened
 from flatout.resolve.plan import Custom, RunPlan
@@ -40,9 +40,9 @@ def first_form_that_fits(
     """
     settings, facts = opened.settings, opened.data.facts
     with world.together():
-        waiting = dealings(settings.config, world, custom)
+        waiting = sharding_choices(settings.config, world, custom)
     while True:
-        dealing, *waiting = waiting
+        sharding, *waiting = waiting
         with world.together():
             speed = resolve_speed(
                 settings.config,
@@ -54,7 +54,7 @@ def first_form_that_fits(
                 threads_before=threads_before,
                 ranks=world.size,
                 ranks_here=_ranks_here(world),
-                dealing=dealing,
+                sharding=sharding,
                 own_model=custom.model,
                 own_optimizer=custom.torch_optimizer,
                 probes=probes,
@@ -65,7 +65,7 @@ def first_form_that_fits(
         short = world.gather(None if fits_well(memory, device) else why_not(memory, device))
         if not any(short):
             break
-        why = f"with {dealing.form} {next(filter(None, short))}"
+        why = f"with {sharding.form} {next(filter(None, short))}"
         waiting = [dataclasses.replace(one, why=why) for one in waiting]
     return speed, memory
 
@@ -74,10 +74,10 @@ def _ranks_here(world: World) -> int:
     return world.hosts.count(world.hosts[world.rank]) if world.hosts else 1
 
 
-def dealings(config: RunConfig, world: World, custom: Custom) -> list[Dealing]:
+def sharding_choices(config: RunConfig, world: World, custom: Custom) -> list[ShardingChoice]:
     """The forms to try, in order: the one that was asked for, or those that `auto` may take."""
     if not world.hosts:
-        return [Dealing()]
+        return [ShardingChoice()]
     asked, here = config.parallel.form, _equal_hosts(world)
     refused = not_in_slices(config) or custom.not_in_slices()
     if asked in ("fsdp", "hybrid"):
@@ -94,21 +94,21 @@ def dealings(config: RunConfig, world: World, custom: Custom) -> list[Dealing]:
     return forms_of(config, world.size, here)[: None if refused is None else 1]
 
 
-def forms_of(config: RunConfig, size: int, each: int | None) -> list[Dealing]:
+def forms_of(config: RunConfig, size: int, each: int | None) -> list[ShardingChoice]:
     """The forms that a run in several processes tries, as `by_preference` counts them; one that was asked for alone."""
     asked = config.parallel.form
     if asked == "auto":
         return by_preference(size, each)[: None if not_in_slices(config) is None else 1]
-    return [Dealing(asked, {"data": 1, "hybrid": each or 1, "fsdp": size}[asked])]
+    return [ShardingChoice(asked, {"data": 1, "hybrid": each or 1, "fsdp": size}[asked])]
 
 
-def by_preference(size: int, each: int | None) -> list[Dealing]:
+def by_preference(size: int, each: int | None) -> list[ShardingChoice]:
     """What `auto` takes on `size` processes: the first of these that fits.
 
     `each` is how many processes each of several hosts has; None where there is one host, or where they differ.
     """
-    inside = [] if each is None or each == 1 else [Dealing("hybrid", each)]
-    return [Dealing("data"), *([] if size == 1 else [*inside, Dealing("fsdp", size)])]
+    inside = [] if each is None or each == 1 else [ShardingChoice("hybrid", each)]
+    return [ShardingChoice("data"), *([] if size == 1 else [*inside, ShardingChoice("fsdp", size)])]
 
 
 def check_alike(plan: RunPlan, world: World, resumed: Checkpoint | None) -> None:

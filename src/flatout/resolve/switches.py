@@ -1,15 +1,13 @@
-"""Asked, used, why: each switch of the `speed` section meets the device here.
+"""Decides every switch of the `speed` section for this device: what was asked for, what is used, and why.
 
-A switch this machine cannot serve is an error when the user wrote it, and a fallback with a reason when a preset or a
-default did. Nothing falls back in silence: every answer becomes a `Feature` of the run's first record. What only a
-trial can show (does this attention kernel take these shapes, does the compiler work) is tried through `Probes`.
+A value that the device cannot have is an error where the user wrote it, and a fallback with a reason where it came from
+a preset or a default. Every answer becomes a `Feature` of the run's first record. What only a trial can show (whether
+an attention kernel takes these shapes, whether the compiler works) is tried through `Probes`.
 
-The switches are a table, one row each, in the order in which they depend on each other. A row's function looks at a
-`Case` and answers with the value the switch gets and the reason where that is not what was asked for. Switches that
-exclude each other are decided by this order: what the user wrote beats what is automatic; of two that were both
-written, the one named in the error gives way. To add a switch, add its field to `SpeedConfig` and `Speed`, and a row.
-
-Which attention kernel and which scan serve a model: the switches that depend on its shapes.
+`ROWS` lists the switches in the order in which they depend on each other. The function of a row gets a `SwitchContext`
+and returns an `Answer`: the value, and the reason where it is not the one asked for. For switches that exclude each
+other the order decides: what the user wrote wins over what is automatic, and of two that the user wrote the later row
+gives way. To add a switch, add its field to `SpeedConfig` and `Speed`, and a row.
 """
 
 import dataclasses
@@ -29,16 +27,16 @@ from flatout.model.layers import Block, mlp_width_of
 from flatout.model.outline import outline
 from flatout.ops.attention import FA4
 from flatout.records import Feature
-from flatout.resolve.case import NOT_CUDA, Answer, Case, Dealing, Probes, Speed, no_triton, shape_of
+from flatout.resolve.case import NOT_CUDA, Answer, Probes, ShardingChoice, Speed, SwitchContext, no_triton, shape_of
 
 
-def attention(case: Case) -> Answer:
+def attention(case: SwitchContext) -> Answer:
     """The kernel for rows of one document each."""
     used, why = _backend(case)
     return Answer(used, why, _with_torchs_choice(used, case))
 
 
-def _backend(case: Case) -> tuple[str, str]:
+def _backend(case: SwitchContext) -> tuple[str, str]:
     asked, device, precision = case.asked.attention, case.device, case.used.precision
     if asked in ("reference", "sdpa"):
         return asked, ""
@@ -62,7 +60,7 @@ def _backend(case: Case) -> tuple[str, str]:
     return (wanted, "") if reason is None else ("sdpa", reason)
 
 
-def _failure(backend: str, case: Case) -> str | None:
+def _failure(backend: str, case: SwitchContext) -> str | None:
     return case.probes.attention(backend, case.device.torch_device, **_shape(case))
 
 
@@ -74,7 +72,7 @@ def _faster_with_fa4(model: ModelConfig) -> str | None:
     return "cudnn+fa4" if forward_by_cudnn else "fa4"
 
 
-def _with_torchs_choice(used: str, case: Case) -> str | None:
+def _with_torchs_choice(used: str, case: SwitchContext) -> str | None:
     """The backend with the kernel that torch picks, where the choice is torch's."""
     if used != "sdpa" or not case.model.attends:
         return None
@@ -82,7 +80,7 @@ def _with_torchs_choice(used: str, case: Case) -> str | None:
     return None if picked is None else f"sdpa ({picked})"
 
 
-def _shape(case: Case) -> dict[str, Any]:
+def _shape(case: SwitchContext) -> dict[str, Any]:
     model, rows = case.model, {"context": case.model.context, "dropout": case.model.dropout}
     return {**_heads(model), **rows, "precision": case.used.precision, "deterministic": case.config.train.deterministic}
 
@@ -91,13 +89,13 @@ def _heads(model: ModelConfig) -> dict[str, Any]:
     return {"heads": model.heads, "groups": model.kv_heads or model.heads, "size": model.size}
 
 
-def document_attention(case: Case) -> Answer:
+def document_attention(case: SwitchContext) -> Answer:
     """The kernel for rows of several documents: by bounds where FlashAttention runs, or else with a mask."""
     used, why = _document_backend(case)
     return Answer(used, why, listed=case.attends_inside)
 
 
-def _document_backend(case: Case) -> tuple[str, str]:
+def _document_backend(case: SwitchContext) -> tuple[str, str]:
     attention, device, precision = case.used.attention, case.device, case.used.precision
     if attention == "reference":
         return "reference", ""
@@ -117,7 +115,7 @@ def _document_backend(case: Case) -> tuple[str, str]:
     return "flash", f"{attention} knows no bounds"
 
 
-def scan(case: Case) -> Answer:
+def scan(case: SwitchContext) -> Answer:
     """How the states of E blocks are computed; `auto` where there are none."""
     if "E" not in case.model.kinds:
         return Answer("auto", f"no block of model.pattern={case.model.pattern} is E", "none")
@@ -138,17 +136,17 @@ LAUNCH_SECONDS, FA4_LAUNCH_SECONDS = 4e-3, 1e-3
 # Other hosts and models take longer: `record` 7e-3, and its steps of 49,152 tokens at 60m came at 876,000 tokens/s
 # instead of 1,150,000. One recording costs little, so it is made wherever the host may be the slower one.
 SLOWER_HOST = 2.0
-COMPILED = 2.0  # times `Case.running_seconds` is what compiled steps with dropout took: 1.9 at 60m, 3.4 at 15m
+COMPILED = 2.0  # times `SwitchContext.running_seconds` is what compiled steps with dropout took: 1.9 at 60m, 3.4 at 15m
 FROM_PYTHON = "they do not know a model from Python (model=)"
 TORCHS_OWN = "optimizer= has a form of its own"
 
 
-def _parallel(case: Case) -> Answer:
-    dealt = case.dealing
-    return Answer(dealt.form, dealt.why, listed=dealt.form != "none")
+def _parallel(case: SwitchContext) -> Answer:
+    sharding = case.sharding
+    return Answer(sharding.form, sharding.why, listed=sharding.form != "none")
 
 
-def _precision(case: Case) -> Answer:
+def _precision(case: SwitchContext) -> Answer:
     asked, device = case.asked.precision, case.device
     if case.cuda:
         if device.bf16:
@@ -165,7 +163,7 @@ def _precision(case: Case) -> Answer:
     return Answer("fp32", f"a CPU has no {asked} products")
 
 
-def _kernels(case: Case) -> Answer:
+def _kernels(case: SwitchContext) -> Answer:
     asked = case.asked
     if case.quantized:
         return Answer("torch", "they know no 4-bit weights")
@@ -186,7 +184,7 @@ def _kernels(case: Case) -> Answer:
     return Answer("triton") if reason is None else Answer("torch", reason)
 
 
-def _adapters_beyond_kernels(case: Case) -> str | None:
+def _adapters_beyond_kernels(case: SwitchContext) -> str | None:
     """What of these adapters our Triton kernels do not have, or None."""
     lora = case.config.lora
     if not case.adapters:
@@ -199,12 +197,12 @@ def _adapters_beyond_kernels(case: Case) -> str | None:
     return adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, fp8=(), **asked)
 
 
-def _wide(case: Case) -> bool:
+def _wide(case: SwitchContext) -> bool:
     """Whether products have wider operands than 16 bits."""
     return case.used.precision not in ("bf16", "fp16")
 
 
-def _residual(case: Case) -> Answer:
+def _residual(case: SwitchContext) -> Answer:
     asked, precision = case.asked.residual, case.used.precision
     if case.used.kernels == "torch" and case.adapters and precision == "bf16":
         return Answer("bf16", "" if asked in ("auto", "bf16") else "it has the type of the frozen weights")
@@ -215,7 +213,7 @@ def _residual(case: Case) -> Answer:
     return Answer("bf16" if asked == "auto" else asked)
 
 
-def _products(case: Case) -> Answer:
+def _products(case: SwitchContext) -> Answer:
     asked = case.asked.products
     if case.used.kernels == "torch":
         return Answer("torch", "kernels is torch")
@@ -229,12 +227,12 @@ def _products(case: Case) -> Answer:
     return Answer("tuned") if reason is None else Answer("torch", reason)
 
 
-def _fp8(case: Case) -> Answer:
+def _fp8(case: SwitchContext) -> Answer:
     reason = _no_fp8(case) if case.asked.fp8 else None
     return Answer(tuple(case.asked.fp8)) if reason is None else Answer((), reason)
 
 
-def _no_fp8(case: Case) -> str | None:
+def _no_fp8(case: SwitchContext) -> str | None:
     device, model = case.device, case.model
     if device.capability is None or device.capability < (8, 9):
         return f"{device.name} has no 8-bit matrix units"
@@ -259,13 +257,13 @@ def _no_fp8(case: Case) -> str | None:
     return None
 
 
-def _fused_qkv(case: Case) -> Answer:
+def _fused_qkv(case: SwitchContext) -> Answer:
     if case.used.kernels == "triton" and not case.asked.fused_qkv:
         return Answer(True, "our kernels take one product")
     return Answer(case.asked.fused_qkv)
 
 
-def _compile(case: Case) -> Answer:
+def _compile(case: SwitchContext) -> Answer:
     asked, wanted, device = case.asked, case.asked.compile, case.device
     if case.sharded:
         return Answer("off", f"it is not for parallel.form {case.used.parallel}")
@@ -294,7 +292,7 @@ def _compile(case: Case) -> Answer:
     return Answer("default" if wanted == "auto" else wanted)
 
 
-def _no_compiler(case: Case) -> str | None:
+def _no_compiler(case: SwitchContext) -> str | None:
     """Why torch.compile does not work here, or None."""
     if case.cuda:
         if not case.probes.triton():
@@ -304,19 +302,19 @@ def _no_compiler(case: Case) -> str | None:
     return case.probes.compiler(case.device.torch_device)
 
 
-def _loss(case: Case) -> Answer:
+def _loss(case: SwitchContext) -> Answer:
     if case.asked.loss != "auto":
         return Answer(case.asked.loss)
     return Answer("fused" if case.used.kernels == "triton" else "plain")
 
 
-def _loss_chunk(case: Case) -> Answer:
+def _loss_chunk(case: SwitchContext) -> Answer:
     if case.used.loss == "plain":
         return Answer(case.asked.loss_chunk, "the plain loss takes all tokens at once", "none")
     return Answer(case.asked.loss_chunk)
 
 
-def _no_adamw(case: Case) -> str | None:
+def _no_adamw(case: SwitchContext) -> str | None:
     """Why a form of AdamW is nothing to this run, or None."""
     if case.own_optimizer:
         return TORCHS_OWN
@@ -324,18 +322,18 @@ def _no_adamw(case: Case) -> str | None:
     return None if optim.kind.adamw else f"optim.optimizer is {optim.optimizer}, which has one form"
 
 
-def _fused_optimizer(case: Case) -> Answer:
+def _fused_optimizer(case: SwitchContext) -> Answer:
     if reason := _no_adamw(case):
         return Answer(False, reason)
     return Answer(case.asked.fused_optimizer != "off")  # torch has it on every kind of device that we know
 
 
-def _optimizer_offload(case: Case) -> Answer:
+def _optimizer_offload(case: SwitchContext) -> Answer:
     reason = _no_adamw(case) or (None if case.cuda else NOT_CUDA)
     return _unless(case.asked.optimizer_offload, reason)
 
 
-def _optimizer_state(case: Case) -> Answer:
+def _optimizer_state(case: SwitchContext) -> Answer:
     asked = case.asked.optimizer_state
     if asked == "8bit" and (reason := _no_adamw(case)):
         return Answer("fp32", reason)
@@ -348,7 +346,7 @@ def _optimizer_state(case: Case) -> Answer:
     return Answer(asked)
 
 
-def _loader(case: Case) -> Answer:
+def _loader(case: SwitchContext) -> Answer:
     asked, size = case.asked.loader, case.corpus_bytes
     if case.config.documents_apart:
         return Answer("host", "" if asked == "host" else "documents are laid out there")
@@ -365,13 +363,13 @@ def _loader(case: Case) -> Answer:
     return Answer("device")
 
 
-def _micro_batch(case: Case) -> Answer:
+def _micro_batch(case: SwitchContext) -> Answer:
     size, _ = micro_batch_of(case.config, case.ranks)
     whole = "the batch" if case.ranks == 1 else "a process's share of the batch"
     return Answer(size, f"the largest divisor of {whole}" if case.asked.micro_batch not in (None, size) else "")
 
 
-def _activation_offload(case: Case) -> Answer:
+def _activation_offload(case: SwitchContext) -> Answer:
     reason = (
         NOT_CUDA if not case.cuda
         else "gathered weights would leave, too" if case.sharded
@@ -387,7 +385,7 @@ def _unless(wanted: bool, reason: str | None) -> Answer:
     return Answer(False, reason) if wanted and reason is not None else Answer(wanted)
 
 
-def _cuda_graphs(case: Case) -> Answer:
+def _cuda_graphs(case: SwitchContext) -> Answer:
     wanted, compiled = case.asked.cuda_graphs, case.used.compile
     if wanted == "off":
         return Answer(False)
@@ -417,13 +415,13 @@ def _cuda_graphs(case: Case) -> Answer:
     return Answer(False, f"{size} keep the device busy without")
 
 
-def _workers(case: Case) -> Answer:
+def _workers(case: SwitchContext) -> Answer:
     if case.used.loader == "device":
         return Answer(0, "tokens already live on the device")
     return Answer(case.asked.workers)
 
 
-def _threads(case: Case) -> Answer:
+def _threads(case: SwitchContext) -> Answer:
     """The number that was asked for, or for `auto` that of the environment, of the run so far, or of a trial."""
     asked, words = case.asked.threads, thread_words()
     if asked != "auto":
@@ -446,7 +444,7 @@ def _threads(case: Case) -> Answer:
     return Answer(trial.chosen, trial.why)
 
 
-def _expandable_segments(case: Case) -> Answer:
+def _expandable_segments(case: SwitchContext) -> Answer:
     asked = case.asked.expandable_segments
     if not case.cuda:
         return Answer(False, NOT_CUDA if asked == "on" else "")
@@ -456,55 +454,56 @@ def _expandable_segments(case: Case) -> Answer:
     return Answer(asked != "off")
 
 
-def _memory_limit(case: Case) -> Answer:
+def _memory_limit(case: SwitchContext) -> Answer:
     limit = case.asked.memory_limit
     return Answer(limit) if case.cuda or limit is None else Answer(None, NOT_CUDA)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """A switch: what was asked for (its field of `speed` unless told otherwise), and how it is decided.
+class SwitchRow:
+    """A switch and the function that decides it. `asked` reads what was asked for; by default, its field of `speed`.
 
-    A value that the user wrote and cannot have is an error, unless doing without is `harmless`. What `works` everywhere
-    is taken as it was asked for.
+    A value that the user wrote and the device cannot have is an error, unless the fallback is `harmless`. Values in
+    `works` need no decision: they are available everywhere.
     """
 
     name: str
-    resolve: Callable[[Case], Answer]
+    resolve: Callable[[SwitchContext], Answer]
     works: tuple[str, ...] = ()
     harmless: bool = False
-    asked: Callable[[Case], object] | None = None
+    asked: Callable[[SwitchContext], object] | None = None
 
 
 ROWS = (
-    Row("device", lambda case: Answer(str(case.device.torch_device))),
-    Row("parallel", _parallel, harmless=True, asked=lambda case: case.config.parallel.form),
-    Row("precision", _precision),
-    Row("kernels", _kernels, works=("torch",)),
-    Row("residual", _residual),
-    Row("products", _products, works=("torch",)),
-    Row("fp8", _fp8),
-    Row("attention", attention),
-    Row("scan", scan, works=("reference", "chunked")),  # without E blocks, too: rungs of the ladder set it for all
-    Row("fused_qkv", _fused_qkv),
-    Row("document_attention", document_attention, harmless=True, asked=lambda case: case.used.attention),
-    Row("compile", _compile, works=("off",)),
-    Row("loss", _loss),
-    Row("loss_chunk", _loss_chunk, harmless=True),
-    Row("fused_optimizer", _fused_optimizer),
-    Row("optimizer_offload", _optimizer_offload),
-    Row("optimizer_state", _optimizer_state),
-    Row("loader", _loader),
-    Row("micro_batch", _micro_batch, harmless=True),
-    Row("accumulation", lambda case: Answer(micro_batch_of(case.config, case.ranks)[1])),
-    Row("pad_vocab", lambda case: Answer(case.asked.pad_vocab)),
-    Row("checkpointing", lambda case: Answer(case.asked.checkpointing)),
-    Row("activation_offload", _activation_offload),
-    Row("cuda_graphs", _cuda_graphs),
-    Row("workers", _workers, harmless=True),
-    Row("threads", _threads),
-    Row("expandable_segments", _expandable_segments),
-    Row("memory_limit", _memory_limit),
+    SwitchRow("device", lambda case: Answer(str(case.device.torch_device))),
+    SwitchRow("parallel", _parallel, harmless=True, asked=lambda case: case.config.parallel.form),
+    SwitchRow("precision", _precision),
+    SwitchRow("kernels", _kernels, works=("torch",)),
+    SwitchRow("residual", _residual),
+    SwitchRow("products", _products, works=("torch",)),
+    SwitchRow("fp8", _fp8),
+    SwitchRow("attention", attention),
+    # Also without E blocks: rungs of the ladder set it for all models.
+    SwitchRow("scan", scan, works=("reference", "chunked")),
+    SwitchRow("fused_qkv", _fused_qkv),
+    SwitchRow("document_attention", document_attention, harmless=True, asked=lambda case: case.used.attention),
+    SwitchRow("compile", _compile, works=("off",)),
+    SwitchRow("loss", _loss),
+    SwitchRow("loss_chunk", _loss_chunk, harmless=True),
+    SwitchRow("fused_optimizer", _fused_optimizer),
+    SwitchRow("optimizer_offload", _optimizer_offload),
+    SwitchRow("optimizer_state", _optimizer_state),
+    SwitchRow("loader", _loader),
+    SwitchRow("micro_batch", _micro_batch, harmless=True),
+    SwitchRow("accumulation", lambda case: Answer(micro_batch_of(case.config, case.ranks)[1])),
+    SwitchRow("pad_vocab", lambda case: Answer(case.asked.pad_vocab)),
+    SwitchRow("checkpointing", lambda case: Answer(case.asked.checkpointing)),
+    SwitchRow("activation_offload", _activation_offload),
+    SwitchRow("cuda_graphs", _cuda_graphs),
+    SwitchRow("workers", _workers, harmless=True),
+    SwitchRow("threads", _threads),
+    SwitchRow("expandable_segments", _expandable_segments),
+    SwitchRow("memory_limit", _memory_limit),
 )
 
 
@@ -519,7 +518,7 @@ def resolve_speed(
     ranks: int = 1,
     ranks_here: int = 1,
     threads_before: int | None = None,
-    dealing: Dealing | None = None,
+    sharding: ShardingChoice | None = None,
     own_model: bool = False,
     own_optimizer: bool = False,
     probes: Probes | None = None,
@@ -528,10 +527,10 @@ def resolve_speed(
 
     `corpus_bytes` is the size of the tokens, None where they stay on the host. `vocab` is the model's vocabulary,
     `step_tokens` what the samples of a step hold on average, `ranks` how many processes share a step, of
-    which `ranks_here` are on this host, `dealing` how they share the model. `threads_before` is how many CPU threads a
+    which `ranks_here` are on this host, `sharding` how they share the model. `threads_before` is how many CPU threads a
     run had that is resumed. `own_model` and `own_optimizer` say that they come from Python.
     """
-    case = Case(
+    case = SwitchContext(
         config=config,
         device=device,
         corpus_bytes=corpus_bytes,
@@ -540,7 +539,7 @@ def resolve_speed(
         ranks=ranks,
         ranks_here=ranks_here,
         threads_before=threads_before,
-        dealing=dealing or Dealing(),
+        sharding=sharding or ShardingChoice(),
         own_model=own_model,
         own_optimizer=own_optimizer,
         probes=probes or Probes(),
@@ -557,7 +556,7 @@ def resolve_speed(
         vars(case.used)[row.name] = answer.used
     used = vars(case.used)
     scan = "chunked" if used["scan"] == "auto" else used["scan"]
-    shared = {"sharded": case.sharded, "shards": case.dealing.shards}
+    shared = {"sharded": case.sharded, "shards": case.sharding.shards}
     return Speed(**{**used, **shared, "device": device, "scan": scan, "features": tuple(features)})
 
 

@@ -22,7 +22,7 @@ from flatout.data.prepare import data_folder, has_dataset
 from flatout.device import limit_memory
 from flatout.errors import HardwareError, UsageError
 from flatout.model.count import MemoryEstimate, flops_per_token, parameter_count
-from flatout.resolve.case import Dealing, Probes
+from flatout.resolve.case import Probes, ShardingChoice
 from flatout.resolve.fit_check import ROOM, fits_well
 from flatout.resolve.form import not_in_slices
 from flatout.resolve.memory import checkpoint_size, memory_of, state_of
@@ -193,7 +193,7 @@ class _Look:
         self.device = limit_memory(cluster.card.device, self.config.speed.memory_limit)
         self.known = _known(loaded)
         self.vocab = self.known.vocab
-        self.alone = self._speed(1, Dealing())
+        self.alone = self._speed(1, ShardingChoice())
         self.speeds: dict[str, Speed] = {}  # the switches of each form
         flops, peak = flops_per_token(model, self.vocab), self.device.peak_flops or 0.0
         seconds = 1 / rate.tokens_per_second if rate.tokens_per_second else flops / ((rate.mfu or 0) * peak)
@@ -214,8 +214,8 @@ class _Look:
         narrow = self.alone.precision in ("bf16", "fp16")
         self.other_products = rate.mfu is not None and (not narrow or bool(self.alone.fp8))
 
-    def _speed(self, gpus: int, dealing: Dealing, source: Callable[[str], Source] = lambda _: DEFAULT) -> Speed:
-        shape = {"vocab": self.vocab, "ranks": gpus, "dealing": dealing, "probes": _all_works()}
+    def _speed(self, gpus: int, sharding: ShardingChoice, source: Callable[[str], Source] = lambda _: DEFAULT) -> Speed:
+        shape = {"vocab": self.vocab, "ranks": gpus, "sharding": sharding, "probes": _all_works()}
         speed = resolve_speed(self.config, self.device, None, source, **shape)
         return dataclasses.replace(speed, cuda_graphs=False)  # what recording costs is not planned
 
@@ -225,8 +225,8 @@ class _Look:
         ).device
 
     def row(self, gpus: int, layout: Layout) -> PlanRow:
-        dealing = Dealing(layout.form, layout.shards) if gpus > 1 else Dealing()
-        self.speeds[layout.form] = self._speed(gpus, dealing)
+        sharding = ShardingChoice(layout.form, layout.shards) if gpus > 1 else ShardingChoice()
+        self.speeds[layout.form] = self._speed(gpus, sharding)
         (speed, memory), fits = self._fitting(gpus, self.speeds[layout.form])
         same = {
             "gpus": gpus,
@@ -241,7 +241,7 @@ class _Look:
             "optimizer_bytes": memory.optimizer,
             "activations_bytes": memory.activations + memory.working - memory.later,
         }
-        refused = self._refused(gpus, dealing)
+        refused = self._refused(gpus, sharding)
         if refused or not fits:
             short = f"it needs {memory.total / 2**30:,.0f} GiB with micro-batches of {speed.micro_batch}"
             return PlanRow(**same, fits=False, refused=bool(refused), why=refused or short)
@@ -268,17 +268,17 @@ class _Look:
             efficiency=each / self.one_gpu,
         )
 
-    def _refused(self, gpus: int, dealing: Dealing) -> str:
+    def _refused(self, gpus: int, sharding: ShardingChoice) -> str:
         """Why a run of this config would be refused there, whatever the memory; empty where it would not."""
         sequences = self.config.train.batch_tokens // self.config.model.context
         if sequences % gpus:
             return f"a step has {sequences:,} sequences, which {gpus:,} GPUs cannot share evenly"
-        if dealing.shards == 1:
+        if sharding.shards == 1:
             return ""
         refused = not_in_slices(self.config)
         missing = {f"speed.{feature.name}" for feature in self.alone.features if feature.why}  # by one GPU, too
         try:
-            self._speed(gpus, dealing, lambda path: DEFAULT if path in missing else self.loaded.sources[path])
+            self._speed(gpus, sharding, lambda path: DEFAULT if path in missing else self.loaded.sources[path])
         except HardwareError as error:
             refused = refused or error.message
         return refused or ""

@@ -90,7 +90,7 @@ _SLOWER = 0.9  # power of FLOPs that a token's time goes with, where one size is
 
 
 @dataclass(frozen=True)
-class Speed:
+class SizeSpeed:
     """Seconds of a token, and of what a step takes once however many tokens it has: mostly the update."""
 
     token: float
@@ -132,7 +132,7 @@ class Budget:
     ranks: int = 1
     tables: bool = False
 
-    def prospect(self, shape: Shape, speed: Speed, *, measured: bool) -> Prospect:
+    def prospect(self, shape: Shape, speed: SizeSpeed, *, measured: bool) -> Prospect:
         """What a size would reach at that speed, with the best of the batch of the rule and multiples of it.
 
         Where a step costs much however few tokens it has, as on a CPU, a larger batch reads more text in the same time.
@@ -145,7 +145,7 @@ class Budget:
         rows = [self._with(shape, speed, batch, measured) for batch in batches]
         return min(rows, key=lambda row: row.loss)
 
-    def _with(self, shape: Shape, speed: Speed, batch: int, measured: bool) -> Prospect:
+    def _with(self, shape: Shape, speed: SizeSpeed, batch: int, measured: bool) -> Prospect:
         tokens = speed.tokens_in(self.seconds, batch)
         law, fresh = law_for(self.vocab), effective_tokens(tokens, self.unique)
         parameters = effective_parameters(shape.dense(self.vocab), tokens, self.unique)
@@ -164,11 +164,11 @@ def choose(
     budget: Budget,
     shapes: Sequence[Shape],
     first: Shape,
-    measure: Callable[[Shape], Speed | None],
+    measure: Callable[[Shape], SizeSpeed | None],
     clock: Callable[[], float],
 ) -> list[Prospect]:
     """All shapes that fit, the best one first. `measure` says how fast a shape is; None where it does not fit."""
-    found: dict[Shape, Speed | None] = {}
+    found: dict[Shape, SizeSpeed | None] = {}
     spent, following = 0.0, first
     while True:
         before = clock()
@@ -186,7 +186,7 @@ def choose(
     return [row for row in prospects if row.measured] if None in found.values() else prospects
 
 
-def _prospects(budget: Budget, shapes: Sequence[Shape], found: Mapping[Shape, Speed | None]) -> list[Prospect]:
+def _prospects(budget: Budget, shapes: Sequence[Shape], found: Mapping[Shape, SizeSpeed | None]) -> list[Prospect]:
     known = {shape: speed for shape, speed in found.items() if speed is not None}
     too_large = min((flops(shape, budget) for shape, speed in found.items() if speed is None), default=math.inf)
     rows = [
@@ -203,7 +203,7 @@ def flops(shape: Shape, budget: Budget) -> float:
     return 6.0 * shape.dense(budget.vocab) + attention
 
 
-def _speed_of(shape: Shape, known: Mapping[Shape, Speed], budget: Budget) -> Speed | None:
+def _speed_of(shape: Shape, known: Mapping[Shape, SizeSpeed], budget: Budget) -> SizeSpeed | None:
     """A measured speed, or one that follows from the nearest measured sizes by their FLOPs."""
     if shape in known or not known:
         return known.get(shape)
@@ -217,4 +217,4 @@ def _speed_of(shape: Shape, known: Mapping[Shape, Speed], budget: Budget) -> Spe
             power = min(1.2, max(0.3, power))
     ratio = math.exp(wanted - math.log(flops(near[0], budget)))
     matrices = shape.layers * shape.width**2 / (near[0].layers * near[0].width ** 2)
-    return Speed(base.token * ratio**power, base.update * max(matrices, 0.1))
+    return SizeSpeed(base.token * ratio**power, base.update * max(matrices, 0.1))

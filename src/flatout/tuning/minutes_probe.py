@@ -29,7 +29,7 @@ from flatout.resolve.sizing import (
     written,
 )
 from flatout.tuning.measure import Steps, borrowed_run, with_sequences
-from flatout.tuning.minutes import Budget, Prospect, Speed, choose
+from flatout.tuning.minutes import Budget, Prospect, SizeSpeed, choose
 from flatout.world import World
 
 STEP_TOKENS = {"cuda": 32_768}  # of the shorter steps that are timed
@@ -85,7 +85,7 @@ def plan(loaded: LoadedConfig, known: Known, device: Device, progress: Progress 
     )
     shapes, first = shapes_for(loaded, known, device)
 
-    def measure(shape: Shape) -> Speed | None:
+    def measure(shape: Shape) -> SizeSpeed | None:
         if progress is not None:
             progress(_measuring(f"measuring how fast size {shape.name} trains here"))
         found = measured_speed(loaded, shape, dataclasses.replace(known, ranks=1), device)
@@ -167,7 +167,7 @@ def _lines(loaded: LoadedConfig, best: Prospect, prospects: list[Prospect], know
     return [first, *rows]
 
 
-def measured_speed(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> Speed | None:
+def measured_speed(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> SizeSpeed | None:
     """Times steps of two lengths: their difference is the tokens', the rest the update's. None: it does not fit."""
     trial = trial_of(loaded, shape, known, device)
     if device.kind == "cuda" and device.memory_bytes is not None:
@@ -180,7 +180,7 @@ def measured_speed(loaded: LoadedConfig, shape: Shape, known: Known, device: Dev
     except ResourceError:
         return None
     token = max((long - short) / ((LONGER - 1) * few * context), 0.3 * long / (LONGER * few * context))
-    return Speed(token, max(0.0, short - token * few * context), built)
+    return SizeSpeed(token, max(0.0, short - token * few * context), built)
 
 
 def trial_of(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> LoadedConfig:

@@ -96,9 +96,9 @@ def layouts(cluster: Cluster, gpus: int) -> list[Layout]:
     local = gpus // hosts
     where = {"data": (1, 1), "hybrid": (local, 1), "fsdp": (local, hosts)}
     found = []
-    for dealing in by_preference(gpus, local if hosts > 1 else None):
-        ranks, over = where[dealing.form]
-        found.append(Layout(form=dealing.form, local=ranks, hosts=over, replicas=gpus // (ranks * over)))
+    for sharding in by_preference(gpus, local if hosts > 1 else None):
+        ranks, over = where[sharding.form]
+        found.append(Layout(form=sharding.form, local=ranks, hosts=over, replicas=gpus // (ranks * over)))
     return found
 
 

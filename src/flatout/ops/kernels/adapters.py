@@ -41,7 +41,7 @@ def _spread(flat_ptr, table_ptr, scales_ptr, KIND: tl.constexpr, BLOCK: tl.const
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class SpreadPart:
     first: int  # in the flat tensor
     place: Tensor  # [rows, columns], rows may be apart
     scale: float
@@ -50,7 +50,7 @@ class Part:
 class Spreading:
     """Where the parts of a flat fp32 tensor go, all of one type."""
 
-    def __init__(self, flat: Tensor, parts: Sequence[Part]) -> None:
+    def __init__(self, flat: Tensor, parts: Sequence[SpreadPart]) -> None:
         rows = [[p.first, *p.place.shape, p.place.data_ptr(), p.place.stride(0)] for p in parts]
         assert all(p.place.stride(1) == 1 for p in parts)
         self.kind = _KINDS[parts[0].place.dtype]

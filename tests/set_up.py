@@ -22,7 +22,7 @@ def planned(
 ) -> RunPlan:
     world = world or World()
     asked = loaded if resumed is None else as_before(loaded, resumed.config)
-    with world.together():
+    with world.fail_together():
         source = DataSource(asked, take_device(asked, world), arrays=arrays, resumed=resumed)
     return resolve(source, world, custom=(given or Given()).custom)
 

@@ -1,12 +1,13 @@
-"""The processes that train one model together: which of them this is, and what they put together.
+"""The processes that train one model: the rank of this one, and its collectives.
 
-Contract: what depends on all data of a step (labelled tokens, loss, gradients and their norm, whether all is finite),
-and what all processes must decide alike, goes through this object. `World` is one process alone: every method hands
-back what it was given, with no copy, no kernel and no wait. `Ranks` (parallel/ranks.py) is one of several. A `World`
-with a size and hosts stands for several that are not there, whose run is to be decided and not trained.
+Contract: everything that depends on all data of a step (labelled tokens, loss, gradients and their norm, whether all
+values are finite), and every decision that all processes must make alike, goes through this object. `World` is a single
+process: its methods return their argument, without a copy, a kernel or a wait. `Ranks` (parallel/ranks.py) is one of
+several processes. A `World` with a size and hosts stands for processes that do not exist: their run is planned, not
+trained.
 
-Gradients are added up, not averaged, because the loss is divided by the labelled tokens of all processes. Numbers of
-the host (`totals`, `gather`) go by the host.
+Gradients are summed, not averaged, because the loss is divided by the labelled tokens of all processes. `totals` and
+`gather` are for values on the host.
 """
 
 import contextlib
@@ -20,35 +21,35 @@ from flatout.pulse import Pulse
 
 
 class Reducer(Protocol):
-    """Adds up the gradients of all processes, while the backward pass of the last micro-batch still goes on."""
+    """Sums the gradients of all processes while the backward pass of the last micro-batch is still running."""
 
-    in_place: bool  # whether gradients stay where they are from step to step
+    in_place: bool  # whether gradients keep their memory from step to step
 
     def passes(self, count: int) -> int:
-        """How many passes this process takes in a step in which it has `count` micro-batches: at least as many."""
+        """How many passes this process makes in a step with `count` micro-batches of its own: at least `count`."""
         ...
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The norm of reduced gradients, or of the parameters: that of the whole, the same in all processes."""
+        """The global norm of reduced gradients, or of the parameters; the same in all processes."""
         ...
 
     def last_micro_batch(self) -> None:
-        """From here on a gradient that is complete may leave."""
+        """From here on a gradient may be reduced as soon as it is complete."""
 
     def finish(self) -> None:
-        """Every gradient is the sum over all processes afterwards, on the device."""
+        """Waits until every gradient is the sum over all processes, on the device."""
 
     def clear(self) -> None:
-        """Makes gradients zero where they lie."""
+        """Zeroes gradients in place."""
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
     rank: int = 0
     size: int = 1
-    local: int = 0  # the number of this process on its host, which says what device it takes
-    pulse: Pulse = dataclasses.field(default_factory=Pulse, repr=False, compare=False)  # for the agent of this host
-    hosts: tuple[str, ...] = ()  # the name of each process's host; none where no launcher started it
+    local: int = 0  # local rank, which selects the device
+    pulse: Pulse = dataclasses.field(default_factory=Pulse, repr=False, compare=False)  # read by the agent of this host
+    hosts: tuple[str, ...] = ()  # host name of each rank; empty without a launcher
 
     @property
     def first(self) -> bool:
@@ -56,11 +57,11 @@ class World:
         return self.rank == 0
 
     def share(self, count: int) -> slice:
-        """Which of `count` things are this process's: a contiguous share, empty only where there are too few."""
+        """This process's contiguous share of `count` items, empty only if there are fewer items than processes."""
         return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def deal(self, count: int) -> Iterator[int]:
-        """Numbers from 0, dealt in turn, as many to each process: the last ones may be `count` and above."""
+        """Every `size`-th number from `rank` on, as many for each process: the last ones may be `count` or more."""
         return iter(range(self.rank, -(-count // self.size) * self.size, self.size))
 
     def sum(self, value: Tensor) -> Tensor:
@@ -68,10 +69,10 @@ class World:
         return value
 
     def follow_first(self, value: Tensor) -> None:
-        """Puts the first process's value in the place of this one's, on the device."""
+        """Overwrites `value` with that of rank 0, on the device."""
 
     def totals(self, numbers: Sequence[int]) -> list[int]:
-        """The sums over all processes of numbers of the host."""
+        """The sums over all processes of numbers on the host."""
         return list(numbers)
 
     def any(self, flag: bool) -> bool:
@@ -82,19 +83,19 @@ class World:
         """A value of JSON from every process, in the order of ranks, on the host."""
         return [value]
 
-    def told(self, value: Any) -> Any:
-        """The first process's value, which is one of JSON."""
+    def broadcast(self, value: Any) -> Any:
+        """The value of rank 0 in all processes; it must be a JSON value."""
         return self.gather(value)[0]
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """All processes come to the end of this block, or it is an error in all of them, which one of them tells."""
+    def fail_together(self) -> Iterator[None]:
+        """An error of one process in this block is raised in all of them; one of them prints it."""
         yield
 
     @contextlib.contextmanager
-    def in_turns(self) -> Iterator[None]:
-        """The first process passes this block before the others enter it; so does the first of every other host.
+    def rank0_first(self) -> Iterator[None]:
+        """Rank 0 runs this block first, then the first process of every other host, then all others.
 
-        However long these take, all come out of it together.
+        All processes leave the block together, however long the first ones take.
         """
         yield

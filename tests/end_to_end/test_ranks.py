@@ -242,7 +242,7 @@ def _prepare_slowly(timeout: float, seconds: float) -> bool:
     """Two hosts, of which the second has to prepare its data itself."""
     rank = int(os.environ["RANK"])
     with mock.patch("socket.gethostname", return_value=f"host-{rank}"):
-        with joined(launch(), "cpu", timeout=timeout) as world, world.together(), world.in_turns():
+        with joined(launch(), "cpu", timeout=timeout) as world, world.fail_together(), world.rank0_first():
             time.sleep(rank * seconds)
         return world.first
 

@@ -65,6 +65,6 @@ def test_a_store_that_falls_silent_is_not_waited_for_forever():
 def test_a_turn_that_a_silent_store_never_gives_is_not_waited_for_forever():
     store = FallsSilent()
     world = ranks.Ranks(1, 2, 1, Pulse(), store=store, hosts=("a", "a"), timeout=0.2)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(torch.distributed.DistNetworkError, match="the store timed out"), world.in_turns():
+    with pytest.raises(torch.distributed.DistNetworkError, match="the store timed out"), world.rank0_first():
         raise AssertionError("it is the turn of rank 0")
     store.back.set()

@@ -201,7 +201,7 @@ def test_a_choice_becomes_settings_with_their_source(tmp_path: Path) -> None:
     known = Known(vocab=50257, unique=26_000_000)
     rows = Machine(4e14, Budget(seconds=120, vocab=50257, unique=26_000_000)).choose(Shape(8, 512))
     decision = decision_for(loaded, rows[0], rows, known, card(80))
-    settled = applied(loaded, decision.told())
+    settled = applied(loaded, decision.as_dict())
     train = settled.config.train
     assert (train.minutes, train.steps) == (1.0, rows[0].steps)
     assert train.batch_tokens == rows[0].batch
@@ -243,7 +243,7 @@ def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised()
 
     def settled(device: Device, unique: int = 100_000_000, **words: str) -> LoadedConfig:
         config = load_config("record", ["data.source=shakespeare", *words.values()], size="60m")
-        return applied(config, decide(config, shape, dataclasses.replace(known, unique=unique), device).told())
+        return applied(config, decide(config, shape, dataclasses.replace(known, unique=unique), device).as_dict())
 
     large, small = settled(card(80)), settled(card(8))
     assert large.config.model.value_tables == 2
@@ -266,7 +266,7 @@ def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised()
 def test_a_small_vocabulary_has_its_tables_on_every_device(epochs: float, values: int) -> None:
     config = load_config("record", ["data.source=shakespeare", f"train.epochs={epochs}"], size="2x64")
     for device in (CPU, card(8), card(80)):
-        found = applied(config, decide(config, Shape(2, 64), Known(vocab=1024, unique=400_000), device).told())
+        found = applied(config, decide(config, Shape(2, 64), Known(vocab=1024, unique=400_000), device).as_dict())
         assert (found.config.model.bigram_rows, found.config.model.value_tables) == (20 * 1024, values)
         assert not any("small for embedding tables" in notice for notice in found.notices)
     characters = decide(config, Shape(2, 64), Known(vocab=64, unique=400_000), CPU).values["model.bigram_rows"]
@@ -328,8 +328,8 @@ def test_a_card_is_offered_the_sizes_that_fit_it() -> None:
 def test_a_sized_run_on_a_card_has_the_micro_batch_of_its_overlay() -> None:
     loaded = load_config("modern", ["data.source=shakespeare", "train.tokens=2e9"], size="350m")
     decision = decide(loaded, Shape(24, 1024), Known(vocab=50257, unique=3 * 10**9), card(8))
-    settled = on_device(applied(loaded, decision.told()), card(8))
+    settled = on_device(applied(loaded, decision.as_dict()), card(8))
     assert settled.sources["speed.micro_batch"].where == "hardware 8gb"
     assert settled.config.train.batch_tokens == loaded.config.train.batch_tokens
-    here = on_device(applied(loaded, decision.told()), CPU)
+    here = on_device(applied(loaded, decision.as_dict()), CPU)
     assert here.config.speed.micro_batch == 8

@@ -264,7 +264,7 @@ def test_a_world_of_one_hands_back_what_it_was_given():
     assert (world.rank, world.size, world.first) == (0, 1, True)
     assert world.sum(value) is value
     assert (world.totals([7, 0]), world.any(True), world.any(False)) == ([7, 0], True, False)
-    assert (world.gather({"a": 1}), world.told("b")) == ([{"a": 1}], "b")
+    assert (world.gather({"a": 1}), world.broadcast("b")) == ([{"a": 1}], "b")
 
 
 @pytest.mark.parametrize(("size", "count"), [(1, 5), (2, 5), (3, 7), (4, 2)])

@@ -58,7 +58,7 @@ def profile(
     with _quiet_profiler(), contextlib.ExitStack() as held:
         world = None if found is None else held.enter_context(_met(found, loaded))
         unfinished = None
-        with contextlib.nullcontext() if world is None else world.together():
+        with contextlib.nullcontext() if world is None else world.fail_together():
             if world is None or world.first:
                 target = target or _free(folder, loaded)
                 unfinished = held.enter_context(_folder_for(target))

@@ -71,7 +71,7 @@ class HeldFolder(contextlib.ExitStack):
         """What the run begins from, and the lock; other processes have none."""
         world, resume, output = self._world, self._resume, self._asked.config.output
         lock = origin = point = None
-        with world.together():
+        with world.fail_together():
             check_trackers(output.trackers)
             if world.first:
                 by_path = resume not in (None, "auto")
@@ -82,9 +82,11 @@ class HeldFolder(contextlib.ExitStack):
                 check_own(folder)
                 point, unusable = find_resume_point(folder, resume)
                 origin = _origin(folder, resume, point, unusable)
-        place, point = world.told(["" if origin is None else str(origin.folder), None if point is None else str(point)])
+        place, point = world.broadcast(
+            ["" if origin is None else str(origin.folder), None if point is None else str(point)]
+        )
         world.pulse.note_run(Path(place), accepted=False)
-        with world.together():
+        with world.fail_together():
             if origin is None:
                 _check_seen(place, point)
                 origin = _origin(Path(place), resume, None if point is None else Path(point), ())

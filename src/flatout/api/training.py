@@ -190,7 +190,7 @@ def _train(
         limit = None if found is None or found.attempt is None else found.attempt.micro_batch
         less = [] if limit is None else use_at_most(run, limit)
         early: list[NoticeRecord] = []
-        with world.together():
+        with world.fail_together():
             done = lock is not None and _is_done(run, origin)
             notices = [] if lock is None else [*less, *(yield from _accepted(run, origin, lock, early, done=done))]
         world.pulse.note_run(origin.folder, accepted=True)
@@ -198,7 +198,7 @@ def _train(
         if origin.checkpoint is not None:
             origin = dataclasses.replace(origin, checkpoint=origin.checkpoint.without_tensors())
             source.resumed = origin.checkpoint
-        if world.told(done):  # that is told, and the run's files stay as they are
+        if world.broadcast(done):  # that is told, and the run's files stay as they are
             yield from (NoticeRecord(step=origin.step, message=notice) for notice in notices)
             yield from records
             return
@@ -209,7 +209,7 @@ def _train(
             del run, records
             traceback.clear_frames(error.__traceback__)  # they hold the run, which may have to be built again
             free_memory(device)
-            with world.together():
+            with world.fail_together():
                 if lock is None:
                     raise OtherProcessError(error.exit_code) from error
                 first = _first_loss(origin.metrics)
@@ -222,11 +222,11 @@ def _planned(
 ) -> tuple[DataSource, RunPlan]:
     """Decides the run; where its data cannot be had, the way back to what it was trained on is told, too."""
     resumed = origin.checkpoint
-    with world.together():
+    with world.fail_together():
         asked = as_begun(asked, origin)
         device = take_device(asked, world)
     try:
-        with world.together():
+        with world.fail_together():
             source = DataSource(asked, device, progress, arrays=arrays, resumed=resumed)
         source = in_minutes(source, world)
         return source, resolve(source, world, custom=given.custom)

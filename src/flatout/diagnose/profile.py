@@ -419,7 +419,7 @@ def _warmed_up(run: Run, batches: Iterator[Any]) -> int:
     if run.world.size == 1:
         return MOST_TIMED
     enough = math.ceil(TIMED_SECONDS / (time.perf_counter() - began))
-    return run.world.told(max(LEAST_TIMED, min(MOST_TIMED, enough)))
+    return run.world.broadcast(max(LEAST_TIMED, min(MOST_TIMED, enough)))
 
 
 def _timed(run: Run, batches: Iterator[Any], most: int) -> tuple[float, float, int, RankTimes | None]:

@@ -232,7 +232,7 @@ def _file_for_all(world: World, folder: Path) -> Iterator[str]:
             with contextlib.suppress(OSError):
                 made = held.enter_context(tempfile.NamedTemporaryFile(dir=nearest, prefix=".flatout-doctor-"))
                 path = str(nearest / Path(made.name).name)
-        yield world.told(path)
+        yield world.broadcast(path)
 
 
 def _is_seen(path: str) -> bool:

@@ -88,7 +88,7 @@ class Deadline:
         self.fastest = max(self.fastest, rate)
         slower = self.fastest / rate  # a machine that has other work to do is slower at the end, too
         left = self.seconds - self.elapsed - self.checkpoint - slower * (self.evaluation + self.sample)
-        left, rate = world.told([left, rate])  # clocks of several processes differ, and all must end alike
+        left, rate = world.broadcast([left, rate])  # clocks of several processes differ, and all must end alike
         read = self.schedule.at(done).start
         last = max(step, self.schedule.steps_until(read + max(0.0, left) * rate) - 1)
         if last == self.last_step:

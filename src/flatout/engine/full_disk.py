@@ -38,7 +38,7 @@ def when_there_is_room(
             break
         except UserError as error:
             full = world.gather(error.message if isinstance(error, FullDiskError) else None)
-            left = world.told(until - time.monotonic())
+            left = world.broadcast(until - time.monotonic())
             if not any(full) or left <= 0:
                 raise
             if not told:

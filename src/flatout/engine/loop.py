@@ -163,7 +163,7 @@ def check_start(run: Run) -> None:
     """Refuses ranks that begin with other weights than the others, frozen ones included."""
     bases = run.world.gather(run.base_hash)
     wrong = _differing(run) or [str(rank) for rank, base in enumerate(bases) if base != bases[0]]
-    with run.world.together():
+    with run.world.fail_together():
         if wrong:
             raise UsageError(
                 f"rank {', '.join(wrong)} begins with other weights than the others",
@@ -266,9 +266,9 @@ def _start(run: Run, resumed: Checkpoint | None) -> tuple[Progress, bool]:
     """
     if resumed is None:
         return Progress(), False
-    with run.world.together():
+    with run.world.fail_together():
         progress = restore(run, resumed)
-    books, unjudged = run.world.told([dataclasses.asdict(progress), lacks_verdict(resumed)])
+    books, unjudged = run.world.broadcast([dataclasses.asdict(progress), lacks_verdict(resumed)])
     return Progress(**books), unjudged
 
 

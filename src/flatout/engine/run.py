@@ -114,7 +114,7 @@ class Run:
     ) -> None:
         self.world, self.given, self.new_notices = world or World(), given or Given(), Notices()
         device, fresh = plan.speed.device.torch_device, resumed is None
-        with self.world.together():
+        with self.world.fail_together():
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)  # the peak shown is this run's own
             use_expandable_segments(device, on=plan.speed.expandable_segments)
@@ -124,7 +124,7 @@ class Run:
             compile_as_planned(plan, model, self.new_notices)
         self.model: LanguageModel = model
         self.trained = trained_of(plan, model, self.world)
-        with self.world.together():
+        with self.world.fail_together():
             # First: an average of adapters begins with the values that these get.
             self.base_hash = base_hash_of(plan, self.trained, weights=fresh)  # of the frozen weights, under adapters
             self.plan = dataclasses.replace(plan, flops_per_token=self.given.flops(model, plan.flops_per_token))

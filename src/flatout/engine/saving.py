@@ -272,15 +272,15 @@ def write_sharded(folder: Path, checkpoint: Checkpoint, sharding: "Sharding", wo
     target, work = checkpoint_path(folder, checkpoint.step), None
     size = 0
     with contextlib.ExitStack() as held:
-        with world.together():
+        with world.fail_together():
             if world.first:
                 held.enter_context(disk_errors(f"checkpoint {target}"))
                 work = held.enter_context(whole_folder(target))
-        place = Path(world.told(str(work)))
-        with world.together(), disk_errors(f"checkpoint {target}"):
+        place = Path(world.broadcast(str(work)))
+        with world.fail_together(), disk_errors(f"checkpoint {target}"):
             own = _write_own(place, checkpoint, sharding)
         everybody = world.gather(own)
-        with world.together():
+        with world.fail_together():
             if work is not None:
                 files = {name: entry for part in everybody for name, entry in part["files"].items()}
                 parts = {name: joined_entries([part["slices"][name] for part in everybody]) for name in SLICED_FILES}
@@ -292,7 +292,7 @@ def write_sharded(folder: Path, checkpoint: Checkpoint, sharding: "Sharding", wo
                 if target.is_symlink() or target.exists():
                     set_aside(target, "superseded")
                 held.close()
-    return target, world.told(size)
+    return target, world.broadcast(size)
 
 
 def _write_own(folder: Path, checkpoint: Checkpoint, sharding: "Sharding") -> dict[str, Any]:

@@ -115,7 +115,7 @@ def trained_of(plan: RunPlan, model: nn.Module, world: World) -> Trained:
     """What a plan trains of a model, which gets its adapters here, or is cut into slices."""
     if plan.speed.sharded:
         return all_weights(model, _in_slices(model, plan.speed, world))
-    with world.together():
+    with world.fail_together():
         if not plan.lora.rank:
             return all_weights(model)
         assert isinstance(model, GPT), "refused with model="

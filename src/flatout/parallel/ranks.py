@@ -73,7 +73,7 @@ class Ranks(World):
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         failed: Exception | None = None
         try:
             yield
@@ -100,7 +100,7 @@ class Ranks(World):
         return told
 
     @contextlib.contextmanager
-    def in_turns(self) -> Iterator[None]:
+    def rank0_first(self) -> Iterator[None]:
         turn, firsts = next(self._turns), sorted({self.hosts.index(host) for host in self.hosts})
         first_here = self.hosts.index(self.hosts[self.rank])
         for before in {0, first_here} if self.rank != first_here else {0} - {self.rank}:

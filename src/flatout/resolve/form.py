@@ -39,11 +39,11 @@ def first_form_that_fits(
     `threads_before` is how many CPU threads the run had, if it is resumed.
     """
     settings, facts = opened.settings, opened.data.facts
-    with world.together():
+    with world.fail_together():
         waiting = sharding_choices(settings.config, world, custom)
     while True:
         sharding, *waiting = waiting
-        with world.together():
+        with world.fail_together():
             speed = resolve_speed(
                 settings.config,
                 device,
@@ -134,7 +134,7 @@ def check_alike(plan: RunPlan, world: World, resumed: Checkpoint | None) -> None
     if odd is None:
         return
     everywhere = world.gather(decided)
-    with world.together():
+    with world.fail_together():
         ranks = f"rank 0 on {world.hosts[0]}", f"rank {odd} on {world.hosts[odd]}"
         raise different_decisions(everywhere[0], everywhere[odd], ranks)
 

@@ -270,7 +270,7 @@ def check_shares(data: TrainingData, world: World) -> None:
     """Refuses processes that cannot share a step evenly, as only samples need not, or that have other data."""
     everywhere = world.gather(data.facts.fingerprint)
     other = next((rank for rank, found in enumerate(everywhere) if found != everywhere[0]), None)
-    with world.together():
+    with world.fail_together():
         if other is not None:
             raise UsageError(
                 f"rank {other} has data {everywhere[other][:12]}, rank 0 has {everywhere[0][:12]}",

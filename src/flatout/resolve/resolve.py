@@ -39,21 +39,21 @@ def resolve(
     Python, `probes` what is tried out on the device. A step that does not fit is refused if it `must_fit`.
     """
     asked, device, resumed, custom = source.asked, source.device, source.resumed, custom or Custom()
-    with world.together(), world.in_turns():  # the first one prepares the data, and the others find it
+    with world.fail_together(), world.rank0_first():  # the first one prepares the data, and the others find it
         known = source.known()
     settings = settled(asked, known, device, world)
-    with world.together():
+    with world.fail_together():
         check_custom(custom, settings.config)
-    with world.together(), world.in_turns():
+    with world.fail_together(), world.rank0_first():
         opened = source.open(settings)
     check_shares(opened.data, world)
-    with world.together():
+    with world.fail_together():
         vocab = vocabulary_of(opened)
         start = source.start(opened, vocab)
     before = None if resumed is None else resumed.state.get("threads")
     speed, memory = first_form_that_fits(opened, vocab, device, world, custom, before, probes)
     settings, data, config = opened.settings, opened.data, opened.settings.config
-    with world.together():
+    with world.fail_together():
         schedule = schedule_of(data, resumed)
         steps = steps_of(config, data.facts, schedule)
         plan = RunPlan(
@@ -80,7 +80,7 @@ def resolve(
             custom=custom,
         )
     check_alike(plan, world, resumed)
-    with world.together():
+    with world.fail_together():
         if must_fit:
             check_memory(plan, resumed=resumed is not None)
         return dataclasses.replace(plan, checks=tuple(checks_on(plan, fresh=resumed is None)))
@@ -99,6 +99,6 @@ def take_device(asked: LoadedConfig, world: World) -> Device:
 def planned(asked: LoadedConfig, world: World | None = None, *, must_fit: bool = True) -> RunPlan:
     """The plan of a new run on this machine; its text is prepared where it is not there yet."""
     world = world or World()
-    with world.together():
+    with world.fail_together():
         source = DataSource(asked, take_device(asked, world))
     return resolve(source, world, must_fit=must_fit)

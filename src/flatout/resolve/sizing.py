@@ -1,8 +1,8 @@
 """Settings that wait for data and device: what follows from the size of a preset, and what fits a card's memory.
 
 Sizes: a config is derived from its size before anything is open (`config/sizes.py`). Once the data has been counted and
-the device is known, the same rules are asked again. What they say is a `Decision`: plain values, so that one process
-can tell it to the others, and so that a run keeps it in its config: a resume decides nothing anew.
+the device is known, the same rules are applied again. The result is a `Decision` of plain values: one process
+broadcasts it to the others, and the run keeps it in its config, so that a resume decides nothing anew.
 
 Overlays (`--hardware 12gb`): what fits depends on the model, so an overlay is a size of memory and not a list of
 values. Of the micro-batches that divide the batch, the largest with which a step fits is taken; recomputation only
@@ -60,8 +60,8 @@ class Decision:
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 
-    def told(self) -> dict[str, Any]:
-        """As one process tells it to others."""
+    def as_dict(self) -> dict[str, Any]:
+        """The decision as JSON values, to broadcast to other processes."""
         return asdict(self)
 
 
@@ -124,18 +124,18 @@ def settled(asked: LoadedConfig, known: Known, device: Device, world: World | No
         return asked
     if train.minutes is not None and train.steps is None:  # what that leaves open waits for a measurement
         return asked
-    world, told = world or World(), Decision().told()
-    with world.together():
+    world, decision = world or World(), Decision().as_dict()
+    with world.fail_together():
         if world.first:
             known = replace(known, ranks=max(known.ranks, world.size))
-            told = decide(asked, shape_named(asked.size), known, device).told()
-    told = world.told(told)
-    with world.together():
-        return on_device(applied(asked, told), device)
+            decision = decide(asked, shape_named(asked.size), known, device).as_dict()
+    decision = world.broadcast(decision)
+    with world.fail_together():
+        return on_device(applied(asked, decision), device)
 
 
 def applied(loaded: LoadedConfig, decision: Mapping[str, Any]) -> LoadedConfig:
-    """A config with a decision, as it was `told`; its size is settled then."""
+    """The config with a decision (as `Decision.as_dict` gives it) applied; its size is settled then."""
     layer = {path: Setting(value, Source("size", where)) for path, (value, where) in decision["values"].items()}
     loaded = with_layer(loaded, layer, "size")
     return replace(loaded, size=None, notices=(*loaded.notices, *decision["notices"]))

@@ -55,16 +55,16 @@ def in_minutes(source: DataSource, world: World, *, uncounted: Known | None = No
     if train.minutes is None or train.steps is not None or asked.config.fine_tunes:
         return source
     asked = fitted(asked)
-    told = Decision().told()
-    with world.together(), world.in_turns():  # the first one prepares the data, and the others find it
+    told = Decision().as_dict()
+    with world.fail_together(), world.rank0_first():  # the first one prepares the data, and the others find it
         known = dataclasses.replace(uncounted or source.known(), ranks=world.size)
-    with world.together():
+    with world.fail_together():
         if world.first and source.arrays is None:
-            told = plan(asked, known, device, source.progress).told()
+            told = plan(asked, known, device, source.progress).as_dict()
         elif world.first and asked.size is not None:  # arrays that come from Python may be given only once
-            told = decide(asked, shape_named(asked.size), known, device).told()
-    told = world.told(told)
-    with world.together():
+            told = decide(asked, shape_named(asked.size), known, device).as_dict()
+    told = world.broadcast(told)
+    with world.fail_together():
         chosen = applied(asked, told)
         return source.with_settings(chosen if asked.size is None else on_device(chosen, device))
 

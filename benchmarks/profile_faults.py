@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from flatout.config.load import load_config
-from flatout.diagnose.profile import ProfileReport, fitted, profile_run
 from flatout.engine.run import Run
 from flatout.observe.measured.profile_page import as_markdown, page_of
 from flatout.tuning.measure import WARMUP, Steps, borrowed_run
 from flatout.tuning.practice_data import practice_config
+from flatout.tuning.profile import ProfileReport, fitted, profile_run
 from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
 

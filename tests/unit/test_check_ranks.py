@@ -9,10 +9,17 @@ import pytest
 
 from flatout.config.load import load_config
 from flatout.diagnose.check_environment import check_nccl
-from flatout.diagnose.check_ranks import check_rank_data, check_ranks
+from flatout.diagnose.check_ranks import (
+    Link,
+    Meeting,
+    RankFacts,
+    Several,
+    check_rank_data,
+    check_ranks,
+    links_of_nvml,
+    mount_of,
+)
 from flatout.diagnose.check_run import check_memory
-from flatout.diagnose.doctor import Link, Meeting, RankFacts, Several
-from flatout.diagnose.ranks import links_of_nvml, mount_of
 from flatout.finding import Finding, exit_code
 from flatout.tuning.llamas import llama_words
 from tests.unit.test_doctor import DISK, H200, TRIALS, decided, machine, visit
@@ -200,9 +207,7 @@ def test_nvlink_that_is_slow_is_a_warning():
 def test_data_of_ranks():
     def told(*changes: tuple[int, dict[str, Any]], folder: bool = False) -> list[Finding]:
         words = ["data.source=null", "data.folder=/data"] if folder else ["data.source=texts"]
-        meeting = met(*changes).meeting
-        assert meeting is not None
-        return list(check_rank_data(meeting, load_config("gpt2-124m", words).config.data))
+        return list(check_rank_data(met(*changes).ranks, load_config("gpt2-124m", words).config.data))
 
     (same,) = told()
     assert (same.area, same.status, same.found) == ("data", "ok", "the same data (aaaaaaaaaaaa) on 4 ranks")
@@ -218,7 +223,7 @@ def test_data_of_ranks():
 
 def test_variables_of_nccl():
     def told(several: Several = FOUR, **variables: str) -> dict[str, Finding]:
-        return {one.name: one for one in check_nccl(several, variables)}
+        return {one.name: one for one in check_nccl(variables, several.interfaces, several.hosts)}
 
     assert told()["variables"].found == "none of NCCL or gloo is set"
     assert told(NCCL_P2P_DISABLE="1")["NCCL_P2P_DISABLE"].status == "warn"

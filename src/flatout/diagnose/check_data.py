@@ -47,9 +47,23 @@ from flatout.data.tokenizer import (
 )
 from flatout.data.train_tokenizer import train_bpe
 from flatout.diagnose.check_environment import check_packages, source_paths
-from flatout.diagnose.doctor import Machine, TokenFacts
+from flatout.diagnose.machine import Machine
 from flatout.errors import ConfigError, UserError
 from flatout.finding import Check, Finding, finding_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenFacts:
+    """What is known of the tokens; None for what nobody has counted. `exact` is False for an extrapolation."""
+
+    exact: bool = False
+    train_tokens: int | None = None
+    val_tokens: int | None = None
+    vocab: int | None = None
+    document_tokens: float | None = None  # the median document's; None where there is one document only
+    token_bytes: int = 2
+    to_prepare_bytes: int | None = None  # of shards that are still to be written
+
 
 _check = functools.partial(Check, "data")
 

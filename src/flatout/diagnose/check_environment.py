@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus.document import INSTALL
-from flatout.diagnose.doctor import Machine, Several
+from flatout.diagnose.machine import Machine
 from flatout.finding import Check, Finding, Status, sentence
 
 _check = functools.partial(Check, "environment")
@@ -212,14 +212,17 @@ def _offline(machine: Machine, sources: Sequence[str]) -> Iterator[Finding]:
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def check_nccl(several: Several, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables that hurt, each with what it does; the rest in one line."""
+def check_nccl(environment: Mapping[str, str], interfaces: Sequence[str], hosts: int) -> Iterator[Finding]:
+    """Variables that hurt ranks on so many hosts, each with what it does; the rest in one line.
+
+    `interfaces` are those of this host.
+    """
     set_here = {name: value for name, value in environment.items() if name.startswith(_PREFIXES)}
     slow = "Hosts then talk by TCP, also where there is InfiniBand or RoCE, which is many times faster."
-    no_infiniband = {"NCCL_IB_DISABLE": Meaning("warn" if several.hosts > 1 else "note", slow, _is_set)}
+    no_infiniband = {"NCCL_IB_DISABLE": Meaning("warn" if hosts > 1 else "note", slow, _is_set)}
     found = list(_meanings("ranks", _OF_RANKS | no_infiniband, set_here))
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        found += filter(None, [_interface(several, name, set_here.get(name, ""))])
+        found += filter(None, [_interface(name, set_here.get(name, ""), interfaces, hosts)])
     yield from found
     told = {_BY_TORCHRUN, *(one.name for one in found)}
     rest = [f"{name}={value}" for name, value in sorted(set_here.items()) if name not in told]
@@ -227,26 +230,18 @@ def check_nccl(several: Several, environment: Mapping[str, str]) -> Iterator[Fin
         yield Check("ranks", "variables").ok(f"set: {' '.join(rest)}" if rest else "none of NCCL or gloo is set")
 
 
-def _interface(several: Several, name: str, value: str) -> Finding | None:
+def _interface(name: str, value: str, interfaces: Sequence[str], hosts: int) -> Finding | None:
     """An interface that this host does not have; NCCL takes beginnings of names, gloo whole ones."""
     words = [word for word in value.removeprefix("=").split(",") if word]
-    if not words or value.startswith("^") or not several.interfaces:
+    if not words or value.startswith("^") or not interfaces:
         return None
-    exact = name.startswith("GLOO_") or value.startswith("=")
-    found = [
-        here
-        for here in several.interfaces
-        if any(here == word or (not exact and here.startswith(word)) for word in words)
-    ]
+    exact, check = name.startswith("GLOO_") or value.startswith("="), Check("ranks", name)
+    found = [here for here in interfaces if any(here == word if exact else here.startswith(word) for word in words)]
     if not found:
-        advice = (
-            f"Ranks cannot connect. This host has {', '.join(several.interfaces)}. Set it to one of them, or unset it."
-        )
-        return Check("ranks", name).bad(f"{name}={value}, and this host has no such interface", advice)
-    if found == ["lo"] and several.hosts > 1:
-        return Check("ranks", name).bad(
-            f"{name}={value} is this host alone", "Name the interface that other hosts reach."
-        )
+        have = f"This host has {', '.join(interfaces)}. Set it to one of them, or unset it."
+        return check.bad(f"{name}={value}, and this host has no such interface", f"Ranks cannot connect. {have}")
+    if found == ["lo"] and hosts > 1:
+        return check.bad(f"{name}={value} is this host alone", "Name the interface that other hosts reach.")
     return None
 
 

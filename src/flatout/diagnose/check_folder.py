@@ -20,10 +20,22 @@ from flatout.checkpoints.checkpoint_files import check_own, list_checkpoints
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OutputConfig
 from flatout.config.yaml_loader import format_value
-from flatout.diagnose.doctor import Disk
 from flatout.errors import UserError, in_gib
 from flatout.finding import Check, Finding, finding_of
 from flatout.lock import LOCK, is_held, owner_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Disk:
+    """The disk that a run would write to. `nearest` is its closest existing parent, `error` why it is unusable."""
+
+    folder: str
+    nearest: str
+    free_bytes: int | None = None
+    error: str = ""
+    write_rate: float | None = None  # bytes per second, on the disk for sure
+    read_rate: float | None = None
+
 
 RUNS = Path("runs")
 _RUN_FOLDER = Check("config", "run folder")

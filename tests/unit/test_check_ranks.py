@@ -39,15 +39,13 @@ RANKS = tuple(
     )
     for rank in range(4)
 )
-MET = Meeting(place="host0:29500", backend="nccl", ranks=RANKS, folder="/shared", reduced_bytes=25 * 2**20)
+MET = Meeting(place="host0:29500", backend="nccl", ranks=RANKS, folder="/shared")
 FOUR = Several(
     size=4,
     asked=True,
     nccl="2.27.5",
     links=LINKED,
     shared_memory_bytes=2**34,
-    port=29500,
-    port_free=True,
     mounts={"run folder": ("/shared/runs", "nfs4")},
     interfaces=("lo", "eth0", "ib0"),
 )
@@ -162,7 +160,6 @@ def test_nvml_tells_links_by_the_cards_identities():
 PLANTED: list[tuple[Several, str, str, str]] = [
     (dataclasses.replace(FOUR, nccl=None), "nccl", "bad", "this torch has no NCCL"),
     (dataclasses.replace(FOUR, shared_memory_bytes=2**26), "shared memory", "warn", "64 MiB"),
-    (dataclasses.replace(FOUR, port_free=False), "port", "note", "29500, torchrun's own, is in use"),
     (
         dataclasses.replace(FOUR, mounts={"run folder": ("runs", "fuse.gcsfuse")}),
         "run folder",

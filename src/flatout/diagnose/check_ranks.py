@@ -1,6 +1,6 @@
 """Several GPUs: whether they are there, reach each other, share a batch and a folder, and run the same things.
 
-Facts come first: links between the GPUs of this host, NCCL, file systems, a port, and what ranks of a launcher say of
+Facts come first: links between the GPUs of this host, NCCL, file systems, and what ranks of a launcher say of
 themselves and of each other. What nobody tells is None, or left out. Every rank calls `meet` with the same config. The
 first one gets a `Meeting`, also where they could not work together; in the others an error goes on as it does in
 training. A file is written to the run's folder, or the nearest one above it that exists, and removed again.
@@ -81,7 +81,6 @@ class Meeting:
     backend: str = ""  # of the device's tensors: nccl or gloo
     ranks: tuple[RankFacts, ...] = ()
     folder: str = ""  # where the first rank wrote a file for the others to read
-    reduced_bytes: int = 0
     refused: Finding | None = None
 
 
@@ -94,11 +93,9 @@ class Several:
 
     size: int
     asked: bool
-    nccl: str | None = None
+    nccl: str | None = ""  # None where torch has none
     links: tuple[Link, ...] = ()
     shared_memory_bytes: int | None = None
-    port: int | None = None  # that torchrun would take
-    port_free: bool | None = None
     mounts: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     interfaces: tuple[str, ...] = ()
     meeting: Meeting | None = None
@@ -114,7 +111,6 @@ class Several:
 
 
 SHARED_MEMORY = "/dev/shm"
-TORCHRUN_PORT = 29500
 # NVML's levels of topology, in the words of what lies between two cards.
 _WAYS = {
     0: "one board",
@@ -130,8 +126,6 @@ def look_at_ranks(
     several: Several, asked: LoadedConfig | None, cards: Sequence[CardState], found: Launch | None
 ) -> Several:
     """What several ranks that share these cards need, as far as this host tells; ranks of a launcher meet."""
-    port = os.environ.get("MASTER_PORT", "")
-    port = int(port) if port.isdecimal() and int(port) < 2**16 else TORCHRUN_PORT
     folders: dict[str, str | Path] = {"run folder": _run_folder(asked)}
     if asked is not None and asked.config.data.folder is not None:
         folders["data folder"] = asked.config.data.folder
@@ -141,8 +135,6 @@ def look_at_ranks(
         nccl=nccl_version(),
         links=read_links(cards),
         shared_memory_bytes=shared_memory_bytes(),
-        port=port,
-        port_free=port_is_free(port),
         mounts=file_systems(folders),
         interfaces=network_interfaces(),
         meeting=meeting,
@@ -155,10 +147,9 @@ def _run_folder(asked: LoadedConfig | None) -> Path:
 
 def read_links(cards: Sequence[CardState]) -> tuple[Link, ...]:
     """A link for every pair of cards that torch sees."""
-    links: tuple[Link, ...] = ()
-    with contextlib.suppress(Exception), nvml() as library:  # no package, or a driver that does not tell
-        links = links_of_nvml(library, cards)
-    return links or _links_of_torch(len(cards))
+    with contextlib.suppress(Exception), nvml() as library:  # a driver that does not tell
+        return links_of_nvml(library, cards)
+    return ()
 
 
 def links_of_nvml(library: Any, cards: Sequence[CardState]) -> tuple[Link, ...]:
@@ -181,14 +172,6 @@ def links_of_nvml(library: Any, cards: Sequence[CardState]) -> tuple[Link, ...]:
         pair = handles[one], handles[two]
         links.append(Link(pair=(one, two), nvlink=works("NVLINK", *pair), peer=works("READ", *pair), way=way))
     return tuple(links)
-
-
-def _links_of_torch(count: int) -> tuple[Link, ...]:
-    """Whether pairs reach each other, which is all that torch tells."""
-    with contextlib.suppress(Exception):
-        pairs = itertools.combinations(range(count), 2)
-        return tuple(Link(pair=pair, peer=torch.cuda.can_device_access_peer(*pair)) for pair in pairs)
-    return ()
 
 
 def nccl_version() -> str | None:
@@ -234,19 +217,6 @@ def mount_of(path: str, text: str) -> str:
             bucket = words[0] == "fuse" and len(words) > 1  # its source tells what it is
             longest, kind = place, f"fuse.{words[1]}" if bucket else words[0]
     return kind
-
-
-def port_is_free(port: int) -> bool | None:
-    """Whether a process could listen there; None where that cannot be tried."""
-    try:
-        with socket.socket() as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(("", port))
-            return True
-    except PermissionError:
-        return None
-    except OSError:
-        return False
 
 
 def network_interfaces() -> tuple[str, ...]:
@@ -306,7 +276,7 @@ def _asked(world: World, device: str, loaded: LoadedConfig | None) -> Meeting:
         facts |= _reduced(world, values)
     ranks = [RankFacts(**one) for one in world.gather(facts)]
     folder = str(Path(path).parent) if path else ""
-    return Meeting(place="", backend=backend, ranks=tuple(ranks), folder=folder, reduced_bytes=BUCKET_BYTES)
+    return Meeting(place="", backend=backend, ranks=tuple(ranks), folder=folder)
 
 
 def _data(loaded: LoadedConfig) -> str | None:
@@ -397,7 +367,6 @@ def check_ranks(
     if kind == "cuda":
         yield _links(several.links)
         yield _shared_memory(several)
-    yield _port(several)
     yield from _folders(several)
     if several.meeting is not None and several.ranks:
         yield from _alike(several.ranks, kind)
@@ -466,7 +435,7 @@ def _there(several: Several, machine: Machine, kind: str) -> Finding | None:
 
 
 def _library(several: Several, kind: str) -> Finding | None:
-    if several.port is None:  # nobody looked
+    if several.nccl == "":  # nobody looked
         return None
     if kind != "cuda":
         return _check("nccl").ok("not needed: without GPUs gradients go by gloo")
@@ -516,17 +485,6 @@ def _shared_memory(several: Several) -> Finding | None:
         f"/dev/shm has {in_gib(least)}",
         "NCCL connects processes of a host through it and fails where it is full. Start the container with "
         "--shm-size=1g or more, or with --ipc=host.",
-    )
-
-
-def _port(several: Several) -> Finding | None:
-    if several.meeting is not None or several.port is None or several.port_free is None:
-        return None
-    if several.port_free:
-        return _check("port").ok(f"{several.port} is free")
-    return _check("port").note(
-        f"{several.port}, torchrun's own, is in use, perhaps by another run",
-        "Give torchrun another one (--master-port), or --standalone, which looks for a free one.",
     )
 
 
@@ -599,9 +557,9 @@ def _reduction(
     if several.size < 2 or seconds <= 0:
         return None
     moved = 2 * (several.size - 1) / several.size  # of a tensor's bytes, by each rank: as nccl-tests counts them
-    bandwidth = moved * meeting.reduced_bytes / seconds
+    bandwidth = moved * BUCKET_BYTES / seconds
     found = (
-        f"{meeting.reduced_bytes / 2**20:.0f} MiB in {1000 * seconds:.2f} ms by {backend}: bus bandwidth "
+        f"{BUCKET_BYTES / 2**20:.0f} MiB in {1000 * seconds:.2f} ms by {backend}: bus bandwidth "
         f"{bandwidth / 1e9:.2f} GB/s"
     )
     if several.hosts == 1 and bandwidth < _SLOW_NVLINK and any(link.nvlink for link in several.links):

@@ -416,12 +416,10 @@ def check_time(plan: RunPlan, step_seconds: float | None, whose: str) -> Finding
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return many(round(seconds), "second")
-    hours = seconds / 3600
-    if hours < 2:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{hours:.0f} hours" if hours < 48 else f"{hours / 24:.0f} days"
+    for unit, length, most in (("second", 1, 120), ("minute", 60, 120), ("hour", 3600, 48)):
+        if seconds < most * length:
+            return many(round(seconds / length), unit)
+    return f"{seconds / 86400:.0f} days"
 
 
 def _count(value: float) -> str:

@@ -28,9 +28,12 @@ torch.set_num_threads(1)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# A shell ignores Ctrl-C for what it runs in the background, and so would every process that a test starts.
+# A shell ignores Ctrl-C for what it runs in the background, and nohup ignores the hang-up; so would every process that
+# a test starts, and the tests of signals would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported, which torch.compile does too; it does not mind.

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from flatout import cli, folders
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus import readers, sources
 from flatout.corpus.clean import CleanRules
@@ -38,6 +40,7 @@ from flatout.data.workers import Worker
 from flatout.errors import DataError, ResourceError
 from flatout.folders import MARK
 from flatout.records import PrepareProgress
+from tests.end_to_end.forked import Forked
 
 TEXTS = [f"document {number} says {'ho ' * (number % 7)}\n" for number in range(60)]
 
@@ -334,8 +337,9 @@ def test_limits_take_the_first_whole_documents(tmp_path: Path, small_parts: None
     assert report is not None
     assert report["records"] - report["dropped"].get("limit", 0) == count
     assert report["records"] < len(TEXTS) or most == 1000, "the rest is not read"
-    again = pack(rows(tmp_path), tmp_path / "again", split="document", more={limit: most}, workers=2)
-    assert again.to_bytes() == manifest.to_bytes()
+    if most == 400:
+        again = pack(rows(tmp_path), tmp_path / "again", split="document", more={limit: most}, workers=2)
+        assert again.to_bytes() == manifest.to_bytes()
 
 
 def test_a_limit_is_of_each_source_and_not_of_the_validation_source(tmp_path: Path, small_parts: None) -> None:
@@ -717,9 +721,9 @@ def test_the_cut_of_a_contiguous_split_is_by_characters_for_any_tokenizer(tmp_pa
 
 
 def test_workers_do_not_change_a_byte(tmp_path: Path, small_parts: None) -> None:
-    for workers in (0, 1, 2, 5):
+    for workers in (0, 1, 3):
         pack(rows(tmp_path), tmp_path / f"data{workers}", "gpt2", "document", 0.3, workers=workers)
-    for workers in (1, 2, 5):
+    for workers in (1, 3):
         assert contents(tmp_path / "data0") == contents(tmp_path / f"data{workers}")
 
 
@@ -832,24 +836,19 @@ def test_a_failure_keeps_the_old_dataset(tmp_path: Path) -> None:
     assert verify_dataset(tmp_path / "data") == old
 
 
-KILLED = """
-import os, signal, sys
-from flatout.config.schema import DataConfig
-from flatout import folders
-from flatout.data import merge, pack, plan
-source, folder, moment = sys.argv[1:]
-plan.PART_BYTES = 256
-def die(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-request = plan.request_of(DataConfig(source=source, tokenizer="bytes", split="document", validation=0.3))
-def progress(told):
-    if moment == "document" and told.documents > 30:
-        die()
-room = {"write_file": merge, "merge_parts": pack, "_publish": folders, "rename": os}.get(moment)
-if room is not None:
-    setattr(room, moment, die)
-pack.pack_corpus(request, folder, progress=progress)
-"""
+def pack_and_die(source: str, folder: Path, moment: str) -> None:
+    def die(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def progress(done: PrepareProgress) -> None:
+        if moment == "document" and done.documents > 30:
+            die()
+
+    plan.PART_BYTES = 256
+    module = {"write_file": merge, "merge_parts": pack_module, "_publish": folders, "rename": os}.get(moment)
+    if module is not None:
+        setattr(module, moment, die)
+    pack(source, folder, "bytes", "document", 0.3, progress=progress)
 
 
 @pytest.mark.parametrize("moment", ["document", "write_file", "merge_parts", "_publish", "rename"])
@@ -857,9 +856,7 @@ def test_a_killed_packer_leaves_nothing_that_loads_and_the_next_one_succeeds(
     tmp_path: Path, small_parts: None, moment: str
 ) -> None:
     source = rows(tmp_path)
-    command = [sys.executable, "-c", KILLED, source, str(tmp_path / "data"), moment]
-    result = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False)
-    assert result.returncode == -signal.SIGKILL
+    assert Forked(pack_and_die, source, tmp_path / "data", moment).wait() == -signal.SIGKILL
     assert not (tmp_path / "data").exists()
     with pytest.raises(DataError, match="there is no folder"):
         open_dataset(tmp_path / "data")
@@ -906,30 +903,18 @@ def test_too_little_disk_is_told_before_anything_is_read(tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-LIMITED = """
-import resource, sys
-from flatout.config.schema import DataConfig
-from flatout.data.pack import pack_corpus
-from flatout.data.plan import request_of
-from flatout.errors import ResourceError
-resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, 1_500_000))
-try:
-    pack_corpus(request_of(DataConfig(source="shakespeare", tokenizer="char")), sys.argv[1])
-except ResourceError as error:
-    sys.exit(error.exit_code)
-"""
+def pack_small_files_only(folder: Path) -> int:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, 1_500_000))
+    try:
+        pack("shakespeare", folder, "char")
+    except ResourceError as error:
+        return error.exit_code
+    return 0
 
 
 def test_a_write_that_really_fails_is_a_resource_error(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", LIMITED, str(tmp_path / "data")]
-    result = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (result.returncode, result.stderr) == (5, "")
+    assert Forked(pack_small_files_only, tmp_path / "data", stderr=tmp_path / "errors").wait() == 5
+    assert (tmp_path / "errors").read_text() == ""
     assert not (tmp_path / "data").exists()
 
 
@@ -1040,12 +1025,9 @@ def test_the_picture_lies_beside_the_dataset_and_nothing_else_does(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_the_output_is_told(tmp_path: Path) -> None:
     pack(rows(tmp_path), tmp_path / "out", "bytes")
-    command = [sys.executable, "-m", "flatout.cli", "data", "verify", str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 5
-    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["error", "hint"]
+    words = ["data", "verify", str(tmp_path / "out")]
+    assert Forked(cli.main, words, stdout="/dev/full", stderr=tmp_path / "errors").wait() == 5
+    assert [line.split(":")[0] for line in (tmp_path / "errors").read_text().splitlines()] == ["error", "hint"]
 
 
 # --- damage in the work folder, and names that are not ours -----------------------------------------------------------

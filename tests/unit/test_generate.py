@@ -19,8 +19,8 @@ FAMILIES = [
 
 def lively_model(variant: dict, context: int = 24) -> GPT:
     """Random weights large enough that greedy text wanders instead of repeating one token."""
-    model = build_model(ModelConfig(layers=3, width=32, heads=4, context=context, **variant), VOCAB, seed=5)
-    generator = torch.Generator().manual_seed(1)
+    model = build_model(ModelConfig(layers=2, width=32, heads=4, context=context, **variant), VOCAB, seed=5)
+    generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
@@ -28,11 +28,11 @@ def lively_model(variant: dict, context: int = 24) -> GPT:
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
-@pytest.mark.parametrize("prompt", [[3], [1, 2, 3, 4, 5], list(range(24)), list(range(40))])
+@pytest.mark.parametrize("prompt", [[3], [1, 2, 3, 4, 5], list(range(12)), list(range(20))])
 def test_cached_greedy_text_equals_uncached(variant, prompt):
-    model = lively_model(variant)
-    cached = list(generate_tokens(model, prompt, count=60, temperature=0.0))
-    uncached = list(generate_tokens(model, prompt, count=60, temperature=0.0, cached=False))
+    model = lively_model(variant, context=12)
+    cached = list(generate_tokens(model, prompt, count=22, temperature=0.0))
+    uncached = list(generate_tokens(model, prompt, count=22, temperature=0.0, cached=False))
     assert cached == uncached
     assert len(set(cached)) > 3, "the model must wander for this to mean anything"
 
@@ -53,7 +53,7 @@ def test_a_token_follows_from_all_that_the_context_holds(length, monkeypatch):
 
 def test_a_seed_repeats_and_another_differs():
     model = lively_model({})
-    draw = lambda seed: list(generate_tokens(model, [1], count=50, temperature=1.0, seed=seed))  # noqa: E731
+    draw = lambda seed: list(generate_tokens(model, [1], count=20, temperature=1.0, seed=seed))  # noqa: E731
     assert draw(3) == draw(3)
     assert draw(3) != draw(4)
 
@@ -111,7 +111,7 @@ def test_temperature():
 
 def test_probabilities_are_the_softmax():
     logits = torch.tensor([1.0, 0.0, -1.0])
-    counts = draws(logits.tolist(), count=20000)
+    counts = draws(logits.tolist(), count=5000)
     expected = torch.softmax(logits, dim=0)
     for token in range(3):
-        assert counts[token] / 20000 == pytest.approx(expected[token].item(), abs=0.012)
+        assert counts[token] / 5000 == pytest.approx(expected[token].item(), abs=0.02)

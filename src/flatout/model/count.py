@@ -300,8 +300,8 @@ def _step_bytes(
     *parts, outside = _parts(config, form)
     blocks = [(part.times, *_kept_and_again(config, part, tokens, form, frozen)) for part in parts]
     kept, again = sum(times * kept for times, kept, _ in blocks), max(again for *_, again in blocks)
-    if form.execution.activation_offload:  # on its way out or back: one block being made, one being used
-        kept = min(kept, 2 * max(kept for _, kept, _ in blocks))
+    if form.execution.activation_offload:  # the few tensors on their way out or back are less than one block keeps
+        kept = min(kept, max(kept for _, kept, _ in blocks))
     kept += _kept_and_again(config, outside, tokens, form)[0]
     backward = again + tokens * _backward_bytes(config, form)
     loss, head_gradient = _loss_bytes(config, vocab, labels, form, frozen)

@@ -114,3 +114,9 @@ def in_gib(size: float) -> str:
 def quoted(word: str) -> str:
     """A word of the user's as a message shows it."""
     return repr(word if len(word) <= 80 else word[:77] + "...")
+
+
+def first_line(error: object, most: int = 200) -> str:
+    """An error's first line that says something, not longer than fits a terminal."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return line if len(line) <= most else line[: most - 1] + "…"

@@ -62,6 +62,14 @@ class Check:
     def bad(self, found: str, advice: str = "") -> Finding:
         return self.told("bad", found, advice)
 
+    def warn_if(self, wrong: bool, found: str, advice: str) -> Finding:
+        return self.warn(found, advice) if wrong else self.ok(found)
+
+
+def unchecked(area: str, found: str, advice: str = "") -> Finding:
+    """Tells what was not looked at."""
+    return Finding(area=area, name="the rest", status="note", found=found, advice=advice, unchecked=True)
+
 
 def finding_of(error: UserError, area: str, name: str = "refused") -> Finding:
     """An error that training would end with, as a finding named after the setting to change; its exit code says where

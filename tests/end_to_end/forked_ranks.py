@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, final
 
 from flatout import cli
-from flatout.agent import workers
+from flatout.parallel import workers
 from tests.end_to_end.forked import open_streams
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatout.diagnose import trials
+from flatout.diagnose import check_kernels
 from flatout.errors import UsageError
 from flatout.verbs.doctor import doctor
 from tests.conftest import TINY
@@ -215,7 +215,7 @@ def test_sigterm_ends_it_with_a_word_and_leaves_nothing(tmp_path: Path):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the doctor itself tries it")
 def test_the_trial_of_our_kernels_is_right_in_tritons_interpreter():
-    assert trials._our_kernel(torch.device("cpu")) is None
+    assert check_kernels._our_kernel(torch.device("cpu")) is None
 
 
 @pytest.mark.slow
@@ -262,8 +262,10 @@ def test_a_scan_that_is_wrong_is_found_out(apart: bool, monkeypatch: pytest.Monk
     from flatout.ops import scan as scans
 
     shape = {"states": 4, "apart": apart}
-    assert trials.scan_failure("chunked", torch.device("cpu"), torch.float32, **shape) is None
+    assert check_kernels.scan_failure("chunked", torch.device("cpu"), torch.float32, **shape) is None
     right = scans._chunked
     cut = lambda x, decay, *rest: right(x, decay.detach() + 0 * decay, *rest)  # noqa: E731 - a gradient that is lost
     monkeypatch.setattr(scans, "_chunked", cut)
-    assert "in its gradient" in (trials.scan_failure("chunked", torch.device("cpu"), torch.float32, **shape) or "")
+    assert "in its gradient" in (
+        check_kernels.scan_failure("chunked", torch.device("cpu"), torch.float32, **shape) or ""
+    )

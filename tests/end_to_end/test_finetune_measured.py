@@ -9,11 +9,10 @@ import pytest
 from flatout import api
 from flatout.cli import main
 from flatout.config.load import load_config
-from flatout.diagnose import profile
-from flatout.diagnose.reading import Measurements, judge
 from flatout.errors import ConfigError, UsageError
 from flatout.records import AblateRow, RunInfo
-from flatout.tuning import estimate_probe
+from flatout.tuning import estimate_probe, profile
+from flatout.tuning.bottleneck import Measurements, judge
 from flatout.tuning.estimate import estimate
 from flatout.tuning.lr_range import find_rate, range_test
 from flatout.tuning.measure import Steps, borrowed_run

@@ -16,7 +16,7 @@ from flatout import api
 from flatout.checkpoints.adapter_folder import stored_quantize
 from flatout.cli import main
 from flatout.config.load import load_config
-from flatout.diagnose import check_chat
+from flatout.diagnose import check_run
 from flatout.diagnose.examine import examine
 from flatout.errors import CheckpointError, UserError
 from flatout.files import canonical_json
@@ -404,8 +404,8 @@ def test_the_doctor_says_nothing_of_a_type_that_is_not_stated(words):
 
 
 def test_the_doctor_reads_the_beginning_of_a_large_source(words, monkeypatch):
-    monkeypatch.setattr(check_chat, "_WHOLE_QUICK", 100)
-    monkeypatch.setattr(check_chat, "FIRST", 12)
+    monkeypatch.setattr(check_run, "_WHOLE_QUICK", 100)
+    monkeypatch.setattr(check_run, "FIRST", 12)
     found = visit(words())
     assert "only the first 12 rows were read" in found["rows"].found
     assert found["the rest"].unchecked

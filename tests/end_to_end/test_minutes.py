@@ -55,7 +55,7 @@ def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(
     # Several processes get the new length from the one that starts them, and keep it when they are started again.
     commands: list[Any] = []
     agent = SimpleNamespace(run=lambda: 0)
-    monkeypatch.setattr("flatout.agent.agent.Agent", lambda command, *_, **__: commands.append(command) or agent)
+    monkeypatch.setattr("flatout.parallel.agent.Agent", lambda command, *_, **__: commands.append(command) or agent)
     asked = ["--resume", info.folder, "--minutes", "0.01", "--gpus", "2"]
     assert main(["train", *asked]) == 0
     (command,) = commands

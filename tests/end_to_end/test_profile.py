@@ -19,11 +19,11 @@ import torch
 
 from flatout.api import profiling as api_profiling
 from flatout.device import Device
-from flatout.diagnose import profile as profiling
-from flatout.diagnose.profile import can_have, fitted, named_ranges, profile_run, quiet_profiler
 from flatout.engine.run import Run
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
+from flatout.tuning import profile as profiling
 from flatout.tuning.measure import borrowed_run
+from flatout.tuning.profile import can_have, fitted, named_ranges, profile_run, quiet_profiler
 from flatout.verbs.profile import profile
 from tests.conftest import TINY
 from tests.set_up import set_up
@@ -257,7 +257,7 @@ def test_the_step_is_as_it_was_afterwards(tiny, tmp_path: Path):
 
 
 def test_a_slow_loader_is_found(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flatout.diagnose.profile.core_use", lambda before, after: None)  # whatever else runs here
+    monkeypatch.setattr("flatout.tuning.profile.core_use", lambda before, after: None)  # whatever else runs here
     loaded = tiny("speed.workers=0")
     with borrowed_run(fitted(loaded, 2)) as run:
         slow = of_class(SlowRun, run)

@@ -220,8 +220,8 @@ def _made_up_machine() -> Iterator[None]:
 
     The doctor's product takes 5 ms, and its disk writes 500 MB/s.
     """
+    import flatout.diagnose.check_kernels
     import flatout.diagnose.examine
-    import flatout.diagnose.trials
     import flatout.host
 
     sysconf, read_text = os.sysconf, Path.read_text
@@ -247,7 +247,7 @@ def _made_up_machine() -> Iterator[None]:
         patch.setattr(shutil, "disk_usage", lambda _path: usage)
         patch.setattr(Path, "read_text", lambda path, *a, **k: proc.get(str(path)) or read_text(path, *a, **k))
         patch.setattr(resource, "getrusage", lambda _who: held)
-        patch.setattr(flatout.diagnose.trials, "product_seconds", lambda *_: [0.005])
+        patch.setattr(flatout.diagnose.check_kernels, "product_seconds", lambda *_: [0.005])
         measure = flatout.diagnose.examine.measure_disk
         patch.setattr(
             flatout.diagnose.examine,

@@ -15,16 +15,14 @@ from typing import Any
 import pytest
 
 from flatout import errors
-from flatout.agent import many_hosts, workers
-from flatout.agent.agent import Agent
-from flatout.agent.cause import Cause, cause_of, first_of
-from flatout.agent.hosts import Left, OneHost
-from flatout.agent.many_hosts import ManyHosts
-from flatout.agent.workers import Place
 from flatout.checkpoints.checkpoint_files import CHECKPOINT_FILES
 from flatout.config.load import load_config
 from flatout.errors import HardwareError, UsageError, UserError
 from flatout.launch import Attempt, Launch, launch
+from flatout.parallel import many_hosts, workers
+from flatout.parallel.agent import Agent, AttemptEnd, Left, OneHost, cause_of, first_of
+from flatout.parallel.many_hosts import ManyHosts
+from flatout.parallel.workers import Place
 from flatout.pulse import Pulse, Slots, State, pulse, stack_of
 from flatout.verbs import launching
 
@@ -88,7 +86,7 @@ USER_ERRORS = [one for one in vars(errors).values() if isinstance(one, type) and
 @pytest.mark.parametrize("error", USER_ERRORS, ids=lambda error: error.__name__)
 def test_what_a_user_has_to_mend_ends_the_run(error: type[errors.UserError]):
     cause = cause_of(Fakes((1, LOST), (error.exit_code, WORKS)))  # pyright: ignore[reportArgumentType]
-    assert cause == Cause("refused", 1, error.exit_code, steps=7), "the rank has told it, and it is no restart"
+    assert cause == AttemptEnd("refused", 1, error.exit_code, steps=7), "the rank has told it, and it is no restart"
     assert cause.ends
 
 
@@ -103,15 +101,18 @@ def test_a_rank_that_was_signalled_has_stopped(code: int):
 
 def test_what_is_tried_again():
     ends = {kind for kind in ("done", "stopped", "refused", "killed", "frozen", "stuck", "memory", "lost", "host")
-            if Cause(kind, 0, 1, steps=3).ends}  # fmt: skip
+            if AttemptEnd(kind, 0, 1, steps=3).ends}  # fmt: skip
     assert ends == {"done", "stopped", "refused"}
-    assert Cause("failed", 0, 1, steps=0).ends, "an exception before the first step comes again"
-    assert not Cause("failed", 0, 1, steps=1).ends
+    assert AttemptEnd("failed", 0, 1, steps=0).ends, "an exception before the first step comes again"
+    assert not AttemptEnd("failed", 0, 1, steps=1).ends
 
 
 def test_a_cause_of_another_host_explains_ours():
-    ours, theirs = Cause("lost", 0, 1, "got no answer", steps=9), Cause("killed", 1, 137, "was killed", steps=8)
-    assert first_of([ours, theirs]) == Cause("killed", 1, 137, "was killed", steps=9)
+    ours, theirs = (
+        AttemptEnd("lost", 0, 1, "got no answer", steps=9),
+        AttemptEnd("killed", 1, 137, "was killed", steps=8),
+    )
+    assert first_of([ours, theirs]) == AttemptEnd("killed", 1, 137, "was killed", steps=9)
 
 
 def test_a_pulse_is_felt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -187,9 +188,9 @@ def test_a_restart_says_from_where_and_how_much_is_repeated(
 ):
     """Killed in step 41 with step 30 saved: 40 steps were done, and ten of them come again."""
 
-    def start(command: Any, environment: Any, rank: int, local: int, listen: int | None) -> workers.Worker:
+    def start(command: Any, environment: Any, rank: int, local: int, listen: int | None) -> workers.WorkerProcess:
         process = subprocess.Popen([sys.executable, "-c", DYING], env=environment, start_new_session=True)
-        return workers.Worker(process, rank, local)
+        return workers.WorkerProcess(process, rank, local)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(workers, "_start", start)
@@ -230,11 +231,11 @@ def test_workers_see_the_variables_of_torchrun_and_share_the_cores(tmp_path: Pat
 def test_a_signal_that_comes_while_workers_start_reaches_them(monkeypatch: pytest.MonkeyPatch):
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(command: Any, environment: Any, rank: int, local: int, listen: int | None) -> workers.Worker:
+    def start(command: Any, environment: Any, rank: int, local: int, listen: int | None) -> workers.WorkerProcess:
         os.kill(os.getpid(), signal.SIGTERM)
         process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         started.append(process)
-        return workers.Worker(process, rank, local)
+        return workers.WorkerProcess(process, rank, local)
 
     monkeypatch.setattr(workers, "_start", start)
     assert Agent(["train"], OneHost(1), restarts=0, timeout=600).run() == 128 + signal.SIGTERM
@@ -243,7 +244,7 @@ def test_a_signal_that_comes_while_workers_start_reaches_them(monkeypatch: pytes
 
 @pytest.mark.skipif(not hasattr(os, "waitid"), reason="no waitid")
 def test_a_signal_for_a_worker_that_has_just_ended_is_lost_and_nothing_else():
-    worker = workers.Worker(
+    worker = workers.WorkerProcess(
         subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"], start_new_session=True), 0, 0
     )
     os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
@@ -289,10 +290,10 @@ def test_a_host_that_is_signalled_does_not_end_the_ranks_of_the_others_and_its_c
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     first, second = hosts = two_hosts()
     assert [place.first for place in met(hosts)] == [0, 1]
-    assert second.others(Cause("stopped", 1, 143)) == ()
+    assert second.others(AttemptEnd("stopped", 1, 143)) == ()
     time.sleep(1)
     assert not first.failed(), "rank 0 may still be writing"
-    assert first_of([Cause("done", 0, 0), *first.others(Cause("done", 0, 0))]).code == 143
+    assert first_of([AttemptEnd("done", 0, 0), *first.others(AttemptEnd("done", 0, 0))]).code == 143
 
 
 def test_host_0_may_be_lost_while_hosts_come_together(monkeypatch):

@@ -9,10 +9,17 @@ import pytest
 
 from flatout.config.load import load_config
 from flatout.diagnose.check_environment import check_nccl
-from flatout.diagnose.check_ranks import check_rank_data, check_ranks
+from flatout.diagnose.check_ranks import (
+    Link,
+    Meeting,
+    RankFacts,
+    Several,
+    check_rank_data,
+    check_ranks,
+    links_of_nvml,
+    mount_of,
+)
 from flatout.diagnose.check_run import check_memory
-from flatout.diagnose.doctor import Link, Meeting, RankFacts, Several
-from flatout.diagnose.ranks import links_of_nvml, mount_of
 from flatout.finding import Finding, exit_code
 from flatout.tuning.llamas import llama_words
 from tests.unit.test_doctor import DISK, H200, TRIALS, decided, machine, visit
@@ -32,15 +39,13 @@ RANKS = tuple(
     )
     for rank in range(4)
 )
-MET = Meeting(place="host0:29500", backend="nccl", ranks=RANKS, folder="/shared", reduced_bytes=25 * 2**20)
+MET = Meeting(place="host0:29500", backend="nccl", ranks=RANKS, folder="/shared")
 FOUR = Several(
     size=4,
     asked=True,
     nccl="2.27.5",
     links=LINKED,
     shared_memory_bytes=2**34,
-    port=29500,
-    port_free=True,
     mounts={"run folder": ("/shared/runs", "nfs4")},
     interfaces=("lo", "eth0", "ib0"),
 )
@@ -155,7 +160,6 @@ def test_nvml_tells_links_by_the_cards_identities():
 PLANTED: list[tuple[Several, str, str, str]] = [
     (dataclasses.replace(FOUR, nccl=None), "nccl", "bad", "this torch has no NCCL"),
     (dataclasses.replace(FOUR, shared_memory_bytes=2**26), "shared memory", "warn", "64 MiB"),
-    (dataclasses.replace(FOUR, port_free=False), "port", "note", "29500, torchrun's own, is in use"),
     (
         dataclasses.replace(FOUR, mounts={"run folder": ("runs", "fuse.gcsfuse")}),
         "run folder",
@@ -200,9 +204,7 @@ def test_nvlink_that_is_slow_is_a_warning():
 def test_data_of_ranks():
     def told(*changes: tuple[int, dict[str, Any]], folder: bool = False) -> list[Finding]:
         words = ["data.source=null", "data.folder=/data"] if folder else ["data.source=texts"]
-        meeting = met(*changes).meeting
-        assert meeting is not None
-        return list(check_rank_data(meeting, load_config("gpt2-124m", words).config.data))
+        return list(check_rank_data(met(*changes).ranks, load_config("gpt2-124m", words).config.data))
 
     (same,) = told()
     assert (same.area, same.status, same.found) == ("data", "ok", "the same data (aaaaaaaaaaaa) on 4 ranks")
@@ -218,7 +220,7 @@ def test_data_of_ranks():
 
 def test_variables_of_nccl():
     def told(several: Several = FOUR, **variables: str) -> dict[str, Finding]:
-        return {one.name: one for one in check_nccl(several, variables)}
+        return {one.name: one for one in check_nccl(variables, several.interfaces, several.hosts)}
 
     assert told()["variables"].found == "none of NCCL or gloo is set"
     assert told(NCCL_P2P_DISABLE="1")["NCCL_P2P_DISABLE"].status == "warn"

@@ -27,15 +27,24 @@ from flatout.config.load import load_config
 from flatout.config.usual import usual_rate
 from flatout.data.prepare import prepare_data
 from flatout.data.sampler import window_count
-from flatout.diagnose import check_folder, check_machine, trials
+from flatout.diagnose import check_folder, check_kernels, check_machine
 from flatout.diagnose import machine as machine_module
-from flatout.diagnose.check_card import generation_of
-from flatout.diagnose.check_data import check_documents, look_at_data
-from flatout.diagnose.check_run import check_memory, check_space, check_time, decide, least_seconds
-from flatout.diagnose.described import ExpectedSource, device_of, probes_of
-from flatout.diagnose.doctor import Card, Disk, Library, Machine, TokenFacts, Torch, Trial, Trials, guarded
-from flatout.diagnose.examine import examine
-from flatout.diagnose.machine import held_by, merged, report_of_nvml, xids_in
+from flatout.diagnose.check_data import TokenFacts, check_documents, look_at_data
+from flatout.diagnose.check_folder import Disk
+from flatout.diagnose.check_kernels import DeviceTrial, DeviceTrials
+from flatout.diagnose.check_machine import generation_of
+from flatout.diagnose.check_run import (
+    ExpectedSource,
+    check_memory,
+    check_space,
+    check_time,
+    decide,
+    device_of,
+    least_seconds,
+    probes_of,
+)
+from flatout.diagnose.examine import examine, guarded
+from flatout.diagnose.machine import CardState, Library, Machine, Torch, held_by, merged, report_of_nvml, xids_in
 from flatout.errors import DataError
 from flatout.finding import AREAS, Finding, exit_code
 from flatout.model.count import flops_per_token, parameter_count
@@ -49,7 +58,7 @@ from tests.hints import ways_out, with_settings
 from tests.recordings import transcripts
 
 GIB = 2**30
-H200 = Card(
+H200 = CardState(
     name="NVIDIA H200",
     capability=(9, 0),
     memory_bytes=140 * GIB,
@@ -101,14 +110,14 @@ LAPTOP = dataclasses.replace(
     driver=None,
     driver_cuda=None,
 )
-TRIALS = Trials(
+TRIALS = DeviceTrials(
     trials=(
-        Trial(name="matrix product", outcome="works"),
-        *(Trial(name=f"attention {name}", outcome="works") for name in ("flash", "cudnn", "efficient")),
-        Trial(name="triton kernels", outcome="works", detail="0.1 s"),
-        Trial(name="cuBLASLt", outcome="works", detail="0.1 s"),
-        Trial(name="fp8 products", outcome="works", detail="0.1 s"),
-        Trial(name="torch.compile", outcome="works", detail="8.0 s"),
+        DeviceTrial(name="matrix product", outcome="works"),
+        *(DeviceTrial(name=f"attention {name}", outcome="works") for name in ("flash", "cudnn", "efficient")),
+        DeviceTrial(name="triton kernels", outcome="works", detail="0.1 s"),
+        DeviceTrial(name="cuBLASLt", outcome="works", detail="0.1 s"),
+        DeviceTrial(name="fp8 products", outcome="works", detail="0.1 s"),
+        DeviceTrial(name="torch.compile", outcome="works", detail="8.0 s"),
     ),
     picked="cudnn",
     product_flops=700e12,
@@ -117,9 +126,9 @@ TRIALS = Trials(
 DISK = Disk(folder="runs", nearest="/", free_bytes=500 * GIB, write_rate=1e9, read_rate=2e9)
 
 
-def fails(name: str, why: str) -> Trials:
+def fails(name: str, why: str) -> DeviceTrials:
     others = [trial for trial in TRIALS.trials if trial.name != name]
-    return dataclasses.replace(TRIALS, trials=(*others, Trial(name=name, outcome="fails", detail=why)))
+    return dataclasses.replace(TRIALS, trials=(*others, DeviceTrial(name=name, outcome="fails", detail=why)))
 
 
 def machine(base: Machine = MACHINE, **changes) -> Machine:
@@ -188,7 +197,7 @@ def test_a_healthy_large_run_is_all_green(here: Path):
 TWO_THREADS = dataclasses.replace(LAPTOP.torch, threads=2)
 
 
-def threads(others: float, seconds: dict[int, float]) -> Trials:
+def threads(others: float, seconds: dict[int, float]) -> DeviceTrials:
     """What trials of a CPU with two cores found."""
     return dataclasses.replace(TRIALS, threads=host.ThreadTrial(seconds=seconds, cores=2, others=others))
 
@@ -205,7 +214,7 @@ class Planted:
     words: tuple[str, ...] = ()
     target: str | None = PRESET
     machine: Machine = MACHINE
-    trials: Trials = TRIALS
+    trials: DeviceTrials = TRIALS
     disk: Disk | None = DISK
     hardware: str | None = None
     prepare: Callable[[Path], tuple[str, ...]] = lambda folder: ()
@@ -354,8 +363,8 @@ PLANTED = [
     Planted(case="products fail", trials=fails("matrix product", "no kernel image is available"), area="kernels",
             status="bad", found="no kernel image", fix="driver do not go together"),
     Planted(case="the scan's kernels are wrong", words=("model.pattern=EA",), area="kernels", status="bad",
-            trials=Trials(trials=(Trial(name="scan triton", outcome="fails", detail="it is far off"),
-                                  Trial(name="scan chunked", outcome="works"))),
+            trials=DeviceTrials(trials=(DeviceTrial(name="scan triton", outcome="fails", detail="it is far off"),
+                                  DeviceTrial(name="scan chunked", outcome="works"))),
             found="a run takes triton, but it is far off", fix="speed.scan=chunked"),
     Planted(case="flash-attn-4 not installed", words=("speed.attention=fa4",), area="config", status="bad",
             found="flash-attn-4 is not installed (the extra flatout[fa4])", fix="Set speed.attention=auto"),
@@ -510,7 +519,7 @@ PLANTED = [
     Planted(case="many tiny micro-batches", words=(*WIDE, "train.batch_tokens=65536", "speed.micro_batch=1"),
             area="memory", status="warn", found="64 micro-batches of 1 a step", fix="speed.micro_batch=8"),
     Planted(case="days on a CPU", target="gpt2-124m", machine=LAPTOP, area="memory", status="warn",
-            trials=Trials(product_flops=50e9, product_type="fp32"), found="days", fix="machine with a GPU"),
+            trials=DeviceTrials(product_flops=50e9, product_type="fp32"), found="days", fix="machine with a GPU"),
 ]  # fmt: skip
 
 
@@ -1131,7 +1140,7 @@ def test_the_least_time_is_told_in_fitting_units_and_days_on_a_cpu_are_a_warning
         assert found.status == ("warn" if base is LAPTOP and seconds >= 172_800 else "ok")
 
 
-def least_time(*words: str, trials: Trials = TRIALS, base: Machine = MACHINE) -> list[Finding]:
+def least_time(*words: str, trials: DeviceTrials = TRIALS, base: Machine = MACHINE) -> list[Finding]:
     return [one for one in visit(*words, machine=base, trials=trials) if one.name == "least time"]
 
 
@@ -1148,9 +1157,9 @@ def test_the_least_time_is_the_flops_at_the_rate_of_a_product():
 
 
 def test_without_a_timed_product_the_peak_rate_is_the_bound(here: Path):
-    (found,) = least_time(trials=Trials())
+    (found,) = least_time(trials=DeviceTrials())
     assert "at the peak rate of NVIDIA H200" in found.found
-    assert least_time(trials=Trials(), base=with_card(name="NVIDIA Something New")) == []
+    assert least_time(trials=DeviceTrials(), base=with_card(name="NVIDIA Something New")) == []
     assert least_time("speed.fp8=[up, down]", *WIDE) == [], "8-bit products are faster than the one that was timed"
 
 
@@ -1330,7 +1339,7 @@ def test_bits_and_logs():
 def test_torchs_cards_get_the_state_of_the_same_card():
     told_by_driver = [dataclasses.replace(H200, identity="GPU-a", temperature=1.0),
                       dataclasses.replace(H200, identity="GPU-b", temperature=2.0)]  # fmt: skip
-    seen = [(Card(name="NVIDIA H200", capability=(9, 0), memory_bytes=5, identity="GPU-b"), 0)]
+    seen = [CardState(name="NVIDIA H200", capability=(9, 0), memory_bytes=5, identity="GPU-b")]
     (card,) = merged(told_by_driver, seen)
     assert (card.temperature, card.memory_bytes) == (2.0, 5)
 
@@ -1364,11 +1373,11 @@ class SharedCard:
 @pytest.mark.parametrize("others", [0, 1, 13])
 def test_the_rate_of_a_product_is_the_cards_own_whoever_else_computes_there(here: Path, others: int, monkeypatch):
     card = SharedCard(others)
-    monkeypatch.setattr(trials, "time", types.SimpleNamespace(perf_counter=lambda: card.now))
+    monkeypatch.setattr(check_kernels, "time", types.SimpleNamespace(perf_counter=lambda: card.now))
     monkeypatch.setattr(torch.cuda, "Event", card.event)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", card.wait)
-    seconds = trials.product_seconds(card.multiply, torch.device("cuda", 0))
+    seconds = check_kernels.product_seconds(card.multiply, torch.device("cuda", 0))
     assert len(seconds) == card.products >= 16
     flops = 2.0 * 4096**3
     rate = flops / statistics.median(seconds)
@@ -1383,6 +1392,6 @@ def test_the_rate_of_a_product_is_the_cards_own_whoever_else_computes_there(here
 
 def test_a_product_is_timed_on_a_cpu_too():
     calls: list[int] = []
-    seconds = trials.product_seconds(lambda: calls.append(1), torch.device("cpu"))
+    seconds = check_kernels.product_seconds(lambda: calls.append(1), torch.device("cpu"))
     assert len(seconds) == len(calls) > 1
     assert min(seconds) >= 0

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from flatout import cli
-from flatout.agent.hosts import OneHost
-from flatout.agent.many_hosts import ManyHosts
+from flatout.parallel.agent import OneHost
+from flatout.parallel.many_hosts import ManyHosts
 from flatout.verbs.launching import _hosts
 from flatout.words import Parser
 

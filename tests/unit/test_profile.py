@@ -10,10 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout.diagnose.profile import shared_frames, write_snapshot
-from flatout.diagnose.reading import Measurements, judge
-from flatout.diagnose.trace import OUR_KERNELS, UPDATE_KERNELS, kind_of_kernel, kind_of_operator, read_trace
 from flatout.observe.measured.profile_page import as_markdown, page_of, print_page
+from flatout.tuning.bottleneck import (
+    OUR_KERNELS,
+    UPDATE_KERNELS,
+    Measurements,
+    judge,
+    kind_of_kernel,
+    kind_of_operator,
+    read_trace,
+)
+from flatout.tuning.profile import shared_frames, write_snapshot
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "src" / "flatout" / "ops" / "kernels"
@@ -674,7 +681,7 @@ def test_a_small_bar_is_none_and_a_share_above_one_is_a_full_one():
 
 
 def test_names_are_taken_off_a_step_even_after_an_error():
-    from flatout.diagnose.profile import named_ranges
+    from flatout.tuning.profile import named_ranges
 
     def fail(*_values: object) -> None:
         raise RuntimeError("out of luck")

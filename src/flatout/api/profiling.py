@@ -16,7 +16,6 @@ from typing import Any
 from flatout.api.configs import with_sources
 from flatout.config.alike import shared_settings
 from flatout.config.load import Config, LoadedConfig, load_config
-from flatout.diagnose.profile import attend, fitted, profile_run
 from flatout.engine.run import Run
 from flatout.errors import UsageError, quoted
 from flatout.files import disk_errors, write_whole
@@ -26,6 +25,7 @@ from flatout.observe.measured.profile_page import as_markdown, page_of
 from flatout.parallel.ranks import joined
 from flatout.tuning.measure import borrowed_run
 from flatout.tuning.practice_data import practice_config, scratch_folder
+from flatout.tuning.profile import attend, fitted, profile_run
 from flatout.world import World
 
 PAGE = "reading.md"

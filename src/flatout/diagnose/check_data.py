@@ -9,7 +9,7 @@ tokens is extrapolated and said to be so; for the tokenizer `char`, more is read
 import dataclasses
 import functools
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,23 @@ from flatout.data.tokenizer import (
 )
 from flatout.data.train_tokenizer import train_bpe
 from flatout.diagnose.check_environment import check_packages, source_paths
-from flatout.diagnose.doctor import Machine, TokenFacts
-from flatout.errors import ConfigError, UserError
+from flatout.diagnose.machine import Machine
+from flatout.errors import ConfigError, UserError, many
 from flatout.finding import Check, Finding, finding_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenFacts:
+    """What is known of the tokens; None for what nobody has counted. `exact` is False for an extrapolation."""
+
+    exact: bool = False
+    train_tokens: int | None = None
+    val_tokens: int | None = None
+    vocab: int | None = None
+    document_tokens: float | None = None  # the median document's; None where there is one document only
+    token_bytes: int = 2
+    to_prepare_bytes: int | None = None  # of shards that are still to be written
+
 
 _check = functools.partial(Check, "data")
 
@@ -218,22 +232,18 @@ def _listing(data: DataConfig, inputs: Inputs, formats: set[str]) -> Iterator[Fi
     size = f"{inputs.bytes / 1e6:,.1f} MB" if inputs.bytes >= 1e5 else f"{inputs.bytes / 1e3:,.1f} kB"
     hub = " of the Hugging Face hub, which is not asked now" if "hub" in formats else ""
     then = "read while training" if data.streaming else "prepared when training starts, or by `flatout prepare`"
-    count = len(inputs.files)
-    plural = "file" if count == 1 else "files"
-    yield _check("source").ok(f"{source}: {count:,} {plural}, {size}, {', '.join(sorted(formats))}{hub}; {then}")
+    count = many(len(inputs.files), "file")
+    yield _check("source").ok(f"{source}: {count}, {size}, {', '.join(sorted(formats))}{hub}; {then}")
     if first:
         yield _check("unusable").warn(
             f"{len(inputs.problems):,} of its files cannot be used, the first: {first}",
             "Mend or remove them; preparing leaves them out and lists them.",
         )
     if inputs.told:
-        yield _check("passed over").note(inputs.told, _advice(data, inputs.passed_over))
-
-
-def _advice(data: DataConfig, passed_over: Mapping[str, int]) -> str:
-    """How files with text are read, too; binary ones are passed over rightly."""
-    advice = how_to_read(data.source, passed_over)
-    return f"That is often right: {advice}." if advice else "None of those passed over is text."
+        # How files with text are read, too; binary ones are passed over rightly.
+        advice = how_to_read(data.source, inputs.passed_over)
+        right = f"That is often right: {advice}." if advice else "None of those passed over is text."
+        yield _check("passed over").note(inputs.told, right)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,14 +277,13 @@ def _sampled(request: Request, inputs: Inputs, *, quick: bool) -> Generator[Find
             "Set data.source to a file with text in it, or data.field to the field that holds it.",
         )
         return None
-    if problems:
-        yield check.warn(
-            f"not all at the beginning of {file.name} can be used: {causes[0].told}",
-            "What cannot be used is left out and listed by `flatout prepare`. If it is much, mend it: "
-            f"{mend_of(causes, request.options.fields)}.",
-        )
-    else:
+    if not problems:
         yield check.ok(f"the beginning of {file.name} reads as text")
+    else:
+        left_out = "What cannot be used is left out and listed by `flatout prepare`. If it is much, mend it:"
+        mend = mend_of(causes, request.options.fields)
+        not_all = f"not all at the beginning of {file.name} can be used: {causes[0].told}"
+        yield check.warn(not_all, f"{left_out} {mend}.")
     return _Sample(slices[0], text, whole)
 
 
@@ -385,7 +394,8 @@ def check_documents(facts: TokenFacts, context: int, packing: str) -> Iterator[F
         yield _check("documents").warn(
             found,
             "A window is then a row of unrelated short texts, and attention over them is mostly wasted. Set "
-            f"model.context={_power_above(2 * length)}, or data.packing=best_fit to keep documents whole.",
+            f"model.context={max(16, 2 ** math.ceil(math.log2(2 * length)))}, or data.packing=best_fit to keep "
+            "documents whole.",
         )
     elif length * 2 < context and not packed:
         yield _check("documents").note(
@@ -395,7 +405,3 @@ def check_documents(facts: TokenFacts, context: int, packing: str) -> Iterator[F
         )
     else:
         yield _check("documents").ok(found)
-
-
-def _power_above(number: float) -> int:
-    return 2 ** max(4, math.ceil(math.log2(max(1.0, number))))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus.document import INSTALL
-from flatout.diagnose.doctor import Machine, Several
+from flatout.diagnose.machine import Machine
 from flatout.finding import Check, Finding, Status, sentence
 
 _check = functools.partial(Check, "environment")
@@ -37,19 +37,10 @@ _ANYWHERE = {
     "TORCHDYNAMO_DISABLE": Meaning(
         "warn", "torch.compile then does nothing, in silence. `unset {name}` if you want it."
     ),
-    "TORCH_COMPILE_DEBUG": Meaning("warn", "Every compilation then writes folders of traces. `unset {name}`."),
-    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": Meaning("note", "Compiled code is not kept, so every run compiles anew."),
     "TORCH_LOGS": Meaning(
         "note",
         "torch writes logs to the terminal, which costs time and hides what a run says. `unset {name}` if you do not "
         "read them.",
-        _is_set,
-    ),
-    "PYTHONDEVMODE": Meaning("note", "Python's development mode checks every allocation and slows the host down."),
-    "LD_PRELOAD": Meaning(
-        "note",
-        "A library is loaded before all others. That is fine for a faster allocator; anything else can clash with "
-        "torch's own libraries.",
         _is_set,
     ),
 }
@@ -67,12 +58,6 @@ _ON_GPUS = {
         "warn",
         "It forbids TF32 to every library, whatever speed.precision says. `unset {name}`.",
         lambda value: value.strip() == "0",
-    ),
-    "CUBLAS_WORKSPACE_CONFIG": Meaning(
-        "note",
-        "It limits cuBLAS to a fixed workspace. Deterministic runs need that and set it themselves; others can be "
-        "slower with it.",
-        _is_set,
     ),
     "LD_LIBRARY_PATH": Meaning(
         "note",
@@ -128,13 +113,11 @@ def check_environment(machine: Machine, data: DataConfig | None, kind: str) -> I
     """Variables that matter here; `kind` is that of the device a run would use."""
     told = [
         *_meanings("environment", _ANYWHERE | (_ON_GPUS if kind == "cuda" else {}), machine.environment),
-        *filter(None, (_hiding(machine), _allocator(machine, kind))),
+        *filter(None, (_hiding(machine), _allocator(machine) if kind == "cuda" else None)),
         *_threads(machine, kind),
         *_offline(machine, [] if data is None else source_paths(data)),
     ]
-    if not told:
-        yield _check("variables").ok("none that slows a run down or hides something")
-    yield from told
+    yield from told or [_check("variables").ok("none that slows a run down or hides something")]
 
 
 def _shown(name: str, value: str) -> str:
@@ -142,40 +125,38 @@ def _shown(name: str, value: str) -> str:
 
 
 def _hiding(machine: Machine) -> Finding | None:
-    value = machine.environment.get("CUDA_VISIBLE_DEVICES")
-    if value is None:
+    value, check = machine.environment.get("CUDA_VISIBLE_DEVICES"), _check("CUDA_VISIBLE_DEVICES")
+    if value is None or not machine.cards:
         return None
-    hides_all = value.strip() in ("", "-1") or value.strip().lower() == "nodevfiles"
-    if hides_all and machine.cards:
-        return _check("CUDA_VISIBLE_DEVICES").warn(
+    if value.strip().lower() in ("", "-1", "nodevfiles"):
+        return check.warn(
             f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU, and there is a {machine.cards[0].name}",
             "Training would run on the CPU. `unset CUDA_VISIBLE_DEVICES`, or set it to a card's number, such as 0.",
         )
-    if machine.cards:
-        return _check("CUDA_VISIBLE_DEVICES").note(
-            f"{_shown('CUDA_VISIBLE_DEVICES', value)} limits which cards are seen",
-            "Their numbers begin at 0 again: speed.device=cuda:0 is the first one named there.",
-        )
+    return check.note(
+        f"{_shown('CUDA_VISIBLE_DEVICES', value)} limits which cards are seen",
+        "Their numbers begin at 0 again: speed.device=cuda:0 is the first one named there.",
+    )
 
 
-def _allocator(machine: Machine, kind: str) -> Finding | None:
-    names = [name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if machine.environment.get(name)]
-    if kind != "cuda" or not names:
+def _allocator(machine: Machine) -> Finding | None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    set_here = [_shown(name, machine.environment[name]) for name in names if machine.environment.get(name)]
+    shown, check = " and ".join(set_here), _check("allocator")
+    if not set_here:
         return None
-    shown = " and ".join(_shown(name, machine.environment[name]) for name in names)
-    words = " ".join(machine.environment[name] for name in names).lower()
-    if len(names) == 2:
-        return _check("allocator").warn(
+    if len(set_here) == 2:
+        return check.warn(
             f"both are set: {shown}",
             "They are two names of one setting, and one of them is not heeded. Keep PYTORCH_ALLOC_CONF.",
         )
-    if "expandable_segments:true" not in words:
-        return _check("allocator").note(
+    if not any("expandable_segments:true" in machine.environment.get(name, "").lower() for name in names):
+        return check.note(
             f"{shown} is set",
             "Flatout then leaves torch's allocator alone, and its memory blocks do not grow (speed.expandable_segments "
             "has no effect). Unset it, or add expandable_segments:True to it, if a run dies of fragmentation.",
         )
-    return _check("allocator").ok(f"{shown} is set, with expandable segments")
+    return check.ok(f"{shown} is set, with expandable segments")
 
 
 def _threads(machine: Machine, kind: str) -> Iterator[Finding]:
@@ -212,14 +193,17 @@ def _offline(machine: Machine, sources: Sequence[str]) -> Iterator[Finding]:
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def check_nccl(several: Several, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables that hurt, each with what it does; the rest in one line."""
+def check_nccl(environment: Mapping[str, str], interfaces: Sequence[str], hosts: int) -> Iterator[Finding]:
+    """Variables that hurt ranks on so many hosts, each with what it does; the rest in one line.
+
+    `interfaces` are those of this host.
+    """
     set_here = {name: value for name, value in environment.items() if name.startswith(_PREFIXES)}
     slow = "Hosts then talk by TCP, also where there is InfiniBand or RoCE, which is many times faster."
-    no_infiniband = {"NCCL_IB_DISABLE": Meaning("warn" if several.hosts > 1 else "note", slow, _is_set)}
+    no_infiniband = {"NCCL_IB_DISABLE": Meaning("warn" if hosts > 1 else "note", slow, _is_set)}
     found = list(_meanings("ranks", _OF_RANKS | no_infiniband, set_here))
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        found += filter(None, [_interface(several, name, set_here.get(name, ""))])
+        found += filter(None, [_interface(name, set_here.get(name, ""), interfaces, hosts)])
     yield from found
     told = {_BY_TORCHRUN, *(one.name for one in found)}
     rest = [f"{name}={value}" for name, value in sorted(set_here.items()) if name not in told]
@@ -227,26 +211,18 @@ def check_nccl(several: Several, environment: Mapping[str, str]) -> Iterator[Fin
         yield Check("ranks", "variables").ok(f"set: {' '.join(rest)}" if rest else "none of NCCL or gloo is set")
 
 
-def _interface(several: Several, name: str, value: str) -> Finding | None:
+def _interface(name: str, value: str, interfaces: Sequence[str], hosts: int) -> Finding | None:
     """An interface that this host does not have; NCCL takes beginnings of names, gloo whole ones."""
     words = [word for word in value.removeprefix("=").split(",") if word]
-    if not words or value.startswith("^") or not several.interfaces:
+    if not words or value.startswith("^") or not interfaces:
         return None
-    exact = name.startswith("GLOO_") or value.startswith("=")
-    found = [
-        here
-        for here in several.interfaces
-        if any(here == word or (not exact and here.startswith(word)) for word in words)
-    ]
+    exact, check = name.startswith("GLOO_") or value.startswith("="), Check("ranks", name)
+    found = [here for here in interfaces if any(here == word if exact else here.startswith(word) for word in words)]
     if not found:
-        advice = (
-            f"Ranks cannot connect. This host has {', '.join(several.interfaces)}. Set it to one of them, or unset it."
-        )
-        return Check("ranks", name).bad(f"{name}={value}, and this host has no such interface", advice)
-    if found == ["lo"] and several.hosts > 1:
-        return Check("ranks", name).bad(
-            f"{name}={value} is this host alone", "Name the interface that other hosts reach."
-        )
+        have = f"This host has {', '.join(interfaces)}. Set it to one of them, or unset it."
+        return check.bad(f"{name}={value}, and this host has no such interface", f"Ranks cannot connect. {have}")
+    if found == ["lo"] and hosts > 1:
+        return check.bad(f"{name}={value} is this host alone", "Name the interface that other hosts reach.")
     return None
 
 

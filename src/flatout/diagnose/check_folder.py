@@ -20,10 +20,22 @@ from flatout.checkpoints.checkpoint_files import check_own, list_checkpoints
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OutputConfig
 from flatout.config.yaml_loader import format_value
-from flatout.diagnose.doctor import Disk
 from flatout.errors import UserError, in_gib
 from flatout.finding import Check, Finding, finding_of
 from flatout.lock import LOCK, is_held, owner_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Disk:
+    """The disk that a run would write to. `nearest` is its closest existing parent, `error` why it is unusable."""
+
+    folder: str
+    nearest: str
+    free_bytes: int | None = None
+    error: str = ""
+    write_rate: float | None = None  # bytes per second, on the disk for sure
+    read_rate: float | None = None
+
 
 RUNS = Path("runs")
 _RUN_FOLDER = Check("config", "run folder")
@@ -42,14 +54,11 @@ def measure_disk(folder: Path, *, quick: bool = False) -> Disk:
         return dataclasses.replace(disk, error=f"{nearest} is a file, not a folder")
     try:
         free = shutil.disk_usage(nearest).free
+        disk = dataclasses.replace(disk, free_bytes=free)
+        write, read = _rates(nearest, min((8 if quick else 64) * 2**20, max(0, free // 8)))
     except OSError as error:
         return dataclasses.replace(disk, error=f"{nearest}: {error.strerror or error}")
-    size = min((8 if quick else 64) * 2**20, max(0, free // 8))
-    try:
-        write, read = _rates(nearest, size)
-    except OSError as error:
-        return dataclasses.replace(disk, free_bytes=free, error=f"{nearest}: {error.strerror or error}")
-    return dataclasses.replace(disk, free_bytes=free, write_rate=write, read_rate=read)
+    return dataclasses.replace(disk, write_rate=write, read_rate=read)
 
 
 def _nearest(folder: Path) -> Path:
@@ -95,27 +104,21 @@ def check_disk(disk: Disk) -> Iterator[Finding]:
             "Set output.folder to a folder that you may write to, or make this one writable.",
         )
     if disk.write_rate is not None:
-        yield _speed(disk, disk.write_rate)
+        read = "" if disk.read_rate is None else f", reads {disk.read_rate / 1e6:.0f} MB/s"
+        yield _check("speed").warn_if(
+            disk.write_rate < _SLOW,
+            f"writes {disk.write_rate / 1e6:.0f} MB/s{read}",
+            "That is slow, perhaps a network folder: the run waits while a checkpoint is written. Set output.folder to "
+            "a local disk, or save less often with checkpoint.every.",
+        )
 
 
 def check_room(disk: Disk) -> Iterator[Finding]:
     """Its room, where nobody knows what the run will write."""
     if disk.free_bytes is not None:
-        low = disk.free_bytes < 2**30
-        advice = "A run writes checkpoints of 12 bytes for each parameter. Free some space." if low else ""
-        yield _check("space").told("warn" if low else "ok", f"{in_gib(disk.free_bytes)} free at {disk.nearest}", advice)
-
-
-def _speed(disk: Disk, write_rate: float) -> Finding:
-    read = "" if disk.read_rate is None else f", reads {disk.read_rate / 1e6:.0f} MB/s"
-    found = f"writes {write_rate / 1e6:.0f} MB/s{read}"
-    if write_rate < _SLOW:
-        return _check("speed").warn(
-            found,
-            "That is slow, perhaps a network folder: the run waits while a checkpoint is written. Set output.folder to "
-            "a local disk, or save less often with checkpoint.every.",
-        )
-    return _check("speed").ok(found)
+        advice = "A run writes checkpoints of 12 bytes for each parameter. Free some space."
+        free = f"{in_gib(disk.free_bytes)} free at {disk.nearest}"
+        yield _check("space").warn_if(disk.free_bytes < 2**30, free, advice)
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------

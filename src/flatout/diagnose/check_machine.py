@@ -1,5 +1,6 @@
-"""Python, torch, Triton, CUDA and driver, processor, memory and clock: whether they are there and go together.
+"""The machine and its GPU: whether its parts are there and go together, and what state they are in.
 
+What a card can do follows from its generation, so advice does too: what is right on Hopper is an error on Turing.
 Everything here judges a `Machine` and touches nothing.
 """
 
@@ -7,14 +8,17 @@ import datetime
 import functools
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from flatout.diagnose.doctor import Machine, Torch
+from flatout.config.catalogue import hardware_for
+from flatout.config.schema import SpeedConfig
+from flatout.diagnose.machine import OLDEST_TORCH, CardState, Machine, Torch, numbers
 from flatout.errors import in_gib, many
 from flatout.finding import Check, Finding
 
-_check = functools.partial(Check, "machine")
+_check, _gpu = functools.partial(Check, "machine"), functools.partial(Check, "gpu")
 
-OLDEST_PYTHON, OLDEST_TORCH, NEWEST_TORCH = (3, 11), (2, 11), (2, 13)
+OLDEST_PYTHON, NEWEST_TORCH = (3, 11), (2, 13)
 # The oldest driver for each generation of CUDA, where the driver does not say what CUDA it knows.
 OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 INSTALL_TORCH = (
@@ -39,18 +43,6 @@ def _python(machine: Machine) -> Finding:
     if machine.python[:2] < OLDEST_PYTHON:
         return _check("python").bad(f"Python {version}", "Flatout needs Python 3.11 or newer; install one.")
     return _check("python").ok(f"Python {version} on {machine.system}")
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: 2.11.0+cu130 is (2, 11, 0)."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
-
-
-def usable(torch: Torch) -> bool:
-    """Whether Flatout can run on it: there, whole, and not too old."""
-    version = numbers(torch.version)[:2]
-    return torch.status == "ok" and (not version or version >= OLDEST_TORCH)
 
 
 def _torch(torch: Torch) -> Finding:
@@ -95,12 +87,12 @@ def _cuda(machine: Machine) -> Finding | None:
             "Training would run on the CPU, many times slower. Install a CUDA build of torch with the command that "
             "pytorch.org's selector gives.",
         )
-    wanted = numbers(torch.cuda)[:2]
+    wanted, found = numbers(torch.cuda)[:2], f"{driver}; torch is built for CUDA {torch.cuda}"
     if _driver_is_old(machine, wanted):
         oldest = OLDEST_DRIVER.get(wanted[0])
         least = f" {oldest[0]}.{oldest[1]} or newer" if oldest else " that knows it"
         return _check("driver").bad(
-            f"{driver}; torch is built for CUDA {torch.cuda}",
+            found,
             f"The driver is too old for this torch. Install driver{least}, or a torch that is built for an older CUDA.",
         )
     if not torch.sees_cuda:
@@ -111,11 +103,9 @@ def _cuda(machine: Machine) -> Finding | None:
             "(`--gpus all`). After an update of the driver, restart the machine: library and kernel module must match.",
         )
     if machine.driver_cuda and machine.driver_cuda < wanted and machine.driver_cuda[0] == wanted[0]:
-        return _check("driver").note(
-            f"{driver}; torch is built for CUDA {torch.cuda}",
-            "That works within one generation of CUDA; what needs the newest driver does not. Update it when you can.",
-        )
-    return _check("driver").ok(f"{driver}; torch is built for CUDA {torch.cuda}")
+        works = "That works within one generation of CUDA; what needs the newest driver does not."
+        return _check("driver").note(found, f"{works} Update it when you can.")
+    return _check("driver").ok(found)
 
 
 def _driver_is_old(machine: Machine, wanted: tuple[int, ...]) -> bool:
@@ -159,15 +149,14 @@ def _cores(machine: Machine, workers: int | None) -> Iterator[Finding]:
     yield _check("processor").ok(shown)
     if workers is None:
         return
-    if workers > max(1.0, usable):
-        best = max(1, min(4, int(usable)))
-        yield _check("workers").warn(
-            f"speed.workers is {workers}, and {usable:g} cores may be used",
-            f"More threads than cores only wait for one another. Set speed.workers={best}: one thread reads tokens "
-            "faster than most cards take them, and batches are the same with any number.",
-        )
-    else:
-        yield _check("workers").ok(f"speed.workers {workers} on {usable:g} cores")
+    best, few = max(1, min(4, int(usable))), workers <= max(1.0, usable)
+    found = f"speed.workers {workers} on {usable:g} cores"
+    yield _check("workers").warn_if(
+        not few,
+        found if few else f"speed.workers is {workers}, and {usable:g} cores may be used",
+        f"More threads than cores only wait for one another. Set speed.workers={best}: one thread reads tokens faster "
+        "than most cards take them, and batches are the same with any number.",
+    )
 
 
 def _memory(machine: Machine) -> Finding:
@@ -176,18 +165,249 @@ def _memory(machine: Machine) -> Finding:
     total = in_gib(machine.memory_bytes)
     if machine.available_bytes is None:
         return _check("memory").ok(f"{total} of host memory")
-    found = f"{in_gib(machine.available_bytes)} of {total} of host memory are free"
-    if machine.available_bytes < 1.5 * 2**30:
-        return _check("memory").warn(
-            found, "torch alone takes about 1 GiB. Close other programs, or the system may stop the run to save itself."
-        )
-    return _check("memory").ok(found)
+    return _check("memory").warn_if(
+        machine.available_bytes < 1.5 * 2**30,
+        f"{in_gib(machine.available_bytes)} of {total} of host memory are free",
+        "torch alone takes about 1 GiB. Close other programs, or the system may stop the run to save itself.",
+    )
 
 
 def _clock(machine: Machine) -> Finding:
     """A wrong clock gives checkpoints and logs wrong times, and certificates are refused."""
     now = datetime.datetime.fromtimestamp(machine.now, tz=datetime.UTC)
-    shown = f"{now:%Y-%m-%d %H:%M} UTC"
-    if not 2025 <= now.year < 2100:
-        return _check("clock").warn(f"the clock says {shown}", "Set the clock: downloads and logs depend on it.")
-    return _check("clock").ok(shown)
+    shown, wrong = f"{now:%Y-%m-%d %H:%M} UTC", not 2025 <= now.year < 2100
+    found = f"the clock says {shown}" if wrong else shown
+    return _check("clock").warn_if(wrong, found, "Set the clock: downloads and logs depend on it.")
+
+
+# --- the GPU ----------------------------------------------------------------------------------------------------------
+
+# Codes of the driver's error messages that mean the card or its seat, and not a program.
+_HARD_XIDS = {
+    **dict.fromkeys(("48", "63", "64", "94", "95"), "memory damage"),
+    "74": "a fault of NVLink",
+    "79": "the card fell off the bus",
+    "92": "many corrected memory errors",
+    **dict.fromkeys(("119", "120"), "its own processor hangs"),
+}
+# The oldest capability whose matrix units have each type.
+_UNITS = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
+
+
+class Generation(NamedTuple):
+    """What all cards of a capability have in common. `advice` says what to use there."""
+
+    name: str
+    advice: str
+
+
+# By their oldest capability, the newest first: a card belongs to the first one that is not newer than itself.
+GENERATIONS = {
+    (10, 0): Generation(
+        "Blackwell",
+        "speed.precision auto is bf16, attention goes to cuDNN; speed.fp8 is worth a measurement with `flatout bench`. "
+        "Our kernels were tuned on Hopper: `flatout tune` finds what is best here.",
+    ),
+    (9, 0): Generation(
+        "Hopper",
+        "speed.precision auto is bf16, attention goes to cuDNN, or to FlashAttention-4 if flash-attn-4 is installed "
+        "(the extra flatout[fa4]); speed.fp8=[qkv,out,up,down,head] is faster still.",
+    ),
+    (8, 9): Generation(
+        "Ada",
+        "speed.precision auto is bf16, attention goes to torch's flash kernel; speed.fp8 works here. FlashAttention-3 "
+        "and -4 do not.",
+    ),
+    (8, 0): Generation(
+        "Ampere",
+        "speed.precision auto is bf16, attention goes to torch's flash kernel. There are no 8-bit units, so leave "
+        "speed.fp8 empty.",
+    ),
+    (7, 5): Generation(
+        "Turing",
+        "There is no bf16: speed.precision auto is fp16 with a loss scale. Our Triton kernels and flash attention need "
+        "Ampere; torch.compile and torch's memory-efficient attention take their place.",
+    ),
+    (7, 0): Generation(
+        "Volta",
+        "There is no bf16: speed.precision auto is fp16 with a loss scale. Newer builds of torch have dropped this "
+        "generation; our Triton kernels and flash attention need Ampere.",
+    ),
+    (0, 0): Generation(
+        "Pascal or older",
+        "It has no matrix units, so half precision brings little, and torch.compile does not support it. Small models "
+        "only: begin with the preset shakespeare.",
+    ),
+}
+
+
+def generation_of(capability: tuple[int, int]) -> Generation:
+    return next(generation for oldest, generation in GENERATIONS.items() if capability >= oldest)
+
+
+def check_cards(
+    machine: Machine, speed: SpeedConfig | None, index: int = 0, *, overlays: bool = True
+) -> Iterator[Finding | None]:
+    """The cards, and in detail the one that a run would take; without `overlays` none is named."""
+    if not machine.cards:
+        apple = "Apple GPU, through MPS; training there is in fp32 and eager"
+        none = "no NVIDIA GPU: training runs on the CPU, which is right for small models"
+        yield _gpu("card").ok(apple if machine.torch.mps else none)
+        return
+    card = machine.cards[min(index, len(machine.cards) - 1)]
+    size = "memory of unknown size" if card.memory_bytes is None else in_gib(card.memory_bytes)
+    count = len(machine.cards)
+    more = f"; {count} cards, of which a run uses one, or N with --gpus N" if count > 1 else ""
+    hidden = f"; {machine.hidden_cards} more are hidden from torch" if machine.hidden_cards else ""
+    yield _gpu("card").ok(f"{card.name}, {size}{more}{hidden} (told by {machine.told_by})")
+    yield from _generation(card, machine, overlays=overlays)
+    yield _in_use(card)
+    yield from _state(card)
+    yield from _health(card, machine)
+    if speed is not None:
+        yield _precision(card, speed)
+
+
+def _generation(card: CardState, machine: Machine, *, overlays: bool) -> Iterator[Finding | None]:
+    if card.capability is None:
+        yield _gpu("generation").note("its compute capability is not known, as torch cannot reach it")
+        return
+    generation = generation_of(card.capability)
+    have = [name for name, oldest in _UNITS.items() if card.capability >= oldest]
+    lacks = [name for name in _UNITS if name not in have]
+    units = f"{', '.join(have) or 'none of bf16, tf32, fp8'}" + (f"; no {', '.join(lacks)}" if have and lacks else "")
+    found = f"{generation.name}, capability {card.capability[0]}.{card.capability[1]}; matrix units: {units}"
+    advice = generation.advice
+    if card.memory_bytes is not None and overlays:
+        advice += f" Its memory overlay is --hardware {hardware_for(card.memory_bytes)}."
+    yield _gpu("generation").told("ok" if "bf16" in have else "note", found, advice)
+    yield _built_for(card.capability, machine)
+
+
+def _built_for(capability: tuple[int, int], machine: Machine) -> Finding | None:
+    """torch holds code for certain cards only; others fail in the first kernel, with words few understand."""
+    known = machine.torch.architectures
+    mine = 10 * capability[0] + capability[1]
+
+    def runs(name: str) -> bool:
+        """Code of the card's own generation (sm_), or an older form that the driver compiles again (compute_)."""
+        found = re.match(r"(sm|compute)_(\d+)", name)
+        number = mine + 1 if found is None else int(found[2])
+        return number <= mine and (name.startswith("compute") or number // 10 == capability[0])
+
+    if not known or any(map(runs, known)):
+        return None
+    return _gpu("torch's code").bad(
+        f"this torch has code for {', '.join(known)}, and the card is sm_{mine}",
+        "Its kernels cannot run on this card. Install a build of torch for it: an older one for an old card, a newer "
+        "one for a new card.",
+    )
+
+
+def _in_use(card: CardState) -> Finding | None:
+    if card.used_bytes is None or card.memory_bytes is None:
+        return None
+    share = card.used_bytes / card.memory_bytes
+    found = f"{in_gib(card.used_bytes)} of {in_gib(card.memory_bytes)} are in use by others"
+    busy = f", and its units are busy {card.utilisation:.0%} of the time" if (card.utilisation or 0) > 0.1 else ""
+    if card.used_bytes > 2**30 and share > 0.05:
+        listed = ", ".join(str(process) for process in card.processes[:6])
+        who = f" The processes are {listed}." if listed else " Their processes are not visible from here."
+        return _gpu("in use").warn(
+            found + busy,
+            f"Whoever computes there shares its memory and speed with you.{who} `nvidia-smi` shows them; wait, end "
+            "them, or take another card with speed.device=cuda:N.",
+        )
+    if busy:
+        advice = "Somebody else computes on this card; your run gets the rest. `nvidia-smi` shows who."
+        return _gpu("in use").warn(found + busy, advice)
+    return _gpu("in use").ok(f"{in_gib(card.memory_bytes - card.used_bytes)} free, nobody else computes on it")
+
+
+# Why a clock is held down, and what to do about it.
+_HELD_DOWN = {
+    "power": (
+        "its power cap",
+        "Raise the power cap if you may (`nvidia-smi -pl WATTS`, as root), or live with it: work that saves energy, "
+        "such as bf16 and fp8, then saves time.",
+    ),
+    "heat": (
+        "heat",
+        "See to its cooling: fans, filters, air flow, neighbours. It will be slower than its data sheet until then.",
+    ),
+    "hardware": (
+        "the hardware's own protection",
+        "Check its power cables and supply; a card that is short of power protects itself this way.",
+    ),
+}
+
+
+def _state(card: CardState) -> Iterator[Finding]:
+    if card.throttled:
+        reasons, advice = zip(*(_HELD_DOWN[word] for word in card.throttled), strict=True)
+        clock = "" if card.clock_mhz is None else f" at {card.clock_mhz:.0f} MHz"
+        most = "" if card.clock_most_mhz is None else f" of {card.clock_most_mhz:.0f}"
+        found = f"its clock is held down{clock}{most} by {' and '.join(reasons)}"
+        yield _gpu("throttling").warn(found, " ".join(advice))
+    elif card.clock_most_mhz is not None:
+        yield _gpu("clocks").ok(f"up to {card.clock_most_mhz:.0f} MHz, not held down")
+    if card.temperature is not None:
+        hot = "It slows down from about 85 to 90 °C on. See to its cooling before a long run."
+        yield _gpu("temperature").warn_if(card.temperature >= 85, f"{card.temperature:.0f} °C", hot)
+    limit, default = card.power_limit_watts, card.power_default_watts
+    if limit is not None and default is not None and limit < 0.95 * default:
+        yield _gpu("power cap").note(
+            f"{limit:.0f} W, {default:.0f} W by default",
+            "Somebody has lowered it. Under full load the card is slower by about the same share; `nvidia-smi -pl` "
+            "sets it, as root.",
+        )
+    elif limit is not None:
+        yield _gpu("power cap").ok(f"{limit:.0f} W")
+
+
+def _health(card: CardState, machine: Machine) -> Iterator[Finding]:
+    if card.uncorrected_errors:
+        yield _gpu("memory errors").warn(
+            f"{card.uncorrected_errors} errors of its memory could not be corrected since the driver was loaded",
+            "Results may be wrong. Reset the card (`nvidia-smi --gpu-reset`, as root) or restart the machine; if they "
+            "come back, the card has to be replaced.",
+        )
+    if card.remapping:
+        yield _gpu("memory rows").warn(
+            f"{card.remapping} in its memory",
+            "Reset the card or restart the machine, so that the row is replaced; a row that cannot be means a card "
+            "for the workshop.",
+        )
+    hard = [code for code in machine.xids if code in _HARD_XIDS]
+    if hard:
+        named = ", ".join(f"Xid {code} ({_HARD_XIDS[code]})" for code in hard)
+        yield _gpu("driver errors").warn(
+            f"the kernel's log holds {named}",
+            "Runs on this machine can die or go wrong. Restart it, watch `dmesg` for Xid, and have the card or its "
+            "seat checked if they come back.",
+        )
+    elif machine.xids:
+        yield _gpu("driver errors").note(
+            f"the kernel's log holds Xid {', '.join(machine.xids)}",
+            "Those are mostly faults of programs (an illegal address), not of the card.",
+        )
+
+
+def _precision(card: CardState, speed: SpeedConfig) -> Finding | None:
+    """Arithmetic that works here and is not what the card is good at; what it cannot do is an error elsewhere."""
+    asked, capability = speed.precision, card.capability
+    if capability is None or speed.device == "cpu":
+        return None
+    best = "bf16" if capability >= _UNITS["bf16"] else "fp16"
+    if asked == "fp16" and best == "bf16":
+        return _gpu("precision").warn(
+            f"speed.precision is fp16 on a card with bf16 ({generation_of(capability).name})",
+            "fp16 has a small range: it needs a loss scale and can skip updates. bf16 is as fast here and needs "
+            "neither. Set speed.precision=auto.",
+        )
+    if asked == "fp32" and capability >= (7, 0):
+        return _gpu("precision").warn(
+            "speed.precision is fp32, which does not use the card's matrix units",
+            f"Training is several times slower. Set speed.precision=auto, which is {best} over fp32 weights.",
+        )
+    return _gpu("precision").ok(f"{best if asked == 'auto' else asked} over fp32 weights")

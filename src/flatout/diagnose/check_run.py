@@ -1,43 +1,277 @@
-"""A run on a described machine: its plan in spite of what is refused, and whether the machine has room and time for it.
+"""The run of a config on a described machine: decided in spite of what is refused, then judged.
 
-The plan is that of `resolve`, so what is said here of switches, memory, steps and rates is what training would do. The
-least time is a bound, not a guess: the FLOPs of a step at the rate of a matrix product; `flatout estimate` times real
-steps. This module imports torch: only where `Machine.torch.status` is ok.
+The plan is that of `resolve`, so what is said here of switches, memory, steps and rates is what training would do.
+Nothing is prepared for it but samples of a fine-tuning run, in a temporary folder, by the functions that training
+calls: so what is fine here is fine there, and an error there is a finding here, in the same words. Of a large source of
+rows only the first are read. Nothing is fetched from the hub: a base that is not here ends the visit, and that is said.
+
+The least time is a bound, not a guess: the FLOPs of a step at the rate of a matrix product; `flatout estimate` times
+real steps. This module imports torch: only where `Machine.torch.usable`.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import functools
+import itertools
+import json
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
+from typing import Any, final
 
-from flatout.checkpoints.base_model import open_start
+import torch
+
+from flatout.checkpoints.base_model import Base, open_base, open_start
+from flatout.checkpoints.run_folder import is_checkpoint
 from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, with_values
-from flatout.config.source import DEFAULT
-from flatout.device import Device
-from flatout.diagnose.doctor import Disk, Machine, Several, TokenFacts, Trials
+from flatout.config.schema import ChatConfig, ModelConfig
+from flatout.config.sizes import Known, usual_vocab
+from flatout.config.source import DEFAULT, Source
+from flatout.corpus.document import Row
+from flatout.corpus.readers import read_rows
+from flatout.corpus.sources import find_files
+from flatout.data.batch import BatchLoader, Delivery, Span
+from flatout.data.loader import check_evaluable, check_length
+from flatout.data.make_samples import row_files
+from flatout.data.sample_data import SampleData
+from flatout.data.sampler import window_count
+from flatout.data.tokenizer import Ids, IdTokenizer
+from flatout.data.training_data import DataFacts, TrainingData
+from flatout.device import Device, limit_memory
+from flatout.diagnose.check_data import TokenFacts
+from flatout.diagnose.check_folder import Disk
+from flatout.diagnose.check_kernels import DeviceTrials
+from flatout.diagnose.machine import Machine
 from flatout.errors import UnevenError, UserError, in_gib, many
-from flatout.finding import Check, Finding, finding_of, sentence
+from flatout.finding import Check, Finding, finding_of, sentence, unchecked
+from flatout.host import ThreadTrial
+from flatout.model.count import parameter_count
 from flatout.model.hub_find import is_within_reach
-from flatout.resolve.advice import known_steps, step_tokens
+from flatout.model.hub_weights import inventory
+from flatout.model.quantize import check_quantizing
+from flatout.resolve.advice import advice_on, known_steps, step_tokens
 from flatout.resolve.case import Probes
 from flatout.resolve.fit_check import BESIDE_KEPT, check_disk, fit_of, memory_on, smaller, ways
+from flatout.resolve.length import asked_schedule
 from flatout.resolve.memory import checkpoint_size, state_of, trained_count
-from flatout.resolve.opening import DataSource, check_even
+from flatout.resolve.opening import DataSource, Opened, why_samples_are_made, with_tokenizer
 from flatout.resolve.plan import RunPlan
 from flatout.resolve.resolve import resolve
 from flatout.world import World
+
+Sources = Iterable[Callable[[LoadedConfig], DataSource]]  # of settings, from which refused ones are left out
+
+# --- the visit --------------------------------------------------------------------------------------------------------
+
+# Checks that go by the number of steps, which is not known of some rows alone, and of a length in minutes.
+_OF_STEPS = ("steps", "length", "warm-up", "evaluation", "saving", "samples")
+_MADE = ("data", "folder")  # of samples: it was made for this visit and is gone
+
+
+class RunVisit:
+    """What there is to say of one run. `plan` is None until one of the first three methods could decide it."""
+
+    def __init__(
+        self, machine: Machine, device: Device, index: int, trials: DeviceTrials, world: World, *, quick: bool
+    ) -> None:
+        self.machine, self.device, self.index, self.trials = machine, device, index, trials
+        self.world, self.quick = world, quick
+        self.plan: RunPlan | None = None
+        self.tokens = TokenFacts()
+        self.step_seconds: float | None = None
+        self.whole = True  # all rows of a fine-tuning run were read
+
+    def with_tokenizer(self, asked: LoadedConfig) -> LoadedConfig:
+        return with_tokenizer(asked, self.device)
+
+    def decide_on_text(self, asked: LoadedConfig, known: TokenFacts | None = None) -> Iterator[Finding]:
+        """`known` is what looking at the text has found."""
+        self.tokens = known = known or TokenFacts()
+        uncounted = dataclasses.replace(known, exact=False, train_tokens=None, val_tokens=None)
+        expected = [functools.partial(ExpectedSource, device=self.device, known=facts) for facts in (known, uncounted)]
+        yield from self._decide(asked, [*([self._source] if known.exact else []), *expected])
+        if self.plan is not None and asked.size is not None and not known.exact:
+            said = "settled as for text that is read once, because its tokens are not counted"
+            if known.train_tokens is not None:
+                said = f"settled for about {known.train_tokens:,} tokens to train on; a run counts them first"
+            yield Check("config", "size").note(said)
+
+    def open(self, asked: LoadedConfig, _: contextlib.ExitStack) -> Iterator[Finding]:
+        """Opens data that is neither text nor rows as training does."""
+        yield from self._decide(asked, [self._source])
+        if self.plan is not None:
+            data = self.plan.data
+            known = {"train_tokens": data.facts.train_tokens, "val_tokens": data.val.tokens}
+            self.tokens = TokenFacts(exact=True, vocab=data.tokenizer.vocab, **known)
+            counted = "" if data.facts.train_tokens is None else f"{data.facts.train_tokens:,} tokens to train on, "
+            told = f"{counted}{data.val.tokens:,} to validate, tokenizer {data.tokenizer.kind}"
+            yield Check("data", "source").ok(f"{data.facts.place}: {told} with {data.tokenizer.vocab:,} ids")
+
+    def look_at_rows(self, asked: LoadedConfig, scratch: contextlib.ExitStack) -> Iterator[Finding]:
+        folder = Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="flatout-doctor-")))
+        ready = yield from look_at_chat(asked, folder, quick=self.quick)
+        if ready is None:
+            return
+        rows = asked.config.chat.source
+        yield from self._decide(ready, [self._source])
+        self.whole = ready.config.chat.source == rows
+        if self.plan is not None:
+            yield from check_samples(self.plan, asked.config.chat)
+        if not self.whole:
+            yield unchecked("config", f"{rows} is large: rows after the first {FIRST:,}, and steps, were not checked")
+
+    def _source(self, asked: LoadedConfig) -> DataSource:
+        return DataSource(asked, self.device)
+
+    def _decide(self, asked: LoadedConfig, sources: Sources) -> Iterator[Finding]:
+        self.plan, refused = decide(asked, sources, self.world, probes_of(self.machine, self.trials))
+        yield from refused
+
+    def judge(self, plan: RunPlan, disk: Disk) -> Iterator[Finding | None]:
+        ranks = self.world.size
+        self.step_seconds, whose = least_seconds(plan, self.trials, ranks)
+        about = "" if self.tokens.exact or plan.fine_tunes else "about "
+        advice = advice_on(plan, about=about, step_seconds=self.step_seconds, write_rate=disk.write_rate)
+        counted = self.whole and known_steps(plan) is not None
+        for one in (*plan.checks, *advice):
+            by_steps = one.area == "config" and one.name in _OF_STEPS
+            if (counted or not by_steps) and (one.area, one.name) != _MADE:
+                yield one
+        yield from check_space(plan, disk, self.tokens)
+        yield from check_start(plan, self.tokens)
+        yield from check_memory(plan, self.machine, self.index, ranks)
+        yield check_time(plan, self.step_seconds, whose)
+
+    def facts_of_gradients(self) -> dict[str, Any]:
+        """What `check_ranks` needs to know of the run."""
+        if self.plan is None:
+            return {}
+        parameters = parameter_count(self.plan.model, self.plan.vocab)
+        return {"reduce": self.plan.parallel.reduce, "parameters": parameters, "step_seconds": self.step_seconds}
+
+
+# --- a described machine ----------------------------------------------------------------------------------------------
+
+
+def device_of(machine: Machine, kind: str, index: int, memory_limit: float | None) -> Device:
+    """torch's view of a described machine."""
+    if kind != "cuda":
+        memory = machine.memory_bytes if kind == "cpu" else None
+        return Device(torch_device=torch.device(kind), name=kind, memory_bytes=memory, capability=None)
+    card = machine.cards[index]
+    device = Device(
+        torch_device=torch.device("cuda", index),
+        name=card.name,
+        memory_bytes=card.memory_bytes,
+        capability=card.capability,
+    )
+    return limit_memory(device, memory_limit)
+
+
+def probes_of(machine: Machine, trials: DeviceTrials) -> Probes:
+    """The trials' answers; what was not tried counts as working, unless its package is missing."""
+
+    def attention(backend: str, _device: object, **_: object) -> str | None:
+        if "fa4" in backend and machine.packages.get("flash_attn.cute") is None:
+            return "flash-attn-4 is not installed (the extra flatout[fa4])"
+        if backend == "fa3" and machine.packages.get("flash_attn_interface") is None:
+            return "flash_attn_3 is not installed"
+        return trials.failure(f"attention {backend}")
+
+    cores = max(1, int(machine.usable_cores))
+    return Probes(
+        attention=attention,
+        picked=lambda *_, **__: trials.picked,
+        documents=attention,
+        compiler=lambda _: trials.failure("torch.compile"),
+        products=lambda: trials.failure("cuBLASLt"),
+        threads=lambda *_: trials.threads or ThreadTrial(seconds={cores: 0.0}, cores=cores),
+        triton=lambda: machine.triton.status == "ok" and trials.failure("triton kernels") is None,
+    )
+
+
+@final
+@dataclasses.dataclass(eq=False)
+class ExpectedSplit:
+    """A split that nobody has made yet."""
+
+    split: str
+    tokens: int
+    folder: str
+    text_bytes: int = 0
+
+    def read(self, start: int, length: int) -> Ids:
+        raise NotImplementedError("there are no tokens yet")
+
+
+@final
+class ExpectedText(TrainingData):
+    """Text as it will be once it is prepared, by what is known of its tokens. It has facts, and no batches."""
+
+    def __init__(self, settings: LoadedConfig, known: TokenFacts, vocab: int) -> None:
+        config, data, context = settings.config, settings.config.data, settings.config.model.context
+        place = str(data.folder if data.source is None else data.source)
+        train, windows = ExpectedSplit("train", known.train_tokens or 0, place), None
+        self.val = ExpectedSplit("val", known.val_tokens or 0, place)
+        if known.train_tokens is not None and config.data_kind == "text":
+            if data.packing == "best_fit":  # about: padding is small
+                windows = train.tokens // (context + 1)
+            else:
+                check_length(train, context)
+                windows = window_count(train.tokens, context, data.stride or context)
+        if known.val_tokens is not None:
+            check_evaluable(self.val)
+        self.tokenizer = IdTokenizer(vocab)
+        self.schedule = asked_schedule(config, windows)
+        self.facts = DataFacts(
+            fingerprint="",
+            place=place,
+            train_tokens=known.train_tokens,
+            windows=windows,
+            corpus_bytes=None if config.data_kind == "stream" else train.tokens * known.token_bytes,
+        )
+
+    def batches(self, delivery: Delivery, span: Span) -> BatchLoader:
+        raise NotImplementedError("there are no tokens yet")
+
+    def notices(self, delivery: Delivery) -> tuple[Finding, ...]:
+        return ()
+
+
+@final
+class ExpectedSource(DataSource):
+    """The text of settings, which stays as it is."""
+
+    def __init__(self, asked: LoadedConfig, device: Device, known: TokenFacts) -> None:
+        super().__init__(asked, device)
+        self.tokens = known
+
+    @property
+    def vocab(self) -> int:
+        config = self.asked.config
+        return self.tokens.vocab or config.model.vocab or usual_vocab(config.data.tokenizer)
+
+    def known(self) -> Known:
+        config = self.asked.config
+        unique = None if config.data_kind == "stream" else self.tokens.train_tokens
+        return Known(vocab=config.model.vocab or self.vocab, unique=unique)
+
+    def open(self, settings: LoadedConfig) -> Opened:
+        return Opened(settings, ExpectedText(settings, self.tokens, self.vocab))
+
+    def start(self, opened: Opened, vocab: int) -> None:
+        """Without the text's tokenizer it cannot be compared: `check_start` looks at the rest."""
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
 
 CONTEXT_BYTES = 512 * 2**20  # what CUDA itself holds on a card, beside torch's tensors
 FETCHED = "It is fetched from the hub when training starts; the hub is not asked now."
 _STEP = Check("memory", "a step")
 
 
-def decide(
-    asked: LoadedConfig,
-    sources: Iterable[Callable[[LoadedConfig], DataSource]],
-    world: World,
-    probes: Probes,
-) -> tuple[RunPlan | None, list[Finding]]:
+def decide(asked: LoadedConfig, sources: Sources, world: World, probes: Probes) -> tuple[RunPlan | None, list[Finding]]:
     """The plan of a run, and all that it would be refused for: a setting that is refused is left at its default.
 
     The first of `sources` that can be opened is taken.
@@ -153,7 +387,7 @@ def _tiny_micro_batches(plan: RunPlan, have: int) -> Finding | None:
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def least_seconds(plan: RunPlan, trials: Trials, ranks: int) -> tuple[float | None, str]:
+def least_seconds(plan: RunPlan, trials: DeviceTrials, ranks: int) -> tuple[float | None, str]:
     """The least time of a step, and by whose rate; none for 8-bit products, which are not timed."""
     rate, whose = trials.product_flops, "the rate of a matrix product timed here"
     if rate is None:
@@ -182,12 +416,10 @@ def check_time(plan: RunPlan, step_seconds: float | None, whose: str) -> Finding
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return many(round(seconds), "second")
-    hours = seconds / 3600
-    if hours < 2:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{hours:.0f} hours" if hours < 48 else f"{hours / 24:.0f} days"
+    for unit, length, most in (("second", 1, 120), ("minute", 60, 120), ("hour", 3600, 48)):
+        if seconds < most * length:
+            return many(round(seconds / length), unit)
+    return f"{seconds / 86400:.0f} days"
 
 
 def _count(value: float) -> str:
@@ -197,7 +429,7 @@ def _count(value: float) -> str:
     return f"{value:.0f}"
 
 
-# --- disk, start, ranks -----------------------------------------------------------------------------------------------
+# --- disk and start ---------------------------------------------------------------------------------------------------
 
 
 def check_space(plan: RunPlan, disk: Disk, data: TokenFacts) -> Iterator[Finding]:
@@ -239,15 +471,97 @@ def check_start(plan: RunPlan, known: TokenFacts) -> Iterator[Finding]:
         yield check.ok(start.notice)
 
 
-def check_share(plan: RunPlan, several: Several) -> Finding | None:
-    """Whether ranks share a step evenly."""
-    if plan.fine_tunes:
+# --- what a run is fine-tuned from and on -----------------------------------------------------------------------------
+
+_WHOLE, _WHOLE_QUICK = 32 * 2**20, 4 * 2**20  # bytes of a source that is read to its end
+FIRST = 2000  # rows of a larger one
+
+
+def look_at_chat(asked: LoadedConfig, temporary: Path, *, quick: bool) -> Generator[Finding, None, LoadedConfig | None]:
+    """Yields what was found of the base, and returns the settings with samples that may be made in a temporary folder;
+    None where there is no base to make them for."""
+    base = yield from _check_base(asked.config.model)
+    if base is None:
+        yield from _check_sources(asked.config.chat)
         return None
-    check, windows = Check("ranks", "batch"), plan.schedule.at(plan.steps).windows
     try:
-        check_even(plan.data, several.size)
-    except UnevenError as error:
-        divisors = [str(number) for number in range(1, min(windows, 4096) + 1) if windows % number == 0]
-        few = f"{sentence(error.hint)[:-1]}: {', '.join(divisors[-8:])}."
-        return check.told("bad" if several.asked else "note", error.message, few)
-    return check.ok(f"{windows // several.size} of {windows} windows of {plan.model.context:,} tokens a rank and step")
+        _, why = why_samples_are_made(asked.config, written=asked.sources["model.context"])
+    except UserError:  # which opening them meets again, and tells
+        return asked
+    if not why:
+        return asked
+    chat, most = asked.config.chat, _WHOLE_QUICK if quick else _WHOLE
+    found = {"source": chat.source, "val_source": chat.val_source}
+    cut = {name: _head(name, source, temporary, most) for name, source in found.items() if source is not None}
+    values = {f"chat.{name}": str(path) for name, path in cut.items() if path is not None}
+    return with_values(asked, {**values, "data.folder": str(temporary / "samples")}, Source("preset", "the doctor"))
+
+
+def check_samples(plan: RunPlan, asked: ChatConfig) -> Iterator[Finding]:
+    """The rows, and what they are written by."""
+    data = plan.data
+    assert isinstance(data, SampleData), "there is a chat.source"
+    counts, readings = data.sample_set.manifest["counts"], data.sample_set.manifest.get("reading") or [{}]
+    rows = counts.get("rows", 0) - counts.get("rows_not_used", 0)
+    part = "" if plan.chat.source == asked.source else f"; only the first {FIRST:,} rows were read"
+    reading = readings[0].get("format", "conversations")
+    yield Check("data", "rows").ok(f"{asked.source}: {many(rows, 'row')}, read as {reading}{part}")
+    template = "none: samples are bare text" if data.template is None else data.template.name
+    if not any(check.name == "template" for check in plan.checks):
+        yield Check("data", "template").ok("the model's own" if template == "model" else template)
+    if plan.lora.quantize != "none":
+        try:
+            check_quantizing(plan.speed.device.torch_device)
+        except UserError as error:
+            yield finding_of(error, "config", "lora.quantize")
+
+
+def _check_base(model: ModelConfig) -> Generator[Finding, None, Base | None]:
+    """The model that is trained, as far as it can be seen without reading all of its weights."""
+    name = model.init_from
+    assert name is not None, "checked by the config"
+    if not is_within_reach(name):
+        yield Check("data", "base").warn(
+            f"{name} is not on this machine",
+            f"{FETCHED} Without a network, name a folder with model.init_from.",
+        )
+        return None
+    try:
+        base = open_base(name, model.context)
+        if not is_checkpoint(base.description.folder):  # those of ours have been hashed
+            inventory(base.description)
+    except UserError as error:
+        yield finding_of(error, "data", "base")
+        return None
+    size = parameter_count(base.description.config, base.description.vocab)
+    kind, dtype = base.description.model_type, base.description.dtype
+    stored = "" if dtype is None else f", in {dtype}"
+    yield Check("data", "base").ok(f"{base.name}: {kind} with {size:,} parameters{stored}")
+    return base
+
+
+def _check_sources(chat: ChatConfig) -> Iterator[Finding]:
+    """Whether there is anything to read rows from; without a base that is all that can be said of it."""
+    for field, source in {"chat.source": chat.source, "chat.validation": chat.val_source}.items():
+        if source is not None:
+            try:
+                files = row_files(source, field)
+            except UserError as error:
+                yield finding_of(error, "data", "rows")
+            else:
+                size = sum(file.bytes for file in files) / 1e6
+                yield Check("data", "rows").ok(f"{source}: {many(len(files), 'file')}, {size:,.1f} MB, not read")
+
+
+def _head(name: str, source: str, temporary: Path, most: int) -> Path | None:
+    """A file with the first rows of a source that is too large to be read whole; None for one that is not."""
+    files = find_files(source).files
+    if sum(file.bytes for file in files) <= most:
+        return None
+    path = temporary / f"{name}.jsonl"
+    rows = itertools.chain.from_iterable(read_rows(file) for file in files)
+    with path.open("w", encoding="utf-8") as target:
+        for row in itertools.islice(rows, FIRST):
+            if isinstance(row, Row):
+                target.write(json.dumps(row.value, default=str) + "\n")
+    return path

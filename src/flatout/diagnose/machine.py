@@ -10,24 +10,99 @@ The trap: inside a container other processes are often not visible, though their
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from flatout.diagnose.doctor import Card, Library, Machine, Torch, first_line
+from flatout.errors import first_line
 from flatout.host import host_memory, load_average, usable_cores
 
-_SECONDS = 10
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Library:
+    """A package that may be missing or broken; `reason` says how."""
+
+    status: Literal["ok", "missing", "broken"] = "missing"
+    version: str = ""
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Torch(Library):
+    """torch, and what it sees. Of a torch that cannot be imported only the version is known, if that."""
+
+    cuda: str | None = None  # the CUDA it was built for, such as 13.0
+    sees_cuda: bool = False
+    why_not: str = ""  # what torch says when it sees none
+    mps: bool = False
+    architectures: tuple[str, ...] = ()  # cards it has code for: sm_90, compute_90
+    threads: int | None = None
+    wants_triton: str | None = None  # the exact version its own metadata asks for
+
+    @property
+    def usable(self) -> bool:
+        """Whether Flatout can run on it: there, whole, and not too old."""
+        version = numbers(self.version)[:2]
+        return self.status == "ok" and (not version or version >= OLDEST_TORCH)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CardState:
+    """A GPU and its state before we touched it; None for what nobody tells."""
+
+    name: str
+    capability: tuple[int, int] | None = None
+    memory_bytes: int | None = None
+    used_bytes: int | None = None  # by others
+    processes: tuple[int, ...] = ()  # of others, by process id
+    utilisation: float | None = None  # 0 to 1
+    temperature: float | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    power_default_watts: float | None = None
+    clock_mhz: float | None = None
+    clock_most_mhz: float | None = None
+    throttled: tuple[str, ...] = ()  # power, heat, hardware
+    uncorrected_errors: int | None = None  # of its memory, since the driver was loaded
+    remapping: str = ""  # rows of its memory that wait for a reset, or could not be replaced
+    identity: str = ""  # UUID
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """All that is known of a machine. `cards` come in torch's order, or the driver's where torch sees none."""
+
+    system: str
+    python: tuple[int, int, int]
+    torch: Torch
+    triton: Library
+    cores: int
+    usable_cores: float  # as the scheduler and the container allow
+    load: float | None = None  # processes that ran or waited, as a mean over the last minute
+    memory_bytes: int | None
+    available_bytes: int | None
+    environment: Mapping[str, str]
+    packages: Mapping[str, str | None]  # by the name that is imported; None where it is missing
+    now: float  # seconds since 1970
+    cards: tuple[CardState, ...] = ()
+    hidden_cards: int = 0  # that the driver has and torch does not see
+    told_by: str = ""  # NVML, nvidia-smi or torch
+    driver: str | None = None
+    driver_cuda: tuple[int, int] | None = None  # the newest CUDA that the driver knows
+    xids: tuple[str, ...] = ()  # errors of the card in the kernel's log
+
+
+OLDEST_TORCH = (2, 11)
 # Bits of the driver's "why is the clock held down"; idle and the user's own clocks are no trouble.
 _HELD_BY = {"power": 0x04 | 0x80, "heat": 0x20 | 0x40, "hardware": 0x08}
 # Packages by the names that are imported; flash_attn.cute is FlashAttention-4, flash_attn_interface FlashAttention-3.
@@ -55,7 +130,7 @@ def gather_machine() -> Machine:
         system=f"{platform.system()} {platform.release()}, {platform.machine()}",
         python=(sys.version_info[0], sys.version_info[1], sys.version_info[2]),
         torch=torch,
-        triton=look_at_triton(),
+        triton=_imported("triton")[1],
         cores=os.cpu_count() or 1,
         usable_cores=usable_cores(),
         load=load_average(),
@@ -78,27 +153,14 @@ def gather_machine() -> Machine:
 
 def look_at_torch() -> Torch:
     """Imports torch and asks what it sees; a torch that cannot be imported is an answer, too."""
-    version = _distribution_version("torch")
-    try:
-        missing = "torch" not in sys.modules and importlib.util.find_spec("torch") is None
-    except (ImportError, ValueError, AttributeError):
-        missing = True
-    if missing:
-        return Torch(status="missing", version=version, reason="there is no package torch for this Python")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import torch
-        version = str(torch.__version__)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a broken build raises whatever it likes
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            return Torch(status="missing", version=version, reason=first_line(error))
-        return Torch(status="broken", version=version, reason=f"{type(error).__name__}: {first_line(error)}")
+    torch, found = _imported("torch")
+    if torch is None:
+        return Torch(**vars(found))
     try:
         sees, why = _sees_cuda(torch)
         return Torch(
             status="ok",
-            version=version,
+            version=found.version,
             cuda=torch.version.cuda,
             sees_cuda=sees,
             why_not=why,
@@ -109,7 +171,27 @@ def look_at_torch() -> Torch:
         )
     except Exception as error:  # noqa: BLE001 - such as a folder named torch that is no torch
         reason = f"it is imported, but does not answer: {type(error).__name__}: {first_line(error)}"
-        return Torch(status="broken", version=version, reason=reason)
+        return Torch(status="broken", version=found.version, reason=reason)
+
+
+def _imported(name: str) -> tuple[Any, Library]:
+    """A package, and what is known of it; None where it cannot be imported."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = importlib.import_module(name)
+        return module, Library(status="ok", version=str(module.__version__))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a broken build raises whatever it likes
+        status, reason = "broken", f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            status, reason = "missing", f"there is no package {name} for this Python"
+        return None, Library(status=status, version=_installed(name), reason=reason)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: 2.11.0+cu130 is (2, 11, 0)."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def _sees_cuda(torch: Any) -> tuple[bool, str]:
@@ -129,38 +211,23 @@ def _wanted_triton() -> str | None:
     return None
 
 
-def look_at_triton() -> Library:
-    """Imports Triton, which torch's compiler and our kernels need on a GPU."""
-    version = _distribution_version("triton")
+def _installed(package: str) -> str:
+    """The version by a package's own metadata, without importing it."""
     try:
-        if importlib.util.find_spec("triton") is None:
-            return Library(status="missing", version=version)
-        import triton
-
-        return Library(status="ok", version=str(triton.__version__))
-    except (Exception, SystemExit) as error:  # noqa: BLE001
-        return Library(status="broken", version=version, reason=f"{type(error).__name__}: {first_line(error)}")
-
-
-def _distribution_version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
 def _version(module: str, package: str) -> str | None:
     """The version of an installed package, which is not imported for that; None where it is missing."""
-    try:
-        top, _, inner = module.partition(".")
+    top, _, inner = module.partition(".")
+    with contextlib.suppress(ImportError, ValueError, AttributeError):
         found = importlib.util.find_spec(top)
-        if found is None:
-            return None
-        if inner and not any((Path(folder) / inner).is_dir() for folder in found.submodule_search_locations or ()):
-            return None
-    except (ImportError, ValueError, AttributeError):
-        return None
-    return _distribution_version(package) or "unknown"
+        folders = () if found is None else found.submodule_search_locations or ()
+        if found is not None and (not inner or any((Path(folder) / inner).is_dir() for folder in folders)):
+            return _installed(package) or "unknown"
+    return None
 
 
 # --- cards ------------------------------------------------------------------------------------------------------------
@@ -172,24 +239,27 @@ class DriverReport:
 
     driver: str | None = None
     cuda: tuple[int, int] | None = None
-    cards: tuple[Card, ...] = ()
+    cards: tuple[CardState, ...] = ()
+
+
+@contextlib.contextmanager
+def nvml() -> Iterator[Any]:
+    """NVIDIA's library of its driver, ready to be asked; raises whatever it likes where there is none."""
+    import pynvml  # pyright: ignore[reportMissingImports]
+
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        with contextlib.suppress(Exception):
+            pynvml.nvmlShutdown()
 
 
 def read_cards() -> DriverReport:
     """Every card of this machine, by its driver; nothing where there is none, or one of another version."""
-    try:
-        import pynvml  # pyright: ignore[reportMissingImports]
-
-        pynvml.nvmlInit()
-    except Exception:  # noqa: BLE001
-        return DriverReport()
-    try:
-        return report_of_nvml(pynvml)
-    except Exception:  # noqa: BLE001
-        return DriverReport()
-    finally:
-        with contextlib.suppress(Exception):
-            pynvml.nvmlShutdown()
+    with contextlib.suppress(Exception), nvml() as library:
+        return report_of_nvml(library)
+    return DriverReport()
 
 
 def report_of_nvml(nvml: Any) -> DriverReport:
@@ -202,7 +272,7 @@ def report_of_nvml(nvml: Any) -> DriverReport:
     )
 
 
-def _nvml_card(nvml: Any, number: int) -> Card:
+def _nvml_card(nvml: Any, number: int) -> CardState:
     handle = nvml.nvmlDeviceGetHandleByIndex(number)
 
     def ask(name: str, *arguments: Any) -> Any:
@@ -212,15 +282,14 @@ def _nvml_card(nvml: Any, number: int) -> Card:
     memory = ask("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", 2)) or ask("nvmlDeviceGetMemoryInfo")
     bits = ask("nvmlDeviceGetCurrentClocksEventReasons")
     bits = ask("nvmlDeviceGetCurrentClocksThrottleReasons") if bits is None else bits
-    watts = [
-        ask(f"nvmlDeviceGet{name}") for name in ("PowerUsage", "EnforcedPowerLimit", "PowerManagementDefaultLimit")
-    ]
-    power, limit, default = (None if value is None else value / 1000 for value in watts)
+    names = ("PowerUsage", "EnforcedPowerLimit", "PowerManagementDefaultLimit")
+    milliwatts = (ask(f"nvmlDeviceGet{name}") for name in names)
+    power, limit, default = (None if value is None else value / 1000 for value in milliwatts)
     rates = ask("nvmlDeviceGetUtilizationRates")
-    rows = ask("nvmlDeviceGetRemappedRows")
+    _, _, waiting, failed = ask("nvmlDeviceGetRemappedRows") or (0, 0, 0, 0)
     capability = ask("nvmlDeviceGetCudaComputeCapability")
     processes = ask("nvmlDeviceGetComputeRunningProcesses") or ()
-    return Card(
+    return CardState(
         name=_text(ask("nvmlDeviceGetName")) or "NVIDIA GPU",
         capability=None if capability is None else (int(capability[0]), int(capability[1])),
         memory_bytes=getattr(memory, "total", None),
@@ -235,7 +304,7 @@ def _nvml_card(nvml: Any, number: int) -> Card:
         clock_most_mhz=ask("nvmlDeviceGetMaxClockInfo", 1),
         throttled=held_by(int(bits or 0)),
         uncorrected_errors=ask("nvmlDeviceGetTotalEccErrors", 1, 0),
-        remapping=_remapping(rows),
+        remapping="a row could not be replaced" if failed else "a row waits to be replaced" if waiting else "",
         identity=_text(ask("nvmlDeviceGetUUID")) or "",
     )
 
@@ -252,63 +321,54 @@ def _text(value: Any) -> str | None:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
-def _remapping(rows: Any) -> str:
-    if rows is None or len(rows) < 4:
-        return ""
-    _, _, waiting, failed = rows[:4]
-    return "a row could not be replaced" if failed else "a row waits to be replaced" if waiting else ""
-
-
 def held_by(bits: int) -> tuple[str, ...]:
     """Why the driver holds the clock down, in words."""
     return tuple(word for word, mask in _HELD_BY.items() if bits & mask)
 
 
-def _cards(report: DriverReport, torch: Torch) -> tuple[tuple[Card, ...], int, str]:
+def _cards(report: DriverReport, torch: Torch) -> tuple[tuple[CardState, ...], int, str]:
     """The cards in torch's order with the driver's news of them, how many torch does not see, and who told."""
     if not torch.sees_cuda:
         return report.cards, 0, "NVML" if report.cards else ""
     seen = _torch_cards()
     if not report.cards:
-        return tuple(card for card, _ in seen), 0, "torch"
+        return tuple(seen), 0, "torch"
     return merged(report.cards, seen), max(0, len(report.cards) - len(seen)), "NVML"
 
 
-def merged(told: Sequence[Card], seen: Sequence[tuple[Card, int]]) -> tuple[Card, ...]:
+def merged(told: Sequence[CardState], seen: Sequence[CardState]) -> tuple[CardState, ...]:
     """Torch's cards, each with the state of the driver's card of the same UUID, or else of the same number."""
     by_identity = {card.identity: card for card in told if card.identity}
-    cards: list[Card] = []
-    for card, number in seen:
+    cards: list[CardState] = []
+    for number, card in enumerate(seen):
         state = by_identity.get(card.identity) or (told[number] if number < len(told) else card)
         own = {"name": card.name, "capability": card.capability, "memory_bytes": card.memory_bytes}
         cards.append(dataclasses.replace(state, **{name: value for name, value in own.items() if value is not None}))
     return tuple(cards)
 
 
-def _torch_cards() -> list[tuple[Card, int]]:
+def _torch_cards() -> list[CardState]:
     import torch
 
-    cards: list[tuple[Card, int]] = []
+    cards: list[CardState] = []
     for number in range(torch.cuda.device_count()):
         with contextlib.suppress(Exception):
             properties = torch.cuda.get_device_properties(number)
             identity = str(getattr(properties, "uuid", ""))
-            card = Card(
+            card = CardState(
                 name=properties.name,
                 capability=(properties.major, properties.minor),
                 memory_bytes=properties.total_memory,
                 identity=f"GPU-{identity}" if identity and not identity.startswith("GPU-") else identity,
             )
-            cards.append((card, number))
+            cards.append(card)
     return cards
 
 
 def read_xids() -> tuple[str, ...]:
     """Errors of the cards in the kernel's log, the newest last; nothing where we may not read it."""
-    if shutil.which("dmesg") is None:
-        return ()
     try:
-        done = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):
         return ()
     return xids_in(done.stdout)

@@ -43,7 +43,7 @@ from flatout.parallel.reducer import BucketReducer
 
 
 @dataclasses.dataclass(frozen=True)
-class Slice:
+class LocalRows:
     """The rows of a tensor that one process holds."""
 
     shape: tuple[int, ...]  # of the whole tensor
@@ -112,7 +112,7 @@ class Sharding:
         self._sharded: dict[str, DTensor] = {}
         self._whole_bytes = 0
         self.parameters: dict[str, nn.Parameter] = {}
-        self.slices: dict[str, Slice] = {}
+        self.slices: dict[str, LocalRows] = {}
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor):
                 self.parameters[name] = parameter
@@ -123,7 +123,7 @@ class Sharding:
             self.parameters[name] = nn.Parameter(local.detach(), requires_grad=parameter.requires_grad)
             most = -(-parameter.shape[0] // self.count)
             start = min(self.number * most, parameter.shape[0])
-            self.slices[name] = Slice(tuple(parameter.shape), start, local.shape[0])
+            self.slices[name] = LocalRows(tuple(parameter.shape), start, local.shape[0])
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -173,7 +173,7 @@ class Sharding:
             held[name] = tensor if one is None else one.of(tensor).clone()  # a view would keep the whole one
         return held
 
-    def slice_of(self, name: str, tensor: Tensor) -> Slice | None:
+    def slice_of(self, name: str, tensor: Tensor) -> LocalRows | None:
         """Which slice `tensor`, or what it is a slice of, has here; None for what is whole everywhere."""
         one = self.slices.get(name) or self.slices.get(name.rpartition(".")[0])
         return one if one is not None and tensor.ndim == len(one.shape) else None

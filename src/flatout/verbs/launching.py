@@ -12,8 +12,8 @@ from flatout.launch import AGENT, START, launch, place_of_slurm
 from flatout.words import Parser, quoted
 
 if TYPE_CHECKING:
-    from flatout.agent.hosts import Hosts
     from flatout.config.load import LoadedConfig
+    from flatout.parallel.agent import Hosts
 
 _MOST = 1024
 Found = TypeVar("Found")
@@ -61,8 +61,8 @@ def start_workers(
 
     `checked` loads the config, and has the words for them: what is wrong is told here, once, and not by every process.
     """
-    from flatout.agent.agent import Agent
     from flatout.config.sections import ParallelConfig
+    from flatout.parallel.agent import Agent
 
     hosts_of = _hosts(parsed)
     try:
@@ -89,7 +89,7 @@ def told_by_one(checked: Callable[[], Found]) -> Found:
 
 def _hosts(parsed: argparse.Namespace) -> "Callable[[float], Hosts]":
     """How the agents of all hosts meet, given how long to wait for them."""
-    from flatout.agent.hosts import OneHost
+    from flatout.parallel.agent import OneHost
 
     nodes, rank, meet = parsed.nodes, parsed.node_rank, parsed.meet
     if nodes is None and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -108,7 +108,7 @@ def _hosts(parsed: argparse.Namespace) -> "Callable[[float], Hosts]":
         )
     if rank >= nodes:
         raise UsageError(f"--node-rank {rank} is not below --nodes {nodes}", "hosts are numbered from 0")
-    from flatout.agent.many_hosts import ManyHosts
+    from flatout.parallel.many_hosts import ManyHosts
 
     place = found[1], int(found[2])
     return lambda patience: ManyHosts(parsed.gpus, nodes, rank, place, patience)

@@ -44,7 +44,7 @@ class Place:
 
 
 @final
-class Worker:
+class WorkerProcess:
     def __init__(self, process: subprocess.Popen[bytes], rank: int, local: int) -> None:
         self.process, self.rank, self.local = process, rank, local
         self.code: int | None = None  # negative: the signal that killed it
@@ -78,7 +78,7 @@ class Workers:
     ) -> None:
         self.folder, self.place = folder, place
         self.slots = Slots(folder, place.count, create=True)
-        self.all: list[Worker] = []
+        self.all: list[WorkerProcess] = []
         shared = _environment(place, attempt, restarts, folder)
         for local in range(place.count):
             rank = place.first + local
@@ -93,17 +93,17 @@ class Workers:
             else:
                 worker.stopped_since = None
 
-    def state(self, worker: Worker) -> State:
+    def state(self, worker: WorkerProcess) -> State:
         return self.slots.state(worker.local)
 
-    def step(self, worker: Worker) -> int:
+    def step(self, worker: WorkerProcess) -> int:
         return self.slots.row(worker.local)["step"]
 
-    def micro_batch(self, worker: Worker) -> int:
+    def micro_batch(self, worker: WorkerProcess) -> int:
         return self.slots.row(worker.local)["micro_batch"]
 
     @property
-    def running(self) -> list[Worker]:
+    def running(self) -> list[WorkerProcess]:
         return [worker for worker in self.all if worker.code is None]
 
     @property
@@ -116,7 +116,7 @@ class Workers:
         if self.running:
             self.running[0].signal(number)
 
-    def stack(self, worker: Worker) -> Sequence[str]:
+    def stack(self, worker: WorkerProcess) -> Sequence[str]:
         """Where a worker is that does not answer; nothing where it is stopped or cannot say."""
         path = self.folder / f"stack-{worker.local}"
         if worker.code is not None or not path.exists() or worker.stopped:
@@ -138,7 +138,7 @@ class Workers:
             if worker.reader is not None:
                 worker.reader.join(timeout=2)
 
-    def _killed(self, worker: Worker) -> int:
+    def _killed(self, worker: WorkerProcess) -> int:
         try:
             return worker.process.wait(_KILL)
         except subprocess.TimeoutExpired as error:
@@ -166,7 +166,9 @@ def _environment(place: Place, attempt: Attempt, restarts: int, folder: Path) ->
     return {**shared, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str], rank: int, local: int, listen: int | None) -> Worker:
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], rank: int, local: int, listen: int | None
+) -> WorkerProcess:
     speaks = rank == 0
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "flatout", *command],
@@ -177,7 +179,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str], rank: int, lo
         start_new_session=True,
         pass_fds=() if listen is None else (listen,),
     )
-    worker = Worker(process, rank, local)
+    worker = WorkerProcess(process, rank, local)
     if process.stderr is not None:
         worker.reader = threading.Thread(target=_pass_on_lines, args=(process.stderr, rank), daemon=True)
         worker.reader.start()

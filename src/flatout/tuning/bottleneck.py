@@ -1,22 +1,221 @@
-"""What a profile means: one word for the bottleneck, the numbers that led to it, and the switch to try. Pure functions.
+"""What limits a step: a trace of torch's profiler added up, and the verdict with the switch to try.
 
-Idea: a step's time is cut into what the device did and what it waited for. `step` is measured without the profiler,
+Pure functions, no torch. The trace is a public format that a person can open too, so the figures come from the very
+events that stand there. `read_trace` returns seconds of one step by kernel, by kind and by named range. Device time of
+a range is that of the kernels launched in it, whenever they ran: the host's clock says nothing about the device's work.
+
+`judge` cuts a step's time into what the device did and what it waited for. `step` is measured without the profiler,
 which slows the host down; `busy` is measured with it, because the durations of kernels do not change. What is left
 between the two is idle time. As much of it as the host waited for data is the loader's; the rest is the host being
 slower than the device. If there is little idle time, the kinds of kernels tell whether arithmetic or memory sets the
 pace: matrix products and attention compute, everything else mostly moves bytes. On a CPU, threads may wait for cores,
-which the system counts.
+which the system counts. A setting is proposed only if it is not in use and `possible` says that this machine and model
+can have it.
 
-Contract: `judge` takes `Measurements` and returns a `Verdict`. A setting is proposed only if it is not in use and
-`possible` says that this machine and model can have it.
-Trap: a host that runs ahead of the device waits for data while the device is busy; that wait costs nothing.
+Traps: a replayed CUDA graph is one launch of many kernels, so its ranges cannot be told apart: `micro-batch` has all.
+On a CPU operators nest; their own time is what is left without the operators inside. A host that runs ahead of the
+device waits for data while the device is busy; that wait costs nothing.
 """
 
+import bisect
 import dataclasses
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from flatout.diagnose.trace import ATTENTION, COMPILED, COPIES, ELEMENTWISE, OPTIMIZER, OURS, PRODUCTS
 from flatout.records import WAITING
+
+# The named ranges of a step, and how deep each one lies.
+RANGES = {"data": 0, "micro-batch": 0, "forward": 1, "backward": 1, "optimizer": 0, "reduction": 1}
+STEP = "step"
+
+PRODUCTS, ATTENTION, OURS, COMPILED = "matrix products", "attention", "our kernels", "compiled code"
+ELEMENTWISE, COPIES, OPTIMIZER, COMMUNICATION = "elementwise", "copies", "optimizer", "communication"
+BOOKKEEPING, UNKNOWN = "bookkeeping", "unknown"
+
+# Kernels in src/flatout/ops/kernels by their names in a trace. Those of updates (8-bit, Muon) count as optimizer.
+UPDATE_KERNELS = ("_update", "_advance", "_apply", "_symmetric", "_mean_squares", "_second_moment", "_scale_matrices")
+OUR_KERNELS = (
+    *("_add", "_add_back", "_back", "_make", "_weigh"),
+    *("_backward", "_carry", "_drop", "_ends", "_fold", "_forward", "_gate_backward", "_gate_forward", "_gradients"),
+    *("_maxima", "_pack", "_round", "_round_delayed", "_rows", "_scale", "_spread", "_states"),
+    *("_swiglu_backward", "_table"),
+)
+# First match wins: a library's attention is full of words for products, and torch's copies are elementwise kernels.
+_KERNEL_KINDS = (
+    (COMMUNICATION, r"nccl|nvshmem"),
+    (ATTENTION, r"sdpa|fmha|flash|attention|attn|cudnn::fusion::(compute_dot_do_o|convert_dq)"),
+    (OPTIMIZER, rf"multi_tensor_apply|FusedOptimizer|FusedAdam|LpNorm|^({'|'.join(UPDATE_KERNELS)})$"),
+    (OURS, rf"^({'|'.join(OUR_KERNELS)})$"),
+    (PRODUCTS, r"nvjet|gemm|gemv|cutlass|cublas|splitK|xmma|^triton_tem_|^triton_mm"),
+    (COMPILED, r"^triton_"),
+    (COPIES, r"^Mem(cpy|set)|copy_kernel|FillFunctor|CatArray"),
+    (ELEMENTWISE, r"at::native|elementwise|reduce_kernel|softmax|layer_norm|embedding"),
+)
+_NO_WORK = (  # views, and memory that nobody has written to yet
+    "t|view|transpose|as_strided|expand|slice|select|reshape|_reshape_alias|unsqueeze|squeeze|permute|split|chunk|"
+    r"empty\w*|detach\w*|resolve_\w+|result_type"
+)
+_OPERATOR_KINDS = (
+    (COMMUNICATION, r"^c10d::|^record_param_comms|nccl|gloo"),
+    (ATTENTION, r"scaled_dot_product|flash_attention"),
+    (OPTIMIZER, r"_fused_adam|^aten::_foreach|^aten::linalg_vector_norm"),
+    (PRODUCTS, r"^aten::(addmm_?|mm|bmm|baddbmm_?|matmul|linear|dot|mv|addmv|_addmm_activation)$|mkldnn|mkl"),
+    (COMPILED, r"Compiled|cpp_fused|Inductor"),
+    # Operators of our own are classes; the work in them has names of its own.
+    (
+        BOOKKEEPING,
+        r"^autograd::|^_?[A-Z]\w*$|Backward\d*$|AccumulateGrad|TorchDynamo|bytecode|Dispatcher|"
+        rf"^aten::({_NO_WORK})$",
+    ),
+    (COPIES, r"^aten::(copy_|clone|contiguous|to|_to_copy|cat|stack|fill_|zero_|zeros\w*|ones\w*|full\w*|new_\w+)$"),
+    (ELEMENTWISE, r"^aten::"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel, or on a CPU an operator without those inside it; `seconds` and `calls` of one step."""
+
+    name: str
+    kind: str
+    seconds: float
+    calls: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """A named range in one step: on the host's clock under the profiler, and the kernels that were launched in it."""
+
+    name: str
+    depth: int
+    host_seconds: float
+    device_seconds: float | None  # None without a device of its own
+    calls: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceFacts:
+    """What a trace says of one step. `busy_seconds` is the time in which at least one kernel or operator ran.
+
+    `exposed_seconds` is the part of it in which only communication ran; None without a device of its own.
+    """
+
+    busy_seconds: float
+    kernels: tuple[Kernel, ...]
+    ranges: tuple[Range, ...]
+    exposed_seconds: float | None = None
+
+    def by_kind(self) -> dict[str, float]:
+        """Seconds of each kind, the longest first."""
+        sums: dict[str, float] = {}
+        for kernel in self.kernels:
+            sums[kernel.kind] = sums.get(kernel.kind, 0.0) + kernel.seconds
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def kind_of_kernel(name: str) -> str:
+    return next((kind for kind, pattern in _KERNEL_KINDS if re.search(pattern, name)), UNKNOWN)
+
+
+def kind_of_operator(name: str) -> str:
+    return next((kind for kind, pattern in _OPERATOR_KINDS if re.search(pattern, name)), UNKNOWN)
+
+
+def read_trace(events: Iterable[Mapping[str, Any]], steps: int, *, device: bool) -> TraceFacts:
+    """Adds up `steps` steps of a Chrome trace: kernels on a `device`, operators of the stepping thread without one."""
+    spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    marks = [event for event in spans if event.get("cat") == "user_annotation"]
+    named = {name: sorted(_interval(mark) for mark in marks if mark["name"] == name) for name in RANGES}
+    threads = {mark.get("tid") for mark in marks if mark["name"] == STEP}
+    if device:
+        found = [event for event in spans if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+        own = [(str(event["name"]), float(event["dur"])) for event in found]
+    else:
+        found = [event for event in spans if event.get("cat") == "cpu_op" and event.get("tid") in threads]
+        own = list(_own_times(found))
+    launched = _launch_times(spans, found) if device else []
+    kind = kind_of_kernel if device else kind_of_operator
+    sums: dict[str, tuple[float, int]] = {}
+    for name, microseconds in own:
+        total, calls = sums.get(name, (0.0, 0))
+        sums[name] = total + microseconds, calls + 1
+    kernels = [Kernel(name, kind(name), 1e-6 * total / steps, calls / steps) for name, (total, calls) in sums.items()]
+    ranges = [
+        Range(
+            name=name,
+            depth=depth,
+            host_seconds=1e-6 * sum(end - start for start, end in named[name]) / steps,
+            device_seconds=1e-6 * _launched_in(launched, named[name]) / steps if device else None,
+            calls=len(named[name]) / steps,
+        )
+        for name, depth in RANGES.items()
+        if named[name]
+    ]
+    busy = _covered([_interval(event) for event in found])
+    at_work = _covered([_interval(event) for event in found if kind(str(event["name"])) != COMMUNICATION])
+    return TraceFacts(
+        busy_seconds=1e-6 * busy / steps,
+        kernels=tuple(sorted(kernels, key=lambda kernel: -kernel.seconds)),
+        ranges=tuple(ranges),
+        exposed_seconds=1e-6 * (busy - at_work) / steps if device else None,
+    )
+
+
+def _interval(event: Mapping[str, Any]) -> tuple[float, float]:
+    start = float(event["ts"])
+    return start, start + float(event["dur"])
+
+
+def _covered(intervals: Sequence[tuple[float, float]]) -> float:
+    """The length of the union: two streams at once count once."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def _own_times(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+    """(name, duration without the operators inside) of the nested events of one thread."""
+    open_events: list[list[Any]] = []  # name, end, own time
+    for event in sorted(events, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
+        start, end = _interval(event)
+        while open_events and open_events[-1][1] <= start:
+            name, _, own = open_events.pop()
+            yield name, max(0.0, own)
+        if open_events:
+            open_events[-1][2] -= end - start
+        open_events.append([str(event["name"]), end, end - start])
+    for name, _, own in open_events:
+        yield name, max(0.0, own)
+
+
+def _launch_times(
+    spans: Sequence[Mapping[str, Any]], kernels: Sequence[Mapping[str, Any]]
+) -> list[tuple[float, float]]:
+    """(when the host launched it, how long it ran) of every kernel whose launch is in the trace."""
+    when = {
+        event["args"]["correlation"]: float(event["ts"])
+        for event in spans
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    pairs = ((when.get(kernel.get("args", {}).get("correlation")), float(kernel["dur"])) for kernel in kernels)
+    return [(start, length) for start, length in pairs if start is not None]
+
+
+def _launched_in(launched: Sequence[tuple[float, float]], ranges: Sequence[tuple[float, float]]) -> float:
+    """Backward's kernels come from a thread of autograd, so the time decides, not the thread."""
+    starts = [start for start, _ in ranges]
+    total = 0.0
+    for when, length in launched:
+        index = bisect.bisect_right(starts, when) - 1
+        if index >= 0 and when <= ranges[index][1]:
+            total += length
+    return total
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
 
 COMPUTES = (PRODUCTS, ATTENTION)
 MOVES = (OURS, COMPILED, ELEMENTWISE, COPIES, OPTIMIZER)
@@ -113,7 +312,7 @@ class Advice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """`bottleneck` is compute-bound, memory-bound, launch-bound, data-bound, communication-bound or oversubscribed."""
 
     bottleneck: str
@@ -122,7 +321,7 @@ class Verdict:
     advice: tuple[Advice, ...]
 
 
-def judge(measured: Measurements, possible: Callable[[str], bool] = lambda words: True) -> Verdict:
+def judge(measured: Measurements, possible: Callable[[str], bool] = lambda words: True) -> Diagnosis:
     """The bottleneck of a step; `possible` says whether this machine and model can have a setting."""
     bottleneck = _bottleneck(measured)
     sentence, evidence, rows = {
@@ -136,7 +335,7 @@ def judge(measured: Measurements, possible: Callable[[str], bool] = lambda words
     advice = [Advice(words, why) for when, words, why in rows if when and (not words or possible(words))]
     if not advice:
         advice = [Advice("", "no switch is left that this machine can have; `flatout bench` measures each of them")]
-    return Verdict(bottleneck, sentence, tuple(evidence), tuple(advice[:MOST_ADVICE]))
+    return Diagnosis(bottleneck, sentence, tuple(evidence), tuple(advice[:MOST_ADVICE]))
 
 
 def _bottleneck(measured: Measurements) -> str:
@@ -154,10 +353,10 @@ def _bottleneck(measured: Measurements) -> str:
 
 
 # The sentence, the evidence, and what to try, the best first: when it applies, the words for it, and why.
-_Part = tuple[str, list[str], list[tuple[bool, str, str]]]
+_Verdict = tuple[str, list[str], list[tuple[bool, str, str]]]
 
 
-def _communication_bound(measured: Measurements) -> _Part:
+def _communication_bound(measured: Measurements) -> _Verdict:
     wait, step = measured.reduction_seconds, measured.step_seconds
     sentence = f"The step waits for gradients of other ranks: {_ms(wait)} of {_ms(step)} ({wait / step:.0%})."
     evidence = [f"gradients are added up in {measured.reduces_in}", "the rank that takes longest: " + measured.slowest]
@@ -176,7 +375,7 @@ def _communication_bound(measured: Measurements) -> _Part:
     return sentence, evidence if slow else evidence[:1], rows
 
 
-def _oversubscribed(measured: Measurements) -> _Part:
+def _oversubscribed(measured: Measurements) -> _Verdict:
     threads, cores, others = int(measured.used.get("threads", "1")), measured.cores or 1.0, measured.cores_others or 0.0
     sentence = (
         f"Threads wait for cores: {measured.threads_waiting:.1f} of them on average, while {threads} compute and other "
@@ -196,7 +395,7 @@ def _oversubscribed(measured: Measurements) -> _Part:
     return sentence, evidence + _rates(measured), rows
 
 
-def _data_bound(measured: Measurements) -> _Part:
+def _data_bound(measured: Measurements) -> _Verdict:
     wait, step, cuda = measured.data_wait_seconds, measured.step_seconds, measured.device_kind == "cuda"
     sentence = f"The step waits for its batch: {_ms(wait)} of {_ms(step)} ({wait / step:.0%}) pass in the loader."
     evidence = [f"waiting for data {_ms(wait)} a step, the step itself {_ms(step)}"]
@@ -215,7 +414,7 @@ def _data_bound(measured: Measurements) -> _Part:
     return sentence, evidence, rows
 
 
-def _launch_bound(measured: Measurements) -> _Part:
+def _launch_bound(measured: Measurements) -> _Verdict:
     used, size, count = measured.used, measured.micro_batch, measured.accumulation
     sentence = (
         f"The device waits for the host: it is idle {measured.idle_for_host_seconds / measured.step_seconds:.0%} of "
@@ -241,7 +440,7 @@ def _launch_bound(measured: Measurements) -> _Part:
     return sentence, evidence, rows
 
 
-def _memory_bound(measured: Measurements) -> _Part:
+def _memory_bound(measured: Measurements) -> _Verdict:
     used, share = measured.used, measured.share_of(*MOVES)
     sentence = (
         f"Kernels that move memory and compute little take {share:.0%} of the device's time; "
@@ -270,7 +469,7 @@ def _memory_bound(measured: Measurements) -> _Part:
     return sentence, evidence + _rates(measured), rows
 
 
-def _compute_bound(measured: Measurements) -> _Part:
+def _compute_bound(measured: Measurements) -> _Verdict:
     used, cuda = measured.used, measured.device_kind == "cuda"
     if cuda:
         share = measured.share_of(*COMPUTES)

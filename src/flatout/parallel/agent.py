@@ -11,24 +11,174 @@ are left. Out of memory does not count as a restart: it ends by itself, since th
 the agent ends, none of its workers runs; when it is killed, the kernel ends them.
 """
 
+import abc
 import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-from flatout.agent.cause import Cause, cause_of, first_of
-from flatout.agent.hosts import Hosts, Left
-from flatout.agent.workers import Workers
 from flatout.checkpoints.checkpoint_files import list_checkpoints
 from flatout.errors import UserError
-from flatout.launch import OtherProcessError
+from flatout.launch import Attempt, OtherProcessError
+from flatout.parallel.workers import Place, WorkerProcess, Workers
 from flatout.pulse import State, read_json
+
+# --- why an attempt ended ---------------------------------------------------------------------------------------------
+
+_STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+_RANKED = ("done", "stopped", "refused", "memory", "killed", "host", "frozen", "stuck", "failed", "lost")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttemptEnd:
+    """`kind`: done, stopped (by a signal, after saving), refused (the user can mend it), memory (a smaller micro-batch
+    may fit), killed, frozen (by SIGSTOP), stuck, failed (an error of ours), host (one is gone), lost (got no answer).
+
+    `text` is empty where the rank itself has told what was wrong. `steps` have been begun.
+    """
+
+    kind: str
+    rank: int
+    code: int
+    text: str = ""
+    stack: Sequence[str] = ()
+    steps: int = 0
+    micro_batch: int | None = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run ends here, however many restarts are left."""
+        # An error before the first step is the same the next time.
+        return self.kind in ("done", "stopped", "refused") or (self.kind == "failed" and not self.steps)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "stack": list(self.stack)}
+
+
+def first_of(causes: Sequence[AttemptEnd]) -> AttemptEnd:
+    """The one that explains the others: those of all hosts, or of all ranks."""
+    named = [cause for cause in causes if cause.kind != "done"] or causes
+    chosen = min(named, key=lambda cause: (_RANKED.index(cause.kind), cause.rank))
+    return dataclasses.replace(chosen, steps=max(cause.steps for cause in causes))
+
+
+def cause_of(workers: Workers, *, waited: bool = False) -> AttemptEnd:
+    """Judges what the workers of this host have left, before the last of them are ended.
+
+    `waited`: ranks of other hosts have, and not in vain for one that is only slow.
+    """
+    waited = waited or any(workers.state(worker) is State.TIMED_OUT for worker in workers.all)
+    return first_of([_of_worker(workers, worker, waited) for worker in workers.all])
+
+
+def _of_worker(workers: Workers, worker: WorkerProcess, waited: bool) -> AttemptEnd:
+    state, code, steps = workers.state(worker), worker.code, workers.step(worker)
+    who = f"rank {worker.rank} (pid {worker.process.pid})"
+    when = f"in step {steps}" if steps else "before its first step"
+    cause = AttemptEnd("done", worker.rank, 0, steps=steps)
+    if code is None:
+        if worker.stopped:
+            return dataclasses.replace(cause, kind="frozen", code=1, text=f"{who} was stopped (SIGSTOP) {when}")
+        if waited and state in (State.STARTING, State.WORKING):
+            stack, text = workers.stack(worker), f"{who} hangs {when}"
+            return dataclasses.replace(cause, kind="stuck", code=1, text=text, stack=stack)
+        return dataclasses.replace(cause, kind="lost", code=1, text=f"{who} waited for others {when}")
+    number = -code if code < 0 else code - 128
+    if number in _STOPS:
+        return dataclasses.replace(cause, kind="stopped", code=128 + number)
+    if code < 0:
+        text = f"{who} was killed by {_name(number)} {when}"
+        return dataclasses.replace(cause, kind="killed", code=128 + number, text=text)
+    if code == 0:
+        return cause
+    if state is State.OUT_OF_MEMORY:
+        size = workers.micro_batch(worker)
+        text = f"{who} ran out of memory {when}"
+        return dataclasses.replace(cause, kind="memory", code=code, text=text, micro_batch=size)
+    if state in (State.LOST, State.TIMED_OUT):
+        return dataclasses.replace(cause, kind="lost", code=code, text=f"{who} got no answer from other ranks {when}")
+    if code in (2, 3, 4, 5):
+        return dataclasses.replace(cause, kind="refused", code=code)
+    return dataclasses.replace(cause, kind="failed", code=code, text=f"{who} failed {when}")
+
+
+def _name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+# --- where attempts meet ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """What the attempts so far have left: the run folder, whether they wrote there, a micro-batch that fits, and how
+    often the run was started again."""
+
+    folder: str | None = None
+    accepted: bool = False
+    micro_batch: int | None = None
+    restarts: int = 0
+
+
+Met = tuple[Place, Left, Attempt, int | None]
+
+
+class Hosts(abc.ABC):
+    speaks = True  # whether this agent is the one that tells errors
+
+    @abc.abstractmethod
+    def meet(self, left: Left, stopping: Callable[[], bool]) -> contextlib.AbstractContextManager[Met]:
+        """Where this attempt's workers meet, what all hosts know of the attempts before, and an open socket."""
+
+    @abc.abstractmethod
+    def failed(self) -> bool:
+        """Whether another host has failed in this attempt."""
+
+    @abc.abstractmethod
+    def others(self, own: AttemptEnd) -> Sequence[AttemptEnd]:
+        """Why this attempt ended on the other hosts."""
+
+    @abc.abstractmethod
+    def refuse(self, error: UserError) -> UserError:
+        """What to raise for an error that this host has before it meets the others: one of all hosts tells it."""
+
+
+@final
+class OneHost(Hosts):
+    def __init__(self, gpus: int) -> None:
+        self._gpus, self._attempts = gpus, 0
+
+    @contextlib.contextmanager
+    def meet(self, left: Left, stopping: Callable[[], bool]) -> Iterator[Met]:
+        self._attempts += 1
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            listening.listen(1024)
+            place = Place(0, self._gpus, self._gpus, *listening.getsockname())
+            name, socket_number = str(self._attempts), listening.fileno()
+            attempt = Attempt(name, socket_number, left.folder, left.accepted, left.micro_batch)
+            yield place, left, attempt, listening.fileno()
+
+    def failed(self) -> bool:
+        return False
+
+    def others(self, own: AttemptEnd) -> Sequence[AttemptEnd]:
+        return ()
+
+    def refuse(self, error: UserError) -> UserError:
+        return error
+
+
+# --- the agent --------------------------------------------------------------------------------------------------------
 
 _POLL = 0.05  # seconds
 # Seconds in which ranks leave by themselves after one has failed; fewer where they had `parallel.timeout` already.
@@ -67,9 +217,9 @@ class Agent:
                     return cause.code
                 self._start_again(cause)
 
-    def _attempt(self) -> Cause:
+    def _attempt(self) -> AttemptEnd:
         if self.signal is not None:
-            return Cause("stopped", 0, 128 + self.signal)
+            return AttemptEnd("stopped", 0, 128 + self.signal)
         with tempfile.TemporaryDirectory(prefix="flatout-agent-", ignore_cleanup_errors=True) as name:
             try:
                 with self.hosts.meet(self.left, lambda: self.signal is not None) as (place, left, attempt, listen):
@@ -84,7 +234,7 @@ class Agent:
             finally:
                 self.attempts += 1
 
-    def _watch(self, workers: Workers) -> Cause:
+    def _watch(self, workers: Workers) -> AttemptEnd:
         """Waits until all workers have left, or until those that have not must be ended."""
         until: float | None = None
         passed_on = False
@@ -126,7 +276,7 @@ class Agent:
 
     # --- again ------------------------------------------------------------------------------------------------------
 
-    def _start_again(self, cause: Cause) -> None:
+    def _start_again(self, cause: AttemptEnd) -> None:
         """Says why, and prepares the next attempt; raises where there is none."""
         for frame in cause.stack:
             print(f"rank {cause.rank}: {frame}", file=sys.stderr)

@@ -53,8 +53,6 @@ import flatout
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.source import DEFAULT, IN_PYTHON
 from flatout.device import Device, peak_memory_bytes
-from flatout.diagnose.reading import Measurements, Verdict, judge
-from flatout.diagnose.trace import STEP, Kernel, Range, TraceFacts, read_trace
 from flatout.engine.run import Run
 from flatout.engine.spans import PendingReports, SpanTotals
 from flatout.engine.step import TrainStep
@@ -67,6 +65,7 @@ from flatout.records import SLOW_RANK, slowest_over_median
 from flatout.resolve.case import Probes, ShardingChoice
 from flatout.resolve.fit_check import memory_on, out_of_memory
 from flatout.resolve.switches import resolve_speed
+from flatout.tuning.bottleneck import STEP, Diagnosis, Kernel, Measurements, Range, TraceFacts, judge, read_trace
 from flatout.world import Reducer
 
 _HISTORY = 200_000  # entries of the allocator's history; a step has some thousands per micro-batch
@@ -295,7 +294,7 @@ class ProfileReport(Measurements):
     peak_bytes_per_second: float | None
     memory: tuple[MemoryPart, ...]
     top: tuple[Kernel, ...]
-    verdict: Verdict
+    verdict: Diagnosis
     files: tuple[str, ...]
     notices: tuple[str, ...]
     ranks: RankTimes | None = None  # where there are several

@@ -23,11 +23,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, final
 
-from flatout.agent.cause import Cause
-from flatout.agent.hosts import Hosts, Left, Met
-from flatout.agent.workers import Place
 from flatout.errors import UsageError, UserError
 from flatout.launch import Attempt, OtherProcessError, in_thread
+from flatout.parallel.agent import AttemptEnd, Hosts, Left, Met
+from flatout.parallel.workers import Place
 
 _POLL = 0.2  # seconds
 _ANSWER = 5.0  # seconds that the other agents have to say why they ended
@@ -82,7 +81,7 @@ class ManyHosts(Hosts):
     def failed(self) -> bool:
         return self._failed.is_set()
 
-    def others(self, own: Cause) -> Sequence[Cause]:
+    def others(self, own: AttemptEnd) -> Sequence[AttemptEnd]:
         good = own.kind in ("done", "stopped")
         if not good:
             self._tell(f"{self._name}/failed", True)
@@ -90,11 +89,11 @@ class ManyHosts(Hosts):
         if good and self._rank:
             return ()
         found = self._gathered("cause", _ANSWER)  # host 0 stays for it in any case: the store is here
-        causes = [Cause(**cause) for rank, cause in found.items() if rank != self._rank]
+        causes = [AttemptEnd(**cause) for rank, cause in found.items() if rank != self._rank]
         silent = [rank for rank in range(self._nodes) if rank not in found and rank != self._rank]
         if silent and own.kind == "lost":
             who = ", ".join(f"host {rank} ({self._names[rank]})" for rank in silent)
-            causes.append(Cause("host", own.rank, 1, text=f"{who} does not answer", steps=own.steps))
+            causes.append(AttemptEnd("host", own.rank, 1, text=f"{who} does not answer", steps=own.steps))
         return causes
 
     # --- coming together --------------------------------------------------------------------------------------------

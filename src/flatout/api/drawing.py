@@ -7,10 +7,10 @@ from pathlib import Path
 from flatout.config.suggest import run_hint
 from flatout.errors import DataError, UsageError, quoted
 from flatout.files import disk_errors
-from flatout.observe.live.follow import find_run
-from flatout.observe.plot.plots import COMPARISON, write_comparison, write_run_plots
-from flatout.observe.plot.series import EIGENSTATES, EVALS, STEPS
-from flatout.observe.report.report import check_target, write_report
+from flatout.observe.plots import COMPARISON, write_comparison, write_run_plots
+from flatout.observe.report import check_target, write_report
+from flatout.observe.runs import find_run
+from flatout.observe.tables import EIGENSTATES, EVALS, STEPS
 
 _FORMS = (".png", ".svg")
 

@@ -34,10 +34,10 @@ from flatout.engine.saving import lacks_verdict, recorded_again
 from flatout.errors import DataError, DivergedError, UsageError
 from flatout.files import write_whole
 from flatout.launch import OtherProcessError, launch
-from flatout.observe.live.alerts import Alerts
+from flatout.observe.alerts import Alerts
 from flatout.observe.notebook import Chart, RunResult
 from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
-from flatout.observe.track.trackers import Trackers, open_trackers
+from flatout.observe.trackers import Trackers, open_trackers
 from flatout.parallel.ranks import joined
 from flatout.records import NoticeRecord, Record, RunInfo
 from flatout.resolve.case import try_threads

@@ -26,7 +26,7 @@ def bundle(words: list[str]) -> int:
     parser.flag("--overwrite", "also replace a file that is no bundle of flatout")
     parsed = parser.parse_mixed(words)
     from flatout.observe.bundle import Private, bundle_files, check_target, write_bundle
-    from flatout.observe.live.follow import find_run
+    from flatout.observe.runs import find_run
     from flatout.observe.sinks import read_history
 
     folder = find_run(parsed.run)

@@ -24,8 +24,8 @@ def report(words: list[str]) -> int:
     parser.flag("--json", "print what the page would show as JSON, and write no page")
     parsed = parser.parse_mixed(words)
     if parsed.json:
-        from flatout.observe.report.data import report_data
-        from flatout.observe.report.report import read_runs
+        from flatout.observe.report import read_runs
+        from flatout.observe.report_data import report_data
 
         print(json.dumps(report_data(read_runs(_folders(parsed.runs)), price=parsed.price), allow_nan=False))
         return 0
@@ -45,7 +45,7 @@ def serve_report(words: list[str]) -> int:
     parser.number("--port", 1, 65535, help="port to listen on; default: a free one from 8484 on")
     parsed = parser.parse_mixed(words)
     folders = _folders(parsed.runs)
-    from flatout.observe.report.server import serve
+    from flatout.observe.report import serve
     from flatout.tuning.signals import terminated_like_interrupted
 
     try:
@@ -67,6 +67,6 @@ def _add_runs(parser: Parser) -> None:
 
 
 def _folders(runs: list[str]) -> list[Path]:
-    from flatout.observe.live.follow import find_run
+    from flatout.observe.runs import find_run
 
     return [find_run(run) for run in runs] or [find_run(None)]

@@ -144,9 +144,8 @@ def _follow_training(
 ) -> int:
     found = launch()
     from flatout import api
-    from flatout.observe.live.console import JsonReader, TerminalReader
-    from flatout.observe.live.prepare_bar import PrepareBar
-    from flatout.observe.live.view import ViewReader
+    from flatout.observe.terminal import JsonReader, PrepareBar, TerminalReader
+    from flatout.observe.view import ViewReader
 
     if loaded is None or stored is not None:
         started = found is not None and found.attempt is not None  # by our agent, which has reckoned the minutes
@@ -201,7 +200,7 @@ def _follow_training(
 
 def _draw(folder: Path) -> None:
     """The run's pictures and tables. Training is done: what goes wrong here is told and costs nothing."""
-    from flatout.observe.plot.plots import write_run_plots
+    from flatout.observe.plots import write_run_plots
 
     try:
         write_run_plots(folder)

@@ -33,7 +33,7 @@ def watch(words: list[str]) -> int:
         raise UsageError("--web and --json exclude each other", "leave one of them out")
     if parsed.port is not None and not parsed.web:
         raise UsageError("--port is for --web", "add --web, or leave --port out")
-    from flatout.observe.live.follow import find_run
+    from flatout.observe.runs import find_run
 
     folder = find_run(parsed.run)
     from flatout.tuning.signals import Terminated, exit_code_of, terminated_like_interrupted
@@ -50,7 +50,7 @@ def watch(words: list[str]) -> int:
 
 
 def _serve(folder: Path, port: int | None) -> int:
-    from flatout.observe.report.server import serve
+    from flatout.observe.report import serve
 
     def ready(address: str) -> None:
         print(f"watching {one_line(str(folder))} at {address} (Ctrl-C ends it)", flush=True)
@@ -60,9 +60,9 @@ def _serve(folder: Path, port: int | None) -> int:
 
 
 def _show(folder: Path, *, as_json: bool) -> int:
-    from flatout.observe.live.console import JsonReader
-    from flatout.observe.live.follow import METRICS, follow
-    from flatout.observe.live.view import ViewReader
+    from flatout.observe.runs import METRICS, follow
+    from flatout.observe.terminal import JsonReader
+    from flatout.observe.view import ViewReader
 
     if not (folder / METRICS).exists():
         print(f"waiting for the first record of {one_line(str(folder))}", file=sys.stderr)
@@ -119,7 +119,7 @@ class _LastWord:
         if self.reason is not None:
             return 0
         if not self.heard:
-            from flatout.observe.live.follow import METRICS
+            from flatout.observe.runs import METRICS
 
             if (folder / METRICS).exists():  # as `plot` and `report` have it
                 raise DataError(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from flatout.observe.live.state import mean_of
+from flatout.observe.view import mean_of
 
 Points = Sequence[tuple[int, float]]
 TRAINING, VALIDATION, ABOVE, BROKEN = "⠒", "●", "↑", "×"

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from flatout.observe.chart import chart
+from flatout.observe.chart import Curve, chart
 from flatout.observe.terminal import TerminalReader
-from flatout.observe.view import QUIET_SECONDS, Curve, ViewReader, ViewState, panel, spark
+from flatout.observe.view import QUIET_SECONDS, ViewReader, ViewState, panel, spark
 from flatout.records import (
     CheckpointRecord,
     EpochRecord,

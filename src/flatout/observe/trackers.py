@@ -456,8 +456,6 @@ def open_trackers(names: Sequence[str], folder: Path, info: RunInfo) -> "Tracker
 
 def _opener(name: str, folder: Path, info: RunInfo) -> Callable[[Callable[[str], None]], Tracker]:
     def tensorboard(_tell: Callable[[str], None]) -> Tracker:
-        from flatout.observe.trackers import TensorBoard
-
         return TensorBoard(folder, info)
 
     return tensorboard if name == "tensorboard" else lambda tell: _Child(name, folder, tell)

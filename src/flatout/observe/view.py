@@ -36,7 +36,7 @@ from rich.text import Text
 from flatout import records
 from flatout.errors import many
 from flatout.observe.alerts import STALL_SHARE, Alert, Alerts
-from flatout.observe.chart import BROKEN, chart, loss_text
+from flatout.observe.chart import BROKEN, POINTS, Curve, chart, loss_text, mean_of
 from flatout.observe.eigenstates import record_sentence
 from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, printable
 from flatout.observe.runs import METRICS, record_of
@@ -69,48 +69,6 @@ _KEPT = {
 }
 RECENT = 50  # steps whose mean is shown as speed
 QUIET_SECONDS = 20.0
-POINTS = 512
-
-
-@final
-class Curve:
-    """A series in at most 512 means of equally many steps each; the steps per mean double when it is full."""
-
-    def __init__(self) -> None:
-        self.stride = 1
-        self._points: list[tuple[int, float]] = []  # last step and mean of its bucket
-        self._bucket: list[float] = []
-        self._last = 0
-
-    def add(self, step: int, value: float) -> None:
-        self._last = step
-        self._bucket.append(value)
-        if len(self._bucket) < self.stride:
-            return
-        self._points.append((step, mean_of(self._bucket)))
-        self._bucket = []
-        if len(self._points) >= POINTS:
-            pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [(second[0], mean_of([first[1], second[1]])) for first, second in pairs]
-            self.stride *= 2
-
-    def cut_back(self, step: int) -> None:
-        """Forgets what came after `step`: a resumed run says it again."""
-        self._points = [point for point in self._points if point[0] <= step]
-        self._bucket = self._bucket if self._last <= step else []
-
-    def points(self) -> list[tuple[int, float]]:
-        """The last step of each bucket, and its mean."""
-        return self._points + ([(self._last, mean_of(self._bucket))] if self._bucket else [])
-
-    def values(self) -> list[float]:
-        return [value for _, value in self.points()]
-
-
-def mean_of(values: Sequence[float]) -> float:
-    """The mean of the finite ones; NaN only if there are none, so that one bad step does not blank a bucket."""
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan
 
 
 @final

@@ -24,12 +24,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from flatout.config.yaml_loader import format_value
 from flatout.errors import many
-from flatout.observe.curves import Places, amount, curves_of, finite, number, points_for
 from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, printable
 from flatout.observe.report_figures import eigenstate_part, figures_of, speed_groups, time_parts, whole_seconds
 from flatout.observe.runs import RunState, state_of
+from flatout.observe.series import RunNumbers, amount, curves_of, finite, number, points_for
 from flatout.observe.sinks import RunHistory, distinct_names, rows_with_step
 from flatout.records import WAITING
 
@@ -376,9 +378,10 @@ def _run(
     samples: int,
     price: float | None,
 ) -> dict[str, Any]:
-    info, steps = history.info, rows_with_step(history.steps)
-    places = Places(steps)
-    resumes = [start for row in history.infos[1:] if (start := amount(row.get("start_step")))]
+    info = history.info
+    numbers = RunNumbers(history, name)
+    resumes = [int(start) for row in history.infos[1:] if (start := amount(row.get("start_step")))]
+    places = (numpy.nan_to_num(numbers.place(resumes, axis)).tolist() for axis in ("tokens", "seconds"))
     shown, left_out = _spread(rows_with_step(history.samples), samples)
     notices, notices_left_out = _notices(history)
     checkpoints = rows_with_step(history.checkpoints)
@@ -392,8 +395,8 @@ def _run(
         "speed": speed_groups(history),
         "time": time_parts(history),
         "eigenstates": eigenstate_part(history),
-        "curves": curves_of(history, points),
-        "resumes": [[int(step), *places.at(int(step))] for step in resumes],
+        "curves": curves_of(numbers, points),
+        "resumes": [list(place) for place in zip(resumes, *places, strict=True)],
         "throttled": [row["step"] for row in rows_with_step(history.machine) if row.get("throttled")][:500],
         "switches": _switches(info),
         "samples": [[row["step"], _cut(row.get("prompt")), _cut(row.get("text"))] for row in reversed(shown)],

@@ -33,8 +33,8 @@ from flatout.config.suggest import run_hint
 from flatout.errors import DataError, UsageError
 from flatout.folders import process_lives
 from flatout.lock import LOCK, is_held, owner_of
-from flatout.observe.curves import amount, number
 from flatout.observe.human import Terminal, human_bytes, human_seconds, printable
+from flatout.observe.series import amount, number
 from flatout.observe.sinks import NUMBERS, RunHistory, early_stop_reason, minutes_of, read_history, rows_with_step
 from flatout.records import EndRecord, Record, RunInfo, StepRecord
 

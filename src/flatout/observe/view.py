@@ -36,10 +36,11 @@ from rich.text import Text
 from flatout import records
 from flatout.errors import many
 from flatout.observe.alerts import STALL_SHARE, Alert, Alerts
-from flatout.observe.chart import BROKEN, POINTS, Curve, chart, loss_text, mean_of
+from flatout.observe.chart import BROKEN, chart, loss_text, middle_of
 from flatout.observe.eigenstates import record_sentence
 from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, printable
 from flatout.observe.runs import METRICS, record_of
+from flatout.observe.series import GrowingSeries
 from flatout.observe.sinks import minutes_of, read_metrics
 from flatout.observe.terminal import TerminalReader
 from flatout.records import (
@@ -67,6 +68,7 @@ _KEPT = {
     records.NoticeRecord: "notice",
     records.EndRecord: "end",
 }
+POINTS = 512  # of a chart
 RECENT = 50  # steps whose mean is shown as speed
 QUIET_SECONDS = 20.0
 
@@ -87,7 +89,7 @@ class ViewState:
         self.spans: records.SpanRecord | None = None
         self.saved: records.CheckpointRecord | None = None
         self.end: records.EndRecord | None = None
-        self.losses, self.validation = Curve(), Curve()
+        self.losses, self.validation = GrowingSeries(POINTS), GrowingSeries(POINTS)
         self.latest: collections.deque[float] = collections.deque(maxlen=POINTS)
         self.alerts: collections.deque[Alert] = collections.deque(maxlen=50)
         self._bests: collections.deque[tuple[float, int]] = collections.deque(maxlen=POINTS)  # each below those before
@@ -233,13 +235,13 @@ def spark(values: Sequence[float], width: int) -> str:
 
 
 def _columns(values: Sequence[float], width: int) -> list[float]:
-    """The series in at most `width` means; a short one is stretched so that it fills the width."""
+    """The series in at most `width` medians; a short one is stretched so that it fills the width."""
     count = len(values)
     if count == 0 or width < 1:
         return []
     if count >= width:
         edges = [index * count // width for index in range(width + 1)]
-        return [mean_of(values[low:high]) for low, high in itertools.pairwise(edges)]
+        return [middle_of(values[low:high]) for low, high in itertools.pairwise(edges)]
     return [values[index * count // width] for index in range(width)]
 
 
@@ -250,12 +252,13 @@ def _charts(state: ViewState, width: int, height: int) -> list[Text]:
         waiting = "waiting for the first step" if state.info is not None else "waiting for the run to begin"
         return [Text(waiting, style=_FAINT), *[Text("")] * (height - 1)]
     if height == 1:
-        return [Text.assemble(("loss ", _FAINT), (spark(state.losses.values(), width - 5), "cyan"))]
-    recent, validation = list(state.latest)[-ZOOM:], state.validation.points()
+        losses = [loss for _, loss in state.losses.points]
+        return [Text.assemble(("loss ", _FAINT), (spark(losses, width - 5), "cyan"))]
+    recent, validation = list(state.latest)[-ZOOM:], state.validation.points
     if width < 120 or len(state.latest) <= 2 * ZOOM:
-        return chart(state.losses.points(), validation, "loss", width, height)
+        return chart(state.losses.points, validation, "loss", width, height)
     left, last = width * 3 // 5, state.step.step
-    first = chart(state.losses.points(), validation, "loss", left - 2, height)
+    first = chart(state.losses.points, validation, "loss", left - 2, height)
     points = list(zip(range(last - len(recent) + 1, last + 1), recent, strict=True))
     second = chart(points, validation, f"last {ZOOM} steps", width - left, height)
     return [_joined([_padded(_cut(one, left - 2), left), two]) for one, two in zip(first, second, strict=True)]

@@ -187,7 +187,7 @@ def test_a_resumed_run_is_one_curve():
     state.add(info(start_step=20, resumed_from="x"))
     for number in range(21, 26):
         state.add(step(number, loss=float(number)))
-    assert [loss for _, loss in state.losses.points] == [float(number) for number in range(1, 26)]
+    assert [loss for _, loss in state.losses.latest(99)] == [float(number) for number in range(1, 26)]
     assert state.best is None
 
 
@@ -213,7 +213,7 @@ def test_the_view_of_a_resumed_run_shows_all_of_it(tmp_path: Path):
             reader.show(record)
     finally:
         reader.close()
-    assert reader.[loss for _, loss in state.losses.points] == [float(number) for number in range(1, 22)]
+    assert [loss for _, loss in reader.state.losses.latest(99)] == [float(number) for number in range(1, 22)]
     assert reader.state.best == (0.5, 20)
     assert reader.state.info == again
 
@@ -232,18 +232,18 @@ def test_silence_is_told_only_when_it_is_long():
     assert "finished at step 1" in text_of(state)
 
 
-def test_a_growing_series_keeps_few_points_and_every_spike():
-    series = GrowingSeries(512)
+def test_a_growing_series_is_drawn_from_few_points_with_every_spike():
+    growing = GrowingSeries()
     for number in range(1, 100_001):
-        series.add(number, 1e6 if number == 777 else float(number))
-    values = [value for _, value in series.points]
-    assert 256 <= len(values) <= 513
-    assert [step for step, _ in series.points] == sorted(step for step, _ in series.points)
-    assert (777, 1e6) in series.points
-    assert values[0] < 500
-    assert values[-1] > 99_500
-    series.cut_back(50_000)
-    assert 49_000 < series.points[-1][1] <= 50_000
+        growing.add(number, 1e6 if number == 777 else float(number))
+    means, extremes = growing.series.means(512).points, growing.series.thinned(512).points
+    for points in (means, extremes):
+        assert 256 <= len(points) <= 514
+        assert points == sorted(points)
+    assert means[-1][1] > 99_500
+    assert {(1, 1.0), (777, 1e6), (100_000, 100_000.0)} <= set(extremes)
+    growing.cut_back(50_000)
+    assert growing.latest(2) == [(49_999, 49_999.0), (50_000, 50_000.0)]
 
 
 def test_sparks():

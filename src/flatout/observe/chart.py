@@ -7,7 +7,6 @@ finite.
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 
 from rich.text import Text
@@ -81,13 +80,13 @@ class _Grid:
         self._signs: dict[tuple[int, int], tuple[str, str]] = {}
 
     def line(self, points: Points) -> None:
-        """Draws medians of what falls into one column of dots, and lines between them."""
+        """Draws means of what falls into one column of dots, and lines between them."""
         columns: dict[int, list[float]] = {}
         for step, value in points:
             columns.setdefault(self._column(step), []).append(value)
         before: tuple[int, float] | None = None
         for column, values in sorted(columns.items()):
-            level = self._level(middle_of(values))
+            level = self._level(mean_of(values))
             if level is None:
                 self._signs[column // 2, self.rows - 1] = (BROKEN, _WARN)
                 before = None
@@ -156,7 +155,7 @@ class _Grid:
             height = level
 
 
-def middle_of(values: Sequence[float]) -> float:
-    """The median of the finite values; NaN only if there are none, so that one bad step does not blank a column."""
-    known = [value for value in values if math.isfinite(value)]
-    return statistics.median(known) if known else math.nan
+def mean_of(values: Sequence[float]) -> float:
+    """The mean of the finite values; NaN only if there are none, so that one bad step does not blank a column."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan

@@ -47,7 +47,7 @@ class Chart:
         self.info: RunInfo | None = None
         self.last: StepRecord | None = None
         self.end: EndRecord | None = None
-        self._losses = GrowingSeries(MOST_POINTS)
+        self._losses = GrowingSeries()
         self.evals: list[tuple[int, float]] = []
         self._shown, self._handle = -math.inf, None
 
@@ -89,7 +89,7 @@ class Chart:
     @property
     def losses(self) -> Points:
         """Steps and training losses: all of them, or of a long run the lowest and highest of every stretch."""
-        return self._losses.points
+        return self._losses.series.thinned(MOST_POINTS).points
 
     def __repr__(self) -> str:
         step = 0 if self.last is None else self.last.step

@@ -1,16 +1,18 @@
 """Values over steps: the series behind pictures, the report, the live panel and the notebook.
 
 Idea: a screen is a thousand dots wide, a run may have millions of steps. `thin` cuts a series into stretches of equal
-length and keeps the lowest and the highest value of each, so the drawn line is the same, spikes included. A
-`GrowingSeries` thins itself while a run goes on, so it takes no more memory for a long run than for a short one.
+length and keeps the lowest and the highest value of each, so the drawn line is the same, spikes included. A terminal
+has too few dots for that: there `Series.means` of the same stretches are drawn.
 
 Contract: `RunNumbers` takes what `read_history` returns, also of older runs and of damaged files. A value that is no
 number is missing and leaves no trace. NaN and infinity are values that happened and are kept. No torch.
 """
 
+import bisect
 import itertools
 import math
 import re
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,8 +83,22 @@ class Series:
     def thinned(self, most: int, *, logarithmic: bool = False) -> "Series":
         return self.at(thin(self.x, self.y, most, logarithmic=logarithmic))
 
+    def means(self, most: int) -> "Series":
+        """At most `most` means of the finite values of a stretch, each at its last place; a short series as it is."""
+        if len(self.x) <= most:
+            return self
+        starts, is_finite = _stretches(self.x, most), numpy.isfinite(self.y)
+        sums = numpy.add.reduceat(numpy.where(is_finite, self.y, 0.0), starts)
+        counts = numpy.add.reduceat(is_finite.astype(float), starts)
+        ends = numpy.append(starts[1:], len(self.x)) - 1
+        return replace(self, x=self.x[ends], y=numpy.where(counts > 0, sums / numpy.maximum(counts, 1.0), math.nan))
+
     def at(self, positions: Array) -> "Series":
         return replace(self, x=self.x[positions], y=self.y[positions])
+
+    @property
+    def points(self) -> Points:
+        return list(zip(self.x.astype(int).tolist(), self.y.tolist(), strict=True))
 
 
 def thin(x: Any, y: Any, most: int, *, logarithmic: bool = False) -> Array:
@@ -93,40 +109,43 @@ def thin(x: Any, y: Any, most: int, *, logarithmic: bool = False) -> Array:
     x, y = numpy.asarray(x, dtype=numpy.float64), numpy.asarray(y, dtype=numpy.float64)
     if len(x) <= most:
         return numpy.arange(len(x))
-    place = numpy.log10(numpy.maximum(x, 1e-9)) if logarithmic else x
-    stretches = max(1, most // 2)
-    width = (place[-1] - place[0]) or 1.0
-    stretch = numpy.minimum((place - place[0]) / width * stretches, stretches - 1).astype(numpy.int64)
+    starts = _stretches(numpy.log10(numpy.maximum(x, 1e-9)) if logarithmic else x, most // 2)
     is_finite = numpy.isfinite(y)
-    good, bad = numpy.flatnonzero(is_finite), numpy.flatnonzero(~is_finite)
-    # Sorted by stretch and then by value, the lowest of a stretch comes first and the highest last.
-    by_value = good[numpy.lexsort((y[good], stretch[good]))]
-    kept = [_ends_of_groups(stretch, by_value), _ends_of_groups(stretch, bad), numpy.array([0, len(x) - 1])]
-    return numpy.unique(numpy.concatenate(kept))
+    low, high = (numpy.where(is_finite, y, beyond) for beyond in (math.inf, -math.inf))
+    kept = [0, len(x) - 1]
+    for begin, end in itertools.pairwise([*starts.tolist(), len(x)]):
+        kept += [begin + int(low[begin:end].argmin()), begin + int(high[begin:end].argmax())]
+    bad = numpy.flatnonzero(~is_finite)
+    change = numpy.flatnonzero(numpy.diff(numpy.searchsorted(starts, bad, side="right")))
+    return numpy.unique(numpy.concatenate([kept, bad[:1], bad[change], bad[change + 1], bad[-1:]]).astype(int))
 
 
-def _ends_of_groups(group: Array, index: Array) -> Array:
-    """Of positions sorted by group, the first and the last of each group."""
-    change = numpy.flatnonzero(numpy.diff(group[index]))
-    return numpy.concatenate((index[:1], index[change], index[change + 1], index[-1:]))
+def _stretches(place: Array, count: int) -> Array:
+    """Where the stretches begin, of which there are at most `count`, equally long and none of them empty."""
+    return numpy.unique(numpy.searchsorted(place, numpy.linspace(place[0], place[-1], max(count, 1) + 1)[:-1]))
 
 
 class GrowingSeries:
-    """The series of a run that goes on, in at most about `most` points: when it is full, it is thinned to half."""
+    """The series of a run that goes on. It keeps every step, in 16 bytes."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.points: list[tuple[int, float]] = []
+    def __init__(self) -> None:
+        self._steps, self._values = array("d"), array("d")
 
     def add(self, step: int, value: float) -> None:
-        self.points.append((step, value))
-        if len(self.points) > self.most:
-            steps, values = zip(*self.points, strict=True)
-            self.points = [self.points[position] for position in thin(steps, values, self.most // 2)]
+        self._steps.append(step)
+        self._values.append(value)
 
     def cut_back(self, step: int) -> None:
         """Forgets what came after `step`: a resumed run repeats it."""
-        self.points = [point for point in self.points if point[0] <= step]
+        count = bisect.bisect_right(self._steps, step)
+        del self._steps[count:], self._values[count:]
+
+    def latest(self, count: int) -> Points:
+        return list(zip(map(int, self._steps[-count:]), self._values[-count:], strict=True))
+
+    @property
+    def series(self) -> Series:
+        return Series(numpy.array(self._steps), numpy.array(self._values))
 
 
 def thin_marks(x: Array, low: float, high: float, most: int, *, logarithmic: bool = False) -> Array:

@@ -4,8 +4,8 @@ Idea: `ViewState` takes records, `panel` turns it into lines for a screen of any
 the terminal's other screen four times a second; when it closes, it prints the last panel on the first screen.
 
 Contract: `ViewReader` can be used wherever `TerminalReader` can. Where stdout is no terminal, or one that cannot move
-its cursor, it prints that reader's lines. `ViewState` takes every record once, in order, and a run of a million steps
-takes no more memory than one of a thousand. `panel` never returns more lines than asked for, none wider than the
+its cursor, it prints that reader's lines. `ViewState` takes every record once, in order, and keeps 16 bytes of each
+step and evaluation. `panel` never returns more lines than asked for, none wider than the
 screen: parts that do not fit are left out, the least important first. Control characters are removed from all text.
 
 Traps: a thread of rich draws the panel, so state is read and written under a lock. Output to stderr would be drawn
@@ -36,7 +36,7 @@ from rich.text import Text
 from flatout import records
 from flatout.errors import many
 from flatout.observe.alerts import STALL_SHARE, Alert, Alerts
-from flatout.observe.chart import BROKEN, chart, loss_text, middle_of
+from flatout.observe.chart import BROKEN, chart, loss_text, mean_of
 from flatout.observe.eigenstates import record_sentence
 from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, printable
 from flatout.observe.runs import METRICS, record_of
@@ -89,8 +89,7 @@ class ViewState:
         self.spans: records.SpanRecord | None = None
         self.saved: records.CheckpointRecord | None = None
         self.end: records.EndRecord | None = None
-        self.losses, self.validation = GrowingSeries(POINTS), GrowingSeries(POINTS)
-        self.latest: collections.deque[float] = collections.deque(maxlen=POINTS)
+        self.losses, self.validation = GrowingSeries(), GrowingSeries()
         self.alerts: collections.deque[Alert] = collections.deque(maxlen=50)
         self._bests: collections.deque[tuple[float, int]] = collections.deque(maxlen=POINTS)  # each below those before
         self.skipped = 0
@@ -126,14 +125,12 @@ class ViewState:
         if self.step is not None and self.step.step > info.start_step:
             self.losses.cut_back(info.start_step)
             self.validation.cut_back(info.start_step)
-            self.latest.clear()
             while self._bests and self._bests[-1][1] > info.start_step:
                 self._bests.pop()
 
     def _step(self, record: StepRecord) -> None:
         self.step, self.end = record, None
         self.losses.add(record.step, record.loss)
-        self.latest.append(record.loss)
         self.skipped += not record.applied
         self._steps_seen += 1
         self.trained_seconds += _finite(record.seconds)
@@ -235,13 +232,13 @@ def spark(values: Sequence[float], width: int) -> str:
 
 
 def _columns(values: Sequence[float], width: int) -> list[float]:
-    """The series in at most `width` medians; a short one is stretched so that it fills the width."""
+    """The series in at most `width` means; a short one is stretched so that it fills the width."""
     count = len(values)
     if count == 0 or width < 1:
         return []
     if count >= width:
         edges = [index * count // width for index in range(width + 1)]
-        return [middle_of(values[low:high]) for low, high in itertools.pairwise(edges)]
+        return [mean_of(values[low:high]) for low, high in itertools.pairwise(edges)]
     return [values[index * count // width] for index in range(width)]
 
 
@@ -252,15 +249,14 @@ def _charts(state: ViewState, width: int, height: int) -> list[Text]:
         waiting = "waiting for the first step" if state.info is not None else "waiting for the run to begin"
         return [Text(waiting, style=_FAINT), *[Text("")] * (height - 1)]
     if height == 1:
-        losses = [loss for _, loss in state.losses.points]
+        losses = [loss for _, loss in state.losses.series.means(POINTS).points]
         return [Text.assemble(("loss ", _FAINT), (spark(losses, width - 5), "cyan"))]
-    recent, validation = list(state.latest)[-ZOOM:], state.validation.points
-    if width < 120 or len(state.latest) <= 2 * ZOOM:
-        return chart(state.losses.points, validation, "loss", width, height)
-    left, last = width * 3 // 5, state.step.step
-    first = chart(state.losses.points, validation, "loss", left - 2, height)
-    points = list(zip(range(last - len(recent) + 1, last + 1), recent, strict=True))
-    second = chart(points, validation, f"last {ZOOM} steps", width - left, height)
+    losses, validation = state.losses.series, state.validation.series.means(POINTS).points
+    if width < 120 or len(losses.x) <= 2 * ZOOM:
+        return chart(losses.means(POINTS).points, validation, "loss", width, height)
+    left = width * 3 // 5
+    first = chart(losses.means(POINTS).points, validation, "loss", left - 2, height)
+    second = chart(state.losses.latest(ZOOM), validation, f"last {ZOOM} steps", width - left, height)
     return [_joined([_padded(_cut(one, left - 2), left), two]) for one, two in zip(first, second, strict=True)]
 
 

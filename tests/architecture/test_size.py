@@ -38,7 +38,7 @@ LONGEST_LINE = 120
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "flatout"
-MAY_IMPORT_THE_CONFIG = ("config", "resolve", "verbs", "words", "cli", "__main__")
+MAY_IMPORT_THE_CONFIG = ("config", "resolve", "front", "cli", "__main__")
 # Environment variables of other programs. Any other name that we read is a setting of ours.
 OTHERS_VARIABLES = re.compile(
     r"(CUBLAS|CUDA|FLASH_ATTENTION|GLOO|HF|KINETO|MASTER|MKL|NCCL|OMP|PYTORCH|SLURM|TOKENIZERS|TORCH|TORCHELASTIC|WANDB)_"

@@ -10,7 +10,7 @@ from flatout import api
 from flatout.cli import main
 from flatout.records import EvalRecord
 from flatout.tuning import ablation
-from flatout.tuning.signals import Terminated
+from flatout.verbs.measuring import Terminated
 from tests.conftest import TINY
 
 

@@ -19,9 +19,9 @@ from flatout.engine.saving import capture
 from flatout.errors import ConfigError, DataError, DeviceMemoryError, DivergedError, ResourceError, UsageError
 from flatout.records import EvalRecord
 from flatout.tuning import lr_range, study
+from flatout.tuning.changes import read_space
 from flatout.tuning.lr_range import find_rate
 from flatout.tuning.measure import Steps
-from flatout.tuning.search_space import read_space
 from flatout.tuning.study import StudyResult, TrialRow, search
 from flatout.verbs import measuring
 from flatout.verbs import tune as verb

@@ -11,7 +11,7 @@ from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.files import check_replaceable, readable_sizes
 from flatout.observe.sinks import MetricsFile, read_metrics
 from flatout.records import NoticeRecord
-from flatout.tuning.search_space import read_space
+from flatout.tuning.changes import read_space
 from flatout.tuning.study import search
 from flatout.verbs import bench, data, measuring, profile, tune
 

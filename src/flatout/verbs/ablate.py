@@ -21,7 +21,7 @@ ROWS, PICTURE = "ablate.jsonl", "ablate.png"
 def ablate(words: list[str]) -> int:
     parsed = _parser().parse_words(words)
     loaded = load_any(parsed)
-    from flatout.tuning.field_changes import check_length, check_named, choose, split_fields
+    from flatout.tuning.changes import check_length, check_named, choose, split_fields
 
     fields = None if parsed.fields is None else split_fields(parsed.fields)
     # What is wrong with them is told before anything else. Values of a size wait for the data, and so do their changes.
@@ -38,7 +38,7 @@ def ablate(words: list[str]) -> int:
     from flatout import api
     from flatout.observe.measured.ablate import run_line
     from flatout.records import record_to_json
-    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
+    from flatout.verbs.measuring import exit_code_of, terminated_like_interrupted, word_of
 
     line, place, result = Line(), (0, 0), None
     asked: dict[str, Any] = {"fields": fields, "seeds": parsed.seeds, "equal": parsed.equal, "folder": folder}

@@ -51,7 +51,7 @@ def bench(words: list[str]) -> int:
     _check_picture(folder, rows, going_on=parsed.go_on)
     from flatout import api
     from flatout.records import record_to_json
-    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
+    from flatout.verbs.measuring import exit_code_of, terminated_like_interrupted, word_of
 
     before = len(rows)
     options = ("steps", "parity_steps", "batch_tokens", "only", "seconds", "go_on")
@@ -162,7 +162,7 @@ def _finish(rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quie
     if not rows:
         return
     from flatout.observe.measured.bench import draw_bench, print_bench
-    from flatout.tuning.claims import TOTALS
+    from flatout.tuning.rungs import TOTALS
 
     complete = sorted(rows, key=lambda row: row.place)
     if not quiet:

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 from flatout.config.sizes import SIZED
 from flatout.errors import UsageError
-from flatout.tuning.cluster import CARDS, GB, Card, card_here, card_named
-from flatout.tuning.goodput import FAILURE_HOURS
-from flatout.tuning.llamas import LLAMAS, llama_words
+from flatout.tuning.cluster import CARDS, FAILURE_HOURS, GB, LLAMAS, Card, card_here, card_named, llama_words
 from flatout.verbs.measuring import add_overwrite, picture_target
 from flatout.words import Parser, add_config, load_pretraining, one_line, quoted
 

@@ -46,7 +46,7 @@ def serve_report(words: list[str]) -> int:
     parsed = parser.parse_mixed(words)
     folders = _folders(parsed.runs)
     from flatout.observe.report.server import serve
-    from flatout.tuning.signals import terminated_like_interrupted
+    from flatout.verbs.measuring import terminated_like_interrupted
 
     try:
         with terminated_like_interrupted():

@@ -18,8 +18,8 @@ from flatout import records
 from flatout.errors import UsageError, UserError
 from flatout.launch import AGENT, launch
 from flatout.streams import output_that_may_go_away
-from flatout.tuning.signals import handled
 from flatout.verbs.launching import add_launching, start_workers, starts_workers, told_by_one
+from flatout.verbs.measuring import handled
 from flatout.words import Parser, add_config, load, on_hardware, one_line, quoted
 
 if TYPE_CHECKING:

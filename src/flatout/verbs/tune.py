@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import ResourceError, UsageError, UserError
-from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 from flatout.verbs.measuring import (
     Line,
     add_overwrite,
     config_target,
     ended_by_signals,
+    exit_code_of,
     picture_target,
     study_target,
+    terminated_like_interrupted,
+    word_of,
     write_config,
 )
 from flatout.words import Parser, add_config, load_any
@@ -269,7 +271,7 @@ def _failure_of(write: Callable[[], None]) -> UserError | None:
 
 def _train_with(verb: str, out: Path | None, found: tuple[str, ...], parsed: argparse.Namespace) -> str:
     """How to train with what was found: from the file that was written, or by words."""
-    from flatout.tuning.fragment import train_words
+    from flatout.tuning.changes import train_words
 
     if out is not None:
         return f"wrote {out}; train with: flatout {verb} {shlex.quote(str(out))}"

@@ -36,7 +36,7 @@ def watch(words: list[str]) -> int:
     from flatout.observe.live.follow import find_run
 
     folder = find_run(parsed.run)
-    from flatout.tuning.signals import Terminated, exit_code_of, terminated_like_interrupted
+    from flatout.verbs.measuring import Terminated, exit_code_of, terminated_like_interrupted
 
     with terminated_like_interrupted():
         try:

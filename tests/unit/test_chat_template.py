@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flatout.confined import Limits
+from flatout.confined import ChildLimits
 from flatout.data.chat_template import ChatTemplate, TemplateRefusal, child, load_template, template_from_json
 from flatout.data.model_folder import read_model_tokenizer, read_templates
 from flatout.data.tokenizer import ModelTokenizer, tokenizer_from_json
@@ -129,7 +129,7 @@ def test_templates_cannot_leave_the_sandbox(text: str):
 def impatient():
     """The child that renders, with less time and memory than it has otherwise."""
     usual = child().limits
-    child().limits = Limits(seconds=0.1, memory=2**28)
+    child().limits = ChildLimits(seconds=0.1, memory=2**28)
     child().close()
     yield
     child().limits = usual

@@ -1291,7 +1291,7 @@ def test_a_folder_of_mostly_other_files_is_refused_unless_a_format_is_given(tmp_
 
 
 def test_splits_of_a_saved_dataset_are_no_reason_to_refuse_it() -> None:
-    found = sources.Found(files=(Mock(),), left={name: f"split {name}" for name in ("test", "validation", "more")})
+    found = sources.FoundFiles(files=(Mock(),), left={name: f"split {name}" for name in ("test", "validation", "more")})
     assert not found.mostly_unknown
 
 

@@ -222,7 +222,7 @@ def _read_text(slice: Slice, options: ReadOptions, watch: Watch | None) -> Resul
 
 
 def _decoded(
-    piece: streams.Piece,
+    piece: streams.TextPiece,
     file: InputFile,
     options: ReadOptions,
     place: str,

@@ -56,7 +56,7 @@ class Packing:
         """Share of all positions that hold no token."""
         return 1.0 - self.pairs / (self.windows * self.capacity) if self.windows else 0.0
 
-    def layout(self, windows: Places) -> "Layout":
+    def layout(self, windows: Places) -> "RowLayout":
         """The pieces of these windows, laid out as the rows of a batch."""
         first, counts = self.first[windows], self.first[windows + 1] - self.first[windows]
         rows = np.repeat(np.arange(len(windows)), counts)
@@ -68,12 +68,12 @@ class Packing:
         cells = runs(rows * self.capacity + before - before_row, sizes)
         documents = np.full((len(windows), self.capacity), -1, dtype=np.int32)
         documents.reshape(-1)[cells] = np.repeat(number_in_row, sizes)
-        return Layout(self.starts[pieces], sizes, cells, documents)
+        return RowLayout(self.starts[pieces], sizes, cells, documents)
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Layout:
+class RowLayout:
     """Pieces as rows of a batch: `cells` are the positions they fill in the flattened rows, a pair each.
 
     `documents` [B, T] is the number of the document in its row for each position, and -1 where there is none.

@@ -27,7 +27,7 @@ from flatout.config.sizes import learned_vocab
 from flatout.corpus.clean import CleanRules, load_rules
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice, shown
 from flatout.corpus.readers import read_slice
-from flatout.corpus.sources import Found, but_read, find_files, slices_of, text_bytes, unread_text
+from flatout.corpus.sources import FoundFiles, but_read, find_files, slices_of, text_bytes, unread_text
 from flatout.corpus.streams import PIECE
 from flatout.data.limits import LIMITS, NONE_TAKEN, Limits, limits_of
 from flatout.data.part import Part, Recipe, judged
@@ -106,7 +106,7 @@ def request_of(data: DataConfig, clean: CleanConfig | None = None) -> Request:
 
 
 @dataclass(frozen=True)
-class Inputs(Found):
+class Inputs(FoundFiles):
     """What was found of all sources together."""
 
     @property
@@ -142,11 +142,11 @@ def find_inputs(request: Request, work: Path) -> Inputs:
     """List the files of a request. Standard input is copied into `work` first."""
     if not request.sources:
         raise DataError("data.source is not set", "set data.source to a text file or folder")
-    listed: list[Found] = []
+    listed: list[FoundFiles] = []
     for number, source in enumerate(request.sources):
         form = source.format or request.data.format
         if source.path == STDIN:
-            listed.append(Found((_spooled(work / f"{STDIN_NAME}{number}", form or "text", number),)))
+            listed.append(FoundFiles((_spooled(work / f"{STDIN_NAME}{number}", form or "text", number),)))
         else:
             listed.append(find_files(source.path, format=form, number=number))
     listed = but_read(listed, [source.path for source in request.sources])

@@ -26,7 +26,7 @@ def names(found: FoundFiles, folder: Path) -> list[str]:
     return [os.path.relpath(file.path, folder) for file in found.files]
 
 
-def problems(found: Found) -> list[tuple[str, str, int]]:
+def problems(found: FoundFiles) -> list[tuple[str, str, int]]:
     return [(os.path.basename(problem.file), problem.kind, problem.records) for problem in found.problems]
 
 

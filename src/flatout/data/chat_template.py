@@ -118,7 +118,7 @@ class ChatTemplate:
         turns = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
         asks = [(1, True), (1, False), (2, False), (3, False)]
         try:
-            asked, one, two, three = map(_text, self._ask(form, asks, self._values(turns, None, None)))
+            asked, one, two, three = map(_written, self._ask(form, asks, self._values(turns, None, None)))
         except TemplateRefusal:
             return False
         # Both end in the same header, which is not there any more when the conversation goes on.
@@ -136,7 +136,7 @@ class ChatTemplate:
         try:
             for turns in ([user, answer_of(said)] for said in DIFFERENT):
                 asks = [(1, False), (1, True), (2, False)]
-                texts += map(_text, self._ask(form, asks, self._values(turns, None, None)))
+                texts += map(_written, self._ask(form, asks, self._values(turns, None, None)))
         except TemplateRefusal:
             return ""
         before, prompt, one, *_, other = texts
@@ -145,7 +145,7 @@ class ChatTemplate:
 
     def render(self, messages: Messages, *, tools: Objects = None, add_generation_prompt: bool = False) -> str:
         """The text of a conversation; with `add_generation_prompt`, up to where the assistant would begin to write."""
-        return _text(self.beginnings(messages, [(len(messages), add_generation_prompt)], tools)[0])
+        return _written(self.beginnings(messages, [(len(messages), add_generation_prompt)], tools)[0])
 
     def beginnings(
         self, messages: Messages, asks: Sequence[tuple[int, bool]], tools: Objects = None, documents: Objects = None
@@ -164,7 +164,7 @@ class ChatTemplate:
         if form not in self._marked or BEGIN in text or END in text:
             return None
         values = self._values(messages, tools, documents)
-        marked = _text(self._ask(form, [(len(messages), False)], values, marks=True)[0])
+        marked = _written(self._ask(form, [(len(messages), False)], values, marks=True)[0])
         spans: list[tuple[int, int]] = []
         begins: list[int] = []
         length = 0
@@ -223,7 +223,7 @@ class ChatTemplate:
         )
 
 
-def _text(rendered: str | TemplateRefusal) -> str:
+def _written(rendered: str | TemplateRefusal) -> str:
     if isinstance(rendered, TemplateRefusal):
         raise rendered
     return rendered

@@ -75,9 +75,9 @@ def read_templates(folder: str | Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in (folder / CONFIG, folder / OLD_TEMPLATE):
         found |= _named(_object_if_there(path).get("chat_template"), path)
-    files = {path.stem: _text(path, folder) for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
+    files = {path.stem: _file_text(path, folder) for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
     if (folder / TEMPLATE).is_file():
-        files[DEFAULT] = _text(folder / TEMPLATE, folder)
+        files[DEFAULT] = _file_text(folder / TEMPLATE, folder)
     return files or found  # files of their own stand for all of what JSON says
 
 
@@ -178,7 +178,7 @@ def _object_if_there(path: Path) -> dict[str, Any]:
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        content = parse_json(_text(path, path.parent))
+        content = parse_json(_file_text(path, path.parent))
     except ValueError as error:
         raise DataError(f"{shown(path)} is not JSON: {error}", "fetch the file again") from error
     if not isinstance(content, dict):
@@ -186,7 +186,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _text(path: Path, folder: Path) -> str:
+def _file_text(path: Path, folder: Path) -> str:
     if leads_outside(path, folder):
         raise DataError(
             f"{shown(path)} is a link that leads out of its folder",

@@ -17,10 +17,9 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.best_fit import runs
+from flatout.data.best_fit import Places, runs
 from flatout.data.sampler import WindowOrder
 
-Numbers = npt.NDArray[np.int64]
 _OTHER = 0xD0C5  # the order of documents must not be that of windows
 
 
@@ -29,9 +28,9 @@ _OTHER = 0xD0C5  # the order of documents must not be that of windows
 class Pieces:
     """What windows of one length are made of: ranges of the split, `counts` of them for each window, in its order."""
 
-    starts: Numbers
-    lengths: Numbers
-    counts: Numbers
+    starts: Places
+    lengths: Places
+    counts: Places
 
     def documents(self) -> npt.NDArray[np.int32]:
         """[B, W]: the number of the document within its window, for each token."""
@@ -49,23 +48,23 @@ class Reshuffle:
         self._order = WindowOrder(len(starts), seed ^ _OTHER)
         self._one_at_a_time = threading.Lock()  # several threads make batches, and need the same epoch
         # A batch may reach into the next epoch while another thread is still in this one.
-        self._joined: Callable[[int], tuple[Numbers, Numbers]] = functools.lru_cache(2)(self._join)
+        self._joined: Callable[[int], tuple[Places, Places]] = functools.lru_cache(2)(self._join)
 
     @property
     def documents(self) -> int:
         return len(self._starts)
 
-    def _join(self, epoch: int) -> tuple[Numbers, Numbers]:
+    def _join(self, epoch: int) -> tuple[Places, Places]:
         """The documents in the order of an epoch, and where each of them ends in its text."""
         order = self._order.indices(epoch * self.documents, self.documents)
         return order, np.cumsum(self._lengths[order])
 
-    def pieces(self, epochs: Numbers, begins: Numbers, length: int) -> Pieces:
+    def pieces(self, epochs: Places, begins: Places, length: int) -> Pieces:
         """The windows of `length` tokens that begin at `begins` in the text of their epoch; epochs do not fall."""
         found = [self._pieces(int(epoch), begins[epochs == epoch], length) for epoch in np.unique(epochs)]
         return Pieces(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
 
-    def _pieces(self, epoch: int, begins: Numbers, length: int) -> tuple[Numbers, Numbers, Numbers]:
+    def _pieces(self, epoch: int, begins: Places, length: int) -> tuple[Places, Places, Places]:
         with self._one_at_a_time:
             order, ends = self._joined(epoch)
         first = np.searchsorted(ends, begins, side="right")

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 
 from flatout.confined import ChildLimits
-from flatout.data.chat_template import ChatTemplate, TemplateRefusal, child, load_template, template_from_json
-from flatout.data.model_folder import read_model_tokenizer, read_templates
+from flatout.data.chat_template import (
+    ChatTemplate,
+    TemplateRefusal,
+    child,
+    load_template,
+    read_templates,
+    template_from_json,
+)
 from flatout.data.tokenizer import ModelTokenizer, tokenizer_from_json
+from flatout.data.tokenizer_files import read_model_tokenizer
 from flatout.errors import DataError
 from tests.chat_models import FAMILIES, LLAMA3, MARKED, SMOLLM2, chat, write_model
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.corpus import near
-from flatout.corpus.near import SIGNATURE_BYTES, SLOTS, bands_for, near_duplicates, signature
+from flatout.corpus import clean as near
+from flatout.corpus.clean import SIGNATURE_BYTES, SLOTS, bands_for, near_duplicates, signature
 from flatout.errors import DataError
 
 SOURCE = Path(__file__).parents[2] / "src"

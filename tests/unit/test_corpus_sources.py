@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatout.corpus import arrow, shipped
+from flatout.corpus import arrow
+from flatout.corpus import document as shipped
 from flatout.corpus.document import InputFile, Slice
 from flatout.corpus.sources import FoundFiles, find_files, format_of, slices_of, unread_text
 from flatout.corpus.streams import PIECE

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data import tokenizer as tokenizer_module
-from flatout.data import train_tokenizer as module
+from flatout.data import tokenizer_files as module
 from flatout.data.tokenizer import END_OF_TEXT, ByteTokenizer, CharTokenizer, HuggingFaceTokenizer, load_tokenizer
-from flatout.data.train_tokenizer import Split, fertility, train_bpe, write_tokenizer
+from flatout.data.tokenizer_files import Split, fertility, train_bpe, write_tokenizer
 from flatout.errors import DataError, ResourceError, UsageError
 
 SPLITS: tuple[Split, ...] = ("gpt2", "gpt4")

@@ -4,13 +4,11 @@ import dataclasses
 from pathlib import Path
 
 from flatout.api.models import LoadedModel, load_model
-from flatout.data.batch import Delivery
-from flatout.data.positions import Schedule
+from flatout.data.batch import Delivery, Schedule, TrainingData, tokens_per_byte
 from flatout.data.sample_data import SampleData
 from flatout.data.samples import holds_samples, open_samples
 from flatout.data.shard_data import ShardData
 from flatout.data.shards import open_dataset
-from flatout.data.training_data import TrainingData, tokens_per_byte
 from flatout.device import arithmetic
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model

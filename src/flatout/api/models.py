@@ -22,11 +22,10 @@ from flatout.checkpoints.checkpoint import check_files_alone, read_checkpoint, v
 from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint, newest_run
 from flatout.config.load import LoadedConfig, load_stored, with_values
 from flatout.config.source import Source
-from flatout.data.chat_template import ChatTemplate, load_template, template_from_json
+from flatout.data.chat_template import ChatTemplate, load_template, read_templates, template_from_json
 from flatout.data.masking import stops_of
-from flatout.data.model_folder import read_model_tokenizer, read_templates
-from flatout.data.portable import own_tokenizer
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
+from flatout.data.tokenizer_files import own_tokenizer, read_model_tokenizer
 from flatout.device import Device, detect_device
 from flatout.engine.custom import CustomModel, Given, ModelGiven, adopt, check_given, structure_of
 from flatout.engine.setup import only_adapters

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.api.models import LoadedModel, load_model
-from flatout.data.chat_template import ChatTemplate, TemplateRefusal, load_template
-from flatout.data.model_folder import read_templates
+from flatout.data.chat_template import ChatTemplate, TemplateRefusal, load_template, read_templates
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer
 from flatout.errors import DataError
 from flatout.generation.decode import generate_tokens

@@ -24,9 +24,19 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.corpus import streams
-from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ProblemKind, ReadOptions, Row, Slice
+from flatout.corpus.document import (
+    GPT2_END_OF_TEXT,
+    REJECTED_UTF8,
+    Document,
+    InputFile,
+    Problem,
+    ProblemKind,
+    ReadOptions,
+    Row,
+    Slice,
+    gpt2_tokens,
+)
 from flatout.corpus.fields import bad_byte, document_of, not_utf8
-from flatout.corpus.shipped import GPT2_END_OF_TEXT, gpt2_tokens
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, PIECE, ByteStream, Watch, decode
 
 Results = Iterator[Document | Problem]

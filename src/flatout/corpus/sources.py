@@ -19,8 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flatout.corpus import shipped
-from flatout.corpus.document import InputFile, Problem, Slice, shown
+from flatout.corpus.document import InputFile, Problem, Slice, shakespeare, shown
 from flatout.corpus.readers import has_tokens
 from flatout.corpus.streams import PIECE, ByteStream, whole_characters
 from flatout.errors import DataError, many
@@ -167,7 +166,7 @@ def find_files(source: str, *, format: str | None = None, number: int = 0) -> Fo
     `format` holds for every file of the source, whatever its name. `number` is that of the source among several.
     """
     if source == SHAKESPEARE:
-        path = shipped.shakespeare()
+        path = shakespeare()
         return FoundFiles((InputFile(str(path), SHAKESPEARE, "text", "none", path.stat().st_size, number),))
     if source.startswith(HUB):
         from flatout.corpus import tables

@@ -23,13 +23,12 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.batch import BatchLoader, Delivery, Raw, Span, as_signed
-from flatout.data.positions import Schedule
+from flatout.data.batch import BatchLoader, DataFacts, Delivery, Raw, Schedule, Span, TrainingData, as_signed
+from flatout.data.plan import Position
 from flatout.data.sampler import WindowOrder
-from flatout.data.stream import TOLD_PROBLEMS, Position, StreamDataset, TokenStream
-from flatout.data.threads import LoaderError, told
+from flatout.data.stream import TOLD_PROBLEMS, StreamDataset, TokenStream
 from flatout.data.tokenizer import Ids
-from flatout.data.training_data import DataFacts, TrainingData
+from flatout.data.workers import LoaderError, told
 from flatout.errors import many
 from flatout.finding import Check, Finding
 

@@ -40,8 +40,7 @@ import numpy.typing as npt
 
 from flatout.config.sizes import learned_vocab
 from flatout.confined import Child, ChildLimits, Exceeded
-from flatout.corpus.document import shown
-from flatout.corpus.shipped import GPT2_END_OF_TEXT, GPT2_RANKS_SHA256, gpt2_tokens
+from flatout.corpus.document import GPT2_END_OF_TEXT, GPT2_RANKS_SHA256, gpt2_tokens, shown
 from flatout.data.tokenizer_child import UNKNOWN
 from flatout.data.tokenizer_parts import is_plain
 from flatout.errors import CheckpointError, DataError

@@ -29,7 +29,7 @@ import torch
 
 from flatout import device
 from flatout.config.load import LoadedConfig
-from flatout.data.positions import Schedule
+from flatout.data.batch import Schedule
 from flatout.engine.run import Run
 from flatout.engine.spans import PendingReports, StepReport
 from flatout.ops.quantized import QuantizedWeight

@@ -17,7 +17,7 @@ index of each part, not at the tokens); the second writes. What is decided depen
 the number of workers cannot matter.
 
 Contract: memory holds one part at a time and one byte per document; looking for near duplicates holds more (see
-`flatout.corpus.near`). Every record ends up in exactly one of the report's counts, and the sum is checked.
+`flatout.corpus.clean`). Every record ends up in exactly one of the report's counts, and the sum is checked.
 
 Trap: the border of a contiguous split falls inside a document. Its tokens are not cut, for a tokenizer may join what
 the border separates: its text is read again, cut, and tokenized as two.

@@ -1,0 +1,161 @@
+"""Looking at runs and machines: pictures, tables, one HTML page, and the doctor's visit. Needs no torch."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from flatout.config.load import Config, LoadedConfig
+from flatout.config.suggest import run_hint
+from flatout.diagnose.examine import examine
+from flatout.errors import DataError, UsageError, quoted
+from flatout.files import disk_errors
+from flatout.finding import Finding
+from flatout.front.configs import with_sources
+from flatout.launch import Launch
+from flatout.observe.plots import COMPARISON, write_comparison, write_run_plots
+from flatout.observe.report import check_target, write_report
+from flatout.observe.runs import find_run
+from flatout.observe.tables import EIGENSTATES, EVALS, STEPS
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+
+_FORMS = (".png", ".svg")
+
+
+def plot(
+    runs: str | Path | Sequence[str | Path],
+    out: str | Path | None = None,
+    *,
+    svg: bool = False,
+    each: bool = False,
+    tables: bool = True,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Draws a run as pictures with its numbers as CSV beside them, or several runs into one; returns the files written.
+
+    They go to the run's own folder `plots`, those of several runs to ./plots, or to the folder `out`, which for several
+    runs may also be the picture's name. `each` draws every panel of one run as a picture of its own, too. Files that
+    are not ours are replaced only with `overwrite`.
+    """
+    named = [runs] if isinstance(runs, str | Path) else list(runs)
+    if not named:
+        raise UsageError("no run was named", "name a run folder, such as runs/NAME")
+    folders = [_run_folder(str(run)) for run in named]
+    if each and len(folders) > 1:
+        raise UsageError("--each goes with one run", "leave it out, or name one run")
+    folder, form, name = _target(None if out is None else str(out), folders, svg=svg)
+    if len(folders) == 1:
+        how = {"form": form, "tables": tables, "each": each}
+        return write_run_plots(folders[0], out=folder, overwrite=overwrite, **how)
+    before = "" if name is None else f"{Path(name).stem}-"
+    files = [folder / f"{before}{table}" for table in (STEPS, EVALS, EIGENSTATES)] if tables else []
+    return write_comparison(folders, folder / (name or f"{COMPARISON}.{form}"), *files, overwrite=overwrite)
+
+
+def _run_folder(word: str) -> Path:
+    """The folder, if there is a run in it; else an error that names one where there is."""
+    path = Path(word)
+    if not word or not os.path.isdir(word):
+        hint = run_hint(word, "name a run folder, such as runs/NAME")
+        if path.name == "metrics.jsonl" and os.path.isfile(word):
+            hint = f"name its folder: {path.parent}"
+        raise UsageError(f"{quoted(word)} is not a folder", hint)
+    if os.path.isfile(path / "metrics.jsonl"):
+        return path
+    absolute = path.absolute()
+    for above in absolute.parents[:3]:
+        if os.path.isfile(above / "metrics.jsonl"):
+            raise DataError(f"{quoted(word)} is part of a run, and no run", f"name the run: {above}")
+    with disk_errors(f"a list of {quoted(word)}", safe=""):
+        inside = sorted(name for name in os.listdir(path) if os.path.isfile(path / name / "metrics.jsonl"))
+    if inside:
+        raise DataError(
+            f"{quoted(word)} holds runs, and is none itself",
+            f"name a run, such as {path / inside[0]}",
+        )
+    raise DataError(f"{quoted(word)} is not a run: it has no metrics.jsonl", "name a run folder, such as runs/NAME")
+
+
+def _target(out: str | None, runs: list[Path], *, svg: bool) -> tuple[Path, str, str | None]:
+    """Where files go: a folder, the form of pictures, and the name of the picture where one was given."""
+    several = len(runs) > 1
+    folder, form, name = Path(out or "plots"), "svg" if svg else "png", None
+    if out is None:
+        folder = folder if several else runs[0] / "plots"
+    elif not out:
+        raise UsageError("--out needs a folder", "for example --out plots")
+    elif out.lower().endswith(_FORMS) and not os.path.isdir(out):
+        if not several:
+            raise UsageError(
+                f"a run has several pictures, and --out {quoted(out)} names one",
+                "name a folder with --out; --svg writes SVG",
+            )
+        folder, form, name = folder.parent, folder.suffix[1:].lower(), folder.name
+        if svg and form != "svg":
+            raise UsageError(f"--svg does not go with --out {quoted(out)}", "name a file that ends in .svg")
+    own = folder.name == "plots" and os.path.isfile(folder.absolute().parent / "metrics.jsonl")
+    if own and several:
+        raise UsageError(
+            f"{folder} is the plots folder of a run, whose files it would replace", "name another folder with --out"
+        )
+    return folder, form, name
+
+
+def report(
+    runs: str | Path | Sequence[str | Path] = (),
+    out: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    price: float | None = None,
+) -> Path:
+    """Writes one HTML page that shows a run, or several side by side, and returns its path.
+
+    `runs` are folders or names under runs/; without any it is the newest run there. The page is report.html in the
+    run's folder, for several runs ./report.html. A file that is no report is replaced only with `overwrite`.
+    `price` is what an hour of the machine costs.
+    """
+    named = [runs] if isinstance(runs, str | Path) else list(runs)
+    folders = [find_run(str(run)) for run in named] or [find_run(None)]
+    beside = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
+    target = beside if out is None else Path(out)
+    check_target(target, overwrite=overwrite)  # before anything is read
+    write_report(folders, target, overwrite=overwrite, price=price)
+    return target
+
+
+# --- diagnosing -------------------------------------------------------------------------------------------------------
+
+
+def doctor(
+    config: Config | str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    hardware: str | None = None,
+    size: str | None = None,
+    quick: bool = False,
+    gpus: int | None = None,
+    launched: Launch | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Iterator[Finding]:
+    """Checks machine, data and config, and yields what was found, each with advice where there is some.
+
+    A config that is named, with `overrides`, may have mistakes: they are findings too. `quick` leaves out compiling and
+    slow trials. `gpus` is how many ranks the config is meant for, `launched` this process as the first of those that a
+    launcher started.
+    """
+    target = str(config) if isinstance(config, str | Path) else config
+    if not isinstance(target, str | LoadedConfig | None):
+        target = with_sources(target)
+    if overrides and isinstance(target, LoadedConfig):
+        raise UsageError("overrides are for a config by its name", "change the config itself, or name its file")
+    return examine(
+        target,
+        overrides,
+        hardware=hardware,
+        size=size,
+        quick=quick,
+        gpus=gpus,
+        launched=launched,
+        progress=progress,
+    )

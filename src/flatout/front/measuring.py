@@ -1,0 +1,367 @@
+"""What switches are worth here, which settings to choose, what a run will take and what holds a step up.
+
+Contract of `profile`: a folder that cannot be written is refused first. It appears under its name only when everything
+in it is there, and files that are there already are never written over. In the ranks of a launcher all take the steps,
+and the first one writes.
+"""
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flatout.config.alike import shared_settings
+from flatout.config.load import Config, LoadedConfig, load_config
+from flatout.data.prepare import data_folder, has_dataset
+from flatout.engine.run import Run
+from flatout.errors import UsageError, quoted
+from flatout.files import disk_errors, write_whole
+from flatout.folders import free_folder, whole_folder
+from flatout.front.configs import with_sources
+from flatout.launch import Launch, launch
+from flatout.observe.measured.bench import read_ablate, read_bench
+from flatout.observe.measured.profile_page import as_markdown, page_of
+from flatout.parallel.ranks import joined
+from flatout.records import AblateRow, BenchProgress, BenchRow, TuneProgress, TuneResult, TuneRow, record_to_json
+from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, Told
+from flatout.tuning.ablation import ablate as ablate_fields
+from flatout.tuning.changes import check_length, choose, read_space, space_of
+from flatout.tuning.estimate import SECONDS as PROBE_SECONDS
+from flatout.tuning.estimate import EstimateResult
+from flatout.tuning.estimate import estimate as look_ahead
+from flatout.tuning.ladder import bench as climb_ladder
+from flatout.tuning.lr_range import HIGH, LOW, STEPS, LrResult, Point, find_rate
+from flatout.tuning.measure import borrowed_run
+from flatout.tuning.practice_data import practice_config, scratch_folder, settled_for_runs
+from flatout.tuning.profile import attend, fitted, profile_run
+from flatout.tuning.study import TRIALS, StudyResult, TrialRow
+from flatout.tuning.study import search as search_space
+from flatout.tuning.tuner import tune as search_settings
+from flatout.world import World
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def bench(
+    config: Config | None = None,
+    *,
+    steps: int = 800,
+    parity_steps: int = 20,
+    batch_tokens: int | None = None,
+    rungs: Sequence[str] | None = None,
+    only: str | None = None,
+    seconds: float | None = None,
+    folder: str | Path | None = None,
+    go_on: bool = False,
+    notice: Callable[[str], None] = lambda _: None,
+    progress: Callable[[BenchProgress], None] = lambda _: None,
+) -> Generator[BenchRow]:
+    """Measures every speed switch that this machine has, from the naive baseline up, and yields a row for each.
+
+    A rung first has to show the reference's losses over `parity_steps` steps; then at most `steps` steps are timed, in
+    turns with the rung that it is compared with. `rungs` are names, `only` is ladder, without or extra. After about
+    `seconds`, no other rung is begun. With a `folder`, rows are also written to bench.jsonl there, from the first
+    measured one on; with `go_on`, rungs that are there already are not measured again.
+    """
+    path = None if folder is None else Path(folder) / "bench.jsonl"
+    if path is not None and path.exists() and not go_on:
+        raise UsageError(
+            f"{path} holds the rows of an earlier ladder", "name a new folder, or measure what is missing with --go-on"
+        )
+    ladder = climb_ladder(
+        with_sources(config or load_config()),
+        steps=steps,
+        parity_steps=parity_steps,
+        batch_tokens=batch_tokens,
+        names=rungs,
+        only=only,
+        seconds=seconds,
+        earlier=[] if path is None or not path.exists() else read_bench(path, notice),
+        notice=notice,
+        progress=progress,
+    )
+    if path is None:
+        yield from ladder
+        return
+    waiting: list[BenchRow] = []
+    for row in ladder:
+        waiting.append(row)
+        if row.status != "absent" or path.exists():  # rows without a measurement alone would only block the folder
+            _append(path, waiting)
+            waiting = []
+        yield row
+
+
+def tune(
+    config: Config | None = None,
+    *,
+    memory: float | None = None,
+    exhaustive: bool = False,
+    compile: bool = False,
+    seconds: float | None = None,
+    progress: Callable[[TuneProgress], None] = lambda _: None,
+) -> Generator[TuneRow | TuneResult]:
+    """Finds the fastest micro-batch, checkpointing and loss for a config's global batch on this device, in pretraining
+    or, where it has `chat.source`, in fine-tuning.
+
+    Yields a row for every setting tried, and a `TuneResult` last; its `fragment` is a config file. `memory` is a cap in
+    GiB that emulates a smaller card, `exhaustive` tries everything, `compile` torch.compile's modes too (minutes).
+    """
+    yield from search_settings(
+        with_sources(config or load_config()),
+        memory=memory,
+        thorough=exhaustive,
+        compiled=compile,
+        seconds=seconds,
+        progress=progress,
+    )
+
+
+def tune_lr(
+    config: Config | None = None,
+    *,
+    low: float = LOW,
+    high: float = HIGH,
+    steps: int = STEPS,
+    progress: Callable[[int, Point], None] = lambda _step, _point: None,
+) -> LrResult:
+    """Finds a learning rate by a range test: real training steps whose rate rises from `low` to `high`.
+
+    The result's `rate` is the one found, its `fragment` a config file with it.
+    """
+    if low * 10 > high:
+        raise UsageError(
+            f"--from {low:g} and --to {high:g} are less than a factor of ten apart",
+            "a range test needs rates from far too small to far too large, such as --from 1e-7 --to 1",
+        )
+    return find_rate(with_sources(config or load_config()), low=low, high=high, steps=steps, progress=progress)
+
+
+def search(
+    space: str | Path | Mapping[str, Mapping[str, Sequence[Any]]],
+    config: Config | None = None,
+    *,
+    trials: int = TRIALS,
+    study: str | Path | None = None,
+    notice: Callable[[str], None] = lambda _: None,
+    progress: Callable[[int, dict[str, Any], Any], None] = lambda *_: None,
+) -> Generator[TrialRow | StudyResult]:
+    """Searches hyperparameters by short real runs; yields a row for each new trial, and a `StudyResult` last.
+
+    `space` is a YAML file of fields and ranges, or what it would hold: `{"model.layers": {"range": [2, 6]}}`.
+    `trials` counts the finished ones in all; a `study` file (SQLite) keeps them, and the same call goes on with it.
+    """
+    loaded = with_sources(config or load_config())
+    found = space_of(space, loaded) if isinstance(space, Mapping) else read_space(Path(space), loaded)
+    kept = None if study is None else Path(study)
+    return search_space(loaded, found, trials=trials, study=kept, notice=notice, progress=progress)
+
+
+def ablate(
+    config: Config | None = None,
+    *,
+    fields: Sequence[str] | None = None,
+    seeds: int = SEEDS,
+    equal: str = BOTH,
+    minutes: float | None = None,
+    folder: str | Path | None = None,
+    notice: Callable[[str], None] = lambda _: None,
+    progress: Told = lambda *_: None,
+) -> Generator[AblateRow | AblateResult]:
+    """Trains a config with and without each of some fields; yields a row for each new run, an `AblateResult` last.
+
+    `fields` are words such as `model.qk_norm`, which is flipped, or `optim.schedule=linear`; without them everything
+    that the config sets in `model`, `optim` and `train` goes back to its default, one at a time. Pairs of runs have a
+    seed in common, `seeds` of them, and are compared at `equal` tokens, seconds or both. With a `folder`, rows are kept
+    in ablate.jsonl there, and the same call goes on with them. After `minutes` nothing is begun; 0 reads what is there.
+    """
+    loaded = with_sources(config or load_config())
+    if equal not in (TOKENS, SECONDS, BOTH):
+        raise UsageError(f"runs cannot be compared at equal {equal!r}", "use tokens, seconds or both")
+    check_length(loaded)
+    # To show what is there, nothing is prepared.
+    if loaded.size is None or minutes != 0 or has_dataset(data_folder(loaded.config.data)):
+        loaded = settled_for_runs(loaded, notice)
+    changes, left_out = choose(fields, loaded)
+    path = None if folder is None else Path(folder) / "ablate.jsonl"
+    earlier = [] if path is None or not path.exists() else read_ablate(path, notice)
+    how = {"seeds": seeds, "equal": equal, "minutes": minutes, "earlier": earlier, "progress": progress}
+    for record in ablate_fields(loaded, changes, left_out=left_out, **how):
+        if path is not None and isinstance(record, AblateRow):
+            _append(path, [record])
+        yield record
+
+
+def _append(path: Path, rows: Sequence[BenchRow | AblateRow]) -> None:
+    """Adds rows to a file, which is made with its folder."""
+    with disk_errors(str(path), safe=""):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(record_to_json(row) + "\n" for row in rows)
+
+
+def estimate(
+    config: Config | None = None,
+    *,
+    price: float | None = None,
+    seconds: float = PROBE_SECONDS,
+    probe: bool = True,
+    imported: float | None = None,
+    notice: Callable[[str], None] = lambda _: None,
+) -> EstimateResult:
+    """Says what the run of a config will take in time, memory, disk, energy and money, from a short timed piece of it.
+
+    `price` is per hour; steps are timed for about `seconds`, or not at all without `probe`. `imported` is how long
+    importing took, to be counted into the start-up. A run that does not fit has a `problem` and a `way_out`.
+    """
+    loaded = with_sources(config or load_config())
+    return look_ahead(loaded, price=price, seconds=seconds, probe=probe, imported=imported, notice=notice)
+
+
+# --- profiling --------------------------------------------------------------------------------------------------------
+
+
+PAGE = "reading.md"
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """A profile: the folder with its files, and what profile.json there holds."""
+
+    folder: Path
+    figures: dict[str, Any]
+
+
+def profile(
+    config: Config | None = None,
+    folder: str | Path | None = None,
+    *,
+    steps: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Profile | None:
+    """Takes some training steps under torch's profiler and says what limits them, and which switch to try.
+
+    Writes a trace, a memory snapshot, the kernels and a page to read into a new folder, by default profile/NAME. No run
+    is written. Without `steps` it is 4, fewer if a step has many micro-batches. In the ranks of a launcher all but the
+    first get None.
+    """
+    loaded, found = with_sources(config or load_config()), launch()
+    target = _free(folder, loaded) if found is None else None
+    with _quiet_profiler(), contextlib.ExitStack() as held:
+        world = None if found is None else held.enter_context(_met(found, loaded))
+        unfinished = None
+        with contextlib.nullcontext() if world is None else world.fail_together():
+            if world is None or world.first:
+                target = target or _free(folder, loaded)
+                unfinished = held.enter_context(_folder_for(target))
+        if target is None or unfinished is None:
+            take_part(loaded, world, steps=steps)
+            return None
+        return Profile(target, profile_into(loaded, unfinished, target, world=world, steps=steps, progress=progress))
+
+
+def _free(out: str | Path | None, loaded: LoadedConfig) -> Path:
+    if out is not None:
+        return _named_folder(str(out))
+    return free_folder(Path("profile") / loaded.config.output.name, os.path.lexists)
+
+
+def _met(found: Launch, loaded: LoadedConfig) -> contextlib.AbstractContextManager[World]:
+    config = loaded.config
+    return joined(found, config.speed.device, timeout=config.parallel.timeout, settings=shared_settings(loaded))
+
+
+def take_part(loaded: LoadedConfig, world: World | None, *, steps: int | None) -> None:
+    """The steps of a profile in a rank that is not the first."""
+    with _practice_run(loaded, steps, world) as (run, _):
+        attend(run, steps=steps)
+
+
+def profile_into(
+    loaded: LoadedConfig,
+    unfinished: Path,
+    folder: Path,
+    *,
+    world: World | None = None,
+    steps: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Profiles a config; writes all files into `unfinished`, which will be called `folder`; returns profile.json."""
+    with _practice_run(loaded, steps, world, progress) as (run, described):
+        found = profile_run(run, unfinished, steps=steps, data=described, progress=progress)
+    report = found.to_json()
+    with disk_errors(str(folder / PAGE), safe=""):
+        write_whole(unfinished / PAGE, as_markdown(page_of(report, str(folder))).encode("utf-8"))
+    return report
+
+
+@contextlib.contextmanager
+def _practice_run(
+    loaded: LoadedConfig,
+    steps: int | None,
+    world: World | None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Iterator[tuple[Run, str]]:
+    """A run of the config on data to measure on, and in words what data that is."""
+    with scratch_folder("flatout-profile-") as scratch:
+        # Of a stream, its reading and tokenizing is what there is to see.
+        practice, described = practice_config(loaded, scratch, progress, world=world, streams=True)
+        progress("building the model")
+        with borrowed_run(fitted(practice, steps), world) as run:
+            yield run, described
+
+
+@contextlib.contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Keeps torch's profiler, which asks when it is first used, from printing lines for its own developers."""
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[_LOG_LEVEL]
+
+
+def _named_folder(written: str) -> Path:
+    if not written.strip():
+        raise UsageError("--out needs a folder", "for example --out profiles/first")
+    folder = Path(written)
+    if folder.name in ("", ".."):  # the root, or where we are
+        raise UsageError(f"--out {quoted(written)} is not the name of a new folder", "for example --out profiles/first")
+    with disk_errors(f"to the folder {written}", safe=", or name another one with --out"):
+        if folder.is_symlink():
+            raise UsageError(f"--out {quoted(written)} is a link, and links are not followed", "name a new folder")
+        if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+            raise UsageError(f"--out {quoted(written)} is there already and is not an empty folder", "name a new one")
+    return folder
+
+
+@contextlib.contextmanager
+def _folder_for(folder: Path) -> Iterator[Path]:
+    """A folder to write into that gets its name at the end of the block, or goes with everything made for it."""
+    what, safe = f"to the folder {folder}", ", or name another one with --out"
+    stack = contextlib.ExitStack()
+    with disk_errors(what, safe=safe):
+        parent = next(filter(os.path.lexists, folder.absolute().parents))
+        if not parent.is_dir():
+            raise UsageError(
+                f"{quoted(str(folder))} lies in {quoted(str(parent))}, which is no folder", "name another one"
+            )
+        unfinished = stack.enter_context(whole_folder(folder, occupied=_occupied))
+    try:
+        yield unfinished
+    except BaseException:
+        stack.__exit__(*sys.exc_info())
+        raise
+    with disk_errors(what, safe=safe):
+        stack.close()
+
+
+def _occupied(folder: Path, name: str) -> UsageError:
+    return UsageError(f"{quoted(str(folder))} is in use by now: {quoted(name)} is in it", "name a new one with --out")

@@ -1,0 +1,503 @@
+"""Models in, text from them, and their loss: runs, checkpoints, Hugging Face folders and PEFT adapters."""
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.checkpoints.adapter_folder import adapter_plan, stored_base, stored_quantize
+from flatout.checkpoints.base_model import (
+    base_of,
+    build_base,
+    check_base,
+    check_own_weights,
+    describe_base,
+    described_checkpoint,
+    open_base,
+)
+from flatout.checkpoints.checkpoint import check_files_alone, read_checkpoint, vocab_in
+from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint, newest_run
+from flatout.config.load import LoadedConfig, load_stored, with_values
+from flatout.config.source import Source
+from flatout.data.batch import Delivery, Schedule, TrainingData, tokens_per_byte
+from flatout.data.chat_template import ChatTemplate, TemplateRefusal, load_template, read_templates, template_from_json
+from flatout.data.masking import stops_of
+from flatout.data.sample_data import SampleData
+from flatout.data.samples import holds_samples, open_samples
+from flatout.data.shard_data import ShardData
+from flatout.data.shards import open_dataset
+from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
+from flatout.data.tokenizer_files import own_tokenizer, read_model_tokenizer
+from flatout.device import Device, arithmetic, detect_device
+from flatout.engine.custom import CustomModel, Given, ModelGiven, adopt, check_given, structure_of
+from flatout.engine.evaluate import bits_per_byte, perplexity
+from flatout.engine.evaluate import evaluate as evaluate_model
+from flatout.engine.setup import only_adapters
+from flatout.errors import CheckpointError, DataError, UsageError
+from flatout.generation.decode import generate_tokens
+from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
+from flatout.model.adapter_files import load_adapter, read_origin
+from flatout.model.adapters import Adapters, attach
+from flatout.model.gpt import GPT, build_model
+from flatout.model.hub import Description, read_description
+from flatout.model.hub_find import find_model
+from flatout.model.hub_weights import load_described
+from flatout.model.seal import check_seal
+from flatout.model.weights import assign_weights
+from flatout.resolve.fit_check import out_of_memory
+from flatout.resolve.opening import DataSource, samples_folder
+from flatout.resolve.switches import scan_for
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A trained model ready to use, in evaluation mode on its device."""
+
+    model: GPT | CustomModel
+    tokenizer: Tokenizer
+    device: Device
+    origin: Path
+    step: int | None = None
+    settings: LoadedConfig | None = None  # of the run it comes from
+    dataset: str | None = None  # fingerprint of what it was trained on
+    description: Description | None = None  # of the Hugging Face folder it came from
+    adapters: Adapters | None = None  # that it carries
+    template: ChatTemplate | None = None  # that it was taught to chat by
+    stops: tuple[int, ...] = ()  # tokens at which an answer ends
+    base: str | None = None  # hash of the weights under its adapters
+    base_name: str | None = None  # where an adapter's folder found them
+    bare: bool = False  # an adapter of ours that was taught without a template
+    quantize: str = "none"  # how the base under its adapters was held while they were trained, and is rounded here
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """The logits of token ids, [T, V] of one row and [B, T, V] of several, in fp32 on the model's device.
+
+        Position t predicts the token after it. At most the model's context of ids.
+        """
+        context, vocab = self.model.config.context, self.model.vocab
+        way = f"give one row of 1 to {context:,} ids, or several of one length"
+        try:
+            tokens = torch.as_tensor(ids, device=self.device.torch_device)
+        except (TypeError, ValueError, RuntimeError) as error:  # a text, or rows of different lengths
+            raise DataError(f"a {type(ids).__name__} that holds no ids was given to the model", way) from error
+        if tokens.ndim not in (1, 2) or not tokens.numel() or tokens.shape[-1] > context:
+            raise DataError(f"ids of shape {tuple(tokens.shape)} were given to the model", way)
+        if tokens.is_floating_point():
+            raise DataError(f"ids of type {tokens.dtype} were given to the model", "give token ids as integers")
+        tokens = tokens.to(torch.int64)
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocab:
+            raise DataError(f"ids from {low} to {high} were given to the model", f"its ids are 0 to {vocab - 1:,}")
+        with out_of_memory():
+            logits = self.model.logits(tokens if tokens.ndim == 2 else tokens[None])
+        return logits if tokens.ndim == 2 else logits[0]
+
+    @property
+    def config(self):  # of the type of `LoadedConfig.config`
+        """The `RunConfig` of the run that it comes from, or None."""
+        return None if self.settings is None else self.settings.config
+
+    @property
+    def from_python(self) -> bool:
+        """Whether its model was given to `train` as `model=`, so that files alone do not make it."""
+        return not (isinstance(self.model, GPT) and self.model.cacheable)
+
+    @property
+    def taught(self) -> bool:
+        """Whether it was taught to chat, by a template or without one."""
+        return self.bare or (self.config is not None and self.config.fine_tunes)
+
+
+def load_model(
+    path: str | Path | None = None,
+    *,
+    device: str = "auto",
+    best: bool = True,
+    base: str | None = None,
+    model: ModelGiven | None = None,
+) -> LoadedModel:
+    """A model from a run folder (its best checkpoint), a checkpoint folder, a Hugging Face folder or a PEFT adapter.
+
+    Without a path, the newest run under runs/. `base` is the model that adapters were trained on, where their own files
+    do not name it, or name a place where it is not. `model` is what `train` was given as `model=`, which no file holds.
+    """
+    origin = newest_run() if path is None else Path(path)
+    found = detect_device(device)
+    adapter = (origin / ADAPTER_CONFIG).is_file()
+    theirs = adapter or ((origin / "config.json").is_file() and not is_checkpoint(origin))
+    if theirs and model is not None:
+        raise UsageError(f"model= is for runs, and {origin} was not trained with it", "leave model= out")
+    if theirs and not best:
+        raise UsageError(
+            f"--last is for runs, and {origin} holds {'one adapter' if adapter else 'one model'}, no checkpoints",
+            "leave --last out, or name the run",
+        )
+    if adapter:
+        return _load_adapter_folder(origin, found, base)
+    if base is not None and theirs:
+        raise _no_adapters(origin)
+    if theirs:
+        return _load_folder(origin, found)
+    check_seal(origin)  # of a folder that lost its config.json
+    return _load_checkpoint(checkpoint_to_load(origin, best=best), found, base, model)
+
+
+def _load_folder(folder: Path, device: Device) -> LoadedModel:
+    """A Hugging Face folder."""
+    description = read_description(folder)
+    tokenizer = _tokenizer_of(description)
+    return LoadedModel(
+        model=_ready(load_described(description), device),
+        tokenizer=tokenizer,
+        device=device,
+        origin=folder,
+        description=description,
+        stops=_stops_in(folder, tokenizer, description),
+    )
+
+
+def _load_checkpoint(folder: Path, device: Device, base: str | None, given: ModelGiven | None) -> LoadedModel:
+    checkpoint = read_checkpoint(folder)
+    settings, state = load_stored(checkpoint.config), checkpoint.state
+    if given is None:
+        check_files_alone(state, str(folder))
+    tokenizer = tokenizer_from_json(checkpoint.tokenizer)
+    description = adapters = None
+    if base is not None:
+        if not settings.config.lora.rank:
+            raise _no_adapters(folder)
+        settings = with_values(settings, {"model.init_from": base}, Source("python", "base"))
+    config = settings.config
+    if config.lora.rank:
+        model, description = base_of(config.model, config.lora.quantize, state.get("base"), named=base is not None)
+        adapters = attach(model, adapter_plan(config.lora), seed=0)
+        only_adapters(adapters).assign(checkpoint.model, str(folder))
+    else:
+        vocab = vocab_in(state)
+        if given is None:
+            check_own_weights(config.model, vocab, checkpoint.model, str(folder))
+        model = build_model(config.model, vocab)
+        if given is not None:
+            model = adopt(model, given, seed=config.train.seed)
+            check_given({**state, "given_model": structure_of(model)}, state)
+        assign_weights(model, checkpoint.model, str(folder))
+        if given is not None:
+            Given(given).restore_buffers(model, checkpoint.run)
+        if state.get("described"):
+            description = described_checkpoint(config.model, state, folder, tokenizer.end_of_text)
+    template = None if state.get("template") is None else template_from_json(state["template"])
+    stops = state.get("stops")
+    if stops is None:
+        stops = _stops(tokenizer, template, () if description is None else description.end_of_text)
+    return LoadedModel(
+        model=_ready(model, device),
+        tokenizer=tokenizer,
+        device=device,
+        origin=folder,
+        step=checkpoint.step,
+        settings=settings,
+        dataset=checkpoint.fact("dataset", str),
+        description=description,
+        adapters=adapters,
+        template=template,
+        stops=tuple(stops),
+        base=state.get("base"),
+        quantize=config.lora.quantize,
+    )
+
+
+def _no_adapters(origin: Path) -> UsageError:
+    return UsageError(f"--base is for adapters, and {origin} has none", "leave --base out")
+
+
+def _load_adapter_folder(folder: Path, device: Device, base: str | None) -> LoadedModel:
+    """An adapter that PEFT or we wrote, on its base. Its own tokenizer and template come before the base's."""
+    name = base or read_origin(folder).base
+    if name is None:
+        raise CheckpointError(f"{folder / ADAPTER_CONFIG} does not name its base model", "name it with --base FOLDER")
+    expected = stored_base(folder)
+    found = None
+    try:
+        found = find_model(name)
+        description = describe_base(name, None)
+    except CheckpointError as error:
+        if base is not None:
+            raise
+        raise CheckpointError(
+            f"the base model of {folder} cannot be loaded: {error.message}",
+            f"{error.hint}, or name another with --base FOLDER" if found is not None else "name it with --base FOLDER",
+        ) from error
+    check_base(name, description, expected)
+    quantize = stored_quantize(folder)
+    model = build_base(description, quantize=quantize)
+    adapters, _ = load_adapter(model, folder, dropout=0.0)
+    own = (folder / "tokenizer.json").is_file()
+    home = folder if own else description.folder
+    tokenizer = read_model_tokenizer(home) if own else open_base(name, None).tokenizer
+    template = load_template("model", home, tokenizer) if own and read_templates(home) else None
+    bare = own and template is None and expected is not None
+    if tokenizer.vocab > description.vocab:
+        raise CheckpointError(
+            f"the tokenizer in {home} has {tokenizer.vocab:,} ids, {name} {description.vocab:,}",
+            "name the model that the adapter was trained on with --base FOLDER",
+        )
+    if bare:
+        stops = _stops(tokenizer, None, description.end_of_text)
+    else:
+        stops = _stops_in(home if template is not None else description.folder, tokenizer, description)
+    return LoadedModel(
+        model=_ready(model, device),
+        tokenizer=tokenizer,
+        device=device,
+        origin=folder,
+        description=description,
+        adapters=adapters,
+        template=template,
+        stops=stops,
+        base=expected,
+        base_name=name,
+        bare=bare,
+        quantize=quantize,
+    )
+
+
+def _stops(tokenizer: Tokenizer, template: ChatTemplate | None, named: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(tokenizer, ModelTokenizer):
+        return stops_of(tokenizer, template, named)
+    return () if tokenizer.end_of_text is None else (tokenizer.end_of_text,)
+
+
+def _stops_in(folder: Path, tokenizer: Tokenizer, description: Description) -> tuple[int, ...]:
+    """Where a model of others ends: what its files name, and what its template writes after an answer."""
+    template = None
+    with contextlib.suppress(DataError):  # a template that is broken is told of when somebody chats
+        if isinstance(tokenizer, ModelTokenizer) and read_templates(folder):
+            template = load_template("model", folder, tokenizer)
+    return _stops(tokenizer, template, description.end_of_text)
+
+
+def _tokenizer_of(description: Description) -> Tokenizer:
+    """The tokenizer beside the weights, or GPT-2's own. Models often have some more ids than it, which are not used."""
+    path = description.folder / "tokenizer.json"
+    if (description.folder / "tokenizer_config.json").is_file() and path.is_file():
+        tokenizer = own_tokenizer(description.folder) or read_model_tokenizer(description.folder)
+    else:
+        tokenizer = load_tokenizer(str(path) if path.is_file() else "gpt2", None)
+    fits = tokenizer.vocab <= description.vocab if path.is_file() else tokenizer.vocab == description.vocab
+    if not fits:
+        what = "its tokenizer.json" if path.is_file() else "it has no tokenizer.json, and GPT-2's tokenizer"
+        raise CheckpointError(
+            f"{description.folder} has {description.vocab} token ids; {what} has {tokenizer.vocab}",
+            "put the tokenizer.json of this model beside its weights",
+        )
+    return tokenizer
+
+
+def _ready(model: GPT | CustomModel, device: Device) -> GPT | CustomModel:
+    if isinstance(model, GPT) and model.eigenstates:
+        model.use(dataclasses.replace(model.execution, scan=scan_for(device)))
+    with out_of_memory():
+        return model.to(device.torch_device).eval()
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def generate(
+    model: LoadedModel | str | Path | None = None,
+    prompt: str = "\n",
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    cached: bool = True,
+    bare: bool = True,
+) -> Generator[str]:
+    """Yields the continuation of `prompt` in pieces, as soon as each is whole text.
+
+    A `bare` one was written by no template: BOS comes before it where the model expects that.
+    """
+    loaded = model if isinstance(model, LoadedModel) else load_model(model)
+    tokenizer = loaded.tokenizer
+    if bare and isinstance(tokenizer, ModelTokenizer):
+        ids = tokenizer.encode_prompt(prompt).tolist()
+    else:
+        ids = tokenizer.encode(prompt).tolist()
+    if not ids:
+        if tokenizer.end_of_text is None:
+            raise DataError("the prompt is empty", "give at least one character to continue")
+        ids = [tokenizer.end_of_text]
+    tokens_out = generate_tokens(
+        loaded.model,
+        ids,
+        count=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stops=loaded.stops,
+        vocab=tokenizer.vocab,
+        cached=cached,
+    )
+    yield from _in_pieces(tokenizer, tokens_out, loaded.stops)
+
+
+def chat(
+    model: LoadedModel | str | Path | None,
+    messages: str | Sequence[Mapping[str, Any]],
+    *,
+    tokens: int = 500,
+    temperature: float = 0.7,
+    top_k: int | None = None,
+    top_p: float | None = 0.95,
+    seed: int = 0,
+) -> Generator[str]:
+    """Yields the answer of a chat model to a message, or to a conversation that ends with one, in pieces.
+
+    `messages` are mappings with `role` and `content`, as templates have them; a `system` one may come first. Without a
+    template the last message is continued as bare text.
+    """
+    loaded = model if isinstance(model, LoadedModel) else load_model(model)
+    said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    if not said or not isinstance(said[-1].get("content"), str):
+        raise DataError("the conversation does not end with a message", "give a text, or mappings of role and content")
+    prompt = chat_prompt(loaded, said[-1]["content"], said[:-1])
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    yield from generate(loaded, prompt, tokens=tokens, bare=False, **how)
+
+
+def _in_pieces(tokenizer: Tokenizer, tokens: Iterable[int], stops: Collection[int]) -> Iterator[str]:
+    """Text as it becomes whole. A character of several tokens waits for its last one.
+
+    Only the tokens since the piece before the last are decoded again, so long outputs cost no more per token than
+    short ones; the piece before is kept for tokenizers that write a space differently at the start of a text.
+    """
+    ids: list[int] = []
+    piece, fresh = 0, 0  # where the last piece began, and where it ended
+    for token in tokens:
+        if token in stops:
+            break
+        ids.append(token)
+        before, now = tokenizer.decode(ids[piece:fresh]), tokenizer.decode(ids[piece:])
+        if len(now) > len(before) and not now.endswith("\ufffd"):
+            yield now[len(before) :]
+            piece, fresh = fresh, len(ids)
+    rest = tokenizer.decode(ids[piece:])[len(tokenizer.decode(ids[piece:fresh])) :]
+    if rest:
+        yield rest
+
+
+def chat_prompt(model: LoadedModel, message: str, history: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The text after which the model answers `message`, by the template it was taught with.
+
+    Without one it is the message, after BOS where the model expects it.
+    """
+    template = template_of(model)
+    if template is None:
+        return (model.tokenizer.begin or "") + message if isinstance(model.tokenizer, ModelTokenizer) else message
+    try:
+        return template.render([*history, {"role": "user", "content": message}], add_generation_prompt=True)
+    except TemplateRefusal as error:
+        raise DataError(
+            f"the chat template refuses the conversation: {error}",
+            "leave --system out if it has no place for it, or continue a bare text with `flatout generate`",
+        ) from error
+
+
+def is_untaught(model: LoadedModel) -> bool:
+    """Whether a model has no template to chat by and was not taught to do without one either."""
+    return not model.taught and template_of(model) is None
+
+
+def template_of(model: LoadedModel) -> ChatTemplate | None:
+    folder = None if model.description is None else model.description.folder
+    # A run that was taught without a template must not be asked with that of its base, nor must its adapter.
+    others = model.config is None and not model.bare
+    if model.template is None and folder is not None and others and isinstance(model.tokenizer, ModelTokenizer):
+        return load_template("model", folder, model.tokenizer) if read_templates(folder) else None
+    return model.template
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+    split: str
+    origin: str
+
+
+def evaluate(
+    model: LoadedModel | str | Path | None = None,
+    *,
+    data: str | Path | None = None,
+    split: str = "val",
+    tokens: int | None = None,
+    batch_size: int = 16,
+) -> Evaluation:
+    """Loss, perplexity and bits per byte of a trained model on its own validation split, or on other shards.
+
+    Of a fine-tuned run `data` may also be the folder of its samples, where its source or its base is not to be found.
+    """
+    loaded = model if isinstance(model, LoadedModel) else load_model(model)
+    if data is None and loaded.config is None:
+        raise UsageError(
+            f"{loaded.origin} does not say what it was trained on",
+            "name prepared shards with --data, or measure the run that it was written from: `flatout eval RUN`",
+        )
+    device = loaded.device.torch_device
+    source = _trained_on(loaded) if data is None else _in_folder(Path(data), loaded)
+    batches = source.evaluation(batch_size, Delivery(device=device), tokens, split)
+    rate = tokens_per_byte(source.split(split), source.tokenizer, apart=source.apart)
+    with out_of_memory():
+        loss, count = evaluate_model(loaded.model, batches, lambda: arithmetic("fp32", False, device))
+    return Evaluation(
+        loss=loss,
+        perplexity=perplexity(loss),
+        bits_per_byte=bits_per_byte(loss, rate),
+        tokens=count,
+        split=split,
+        origin=str(loaded.origin),
+    )
+
+
+def _trained_on(loaded: LoadedModel) -> TrainingData:
+    """The data of a run, whatever its kind."""
+    assert loaded.settings is not None, "checked by the caller"
+    data = DataSource(loaded.settings, loaded.device, again=True).open(loaded.settings).data
+    if data.facts.fingerprint != loaded.dataset:
+        raise DataError(
+            f"{data.facts.place} is no longer what {loaded.origin} was trained on",
+            "restore what it was made of, or name prepared shards with --data to measure on those all the same",
+        )
+    return data
+
+
+def _in_folder(folder: Path, loaded: LoadedModel) -> TrainingData:
+    """Any prepared shards, or the samples that a run made."""
+    config, context = loaded.config, loaded.model.config.context
+    if config is None or not (config.fine_tunes and holds_samples(folder)):
+        dataset = open_dataset(folder, wanted=loaded.tokenizer, verify="full")
+        apart = config is not None and config.documents_apart
+        return ShardData(dataset, None, Schedule.constant(1, context), apart=apart)
+    samples = open_samples(folder)
+    if samples.fingerprint != loaded.dataset:
+        raise DataError(
+            f"{folder} does not hold the samples that {loaded.origin} was trained on",
+            f"name the folder that the run made, {samples_folder(config)} in the place where it began",
+        )
+    how = {"row_tokens": config.model.context, "packing": config.chat.packing, "seed": config.train.seed}
+    return SampleData(sample_set=samples, tokenizer=loaded.tokenizer, batch_samples=config.chat.batch_samples, **how)

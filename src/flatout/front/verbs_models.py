@@ -1,0 +1,522 @@
+"""The verbs about text and models: prepare, data, tokenizer, eval, generate, chat, export and merge.
+
+Contract: as in `flatout.cli`. The first three need no torch; input that could not be used is listed after the result,
+and the exit code is 3.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import flatout
+from flatout.errors import DataError, UsageError, many
+from flatout.files import check_folder_writable, check_replaceable, disk_errors
+from flatout.front.output import add_overwrite, picture_target
+from flatout.front.words import (
+    Parser,
+    add_base,
+    add_config,
+    add_model,
+    check_model,
+    choose_action,
+    converse,
+    load_pretraining,
+    quoted,
+)
+
+if TYPE_CHECKING:
+    from flatout.config.schema import RunConfig
+    from flatout.data.shards import Verify
+    from flatout.front.models import LoadedModel
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+DATA_ACTIONS = {
+    "inspect": "what a prepared dataset holds, what was dropped and why, with a picture",
+    "verify": "check every byte of a prepared dataset",
+}
+TOKENIZER_ACTIONS = {
+    "train": "learn a byte-pair encoding from the config's text",
+    "report": "bytes per token of one or more tokenizers on the config's text",
+}
+
+
+def prepare(words: list[str]) -> int:
+    parser = Parser("prepare", "Turn the config's text into token shards with a manifest. Continues after a kill.")
+    add_config(parser)
+    parser.number("--workers", 0, 1024, help="worker processes; default: one per core; 0: none")
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where workers run; default: local")
+    parser.flag("--overwrite", "replace shards that are already there")
+    parser.number(
+        "--context",
+        1,
+        2**24,
+        help="tokens of a window to count by, and to hold documents against; default: model.context, with no word of "
+        "documents. Shards fit any",
+    )
+    parser.flag("--json", "print the result as JSON")
+    parsed = parser.parse_words(words)
+    loaded = load_pretraining(parsed, "prepare")
+    from flatout.data.prepare import as_prepared, check_text, prepare_data, refuse_second_pipe
+    from flatout.observe.terminal import PrepareBar
+
+    check_text(loaded, "prepare")
+    if not parsed.overwrite:
+        refuse_second_pipe(loaded.config.data)
+        told, loaded = len(loaded.notices), as_prepared(loaded)
+        for notice in loaded.notices[told:]:
+            print(f"note: {notice}", file=sys.stderr)
+    config = loaded.config
+    started = time.monotonic()
+    how = {"overwrite": parsed.overwrite, "workers": parsed.workers, "engine": parsed.engine}
+    with PrepareBar() as bar:
+        try:
+            folder, fresh = prepare_data(config.data, config.clean, bar, **how)
+        except KeyboardInterrupt:
+            bar.close()
+            print("interrupted; the same command continues where it stopped", file=sys.stderr)
+            return 130
+    seconds = time.monotonic() - started
+    facts = _facts(folder, config, "sizes" if fresh else "full", parsed.context)
+    if parsed.json:
+        print(json.dumps({**facts, "seconds": round(seconds, 3), "made": fresh}))
+    else:
+        for line in _lines(facts, seconds if fresh else None):
+            print(line)
+    return _tell_problems(folder, config, facts["report"])
+
+
+def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | None) -> dict[str, Any]:
+    from flatout.data.inspect import read_report, tokens_in_long_documents
+    from flatout.data.part import LIMITS
+    from flatout.data.plan import how_to_read
+    from flatout.data.sampler import remainder, window_count
+    from flatout.data.shards import open_dataset
+
+    dataset, report = open_dataset(folder, verify=verify), read_report(folder)
+    context = asked or config.model.context
+    stride = config.data.stride or context
+    windows = window_count(dataset.train.tokens, context, stride)
+    return {
+        "folder": str(folder),
+        "train_tokens": dataset.train.tokens,
+        "val_tokens": dataset.val.tokens,
+        "vocab": dataset.tokenizer.vocab,
+        "tokenizer": dataset.tokenizer.kind,
+        "fingerprint": dataset.manifest.fingerprint,
+        "documents": {name: split.documents for name, split in dataset.manifest.splits.items()},
+        "text_bytes": sum(split.text_bytes for split in dataset.manifest.splits.values()),
+        "context": context,
+        "packing": config.data.packing,
+        "windows": windows,
+        "remainder": remainder(dataset.train.tokens, context, stride) if windows else None,
+        "long_documents": None if asked is None else tokens_in_long_documents(dataset.train, context),
+        "report": report,
+        "how_to_read": "" if report is None else how_to_read(config.data.source, report["passed_over"]),
+        "limits": {name: value for name in LIMITS if (value := dataset.manifest.settings.get(name)) is not None},
+    }
+
+
+def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
+    from flatout.data.inspect import unlike_training
+
+    tokens = facts["train_tokens"] + facts["val_tokens"]
+    yield (
+        f"{facts['folder']}: {facts['train_tokens']:,} training and {facts['val_tokens']:,} validation tokens "
+        f"({facts['tokenizer']}, {facts['vocab']} ids, {facts['text_bytes'] / tokens:.2f} bytes a token)"
+    )
+    report = facts["report"]
+    if report is not None:
+        kept = sum(report["kept"].values())
+        rate = f", {report['input_bytes'] / 1e6:,.1f} MB in {seconds:.1f} s" if seconds is not None else ""
+        dropped = dict(report["dropped"])
+        read = report["records"] - dropped.pop("limit", 0)  # counted as dropped in older datasets
+        yield f"kept {kept:,} of {many(read, 'record')} from {many(report['files'], 'file')}{rate}"
+        if facts["limits"]:
+            told = " and ".join(f"data.{name}={value}" for name, value in facts["limits"].items())
+            yield f"of each source its beginning was taken, up to {told}; the rest is left out and not counted"
+        if dropped:
+            reasons = sorted(dropped.items(), key=lambda pair: (-pair[1], pair[0]))
+            yield "dropped " + ", ".join(f"{count:,} {reason}" for reason, count in reasons)
+        if report["replaced_characters"]:
+            yield f"replaced {many(report['replaced_characters'], 'invalid byte sequence')} by U+FFFD"
+        if report["passed_over"]:
+            others = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(report["passed_over"].items()))
+            yield f"passed over: {others}"
+            if facts["how_to_read"]:
+                yield facts["how_to_read"]
+        if told := unlike_training(report):
+            yield f"note: {told}"
+    if facts["packing"] == "best_fit":
+        yield f"windows of {facts['context']:,} tokens are fitted to whole documents when training starts"
+    elif facts["remainder"] is not None:
+        yield (
+            f"{many(facts['windows'], 'window')} of {facts['context']:,} tokens an epoch; "
+            f"{many(facts['remainder'], 'token')} at the end {'fills' if facts['remainder'] == 1 else 'fill'} no window"
+        )
+    if (long := facts["long_documents"]) is not None:
+        count, share = long["documents"], long["tokens"] / max(facts["train_tokens"], 1)
+        documents = f"{count:,} of {facts['documents']['train']:,} training documents"
+        yield (
+            f"{documents} are as long as a window, with {share:.1%} of the tokens"
+            + ("" if share == 1.0 else "; in the others, what is further away than their length is another document")
+        )
+    if facts["packing"] != "best_fit" and facts["remainder"] is None:
+        yield f"too short for one window of {facts['context']:,} tokens: set a smaller model.context to train on it"
+
+
+def _tell_problems(folder: Path, config: "RunConfig", report: dict[str, Any] | None) -> int:
+    if report is None or not report["problem_count"]:
+        return 0
+    from flatout.data.inspect import lines_of
+    from flatout.data.prepare import check_complete, read_causes
+    from flatout.front.words import one_line
+
+    for line in lines_of(read_causes(folder)):
+        print(one_line(f"problem: {line}"), file=sys.stderr)
+    check_complete(config.data, config.clean)
+    return 0
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def data(words: list[str]) -> int:
+    action, parser, rest = choose_action("data", words, DATA_ACTIONS)
+    parser.add_argument("folder", help="folder of prepared shards")
+    if action == "inspect":
+        parser.number("--context", 1, 2**24, help="count windows of this many tokens")
+        parser.add_argument("--picture", metavar="FILE", help="PNG or SVG to draw; default: FOLDER.png beside it")
+        parser.flag("--no-picture", "draw nothing")
+        add_overwrite(parser)
+    parser.flag("--json", "print the result as JSON")
+    parsed = parser.parse_words(rest)
+    if not Path(parsed.folder).is_dir():
+        raise UsageError(f"{quoted(parsed.folder)} is not a folder", "name a folder that `flatout prepare` made")
+    return _inspect(parsed) if action == "inspect" else _verify(parsed)
+
+
+def _inspect(parsed: argparse.Namespace) -> int:
+    from flatout.data.inspect import summarize
+    from flatout.data.shards import verify_dataset
+    from flatout.observe.measured.data_picture import draw_data, print_data
+    from flatout.records import record_to_json
+
+    folder = Path(parsed.folder)
+    whole = folder.resolve()
+    beside = whole.parent / f"{whole.name or 'data'}.png"  # the root of a disk has no name
+    picture = None if parsed.no_picture else Path(parsed.picture or os.path.relpath(beside))
+    if picture is not None:
+        picture_target(picture, "--picture", overwrite=parsed.overwrite)
+    verify_dataset(folder)  # a picture of damaged shards would be of nothing
+    summary = summarize(folder, context=parsed.context)
+    if parsed.json:
+        print(record_to_json(summary))
+    else:
+        print_data(summary)
+    if picture is not None:
+        draw_data(summary, picture, overwrite=parsed.overwrite)
+        print(f"picture: {picture}", file=sys.stderr if parsed.json else sys.stdout)
+    return 0
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    from flatout.data.shards import verify_dataset
+
+    manifest = verify_dataset(parsed.folder)
+    size = sum(file.bytes for file in manifest.files)
+    if parsed.json:
+        print(json.dumps({"folder": parsed.folder, "fingerprint": manifest.fingerprint, "bytes": size, "good": True}))
+    else:
+        files = many(len(manifest.files), "file")
+        print(f"{parsed.folder}: {files}, {size / 1e6:,.1f} MB, every byte, id and offset is right")
+    return 0
+
+
+# --- tokenizer --------------------------------------------------------------------------------------------------------
+
+
+def tokenizer(words: list[str]) -> int:
+    action, parser, rest = choose_action("tokenizer", words, TOKENIZER_ACTIONS)
+    add_config(parser)
+    if action == "train":
+        parser.number("--vocab", 257, 2**24, required=True, help="ids in all")
+        parser.add_argument("--out", metavar="FILE", default="tokenizer.json", help="file to write")
+        parser.add_argument("--split", choices=("gpt2", "gpt4"), default="gpt4", help="how text is cut into words")
+        parser.flag("--overwrite", "replace the file")
+    else:
+        repeated = "gpt2, bytes or a tokenizer.json; may be repeated"
+        parser.add_argument("--tokenizer", action="append", metavar="NAME", help=repeated)
+    parser.flag("--json", "print the result as JSON")
+    parsed = parser.parse_words(rest)
+    loaded = load_pretraining(parsed, f"tokenizer {action}")
+    from flatout.data.prepare import check_text
+
+    check_text(loaded, f"tokenizer {action}")
+    return (_train_tokenizer if action == "train" else _report_tokenizers)(loaded.config, parsed)
+
+
+def _train_tokenizer(config: "RunConfig", parsed: argparse.Namespace) -> int:
+    from flatout.data.tokenizer import load_tokenizer
+    from flatout.data.tokenizer_files import train_bpe, write_tokenizer
+
+    if not parsed.out:
+        raise UsageError("--out needs a file", "for example --out tokenizer.json")
+    target, way = Path(parsed.out), "name another file with --out"
+    if target.is_file() and not target.is_symlink() and not parsed.overwrite:
+        raise UsageError(f"{quoted(str(target))} is already there", f"{way}, or add --overwrite")
+    check_replaceable(target, lambda _: False, overwrite=parsed.overwrite, way=way)
+    if target.parent.is_dir():
+        with disk_errors(str(target), safe=f", or {way}"):
+            check_folder_writable(target.parent)
+    started = time.monotonic()
+    content = train_bpe(_texts(config), parsed.vocab, split=parsed.split)
+    write_tokenizer(content, target, overwrite=parsed.overwrite)
+    seconds = time.monotonic() - started
+    row = _fertility(str(target), load_tokenizer(str(target), None), config)
+    if parsed.json:
+        print(json.dumps({**row, "seconds": round(seconds, 3)}))
+    else:
+        print(f"wrote {target}: {parsed.vocab:,} ids, learned in {seconds:.1f} s")
+        _print_fertility([row])
+    return 0
+
+
+def _report_tokenizers(config: "RunConfig", parsed: argparse.Namespace) -> int:
+    from flatout.data.tokenizer import load_tokenizer
+
+    names = parsed.tokenizer or ["bytes", "gpt2"]
+    rows = [_fertility(name, load_tokenizer(name, lambda: _texts(config)), config) for name in names]
+    if parsed.json:
+        print(json.dumps(rows))
+    else:
+        _print_fertility(rows)
+    return 0
+
+
+def _texts(config: "RunConfig") -> Iterator[str]:
+    """The texts of the config's source that its clean section keeps; what cannot be read is told on stderr."""
+    from flatout.corpus.document import Problem
+    from flatout.data.inspect import causes_of, mend_of
+    from flatout.data.plan import documents_of, find_inputs, request_of
+
+    request = request_of(config.data, config.clean)
+    if request.piped:
+        raise UsageError("standard input cannot be read more than once", "name a file or folder as data.source")
+    if config.data.max_tokens is not None:
+        raise UsageError("data.max_tokens counts the tokens of one tokenizer", "set data.max_bytes instead")
+    inputs = find_inputs(request, Path())
+    problems: list[Problem] = list(inputs.problems)
+    for item in documents_of(request, inputs):
+        if isinstance(item, Problem):
+            problems.append(item)
+        else:
+            yield item.text
+    if problems:
+        causes, field = causes_of(problems), config.data.field
+        lost = many(sum(cause.records for cause in causes), "record")
+        raise DataError(
+            f"{lost} of the source could not be read: {causes[0].told}",
+            f"{mend_of(causes, [field] if isinstance(field, str) else field)}; `flatout prepare` lists them all",
+        )
+
+
+def _fertility(name: str, made: Any, config: "RunConfig") -> dict[str, Any]:
+    import dataclasses
+
+    from flatout.data.tokenizer_files import fertility
+
+    return {"tokenizer": name, "vocab": made.vocab, **dataclasses.asdict(fertility(made, _texts(config)))}
+
+
+def _print_fertility(rows: list[dict[str, Any]]) -> None:
+    width = max(len("tokenizer"), *(len(row["tokenizer"]) for row in rows))
+    print(f"{'tokenizer':<{width}}  {'vocab':>9}  {'tokens':>14}  {'bytes/token':>11}  {'tokens/word':>11}")
+    for row in rows:
+        print(
+            f"{row['tokenizer']:<{width}}  {row['vocab']:>9,}  {row['tokens']:>14,}  "
+            f"{row['bytes_per_token']:>11.3f}  {row['tokens_per_word']:>11.3f}"
+        )
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def evaluate(words: list[str]) -> int:
+    parser = Parser("eval", "Measure a trained model on its validation text: loss, perplexity, bits per byte.")
+    add_model(parser)
+    parser.add_argument(
+        "--data",
+        metavar="FOLDER",
+        help="prepared shards of text to use instead of the run's own data; of a fine-tuned run also the folder of "
+        "its own samples, where that is not found from here",
+    )
+    parser.add_argument("--split", choices=("val", "train"), default="val", help="which split to measure")
+    parser.number("--tokens", 1, 2**40, help="measure this many tokens from the start")
+    parser.flag("--json", "print the result as JSON")
+    parsed, model = _parse(parser, words)
+
+    result = flatout.evaluate(model, data=parsed.data, split=parsed.split, tokens=parsed.tokens)
+    if parsed.json:
+        print(json.dumps(vars(result)))
+    else:
+        bits = "" if result.bits_per_byte is None else f"  bits/byte {result.bits_per_byte:.4f}"
+        print(f"{result.origin} on {result.tokens:,} {result.split} tokens:")
+        print(f"loss {result.loss:.4f}  perplexity {result.perplexity:.3f}{bits}")
+    return 0
+
+
+def _parse(parser: Parser, words: list[str]) -> "tuple[argparse.Namespace, LoadedModel]":
+    """The words, and the model that they name; nothing heavy is imported before they are understood."""
+    parsed = parser.parse_words(words)
+    check_model(parsed, parser.text_option)
+
+    return parsed, flatout.load_model(parsed.run, device=parsed.device, best=not parsed.last, base=parsed.base)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def generate(words: list[str]) -> int:
+    parser = Parser("generate", "Continue a prompt with a trained model, printed as it comes.")
+    add_model(parser)
+    parser.text_option = "--prompt"
+    parser.add_argument("--prompt", default="\n", help="text to continue; default: a new line")
+    parser.number("--top-k", 1, 2**31, help="sample among the K likeliest tokens")
+    _add_sampling(parser, tokens=300, temperature=0.8)
+    parser.flag("--interactive", "ask for prompts until end of input")
+    parsed, model = _parse(parser, words)
+    from flatout.observe.human import printable
+
+    def answer(prompt: str) -> None:
+        shown = prompt if prompt.strip() and not parsed.interactive else ""
+        # the first piece shows that the prompt can be read
+        for piece in flatout.generate(model, prompt, top_k=parsed.top_k, **_sampling(parsed)):
+            print(shown + printable(piece), end="", flush=True)
+            shown = ""
+        print()
+
+    if not parsed.interactive:
+        answer(parsed.prompt)
+        return 0
+    return converse("type a prompt, end with Ctrl-D", lambda prompt: answer(prompt or "\n"))
+
+
+def _add_sampling(parser: Parser, *, tokens: int, temperature: float, top_p: float | None = None) -> None:
+    parser.number("--tokens", 1, 10_000_000, default=tokens, help=f"most tokens to write; default {tokens}")
+    parser.number("--temperature", 0, 100.0, default=temperature, help=f"0 is greedy; default {temperature}")
+    told = "sample among the likeliest tokens of this mass" + ("" if top_p is None else f"; default {top_p}")
+    parser.number("--top-p", 0, 1.0, default=top_p, help=told)
+    parser.number("--seed", 0, 2**63 - 1, default=0, help="the same seed repeats; default 0")
+
+
+def _sampling(parsed: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(parsed, name) for name in ("tokens", "temperature", "top_p", "seed")}
+
+
+def chat(words: list[str]) -> int:
+    """Talks in the terminal, by the template that the model was taught with."""
+    parser = Parser("chat", "Talk to a chat model: a fine-tuned run, or a Hugging Face folder.")
+    add_model(parser)
+    parser.text_option = "--message"
+    parser.add_argument("--message", help="say this, print the answer and leave; default: ask until end of input")
+    parser.add_argument("--system", help="what the conversation begins with, for models that take it")
+    _add_sampling(parser, tokens=500, temperature=0.7, top_p=0.95)
+    parsed, model = _parse(parser, words)
+    from flatout.observe.human import printable
+
+    if flatout.is_untaught(model):
+        said = f"{model.origin} was never taught a chat template: it continues each message as bare text"
+        print(f"note: {printable(said)}, without what was said before", file=sys.stderr)
+    history = [] if parsed.system is None else [{"role": "system", "content": parsed.system}]
+
+    def answer(message: str) -> None:
+        if not message.strip():
+            return
+        said = ""
+        asked = {"role": "user", "content": message}
+        for piece in flatout.chat(model, [*history, asked], **_sampling(parsed)):
+            print(printable(piece), end="", flush=True)
+            said += piece
+        print()
+        history.extend([asked, {"role": "assistant", "content": said}])
+
+    if parsed.message is not None:
+        answer(parsed.message)
+        return 0
+    return converse("type a message, end with Ctrl-D", answer)
+
+
+# --- folders for others -----------------------------------------------------------------------------------------------
+
+
+def _writing_parser(verb: str, about: str) -> Parser:
+    parser = Parser(verb, about)
+    parser.add_argument("run", help="a run, checkpoint or adapter folder")
+    parser.add_argument("folder", help="new folder to write")
+    parser.flag("--last", "use the newest checkpoint instead of the best")
+    add_base(parser)
+    parser.set_defaults(device="cpu")
+    return parser
+
+
+def export(words: list[str]) -> int:
+    parser = _writing_parser("export", "Write a trained model as a folder for Hugging Face tools, with its tokenizer.")
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="of the weights; default: fp32, but bf16 where adapters are merged into them, as `flatout merge` has it",
+    )
+    parser.flag("--adapter", "adapters alone, as PEFT's folder; default: inside the weights")
+    parsed, model = _parse(parser, words)
+
+    notices: list[str] = []
+    target = flatout.export(model, parsed.folder, dtype=parsed.dtype, adapter=parsed.adapter, notice=notices.append)
+    print("\n".join([f"wrote {target}", *(f"note: {message}" for message in notices)]))
+    return 0
+
+
+def merge(words: list[str]) -> int:
+    """Writes one folder of weights, and says what the rounding left of the update."""
+    about = "Write a fine-tuned model as one Hugging Face folder, its adapters inside the weights."
+    parser = _writing_parser("merge", about)
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        default="bf16",
+        help="of the weights; default bf16, as `flatout export` has it for a run with adapters",
+    )
+    parser.flag("--json", "print the result as JSON")
+    parsed, model = _parse(parser, words)
+
+    told: list[str] = []
+    done = flatout.merge(model, parsed.folder, dtype=parsed.dtype, notice=told.append)
+    total, difference = done.report.total, done.difference
+    if parsed.json:
+        body = {"folder": str(done.folder), "kept": total.kept, "lost": total.lost, "unchanged": total.unchanged}
+        body |= {"relative_update": total.relative_update, "logits_relative": difference.relative, "notes": told}
+        print(json.dumps({**body, "logits_largest": difference.largest, "same_choice": difference.same_choice}))
+        return 0
+    print(f"wrote {done.folder}, in {parsed.dtype}")
+    print(
+        f"the update is {total.relative_update:.2%} of the weights it changes; {total.kept:.1%} of it survived the "
+        f"rounding, {total.unchanged:.1%} of those weights are as before"
+    )
+    print(
+        f"logits on a short text: {difference.relative:.2%} apart from the adapters', the largest by "
+        f"{difference.largest:.3g}; the likeliest token is the same at {difference.same_choice:.1%} of its places"
+    )
+    if total.kept < 0.9:
+        told.append(
+            f"much of the update is lost in {parsed.dtype}: write it with --dtype fp32, or keep the adapters apart"
+        )
+    for message in told:
+        print(f"note: {message}")
+    return 0

@@ -18,21 +18,10 @@ from flatout.observe.human import exposed_share, human_bytes, human_count, human
 from flatout.observe.runs import RunState
 from flatout.observe.series import amount, finite, number, short
 from flatout.observe.sinks import RunHistory, rows_with_step
+from flatout.records import STEP_SPANS
 
-_PARTS = (
-    "steps",
-    "wait",
-    "forward",
-    "backward",
-    "micro-batch",
-    "reduction",
-    "optimizer",
-    "evaluation",
-    "sample",
-    "checkpoint",
-)
+_IN_THE_SUM = ("steps", *STEP_SPANS, "evaluation", "sample", "checkpoint")
 _FAR = 1e30  # stands for infinity in a bar, which ends at the edge anyway
-_BESIDE = "data"  # the host's waiting for batches, which may have passed while the device was busy
 
 
 def figures_of(history: RunHistory, state: RunState) -> list[dict[str, str]]:
@@ -221,25 +210,27 @@ def _host_rows(values: Callable[[str], list[float]]) -> list[list[str]]:
 def whole_seconds(history: RunHistory) -> float:
     """What steps, evaluations, samples and checkpoints took together."""
     seconds, _, _ = _seconds_by_part(history)
-    return sum(value for name, value in seconds.items() if name != _BESIDE)
+    return sum(seconds.get(name, 0.0) for name in _IN_THE_SUM)
 
 
 def time_parts(history: RunHistory) -> dict[str, Any]:
-    """Seconds by part of the work, and in a sentence what they are; of runs without spans, what other records tell."""
+    """Seconds by part of the work, and a sentence that explains them; of runs without spans, from other records."""
     seconds, calls, note = _seconds_by_part(history)
-    others = [name for name in seconds if name not in _PARTS and name != _BESIDE]
-    order = [*(name for name in _PARTS if name in seconds), *others, *([_BESIDE] if _BESIDE in seconds else [])]
-    total = sum(value for name, value in seconds.items() if name != _BESIDE) or 1.0
+    total = sum(seconds.get(name, 0.0) for name in _IN_THE_SUM) or 1.0
+    own = [name for name in seconds if name not in (*_IN_THE_SUM, "data")]
     parts = [
         {
             "name": name,
             "share": round(seconds[name] / total, 5),
             "text": _duration(seconds[name]),
             "calls": calls.get(name, 0),
-            "beside": name == _BESIDE,
+            "beside": name not in _IN_THE_SUM,
         }
-        for name in order
+        for name in (*_IN_THE_SUM, *own, "data")
+        if name in seconds
     ]
+    if own:
+        note += " Spans of your own code lie inside the steps; not in the sum."
     return {"parts": parts[:24], "note": note if parts else ""}
 
 
@@ -258,7 +249,7 @@ def _seconds_by_part(history: RunHistory) -> tuple[dict[str, float], dict[str, i
         "steps; wait is what it stood still, reduction its waiting for other ranks' gradients. Evaluation, sample and "
         "checkpoint come on top."
     )
-    if _BESIDE in seconds:
+    if "data" in seconds:
         note += " Data is how long the host waited for batches, perhaps while the device was busy; not in the sum."
     if not seconds:
         note = "This run kept no spans: whole steps, evaluations and checkpoints, as their records tell."

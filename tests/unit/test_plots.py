@@ -521,6 +521,22 @@ def test_several_runs_share_a_picture_that_can_be_read(run_of: Any) -> None:
     assert "different tokenizers" in figure.texts[2].get_text()
 
 
+def test_runs_with_other_tokenizers_are_compared_by_bits_per_byte(run_of: Any) -> None:
+    losses = {"bytes": 1.5, "gpt2": 3.0}
+    runs = [
+        run_of([info(tokenizer=name), *steps(9), evaluation(9, loss, bits_per_byte=loss / 2)], name)
+        for name, loss in losses.items()
+    ]
+    figure = drawn(lambda: comparison_figure(runs))
+    check_layout(figure)
+    assert figure.texts[2].get_text().startswith("losses do not compare: these runs have different tokenizers")
+    top = [axes.get_title(loc="left") for axes in figure.axes if axes.get_subplotspec().rowspan.start == 0]
+    assert "Bits per byte over steps" in top
+    assert not any("Validation loss" in axes.get_title(loc="left") for axes in figure.axes)
+    names = [text.get_text() for text in figure.axes[-1].texts]
+    assert {"bits/byte", "0.7500", "1.5000"} <= set(names)
+
+
 def test_a_fine_tuned_models_own_tokenizer_is_not_said_to_be_another(run_of: Any) -> None:
     runs = [
         run_of([info(tokenizer=kind, dataset=data), *steps(3)], kind) for kind, data in (("bytes", "a"), ("model", "b"))

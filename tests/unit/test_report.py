@@ -21,8 +21,7 @@ import pytest
 from flatout.cli import dispatch
 from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.observe.report import MARK, MOST_RUNS, json_for_page, page_of, read_runs, write_report
-from flatout.observe.report_data import report_data
-from flatout.observe.report_figures import figures_of
+from flatout.observe.report_data import figures_of, report_data
 from flatout.observe.runs import RunState
 from flatout.observe.series import MOST_POINTS, RunNumbers, Series, curves_of, medians, thin
 from flatout.observe.sinks import RunHistory, distinct_names, read_history
@@ -234,6 +233,21 @@ def test_energy_and_cost_of_a_run(tmp_path: Path):
     assert figure(run, "cost") == "5.00", "two hours"
     (free,) = report_data([history])["runs"]
     assert not any(found["key"] == "cost" for found in free["figures"])
+
+
+def test_where_losses_do_not_compare_bits_per_byte_lead(tmp_path: Path):
+    def history(tokenizer: str) -> RunHistory:
+        judged = dataclasses.replace(eval_of(10, 3.0), bits_per_byte=1.25)
+        return read_history(
+            write_run(tmp_path / tokenizer, [info_of(tmp_path, tokenizer=tokenizer), step_of(10), judged])
+        )
+
+    data = report_data([history("bytes"), history("gpt2")])
+    assert data["apart"].startswith("losses do not compare: these runs have different tokenizers")
+    assert [run["figures"][0]["key"] for run in data["runs"]] == ["bits_per_byte"] * 2
+    assert figure(data["runs"][0], "bits_per_byte") == "1.2500"
+    alike = report_data([history("bytes")] * 2)
+    assert (alike["apart"], alike["runs"][0]["figures"][0]["key"]) == ("", "val_loss")
 
 
 def test_the_headline_counts_what_was_trained_on(tmp_path: Path):

@@ -65,13 +65,15 @@ def test_spans_of_a_users_own_stand_beside_those_of_the_steps(tmp_path, monkeypa
     records = list(flatout.train(load_config(None, words), model=time_the_first))
     (spans,) = (record for record in records if isinstance(record, SpanRecord))
     steps = sum(record.seconds for record in records if isinstance(record, StepRecord))
-    assert sum(spans.seconds[name] for name in ("wait", "forward", "backward", "optimizer")) == pytest.approx(steps, rel=0.05)
+    assert sum(spans.seconds[name] for name in ("wait", "forward", "backward", "optimizer")) == pytest.approx(
+        steps, rel=0.05
+    )
     assert spans.calls["whole"] == spans.calls["inside"] == spans.calls["forward"], "evaluation is not timed"
     assert 0 < spans.seconds["inside"] < spans.seconds["whole"] < spans.seconds["forward"]
     folder = next(record.folder for record in records if isinstance(record, RunInfo))
     (run,) = report_data([read_history(Path(folder))])["runs"]
     beside = [part["name"] for part in run["time"]["parts"] if part["beside"]]
-    assert beside == ["whole", "inside", "data"]
+    assert beside == ["inside", "whole", "data"]
     assert sum(part["share"] for part in run["time"]["parts"] if not part["beside"]) == pytest.approx(1, abs=1e-4)
 
 

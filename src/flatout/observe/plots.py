@@ -26,7 +26,6 @@ from flatout.errors import UsageError, many
 from flatout.files import check_replaceable, disk_errors
 from flatout.folders import make_folders, remove_empty
 from flatout.observe import picture
-from flatout.observe.eigenstates import QUANTILES, LayerHistory, short_tokens
 from flatout.observe.human import human_count, human_parameters, human_seconds, printable
 from flatout.observe.picture import (
     BLUE,
@@ -52,10 +51,24 @@ from flatout.observe.picture import (
     unit_for,
     write_picture,
 )
-from flatout.observe.series import UNITS, Array, RunNumbers, Series, distance_from_1, number, window_of
-from flatout.observe.sinks import distinct_names, minutes_of, read_history
-from flatout.observe.tables import EIGENSTATES as EIGENSTATES_TABLE
-from flatout.observe.tables import EVALS, STEPS, is_table, write_tables
+from flatout.observe.series import EIGENSTATES as EIGENSTATES_TABLE
+from flatout.observe.series import (
+    EVALS,
+    QUANTILES,
+    STEPS,
+    UNITS,
+    Array,
+    LayerHistory,
+    RunNumbers,
+    Series,
+    distance_from_1,
+    is_table,
+    number,
+    short_tokens,
+    window_of,
+    write_tables,
+)
+from flatout.observe.sinks import distinct_names, incomparable, minutes_of, read_history
 
 WIDTH, WIDE, NARROW, HEIGHT = 15.0, 18.0, 9.0, 8.6  # WIDE is a comparison, NARROW a single panel
 Draw = Callable[[Axes, RunNumbers], None]
@@ -479,8 +492,12 @@ Look = tuple[str, Any]
 def comparison_figure(runs: Sequence[RunNumbers]) -> Figure:
     """The picture, not yet written."""
     figure = new_figure(WIDE, HEIGHT)
-    facts = "lines are means over neighbouring steps   ·   a star is a run's best validation loss"
-    draw_title(figure, f"{len(runs):,} runs compared", facts, _warning(runs), warning=True)
+    apart = incomparable([run.info for run in runs])
+    # Where losses do not compare, bits per byte lead.
+    by_bytes = bool(apart) and any(len(run.series("bits_per_byte", of="eval").values) for run in runs)
+    judged, words, row = ("bits_per_byte", "Bits per byte", 0) if by_bytes else ("loss", "Validation loss", 1)
+    facts = f"lines are means over neighbouring steps   ·   a star is a run's best {words.lower()}"
+    draw_title(figure, f"{len(runs):,} runs compared", facts, apart, warning=True)
     grid = figure.add_gridspec(
         2, 4, left=0.054, right=0.985, top=0.835, bottom=0.075, wspace=0.22, hspace=0.38, width_ratios=(1, 1, 1, 1.2)
     )
@@ -490,15 +507,15 @@ def comparison_figure(runs: Sequence[RunNumbers]) -> Figure:
     panels: list[tuple[Any, str, list[Line], Quantity, str, list[Line]]] = []
     for column, (kind, word) in enumerate(_WORDS.items()):
         training = [_line(run.series("loss", kind), look, smoothed=True) for run, look in pairs]
-        validation = [_line(run.series("loss", kind, of="eval"), look, smoothed=False) for run, look in pairs]
-        panels.append((grid[0, column], f"Training loss over {word}", training, LOSS, kind, []))
-        panels.append((grid[1, column], f"Validation loss over {word}", validation, LOSS, kind, training))
+        validation = [_line(run.series(judged, kind, of="eval"), look, smoothed=False) for run, look in pairs]
+        panels.append((grid[1 - row, column], f"Training loss over {word}", training, LOSS, kind, []))
+        panels.append((grid[row, column], f"{words} over {word}", validation, LOSS, kind, training))
     speeds = [_line(run.series("tokens_per_second"), look, smoothed=True) for run, look in pairs]
     panels.append((grid[0, 3], "Throughput", speeds, _SPEEDS, "step", []))
     for cell, title, lines, quantity, kind, beside in panels:
         axes, far = figure.add_subplot(cell), _far_apart(beside or lines)
         draw_panel(axes, title, lines, quantity, kind, logarithmic=far, legend=False, beside=beside)
-    _draw_names(figure.add_subplot(grid[1, 3]), runs, looks)
+    _draw_names(figure.add_subplot(grid[1, 3]), runs, looks, judged)
     return figure
 
 
@@ -512,8 +529,8 @@ def _far_apart(lines: Sequence[Line]) -> bool:
     return bool(ends) and 0 < _FAR_APART * min(ends) <= max(ends)
 
 
-def _draw_names(axes: Axes, runs: Sequence[RunNumbers], looks: Sequence[Look]) -> None:
-    """The legend: name, best validation loss, throughput and time of each run."""
+def _draw_names(axes: Axes, runs: Sequence[RunNumbers], looks: Sequence[Look], judged: str) -> None:
+    """The legend: name, best validation loss or bits per byte, throughput and time of each run."""
     axes.set_axis_off()
     axes.set_xlim(0, 1)
     shown = len(runs) if len(runs) <= _MOST_RUNS else _MOST_RUNS - 1
@@ -523,14 +540,14 @@ def _draw_names(axes: Axes, runs: Sequence[RunNumbers], looks: Sequence[Look]) -
     room = 0.38 * WIDE * axes.get_position().width  # inches, between a name's beginning and the next column
     ends = (0.63, 0.8, 1.0)
     axes.text(0.1, 0, "run", size=size, color=FAINT, va="center")
-    for place, words in zip(ends, ("best val", "tokens/s", "time"), strict=True):
+    for place, words in zip(ends, ("best val" if judged == "loss" else "bits/byte", "tokens/s", "time"), strict=True):
         axes.text(place, 0, words, size=size, color=FAINT, ha="right", va="center")
     for row, (run, look) in enumerate(zip(runs[:shown], looks, strict=False), start=1):
         axes.plot([0.0, 0.08], [row, row], color=look[0], linestyle=look[1], linewidth=2.2)
         axes.text(0.1, row, fitted(drawable(run.name), size, room), size=size, color=INK, va="center")
-        best, speeds = run.best(), run.series("tokens_per_second").values
+        best, speeds = run.best(judged), run.series("tokens_per_second").values
         cells = (
-            "" if best is None else loss_text(best["loss"]),
+            "" if best is None else loss_text(best[judged]),
             "" if not len(speeds) else human_count(float(numpy.median(speeds))),
             spent_on(run),
         )
@@ -538,17 +555,6 @@ def _draw_names(axes: Axes, runs: Sequence[RunNumbers], looks: Sequence[Look]) -
             axes.text(place, row, words, size=size, color=INK, ha="right", va="center")
     if shown < len(runs):
         axes.text(0.1, shown + 1, f"and {len(runs) - shown:,} more", size=size, color=FAINT, va="center")
-
-
-def _warning(runs: Sequence[RunNumbers]) -> str:
-    """What forbids a comparison of losses, if something does."""
-    for field, words in (("tokenizer", "tokenizers"), ("vocab", "vocabularies"), ("dataset", "data")):
-        told = {str(run.info.get(field)) for run in runs}
-        if field == "tokenizer":
-            told.discard("model")  # a fine-tuned model's own, which may be any of the others
-        if len(told) > 1:
-            return f"these runs have different {words}: a lower loss need not mean a better model"
-    return ""
 
 
 METRICS, RESULTS, EIGENSTATES, COMPARISON, FOLDER = "metrics", "results", "eigenstates", "comparison", "plots"

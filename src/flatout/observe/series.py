@@ -9,18 +9,25 @@ number is missing and leaves no trace. NaN and infinity are values that happened
 """
 
 import bisect
+import csv
+import dataclasses
+import io
 import itertools
 import math
 import re
+import statistics
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy
 
-from flatout.observe.eigenstates import QUANTITIES, LayerHistory, eigenstate_history
+from flatout.files import disk_errors, whole_file
+from flatout.observe.human import human_count, printable
 from flatout.observe.sinks import LARGEST, RunHistory, is_count, rows_with_step
+from flatout.records import EigenstateRecord, EvalRecord, StepRecord
 
 Array = numpy.ndarray[Any, numpy.dtype[Any]]
 Points = Sequence[tuple[int, float]]
@@ -217,10 +224,120 @@ def usual_range(values: Array, slack: float) -> tuple[float, float] | None:
     return (lowest if low - lowest <= near else low), (highest if highest - high <= near else high)
 
 
+# --- eigenstate blocks ------------------------------------------------------------------------------------------------
+
+QUANTITIES = ("magnitude", "horizon", "period")
+QUANTILES = ("min", "10%", "50%", "90%", "max")
+MOST_LAYERS = 1000  # more than any model has; a damaged file could name any number
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerHistory:
+    """One block over training: `values[quantity][quantile]` and `beyond` have an entry for each of `steps`."""
+
+    layer: int
+    states: int | None
+    steps: tuple[int, ...]
+    values: dict[str, dict[str, tuple[float | None, ...]]]
+    beyond: tuple[float | None, ...]
+
+    def last(self, quantity: str, quantile: str = "50%") -> float | None:
+        return self.values[quantity][quantile][-1]
+
+    def first(self, quantity: str, quantile: str = "50%") -> float | None:
+        return self.values[quantity][quantile][0]
+
+
+@dataclasses.dataclass(frozen=True)
+class EigenstateHistory:
+    """All eigenstate blocks of a run, from the input to the output; `context` is the one its records name."""
+
+    context: int | None
+    layers: tuple[LayerHistory, ...]
+
+    @property
+    def sentence(self) -> str:
+        return memory_sentence([(layer.layer, layer.last("horizon")) for layer in self.layers], self.context)
+
+    def middle(self, quantity: str) -> list[tuple[int, float]]:
+        """(step, median over layers of their medians), where there is a finite one: a whole model as one curve."""
+        found: dict[int, list[float]] = {}
+        for layer in self.layers:
+            for step, value in zip(layer.steps, layer.values[quantity]["50%"], strict=True):
+                if value is not None and math.isfinite(value):
+                    found.setdefault(step, []).append(value)
+        return [(step, statistics.median(found[step])) for step in sorted(found)]
+
+
+def eigenstate_history(rows: Sequence[dict[str, Any]]) -> EigenstateHistory:
+    """What these rows tell, layer by layer."""
+    by_step = {row["step"]: row for row in rows if is_count(row.get("step"))}
+    context = next((row["context"] for row in reversed(by_step.values()) if is_count(row.get("context"), 1)), None)
+    told: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+    for step in sorted(by_step):
+        layers = by_step[step].get("layers")
+        named = {
+            layer["layer"]: layer
+            for layer in (layers if isinstance(layers, list | tuple) else ())
+            if isinstance(layer, dict) and is_count(layer.get("layer"), 1) and layer["layer"] <= MOST_LAYERS
+        }
+        for number, layer in named.items():
+            told.setdefault(number, []).append((step, layer))
+    return EigenstateHistory(context, tuple(_layer(number, told[number]) for number in sorted(told)))
+
+
+def memory_sentence(medians: Sequence[tuple[int, float | None]], context: int | None) -> str:
+    """Median horizons, from the shortest to the longest, with their layers; empty where none is known."""
+    known = [(horizon, layer) for layer, horizon in medians if horizon is not None and not math.isnan(horizon)]
+    if not known:
+        return ""
+    (short, first), (long, last) = min(known), max(known, key=lambda pair: pair[0])
+    words = f"eigenstate memory: median horizon {short_tokens(short)} tokens"
+    if short_tokens(short) != short_tokens(long):
+        words += f" (layer {first}) to {short_tokens(long)} (layer {last})"
+    else:
+        count = len(known)
+        words += f" (layer {first})" if count == 1 else " in both layers" if count == 2 else f" in all {count} layers"
+    return words + (f", context {context:,}" if context else "")
+
+
+def record_sentence(record: EigenstateRecord) -> str:
+    return memory_sentence([(layer.layer, layer.horizon.get("50%")) for layer in record.layers], record.context)
+
+
+def short_tokens(value: float) -> str:
+    """A number of tokens: `3.2`, `181`, `8.2k`, `infinite`."""
+    if not math.isfinite(value):
+        return "infinite" if value > 0 else "NaN"
+    return f"{value:.2g}" if value < 10 else human_count(value) if value < 1e15 else f"{value:.3g}"
+
+
+def _layer(number: int, told: Sequence[tuple[int, dict[str, Any]]]) -> LayerHistory:
+    def column(quantity: str, quantile: str) -> tuple[float | None, ...]:
+        groups = [layer.get(quantity) for _, layer in told]
+        return tuple(_number(group.get(quantile)) if isinstance(group, dict) else None for group in groups)
+
+    counts = [layer["states"] for _, layer in told if is_count(layer.get("states"), 1)]
+    return LayerHistory(
+        layer=number,
+        states=counts[-1] if counts else None,
+        steps=tuple(step for step, _ in told),
+        values={quantity: {name: column(quantity, name) for name in QUANTILES} for quantity in QUANTITIES},
+        beyond=tuple(_number(layer.get("beyond")) for _, layer in told),
+    )
+
+
+def _number(value: Any) -> float | None:
+    """A number that a float can hold, else None. Below zero is none of these: that is damage."""
+    known = number(value)
+    return None if known is None or known < 0 else float(known)
+
+
 # --- the series of a run ----------------------------------------------------------------------------------------------
 
 UNITS = {
     "loss": "loss, nats per token",
+    "bits_per_byte": "bits per byte",
     "learning_rate": "learning rate",
     "tokens_per_second": "tokens per second",
     "grad_norm": "norm, before clipping",
@@ -292,9 +409,9 @@ class RunNumbers:
         before = numpy.where(numpy.isfinite(axis[0]), 0.0, math.nan)  # an axis that was not recorded stays unknown
         return numpy.where(found < 0, before, axis[found])
 
-    def best(self) -> dict[str, Any] | None:
+    def best(self, field: str = "loss") -> dict[str, Any] | None:
         """The evaluation with the lowest loss that is a number; the first of equal ones, as the engine counts."""
-        losses = [(number(row.get("loss")), row) for row in self.evals]
+        losses = [(number(row.get(field)), row) for row in self.evals]
         known = [(loss, row) for loss, row in losses if loss is not None and math.isfinite(loss)]
         return min(known, key=lambda pair: pair[0], default=(0.0, None))[1]
 
@@ -412,3 +529,110 @@ def short(value: float) -> float | int | str:
         return str(value)
     rounded = value if value == int(value) else float(f"{value:.7g}")
     return int(rounded) if rounded == int(rounded) and abs(rounded) < LARGEST else rounded
+
+
+# --- the same as CSV --------------------------------------------------------------------------------------------------
+
+STEPS, EVALS, EIGENSTATES = "steps.csv", "evals.csv", "eigenstates.csv"
+_STEP_FIELDS = tuple(field.name for field in dataclasses.fields(StepRecord) if field.name != "update_ratio")  # several
+_EVAL_FIELDS = tuple(field.name for field in dataclasses.fields(EvalRecord))
+STEP_HEADER = (*_STEP_FIELDS, "training_seconds", "val_loss")
+EVAL_HEADER = (*_EVAL_FIELDS, "tokens_seen", "training_seconds")
+_OF_STATES = tuple((quantity, quantile) for quantity in QUANTITIES for quantile in QUANTILES)
+EIGENSTATE_HEADER = (
+    "step", "layer", "states", *(f"{quantity}_{quantile}" for quantity, quantile in _OF_STATES), "beyond_context",
+    "tokens_seen", "training_seconds",
+)  # fmt: skip
+
+
+def write_tables(runs: Sequence[RunNumbers], *paths: Path, names: bool = False) -> list[Path]:
+    """Writes the tables of steps, evaluations and eigenstates to as many paths as are given; returns those written.
+
+    That of eigenstate blocks is written only where a run has some. With `names`, the first column is the run's name.
+    """
+    first = ("run",) if names else ()
+    tables = [(STEP_HEADER, _step_rows), (EVAL_HEADER, _eval_rows)]
+    tables += [(EIGENSTATE_HEADER, _eigenstate_rows)] if any(run.eigenstates.layers for run in runs) else []
+    written = dict(zip(paths, tables, strict=False))
+    for path, (header, rows) in written.items():
+        _write(path, (*first, *header), (_named(run, rows(run), names=names) for run in runs))
+    return list(written)
+
+
+def is_table(path: Path, *, names: bool) -> bool:
+    """Whether the file is one of ours, of this version or an older one: a comment line would keep spreadsheets and
+    pandas from reading it, so its columns are the mark, which are ours alone and all of them ours."""
+    with path.open("rb") as file:
+        columns = file.readline(4000).decode("utf-8", "replace").strip().split(",")
+    begin = ["run", "step"] if names else ["step"]
+    known = {"run", *STEP_HEADER, *EVAL_HEADER, *EIGENSTATE_HEADER}
+    return columns[: len(begin)] == begin and "training_seconds" in columns and known >= set(columns)
+
+
+def _named(run: RunNumbers, rows: Iterable[tuple[Any, ...]], *, names: bool) -> Iterable[tuple[Any, ...]]:
+    first = (_safe(run.name),)
+    return (first + row for row in rows) if names else rows
+
+
+def _step_rows(run: RunNumbers) -> Iterator[tuple[Any, ...]]:
+    losses = {row["step"]: _cell(row.get("loss")) for row in run.evals}
+    columns = [_column(run.rows, field) for field in _STEP_FIELDS]
+    spent = map(_known, run.axes["seconds"].tolist())
+    return zip(*columns, spent, (losses.get(row["step"]) for row in run.rows), strict=True)
+
+
+def _eval_rows(run: RunNumbers) -> Iterator[tuple[Any, ...]]:
+    steps = [row["step"] for row in run.evals]
+    columns = [_column(run.evals, field) for field in _EVAL_FIELDS]
+    tokens, seconds = (run.place(steps, axis).tolist() for axis in ("tokens", "seconds"))
+    return zip(*columns, map(_whole, tokens), map(_known, seconds), strict=True)
+
+
+def _eigenstate_rows(run: RunNumbers) -> Iterator[tuple[Any, ...]]:
+    """Step by step, and at each step layer by layer."""
+    rows: list[tuple[Any, ...]] = []
+    for layer in run.eigenstates.layers:
+        columns = [layer.values[quantity][quantile] for quantity, quantile in _OF_STATES]
+        tokens, seconds = (run.place(layer.steps, axis).tolist() for axis in ("tokens", "seconds"))
+        ends = (layer.beyond, map(_whole, tokens), map(_known, seconds))
+        for step, *values in zip(layer.steps, *columns, *ends, strict=True):
+            rows.append((step, layer.layer, layer.states, *values))
+    return iter(sorted(rows, key=lambda row: row[:2]))
+
+
+def _column(rows: Sequence[dict[str, Any]], field: str) -> Iterable[Any]:
+    values = [row.get(field) for row in rows]
+    return values if set(map(type, values)) <= {float, int, type(None)} else map(_cell, values)
+
+
+def _cell(value: Any) -> Any:
+    """What stands in the table; None is an empty cell."""
+    if isinstance(value, bool):
+        return int(value)
+    return _safe(value) if isinstance(value, str) else value if isinstance(value, int | float) else None
+
+
+def _known(value: float) -> float | None:
+    """A place on an axis; None where it is not known."""
+    return value if math.isfinite(value) else None
+
+
+def _whole(value: float) -> int | None:
+    return int(value) if math.isfinite(value) else None
+
+
+def _safe(text: str) -> str:
+    """Text in one line that no spreadsheet takes as a formula."""
+    text = printable(" ".join(text.split())).encode("utf-8", "backslashreplace").decode("utf-8")
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
+
+
+def _write(path: Path, header: Iterable[str], parts: Iterable[Iterable[tuple[Any, ...]]]) -> None:
+    what, safe = f"the table {printable(str(path))}", ", or name another folder with --out"
+    with disk_errors(what, safe=safe), whole_file(path) as raw:
+        file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        for rows in parts:
+            writer.writerows(rows)
+        file.detach()  # writes what it holds

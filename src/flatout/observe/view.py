@@ -37,10 +37,9 @@ from flatout import records
 from flatout.errors import many
 from flatout.observe.alerts import STALL_SHARE, Alert, Alerts
 from flatout.observe.chart import BROKEN, chart, loss_text, mean_of
-from flatout.observe.eigenstates import record_sentence
 from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, printable
 from flatout.observe.runs import METRICS, record_of
-from flatout.observe.series import GrowingSeries
+from flatout.observe.series import GrowingSeries, record_sentence
 from flatout.observe.sinks import minutes_of, read_metrics
 from flatout.observe.terminal import TerminalReader
 from flatout.records import (

@@ -356,9 +356,9 @@ class FakeHub:
 
 @pytest.mark.parametrize("limits", [(600, 10**6), (10**6, 7)], ids=["characters", "documents"])
 def test_parts_of_a_hub_dataset_hold_every_row_once_from_any_part_on(monkeypatch: pytest.MonkeyPatch, limits):
-    from flatout.corpus import tables
+    from flatout.corpus import arrow
 
-    monkeypatch.setattr(tables, "HubStream", FakeHub)
+    monkeypatch.setattr(arrow, "HubStream", FakeHub)
     characters, documents = limits
     monkeypatch.setattr(plan, "_HUB_CHARACTERS", characters)
     monkeypatch.setattr(plan, "_HUB_DOCUMENTS", documents)
@@ -382,9 +382,9 @@ def test_parts_of_a_hub_dataset_hold_every_row_once_from_any_part_on(monkeypatch
 
 
 def test_a_hub_dataset_goes_on_from_its_own_state(monkeypatch: pytest.MonkeyPatch):
-    from flatout.corpus import tables
+    from flatout.corpus import arrow
 
-    monkeypatch.setattr(tables, "HubStream", FakeHub)
+    monkeypatch.setattr(arrow, "HubStream", FakeHub)
     monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
     monkeypatch.setattr(plan, "_HUB_CHARACTERS", 600)
     monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)

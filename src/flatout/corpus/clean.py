@@ -1,50 +1,36 @@
-"""Near duplicates: a fixed-size signature for each text (MinHash), and the pairs that are alike (LSH).
+"""Rules that drop documents, and the search for near duplicates.
 
-Idea: two texts are alike when they share most of their word 5-grams, measured by the Jaccard index: n-grams in both
-over n-grams in either. The share of equal slots in two MinHash signatures (Broder 1997) estimates that index without
-the texts. Signatures are cut into bands (Indyk and Motwani 1998); only texts that agree in a whole band are compared.
-
-Contract: `signature` depends on the text only: no Python `hash`, no process, machine or order. `near_duplicates` sees
-the signatures in the order of the documents and goes through them one by one: a document is dropped when an *earlier,
-kept* one has an estimate at or above the threshold. So if b is like a, and c is like b but not like a, then b goes and
-c stays. The answer is the same for any number of workers.
-
-Words are runs of Unicode letters, marks, digits and underscores, lower-cased; in scripts that put no spaces between
-words, each letter is one. Fewer than 5 words are compared as single words. A text without a word is like no other.
-
-Library: rensa 0.5 (Rust) makes the signatures, not datasketch 2.0. Both are maintained (0.5.0 is of September 2026,
-2.0.0 of July 2026) and free of Python's `hash`; rensa's scalar, AVX2 and default code gave the same bytes here. But on
-one core, at 500 n-grams a text, rensa takes 80 million n-grams a second and datasketch 2.7 million, no more than 15 MB
-of text, and it brings scipy along. The search is ours, in numpy: rensa's index takes no signatures that come from a
-file, and datasketch's takes 8,000 documents a second and 5,500 bytes for each, against 80,000 and the bytes below.
-
-Cost, measured at threshold 0.8 (16 bands): 512 bytes of signature a document, which may stay on disk (pass a
-`numpy.memmap`), and while searching 195 bytes of memory a document, 440 when three in ten were made from another.
-
-Trap: the estimate has a standard error of up to sqrt(J (1 - J) / 128), 0.035 at J = 0.8, so a threshold is a soft one,
-and banding misses one pair in twenty that is just at it, see `bands_for`. A document that comes in pieces is
-represented by its first. What is a letter is for Python to say: one with newer Unicode tables knows newer letters.
-
-Which documents are dropped, and by which rule.
-
-Idea: `rejection` asks rule after rule, the cheap ones first, and answers with the name of the first that fails, so that
-a report can count what each of them cost. Every rule, its threshold and its origin are in docs/cleaning.md.
+`rejection` asks rule after rule, the cheap ones first, and returns the name of the first that fails, so that a report
+can count each of them. Every rule, its threshold and its origin are in docs/cleaning.md.
 
 `quality` holds the rules of Gopher (Rae et al. 2021, "Scaling Language Models", section A1.1, "Quality Filtering") and
 the three that FineWeb added (Penedo et al. 2024, "The FineWeb Datasets", section 3.6). `repetition` is Gopher's
-"Repetition Removal" with the thresholds of its table A1. The code is ours; where the papers leave a choice, it is this:
+"Repetition Removal" with the thresholds of its table A1. Where the papers leave a choice, it is this:
 - a word is what stands between white space, and its characters are all that count in shares of words and n-grams; only
-  for the share of words with letters, marks that stand by themselves are no words;
-- lines are stripped, and empty ones left out; paragraphs are parted by empty lines;
+for the share of words with letters, marks that stand by themselves are no words;
+- lines are stripped, and empty ones left out; paragraphs are separated by empty lines;
 - a duplicate is an occurrence after the first, of lines, paragraphs and n-grams alike;
 - characters covered by overlapping n-grams count once.
 
-Contract: the answer depends on the rules and the text only. Rules travel between processes as they are; `to_json`
-names all that decides the result, the version of the language detector included.
+Near duplicates: two texts are alike when they share most of their word 5-grams, by the Jaccard index. The share of
+equal slots in two MinHash signatures (Broder 1997) estimates that index. Signatures are cut into bands (Indyk and
+Motwani 1998); only texts that agree in a whole band are compared. `near_duplicates` goes through the documents in order
+and drops one when an earlier kept one has an estimate at or above the threshold. So if b is like a, and c is like b but
+not like a, then b goes and c stays. Words are runs of Unicode letters, marks, digits and underscores, lower-cased; in
+scripts without spaces each letter is one. Fewer than 5 words are compared as single words.
 
-Trap: a text is judged by its first 16 Mi characters, a document in pieces by its first piece. Words and
-lines are those of languages with spaces: of Chinese, Japanese or Thai, `quality` drops everything. Language detection
-needs some text: below two or three hundred characters it is often wrong.
+Contract: both answers depend on the rules and the texts only: no Python `hash`, process, machine or number of workers.
+`to_json` names all that decides the result, with the versions of the libraries.
+
+rensa 0.5 (Rust) makes the signatures: on one core it takes 80 million n-grams a second, datasketch 2.0 takes 2.7
+million. The search is ours, in numpy: rensa's index takes no signatures from a file, datasketch's takes 8,000 documents
+a second and 5,500 bytes for each, ours 80,000 and 195 bytes (440 when three in ten are near duplicates) beside 512
+bytes of signature, which may stay on disk.
+
+Traps: a text is judged by its first 16 Mi characters, a document in pieces by its first piece. Words and lines are
+those of languages with spaces: `quality` drops all Chinese, Japanese or Thai text. Language detection is often wrong
+below two or three hundred characters. The estimate of similarity has a standard error of up to sqrt(J (1 - J) / 128),
+0.035 at J = 0.8, and banding misses one pair in twenty just at the threshold (`bands_for`).
 """
 
 import itertools

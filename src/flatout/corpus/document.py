@@ -102,6 +102,7 @@ class Problem:
 
 
 Results = Iterator[Document | Problem]
+Rows = Iterator[Row | Document | Problem]  # documents: those dropped for their bytes
 
 
 @dataclass(frozen=True)

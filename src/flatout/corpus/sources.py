@@ -26,7 +26,10 @@ from flatout.errors import DataError, many
 from flatout.files import parse_json, read_bounded
 
 SHAKESPEARE = "shakespeare"
+
+
 HUB = "hf:"
+
 
 _FORMATS = {
     "text": ".txt .text .md",
@@ -39,29 +42,67 @@ _FORMATS = {
     "smiles": ".smi .smiles",
     "tokens": ".bin",
 }
+
+
 SUFFIXES = {suffix: format for format, suffixes in _FORMATS.items() for suffix in suffixes.split()}
+
+
 COMPRESSIONS: Mapping[str, str] = {".gz": "gz", ".zst": "zst", ".xz": "xz", ".bz2": "bz2"}
+
+
 # Parquet compresses inside; a file that is also compressed outside could not be read at any place.
 _NEVER_COMPRESSED = ("parquet",)
+
+
 # What programs leave behind or have not finished; with a format given, nothing else would keep them out.
 _LEFTOVERS = (".lock", ".part", ".partial", ".tmp", ".temp", ".incomplete", ".crdownload", ".download", ".swp", "~")
+
+
 # Files that are never text, though some begin like one; other unknown types are looked into.
 _BINARY_TYPES = (".docx", ".gif", ".jpeg", ".jpg", ".pdf", ".png", ".ps", ".rtf", ".svg", ".xlsx", ".zip")
+
+
 BINARY = " (binary)"  # after the type of a file that is passed over and holds no text
+
+
 _NO_TOKENS = " (not GPT-2 tokens)"
+
+
 _EMPTY = "empty"
+
+
 _LOOKED_AT = 2**13  # bytes
+
+
 # Formats whose byte ranges can be read by themselves where they are not compressed.
 _SLICED = ("text", "jsonl", "smiles")
+
+
 # A file that can only be read from its beginning is left to one reader up to this size.
 _WHOLE_BYTES = 2**24
+
+
 _CRAWL = b"WARC/1."
+
+
 _TYPES_TOLD = 3
+
+
 _BINARY_TOLD = 6
+
+
 _AS_TOKENS = " (as GPT-2 tokens)"
+
+
 _NO_SUFFIX = "no suffix"
+
+
 _MOST_SHARES = 4096
+
+
 _TYPES = f"{' '.join(SUFFIXES)}, and most of them also with {' '.join(COMPRESSIONS)}"
+
+
 _CHOICES = f"{SHAKESPEARE!r}, a file such as .txt or .jsonl, a folder of them, or hf:NAME"
 
 
@@ -169,9 +210,7 @@ def find_files(source: str, *, format: str | None = None, number: int = 0) -> Fo
         path = shakespeare()
         return FoundFiles((InputFile(str(path), SHAKESPEARE, "text", "none", path.stat().st_size, number),))
     if source.startswith(HUB):
-        from flatout.corpus import tables
-
-        tables.hub_parts(source)  # an error now, rather than when everything before it has been read
+        hub_parts(source)  # an error now, rather than when everything before it has been read
         return FoundFiles((InputFile(source, shown(source), "hub", "none", 0, number),))
     try:
         mode = os.stat(source).st_mode
@@ -421,3 +460,28 @@ def _is_binary(path: str) -> bool:
 
 def _unreadable(path: str, error: OSError, records: int) -> Problem:
     return Problem(shown(path), "", "unreadable", f"cannot read it: {error.strerror or error}", records)
+
+
+# Corpora by the names that people use: the dataset on the hub, and the config of it that is taken if none is named.
+ALIASES = {
+    "c4": ("allenai/c4", "en"),
+    "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+    "openwebtext": ("Skylion007/openwebtext", ""),
+    "tinystories": ("roneneldan/TinyStories", ""),
+}
+
+
+DEFAULT_SPLIT = "train"
+
+
+def hub_parts(path: str) -> tuple[str, str | None, str]:
+    """Name, config and split of `hf:NAME`, `hf:NAME:CONFIG`, `hf:NAME::SPLIT` or `hf:NAME:CONFIG:SPLIT`."""
+    name, *others = path.removeprefix(HUB).split(":")
+    if not path.startswith(HUB) or not name or len(others) > 2:
+        raise DataError(f"{shown(path)} names no dataset", "write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
+    config, split = [*others, "", ""][:2]
+    if name.lower() in ALIASES and not os.path.isdir(name):
+        name, usual = ALIASES[name.lower()]
+        config = config or usual
+    return name, config or None, split or DEFAULT_SPLIT

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from flatout.config.suggest import close_matches
 from flatout.corpus.document import Problem
-from flatout.corpus.fields import USUAL
+from flatout.corpus.rows import USUAL
 from flatout.data.sampler import remainder, window_count
 from flatout.data.shards import (
     PREPARE_AGAIN,

@@ -499,7 +499,7 @@ def _parts_of_files(
 def _parts_of_hub(
     index: int, file: InputFile, options: ReadOptions, number: int, state: dict[str, Any] | None
 ) -> Iterator[tuple[Position, Part]]:
-    from flatout.corpus.tables import HubStream
+    from flatout.corpus.arrow import HubStream
 
     skipped = 0 if state is not None else number
     number -= skipped

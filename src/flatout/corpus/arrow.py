@@ -50,25 +50,13 @@ except ImportError:
 
 # How much is decoded at once, in how many rows, since some are much longer than others.
 _BATCH_BYTES = 2**21
-
-
 _BATCH_ROWS = 16, 256
-
-
 _PARQUET = b"PAR1"
-
-
 _SMALLEST_PARQUET = 12
-
-
 # What an arrow stream that was written to its end ends with.
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
-
-
 # Types of texts, and those of bytes that are the same in memory; and of lists, with how to make them.
 _AS_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
-
-
 _LISTS = {
     pa.ListType: pa.list_,
     pa.LargeListType: pa.large_list,

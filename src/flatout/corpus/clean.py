@@ -56,52 +56,22 @@ if TYPE_CHECKING:  # workers import this module and have no need of pydantic, wh
 
 
 Numbers = npt.NDArray[np.uint64]
-
-
 Signatures = npt.NDArray[np.uint32]
-
-
 SLOTS = 128
-
-
 SIGNATURE_BYTES = 4 * SLOTS
-
-
 WORDS_PER_GRAM = 5
-
-
 _SLOT = np.dtype("<u4")
-
-
 _SEED = 1
-
-
 _NO_WORDS = b"\xff" * SIGNATURE_BYTES
-
-
 _CHUNK = 2**18
-
-
 _ROWS = 2**14
-
-
 # A bucket of pages from one template, all a little below the threshold, would be compared each with each.
 _MOST_IN_BUCKET = 1024
-
-
 _OTHER, _LETTER, _ALONE = 1, 2, 3
-
-
 # Thai to Burmese, Khmer, kana, ideographs: written without spaces.
 _UNSPACED = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF))
-
-
 _BASE = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2**64
-
-
 _GRAM_KEYS = (0xD1342543DE82EF95, 0xAF251AF3B0F025B5, 0xB564EF22EC7AECE5, 0xF7C2EBC08F67F2B5, 0xD605BBB58C8ABBFD)
-
-
 # Arrays without dimensions: numpy makes one of a number at every use, and each step of a run mixes a few values.
 _MIXING = tuple(np.array(n, dtype=np.uint64) for n in (30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31))
 
@@ -299,88 +269,36 @@ def _rensa() -> Any:
 
 
 Positions = npt.NDArray[np.int64]
-
-
 SHORTEST = 200  # characters
-
-
 SIMILAR = 0.8  # near duplicates: the least Jaccard similarity of word 5-grams
-
-
 # Gopher
 _FEWEST_WORDS, _MOST_WORDS = 50, 100_000
-
-
 _SHORTEST_MEAN_WORD, _LONGEST_MEAN_WORD = 3, 10
-
-
 _MOST_SYMBOLS_PER_WORD = 0.1
-
-
 _MOST_BULLET_LINES = 0.9
-
-
 _MOST_ELLIPSIS_LINES = 0.3
-
-
 _FEWEST_WORDS_WITH_LETTERS = 0.8
-
-
 _FEWEST_STOP_WORDS = 2
-
-
 _STOP_WORDS = tuple(
     (word, word.capitalize(), word.upper()) for word in ("the", "be", "to", "of", "and", "that", "have", "with")
 )
-
-
 # FineWeb: a document goes when it is at the threshold, where Gopher's goes beyond it
 _PUNCTUATED_LINES = 0.12
-
-
 _DUPLICATE_LINE_CHARACTERS = 0.1
-
-
 _SHORT_LINES = 0.67
-
-
 _SHORT_LINE = 30
-
-
 # Gopher, table A1
 _MOST_DUPLICATES = 0.30
-
-
 _MOST_DUPLICATE_CHARACTERS = 0.20
-
-
 _TOP_GRAMS = {2: 0.20, 3: 0.18, 4: 0.16}
-
-
 _DUPLICATE_GRAMS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
-
-
 _STRICTEST = min(_DUPLICATE_GRAMS.values())
-
-
 _JUDGED_CHARACTERS = 2**24
-
-
 _LANGUAGE_CHARACTERS = 2**16
-
-
 _VERSION = 1  # of the rules; to be raised when any of them changes its answer
-
-
 _BULLETS = frozenset("•‣▪●◦·*-–")
-
-
 _ELLIPSES = ("...", "…")
-
-
 _ENDS = frozenset(".!?\"'…”’»。！？」』।؟۔")
-
-
 _PARAGRAPH_GAP = re.compile(r"\n\s*\n")
 
 
@@ -517,8 +435,6 @@ _QUALITY: dict[str, Callable[[_Text], bool]] = {
     "quality_letters": lambda text: _with_letters(text) < _FEWEST_WORDS_WITH_LETTERS,
     "quality_stop_words": lambda text: _stop_words(text) < _FEWEST_STOP_WORDS,
 }
-
-
 # Every name that `rejection` answers with, in order.
 RULES = (
     *("too_short", "language", "quality_few_words", "quality_many_words"),

@@ -38,28 +38,14 @@ from flatout.corpus.rows import bad_byte, document_of, is_cut, json_rows, not_js
 from flatout.corpus.streams import LINE_LIMIT, PIECE, ByteStream, Watch, decode
 
 Results = Iterator[Document | Problem]
-
-
 Rows = Iterator[Row | Document | Problem]  # documents: those dropped for their bytes
-
-
 REJECTED_BOMB = "bomb"
-
-
 REJECTED_TOKENS = "token_range"
-
-
 # A NUL byte in this much of a file shows that it is no text.
 HEAD = 2**13
-
-
 # The files of modded-nanogpt begin with 256 numbers of four bytes: these two, the number of tokens, and zeros.
 _TOKENS_HEADER = 1024
-
-
 _TOKENS_MAGIC = (20240520, 1)
-
-
 _TEXT_FORMATS = frozenset({"text", "jsonl", "json", "csv", "tsv", "smiles"})
 
 

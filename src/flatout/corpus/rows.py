@@ -37,21 +37,11 @@ from flatout.corpus.document import (
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream, decode
 
 TEXT_FIELD = "text"
-
-
 EVERY = "*"
-
-
 _NAMES_SHOWN = 8
-
-
 # What files often call their text, the most usual first. Another name is suggested where its text is long, or alone.
 USUAL = ("text", "content", "body", "document", "passage", "article", "story", "markdown", "code", "raw_content")
-
-
 _LONG = 60  # characters: more than titles and names have
-
-
 # Other names would have to be quoted for the shell or for YAML, and are not suggested.
 _PLAIN = re.compile(r"[\w.*-]{1,80}")
 
@@ -268,43 +258,19 @@ def _quoted(name: str) -> str:
 
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-
-
 _BLANK = re.compile(r"\s*\Z")
-
-
 _KEY = re.compile(r'\{[ \t\n\r]*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
-
-
 _OUTSIDE = re.compile(r'["\[\]{},]')
-
-
 _PUNCTUATION = ' \t\n\r,{}"'
-
-
 _NEXT_LINE = re.compile(r"\n(?=[^\s}\]])")
-
-
 _IN_STRING = re.compile(r'"|\\.', re.DOTALL)
-
-
 # How far to look for the end of a broken element at once, and how much of that to look at again with what follows.
 _LOOK = 2**18
-
-
 _OVERLAP = 2**10
-
-
 _DECODER = json.JSONDecoder()
-
-
 # More characters than the longest word of JSON, or than a character that is written as two escapes.
 _ESCAPE = 16
-
-
 _WORDS = ("true", "false", "null")
-
-
 # What is left of a number, or of a character that is written as an escape, that was cut.
 _CUT = re.compile(r"-|\.|[eE][+-]?|\\?u[0-9a-fA-F]{0,4}")
 

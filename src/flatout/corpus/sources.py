@@ -26,11 +26,7 @@ from flatout.errors import DataError, many
 from flatout.files import parse_json, read_bounded
 
 SHAKESPEARE = "shakespeare"
-
-
 HUB = "hf:"
-
-
 _FORMATS = {
     "text": ".txt .text .md",
     "jsonl": ".jsonl .ndjson",
@@ -42,67 +38,29 @@ _FORMATS = {
     "smiles": ".smi .smiles",
     "tokens": ".bin",
 }
-
-
 SUFFIXES = {suffix: format for format, suffixes in _FORMATS.items() for suffix in suffixes.split()}
-
-
 COMPRESSIONS: Mapping[str, str] = {".gz": "gz", ".zst": "zst", ".xz": "xz", ".bz2": "bz2"}
-
-
 # Parquet compresses inside; a file that is also compressed outside could not be read at any place.
 _NEVER_COMPRESSED = ("parquet",)
-
-
 # What programs leave behind or have not finished; with a format given, nothing else would keep them out.
 _LEFTOVERS = (".lock", ".part", ".partial", ".tmp", ".temp", ".incomplete", ".crdownload", ".download", ".swp", "~")
-
-
 # Files that are never text, though some begin like one; other unknown types are looked into.
 _BINARY_TYPES = (".docx", ".gif", ".jpeg", ".jpg", ".pdf", ".png", ".ps", ".rtf", ".svg", ".xlsx", ".zip")
-
-
 BINARY = " (binary)"  # after the type of a file that is passed over and holds no text
-
-
 _NO_TOKENS = " (not GPT-2 tokens)"
-
-
 _EMPTY = "empty"
-
-
 _LOOKED_AT = 2**13  # bytes
-
-
 # Formats whose byte ranges can be read by themselves where they are not compressed.
 _SLICED = ("text", "jsonl", "smiles")
-
-
 # A file that can only be read from its beginning is left to one reader up to this size.
 _WHOLE_BYTES = 2**24
-
-
 _CRAWL = b"WARC/1."
-
-
 _TYPES_TOLD = 3
-
-
 _BINARY_TOLD = 6
-
-
 _AS_TOKENS = " (as GPT-2 tokens)"
-
-
 _NO_SUFFIX = "no suffix"
-
-
 _MOST_SHARES = 4096
-
-
 _TYPES = f"{' '.join(SUFFIXES)}, and most of them also with {' '.join(COMPRESSIONS)}"
-
-
 _CHOICES = f"{SHAKESPEARE!r}, a file such as .txt or .jsonl, a folder of them, or hf:NAME"
 
 
@@ -470,8 +428,6 @@ ALIASES = {
     "openwebtext": ("Skylion007/openwebtext", ""),
     "tinystories": ("roneneldan/TinyStories", ""),
 }
-
-
 DEFAULT_SPLIT = "train"
 
 

@@ -41,35 +41,15 @@ from flatout.errors import DataError, many
 from flatout.records import DataSummary, DocumentSample, SplitSummary, TokenCount
 
 Counts = npt.NDArray[np.int64]
-
-
 QUANTILES = {"1%": 0.01, "10%": 0.1, "50%": 0.5, "90%": 0.9, "99%": 0.99}
-
-
 REPORT_FORMAT = "flatout-report"
-
-
 _REPORT_NUMBERS = ("records", "damaged", "problem_count", "replaced_characters", "files", "input_bytes", "text_bytes")
-
-
 _REPORT_TABLES = ("kept", "dropped", "passed_over")
-
-
 _CHUNK = 2**20  # larger ones leave the processor's cache and are counted at two thirds of the speed
-
-
 _FINE_BITS = 16
-
-
 _MOST_BINS = 48
-
-
 _BINS_PER_DOUBLING = 8
-
-
 _SAMPLE_CHARACTERS = 300
-
-
 _PROBLEMS = 20
 
 
@@ -354,14 +334,8 @@ _OTHER_MENDS: Mapping[str, str] = {
     "field": "set data.field to where the text is",
     "binary": "take binary files out of the source",
 }
-
-
 _NEAR = 0.85  # how alike a field that was asked for and one that is there are, where the first is a slip of the pen
-
-
 _LISTED = 3  # causes of one kind
-
-
 _KINDS = 6
 
 

@@ -37,9 +37,10 @@ from flatout.corpus.readers import read_rows
 from flatout.corpus.sources import find_files
 from flatout.data.chat_template import ChatTemplate
 from flatout.data.conversations import LOOK_AT, Conversation, RowReading, choose_reading, conversation_of
+from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.masking import Rendered, TrainOn, render, tokenize
 from flatout.data.samples import VERSION, Samples, SampleSet, check_target, open_samples, why_not, write_samples
-from flatout.data.tokenizer import Ids, ModelTokenizer, token_dtype
+from flatout.data.tokenizer import Ids, token_dtype
 from flatout.errors import ConfigError, DataError, many
 from flatout.files import hash_file
 from flatout.records import PrepareProgress
@@ -66,8 +67,6 @@ COUNTS: Mapping[str, str] = {
     "dropped_unlabelled": "samples dropped since no token of them is labelled",
     "longest": "tokens of the longest sample before it was cut",
 }
-
-
 # What to do about those that need not be what was meant.
 ADVICE: Mapping[str, str] = {
     "turns_apart": "set chat.train_on=last if only last answers are to be learned",
@@ -93,8 +92,6 @@ _OF_ONE = {
     "rows": "row", "turns": "turn", "samples": "sample", "messages": "message", "tokens": "token",
     "were": "was", "are": "is", "end": "ends", "do": "does", "their": "its", "them": "it",
 }  # fmt: skip
-
-
 _SEED = 0  # of the hash that rows are held out by: the same rows whatever the seed of the run
 _CHUNK = 512
 _CHUNK_CHARACTERS = 2**21  # the library that tokenizes takes 130 bytes for each

@@ -38,7 +38,8 @@ from flatout.data.chat_template import (
     reasoning_of,
 )
 from flatout.data.conversations import Conversation, RowError
-from flatout.data.tokenizer import Ids, ModelTokenizer, Tokenizer, token_dtype
+from flatout.data.library_tokenizers import ModelTokenizer
+from flatout.data.tokenizer import Ids, Tokenizer, token_dtype
 
 TrainOn = Literal["assistant", "last", "all"]
 Span = tuple[int, int]

@@ -68,23 +68,13 @@ from flatout.files import TEMPORARY, canonical_json, sync_folder, write_whole
 from flatout.folders import MARK
 
 SIGNATURES = "signatures.bin"
-
-
 _PLAN = "plan.json"
-
-
 _PARTS = "parts"
-
-
 _READ_HERE = "read-here.json"
-
-
 _OWN = re.compile(
     rf"(?:(?:plan\.json|read-here\.json|stdin-\d+|{_PARTS}/\d{{8,}}\.part)(?:{TEMPORARY})?"
     rf"|{re.escape(SIGNATURES)}|{re.escape(MARK)})"
 )
-
-
 # SHA-256 of the description that follows, and its length.
 _LEAD = struct.Struct("<32sQ")
 
@@ -249,23 +239,11 @@ def _head_from(content: dict[str, Any]) -> PartHead:
 
 
 KEPT, DROPPED, EXACT, NEAR, UNCHOSEN = range(5)
-
-
 _REASONS = {EXACT: "exact_duplicate", NEAR: "near_duplicate", UNCHOSEN: "weight"}
-
-
 _UNLIKE = 10  # times its share of training is a kind's share of validation, where it is hardly trained on
-
-
 _DOCUMENTS_AT_ONCE = 4_000_000
-
-
 Flags = npt.NDArray[np.uint8]
-
-
 Numbers = npt.NDArray[np.uint64]
-
-
 Tick = Callable[[], None]
 
 

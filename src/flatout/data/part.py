@@ -42,20 +42,12 @@ from flatout.errors import DataError
 from flatout.files import canonical_json
 
 BEGINS, ENDS, REJECTED, DIVISIBLE = 1, 2, 4, 8
-
-
 # A row per piece. `high` and `low` are the first sixteen bytes of the SHA-256 of its text.
 PIECE = np.dtype(
     [("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("high", "<u8"), ("low", "<u8"), ("flags", "u1")]
 )
-
-
 Pieces = npt.NDArray[np.void]
-
-
 _BATCH_CHARACTERS = 2**20
-
-
 _MOST_PROBLEMS = 10_000
 
 
@@ -317,17 +309,9 @@ def copies_of(weight: float, low: npt.NDArray[np.uint64]) -> npt.NDArray[np.int6
 
 
 Choice = npt.NDArray[np.bool_]
-
-
 Count = tuple[int, int, int]  # documents, tokens with those that end a text, bytes of text
-
-
 NONE_TAKEN: Count = (0, 0, 0)
-
-
 LIMITS = ("max_documents", "max_tokens", "max_bytes")  # settings of `data`, in the order of a count
-
-
 _WHOLE = BEGINS | ENDS
 
 

@@ -36,30 +36,14 @@ from flatout.errors import DataError, ResourceError
 from flatout.files import readable_sizes
 
 STDIN = "-"
-
-
 STDIN_NAME = "stdin-"  # of the file that standard input is copied to
-
-
 PART_BYTES = 2**22
-
-
 # A compressed file is left to one worker up to this much text; crawl files, which come in great numbers, always are.
 _WHOLE_TEXT = 2**25
-
-
 CUTTING = 2  # of compressed files: positions in parts that an earlier version cut are others
-
-
 _MOST_SLICES = 4096
-
-
 _MOST_HASHED = 2**26
-
-
 _MOST_DOCUMENTS = 50_000
-
-
 # What of the `data` section decides the result of preparing; the tokenizer is in the manifest under its fingerprint.
 DECISIVE = (
     "source",
@@ -404,8 +388,6 @@ def limits_of(data: DataConfig) -> Limits | None:
 
 # Hub datasets are read by this process, so we use smaller parts: the first one is ready sooner.
 _HUB_CHARACTERS = 2**22
-
-
 _HUB_DOCUMENTS = 20_000
 
 

@@ -37,12 +37,8 @@ from flatout.ops.reference import IGNORED
 from flatout.world import World
 
 MULTIPLE = 64
-
-
 # Lengths between one power of two and the next. More of them pad less and repeat less often.
 _LENGTHS_PER_OCTAVE = 8
-
-
 _MOST_EPOCHS = 16  # that are looked through for the fullest step
 
 
@@ -251,14 +247,8 @@ _COUNTS = (
     "rows_not_used", "truncated", "labels_cut", "dropped_labels_cut", "dropped_unlabelled",
     "turns_without_end_token", "turns_unlabelled", "special_in_content", *ADVICE,
 )  # fmt: skip
-
-
 _CUT = ("truncated", "dropped_labels_cut")
-
-
 _MUCH = 20  # one in so many that is cut is worth a warning
-
-
 _FEW_LABELS = 0.01
 
 

@@ -56,17 +56,9 @@ import numpy.typing as npt
 from flatout.corpus.clean import mixed
 
 Numbers = npt.NDArray[np.uint64]
-
-
 _ROUNDS = 8
-
-
 _GOLDEN = 0x9E3779B97F4A7C15
-
-
 _MASK = 2**64 - 1
-
-
 # One key to add in each round, as a column beside a row of epochs.
 _ROUND_KEYS = np.array([[number * _GOLDEN & _MASK] for number in range(1, _ROUNDS + 1)], dtype=np.uint64)
 

@@ -50,39 +50,17 @@ from flatout.errors import DataError
 from flatout.files import MOST_JSON, parse_json, read_bounded
 
 FORMAT = "flatout-tokens"
-
-
 SAMPLES_FORMAT = "flatout-samples"  # of the other kind of folder with a manifest.json
-
-
 VERSION = 2  # version 1 had no report
-
-
 MANIFEST = "manifest.json"
-
-
 TOKENIZER = "tokenizer.json"
-
-
 REPORT = "report.json"
-
-
 PROBLEMS = "problems.jsonl"
-
-
 SPLITS = ("train", "val")
-
-
 # Every file a dataset may consist of. Names from a manifest are matched against it before they touch the file system.
 FILE_NAME = re.compile(r"(train|val)(-\d{5,}|\.offsets)\.bin|(tokenizer|report|manifest)\.json|problems\.jsonl")
-
-
 OFFSET_DTYPE = np.dtype("<u8")
-
-
 Whole = Annotated[int, Field(strict=True, ge=0)]
-
-
 PREPARE_AGAIN = "prepare the dataset again with --overwrite, or restore its folder from a copy"
 
 
@@ -232,14 +210,8 @@ def _check_consistent(manifest: Manifest) -> None:
 
 
 Verify = Literal["sizes", "full"]
-
-
 _CHUNK_BYTES = 2**24
-
-
 _POSITIONED = hasattr(os, "preadv")
-
-
 _SPARE_FILES = 512  # what the rest of the process may want to open beside the shards
 
 

@@ -79,18 +79,10 @@ from flatout.files import canonical_json
 from flatout.records import PrepareProgress
 
 VAL_TOKENS = 2**20
-
-
 TOLD_PROBLEMS = 5
-
-
 _MOST_WORKERS = 8
-
-
 # A source of no more tokens is kept, since reading it again for each epoch would cost more than it is worth.
 _SMALL_SOURCE = 2**22
-
-
 _PREPARE = "prepare the source instead: leave out data.streaming"
 
 

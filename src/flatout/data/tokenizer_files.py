@@ -61,34 +61,24 @@ from flatout.data.chat_template import (
     json_object,
     object_if_there,
 )
+from flatout.data.library_tokenizers import GPT4_SPLIT, HuggingFaceTokenizer, ModelTokenizer, names_code, try_out
 from flatout.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     CharTokenizer,
     Gpt2Tokenizer,
-    HuggingFaceTokenizer,
-    ModelTokenizer,
     Tokenizer,
     groups,
-    names_code,
     tokenizer_from_json,
-    try_out,
     word_segments,
 )
-from flatout.data.tokenizer_parts import GPT4_SPLIT
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.files import parse_json, read_bounded, write_whole
 from flatout.folders import make_folders, remove_empty
 
 TOKENIZER = "tokenizer.json"
-
-
 SPECIAL_TOKENS = "special_tokens_map.json"
-
-
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
 _FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
@@ -201,11 +191,7 @@ def _first_token(put_first: str | None, config: dict[str, Any], special: dict[st
 
 
 GENERATION = "generation_config.json"
-
-
 OWN = "flatout_tokenizer"  # in tokenizer_config.json: which of ours it is
-
-
 _UNKNOWN = "\ufffd"
 
 
@@ -394,19 +380,11 @@ def _json(value: Any) -> bytes:
 
 
 Split = Literal["gpt2", "gpt4"]
-
-
 SMALLEST_VOCAB = 257
-
-
 # The library takes 256 texts at a time out of a stream, so what is one text to it must be small.
 _SEGMENT = 2**16
-
-
 # Its time grows with the square of a word's length: a sequence of DNA, or one base64 line, would take minutes.
 _LONGEST_WORD = 512
-
-
 _LONG_WORD = re.compile(rf"\w{{{_LONGEST_WORD}}}|[^\w\s]{{{_LONGEST_WORD}}}|\s{{{_LONGEST_WORD}}}")
 
 

@@ -40,11 +40,7 @@ from flatout.errors import DataError, HardwareError, ResourceError, UserError
 from flatout.pulse import die_with_parent
 
 Argument = TypeVar("Argument")
-
-
 _FRAMES = 4  # of a stack that is told
-
-
 _LEAVE = 10.0  # seconds
 
 
@@ -118,14 +114,8 @@ def told(stack: traceback.StackSummary) -> str:
 
 
 EngineName = Literal["local", "ray"]
-
-
 Task = Literal["tokens", "characters"]
-
-
 Place = TypeVar("Place")
-
-
 TASKS: dict[str, Callable[[Recipe, Part], Any]] = {"tokens": run_part, "characters": characters_of_part}
 
 

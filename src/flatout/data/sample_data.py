@@ -24,8 +24,7 @@ import torch
 
 from flatout.data.batch import Batch, BatchLoader, DataFacts, Delivery, LargestRows, Schedule, Span, TrainingData
 from flatout.data.chat_template import ChatTemplate
-from flatout.data.make_samples import ADVICE, count_told
-from flatout.data.masking import preview
+from flatout.data.masking import ADVICE, count_told, preview
 from flatout.data.sampler import Packing, WindowOrder, best_fit
 from flatout.data.samples import Samples, SampleSet
 from flatout.data.shards import HeldTokens, Tokens

@@ -1,13 +1,14 @@
-"""What a prepared dataset holds, counted: lengths, frequent tokens, samples, and what was dropped on the way.
+"""What a prepared dataset holds, counted: lengths, frequent tokens, samples; and why records are missing from it.
 
-Idea: one pass over the tokens and one over the document starts, in pieces. Lengths are counted in fine bins (exact
-below 131,072 tokens, above that within 1 part in 65,536), from which histogram and quantiles are read at the end.
+One pass over the tokens and one over the document starts, in pieces. Lengths are counted in fine bins (exact below
+131,072 tokens, above that within 1 part in 65,536), from which histogram and quantiles are read at the end. Problems of
+the input are grouped by file and cause, with the settings that fix them: a file whose rows lack the field has a problem
+for each row, and one cause. A cause counts records, as the report of a dataset does.
 
 Contract: memory does not grow with the corpus. The same dataset gives the same summary, samples included, on every
 machine. A dataset without a report, made before there were any, has None for it; a damaged one is a `DataError`.
 
-Trap: this is a look and no check. Sizes, the range of ids and the order of documents are noticed on the way; hashes of
-shards are checked by `verify_dataset` only.
+Trap: hashes of shards are checked by `verify_dataset` only; here sizes, the range of ids and the order of documents.
 """
 
 import hashlib

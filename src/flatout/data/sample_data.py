@@ -1,17 +1,15 @@
-"""Samples to batches: which ones a step takes, and how they share rows.
+"""Samples as the data of a run: which ones a step takes, how they share rows, and how they are shown to people.
 
-Idea: step s takes the next `batch_samples` samples of its epoch's permutation. They are packed best-fit into as few
-rows as hold them, and the rows are made as short as they can be without needing one more, so that little is padding;
-or each has a row of its own. Row lengths come from a short list, so that shapes repeat and compilers have little to do.
-For kernels that know no rows (`joined`), rows only say what goes into a micro-batch: `PackedRows` makes one of them.
+Step s takes the next `batch_samples` samples of its epoch's permutation. They are packed best-fit into as few rows as
+hold them, and the rows are made as short as they can be without needing one more; or each has a row of its own. Row
+lengths come from a short list, so that shapes repeat and compilers have little to do. For kernels that know no rows
+(`joined`), rows only say what goes into a micro-batch: `PackedRows` makes one of them.
 
-Contract: batches depend on nothing but (samples, seed, settings, step), so resuming needs the step number only. Every
-sample comes once per epoch; the last step of an epoch takes what is left and is not filled up. A sample is never cut:
-rows have room for the longest. Targets are those tokens that are labelled, and never cross from one sample to another.
+Contract: batches depend on nothing but (samples, seed, settings, step). Every sample comes once per epoch; the last
+step of an epoch takes what is left. A sample is never cut: rows have room for the longest. Targets are those tokens
+that are labelled, and never cross from one sample to another.
 
 Trap: steps have different numbers of labelled tokens, so their mean loss must be over those of the whole step.
-
-Samples as the data of a run: how they are ordered, share rows, and are shown to people.
 """
 
 from collections.abc import Iterable, Iterator

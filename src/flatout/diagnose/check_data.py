@@ -28,6 +28,7 @@ from flatout.data.plan import (
     Done,
     Inputs,
     Request,
+    check_streamable,
     documents_of,
     find_inputs,
     how_to_read,
@@ -36,7 +37,6 @@ from flatout.data.plan import (
 )
 from flatout.data.prepare import check_outside, data_folder, has_dataset, prepare_data
 from flatout.data.shards import Dataset, open_dataset
-from flatout.data.stream import check_streamable
 from flatout.data.tokenizer import ByteTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer, token_dtype
 from flatout.data.tokenizer_files import train_bpe
 from flatout.diagnose.check_environment import check_packages, source_paths

@@ -22,12 +22,8 @@ import hashlib
 import itertools
 import math
 import os
-import queue
-import sys
-import threading
 import time
-import traceback
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -74,7 +70,7 @@ from flatout.data.plan import (
 from flatout.data.sampler import WindowOrder
 from flatout.data.shards import HeldTokens
 from flatout.data.tokenizer import Ids, Tokenizer, load_tokenizer, token_dtype
-from flatout.data.workers import LoaderError, ProcessEngine, WorkerGoneError, told
+from flatout.data.workers import LoaderError, ProcessEngine, Threads, WorkerGoneError
 from flatout.errors import DataError, ResourceError, many
 from flatout.files import canonical_json
 from flatout.finding import Check, Finding
@@ -458,7 +454,7 @@ def epoch_notices(ended: int, tokens: int) -> tuple[str, ...]:
 
 BLOCK_WINDOWS = 4096
 BLOCK_TOKENS = 2**23
-_BLOCKS_AHEAD = 2
+_BLOCKS_AHEAD = 3
 
 
 def block_windows(context: int) -> int:
@@ -548,78 +544,50 @@ class StreamLoader(BatchLoader):
 
 @final
 class _Ahead:
-    """A thread that makes blocks, a few ahead of whoever takes them."""
+    """Blocks, made by a thread a few ahead of the loop."""
 
     def __init__(
         self, stream: TokenStream, position: Position, first: int, windows: int, context: int, patience: float
     ) -> None:
         if position.tokens > first * windows * context:  # it belongs to a later step
             position = Position()
-        self._stream = stream
-        self._least = context + 1
-        self._size = windows * context
+        self._stream, self._least, self._size = stream, context + 1, windows * context
         self._patience = patience
         self._moved = time.monotonic()  # when the last part of the source came in
-        self._hangs = False  # nobody waits for it any more
-        self._closed = threading.Event()
-        self._ready: queue.Queue[StreamBlock | BaseException] = queue.Queue(_BLOCKS_AHEAD)
+        self._hangs = False
         self._workers = stream.open_workers()
-        # A daemon, since reading from a hub may hang: the end of the process does not wait for that.
-        self._thread = threading.Thread(
-            target=self._fill, args=(position, first), name="flatout-stream-blocks", daemon=True
-        )
-        self._thread.start()
+        self._made = self._blocks(position, first)
+        self._thread = Threads(1, "flatout-stream-blocks")
+        self._waiting = deque(self._thread.submit(next, self._made) for _ in range(_BLOCKS_AHEAD))
 
     def next(self) -> StreamBlock:
         """The next block, waiting for it as long as parts of it come in."""
-        began = time.monotonic()
+        began, waiting = time.monotonic(), self._waiting.popleft()
         while True:
             left = max(began, self._moved) + self._patience - time.monotonic()
             try:
-                item = self._ready.get(timeout=max(left, 0.01))
+                block = waiting.result(max(left, 0.01))
                 break
-            except queue.Empty:
+            except TimeoutError:
+                if waiting.done():  # the source's own
+                    raise
                 if left <= 0:
                     self._hangs = True
-                    raise self._stuck() from None
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def _stuck(self) -> LoaderError:
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        where = "the thread has ended" if frame is None else told(traceback.extract_stack(frame))
-        return LoaderError(
-            f"the stream has given nothing for {self._patience:g} s, at {where}",
-            "check the disk or network that data.source is on",
-        )
+                    raise LoaderError(
+                        f"the stream has given nothing for {self._patience:g} s, at {self._thread.stack()}",
+                        "check the disk or network that data.source is on",
+                    ) from None
+        self._waiting.append(self._thread.submit(next, self._made))
+        return block
 
     def notices(self) -> list[str]:
         return self._workers.taken_notices()
 
     def close(self) -> None:
-        self._closed.set()
-        with contextlib.suppress(queue.Empty):
-            while True:  # makes room, so that the thread does not wait any more
-                self._ready.get_nowait()
         self._workers.close(wait=not self._hangs)
-        self._thread.join(timeout=0 if self._hangs else 10)
-
-    def _fill(self, position: Position, first: int) -> None:
-        try:
-            with contextlib.closing(self._blocks(position, first)) as blocks:
-                for block in blocks:
-                    if not self._offer(block):
-                        return
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the loop must hear of it
-            self._offer(error)
-
-    def _offer(self, item: StreamBlock | BaseException) -> bool:
-        while not self._closed.is_set():
-            with contextlib.suppress(queue.Full):
-                self._ready.put(item, timeout=0.1)
-                return True
-        return False
+        self._thread.close(wait=not self._hangs)
+        with contextlib.suppress(ValueError):  # the thread is still in it, and hangs
+            self._made.close()
 
     def _blocks(self, position: Position, number: int) -> Generator[StreamBlock]:
         size, marks, marked = self._size, dict[int, Position](), number

@@ -319,11 +319,11 @@ class Cause:
     records: int
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """Where it is, what, and which field these records have: `mend_of` tells the setting that fits all files."""
         first = self.first
         if max(self.count, self.records) <= 1:
-            return f"{first.told}{f'; it has the field {first.instead}' if first.instead else ''}"
+            return f"{first.text}{f'; it has the field {first.instead}' if first.instead else ''}"
         instead = f"; these rows have the field {first.instead}" if first.instead else ""
         place = f", the first in {first.place}" if first.place else ""
         count = many(self.records, "record") if self.records else many(self.count, "place")
@@ -354,7 +354,7 @@ def lines_of(causes: Sequence[Cause]) -> list[str]:
         kinds.setdefault((cause.first.kind, cause.first.instead), []).append(cause)
     lines: list[str] = []
     for alike in list(kinds.values())[:_KINDS]:
-        lines += [cause.told for cause in alike[:_LISTED]]
+        lines += [cause.text for cause in alike[:_LISTED]]
         lines += _counted(alike[_LISTED:], " with the same problem")
     others = [cause for alike in list(kinds.values())[_KINDS:] for cause in alike]
     return [*lines, *_counted(others, "")]

@@ -77,7 +77,7 @@ from flatout.finding import Check, Finding
 from flatout.records import PrepareProgress
 
 VAL_TOKENS = 2**20
-TOLD_PROBLEMS = 5
+MOST_LISTED = 5
 _MOST_WORKERS = 8
 # A source of no more tokens is kept, since reading it again for each epoch would cost more than it is worth.
 _SMALL_SOURCE = 2**22
@@ -93,6 +93,8 @@ class Chunk:
 
 
 # --- the source -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class StreamDataset:
     """A source that is trained on as it is read. Stands where a prepared dataset would."""
@@ -122,9 +124,9 @@ def open_stream(
     stream = TokenStream(request, inputs, tokenizer, workers)
     found = stream.validation(VAL_TOKENS if val_tokens is None else val_tokens, progress)
     held = found.finish(request, stream.folder)
-    notices = [inputs.told] if inputs.told else []
+    notices = [inputs.summary] if inputs.summary else []
     notices += _all_notices(stream.problems, len(stream.problems))
-    if data.val_source is not None:  # else they are met again, and told, in training
+    if data.val_source is not None:  # else training meets and reports them again
         notices += _all_notices(found.seen.problems, found.read.problems)
     if isinstance(data.source, list) and len(data.source) > 1:
         notices.append("the sources are read one after the other; to have them shuffled among each other, prepare them")
@@ -290,6 +292,8 @@ def _stamps(inputs: Inputs) -> list[list[Any]]:
 
 
 # --- parts, and what of them is trained on ----------------------------------------------------------------------------
+
+
 def _breaks(pieces: Pieces, chosen: Choice, joins: bool) -> tuple[npt.NDArray[np.int64], bool]:
     """Where among the chosen tokens a document breaks off, and whether the last piece goes on in the next part.
 
@@ -307,6 +311,8 @@ def _breaks(pieces: Pieces, chosen: Choice, joins: bool) -> tuple[npt.NDArray[np
 
 
 # --- reading ahead ----------------------------------------------------------------------------------------------------
+
+
 @final
 class _Flow:
     """The chunks of a stream from a position on, epoch after epoch."""
@@ -380,12 +386,12 @@ class _Seen:
     def add(self, head: PartHead) -> None:
         self._records += head.records
         self._dropped.update(head.dropped)
-        self.problems += head.problems[: TOLD_PROBLEMS - len(self.problems)]
+        self.problems += head.problems[: MOST_LISTED - len(self.problems)]
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self._dropped.most_common(3))
-        told = f"of {many(self._records, 'record')}, {reasons or 'none'} dropped"
-        return f"{told}; {self.problems[0].told}" if self.problems else told
+        text = f"of {many(self._records, 'record')}, {reasons or 'none'} dropped"
+        return f"{text}; {self.problems[0].text}" if self.problems else text
 
 
 @final
@@ -432,20 +438,20 @@ class _Validation:
 def _notices_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
     """What to say of problems when there have been some before: the first few in full, then how many there are."""
     after = before + len(problems)
-    told = [f"left out: {cause_of(problem).told}" for problem in problems[: max(0, TOLD_PROBLEMS - before)]]
+    text = [f"left out: {cause_of(problem).text}" for problem in problems[: max(0, MOST_LISTED - before)]]
     counts = (10**power for power in range(1, len(str(after))) if 10**power > before)
-    told += [f"{many(n, 'problem')} in the source so far; the latest: {problems[n - before - 1].told}" for n in counts]
-    return tuple(told)
+    text += [f"{many(n, 'problem')} in the source so far; the latest: {problems[n - before - 1].text}" for n in counts]
+    return tuple(text)
 
 
 def _all_notices(problems: Sequence[Problem], count: int) -> tuple[str, ...]:
     """What to say of problems that are all there are; `count` may be more than are given."""
-    told = tuple(f"left out: {cause_of(problem).told}" for problem in problems[:TOLD_PROBLEMS])
-    return told if count <= len(told) else (*told, f"{count - len(told):,} more problems in the source")
+    text = tuple(f"left out: {cause_of(problem).text}" for problem in problems[:MOST_LISTED])
+    return text if count <= len(text) else (*text, f"{count - len(text):,} more problems in the source")
 
 
 def epoch_notices(ended: int, tokens: int) -> tuple[str, ...]:
-    """Of the end of an epoch; a small source has many, of which few are told."""
+    """Of the end of an epoch; a small source has many, of which few are reported."""
     if not ended or (ended > 3 and str(ended).strip("0") != "1"):
         return ()
     times = "once" if ended == 1 else f"{ended:,} times"
@@ -632,5 +638,5 @@ class StreamData(TrainingData):
         return [Check("data", "stream").note(notice) for notice in self.dataset.notices]
 
     def last_notices(self, position: dict[str, Any] | None) -> Iterable[str]:
-        if position is not None and position["problems"] > TOLD_PROBLEMS:
+        if position is not None and position["problems"] > MOST_LISTED:
             yield f"{many(position['problems'], 'problem')} in the source in all"

@@ -14,8 +14,7 @@ import torch
 import flatout
 from flatout.config.load import load_config
 from flatout.engine import loop
-from flatout.engine.books import Progress
-from flatout.engine.saving import capture
+from flatout.engine.state import Progress, capture
 from flatout.errors import ConfigError, DataError, DeviceMemoryError, DivergedError, ResourceError, UsageError
 from flatout.records import EvalRecord
 from flatout.tuning import lr_range, study

@@ -18,8 +18,7 @@ from flatout.data import pack
 from flatout.data.tokenizer import CharTokenizer
 from flatout.device import Device, detect_device
 from flatout.engine import recovery
-from flatout.engine.books import Progress
-from flatout.engine.saving import capture
+from flatout.engine.state import Progress, capture
 from flatout.errors import DataError, DivergedError, DoesNotFitError, HardwareError, ResourceError, UserError
 from flatout.generation import decode
 from flatout.model.count import estimate_memory

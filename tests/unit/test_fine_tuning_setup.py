@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flatout.api.resuming import Origin, check_resumed
-from flatout.checkpoints.adapter_folder import adapter_plan
+from flatout.checkpoints.base_and_adapter import adapter_plan
 from flatout.config.facts import names_in
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
@@ -19,8 +19,7 @@ from flatout.config.unused import check_used
 from flatout.data.sample_loader import SampleOrder, SampleRows
 from flatout.data.samples import Samples
 from flatout.device import Device
-from flatout.engine.books import Progress
-from flatout.engine.saving import capture
+from flatout.engine.state import Progress, capture
 from flatout.engine.step import LossScale
 from flatout.errors import CheckpointError, DoesNotFitError, HardwareError, UserError
 from flatout.model.adapters import attach

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flatout.checkpoints.adapter_folder import adapter_plan, stored_base, stored_quantize
-from flatout.checkpoints.base_model import (
+from flatout.checkpoints.base_and_adapter import (
+    adapter_plan,
     base_of,
     build_base,
     check_base,
@@ -17,6 +17,8 @@ from flatout.checkpoints.base_model import (
     describe_base,
     described_checkpoint,
     open_base,
+    stored_base,
+    stored_quantize,
 )
 from flatout.checkpoints.checkpoint import check_files_alone, read_checkpoint, vocab_in
 from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint, newest_run

@@ -17,7 +17,7 @@ from flatout.data.limits import LIMITS
 from flatout.data.plan import DECISIVE
 from flatout.engine.custom import check_given
 from flatout.engine.run import Run
-from flatout.engine.saving import as_word, differences
+from flatout.engine.state import as_word, differences
 from flatout.errors import CheckpointError, ConfigError, UsageError
 from flatout.observe.track.trackers import check_trackers
 from flatout.optim.rules import rate_factors

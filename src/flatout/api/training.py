@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from flatout.api.configs import config_to_train, with_sources
+from flatout.api.configs import check_rows_named, config_to_train, with_sources
 from flatout.api.resuming import HeldFolder, Origin, as_begun, check_resumed, own_settings
 from flatout.checkpoints.checkpoint import mark_as_base
 from flatout.checkpoints.run_folder import RunLock, is_checkpoint, set_later_aside, set_unusable_aside
@@ -25,12 +25,10 @@ from flatout.data.workers import EngineName
 from flatout.device import free_memory
 from flatout.engine.custom import Given, ModelGiven, OptimizerGiven
 from flatout.engine.diverged import Ended, with_way_back
-from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.loop import train_loop
-from flatout.engine.recovery import use_at_most
-from flatout.engine.rows_named import check_rows_named
+from flatout.engine.recovery import full_disk_wait, use_at_most, when_there_is_room
 from flatout.engine.run import Run
-from flatout.engine.saving import lacks_verdict, recorded_again
+from flatout.engine.state import lacks_verdict, recorded_again
 from flatout.errors import DataError, DivergedError, UsageError
 from flatout.files import write_whole
 from flatout.launch import OtherProcessError, launch
@@ -268,7 +266,7 @@ def _room(
     write: Callable[[], Result], *, run: Run, step: int, early: list[NoticeRecord], what: str
 ) -> Generator[NoticeRecord, None, Result]:
     """`when_there_is_room`, while there is no file of records yet: `early` keeps the notices for it."""
-    waiting = when_there_is_room(write, step, run.full_disk_wait, what=what)
+    waiting = when_there_is_room(write, step, full_disk_wait(run), what=what)
     while True:
         try:
             early.append(next(waiting))
@@ -379,7 +377,7 @@ def _written_notices(notices: Iterable[str], run: Run, metrics: MetricsFile, ste
 def _put(record: Record, run: Run, metrics: MetricsFile, step: int) -> Generator[NoticeRecord]:
     """Writes a record, after a pause if the disk is full; passes on what there is to tell of that."""
     metrics.add(record)
-    for notice in when_there_is_room(metrics.flush, step, run.full_disk_wait):
+    for notice in when_there_is_room(metrics.flush, step, full_disk_wait(run)):
         metrics.add(notice)
         yield notice
 

@@ -36,11 +36,10 @@ from flatout.config.schema import OptimConfig
 from flatout.config.unused import unused_paths
 from flatout.config.usual import SMALL_BASE, usual_tuning_rate
 from flatout.data.array_data import Arrays
-from flatout.engine.books import Progress
-from flatout.engine.boundary import quick_loss
 from flatout.engine.custom import Given
 from flatout.engine.run import Run
-from flatout.engine.saving import TRAINED, as_word, capture, differences, restore_weights
+from flatout.engine.saving import quick_loss
+from flatout.engine.state import TRAINED, Progress, as_word, capture, differences, restore_weights
 from flatout.errors import CheckpointError, DivergedError, UserError
 from flatout.optim.rules import role_of
 from flatout.resolve.opening import DataSource

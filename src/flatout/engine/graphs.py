@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from flatout.engine.notices import Notices
+from flatout.engine.monitor import Notices
 from flatout.model.adapters import Adapters
 from flatout.model.gpt import GPT
 from flatout.ops.documents import DocumentLayout

@@ -26,6 +26,7 @@ time.
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -36,33 +37,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import flatout
 from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_bytes
 from flatout.data.batch import Batch, BatchLoader
 from flatout.data.positions import Reading
-from flatout.device import free_memory, is_out_of_memory
-from flatout.engine.books import Progress, notices_at, run_info, settle
-from flatout.engine.boundary import Boundary, due_after, is_due, out_of_patience, sample_ids, write_best
-from flatout.engine.eigenstates import look_at_eigenstates
-from flatout.engine.full_disk import when_there_is_room
+from flatout.device import free_memory, is_out_of_memory, reserved_memory_bytes
+from flatout.engine.custom import count_of
 from flatout.engine.graphs import WARM_UPS
-from flatout.engine.machine import MachineWatch
+from flatout.engine.monitor import MachineWatch, look_at_eigenstates, notices_at
 from flatout.engine.recovery import (
     CompileFailure,
     attempt_step,
     fitting_evaluation,
     for_all_ranks,
+    full_disk_wait,
     needs_a_restart,
     use_less_memory,
     use_no_compiler,
+    when_there_is_room,
 )
 from flatout.engine.run import Run
-from flatout.engine.saving import due_of, lacks_verdict, mend_run_adapter, notice_on_adapter, restore
-from flatout.engine.spans import PendingReports, SpanTotals
-from flatout.errors import DriftError, UsageError
+from flatout.engine.saving import Boundary, due_after, is_due, out_of_patience, sample_ids, write_best
+from flatout.engine.spans import PendingReports, SpanTotals, StepReport
+from flatout.engine.state import Progress, due_of, lacks_verdict, mend_run_adapter, notice_on_adapter, restore
+from flatout.errors import DivergedError, DriftError, UsageError
 from flatout.launch import OtherProcessError
 from flatout.model.compiling import is_compile_error
+from flatout.model.count import parameter_count, table_count
 from flatout.ops.documents import PackedRows
-from flatout.records import CheckpointRecord, EndRecord, NoticeRecord, PreviewRecord, Record
+from flatout.records import (
+    CheckpointRecord,
+    EndRecord,
+    EpochRecord,
+    NoticeRecord,
+    PreviewRecord,
+    Record,
+    RunInfo,
+    StepRecord,
+)
 from flatout.resolve.memory import checkpoint_size
 
 
@@ -221,7 +233,7 @@ def train_loop(
     origin = None if resumed is None else resumed.path
     resumed_from = None if origin is None else str(origin)
     mend = functools.partial(_mend_files, run, progress, folder, resumed)
-    mended = yield from when_there_is_room(mend, progress.step, run.full_disk_wait)
+    mended = yield from when_there_is_room(mend, progress.step, full_disk_wait(run))
     yield run_info(run, folder, progress.step, resumed_from)
     yield from notices_at(progress.step, (*run.notices, *mended) if progress.step < run.last_step else ())
     preview = run.data.preview() if progress.step == 0 else ()
@@ -255,7 +267,7 @@ def train_loop(
         val_loss=progress.val_loss,
         best_loss=progress.best_loss,
         best_step=progress.best_step,
-        checkpoint=boundary.checkpoint,
+        checkpoint=boundary.last_save,
     )
 
 
@@ -289,9 +301,9 @@ class _Steps:
     save: Callable[[], bool]
     position: dict[str, Any] | None  # of the loader, after the last step
     reason: str  # why the run ends
-    owed: bool = False  # a save that came due while non-finite steps were being counted
+    save_put_off: bool = False  # a save that came due while non-finite steps were being counted
     stopping: bool = False  # by the last step, in any process
-    asked: bool = False  # to save, likewise
+    save_asked: bool = False  # to save, likewise
 
     def __post_init__(self) -> None:
         self.training, self.progress, self.totals = self.boundary.run, self.boundary.progress, self.boundary.totals
@@ -306,7 +318,7 @@ class _Steps:
             self.pending.restart()
             for batch, data_seconds in timed(loader):
                 yield from self._take(batch, data_seconds, loader)
-                if self.boundary.landed:
+                if self.boundary.save_is_done:
                     yield from noted(run, self.boundary.conclude())
                     self.pending.restart()
                 keep_time(run, self.progress, batch.step + 1)
@@ -325,7 +337,7 @@ class _Steps:
         run.step.with_parameter_norm = step == 1 or step % PARAMETER_NORM_EVERY == 0 or step == run.last_step
         report = attempt_step(run, batch)
         while not isinstance(report, torch.Tensor):  # it failed, and nothing has changed: again, with less
-            yield from settle(run, self.progress, self.totals, self.pending.drain())
+            yield from record_steps(run, self.progress, self.totals, self.pending.drain())
             if isinstance(report, CompileFailure):
                 message = use_no_compiler(run, report)
             else:
@@ -334,12 +346,12 @@ class _Steps:
             self.pending.restart()
             report = attempt_step(run, batch)
         tokens, stopping, asked = run.world.totals([batch.count, self.stop(), self.save() or self._late()])
-        self.stopping, self.asked = stopping > 0, asked > 0
+        self.stopping, self.save_asked = stopping > 0, asked > 0
         self.pending.push(step, report, marks=run.step.clock.take(), tokens=tokens, data_seconds=data_seconds)
         yield from notices_at(step, run.new_notices.take())
         self.position = loader.position()
         yield from notices_at(step, loader.notices())
-        yield from settle(run, self.progress, self.totals, self.pending.ready())
+        yield from record_steps(run, self.progress, self.totals, self.pending.ready())
         check_alike(run, step)
 
     def _at_boundary(self, step: int) -> Generator[Record, None, bool]:
@@ -350,16 +362,18 @@ class _Steps:
         settings = run.plan.checkpoint
         every = is_due(step, settings.steps) or run.ends_epoch(step, settings.epochs)
         cooling = run.deadline is not None and run.deadline.cools_down(step)
-        saving = self.boundary.saves and (ending or stopping or self.owed or self.asked or every or cooling)
+        saving = self.boundary.saves and (
+            ending or stopping or self.save_put_off or self.save_asked or every or cooling
+        )
         if not (due.evaluate or due.sample or saving):
             return False
-        yield from settle(run, progress, self.totals, self.pending.drain())
+        yield from record_steps(run, progress, self.totals, self.pending.drain())
         if progress.bad_steps and not ending:  # wait: a good step ends the count, or the third bad one ends the run
-            self.owed, saving, stopping = saving, False, False
+            self.save_put_off, saving, stopping = saving, False, False
             if cooling and run.deadline is not None:
                 run.deadline.put_off()
         else:
-            self.owed = False
+            self.save_put_off = False
         last = ending or stopping
         passing = self.boundary.pass_through(due, saving=saving, last=last, position=self.position)
         yield from noted(run, passing)
@@ -382,6 +396,138 @@ def timed(batches: Iterable[Batch]) -> Iterator[tuple[Batch, float]]:
     for batch in batches:
         yield batch, time.perf_counter() - began
         began = time.perf_counter()
+
+
+# --- records of steps -------------------------------------------------------------------------------------------------
+
+
+MOST_BAD_STEPS = 3
+
+
+def record_steps(run: Run, progress: Progress, totals: SpanTotals, reports: Iterable[StepReport]) -> Iterator[Record]:
+    """The records of reports that have arrived, added to `progress`; ends the run after three bad steps."""
+    for report in reports:
+        totals.add_step(report.spans)
+        totals.add("data", report.data_seconds)
+        progress.step = report.step
+        progress.seconds += report.seconds
+        progress.tokens += report.tokens
+        yield _step_record(run, progress, report)
+        if not report.applied:
+            yield from _bad_step(run, progress, report)
+        else:
+            progress.bad_steps = 0
+        progress.epoch_loss += report.loss
+        progress.epoch_steps += 1
+        progress.epoch_seconds += report.seconds
+        progress.epoch_tokens += report.tokens
+        if run.ends_epoch(report.step):
+            yield _end_epoch(run, progress)
+
+
+def _step_record(run: Run, progress: Progress, report: StepReport) -> StepRecord:
+    rate = report.tokens / report.seconds if report.seconds > 0 else None
+    peak, windows = run.speed.device.peak_flops, run.data.facts.windows
+    return StepRecord(
+        step=report.step,
+        epoch=None if windows is None else run.plan.schedule.at(report.step).start / windows,
+        loss=report.loss,
+        learning_rate=report.learning_rate,
+        grad_norm=report.grad_norm,
+        applied=report.applied,
+        tokens=progress.tokens,
+        seconds=report.seconds,
+        tokens_per_second=rate,
+        mfu=rate * run.flops_at(report.step) / (peak * run.world.size) if rate and peak else None,
+        memory_bytes=run.peak_memory_bytes(),
+        loss_scale=None if run.step.loss_scale is None else report.loss_scale,
+        micro_batch=run.step.micro_batch,
+        parameter_norm=report.parameter_norm,
+        update_ratio=_update_ratio(run, report),
+        data_seconds=report.data_seconds,
+        reserved_bytes=reserved_memory_bytes(run.speed.device.torch_device),
+    )
+
+
+def _update_ratio(run: Run, report: StepReport) -> dict[str, float] | None:
+    """By the names of rules; weights that are all zero have none."""
+    names = [group.rule.name for group in run.step.optimizer.groups]
+    ratios = dict(zip(names, report.update_ratios, strict=False))
+    return {name: ratio for name, ratio in ratios.items() if math.isfinite(ratio)} or None
+
+
+def _bad_step(run: Run, progress: Progress, report: StepReport) -> Iterator[Record]:
+    overflow = run.step.loss_scale is not None and report.loss == report.loss and report.loss_scale > 1.0
+    batch = f"batch {report.step - 1} of seed {run.plan.train.seed}"
+    if overflow:  # fp16 looking for its scale: expected now and then, and not counted
+        yield NoticeRecord(
+            step=report.step, message=f"fp16 overflow at loss scale {report.loss_scale:g}: {batch} was skipped"
+        )
+        return
+    progress.bad_steps += 1
+    yield NoticeRecord(
+        step=report.step,
+        message=f"loss {report.loss} and gradient norm {report.grad_norm}: {batch} did not change the weights",
+    )
+    if progress.bad_steps >= MOST_BAD_STEPS:
+        raise DivergedError(
+            f"{MOST_BAD_STEPS} steps in a row had a non-finite loss or gradient; step {report.step}: {batch}",
+            f"lower optim.{next(iter(run.plan.optim.rates))}",
+        )
+
+
+def _end_epoch(run: Run, progress: Progress) -> EpochRecord:
+    facts, at = run.data.facts, run.plan.schedule.at
+    seconds = max(progress.epoch_seconds, 1e-9)
+    windows = at(progress.step).start - at(progress.step - progress.epoch_steps).start
+    if facts.epoch_samples is not None:
+        windows = min(windows, facts.epoch_samples)  # the last batch takes what is left
+    tokens = progress.epoch_tokens or windows * run.plan.model.context
+    record = EpochRecord(
+        step=progress.step,
+        epoch=run.epochs_before(progress.step) or 0,
+        mean_loss=progress.epoch_loss / max(progress.epoch_steps, 1),
+        seconds=progress.epoch_seconds,
+        windows_per_second=windows / seconds,
+        tokens_per_second=tokens / seconds,
+    )
+    progress.epoch_loss, progress.epoch_steps, progress.epoch_seconds, progress.epoch_tokens = 0.0, 0, 0.0, 0
+    return record
+
+
+def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) -> RunInfo:
+    plan, data, facts = run.plan, run.data, run.data.facts
+    return RunInfo(
+        flatout=flatout.__version__,
+        torch=torch.__version__,
+        device=run.speed.device.name,
+        folder=str(folder),
+        family=plan.model.family,
+        parameters=parameter_count(plan.model, run.model.vocab) if run.given.model is None else count_of(run.model),
+        flops_per_token=plan.flops_per_token,
+        memory_estimate_bytes=plan.memory.total,
+        steps=run.last_step,
+        batch_tokens=run.step_tokens,
+        micro_batch=run.speed.micro_batch,
+        accumulation=run.speed.accumulation,
+        context=plan.model.context,
+        vocab=run.model.vocab,
+        train_tokens=facts.train_tokens,
+        val_tokens=data.val.tokens,
+        windows=facts.windows,
+        dataset=facts.fingerprint,
+        tokenizer=data.tokenizer.kind,
+        start_step=start_step,
+        resumed_from=resumed_from,
+        features=run.speed.features,
+        config=plan.stored,
+        batch_samples=facts.batch_samples,
+        trained_parameters=run.trained.count if plan.lora.rank else None,
+        table_parameters=table_count(plan.model, run.model.vocab) if run.given.model is None else 0,
+        base=run.base_hash,
+        samples=facts.samples,
+        ranks=run.world.size,
+    )
 
 
 # --- a length in minutes ----------------------------------------------------------------------------------------------

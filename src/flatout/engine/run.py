@@ -11,15 +11,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from flatout.checkpoints.adapter_folder import files_beside
+from flatout.checkpoints.base_and_adapter import files_beside
 from flatout.checkpoints.checkpoint import Checkpoint
 from flatout.data.batch import Batch, BatchLoader, Span
 from flatout.data.training_data import TrainingData
 from flatout.device import ONE_AT_A_TIME, peak_memory_bytes, use_expandable_segments
-from flatout.engine import full_disk
 from flatout.engine.custom import Given
 from flatout.engine.deadline import FAR, deadline_of
-from flatout.engine.notices import Notices
+from flatout.engine.monitor import Notices
 from flatout.engine.setup import (
     base_hash_of,
     built_model,
@@ -189,11 +188,6 @@ class Run:
         if mean is None and self.plan.train.batch_stages and self.steps:
             mean = self.plan.schedule.at(self.steps).start * self.plan.model.context / self.steps
         return self.plan.train.batch_tokens if mean is None else round(mean)
-
-    @property
-    def full_disk_wait(self) -> float:
-        """How many seconds a file of the run may wait for space. Other ranks wait meanwhile, and not forever."""
-        return full_disk.WAIT if self.world.size == 1 else min(full_disk.WAIT, self.plan.parallel.timeout / 2)
 
     @functools.cached_property
     def files_beside(self) -> dict[str, bytes]:

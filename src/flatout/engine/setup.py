@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from flatout.checkpoints.adapter_folder import adapter_plan, continue_from
-from flatout.checkpoints.base_model import base_fingerprint, build_base
+from flatout.checkpoints.base_and_adapter import adapter_plan, base_fingerprint, build_base, continue_from
 from flatout.engine.custom import CustomModel, Given
-from flatout.engine.notices import Notices
+from flatout.engine.monitor import Notices
 from flatout.model.adapter_targets import needless_rank
 from flatout.model.adapters import Adapters, attach
 from flatout.model.compiling import CompileWatch, compile_model

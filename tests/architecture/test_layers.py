@@ -21,9 +21,8 @@ LAYERS = [
     {"engine"},
     {"tuning", "diagnose"},
     {"observe"},
-    {"api", "words", "streams"},
-    {"verbs"},
-    {"cli"},
+    {"front"},
+    {"api", "cli"},
     {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

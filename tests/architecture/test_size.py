@@ -22,14 +22,14 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 58_060,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 46_570,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 120,  # all Python outside tests
-    "modules": 329,  # of src/flatout, as all the following
-    "modules with one importer": 80,
+    "lines of code": 55_252,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 44_478,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 111,  # all Python outside tests
+    "modules": 302,  # of src/flatout, as all the following
+    "modules with one importer": 62,
     "settings": 148,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
-    "class names with two meanings": 24,
+    "class names with two meanings": 12,
     "modules that import RunConfig": 0,  # besides config, resolve and the command line
     "modules that engine/setup.py imports": 20,  # of our own
 }
@@ -38,7 +38,7 @@ LONGEST_LINE = 120
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "flatout"
-MAY_IMPORT_THE_CONFIG = ("config", "resolve", "verbs", "words", "cli", "__main__")
+MAY_IMPORT_THE_CONFIG = ("config", "resolve", "front", "cli", "__main__")
 # Environment variables of other programs. Any other name that we read is a setting of ours.
 OTHERS_VARIABLES = re.compile(
     r"(CUBLAS|CUDA|FLASH_ATTENTION|GLOO|HF|KINETO|MASTER|MKL|NCCL|OMP|PYTORCH|SLURM|TOKENIZERS|TORCH|TORCHELASTIC|WANDB)_"

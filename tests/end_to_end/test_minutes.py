@@ -62,10 +62,10 @@ def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(
     point, words = flatout.more_minutes(info.folder, 0.01)
     assert command == ["train", *asked, "--resume", str(point), *words]
     attempt = Attempt(folder=info.folder, accepted=True)
-    monkeypatch.setattr("flatout.verbs.train.launch", lambda: Launch(0, 1, 0, 1, attempt=attempt))
+    monkeypatch.setattr("flatout.front.verbs_training.launch", lambda: Launch(0, 1, 0, 1, attempt=attempt))
     monkeypatch.setenv(AGENT, attempt.as_json())
     trained: list[Any] = []
-    monkeypatch.setattr("flatout.api.train", lambda config, **_: trained.append(config.config.train) or iter(()))
+    monkeypatch.setattr("flatout.train", lambda config, **_: trained.append(config.config.train) or iter(()))
     assert main([word if word != str(point) else "gone" for word in command]) == 0
     (train,) = trained
     assert [f"train.minutes={train.minutes!r}", f"train.steps={train.steps}"] == words

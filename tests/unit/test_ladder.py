@@ -424,7 +424,7 @@ def test_random_tokens_are_in_the_vocabulary_and_uneven(tmp_path: Path, tiny: Ti
 
 
 def test_prepared_data_is_used_where_it_is(tiny: Tiny, tmp_path: Path):
-    from flatout.api import prepare
+    from flatout import prepare
 
     loaded = tiny()
     folder = prepare(loaded)

@@ -15,6 +15,7 @@ from flatout import cli
 from flatout.config.load import load_config
 from flatout.config.source import DEFAULT
 from flatout.errors import UsageError
+from flatout.front.verbs_ahead import _counts
 from flatout.model.count import parameter_count
 from flatout.observe.measured.plan import draw_plan, print_plan
 from flatout.observe.picture import is_picture
@@ -27,7 +28,6 @@ from flatout.tuning.goodput import FAILURE_SOURCE, goodput, plan_saves
 from flatout.tuning.llamas import LLAMAS, llama_words
 from flatout.tuning.many_gpus import PlanResult, Rate, _all_works, plan
 from flatout.tuning.spread import Layout, StepTime, Work, layouts, step_time, work_of
-from flatout.verbs.plan import _counts
 
 TRUTH = Path(__file__).parents[2] / "lab" / "plan_truth.py"
 H100 = CARDS["h100"]

@@ -22,11 +22,11 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 55_252,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 44_478,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 55_212,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 44_423,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 111,  # all Python outside tests
-    "modules": 302,  # of src/flatout, as all the following
-    "modules with one importer": 62,
+    "modules": 293,  # of src/flatout, as all the following
+    "modules with one importer": 60,
     "settings": 148,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
     "class names with two meanings": 12,

@@ -29,9 +29,7 @@ from flatout.front.output import Line, add_overwrite, ended_by_signals, picture_
 from flatout.front.verbs_training import told_by_one
 from flatout.front.words import Parser, add_config, load_any, load_pretraining, one_line, quoted
 from flatout.launch import launch
-from flatout.tuning.cluster import CARDS, GB, Card, card_here, card_named
-from flatout.tuning.goodput import FAILURE_HOURS
-from flatout.tuning.llamas import LLAMAS, llama_words
+from flatout.tuning.cluster import CARDS, FAILURE_HOURS, GB, LLAMAS, Card, card_here, card_named, llama_words
 
 if TYPE_CHECKING:
     from flatout.finding import Finding

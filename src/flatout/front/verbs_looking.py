@@ -160,7 +160,7 @@ def watch(words: list[str]) -> int:
     from flatout.observe.live.follow import find_run
 
     folder = find_run(parsed.run)
-    from flatout.tuning.signals import Terminated, exit_code_of, terminated_like_interrupted
+    from flatout.front.output import Terminated, exit_code_of, terminated_like_interrupted
 
     with terminated_like_interrupted():
         try:
@@ -339,8 +339,8 @@ def serve_report(words: list[str]) -> int:
     parser.number("--port", 1, 65535, help="port to listen on; default: a free one from 8484 on")
     parsed = parser.parse_mixed(words)
     folders = _folders(parsed.runs)
+    from flatout.front.output import terminated_like_interrupted
     from flatout.observe.report.server import serve
-    from flatout.tuning.signals import terminated_like_interrupted
 
     try:
         with terminated_like_interrupted():

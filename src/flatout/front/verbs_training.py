@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import flatout
 from flatout import records
 from flatout.errors import HardwareError, UsageError, UserError, many
-from flatout.front.output import output_that_may_go_away
+from flatout.front.output import handled, output_that_may_go_away
 from flatout.front.words import Parser, add_config, load, on_hardware, one_line, quoted
 from flatout.launch import AGENT, START, launch, place_of_slurm
-from flatout.tuning.signals import handled
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig

@@ -14,7 +14,7 @@ from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint, re
 from flatout.config.load import load_config
 from flatout.engine import recovery, saver
 from flatout.engine.saving import Boundary
-from flatout.engine.writer import Plan, Writer
+from flatout.engine.writer import SavePlan, Writer
 from flatout.errors import DivergedError, ResourceError
 from flatout.folders import process_lives
 from flatout.observe.sinks import MetricsFile, read_metrics
@@ -108,7 +108,7 @@ def test_a_writer_killed_in_the_middle_costs_a_notice(tiny, monkeypatch, writers
     beside(monkeypatch)
     real, saves = Writer.save, itertools.count(1)
 
-    def killed(self: Writer, plan: Plan) -> int:
+    def killed(self: Writer, plan: SavePlan) -> int:
         if next(saves) == 2:
             os.kill(self.pid or 0, signal.SIGKILL)
         return real(self, plan)

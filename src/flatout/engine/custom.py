@@ -123,7 +123,7 @@ class CustomModel(nn.Module):
         """Nothing is left behind."""
 
 
-def check_model_given(given: object) -> None:
+def check_model(given: object) -> None:
     if not callable(given):  # a module is, too
         raise ConfigError(
             f"a {type(given).__name__} was given as model=",
@@ -131,12 +131,12 @@ def check_model_given(given: object) -> None:
         )
 
 
-def adopt(built: GPT, given: ModelGiven, *, seed: int) -> GPT | CustomModel:
+def customize(built: GPT, given: ModelGiven, *, seed: int) -> GPT | CustomModel:
     """The model that a program gave: `built` after its function has changed it, or a module in its place.
 
     What the function draws comes from `seed`, and the random streams of the process stay as they were.
     """
-    check_model_given(given)
+    check_model(given)
     places = {name: type(module) for name, module in built.named_modules()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -231,7 +231,7 @@ def _check_logits(model: CustomModel) -> None:
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def check_optimizer_given(given: OptimizerGiven) -> None:
+def check_optimizer(given: OptimizerGiven) -> None:
     """Refuses what is neither rules nor a function that builds a torch optimizer."""
     way = "give a function that builds a torch optimizer, such as lambda named: torch.optim.SGD(named.values(), lr=0.1)"
     if isinstance(given, type) and issubclass(given, torch.optim.Optimizer | Optimizer):
@@ -388,7 +388,7 @@ def _decoded(key: str, tensor: Tensor, parameter: Tensor, *, on_device: bool) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class CustomParts:
     """`model` is a module, or a function that changes the built one; `optimizer` is rules, or builds one of torch's."""
 
     model: ModelGiven | None = None
@@ -400,23 +400,23 @@ class Given:
         return self.optimizer is not None and not isinstance(self.optimizer, Rule | Sequence)
 
     @property
-    def custom(self) -> Custom:
+    def facts(self) -> Custom:
         """Which of them there are, for the plan of a run."""
         return Custom(self.model is not None, self.optimizer is not None, self.own_optimizer)
 
     def check(self) -> None:
         """Refuses what is neither a model nor an optimizer."""
         if self.optimizer is not None:
-            check_optimizer_given(self.optimizer)
+            check_optimizer(self.optimizer)
         if self.model is not None:
-            check_model_given(self.model)
+            check_model(self.model)
 
-    def adopted(self, built: GPT, speed: Speed, seed: int) -> GPT | CustomModel:
+    def model_of(self, built: GPT, speed: Speed, seed: int) -> GPT | CustomModel:
         """The model to train, on the host."""
         if self.model is None:
             return built
         with ONE_AT_A_TIME:  # it draws from the generators of the process
-            model = adopt(built, self.model, seed=seed)
+            model = customize(built, self.model, seed=seed)
         if not isinstance(model, CustomModel):
             return model
         for name, plain in (("checkpointing", "none"), ("loss", "plain"), ("activation_offload", False)):
@@ -489,7 +489,7 @@ def count_of(model: LanguageModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_given(given: Mapping[str, str], stored: Mapping[str, Any]) -> None:
+def check_same_parts(given: Mapping[str, str], stored: Mapping[str, Any]) -> None:
     """Refuses to resume a run with another model or optimizer from Python than it was trained with.
 
     `given` is what the run now would say of them, `stored` the state of the checkpoint.

@@ -36,7 +36,7 @@ from flatout.config.schema import OptimConfig
 from flatout.config.unused import unused_paths
 from flatout.config.usual import SMALL_BASE, usual_tuning_rate
 from flatout.data.array_data import Arrays
-from flatout.engine.custom import Given
+from flatout.engine.custom import CustomParts
 from flatout.engine.run import Run
 from flatout.engine.saving import quick_loss
 from flatout.engine.state import TRAINED, Progress, as_word, capture, differences, restore_weights
@@ -68,7 +68,7 @@ class Ended:
     source: DataSource
     folder: Path
     first_loss: float | None = None
-    given: Given | None = None
+    custom: CustomParts | None = None
 
     @property
     def resumed(self) -> Checkpoint | None:
@@ -205,7 +205,7 @@ def _point(ended: Ended, *, fresh: bool) -> tuple[Path | None, str]:
 
 def _fresh_run(ended: Ended) -> Run:
     """The run at its start, in this process alone."""
-    return Run(resolve(ended.source.from_start(), World(), custom=ended.plan.custom), given=ended.given)
+    return Run(resolve(ended.source.from_start(), World(), custom=ended.plan.custom), custom=ended.custom)
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -93,7 +93,7 @@ def warm_up(run: Run, first_step: int) -> str | None:
     """Warms a run up before `first_step`, where that is worth it; returns a notice."""
     made_for_shapes = run.step.graph is not None or run.speed.compile != "off"
     shapes = shapes_of(run, first_step)
-    if not shapes or run.given.model is not None or not (made_for_shapes or run.speed.device.kind == "cuda"):
+    if not shapes or run.custom.model is not None or not (made_for_shapes or run.speed.device.kind == "cuda"):
         return None
     began, scales = time.perf_counter(), run.model.narrow.scales
     measuring = scales is not None and not scales.rounding
@@ -503,7 +503,7 @@ def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) 
         device=run.speed.device.name,
         folder=str(folder),
         family=plan.model.family,
-        parameters=parameter_count(plan.model, run.model.vocab) if run.given.model is None else count_of(run.model),
+        parameters=parameter_count(plan.model, run.model.vocab) if run.custom.model is None else count_of(run.model),
         flops_per_token=plan.flops_per_token,
         memory_estimate_bytes=plan.memory.total,
         steps=run.last_step,
@@ -523,7 +523,7 @@ def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) 
         config=plan.stored,
         batch_samples=facts.batch_samples,
         trained_parameters=run.trained.count if plan.lora.rank else None,
-        table_parameters=table_count(plan.model, run.model.vocab) if run.given.model is None else 0,
+        table_parameters=table_count(plan.model, run.model.vocab) if run.custom.model is None else 0,
         base=run.base_hash,
         samples=facts.samples,
         ranks=run.world.size,

@@ -31,7 +31,7 @@ from torch import Tensor
 from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_path, write_checkpoint
 from flatout.engine.recovery import wait_for_room
 from flatout.engine.step import TrainStep
-from flatout.engine.writer import Plan, Span, Writer, WriterError, save_plan
+from flatout.engine.writer import SavePlan, Span, Writer, WriterError, save_plan
 from flatout.files import readable_sizes
 from flatout.host import host_memory
 from flatout.model.weights import header_of, in_file_order
@@ -87,7 +87,7 @@ class Saver:
         tensors, texts, copied = block.take(*files)
         self.step.hold_back = functools.partial(hold_back, copied, self.device)
         target = checkpoint_path(self.folder, checkpoint.step)
-        plan = Plan(str(target.absolute()), checkpoint.step, tensors, texts)
+        plan = SavePlan(str(target.absolute()), checkpoint.step, tensors, texts)
         self.last_save = self.thread.submit(self._save, checkpoint, block, plan, copied)
         return self.last_save
 
@@ -120,7 +120,9 @@ class Saver:
             self.thread.shutdown(cancel_futures=True)
             self._let_go()
 
-    def _save(self, checkpoint: Checkpoint, block: "SharedBlock", plan: Plan, copied: torch.cuda.Event | None) -> Saved:
+    def _save(
+        self, checkpoint: Checkpoint, block: "SharedBlock", plan: SavePlan, copied: torch.cuda.Event | None
+    ) -> Saved:
         """What the thread does. It holds the checkpoint, whose tensors must stay until they are copied."""
         began, notice = time.perf_counter(), None
         target = checkpoint_path(self.folder, checkpoint.step)

@@ -37,7 +37,7 @@ from flatout.checkpoints.checkpoint import (
     write_verdict,
 )
 from flatout.checkpoints.checkpoint_files import BEST
-from flatout.checkpoints.run_folder import checkpoints_of, named_best, stored_best
+from flatout.checkpoints.run_folder import best_in_file, checkpoints_of
 from flatout.config.sections import keeps_best
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.monitor import look_at_eigenstates, notices_at
@@ -280,9 +280,7 @@ def _note_loss(progress: Progress, loss: float) -> bool:
 
 def write_best(folder: Path, step: int | None, loss: float | None) -> None:
     """Makes `best.json` name this step, or none."""
-    wanted = None if step is None else (loss, step)
-    # One of an older version has no seal, and still names a step to those who read it.
-    if stored_best(folder) != wanted or (step is None and named_best(folder) is not None):
+    if best_in_file(folder) != (step, None if step is None else loss):
         write_json_atomically(folder / BEST, {"step": step, "loss": loss})
 
 

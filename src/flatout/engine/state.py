@@ -75,7 +75,7 @@ class Due:
 def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None, due: Due | None = None) -> Checkpoint:
     """The whole state of a run at a step boundary; `position` is where the loader goes on from there."""
     tensors = {**_random_of_all(run), **run.model.narrow.tensors(), "updates": run.step.updates}
-    tensors |= run.given.buffers(run.model)
+    tensors |= run.custom.buffers(run.model)
     if run.step.loss_scale is not None:
         tensors |= {"scale": run.step.loss_scale.scale, "good_updates": run.step.loss_scale.good_updates}
     state: dict[str, Any] = {
@@ -90,7 +90,7 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
         **({} if position is None else {"stream": position}),
         **run.data.saved(),
         **({} if run.base_hash is None else {"base": run.base_hash}),
-        **run.given_state,
+        **run.custom_state,
         **({} if run.deadline is None else {"deadline": run.deadline.saved()}),
     }
     model, optimizer = _model_and_optimizer(run)
@@ -162,7 +162,7 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     for notice in converted:
         run.new_notices.add(notice)
     run.step.updates.copy_(checkpoint.run["updates"])
-    run.given.restore_buffers(run.model, checkpoint.run)
+    run.custom.restore_buffers(run.model, checkpoint.run)
     random = _random_of(run, checkpoint.run)
     if random is not None:
         run.random.assign(random)

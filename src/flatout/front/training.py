@@ -21,7 +21,7 @@ from flatout.data.pack import Progress
 from flatout.data.prepare import as_prepared, check_text, prepare_data
 from flatout.data.workers import EngineName
 from flatout.device import free_memory
-from flatout.engine.custom import Given, ModelGiven, OptimizerGiven
+from flatout.engine.custom import CustomParts, ModelGiven, OptimizerGiven
 from flatout.engine.diverged import Ended, with_way_back
 from flatout.engine.loop import train_loop
 from flatout.engine.recovery import full_disk_wait, use_at_most, when_there_is_room
@@ -138,8 +138,8 @@ def train(
     for name, function in {"stop": stop, "save": save, "progress": progress, "on_record": on_record}.items():
         if function is not None and not callable(function):
             raise UsageError(f"a {type(function).__name__} was given as {name}=", "give a function")
-    given = Given(model, optimizer)
-    records = _train(config, _arrays(data, val), given, None if resume is None else str(resume), stop, save, progress)
+    custom = CustomParts(model, optimizer)
+    records = _train(config, _arrays(data, val), custom, None if resume is None else str(resume), stop, save, progress)
     records = _watched(records) if alerts else records
     return records if on_record is None else _to_the_end(records, on_record)
 
@@ -167,7 +167,7 @@ def _to_the_end(records: Generator[Record], on_record: Callable[[Record], object
 def _train(
     config: Config | None,
     arrays: Arrays | None,
-    given: Given,
+    custom: CustomParts,
     resume: str | None,
     stop: Callable[[], bool],
     save: Callable[[], bool],
@@ -176,15 +176,15 @@ def _train(
     found = launch()
     resume = resume if found is None else found.resumed(resume)
     asked = config_to_train(config, resume)
-    given.check()
+    custom.check()
     try_threads.cache_clear()  # who uses the cores may have changed since the last run of this process
     timeout, alike = asked.config.parallel.timeout, shared_settings(asked)
     meeting = joined(found, asked.config.speed.device, timeout=timeout, settings=alike)
     chosen = None if found is None else found.folder
     with meeting as world, HeldFolder(asked, resume, world, chosen) as folder:
         origin, lock = folder.locked()
-        source, plan = _planned(asked, origin, progress, arrays, given, world)
-        run = Run(plan, world, resumed=origin.checkpoint, given=given)
+        source, plan = _planned(asked, origin, progress, arrays, custom, world)
+        run = Run(plan, world, resumed=origin.checkpoint, custom=custom)
         limit = None if found is None or found.attempt is None else found.attempt.micro_batch
         less = [] if limit is None else use_at_most(run, limit)
         early: list[NoticeRecord] = []
@@ -211,12 +211,17 @@ def _train(
                 if lock is None:
                     raise OtherProcessError(error.exit_code) from error
                 first = _first_loss(origin.metrics)
-                ended = Ended(plan=plan, source=source, folder=origin.folder, first_loss=first, given=given)
+                ended = Ended(plan=plan, source=source, folder=origin.folder, first_loss=first, custom=custom)
                 raise with_way_back(error, ended) from error
 
 
 def _planned(
-    asked: LoadedConfig, origin: Origin, progress: Progress | None, arrays: Arrays | None, given: Given, world: World
+    asked: LoadedConfig,
+    origin: Origin,
+    progress: Progress | None,
+    arrays: Arrays | None,
+    custom: CustomParts,
+    world: World,
 ) -> tuple[DataSource, RunPlan]:
     """Decides the run; where its data cannot be had, the way back to what it was trained on is told, too."""
     resumed = origin.checkpoint
@@ -227,7 +232,7 @@ def _planned(
         with world.fail_together():
             source = DataSource(asked, device, progress, arrays=arrays, resumed=resumed)
         source = in_minutes(source, world)
-        return source, resolve(source, world, custom=given.custom)
+        return source, resolve(source, world, custom=custom.facts)
     except DataError as error:
         settings = asked.config.model_dump()
         way = None if resumed is None else own_settings(settings, resumed, origin.resumable, ("data", "clean", "chat"))

@@ -19,8 +19,7 @@ from torch import Tensor
 
 import flatout
 from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_bytes
-from flatout.data.batch import Batch, BatchLoader
-from flatout.data.positions import Reading
+from flatout.data.batch import Batch, BatchLoader, Reading
 from flatout.device import free_memory, is_out_of_memory, reserved_memory_bytes
 from flatout.engine.custom import count_of
 from flatout.engine.graphs import WARM_UPS

@@ -43,10 +43,16 @@ from flatout.config.load import resolve_from_mapping
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.config.source import Source
 from flatout.config.yaml_loader import format_value, shorten
-from flatout.data.chat_template import BUILT_IN, MODEL, ChatTemplate, load_template, template_from_json
-from flatout.data.model_folder import TOKENIZER, read_model_tokenizer, read_templates
-from flatout.data.portable import as_model_tokenizer, tokenizer_files, with_stops, with_template
+from flatout.data.chat_template import BUILT_IN, MODEL, ChatTemplate, load_template, read_templates, template_from_json
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer, tokenizer_from_json
+from flatout.data.tokenizer_files import (
+    TOKENIZER,
+    as_model_tokenizer,
+    read_model_tokenizer,
+    tokenizer_files,
+    with_stops,
+    with_template,
+)
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.adapter_files import CONFIG, AdapterOrigin, check_stored, load_into, read_origin, save_adapter
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Choice, Target, choose, targets_of

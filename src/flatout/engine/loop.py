@@ -6,6 +6,7 @@ evaluates. Of a run whose length is set in minutes the loop keeps the time, and 
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections import Counter

@@ -6,6 +6,7 @@ evaluates. Of a run whose length is set in minutes the loop keeps the time, and 
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections import Counter
@@ -87,14 +88,7 @@ def train_loop(
     resumed = None if resumed is None else resumed.without_tensors()
     origin = None if resumed is None else resumed.path
     resumed_from = None if origin is None else str(origin)
-
-    def mend() -> list[str]:
-        """Brings best.json and the adapter's folder to the step that the run resumes from; returns notices."""
-        if not run.world.first:
-            return []
-        write_best(folder, progress.best_step, progress.best_loss)  # a run taken back forgets a later best
-        return [] if resumed is None else list(mend_run_adapter(run, folder))
-
+    mend = functools.partial(_mend_files, run, progress, folder, resumed)
     mended = yield from when_there_is_room(mend, progress.step, full_disk_wait(run))
     yield run_info(run, folder, progress.step, resumed_from)
     yield from notices_at(progress.step, (*run.notices, *mended) if progress.step < run.last_step else ())
@@ -144,6 +138,14 @@ def _start(run: Run, resumed: Checkpoint | None) -> tuple[Progress, bool]:
         progress = restore(run, resumed)
     numbers, unjudged = run.world.broadcast([dataclasses.asdict(progress), lacks_verdict(resumed)])
     return Progress(**numbers), unjudged
+
+
+def _mend_files(run: Run, progress: Progress, folder: Path, resumed: Checkpoint | None) -> list[str]:
+    """Brings best.json and the adapter's folder to the step that the run resumes from; returns notices."""
+    if not run.world.first:
+        return []
+    write_best(folder, progress.best_step, progress.best_loss)  # a run taken back forgets a later best
+    return [] if resumed is None else list(mend_run_adapter(run, folder))
 
 
 @dataclasses.dataclass

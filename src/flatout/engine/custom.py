@@ -321,7 +321,14 @@ class TorchOptimizer(Optimizer):
         number = self._first.get(parameter)
         if number is not None:
             began, now = self._began[number], self.built.param_groups[number]
-            moved = {key: now[key] for key in now.keys() - {"params", "lr"} if not _same(now[key], began.get(key))}
+            # Tensors are compared by identity: the value of one on the device would be waited for.
+            moved = {
+                key: value
+                for key, value in now.items()
+                if key not in ("params", "lr")
+                and value is not began.get(key)
+                and (isinstance(value, Tensor) or value != began.get(key))
+            }
             found |= {f"group:{key}": value for key, value in _encoded(moved, type(self.built).__name__).items()}
         return found
 
@@ -345,10 +352,6 @@ class TorchOptimizer(Optimizer):
             for key in group.keys() - began.keys() - {"params"}:
                 del group[key]
             group.update(began)
-
-
-def _same(now: Any, began: Any) -> bool:
-    return now is began or (not isinstance(now, Tensor) and bool(now == began))
 
 
 def _encoded(state: Mapping[Any, Any], what: str) -> dict[str, Tensor]:
@@ -395,14 +398,10 @@ class CustomParts:
     optimizer: OptimizerGiven | None = None
 
     @property
-    def own_optimizer(self) -> bool:
-        """Whether none of ours is left: rules stand beside the config's, a torch optimizer in their place."""
-        return self.optimizer is not None and not isinstance(self.optimizer, Rule | Sequence)
-
-    @property
     def facts(self) -> Custom:
-        """Which of them there are, for the plan of a run."""
-        return Custom(self.model is not None, self.optimizer is not None, self.own_optimizer)
+        """Which of them there are. Rules stand beside the config's; a torch optimizer takes their place."""
+        torch_optimizer = self.optimizer is not None and not isinstance(self.optimizer, Rule | Sequence)
+        return Custom(self.model is not None, self.optimizer is not None, torch_optimizer)
 
     def check(self) -> None:
         """Refuses what is neither a model nor an optimizer."""
@@ -426,8 +425,9 @@ class CustomParts:
                     f"set speed.{name}={str(plain).lower()}",
                 )
         if speed.compile == "regional":
-            told = "model= is a module of your own, and has no blocks to compile"
-            raise ConfigError(told, "set speed.compile=default")
+            raise ConfigError(
+                "model= is a module of your own, and has no blocks to compile", "set speed.compile=default"
+            )
         return model
 
     def rules(self, own: Sequence[Rule], trained: Sequence[Trainable], factors: Table) -> tuple[Rule, ...]:
@@ -444,7 +444,7 @@ class CustomParts:
                 "samples are written without a cache, FLOPs are counted by parameters, and the memory estimate is that "
                 "of the config's model"
             )
-        if self.own_optimizer:
+        if self.facts.torch_optimizer:
             yield (
                 "optimizer= is torch's: the schedule of optim scales its own rates, learning_rate, betas, eps and "
                 "weight_decay of optim are not used, and each update waits for the device"

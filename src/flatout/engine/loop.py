@@ -10,7 +10,7 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +281,9 @@ def record_steps(run: Run, progress: Progress, totals: SpanTotals, reports: Iter
 def _step_record(run: Run, progress: Progress, report: StepReport) -> StepRecord:
     rate = report.tokens / report.seconds if report.seconds > 0 else None
     peak, windows = run.speed.device.peak_flops, run.data.facts.windows
+    # By the names of rules; weights that are all zero have no ratio.
+    rules = (group.rule.name for group in run.step.optimizer.groups)
+    ratios = {name: ratio for name, ratio in zip(rules, report.update_ratios, strict=False) if math.isfinite(ratio)}
     return StepRecord(
         step=report.step,
         epoch=None if windows is None else run.plan.schedule.at(report.step).start / windows,
@@ -296,17 +299,10 @@ def _step_record(run: Run, progress: Progress, report: StepReport) -> StepRecord
         loss_scale=None if run.step.loss_scale is None else report.loss_scale,
         micro_batch=run.step.micro_batch,
         parameter_norm=report.parameter_norm,
-        update_ratio=_update_ratio(run, report),
+        update_ratio=ratios or None,
         data_seconds=report.data_seconds,
         reserved_bytes=reserved_memory_bytes(run.speed.device.torch_device),
     )
-
-
-def _update_ratio(run: Run, report: StepReport) -> dict[str, float] | None:
-    """By the names of rules; weights that are all zero have none."""
-    names = [group.rule.name for group in run.step.optimizer.groups]
-    ratios = dict(zip(names, report.update_ratios, strict=False))
-    return {name: ratio for name, ratio in ratios.items() if math.isfinite(ratio)} or None
 
 
 def _bad_step(run: Run, progress: Progress, report: StepReport) -> Iterator[Record]:
@@ -564,14 +560,11 @@ def _differing(run: Run) -> list[str]:
         return []
     place = 0 if sharding is None else sharding.number
     everywhere = world.gather([place, sum_of_bits(one.parameter.detach() for one in run.trained.updated)])
-    held = {place for place, _ in everywhere}
-    return [str(rank) for rank in sorted(rank for place in held for rank in _odd_ones(everywhere, place))]
-
-
-def _odd_ones(everywhere: Sequence[tuple[int, int]], held: int) -> list[int]:
-    """The ranks that differ from most others that hold the slices of number `held`."""
-    found = {rank: bits for rank, (place, bits) in enumerate(everywhere) if place == held}
-    most, count = Counter(found.values()).most_common(1)[0]
-    # Of two that differ nobody can say which is right; the first, which writes the checkpoints, is not the one named.
-    usual = most if count > 1 else next(iter(found.values()))
-    return [rank for rank, bits in found.items() if bits != usual]
+    wrong: list[int] = []
+    for held in {place for place, _ in everywhere}:
+        found = {rank: bits for rank, (place, bits) in enumerate(everywhere) if place == held}
+        most, count = Counter(found.values()).most_common(1)[0]
+        # Of two that differ either may be wrong; the first, which writes the checkpoints, is not the one named.
+        usual = most if count > 1 else next(iter(found.values()))
+        wrong += [rank for rank, bits in found.items() if bits != usual]
+    return [str(rank) for rank in sorted(wrong)]

@@ -44,7 +44,8 @@ from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.config.source import Source
 from flatout.config.yaml_loader import format_value, shorten
 from flatout.data.chat_template import BUILT_IN, MODEL, ChatTemplate, load_template, read_templates, template_from_json
-from flatout.data.tokenizer import ModelTokenizer, Tokenizer, tokenizer_from_json
+from flatout.data.library_tokenizers import ModelTokenizer
+from flatout.data.tokenizer import Tokenizer, tokenizer_from_json
 from flatout.data.tokenizer_files import (
     TOKENIZER,
     as_model_tokenizer,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flatout.config.load import load_config
 from flatout.device import arithmetic, detect_device
-from flatout.generation.decode import generate_tokens
+from flatout.generation import generate_tokens
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
 from flatout.resolve.switches import scan_for

@@ -36,8 +36,7 @@ from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import Description, read_description
-from flatout.model.hub_find import find_model
-from flatout.model.hub_weights import load_described
+from flatout.model.hub_folder import find_model, load_described
 from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
 from flatout.resolve.fit_check import out_of_memory

@@ -9,7 +9,7 @@ from flatout.data.chat_template import ChatTemplate, TemplateRefusal, load_templ
 from flatout.data.model_folder import read_templates
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer
 from flatout.errors import DataError
-from flatout.generation.decode import generate_tokens
+from flatout.generation import generate_tokens
 
 
 def generate(

@@ -33,7 +33,7 @@ from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Choice, Targe
 from flatout.model.adapters import BIASES, Adapters, settled, weights_of
 from flatout.model.gpt import empty_model
 from flatout.model.hub import Description
-from flatout.model.hub_weights import companions
+from flatout.model.hub_folder import companions
 from flatout.model.patterns import endings
 from flatout.model.seal import SEAL, check_seal, read_seal
 

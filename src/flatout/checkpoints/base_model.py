@@ -40,8 +40,7 @@ from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import Description, check_same_model, describe, description_of, fitting_context, read_description
-from flatout.model.hub_find import find_model
-from flatout.model.hub_weights import load_described, load_huggingface, own_fingerprint, weights_fingerprint
+from flatout.model.hub_folder import find_model, load_described, load_huggingface, own_fingerprint, weights_fingerprint
 from flatout.model.quantize import check_quantizing, round_linears
 from flatout.model.weights import assign_weights, check_tensors
 

@@ -44,7 +44,7 @@ from flatout.engine.saver import Saved, Saver
 from flatout.engine.saving import Due, capture, save_run_adapter, write_sharded
 from flatout.engine.spans import SpanTotals
 from flatout.errors import CheckpointError
-from flatout.generation.decode import generate_tokens
+from flatout.generation import generate_tokens
 from flatout.model.adapter_files import adapter_tensors
 from flatout.records import CheckpointRecord, EvalRecord, NoticeRecord, Record, SampleRecord
 from flatout.resolve.fit_check import out_of_memory

@@ -38,7 +38,7 @@ from flatout.errors import AdapterError, ConfigError
 from flatout.model.adapted import AdaptedLinear, unsupported
 from flatout.model.adapter_targets import AdapterPlan, Choice, choose, targets_of
 from flatout.model.gpt import GPT
-from flatout.model.hub_weights import pieces_of
+from flatout.model.hub_folder import pieces_of
 from flatout.model.layers import Block
 from flatout.ops.lora import LoraLayout, LoraPart, dora_norm
 from flatout.ops.scales import version_of

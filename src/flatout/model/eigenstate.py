@@ -136,7 +136,7 @@ class Eigenstate(nn.Module):
             weight, scale_C = self._scaled(self.inward.weight, scale_C), None
         both_BTC = do.product(x_BTW, self.inward, narrow.qkv, weight).value_BTW
         if do.kernels and do.execution.scan == "triton" and scale_C is None and not self.config.scales:
-            from flatout.ops.kernels.gated_scan import gated_scan
+            from flatout.ops.kernels.scan import gated_scan
 
             begins_BT = None if layout is None else document_begins(layout.documents_BT)
             y_BTC = gated_scan(both_BTC, log_decay_K, phase_K, begins_BT, self.chunk)

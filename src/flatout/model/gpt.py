@@ -41,9 +41,17 @@ from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.model.layers import MLP, Attention, Block, Embedding, Head, Positions, TokenTable, bigram_ids
 from flatout.model.narrow import ModelNarrow, NarrowBlock
-from flatout.model.norms import Norm, build_norm
-from flatout.model.operations import Operations, Own, Shared, Stream, TorchOperations, product_type
-from flatout.model.rotary import Rotary
+from flatout.model.operations import (
+    Norm,
+    Operations,
+    Own,
+    Rotary,
+    Shared,
+    Stream,
+    TorchOperations,
+    build_norm,
+    product_type,
+)
 from flatout.ops.documents import DocumentLayout
 
 LEAST_BYTES = 2**20

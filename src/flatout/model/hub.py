@@ -234,7 +234,7 @@ def changes_for_export(config: ModelConfig) -> dict[str, Any]:
 
 
 def folded(config: ModelConfig) -> ModelConfig:
-    """The model without what its weights can take in (`hub_weights.folded_weights`)."""
+    """The model without what its weights can take in (`hub_folder.folded_weights`)."""
     folds = [feature.fold for feature in FEATURES if feature.fold is not None and feature.fold.when(config)]
     return config.model_copy(update={field: value for fold in folds for field, value in fold.fields.items()})
 

@@ -17,21 +17,28 @@ from flatout.model.adapted import AdaptedLinear
 from flatout.model.execution import Execution
 from flatout.model.layers import Attention, Block
 from flatout.model.narrow import NarrowBlock, gradient_slot, input_slot
-from flatout.model.norms import Norm, RMSNorm
-from flatout.model.operations import Branch, Gates, Heads, Mix, Operations, Shared, Stream, product_type
-from flatout.model.rotary import Turn
+from flatout.model.operations import (
+    Branch,
+    Gates,
+    Heads,
+    Mix,
+    Norm,
+    Operations,
+    RMSNorm,
+    Shared,
+    Stream,
+    Turn,
+    product_type,
+)
 from flatout.ops.attention import causal_attention
 from flatout.ops.documents import DocumentLayout, document_attention
 from flatout.ops.kernels.activation import activated_linear, linear_gelu
-from flatout.ops.kernels.dropout import dropout as drop
-from flatout.ops.kernels.embedding import embed
-from flatout.ops.kernels.first import First, begin
 from flatout.ops.kernels.frozen import FrozenBlock, FrozenLinear, GradientRoom, frozen_block, frozen_end
-from flatout.ops.kernels.gates import Rows, add_values, gate_heads
-from flatout.ops.kernels.heads import project_heads
+from flatout.ops.kernels.heads import Rows, add_values, gate_heads, project_heads
 from flatout.ops.kernels.linear import linear
-from flatout.ops.kernels.norm import FrozenNorm, add_norm
 from flatout.ops.kernels.rotary import prepare_heads
+from flatout.ops.kernels.stream import First, FrozenNorm, add_norm, begin, embed
+from flatout.ops.kernels.stream import dropout as drop
 from flatout.ops.scales import NarrowLinear, Slot
 
 

@@ -18,8 +18,7 @@ from flatout.model.cache import LayerCache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.model.narrow import input_slot
-from flatout.model.norms import RMSNorm, build_norm
-from flatout.model.operations import Branch, Gates, Mix, Operations, Own, Shared, Stream
+from flatout.model.operations import Branch, Gates, Mix, Operations, Own, RMSNorm, Shared, Stream, build_norm
 from flatout.ops.attention import causal_attention
 from flatout.ops.documents import document_attention
 from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits

@@ -1,41 +1,157 @@
-"""What a block is made of: a few operations, each in a form of torch's and in a form of our kernels.
+"""What a block is made of: norms, rotary positions, and its operations, in torch's form and in a form of our kernels.
 
-Idea: a block's forward pass is written once (model/layers.py), over `Operations`. The residual stream is a `Stream`:
-what is there already, and a branch that has not been added yet. The norm after it adds it, with the branch's bias, its
-dropout and its learned scale, which in our kernels is one pass over memory.
+A block's forward pass is written once (model/layers.py), over `Operations`. The residual stream is a `Stream`: its
+value so far, and a branch that has not been added yet. The next norm adds the branch with its bias, dropout and learned
+scale, which our kernels do in one pass over memory.
 
     x_new = x + dropout(branch + bias) * scale          h = norm(x_new)
 
-With `model.first_mix` the first norm of a block mixes the first stream in, too: x_new = a·(x + ...) + b·first.
+With `model.first_mix` the first norm of a block also mixes the first stream in: x_new = a·(x + ...) + b·first.
 
-Between blocks only our kernels leave a branch waiting. torch's form adds it before it hands the stream on (`hand_on`):
-so the first block is the same code to a compiler as the others, and a block that is recomputed keeps one tensor.
+Only our kernels leave a branch waiting between blocks. torch's form adds it before the next block (`hand_on`): the
+first block then is the same code to a compiler as the others, and a recomputed block keeps one tensor.
 
-Three forms: `TorchOperations`, `KernelOperations`, and `FrozenOperations`, in which a block whose adapters alone are
-trained is one step of autograd.
+Three forms: `Operations` is torch's: any device, any type, and open to a compiler. `KernelOperations` uses our kernels.
+With `FrozenOperations` a block in which only adapters are trained is one step of autograd.
 
 Shape legend: B batch, T positions of this call, H query heads, G key/value heads, D head size, W width, V vocabulary.
-
-The operations of a block by torch's own: any device, any type, and what a compiler looks into.
 """
 
 import abc
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from flatout.config.schema import ModelConfig
 from flatout.model.adapted import AdaptedLinear
 from flatout.model.cache import Decoding
 from flatout.model.execution import Execution
 from flatout.model.narrow import NarrowBlock
-from flatout.model.norms import Norm, RMSNorm
-from flatout.model.rotary import Turn, turned
 from flatout.ops.documents import DocumentLayout
 from flatout.ops.scales import NarrowLinear, Slot
+
+
+class Norm(nn.Module):
+    """What both norms share."""
+
+    centred: bool
+
+    def __init__(self, width: int, *, weight: bool, bias: bool, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width)) if weight else None
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+
+class _CpuRms(torch.autograd.Function):
+    """RMS norm times `scale`, without weights; torch has no kernel for it on a CPU and takes twice as long."""
+
+    @staticmethod
+    def forward(ctx, x, eps, scale):
+        factor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        factor = factor.square_().div_(x.shape[-1]).add_(eps).rsqrt_().mul_(scale)
+        ctx.save_for_backward(x, factor)
+        ctx.share = -1.0 / (x.shape[-1] * scale**2)
+        return x * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, factor = ctx.saved_tensors
+        along = (dy * x).sum(dim=-1, keepdim=True).mul_(factor**3).mul_(ctx.share)
+        return (dy * factor).addcmul_(x, along), None, None
+
+
+class RMSNorm(Norm):
+    """`scale` multiplies the result."""
+
+    centred = False
+
+    def __init__(self, width: int, eps: float = 1e-5, *, weight: bool = True, scale: float = 1.0) -> None:
+        super().__init__(width, weight=weight, bias=False, eps=eps)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is None and x.device.type == "cpu" and x.itemsize >= 4 and not torch.compiler.is_compiling():
+            return _CpuRms.apply(x, self.eps, self.scale)
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        normed = F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+        return normed if self.scale == 1.0 else normed * self.scale
+
+
+class LayerNorm(Norm):
+    centred = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        # A bias that is trained beside adapters is wider than the frozen weight.
+        bias = None if self.bias is None or self.weight is None else self.bias.to(self.weight.dtype)
+        return F.layer_norm(x, (x.shape[-1],), self.weight, bias, self.eps)
+
+
+def build_norm(config: ModelConfig, width: int) -> Norm:
+    if config.norm == "layernorm":
+        return LayerNorm(width, weight=True, bias=config.bias, eps=config.norm_eps)
+    return RMSNorm(width, config.norm_eps, weight=config.norm_weights)
+
+
+Turn = tuple[Tensor, Tensor]  # cosines and sines of rotary positions: [T, D/2], or [B, 1, T, D/2] where rows differ
+
+
+def scaled_rates(rates_D: Tensor, config: ModelConfig) -> Tensor:
+    """Radians per position of every channel pair, slowed down for a longer context: all alike, or by how often a pair
+    turns.
+
+    `llama3` counts a pair's turns within the original context: few are slowed by the whole factor, many are left alone,
+    and in between the share that is left alone grows with the turns.
+    """
+    if config.rope_scaling is None:
+        return rates_D
+    slow_D = rates_D / config.rope_factor
+    if config.rope_scaling == "linear":
+        return slow_D
+    turns_D = config.rope_original_context * rates_D / (2 * math.pi)
+    kept_D = ((turns_D - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0.0, 1.0)
+    return slow_D + kept_D * (rates_D - slow_D)
+
+
+class Rotary(nn.Module):
+    """Rotary positions from a table in fp32; the table is derived from the config and never saved."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("cos_TD", torch.empty(config.context, config.size // 2), persistent=False)
+        self.register_buffer("sin_TD", torch.empty(config.context, config.size // 2), persistent=False)
+        self.cos_TD: Tensor
+        self.sin_TD: Tensor
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Computes the table, in float64 first: at large positions fp32 angles lose digits."""
+        config = self.config
+        rates_D = config.rope_base ** (-torch.arange(0, config.size, 2, dtype=torch.float64) / config.size)
+        places_T = torch.arange(config.context, dtype=torch.float64)
+        angles_TD = places_T[:, None] * scaled_rates(rates_D, config)
+        self.cos_TD.copy_(angles_TD.cos())
+        self.sin_TD.copy_(angles_TD.sin())
+
+    def forward(self, places: slice | Tensor) -> Turn:
+        """Cosines and sines of these positions, the same for all layers."""
+        cos, sin = self.cos_TD[places], self.sin_TD[places]
+        return (cos, sin) if isinstance(places, slice) else (cos[:, None], sin[:, None])
+
+
+def turned(x_BHTD: Tensor, turn: Turn) -> Tensor:
+    """Queries or keys at their positions."""
+    cos, sin = turn
+    first, second = x_BHTD.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x_BHTD.dtype)
 
 
 class Branch(NamedTuple):

@@ -1,63 +1,129 @@
-"""Causal attention, by whichever kernel is asked for.
+"""Causal attention: plain, in sequences given by their bounds, and within a sliding window.
 
     reference   written out, every score in memory
     sdpa        torch picks one of its kernels
-    flash, cudnn, efficient     exactly that kernel of torch's, or an error
-    flex        torch's FlexAttention, compiled, with a causal block mask
+    flash, cudnn, efficient     exactly that kernel of torch, or an error
+    flex        torch's FlexAttention, compiled, with a causal (or banded) block mask
     fa3         torch's flash entry with FlashAttention-3 of the package flash_attn_3 behind it
     fa4         FlashAttention-4 of the package flash-attn-4, which compiles its kernels on first use
-    cudnn+fa4   cuDNN's forward pass, FlashAttention-4's backward pass
+    cudnn+fa4   forward by cuDNN, backward by FlashAttention-4: on an H200 each is the faster one. The backward pass
+                needs the result and the log-sum-exp of each query, which both libraries define alike
+    blocks      sliding windows on any device: blocks of W queries, with their own and the previous block as keys
 
-Contract: forced kernels serve training and evaluation. Inference mode has shapes that some of them refuse, so it always
-goes through sdpa, and so does attention to what a cache holds (`masked_attention`).
+A window costs about 2·W keys per query in every form: masking a full score matrix would save nothing.
+
+Contract: token t sees tokens t-W+1 to t, itself included; without a window, all up to t. Forced kernels serve training
+and evaluation. Inference mode always uses sdpa, because some kernels refuse its shapes; so does attention to a cache
+(`masked_attention`).
 Traps:
-- A forced kernel is chosen by process-wide flags at the moment of the forward call. They are set inside this function
-  and put back, because checkpointing calls it again during backward, outside of any scope of ours.
-- torch seems to keep cuDNN's plan for the backward pass by the layout of queries, keys and values, not by that of the
-  result's gradient. Of two layouts in one process the second gets wrong gradients and no word about it (seen with torch
-  2.11). So the gradient always goes in with the layout of the result.
+- Process-wide flags force a kernel during the forward call. They are set and restored inside the function, because
+  checkpointing calls it again during backward.
+- torch 2.11 seems to cache cuDNN's backward plan by the layout of queries, keys and values, ignoring that of the
+  result's gradient. With two layouts in one process the second gets wrong gradients without an error. So the gradient
+  always gets the layout of the result (`_SameLayout`).
+- flash-attn-4 is young. We call two of its internal functions, because only they accept output tensors.
 
-Shape legend: B batch, T query positions, S key positions, H query heads, G key/value heads, D head size.
-
-Attention over sequences that lie one after the other, given by their bounds.
-
-    flash    torch's FlashAttention-2
-    fa4      FlashAttention-4
-
-Shape legend: B rows, T positions of a row, E sequences of all rows, H query heads, G key/value heads, D head size.
-
-Causal attention to the last W tokens only: what a sliding-window layer does.
-
-Idea: a window that is cut out of a full score matrix saves nothing. Each form here touches about 2·W keys per query,
-whatever the length of the sequence.
-
-    blocks   torch's attention on blocks of W queries, each with its own and the block before as keys: any device
-    flash    torch's FlashAttention-2, which knows windows through its entry for packed sequences
-    fa4      FlashAttention-4
-    flex     FlexAttention with a banded block mask (ops/attention.py)
-
-Contract: token t sees tokens t-W+1 to t, itself included. Where W reaches over the whole sequence this is causal
-attention. The definition is `window_mask` with `attention_reference`.
-
-Shape legend: B batch, T positions, S key positions, H query heads, G key/value heads, D head size, N = B·T, C blocks.
+Shape legend: B batch, T query positions, S key positions, H query heads, G key/value heads, A heads of queries, keys
+and values, D head size, N = B·T, E sequences of all rows, C blocks of W positions.
 """
 
 import contextlib
 import functools
 import importlib.util
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend
 
-from flatout.ops.flash_attention_4 import FlashAttention4, fa4_missing, flash_attention_4
 from flatout.ops.reference import attention_reference, causal_mask
+
+
+def packed(parts_BTHD: Sequence[Tensor]) -> Tensor | None:
+    """The [B, T, A, D] buffer of which these are all the heads in their order, or None where they lie otherwise."""
+    batch, positions, _, size = parts_BTHD[0].shape
+    heads = sum(part.shape[2] for part in parts_BTHD)
+    stride = (positions * heads * size, heads * size, size, 1)
+    memory = parts_BTHD[0].untyped_storage().data_ptr()
+    start = place = parts_BTHD[0].storage_offset()
+    for part in parts_BTHD:
+        if (part.stride(), part.storage_offset(), part.untyped_storage().data_ptr()) != (stride, place, memory):
+            return None
+        place += part.shape[2] * size
+    return parts_BTHD[0].as_strided((batch, positions, heads, size), stride, start)
+
+
+# What the package and its compiler have to settle with each other is nothing a user can do anything about. It is said
+# here, and not where they are called: that may be inside of a block that puts all filters back at its end.
+warnings.filterwarnings("ignore", message=r"Argument \w+ \(position", category=UserWarning)
+
+
+def fa4_missing() -> str | None:
+    """Why it is not at hand, or None."""
+    found = importlib.util.find_spec("flash_attn")  # not of flash_attn.cute, which would import FlashAttention-2
+    folders = [] if found is None else found.submodule_search_locations or []
+    return None if any((Path(folder) / "cute").is_dir() for folder in folders) else "flash-attn-4 is not installed"
+
+
+@functools.cache
+def fa4_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(forward, backward)."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when it is imported
+    from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
+
+    return interface._flash_attn_fwd, interface._flash_attn_bwd
+
+
+def _cudnn_forward(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor) -> tuple[Tensor, Tensor]:
+    parts = (x.transpose(1, 2) for x in (q_BTHD, k_BTGD, v_BTGD))
+    y_BHTD, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(*parts, None, True, 0.0, True)[:2]
+    return y_BHTD.transpose(1, 2).contiguous(), lse.reshape(y_BHTD.shape[:3])  # torch has had it with an axis more
+
+
+class FlashAttention4(torch.autograd.Function):
+    """Of rows [B, T, heads, D], or of sequences one after the other [N, heads, D], whose bounds are in `how`."""
+
+    @staticmethod
+    def forward(ctx, q_BTHD, k_BTGD, v_BTGD, cudnn, how):
+        ctx.how = {"causal": True, **how}
+        if cudnn:
+            y_BTHD, lse_BHT = _cudnn_forward(q_BTHD, k_BTGD, v_BTGD)
+        else:
+            y_BTHD, lse_BHT = fa4_kernels()[0](q_BTHD, k_BTGD, v_BTGD, return_lse=True, **ctx.how)[:2]
+        ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, y_BTHD, lse_BHT)
+        return y_BTHD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_BTHD):
+        q_BTHD, k_BTGD, v_BTGD, y_BTHD, lse_BHT = ctx.saved_tensors
+        parts, into = (q_BTHD, k_BTGD, v_BTGD), {}
+        whole = packed(parts) if q_BTHD.dim() == 4 else None
+        if whole is not None:
+            gradients = torch.empty_like(whole).split([part.shape[2] for part in parts], dim=2)
+            into = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        gradients = fa4_kernels()[1](*parts, y_BTHD, dy_BTHD.contiguous(), lse_BHT, **ctx.how, **into)
+        return *gradients[:3], None, None
+
+
+def flash_attention_4(
+    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, cudnn: bool = False, window: int | None = None
+) -> Tensor:
+    """Causal attention over as many queries as keys, to the last `window` of them where that is given.
+
+    `cudnn` takes cuDNN's forward pass, which knows no windows.
+    """
+    parts_BTHD = (x.transpose(1, 2) for x in (q_BHTD, k_BGTD, v_BGTD))
+    how = {} if window is None else {"window_size_left": window - 1}
+    return FlashAttention4.apply(*parts_BTHD, cudnn and window is None, how).transpose(1, 2)  # pyright: ignore
 
 
 def varlen_attention(

@@ -5,7 +5,7 @@ Idea: with frozen weights backward is short: no weight gradients, no column sums
   rows with room for u and g, so nothing is copied for it; only what attention writes gets the thin product added.
 - Rotary positions are applied where queries and keys lie, and turned back while gradients are packed.
 - Gradients of A and B are added to `.grad` by the product that makes them, where there is one. Those of the adapters
-  around SwiGLU may come from its own backward pass (swiglu_adapters.py).
+  around SwiGLU may come from its own backward pass (adapters.py).
 - Kept for backward: the residual stream twice, both norms, queries to values, attention's result, and the MLP before
   its activation; the activation is written again by the kernel that differentiates it. `selective` keeps no norms
   either, for the same reason. `full` keeps one residual stream and runs the block again.
@@ -26,11 +26,10 @@ from torch.autograd.function import once_differentiable
 
 from flatout.ops.gradients import accumulated, for_autograd
 from flatout.ops.kernels.activation import KINDS, activate, activate_backward
+from flatout.ops.kernels.adapters import SwigluPass, add_adapter_gradients
 from flatout.ops.kernels.cublaslt import by_torch, multiply
-from flatout.ops.kernels.norm import FrozenNorm
 from flatout.ops.kernels.rotary import HeadWeights, turn_back_packed, turn_packed
-from flatout.ops.kernels.swiglu_adapters import SwigluPass
-from flatout.ops.kernels.thin import add_adapter_gradients
+from flatout.ops.kernels.stream import FrozenNorm
 from flatout.ops.lora import JoinedWeight
 from flatout.ops.scales import version_of
 

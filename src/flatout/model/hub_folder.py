@@ -1,26 +1,26 @@
-"""Weights of Hugging Face folders: read into our model tensor by tensor, written so that transformers loads them.
+"""Hugging Face models: where a name leads to, reading and writing their weights, and a hash of these.
 
-Idea: our matrices are fused, theirs are not. A piece says where one of their tensors lies in ours: which parameter,
-which rows of it, and whether it is stored transposed (GPT-2's "Conv1D"). Reading and writing follow the same pieces,
-which are declared with the model's fields (`fields.py`).
+Our matrices are fused, theirs are not. A `Piece` says where one of their tensors lies in ours: which parameter, which
+rows, and whether it is stored transposed (GPT-2's "Conv1D"). Pieces are declared with the model's fields (`fields.py`);
+reading and writing follow the same ones.
 
-Contract: names, shapes and types of every file are checked before the first value is copied. Files are mapped into
-memory and copied from there, one tensor at a time, into the model's own memory and type; nothing is held twice. What is
-missing, left over, of another shape, torn or not finite is a `CheckpointError` that names file and tensor. Only
-safetensors are read. An exported folder is whole or absent.
+Contract: names, shapes and types of all files are checked before the first value is copied. Files are memory-mapped and
+copied tensor by tensor into the model's own memory and type; nothing is held twice. A tensor that is missing, left
+over, of another shape, torn or not finite is a `CheckpointError` that names file and tensor. Only safetensors are read.
+An exported folder is whole or absent. A name `org/name` is looked up in the cache of huggingface_hub first; the network
+is used only if the cache lacks a file. Only descriptions, safetensors and tokenizer files are fetched, never code.
 
-Trap: a model with one matrix for embedding and head may store it once, under either name, or twice. Two that differ are
-refused: which of them is meant cannot be known.
+The hash of a model's weights keeps adapters from being put on another model of the same shape. It covers every tensor's
+name, type, shape and bytes, in the order of names. The number of files, a prefix before the names, and a second copy of
+a tied head do not change it. Files are hashed as stored, so the hash is the same on every machine: a model saved again
+in another type is another model, since adapters were trained on the rounded weights. A checkpoint of ours has the hash
+of its fp32 export.
 
-A hash of a model's weights, so that adapters are never put on another model of the same shape.
-
-Idea: every tensor counts with its name, type, shape and all of its bytes, in the order of names. In how many files they
-lie does not matter, nor does a prefix before a name, nor a second copy of a tied head. Pieces of 16 MiB are hashed side
-by side: 2.2 GB of a model with 1.1 billion weights take 2 s on one core with SHA instructions, less on several.
-
-Contract: the files are read as they lie on disk, before any change of type, so the hash is the same on every machine.
-A checkpoint of ours has the hash of the folder that exporting it in fp32 gives: they are one model in two forms.
-Trap: a model that was saved again in another type is another model. Adapters were trained on the rounded weights.
+Traps:
+- A model with one matrix for embedding and head may store it once, under either name, or twice. Two that differ are
+  refused, because we cannot know which one is meant.
+- The cache also answers for a repository of which only some files were fetched, for a tokenizer say. A snapshot counts
+  as found only with its weights.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ from flatout.model.execution import Execution
 from flatout.model.fields import AGAIN, FEATURES, Piece, has_bias
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import CONFIG_FILE, Description, check_same_model, description_of, read_description, read_json
-from flatout.model.seal import refuse_link, seal
+from flatout.model.seal import check_seal, refuse_link, seal
 from flatout.model.weights import opened, write_tensors
 
 WEIGHTS_FILE = "model.safetensors"
@@ -383,3 +383,127 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().data  # no copy: the file is mapped
     return (raw[start : start + PIECE] for start in range(0, len(raw), PIECE))
+
+
+FETCHED = [
+    CONFIG_FILE,
+    "*.safetensors",
+    "*.index.json",
+    "tokenizer*",
+    "*.jinja",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template*",
+]
+NOT_FETCHED = ["*/*", "consolidated*"]  # the same weights once more, in formats of others
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundModel:
+    """A folder on this machine, and whether it is a Hugging Face folder, a run of ours or one of its checkpoints."""
+
+    path: Path
+    kind: Literal["huggingface", "run", "checkpoint"]
+
+
+def find_model(name: str) -> FoundModel:
+    """The folder that a name means, fetched from the hub if need be."""
+    path = Path(name)
+    if name and os.path.isdir(path):  # of os.path: a name that is too long is that of no folder
+        return _found(path)
+    if name and os.path.exists(path):
+        raise CheckpointError(f"{shorten(name)} is a file", "name the folder that the model is in")
+    if not _HUB_NAME.fullmatch(name):
+        raise CheckpointError(
+            f"there is no folder {shorten(name)}", "name a folder that is there, or a model of the hub as org/name"
+        )
+    if path.parent.is_dir():  # a folder of ours that is not there, rather than an organisation
+        raise CheckpointError(f"there is no folder {name}", f"name one of the folders in {path.parent}")
+    return FoundModel(_from_hub(name), "huggingface")
+
+
+def is_within_reach(name: str) -> bool:
+    """Whether `find_model` does without a network: there is a folder, or a whole model in the cache, or it refuses."""
+    if os.path.exists(name) or not _HUB_NAME.fullmatch(name) or Path(name).parent.is_dir():
+        return True
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        return True  # it says what is missing
+    return _cached(snapshot_download, name) is not None
+
+
+def _found(path: Path) -> FoundModel:
+    if (path / "manifest.json").is_file():
+        return FoundModel(path, "checkpoint")
+    if any((path / "checkpoints").glob("step-*")):
+        return FoundModel(path, "run")
+    if (path / CONFIG_FILE).is_file():
+        return FoundModel(path, "huggingface")
+    if (path / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{path} holds an adapter, not a model",
+            "name the model that the adapter was made for; to train it on, set lora.init_from to it",
+        )
+    if any(path.glob("*.gguf")):
+        raise CheckpointError(f"{path} holds a GGUF file, which cannot be trained", "name the model it was made from")
+    check_seal(path)  # of a folder that lost its config.json
+    raise CheckpointError(
+        f"{path} holds no model", "name a run, a checkpoint, or a folder with config.json and model.safetensors"
+    )
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CheckpointError(
+            f"there is no folder {name}, and the package huggingface_hub, which would fetch it, is not installed",
+            "pip install huggingface_hub, or name a local folder",
+        ) from error
+    cached = _cached(snapshot_download, name)
+    if cached is not None:
+        return cached
+    try:
+        fetched = snapshot_download(name, allow_patterns=FETCHED, ignore_patterns=NOT_FETCHED)
+    except Exception as error:  # whatever lies between us and the hub
+        raise _hub_error(name, error) from error
+    folder = Path(fetched)
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{name} has no config.json on the hub", "name a model, not a dataset or an adapter")
+    try:
+        weight_files(folder)
+    except CheckpointError as error:  # without a network the library may hand over what it has
+        raise CheckpointError(
+            f"{name}: {error.message}",
+            "check the network and HF_HUB_OFFLINE; a model that has no safetensors on the hub cannot be used",
+        ) from error
+    return folder
+
+
+def _cached(snapshot_download: Callable[..., Any], name: str) -> Path | None:
+    """The folder in the cache, if all of it is there."""
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+        weight_files(folder)
+    except Exception:  # noqa: BLE001 - not cached, or not all of it; the library has many words for that
+        return None
+    return folder if (folder / CONFIG_FILE).is_file() else None
+
+
+def _hub_error(name: str, error: Exception) -> CheckpointError:
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "GatedRepoError" in kinds:
+        return CheckpointError(
+            f"{name} is only for those who accepted its terms", "accept them on its page, then run `hf auth login`"
+        )
+    if kinds & {"RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError"}:
+        return CheckpointError(
+            f"the hub has no model {name}", "check the name, or run `hf auth login` if it is a private one"
+        )
+    reason = shorten(str(error).strip().partition("\n")[0] or type(error).__name__, 160)
+    return CheckpointError(
+        f"{name} is neither a folder here nor in the hub's cache, and could not be fetched: {reason}",
+        "check the network and HF_HUB_OFFLINE, or name a folder on this machine: model.init_from=FOLDER",
+    )

@@ -1,20 +1,31 @@
-"""Residual addition and normalisation in one pass over memory, forward and backward.
+"""The residual stream: its first values, dropout, and residual addition with normalisation, one pass over memory each.
 
-    x_new = x + dropout(branch + branch_bias) * scale       (in the residual stream's own precision)
+    x[b, t] = table[tokens[b, t]] + positions[t]            (added in fp32, stored in the precision of the stream)
+    x_new = x + dropout(branch + branch_bias) * scale       (in the precision of the stream)
     x_new = mix[0] * x_new + mix[1] * first                 (where the first stream is mixed in)
     h     = norm(x_new)                                     (in the precision of the products)
 
-A block does nothing else to its residual stream, so the branch's bias and all column sums of backward (the gradients
-of that bias, of the scale and of the norm's own weights) ride along in the same pass. So do 8-bit copies of h and of
-the branch's gradient, for 8-bit products (ops/scales.py). Statistics are in fp32, of the stored x_new.
+Norm: the gradients of the branch's bias, of the scale and of the norm's weights are column sums, computed in the same
+backward pass. 8-bit copies of h and of the branch's gradient are written there too (ops/scales.py). Statistics are in
+fp32, of x_new as stored. Kept for backward: the branch if it has a learned scale; nothing for dropout; with a mix the
+stream before it, because the gradient of mix[0] needs it and mix[0] may be too small to divide by. Under frozen weights
+(ops/kernels/frozen.py) nothing is summed; rows of h and of the gradient may be wider, with room for a low-rank product,
+and backward can write h again.
 
-Kept for backward: with a learned scale the branch; with dropout nothing (ops/kernels/dropout.py); with a mix the stream
-before it, which backward mixes again, because the gradient of mix[0] needs it and mix[0] may be too small to divide by.
+Embedding: backward reads the gradient once. A program walks through the batch at one position, sums the gradient of
+that position and adds each row to its token's row in fp32. Atomic additions come in any order, so the result repeats
+only up to rounding; deterministic runs use torch's sorting path.
 
-Under frozen weights nothing is summed (ops/kernels/frozen.py); h and the gradient may then lie in wider rows, with room
-for a low-rank product beside them, and backward can write h again.
+Dropout: whether a value is kept follows from a seed on the device and the value's index, so no mask is stored:
+backward and recomputation find the same numbers. The seed is a tensor, so a replayed CUDA graph that draws it anew
+drops other values.
 
-Shape legend: N rows (tokens), W width, P programs that each sum the columns of their share of rows.
+First stream: every block has a gradient for it. Through autograd each would be a tensor of its own and one more
+addition. Here each block adds to what later blocks have left, and `begin`, whose backward comes last, takes the sum.
+
+Trap: a token id outside the table gives NaN, which training reports, and no gradient. It never reads other memory.
+
+Shape legend: B batch, T positions, N = B·T rows, W width, V vocabulary, P programs that each sum a share of the rows.
 """
 
 import dataclasses
@@ -25,11 +36,176 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatout.ops.kernels.dropout import kept
-from flatout.ops.kernels.first import First
+from flatout.ops.gradients import accumulated, for_autograd, gradient_type
 from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
 from flatout.ops.kernels.launch import columns_of, fold, programs_for
 from flatout.ops.scales import Slot
+
+
+@triton.jit
+def kept(seed, place, rate):
+    """1/(1 - rate) where the value at a place stays, 0 where it goes. Seven rounds pass all tests of randomness."""
+    return tl.where(tl.rand(seed, place, n_rounds=7) >= rate, 1.0 / (1.0 - rate), 0.0)
+
+
+@triton.jit
+def _drop(x_ptr, y_ptr, seed_ptr, rate, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place, place < count, 0.0).to(tl.float32) * kept(tl.load(seed_ptr), place, rate)
+    tl.store(y_ptr + place, x.to(y_ptr.dtype.element_ty), place < count)
+
+
+def _dropped(x: Tensor, seed: Tensor, rate: float) -> Tensor:
+    x = x.contiguous()
+    y, block = torch.empty_like(x), 1024
+    _drop[(triton.cdiv(x.numel(), block),)](x, y, seed, rate, x.numel(), BLOCK=block, num_warps=4)
+    return y
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seed, rate):
+        ctx.save_for_backward(seed)
+        ctx.rate = rate
+        return _dropped(x, seed, rate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _dropped(dy, ctx.saved_tensors[0], ctx.rate), None, None
+
+
+def dropout(x: Tensor, seed: Tensor, rate: float) -> Tensor:
+    """x with a share of `rate` of its values gone and the others larger. `seed` is an int64 on the device."""
+    return _Dropout.apply(x, seed, rate)  # pyright: ignore
+
+
+@triton.jit
+def _embed(
+    tokens_ptr, table_ptr, positions_ptr, x_ptr, rows, length, width, vocab,
+    HAS_POSITIONS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    mask = (row < rows)[:, None] & inside[None, :]
+    token = tl.load(tokens_ptr + row, row < rows, -1).to(tl.int64)
+    known = (token >= 0) & (token < vocab)
+    place = token[:, None] * width + column[None, :]
+    x = tl.load(table_ptr + place, mask & known[:, None], float("nan")).to(tl.float32)
+    if HAS_POSITIONS:
+        x += tl.load(positions_ptr + (row % length)[:, None] * width + column[None, :], mask, 0.0).to(tl.float32)
+    out = row.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(x_ptr + out, x.to(x_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _embed_back(
+    dx_ptr, tokens_ptr, dtable_ptr, dpositions_ptr, batch, length, width, vocab,
+    HAS_TABLE: tl.constexpr, HAS_POSITIONS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    position = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros((ROWS, BLOCK), tl.float32)  # rows are added up once, at the end
+    for start in range(0, batch, ROWS):
+        index = start + tl.arange(0, ROWS)
+        row = index.to(tl.int64) * length + position
+        mask = (index < batch)[:, None] & inside[None, :]
+        dx = tl.load(dx_ptr + row[:, None] * width + column[None, :], mask, 0.0).to(tl.float32)
+        if HAS_TABLE:
+            token = tl.load(tokens_ptr + row, index < batch, -1).to(tl.int64)
+            known = (token >= 0) & (token < vocab)
+            place = token[:, None] * width + column[None, :]
+            tl.atomic_add(dtable_ptr + place, dx, mask & known[:, None], sem="relaxed")
+        if HAS_POSITIONS:
+            total += dx
+    if HAS_POSITIONS:
+        tl.store(dpositions_ptr + position * width + column, tl.sum(total, 0), inside)
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, table, positions, dtype):
+        tokens = tokens.contiguous()
+        positions = None if positions is None else positions.contiguous()
+        vocab, width = table.shape
+        batch, length = tokens.shape
+        x = torch.empty(batch, length, width, dtype=dtype, device=table.device)
+        block, at_once, warps = columns_of(width)
+        _embed[(triton.cdiv(batch * length, at_once),)](
+            tokens, table, positions, x, batch * length, length, width, vocab, HAS_POSITIONS=positions is not None,
+            ROWS=at_once, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        ctx.save_for_backward(tokens)
+        ctx.vocab, ctx.table = vocab, table
+        ctx.positions_dtype = None if positions is None else positions.dtype
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        (tokens,) = ctx.saved_tensors
+        dx = dx.contiguous()
+        batch, length, width = dx.shape
+        wants_table = ctx.needs_input_grad[1]
+        wants_positions = ctx.positions_dtype is not None and ctx.needs_input_grad[2]
+        if torch.are_deterministic_algorithms_enabled():
+            dtable = torch.ops.aten.embedding_dense_backward(dx.float(), tokens, ctx.vocab, -1, False)
+            dpositions = dx.sum(0, dtype=torch.float32)
+        else:
+            # From the second micro-batch on the gradient is there already, and takes the additions itself.
+            dtable = accumulated(ctx.table) if wants_table else None
+            if dtable is None or dtable.dtype != torch.float32 or not dtable.is_contiguous():
+                dtable = torch.zeros(ctx.vocab if wants_table else 0, width, dtype=torch.float32, device=dx.device)
+            dpositions = torch.empty(length if wants_positions else 0, width, dtype=torch.float32, device=dx.device)
+            block, at_once = min(256, triton.next_power_of_2(width)), 4
+            _embed_back[(length, triton.cdiv(width, block))](
+                dx, tokens, dtable, dpositions, batch, length, width, ctx.vocab, HAS_TABLE=wants_table,
+                HAS_POSITIONS=wants_positions, ROWS=at_once, BLOCK=block, num_warps=4,
+            )  # fmt: skip
+        return (
+            None,
+            for_autograd(ctx.table, dtable.to(gradient_type(ctx.table))) if wants_table else None,
+            dpositions.to(ctx.positions_dtype) if wants_positions else None,
+            None,
+        )
+
+
+def embed(tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """table[tokens] + positions as [B, T, W] in `dtype`. `positions_TW` has exactly the T rows of this call."""
+    assert positions_TW is None or positions_TW.shape[0] == tokens_BT.shape[1]
+    return _Embed.apply(tokens_BT, table_VW, positions_TW, dtype)  # pyright: ignore
+
+
+class First:
+    """The first stream [B, T, W], and what its gradient has come to in this backward pass.
+
+    No dataclass: sharding would hand blocks a copy of it.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.gradient: Tensor | None = None
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, first):
+        ctx.first = first
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        gradient, ctx.first.gradient = ctx.first.gradient, None
+        return dx if gradient is None else dx + gradient, None
+
+
+def begin(x: Tensor) -> tuple[Tensor, First]:
+    """(x, the same for `add_norm` to mix in). Only what is computed from the returned x may mix it in."""
+    first = First(x.detach().contiguous())
+    return _Begin.apply(x, first), first  # pyright: ignore
 
 
 @triton.jit

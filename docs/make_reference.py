@@ -23,7 +23,7 @@ from flatout.config.facts import allowed_values, field_facts, spot_at
 from flatout.config.schema import RunConfig
 from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, WAY_ELSEWHERE_CALLED
 from flatout.config.yaml_loader import format_value
-from flatout.words import Parser, described
+from flatout.front.words import Parser, described
 
 FOLDER = Path(__file__).with_name("reference")
 _MADE = "Made from the code by `python docs/make_reference.py`."

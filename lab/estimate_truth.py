@@ -200,7 +200,7 @@ def main() -> int:
     names = [name for name in everything if any(fnmatch.fnmatch(name, pattern) for pattern in asked)]
 
     from flatout.errors import UserError
-    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
+    from flatout.front.output import exit_code_of, terminated_like_interrupted, word_of
 
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None

@@ -36,8 +36,8 @@ import numpy as np
 import torch
 
 import flatout
-from flatout.api.models import load_model
 from flatout.config.load import load_config
+from flatout.front.models import load_model
 from flatout.model.execution import Execution
 from flatout.model.gpt import empty_model
 from flatout.model.protocol import LanguageModel

@@ -15,21 +15,26 @@ from typing import TYPE_CHECKING, Any
 from flatout import api  # noqa: F401 - `flatout.api` is there for whoever has imported `flatout`
 
 if TYPE_CHECKING:
-    from flatout.api.configs import stored_config
-    from flatout.api.diagnosing import doctor
-    from flatout.api.drawing import plot, report
-    from flatout.api.evaluation import Evaluation, evaluate
-    from flatout.api.exporting import Merged, consolidate, export, merge
-    from flatout.api.measuring import ablate, bench, estimate, search, tune, tune_lr
-    from flatout.api.models import LoadedModel, load_model
-    from flatout.api.profiling import Profile, profile
-    from flatout.api.resuming import more_minutes
-    from flatout.api.text import chat, chat_prompt, generate, is_untaught
-    from flatout.api.training import finetune, prepare, train
     from flatout.config.load import LoadedConfig, load_config
     from flatout.config.schema import RunConfig
     from flatout.errors import UserError
     from flatout.finding import Finding
+    from flatout.front.configs import stored_config
+    from flatout.front.exporting import Merged, consolidate, export, merge
+    from flatout.front.looking import doctor, plot, report
+    from flatout.front.measuring import Profile, ablate, bench, estimate, profile, search, tune, tune_lr
+    from flatout.front.models import (
+        Evaluation,
+        LoadedModel,
+        chat,
+        chat_prompt,
+        evaluate,
+        generate,
+        is_untaught,
+        load_model,
+    )
+    from flatout.front.resuming import more_minutes
+    from flatout.front.training import finetune, prepare, train
     from flatout.observe.notebook import Chart, RunResult
     from flatout.optim.optimizers import Group, Optimizer, Rule, StateBytes, Trainable
     from flatout.records import (
@@ -65,19 +70,24 @@ __version__ = "0.1.0"
 HOMES = {
     "flatout.config.load": ("load_config", "LoadedConfig"),
     "flatout.config.schema": ("RunConfig",),
-    "flatout.api.configs": ("stored_config",),
-    "flatout.api.training": ("prepare", "train", "finetune"),
-    "flatout.api.resuming": ("more_minutes",),
+    "flatout.front.configs": ("stored_config",),
+    "flatout.front.training": ("prepare", "train", "finetune"),
+    "flatout.front.resuming": ("more_minutes",),
     "flatout.observe.notebook": ("RunResult", "Chart"),
     "flatout.optim.optimizers": ("Rule", "StateBytes", "Optimizer", "Trainable", "Group"),
-    "flatout.api.models": ("load_model", "LoadedModel"),
-    "flatout.api.text": ("generate", "chat", "chat_prompt", "is_untaught"),
-    "flatout.api.evaluation": ("evaluate", "Evaluation"),
-    "flatout.api.exporting": ("export", "merge", "Merged", "consolidate"),
-    "flatout.api.measuring": ("bench", "ablate", "tune", "tune_lr", "search", "estimate"),
-    "flatout.api.profiling": ("profile", "Profile"),
-    "flatout.api.diagnosing": ("doctor",),
-    "flatout.api.drawing": ("plot", "report"),
+    "flatout.front.models": (
+        "load_model",
+        "LoadedModel",
+        "generate",
+        "chat",
+        "chat_prompt",
+        "is_untaught",
+        "evaluate",
+        "Evaluation",
+    ),
+    "flatout.front.exporting": ("export", "merge", "Merged", "consolidate"),
+    "flatout.front.measuring": ("bench", "ablate", "tune", "tune_lr", "search", "estimate", "profile", "Profile"),
+    "flatout.front.looking": ("doctor", "plot", "report"),
     "flatout.finding": ("Finding",),
     "flatout.tuning.ablation": ("AblateResult", "FieldEffect"),
     "flatout.tuning.estimate": ("EstimateResult",),

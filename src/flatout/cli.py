@@ -1,6 +1,6 @@
 """The command line: finds the verb, and turns what goes wrong in it into lines and an exit code.
 
-Contract: each verb is a function in `flatout.verbs`: it parses its words, calls functions (of `flatout.api`, or of the
+Contract: each verb is a function in `flatout.front`: it parses its words, calls functions (of `flatout`, or of the
 room that does the work) and prints what comes back. Nothing heavy is imported before the words are understood, so help
 and every mistake answer at once; a mistake is one `error:` line and one `hint:` line on stderr and an exit code (see
 `flatout.errors`).
@@ -14,28 +14,10 @@ from collections.abc import Callable, Sequence
 
 import flatout
 from flatout.errors import DataError, ResourceError, UsageError, UserError
+from flatout.front import completion, verbs_ahead, verbs_looking, verbs_measuring, verbs_models, verbs_training
+from flatout.front.output import go_nowhere, usable_streams
+from flatout.front.words import quoted, tell
 from flatout.launch import OtherProcessError, check_one_process
-from flatout.streams import go_nowhere, usable_streams
-from flatout.verbs import (
-    ablate,
-    bench,
-    bundle,
-    completion,
-    config,
-    data,
-    doctor,
-    estimate,
-    models,
-    plan,
-    plot,
-    profile,
-    report,
-    runs,
-    train,
-    tune,
-    watch,
-)
-from flatout.words import quoted, tell
 
 HELP = """\
 Flatout trains GPTs as fast as your machine allows.
@@ -67,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _answer(words: list[str]) -> int:
     try:
-        code = _dispatch(words)
+        code = dispatch(words)
         sys.stdout.flush()
         return code
     except UserError as error:
@@ -103,7 +85,7 @@ def _for_the_user(error: OSError) -> UserError:
     return ResourceError(f"could not write: {error.strerror}", "free some space, then try again")
 
 
-def _dispatch(words: list[str]) -> int:
+def dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         rows = [f"  {verb:<11}{text}".replace("\n", f"\n{' ' * 13}") for verb, (_, text) in VERBS.items() if text]
         print(HELP.format(verbs="\n".join(rows)), end="")
@@ -114,7 +96,7 @@ def _dispatch(words: list[str]) -> int:
     verb, rest = words[0], words[1:]
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.6)
-        near = [f"config {verb}"] if verb in config.CONFIG_ACTIONS else near
+        near = [f"config {verb}"] if verb in verbs_looking.CONFIG_ACTIONS else near
         near = [ELSEWHERE_CALLED[verb].replace("RUN", _newest_run())] if verb in ELSEWHERE_CALLED else near
         hint = f"did you mean `flatout {near[0]}`?" if near else "see `flatout --help` for the verbs"
         hint = f"there is no server; {hint}" if verb in ("serve", "server") else hint
@@ -139,35 +121,38 @@ def _newest_run() -> str:
 
 # Every verb: its function, and what `flatout --help` says of it. Those without words it leaves out.
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "train": (train.train, "train a model; without a CONFIG, a small Shakespeare model"),
-    "finetune": (train.finetune, "LoRA or full fine-tuning of a chat model on conversations"),
-    "lora": (train.finetune, ""),
-    "prepare": (data.prepare, "turn text into token shards (train does this when needed)"),
-    "data": (data.data, "inspect or verify prepared shards"),
-    "tokenizer": (data.tokenizer, "train a byte-pair encoding, or compare tokenizers"),
-    "eval": (models.evaluate, "loss, perplexity and bits per byte of a trained model"),
-    "generate": (models.generate, "continue a prompt with a trained model"),
-    "doctor": (doctor.doctor, "check machine, data and config, and say what to do"),
-    "estimate": (estimate.estimate, "time, memory, energy and cost of a run, from a few real steps"),
-    "plan": (plan.plan, "memory, communication and time of a run on many GPUs, before you rent them"),
+    "train": (verbs_training.train, "train a model; without a CONFIG, a small Shakespeare model"),
+    "finetune": (verbs_training.finetune, "LoRA or full fine-tuning of a chat model on conversations"),
+    "lora": (verbs_training.finetune, ""),
+    "prepare": (verbs_models.prepare, "turn text into token shards (train does this when needed)"),
+    "data": (verbs_models.data, "inspect or verify prepared shards"),
+    "tokenizer": (verbs_models.tokenizer, "train a byte-pair encoding, or compare tokenizers"),
+    "eval": (verbs_models.evaluate, "loss, perplexity and bits per byte of a trained model"),
+    "generate": (verbs_models.generate, "continue a prompt with a trained model"),
+    "doctor": (verbs_ahead.doctor, "check machine, data and config, and say what to do"),
+    "estimate": (verbs_ahead.estimate, "time, memory, energy and cost of a run, from a few real steps"),
+    "plan": (verbs_ahead.plan, "memory, communication and time of a run on many GPUs, before you rent them"),
     "tune": (
-        tune.tune,
+        verbs_measuring.tune,
         "find the fastest micro-batch, checkpointing and loss for this machine;\n"
         "`tune lr` finds a learning rate, `tune search` searches any settings",
     ),
-    "bench": (bench.bench, "what each speed switch is worth on this machine, proven first"),
-    "ablate": (ablate.ablate, "what each field of a config is worth to the loss, by pairs of runs and their noise"),
-    "profile": (profile.profile, "what holds a step on this machine: arithmetic, memory, launches or data"),
-    "runs": (runs.runs, "list runs: state, step, loss, size, age"),
-    "watch": (watch.watch, "follow a run from another terminal, or in the browser"),
-    "plot": (plot.plot, "curves of one run or several, as pictures and CSV"),
-    "report": (report.report, "one run or several as a page; serve-report shows it live"),
-    "serve-report": (report.serve_report, ""),
-    "bundle": (bundle.bundle, "one zip file of a run for a bug report, without data, weights or keys"),
-    "chat": (models.chat, "talk to a fine-tuned model"),
-    "merge": (models.merge, "write a fine-tuned model as one folder, its adapters inside the weights"),
-    "export": (models.export, "write a trained model as a Hugging Face folder"),
-    "config": (config.config, "explain, show, search, schema, presets, copy"),
+    "bench": (verbs_measuring.bench, "what each speed switch is worth on this machine, proven first"),
+    "ablate": (
+        verbs_measuring.ablate,
+        "what each field of a config is worth to the loss, by pairs of runs and their noise",
+    ),
+    "profile": (verbs_measuring.profile, "what holds a step on this machine: arithmetic, memory, launches or data"),
+    "runs": (verbs_looking.runs, "list runs: state, step, loss, size, age"),
+    "watch": (verbs_looking.watch, "follow a run from another terminal, or in the browser"),
+    "plot": (verbs_looking.plot, "curves of one run or several, as pictures and CSV"),
+    "report": (verbs_looking.report, "one run or several as a page; serve-report shows it live"),
+    "serve-report": (verbs_looking.serve_report, ""),
+    "bundle": (verbs_looking.bundle, "one zip file of a run for a bug report, without data, weights or keys"),
+    "chat": (verbs_models.chat, "talk to a fine-tuned model"),
+    "merge": (verbs_models.merge, "write a fine-tuned model as one folder, its adapters inside the weights"),
+    "export": (verbs_models.export, "write a trained model as a Hugging Face folder"),
+    "config": (verbs_looking.config, "explain, show, search, schema, presets, copy"),
     "completion": (
         lambda words: completion.completion(words, {verb: made for verb, (made, text) in VERBS.items() if text}),
         "a script that completes commands in bash or zsh",

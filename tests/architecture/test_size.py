@@ -22,11 +22,11 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 55_355,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 44_597,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 55_212,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 44_423,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 111,  # all Python outside tests
-    "modules": 319,  # of src/flatout, as all the following
-    "modules with one importer": 75,
+    "modules": 293,  # of src/flatout, as all the following
+    "modules with one importer": 60,
     "settings": 148,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
     "class names with two meanings": 12,
@@ -38,7 +38,7 @@ LONGEST_LINE = 120
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "flatout"
-MAY_IMPORT_THE_CONFIG = ("config", "resolve", "verbs", "words", "cli", "__main__")
+MAY_IMPORT_THE_CONFIG = ("config", "resolve", "front", "cli", "__main__")
 # Environment variables of other programs. Any other name that we read is a setting of ours.
 OTHERS_VARIABLES = re.compile(
     r"(CUBLAS|CUDA|FLASH_ATTENTION|GLOO|HF|KINETO|MASTER|MKL|NCCL|OMP|PYTORCH|SLURM|TOKENIZERS|TORCH|TORCHELASTIC|WANDB)_"

@@ -16,7 +16,7 @@ from pathlib import Path
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["tests.parallel_runs", "flatout.api.models", "flatout.parallel.sharding", "torch._dynamo"]
+    ["tests.parallel_runs", "flatout.front.models", "flatout.parallel.sharding", "torch._dynamo"]
 )
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from flatout import api
 from flatout.cli import main
+from flatout.front.output import Terminated
 from flatout.records import EvalRecord
 from flatout.tuning import ablation
-from flatout.tuning.signals import Terminated
 from tests.conftest import TINY
 
 
@@ -88,7 +88,8 @@ def test_a_refused_command_leaves_the_disk_as_it_was(tiny, tmp_path: Path, capsy
 def test_a_preset_with_sizes_is_settled_with_its_data_first(corpus: Path, tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen = []
-    monkeypatch.setattr("flatout.api.measuring.ablate_fields", lambda loaded, *_, **__: iter(seen.append(loaded) or ()))
+    record = lambda loaded, *_, **__: iter(seen.append(loaded) or ())  # noqa: E731
+    monkeypatch.setattr("flatout.front.measuring.ablate_fields", record)
     words = ["ablate", "record", "--size", "2x32", f"data.source={corpus}", "data.tokenizer=char"]
     assert main([*words, "--fields", "model.head_gat"]) == 2
     capsys.readouterr()

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import flatout
-from flatout.api import training
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.config.load import load_config
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
+from flatout.front import training
 from flatout.records import NoticeRecord, RunInfo, StepRecord
 from tests.conftest import TINY
 

@@ -15,7 +15,7 @@ from flatout.cli import main
 from flatout.config.load import LoadedConfig
 from flatout.records import BenchRow
 from flatout.tuning import ladder, turns
-from flatout.tuning.turns import Clock
+from flatout.tuning.ladder import Clock
 from tests.conftest import TINY
 
 QUICK = ["bench", *TINY, "--steps", "3", "--parity-steps", "3"]
@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_made_answers_first(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refused)
-    monkeypatch.setattr(flatout.api, "bench", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr(flatout, "bench", lambda *_, **__: pytest.fail("it went on"))
     assert main([*QUICK, "--out", "rows"]) == 5
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
@@ -177,8 +177,8 @@ def test_a_picture_of_somebody_else_is_not_written_over(
     picture = tmp_path / "rows" / "bench.png"
     picture.parent.mkdir()
     picture.write_text("mine", encoding="utf-8")
-    honest = flatout.api.bench
-    monkeypatch.setattr(flatout.api, "bench", lambda *_, **__: pytest.fail("it went on"))
+    honest = flatout.bench
+    monkeypatch.setattr(flatout, "bench", lambda *_, **__: pytest.fail("it went on"))
     for more in ([], ["--go-on"]):
         assert main([*QUICK, "--rungs", "baseline", "--out", "rows", *more]) == 2
         said = capsys.readouterr()
@@ -186,7 +186,7 @@ def test_a_picture_of_somebody_else_is_not_written_over(
     assert picture.read_text(encoding="utf-8") == "mine"
     assert [path.name for path in picture.parent.iterdir()] == ["bench.png"]
     picture.rename(tmp_path / "mine.png")
-    monkeypatch.setattr(flatout.api, "bench", honest)
+    monkeypatch.setattr(flatout, "bench", honest)
     assert main([*QUICK, "--rungs", "baseline", "--out", "rows"]) == 0
     assert main([*QUICK, "--rungs", "fused-qkv", "--out", "rows", "--go-on"]) == 0, "its own picture it may draw anew"
 

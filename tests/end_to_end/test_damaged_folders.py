@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from flatout import api
-from flatout.api.text import template_of
 from flatout.config.load import load_config
 from flatout.data.samples import open_samples
 from flatout.errors import UserError
+from flatout.front.models import template_of
 from flatout.model.adapter_files import adapter_tensors
 from flatout.model.seal import SEAL
 from tests.chat_models import write_chat_model

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from flatout.cli import dispatch
 from flatout.diagnose import check_kernels
 from flatout.errors import UsageError
-from flatout.verbs.doctor import doctor
 from tests.conftest import TINY
 from tests.made_runs import sign_lock
 
 SOURCE = Path(__file__).parents[2] / "src"
-CALL = "import sys; from flatout.verbs.doctor import doctor; sys.exit(doctor(sys.argv[1:]))"
+CALL = "import sys; from flatout.cli import dispatch; sys.exit(dispatch(['doctor', *sys.argv[1:]]))"
 
 
 @pytest.fixture
@@ -43,13 +43,13 @@ def run(*words: str, folder: Path, before: str = "", path: Path | None = None) -
 
 
 def lines(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict]]:
-    code = doctor([*words, "--json"])
+    code = dispatch(["doctor", *words, "--json"])
     out, _ = capsys.readouterr()
     return code, [json.loads(line) for line in out.splitlines()]
 
 
 def test_a_healthy_set_up(here: Path, capsys: pytest.CaptureFixture[str]):
-    code = doctor(["--quick", "speed.device=cpu"])
+    code = dispatch(["doctor", "--quick", "speed.device=cpu"])
     out, err = capsys.readouterr()
     assert code == 0
     assert err == "", "nobody watches, so there is no line to wipe away"
@@ -65,7 +65,7 @@ def test_a_healthy_set_up(here: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_problems_come_last_with_their_advice(here: Path, capsys: pytest.CaptureFixture[str]):
     words = ["speed.device=cpu", "data.source=nowhere.txt", "optim.warmup=5000", "--quick"]
-    assert doctor(words) == 3
+    assert dispatch(["doctor", *words]) == 3
     out, _ = capsys.readouterr()
     first, warnings = out.index("BAD   source"), out.index("Warnings: it works, but not well")
     problems = out.index("Problems: training would not work")
@@ -124,7 +124,7 @@ def test_a_run_that_is_under_way_holds_its_folder(here: Path, capsys: pytest.Cap
 
 
 def test_hostile_names_cannot_reach_the_terminal(here: Path, capsys: pytest.CaptureFixture[str]):
-    doctor(["--quick", "speed.device=cpu", "data.source=\x1b]0;owned\x07.txt"])
+    dispatch(["doctor", "--quick", "speed.device=cpu", "data.source=\x1b]0;owned\x07.txt"])
     out, _ = capsys.readouterr()
     assert "\x1b" not in out
     assert "\x07" not in out
@@ -137,7 +137,7 @@ def test_words_are_understood_before_anything_heavy_is_imported(here: Path):
     assert "--quick" in done.stdout
     assert done.stdout.rstrip().endswith("False False")
     with pytest.raises(UsageError, match="unknown option '--qick'"):
-        doctor(["--qick"])
+        dispatch(["doctor", "--qick"])
 
 
 NO_TORCH = """

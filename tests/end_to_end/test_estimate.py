@@ -15,12 +15,12 @@ import torch
 
 import flatout
 from flatout import api
+from flatout.cli import dispatch
 from flatout.errors import DataError, DeviceMemoryError, ResourceError, UsageError
 from flatout.model.gpt import GPT
 from flatout.records import CheckpointRecord
 from flatout.tuning import estimate_probe
 from flatout.tuning.estimate import estimate
-from flatout.verbs import estimate as verb
 from tests.conftest import TINY
 from tests.end_to_end.forked import Forked
 from tests.set_up import set_up
@@ -127,7 +127,7 @@ def test_data_that_is_not_here_is_made_up_and_said(tiny):
 def test_what_does_not_fit_is_shown_with_what_would(tiny, capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("flatout.resolve.checks.check_fits", _no_memory)
     with pytest.raises(ResourceError, match="does not fit as it is: out of device memory"):
-        verb.estimate([*_words(tiny), "--seconds", "0.1"])
+        dispatch(["estimate", *_words(tiny), "--seconds", "0.1"])
     assert "micro-batch 16" in capsys.readouterr().out
 
 
@@ -141,12 +141,12 @@ def _words(tiny) -> list[str]:
 
 
 def test_the_verb_prints_a_sheet_or_one_json_line(tiny, capsys):
-    assert verb.estimate([*_words(tiny), "--seconds", "0.1", "--price", "2"]) == 0
+    assert dispatch(["estimate", *_words(tiny), "--seconds", "0.1", "--price", "2"]) == 0
     shown = capsys.readouterr()
     assert "time to finish" in shown.out
     assert "at 2 per hour" in shown.out
     assert shown.err == "", "nobody watches"
-    assert verb.estimate([*_words(tiny), "--seconds", "0.1", "--json"]) == 0
+    assert dispatch(["estimate", *_words(tiny), "--seconds", "0.1", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1
     body = json.loads(lines[0])
@@ -158,17 +158,17 @@ def test_the_verb_prints_a_sheet_or_one_json_line(tiny, capsys):
 @pytest.mark.parametrize("words", [["--price", "-1"], ["--price", "much"], ["--seconds", "0"], ["--fast"]])
 def test_mistakes_answer_before_anything_is_built(words: list[str]):
     with pytest.raises(UsageError):
-        verb.estimate(words)
+        dispatch(["estimate", *words])
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(flatout.__file__).parents[1])}
-COMMAND = "import sys; from flatout.verbs.estimate import estimate; sys.exit(estimate(sys.argv[1:]))"
+COMMAND = "import sys; from flatout.cli import dispatch; sys.exit(dispatch(['estimate', *sys.argv[1:]]))"
 
 
 def test_a_signal_ends_it_and_leaves_nothing(tiny, tmp_path: Path):
     words = [*_words(tiny), "--seconds", "60"]
     files = everything(tmp_path)
-    process = Forked(verb.estimate, words, stderr=tmp_path.parent / "told", TMPDIR=str(tmp_path))
+    process = Forked(dispatch, ["estimate", *words], stderr=tmp_path.parent / "told", TMPDIR=str(tmp_path))
     deadline = time.monotonic() + 600
     while not any(tmp_path.glob("flatout-estimate-*")) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 import flatout
+from flatout.cli import dispatch
 from flatout.config.load import load_config
 from flatout.engine import loop
 from flatout.engine.books import Progress
 from flatout.engine.saving import capture
 from flatout.errors import ConfigError, DataError, DeviceMemoryError, DivergedError, ResourceError, UsageError
+from flatout.front import output
 from flatout.records import EvalRecord
 from flatout.tuning import lr_range, study
+from flatout.tuning.changes import read_space
 from flatout.tuning.lr_range import find_rate
 from flatout.tuning.measure import Steps
-from flatout.tuning.search_space import read_space
 from flatout.tuning.study import StudyResult, TrialRow, search
-from flatout.verbs import measuring
-from flatout.verbs import tune as verb
 from tests.conftest import TINY
 from tests.end_to_end.forked import Forked
 from tests.set_up import set_up
@@ -46,7 +46,7 @@ def words_for(tiny, *more: str) -> list[str]:
 def test_the_choice_is_written_as_a_config_that_trains(tiny, tmp_path: Path, capsys):
     out = tmp_path / "lr.yaml"
     before = torch.get_rng_state()
-    assert verb.tune_lr([*words_for(tiny, "train.seed=5"), "--out", str(out), "--steps", "40"]) == 0
+    assert dispatch(["tune", "lr", *words_for(tiny, "train.seed=5"), "--out", str(out), "--steps", "40"]) == 0
     assert torch.equal(torch.get_rng_state(), before)
     shown = capsys.readouterr()
     for name in ("minimum / 10", "steepest", "valley", "knee"):
@@ -61,14 +61,14 @@ def test_the_choice_is_written_as_a_config_that_trains(tiny, tmp_path: Path, cap
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} <= {"lr.yaml", "lr.png", "data"}
     # A file of our own is written over, an edited one is not.
-    measuring.write_config(out, out.read_text(encoding="utf-8"))
+    output.write_config(out, out.read_text(encoding="utf-8"))
     out.write_text(out.read_text(encoding="utf-8") + "# mine\n", encoding="utf-8")
     with pytest.raises(UsageError, match="was edited"):
-        verb.tune_lr([*words_for(tiny), "--out", str(out)])
+        dispatch(["tune", "lr", *words_for(tiny), "--out", str(out)])
 
 
 def test_json_is_one_line_with_every_point(tiny, capsys):
-    assert verb.tune_lr([*words_for(tiny), "--json", "--steps", "40", "--from", "1e-6", "--to", "0.5"]) == 0
+    assert dispatch(["tune", "lr", *words_for(tiny), "--json", "--steps", "40", "--from", "1e-6", "--to", "0.5"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1
     body = json.loads(lines[0])
@@ -87,7 +87,7 @@ def test_with_muon_every_rate_is_found_told_and_written(tiny, tmp_path: Path, ca
         rel=0.06,  # two digits
     )
     assert list(result.words) == [f"{path}={rate!r}" for path, rate in result.found.items()]
-    assert verb.tune_lr([*words_for(tiny, *rates), "--out", str(out), "--steps", "30"]) == 0
+    assert dispatch(["tune", "lr", *words_for(tiny, *rates), "--out", str(out), "--steps", "30"]) == 0
     shown = capsys.readouterr().out
     assert "rates are those of optim.muon_rate; optim.learning_rate, optim.embedding_rate rose with it" in shown
     found = load_config(out).config.optim
@@ -129,7 +129,7 @@ def test_mistakes_answer_before_anything_is_trained(tmp_path: Path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(lr_range, "borrowed_run", None)
     with pytest.raises(UsageError, match=message):
-        verb.tune_lr(words)
+        dispatch(["tune", "lr", *words])
 
 
 def test_a_run_that_does_not_learn_has_no_rate(tiny):
@@ -141,9 +141,9 @@ def test_where_the_file_cannot_be_written_in_the_end_the_config_is_printed(tiny,
     def full(path: Path, _content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(measuring, "write_whole", full)
+    monkeypatch.setattr(output, "write_whole", full)
     with pytest.raises(ResourceError):
-        verb.tune_lr([*words_for(tiny), "--out", str(tmp_path / "lr.yaml"), "--steps", "40"])
+        dispatch(["tune", "lr", *words_for(tiny), "--out", str(tmp_path / "lr.yaml"), "--steps", "40"])
     assert "learning_rate:" in capsys.readouterr().out
     assert not (tmp_path / "lr.yaml").exists()
 
@@ -198,7 +198,7 @@ def test_a_search_finds_the_best_of_its_trials_and_writes_it(tiny, space, tmp_pa
     out = tmp_path / "best.yaml"
     words = [str(space()), *words_for(tiny), "--trials", "4", "--out", str(out)]
     before = torch.get_rng_state()
-    assert verb.tune_search(words) == 0
+    assert dispatch(["tune", "search", *words]) == 0
     assert torch.equal(torch.get_rng_state(), before)
     shown = capsys.readouterr()
     assert shown.err.count("trial ") == 4
@@ -298,7 +298,7 @@ def test_a_killed_search_keeps_what_it_had(tiny, space, tmp_path: Path):
     file = tmp_path / "study.db"
     words = [str(space()), *words_for(tiny, "train.steps=20"), "--study", str(file), "--trials", "400"]
     told = tmp_path / "told"
-    process = Forked(verb.tune_search, words, stderr=told, TMPDIR=str(tmp_path))
+    process = Forked(dispatch, ["tune", "search", *words], stderr=told, TMPDIR=str(tmp_path))
     assert process.wait_until(lambda: told.exists() and told.read_text().count("\n") >= 2), told.read_text()
     assert all(line.startswith("trial ") for line in told.read_text().splitlines()[:2])
     time.sleep(0.2)
@@ -320,7 +320,7 @@ def test_interrupting_ends_with_what_to_do_next(tiny, space, tmp_path: Path, cap
     monkeypatch.setattr(study, "train_loop", stopped)
     words = [str(space()), *words_for(tiny), "--study", str(tmp_path / "study.db"), "--out", str(tmp_path / "b.yaml")]
     with pytest.raises(SystemExit, match="130"):
-        verb.tune_search(words)
+        dispatch(["tune", "search", *words])
     assert "keeps the trials so far" in capsys.readouterr().err
     assert not (tmp_path / "b.yaml").exists()
 
@@ -350,9 +350,9 @@ def test_without_the_package_there_is_one_hint(tiny, space, monkeypatch: pytest.
 
 def test_the_space_comes_first():
     with pytest.raises(UsageError, match="needs a file"):
-        verb.tune_search(["--trials", "3"])
+        dispatch(["tune", "search", "--trials", "3"])
     with pytest.raises(ConfigError, match="no such file"):
-        verb.tune_search(["nowhere.yaml"])
+        dispatch(["tune", "search", "nowhere.yaml"])
 
 
 @pytest.mark.slow

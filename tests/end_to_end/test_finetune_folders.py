@@ -11,7 +11,6 @@ import torch
 
 import flatout
 from flatout import api, folders
-from flatout.api import exporting
 from flatout.checkpoints import checkpoint
 from flatout.checkpoints.adapter_folder import step_of
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
@@ -22,6 +21,7 @@ from flatout.data.tokenizer import CharTokenizer
 from flatout.data.train_tokenizer import train_bpe, write_tokenizer
 from flatout.diagnose.examine import examine
 from flatout.errors import UserError
+from flatout.front import exporting
 from flatout.generation import generate_tokens
 from flatout.model.adapter_files import read_origin
 from flatout.model.gpt import GPT

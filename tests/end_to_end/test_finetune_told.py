@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import flatout
 from flatout import api
 from flatout.checkpoints.adapter_folder import stored_quantize
 from flatout.cli import main
@@ -510,7 +511,7 @@ def test_a_denied_file_that_nobody_thought_of_is_no_traceback(words, monkeypatch
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied", "somewhere/deep")
 
-    monkeypatch.setattr(api, "load_model", refuse)
+    monkeypatch.setattr(flatout, "load_model", refuse)
     assert main(["chat", "base", "--message", "Hi"]) == 3
     error, hint = capsys.readouterr().err.strip().splitlines()
     assert error == "error: somewhere/deep: Permission denied"

@@ -16,7 +16,7 @@ from flatout.errors import ConfigError
 from flatout.launch import AGENT, Attempt, Launch
 from flatout.observe.sinks import read_metrics
 from flatout.records import EndRecord, EvalRecord, NoticeRecord, RunInfo, StepRecord
-from flatout.tuning import minutes_probe
+from flatout.tuning import minutes
 from flatout.tuning.minutes import SizeSpeed
 
 WSD = ["optim.schedule=wsd", "optim.decay_fraction=0.6", "optim.min_ratio=0.0", "speed.threads=1"]
@@ -62,10 +62,10 @@ def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(
     point, words = flatout.more_minutes(info.folder, 0.01)
     assert command == ["train", *asked, "--resume", str(point), *words]
     attempt = Attempt(folder=info.folder, accepted=True)
-    monkeypatch.setattr("flatout.verbs.train.launch", lambda: Launch(0, 1, 0, 1, attempt=attempt))
+    monkeypatch.setattr("flatout.front.verbs_training.launch", lambda: Launch(0, 1, 0, 1, attempt=attempt))
     monkeypatch.setenv(AGENT, attempt.as_json())
     trained: list[Any] = []
-    monkeypatch.setattr("flatout.api.train", lambda config, **_: trained.append(config.config.train) or iter(()))
+    monkeypatch.setattr("flatout.train", lambda config, **_: trained.append(config.config.train) or iter(()))
     assert main([word if word != str(point) else "gone" for word in command]) == 0
     (train,) = trained
     assert [f"train.minutes={train.minutes!r}", f"train.steps={train.steps}"] == words
@@ -94,7 +94,7 @@ def test_minutes_choose_a_size_and_say_why(
         tried.append(shape)
         return SizeSpeed(2e-5 * shape.dense(64) / 1e5, 0.002)
 
-    monkeypatch.setattr(minutes_probe, "measured_speed", measured)
+    monkeypatch.setattr(minutes, "measured_speed", measured)
     words = [f"data.source={corpus}", "data.tokenizer=char", "speed.threads=1"]
     assert main(["train", "--minutes", "0.012", *words, "output.folder=out"]) == 0
     told, meanwhile = capsys.readouterr()

@@ -18,7 +18,6 @@ import torch
 
 import flatout
 from flatout import cli
-from flatout.api import training
 from flatout.checkpoints import run_folder
 from flatout.checkpoints.checkpoint import (
     list_checkpoints,
@@ -29,6 +28,7 @@ from flatout.checkpoints.checkpoint import (
 )
 from flatout.engine import boundary, diverged, full_disk, recovery, saver
 from flatout.errors import DivergedError, ResourceError, UsageError
+from flatout.front import training
 from flatout.host import THREAD_VARIABLES
 from flatout.model.gpt import GPT
 from flatout.observe import sinks
@@ -76,7 +76,7 @@ def test_a_run_that_fails_after_it_was_accepted_leaves_no_folder(tiny, tmp_path,
     def failing(*_):
         raise ResourceError("the disk fails", "use another")
 
-    monkeypatch.setattr("flatout.api.training._mark_base", failing)
+    monkeypatch.setattr("flatout.front.training._mark_base", failing)
     with pytest.raises(ResourceError, match="the disk fails"):
         next(flatout.train(tiny("output.folder=out/new")))
     assert not (tmp_path / "out").exists()

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from flatout.api import profiling as api_profiling
+from flatout.cli import dispatch
 from flatout.device import Device
 from flatout.engine.run import Run
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
+from flatout.front import measuring
 from flatout.tuning import profile as profiling
 from flatout.tuning.measure import borrowed_run
 from flatout.tuning.profile import can_have, fitted, named_ranges, profile_run, quiet_profiler
-from flatout.verbs.profile import profile
 from tests.conftest import TINY
 from tests.set_up import set_up
 
@@ -93,7 +93,12 @@ class SlowLoader:
 def test_it_writes_a_whole_folder_and_nothing_else(words, tmp_path: Path, capsys: pytest.CaptureFixture):
     torch.manual_seed(7)
     before, random = switches(), torch.get_rng_state()
-    assert profile([*words, "model.dropout=0.1", "speed.precision=bf16", "speed.micro_batch=2", "--steps", "2"]) == 0
+    assert (
+        dispatch(
+            ["profile", *words, "model.dropout=0.1", "speed.precision=bf16", "speed.micro_batch=2", "--steps", "2"]
+        )
+        == 0
+    )
     assert switches() == before
     assert torch.equal(torch.get_rng_state(), random)
     folder = tmp_path / "profile" / "lines"
@@ -130,7 +135,7 @@ def test_it_writes_a_whole_folder_and_nothing_else(words, tmp_path: Path, capsys
 
 
 def test_the_ranges_of_the_trace_lie_inside_each_other(words, tmp_path: Path):
-    assert profile([*words, "speed.micro_batch=2", "--steps", "1", "--out", "here"]) == 0
+    assert dispatch(["profile", *words, "speed.micro_batch=2", "--steps", "1", "--out", "here"]) == 0
     found: dict[str, list[tuple[float, float]]] = {}
     for event in events_of(tmp_path / "here"):
         if event.get("cat") == "user_annotation":
@@ -149,7 +154,7 @@ def test_the_ranges_of_the_trace_lie_inside_each_other(words, tmp_path: Path):
 
 def test_the_second_profile_gets_a_folder_of_its_own_and_json_is_one_object(words, tmp_path: Path, capsys):
     for _ in range(2):
-        assert profile([*words, "--steps", "1", "--json"]) == 0
+        assert dispatch(["profile", *words, "--steps", "1", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert json.loads(lines[1])["config"] == "lines"
@@ -158,21 +163,21 @@ def test_the_second_profile_gets_a_folder_of_its_own_and_json_is_one_object(word
 
 def test_an_empty_folder_is_taken_and_a_full_one_refused(words, tmp_path: Path):
     (tmp_path / "empty").mkdir()
-    assert profile([*words, "--steps", "1", "--out", "empty"]) == 0
+    assert dispatch(["profile", *words, "--steps", "1", "--out", "empty"]) == 0
     assert {path.name for path in (tmp_path / "empty").iterdir()} == FILES
     for taken in ("empty", "empty/profile.json"):
         with pytest.raises(UsageError, match="is there already"):
-            profile([*words, "--out", taken])
+            dispatch(["profile", *words, "--out", taken])
     with pytest.raises(UsageError, match="no folder"):
-        profile([*words, "--out", "empty/profile.json/below"])
+        dispatch(["profile", *words, "--out", "empty/profile.json/below"])
     assert {path.name for path in (tmp_path / "empty").iterdir()} == FILES
 
 
 @pytest.mark.parametrize("bad", [["--steps", "0"], ["--steps", "many"], ["--out", ""], ["speed.precision=bf17"]])
 def test_mistakes_answer_before_anything_is_made(words, tmp_path: Path, bad: list[str], monkeypatch):
-    monkeypatch.setattr(api_profiling, "profile_into", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr(measuring, "profile_into", lambda *_, **__: pytest.fail("it went on"))
     with pytest.raises((UsageError, ConfigError)):
-        profile([*words, *bad])
+        dispatch(["profile", *words, *bad])
     assert not list(tmp_path.iterdir())
 
 
@@ -190,7 +195,7 @@ def test_a_signal_leaves_nothing(words, tmp_path: Path, monkeypatch, capsys, num
     monkeypatch.setattr(profiling, "_profiled", stopped)
     before = switches()
     with pytest.raises(SystemExit, match=str(code)):
-        profile([*words, "--steps", "1", "--out", "deep/down"])
+        dispatch(["profile", *words, "--steps", "1", "--out", "deep/down"])
     assert word in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert switches() == before
@@ -202,7 +207,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(words, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(profiling, "write_whole", full)
     with pytest.raises(ResourceError, match=r"trace.json.gz: No space left"):
-        profile([*words, "--steps", "1", "--out", "deep/down"])
+        dispatch(["profile", *words, "--steps", "1", "--out", "deep/down"])
     assert not list(tmp_path.iterdir())
 
 
@@ -269,13 +274,13 @@ def test_a_slow_loader_is_found(tiny, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_stream_is_profiled_as_a_stream(words, corpus: Path, tmp_path: Path):
     stream = ["data.streaming=true", "data.tokenizer=bytes", f"data.validation={corpus}"]
-    assert profile([*words, *stream, "--steps", "1", "--out", "here"]) == 0
+    assert dispatch(["profile", *words, *stream, "--steps", "1", "--out", "here"]) == 0
     report = json.loads((tmp_path / "here" / "profile.json").read_text("utf-8"))
     assert "lines.txt" in report["data"]
 
 
 def test_weights_to_start_from_and_a_short_run_play_no_part(words, tmp_path: Path):
-    assert profile([*words, "train.steps=2", "--steps", "1", "--out", "here"]) == 0
+    assert dispatch(["profile", *words, "train.steps=2", "--steps", "1", "--out", "here"]) == 0
     assert json.loads((tmp_path / "here" / "profile.json").read_text("utf-8"))["timed_steps"] >= 4
 
 
@@ -380,7 +385,10 @@ CUDA = ["speed.device=cuda", "model.width=128", "model.context=128", "train.batc
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_memory_and_ranges_are_measured(words, tmp_path: Path):
     assert (
-        profile([*words, *CUDA, "speed.cuda_graphs=off", "speed.micro_batch=4", "--steps", "2", "--out", "here"]) == 0
+        dispatch(
+            ["profile", *words, *CUDA, "speed.cuda_graphs=off", "speed.micro_batch=4", "--steps", "2", "--out", "here"]
+        )
+        == 0
     )
     folder = tmp_path / "here"
     assert {path.name for path in folder.iterdir()} == {*FILES, "memory_snapshot.json.gz"}
@@ -408,7 +416,7 @@ def test_on_a_gpu_kernels_memory_and_ranges_are_measured(words, tmp_path: Path):
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_replayed_graph_is_one_piece(words, tmp_path: Path):
-    assert profile([*words, *CUDA, "speed.cuda_graphs=on", "--steps", "2", "--out", "here"]) == 0
+    assert dispatch(["profile", *words, *CUDA, "speed.cuda_graphs=on", "--steps", "2", "--out", "here"]) == 0
     report = json.loads((tmp_path / "here" / "profile.json").read_text("utf-8"))
     parts = {part["name"]: part for part in report["ranges"]}
     assert "forward" not in parts
@@ -429,7 +437,7 @@ def test_on_a_gpu_a_replayed_graph_is_one_piece(words, tmp_path: Path):
 def test_on_a_gpu_tiny_kernels_one_by_one_are_launch_bound(words, tmp_path: Path):
     """Others on the card do not change the answer: what they take is time in which none of our kernels runs."""
     slow = ["speed.cuda_graphs=off", "speed.kernels=torch", "speed.compile=off", "speed.micro_batch=1"]
-    assert profile([*words, *CUDA, *slow, "--steps", "4", "--out", "here"]) == 0
+    assert dispatch(["profile", *words, *CUDA, *slow, "--steps", "4", "--out", "here"]) == 0
     report = json.loads((tmp_path / "here" / "profile.json").read_text("utf-8"))
     assert report["kernels_per_step"] > 8 * 50, "eight micro-batches, each with its own launches"
     assert report["verdict"]["bottleneck"] == "launch-bound"

@@ -13,7 +13,7 @@ import flatout
 from flatout import cli
 from flatout.config.catalogue import shipped_names
 from flatout.config.facts import field_facts
-from flatout.words import Parser
+from flatout.front.words import Parser
 
 README = Path(__file__).parents[2] / "README.md"
 REFERENCE = README.parent / "docs" / "reference"

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import flatout
-from flatout.api.resuming import Origin, check_resumed, check_shape
 from flatout.checkpoints.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
 from flatout.checkpoints.run_folder import read_best
 from flatout.cli import main
@@ -22,6 +21,7 @@ from flatout.engine.books import Progress
 from flatout.engine.saving import capture, restore
 from flatout.engine.step import LossScale
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
+from flatout.front.resuming import Origin, check_resumed, check_shape
 from flatout.observe.sinks import read_metrics
 from flatout.records import EndRecord, NoticeRecord, RunInfo, StepRecord
 from tests.hints import ways_out

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import flatout
-from flatout.api import training
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.data.positions import Schedule, Stage
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.loop import warm_up
 from flatout.engine.run import Run
 from flatout.errors import ConfigError
+from flatout.front import training
 from flatout.model.count import flops_per_token
 from flatout.records import EpochRecord, EvalRecord, RunInfo, StepRecord
 from tests.set_up import set_up

@@ -25,6 +25,8 @@ from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT
 from flatout.device import detect_device
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
+from flatout.front import output
+from flatout.front.words import Parser, add_config, load
 from flatout.host import THREAD_VARIABLES, CoreUse
 from flatout.model.gpt import GPT
 from flatout.observe.measured.tune import TuneReader
@@ -34,8 +36,6 @@ from flatout.resolve import switches as engine_switches
 from flatout.resolve.switches import resolve_speed
 from flatout.tuning import probe, tuner
 from flatout.tuning.search import Candidate, Trial
-from flatout.verbs import measuring
-from flatout.words import Parser, add_config, load
 
 BATCH = "train.batch_tokens=192"  # 12 sequences of 16 tokens
 
@@ -499,7 +499,7 @@ def test_what_cannot_be_written_in_the_end_is_shown(
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(measuring, "write_whole", full)
+    monkeypatch.setattr(output, "write_whole", full)
     before = sorted(path.name for path in tmp_path.iterdir())
     assert main([*words, "--out", "tuned.yaml"]) == 5
     captured = capsys.readouterr()
@@ -551,7 +551,7 @@ def test_a_signal_shows_what_was_tried(
             yield record
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(api, "tune", stopped)
+    monkeypatch.setattr(flatout, "tune", stopped)
     assert main([*words, "--out", "tuned.yaml"]) == code
     captured = capsys.readouterr()
     assert "tokens/s" in captured.out
@@ -596,7 +596,7 @@ def test_a_signal_between_the_choice_and_the_file_writes_nothing(
         yield from real(*more, **settings)
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(api, "tune", stopped)
+    monkeypatch.setattr(flatout, "tune", stopped)
     assert main([*words, "--out", "tuned.yaml"]) == code
     captured = capsys.readouterr()
     assert "tokens/s" in captured.out

@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 
 from flatout import api
-from flatout.cli import main
+from flatout.cli import dispatch, main
 from flatout.config.load import LoadedConfig
 from flatout.errors import DataError, UsageError
 from flatout.observe.runs import list_runs
 from flatout.observe.sinks import MetricsFile
 from flatout.records import Record, record_to_json
-from flatout.verbs.watch import watch
 from tests.conftest import TINY
 from tests.end_to_end.forked import Forked
 from tests.unit.seen import end, info, machine, step
@@ -42,14 +41,14 @@ def write(folder: Path, *records: Record) -> Path:
 
 def test_a_finished_run_is_told_as_it_was(tiny: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     records = list(api.train(tiny("train.steps=12", "output.log_every=4", "output.folder=runs/one")))
-    assert watch(["one"]) == 0
+    assert dispatch(["watch", "one"]) == 0
     lines = capsys.readouterr().out.splitlines()
     steps = [line.split()[1] for line in lines if line.startswith("step ")]
     assert steps == ["1/12", "4/12", "8/12", "12/12"]
     assert lines[-1].startswith("finished at step 12")
-    assert watch([str(tmp_path / "runs" / "one"), "--json"]) == 0
+    assert dispatch(["watch", str(tmp_path / "runs" / "one"), "--json"]) == 0
     assert capsys.readouterr().out.splitlines() == [record_to_json(record) for record in records]
-    assert watch([]) == 0  # the newest
+    assert dispatch(["watch"]) == 0  # the newest
 
 
 @pytest.fixture
@@ -100,7 +99,7 @@ def test_a_run_is_followed_to_its_end(
         trainer.send_signal(signal.SIGCONT)
 
     stopping = when_it_has_steps(folder, 10, end)
-    code = watch(["--json"])
+    code = dispatch(["watch", "--json"])
     stopping.join()
     trainer.wait()
     os.utime(folder / "metrics.jsonl")  # and now it has said something
@@ -124,12 +123,12 @@ def test_a_run_is_followed_to_its_end(
 
 def test_a_run_that_diverged_is_told_apart_from_a_killed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     bad = [step(number, applied=False, loss=float("nan")) for number in (5, 6, 7)]
-    assert watch([str(write(tmp_path / "bad", info(), step(4), *bad))]) == 1
+    assert dispatch(["watch", str(write(tmp_path / "bad", info(), step(4), *bad))]) == 1
     said = capsys.readouterr()
     assert "after 3 skipped updates in a row: it diverged" in said.err
     assert "warning: step 5 skipped update" in said.out
     apart = [step(number, applied=number % 2 == 0) for number in range(4, 10)]
-    assert watch([str(write(tmp_path / "killed", info(), *apart))]) == 1
+    assert dispatch(["watch", str(write(tmp_path / "killed", info(), *apart))]) == 1
     assert "the run seems dead" in capsys.readouterr().err, "its updates were skipped now and then, not in a row"
 
 
@@ -152,7 +151,7 @@ def test_a_resumed_run_goes_on_in_the_same_view(tiny: Load, capsys: pytest.Captu
             break
     first.close()
     list(api.train(tiny("train.steps=8", *settings), resume="auto"))
-    assert watch(["two"]) == 0
+    assert dispatch(["watch", "two"]) == 0
     steps = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert steps == [f"{number}/8" for number in range(1, 9)]
 
@@ -160,14 +159,14 @@ def test_a_resumed_run_goes_on_in_the_same_view(tiny: Load, capsys: pytest.Captu
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="there is no run"):
-        watch([])
+        dispatch(["watch"])
     with pytest.raises(UsageError, match="not a folder"):
-        watch(["missing"])
+        dispatch(["watch", "missing"])
     with pytest.raises(DataError, match="is not a run"):
-        watch([str(tmp_path)])
+        dispatch(["watch", str(tmp_path)])
     for words in (["--web", "--json"], ["--port", "1"], ["--web", "--port", "70000"], ["--jsn"], ["a", "b"]):
         with pytest.raises(UsageError):
-            watch(words)
+            dispatch(["watch", *words])
 
 
 def test_the_browser_gets_the_report(
@@ -184,14 +183,14 @@ def test_the_browser_gets_the_report(
     server.serve = serve
     monkeypatch.setitem(sys.modules, "flatout.observe.report.server", server)
     folder = write(tmp_path / "run", info(), step(1))
-    assert watch([str(folder), "--web", "--port", "0"]) == 130
+    assert dispatch(["watch", str(folder), "--web", "--port", "0"]) == 130
     assert asked == [([folder], 0)]
     assert "http://127.0.0.1:8760/" in capsys.readouterr().out
 
 
 def test_watching_needs_no_torch(tmp_path: Path):
     folder = write(tmp_path / "run", info(), step(1), end(1))
-    code = "import sys; from flatout.verbs.watch import watch; watch(sys.argv[1:]); print('torch' in sys.modules)"
+    code = "import sys; from flatout.cli import main; main(['watch', *sys.argv[1:]]); print('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     result = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, env=environment)
     assert result.stdout.endswith("False\n"), result.stderr
@@ -204,7 +203,7 @@ def test_a_terminal_that_stops_watching_is_put_right(tmp_path: Path, number: sig
     ours, theirs = pty.openpty()
     with locked(folder):
         before = sorted(path.name for path in folder.iterdir())
-        command = "import sys; from flatout.verbs.watch import watch; sys.exit(watch(sys.argv[1:]))"
+        command = "import sys; from flatout.cli import main; sys.exit(main(['watch', *sys.argv[1:]]))"
         process = subprocess.Popen(
             [sys.executable, "-c", command, str(folder)], stdin=theirs, stdout=theirs, stderr=theirs,
             env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TERM": "xterm", "COLUMNS": "80", "LINES": "24"},

@@ -18,13 +18,13 @@ from flatout import errors
 from flatout.checkpoints.checkpoint_files import CHECKPOINT_FILES
 from flatout.config.load import load_config
 from flatout.errors import HardwareError, UsageError, UserError
+from flatout.front import verbs_training
 from flatout.launch import Attempt, Launch, launch
 from flatout.parallel import many_hosts, workers
 from flatout.parallel.agent import Agent, AttemptEnd, Left, OneHost, cause_of, first_of
 from flatout.parallel.many_hosts import ManyHosts
 from flatout.parallel.workers import Place
 from flatout.pulse import Pulse, Slots, State, pulse, stack_of
-from flatout.verbs import launching
 
 
 class Fakes:
@@ -325,13 +325,13 @@ def test_srun_says_which_hosts_there_are(monkeypatch: pytest.MonkeyPatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    hosts = launching._hosts(options())(600.0)
+    hosts = verbs_training._hosts(options())(600.0)
     assert isinstance(hosts, ManyHosts)
     assert (hosts._nodes, hosts._rank, hosts._meet) == (2, 1, ("gpu03", 20077))
     assert hosts._patience == 600.0
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
     with pytest.raises(UsageError, match="16 tasks on 2 hosts"):
-        launching._hosts(options())
+        verbs_training._hosts(options())
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -340,10 +340,10 @@ def test_more_processes_than_gpus_are_refused_with_their_number(monkeypatch: pyt
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     loaded = load_config(None, ["train.steps=1"])
     with pytest.raises(HardwareError, match="--gpus 8, and this host has 2") as caught:
-        launching.start_workers("train", options(), lambda: (loaded, []))
+        verbs_training.start_workers("train", options(), lambda: (loaded, []))
     assert caught.value.hint == "use --gpus 2, or speed.device=cpu to train without them"
-    launching._check_gpus(2, "auto")
-    launching._check_gpus(8, "cpu")
+    verbs_training._check_gpus(2, "auto")
+    verbs_training._check_gpus(8, "cpu")
 
 
 def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -360,4 +360,4 @@ def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch):
 
 def test_one_host_of_one_needs_no_place_to_meet():
     """The same command serves any number of hosts."""
-    assert isinstance(launching._hosts(options(nodes=1, node_rank=0, meet="here:29500"))(600.0), OneHost)
+    assert isinstance(verbs_training._hosts(options(nodes=1, node_rank=0, meet="here:29500"))(600.0), OneHost)

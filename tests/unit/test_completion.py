@@ -9,7 +9,7 @@ import pytest
 from flatout.cli import VERBS, main
 from flatout.config.catalogue import shipped_names
 from flatout.config.facts import field_facts
-from flatout.words import described
+from flatout.front.words import described
 
 ASK = """
 source ./script

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from flatout import cli
+from flatout.front.verbs_training import _hosts
+from flatout.front.words import Parser
 from flatout.parallel.agent import OneHost
 from flatout.parallel.many_hosts import ManyHosts
-from flatout.verbs.launching import _hosts
-from flatout.words import Parser
 
 ROOT = Path(__file__).parents[2]
 SLURM, SKYPILOT = ROOT / "examples" / "slurm.sbatch", ROOT / "examples" / "skypilot.yaml"

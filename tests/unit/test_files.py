@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from flatout.cli import dispatch
 from flatout.config.load import load_config
 from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.files import check_replaceable, readable_sizes
+from flatout.front import output
 from flatout.observe.sinks import MetricsFile, read_metrics
 from flatout.records import NoticeRecord
-from flatout.tuning.search_space import read_space
+from flatout.tuning.changes import read_space
 from flatout.tuning.study import search
-from flatout.verbs import bench, data, measuring, profile, tune
 
 
 def tree(folder: Path) -> dict[str, object]:
@@ -83,22 +84,22 @@ OUTS = ["x" * 300, "file/x", "link", "/dev/null/x", "."]
 
 
 @pytest.mark.parametrize("word", OUTS)
-@pytest.mark.parametrize("verb", [bench.bench, profile.profile], ids=["bench", "profile"])
-def test_folders_that_cannot_be_are_refused_and_nothing_changes(tmp_path: Path, monkeypatch, verb, word: str):
+@pytest.mark.parametrize("verb", ["bench", "profile"])
+def test_folders_that_cannot_be_are_refused_and_nothing_changes(tmp_path: Path, monkeypatch, verb: str, word: str):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / ("elsewhere" if verb is profile.profile else "nowhere"))
+    (tmp_path / "link").symlink_to(tmp_path / ("elsewhere" if verb == "profile" else "nowhere"))
     (tmp_path / "bench.png").write_bytes(b"mine")
     before = tree(tmp_path)
     with pytest.raises(UserError):
-        verb(["--out", word])
+        dispatch([*verb.split(), "--out", word])
     assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("word", ["x" * 300 + ".yaml", "file/x.yaml", "mine.yaml", "link.yaml", ".", "folder.yaml"])
-@pytest.mark.parametrize("verb", [tune.tune, tune.tune_lr], ids=["tune", "tune lr"])
-def test_configs_that_are_not_ours_are_refused_and_nothing_changes(tmp_path: Path, monkeypatch, verb, word: str):
+@pytest.mark.parametrize("verb", ["tune", "tune lr"])
+def test_configs_that_are_not_ours_are_refused_and_nothing_changes(tmp_path: Path, monkeypatch, verb: str, word: str):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
     (tmp_path / "mine.yaml").write_text("preset: shakespeare-char\n")
@@ -106,7 +107,7 @@ def test_configs_that_are_not_ours_are_refused_and_nothing_changes(tmp_path: Pat
     (tmp_path / "folder.yaml").mkdir()
     before = tree(tmp_path)
     with pytest.raises(UserError):
-        verb(["--out", word])
+        dispatch([*verb.split(), "--out", word])
     assert tree(tmp_path) == before
 
 
@@ -114,8 +115,8 @@ def test_a_picture_beside_a_config_is_looked_at_before_anything_is_trained(tmp_p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr.png").write_bytes(b"mine")
     with pytest.raises(UsageError, match=r"lr\.png is there"):
-        tune.tune_lr(["--out", "lr.yaml"])
-    measuring.picture_target(Path("lr.png"), "--plot", overwrite=True)
+        dispatch(["tune", "lr", "--out", "lr.yaml"])
+    output.picture_target(Path("lr.png"), "--plot", overwrite=True)
     assert tree(tmp_path) == {str(tmp_path / "lr.png"): b"mine"}
 
 
@@ -124,8 +125,8 @@ def test_overwriting_a_config_replaces_a_link_and_not_what_it_leads_to(tmp_path:
     mine.write_text("mine")
     link.symlink_to(mine)
     with pytest.raises(UsageError, match="is a link"):
-        measuring.write_config(link, "found")
-    measuring.write_config(link, "found", overwrite=True)
+        output.write_config(link, "found")
+    output.write_config(link, "found", overwrite=True)
     assert (mine.read_text(), link.read_text(), link.is_symlink()) == ("mine", "found", False)
 
 
@@ -154,7 +155,7 @@ def test_the_picture_of_a_dataset_and_a_tokenizer_replace_nothing_foreign(tmp_pa
     (tmp_path / "tokenizer.json").symlink_to(tmp_path / "nowhere")
     before = tree(tmp_path)
     with pytest.raises(UsageError, match="does not look like a file that flatout wrote"):
-        data.data(["inspect", "set"])
+        dispatch(["data", "inspect", "set"])
     with pytest.raises(UsageError, match="is a link"):
-        data.tokenizer(["train", "--vocab", "300"])
+        dispatch(["tokenizer", "train", "--vocab", "300"])
     assert tree(tmp_path) == before

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.api.resuming import Origin, check_resumed
 from flatout.checkpoints.adapter_folder import adapter_plan
 from flatout.config.facts import names_in
 from flatout.config.load import LoadedConfig, load_config
@@ -23,6 +22,7 @@ from flatout.engine.books import Progress
 from flatout.engine.saving import capture
 from flatout.engine.step import LossScale
 from flatout.errors import CheckpointError, DoesNotFitError, HardwareError, UserError
+from flatout.front.resuming import Origin, check_resumed
 from flatout.model.adapters import attach
 from flatout.model.gpt import build_model
 from flatout.resolve import form

@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import pytest
 
+from flatout.cli import dispatch
 from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.files import write_whole
 from flatout.observe.picture import is_picture
@@ -28,7 +29,6 @@ from flatout.observe.plot.run import metrics_figure, panel_figure, results_figur
 from flatout.observe.plot.series import Curve, RunNumbers, smooth, thin, thin_marks, usual_range, window_of
 from flatout.observe.sinks import RunHistory, distinct_names, read_history
 from flatout.records import StepRecord
-from flatout.verbs.plot import plot
 from tests.made_runs import finished_run
 
 Row = dict[str, Any]
@@ -575,21 +575,23 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_where_files_go(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plot(["runs/a"]) == 0
+    assert dispatch(["plot", "runs/a"]) == 0
     assert printed(capsys) == [
         f"wrote runs/a/plots/{name}" for name in ("steps.csv", "evals.csv", "metrics.png", "results.png")
     ]
-    assert plot(["runs/a", "--json", "--svg", "--out", "x/y", "--no-csv"]) == 0
+    assert dispatch(["plot", "runs/a", "--json", "--svg", "--out", "x/y", "--no-csv"]) == 0
     assert json.loads(capsys.readouterr().out) == {"files": ["x/y/metrics.svg", "x/y/results.svg"]}
-    assert plot(["runs/a", "--svg", "runs/b"]) == 0
+    assert dispatch(["plot", "runs/a", "--svg", "runs/b"]) == 0
     assert printed(capsys) == ["wrote plots/steps.csv", "wrote plots/evals.csv", "wrote plots/comparison.svg"]
-    assert plot(["runs/a", "runs/b", "--out", "c.svg"]) == 0
+    assert dispatch(["plot", "runs/a", "runs/b", "--out", "c.svg"]) == 0
     assert printed(capsys) == ["wrote c-steps.csv", "wrote c-evals.csv", "wrote c.svg"]
-    assert plot(["runs/a", "--each", "--no-csv"]) == 0
+    assert dispatch(["plot", "runs/a", "--each", "--no-csv"]) == 0
     names = [line.rpartition("/")[2] for line in printed(capsys)]
     assert len(names) == len(set(names)) == 11
     assert {"loss.png", "loss-over-tokens.png", "step-time.png", "parameter-norm.png"} <= set(names)
-    assert plot(["runs/a", "runs/b"]) == plot(["runs/a", "--out", "x/y"]) == 0  # ours are written over
+    assert (
+        dispatch(["plot", "runs/a", "runs/b"]) == dispatch(["plot", "runs/a", "--out", "x/y"]) == 0
+    )  # ours are written over
     assert read_csv(place / "plots" / "steps.csv")[0]["run"] == "a"
 
 
@@ -620,7 +622,7 @@ def test_where_files_go(place: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_mistakes_are_told_and_nothing_is_written(place: Path, words: list[str], message: str, hint: str) -> None:
     before = sorted(place.rglob("*"))
     with pytest.raises(UserError) as caught:
-        plot(words)
+        dispatch(["plot", *words])
     assert message in caught.value.message
     assert hint in caught.value.hint
     assert sorted(place.rglob("*")) == before
@@ -631,7 +633,7 @@ def test_files_that_are_not_ours_are_left_alone(place: Path, name: str) -> None:
     (place / "mine").mkdir()
     (place / "mine" / name).write_bytes(b"step,loss\n1,2\n")
     with pytest.raises(UsageError, match="does not look like a file that flatout wrote"):
-        plot(["runs/a", "--out", "mine"])
+        dispatch(["plot", "runs/a", "--out", "mine"])
     assert [path.name for path in (place / "mine").iterdir()] == [name]
     assert (place / "mine" / name).read_bytes() == b"step,loss\n1,2\n"
 
@@ -639,13 +641,13 @@ def test_files_that_are_not_ours_are_left_alone(place: Path, name: str) -> None:
 def test_a_folder_in_the_place_of_a_picture(place: Path) -> None:
     (place / "plots" / "comparison.png").mkdir(parents=True)
     with pytest.raises(UsageError, match="is not a file"):
-        plot(["runs/a", "runs/b"])
+        dispatch(["plot", "runs/a", "runs/b"])
 
 
 def test_tables_of_one_run_do_not_replace_those_of_a_comparison(place: Path) -> None:
-    plot(["runs/a", "runs/b"])
+    dispatch(["plot", "runs/a", "runs/b"])
     with pytest.raises(UsageError, match=r"steps\.csv is there"):
-        plot(["runs/a", "--out", "plots"])
+        dispatch(["plot", "runs/a", "--out", "plots"])
 
 
 def test_our_real_pictures_are_known_as_ours(tmp_path: Path) -> None:
@@ -683,11 +685,11 @@ def test_nothing_of_a_users_is_replaced_unless_he_says_so(place: Path) -> None:
             target.write_bytes(content)
         before = tree(place)
         with pytest.raises(UsageError) as caught:
-            plot(["runs/a"])  # also in the run's own folder
+            dispatch(["plot", "runs/a"])  # also in the run's own folder
         assert name in caught.value.message
         assert "--overwrite" in caught.value.hint
         assert tree(place) == before
-        assert plot(["runs/a", "--overwrite"]) == 0
+        assert dispatch(["plot", "runs/a", "--overwrite"]) == 0
         assert target.read_bytes() not in (content, b"mine")
     assert kept.read_bytes() == b"mine", "a link is replaced, not what it leads to"
     assert not target.is_symlink()
@@ -697,14 +699,14 @@ def test_nothing_of_a_users_is_replaced_unless_he_says_so(place: Path) -> None:
 def test_places_that_cannot_be(place: Path, word: str) -> None:
     before = tree(place)
     with pytest.raises(UserError):
-        plot(["runs/a", "--out", word])
+        dispatch(["plot", "runs/a", "--out", word])
     assert tree(place) == before
 
 
 def test_a_run_that_cannot_be_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "runs" / "a" / "metrics.jsonl").write_bytes(b"\xff\n{]\n")
     with pytest.raises(DataError, match="holds no run"):
-        plot(["runs/b", "runs/a"])
+        dispatch(["plot", "runs/b", "runs/a"])
     assert not (place / "plots").exists()
 
     def refused(_self: Path) -> bytes:
@@ -712,7 +714,7 @@ def test_a_run_that_cannot_be_read(place: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Path, "read_bytes", refused)
     with pytest.raises(DataError, match="cannot be read: Permission denied"):
-        plot(["runs/b"])
+        dispatch(["plot", "runs/b"])
 
 
 @pytest.mark.parametrize(
@@ -726,7 +728,7 @@ def test_signals_end_it_cleanly(
 
     monkeypatch.setattr(plots, "write_picture", interrupted)
     with pytest.raises(SystemExit, match=str(code)):
-        plot(["runs/a"])
+        dispatch(["plot", "runs/a"])
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith(word)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from flatout.cli import dispatch
 from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.observe.report.data import report_data
 from flatout.observe.report.figures import figures_of
@@ -24,7 +25,6 @@ from flatout.observe.report.report import MARK, MOST_RUNS, json_for_page, page_o
 from flatout.observe.report.series import MOST_POINTS, RunState, curves_of, smoothed, thinned
 from flatout.observe.sinks import RunHistory, distinct_names, read_history
 from flatout.records import Record, SampleRecord, StepRecord
-from flatout.verbs import report as verb
 from tests.made_runs import (
     CONFIG,
     end_of,
@@ -569,7 +569,7 @@ def test_a_file_that_is_no_report_is_not_written_over(tmp_path: Path):
         write_report([tmp_path / "run"], link)
     write_report([tmp_path / "run"], link, overwrite=True)
     assert target.read_text(encoding="utf-8") == "<html>mine</html>", "never through a link"
-    assert verb.report([str(tmp_path / "run"), "--out", str(target), "--overwrite"]) == 0
+    assert dispatch(["report", str(tmp_path / "run"), "--out", str(target), "--overwrite"]) == 0
     assert target.read_bytes().startswith(MARK.encode())
 
 
@@ -583,20 +583,20 @@ def test_places_where_no_report_can_be(tmp_path: Path, name: str, error: type[Us
 
 def test_the_verb_writes_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = finished_run(tmp_path / "run")
-    assert verb.report([str(folder)]) == 0
+    assert dispatch(["report", str(folder)]) == 0
     assert (folder / "report.html").is_file()
     assert f"wrote {folder / 'report.html'}" in capsys.readouterr().out
 
 
 def test_the_verb_writes_several_runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert verb.report([str(finished_run(tmp_path / "a")), str(finished_run(tmp_path / "b"))]) == 0
+    assert dispatch(["report", str(finished_run(tmp_path / "a")), str(finished_run(tmp_path / "b"))]) == 0
     assert json.loads(page_parts(Path("report.html").read_bytes())["data"])["title"] == "2 runs: a, b"
 
 
 def test_the_verb_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = finished_run(tmp_path / "run")
-    assert verb.report([str(folder), "--json", "--price", "3600"]) == 0
+    assert dispatch(["report", str(folder), "--json", "--price", "3600"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["name"] == "run"
     assert figure(run, "cost") == "34.20", "four times 50 steps of 117 ms, an evaluation and a checkpoint"
@@ -620,7 +620,7 @@ def test_mistakes_are_answered_in_words(
     monkeypatch.chdir(tmp_path)
     finished_run(tmp_path / "run")
     with pytest.raises(error) as caught:
-        verb.report(words)
+        dispatch(["report", *words])
     assert caught.value.message
     assert caught.value.hint
 
@@ -628,7 +628,7 @@ def test_mistakes_are_answered_in_words(
 def test_a_folder_without_a_run_is_named(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no metrics\.jsonl"):
-        verb.report([str(tmp_path / "empty")])
+        dispatch(["report", str(tmp_path / "empty")])
 
 
 def test_a_report_needs_no_torch(tmp_path: Path):
@@ -636,9 +636,9 @@ def test_a_report_needs_no_torch(tmp_path: Path):
     code = (
         "import sys\n"
         "sys.modules['torch'] = None  # an import of it fails\n"
-        "from flatout.verbs.report import report, serve_report\n"
+        "from flatout.cli import main\n"
         "import flatout.observe.report.server\n"
-        f"sys.exit(report([{str(folder)!r}]))"
+        f"sys.exit(main(['report', {str(folder)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
+from flatout.cli import dispatch
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.observe.report.server import ADDRESS, ReportServer, Source, open_server, serve
 from flatout.observe.sinks import read_history
 from flatout.records import record_to_json
-from flatout.verbs import report as verb
 from tests.made_runs import finished_run, info_of, sign_lock, step_of, write_run
 
 
@@ -318,13 +318,13 @@ def test_mistakes_answer_before_anything_listens(tmp_path: Path):
     with pytest.raises(DataError):
         serve([tmp_path / "none"], ready=lambda url: pytest.fail(url))
     with pytest.raises(UsageError, match="port"):
-        verb.serve_report([str(tmp_path), "--port", "99999"])
+        dispatch(["serve-report", str(tmp_path), "--port", "99999"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_verb_cleanly(tmp_path: Path, number: signal.Signals):
     folder = finished_run(tmp_path / "run", steps=20, every=10)
-    code = f"import sys; from flatout.verbs.report import serve_report; sys.exit(serve_report([{str(folder)!r}]))"
+    code = f"import sys; from flatout.cli import main; sys.exit(main(['serve-report', {str(folder)!r}]))"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()

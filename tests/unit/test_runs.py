@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from flatout.cli import main
+from flatout.cli import dispatch, main
 from flatout.config.suggest import run_hint
 from flatout.errors import UsageError
 from flatout.observe.runs import SORTS, list_runs
-from flatout.verbs.runs import runs
 from tests.made_runs import end_of, eval_of, finished_run, info_of, sign_lock, step_of, training, write_run
 
 
@@ -84,7 +83,7 @@ def test_the_steps_of_minutes_are_a_plan_and_no_total(tmp_path: Path):
 
 def test_rows_are_sorted(several: Path, capsys: pytest.CaptureFixture[str]):
     def order(*words: str) -> list[str]:
-        assert runs([*words, "--json"]) == 0
+        assert dispatch(["runs", *words, "--json"]) == 0
         return [Path(json.loads(line)["run"]).name for line in capsys.readouterr().out.splitlines()]
 
     assert order() == ["begun", "empty", "killed", "long"], "the newest first"
@@ -94,7 +93,7 @@ def test_rows_are_sorted(several: Path, capsys: pytest.CaptureFixture[str]):
     assert order("--sort", "loss")[-2:] == ["begun", "empty"], "a training loss is no validation loss"
     assert order("--sort", "name", "--reverse") == ["long", "killed", "empty", "begun"]
     with pytest.raises(UsageError, match="invalid choice"):
-        runs(["--sort", "colour"])
+        dispatch(["runs", "--sort", "colour"])
     assert set(SORTS) == {"age", "name", "state", "step", "loss", "size"}
 
 

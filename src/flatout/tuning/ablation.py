@@ -60,9 +60,8 @@ from flatout.device import detect_device
 from flatout.engine.loop import train_loop
 from flatout.errors import ConfigError, DivergedError, HardwareError, ResourceError
 from flatout.records import AblateRow, EvalRecord, StepRecord
-from flatout.tuning.field_changes import Change, with_words
-from flatout.tuning.measure import WARMUP, borrowed_run
-from flatout.tuning.plan import machine_of
+from flatout.tuning.changes import Change, with_words
+from flatout.tuning.measure import WARMUP, borrowed_run, machine_of
 from flatout.tuning.practice_data import scratch_folder
 from flatout.tuning.study import for_trials, status_of
 

@@ -66,7 +66,7 @@ from flatout.resolve.opening import (
 from flatout.resolve.resolve import take_device
 from flatout.resolve.sizing import settled, uncounted
 from flatout.resolve.switches import Speed
-from flatout.tuning.minutes_probe import in_minutes
+from flatout.tuning.minutes import in_minutes
 from flatout.world import World
 
 TRAIN_TOKENS = 2**22

@@ -45,7 +45,7 @@ from flatout.resolve.fit_check import memory_on
 from flatout.resolve.memory import memory_of
 from flatout.resolve.switches import Speed, resolve_speed
 from flatout.tuning import probe
-from flatout.tuning.fragment import TUNED, kept_settings, written_paths
+from flatout.tuning.changes import TUNED, kept_settings, written_paths
 from flatout.tuning.measure import Steps, borrowed_run, free_memory, of_steps, with_sequences
 from flatout.tuning.practice_data import PracticeSamples
 from flatout.tuning.search import Candidate, Trial

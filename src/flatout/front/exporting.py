@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 
-from flatout.api.models import LoadedModel, load_model
-from flatout.api.text import chat_prompt
 from flatout.checkpoints.adapter_folder import IN_4_BITS, files_beside, who_loads, write_adapter
 from flatout.checkpoints.checkpoint import read_checkpoint, write_plain
 from flatout.checkpoints.run_folder import checkpoint_to_load
 from flatout.errors import CheckpointError, UsageError
 from flatout.files import disk_errors
+from flatout.front.models import LoadedModel, chat_prompt, load_model
 from flatout.model.gpt import GPT
 from flatout.model.hub import DTYPES, Description, description_of, model_type_of
 from flatout.model.hub_folder import export_huggingface

@@ -1,16 +1,24 @@
-"""Runs as pictures, tables and one HTML page. Needs no torch."""
+"""Looking at runs and machines: pictures, tables, one HTML page, and the doctor's visit. Needs no torch."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from flatout.config.load import Config, LoadedConfig
 from flatout.config.suggest import run_hint
+from flatout.diagnose.examine import examine
 from flatout.errors import DataError, UsageError, quoted
 from flatout.files import disk_errors
+from flatout.finding import Finding
+from flatout.front.configs import with_sources
+from flatout.launch import Launch
 from flatout.observe.live.follow import find_run
 from flatout.observe.plot.plots import COMPARISON, write_comparison, write_run_plots
 from flatout.observe.plot.series import EIGENSTATES, EVALS, STEPS
 from flatout.observe.report.report import check_target, write_report
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
 
 _FORMS = (".png", ".svg")
 
@@ -114,3 +122,40 @@ def report(
     check_target(target, overwrite=overwrite)  # before anything is read
     write_report(folders, target, overwrite=overwrite, price=price)
     return target
+
+
+# --- diagnosing -------------------------------------------------------------------------------------------------------
+
+
+def doctor(
+    config: Config | str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    hardware: str | None = None,
+    size: str | None = None,
+    quick: bool = False,
+    gpus: int | None = None,
+    launched: Launch | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Iterator[Finding]:
+    """Checks machine, data and config, and yields what was found, each with advice where there is some.
+
+    A config that is named, with `overrides`, may have mistakes: they are findings too. `quick` leaves out compiling and
+    slow trials. `gpus` is how many ranks the config is meant for, `launched` this process as the first of those that a
+    launcher started.
+    """
+    target = str(config) if isinstance(config, str | Path) else config
+    if not isinstance(target, str | LoadedConfig | None):
+        target = with_sources(target)
+    if overrides and isinstance(target, LoadedConfig):
+        raise UsageError("overrides are for a config by its name", "change the config itself, or name its file")
+    return examine(
+        target,
+        overrides,
+        hardware=hardware,
+        size=size,
+        quick=quick,
+        gpus=gpus,
+        launched=launched,
+        progress=progress,
+    )

@@ -1,4 +1,4 @@
-"""The verbs train and finetune: words in, `flatout.api.train` called, records shown as they come.
+"""The verbs train and finetune: words in, `flatout.train` called, records shown as they come; --gpus starts processes.
 
 Contract: as in `flatout.cli`. The first signal saves and ends the run, and the run does not need its terminal.
 """
@@ -6,24 +6,29 @@ Contract: as in `flatout.cli`. The first signal saves and ends the run, and the 
 import argparse
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import flatout
 from flatout import records
-from flatout.errors import UsageError, UserError
-from flatout.launch import AGENT, launch
-from flatout.streams import output_that_may_go_away
-from flatout.tuning.signals import handled
-from flatout.verbs.launching import add_launching, start_workers, starts_workers, told_by_one
-from flatout.words import Parser, add_config, load, on_hardware, one_line, quoted
+from flatout.errors import HardwareError, UsageError, UserError, many
+from flatout.front.output import handled, output_that_may_go_away
+from flatout.front.words import Parser, add_config, load, on_hardware, one_line, quoted
+from flatout.launch import AGENT, START, launch, place_of_slurm
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
+    from flatout.parallel.agent import Hosts
+
+
+# --- train ------------------------------------------------------------------------------------------------------------
+
 
 _DRAWN = 20  # steps: a run that ends with fewer has no curve to draw
 
@@ -83,9 +88,8 @@ def _for_workers(words: list[str], parsed: argparse.Namespace, stored: Path | No
     started again."""
     if stored is None or getattr(parsed, "minutes", None) is None:
         return words
-    from flatout import api
 
-    point, more = api.more_minutes(stored, parsed.minutes)
+    point, more = flatout.more_minutes(stored, parsed.minutes)
     return [*words, "--resume", str(point), *more]
 
 
@@ -143,7 +147,6 @@ def _follow_training(
     parsed: argparse.Namespace, loaded: "LoadedConfig | None", resume: str | None, stored: Path | None
 ) -> int:
     found = launch()
-    from flatout import api
     from flatout.observe.live.console import JsonReader, TerminalReader
     from flatout.observe.live.prepare_bar import PrepareBar
     from flatout.observe.live.view import ViewReader
@@ -151,9 +154,9 @@ def _follow_training(
     if loaded is None or stored is not None:
         started = found is not None and found.attempt is not None  # by our agent, which has reckoned the minutes
         if getattr(parsed, "minutes", None) is not None and stored is not None and not started:
-            stored, more = api.more_minutes(stored, parsed.minutes)
+            stored, more = flatout.more_minutes(stored, parsed.minutes)
             parsed.overrides, resume = [*more, *parsed.overrides], str(stored)
-        loaded = on_hardware(api.stored_config(stored or Path(), parsed.overrides), parsed.hardware)
+        loaded = on_hardware(flatout.stored_config(stored or Path(), parsed.overrides), parsed.hardware)
     terminal = ViewReader if parsed.view else TerminalReader
     reader = JsonReader() if parsed.json else terminal(loaded.config.output.log_every)
     preparing = PrepareBar()
@@ -167,7 +170,7 @@ def _follow_training(
     with stop:
         try:
             asked = {"stop": stop.requested, "save": stop.save, "progress": preparing}
-            for record in api.train(loaded, resume=resume, alerts=False, **asked):  # the reader has its own
+            for record in flatout.train(loaded, resume=resume, alerts=False, **asked):  # the reader has its own
                 if isinstance(record, records.RunInfo):
                     stop.training = True
                     preparing.close()
@@ -273,3 +276,130 @@ def _cry(text: str) -> None:
     """A line on standard error from a signal handler, where Python's own streams may be in use."""
     with contextlib.suppress(OSError):  # the terminal may be gone, which is what SIGHUP says
         os.write(2, f"\n{text}\n".encode("ascii"))
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+_MOST = 1024
+Found = TypeVar("Found")
+
+
+def add_launching(parser: Parser) -> None:
+    number = parser.number
+    number("--gpus", 1, _MOST, metavar="N", help="train with N processes, one for each GPU; without GPUs, on the CPU")
+    number("--nodes", 1, _MOST, metavar="M", help="hosts that train together; give the same command on each")
+    number("--node-rank", 0, _MOST - 1, metavar="R", help="number of this host, from 0")
+    parser.add_argument("--meet", metavar="HOST:PORT", help="where hosts meet: an address of host 0 and a free port")
+    number("--restarts", 0, 1000, metavar="K", default=3, help="restarts after crashes, kills and hangs (default 3)")
+
+
+def starts_workers(parsed: argparse.Namespace) -> bool:
+    """Whether this process is to start others, rather than to train; refuses options that do not go together."""
+    if os.environ.get(AGENT):
+        return False  # this is one of them
+    alone = [name for name in ("nodes", "node_rank", "meet") if getattr(parsed, name) is not None]
+    if parsed.gpus is None:
+        if alone:
+            option = f"--{alone[0].replace('_', '-')}"
+            raise UsageError(
+                f"{option} goes with --gpus", f"add --gpus N, the GPUs of this host, or leave {option} out"
+            )
+        return False
+    if os.name == "nt":
+        raise HardwareError(
+            "--gpus needs signals and process groups, which Windows does not have",
+            "use Flatout in WSL, or leave --gpus out and train on one GPU",
+        )
+    found = launch() if "WORLD_SIZE" in os.environ else None
+    if found is not None:
+        raise UsageError(
+            f"--gpus starts processes, and a launcher has started {found.size} already",
+            "leave --gpus out under torchrun, or start `flatout train --gpus N` by itself",
+        )
+    return True
+
+
+def start_workers(
+    verb: str, parsed: argparse.Namespace, checked: "Callable[[], tuple[LoadedConfig | None, Sequence[str]]]"
+) -> int:
+    """Starts the processes and stays with them to the end; returns the command's exit code.
+
+    `checked` loads the config, and has the words for them: what is wrong is told here, once, and not by every process.
+    """
+    from flatout.config.sections import ParallelConfig
+    from flatout.parallel.agent import Agent
+
+    hosts_of = _hosts(parsed)
+    try:
+        loaded, words = checked()
+        _check_gpus(parsed.gpus, None if loaded is None else loaded.config.speed.device)
+    except UserError as error:
+        raise hosts_of(START).refuse(error) from error
+    timeout = (ParallelConfig() if loaded is None else loaded.config.parallel).timeout
+    return Agent([verb, *words], hosts_of(max(START, timeout)), restarts=parsed.restarts, timeout=timeout).run()
+
+
+def told_by_one(checked: Callable[[], Found]) -> Found:
+    """Understands a command. In one of several processes, one of them tells what is wrong with it."""
+    try:
+        return checked()
+    except UserError as error:
+        found = launch()
+        if found is None or found.size == 1:
+            raise
+        from flatout.parallel.ranks import refuse
+
+        raise refuse(found, error) from error
+
+
+def _hosts(parsed: argparse.Namespace) -> "Callable[[float], Hosts]":
+    """How the agents of all hosts meet, given how long to wait for them."""
+    from flatout.parallel.agent import OneHost
+
+    nodes, rank, meet = parsed.nodes, parsed.node_rank, parsed.meet
+    if nodes is None and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        nodes, rank, meet = _of_slurm(rank, meet)
+    if nodes is None and (meet is not None or rank is not None):
+        raise UsageError("--node-rank and --meet are for several hosts", "add --nodes M, or leave them out")
+    if nodes is None or (nodes == 1 and not rank):
+        return lambda _patience: OneHost(parsed.gpus)
+    found = re.fullmatch(r"\[?([^\[\]]+?)\]?:(\d{1,5})", meet or "")
+    if rank is None or found is None or not 0 < int(found[2]) < 65536:
+        wrong = "--node-rank" if rank is None else "--meet" if meet is None else f"--meet {quoted(meet)}"
+        raise UsageError(
+            f"{wrong} is missing" if rank is None or meet is None else f"{wrong} is not HOST:PORT",
+            f"give --nodes {nodes} --node-rank R --meet HOST:PORT on each host: its number from 0, and an address of "
+            "host 0 with a free port",
+        )
+    if rank >= nodes:
+        raise UsageError(f"--node-rank {rank} is not below --nodes {nodes}", "hosts are numbered from 0")
+    from flatout.parallel.many_hosts import ManyHosts
+
+    place = found[1], int(found[2])
+    return lambda patience: ManyHosts(parsed.gpus, nodes, rank, place, patience)
+
+
+def _of_slurm(rank: int | None, meet: str | None) -> tuple[int, int | None, str | None]:
+    """srun has started one agent on each host, and says which."""
+    tasks, hosts = (int(os.environ.get(f"SLURM_STEP_NUM_{name}", "1")) for name in ("TASKS", "NODES"))
+    if tasks != hosts:
+        raise UsageError(
+            f"srun has started {many(tasks, 'task')} on {many(hosts, 'host')}, and --gpus starts the processes of a "
+            "host itself",
+            "use --ntasks-per-node=1 with --gpus, or one task for each GPU and no --gpus",
+        )
+    place_of_slurm()
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return hosts, int(os.environ["SLURM_PROCID"]) if rank is None else rank, meet or where
+
+
+def _check_gpus(asked: int, device: str | None) -> None:
+    """Refuses more processes than there are GPUs, as far as that can be seen without torch."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if names is None else len(names.split(","))
+    if device in (None, "cpu") or ":" in device or not cards or asked <= cards or names == "":
+        return
+    raise HardwareError(
+        f"--gpus {asked}, and this host has {cards}", f"use --gpus {cards}, or speed.device=cpu to train without them"
+    )

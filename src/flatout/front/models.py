@@ -1,9 +1,10 @@
-"""Models in: a run, a checkpoint, a Hugging Face folder or a PEFT adapter, ready to use."""
+"""Models in, text from them, and their loss: runs, checkpoints, Hugging Face folders and PEFT adapters."""
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +23,25 @@ from flatout.checkpoints.checkpoint import check_files_alone, read_checkpoint, v
 from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint, newest_run
 from flatout.config.load import LoadedConfig, load_stored, with_values
 from flatout.config.source import Source
-from flatout.data.chat_template import ChatTemplate, load_template, template_from_json
+from flatout.data.batch import Delivery
+from flatout.data.chat_template import ChatTemplate, TemplateRefusal, load_template, template_from_json
 from flatout.data.masking import stops_of
 from flatout.data.model_folder import read_model_tokenizer, read_templates
 from flatout.data.portable import own_tokenizer
+from flatout.data.positions import Schedule
+from flatout.data.sample_data import SampleData
+from flatout.data.samples import holds_samples, open_samples
+from flatout.data.shard_data import ShardData
+from flatout.data.shards import open_dataset
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
-from flatout.device import Device, detect_device
+from flatout.data.training_data import TrainingData, tokens_per_byte
+from flatout.device import Device, arithmetic, detect_device
 from flatout.engine.custom import CustomModel, Given, ModelGiven, adopt, check_given, structure_of
+from flatout.engine.evaluate import bits_per_byte, perplexity
+from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.setup import only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError
+from flatout.generation import generate_tokens
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
@@ -40,7 +51,10 @@ from flatout.model.hub_folder import find_model, load_described
 from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
 from flatout.resolve.fit_check import out_of_memory
+from flatout.resolve.opening import DataSource, samples_folder
 from flatout.resolve.switches import scan_for
+
+# --- models -----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -293,3 +307,199 @@ def _ready(model: GPT | CustomModel, device: Device) -> GPT | CustomModel:
         model.use(dataclasses.replace(model.execution, scan=scan_for(device)))
     with out_of_memory():
         return model.to(device.torch_device).eval()
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def generate(
+    model: LoadedModel | str | Path | None = None,
+    prompt: str = "\n",
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    cached: bool = True,
+    bare: bool = True,
+) -> Generator[str]:
+    """Yields the continuation of `prompt` in pieces, as soon as each is whole text.
+
+    A `bare` one was written by no template: BOS comes before it where the model expects that.
+    """
+    loaded = model if isinstance(model, LoadedModel) else load_model(model)
+    tokenizer = loaded.tokenizer
+    if bare and isinstance(tokenizer, ModelTokenizer):
+        ids = tokenizer.encode_prompt(prompt).tolist()
+    else:
+        ids = tokenizer.encode(prompt).tolist()
+    if not ids:
+        if tokenizer.end_of_text is None:
+            raise DataError("the prompt is empty", "give at least one character to continue")
+        ids = [tokenizer.end_of_text]
+    tokens_out = generate_tokens(
+        loaded.model,
+        ids,
+        count=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stops=loaded.stops,
+        vocab=tokenizer.vocab,
+        cached=cached,
+    )
+    yield from _in_pieces(tokenizer, tokens_out, loaded.stops)
+
+
+def chat(
+    model: LoadedModel | str | Path | None,
+    messages: str | Sequence[Mapping[str, Any]],
+    *,
+    tokens: int = 500,
+    temperature: float = 0.7,
+    top_k: int | None = None,
+    top_p: float | None = 0.95,
+    seed: int = 0,
+) -> Generator[str]:
+    """Yields the answer of a chat model to a message, or to a conversation that ends with one, in pieces.
+
+    `messages` are mappings with `role` and `content`, as templates have them; a `system` one may come first. Without a
+    template the last message is continued as bare text.
+    """
+    loaded = model if isinstance(model, LoadedModel) else load_model(model)
+    said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    if not said or not isinstance(said[-1].get("content"), str):
+        raise DataError("the conversation does not end with a message", "give a text, or mappings of role and content")
+    prompt = chat_prompt(loaded, said[-1]["content"], said[:-1])
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    yield from generate(loaded, prompt, tokens=tokens, bare=False, **how)
+
+
+def _in_pieces(tokenizer: Tokenizer, tokens: Iterable[int], stops: Collection[int]) -> Iterator[str]:
+    """Text as it becomes whole. A character of several tokens waits for its last one.
+
+    Only the tokens since the piece before the last are decoded again, so long outputs cost no more per token than
+    short ones; the piece before is kept for tokenizers that write a space differently at the start of a text.
+    """
+    ids: list[int] = []
+    piece, fresh = 0, 0  # where the last piece began, and where it ended
+    for token in tokens:
+        if token in stops:
+            break
+        ids.append(token)
+        before, now = tokenizer.decode(ids[piece:fresh]), tokenizer.decode(ids[piece:])
+        if len(now) > len(before) and not now.endswith("\ufffd"):
+            yield now[len(before) :]
+            piece, fresh = fresh, len(ids)
+    rest = tokenizer.decode(ids[piece:])[len(tokenizer.decode(ids[piece:fresh])) :]
+    if rest:
+        yield rest
+
+
+def chat_prompt(model: LoadedModel, message: str, history: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The text after which the model answers `message`, by the template it was taught with.
+
+    Without one it is the message, after BOS where the model expects it.
+    """
+    template = template_of(model)
+    if template is None:
+        return (model.tokenizer.begin or "") + message if isinstance(model.tokenizer, ModelTokenizer) else message
+    try:
+        return template.render([*history, {"role": "user", "content": message}], add_generation_prompt=True)
+    except TemplateRefusal as error:
+        raise DataError(
+            f"the chat template refuses the conversation: {error}",
+            "leave --system out if it has no place for it, or continue a bare text with `flatout generate`",
+        ) from error
+
+
+def is_untaught(model: LoadedModel) -> bool:
+    """Whether a model has no template to chat by and was not taught to do without one either."""
+    return not model.taught and template_of(model) is None
+
+
+def template_of(model: LoadedModel) -> ChatTemplate | None:
+    folder = None if model.description is None else model.description.folder
+    # A run that was taught without a template must not be asked with that of its base, nor must its adapter.
+    others = model.config is None and not model.bare
+    if model.template is None and folder is not None and others and isinstance(model.tokenizer, ModelTokenizer):
+        return load_template("model", folder, model.tokenizer) if read_templates(folder) else None
+    return model.template
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+    split: str
+    origin: str
+
+
+def evaluate(
+    model: LoadedModel | str | Path | None = None,
+    *,
+    data: str | Path | None = None,
+    split: str = "val",
+    tokens: int | None = None,
+    batch_size: int = 16,
+) -> Evaluation:
+    """Loss, perplexity and bits per byte of a trained model on its own validation split, or on other shards.
+
+    Of a fine-tuned run `data` may also be the folder of its samples, where its source or its base is not to be found.
+    """
+    loaded = model if isinstance(model, LoadedModel) else load_model(model)
+    if data is None and loaded.config is None:
+        raise UsageError(
+            f"{loaded.origin} does not say what it was trained on",
+            "name prepared shards with --data, or measure the run that it was written from: `flatout eval RUN`",
+        )
+    device = loaded.device.torch_device
+    source = _trained_on(loaded) if data is None else _in_folder(Path(data), loaded)
+    batches = source.evaluation(batch_size, Delivery(device=device), tokens, split)
+    rate = tokens_per_byte(source.split(split), source.tokenizer, apart=source.apart)
+    with out_of_memory():
+        loss, count = evaluate_model(loaded.model, batches, lambda: arithmetic("fp32", False, device))
+    return Evaluation(
+        loss=loss,
+        perplexity=perplexity(loss),
+        bits_per_byte=bits_per_byte(loss, rate),
+        tokens=count,
+        split=split,
+        origin=str(loaded.origin),
+    )
+
+
+def _trained_on(loaded: LoadedModel) -> TrainingData:
+    """The data of a run, whatever its kind."""
+    assert loaded.settings is not None, "checked by the caller"
+    data = DataSource(loaded.settings, loaded.device, again=True).open(loaded.settings).data
+    if data.facts.fingerprint != loaded.dataset:
+        raise DataError(
+            f"{data.facts.place} is no longer what {loaded.origin} was trained on",
+            "restore what it was made of, or name prepared shards with --data to measure on those all the same",
+        )
+    return data
+
+
+def _in_folder(folder: Path, loaded: LoadedModel) -> TrainingData:
+    """Any prepared shards, or the samples that a run made."""
+    config, context = loaded.config, loaded.model.config.context
+    if config is None or not (config.fine_tunes and holds_samples(folder)):
+        dataset = open_dataset(folder, wanted=loaded.tokenizer, verify="full")
+        apart = config is not None and config.documents_apart
+        return ShardData(dataset, None, Schedule.constant(1, context), apart=apart)
+    samples = open_samples(folder)
+    if samples.fingerprint != loaded.dataset:
+        raise DataError(
+            f"{folder} does not hold the samples that {loaded.origin} was trained on",
+            f"name the folder that the run made, {samples_folder(config)} in the place where it began",
+        )
+    how = {"row_tokens": config.model.context, "packing": config.chat.packing, "seed": config.train.seed}
+    return SampleData(sample_set=samples, tokenizer=loaded.tokenizer, batch_samples=config.chat.batch_samples, **how)

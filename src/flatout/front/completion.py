@@ -15,7 +15,7 @@ from typing import Any
 from flatout.config.catalogue import shipped_names
 from flatout.config.facts import field_facts, options_of, spot_at
 from flatout.config.sizes import LONG_SIZES, size_names
-from flatout.words import Parser, described
+from flatout.front.words import Parser, described
 
 SHELLS = ("bash", "zsh")
 _FILES = "@files"  # stands for the files that are there

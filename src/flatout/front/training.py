@@ -12,8 +12,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from flatout.api.configs import config_to_train, with_sources
-from flatout.api.resuming import HeldFolder, Origin, as_begun, check_resumed, own_settings
 from flatout.checkpoints.checkpoint import mark_as_base
 from flatout.checkpoints.run_folder import RunLock, is_checkpoint, set_later_aside, set_unusable_aside
 from flatout.config.alike import shared_settings
@@ -33,6 +31,8 @@ from flatout.engine.run import Run
 from flatout.engine.saving import lacks_verdict, recorded_again
 from flatout.errors import DataError, DivergedError, UsageError
 from flatout.files import write_whole
+from flatout.front.configs import config_to_train, with_sources
+from flatout.front.resuming import HeldFolder, Origin, as_begun, check_resumed, own_settings
 from flatout.launch import OtherProcessError, launch
 from flatout.observe.live.alerts import Alerts
 from flatout.observe.notebook import Chart, RunResult
@@ -46,7 +46,7 @@ from flatout.resolve.memory import checkpoint_size
 from flatout.resolve.opening import DataSource
 from flatout.resolve.plan import RunPlan
 from flatout.resolve.resolve import resolve, take_device
-from flatout.tuning.minutes_probe import in_minutes
+from flatout.tuning.minutes import in_minutes
 from flatout.world import World
 
 Result = TypeVar("Result")

@@ -1,0 +1,1 @@
+"""What users call: commands, and the Python functions behind them."""

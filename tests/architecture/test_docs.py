@@ -65,7 +65,7 @@ def test_every_field_named_in_the_documents_exists():
     named: set[str] = set()
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "lab").glob("*.md"))]:
         text = path.read_text(encoding="utf-8")
-        # `optim/rules.py` and `data/loader.py` are files, `train.py` is the guides'
+        # `optim/rules.py` and `data/batch.py` are files, `train.py` is the guides'
         fields = set(re.findall(rf"`((?:{sections})\.[a-z_0-9]+)(?:=[^`]*)?`", text))
         unknown = {field for field in fields - known if not field.endswith(".py")}
         assert not unknown, f"{path.name} names {sorted(unknown)}"

@@ -3,7 +3,7 @@
 It keeps `weight` and `bias`, the very parameters of the layer in whose place it stands, so code that reads those still
 works, and owns A of all parts stacked, B of every part, and DoRA's magnitudes.
 Trap: code that multiplies by `weight` itself leaves the adapter out. Whoever does so must ask for an AdaptedLinear
-first (`TorchOperations` does). Our kernels do: model/kernel_operations.py.
+first (`Operations` does). Our kernels do: model/kernel_operations.py.
 """
 
 from collections.abc import Sequence

@@ -48,7 +48,6 @@ from flatout.model.operations import (
     Rotary,
     Shared,
     Stream,
-    TorchOperations,
     build_norm,
     product_type,
 )
@@ -371,7 +370,7 @@ class GPT(nn.Module):
         """
         how, nothing = self.execution, [NarrowBlock()] * len(self.blocks)
         if how.kernels != "triton" or cache is not None:
-            return TorchOperations(how), nothing
+            return Operations(how), nothing
         from flatout.model.kernel_operations import FrozenOperations, KernelOperations
 
         dtype = product_type(self.embedding.weight)

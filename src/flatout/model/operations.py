@@ -17,7 +17,6 @@ With `FrozenOperations` a block in which only adapters are trained is one step o
 Shape legend: B batch, T positions of this call, H query heads, G key/value heads, D head size, W width, V vocabulary.
 """
 
-import abc
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -221,12 +220,19 @@ class Shared:
     window: int | None = None  # of attention in blocks of kind W, where it is not their own
 
 
-class Operations(abc.ABC):
-    """One form of everything that a pass over the model does."""
+def product_type(x: Tensor) -> torch.dtype:
+    """The type of matrix products: autocast's where it is on, else that of the weights, at least fp32."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return torch.promote_types(x.dtype, torch.float32)
 
-    recomputes: tuple[str, ...]  # kinds of checkpointing that are for the caller to do, around a block
-    # Whether these are our kernels. Decoding never has them, whatever `execution.kernels` says.
-    kernels: bool
+
+class Operations:
+    """All operations of a forward pass, in torch's form. Other forms are subclasses."""
+
+    recomputes: tuple[str, ...] = ("selective", "full")  # modes of checkpointing that the caller applies to a block
+    kernels = False  # whether these are our kernels; decoding never uses them, whatever `execution.kernels` says
 
     def __init__(self, execution: Execution) -> None:
         self.execution = execution
@@ -238,131 +244,51 @@ class Operations(abc.ABC):
         return tokens_BT, layout
 
     def seeds(self, count: int, device: torch.device) -> Sequence[Tensor | None]:
-        """Seeds for so many places of dropout in a pass, drawn from torch's random stream where the form wants any."""
+        """Seeds for `count` places of dropout, drawn from torch's random state; None if the form needs none."""
         return [None] * count
 
-    @abc.abstractmethod
     def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
-        """The residual stream's first values; positions are [T, W], or [B, T, W] where rows differ."""
-
-    @abc.abstractmethod
-    def add_rows(self, x_BTW: Tensor, ids_BT: Tensor, table_RW: Tensor) -> Tensor:
-        """The first values with rows of another table added."""
-
-    def first(self, x_BTW: Tensor) -> tuple[Tensor, Any]:
-        """(the first stream, the same as blocks get it to mix it in)."""
-        return x_BTW, x_BTW
-
-    @abc.abstractmethod
-    def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Any:
-        """Rows of a value table, for the two blocks that it serves."""
-
-    @abc.abstractmethod
-    def unit_norm(self, x_BTW: Tensor, eps: float) -> Tensor:
-        """RMS norm without weights, in the type of the stream."""
-
-    @abc.abstractmethod
-    def drop(self, x_BTW: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
-        """Dropout on the stream itself."""
-
-    def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
-        """The block in one step, where this form has it so."""
-        return None
-
-    @abc.abstractmethod
-    def add_norm(
-        self, stream: Stream, norm: Norm, slot: Slot | None = None, mix: Mix | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(the stream with its branch added, and mixed; the norm of that). `slot` takes the norm in 8 bits."""
-
-    @abc.abstractmethod
-    def project_heads(
-        self, h_BTW: Tensor, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None, gates: Gates
-    ) -> Heads:
-        """Queries, keys and values, and the gates that `gates` asks for."""
-
-    @abc.abstractmethod
-    def add_values(self, v_BGTD: Tensor, gates_BTG: Tensor, values: Any) -> Tensor:
-        """Attention's values plus gated rows of a table. The given ones may be overwritten."""
-
-    @abc.abstractmethod
-    def gate_heads(self, y_BHTD: Tensor, gates_BTH: Tensor) -> Tensor:
-        """Attention's output, each head times its gate."""
-
-    @abc.abstractmethod
-    def prepare_heads(
-        self,
-        q_BHTD: Tensor,
-        k_BGTD: Tensor,
-        v_BGTD: Tensor,
-        norms: tuple[RMSNorm, RMSNorm] | None,
-        turn: Turn | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys with their norms and positions, and values as they are."""
-
-    @abc.abstractmethod
-    def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
-        """Whether `product` may take another weight in the place of the layer's."""
-
-    @abc.abstractmethod
-    def product(self, x: Tensor, layer: nn.Linear, narrow: NarrowLinear | None, weight: Tensor | None = None) -> Branch:
-        """The layer's result, or that of another `weight` in the place of its own where `scales_weights`.
-
-        The layer's bias is added in either case: here, or by whoever adds the branch (`Branch.bias_W`).
-        """
-
-    @abc.abstractmethod
-    def activated_product(
-        self, h_BTW: Tensor, up: nn.Linear, down: nn.Linear, kind: str, narrow: NarrowBlock
-    ) -> Branch:
-        """An MLP: `up`, the activation of this kind, `down`."""
-
-    @abc.abstractmethod
-    def hand_on(self, stream: Stream) -> Stream:
-        """The stream as the next block gets it."""
-
-
-def product_type(x: Tensor) -> torch.dtype:
-    """The type of matrix products: autocast's where it is on, else that of the weights, which is never narrow."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-class TorchOperations(Operations):
-    """Its dropout draws for itself."""
-
-    recomputes = ("selective", "full")
-    kernels = False
-
-    def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
+        """First values of the residual stream; positions are [T, W], or [B, T, W] where rows differ."""
         x_BTW = F.embedding(tokens_BT, table_VW)
         return x_BTW if positions_TW is None else x_BTW + positions_TW
 
+    def add_rows(self, x_BTW: Tensor, ids_BT: Tensor, table_RW: Tensor) -> Tensor:
+        """Adds rows of another table to the stream."""
+        return x_BTW + F.embedding(ids_BT, table_RW)
+
+    def first(self, x_BTW: Tensor) -> tuple[Tensor, Any]:
+        """(the first stream, the same in the form in which blocks mix it in)."""
+        return x_BTW, x_BTW
+
+    def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Any:
+        """Rows of a value table, for both blocks that use it."""
+        return F.embedding(tokens_BT, table_VC).to(product_type(table_VC))
+
     def unit_norm(self, x_BTW: Tensor, eps: float) -> Tensor:
+        """RMS norm without weights, in the type of the stream."""
         return F.rms_norm(x_BTW, (x_BTW.shape[-1],), None, eps)
 
     def drop(self, x_BTW: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
+        """Dropout on the stream itself."""
         return F.dropout(x_BTW, dropout)
+
+    def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
+        """The whole block as one operation; None if this form has no such operation."""
+        return None
 
     def add_norm(
         self, stream: Stream, norm: Norm, slot: Slot | None = None, mix: Mix | None = None
     ) -> tuple[Tensor, Tensor]:
+        """(the stream with its branch added and mixed, the norm of that). `slot` takes the norm in 8 bits."""
         x_BTW = self.hand_on(stream).x_BTW
         if mix is not None:
             x_BTW = mix.weights_2[0] * x_BTW + mix.weights_2[1] * mix.first
         return x_BTW, norm(x_BTW)
 
-    def add_rows(self, x_BTW: Tensor, ids_BT: Tensor, table_RW: Tensor) -> Tensor:
-        return x_BTW + F.embedding(ids_BT, table_RW)
-
-    def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Tensor:
-        return F.embedding(tokens_BT, table_VC).to(product_type(table_VC))  # once for all blocks that it serves
-
     def project_heads(
         self, h_BTW: Tensor, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None, gates: Gates
     ) -> Heads:
+        """Queries, keys and values, and the gates that `gates` asks for."""
         counts = (heads, groups, groups)
         size = layer.out_features // sum(counts)
         parts = self._parts(h_BTW, layer, [count * size for count in counts])
@@ -374,13 +300,6 @@ class TorchOperations(Operations):
         for_values, for_heads = all_BTC.split([gates.values, gates.heads], dim=-1)
         return Heads(q, k, v, for_values if gates.values else None, for_heads if gates.heads else None)
 
-    def add_values(self, v_BGTD: Tensor, gates_BTG: Tensor, values: Tensor) -> Tensor:
-        rows_BGTD = values.to(v_BGTD.dtype).unflatten(-1, (v_BGTD.shape[1], -1)).transpose(1, 2)
-        return v_BGTD + gates_BTG.transpose(1, 2)[..., None] * rows_BGTD
-
-    def gate_heads(self, y_BHTD: Tensor, gates_BTH: Tensor) -> Tensor:
-        return y_BHTD * gates_BTH.transpose(1, 2)[..., None]
-
     def _parts(self, h_BTW: Tensor, layer: nn.Linear, sizes: list[int]) -> tuple[Tensor, ...]:
         if self.execution.fused_qkv:
             return layer(h_BTW).split(sizes, dim=-1)
@@ -390,6 +309,15 @@ class TorchOperations(Operations):
         biases = (None, None, None) if layer.bias is None else layer.bias.split(sizes)
         return tuple(F.linear(h_BTW, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
+    def add_values(self, v_BGTD: Tensor, gates_BTG: Tensor, values: Any) -> Tensor:
+        """Attention's values plus gated rows of a table; `v_BGTD` may be overwritten."""
+        rows_BGTD = values.to(v_BGTD.dtype).unflatten(-1, (v_BGTD.shape[1], -1)).transpose(1, 2)
+        return v_BGTD + gates_BTG.transpose(1, 2)[..., None] * rows_BGTD
+
+    def gate_heads(self, y_BHTD: Tensor, gates_BTH: Tensor) -> Tensor:
+        """Attention's output, each head times its gate."""
+        return y_BHTD * gates_BTH.transpose(1, 2)[..., None]
+
     def prepare_heads(
         self,
         q_BHTD: Tensor,
@@ -398,6 +326,7 @@ class TorchOperations(Operations):
         norms: tuple[RMSNorm, RMSNorm] | None,
         turn: Turn | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys with their norms and positions; values as they are."""
         if norms is not None:
             q_BHTD, k_BGTD = norms[0](q_BHTD), norms[1](k_BGTD)
         if turn is not None:
@@ -405,14 +334,20 @@ class TorchOperations(Operations):
         return q_BHTD, k_BGTD, v_BGTD
 
     def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
-        return type(layer) is nn.Linear  # another one has more than its weight, as an adapter
+        """Whether `product` accepts another weight in place of the layer's: not if the layer adds to its product."""
+        return type(layer) is nn.Linear
 
     def product(self, x: Tensor, layer: nn.Linear, narrow: NarrowLinear | None, weight: Tensor | None = None) -> Branch:
+        """The layer's result, or that of another `weight` if `scales_weights`.
+
+        The layer's bias is added in either case: here, or together with the branch (`Branch.bias_W`).
+        """
         return Branch(layer(x) if weight is None else F.linear(x, weight, layer.bias))
 
     def activated_product(
         self, h_BTW: Tensor, up: nn.Linear, down: nn.Linear, kind: str, narrow: NarrowBlock
     ) -> Branch:
+        """An MLP: `up`, the activation `kind`, `down`."""
         h = up(h_BTW)
         if kind == "swiglu":
             gate, value = h.chunk(2, dim=-1)
@@ -424,7 +359,7 @@ class TorchOperations(Operations):
         return Branch(down(h))
 
     def hand_on(self, stream: Stream) -> Stream:
-        """With its branch added; why, see model/operations.py."""
+        """The stream as the next block gets it: here with its branch added."""
         branch_BTW = stream.branch_BTW
         if branch_BTW is None:
             return stream

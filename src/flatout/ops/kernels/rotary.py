@@ -231,27 +231,45 @@ def _turned_back(
     return sums_SAD
 
 
+def _turned(
+    q: Tensor,
+    k: Tensor,
+    weights: HeadWeights,
+    turn: tuple[Tensor | None, Tensor | None],
+    eps: float,
+    scale: float,
+    *,
+    normed: bool,
+    in_place: bool,
+) -> tuple[Tensor, Tensor]:
+    """Normed and turned queries and keys, in place or in memory as [B, T, heads, D]."""
+    (batch, heads, positions, size), groups = q.shape, k.shape[1]
+    rows, q_out, k_out = batch * positions, q, k
+    if not in_place:
+        made = {"dtype": q.dtype, "device": q.device}
+        q_out = torch.empty(batch, positions, heads, size, **made).transpose(1, 2)
+        k_out = torch.empty(batch, positions, groups, size, **made).transpose(1, 2)
+    block, at_once = _block_and_rows(size)
+    _forward[(triton.cdiv(rows, at_once) * (heads + groups),)](
+        q, k, *weights, *turn, q_out, k_out, rows, positions, heads, groups, *_strides(q), *_strides(k),
+        q_out.stride(2), k_out.stride(2), eps, scale, SIZE=size, **_norm_flags(normed, *weights),
+        HAS_ROPE=turn[0] is not None, ROWS=at_once, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return q_out, k_out
+
+
 class _PrepareHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, q_weight, k_weight, cos, sin, eps, scale, normed):
         q, k = _dense(q), _dense(k)
-        batch, heads, positions, size = q.shape
-        groups = k.shape[1]
-        q_out = torch.empty(batch, positions, heads, size, dtype=q.dtype, device=q.device)
-        k_out = torch.empty(batch, positions, groups, size, dtype=k.dtype, device=k.device)
-        block, at_once = _block_and_rows(size)
-        rows = batch * positions
-        _forward[(triton.cdiv(rows, at_once) * (heads + groups),)](
-            q, k, q_weight, k_weight, cos, sin, q_out, k_out, rows, positions, heads, groups, *_strides(q),
-            *_strides(k), heads * size, groups * size, eps, scale, SIZE=size, **_norm_flags(normed, q_weight, k_weight),
-            HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+        weights, turn = (q_weight, k_weight), (cos, sin)
+        q_out, k_out = _turned(q, k, weights, turn, eps, scale, normed=normed, in_place=False)
         # A rotation alone is turned back without knowing what was turned.
         keep_q = None if q_weight is None and not normed else q
         keep_k = None if k_weight is None and not normed else k
         ctx.save_for_backward(keep_q, keep_k, q_weight, k_weight, cos, sin)
         ctx.eps, ctx.scale, ctx.normed = eps, scale, normed
-        return q_out.transpose(1, 2), k_out.transpose(1, 2), v.view_as(v)
+        return q_out, k_out, v.view_as(v)
 
     @staticmethod
     @once_differentiable
@@ -316,22 +334,9 @@ def turn_packed(
     """Queries and keys as `prepare_heads` has them, without a graph. Without norms they are turned where they lie."""
     if norms is None and cos is None:
         return q_BHTD, k_BGTD
-    batch, heads, positions, size = q_BHTD.shape
-    groups, rows = k_BGTD.shape[1], batch * positions
-    q_out, k_out = q_BHTD, k_BGTD
-    if norms is not None:  # backward wants them as they were
-        made = {"dtype": q_BHTD.dtype, "device": q_BHTD.device}
-        q_out = torch.empty(batch, positions, heads, size, **made).transpose(1, 2)
-        k_out = torch.empty(batch, positions, groups, size, **made).transpose(1, 2)
-    q_weight, k_weight = (None, None) if norms is None else norms
-    block, at_once = _block_and_rows(size)
-    _forward[(triton.cdiv(rows, at_once) * (heads + groups),)](
-        q_BHTD, k_BGTD, q_weight, k_weight, cos, sin, q_out, k_out, rows, positions, heads, groups, *_strides(q_BHTD),
-        *_strides(k_BGTD), q_out.stride(2), k_out.stride(2), eps, scale, SIZE=size,
-        **_norm_flags(norms is not None, q_weight, k_weight), HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block,
-        num_warps=4,
-    )  # fmt: skip
-    return q_out, k_out
+    weights = (None, None) if norms is None else norms
+    how = {"normed": norms is not None, "in_place": norms is None}  # backward needs what the norms took
+    return _turned(q_BHTD, k_BGTD, weights, (cos, sin), eps, scale, **how)
 
 
 def turn_back_packed(

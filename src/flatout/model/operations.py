@@ -37,7 +37,7 @@ from flatout.ops.scales import NarrowLinear, Slot
 
 
 class Norm(nn.Module):
-    """What both norms share."""
+    """Base of both norms. Without weights (`model.norm=plain-rmsnorm`) it only rescales its input."""
 
     centred: bool
 
@@ -49,7 +49,7 @@ class Norm(nn.Module):
 
 
 class _CpuRms(torch.autograd.Function):
-    """RMS norm times `scale`, without weights; torch has no kernel for it on a CPU and takes twice as long."""
+    """RMS norm times `scale`, without weights. torch has no CPU kernel for it; this takes half the time."""
 
     @staticmethod
     def forward(ctx, x, eps, scale):
@@ -88,7 +88,7 @@ class LayerNorm(Norm):
     centred = True
 
     def forward(self, x: Tensor) -> Tensor:
-        # A bias that is trained beside adapters is wider than the frozen weight.
+        # A bias trained beside adapters is fp32, the frozen weight may be narrower.
         bias = None if self.bias is None or self.weight is None else self.bias.to(self.weight.dtype)
         return F.layer_norm(x, (x.shape[-1],), self.weight, bias, self.eps)
 
@@ -103,11 +103,10 @@ Turn = tuple[Tensor, Tensor]  # cosines and sines of rotary positions: [T, D/2],
 
 
 def scaled_rates(rates_D: Tensor, config: ModelConfig) -> Tensor:
-    """Radians per position of every channel pair, slowed down for a longer context: all alike, or by how often a pair
-    turns.
+    """Radians per position of every channel pair, scaled down for a longer context: `linear` scales all pairs alike.
 
-    `llama3` counts a pair's turns within the original context: few are slowed by the whole factor, many are left alone,
-    and in between the share that is left alone grows with the turns.
+    `llama3` scales by a pair's number of turns within the original context: up to `rope_low` turns by the whole factor,
+    from `rope_high` on not at all, and in between by a linear blend.
     """
     if config.rope_scaling is None:
         return rates_D
@@ -120,7 +119,7 @@ def scaled_rates(rates_D: Tensor, config: ModelConfig) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Rotary positions from a table in fp32; the table is derived from the config and never saved."""
+    """Cosines and sines of rotary positions in fp32, derived from the config and never saved."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -132,7 +131,7 @@ class Rotary(nn.Module):
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Computes the table, in float64 first: at large positions fp32 angles lose digits."""
+        """Computes the table in float64: fp32 angles lose digits at large positions."""
         config = self.config
         rates_D = config.rope_base ** (-torch.arange(0, config.size, 2, dtype=torch.float64) / config.size)
         places_T = torch.arange(config.context, dtype=torch.float64)
@@ -147,23 +146,23 @@ class Rotary(nn.Module):
 
 
 def turned(x_BHTD: Tensor, turn: Turn) -> Tensor:
-    """Queries or keys at their positions."""
+    """Queries or keys, rotated by their positions."""
     cos, sin = turn
     first, second = x_BHTD.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x_BHTD.dtype)
 
 
 class Branch(NamedTuple):
-    """What a mixer or an MLP adds to the residual stream."""
+    """The output of a mixer or an MLP, to be added to the residual stream."""
 
     value_BTW: Tensor
-    bias_W: Tensor | None = None  # where the product has left it to the addition
-    slot: Any = None  # takes the branch's gradient: a `Slot` in 8 bits, a `GradientRoom` under frozen weights
+    bias_W: Tensor | None = None  # added together with the branch
+    slot: Any = None  # takes the branch's gradient: a `Slot` for 8 bits, a `GradientRoom` under frozen weights
 
 
 class Stream(NamedTuple):
-    """The residual stream between two blocks, and a branch that is still to be added. Flat, so that checkpointing and
-    sharding see its tensors."""
+    """The residual stream between two blocks, and a branch that is not added yet. A flat tuple, so that activation
+    checkpointing and FSDP see its tensors."""
 
     x_BTW: Tensor
     branch_BTW: Tensor | None = None
@@ -171,21 +170,21 @@ class Stream(NamedTuple):
     slot: Any = None
     scale_W: Tensor | None = None
     dropout: float = 0.0
-    seed: Tensor | None = None  # of the dropout, where the form wants one
+    seed: Tensor | None = None  # of the dropout, in our kernels
 
 
 class Mix(NamedTuple):
-    """What the input x of a block becomes: weights[0]·x + weights[1]·first."""
+    """A block's input x becomes weights[0]·x + weights[1]·first."""
 
     weights_2: Tensor
-    first: Any  # as `Operations.first` gave it
+    first: Any  # from `Operations.first`
 
 
 class Gates(NamedTuple):
-    """2·sigmoid of products with the first channels of a block's normed input: between 0 and 2, and 1 at zero."""
+    """2·sigmoid of products with the first channels of a block's normed input: from 0 to 2, and 1 at zero weights."""
 
-    weight_CI: Tensor | None = None  # those of values first, then those of heads
-    values: int = 0  # how many of them there are
+    weight_CI: Tensor | None = None  # rows of value gates, then of head gates
+    values: int = 0  # number of rows
     heads: int = 0
 
 
@@ -200,24 +199,24 @@ class Heads(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What one block has to itself in a pass."""
+    """Arguments of one block in a pass."""
 
     narrow: NarrowBlock = NarrowBlock()
-    cache: Any = None  # that of its mixer
+    cache: Any = None  # of its mixer
     seeds: Sequence[Tensor | None] = (None, None)  # of the dropout on its two branches
-    values: Any = None  # rows of its value table, as `Operations.look_up` gave them
+    values: Any = None  # rows of its value table, from `Operations.look_up`
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What all blocks of a pass share."""
+    """Arguments that all blocks of a pass share."""
 
     operations: "Operations"
     turn: Turn | None = None
     layout: DocumentLayout | None = None
     decoding: Decoding | None = None
-    first: Any = None  # the first stream, where blocks mix it in
-    window: int | None = None  # of attention in blocks of kind W, where it is not their own
+    first: Any = None  # the first stream, if blocks mix it in
+    window: int | None = None  # of blocks of kind W, in place of `model.window`
 
 
 def product_type(x: Tensor) -> torch.dtype:

@@ -32,19 +32,19 @@ from flatout.model.layers import Block
 from flatout.model.protocol import LanguageModel
 
 BLOCK = 64  # weights that share a scale
-BYTES = 0.5 + (1 + 4 / 256) / BLOCK  # of a weight: 4 bits, an 8-bit scale for 64, an fp32 one for 256 of those
+BYTES = 0.5 + (1 + 4 / 256) / BLOCK  # per weight: 4 bits, an 8-bit scale for 64 weights, an fp32 one for 256 scales
 
 
 @functools.cache
 def _bitsandbytes() -> Any:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of kernels for inference, which we do not use
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about inference kernels, which we do not use
     import bitsandbytes.functional
 
     return bitsandbytes.functional
 
 
 def quantizing_missing(device: torch.device) -> tuple[str, str] | None:
-    """(why weights cannot be held in 4 bits on this device, the way out), or None."""
+    """(why 4-bit weights do not work on this device, a hint), or None."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return "bitsandbytes is not installed", "pip install 'flatout[qlora]', or set lora.quantize=none"
     if device.type not in ("cpu", "cuda"):
@@ -52,7 +52,7 @@ def quantizing_missing(device: torch.device) -> tuple[str, str] | None:
     try:
         trial = torch.linspace(-1, 1, 2 * BLOCK, device=device).view(2, BLOCK)
         error = float((quantized([trial]).widened() - trial).abs().max())
-    except Exception as error:  # noqa: BLE001 - any failure of a foreign library means: not here, and why
+    except Exception as error:  # noqa: BLE001 - any failure of the library is a reason not to use it
         reason = str(error).strip().partition("\n")[0][:160]
         return f"bitsandbytes does not work on {device}: {type(error).__name__}: {reason}", "set lora.quantize=none"
     if not error < 0.2:
@@ -61,9 +61,9 @@ def quantizing_missing(device: torch.device) -> tuple[str, str] | None:
 
 
 class QuantizedWeight(Tensor):
-    """Rows of weights in 4 bits, part after part. Made by `quantized`."""
+    """A weight in 4 bits, in parts of rows. Made by `quantized`."""
 
-    parts: tuple[tuple[Tensor, Any], ...]  # packed weights, and how bitsandbytes unpacks them
+    parts: tuple[tuple[Tensor, Any], ...]  # packed weights, and the state with which bitsandbytes unpacks them
 
     @staticmethod
     def __new__(cls, parts: tuple[tuple[Tensor, Any], ...]) -> "QuantizedWeight":
@@ -91,7 +91,7 @@ class QuantizedWeight(Tensor):
 
     @property
     def bytes(self) -> int:
-        """What it takes in memory."""
+        """Its size in memory."""
         return sum(
             tensor.numel() * tensor.element_size()
             for packed, state in self.parts
@@ -99,11 +99,11 @@ class QuantizedWeight(Tensor):
         )
 
     def widened(self) -> Tensor:
-        """The weight in its own type."""
+        """The dequantized weight."""
         widen = _bitsandbytes().dequantize_4bit
         if len(self.parts) == 1:
             return widen(*self.parts[0])
-        if self.device.type != "cuda":  # elsewhere it cannot write to a given place
+        if self.device.type != "cuda":  # only on CUDA it takes `out`
             return torch.cat([widen(packed, state) for packed, state in self.parts])
         whole, first = torch.empty(self.shape, dtype=self.dtype, device=self.device), 0
         for packed, state in self.parts:
@@ -127,13 +127,13 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def frozen_product(x: Tensor, weight_OI: QuantizedWeight, bias_O: Tensor | None) -> Tensor:
-    """x Wᵀ + bias. torch's own linear transposes the weight first, and would keep the wide one for backward."""
+    """x Wᵀ + bias. F.linear would transpose the weight first and save the dequantized one for backward."""
     return _FrozenProduct.apply(x, weight_OI, bias_O)  # pyright: ignore
 
 
 @torch.no_grad()
 def quantized(parts_OI: Sequence[Tensor]) -> QuantizedWeight:
-    """The rows of all parts in 4 bits, each part with scales of its own."""
+    """The rows of all parts in 4 bits, each part quantized separately."""
     quantize = _bitsandbytes().quantize_4bit
     how = {"blocksize": BLOCK, "quant_type": "nf4", "compress_statistics": True}
     return QuantizedWeight(tuple(quantize(part.contiguous(), **how) for part in parts_OI))
@@ -154,14 +154,14 @@ class QuantizedLinear(nn.Linear):
 
 
 def check_quantizing(device: torch.device) -> None:
-    """Refuses where weights cannot be held in 4 bits."""
+    """Raises a ConfigError if 4-bit weights do not work on this device."""
     missing = quantizing_missing(device)
     if missing is not None:
         raise ConfigError(f"lora.quantize is nf4, but {missing[0]}", missing[1])
 
 
 def quantize_linears(model: GPT, device: torch.device) -> None:
-    """Puts the model onto the device, its linear layers in 4 bits: matrix by matrix, so that it need not fit whole."""
+    """Moves the model to the device with its linear layers in 4 bits, one matrix at a time to save memory."""
     for block, name, parts in _linears(model):
         weight = quantized([part.to(device) for part in parts])
         block.set_linear(name, QuantizedLinear(weight, block.linears()[name].bias))
@@ -175,27 +175,27 @@ def quantize_linears(model: GPT, device: torch.device) -> None:
 
 @torch.no_grad()
 def round_linears(model: GPT) -> None:
-    """Gives linear layers the values that they have in 4 bits, in their own type: what adapters were trained beside."""
+    """Sets linear layers to their dequantized 4-bit values: the base that adapters were trained with."""
     for block, name, parts in _linears(model):
         block.linears()[name].weight.copy_(quantized(parts).widened())
 
 
 def quantized_base(model: LanguageModel) -> tuple[int, int, int]:
-    """(weights that were quantized, bytes that they take, bytes that they would take in their own type)."""
+    """(number of quantized weights, their bytes, their bytes without quantization)."""
     found = [parameter for parameter in model.parameters() if isinstance(parameter, QuantizedWeight)]
     wide = sum(weight.numel() * weight.element_size() for weight in found)
     return sum(weight.numel() for weight in found), sum(weight.bytes for weight in found), wide
 
 
 def notice_of(model: LanguageModel) -> str | None:
-    """What there is to say of a model with weights in 4 bits."""
+    """A notice with the memory of 4-bit weights; None if there are none."""
     count, small, wide = quantized_base(model)
     sizes = f"{small / 2**20:,.1f} MiB instead of {wide / 2**20:,.1f}"
     return f"base: {count:,} weights of linear layers in 4 bits, {sizes}" if count else None
 
 
 def _linears(model: GPT) -> Iterator[tuple[Block, str, list[Tensor]]]:
-    """Every linear layer of the blocks by its name, with the parts of its weight."""
+    """Every linear layer of the blocks: block, name, and the parts of its weight."""
     targets = targets_of(model)
     for number, block in enumerate(model.blocks):
         assert isinstance(block, Block)

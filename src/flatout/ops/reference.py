@@ -1,8 +1,6 @@
-"""The plain form of every operation: slow, obvious, right. Fast paths elsewhere in this folder are tested against
-these, in outputs and in gradients; nothing here may be optimised.
+"""Attention in its plain form, which fast forms are compared with, in outputs and gradients. Do not optimise it.
 
-Shape legend: B batch, T query positions, S key positions, H query heads, G key/value heads, D head size, W width,
-V vocabulary, N tokens (B·T).
+Shape legend: B batch, T query positions, S key positions, H query heads, G key/value heads, D head size.
 """
 
 import math
@@ -10,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-IGNORED = -100  # a target with this value carries no label and counts nowhere
+IGNORED = -100  # the target of a token without a label
 
 
 def attention_reference(
@@ -23,8 +21,7 @@ def attention_reference(
 ) -> Tensor:
     """Causal softmax attention, written out. With S > T the queries are the last T of the S positions.
 
-    `keep_BHTS` holds the dropout factors (0 or 1/(1-p)) when there are any, `visible` what a query may look at where
-    that is not all before it.
+    `keep_BHTS`: dropout factors (0 or 1/(1-p)). `visible`: the mask, if it is not the causal one.
     """
     heads, groups = q_BHTD.shape[1], k_BGSD.shape[1]
     k_BHSD = k_BGSD.repeat_interleave(heads // groups, dim=1)
@@ -39,6 +36,6 @@ def attention_reference(
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """True where query t may look at key s, the queries being the last of the keys."""
+    """True where query t sees key s; the queries are the last of the keys."""
     rows = torch.arange(keys - queries, keys, device=device)[:, None]
     return rows >= torch.arange(keys, device=device)[None, :]

@@ -74,12 +74,12 @@ def _spread(flat_ptr, table_ptr, scales_ptr, KIND: tl.constexpr, BLOCK: tl.const
 @dataclasses.dataclass(frozen=True)
 class SpreadPart:
     first: int  # in the flat tensor
-    place: Tensor  # [rows, columns], rows may be apart
+    place: Tensor  # [rows, columns], rows may be strided
     scale: float
 
 
 class Spreading:
-    """Where the parts of a flat fp32 tensor go, all of one type."""
+    """Copies the parts of a flat fp32 tensor to their places, which all have the same type."""
 
     def __init__(self, flat: Tensor, parts: Sequence[SpreadPart]) -> None:
         rows = [[p.first, *p.place.shape, p.place.data_ptr(), p.place.stride(0)] for p in parts]
@@ -108,10 +108,10 @@ def _gradients(
     of_b = tl.load(table_ptr) == 1
     column, columns = tl.load(table_ptr + 1), tl.load(table_ptr + 2)
     first, rank = tl.load(table_ptr + 3), tl.load(table_ptr + 4)
-    if ALIGNED:  # a number from memory could be any, and loads would be of one value each
+    if ALIGNED:  # otherwise the compiler knows no alignment of numbers from memory, and loads single values
         column, columns = tl.multiple_of(column, 8), tl.multiple_of(columns, 8)
         first, rank = tl.multiple_of(first, 8), tl.multiple_of(rank, 8)
-    # One loop for both, since each loop would have shared memory of its own.
+    # One loop for both, because each loop would have its own shared memory.
     data_ptr, data_stride = tl.where(of_b, dy_ptr, x_ptr), tl.where(of_b, dy_stride, x_stride)
     thin_ptr, thin_stride = tl.where(of_b, u_ptr, g_ptr) + first, tl.where(of_b, u_stride, dy_stride)
     start = tl.program_id(1) * share
@@ -137,15 +137,15 @@ def _gradients(
 def _tiles(
     layout: LoraLayout, inputs: int, places: tuple[int, ...], device: torch.device, of_b: bool
 ) -> tuple[Tensor, Tensor, int, int, bool]:
-    """(table [T, 8], scales [T], ranks of the widest, T, whether all begins and ends at multiples of 8).
+    """(table [T, 8], scales [T], largest number of ranks, T, whether all starts and ends are multiples of 8).
 
-    `places` are those of the gradients, in elements from A's on. Without inputs there are no tiles of A.
+    `places`: offsets of the gradients from that of A, in elements. Without inputs there are no tiles of A.
     """
     rows: list[list[int]] = []
     scales: list[float] = []
 
     def strips(of_b: int, first: int, end: int, low: int, high: int, place: int, steps: tuple[int, int], scale: float):
-        """Columns from `first` to `end` of x or dy, with the ranks from `low` to `high` of g or u."""
+        """Columns `first` to `end` of x or dy, with ranks `low` to `high` of g or u."""
         for rank in range(low, high, _MOST_RANKS):
             many = min(_MOST_RANKS, high - rank)
             begin = place + (rank - low) * steps[1] - first * steps[0]
@@ -156,7 +156,7 @@ def _tiles(
 
     begin = 0
     spans = layout.spans
-    for index, part in enumerate(layout.parts if inputs else ()):  # ranks of equal scale share a reading of x
+    for index, part in enumerate(layout.parts if inputs else ()):  # ranks of equal scale share one read of x
         last = index + 1 == len(layout.parts)
         if last or layout.parts[index + 1].scale != part.scale:
             low, high = spans[begin].start, spans[index].stop
@@ -172,12 +172,12 @@ def _tiles(
 def by_our_kernel(
     totals: Sequence[Tensor], dy_NJ: Tensor, x_NI: Tensor | None, u_NR: Tensor | None, layout: LoraLayout
 ) -> None:
-    """Adds to gradients in fp32, each of them dense."""
+    """Adds to gradients, which are dense fp32, by our kernel."""
     size, device, rows = totals[0].element_size(), dy_NJ.device, dy_NJ.shape[0]
     places = tuple((total.data_ptr() - totals[0].data_ptr()) // size for total in totals)
     inputs = 0 if x_NI is None else x_NI.shape[1]
     table, scales, widest, tiles, aligned = _tiles(layout, inputs, places, device, u_NR is not None)
-    x_NI, u_NR = dy_NJ if x_NI is None else x_NI, dy_NJ if u_NR is None else u_NR  # one that no tile reads
+    x_NI, u_NR = dy_NJ if x_NI is None else x_NI, dy_NJ if u_NR is None else u_NR  # a placeholder that is not read
     shares = max(1, min(triton.cdiv(rows, 4 * _ROWS), triton.cdiv(6 * multiprocessors(device), tiles)))
     share = triton.cdiv(triton.cdiv(rows, shares), _ROWS) * _ROWS
     exact = dy_NJ.dtype == torch.float32 or not dy_NJ.is_cuda  # Triton's interpreter multiplies nothing narrower
@@ -191,7 +191,7 @@ def by_our_kernel(
 def by_products(
     totals: Sequence[Tensor], dy_NJ: Tensor, x_NI: Tensor | None, u_NR: Tensor | None, layout: LoraLayout
 ) -> None:
-    """The same by torch's products."""
+    """Adds to gradients by torch's products."""
     g_RN, (da_RI, *db) = dy_NJ[:, layout.outputs :].t(), totals
     scales = {part.scale for part in layout.parts}
     if x_NI is not None and len(scales) == 1:
@@ -205,7 +205,7 @@ def by_products(
 
 
 def _add(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """total += scale · left @ right, summed in the type of the total, which is fp32 or wider."""
+    """total += scale · left @ right, with sums in the type of the total, which is fp32 or wider."""
     if total.dtype == left.dtype:
         total.addmm_(left, right, alpha=scale)
     elif total.is_cuda and total.dtype == torch.float32:
@@ -218,16 +218,16 @@ def _add(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
 def _chosen(
     layout: LoraLayout, inputs: int, size: int, dtype: torch.dtype, device: torch.device, of_b: bool
 ) -> list[Callable[..., None]]:
-    """The faster way for a layer and about so many rows, once it is known."""
+    """A list that holds the faster way for a layer and a number of rows (by powers of two), once it is known."""
     return []
 
 
 def add_adapter_gradients(
     totals: Sequence[Tensor], dy_NJ: Tensor, x_NI: Tensor | None, u_NR: Tensor | None, layout: LoraLayout
 ) -> None:
-    """Adds the gradients of A and of the parts of B to `totals`; g lies in the columns of `dy_NJ` after the outputs.
+    """Adds the gradients of A and of the parts of B to `totals`; g is in the columns of `dy_NJ` after the outputs.
 
-    Without x there is none of A, and g need not be there; without u there is none of B.
+    Without x it skips A, and needs no g; without u it skips B.
     """
     values = (dy_NJ, x_NI, u_NR, layout)
     dense = all(total.is_contiguous() and total.dtype == torch.float32 for total in totals)
@@ -237,7 +237,7 @@ def add_adapter_gradients(
     inputs, size = 0 if x_NI is None else x_NI.shape[1], dy_NJ.shape[0].bit_length()
     chosen = _chosen(layout, inputs, size, dy_NJ.dtype, dy_NJ.device, u_NR is not None)
     if not chosen:
-        if torch.cuda.is_current_stream_capturing():  # nothing can be timed now
+        if torch.cuda.is_current_stream_capturing():  # timing is impossible during a capture
             by_products(totals, *values)
             return
         spare = [torch.zeros_like(total) for total in totals]
@@ -299,20 +299,20 @@ def _swiglu_backward(
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class SwigluPass:
-    """The pass in a block, and what adapters want of it: those of `up`, before the activation, and of `down`, after."""
+    """The pass in a block, with gradients for the adapters of `up` (before the activation) and `down` (after it)."""
 
-    dout_NM: Tensor  # gone afterwards
+    dout_NM: Tensor  # overwritten
     pre_NC: Tensor
-    into_NC: Tensor  # for the gradient of pre; it may be pre, which is then gone
+    into_NC: Tensor  # takes the gradient of pre; may be pre itself
     dy_NJ: Tensor  # of down, with g in the columns after it
     u_NR: Tensor  # of up
     down: LoraLayout
     up: LoraLayout
-    down_places: Sequence[Tensor]  # of gradients: A's, then those of the parts of B
+    down_places: Sequence[Tensor]  # gradients of A, then of the parts of B
     up_places: Sequence[Tensor]
 
     def run(self) -> None:
-        """Leaves the gradient of pre in its place, and adds those of down's A and up's B to theirs."""
+        """Writes the gradient of pre, and adds those of down's A and up's B to their places."""
         if self._fits():
             self.in_one()
         else:

@@ -30,7 +30,7 @@ from flatout.ops.kernels.launch import fold, multiprocessors, programs_for
 from flatout.ops.kernels.linear import Weight
 from flatout.ops.scales import NarrowLinear, Slot
 
-_ROWS = 64  # at once, where rows are as short as gates are
+_ROWS = 64  # rows at once; rows of gates are short
 
 
 @triton.jit
@@ -82,12 +82,12 @@ def _back(
 
 
 def _blocks(count: int, inputs: int) -> dict[str, int]:
-    """Sizes that a product of Triton's takes."""
+    """Sizes for a product in Triton: powers of two, at least 16."""
     return {name: max(16, int(triton.next_power_of_2(size))) for name, size in (("COUNT", count), ("INPUTS", inputs))}
 
 
 def make_gates(h_NW: Tensor, weight_CI: Tensor) -> Tensor:
-    """Gates [N, C] in fp32, of rows that may be apart."""
+    """Gates [N, C] in fp32; rows of `h_NW` may be strided."""
     (rows, _), (count, inputs) = h_NW.shape, weight_CI.shape
     gates_NC = torch.empty(rows, count, dtype=torch.float32, device=h_NW.device)
     _make[(triton.cdiv(rows, _ROWS),)](
@@ -104,7 +104,7 @@ def gates_back(
     weight_CI: Tensor,
     dh_NW: Tensor,
 ) -> Tensor:
-    """The gradient [C, I] of the weights; that of the input is added to `dh_NW`."""
+    """Returns the gradient [C, I] of the weights, and adds that of the input to `dh_NW`."""
     rows, (count, inputs) = len(h_NW), weight_CI.shape
     values = 0 if dvalues_NG is None else dvalues_NG.shape[1]
     programs = min(programs_for(rows, h_NW.device), triton.cdiv(rows, _ROWS))
@@ -122,21 +122,21 @@ def gates_back(
 
 
 class Rows:
-    """Which rows of a value table [V, G·D] come to the values of so many blocks, and what its gradient has come to.
+    """Rows of a value table [V, G·D] for the values of `blocks` blocks, and the table's accumulated gradient.
 
-    No dataclass: sharding would hand blocks copies, with a table that is no leaf any more.
+    Not a dataclass, because FSDP would pass copies of it to the blocks, with a table that is not a leaf.
     """
 
     def __init__(self, tokens_BT: Tensor, table_VC: Tensor, blocks: int) -> None:
         self.tokens_BT = tokens_BT
         self.table_VC = table_VC
-        self.blocks = blocks  # whose backward is still to come
+        self.blocks = blocks  # whose backward pass is still to come
         self.gradient: Tensor | None = None
 
     def room(self) -> tuple[Tensor, Tensor | None]:
-        """(where to add the table's gradient, what autograd gets of it: from the last block alone).
+        """(tensor to which a block adds the table's gradient, the gradient to return to autograd).
 
-        Autograd takes a tensor as it is where nobody else holds it, and copies it otherwise.
+        Only the last block returns one. Autograd uses a tensor without a copy if there is no other reference to it.
         """
         self.blocks -= 1
         there = accumulated(self.table_VC)
@@ -156,7 +156,7 @@ def _add(
     v_ptr, gates_ptr, tokens_ptr, table_ptr, rows, positions, vocab, groups, gates_stride, stride_b, stride_g, stride_t,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(0) % groups  # neighbours take the same rows
+    group = tl.program_id(0) % groups  # neighbouring programs read the same rows
     row = tl.program_id(0) // groups * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < SIZE)[None, :]
@@ -240,7 +240,7 @@ class _AddValues(torch.autograd.Function):
 
 
 def add_values(v_BGTD: Tensor, gates_BTG: Tensor, rows: Rows) -> Tensor:
-    """v plus gated rows of a table, written over v, whose own values nobody may need any more."""
+    """v plus gated rows of a table, in place: the old values must not be needed any more."""
     return _AddValues.apply(v_BGTD, gates_BTG, rows.table_VC, rows)  # pyright: ignore
 
 
@@ -299,7 +299,7 @@ class _GateHeads(torch.autograd.Function):
 
 
 def gate_heads(y_BHTD: Tensor, gates_BTH: Tensor) -> Tensor:
-    """y, each head times its gate, in memory as [B, T, H, D]."""
+    """y with each head times its gate, in memory as [B, T, H, D]."""
     return _GateHeads.apply(y_BHTD, gates_BTH)  # pyright: ignore
 
 
@@ -340,11 +340,11 @@ def _pack(
 
 # Rows at once, columns in a block, warps, programs per multiprocessor, stages; measured on an H200.
 _SIZES = (2, 1024, 4, 24, 1)
-_PACKED_SIZES = (4, 256, 1, 32, 1)  # where nothing is copied
+_PACKED_SIZES = (4, 256, 1, 32, 1)  # if nothing is copied
 
 
 def pack_heads(parts: list[Tensor], *, sums: bool, slot: Slot | None = None) -> tuple[Tensor, Tensor | None]:
-    """[B, heads, T, D] gradients side by side as [B·T, C], and their column sums when asked for.
+    """(gradients [B, heads, T, D] packed side by side as [B·T, C], their column sums if `sums`).
 
     `slot` gets the packed gradients in 8 bits too.
     """
@@ -425,6 +425,6 @@ def project_heads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Queries [B, H, T, D], keys and values [B, G, T, D], as views of one product; gates of values and of heads [B, T].
 
-    `counts` says how many of the rows of `gates` are for values, and how many for heads.
+    `counts`: how many rows of `gates` are for values, and how many for heads.
     """
     return _ProjectHeads.apply(h_BTW, weight_CW, bias_C, heads, groups, narrow, tuned, gates, counts)  # pyright: ignore

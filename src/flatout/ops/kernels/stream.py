@@ -44,7 +44,7 @@ from flatout.ops.scales import Slot
 
 @triton.jit
 def kept(seed, place, rate):
-    """1/(1 - rate) where the value at a place stays, 0 where it goes. Seven rounds pass all tests of randomness."""
+    """1/(1 - rate) for kept values, 0 for dropped ones. Seven rounds pass all statistical tests of randomness."""
     return tl.where(tl.rand(seed, place, n_rounds=7) >= rate, 1.0 / (1.0 - rate), 0.0)
 
 
@@ -76,7 +76,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropout(x: Tensor, seed: Tensor, rate: float) -> Tensor:
-    """x with a share of `rate` of its values gone and the others larger. `seed` is an int64 on the device."""
+    """Dropout: drops a share `rate` of x and scales up the rest. `seed` is an int64 on the device."""
     return _Dropout.apply(x, seed, rate)  # pyright: ignore
 
 
@@ -154,7 +154,7 @@ class _Embed(torch.autograd.Function):
             dtable = torch.ops.aten.embedding_dense_backward(dx.float(), tokens, ctx.vocab, -1, False)
             dpositions = dx.sum(0, dtype=torch.float32)
         else:
-            # From the second micro-batch on the gradient is there already, and takes the additions itself.
+            # From the second micro-batch on, add to the existing gradient.
             dtable = accumulated(ctx.table) if wants_table else None
             if dtable is None or dtable.dtype != torch.float32 or not dtable.is_contiguous():
                 dtable = torch.zeros(ctx.vocab if wants_table else 0, width, dtype=torch.float32, device=dx.device)
@@ -173,15 +173,15 @@ class _Embed(torch.autograd.Function):
 
 
 def embed(tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """table[tokens] + positions as [B, T, W] in `dtype`. `positions_TW` has exactly the T rows of this call."""
+    """table[tokens] + positions as [B, T, W] in `dtype`. `positions_TW` has exactly T rows."""
     assert positions_TW is None or positions_TW.shape[0] == tokens_BT.shape[1]
     return _Embed.apply(tokens_BT, table_VW, positions_TW, dtype)  # pyright: ignore
 
 
 class First:
-    """The first stream [B, T, W], and what its gradient has come to in this backward pass.
+    """The first stream [B, T, W] and its gradient, as accumulated so far in this backward pass.
 
-    No dataclass: sharding would hand blocks a copy of it.
+    Not a dataclass, because FSDP would pass copies of it to the blocks.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -203,14 +203,14 @@ class _Begin(torch.autograd.Function):
 
 
 def begin(x: Tensor) -> tuple[Tensor, First]:
-    """(x, the same for `add_norm` to mix in). Only what is computed from the returned x may mix it in."""
+    """(x, the first stream for `add_norm`). Only streams computed from the returned x may mix it in."""
     first = First(x.detach().contiguous())
     return _Begin.apply(x, first), first  # pyright: ignore
 
 
 @triton.jit
 def _by_column(ptr, column, inside):
-    """One value for each column, for all rows."""
+    """One value per column, as a row."""
     return tl.load(ptr + column, inside, 0.0).to(tl.float32)[None, :]
 
 
@@ -272,7 +272,7 @@ def _forward(
 
 @triton.jit
 def _through_norm(dh, x, rstd, width, CENTRED: tl.constexpr):
-    """The gradient of the norm's input; x is its output before weight and bias."""
+    """The gradient of the norm's input; x is the norm's output before weight and bias."""
     dx = dh - x * (tl.sum(dh * x, 1) / width)[:, None]
     if CENTRED:
         dx -= (tl.sum(dh, 1) / width)[:, None]
@@ -281,7 +281,7 @@ def _through_norm(dh, x, rstd, width, CENTRED: tl.constexpr):
 
 @triton.jit
 def _store_first(dfirst_ptr, place, dfirst, mask, ADD: tl.constexpr):
-    """The gradient of the first stream, added to that of the blocks after this one."""
+    """Stores the gradient of the first stream, or adds it to that of later blocks."""
     if ADD:
         dfirst += tl.load(dfirst_ptr + place, mask, 0.0).to(tl.float32)
     tl.store(dfirst_ptr + place, dfirst.to(dfirst_ptr.dtype.element_ty), mask)
@@ -289,7 +289,7 @@ def _store_first(dfirst_ptr, place, dfirst, mask, ADD: tl.constexpr):
 
 @triton.jit
 def _store_sums(sums_ptr, width, inside, weight_sum, bias_sum, branch_sum, scale_sum, SCALED: tl.constexpr):
-    """All of them, zeros where there is nothing to sum: they are folded together, and other memory may hold NaN."""
+    """Stores all sums, zeros for those not computed: all are folded, and uninitialised memory may hold NaN."""
     tl.store(sums_ptr, tl.sum(weight_sum, 0), inside)
     tl.store(sums_ptr + width, tl.sum(bias_sum, 0), inside)
     tl.store(sums_ptr + 2 * width, tl.sum(branch_sum, 0), inside)
@@ -389,18 +389,17 @@ def _backward(
         _store_sums(sums_ptr + place, width, inside, weight_sum, bias_sum, branch_sum, scale_sum, SCALED)
 
 
-_ON_THE_WAY = 64 * 1024  # bytes of rows that a program has under way into shared memory; a small card has 99 KiB
+_IN_FLIGHT = 64 * 1024  # bytes of rows that a program prefetches into shared memory; a small GPU has 99 KiB
 
 
 def _sizes_back(width: int, *read: Tensor | None) -> tuple[int, int, int]:
-    """(columns in a block, warps, stages): rows one by one, the next ones already on their way.
+    """(columns in a block, warps, stages): rows one by one, with the next ones prefetched.
 
-    On an H200 that was 103 us for 65,536 rows of 768 columns, where one row after the other took 135 and memory alone
-    takes 94.
+    On an H200: 103 us for 65,536 rows of 768 columns, 135 us without prefetching; the memory traffic alone takes 94 us.
     """
     block = int(triton.next_power_of_2(width))
     row_bytes = block * sum(tensor.element_size() for tensor in read if tensor is not None)
-    return block, max(1, min(16, block // 512)), max(1, min(6, 1 + _ON_THE_WAY // row_bytes))
+    return block, max(1, min(16, block // 512)), max(1, min(6, 1 + _IN_FLIGHT // row_bytes))
 
 
 class _AddNorm(torch.autograd.Function):
@@ -449,14 +448,14 @@ class _AddNorm(torch.autograd.Function):
         rows, plain = rstd.numel(), scale is None and ctx.rate == 0.0 and mix is None
         if dh is None and not plain:
             dh = torch.zeros_like(x_new)
-        if dh is None:  # nobody used the normalised values
+        if dh is None:  # the norm was not used
             dbranch = None if ctx.branch_dtype is None or dx_new is None else dx_new.to(ctx.branch_dtype)
             dbranch_bias = dx_new.sum(tuple(range(dx_new.ndim - 1))) if ctx.branch_bias and dx_new is not None else None
             return dx_new, dbranch, dbranch_bias, *([None] * 12)
         dh = dh.contiguous()
         dx_new = None if dx_new is None else dx_new.contiguous()
         dx = torch.empty_like(x_new)
-        # In the residual stream's own precision branch and stream share one gradient.
+        # Branch and stream share one gradient if they have the same type.
         own = ctx.branch_dtype is not None and (ctx.branch_dtype != dx.dtype or scale is not None or ctx.rate > 0.0)
         dbranch = torch.empty(dx.shape, dtype=ctx.branch_dtype, device=dx.device) if own else dx
         dfirst = torch.empty_like(dx) if mix is not None and added is None else added
@@ -514,10 +513,10 @@ def add_norm(
     mix: Tensor | None = None,
     first: First | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(x + dropout(branch + branch_bias) * scale, its norm in `dtype`). `centred` is LayerNorm, otherwise RMSNorm.
+    """(x + dropout(branch + branch_bias) * scale, its norm in `dtype`). `centred`: LayerNorm, otherwise RMSNorm.
 
-    `slot` gets the norm in 8 bits too, `branch_slot` the gradient of the branch. With `mix` the sum is mixed with
-    `first` before its norm.
+    `slot` gets the norm in 8 bits too, `branch_slot` the gradient of the branch. `mix`: weights with which the sum and
+    `first` are mixed before the norm.
     """
     if branch is None:
         scale, dropout, seed = None, 0.0, None
@@ -530,7 +529,7 @@ def add_norm(
 
 @dataclasses.dataclass(frozen=True)
 class FrozenNorm:
-    """A norm that is not trained."""
+    """A norm whose weights are frozen."""
 
     weight_W: Tensor | None
     bias_W: Tensor | None
@@ -540,7 +539,7 @@ class FrozenNorm:
     def forward(
         self, x_NW: Tensor, branch_NW: Tensor | None, branch_bias_W: Tensor | None, out_NW: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(x + branch + branch_bias, mean, rstd); `out_NW` takes the norm. Only its rows may be apart."""
+        """(x + branch + branch_bias, mean, rstd); `out_NW` takes the norm, and only its rows may be strided."""
         rows, width = x_NW.shape
         x_new_NW = x_NW if branch_NW is None else torch.empty_like(x_NW)
         mean_N = torch.empty(rows if self.centred else 0, dtype=torch.float32, device=x_NW.device)
@@ -566,9 +565,9 @@ class FrozenNorm:
         dbranch_NW: Tensor,
         again_NW: Tensor | None,
     ) -> Tensor:
-        """The gradient of the stream, and in `dbranch_NW` that of the branch: the same one where types agree.
+        """Returns the stream's gradient and writes the branch's to `dbranch_NW`: one tensor if the types are equal.
 
-        `again_NW` takes the norm. Rows of `dx_new_NW` and `dbranch_NW` may be apart.
+        `again_NW` takes the recomputed norm. Rows of `dx_new_NW` and `dbranch_NW` may be strided.
         """
         rows, width = x_new_NW.shape
         own = dbranch_NW.dtype != x_new_NW.dtype

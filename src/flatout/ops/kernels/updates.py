@@ -23,7 +23,7 @@ _ADAM_BLOCKS, _ADAM_WARPS = 4, 4
 
 @triton.jit
 def _place(x, live, lot, STEP: tl.constexpr, SMALLEST: tl.constexpr, NO_SCALE: tl.constexpr):
-    """Where a positive value lies on the logarithmic grid, rounded up or down by lot."""
+    """The index of a positive value on the logarithmic grid, rounded stochastically by `lot`."""
     place = tl.floor(tl.log2(tl.maximum(x, SMALLEST)) / STEP)
     below = tl.exp2(place * STEP)
     above = tl.exp2((place + 1.0) * STEP)
@@ -68,7 +68,7 @@ def _update(
         w -= rate / correction1 * m / (tl.sqrt(v) / correction2 + eps)
         tl.store(weight_ptr + place, w.to(weight_ptr.dtype.element_ty), inside)
 
-        # unsigned 32-bit arithmetic wraps around, which is what a hash wants
+        # a hash: unsigned 32-bit arithmetic wraps around
         h = place.to(tl.uint32) * 0x9E3779B1 + (step.to(tl.int32) + place * 0).to(tl.uint32) * 0x85EBCA77
         h = h ^ (h >> 16)
         h = h * 0x7FEB352D
@@ -234,7 +234,7 @@ def normalise(update_NRC: Tensor, second_NK: Tensor, finite: Tensor) -> Tensor:
     stride, *inside = update_NRC.stride()
     assert inside == [columns, 1]
     by_row = rows >= columns
-    # 2,048 values at once, more of them along the axis on which they lie side by side
+    # tiles of 2,048 values, longer along the contiguous axis
     sizes, strides, tile = (rows, columns), (columns, 1), (16, 128)
     if not by_row:
         sizes, strides, tile = (columns, rows), (1, columns), (32, 64)
@@ -265,7 +265,7 @@ def polynomial(square_NSS: Tensor, a: float, b: float, c: float, scale_N11: Tens
 
 
 def _launch(x_NRI: Tensor, times: float, added: tuple[float, float] | None, scale_N11: Tensor | None) -> Tensor:
-    """times · X X', and with `added` also its multiples of X itself and of the identity; all of it times a scale."""
+    """(times · X X' + added[0] · X + added[1] · identity) · scale."""
     count, rows, inner = x_NRI.shape
     out = torch.empty(count, rows, rows, dtype=x_NRI.dtype, device=x_NRI.device)
     tiles = triton.cdiv(rows, _TILE)
@@ -277,7 +277,7 @@ def _launch(x_NRI: Tensor, times: float, added: tuple[float, float] | None, scal
 
 
 def advance(gradient: Tensor, moving: Tensor, out: Tensor | None, numbers: Numbers) -> None:
-    """As `ops.muon.advance_reference`, up to rounding, for weights in fp32; `out` may be anything after a skip."""
+    """As `ops.muon.advance_reference`, up to rounding, for fp32 weights. If the step is skipped `out` is undefined."""
     written = moving if out is None else out
     assert all(tensor.is_contiguous() for tensor in (moving, written))
     _advance[(triton.cdiv(moving.numel(), _BLOCK),)](

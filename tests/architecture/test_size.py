@@ -22,11 +22,11 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 54_976,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 44_137,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 54_904,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 44_072,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 111,  # all Python outside tests
-    "modules": 279,  # of src/flatout, as all the following
-    "modules with one importer": 60,
+    "modules": 267,  # of src/flatout, as all the following
+    "modules with one importer": 56,
     "settings": 148,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
     "class names with two meanings": 7,

@@ -14,8 +14,8 @@ from flatout.checkpoints.checkpoint import read_checkpoint
 from flatout.config.load import LoadedConfig
 from flatout.data import plan, stream, stream_loader
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
-from flatout.observe.live.console import TerminalReader
 from flatout.observe.sinks import read_metrics
+from flatout.observe.terminal import TerminalReader
 from flatout.records import EndRecord, EpochRecord, EvalRecord, NoticeRecord, RunInfo, SampleRecord, StepRecord
 from flatout.tuning.practice_data import practice_data
 from tests.end_to_end.test_resume import stop_after

@@ -39,7 +39,7 @@ def test_setup_and_loop_know_no_kind_by_name():
 
 def test_functions_can_be_read_at_once():
     rooms = [path for room in ("engine", "model", "api") for path in (ENGINE.parent / room).rglob("*.py")]
-    assert len(rooms) > 50
+    assert len(rooms) > 30
     for path in rooms:
         for node in nodes(path):
             if isinstance(node, ast.FunctionDef):

@@ -28,7 +28,7 @@ ProblemKind = Literal[
     "bomb",  # a compressed file that grows more than a thousandfold
     "checksum",  # decompressed, but the stored checksum differs
     "compression",  # not what its suffix says, or garbage in the middle
-    "csv",  # a row that cannot be told apart or has other columns
+    "csv",  # a row whose columns cannot be found, or that has other columns
     "empty",  # a file without a byte
     "field",  # a record without the text field, or with something else in it
     "format",  # not of the format its name promises
@@ -45,14 +45,8 @@ ProblemKind = Literal[
     "turns",  # a conversation with nothing to learn, or in an order that makes none
     "unreadable",  # the system says no
 ]
-
-
 InvalidUtf8 = Literal["strict", "replace", "skip"]
-
-
 REJECTED_UTF8 = "invalid_utf8"
-
-
 # How to get the packages that readers and rules need.
 INSTALL = "run `make data` in the repository, or install the extra flatout[data] with this Python's pip"
 
@@ -95,13 +89,14 @@ class Problem:
     instead: str = ""  # the field that seems to hold the text, where it is not in the one that was asked for
 
     @property
-    def told(self) -> str:
-        """Where it is, and what."""
+    def text(self) -> str:
+        """Where it is, and what is wrong."""
         place = f", {self.place}" if self.place else ""
         return f"{self.file}{place}: {self.message}"
 
 
 Results = Iterator[Document | Problem]
+Rows = Iterator[Row | Document | Problem]  # documents: those dropped for their bytes
 
 
 @dataclass(frozen=True)
@@ -162,11 +157,7 @@ def shown(name: object) -> str:
 
 
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-
-
 GPT2_RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-
-
 GPT2_END_OF_TEXT = 50256  # the last id of GPT-2
 
 

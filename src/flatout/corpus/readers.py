@@ -1,15 +1,15 @@
 """Files to documents: one reader for each format, all of them lazy.
 
-Idea: `read_slice` turns a stretch of a file into `Document`s and `Problem`s. What tables and crawls are made of is for
-`tables` and `crawl` to know; here are the formats that are text from end to end, and files of GPT-2 tokens.
+`read_slice` turns a stretch of a file into `Document`s and `Problem`s. Formats that are text from end to end and files
+of GPT-2 tokens are read here; rows with fields are in `rows`, Arrow tables and hub datasets in `arrow`, WARC in
+`crawl`.
 
-Contract: every record becomes one document, or is counted in one problem; what is broken is left out and the reading
-goes on where that is possible. Joining the results of a file's slices gives the results of the file, except that places
-are lines in a slice that starts at 0 and bytes in another. Memory is bounded by `LINE_LIMIT` a record and `PIECE` a
-piece of text. Only what is no fault of the data raises: a package that is missing.
+Contract: every record becomes one document, or is counted in one problem; what is broken is left out and reading goes
+on where that is possible. Joining the results of a file's slices gives the results of the file, except that places are
+lines in a slice that starts at 0 and bytes in another. Memory is bounded by `LINE_LIMIT` a record and `PIECE` a piece
+of text. Only a missing package raises.
 
-Trap: a compressed text that breaks off still is a document, as far as it goes; the problem says that it does. A line
-that breaks off is not: half a row of JSON is none.
+Trap: a compressed text that breaks off is a document as far as it goes, with a problem. A line that breaks off is none.
 """
 
 import codecs
@@ -32,49 +32,29 @@ from flatout.corpus.document import (
     Problem,
     ProblemKind,
     ReadOptions,
+    Results,
     Row,
+    Rows,
     Slice,
     gpt2_tokens,
 )
-from flatout.corpus.fields import bad_byte, document_of, not_utf8
+from flatout.corpus.rows import bad_byte, document_of, not_utf8, read_csv, read_csv_rows
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, PIECE, ByteStream, Watch, decode
-
-Results = Iterator[Document | Problem]
-Rows = Iterator[Row | Document | Problem]  # documents: those dropped for their bytes
 
 REJECTED_BOMB = "bomb"
 REJECTED_TOKENS = "token_range"
 # A NUL byte in this much of a file shows that it is no text.
 HEAD = 2**13
-
 # The files of modded-nanogpt begin with 256 numbers of four bytes: these two, the number of tokens, and zeros.
 _TOKENS_HEADER = 1024
 _TOKENS_MAGIC = (20240520, 1)
-
 _TEXT_FORMATS = frozenset({"text", "jsonl", "json", "csv", "tsv", "smiles"})
-
-_SPACE = re.compile(r"[ \t\n\r]*")
-_BLANK = re.compile(r"\s*\Z")
-_KEY = re.compile(r'\{[ \t\n\r]*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
-_OUTSIDE = re.compile(r'["\[\]{},]')
-_PUNCTUATION = ' \t\n\r,{}"'
-_NEXT_LINE = re.compile(r"\n(?=[^\s}\]])")
-_IN_STRING = re.compile(r'"|\\.', re.DOTALL)
-# How far to look for the end of a broken element at once, and how much of that to look at again with what follows.
-_LOOK = 2**18
-_OVERLAP = 2**10
-_DECODER = json.JSONDecoder()
-# More characters than the longest word of JSON, or than a character that is written as two escapes.
-_ESCAPE = 16
-_WORDS = ("true", "false", "null")
-# What is left of a number, or of a character that is written as an escape, that was cut.
-_CUT = re.compile(r"-|\.|[eE][+-]?|\\?u[0-9a-fA-F]{0,4}")
 
 
 def read_slice(slice: Slice, options: ReadOptions, *, watch: Watch | None = None) -> Results:
     """The documents and problems of a stretch of a file.
 
-    `watch` is told how far the reading has come in the file on disk.
+    `watch` is called with the position of the reading in the file on disk.
     """
     file = slice.file
     if file.format in _TEXT_FORMATS and _is_binary(file):
@@ -91,9 +71,9 @@ def read_slice(slice: Slice, options: ReadOptions, *, watch: Watch | None = None
 
         yield from (arrow.read_parquet if file.format == "parquet" else arrow.read_saved)(slice, options)
     elif file.format == "hub":
-        from flatout.corpus import tables
+        from flatout.corpus import arrow
 
-        yield from tables.HubStream(file.path, options, file.name)
+        yield from arrow.HubStream(file.path, options, file.name)
     else:
         with ByteStream(file, watch=watch) as stream:
             yield from _read_stream(stream, file, options)
@@ -114,15 +94,13 @@ def read_rows(file: InputFile, *, watch: Watch | None = None) -> Iterator[Row | 
             if file.format == "json":
                 yield from _undropped(_json_rows(stream, file, ReadOptions()))
                 return
-            from flatout.corpus import tables
-
-            yield from tables.read_csv_rows(stream, file)
+            yield from read_csv_rows(stream, file)
     else:
         raise ValueError(f"there are no rows in the format {file.format!r}")
 
 
 def _undropped(rows: Rows) -> Iterator[Row | Problem]:
-    """The same: where invalid bytes are told of, none is a document that is dropped for them."""
+    """Without dropped documents, of which there are none under the policy `strict`."""
     return (row for row in rows if not isinstance(row, Document))
 
 
@@ -141,23 +119,6 @@ def _json_line_rows(slice: Slice, options: ReadOptions, watch: Watch | None) -> 
             yield _broken_line(slice.file, line, error)
 
 
-def _json_rows(stream: ByteStream, file: InputFile, options: ReadOptions) -> Rows:
-    """The elements of an array, or else values that follow one another, of which there may be just one."""
-    for item in _json_values(stream, file):
-        if isinstance(item, Problem):
-            yield item
-            continue
-        place, value, replaced = f"element {item.number}", item.value, 0
-        if not item.raw.isascii():
-            try:
-                text, replaced = decode(item.raw.encode("utf-8", "surrogateescape"), options.invalid_utf8)
-            except UnicodeDecodeError as error:
-                yield not_utf8(error, file, place, options)
-                continue
-            value = json.loads(text) if replaced else value
-        yield Row(value, place, replaced)
-
-
 def _read_stream(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
     if file.format == "json":
         return _documents(_json_rows(stream, file, options), file, options)
@@ -168,9 +129,7 @@ def _read_stream(stream: ByteStream, file: InputFile, options: ReadOptions) -> R
 
         return crawl.read_warc(stream, file, options)
     if file.format in ("csv", "tsv"):
-        from flatout.corpus import tables
-
-        return tables.read_csv(stream, file, options)
+        return read_csv(stream, file, options)
     raise ValueError(f"there is no reader for the format {file.format!r}")
 
 
@@ -182,7 +141,7 @@ def _binary(file: InputFile, records: int) -> Problem:
 def _is_binary(file: InputFile) -> bool:
     """Whether a file is no text: its beginning is full of NUL bytes, or holds some and is not UTF-8 either.
 
-    A NUL byte or two in a text are characters of it; what comes of them is told of their own line.
+    A NUL byte or two in a text are characters of it; a problem of their own line names them.
     """
     with ByteStream(file) as stream:
         head = stream.read(HEAD)
@@ -287,8 +246,8 @@ def _records(slice: Slice, options: ReadOptions, watch: Watch | None) -> Iterato
             try:
                 text, replaced = decode(raw, options.invalid_utf8)
             except UnicodeDecodeError as error:
-                is_cut = not line.ended and streams.whole_characters(raw) == error.start
-                if is_cut and options.invalid_utf8 != "skip":
+                _is_cut = not line.ended and streams.whole_characters(raw) == error.start
+                if _is_cut and options.invalid_utf8 != "skip":
                     yield Problem(file.name, place, "truncated", "the file ends inside a character", records=1)
                 else:
                     yield not_utf8(error, file, place, options)
@@ -304,6 +263,143 @@ def _broken_line(file: InputFile, line: _Record, error: Exception) -> Problem:
     if not line.ended and isinstance(error, json.JSONDecodeError) and _is_cut(line.text, error):
         return Problem(file.name, line.place, "truncated", "the file ends inside the line", records=1)
     return Problem(file.name, line.place, "json", _not_json(error), records=1)
+
+
+# GPT-2 tokens.
+def has_tokens(file: InputFile) -> bool:
+    """Whether a file that is named like one of tokens begins with ids of GPT-2, rather than with letters or others."""
+    with ByteStream(file) as stream:
+        head = stream.read(HEAD)
+    if np.frombuffer(head[:8], "<i4", len(head[:8]) // 4).tolist() == list(_TOKENS_MAGIC):
+        return True
+    ids = np.frombuffer(head, "<u2", len(head) // 2)
+    letters = len(head) > 1 and all(byte >= ord(" ") or byte in b"\t\n\r" for byte in head)
+    return not letters and int(np.count_nonzero(ids > GPT2_END_OF_TEXT)) * 100 <= len(ids)
+
+
+def _read_tokens(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
+    """Ids of two bytes each. A document ends with an end-of-text id, or at the end of the file."""
+    tokens = _TokenRuns(stream)
+    for run in tokens:
+        if run.number == 0 and run.ends and not run.ids.size:
+            continue  # some files have an end-of-text id before each document instead of after it
+        yield from _token_document(run, tokens, stream, file, options)
+    if stream.problem is not None:
+        yield stream.problem
+        return
+    place = f"token {tokens.count}"
+    if tokens.odd:
+        yield Problem(file.name, place, "truncated", "read as GPT-2 tokens of two bytes, it ends inside one", records=0)
+    if tokens.expected is not None and tokens.expected != tokens.count:
+        message = f"its header says {tokens.expected:,} tokens, and it has {tokens.count:,}"
+        yield Problem(file.name, place, "truncated" if tokens.count < tokens.expected else "format", message, records=0)
+
+
+def _token_document(
+    run: "_Run", runs: "_TokenRuns", stream: ByteStream, file: InputFile, options: ReadOptions
+) -> Results:
+    place = f"token {run.number}"
+    table = gpt2_tokens()
+    ended = False
+    wrong: tuple[int, int] | None = None
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal ended, wrong
+        for part in itertools.chain([run], runs):
+            outside = np.flatnonzero(part.ids >= len(table))
+            if wrong is None and outside.size:
+                wrong = part.number + int(outside[0]), int(part.ids[outside[0]])
+            if wrong is None:
+                yield b"".join([table[number] for number in part.ids.tolist()])
+            ended = part.ends
+            if ended:
+                return
+
+    for piece in streams.pieces(chunks(), size=PIECE):
+        if wrong is not None and piece.final:
+            if not piece.begins:
+                yield Document("", place, False, True, rejected=REJECTED_TOKENS)
+            message = (
+                f"read as GPT-2 tokens of two bytes, of which {wrong[1]} is none: they are below {GPT2_END_OF_TEXT + 1}"
+            )
+            yield Problem(file.name, f"token {wrong[0]}", "format", message, records=1 if piece.begins else 0)
+            continue
+        if piece.final and not ended and stream.problem is not None:
+            del piece.raw[streams.whole_characters(piece.raw) :]
+        yield from _decoded(piece, file, options, place, f"{place}, byte {{}} of its text", piece.offset)
+
+
+class _Run(NamedTuple):
+    """A stretch of a document's ids, and the number of the first in the file. `ends`: an end-of-text id follows."""
+
+    number: int
+    ids: npt.NDArray[np.uint16]
+    ends: bool
+
+
+@final
+class _TokenRuns:
+    """An iterator over the runs of a file, which counts tokens as it goes."""
+
+    def __init__(self, stream: ByteStream) -> None:
+        head = stream.read(_TOKENS_HEADER)
+        numbers = np.frombuffer(head, "<i4") if len(head) == _TOKENS_HEADER else np.zeros(3, "<i4")
+        has_header = tuple(numbers[:2].tolist()) == _TOKENS_MAGIC
+        self.expected = int(numbers[2]) if has_header else None
+        self.count = 0
+        self.odd = b""
+        self._runs = self._read(stream if has_header else itertools.chain([head], stream))
+
+    def __iter__(self) -> Iterator[_Run]:
+        return self._runs
+
+    def _read(self, chunks: Iterable[bytes]) -> Iterator[_Run]:
+        for chunk in chunks:
+            data = self.odd + chunk
+            ids = np.frombuffer(data, "<u2", len(data) // 2)
+            self.odd = data[2 * len(ids) :]
+            first, start = self.count, 0
+            self.count += len(ids)
+            for end in np.flatnonzero(ids == GPT2_END_OF_TEXT).tolist():
+                yield _Run(first + start, ids[start:end], True)
+                start = end + 1
+            if start < len(ids):
+                yield _Run(first + start, ids[start:], False)
+
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_BLANK = re.compile(r"\s*\Z")
+_KEY = re.compile(r'\{[ \t\n\r]*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
+_OUTSIDE = re.compile(r'["\[\]{},]')
+_PUNCTUATION = ' \t\n\r,{}"'
+_NEXT_LINE = re.compile(r"\n(?=[^\s}\]])")
+_IN_STRING = re.compile(r'"|\\.', re.DOTALL)
+# How far to look for the end of a broken element at once, and how much of that to look at again with what follows.
+_LOOK = 2**18
+_OVERLAP = 2**10
+_DECODER = json.JSONDecoder()
+# More characters than the longest word of JSON, or than a character that is written as two escapes.
+_ESCAPE = 16
+_WORDS = ("true", "false", "null")
+# What is left of a number, or of a character that is written as an escape, that was cut.
+_CUT = re.compile(r"-|\.|[eE][+-]?|\\?u[0-9a-fA-F]{0,4}")
+
+
+def _json_rows(stream: ByteStream, file: InputFile, options: ReadOptions) -> Rows:
+    """The elements of an array, or else values that follow one another, of which there may be just one."""
+    for item in _json_values(stream, file):
+        if isinstance(item, Problem):
+            yield item
+            continue
+        place, value, replaced = f"element {item.number}", item.value, 0
+        if not item.raw.isascii():
+            try:
+                text, replaced = decode(item.raw.encode("utf-8", "surrogateescape"), options.invalid_utf8)
+            except UnicodeDecodeError as error:
+                yield not_utf8(error, file, place, options)
+                continue
+            value = json.loads(text) if replaced else value
+        yield Row(value, place, replaced)
 
 
 def _is_cut(text: str, error: json.JSONDecodeError) -> bool:
@@ -529,107 +625,3 @@ def _first_key(raw: str) -> str:
     """The first name in the first object of a text, with its quotes; nothing where there is none."""
     match = _KEY.search(raw)
     return match[1] if match else ""
-
-
-# GPT-2 tokens.
-
-
-def has_tokens(file: InputFile) -> bool:
-    """Whether a file that is named like one of tokens begins with ids of GPT-2, rather than with letters or others."""
-    with ByteStream(file) as stream:
-        head = stream.read(HEAD)
-    if np.frombuffer(head[:8], "<i4", len(head[:8]) // 4).tolist() == list(_TOKENS_MAGIC):
-        return True
-    ids = np.frombuffer(head, "<u2", len(head) // 2)
-    letters = len(head) > 1 and all(byte >= ord(" ") or byte in b"\t\n\r" for byte in head)
-    return not letters and int(np.count_nonzero(ids > GPT2_END_OF_TEXT)) * 100 <= len(ids)
-
-
-def _read_tokens(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
-    """Ids of two bytes each. A document ends with an end-of-text id, or at the end of the file."""
-    tokens = _TokenRuns(stream)
-    for run in tokens:
-        if run.number == 0 and run.ends and not run.ids.size:
-            continue  # some files have an end-of-text id before each document instead of after it
-        yield from _token_document(run, tokens, stream, file, options)
-    if stream.problem is not None:
-        yield stream.problem
-        return
-    place = f"token {tokens.count}"
-    if tokens.odd:
-        yield Problem(file.name, place, "truncated", "read as GPT-2 tokens of two bytes, it ends inside one", records=0)
-    if tokens.expected is not None and tokens.expected != tokens.count:
-        message = f"its header tells of {tokens.expected:,} tokens, and it has {tokens.count:,}"
-        yield Problem(file.name, place, "truncated" if tokens.count < tokens.expected else "format", message, records=0)
-
-
-def _token_document(
-    run: "_Run", runs: "_TokenRuns", stream: ByteStream, file: InputFile, options: ReadOptions
-) -> Results:
-    place = f"token {run.number}"
-    table = gpt2_tokens()
-    ended = False
-    wrong: tuple[int, int] | None = None
-
-    def chunks() -> Iterator[bytes]:
-        nonlocal ended, wrong
-        for part in itertools.chain([run], runs):
-            outside = np.flatnonzero(part.ids >= len(table))
-            if wrong is None and outside.size:
-                wrong = part.number + int(outside[0]), int(part.ids[outside[0]])
-            if wrong is None:
-                yield b"".join([table[number] for number in part.ids.tolist()])
-            ended = part.ends
-            if ended:
-                return
-
-    for piece in streams.pieces(chunks(), size=PIECE):
-        if wrong is not None and piece.final:
-            if not piece.begins:
-                yield Document("", place, False, True, rejected=REJECTED_TOKENS)
-            message = (
-                f"read as GPT-2 tokens of two bytes, of which {wrong[1]} is none: they are below {GPT2_END_OF_TEXT + 1}"
-            )
-            yield Problem(file.name, f"token {wrong[0]}", "format", message, records=1 if piece.begins else 0)
-            continue
-        if piece.final and not ended and stream.problem is not None:
-            del piece.raw[streams.whole_characters(piece.raw) :]
-        yield from _decoded(piece, file, options, place, f"{place}, byte {{}} of its text", piece.offset)
-
-
-class _Run(NamedTuple):
-    """A stretch of a document's ids, and the number of the first in the file. `ends`: an end-of-text id follows."""
-
-    number: int
-    ids: npt.NDArray[np.uint16]
-    ends: bool
-
-
-@final
-class _TokenRuns:
-    """An iterator over the runs of a file, which counts tokens as it goes."""
-
-    def __init__(self, stream: ByteStream) -> None:
-        head = stream.read(_TOKENS_HEADER)
-        numbers = np.frombuffer(head, "<i4") if len(head) == _TOKENS_HEADER else np.zeros(3, "<i4")
-        has_header = tuple(numbers[:2].tolist()) == _TOKENS_MAGIC
-        self.expected = int(numbers[2]) if has_header else None
-        self.count = 0
-        self.odd = b""
-        self._runs = self._read(stream if has_header else itertools.chain([head], stream))
-
-    def __iter__(self) -> Iterator[_Run]:
-        return self._runs
-
-    def _read(self, chunks: Iterable[bytes]) -> Iterator[_Run]:
-        for chunk in chunks:
-            data = self.odd + chunk
-            ids = np.frombuffer(data, "<u2", len(data) // 2)
-            self.odd = data[2 * len(ids) :]
-            first, start = self.count, 0
-            self.count += len(ids)
-            for end in np.flatnonzero(ids == GPT2_END_OF_TEXT).tolist():
-                yield _Run(first + start, ids[start:end], True)
-                start = end + 1
-            if start < len(ids):
-                yield _Run(first + start, ids[start:], False)

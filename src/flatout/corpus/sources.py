@@ -1,7 +1,7 @@
 """What a source means: the files it names, their formats, and the slices they can be read in.
 
 Idea: `find_files` lists files in an order that depends on names only, never on the file system, so that preparing twice
-gives the same bytes. A format is told by the end of a name; a text that begins like a crawl is one whatever its name.
+gives the same bytes. The end of a name gives the format; a text that begins like a crawl is one whatever its name.
 
 Contract: what cannot be used is not dropped in silence. A file or folder that cannot be read, and a link that leads out
 of its folder, are `Problem`s; in a folder, empty files and files of other types are counted by type. Only a source that
@@ -27,7 +27,6 @@ from flatout.files import parse_json, read_bounded
 
 SHAKESPEARE = "shakespeare"
 HUB = "hf:"
-
 _FORMATS = {
     "text": ".txt .text .md",
     "jsonl": ".jsonl .ndjson",
@@ -56,8 +55,8 @@ _SLICED = ("text", "jsonl", "smiles")
 # A file that can only be read from its beginning is left to one reader up to this size.
 _WHOLE_BYTES = 2**24
 _CRAWL = b"WARC/1."
-_TYPES_TOLD = 3
-_BINARY_TOLD = 6
+_TYPES_LISTED = 3
+_BINARY_LISTED = 6
 _AS_TOKENS = " (as GPT-2 tokens)"
 _NO_SUFFIX = "no suffix"
 _MOST_SHARES = 4096
@@ -99,31 +98,31 @@ class FoundFiles:
         return self.unknown > len(self.files) + len(self.problems)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """What is read and what is not, by type, for a notice; nothing where every file is read as its name says."""
         read = Counter(type_of(file.path) + _AS_TOKENS * (file.format == "tokens") for file in self.distinct)
         if not self.left and (len(read) < 2 or not any(name.endswith(_AS_TOKENS) for name in read)):
             return ""
         total = read.total() + len(self.left)
-        passed_over = f"; passed over {told_by_type(self.passed_over)}" if self.left else ""
-        return f"{many(total, 'file')}: read {told_by_type(read) or 'none'}{passed_over}"
+        passed_over = f"; passed over {counted_by_type(self.passed_over)}" if self.left else ""
+        return f"{many(total, 'file')}: read {counted_by_type(read) or 'none'}{passed_over}"
 
 
-def told_by_type(counts: Mapping[str, int]) -> str:
+def counted_by_type(counts: Mapping[str, int]) -> str:
     """How many files there are of each type, the most frequent first: `200 .py, 60 .cfg, 12 others, 2 binary (.o)`."""
     ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     texts = [pair for pair in ordered if not pair[0].endswith(BINARY)]
     binary = [pair for pair in ordered if pair[0].endswith(BINARY)]
-    # A type that is named with what it was taken for is always told.
-    rest = [pair for pair in texts[_TYPES_TOLD:] if " (" not in pair[0]]
-    told = [f"{count:,} {name}" for name, count in texts if (name, count) not in rest]
+    # A type with a note on what it was taken for is always listed.
+    rest = [pair for pair in texts[_TYPES_LISTED:] if " (" not in pair[0]]
+    listed = [f"{count:,} {name}" for name, count in texts if (name, count) not in rest]
     if rest:
-        told.append(many(sum(count for _, count in rest), "other"))
+        listed.append(many(sum(count for _, count in rest), "other"))
     if binary:
-        kinds = " ".join(name.removesuffix(BINARY) for name, _ in binary[:_BINARY_TOLD])
-        more = " ..." if len(binary) > _BINARY_TOLD else ""
-        told.append(f"{sum(count for _, count in binary):,} binary ({kinds}{more})")
-    return ", ".join(told)
+        kinds = " ".join(name.removesuffix(BINARY) for name, _ in binary[:_BINARY_LISTED])
+        more = " ..." if len(binary) > _BINARY_LISTED else ""
+        listed.append(f"{sum(count for _, count in binary):,} binary ({kinds}{more})")
+    return ", ".join(listed)
 
 
 def unread_text(passed_over: Mapping[str, int]) -> list[str]:
@@ -169,9 +168,7 @@ def find_files(source: str, *, format: str | None = None, number: int = 0) -> Fo
         path = shakespeare()
         return FoundFiles((InputFile(str(path), SHAKESPEARE, "text", "none", path.stat().st_size, number),))
     if source.startswith(HUB):
-        from flatout.corpus import tables
-
-        tables.hub_parts(source)  # an error now, rather than when everything before it has been read
+        hub_parts(source)  # an error now, rather than when everything before it has been read
         return FoundFiles((InputFile(source, shown(source), "hub", "none", 0, number),))
     try:
         mode = os.stat(source).st_mode
@@ -421,3 +418,26 @@ def _is_binary(path: str) -> bool:
 
 def _unreadable(path: str, error: OSError, records: int) -> Problem:
     return Problem(shown(path), "", "unreadable", f"cannot read it: {error.strerror or error}", records)
+
+
+# Corpora by the names that people use: the dataset on the hub, and the config of it that is taken if none is named.
+ALIASES = {
+    "c4": ("allenai/c4", "en"),
+    "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+    "openwebtext": ("Skylion007/openwebtext", ""),
+    "tinystories": ("roneneldan/TinyStories", ""),
+}
+DEFAULT_SPLIT = "train"
+
+
+def hub_parts(path: str) -> tuple[str, str | None, str]:
+    """Name, config and split of `hf:NAME`, `hf:NAME:CONFIG`, `hf:NAME::SPLIT` or `hf:NAME:CONFIG:SPLIT`."""
+    name, *others = path.removeprefix(HUB).split(":")
+    if not path.startswith(HUB) or not name or len(others) > 2:
+        raise DataError(f"{shown(path)} names no dataset", "write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
+    config, split = [*others, "", ""][:2]
+    if name.lower() in ALIASES and not os.path.isdir(name):
+        name, usual = ALIASES[name.lower()]
+        config = config or usual
+    return name, config or None, split or DEFAULT_SPLIT

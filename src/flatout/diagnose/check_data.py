@@ -21,12 +21,14 @@ from flatout.corpus.document import Document, Problem, Slice
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import slices_of
 from flatout.data.inspect import causes_of, mend_of
+from flatout.data.library_tokenizers import HuggingFaceTokenizer
 from flatout.data.part import LIMITS, NONE_TAKEN, Part, Recipe, characters_of_part
 from flatout.data.plan import (
     STDIN,
     Done,
     Inputs,
     Request,
+    check_streamable,
     documents_of,
     find_inputs,
     how_to_read,
@@ -35,15 +37,7 @@ from flatout.data.plan import (
 )
 from flatout.data.prepare import check_outside, data_folder, has_dataset, prepare_data
 from flatout.data.shards import Dataset, open_dataset
-from flatout.data.stream import check_streamable
-from flatout.data.tokenizer import (
-    ByteTokenizer,
-    Gpt2Tokenizer,
-    HuggingFaceTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    token_dtype,
-)
+from flatout.data.tokenizer import ByteTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer, token_dtype
 from flatout.data.tokenizer_files import train_bpe
 from flatout.diagnose.check_environment import check_packages, source_paths
 from flatout.diagnose.machine import Machine
@@ -238,11 +232,11 @@ def _listing(data: DataConfig, inputs: Inputs, formats: set[str]) -> Iterator[Fi
             f"{len(inputs.problems):,} of its files cannot be used, the first: {first}",
             "Mend or remove them; preparing leaves them out and lists them.",
         )
-    if inputs.told:
+    if inputs.summary:
         # How files with text are read, too; binary ones are passed over rightly.
         advice = how_to_read(data.source, inputs.passed_over)
         right = f"That is often right: {advice}." if advice else "None of those passed over is text."
-        yield _check("passed over").note(inputs.told, right)
+        yield _check("passed over").note(inputs.summary, right)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +260,7 @@ def _sampled(request: Request, inputs: Inputs, *, quick: bool) -> Generator[Find
     if problems and not any(text):
         mend = mend_of(causes) if causes[0].first.kind == "field" else "mend the file, or set data.format"
         yield check.bad(
-            f"nothing at the beginning of {file.name} can be used: {causes[0].told}",
+            f"nothing at the beginning of {file.name} can be used: {causes[0].text}",
             f"To mend it: {mend}. `flatout prepare` lists every problem.",
         )
         return None
@@ -281,7 +275,7 @@ def _sampled(request: Request, inputs: Inputs, *, quick: bool) -> Generator[Find
     else:
         left_out = "What cannot be used is left out and listed by `flatout prepare`. If it is much, mend it:"
         mend = mend_of(causes, request.options.fields)
-        not_all = f"not all at the beginning of {file.name} can be used: {causes[0].told}"
+        not_all = f"not all at the beginning of {file.name} can be used: {causes[0].text}"
         yield check.warn(not_all, f"{left_out} {mend}.")
     return _Sample(slices[0], text, whole)
 

@@ -21,7 +21,7 @@ from typing import Any, final
 
 import torch
 
-from flatout.checkpoints.base_model import Base, open_base, open_start
+from flatout.checkpoints.base_and_adapter import Base, open_base, open_start
 from flatout.checkpoints.run_folder import is_checkpoint
 from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, with_values
@@ -32,9 +32,9 @@ from flatout.corpus.document import Row
 from flatout.corpus.readers import read_rows
 from flatout.corpus.sources import find_files
 from flatout.data.batch import BatchLoader, DataFacts, Delivery, Span, TrainingData, check_evaluable
-from flatout.data.make_samples import row_files
 from flatout.data.sample_data import SampleData
 from flatout.data.sampler import window_count
+from flatout.data.samples import row_files
 from flatout.data.shard_data import check_length
 from flatout.data.tokenizer import Ids, IdTokenizer
 from flatout.device import Device, limit_memory

@@ -65,7 +65,7 @@ def prepare(words: list[str]) -> int:
     parsed = parser.parse_words(words)
     loaded = load_pretraining(parsed, "prepare")
     from flatout.data.prepare import as_prepared, check_text, prepare_data, refuse_second_pipe
-    from flatout.observe.live.prepare_bar import PrepareBar
+    from flatout.observe.terminal import PrepareBar
 
     check_text(loaded, "prepare")
     if not parsed.overwrite:
@@ -323,7 +323,7 @@ def _texts(config: "RunConfig") -> Iterator[str]:
         causes, field = causes_of(problems), config.data.field
         lost = many(sum(cause.records for cause in causes), "record")
         raise DataError(
-            f"{lost} of the source could not be read: {causes[0].told}",
+            f"{lost} of the source could not be read: {causes[0].text}",
             f"{mend_of(causes, [field] if isinstance(field, str) else field)}; `flatout prepare` lists them all",
         )
 

@@ -137,7 +137,7 @@ def _loaded(verb: str, parsed: argparse.Namespace, resume: str | None, stored: P
         raise UsageError(f"--resume {quoted(str(stored))} is not a folder", hint)
     loaded = None if stored is not None else load(parsed, tell=False)
     if loaded is not None and verb == "finetune":
-        from flatout.engine.rows_named import check_rows_named
+        from flatout.front.configs import check_rows_named
 
         check_rows_named(loaded, resume)
     return loaded
@@ -147,9 +147,8 @@ def _follow_training(
     parsed: argparse.Namespace, loaded: "LoadedConfig | None", resume: str | None, stored: Path | None
 ) -> int:
     found = launch()
-    from flatout.observe.live.console import JsonReader, TerminalReader
-    from flatout.observe.live.prepare_bar import PrepareBar
-    from flatout.observe.live.view import ViewReader
+    from flatout.observe.terminal import JsonReader, PrepareBar, TerminalReader
+    from flatout.observe.view import ViewReader
 
     if loaded is None or stored is not None:
         started = found is not None and found.attempt is not None  # by our agent, which has reckoned the minutes
@@ -204,7 +203,7 @@ def _follow_training(
 
 def _draw(folder: Path) -> None:
     """The run's pictures and tables. Training is done: what goes wrong here is told and costs nothing."""
-    from flatout.observe.plot.plots import write_run_plots
+    from flatout.observe.plots import write_run_plots
 
     try:
         write_run_plots(folder)

@@ -22,11 +22,11 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 53_825,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 43_077,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 111,  # all Python outside tests
-    "modules": 257,  # of src/flatout, as all the following
-    "modules with one importer": 55,
+    "lines of code": 53_676,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 42_921,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 110,  # all Python outside tests
+    "modules": 241,  # of src/flatout, as all the following
+    "modules with one importer": 48,
     "settings": 148,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
     "class names with two meanings": 6,

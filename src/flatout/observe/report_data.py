@@ -23,14 +23,7 @@ from typing import Any
 import numpy
 
 from flatout.errors import many
-from flatout.observe.human import (
-    exposed_share,
-    human_bytes,
-    human_count,
-    human_seconds,
-    printable,
-    slowest_rank,
-)
+from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, printable, slowest_rank
 from flatout.observe.report_facts import commands_of, facts_of, flat_config, shown_config, summary_of, texts_of, yaml_of
 from flatout.observe.runs import RunState, state_of
 from flatout.observe.series import (

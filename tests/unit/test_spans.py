@@ -13,8 +13,8 @@ from torch import nn
 import flatout
 from flatout.config.load import load_config
 from flatout.device import Device
-from flatout.engine import loop, machine
-from flatout.engine.machine import MachineWatch, throttled
+from flatout.engine import loop, monitor
+from flatout.engine.monitor import MachineWatch, throttled
 from flatout.engine.spans import PendingReports, SpanTotals, StepClock, spans_between
 from flatout.errors import UsageError
 from flatout.observe.report_data import report_data
@@ -201,7 +201,7 @@ def watch(monkeypatch, library) -> tuple[MachineWatch, list[float]]:
     device = Device(torch_device=torch.device("cuda", 0), name="a card", memory_bytes=2**37, capability=(9, 0))
     monkeypatch.setitem(sys.modules, "pynvml", library)
     monkeypatch.setattr(
-        machine.torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1234-5678")
+        monitor.torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1234-5678")
     )
     now = [100.0]
     return MachineWatch(device, clock=lambda: now[0]), now

@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "flatout"
 
 LAYERS = [
-    {"errors"},
+    {"errors", "shown"},
     {"finding", "records", "config", "files", "launch", "host", "lock"},
     {"folders", "confined", "pulse"},
     {"device", "world"},

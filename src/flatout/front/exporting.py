@@ -18,6 +18,7 @@ from flatout.model.hub_folder import export_huggingface
 from flatout.model.merge import LogitDifference, MergeReport, logit_difference, quiet_narrow_products
 from flatout.model.merge import merge as merge_adapters
 from flatout.resolve.checks import way_to_export
+from flatout.shown import Shown
 
 MERGED_DTYPE = "bf16"  # what a base is mostly in, and what others load
 MERGE_PROMPT = "Name three things that fly, and say in one sentence how they do it."
@@ -144,7 +145,7 @@ def consolidate(model: str | Path, folder: str | Path) -> Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class Merged:
+class Merged(Shown):
     """A merge: where it lies, how much of the adapters' update survived, how far its logits are from the adapters'."""
 
     folder: Path

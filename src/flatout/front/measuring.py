@@ -26,6 +26,7 @@ from flatout.observe.measured.bench import read_ablate, read_bench
 from flatout.observe.measured.profile_page import as_markdown, page_of
 from flatout.parallel.ranks import joined
 from flatout.records import AblateRow, BenchProgress, BenchRow, TuneProgress, TuneResult, TuneRow, record_to_json
+from flatout.shown import Shown
 from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, Told
 from flatout.tuning.ablation import ablate as ablate_fields
 from flatout.tuning.changes import check_length, choose, read_space, space_of
@@ -229,11 +230,15 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
+class Profile(Shown):
     """A profile: the folder with its files, and what profile.json there holds."""
 
     folder: Path
     figures: dict[str, Any]
+
+    def shown_rows(self) -> dict[str, Any]:
+        plain = {name: value for name, value in self.figures.items() if not isinstance(value, dict | list)}
+        return {"folder": self.folder, **plain}
 
 
 def profile(

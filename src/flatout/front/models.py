@@ -53,12 +53,13 @@ from flatout.model.weights import assign_weights
 from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.opening import DataSource, samples_folder
 from flatout.resolve.switches import scan_for
+from flatout.shown import ShortlyShown, Shown
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadedModel:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class LoadedModel(ShortlyShown):
     """A trained model ready to use, in evaluation mode on its device."""
 
     model: GPT | CustomModel
@@ -76,6 +77,17 @@ class LoadedModel:
     base_name: str | None = None  # where an adapter's folder found them
     bare: bool = False  # an adapter of ours that was taught without a template
     quantize: str = "none"  # how the base under its adapters was held while they were trained, and is rounded here
+
+    def shown_rows(self) -> dict[str, Any]:
+        return {
+            "origin": self.origin,
+            "step": self.step,
+            "parameters": f"{sum(parameter.numel() for parameter in self.model.parameters()):,}",
+            "context": self.model.config.context,
+            "vocabulary": self.model.vocab,
+            "adapters": None if self.adapters is None else "yes",
+            "device": self.device.name,
+        }
 
     @torch.no_grad()
     def __call__(self, ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
@@ -433,7 +445,7 @@ def template_of(model: LoadedModel) -> ChatTemplate | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Shown):
     loss: float
     perplexity: float
     bits_per_byte: float | None

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.config.yaml_loader import format_value, read_yaml
+from flatout.config.yaml_loader import format_sections, read_yaml
 from flatout.errors import ConfigError, ResourceError, UsageError
 from flatout.files import check_replaceable, disk_errors, write_whole
 from flatout.observe.human import human_bytes, printable
@@ -193,13 +193,7 @@ def _settings(path: Path, private: Private) -> str:
         sections = {name: node.plain for name, node in read_yaml(path).items()}
     except ConfigError:  # without its structure, texts in it cannot be told from settings
         return f"# {_LEFT_OUT}: it is not a config that can be read\n"
-    lines: list[str] = []
-    for section, values in _scrubbed_values(sections, private).items():
-        if isinstance(values, dict) and values:
-            lines += [f"{section}:", *(f"  {name}: {format_value(value)}" for name, value in values.items())]
-        else:
-            lines.append(f"{section}: {format_value(values)}")
-    return "".join(f"{line}\n" for line in lines)
+    return format_sections(_scrubbed_values(sections, private))
 
 
 def _without_data(metrics: str) -> Iterator[dict[str, Any]]:

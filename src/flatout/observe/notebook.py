@@ -17,7 +17,8 @@ from flatout.errors import many
 from flatout.observe.human import human_count, human_parameters, human_seconds
 from flatout.observe.series import GrowingSeries, Points
 from flatout.observe.sinks import minutes_of
-from flatout.records import EndRecord, EvalRecord, Record, RunInfo, StepRecord, html_table
+from flatout.records import EndRecord, EvalRecord, Record, RunInfo, StepRecord
+from flatout.shown import html_table
 
 MOST_POINTS = 2000
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 240, 56, 24

@@ -22,16 +22,10 @@ from typing import Any
 
 import numpy
 
+from flatout.config.yaml_loader import format_sections
 from flatout.errors import many
-from flatout.observe.human import (
-    exposed_share,
-    human_bytes,
-    human_count,
-    human_seconds,
-    printable,
-    slowest_rank,
-)
-from flatout.observe.report_facts import commands_of, facts_of, flat_config, shown_config, summary_of, texts_of, yaml_of
+from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, printable, slowest_rank
+from flatout.observe.report_facts import commands_of, facts_of, flat_config, shown_config, summary_of, texts_of
 from flatout.observe.runs import RunState, state_of
 from flatout.observe.series import (
     QUANTILES,
@@ -107,7 +101,7 @@ def _run(history: RunHistory, name: str, paths: list[str], runs: int, price: flo
         "environment": texts_of((label, info.get(label.lower())) for label in ("Flatout", "torch", "Device", "Folder")),
         "starts": _starts(history),
         "commands": commands_of(history, state),
-        "config": yaml_of(shown_config(info)),
+        "config": format_sections(shown_config(info)),
         "paths": paths,
     }
 

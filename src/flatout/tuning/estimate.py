@@ -38,6 +38,7 @@ from flatout.resolve.memory import checkpoint_size, layers_of, memory_of, traine
 from flatout.resolve.plan import RunPlan
 from flatout.resolve.resolve import planned
 from flatout.resolve.switches import Speed
+from flatout.shown import Shown
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
 from flatout.tuning.measure import machine_of
 from flatout.tuning.practice_data import PracticeSamples, is_made_up, practice_config, practice_samples, scratch_folder
@@ -71,7 +72,7 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EstimateResult:
+class EstimateResult(Shown):
     """What a run will be like. Seconds are of the clock on the wall, bytes of the device unless `disk` is said.
 
     `peak_estimate` is the formula's (model/count.py; on a CPU, where torch's own share counts too, with the process as

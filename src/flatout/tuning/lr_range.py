@@ -39,6 +39,7 @@ from flatout.engine.state import Progress, capture, restore
 from flatout.errors import ConfigError, UsageError
 from flatout.model.count import parameter_count
 from flatout.ops.gradients import clear_gradients
+from flatout.shown import Shown
 from flatout.tuning.changes import config_text, words_of
 from flatout.tuning.measure import Steps, borrowed_run, machine_of
 from flatout.tuning.practice_data import practice_config, scratch_folder
@@ -89,7 +90,7 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LrResult:
+class LrResult(Shown):
     """One call of the finder. `before` is the rate the config had; `fragment` a config file with the one found.
 
     `field` is whose rate that is, of the points too; `found` has it and all other rates of the config, in its ratios.

@@ -44,6 +44,7 @@ from flatout.errors import (
 )
 from flatout.files import disk_errors, open_to_append
 from flatout.records import EvalRecord
+from flatout.shown import Shown
 from flatout.tuning.changes import Dimension, Space, config_text, with_values, words_of
 from flatout.tuning.measure import borrowed_run, machine_of
 from flatout.tuning.practice_data import scratch_folder, settled_for_runs
@@ -57,7 +58,7 @@ NAME = "flatout"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrialRow:
+class TrialRow(Shown):
     """One trial. `status` is done, pruned, diverged, out_of_memory, invalid or interrupted, and `reason` says why.
 
     `loss` is the last validation loss it had; only that of a trial that is done was at the end.
@@ -74,7 +75,7 @@ class TrialRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StudyResult:
+class StudyResult(Shown):
     """The end of a search: the best trial, and a config file with its values."""
 
     rows: tuple[TrialRow, ...]

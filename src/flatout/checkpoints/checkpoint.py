@@ -90,10 +90,6 @@ def entry_of(file: str, shape: Sequence[int], start: int, tensor: Tensor) -> dic
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(shape), "slices": [own]}
 
 
-def is_sliced(manifest: Mapping[str, Any]) -> bool:
-    return manifest.get("format") == SLICED
-
-
 def well_formed(manifest: Mapping[str, Any]) -> bool:
     """Whether a manifest of slices says what ours say: our files, and tensors that are made up of them exactly."""
     files, slices = manifest.get("files"), manifest.get("slices")
@@ -101,31 +97,27 @@ def well_formed(manifest: Mapping[str, Any]) -> bool:
         return False
     if not all(name in _WHOLE or _NAME.fullmatch(name) for name in files) or not files.keys() >= _WHOLE:
         return False
-    return all(
-        isinstance(tensors, dict) and all(_adds_up(entry, part, files) for entry in tensors.values())
-        for part, tensors in slices.items()
-    )
+    try:
+        return all(_adds_up(entry, part, files) for part, tensors in slices.items() for entry in tensors.values())
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
-def _adds_up(entry: object, part: str, files: Mapping[str, Any]) -> bool:
-    """Whether the slices of one tensor are its rows, each once and in order."""
-    if not isinstance(entry, dict) or not isinstance(getattr(torch, str(entry.get("dtype")), None), torch.dtype):
+def _adds_up(entry: Mapping[str, Any], part: str, files: Mapping[str, Any]) -> bool:
+    """Whether the slices of one tensor are its rows, each once and in order. A wrong type is an error, or False."""
+    shape, slices, row = entry["shape"], entry["slices"], 0
+    if not isinstance(getattr(torch, entry["dtype"]), torch.dtype) or not _is_shape(shape) or not slices:
         return False
-    shape, slices = entry.get("shape"), entry.get("slices")
-    if not _is_shape(shape) or not isinstance(slices, list) or not slices:
-        return False
-    assert isinstance(shape, list)
-    row = 0
     for one in slices:
-        if not isinstance(one, dict) or not (_is_shape(one.get("shape")) and _is_shape(one.get("offset"))):
-            return False
-        match = _NAME.fullmatch(str(one.get("file")))
+        match = _NAME.fullmatch(one["file"])
         if match is None or match[1] != part or one["file"] not in files:
             return False
-        if one["offset"] != ([row, *[0] * (len(shape) - 1)] if shape else []) or one["shape"][1:] != shape[1:]:
+        if not _is_shape(one["shape"]) or len(one["shape"]) != len(shape) or one["shape"][1:] != shape[1:]:
             return False
-        row += one["shape"][0] if one["shape"] else 0
-    return row == shape[0] if shape else len(slices) == 1 and slices[0]["shape"] == []
+        if not _is_shape(one["offset"]) or one["offset"] != ([row, *[0] * (len(shape) - 1)] if shape else []):
+            return False
+        row += one["shape"][0] if shape else 0
+    return row == shape[0] if shape else len(slices) == 1
 
 
 def _is_shape(value: object) -> bool:
@@ -134,7 +126,7 @@ def _is_shape(value: object) -> bool:
 
 def read_tensors(folder: Path, manifest: Mapping[str, Any], name: str) -> Mapping[str, Tensor]:
     """The whole tensors of `name` (model, optimizer, run), on the CPU, mapped into memory."""
-    if not is_sliced(manifest) or name not in SLICED_FILES:
+    if manifest["format"] != SLICED or name not in SLICED_FILES:
         return read_safetensors(folder / f"{name}.safetensors")
     entries: dict[str, Any] = manifest["slices"][name]
     with ExitStack() as stack:
@@ -496,7 +488,8 @@ def _is_shaped(manifest: dict[str, Any]) -> bool:
     files, step = manifest.get("files"), manifest.get("step")
     if type(step) is not int or not isinstance(files, dict):
         return False
-    if not (well_formed(manifest) if is_sliced(manifest) else set(files) == CHECKPOINT_FILES - {MANIFEST}):
+    plain = manifest["format"] == PLAIN
+    if not (set(files) == CHECKPOINT_FILES - {MANIFEST} if plain else well_formed(manifest)):
         return False
     entries = [entry for entry in files.values() if isinstance(entry, dict)]
     return len(entries) == len(files) and all(

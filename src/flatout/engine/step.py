@@ -36,8 +36,7 @@ from flatout.model.protocol import LanguageModel
 from flatout.ops.documents import DocumentLayout, PackedRows
 from flatout.ops.gradients import clear_gradients, hold_gradients
 from flatout.ops.reference import IGNORED
-from flatout.optim.average import Average
-from flatout.optim.optimizers import Optimizers
+from flatout.optim.optimizers import Average, Optimizers
 from flatout.parallel.reducer import reducer_of
 from flatout.resolve.plan import RunPlan
 from flatout.world import Reducer, World

@@ -25,8 +25,7 @@ from typing import Any, TypeVar, final
 
 from flatout.errors import UsageError, UserError
 from flatout.launch import Attempt, OtherProcessError, in_thread
-from flatout.parallel.agent import AttemptEnd, Hosts, Left, Met
-from flatout.parallel.workers import Place
+from flatout.parallel.agent import AttemptEnd, Hosts, Left, Met, Place
 
 _POLL = 0.2  # seconds
 _ANSWER = 5.0  # seconds that the other agents have to say why they ended

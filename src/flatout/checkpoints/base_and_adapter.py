@@ -253,7 +253,7 @@ def check_own_weights(config: ModelConfig, vocab: int, tensors: Mapping[str, Ten
 
 
 def base_fingerprint(description: Description) -> str:
-    """A hash of the weights, for adapters to be told from those of another model.
+    """A hash of the weights, by which adapters know their base.
 
     A checkpoint of ours and the folder that `flatout export` makes of it have the same.
     """
@@ -276,7 +276,7 @@ def base_of(
 ) -> tuple[GPT, Description]:
     """The frozen model under a run's adapters, read again from where it came from. `expected` is the hash it had.
 
-    `named` says that the user told where it is, so that errors speak of that place alone.
+    `named`: the user named its place, so errors speak of that place alone.
     """
     name = config.init_from
     assert name is not None, "checked by the config"
@@ -356,10 +356,10 @@ def _check_shape(config: ModelConfig, base: ModelConfig, name: str) -> None:
 def _longer(config: ModelConfig, base: ModelConfig) -> str:
     if config.context <= base.context:
         return ""
-    told = f", which has learned contexts of {base.context:,} tokens; here they have {config.context:,}"
+    sentence = f", which has learned contexts of {base.context:,} tokens; here they have {config.context:,}"
     if "A" in config.kinds and all(getattr(config, field) == getattr(base, field) for field in _ROPE):
-        told += ". Rotary positions beyond are new to it; model.rope_base and model.rope_scaling slow them down"
-    return told
+        sentence += ". Rotary positions beyond are new to it; model.rope_base and model.rope_scaling slow them down"
+    return sentence
 
 
 def _gpt2(config: ModelConfig, vocab: int | None, folder: Path) -> Start:
@@ -496,9 +496,9 @@ def adapter_at(name: str) -> Path:
         hint = f"write them with `flatout export {name} FOLDER --adapter`, if it has adapters"
     else:
         hint = "name a folder with adapter_config.json and adapter_model.safetensors, or a run that was trained by LoRA"
-    there = os.path.exists(folder)
-    told = f"{name} holds no adapter" if there else f"there is no folder {name:.200} (lora.init_from)"
-    raise CheckpointError(told, hint)
+    if not os.path.exists(folder):
+        raise CheckpointError(f"there is no folder {name:.200} (lora.init_from)", hint)
+    raise CheckpointError(f"{name} holds no adapter", hint)
 
 
 def continue_from(name: str, adapters: Adapters, base: str, base_name: str | None) -> None:

@@ -251,7 +251,7 @@ def sweep_leftovers(folder: Path) -> None:
 
 def keep_newest(folder: Path, keep: int, best_step: int | None, cooldown_step: int | None = None) -> list[Path]:
     """Removes all but the newest `keep` checkpoints, the best one, the one before a cool-down, the newest with a finite
-    loss, and those under somebody's adapters. Returns those that were to go but hold files of somebody else's."""
+    loss, and those under adapters of other runs. Returns checkpoints that are kept because they hold foreign files."""
     found = list_checkpoints(folder)
     finite = next((step for step, path in reversed(found) if (v := read_verdict(path)) is not None and v.finite), None)
     doomed = [
@@ -300,7 +300,7 @@ def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
     """Puts the verdict into a checkpoint's folder. It names the manifest, so it counts for no other checkpoint.
 
     It is written in place: a torn one counts as none, and a temporary file that a kill leaves in a checkpoint would be
-    taken for somebody's own, so that the checkpoint could never be removed.
+    taken for a foreign one, so that the checkpoint could never be removed.
     """
     content = {**dataclasses.asdict(verdict), "manifest": hash_file(checkpoint / MANIFEST)}
     with disk_errors(f"{checkpoint / VERDICT}"):

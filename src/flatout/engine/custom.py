@@ -1,4 +1,4 @@
-"""What a program gives `train` in the place of parts that a config describes: a model, an optimizer.
+"""A model or an optimizer that a program gives to `train` instead of those that the config describes.
 
 A model is our decoder with other parts in it, or a module of the user's. A part is an ordinary torch module. A block
 takes the residual stream [B, T, W] and returns it; what stands in the place of `attention` or `mlp` takes the norm's
@@ -387,7 +387,7 @@ def _decoded(key: str, tensor: Tensor, parameter: Tensor, *, on_device: bool) ->
     return key, tensor.to(device, copy=True)
 
 
-# --- what a run was given, and its checkpoints say of it --------------------------------------------------------------
+# --- the parts of a run that come from Python, and the entries of its checkpoints about them --------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -499,12 +499,15 @@ def check_same_parts(given: Mapping[str, str], stored: Mapping[str, Any]) -> Non
         if before == now:
             continue
         if now is None:
-            told = f"the run was trained with {word} from Python{'' if word == 'model=' else f' ({before})'}"
-            raise CheckpointError(f"{told}, and none was given", f"resume it with flatout.train and the same {word}")
+            name = "" if word == "model=" else f" ({before})"
+            raise CheckpointError(
+                f"the run was trained with {word} from Python{name}, and none was given",
+                f"resume it with flatout.train and the same {word}",
+            )
         if before is None:
             raise CheckpointError(f"{word} was given, and the run was trained without", f"leave {word} out")
         if key == "given_optimizer":
-            told = f"the run was trained with the optimizer {before}, and {now} was given"
+            other = f"the run was trained with the optimizer {before}, and {now} was given"
         else:
-            told = "the model given as model= is made of other parts than the run's"
-        raise CheckpointError(told, f"give the same {word} as before, or start a new run")
+            other = "the model given as model= is made of other parts than the run's"
+        raise CheckpointError(other, f"give the same {word} as before, or start a new run")

@@ -447,7 +447,7 @@ def noted(run: Run, records: Iterator[Record]) -> Iterator[Record]:
 def shapes_of(run: Run, first_step: int) -> list[Reading]:
     """One step of each form of micro-batch that is still to come; nothing where no other stage follows.
 
-    A run whose length is told in minutes is warmed up in any case.
+    A run whose length is set in minutes is warmed up in any case.
     """
     later = [stage.first_step for stage in run.plan.schedule.stages if first_step < stage.first_step < run.steps]
     met = bool(later) or run.deadline is not None  # a run that ends on time pays for no first step either

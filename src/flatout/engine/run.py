@@ -38,7 +38,7 @@ from flatout.world import World
 
 
 class RandomStream:
-    """The run's own random stream, apart from everyone else's. Each of several processes draws numbers of its own.
+    """The run's own random stream, apart from that of the process. Each of several processes draws its own numbers.
 
     torch draws dropout from process-wide generators. A run swaps its own state in for the length of one step and out
     again, so that code between two steps (a notebook cell, a sample, an evaluation) can draw as it likes without
@@ -129,7 +129,7 @@ class Run:
             self.step = self._built_step(plan)
             self.random = RandomStream(plan.train.seed, device, self.world.rank)
             self.notices = (*plan.notices, *notices_of(plan, model, self.trained, self.custom))
-            self.deadline = deadline_of(plan, resumed)  # of a run whose length is told in minutes
+            self.deadline = deadline_of(plan, resumed)  # of a run whose length is set in minutes
             self._stage_flops: dict[tuple[int, int | None], float] = {}
             self.evaluation()  # a validation split without a single target is an error now, not after the first steps
 
@@ -190,7 +190,7 @@ class Run:
 
     @functools.cached_property
     def files_beside(self) -> dict[str, bytes]:
-        """What goes beside adapters in PEFT's folder. Read once: a tokenizer may be large, and the base may change."""
+        """The files beside adapters in PEFT's folder. Read once: a tokenizer may be large, and the base may change."""
         base = self.plan.base
         assert base is not None, "only a base gets adapters"
         about = {"description": base.description, "template": base.template, "stops": self.data.stops}
@@ -198,7 +198,7 @@ class Run:
 
     @functools.cached_property
     def custom_state(self) -> dict[str, str]:
-        """What a checkpoint says of parts that came from Python."""
+        """Entries of a checkpoint's state about parts from Python."""
         rules = ", ".join(group.rule.name for group in self.step.optimizer.groups)
         return self.custom.saved(self.model, rules)
 
@@ -223,7 +223,7 @@ class Run:
         return self.data.batches(delivery, span)
 
     def evaluation(self, batch_size: int | None = None) -> Iterator[Batch]:
-        """This process's share of the validation set, in batches of a micro-batch unless told otherwise."""
+        """This process's share of the validation set, in batches of `batch_size`, by default of a micro-batch."""
         size = batch_size or self.step.micro_batch
         return self.data.evaluation(size, self.speed.delivery(size, self.world), self.plan.eval.tokens)
 
@@ -270,7 +270,7 @@ class Run:
         return None if windows is None else self.plan.schedule.at(step).start // windows
 
     def ends_epoch(self, step: int, every: int = 1) -> bool:
-        """Whether an epoch ends with this step, of which every so many count; 0 counts none."""
+        """Whether an epoch ends with this step; with `every` only each of that number counts, and 0 counts none."""
         before, now = self.epochs_before(step - 1), self.epochs_before(step)
         return bool(every) and before is not None and now is not None and before // every != now // every
 

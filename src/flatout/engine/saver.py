@@ -196,7 +196,7 @@ class SharedBlock:
     """Host memory that holds a checkpoint's files, byte for byte as on the disk, while another process writes them.
 
     For CUDA it is registered as pinned memory, so that copies from the device neither wait nor are waited for: they go
-    over a stream of their own, which first waits for what the device has been told so far.
+    over a stream of their own, which first waits for the work that was queued before.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -260,7 +260,7 @@ class SharedBlock:
             cudart: Any = torch.cuda.cudart()
             cudart.cudaHostUnregister(self.bytes_N.data_ptr())
         del self.bytes_N
-        with contextlib.suppress(BufferError):  # somebody holds a view: then it goes with that
+        with contextlib.suppress(BufferError):  # a view of it is still held: then it goes with that
             self.map.close()
         os.close(self.handle)
 

@@ -5,7 +5,7 @@ event in the stream: the host drops it and goes on, and reads the times when the
 is the host's clock.
 
 Contract: the spans of a step add up to it, from the end of the step before to its last mark; `wait` is what the device
-stood still in between, for data or for the host. Forward and backward of a replayed graph cannot be told apart: they
+stood still in between, for data or for the host. Forward and backward of a replayed graph cannot be separated: they
 are `micro-batch`.
 Trap: an event recorded while a graph is being recorded becomes part of the graph, and has no time.
 
@@ -43,7 +43,7 @@ class Mark:
     def seconds_since(self, earlier: "Mark") -> float:
         if self.event is None or earlier.event is None:
             return self.host - earlier.host
-        if not self.event.query():  # asked first, so that a profile shows a wait only where somebody waited
+        if not self.event.query():  # asked first, so that a profile shows a wait only where the host waited
             self.event.synchronize()
         return earlier.event.elapsed_time(self.event) / 1000
 

@@ -66,7 +66,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Due:
-    """What is due at a boundary besides saving. It is saved too: a resume without a verdict does it then."""
+    """What is due at a boundary besides saving. A checkpoint holds it: a resume without a verdict does it then."""
 
     evaluate: str | None = None  # the reason: step, epoch or end
     sample: bool = False
@@ -156,9 +156,9 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
         changed = [row for row in differences(run.plan.stored, checkpoint.config) if row[0].startswith("optim.")]
         if not changed:
             raise
-        told = "; ".join(f"{path} was {format_value(was)}, is now {format_value(now)}" for path, was, now in changed)
+        what = "; ".join(f"{path} was {format_value(was)}, is now {format_value(now)}" for path, was, now in changed)
         words = " ".join(as_word(path, was) for path, was, _ in changed)
-        raise CheckpointError(f"{error.message} ({told})", f"resume with {words}, or start a new run") from error
+        raise CheckpointError(f"{error.message} ({what})", f"resume with {words}, or start a new run") from error
     for notice in converted:
         run.new_notices.add(notice)
     run.step.updates.copy_(checkpoint.run["updates"])
@@ -301,11 +301,11 @@ def write_sharded(folder: Path, checkpoint: Checkpoint, sharding: "Sharding", wo
         place = Path(world.broadcast(str(work)))
         with world.fail_together(), disk_errors(f"checkpoint {target}"):
             own = _write_own(place, checkpoint, sharding)
-        everybody = world.gather(own)
+        written = world.gather(own)
         with world.fail_together():
             if work is not None:
-                files = {name: entry for part in everybody for name, entry in part["files"].items()}
-                parts = {name: joined_entries([part["slices"][name] for part in everybody]) for name in SLICED_FILES}
+                files = {name: entry for part in written for name, entry in part["files"].items()}
+                parts = {name: joined_entries([part["slices"][name] for part in written]) for name in SLICED_FILES}
                 whole = {name: tensors for name, tensors in checkpoint.tensor_files().items() if name not in _SLICED}
                 pieces = {name: pieces_of(tensors) for name, tensors in whole.items()}
                 files |= write_files(work, pieces, checkpoint.text_files())

@@ -105,7 +105,7 @@ class TrainStep:
     ) -> Tensor:
         """Six numbers on the device: loss, gradient norm before clipping, applied (0 or 1), rate, loss scale, norm of
         the parameters (-1 where it was not asked for; where it was, the norm of the update of every group follows, as a
-        share of its weights). A micro-batch has so many `pieces` of windows more rows. `window` is that of attention
+        share of its weights). Each window of a micro-batch is cut into `pieces` rows. `window` is that of attention
         in blocks of kind W, where it is not the model's own."""
         self.model.train()
         self.clock.begin()

@@ -289,7 +289,7 @@ class _Copies:
 
     def __exit__(self, *_: object) -> None:
         if self.stream is not None and self.outside is not None:
-            self.outside.wait_stream(self.stream)  # nobody reads the weights, or frees a gradient, before
+            self.outside.wait_stream(self.stream)  # no kernel reads the weights, or frees a gradient, before
 
     def copy(self, target: Tensor, source: Tensor) -> Callable[[], None]:
         """Starts a copy and returns a function that waits for it."""

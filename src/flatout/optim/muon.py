@@ -42,11 +42,11 @@ class Exchange(Protocol):
     count: int
 
     def room(self, rows: int) -> int:
-        """Rows that a process has place for, of a matrix of so many."""
+        """Rows that a process has place for, of a matrix with `rows`."""
         ...
 
     def gather(self, held_NRC: Tensor, rows: int, owner: int) -> Tensor | None:
-        """The whole matrices, of so many rows, where this is the owner."""
+        """The whole matrices, with `rows` each, where this is the owner."""
         ...
 
     def share(self, whole_NRC: Tensor | None, held_NRC: Tensor, owner: int) -> Tensor:

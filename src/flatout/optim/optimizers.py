@@ -49,9 +49,9 @@ def trainables(model: nn.Module) -> list[Trainable]:
     modules = dict(model.named_modules())
     rows: dict[str, Sequence[int]] = {}
     for name, module in modules.items():
-        told = getattr(module, "parts", None)
-        if isinstance(told, Mapping):
-            rows |= {f"{name}.{inner}".lstrip("."): each for inner, each in told.items()}
+        parts = getattr(module, "parts", None)
+        if isinstance(parts, Mapping):
+            rows |= {f"{name}.{inner}".lstrip("."): each for inner, each in parts.items()}
     return [
         Trainable(name, p, modules[name.rpartition(".")[0]], p.ndim >= 2, _parts(name, p, rows.get(name)))
         for name, p in model.named_parameters()
@@ -265,7 +265,7 @@ class Optimizers:
         self.schedules_KU = torch.lerp(before, after, share)
 
     def look_up(self, updates: Tensor) -> Tensor:
-        """Puts all schedules where they are after so many updates, without the host. Returns the matrices' rate."""
+        """Looks all scheduled numbers up for the next update, on the device alone. Returns the matrices' rate."""
         # index_select, because plain indexing by a tensor of no dimensions asks the device for its value and waits
         place = updates.clamp(max=self.schedules_KU.shape[1] - 1).view(1)
         torch.index_select(self.schedules_KU, 1, place, out=self._now_K1)

@@ -133,7 +133,7 @@ class Workers:
         return bool(self.running) and self.state(self.running[0]) is not State.STARTING
 
     def pass_on(self, number: int) -> None:
-        """Hands a signal to one worker: what one rank is told, all of them do after the same step."""
+        """Sends a signal to one worker. Ranks agree after every step, so all of them act on it."""
         if self.running:
             self.running[0].signal(number)
 
@@ -236,7 +236,7 @@ class AttemptEnd:
     """`kind`: done, stopped (by a signal, after saving), refused (the user can mend it), memory (a smaller micro-batch
     may fit), killed, frozen (by SIGSTOP), stuck, failed (an error of ours), host (one is gone), lost (got no answer).
 
-    `text` is empty where the rank itself has told what was wrong. `steps` have been begun.
+    `text` is empty where the rank itself printed the error. `steps` have been begun.
     """
 
     kind: str
@@ -328,7 +328,7 @@ Met = tuple[Place, Left, Attempt, int | None]
 
 
 class Hosts(abc.ABC):
-    speaks = True  # whether this agent is the one that tells errors
+    speaks = True  # whether this agent is the one that prints errors
 
     @abc.abstractmethod
     def meet(self, left: Left, stopping: Callable[[], bool]) -> contextlib.AbstractContextManager[Met]:
@@ -344,7 +344,7 @@ class Hosts(abc.ABC):
 
     @abc.abstractmethod
     def refuse(self, error: UserError) -> UserError:
-        """What to raise for an error that this host has before it meets the others: one of all hosts tells it."""
+        """What to raise for an error that this host has before it meets the others: one of all hosts prints it."""
 
 
 @final
@@ -460,10 +460,10 @@ class Agent:
 
     def _keep(self, folder: Path) -> None:
         """What this attempt leaves for the next."""
-        told = read_json(folder / "run.json")
-        if told is not None:
-            accepted = self.left.accepted or told["accepted"]
-            self.left = dataclasses.replace(self.left, folder=told["folder"], accepted=accepted)
+        run = read_json(folder / "run.json")
+        if run is not None:
+            accepted = self.left.accepted or run["accepted"]
+            self.left = dataclasses.replace(self.left, folder=run["folder"], accepted=accepted)
 
     # --- again ------------------------------------------------------------------------------------------------------
 

@@ -70,11 +70,11 @@ class ManyHosts(Hosts):
             listening.join(_ANSWER)  # the process would abort if it ended while the thread asks the store
 
     def refuse(self, error: UserError) -> UserError:
-        """This host has an error before it meets the others: the one of them that has to tell it gets it back."""
+        """This host has an error before it meets the others: the one of them that has to print it gets it back."""
         try:
             self._come({"error": [error.message, error.hint, error.exit_code]}, lambda: False)
-        except UserError as told:
-            return told
+        except UserError as seen_by_all:
+            return seen_by_all
         return error
 
     def failed(self) -> bool:
@@ -83,8 +83,8 @@ class ManyHosts(Hosts):
     def others(self, own: AttemptEnd) -> Sequence[AttemptEnd]:
         good = own.kind in ("done", "stopped")
         if not good:
-            self._tell(f"{self._name}/failed", True)
-        self._tell(f"{self._name}/cause/{self._rank}", own.as_json())
+            self._write(f"{self._name}/failed", True)
+        self._write(f"{self._name}/cause/{self._rank}", own.as_json())
         if good and self._rank:
             return ()
         found = self._gathered("cause", _ANSWER)  # host 0 stays for it in any case: the store is here
@@ -111,12 +111,12 @@ class ManyHosts(Hosts):
         own = {"host": socket.gethostname(), "gpus": self._gpus, "nodes": self._nodes, **what}
         if self._rank == 0:
             self._name = f"{os.getpid()}-{time.monotonic_ns()}"
-            self._tell("attempt", self._name)
+            self._write("attempt", self._name)
         else:
             self._name = self._next_attempt(before, until, stopping)
-        self._tell(f"{self._name}/came/{self._rank}", own)
+        self._write(f"{self._name}/came/{self._rank}", own)
         if self._rank == 0:
-            self._tell(f"{self._name}/go", self._put_together(until, stopping))
+            self._write(f"{self._name}/go", self._put_together(until, stopping))
         go = self._wait(f"{self._name}/go", until + _ANSWER, stopping)
         if go is None:
             raise self._missing("host 0 did not answer")
@@ -126,7 +126,7 @@ class ManyHosts(Hosts):
             if self._rank == 0:
                 self._gathered("read", _ANSWER)  # the store stays until all have read why
             else:
-                self._tell(f"{self._name}/read/{self._rank}", True)
+                self._write(f"{self._name}/read/{self._rank}", True)
             error = UserError(message, hint)
             error.exit_code = code
             raise error if rank == self._rank else OtherProcessError(code)
@@ -180,7 +180,7 @@ class ManyHosts(Hosts):
                 return name
             if new and not returned:  # this host was lost in the middle of an attempt
                 returned, until = True, time.monotonic() + self._patience
-                self._tell(f"{name}/failed", True)
+                self._write(f"{name}/failed", True)
             time.sleep(_POLL)
         raise self._missing("host 0 has not started another attempt")
 
@@ -233,7 +233,7 @@ class ManyHosts(Hosts):
         """What the store has now: empty where there is nothing, None where it does not answer."""
         return _answer(lambda: self._store.get(key) if self._store.check([key]) else b"", _ANSWER)
 
-    def _tell(self, key: str, value: Any) -> None:
+    def _write(self, key: str, value: Any) -> None:
         _answer(lambda: self._store.set(key, json.dumps(value)), _ANSWER)
 
     def _gathered(self, key: str, seconds: float) -> dict[int, Any]:

@@ -58,15 +58,11 @@ class RandomStream:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         with ONE_AT_A_TIME:
-            outside_cpu, outside_device = torch.get_rng_state(), self._get_device_state()
-            torch.set_rng_state(self.cpu_state)
-            self._set_device_state(self.device_state)
+            outside = self._swapped_in(self.cpu_state, self.device_state)
             try:
                 yield
             finally:
-                self.cpu_state, self.device_state = torch.get_rng_state(), self._get_device_state()
-                torch.set_rng_state(outside_cpu)
-                self._set_device_state(outside_device)
+                self.cpu_state, self.device_state = self._swapped_in(*outside)
 
     def tensors(self) -> dict[str, Tensor]:
         states = {"random.cpu": self.cpu_state}
@@ -80,18 +76,17 @@ class RandomStream:
         if self.device_state is not None:
             self.device_state = tensors.get(f"random.{self.device.type}", self.device_state)
 
-    def _get_device_state(self) -> Tensor | None:
-        if self.device.type == "cuda":
-            return torch.cuda.get_rng_state(self.device)
-        return torch.mps.get_rng_state() if self.device.type == "mps" else None
-
-    def _set_device_state(self, state: Tensor | None) -> None:
-        if state is None:
-            return
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
-        else:
-            torch.mps.set_rng_state(state)
+    def _swapped_in(self, cpu_state: Tensor, device_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Sets the states of the process's generators; returns those that they had."""
+        before, device_before = torch.get_rng_state(), None
+        torch.set_rng_state(cpu_state)
+        if device_state is not None and self.device.type == "cuda":
+            device_before = torch.cuda.get_rng_state(self.device)
+            torch.cuda.set_rng_state(device_state, self.device)
+        elif device_state is not None:
+            device_before = torch.mps.get_rng_state()
+            torch.mps.set_rng_state(device_state)
+        return before, device_before
 
 
 class Run:

@@ -152,7 +152,8 @@ class Saver:
         why = _why_not(need)
         if why is None:
             try:
-                self.block = SharedBlock(block_bytes(need), self.device)
+                pages = -(-(need + _SPARE) // mmap.PAGESIZE)
+                self.block = SharedBlock(pages * mmap.PAGESIZE, self.device)
             except (OSError, MemoryError, ValueError) as error:
                 why = f"there is no memory for a copy: {error}"
         if why is not None:
@@ -232,8 +233,8 @@ class SharedBlock:
             for name, unordered in tensors.items():
                 ordered = in_file_order(unordered)
                 header = header_of(ordered)
-                place = start = _aligned(end + len(header)) - len(header)
-                place = self._put(place, header)
+                start = -(-(end + len(header)) // _ALIGNED) * _ALIGNED - len(header)  # tensors begin aligned
+                place = self._put(start, header)
                 for tensor in ordered.values():
                     end = place + tensor.nbytes
                     target = self.bytes_N[place:end].view(tensor.dtype).view(tensor.shape)
@@ -276,15 +277,6 @@ def needed_bytes(tensors: Mapping[str, Mapping[str, Tensor]], texts: Mapping[str
     headers = sum(len(header_of(in_file_order(file))) + _ALIGNED for file in tensors.values())
     values = sum(tensor.nbytes for file in tensors.values() for tensor in file.values())
     return headers + values + sum(len(text) for text in texts.values())
-
-
-def block_bytes(need: int) -> int:
-    """Some more than is needed now, in whole pages."""
-    return -(-(need + _SPARE) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _aligned(place: int) -> int:
-    return -(-place // _ALIGNED) * _ALIGNED
 
 
 def _anonymous(size: int) -> int:

@@ -321,14 +321,7 @@ class TorchOptimizer(Optimizer):
         number = self._first.get(parameter)
         if number is not None:
             began, now = self._began[number], self.built.param_groups[number]
-            # Tensors are compared by identity: the value of one on the device would be waited for.
-            moved = {
-                key: value
-                for key, value in now.items()
-                if key not in ("params", "lr")
-                and value is not began.get(key)
-                and (isinstance(value, Tensor) or value != began.get(key))
-            }
+            moved = {key: now[key] for key in now.keys() - {"params", "lr"} if not _same(now[key], began.get(key))}
             found |= {f"group:{key}": value for key, value in _encoded(moved, type(self.built).__name__).items()}
         return found
 
@@ -352,6 +345,11 @@ class TorchOptimizer(Optimizer):
             for key in group.keys() - began.keys() - {"params"}:
                 del group[key]
             group.update(began)
+
+
+def _same(now: Any, began: Any) -> bool:
+    """Tensors are compared by identity: the value of one on the device would be waited for."""
+    return now is began or (not isinstance(now, Tensor) and bool(now == began))
 
 
 def _encoded(state: Mapping[Any, Any], what: str) -> dict[str, Tensor]:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 JUDGED = {"val_loss", "best_loss", "best_step", "worse_evaluations"}
 TRAINED = "trained"  # the key of a weight in the optimizer's file, where the model's file has its average
-_SLICED = {f"{name}.safetensors" for name in SLICED_FILES}
 
 
 @dataclasses.dataclass
@@ -232,7 +231,7 @@ def recorded_again(checkpoint: Checkpoint | None) -> tuple[str, ...]:
 def save_run_adapter(run: Run, folder: Path, step: int, tensors: Mapping[str, Tensor] | None = None) -> Iterator[str]:
     """Adapters as PEFT's folder in the run's, if the checkpoint of this step is the one that others would load.
 
-    `tensors` are the adapters of that step, where training has gone on since. Somebody's files in that folder are left
+    `tensors` are the adapters of that step, where training has gone on since. A folder with other files in it is left
     alone, with a notice: the checkpoint has the adapters all the same.
     """
     name = run.plan.model.init_from
@@ -306,9 +305,7 @@ def write_sharded(folder: Path, checkpoint: Checkpoint, sharding: "Sharding", wo
             if work is not None:
                 files = {name: entry for part in written for name, entry in part["files"].items()}
                 parts = {name: joined_entries([part["slices"][name] for part in written]) for name in SLICED_FILES}
-                whole = {name: tensors for name, tensors in checkpoint.tensor_files().items() if name not in _SLICED}
-                pieces = {name: pieces_of(tensors) for name, tensors in whole.items()}
-                files |= write_files(work, pieces, checkpoint.text_files())
+                files |= write_files(work, {"run.safetensors": pieces_of(checkpoint.run)}, checkpoint.text_files())
                 commit(work, checkpoint.step, files, parts)
                 size = sum(entry["bytes"] for entry in files.values())
                 if target.is_symlink() or target.exists():
@@ -324,14 +321,13 @@ def _write_own(folder: Path, checkpoint: Checkpoint, sharding: "Sharding") -> di
     for name in SLICED_FILES:
         file = slice_file(name, sharding.number, sharding.count)
         tensors: dict[str, Tensor] = getattr(checkpoint, name)
-        entries: dict[str, Any] = {}
+        entries = slices[name] = dict[str, Any]()
         for key, tensor in tensors.items() if sharding.writes else ():
             one = sharding.slice_of(key, tensor)
             if one is None and sharding.number == 0:
                 entries[key] = entry_of(file, tensor.shape, 0, tensor)
             elif one is not None and one.rows:
                 entries[key] = entry_of(file, one.shape, one.start, tensor)
-        slices[name] = entries
         if entries:
             files |= write_files(folder, {file: pieces_of({key: tensors[key] for key in entries})}, {})
     return {"files": files, "slices": slices}

@@ -84,14 +84,14 @@ def joined_entries(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def entry_of(file: str, shape: Sequence[int], start: int, tensor: Tensor) -> dict[str, Any]:
-    """What the manifest says of one slice, whose rows begin at `start` of a tensor with this shape."""
+    """The manifest's entry of one slice, whose rows begin at `start` of a tensor with this shape."""
     offset = [start, *[0] * (tensor.ndim - 1)] if tensor.ndim else []
     own = {"file": file, "offset": offset, "shape": list(tensor.shape)}
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(shape), "slices": [own]}
 
 
 def well_formed(manifest: Mapping[str, Any]) -> bool:
-    """Whether a manifest of slices says what ours say: our files, and tensors that are made up of them exactly."""
+    """Whether a manifest of slices has the form of ours: our files, and tensors that they make up exactly."""
     files, slices = manifest.get("files"), manifest.get("slices")
     if not isinstance(files, dict) or not isinstance(slices, dict) or set(slices) != set(SLICED_FILES):
         return False
@@ -183,7 +183,7 @@ class Checkpoint:
         return self.fact("step", int)
 
     def without_tensors(self) -> "Checkpoint":
-        """What is needed of it after a run has resumed: the files, and with them the space of their disk, go free."""
+        """Without its tensors after a run has resumed: the files, and with them the space of their disk, go free."""
         return dataclasses.replace(self, model={}, optimizer={}, run={})
 
     def tensor_files(self) -> dict[str, Mapping[str, Tensor]]:
@@ -245,7 +245,7 @@ def remove_checkpoint(path: Path) -> bool:
 
 
 def sweep_leftovers(folder: Path) -> None:
-    """Removes what killed processes left half written or half deleted. Call it only while holding the run's lock."""
+    """Removes leftovers of killed processes. Call it only while holding the run's lock."""
     sweep(folder, r"step-\d{8}", locked=True)
 
 
@@ -285,7 +285,7 @@ def write_json_atomically(path: Path, value: dict[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was found of a checkpoint after it was written: its loss on validation text, and the progress of the run
+    """The judgement on a checkpoint after it was written: its loss on validation text, and the progress of the run
     with that evaluation in it."""
 
     loss: float
@@ -484,7 +484,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _is_shaped(manifest: dict[str, Any]) -> bool:
-    """Whether a manifest says what ours say: exactly our files, each with a size and a SHA-256."""
+    """Whether a manifest has the form of ours: exactly our files, each with a size and a SHA-256."""
     files, step = manifest.get("files"), manifest.get("step")
     if type(step) is not int or not isinstance(files, dict):
         return False

@@ -215,7 +215,7 @@ class RunLock:
     accepted: bool = False
 
     def accept(self) -> None:
-        """The run goes ahead: says who holds the folder, and removes what killed processes left in it."""
+        """The run goes ahead: signs the lock, and removes leftovers of killed processes."""
         try:
             # A lock file that another program made is not ours to write to.
             os.lseek(self.handle, 0, os.SEEK_SET)

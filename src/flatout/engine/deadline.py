@@ -1,6 +1,6 @@
 """Runs whose length is set in minutes: they end on time, with their cool-down complete.
 
-Idea: `train.steps` is what was planned, and all tables over updates (rates, momentum, decay) are made for it. While
+Idea: `train.steps` is the plan, and all tables over updates (rates, momentum, decay) are made for it. While
 training goes on, the clock says how many steps there is time for; the rest of the tables is then stretched or squeezed
 to end there. What was learned so far keeps the rates that it had, and the rate never jumps.
 
@@ -137,7 +137,7 @@ class Deadline:
         }
 
     def resume(self, saved: object, step: int) -> None:
-        """Goes on with what a checkpoint has kept. One with another plan begins its cool-down anew."""
+        """Goes on from the state of a checkpoint. One with another plan begins its cool-down anew."""
         plan = saved if isinstance(saved, Mapping) else {}
         try:
             self.spent = float(plan["spent"])

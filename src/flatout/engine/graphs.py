@@ -205,7 +205,7 @@ class MicroBatchGraph:
         return recording
 
     def _forget(self) -> None:
-        """Around every recording: what is kept from one pass to the next must be made inside it."""
+        """Around every recording: tensors that are kept from one pass to the next must be made inside it."""
         torch.clear_autocast_cache()
         if self.adapters is not None:
             self.adapters.forget()
@@ -290,6 +290,6 @@ class UpdateGraph:
 
 
 def record_updates(optimizers: Optimizers, notices: Notices, recorder: Recorder) -> None:
-    """Puts recordings in the place of what can be recorded: Muon alone, since AdamW is a few kernels."""
+    """Puts a recording in the place of Muon's update. AdamW is a few kernels, which is not worth one."""
     muons = [one for one in optimizers.optimizers if isinstance(one, Muon)]
     optimizers.recorded.update((muon, UpdateGraph(muon, notices, recorder)) for muon in muons)

@@ -1,4 +1,4 @@
-"""What a run reports besides its numbers: notices, the state of the machine, the reach of eigenstate blocks.
+"""Reports of a run besides its numbers: notices, the state of the machine, the reach of eigenstate blocks.
 
 Contract: asking is cheap and never waits for the device in a step. `look_at_eigenstates` copies once from the device to
 the host, so it is called at a run's boundaries only. The machine is asked at most every ten seconds, in the loop's own

@@ -1,4 +1,4 @@
-"""What a run does where something fails: out of memory, a compiler that fails, a full disk.
+"""Ways to go on where a step or a file fails: out of memory, a compiler that fails, a full disk.
 
 Out of memory. A step's memory grows with its micro-batch, and its result does not depend on it. So where a step does
 not fit, the micro-batch is halved, the same batch is taken again, and a notice says so. The config stays as it is: the
@@ -155,7 +155,7 @@ def for_all_ranks(run: Run, batch: Batch | None, error: RuntimeError) -> UserErr
 
 
 def use_at_most(run: Run, size: int) -> list[str]:
-    """Limits the micro-batch to what an earlier attempt of the launcher has left; returns a notice if that is less."""
+    """Limits the micro-batch to that of an earlier attempt of the launcher; returns a notice if that is less."""
     before = run.step.micro_batch
     if before <= size:
         return []
@@ -167,7 +167,7 @@ def use_at_most(run: Run, size: int) -> list[str]:
 
 
 def _windows_in(batch: Batch) -> int:
-    """What micro-batches are counted in: rows, or windows that a stage with shorter sequences cuts into rows."""
+    """The number of sequences: rows, or windows that a stage with shorter sequences cuts into rows."""
     return batch.tokens.shape[0] // batch.pieces
 
 
@@ -219,7 +219,7 @@ def full_disk_wait(run: Run) -> float:
 def when_there_is_room(
     write: Callable[[], Result], step: int, wait: float, world: World | None = None, *, what: str = "the run's files"
 ) -> Generator[NoticeRecord, None, Result]:
-    """What `write` returns, tried again for `wait` seconds; yields a notice when the pause begins and when it ends.
+    """Calls `write` until it works, for `wait` seconds; yields a notice when the pause begins and when it ends.
 
     Where all processes of a `world` write, a disk that is full for one of them makes all pause. `what` names files for
     which `write` has no words of its own.

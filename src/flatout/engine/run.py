@@ -198,7 +198,7 @@ class Run:
         return self.custom.saved(self.model, rules)
 
     def peak_memory_bytes(self) -> int | None:
-        """Most memory held at once so far. What recordings hold is in no peak of torch's, and is there all the time."""
+        """Most memory held at once so far. The memory of recordings is held all the time, and in no peak of torch's."""
         device, graph = self.speed.device.torch_device, self.step.graph
         peak = peak_memory_bytes(device)
         held = sum(update.held_bytes for update in self.step.optimizer.recorded.values())
@@ -209,7 +209,7 @@ class Run:
         return peak
 
     def batches(self, first_step: int, position: dict[str, Any] | None = None) -> BatchLoader:
-        """The training batches from `first_step` to the end; `position` is what the checkpoint of that step says."""
+        """The training batches from `first_step` to the end; `position` comes from the checkpoint of that step."""
         delivery = self.speed.delivery(self.step.micro_batch, self.world)
         # Sooner than the other ranks give up waiting for this one.
         delivery = dataclasses.replace(delivery, patience=self.plan.parallel.timeout / 2)

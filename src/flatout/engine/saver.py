@@ -108,7 +108,7 @@ class Saver:
         return self.last_save
 
     def close(self) -> None:
-        """Waits for the last save and ends what was started for saving."""
+        """Waits for the last save, ends the writer and gives its memory back."""
         try:
             if self.last_save is not None:
                 with contextlib.suppress(Exception):  # of the disk or the device: whoever closes has an error to raise
@@ -123,7 +123,7 @@ class Saver:
     def _save(
         self, checkpoint: Checkpoint, block: "SharedBlock", plan: SavePlan, copied: torch.cuda.Event | None
     ) -> Saved:
-        """What the thread does. It holds the checkpoint, whose tensors must stay until they are copied."""
+        """Runs in the thread. It holds the checkpoint, whose tensors must stay until they are copied."""
         began, notice = time.perf_counter(), None
         target = checkpoint_path(self.folder, checkpoint.step)
         if copied is not None:

@@ -60,7 +60,7 @@ class StepClock:
         self.marks = [("wait", Mark(self.cuda))]
 
     def mark(self, name: str) -> None:
-        """What was going on until now was `name`."""
+        """Ends a span of this name."""
         if not (self.cuda and torch.cuda.is_current_stream_capturing()):
             self.marks.append((name, Mark(self.cuda)))
 
@@ -69,7 +69,7 @@ class StepClock:
         return marks
 
 
-Marks = Sequence[tuple[str, Mark]]  # what went on until each of them
+Marks = Sequence[tuple[str, Mark]]  # the name of the span that each of them ends
 
 
 def spans_between(before: Mark, marks: Marks) -> Iterator[tuple[str, float]]:
@@ -173,7 +173,7 @@ class SpanTotals:
             self.busy += seconds if name != "reduction" else 0.0
 
     def take(self, step: int, world: World) -> SpanRecord:
-        """The record of what was added since the last one. All ranks must ask for it at the same step."""
+        """The record of all spans since the last one. All ranks must ask for it at the same step."""
         busy = round(self.busy, 6)
         ranks = tuple(world.gather(busy)) if world.size > 1 else ()
         seconds = {name: round(seconds, 6) for name, seconds in self.seconds.items()}

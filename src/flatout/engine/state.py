@@ -43,7 +43,7 @@ TRAINED = "trained"  # the key of a weight in the optimizer's file, where the mo
 
 @dataclasses.dataclass
 class Progress:
-    """What the host remembers between steps; saved whole in every checkpoint."""
+    """The host's numbers between steps; saved whole in every checkpoint."""
 
     step: int = 0
     tokens: int = 0
@@ -59,13 +59,13 @@ class Progress:
     epoch_tokens: int = 0
 
     def judged(self) -> dict[str, Any]:
-        """What an evaluation changes. A checkpoint is written before it, so its verdict holds these."""
+        """The numbers that an evaluation changes. A checkpoint is written before it, so its verdict holds these."""
         return {name: getattr(self, name) for name in JUDGED}
 
 
 @dataclasses.dataclass(frozen=True)
 class Due:
-    """What is due at a boundary besides saving. A checkpoint holds it: a resume without a verdict does it then."""
+    """Whether a boundary evaluates and samples. A checkpoint holds it: a resume without a verdict does it then."""
 
     evaluate: str | None = None  # the reason: step, epoch or end
     sample: bool = False
@@ -104,7 +104,8 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
 
 
 def _model_and_optimizer(run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What others load, and what training resumes with besides: where weights are averaged, they are part of that."""
+    """The weights that others load, and the rest that training resumes with. Where weights are averaged, others load the
+    average, and the weights themselves are part of the rest."""
     weights, state, average = run.trained.tensors(), run.step.optimizer.tensors(), run.step.average
     if average is None:
         return weights, state
@@ -209,7 +210,7 @@ def lacks_verdict(checkpoint: Checkpoint) -> bool:
 
 
 def due_of(checkpoint: Checkpoint) -> Due:
-    """What was due after the step of a checkpoint, besides saving it."""
+    """The `Due` that a checkpoint holds."""
     due = checkpoint.state.get("due")
     found = due if isinstance(due, dict) else {}
     reason = found.get("evaluate")
@@ -315,7 +316,7 @@ def write_sharded(folder: Path, checkpoint: Checkpoint, sharding: "Sharding", wo
 
 
 def _write_own(folder: Path, checkpoint: Checkpoint, sharding: "Sharding") -> dict[str, Any]:
-    """Writes this process's slices; returns entries of the files and of what is in them."""
+    """Writes this process's slices; returns entries of the files and of the tensors in them."""
     files: dict[str, Any] = {}
     slices: dict[str, Any] = {}
     for name in SLICED_FILES:

@@ -11,7 +11,7 @@ Contract:
 - A step that runs out of memory before `updating` has changed nothing but gradients: after `use_micro_batch` with a
   smaller one it can be taken again. All of the optimizers' state is made before the first update: made parameter by
   parameter between updates, a failure there would leave half of the weights moved.
-- What depends on the data of all processes goes through `world`.
+- Numbers that depend on the data of all processes go through `world`.
 - The attention window of a step is an argument all the way down: nothing of the model changes with it.
 Trap: reading any of the returned tensors stalls the device. The loop reads them late.
 """
@@ -128,7 +128,7 @@ class TrainStep:
     def use_micro_batch(self, size: int) -> None:
         """Cuts the batch into other micro-batches from now on: the one place where their size changes.
 
-        Gradients of a step that was not finished are dropped, and what was compiled or recorded for the old shape goes.
+        Gradients of a step that was not finished are dropped, and code and recordings for the old shape go.
         """
         self._clear(drop=True)
         self.micro_batch = size

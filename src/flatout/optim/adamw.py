@@ -24,7 +24,7 @@ FP32_BELOW = 4096  # elements: smaller tensors are not worth quantising, and nor
 
 
 class _Form(Optimizer, abc.ABC):
-    """What all forms have in common."""
+    """The common part of all forms."""
 
     def __init__(self, groups: Sequence[Group], *, fused: bool) -> None:
         super().__init__(groups)

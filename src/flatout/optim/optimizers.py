@@ -41,7 +41,7 @@ class Trainable:
 
 
 def trainables(model: nn.Module) -> list[Trainable]:
-    """What a model trains, in its own order; a tied weight comes once.
+    """The trained parameters of a model, in its own order; a tied weight comes once.
 
     A module whose matrix is several in one, such as those of queries, keys and values, says so in `parts`: the rows of
     each by the name of the parameter, seen from this module (`{"qkv.weight": (64, 16, 16)}`).
@@ -181,7 +181,7 @@ def numbers_of(groups: Sequence[Group], divisor: Tensor, finite: Tensor) -> Tens
 
 
 def read_numbers(groups: Sequence[Group], values: list[float]) -> tuple[float, bool, list[Group]]:
-    """What `numbers_of` has put together: divisor, finite, and the groups with numbers of the host."""
+    """The counterpart of `numbers_of`: divisor, finite, and the groups with numbers of the host."""
     divisor, finite, *scheduled = values
     following = iter(scheduled)
     read = [
@@ -254,7 +254,7 @@ class Optimizers:
         self.schedules_KU = self._tabulate([scaled.get(key, schedule) for key, schedule in self._schedules.items()])
 
     def stretch(self, step: int, place: float, end: int) -> None:
-        """Stretches what is left of all schedules, from `place` on, to the updates from `step` to `end`."""
+        """Stretches the rest of all schedules, from `place` on, to the updates from `step` to `end`."""
         schedules_KU = self._as_built_KU
         length = schedules_KU.shape[1]
         updates = torch.arange(max(end, 1), dtype=torch.float64, device=schedules_KU.device)
@@ -340,7 +340,7 @@ def check_slices(rules: Sequence[Rule]) -> None:
 
 
 def deal(rules: Sequence[Rule], trained: Sequence[Trainable]) -> dict[Rule, list[Trainable]]:
-    """What each rule takes, by the order of rules; those that take nothing are left out."""
+    """The parameters of each rule, by the order of rules; those that take nothing are left out."""
     taken: dict[int, list[Trainable]] = {}
     for one in trained:
         number = next((number for number, rule in enumerate(rules) if rule.takes(one)), None)

@@ -149,7 +149,7 @@ def in_a_block(one: Trainable) -> bool:
 
 
 def role_of(one: Trainable) -> str | None:
-    """What a tensor's module says that it is, such as embedding or head; any other embedding is a table."""
+    """The role that a tensor's module gives it, such as embedding or head; any other embedding is a table."""
     role = getattr(one.module, "role", None)
     if isinstance(role, str):
         return role

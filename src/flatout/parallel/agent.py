@@ -73,7 +73,7 @@ class WorkerProcess:
         self.stopped_since: float | None = None
 
     def look(self) -> None:
-        """Notes the exit code, once there is one, and ends what the worker has left behind."""
+        """Notes the exit code, once there is one, and ends processes that the worker has left behind."""
         if self.code is None and _has_ended(self.process):
             _end_group(self.process.pid)
             self.code = self.process.wait()
@@ -265,7 +265,7 @@ def first_of(causes: Sequence[AttemptEnd]) -> AttemptEnd:
 
 
 def cause_of(workers: Workers, *, waited: bool = False) -> AttemptEnd:
-    """Judges what the workers of this host have left, before the last of them are ended.
+    """Judges the workers of this host, before the last of them are ended.
 
     `waited`: ranks of other hosts have, and not in vain for one that is only slow.
     """
@@ -315,8 +315,8 @@ def _name(number: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """What the attempts so far have left: the run folder, whether they wrote there, a micro-batch that fits, and how
-    often the run was started again."""
+    """State that passes from attempt to attempt: the run folder, whether one of them wrote there, a micro-batch that
+    fits, and how often the run was started again."""
 
     folder: str | None = None
     accepted: bool = False
@@ -332,7 +332,7 @@ class Hosts(abc.ABC):
 
     @abc.abstractmethod
     def meet(self, left: Left, stopping: Callable[[], bool]) -> contextlib.AbstractContextManager[Met]:
-        """Where this attempt's workers meet, what all hosts know of the attempts before, and an open socket."""
+        """Where this attempt's workers meet, the state of all hosts from the attempts before, and an open socket."""
 
     @abc.abstractmethod
     def failed(self) -> bool:
@@ -344,7 +344,7 @@ class Hosts(abc.ABC):
 
     @abc.abstractmethod
     def refuse(self, error: UserError) -> UserError:
-        """What to raise for an error that this host has before it meets the others: one of all hosts prints it."""
+        """The error to raise for one that this host has before it meets the others: one of all hosts prints it."""
 
 
 @final
@@ -459,7 +459,7 @@ class Agent:
         return any(worker.stopped_since is not None and worker.stopped_since < limit for worker in workers.all)
 
     def _keep(self, folder: Path) -> None:
-        """What this attempt leaves for the next."""
+        """Keeps this attempt's run folder for the next."""
         run = read_json(folder / "run.json")
         if run is not None:
             accepted = self.left.accepted or run["accepted"]

@@ -230,14 +230,14 @@ class ManyHosts(Hosts):
             time.sleep(_POLL)
 
     def _asked(self, key: str) -> bytes | None:
-        """What the store has now: empty where there is nothing, None where it does not answer."""
+        """A value of the store: empty where there is none, None where the store does not answer."""
         return _answer(lambda: self._store.get(key) if self._store.check([key]) else b"", _ANSWER)
 
     def _write(self, key: str, value: Any) -> None:
         _answer(lambda: self._store.set(key, json.dumps(value)), _ANSWER)
 
     def _gathered(self, key: str, seconds: float) -> dict[int, Any]:
-        """What agents have written under a key, as far as it comes in time."""
+        """The values of agents under a key, as far as they come in time."""
         until, found = time.monotonic() + seconds, dict[int, Any]()
         while len(found) < self._nodes - (key == "read") and time.monotonic() < until:
             for rank in set(range(self._nodes)) - set(found):
@@ -263,7 +263,7 @@ class ManyHosts(Hosts):
 
 
 def _answer(ask: Callable[[], Value], seconds: float) -> Value | None:
-    """What `ask` returns, or None where it fails or takes too long."""
+    """The result of `ask`, or None where it fails or takes too long."""
     with contextlib.suppress(RuntimeError, TimeoutError):
         return in_thread(ask).result(seconds)
     return None

@@ -130,7 +130,7 @@ class Ranks(World):
             raise OtherProcessError
 
     def _asked(self, key: str) -> bytes:
-        """What the store has now; empty where there is nothing."""
+        """A value of the store; empty where there is none."""
         try:
             return in_thread(lambda: self.store.get(key) if self.store.check([key]) else b"").result(self.timeout)
         except TimeoutError as error:
@@ -229,7 +229,7 @@ def _unreachable(found: Launch, reason: str) -> UserError:
 
 
 def refuse(found: Launch, error: UserError) -> UserError:
-    """What a process raises for an error that it has before it meets the others, such as one in its config.
+    """The error that a process raises for one that it has before it meets the others, such as in its config.
 
     All processes see the errors of all, and one of them tells: the first that has one.
     """

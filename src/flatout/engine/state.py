@@ -104,8 +104,10 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
 
 
 def _model_and_optimizer(run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights that others load, and the rest that training resumes with. Where weights are averaged, others load the
-    average, and the weights themselves are part of the rest."""
+    """The weights that others load, and the rest that training resumes with.
+
+    Where weights are averaged, others load the average, and the weights themselves are part of the rest.
+    """
     weights, state, average = run.trained.tensors(), run.step.optimizer.tensors(), run.step.average
     if average is None:
         return weights, state

@@ -30,13 +30,13 @@ def _text(value: object) -> str:
 class Shown:
     """Something that a notebook shows as a table: its fields, and below them a table of each list of rows in it."""
 
-    def shown_rows(self) -> dict[str, Any]:
+    def _shown_rows(self) -> dict[str, Any]:
         """Names and values of the table."""
         fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
         return {field.name: getattr(self, field.name) for field in fields}
 
     def _repr_html_(self) -> str:
-        rows = self.shown_rows()
+        rows = self._shown_rows()
         lists = {name: value for name, value in rows.items() if _is_list(value)}
         plain = {name: f"{len(value)} rows" if name in lists else value for name, value in rows.items()}
         return html_table(plain) + "".join(_list_table(value) for value in lists.values())
@@ -46,7 +46,7 @@ class ShortlyShown(Shown):
     """Its text is one line of the same values, for what would fill pages; with `dataclass(repr=False)`."""
 
     def __repr__(self) -> str:
-        words = ", ".join(f"{name}={value}" for name, value in self.shown_rows().items() if value is not None)
+        words = ", ".join(f"{name}={value}" for name, value in self._shown_rows().items() if value is not None)
         return f"{type(self).__name__}({words if len(words) <= 500 else words[:497] + '...'})"
 
 
@@ -55,7 +55,7 @@ def _is_list(value: object) -> bool:
 
 
 def _list_table(items: Sequence[Shown]) -> str:
-    rows = [item.shown_rows() for item in items[:_MOST_ROWS]]
+    rows = [item._shown_rows() for item in items[:_MOST_ROWS]]
     head = "".join(map(_head, rows[0]))
     body = "".join(f"<tr>{''.join(f'<td>{_text(value)}</td>' for value in row.values())}</tr>" for row in rows)
     more = f"<tr><td>and {len(items) - _MOST_ROWS:,} more</td></tr>" if len(items) > _MOST_ROWS else ""

@@ -131,7 +131,7 @@ class LoadedConfig(Shown):
         own = [f"{row.path}={yaml_loader.format_value(row.value)}" for row in rows]
         return f"LoadedConfig({', '.join([*dict.fromkeys(where), *own])})"
 
-    def shown_rows(self) -> dict[str, str]:
+    def _shown_rows(self) -> dict[str, str]:
         """The settings that are not defaults, each with its source."""
         rows = [row for row in explain(self) if self.sources[row.path].kind not in ("default", "family")]
         return {row.path: f"{yaml_loader.format_value(row.value)} ({row.source})" for row in rows}

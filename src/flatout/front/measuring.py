@@ -236,7 +236,7 @@ class Profile(Shown):
     folder: Path
     figures: dict[str, Any]
 
-    def shown_rows(self) -> dict[str, Any]:
+    def _shown_rows(self) -> dict[str, Any]:
         plain = {name: value for name, value in self.figures.items() if not isinstance(value, dict | list)}
         return {"folder": self.folder, **plain}
 

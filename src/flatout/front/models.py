@@ -78,7 +78,7 @@ class LoadedModel(ShortlyShown):
     bare: bool = False  # an adapter of ours that was taught without a template
     quantize: str = "none"  # how the base under its adapters was held while they were trained, and is rounded here
 
-    def shown_rows(self) -> dict[str, Any]:
+    def _shown_rows(self) -> dict[str, Any]:
         return {
             "origin": self.origin,
             "step": self.step,

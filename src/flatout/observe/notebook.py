@@ -88,7 +88,7 @@ class Chart:
             self._handle.update(self)
 
     @property
-    def losses(self) -> Points:
+    def losses(self) -> Sequence[tuple[int, float]]:
         """Steps and training losses: all of them, or of a long run the lowest and highest of every stretch."""
         return self._losses.series.thinned(MOST_POINTS).points
 

@@ -81,7 +81,7 @@ class RunPlan(ShortlyShown):
     custom: Custom = Custom()
     checks: tuple[Finding, ...] = ()  # what there is to say of it before the first step
 
-    def shown_rows(self) -> dict[str, Any]:
+    def _shown_rows(self) -> dict[str, Any]:
         return {
             "family": self.model.family,
             "steps": self.steps,

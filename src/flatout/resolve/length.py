@@ -8,9 +8,9 @@ import itertools
 import math
 
 from flatout.checkpoints.checkpoint import Checkpoint
+from flatout.config.optimizers import FAR_BELOW, SMALL_BASE, usual_rate
 from flatout.config.schema import CheckpointConfig, EvalConfig, OptimConfig, RunConfig
 from flatout.config.sections import keeps_best
-from flatout.config.usual import FAR_BELOW, SMALL_BASE, usual_rate
 from flatout.data.batch import DataFacts, Schedule, Stage, TrainingData
 from flatout.errors import CheckpointError, ConfigError, many
 from flatout.model.count import parameter_count

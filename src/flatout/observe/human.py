@@ -33,6 +33,10 @@ def human_count(value: float) -> str:
     return f"{value:.0f}"
 
 
+def loss_text(loss: float) -> str:
+    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.3g}"
+
+
 def human_parameters(parameters: float, trained: float | None, tables: float | None = None) -> str:
     """The size of a model; `trained` is that of the adapters beside it, where it is frozen.
 

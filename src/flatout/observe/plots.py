@@ -26,7 +26,7 @@ from flatout.errors import UsageError, many
 from flatout.files import check_replaceable, disk_errors
 from flatout.folders import make_folders, remove_empty
 from flatout.observe import picture
-from flatout.observe.human import human_count, human_parameters, human_seconds, printable
+from flatout.observe.human import human_count, human_parameters, human_seconds, loss_text, printable
 from flatout.observe.picture import (
     BLUE,
     FAINT,
@@ -327,10 +327,6 @@ def fitted(text: str, size: float, room: float) -> str:
             return shown
         # No letter is wider than two heights: with one more of them than this left out, it would not fit either.
         count = max(4, count - max(1, int(beyond / (2 * size))))
-
-
-def loss_text(loss: float) -> str:
-    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.3g}"
 
 
 def spent_on(run: RunNumbers) -> str:

@@ -451,14 +451,11 @@ def check_trackers(names: Iterable[str]) -> None:
 
 def open_trackers(names: Sequence[str], folder: Path, info: RunInfo) -> "Trackers":
     """Trackers for a run that begins with `info`, which is their first record; give the later ones to `write`."""
-    return Trackers([_Lane(name, _opener(name, folder, info), info) for name in dict.fromkeys(names)])
 
+    def opener(name: str) -> Callable[[Callable[[str], None]], Tracker]:
+        return lambda tell: TensorBoard(folder, info) if name == "tensorboard" else _Child(name, folder, tell)
 
-def _opener(name: str, folder: Path, info: RunInfo) -> Callable[[Callable[[str], None]], Tracker]:
-    def tensorboard(_tell: Callable[[str], None]) -> Tracker:
-        return TensorBoard(folder, info)
-
-    return tensorboard if name == "tensorboard" else lambda tell: _Child(name, folder, tell)
+    return Trackers([_Lane(name, opener(name), info) for name in dict.fromkeys(names)])
 
 
 @final

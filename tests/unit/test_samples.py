@@ -23,7 +23,7 @@ from flatout.data.samples import MANIFEST, SAMPLES, SampleSet, check_target, ope
 from flatout.data.tokenizer import ModelTokenizer
 from flatout.errors import ConfigError, DataError, ResourceError, UserError
 from flatout.files import canonical_json
-from flatout.observe.measured.sample_preview import drawn, print_sample
+from flatout.observe.live.preview import drawn, print_sample
 from flatout.records import PrepareProgress
 from tests.chat_models import FAMILIES, MARKED, THINKING, chat, write_model
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.files import check_replaceable, disk_errors, write_whole
 from flatout.observe.human import printable
+from flatout.rows import shortened as shortened
 
 if TYPE_CHECKING:  # matplotlib is imported only where something is drawn; who draws takes these names from here
     from matplotlib.axes import Axes
@@ -83,7 +84,3 @@ def drawable(text: str, family: str = "DejaVu Sans") -> str:
         letter if letter.isprintable() and ord(letter) in glyphs else letter.encode("unicode_escape").decode("ascii")
         for letter in text
     )
-
-
-def shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "\u2026"

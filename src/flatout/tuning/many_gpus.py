@@ -20,7 +20,8 @@ one GPU without recomputation, whether or not the model fits there.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flatout.config.load import LoadedConfig
@@ -30,7 +31,7 @@ from flatout.config.source import DEFAULT, Source
 from flatout.data.manifest import read_manifest
 from flatout.data.prepare import data_folder, has_dataset
 from flatout.device import limit_memory
-from flatout.errors import HardwareError, UsageError
+from flatout.errors import HardwareError, UsageError, many
 from flatout.model.count import MemoryEstimate, block_count, flops_per_token, parameter_count
 from flatout.resolve.case import Probes, ShardingChoice
 from flatout.resolve.fit_check import ROOM, fits_well
@@ -38,6 +39,22 @@ from flatout.resolve.form import by_preference, not_in_slices
 from flatout.resolve.memory import checkpoint_size, memory_of, state_of
 from flatout.resolve.sizing import settled, uncounted
 from flatout.resolve.switches import Speed, resolve_speed
+from flatout.rows import (
+    FAINT,
+    OWN,
+    Bar,
+    Bars,
+    Heading,
+    Line,
+    Picture,
+    Row,
+    Sheet,
+    Table,
+    human_bytes,
+    human_count,
+    human_seconds,
+    or_dash,
+)
 from flatout.tuning.cluster import (
     FAILURE_HOURS,
     FAILURE_SOURCE,
@@ -268,6 +285,7 @@ class PlanResult:
     """Rows by number of GPUs and form, and for each number what saving and interruptions leave of them."""
 
     config: str
+    size: str | None = None  # as the user named it
     parameters: int
     context: int
     batch_tokens: int
@@ -293,6 +311,12 @@ class PlanResult:
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "plan", **dataclasses.asdict(self)}
+
+    def sheet(self) -> Sheet:
+        return sheet_of(self)
+
+    def picture(self) -> Picture:
+        return picture_of(self)
 
 
 def plan(
@@ -602,3 +626,129 @@ def _reason(own: PlanRow, rows: Sequence[PlanRow], look: _Look) -> str:
     if own.form == "hybrid":
         return f"{alone}, but the GPUs of one host"
     return f"{alone}, nor the GPUs of one host" if own.hosts > 1 else f"{alone}, but all of them together"
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+_STEP_EXTRAS = ("between hosts", "hidden", "compute", "sent", "tokens/s/GPU", "micro-batch")
+_SAVE_EXTRAS = ("at 2h00m", "at 60s", "at 30m00s", "at 5m00s", "written in", "pause", "form")
+
+
+def sheet_of(result: PlanResult) -> Sheet:
+    """A row for each form and number of GPUs, then saving and interruptions."""
+    saves = [_save_row(gpus, save, result.forms) for gpus, save in result.saves.items()]
+    lines = [
+        f"one interruption in {result.failure_hours:,.0f} GPU-hours: {result.failure_source}",
+        "goodput: time in steps that are kept; pause: training stands still for a save, of which "
+        f"each host writes {result.disk / 1e9:g} GB/s",
+        "",
+        *result.notes,
+        "",
+    ]
+    return Sheet(
+        blocks=[
+            *map(Line, _headline(result)),
+            Line(""),
+            Table(rows=list(_step_rows(result)), names="GPUs", left=("form",), extras=_STEP_EXTRAS, numbers=True),
+            Line("* parallel.form=auto; micro-batch: sequences x micro-batches of a rank; sent: by a rank in a step"),
+            Line(
+                "exposed: communication that compute does not hide; of each card "
+                f"{human_bytes(result.usable_bytes)} are usable"
+            ),
+            Heading("checkpoints and interruptions"),
+            Table(rows=saves, names="GPUs", left=("form",), extras=_SAVE_EXTRAS, numbers=True),
+            *map(Line, lines),
+            Line(result.recommendation, OWN),
+        ],
+        width=180,
+    )
+
+
+def _headline(result: PlanResult) -> list[str]:
+    share = "" if result.mfu is None else f", {100 * result.mfu:.0f}% of the peak rate"
+    return [
+        f"{result.size or result.config}: {human_count(result.parameters)} parameters, {result.batch_tokens:,} tokens "
+        f"a step of context {result.context:,}, on hosts of {result.per_host} {result.card}",
+        f"one GPU: {result.one_gpu_tokens_per_second:,.0f} tokens/s{share}; {result.rate_source}",
+        f"inside a host {result.inside / 1e9:g} GB/s for each GPU: {result.inside_source}",
+        f"between hosts {result.across / 1e9:g} GB/s for each GPU: {result.across_source}",
+    ]
+
+
+def _step_rows(result: PlanResult) -> Iterator[Row]:
+    before = None
+    for row in result.rows:
+        first, before = row.gpus != before, row.gpus
+        again = "" if row.checkpointing == "none" else f" {row.checkpointing}"
+        unfit = "refused" if row.refused else "does not fit"
+        cells = {
+            "form": f"{result.forms[row.form]}{' *' if row.auto else ''}",
+            "micro-batch": f"{row.micro_batch} x {row.accumulation}{again}" if row.fits else unfit,
+            "memory": human_bytes(row.memory_bytes),
+        }
+        if row.fits:
+            hidden = max((row.communication_seconds or 0.0) - (row.exposed_seconds or 0.0), 0.0)
+            cells |= {
+                "sent": or_dash(row.sent_bytes, human_bytes),
+                "between hosts": or_dash(row.crossed_bytes, human_bytes),
+                "step": or_dash(row.step_seconds, _short),
+                "compute": or_dash(row.compute_seconds, _short),
+                "exposed": or_dash(row.exposed_seconds, _short),
+                "hidden": _short(hidden),
+                "tokens/s/GPU": or_dash(row.tokens_per_second, "{:,.0f}"),
+                "efficiency": or_dash(row.efficiency, "{:.1%}"),
+            }
+        tone = FAINT if not row.fits else OWN if row.auto else ""
+        yield Row(name=f"{row.gpus:,}" if first else "", cells=cells, tone=tone)
+
+
+def _save_row(gpus: int, save: Goodput, forms: Mapping[str, str]) -> Row:
+    cells = {
+        "form": forms[save.form],
+        "checkpoint": human_bytes(save.checkpoint_bytes),
+        "pause": _short(save.pause_seconds),
+        "written in": _short(save.write_seconds),
+        "interruptions/day": f"{save.interruptions_per_day:.3g}",
+        "best interval": human_seconds(save.best_interval),
+        "goodput": f"{100 * save.best:.2f}%",
+    }
+    shares = sorted(save.by_interval.items())
+    cells |= {f"at {human_seconds(interval)}": f"{100 * share:.2f}%" for interval, share in shares}
+    return Row(name=f"{gpus:,}", cells=cells)
+
+
+def _short(value: float) -> str:
+    if value < 1:
+        return f"{1000 * value:.{0 if value >= 0.1 else 1}f} ms"
+    return f"{value:.2f} s" if value < 90 else human_seconds(value)
+
+
+def picture_of(result: PlanResult) -> Picture:
+    """What fills a rank's memory in each form, and the rate per GPU. A form that cannot run says so beside its bar."""
+    parts = {"weights": "blue", "gradients": "orange", "optimizer": "grey", "activations": "teal"}
+    usable = result.usable_bytes / 2**30
+    names: list[str | Heading] = []
+    memory: list[Bar] = []
+    rates: list[Bar] = []
+    before = None
+    for row in result.rows:
+        names += [""] if before not in (None, row.gpus) else []
+        before, line = row.gpus, len(names)
+        names.append(f"{many(row.gpus, 'GPU')}, {result.forms[row.form]}{' *' if row.auto else ''}")
+        words = f"{row.memory_bytes / 2**30:,.1f}"
+        words += "" if row.fits else " refused" if row.refused else " does not fit"
+        shown = min(1.0, 1.4 * usable * 2**30 / row.memory_bytes)  # what is far too large is drawn smaller
+        sizes = [(shown * getattr(row, f"{part}_bytes") / 2**30, colour) for part, colour in parts.items()]
+        ink = "blue" if row.fits else "red"
+        memory.append(Bar(line=line, parts=sizes, words=words, colour=ink, pale=not row.fits))
+        if row.fits and row.efficiency is not None:
+            words = f"{row.efficiency:.0%}, a step in {or_dash(row.step_seconds, _short)}"
+            colour = "purple" if row.auto else "faint"
+            rates.append(Bar(line=line, parts=[(100 * row.efficiency, colour)], words=words))
+    panels = [
+        Bars(title="memory of a rank, GiB", bars=memory, share=1.4, limits=(0, 1.7 * usable), at=usable, legend=parts),
+        Bars(title="rate of a GPU, % of one GPU alone", bars=rates, limits=(0, 150), at=100),
+    ]
+    lines = [*_headline(result)[:2], *textwrap.wrap(result.recommendation, 150)[:4]]
+    title = f"{result.size or result.config} on {many(max(row.gpus for row in result.rows), 'GPU')}"
+    return Picture(title=title, lines=lines, names=names, bars=panels)

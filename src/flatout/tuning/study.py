@@ -20,8 +20,9 @@ import math
 import os
 import random
 import sqlite3
+import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
+from flatout.config.yaml_loader import format_value
 from flatout.data.prepare import prepare_data
 from flatout.device import detect_device
 from flatout.engine.loop import train_loop
@@ -44,6 +46,7 @@ from flatout.errors import (
 )
 from flatout.files import disk_errors, open_to_append
 from flatout.records import EvalRecord
+from flatout.rows import FAINT, OWN, Block, Chart, Curve, Line, Picture, Row, Sheet, Table, human_seconds, or_dash
 from flatout.tuning.changes import Dimension, Space, config_text, with_values, words_of
 from flatout.tuning.measure import borrowed_run, machine_of
 from flatout.tuning.practice_data import scratch_folder, settled_for_runs
@@ -92,6 +95,12 @@ class StudyResult:
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "study", **dataclasses.asdict(self)}
+
+    def sheet(self) -> Sheet:
+        return sheet_of(self)
+
+    def picture(self) -> Picture:
+        return picture_of(self)
 
 
 # A trial's number and values, and one of its evaluations or None when it begins.
@@ -388,3 +397,127 @@ def importance(one: Dimension, done: list[TrialRow]) -> float | None:
     # Corrected for how many numbers were fitted: with few trials anything explains something.
     share = 1 - (rest / max(1, len(done) - parameters)) / (total / (len(done) - 1))
     return min(1.0, max(0.0, share))
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+_SHOWN = 20  # rows of the table
+_STATUS = {
+    "done": "",
+    "pruned": "cut short",
+    "diverged": "diverged",
+    "out_of_memory": "out of memory",
+    "invalid": "no valid config",
+}
+
+
+def trial_line(row: TrialRow) -> str:
+    """One trial in one line."""
+    values = ", ".join(f"{path} {_value(value)}" for path, value in row.values.items())
+    loss = "" if row.loss is None else f", loss {row.loss:.4f}"
+    status = _STATUS.get(row.status, row.status)
+    told = f", {status}: {row.reason}" if status else ", best so far" if row.best else ""
+    return f"trial {row.number}: {values}{loss} after {human_seconds(row.seconds)}{told}"
+
+
+def sheet_of(result: StudyResult) -> Sheet:
+    """The trials, the best first, and in a sentence what was found."""
+    ordered = sorted(result.rows, key=lambda row: (row.status != "done", row.status, row.loss or math.inf))
+    rows = [_row(row, result) for row in ordered[:_SHOWN]]
+    blocks: list[Block] = [Table(rows=rows, names="trial", left=(" ",), marks=True)]
+    if len(ordered) > _SHOWN:
+        blocks.append(Line(f"and {len(ordered) - _SHOWN} more"))
+    explained = [(share, path) for path, share in result.importance.items() if share is not None]
+    alone = "{:.0%} of the differences in loss go along with {} alone"
+    blocks += [Line(alone.format(share, path)) for share, path in sorted(explained, reverse=True)]
+    counts = {status: sum(row.status == status for row in result.rows) for status in _STATUS}
+    told = ", ".join(f"{count} {_STATUS[status] or 'to the end'}" for status, count in counts.items() if count)
+    blocks.append(
+        Line(
+            f"best of {many(len(result.rows), 'trial')}: number {result.best.number}, validation loss "
+            f"{result.best.loss:.4f}; {told}; on {result.device}"
+        )
+    )
+    note = "note: the best {} is at the edge of its range; a wider one may hold a better"
+    blocks += [Line(note.format(path)) for path in at_the_edge(result)]
+    return Sheet(blocks=blocks, width=200)
+
+
+def _row(row: TrialRow, result: StudyResult) -> Row:
+    cells = {"loss": or_dash(row.loss, "{:.4f}"), **{path: _value(row.values[path]) for path in result.forms}}
+    cells |= {"steps": str(row.step), "time": human_seconds(row.seconds), " ": _STATUS.get(row.status, row.status)}
+    tone = OWN if row.number == result.best.number else FAINT if row.status != "done" else ""
+    return Row(name=str(row.number), cells=cells, value=row.loss, tone=tone)
+
+
+def at_the_edge(result: StudyResult) -> list[str]:
+    """Fields of which the best value is the first or last of the values that were tried, among four at least."""
+    found = []
+    for path, form in result.forms.items():
+        values = sorted({row.values[path] for row in result.rows}) if form != "choices" else []
+        if len(values) >= 4 and result.best.values[path] in (values[0], values[-1]):
+            found.append(path)
+    return found
+
+
+def picture_of(result: StudyResult) -> Picture:
+    """Every trial and the best so far; below, the loss over the values of each field.
+
+    The fields show more than one number of importance does: whether the best value lies in the middle of a valley, or
+    at the edge of its range, where the range should be wider. Trials that were cut short are pale, at the loss they had
+    then; those that failed are crosses at the top. A loss far above the others does not flatten the rest.
+    """
+    limits = _limits([row.loss for row in result.rows if row.status == "done" and row.loss is not None])
+    best, leading = math.inf, []
+    for row in result.rows:
+        best = min(best, row.loss or math.inf) if row.status == "done" else best
+        leading += [(row.number, best)] if math.isfinite(best) else []
+    history = _points(result, [row.number for row in result.rows], limits)
+    history += [Curve(points=leading, look="steps", colour="red", name="best so far", pale=True)] if leading else []
+    charts = [
+        Chart(title="", curves=history, x="trial", y="validation loss", limits=limits, whole=True, wide=True),
+        *(_field_chart(result, path, limits) for path in result.forms),
+    ]
+    tried, loss = many(len(result.rows), "trial"), result.best.loss
+    lines = [f"{tried}; the best, number {result.best.number}, has validation loss {loss:.4f}; on {result.device}"]
+    return Picture(title=f"Search of {result.config}", lines=lines, charts=charts)
+
+
+def _field_chart(result: StudyResult, path: str, limits: tuple[float, float]) -> Chart:
+    form, values, share = result.forms[path], [row.values[path] for row in result.rows], result.importance[path]
+    ticks = sorted({_value(value) for value in values}) if form == "choices" else []
+    places = [ticks.index(_value(value)) if ticks else float(value) for value in values]
+    title = path + ("" if share is None else f"   ({share:.0%} of the differences)")
+    whole = not ticks and all(isinstance(value, int) for value in values)
+    curves = _points(result, places, limits)
+    return Chart(title=title, curves=curves, limits=limits, log=form == "log", whole=whole, ticks=ticks)
+
+
+def _points(result: StudyResult, places: Sequence[float], limits: tuple[float, float]) -> list[Curve]:
+    looks = {
+        "pruned": Curve(points=[], look="dots", colour="faint", name="cut short"),
+        "done": Curve(points=[], look="dots", name="to the end"),
+        "failed": Curve(points=[], look="crosses", colour="red", name="failed"),
+        "best": Curve(points=[], look="rings", colour="red"),
+    }
+    points: dict[str, list[tuple[float, float]]] = {name: [] for name in looks}
+    for place, row in zip(places, result.rows, strict=True):
+        kind = row.status if row.status in looks else "failed"
+        point = (place, limits[1] if kind == "failed" or row.loss is None else row.loss)
+        points[kind].append(point)
+        if row.number == result.best.number:
+            points["best"].append(point)
+    return [dataclasses.replace(look, points=points[kind]) for kind, look in looks.items() if points[kind]]
+
+
+def _limits(losses: Sequence[float]) -> tuple[float, float]:
+    """From a little below the best to a little above most of these: what lies far out is drawn at the top."""
+    low = min(losses, default=0.0)
+    quarter = statistics.quantiles(losses, n=4)[2] if len(losses) > 2 else max(losses, default=1.0)
+    high = min(max(losses, default=1.0), low + 3 * max(quarter - low, 1e-3))
+    room = max(high - low, 1e-3)
+    return low - 0.08 * room, high + 0.12 * room
+
+
+def _value(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else value if isinstance(value, str) else format_value(value)

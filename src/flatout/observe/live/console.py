@@ -24,8 +24,7 @@ from flatout.observe.human import (
     say,
 )
 from flatout.observe.live.alerts import Alerts
-from flatout.observe.measured.estimate_table import expected
-from flatout.observe.measured.sample_preview import print_sample
+from flatout.observe.live.preview import expected, print_sample
 from flatout.observe.sinks import early_stop_reason, minutes_of
 from flatout.records import EndRecord, Record, RunInfo, StepRecord, record_to_json
 

@@ -140,7 +140,7 @@ def write_base(folder: Path, shape: str) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from flatout.config.schema import ModelConfig
-    from flatout.corpus.shipped import shakespeare
+    from flatout.corpus.document import shakespeare
     from flatout.model.gpt import build_model
     from flatout.model.hub_weights import export_huggingface
 

@@ -54,8 +54,8 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
-from flatout.data.manifest import read_manifest
 from flatout.data.prepare import data_folder, has_dataset, prepare_data
+from flatout.data.shards import read_manifest
 from flatout.device import detect_device
 from flatout.engine.loop import train_loop
 from flatout.errors import ConfigError, DivergedError, HardwareError, ResourceError, many

@@ -28,8 +28,8 @@ from flatout.config.load import LoadedConfig
 from flatout.config.schema import ModelConfig, at_last_stage, micro_batch_of
 from flatout.config.sizes import Known
 from flatout.config.source import DEFAULT, Source
-from flatout.data.manifest import read_manifest
 from flatout.data.prepare import data_folder, has_dataset
+from flatout.data.shards import read_manifest
 from flatout.device import limit_memory
 from flatout.errors import HardwareError, UsageError, many
 from flatout.model.count import MemoryEstimate, block_count, flops_per_token, parameter_count

@@ -30,7 +30,7 @@ import torch
 
 from flatout import device
 from flatout.config.load import LoadedConfig
-from flatout.data.positions import Schedule
+from flatout.data.batch import Schedule
 from flatout.device import Device
 from flatout.engine.run import Run
 from flatout.engine.spans import PendingReports, StepReport

@@ -35,7 +35,7 @@ import torch
 from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.source import Source
-from flatout.data.sample_loader import LargestRows
+from flatout.data.batch import LargestRows
 from flatout.device import detect_device, limit_memory, peak_memory_bytes
 from flatout.engine.graphs import WARM_UPS
 from flatout.engine.run import Run

@@ -14,7 +14,7 @@ from flatout.errors import ConfigError, DataError, DivergedError
 from flatout.observe.picture import is_picture
 from flatout.observe.sheets import draw_picture, print_sheet
 from flatout.records import AblateRow, EvalRecord, ablate_row_from_json, record_to_json
-from flatout.tuning import ablation
+from flatout.tuning import trials
 from flatout.tuning.ablation import AblateResult
 from flatout.tuning.changes import Change, changes_to_defaults, choose, named_changes, split_fields
 
@@ -108,7 +108,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         values = {"perplexity": 1.0, "bits_per_byte": None, "tokens": 1, "seconds": 0.0, "best": True}
         yield EvalRecord(step=steps, loss=loss, reason="end", **values)
 
-    monkeypatch.setattr(ablation._Course, "train", train)
+    monkeypatch.setattr(trials.WholeRun, "_evaluations", train)
     return seen
 
 
@@ -235,7 +235,7 @@ def test_the_table_says_what_helps_and_what_could_not_be_seen(tiny, made, tmp_pa
     json.dumps(result.to_json())
     text = shown(result)
     lines = text.splitlines()
-    assert next(line for line in lines if line.startswith("model.qk_norm")).endswith("keep true (false +1.8375)")
+    assert next(line for line in lines if line.startswith("model.qk_norm")).endswith("keep true (false +1.837)")
     assert "at equal tokens (2,560)" in text
     assert "at equal seconds" in text
     assert "smallest difference that could be seen at equal tokens" in text

@@ -37,11 +37,9 @@ Contract:
 - Without two pairs of any field nothing is known of the noise: `half_width` is None, and there is no verdict.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
 import statistics
@@ -57,9 +55,8 @@ from flatout.config.load import LoadedConfig
 from flatout.data.prepare import data_folder, has_dataset, prepare_data
 from flatout.data.shards import read_manifest
 from flatout.device import detect_device
-from flatout.engine.loop import train_loop
-from flatout.errors import ConfigError, DivergedError, HardwareError, ResourceError, many
-from flatout.records import AblateRow, EvalRecord, StepRecord
+from flatout.errors import many
+from flatout.records import AblateRow, EvalRecord
 from flatout.rows import (
     BAD,
     GOOD,
@@ -80,9 +77,9 @@ from flatout.rows import (
     shortened,
 )
 from flatout.tuning.changes import Change, with_words
-from flatout.tuning.measure import WARMUP, borrowed_run, machine_of
+from flatout.tuning.measure import machine_of
 from flatout.tuning.practice_data import scratch_folder
-from flatout.tuning.study import for_trials, status_of
+from flatout.tuning.trials import WholeRun, for_trials
 
 MISS = 0.05
 SHARED = 0.5  # correlation of two fields' differences of one seed: the unchanged run is in both
@@ -174,18 +171,6 @@ def _integral(angle: float, power: float, pieces: int = 200) -> float:
     width = angle / pieces
     values = [math.cos(number * width) ** power for number in range(pieces + 1)]
     return width / 3 * (values[0] + 4 * sum(values[1:-1:2]) + 2 * sum(values[2:-1:2]) + values[-1])
-
-
-def steady_seconds(seconds: Sequence[float], warmup: int) -> list[float]:
-    """How long training had taken after each step, without what only some steps have: compiling, warming up, a load.
-
-    Each step counts as the lower quartile of the nine around it, since what disturbs a step only makes it longer; the
-    steps of the warm-up count as the first ones after it. Steps that become longer or shorter in stages are kept apart.
-    """
-    late = list(seconds[warmup:]) or list(seconds)
-    around = [sorted(late[max(0, index - 4) : index + 5]) for index in range(len(late))]
-    steady = [near[len(near) // 4] for near in around]
-    return list(itertools.accumulate(steady[:1] * (len(seconds) - len(late)) + steady))
 
 
 SEEDS = 2
@@ -413,29 +398,25 @@ class _Runs:
         loaded = self._config(job)
         if job.equal == SECONDS:
             loaded = with_words(loaded, [f"train.steps={self._steps_in_time(job)}"])
-        course = _Course()
-        status, reason = "done", ""
-        try:
-            for evaluation in course.train(loaded, folder):
-                told(evaluation)
-        except (DivergedError, ResourceError, ConfigError, HardwareError) as error:
-            if change is None:
-                raise  # there is nothing to compare with
-            status, reason = status_of(error)
+        run = WholeRun()
+        for evaluation in run.train(lambda: loaded, folder):
+            told(evaluation)
+        if change is None and run.error is not None:
+            raise run.error  # there is nothing to compare with
         row = AblateRow(
             field="" if change is None else change.path,
             configured="" if change is None else change.configured,
             changed="" if change is None else change.changed,
             equal=job.equal,
             seed=job.seed,
-            status=status,
-            reason=reason,
-            loss=course.curve[-1][2] if status == "done" else None,
-            steps=len(course.steps),
-            tokens=course.tokens,
-            seconds=course.seconds,
+            status=run.status,
+            reason=run.reason,
+            loss=run.loss if run.status == "done" else None,
+            steps=len(run.steps),
+            tokens=run.tokens,
+            seconds=run.seconds,
             whole_seconds=time.monotonic() - began,
-            curve=tuple(course.curve),
+            curve=tuple(run.curve),
             hash=self._hash(job),
             config=self.loaded.config.output.name,
             device=self.device,
@@ -444,39 +425,6 @@ class _Runs:
         )
         self.rows[row.hash, row.equal] = row
         return row
-
-
-@final
-class _Course:
-    """How a run goes: the time of its steps, its tokens, and its evaluations."""
-
-    def __init__(self) -> None:
-        self.steps: list[float] = []
-        self.tokens = 0
-        self.curve: list[tuple[int, float, float]] = []
-
-    @property
-    def seconds(self) -> float:
-        """Of the training steps so far, without what only some of them have."""
-        return (steady_seconds(self.steps, WARMUP) or [0.0])[-1]
-
-    def train(self, loaded: LoadedConfig, folder: Path) -> Iterator[EvalRecord]:
-        """Trains to the end, and yields the evaluations. A validation loss that is not finite is a `DivergedError`."""
-        with borrowed_run(loaded) as run, contextlib.closing(
-            train_loop(run, folder, resumed=None, stop=lambda: False, saves=False)
-        ) as records:  # fmt: skip
-            folder.mkdir(parents=True)
-            for record in records:
-                if isinstance(record, StepRecord):
-                    self.steps.append(record.seconds)
-                    self.tokens = record.tokens
-                elif isinstance(record, EvalRecord):
-                    if not math.isfinite(record.loss):
-                        raise DivergedError(
-                            f"the validation loss was {record.loss} at step {record.step}", "lower optim.learning_rate"
-                        )
-                    self.curve.append((self.tokens, self.seconds, record.loss))
-                    yield record
 
 
 # --- the result -------------------------------------------------------------------------------------------------------
@@ -579,7 +527,7 @@ def advice_of(one: FieldEffect) -> str:
         do, value, other = ("keep", one.configured, one.changed) if one.verdict == HELPS else (
             "take", one.changed, one.configured
         )  # fmt: skip
-        return f"{do} {shortened(value, _LONG)} ({shortened(other, _LONG)} +{abs(one.difference or 0.0):.4f})"
+        return f"{do} {shortened(value, _LONG)} ({shortened(other, _LONG)} +{abs(one.difference or 0.0):.3f})"
     if one.reason:
         return one.reason.partition(":")[0].replace("_", " ")
     return one.verdict or ("one pair: no verdict" if one.pairs else "not run yet")

@@ -33,14 +33,9 @@ from flatout.config.load import LoadedConfig
 from flatout.config.yaml_loader import format_value
 from flatout.data.prepare import prepare_data
 from flatout.device import detect_device
-from flatout.engine.loop import train_loop
 from flatout.errors import (
-    ConfigError,
     DataError,
-    DeviceMemoryError,
     DivergedError,
-    HardwareError,
-    ResourceError,
     UsageError,
     many,
 )
@@ -48,11 +43,11 @@ from flatout.files import disk_errors, open_to_append
 from flatout.records import EvalRecord
 from flatout.rows import FAINT, OWN, Block, Chart, Curve, Line, Picture, Row, Sheet, Table, human_seconds, or_dash
 from flatout.tuning.changes import Dimension, Space, config_text, with_values, words_of
-from flatout.tuning.measure import borrowed_run, machine_of
+from flatout.tuning.measure import machine_of
 from flatout.tuning.practice_data import scratch_folder, settled_for_runs
+from flatout.tuning.trials import WholeRun, for_trials, length_of
 
 TRIALS = 20
-EVALUATIONS = 8  # of a trial, unless the config says more; after each it may be cut short
 BEFORE_CUTTING = 4  # finished trials
 ENOUGH = 10  # trials that came to their end, before anything is said of what matters
 WORST = 1e9  # what a failed trial counts as; only the order of losses matters to the proposals
@@ -133,7 +128,7 @@ def search(
         if loaded.config.data_kind == "text" and loaded.size is None:  # else the first trial makes what has to be made
             prepare_data(base.config.data, base.config.clean)
         # A run that warms up for longer looks worse at first: the first third says nothing yet.
-        warm_up = (_steps(base) or 0) // 3
+        warm_up = (length_of(base) or 0) // 3
         kept.pruner = optuna.pruners.MedianPruner(n_startup_trials=BEFORE_CUTTING, n_warmup_steps=warm_up)
         scratch = stack.enter_context(scratch_folder("flatout-search-"))
         while len(rows := rows_of(kept)) < trials:
@@ -150,68 +145,25 @@ def search(
 
 def _run(kept: Any, trial: Any, base: LoadedConfig, values: dict[str, Any], folder: Path, progress: Told) -> None:
     """Trains one trial and tells the study what came of it."""
-    began, states, last = time.monotonic(), _optuna().trial.TrialState, None
-    status, reason = "interrupted", "stopped from outside"
+    began, states, run = time.monotonic(), _optuna().trial.TrialState, WholeRun()
     try:
-        with borrowed_run(with_values(base, values, "trial")) as run, contextlib.closing(
-            train_loop(run, folder, resumed=None, stop=lambda: False, saves=False)
-        ) as records:  # fmt: skip
-            folder.mkdir(parents=True)
-            for record in records:
-                if not isinstance(record, EvalRecord):
-                    continue
-                last = record
-                progress(trial.number, values, record)
-                if not math.isfinite(record.loss):
-                    raise DivergedError(f"the validation loss was {record.loss} at step {record.step}", "")
-                trial.report(record.loss, record.step)
-                if record.reason == "end":
-                    status, reason = "done", ""
-                    break
-                if trial.should_prune():
-                    status, reason = "pruned", f"worse than the median at step {record.step}"
-                    break
-    except (DivergedError, ResourceError, ConfigError) as error:
-        status, reason = status_of(error)
+        for record in run.train(lambda: with_values(base, values, "trial"), folder):
+            progress(trial.number, values, record)
+            trial.report(record.loss, record.step)
+            if record.reason != "end" and trial.should_prune():
+                run.status, run.reason = "pruned", f"worse than the median at step {record.step}"
+                break
     finally:
         # One entry for all of it: each is a transaction that waits for the disk.
-        loss = None if last is None or not math.isfinite(last.loss) else last.loss
-        facts = {"status": status, "reason": reason, "values": values, "loss": loss}
-        facts |= {"step": 0 if last is None else last.step, "seconds": time.monotonic() - began}
+        facts = {"status": run.status, "reason": run.reason, "values": values, "loss": run.loss}
+        facts |= {"step": run.step, "seconds": time.monotonic() - began}
         trial.set_user_attr("facts", facts)
-        if status == "interrupted":
+        if run.status == "interrupted":
             kept.tell(trial, state=states.FAIL)
-        elif status == "pruned":
+        elif run.status == "pruned":
             kept.tell(trial, state=states.PRUNED)
         else:
-            kept.tell(trial, WORST if status != "done" or last is None else last.loss)
-
-
-def status_of(error: DivergedError | ResourceError | ConfigError | HardwareError) -> tuple[str, str]:
-    """What a short run that failed counts as, and why; an error that is no property of its values is raised again."""
-    if isinstance(error, DivergedError):
-        return "diverged", error.message
-    if isinstance(error, ConfigError | HardwareError):
-        return "invalid", error.message
-    if not isinstance(error, DeviceMemoryError):
-        raise error  # a full disk
-    return "out_of_memory", error.message
-
-
-def for_trials(loaded: LoadedConfig, evaluations: int = EVALUATIONS) -> LoadedConfig:
-    """The config as a trial trains it: nothing saved, no samples, some evaluations unless the user wrote how many."""
-    config, steps = loaded.config, _steps(loaded)
-    every = config.eval.every
-    if not loaded.sources["eval.every"].by_user and steps is not None:
-        every = max(1, steps // evaluations)
-    words = {"eval.every": every, "eval.sample_tokens": 0, "eval.patience": 0}
-    return with_values(loaded, {**words, "checkpoint.every": 0})
-
-
-def _steps(loaded: LoadedConfig) -> int | None:
-    """The length of a trial, where the config says it without the data."""
-    train = loaded.config.train
-    return train.steps or (None if train.tokens is None else math.ceil(train.tokens / train.mean_batch))
+            kept.tell(trial, WORST if run.status != "done" or run.loss is None else run.loss)
 
 
 def _distribution(optuna: Any, one: Dimension) -> Any:

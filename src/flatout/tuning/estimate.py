@@ -501,7 +501,7 @@ def _memory_table(result: EstimateResult) -> Table:
         )
         for context in sorted({context for context, _ in cells})
     ]
-    return Table(rows=rows, names="context")
+    return Table(rows=rows, names="context", numbers=True)
 
 
 def _meanings(rows: Sequence[Row]) -> str:

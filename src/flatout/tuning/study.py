@@ -376,7 +376,7 @@ def sheet_of(result: StudyResult) -> Sheet:
     """The trials, the best first, and in a sentence what was found."""
     ordered = sorted(result.rows, key=lambda row: (row.status != "done", row.status, row.loss or math.inf))
     rows = [_row(row, result) for row in ordered[:_SHOWN]]
-    blocks: list[Block] = [Table(rows=rows, names="trial", left=(" ",), marks=True)]
+    blocks: list[Block] = [Table(rows=rows, names="trial", left=(" ",), marks=True, numbers=True)]
     if len(ordered) > _SHOWN:
         blocks.append(Line(f"and {len(ordered) - _SHOWN} more"))
     explained = [(share, path) for path, share in result.importance.items() if share is not None]

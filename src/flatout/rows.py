@@ -70,7 +70,7 @@ class Heading:
 
 
 @dataclass(frozen=True)
-class Line:
+class Sentence:
     text: str
     tone: str = ""
 
@@ -82,7 +82,7 @@ class Bullets:
     items: Sequence[tuple[str, str]]
 
 
-Block = Heading | Line | Bullets | Table
+Block = Heading | Sentence | Bullets | Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class Bars:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class Points:
     """Points of a chart: `look` is line, dots, crosses, steps or rings."""
 
     points: Sequence[tuple[float, float]]
@@ -146,7 +146,7 @@ class Chart:
     the background is grey. `ticks` stand for words on the x axis, `whole` for ticks at whole numbers only."""
 
     title: str
-    curves: Sequence[Curve]
+    curves: Sequence[Points]
     x: str = ""
     y: str = ""
     log: bool = False

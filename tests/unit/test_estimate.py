@@ -8,9 +8,9 @@ import pytest
 from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
 from flatout.engine.boundary import is_due
-from flatout.observe.live.console import TerminalReader
-from flatout.observe.live.preview import expected
+from flatout.observe.preview import expected
 from flatout.observe.sheets import print_sheet
+from flatout.observe.terminal import TerminalReader
 from flatout.records import RunInfo, StepRecord
 from flatout.tuning import estimate as estimate_module
 from flatout.tuning.estimate import Cell, EstimateResult, Part, Visits, estimate, visits_of

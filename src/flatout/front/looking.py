@@ -12,10 +12,10 @@ from flatout.files import disk_errors
 from flatout.finding import Finding
 from flatout.front.configs import with_sources
 from flatout.launch import Launch
-from flatout.observe.live.follow import find_run
-from flatout.observe.plot.plots import COMPARISON, write_comparison, write_run_plots
-from flatout.observe.plot.series import EIGENSTATES, EVALS, STEPS
-from flatout.observe.report.report import check_target, write_report
+from flatout.observe.plots import COMPARISON, write_comparison, write_run_plots
+from flatout.observe.report import check_target, write_report
+from flatout.observe.runs import find_run
+from flatout.observe.tables import EIGENSTATES, EVALS, STEPS
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ def watch(words: list[str]) -> int:
         raise UsageError("--web and --json exclude each other", "leave one of them out")
     if parsed.port is not None and not parsed.web:
         raise UsageError("--port is for --web", "add --web, or leave --port out")
-    from flatout.observe.live.follow import find_run
+    from flatout.observe.runs import find_run
 
     folder = find_run(parsed.run)
     from flatout.front.output import Terminated, exit_code_of, terminated_like_interrupted
@@ -174,7 +174,7 @@ def watch(words: list[str]) -> int:
 
 
 def _serve(folder: Path, port: int | None) -> int:
-    from flatout.observe.report.server import serve
+    from flatout.observe.report import serve
 
     def ready(address: str) -> None:
         print(f"watching {one_line(str(folder))} at {address} (Ctrl-C ends it)", flush=True)
@@ -184,9 +184,9 @@ def _serve(folder: Path, port: int | None) -> int:
 
 
 def _show(folder: Path, *, as_json: bool) -> int:
-    from flatout.observe.live.console import JsonReader
-    from flatout.observe.live.follow import METRICS, follow
-    from flatout.observe.live.view import ViewReader
+    from flatout.observe.runs import METRICS, follow
+    from flatout.observe.terminal import JsonReader
+    from flatout.observe.view import ViewReader
 
     if not (folder / METRICS).exists():
         print(f"waiting for the first record of {one_line(str(folder))}", file=sys.stderr)
@@ -243,7 +243,7 @@ class _LastWord:
         if self.reason is not None:
             return 0
         if not self.heard:
-            from flatout.observe.live.follow import METRICS
+            from flatout.observe.runs import METRICS
 
             if (folder / METRICS).exists():  # as `plot` and `report` have it
                 raise DataError(
@@ -319,8 +319,8 @@ def report(words: list[str]) -> int:
     parser.flag("--json", "print what the page would show as JSON, and write no page")
     parsed = parser.parse_mixed(words)
     if parsed.json:
-        from flatout.observe.report.data import report_data
-        from flatout.observe.report.report import read_runs
+        from flatout.observe.report import read_runs
+        from flatout.observe.report_data import report_data
 
         print(json.dumps(report_data(read_runs(_folders(parsed.runs)), price=parsed.price), allow_nan=False))
         return 0
@@ -340,7 +340,7 @@ def serve_report(words: list[str]) -> int:
     parsed = parser.parse_mixed(words)
     folders = _folders(parsed.runs)
     from flatout.front.output import terminated_like_interrupted
-    from flatout.observe.report.server import serve
+    from flatout.observe.report import serve
 
     try:
         with terminated_like_interrupted():
@@ -361,7 +361,7 @@ def _add_runs(parser: Parser) -> None:
 
 
 def _folders(runs: list[str]) -> list[Path]:
-    from flatout.observe.live.follow import find_run
+    from flatout.observe.runs import find_run
 
     return [find_run(run) for run in runs] or [find_run(None)]
 
@@ -382,7 +382,7 @@ def bundle(words: list[str]) -> int:
     parser.flag("--overwrite", "also replace a file that is no bundle of flatout")
     parsed = parser.parse_mixed(words)
     from flatout.observe.bundle import Private, bundle_files, check_target, write_bundle
-    from flatout.observe.live.follow import find_run
+    from flatout.observe.runs import find_run
     from flatout.observe.sinks import read_history
 
     folder = find_run(parsed.run)

@@ -65,7 +65,7 @@ def prepare(words: list[str]) -> int:
     parsed = parser.parse_words(words)
     loaded = load_pretraining(parsed, "prepare")
     from flatout.data.prepare import as_prepared, check_text, prepare_data, refuse_second_pipe
-    from flatout.observe.live.prepare_bar import PrepareBar
+    from flatout.observe.terminal import PrepareBar
 
     check_text(loaded, "prepare")
     if not parsed.overwrite:

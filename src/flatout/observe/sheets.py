@@ -22,7 +22,7 @@ from rich.text import Text
 from flatout.observe import picture
 from flatout.observe.human import Terminal, printable, say
 from flatout.observe.picture import FAINT, INK, LINE, RED, SMALL, Axes, Figure, drawable, shortened
-from flatout.rows import BAD, OWN, Bars, Block, Bullets, Chart, Heading, Line, Picture, Row, Sheet, Table
+from flatout.rows import BAD, OWN, Bars, Block, Bullets, Chart, Heading, Picture, Row, Sentence, Sheet, Table
 
 _STYLES = {OWN: "bold", "good": "green", BAD: "bold red", "faint": "dim"}
 _NAME = 58  # characters of a kernel's name
@@ -52,9 +52,9 @@ def _print(sheet: Sheet, console: Console) -> None:
                 if block.level > 1:
                     console.print("")
                 say(console, one_line(block.text), "bold cyan" if block.level == 1 else "bold")
-            case Line() if sheet.indent:
+            case Sentence() if sheet.indent:
                 console.print(Padding(Text(one_line(block.text), _STYLES.get(block.tone, "")), inset))
-            case Line():
+            case Sentence():
                 say(console, block.text, _STYLES.get(block.tone, ""))
             case Bullets():
                 for words, text in block.items:
@@ -113,7 +113,7 @@ def _markdown(block: Block) -> str:
     match block:
         case Heading():
             return f"{'#' * block.level} {_inert(block.text)}"
-        case Line():
+        case Sentence():
             text = _inert(block.text)
             return f"**{text}**" if block.tone == OWN else text
         case Bullets():

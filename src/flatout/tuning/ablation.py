@@ -64,11 +64,11 @@ from flatout.rows import (
     Bars,
     Block,
     Chart,
-    Curve,
     Heading,
-    Line,
     Picture,
+    Points,
     Row,
+    Sentence,
     Sheet,
     Table,
     human_count,
@@ -513,12 +513,12 @@ _CURVES = ("blue", "orange", "teal", "purple", "red", "grey")  # of the fields w
 
 def sheet_of(result: AblateResult) -> Sheet:
     """What each field is worth, at equal tokens and at equal seconds, and how small a difference could be seen."""
-    blocks: list[Block] = [Line(_sentence(result))]
+    blocks: list[Block] = [Sentence(_sentence(result))]
     for equal in (TOKENS, SECONDS):
         if rows := [_row(one) for one in _ordered(result, equal)]:
             extras = ("loss", "changed", "steps", "config", "change")
             blocks += [Heading(_title(result, equal)), Table(rows=rows, names="field", left=extras[3:], extras=extras)]
-    return Sheet(blocks=[*blocks, Line(""), *map(Line, _notes(result))])
+    return Sheet(blocks=[*blocks, Sentence(""), *map(Sentence, _notes(result))])
 
 
 def advice_of(one: FieldEffect) -> str:
@@ -655,7 +655,7 @@ def _limits(effects: Sequence[FieldEffect]) -> tuple[float, float]:
 def _charts(result: AblateResult) -> Iterator[Chart]:
     """By field, the mean difference at equal tokens at every evaluation that all its pairs have."""
     plain = {row.seed: row.curve for row in result.rows if not row.field}
-    curves: list[Curve] = []
+    curves: list[Points] = []
     largest = sorted(_ordered(result, TOKENS), key=lambda one: -abs(one.difference or 0.0))[: len(_CURVES)]
     for one, colour in zip(largest, _CURVES, strict=False):
         points: dict[int, list[float]] = {}
@@ -667,7 +667,7 @@ def _charts(result: AblateResult) -> Iterator[Chart]:
                     points.setdefault(tokens, []).append(loss - before[tokens])
         whole = [(tokens, statistics.fmean(at)) for tokens, at in sorted(points.items()) if len(at) == len(own)]
         if len(whole) > 1:
-            curves.append(Curve(points=whole, look="points", colour=colour, name=shortened(_name(one), 36)))
+            curves.append(Points(points=whole, look="points", colour=colour, name=shortened(_name(one), 36)))
     if not curves:
         return
     # The first evaluations differ most and matter least: the last half decides the height of the panel.

@@ -42,8 +42,8 @@ from flatout.rows import (
     OWN,
     Block,
     Heading,
-    Line,
     Row,
+    Sentence,
     Sheet,
     Table,
     human_bytes,
@@ -417,9 +417,9 @@ def sheet_of(result: EstimateResult) -> Sheet:
     steps = f"{result.steps.value:,.0f} steps of {result.batch_tokens:,} tokens ({shape})"
     rows = list(_rows(result))
     blocks: list[Block] = [
-        Line(f"{result.config}: {steps}, on {result.device}, torch {result.torch}"),
-        Line(f"data: {result.data}"),
-        Line(""),
+        Sentence(f"{result.config}: {steps}, on {result.device}, torch {result.torch}"),
+        Sentence(f"data: {result.data}"),
+        Sentence(""),
         Table(rows=rows, left=("  ", "   ")),
     ]
     if result.layers:
@@ -442,7 +442,7 @@ def sheet_of(result: EstimateResult) -> Sheet:
     rate = "" if own is None or own.tokens_per_second is None else f", {own.tokens_per_second:,.0f} tokens/s"
     too_large = "; ! does not fit" if any(cell.fits is False for cell in result.table) else ""
     closing = [f"* the config's own{rate}{too_large}", "", _meanings(rows), *(f"note: {note}" for note in result.notes)]
-    return Sheet(blocks=[*blocks, *map(Line, closing)])
+    return Sheet(blocks=[*blocks, *map(Sentence, closing)])
 
 
 def _rows(result: EstimateResult) -> Iterator[Row]:

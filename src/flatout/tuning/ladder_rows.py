@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 from flatout.records import BenchProgress, BenchRow
-from flatout.rows import BAD, OWN, Bar, Bars, Block, Heading, Line, Picture, Row, Sheet, Table, human_count, or_dash
+from flatout.rows import BAD, OWN, Bar, Bars, Block, Heading, Picture, Row, Sentence, Sheet, Table, human_count, or_dash
 from flatout.tuning.rungs import TOTALS
 
 TITLES = {
@@ -52,19 +52,19 @@ def sheet_of(rows: Sequence[BenchRow], ladder: Sequence[str] = (), *, claims: bo
         for name, cell in _CELLS.items()
         if name not in ("MFU", "compile s") or any(cell(row) != "-" for row in measured)
     }
-    blocks: list[Block] = [Line(headline(rows), OWN)]
+    blocks: list[Block] = [Sentence(headline(rows), OWN)]
     for group, title in titles(rows, ladder).items():
         shown = [_row(row, columns, claims=claims) for row in measured if row.group == group]
         if shown:
             blocks += [Heading(title), Table(rows=shown, names="rung", left=("guides claim", " "))]
     missing = [row for row in rows if row.status == "absent"]
     if missing:
-        blocks += [Heading("not measured"), *(Line(f"  {row.rung:<24}{row.reason}", "faint") for row in missing)]
+        blocks += [Heading("not measured"), *(Sentence(f"  {row.rung:<24}{row.reason}", "faint") for row in missing)]
     lines = ["", *total_lines(rows, ladder), *noise_lines(rows)]
     if claims and measured:
         promised = "; ".join(claim.text for claim in TOTALS)
         lines.append(f"the guides promise {promised} of everything together ({CLAIMS_PAGE})")
-    return Sheet(blocks=[*blocks, *map(Line, lines)], width=150)
+    return Sheet(blocks=[*blocks, *map(Sentence, lines)], width=150)
 
 
 def _row(row: BenchRow, columns: dict[str, Callable[[BenchRow], str]], *, claims: bool) -> Row:

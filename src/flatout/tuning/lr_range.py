@@ -40,7 +40,7 @@ from flatout.engine.saving import capture, restore
 from flatout.errors import ConfigError, UsageError
 from flatout.model.count import parameter_count
 from flatout.ops.gradients import clear_gradients
-from flatout.rows import OWN, Chart, Curve, Line, Picture, Row, Sheet, Table, human_seconds
+from flatout.rows import OWN, Chart, Picture, Points, Row, Sentence, Sheet, Table, human_seconds
 from flatout.tuning.changes import config_text, words_of
 from flatout.tuning.measure import Steps, borrowed_run, machine_of
 from flatout.tuning.practice_data import practice_config, scratch_folder
@@ -439,7 +439,7 @@ def sheet_of(result: LrResult) -> Sheet:
     if others:
         lines.append(f"rates are those of {result.field}; {', '.join(others)} rose with it, in the config's ratios")
     lines += [f"note: {note}" for note in result.notes]
-    return Sheet(blocks=[Table(rows=rows, names="suggestion", left=("meaning",), marks=True), *map(Line, lines)])
+    return Sheet(blocks=[Table(rows=rows, names="suggestion", left=("meaning",), marks=True), *map(Sentence, lines)])
 
 
 def picture_of(result: LrResult) -> Picture:
@@ -454,11 +454,11 @@ def picture_of(result: LrResult) -> Picture:
     low, top = min(reading.smoothed), max([reading.smoothed[0], *(loss for _, loss in points[:read])])
     room = top - low or 1.0
     curves = [
-        Curve(points=points, look="dots", colour="faint", name="loss of a step"),
-        Curve(points=smoothed[:read], name="smoothed"),
+        Points(points=points, look="dots", colour="faint", name="loss of a step"),
+        Points(points=smoothed[:read], name="smoothed"),
     ]
     if read < len(points):
-        curves.append(Curve(points=smoothed[read - 1 :], name="risen for good, not read", pale=True))
+        curves.append(Points(points=smoothed[read - 1 :], name="risen for good, not read", pale=True))
     chosen = [(each.rate, f"{each.name}  {each.rate:.1e}", each.name == reading.chosen) for each in reading.suggestions]
     chart = Chart(
         title="",

@@ -45,9 +45,9 @@ from flatout.rows import (
     Bar,
     Bars,
     Heading,
-    Line,
     Picture,
     Row,
+    Sentence,
     Sheet,
     Table,
     human_bytes,
@@ -647,18 +647,20 @@ def sheet_of(result: PlanResult) -> Sheet:
     ]
     return Sheet(
         blocks=[
-            *map(Line, _headline(result)),
-            Line(""),
+            *map(Sentence, _headline(result)),
+            Sentence(""),
             Table(rows=list(_step_rows(result)), names="GPUs", left=("form",), extras=_STEP_EXTRAS, numbers=True),
-            Line("* parallel.form=auto; micro-batch: sequences x micro-batches of a rank; sent: by a rank in a step"),
-            Line(
+            Sentence(
+                "* parallel.form=auto; micro-batch: sequences x micro-batches of a rank; sent: by a rank in a step"
+            ),
+            Sentence(
                 "exposed: communication that compute does not hide; of each card "
                 f"{human_bytes(result.usable_bytes)} are usable"
             ),
             Heading("checkpoints and interruptions"),
             Table(rows=saves, names="GPUs", left=("form",), extras=_SAVE_EXTRAS, numbers=True),
-            *map(Line, lines),
-            Line(result.recommendation, OWN),
+            *map(Sentence, lines),
+            Sentence(result.recommendation, OWN),
         ],
         width=180,
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flatout.records import exposed_share, slowest_rank
-from flatout.rows import OWN, Block, Bullets, Heading, Line, Row, Sheet, Table, human_bytes, human_count, or_dash
+from flatout.rows import OWN, Block, Bullets, Heading, Row, Sentence, Sheet, Table, human_bytes, human_count, or_dash
 
 TOP = 10  # kernels on the page; kernels.csv has all
 MOST_RANKS = 16  # on the page
@@ -35,7 +35,7 @@ def _answer(report: Mapping[str, Any]) -> Iterator[Block]:
     shape = f"{report['micro_batch']} x {report['context']:,} tokens x {report['accumulation']}"
     where = f" in each of {len(report['ranks']['step_seconds'])} ranks" if report.get("ranks") else ""
     yield Heading(f"{report['config']}: {verdict['bottleneck']}", 1)
-    yield Line(verdict["sentence"], OWN)
+    yield Sentence(verdict["sentence"], OWN)
     yield Bullets(tuple(("", line) for line in verdict["evidence"]))
     yield Heading("Try next")
     yield Bullets(tuple((advice["words"], advice["why"]) for advice in verdict["advice"]))
@@ -80,7 +80,7 @@ def _step(report: Mapping[str, Any]) -> Iterator[Block]:
         else f". The shares of operators are measured under it ({report['profiled_steps']} steps) "
         f"and scaled to the step without it ({report['timed_steps']} steps)."
     )
-    yield Line(f"Under the profiler a step takes {_ms(report['profiled_step_seconds'], report)} ms{how}")
+    yield Sentence(f"Under the profiler a step takes {_ms(report['profiled_step_seconds'], report)} ms{how}")
     clock = "ms on the host, profiled" if cuda else "ms"
     yield Heading("By part of the step")
     rows = []
@@ -124,7 +124,7 @@ def _ranks(report: Mapping[str, Any]) -> Iterator[Block]:
         lines.append(f"the {MOST_RANKS} slowest of {count} ranks; profile.json has all")
     yield Bullets(tuple(("", line) for line in lines))
     yield Table(rows=rows, names="rank")
-    yield Line(
+    yield Sentence(
         "Means over the steps without the profiler, the whole step as a median. A rank waits for the last "
         "gradients of others after its own backward pass; what was sent before that is hidden."
     )

@@ -41,7 +41,7 @@ from flatout.errors import (
 )
 from flatout.files import disk_errors, open_to_append
 from flatout.records import EvalRecord
-from flatout.rows import FAINT, OWN, Block, Chart, Curve, Line, Picture, Row, Sheet, Table, human_seconds, or_dash
+from flatout.rows import FAINT, OWN, Block, Chart, Picture, Points, Row, Sentence, Sheet, Table, human_seconds, or_dash
 from flatout.tuning.changes import Dimension, Space, config_text, with_values, words_of
 from flatout.tuning.measure import machine_of
 from flatout.tuning.practice_data import scratch_folder, settled_for_runs
@@ -378,20 +378,20 @@ def sheet_of(result: StudyResult) -> Sheet:
     rows = [_row(row, result) for row in ordered[:_SHOWN]]
     blocks: list[Block] = [Table(rows=rows, names="trial", left=(" ",), marks=True, numbers=True)]
     if len(ordered) > _SHOWN:
-        blocks.append(Line(f"and {len(ordered) - _SHOWN} more"))
+        blocks.append(Sentence(f"and {len(ordered) - _SHOWN} more"))
     explained = [(share, path) for path, share in result.importance.items() if share is not None]
     alone = "{:.0%} of the differences in loss go along with {} alone"
-    blocks += [Line(alone.format(share, path)) for share, path in sorted(explained, reverse=True)]
+    blocks += [Sentence(alone.format(share, path)) for share, path in sorted(explained, reverse=True)]
     counts = {status: sum(row.status == status for row in result.rows) for status in _STATUS}
     told = ", ".join(f"{count} {_STATUS[status] or 'to the end'}" for status, count in counts.items() if count)
     blocks.append(
-        Line(
+        Sentence(
             f"best of {many(len(result.rows), 'trial')}: number {result.best.number}, validation loss "
             f"{result.best.loss:.4f}; {told}; on {result.device}"
         )
     )
     note = "note: the best {} is at the edge of its range; a wider one may hold a better"
-    blocks += [Line(note.format(path)) for path in at_the_edge(result)]
+    blocks += [Sentence(note.format(path)) for path in at_the_edge(result)]
     return Sheet(blocks=blocks, width=200)
 
 
@@ -425,7 +425,7 @@ def picture_of(result: StudyResult) -> Picture:
         best = min(best, row.loss or math.inf) if row.status == "done" else best
         leading += [(row.number, best)] if math.isfinite(best) else []
     history = _points(result, [row.number for row in result.rows], limits)
-    history += [Curve(points=leading, look="steps", colour="red", name="best so far", pale=True)] if leading else []
+    history += [Points(points=leading, look="steps", colour="red", name="best so far", pale=True)] if leading else []
     charts = [
         Chart(title="", curves=history, x="trial", y="validation loss", limits=limits, whole=True, wide=True),
         *(_field_chart(result, path, limits) for path in result.forms),
@@ -445,12 +445,12 @@ def _field_chart(result: StudyResult, path: str, limits: tuple[float, float]) ->
     return Chart(title=title, curves=curves, limits=limits, log=form == "log", whole=whole, ticks=ticks)
 
 
-def _points(result: StudyResult, places: Sequence[float], limits: tuple[float, float]) -> list[Curve]:
+def _points(result: StudyResult, places: Sequence[float], limits: tuple[float, float]) -> list[Points]:
     looks = {
-        "pruned": Curve(points=[], look="dots", colour="faint", name="cut short"),
-        "done": Curve(points=[], look="dots", name="to the end"),
-        "failed": Curve(points=[], look="crosses", colour="red", name="failed"),
-        "best": Curve(points=[], look="rings", colour="red"),
+        "pruned": Points(points=[], look="dots", colour="faint", name="cut short"),
+        "done": Points(points=[], look="dots", name="to the end"),
+        "failed": Points(points=[], look="crosses", colour="red", name="failed"),
+        "best": Points(points=[], look="rings", colour="red"),
     }
     points: dict[str, list[tuple[float, float]]] = {name: [] for name in looks}
     for place, row in zip(places, result.rows, strict=True):

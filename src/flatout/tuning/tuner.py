@@ -18,7 +18,7 @@ from flatout.device import detect_device
 from flatout.errors import ConfigError, DoesNotFitError, HardwareError, ResourceError, UsageError, many
 from flatout.host import candidates, core_clock, core_use, thread_words, usable_cores, whole_cores
 from flatout.records import TuneProgress, TuneResult, TuneRow
-from flatout.rows import FAINT, OWN, Block, Line, Row, Sheet, Table, human_seconds, or_dash
+from flatout.rows import FAINT, OWN, Block, Row, Sentence, Sheet, Table, human_seconds, or_dash
 from flatout.tuning.changes import fragment_of, kept_settings, tuned_settings, words_of
 from flatout.tuning.practice_data import practice_config, practice_samples, scratch_folder
 from flatout.tuning.probe import Probe, SampleProbe
@@ -372,7 +372,7 @@ def sheet_of(rows: Sequence[TuneRow], result: TuneResult | None) -> Sheet:
     left = ("checkpointing", "loss", "kernels", "compile", "optimizer", " ")
     blocks: list[Block] = [Table(rows=shown, names="micro-batch", left=left, marks=True, numbers=True)]
     if result is not None:
-        blocks += [Line(_sentence(result)), *([Line(f"note: {result.note}")] if result.note else [])]
+        blocks += [Sentence(_sentence(result)), *([Sentence(f"note: {result.note}")] if result.note else [])]
     return Sheet(blocks=blocks)
 
 

@@ -26,7 +26,7 @@ OWN, GOOD, BAD, FAINT = "own", "good", "bad", "faint"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ResultRow:
     """One thing that was measured: its name, cells by column, the verdict, and the reason for it or for a gap.
 
     `value` and `interval` are the number that the verdict is about, for pictures and programs.
@@ -49,7 +49,7 @@ class Table:
     have a star in front.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[ResultRow]
     names: str = ""
     left: Sequence[str] = ()
     extras: Sequence[str] = ()
@@ -115,7 +115,7 @@ class Bar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bars:
+class BarPanel:
     """A panel of bars. `share` is its part of the width; a line is drawn `at` a value; `form` shows a tick."""
 
     title: str
@@ -141,7 +141,7 @@ class Points:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chart:
+class ChartPanel:
     """A panel of curves. `marks` are values of x with their names, of which one may be the chosen one; from `grey` on,
     the background is grey. `ticks` stand for words on the x axis, `whole` for ticks at whole numbers only."""
 
@@ -170,8 +170,8 @@ class Picture:
     title: str
     lines: Sequence[str] = ()
     names: Sequence[str | Heading] = ()
-    bars: Sequence[Bars] = ()
-    charts: Sequence[Chart] = ()
+    bars: Sequence[BarPanel] = ()
+    charts: Sequence[ChartPanel] = ()
     columns: int = 3
 
 

@@ -13,7 +13,7 @@ from flatout.observe.sheets import print_sheet
 from flatout.observe.terminal import TerminalReader
 from flatout.records import RunInfo, StepRecord
 from flatout.tuning import estimate as estimate_module
-from flatout.tuning.estimate import Cell, EstimateResult, Part, Visits, estimate, visits_of
+from flatout.tuning.estimate import Cell, EstimateResult, TimePart, Visits, estimate, visits_of
 from flatout.tuning.estimate_probe import EnergyMeter, Figure, Timed
 
 NOWHERE = ("data.source=null", "data.folder=nowhere", "data.tokenizer=bytes")
@@ -155,7 +155,9 @@ def test_power_is_not_told_without_a_card():
 
 
 def made(**changes) -> EstimateResult:
-    part = Part(name="training", times=700, each=Figure(0.1, "measured"), once=0.0, seconds=Figure(70.0, "projected"))
+    part = TimePart(
+        name="training", times=700, each=Figure(0.1, "measured"), once=0.0, seconds=Figure(70.0, "projected")
+    )
     evaluations = dataclasses.replace(part, name="evaluations", times=4, once=2.0, seconds=Figure(6.0, "projected"))
     none = Figure(None, "not told", "no disk")
     unknown = dataclasses.replace(part, name="checkpoints", each=none, times=2, seconds=none)

@@ -22,7 +22,20 @@ from rich.text import Text
 from flatout.observe import picture
 from flatout.observe.human import Terminal, printable, say
 from flatout.observe.picture import FAINT, INK, LINE, RED, SMALL, Axes, Figure, drawable, shortened
-from flatout.rows import BAD, OWN, Bars, Block, Bullets, Chart, Heading, Picture, Row, Sentence, Sheet, Table
+from flatout.rows import (
+    BAD,
+    OWN,
+    BarPanel,
+    Block,
+    Bullets,
+    ChartPanel,
+    Heading,
+    Picture,
+    ResultRow,
+    Sentence,
+    Sheet,
+    Table,
+)
 
 _STYLES = {OWN: "bold", "good": "green", BAD: "bold red", "faint": "dim"}
 _NAME = 58  # characters of a kernel's name
@@ -88,7 +101,7 @@ def _rich(block: Table, width: int) -> RichTable:
     return table
 
 
-def _cells(block: Table, row: Row, columns: Sequence[str]) -> list[str]:
+def _cells(block: Table, row: ResultRow, columns: Sequence[str]) -> list[str]:
     name = row.name
     if block.code and len(name) > _NAME:
         name = f"{name[: _NAME - 20]}\u2026{name[-19:]}"
@@ -126,7 +139,7 @@ def _markdown(block: Block) -> str:
             return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _name(block: Table, row: Row) -> str:
+def _name(block: Table, row: ResultRow) -> str:
     if block.code:
         return _code(row.name).replace("|", "\\|")
     depth = len(row.name) - len(row.name.lstrip())
@@ -213,7 +226,7 @@ def _draw_rows(figure: Figure, made: Picture, bottom: float, tall: float) -> Non
         left += width
 
 
-def _draw_bars(axes: Axes, panel: Bars) -> None:
+def _draw_bars(axes: Axes, panel: BarPanel) -> None:
     axes.set_title(panel.title, size=10, color=INK, loc="left", pad=8)
     if panel.log:
         axes.set_xscale("log")
@@ -278,7 +291,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
 }
 
 
-def _draw_chart(axes: Axes, chart: Chart) -> None:
+def _draw_chart(axes: Axes, chart: ChartPanel) -> None:
     axes.set_title(drawable(chart.title), size=SMALL, color=INK, loc="left")
     if chart.log:
         axes.set_xscale("log")
@@ -320,7 +333,7 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=6, fontsize=8, frameon=False, labelcolor=FAINT)
 
 
-def _draw_marks(axes: Axes, chart: Chart) -> None:
+def _draw_marks(axes: Axes, chart: ChartPanel) -> None:
     """Vertical lines with their names, each on a line of its own above the curves."""
     if not chart.marks:
         return

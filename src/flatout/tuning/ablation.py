@@ -61,13 +61,13 @@ from flatout.rows import (
     BAD,
     GOOD,
     Bar,
-    Bars,
+    BarPanel,
     Block,
-    Chart,
+    ChartPanel,
     Heading,
     Picture,
     Points,
-    Row,
+    ResultRow,
     Sentence,
     Sheet,
     Table,
@@ -542,7 +542,7 @@ def _ordered(result: AblateResult, equal: str) -> list[FieldEffect]:
     return sorted(rows, key=lambda one: (one.difference is None, -(one.difference or 0.0)))
 
 
-def _row(one: FieldEffect) -> Row:
+def _row(one: FieldEffect) -> ResultRow:
     steps = {"steps": f"{one.steps:,}" if one.pairs else "-"} if one.equal == SECONDS else {}
     cells = {
         "config": shortened(one.configured, _LONG),
@@ -553,7 +553,7 @@ def _row(one: FieldEffect) -> Row:
         "difference": _difference(one),
     }
     tone = {HELPS: GOOD, HURTS: BAD}.get(one.verdict, "")
-    return Row(name=one.field, cells=cells, value=one.difference, verdict=advice_of(one), tone=tone)
+    return ResultRow(name=one.field, cells=cells, value=one.difference, verdict=advice_of(one), tone=tone)
 
 
 def _difference(one: FieldEffect) -> str:
@@ -636,7 +636,7 @@ def picture_of(result: AblateResult) -> Picture:
             bars.append(dataclasses.replace(bar, pale=one.verdict not in (HELPS, HURTS)))
             names.append(_name(one))
     title = "loss with the change minus loss as configured (right of 0 the value in the config helps)"
-    panel = Bars(title=title, bars=bars, limits=_limits(result.effects), at=0.0, at_edge=True)
+    panel = BarPanel(title=title, bars=bars, limits=_limits(result.effects), at=0.0, at_edge=True)
     lines = [_sentence(result)]
     return Picture(
         title=f"What each field of {result.config} is worth", lines=lines, names=names, bars=[panel],
@@ -652,7 +652,7 @@ def _limits(effects: Sequence[FieldEffect]) -> tuple[float, float]:
     return -1.08 * most, 1.08 * most
 
 
-def _charts(result: AblateResult) -> Iterator[Chart]:
+def _charts(result: AblateResult) -> Iterator[ChartPanel]:
     """By field, the mean difference at equal tokens at every evaluation that all its pairs have."""
     plain = {row.seed: row.curve for row in result.rows if not row.field}
     curves: list[Points] = []
@@ -675,7 +675,7 @@ def _charts(result: AblateResult) -> Iterator[Chart]:
     room = 0.25 * (max(late) - min(late)) or 1e-3
     limits = (min(late) - room, max(late) + room)
     title = "difference over the run, at equal tokens"
-    yield Chart(title=title, curves=curves, x="tokens", limits=limits, at=0.0, form=human_count, wide=True)
+    yield ChartPanel(title=title, curves=curves, x="tokens", limits=limits, at=0.0, form=human_count, wide=True)
 
 
 def _name(one: FieldEffect | AblateRow) -> str:

@@ -42,7 +42,7 @@ from flatout.rows import (
     OWN,
     Block,
     Heading,
-    Row,
+    ResultRow,
     Sentence,
     Sheet,
     Table,
@@ -61,7 +61,7 @@ _MOMENTS = "fp32 weights and two moments"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class TimePart:
     """A part of the time of a run: `times` times `each` seconds, and `once` for what only the first of them costs."""
 
     name: str
@@ -112,7 +112,7 @@ class EstimateResult:
     spread: float | None
     mfu: Figure
     seconds: Figure
-    parts: tuple[Part, ...]
+    parts: tuple[TimePart, ...]
     watts: Figure
     kilowatt_hours: Figure
     price: float | None
@@ -273,14 +273,14 @@ class _Look:
         every = Figure((size.value or 0) * at_once, "projected", f"{at_once} at once")
         return {"checkpoint_bytes": size, "disk_bytes": every}
 
-    def _parts(self, timed: Timed, steps: int, visits: Visits, imported: float | None) -> tuple[Part, ...]:
-        def part(name: str, times: int, each: Figure, once: float = 0.0) -> Part:
+    def _parts(self, timed: Timed, steps: int, visits: Visits, imported: float | None) -> tuple[TimePart, ...]:
+        def part(name: str, times: int, each: Figure, once: float = 0.0) -> TimePart:
             total = each
             if each.value is not None:
                 total = Figure(times * each.value + (once if times else 0.0), "projected", each.note)
             elif not times:
                 total = Figure(0.0, "counted")
-            return Part(name=name, times=times, each=each, once=once, seconds=total)
+            return TimePart(name=name, times=times, each=each, once=once, seconds=total)
 
         start = timed.setup + timed.first + (imported or 0.0)
         words = ["imports"] if imported is not None else []
@@ -371,7 +371,7 @@ def _rates(timed: Timed | None) -> dict[str, Figure]:
     }
 
 
-def _costs(parts: Sequence[Part], timed: Timed | None, price: float | None) -> dict[str, Figure]:
+def _costs(parts: Sequence[TimePart], timed: Timed | None, price: float | None) -> dict[str, Figure]:
     """Time, energy and money of the whole run; a part that could not be told is named."""
     total = sum(part.seconds.value or 0.0 for part in parts) if parts else None
     missing = ", ".join(part.name for part in parts if part.seconds.value is None) if parts else _UNTIMED
@@ -424,7 +424,7 @@ def sheet_of(result: EstimateResult) -> Sheet:
     ]
     if result.layers:
         layers = [
-            Row(
+            ResultRow(
                 name=one.name,
                 cells={
                     "times": f"{one.times:,}",
@@ -445,7 +445,7 @@ def sheet_of(result: EstimateResult) -> Sheet:
     return Sheet(blocks=[*blocks, *map(Sentence, closing)])
 
 
-def _rows(result: EstimateResult) -> Iterator[Row]:
+def _rows(result: EstimateResult) -> Iterator[ResultRow]:
     yield dataclasses.replace(_row("time to finish", result.seconds, _seconds), tone=OWN)
     for part in result.parts:
         times = "" if part.times == 1 or part.each.value is None else f"{part.times:,} x {_seconds(part.each.value)}"
@@ -470,7 +470,9 @@ def _rows(result: EstimateResult) -> Iterator[Row]:
     for name, size in result.memory_parts.items():
         if size:
             shown = f"{'-' if name == 'later' else ''}{human_bytes(size)}"
-            yield Row(name=f"    {_MEMORY_PARTS.get(name, name)}", cells={" ": shown, "  ": "estimated", "   ": ""})
+            yield ResultRow(
+                name=f"    {_MEMORY_PARTS.get(name, name)}", cells={" ": shown, "  ": "estimated", "   ": ""}
+            )
     yield _row("checkpoint", result.checkpoint_bytes, human_bytes)
     yield _row("  on disk at most", result.disk_bytes, human_bytes)
     watts = "" if result.watts.value is None else f"{result.watts.value:.0f} W"
@@ -479,10 +481,12 @@ def _rows(result: EstimateResult) -> Iterator[Row]:
     yield _row("cost", result.cost, "{:,.2f}", price)
 
 
-def _row(name: str, figure: Figure, form: str | Callable[[float], str], note: str = "") -> Row:
+def _row(name: str, figure: Figure, form: str | Callable[[float], str], note: str = "") -> ResultRow:
     notes = [note, figure.note] if figure.value is not None else [figure.note or note]
     shown = ", ".join(word for word in notes if word)
-    return Row(name=name, cells={" ": or_dash(figure.value, form), "  ": figure.how, "   ": shown}, value=figure.value)
+    return ResultRow(
+        name=name, cells={" ": or_dash(figure.value, form), "  ": figure.how, "   ": shown}, value=figure.value
+    )
 
 
 def _memory_table(result: EstimateResult) -> Table:
@@ -495,7 +499,7 @@ def _memory_table(result: EstimateResult) -> Table:
         return ("* " if cell.own else "! " if cell.fits is False else "") + human_bytes(cell.bytes)
 
     rows = [
-        Row(
+        ResultRow(
             name=f"{context:,}",
             cells={f"micro-batch {size}": shown(cells.get((context, size))) for size in sizes},
         )
@@ -504,7 +508,7 @@ def _memory_table(result: EstimateResult) -> Table:
     return Table(rows=rows, names="context", numbers=True)
 
 
-def _meanings(rows: Sequence[Row]) -> str:
+def _meanings(rows: Sequence[ResultRow]) -> str:
     """The meaning of each word that says how a figure came about."""
     used = {row.cells["  "] for row in rows if row.cells[" "] != "-"}
     meanings = {

@@ -36,7 +36,7 @@ from flatout.model.count import parameter_count
 from flatout.records import BenchProgress, BenchRow
 from flatout.resolve.switches import Speed
 from flatout.tuning.measure import Measurement, borrowed_run, of_steps, parity_losses, summary_of
-from flatout.tuning.plan import Plan, absences, check_same, config_for, make_plan, refusals, rungs_for
+from flatout.tuning.plan import LadderPlan, absences, check_same, config_for, make_plan, refusals, rungs_for
 from flatout.tuning.practice_data import scratch_folder
 from flatout.tuning.rungs import (
     REFERENCE,
@@ -84,7 +84,7 @@ class Clock:
         enough = max(share, 2 * LOOKS[0] * self.typical)
         return min(SITTING_SECONDS, enough), min(PATIENCE * SITTING_SECONDS, max(self.left, 0.0))
 
-    def check(self, plan: Plan, seconds: float) -> None:
+    def check(self, plan: LadderPlan, seconds: float) -> None:
         """Refuses a limit that cannot hold the reference and one rung, when a step takes so many seconds."""
         self.typical = seconds
         self.steps = plan.parity_steps + 2 * LOOKS[0] * max(1, len(plan.chosen))  # a turn takes all chosen steps
@@ -122,7 +122,7 @@ class Outcome:
 class Ground:
     """What all rungs have in common: the plan, the losses of the reference, and the time."""
 
-    plan: Plan
+    plan: LadderPlan
     losses: Sequence[float]
     clock: Clock
 
@@ -169,7 +169,7 @@ def bench(
                 yield dataclasses.replace(row, place=places[rung.name])
 
 
-def reference_losses(plan: Plan, notice: Callable[[str], None], clock: Clock) -> list[float]:
+def reference_losses(plan: LadderPlan, notice: Callable[[str], None], clock: Clock) -> list[float]:
     """The losses that all rungs are held against; the micro-batch shrinks until it fits."""
     size = int(REFERENCE["speed.micro_batch"])
     while True:
@@ -185,7 +185,7 @@ def reference_losses(plan: Plan, notice: Callable[[str], None], clock: Clock) ->
         notice(f"the reference does not fit; trying it with {many(size, 'sequence')} at a time")
 
 
-def _side(plan: Plan, name: str, settings: dict[str, str], trick: str | None = None) -> Side:
+def _side(plan: LadderPlan, name: str, settings: dict[str, str], trick: str | None = None) -> Side:
     return Side(name, config_for(plan, settings), plan.device, trick, plan.chosen)
 
 
@@ -358,7 +358,7 @@ def step_count(steps: int, seconds: float, limit: float = TIMED_SECONDS, *, whol
     return -(-count // whole) * whole
 
 
-def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -> BenchRow:
+def row_of(plan: LadderPlan, rung: Rung, settings: dict[str, str], outcome: Outcome) -> BenchRow:
     speed, claim = outcome.speed, None if plan.chosen else claim_of(rung.name)  # guides tell of pretraining
     unmeasured = dict.fromkeys(field.name for field in dataclasses.fields(Measurement)) | {"steps": 0}
     timed: dict[str, Any] = unmeasured if outcome.measured is None else vars(outcome.measured)

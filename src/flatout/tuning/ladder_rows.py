@@ -10,7 +10,21 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 from flatout.records import BenchProgress, BenchRow
-from flatout.rows import BAD, OWN, Bar, Bars, Block, Heading, Picture, Row, Sentence, Sheet, Table, human_count, or_dash
+from flatout.rows import (
+    BAD,
+    OWN,
+    Bar,
+    BarPanel,
+    Block,
+    Heading,
+    Picture,
+    ResultRow,
+    Sentence,
+    Sheet,
+    Table,
+    human_count,
+    or_dash,
+)
 from flatout.tuning.rungs import TOTALS
 
 TITLES = {
@@ -67,11 +81,11 @@ def sheet_of(rows: Sequence[BenchRow], ladder: Sequence[str] = (), *, claims: bo
     return Sheet(blocks=[*blocks, *map(Sentence, lines)], width=150)
 
 
-def _row(row: BenchRow, columns: dict[str, Callable[[BenchRow], str]], *, claims: bool) -> Row:
+def _row(row: BenchRow, columns: dict[str, Callable[[BenchRow], str]], *, claims: bool) -> ResultRow:
     cells = {"parity": f"{_WORDS.get(row.status, row.status)} {or_dash(row.parity, '{:.1e}')}"}
     cells |= {name: "-" if row.tokens_per_second is None else cell(row) for name, cell in columns.items()}
     cells |= {"guides claim": row.claim, " ": beside_claim(row)} if claims else {}
-    return Row(
+    return ResultRow(
         name=row.rung,
         cells=cells,
         value=row.gain,
@@ -238,8 +252,8 @@ def picture_of(rows: Sequence[BenchRow], ladder: Sequence[str] = (), *, claims: 
     limits = (min([0.75, *known]) / 1.1, max([2.0, *known]) * 1.1)
     title = "gain of the switch with its interval" + (", and the guides' claim (pale)" if claims else "")
     panels = [
-        Bars(title="tokens per second while it was timed", bars=speeds, form=human_count),
-        Bars(title=title, bars=gains, limits=limits, at=1.0, log=True, form="{:g}\u00d7".format, at_edge=True),
+        BarPanel(title="tokens per second while it was timed", bars=speeds, form=human_count),
+        BarPanel(title=title, bars=gains, limits=limits, at=1.0, log=True, form="{:g}\u00d7".format, at_edge=True),
     ]
     lines = [headline(rows), "; ".join(total_lines(rows, ladder))] if rows else []
     return Picture(title="What each switch is worth", lines=lines, names=names, bars=panels)

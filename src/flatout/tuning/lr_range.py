@@ -40,7 +40,7 @@ from flatout.engine.saving import capture, restore
 from flatout.errors import ConfigError, UsageError
 from flatout.model.count import parameter_count
 from flatout.ops.gradients import clear_gradients
-from flatout.rows import OWN, Chart, Picture, Points, Row, Sentence, Sheet, Table, human_seconds
+from flatout.rows import OWN, ChartPanel, Picture, Points, ResultRow, Sentence, Sheet, Table, human_seconds
 from flatout.tuning.changes import config_text, words_of
 from flatout.tuning.measure import Steps, borrowed_run, machine_of
 from flatout.tuning.practice_data import practice_config, scratch_folder
@@ -77,7 +77,7 @@ class Suggestion:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
+class CurveReading:
     """What a curve says. `smoothed` has a value for every finite point, of which the first `read` were looked at."""
 
     smoothed: tuple[float, ...]
@@ -106,7 +106,7 @@ class LrResult:
     high: float
     steps: int
     points: tuple[Point, ...]
-    reading: Reading
+    reading: CurveReading
     field: str
     rate: float
     found: dict[str, float]
@@ -322,7 +322,7 @@ def _copied(checkpoint: Any) -> Any:
 # --- reading the curve ------------------------------------------------------------------------------------------------
 
 
-def read_curve(rates: Sequence[float], losses: Sequence[float], *, tuning: bool = False) -> Reading:
+def read_curve(rates: Sequence[float], losses: Sequence[float], *, tuning: bool = False) -> CurveReading:
     """The suggestions of a curve, and which of them to take. A curve that never falls is a `ConfigError`.
 
     `tuning` says that the model has learned before.
@@ -358,7 +358,7 @@ def read_curve(rates: Sequence[float], losses: Sequence[float], *, tuning: bool 
         if end < len(smoothed) or len(finite) < len(losses):  # without a rise nothing says where the floor ends
             chosen, rate = "floor", 10.0 ** ((places[first] + places[end - 1]) / 2)
             suggestions.append(Suggestion(chosen, rate, "the middle of the rates with the lowest losses"))
-    return Reading(smoothed=tuple(smoothed), read=read, suggestions=tuple(suggestions), chosen=chosen)
+    return CurveReading(smoothed=tuple(smoothed), read=read, suggestions=tuple(suggestions), chosen=chosen)
 
 
 def without_jumps(losses: Sequence[float]) -> list[float]:
@@ -421,7 +421,7 @@ def _no_curve(why: str) -> ConfigError:
 def sheet_of(result: LrResult) -> Sheet:
     """The suggestions, the chosen one marked, and in a sentence what was done."""
     rows = [
-        Row(
+        ResultRow(
             name=one.name,
             cells={"rate": f"{one.rate:.1e}", "meaning": one.meaning},
             value=one.rate,
@@ -460,7 +460,7 @@ def picture_of(result: LrResult) -> Picture:
     if read < len(points):
         curves.append(Points(points=smoothed[read - 1 :], name="risen for good, not read", pale=True))
     chosen = [(each.rate, f"{each.name}  {each.rate:.1e}", each.name == reading.chosen) for each in reading.suggestions]
-    chart = Chart(
+    chart = ChartPanel(
         title="",
         curves=curves,
         x="learning rate" if one else f"{result.field}, with which the other rates rose",

@@ -43,10 +43,10 @@ from flatout.rows import (
     FAINT,
     OWN,
     Bar,
-    Bars,
+    BarPanel,
     Heading,
     Picture,
-    Row,
+    ResultRow,
     Sentence,
     Sheet,
     Table,
@@ -88,23 +88,15 @@ class Work:
     last: int  # whose gradient is ready at the very end: the embedding's
     twice: int  # of `root`, what backward gathers again: nothing where a tied embedding stays whole
     head_share: float  # of a token's FLOPs
-    cell: int
-    reduced: int = 4
+    cell: float = 2
+    reduced: float = 4
     state: float
     seconds_per_token: float
     again: float = 0.0
 
 
-def work_of(
-    model: ModelConfig,
-    vocab: int,
-    *,
-    seconds_per_token: float,
-    state: float,
-    cell: int = 2,
-    reduced: int = 4,
-    again: float = 0.0,
-) -> Work:
+def work_of(model: ModelConfig, vocab: int, **known: float) -> Work:
+    """The step of a model; `known` are the other fields of `Work`."""
     blocks = [block_count(model, kind) for kind in model.kinds]
     parameters = parameter_count(model, vocab)
     root = parameters - sum(blocks)
@@ -116,11 +108,7 @@ def work_of(
         last=root if model.tied else root - vocab * model.width,
         twice=0 if model.tied else root,
         head_share=6.0 * vocab * model.width / flops_per_token(model, vocab),
-        cell=cell,
-        reduced=reduced,
-        state=state,
-        seconds_per_token=seconds_per_token,
-        again=again,
+        **known,
     )
 
 
@@ -677,7 +665,7 @@ def _headline(result: PlanResult) -> list[str]:
     ]
 
 
-def _step_rows(result: PlanResult) -> Iterator[Row]:
+def _step_rows(result: PlanResult) -> Iterator[ResultRow]:
     before = None
     for row in result.rows:
         first, before = row.gpus != before, row.gpus
@@ -701,10 +689,10 @@ def _step_rows(result: PlanResult) -> Iterator[Row]:
                 "efficiency": or_dash(row.efficiency, "{:.1%}"),
             }
         tone = FAINT if not row.fits else OWN if row.auto else ""
-        yield Row(name=f"{row.gpus:,}" if first else "", cells=cells, tone=tone)
+        yield ResultRow(name=f"{row.gpus:,}" if first else "", cells=cells, tone=tone)
 
 
-def _save_row(gpus: int, save: Goodput, forms: Mapping[str, str]) -> Row:
+def _save_row(gpus: int, save: Goodput, forms: Mapping[str, str]) -> ResultRow:
     cells = {
         "form": forms[save.form],
         "checkpoint": human_bytes(save.checkpoint_bytes),
@@ -716,7 +704,7 @@ def _save_row(gpus: int, save: Goodput, forms: Mapping[str, str]) -> Row:
     }
     shares = sorted(save.by_interval.items())
     cells |= {f"at {human_seconds(interval)}": f"{100 * share:.2f}%" for interval, share in shares}
-    return Row(name=f"{gpus:,}", cells=cells)
+    return ResultRow(name=f"{gpus:,}", cells=cells)
 
 
 def _short(value: float) -> str:
@@ -748,8 +736,10 @@ def picture_of(result: PlanResult) -> Picture:
             colour = "purple" if row.auto else "faint"
             rates.append(Bar(line=line, parts=[(100 * row.efficiency, colour)], words=words))
     panels = [
-        Bars(title="memory of a rank, GiB", bars=memory, share=1.4, limits=(0, 1.7 * usable), at=usable, legend=parts),
-        Bars(title="rate of a GPU, % of one GPU alone", bars=rates, limits=(0, 150), at=100),
+        BarPanel(
+            title="memory of a rank, GiB", bars=memory, share=1.4, limits=(0, 1.7 * usable), at=usable, legend=parts
+        ),
+        BarPanel(title="rate of a GPU, % of one GPU alone", bars=rates, limits=(0, 150), at=100),
     ]
     lines = [*_headline(result)[:2], *textwrap.wrap(result.recommendation, 150)[:4]]
     title = f"{result.size or result.config} on {many(max(row.gpus for row in result.rows), 'GPU')}"

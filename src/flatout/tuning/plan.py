@@ -38,7 +38,7 @@ _NOT_CHECKED = ("micro_batch", "accumulation", "workers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class LadderPlan:
     """What a ladder is about: one config, one device, one dataset, and the same facts in every row.
 
     `chosen` are the steps that a ladder over samples takes, over and over: they differ, so all rungs take the same.
@@ -67,7 +67,7 @@ def make_plan(
     batch_tokens: int | None,
     notice: Callable[[str], None],
     earlier: Sequence[BenchRow] = (),
-) -> Plan:
+) -> LadderPlan:
     """Fits a config for measuring, and says what was changed for that.
 
     `earlier` rows are gone on from: with `speed.threads=auto`, the others get as many CPU threads as they had.
@@ -144,13 +144,13 @@ def _length(loaded: LoadedConfig, steps: int, parity_steps: int, notice: Callabl
     return [f"train.steps={length}", f"optim.warmup={warmup}"]
 
 
-def _plan(loaded: LoadedConfig, fitted: LoadedConfig, threads_before: int | None, **known: Any) -> Plan:
+def _plan(loaded: LoadedConfig, fitted: LoadedConfig, threads_before: int | None, **known: Any) -> LadderPlan:
     device = detect_device(loaded.config.speed.device)
     how = {"vocab": known["vocab"], "threads_before": threads_before}
     threads = resolve_speed(fitted.config, device, None, lambda _: DEFAULT, **how).threads
     if device.kind == "cpu":  # one number for all rungs
         fitted = load_stored(fitted.config.model_dump(), [f"speed.threads={threads}"], where="bench")
-    return Plan(
+    return LadderPlan(
         **known,
         settings=fitted,
         device=device,
@@ -171,7 +171,7 @@ def _sets(loaded: LoadedConfig, path: str) -> bool:
     return loaded.sources[path].kind != "default" and getattr(loaded.config.speed, name) != default
 
 
-def check_same(plan: Plan, earlier: Sequence[BenchRow]) -> None:
+def check_same(plan: LadderPlan, earlier: Sequence[BenchRow]) -> None:
     """Refuses to go on with rows of another config, machine or code: their speeds would not compare."""
     facts: dict[str, tuple[str, object]] = {
         "config": ("the config", plan.settings.config.output.name),
@@ -206,19 +206,19 @@ def commit_of(folder: Path) -> str | None:
     return found.stdout.strip() or None if found.returncode == 0 else None
 
 
-def config_for(plan: Plan, settings: dict[str, str]) -> LoadedConfig:
+def config_for(plan: LadderPlan, settings: dict[str, str]) -> LoadedConfig:
     """The config of a rung; its values count as a preset's, so that a device answers with a reason, not an error."""
     config = load_stored(plan.settings.config.model_dump(), as_words(settings), where="bench").config
     return LoadedConfig(config, dict.fromkeys(field_facts(), Source("preset", "bench")))
 
 
-def resolved(plan: Plan, settings: dict[str, str]) -> Speed:
+def resolved(plan: LadderPlan, settings: dict[str, str]) -> Speed:
     config = config_for(plan, settings).config
     how = {"vocab": plan.vocab, "step_tokens": plan.batch_tokens if plan.chosen else None}
     return resolve_speed(config, plan.device, plan.corpus_bytes, lambda _: DEFAULT, **how)
 
 
-def rungs_for(plan: Plan) -> list[Rung]:
+def rungs_for(plan: LadderPlan) -> list[Rung]:
     """Every rung that a device of this kind has; `absences` says which of them this very one cannot have."""
     attention = plain_attention = resolved(plan, {"speed.compile": "off"}).execution.attention
     if attention in FA4:
@@ -234,7 +234,7 @@ def rungs_for(plan: Plan) -> list[Rung]:
     )
 
 
-def absences(plan: Plan, rungs: Sequence[Rung]) -> dict[str, str]:
+def absences(plan: LadderPlan, rungs: Sequence[Rung]) -> dict[str, str]:
     """The rungs that this device cannot have, each with the reason."""
     absent: dict[str, str] = {}
     climbed: list[Rung] = []
@@ -247,7 +247,7 @@ def absences(plan: Plan, rungs: Sequence[Rung]) -> dict[str, str]:
     return absent
 
 
-def why_absent(plan: Plan, rung: Rung, settings: dict[str, str]) -> str | None:
+def why_absent(plan: LadderPlan, rung: Rung, settings: dict[str, str]) -> str | None:
     if rung.trick is not None:
         if rung.trick in tricks_for(plan.device):
             return None

@@ -7,7 +7,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flatout.records import exposed_share, slowest_rank
-from flatout.rows import OWN, Block, Bullets, Heading, Row, Sentence, Sheet, Table, human_bytes, human_count, or_dash
+from flatout.rows import (
+    OWN,
+    Block,
+    Bullets,
+    Heading,
+    ResultRow,
+    Sentence,
+    Sheet,
+    Table,
+    human_bytes,
+    human_count,
+    or_dash,
+)
 
 TOP = 10  # kernels on the page; kernels.csv has all
 MOST_RANKS = 16  # on the page
@@ -65,7 +77,7 @@ def _step(report: Mapping[str, Any]) -> Iterator[Block]:
     yield Heading("Where the step's time goes")
     bars = {name: "█" * round(_BAR * min(1.0, max(0.0, seconds / step))) for name, seconds in lines}
     rows = [
-        Row(
+        ResultRow(
             name=name,
             cells={"ms": _ms(seconds, report), "share": f"{seconds / step:.1%}", " ": bars[name]},
             tone=OWN if name == "the whole step" else "",
@@ -87,7 +99,7 @@ def _step(report: Mapping[str, Any]) -> Iterator[Block]:
     for part in report["ranges"]:
         cells = {"ms on the device": _ms(part["device_seconds"], report)} if cuda else {}
         cells |= {clock: _ms(part["host_seconds"], report), "times a step": f"{part['calls']:g}"}
-        rows.append(Row(name="  " * part["depth"] + part["name"], cells=cells))
+        rows.append(ResultRow(name="  " * part["depth"] + part["name"], cells=cells))
     yield Table(rows=rows, names="part")
 
 
@@ -100,7 +112,7 @@ def _ranks(report: Mapping[str, Any]) -> Iterator[Block]:
     count = len(work)
     shown = sorted(sorted(range(count), key=lambda rank: -work[rank])[:MOST_RANKS])
     rows = [
-        Row(
+        ResultRow(
             name=f"{rank}",
             cells={
                 "ms a step": _ms(ranks["step_seconds"][rank], report),
@@ -152,12 +164,12 @@ def _rates(report: Mapping[str, Any]) -> Iterator[Block]:
     lines.append((f"{what} per second", f"{report['kernels_per_second']:,.0f}", mean))
     lines.append((f"{what} per step", f"{report['kernels_per_step']:,.0f}", ""))
     yield Heading("Rates")
-    yield Table(rows=[Row(name=name, cells={"rate": rate, " ": note}) for name, rate, note in lines], left=(" ",))
+    yield Table(rows=[ResultRow(name=name, cells={"rate": rate, " ": note}) for name, rate, note in lines], left=(" ",))
 
 
 def _memory(report: Mapping[str, Any]) -> Iterator[Block]:
     rows = [
-        Row(
+        ResultRow(
             name=part["name"],
             cells={
                 "measured": or_dash(part["measured"], human_bytes),
@@ -173,7 +185,7 @@ def _memory(report: Mapping[str, Any]) -> Iterator[Block]:
 def _kernels(report: Mapping[str, Any]) -> Iterator[Block]:
     total = sum(report["seconds_by_kind"].values()) or 1.0
     rows = [
-        Row(
+        ResultRow(
             name=kernel["name"],
             cells={
                 "kind": kernel["kind"],

@@ -41,7 +41,20 @@ from flatout.errors import (
 )
 from flatout.files import disk_errors, open_to_append
 from flatout.records import EvalRecord
-from flatout.rows import FAINT, OWN, Block, Chart, Picture, Points, Row, Sentence, Sheet, Table, human_seconds, or_dash
+from flatout.rows import (
+    FAINT,
+    OWN,
+    Block,
+    ChartPanel,
+    Picture,
+    Points,
+    ResultRow,
+    Sentence,
+    Sheet,
+    Table,
+    human_seconds,
+    or_dash,
+)
 from flatout.tuning.changes import Dimension, Space, config_text, with_values, words_of
 from flatout.tuning.measure import machine_of
 from flatout.tuning.practice_data import scratch_folder, settled_for_runs
@@ -395,11 +408,11 @@ def sheet_of(result: StudyResult) -> Sheet:
     return Sheet(blocks=blocks, width=200)
 
 
-def _row(row: TrialRow, result: StudyResult) -> Row:
+def _row(row: TrialRow, result: StudyResult) -> ResultRow:
     cells = {"loss": or_dash(row.loss, "{:.4f}"), **{path: _value(row.values[path]) for path in result.forms}}
     cells |= {"steps": str(row.step), "time": human_seconds(row.seconds), " ": _STATUS.get(row.status, row.status)}
     tone = OWN if row.number == result.best.number else FAINT if row.status != "done" else ""
-    return Row(name=str(row.number), cells=cells, value=row.loss, tone=tone)
+    return ResultRow(name=str(row.number), cells=cells, value=row.loss, tone=tone)
 
 
 def at_the_edge(result: StudyResult) -> list[str]:
@@ -427,7 +440,7 @@ def picture_of(result: StudyResult) -> Picture:
     history = _points(result, [row.number for row in result.rows], limits)
     history += [Points(points=leading, look="steps", colour="red", name="best so far", pale=True)] if leading else []
     charts = [
-        Chart(title="", curves=history, x="trial", y="validation loss", limits=limits, whole=True, wide=True),
+        ChartPanel(title="", curves=history, x="trial", y="validation loss", limits=limits, whole=True, wide=True),
         *(_field_chart(result, path, limits) for path in result.forms),
     ]
     tried, loss = many(len(result.rows), "trial"), result.best.loss
@@ -435,14 +448,14 @@ def picture_of(result: StudyResult) -> Picture:
     return Picture(title=f"Search of {result.config}", lines=lines, charts=charts)
 
 
-def _field_chart(result: StudyResult, path: str, limits: tuple[float, float]) -> Chart:
+def _field_chart(result: StudyResult, path: str, limits: tuple[float, float]) -> ChartPanel:
     form, values, share = result.forms[path], [row.values[path] for row in result.rows], result.importance[path]
     ticks = sorted({_value(value) for value in values}) if form == "choices" else []
     places = [ticks.index(_value(value)) if ticks else float(value) for value in values]
     title = path + ("" if share is None else f"   ({share:.0%} of the differences)")
     whole = not ticks and all(isinstance(value, int) for value in values)
     curves = _points(result, places, limits)
-    return Chart(title=title, curves=curves, limits=limits, log=form == "log", whole=whole, ticks=ticks)
+    return ChartPanel(title=title, curves=curves, limits=limits, log=form == "log", whole=whole, ticks=ticks)
 
 
 def _points(result: StudyResult, places: Sequence[float], limits: tuple[float, float]) -> list[Points]:

@@ -18,7 +18,7 @@ from flatout.device import detect_device
 from flatout.errors import ConfigError, DoesNotFitError, HardwareError, ResourceError, UsageError, many
 from flatout.host import candidates, core_clock, core_use, thread_words, usable_cores, whole_cores
 from flatout.records import TuneProgress, TuneResult, TuneRow
-from flatout.rows import FAINT, OWN, Block, Row, Sentence, Sheet, Table, human_seconds, or_dash
+from flatout.rows import FAINT, OWN, Block, ResultRow, Sentence, Sheet, Table, human_seconds, or_dash
 from flatout.tuning.changes import fragment_of, kept_settings, tuned_settings, words_of
 from flatout.tuning.practice_data import practice_config, practice_samples, scratch_folder
 from flatout.tuning.probe import Probe, SampleProbe
@@ -26,7 +26,7 @@ from flatout.tuning.search import (
     Candidate,
     Memory,
     Search,
-    Space,
+    SwitchSpace,
     Trial,
     Trials,
     around,
@@ -173,7 +173,7 @@ class _Tuning:
             return False
         return self.probe.device.kind == "cuda" and self.probe.settings.config.speed.optimizer_state == "fp32"
 
-    def _space(self) -> Space:
+    def _space(self) -> SwitchSpace:
         probe = self.probe
         asked = probe.settings.config.speed
         speed = probe.resolve(probe.settings)
@@ -189,7 +189,7 @@ class _Tuning:
         checkpointings = (asked.checkpointing,) if "checkpointing" in probe.kept else checkpointings
         chunks = chunks[:1] if "loss_chunk" in probe.kept else chunks
         most = probe.kept.get("micro_batch", probe.sequences)
-        return Space(
+        return SwitchSpace(
             micro_batches=tuple(size for size in probe.micro_batches() if size <= most),
             checkpointings=checkpointings,
             losses=tuple(losses),
@@ -376,7 +376,7 @@ def sheet_of(rows: Sequence[TuneRow], result: TuneResult | None) -> Sheet:
     return Sheet(blocks=blocks)
 
 
-def _shown(row: TuneRow, best: float, varied: Mapping[str, bool], result: TuneResult | None) -> Row:
+def _shown(row: TuneRow, best: float, varied: Mapping[str, bool], result: TuneResult | None) -> ResultRow:
     own, rate = result is not None and row.number == result.chosen.number, row.tokens_per_second
     notes = [_STATUS[row.status], "graphs" if row.cuda_graphs else "", row.reason if row.status == "absent" else ""]
     if result is not None and own and result.confirmed:
@@ -396,7 +396,7 @@ def _shown(row: TuneRow, best: float, varied: Mapping[str, bool], result: TuneRe
         " ": ", ".join(note for note in notes if note),
     }
     tone = OWN if own else FAINT if row.status != "fits" else ""
-    return Row(name=f"{row.micro_batch} x {row.accumulation}", cells=cells, value=rate, tone=tone)
+    return ResultRow(name=f"{row.micro_batch} x {row.accumulation}", cells=cells, value=rate, tone=tone)
 
 
 def _gib(value: int) -> str:

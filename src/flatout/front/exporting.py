@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from flatout.checkpoints.adapter_folder import IN_4_BITS, files_beside, who_loads, write_adapter
+from flatout.checkpoints.base_and_adapter import IN_4_BITS, files_beside, who_loads, write_adapter
 from flatout.checkpoints.checkpoint import read_checkpoint, write_plain
 from flatout.checkpoints.run_folder import checkpoint_to_load
 from flatout.errors import CheckpointError, UsageError

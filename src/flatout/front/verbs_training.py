@@ -137,7 +137,7 @@ def _loaded(verb: str, parsed: argparse.Namespace, resume: str | None, stored: P
         raise UsageError(f"--resume {quoted(str(stored))} is not a folder", hint)
     loaded = None if stored is not None else load(parsed, tell=False)
     if loaded is not None and verb == "finetune":
-        from flatout.engine.rows_named import check_rows_named
+        from flatout.front.configs import check_rows_named
 
         check_rows_named(loaded, resume)
     return loaded

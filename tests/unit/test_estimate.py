@@ -7,14 +7,9 @@ import pytest
 
 from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
-<<<<<<< HEAD
-from flatout.engine.boundary import is_due
+from flatout.engine.saving import is_due
 from flatout.observe.preview import expected
 from flatout.observe.sheets import print_sheet
-=======
-from flatout.engine.saving import is_due
-from flatout.observe.measured.estimate_table import expected, print_estimate
->>>>>>> main
 from flatout.observe.terminal import TerminalReader
 from flatout.records import RunInfo, StepRecord
 from flatout.tuning import estimate as estimate_module

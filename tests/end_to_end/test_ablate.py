@@ -10,7 +10,7 @@ from flatout import api
 from flatout.cli import main
 from flatout.front.output import Terminated
 from flatout.records import EvalRecord
-from flatout.tuning import trials
+from flatout.tuning import measure
 from tests.conftest import TINY
 
 
@@ -46,7 +46,7 @@ def test_runs_rows_table_and_picture(tiny, tmp_path: Path, capsys):
 
 
 def test_a_signal_keeps_what_has_ended(tiny, tmp_path: Path, capsys, monkeypatch):
-    real, count = trials.train_loop, 0
+    real, count = measure.train_loop, 0
 
     def stops_in_the_third(*args, **settings):
         nonlocal count
@@ -55,7 +55,7 @@ def test_a_signal_keeps_what_has_ended(tiny, tmp_path: Path, capsys, monkeypatch
             raise Terminated(signal.SIGTERM)
         return real(*args, **settings)
 
-    monkeypatch.setattr(trials, "train_loop", stops_in_the_third)
+    monkeypatch.setattr(measure, "train_loop", stops_in_the_third)
     words = words_for(
         tiny, "--fields", "model.qk_norm,optim.clip=0.5", "--seeds", "1", "--equal", "tokens", "--out", "kept"
     )

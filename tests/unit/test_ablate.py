@@ -14,7 +14,7 @@ from flatout.errors import ConfigError, DataError, DivergedError
 from flatout.observe.picture import is_picture
 from flatout.observe.sheets import draw_picture, print_sheet
 from flatout.records import AblateRow, EvalRecord, ablate_row_from_json, record_to_json
-from flatout.tuning import trials
+from flatout.tuning import measure
 from flatout.tuning.ablation import AblateResult
 from flatout.tuning.changes import Change, changes_to_defaults, choose, named_changes, split_fields
 
@@ -108,7 +108,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         values = {"perplexity": 1.0, "bits_per_byte": None, "tokens": 1, "seconds": 0.0, "best": True}
         yield EvalRecord(step=steps, loss=loss, reason="end", **values)
 
-    monkeypatch.setattr(trials.WholeRun, "_evaluations", train)
+    monkeypatch.setattr(measure.WholeRun, "_evaluations", train)
     return seen
 
 

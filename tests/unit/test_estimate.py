@@ -8,9 +8,8 @@ import pytest
 from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
 from flatout.engine.saving import is_due
-from flatout.observe.preview import expected
 from flatout.observe.sheets import print_sheet
-from flatout.observe.terminal import TerminalReader
+from flatout.observe.terminal import TerminalReader, expected
 from flatout.records import RunInfo, StepRecord
 from flatout.tuning import estimate as estimate_module
 from flatout.tuning.estimate import Cell, EstimateResult, TimePart, Visits, estimate, visits_of

@@ -27,10 +27,10 @@ from flatout.observe.sheets import draw_picture, figure_of, print_sheet
 from flatout.records import BenchProgress, BenchRow, bench_row_from_json, record_to_json
 from flatout.resolve.case import Probes
 from flatout.resolve.switches import resolve_speed
-from flatout.tuning import ladder, plan, turns
+from flatout.tuning import ladder, turns
+from flatout.tuning.ladder import make_plan
 from flatout.tuning.ladder_rows import beside_claim, picture_of, progress_line, sheet_of, total_lines
 from flatout.tuning.measure import Steps, borrowed_run, parity_losses, summary_of
-from flatout.tuning.plan import make_plan
 from flatout.tuning.practice_data import practice_data, write_random
 from flatout.tuning.rungs import (
     BASELINE,
@@ -376,14 +376,14 @@ def test_another_machine_or_config_is_told_in_words(tiny: Tiny, tmp_path: Path, 
     assert "1 thread" in made.machine
     rows = list(climb(loaded, "baseline").values())
     assert rows[0].device == made.machine
-    plan.check_same(made, rows)
-    other = dataclasses.replace(made, machine=plan.machine_of(made.device, 7))
+    ladder.check_same(made, rows)
+    other = dataclasses.replace(made, machine=ladder.machine_of(made.device, 7))
     with pytest.raises(UsageError, match="7 threads") as refused:
-        plan.check_same(other, rows)
+        ladder.check_same(other, rows)
     assert "or go on without OMP_NUM_THREADS=" in refused.value.hint
     more = dataclasses.replace(made, config_words=(*made.config_words, "optim.betas=[0.9, 0.9]"))
     with pytest.raises(UsageError, match=r"the settings none, now it is .?optim\.betas=\[0\.9, 0\.9\]"):
-        plan.check_same(more, rows)
+        ladder.check_same(more, rows)
 
 
 # --- what it is measured on -------------------------------------------------------------------------------------------
@@ -694,20 +694,20 @@ EVERYTHING_WORKS = Probes(
 def test_on_a_hopper_card_every_rung_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The switches of a rung do not exclude each other, and none but the named ones gives way."""
     card = Device(torch_device=torch.device("cuda", 0), name="NVIDIA H200", memory_bytes=140 * 2**30, capability=(9, 0))
-    monkeypatch.setattr(plan, "detect_device", lambda _asked: card)
-    monkeypatch.setattr(plan, "resolve_speed", functools.partial(resolve_speed, probes=EVERYTHING_WORKS))
+    monkeypatch.setattr(ladder, "detect_device", lambda _asked: card)
+    monkeypatch.setattr(ladder, "resolve_speed", functools.partial(resolve_speed, probes=EVERYTHING_WORKS))
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     subject = make_plan(load_config("gpt2-124m"), tmp_path, 12, 20, None, lambda _: None)
-    assert plan.resolved(subject, {"speed.compile": "off"}).execution.attention == "cudnn+fa4"
-    absent = plan.absences(subject, CUDA)
+    assert ladder.resolved(subject, {"speed.compile": "off"}).execution.attention == "cudnn+fa4"
+    absent = ladder.absences(subject, CUDA)
     assert absent.keys() == {"without-fused-qkv"}, absent  # our kernels take one product for queries, keys and values
     full = [rung for rung in CUDA if rung.group == "ladder" and rung.name not in absent]
     giving_way = {}
     for rung in linked([rung for rung in CUDA if rung.name not in absent]):
         below = [step for step in full if CUDA.index(step) < place_of(rung)]
         settings = settings_of(rung, below)
-        refused = plan.refusals(plan.resolved(subject, settings), settings)
+        refused = ladder.refusals(ladder.resolved(subject, settings), settings)
         giving_way |= {rung.name: set(refused)} if refused else {}
     assert giving_way == {"activation-offload": {"speed.cuda_graphs"}}  # it waits for the host, which a graph cannot
 

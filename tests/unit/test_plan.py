@@ -31,23 +31,16 @@ from flatout.tuning.cluster import (
     HOP_INSIDE,
     LLAMAS,
     Cluster,
+    Layout,
+    StepTime,
+    Work,
     goodput,
     llama_words,
     plan_saves,
     ring,
-)
-from flatout.tuning.many_gpus import (
-    Layout,
-    PlanResult,
-    Rate,
-    StepTime,
-    Work,
-    _all_works,
-    layouts,
-    plan,
     step_time,
-    work_of,
 )
+from flatout.tuning.many_gpus import PlanResult, Rate, _all_works, layouts, plan, work_of
 
 TRUTH = Path(__file__).parents[2] / "lab" / "plan_truth.py"
 H100 = CARDS["h100"]

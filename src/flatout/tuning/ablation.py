@@ -77,9 +77,8 @@ from flatout.rows import (
     shortened,
 )
 from flatout.tuning.changes import Change, with_words
-from flatout.tuning.measure import machine_of
+from flatout.tuning.measure import WholeRun, for_trials, machine_of
 from flatout.tuning.practice_data import scratch_folder
-from flatout.tuning.trials import WholeRun, for_trials
 
 MISS = 0.05
 SHARED = 0.5  # correlation of two fields' differences of one seed: the unchanged run is in both

@@ -56,9 +56,8 @@ from flatout.rows import (
     or_dash,
 )
 from flatout.tuning.changes import Dimension, Space, config_text, with_values, words_of
-from flatout.tuning.measure import machine_of
+from flatout.tuning.measure import WholeRun, for_trials, length_of, machine_of
 from flatout.tuning.practice_data import scratch_folder, settled_for_runs
-from flatout.tuning.trials import WholeRun, for_trials, length_of
 
 TRIALS = 20
 BEFORE_CUTTING = 4  # finished trials

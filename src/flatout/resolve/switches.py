@@ -23,8 +23,8 @@ from flatout.errors import HardwareError
 from flatout.host import thread_words, usable_cores, whole_cores
 from flatout.model.adapted import kernels_missing as adapter_kernels_missing
 from flatout.model.compiling import graphs_of_its_own
+from flatout.model.count import outline
 from flatout.model.layers import Block, mlp_width_of
-from flatout.model.outline import outline
 from flatout.ops.attention import FA4
 from flatout.records import Feature
 from flatout.resolve.case import NOT_CUDA, Answer, Probes, ShardingChoice, Speed, SwitchContext, no_triton, shape_of
@@ -523,7 +523,7 @@ def resolve_speed(
     own_optimizer: bool = False,
     probes: Probes | None = None,
 ) -> Speed:
-    """Decides every switch in the order of the table; `source(path)` tells where a field's value comes from.
+    """Decides every switch in the order of the table; `source(path)` returns where a field's value comes from.
 
     `corpus_bytes` is the size of the tokens, None where they stay on the host. `vocab` is the model's vocabulary,
     `step_tokens` what the samples of a step hold on average, `ranks` how many processes share a step, of

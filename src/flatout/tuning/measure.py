@@ -41,7 +41,7 @@ from flatout.engine.loop import train_loop
 from flatout.engine.run import Run
 from flatout.engine.spans import PendingReports, StepReport
 from flatout.errors import ConfigError, DeviceMemoryError, DivergedError, HardwareError, ResourceError
-from flatout.ops.quantized import QuantizedWeight
+from flatout.model.quantize import QuantizedWeight
 from flatout.records import EvalRecord, StepRecord
 from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.resolve import planned

@@ -88,7 +88,8 @@ class Series:
         return self.y[numpy.isfinite(self.y)]
 
     def thinned(self, most: int, *, logarithmic: bool = False) -> "Series":
-        return self.at(thin(self.x, self.y, most, logarithmic=logarithmic))
+        kept = thin(self.x, self.y, most, logarithmic=logarithmic)
+        return replace(self, x=self.x[kept], y=self.y[kept])
 
     def means(self, most: int) -> "Series":
         """At most `most` means of the finite values of a stretch, each at its last place; a short series as it is."""
@@ -99,9 +100,6 @@ class Series:
         counts = numpy.add.reduceat(is_finite.astype(float), starts)
         ends = numpy.append(starts[1:], len(self.x)) - 1
         return replace(self, x=self.x[ends], y=numpy.where(counts > 0, sums / numpy.maximum(counts, 1.0), math.nan))
-
-    def at(self, positions: Array) -> "Series":
-        return replace(self, x=self.x[positions], y=self.y[positions])
 
     @property
     def points(self) -> Points:
@@ -329,8 +327,7 @@ def _layer(number: int, told: Sequence[tuple[int, dict[str, Any]]]) -> LayerHist
 
 def _number(value: Any) -> float | None:
     """A number that a float can hold, else None. Below zero is none of these: that is damage."""
-    known = number(value)
-    return None if known is None or known < 0 else float(known)
+    return None if (known := number(value)) is None or known < 0 else float(known)
 
 
 # --- the series of a run ----------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from flatout.observe.human import (
     say,
 )
 from flatout.observe.series import Points, record_sentence
-from flatout.observe.sinks import early_stop_reason, minutes_of
+from flatout.observe.sinks import ENDINGS, early_stop_reason, minutes_of
 from flatout.records import EndRecord, PrepareProgress, Record, RunInfo, StepRecord, record_to_json
 
 LONG = 300.0  # seconds a run takes before a sentence says so
@@ -281,8 +281,7 @@ def _finished_before(info: RunInfo) -> str:
 
 
 def _ending(record: EndRecord, info: RunInfo | None) -> list[str]:
-    words = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}
-    word = words.get(record.reason, record.reason)
+    word = ENDINGS.get(record.reason, record.reason)
     line = f"{word} at step {record.step} after {human_seconds(record.seconds)} of training"
     if record.reason == "early_stop" and info is not None:
         line += f": {early_stop_reason({'config': info.config})}"

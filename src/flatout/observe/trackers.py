@@ -521,10 +521,7 @@ class _Lane:
             self._tell("did not finish in time and was left alone: its last records may be missing there")
 
     def messages(self) -> list[str]:
-        found = []
-        while not self._told.empty():
-            found.append(self._told.get())
-        return found
+        return [self._told.get() for _ in range(self._told.qsize())]
 
     def _tell(self, words: str) -> None:
         self._told.put(printable(f"{self.title} {words}"))

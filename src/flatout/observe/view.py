@@ -39,7 +39,7 @@ from flatout.observe.alerts import STALL_SHARE, Alert, Alerts
 from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, loss_text, printable
 from flatout.observe.runs import METRICS, record_of
 from flatout.observe.series import GrowingSeries, record_sentence
-from flatout.observe.sinks import minutes_of, read_metrics
+from flatout.observe.sinks import ENDINGS, minutes_of, read_metrics
 from flatout.observe.terminal import BROKEN, TerminalReader, chart, mean_of
 from flatout.records import (
     SLOW_RANK,
@@ -183,7 +183,6 @@ def _finite(value: float) -> float:
 
 LONG_WAIT = 0.10  # of the first rank's time: the aim of the report
 ZOOM = 100  # steps of the second chart
-ENDINGS = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _FAINT, _STRONG, _WARN, _GOOD = "bright_black", "bold", "yellow", "green"
 
@@ -318,10 +317,8 @@ def _figures(state: ViewState) -> list[tuple[str, str, str]]:
     return [(name, value, style) for name, value, style in found if value is not None]
 
 
-_NO_READING = MachineRecord(
-    step=0, elapsed=0.0, utilisation=None, memory_bytes=None, power_watts=None, power_limit_watts=None,
-    temperature=None, clock_mhz=None, throttled="",
-)  # fmt: skip
+_OF_CARDS = ("utilisation", "memory_bytes", "power_watts", "power_limit_watts", "temperature", "clock_mhz")
+_NO_READING = MachineRecord(step=0, elapsed=0.0, throttled="", **dict.fromkeys(_OF_CARDS))
 
 
 def _put(form: str, *values: Any) -> str | None:

@@ -79,15 +79,9 @@ class LoadedModel(ShortlyShown):
     quantize: str = "none"  # how the base under its adapters was held while they were trained, and is rounded here
 
     def _shown_rows(self) -> dict[str, Any]:
-        return {
-            "origin": self.origin,
-            "step": self.step,
-            "parameters": f"{sum(parameter.numel() for parameter in self.model.parameters()):,}",
-            "context": self.model.config.context,
-            "vocabulary": self.model.vocab,
-            "adapters": None if self.adapters is None else "yes",
-            "device": self.device.name,
-        }
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        rows = {"origin": self.origin, "step": self.step, "parameters": f"{size:,}", "device": self.device.name}
+        return rows | {"context": self.model.config.context, "vocabulary": self.model.vocab}
 
     @torch.no_grad()
     def __call__(self, ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:

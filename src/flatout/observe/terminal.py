@@ -3,15 +3,23 @@
 `TerminalReader` redraws one line while training on a terminal and prints plain lines elsewhere. `PrepareBar` shows a
 bar on a terminal, and a plain line now and then elsewhere. Control characters are removed from text of data or of a
 model: a sample must not be able to move the cursor or rename the window.
+
+`chart` draws losses over steps as lines of text: training as a line of braille dots, validation as marks, on one axis.
+The axis leaves out what is rare and far above, such as the first losses, which would flatten the rest: such a column
+has an arrow in its top row, and the title says from where on. A cross is a loss that is not finite.
 """
 
+import dataclasses
 import math
+import statistics
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any, Self, TextIO, final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.text import Text
 
 from flatout import records
 from flatout.config.schema import SpeedConfig
@@ -23,14 +31,13 @@ from flatout.observe.human import (
     human_count,
     human_parameters,
     human_seconds,
+    loss_text,
     printable,
     ranks_line,
     say,
 )
-from flatout.observe.measured.estimate_table import expected
-from flatout.observe.measured.sample_preview import print_sample
-from flatout.observe.series import record_sentence
-from flatout.observe.sinks import early_stop_reason, minutes_of
+from flatout.observe.series import Points, record_sentence
+from flatout.observe.sinks import ENDINGS, early_stop_reason, minutes_of
 from flatout.records import EndRecord, PrepareProgress, Record, RunInfo, StepRecord, record_to_json
 
 LONG = 300.0  # seconds a run takes before a sentence says so
@@ -274,8 +281,7 @@ def _finished_before(info: RunInfo) -> str:
 
 
 def _ending(record: EndRecord, info: RunInfo | None) -> list[str]:
-    words = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}
-    word = words.get(record.reason, record.reason)
+    word = ENDINGS.get(record.reason, record.reason)
     line = f"{word} at step {record.step} after {human_seconds(record.seconds)} of training"
     if record.reason == "early_stop" and info is not None:
         line += f": {early_stop_reason({'config': info.config})}"
@@ -368,3 +374,246 @@ class PrepareBar:
         if progress.problems:
             parts.append(f"{progress.problems:,} problems")
         return "  ".join(parts)
+
+
+# --- losses over steps as lines of text -------------------------------------------------------------------------------
+
+TRAINING, VALIDATION, ABOVE, BROKEN = "⠒", "●", "↑", "×"
+_FAINT, _LINE, _MARK, _WARN = "bright_black", "cyan", "magenta", "yellow"
+_DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # bits of a braille cell, by column and from the bottom up
+_BRAILLE = 0x2800
+_USUAL = 0.95  # of the columns after the first tenth are on the axis, and all where that costs little room
+_APART = 3  # cells between two marks: what lies below stays visible
+
+
+def chart(training: Points, validation: Points, title: str, width: int, height: int) -> list[Text]:
+    """A title, the curves with their scale on the left, and from five lines on the steps below them."""
+    rows, first = height - (2 if height >= 5 else 1), min((step for step, _ in training), default=0)
+    validation = [point for point in validation if point[0] >= first]
+    last = max((step for step, _ in (*training, *validation)), default=0)
+    limits = _limits(training, validation, first, last)
+    labels = [loss_text(value) for value in limits]
+    left = max(7, *map(len, labels)) + 1
+    across = width - left
+    if rows < 1 or across < 2:
+        return [Text("")] * height
+    grid = _Grid(across, rows, (first, last), limits)
+    grid.line(training)
+    grid.marks(validation)
+    parts = [(f"{title}: ", _FAINT), (TRAINING * 2, _LINE), (" training", _FAINT)]
+    parts += [("  ", ""), (VALIDATION, _MARK), (" validation", _FAINT)] if validation else []
+    parts += [(f"  {ABOVE} above {labels[1]}", _WARN)] if grid.above else []
+    lines = [Text.assemble(*parts)]
+    for row in range(rows):
+        label = labels[0] if row == rows - 1 else labels[1] if row == 0 else ""
+        lines.append(Text.assemble((f"{label:>{left - 1}} ", _FAINT), *grid.cells(row)))
+    if len(lines) == height:
+        return lines
+    begin, end = f"{first:,}", f"step {last:,}"
+    gap = across - len(begin) - len(end)
+    return [*lines, Text(" " * left + (begin + " " * gap + end if gap > 0 and last > first else end), style=_FAINT)]
+
+
+def _limits(training: Points, validation: Points, first: int, last: int) -> tuple[float, float]:
+    """The values of the lower and the upper edge."""
+    late = first + 0.1 * (last - first)
+    known = [value for _, value in (*training, *validation) if math.isfinite(value)]
+    if not known:
+        return 0.0, 1.0
+    low, most = min(known), max(known)
+    usual = sorted(value for step, value in training if step >= late and math.isfinite(value)) or [most]
+    top = max(usual[int(_USUAL * (len(usual) - 1))], *(value for step, value in validation if step >= late), low)
+    top = most if not math.isfinite(top) or most - low <= 1.3 * (top - low) else top
+    if top - low < 1e-3 * max(abs(low), abs(top), 0.1):  # a flat line gets an axis that can be labelled
+        room = 5e-3 * max(abs(low), abs(top), 0.1)
+        return low - room, top + room
+    return low, top
+
+
+class _Grid:
+    """Cells of a chart: dots two by four in each, and marks in the place of dots."""
+
+    def __init__(self, across: int, rows: int, steps: tuple[int, int], limits: tuple[float, float]) -> None:
+        self.across, self.rows, self.above = across, rows, False
+        self._first, self._span = steps[0], max(steps[1] - steps[0], 1)
+        self._low, self._range = limits[0], limits[1] - limits[0]
+        self._bits: dict[tuple[int, int], int] = {}
+        self._signs: dict[tuple[int, int], tuple[str, str]] = {}
+
+    def line(self, points: Points) -> None:
+        """Draws means of what falls into one column of dots, and lines between them."""
+        columns: dict[int, list[float]] = {}
+        for step, value in points:
+            columns.setdefault(self._column(step), []).append(value)
+        before: tuple[int, float] | None = None
+        for column, values in sorted(columns.items()):
+            level = self._level(mean_of(values))
+            if level is None:
+                self._signs[column // 2, self.rows - 1] = (BROKEN, _WARN)
+                before = None
+                continue
+            if before is None:
+                before = (column, level)
+            self._segment(before, (column, level))
+            before = (column, level)
+
+    def marks(self, points: Points) -> None:
+        """Draws points of their own, from the last one backwards as many as leave the line visible."""
+        leftmost = self.across + _APART
+        for step, value in sorted(points, reverse=True):
+            column, level = self._column(step) // 2, self._level(value)
+            if column > leftmost - _APART:
+                continue
+            leftmost = column
+            if level is None:
+                self._signs[column, self.rows - 1] = (BROKEN, _WARN)
+            elif level > self._top:
+                self._arrow(column)
+            else:
+                self._signs[column, self._row(level)] = (VALIDATION, _MARK)
+
+    def cells(self, row: int) -> list[tuple[str, str]]:
+        return [
+            self._signs.get(
+                (column, row), (chr(_BRAILLE + bits) if (bits := self._bits.get((column, row))) else " ", _LINE)
+            )
+            for column in range(self.across)
+        ]
+
+    @property
+    def _top(self) -> float:
+        return 4 * self.rows - 1
+
+    def _column(self, step: int) -> int:
+        """Of dots, of which a cell has two."""
+        return round((step - self._first) / self._span * (2 * self.across - 1))
+
+    def _level(self, value: float) -> float | None:
+        """How many dots above the lower edge; None for what has no place."""
+        return (value - self._low) / self._range * self._top if math.isfinite(value) else None
+
+    def _row(self, level: float) -> int:
+        return self.rows - 1 - max(0, round(level)) // 4
+
+    def _arrow(self, column: int) -> None:
+        self.above = True
+        self._signs.setdefault((column, 0), (ABOVE, _WARN))
+
+    def _segment(self, begin: tuple[int, float], end: tuple[int, float]) -> None:
+        """Dots from one point to the next, without gaps where the line is steep."""
+        count = max(1, end[0] - begin[0])
+        height = begin[1]
+        for place in range(0 if begin == end else 1, count + 1):
+            column = begin[0] + (place if end[0] > begin[0] else 0)
+            level = begin[1] + (end[1] - begin[1]) * place / count
+            if level > self._top + 0.5:
+                self._arrow(column // 2)
+            low, high = sorted((min(height, self._top), min(level, self._top)))
+            if min(height, level) <= self._top + 0.5:
+                for dot in range(max(0, round(low)), round(high) + 1):
+                    cell = column // 2, self._row(dot)
+                    self._bits[cell] = self._bits.get(cell, 0) | _DOTS[column % 2][dot % 4]
+            height = level
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """The mean of the finite values; NaN only if there are none, so that one bad step does not blank a column."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+# --- how long a run will take, and one of its samples ----------------------------------------------------------------
+
+SKIPPED = 4  # first steps of a run, which compile and warm up
+FEWEST = 3  # steps after those that a sentence needs
+
+_TRAINED, _OTHER, _SIGN = "bold green", "dim", "cyan"
+_OPEN, _CLOSE = "\u27e6", "\u27e7"  # white square brackets, which hardly any text holds
+_SIGNS = {"\n": "\u23ce\n", "\t": "\u21e5", "\r": "\u240d"}
+
+
+def print_sample(pieces: Iterable[tuple[str, bool]], *, most: int = 4000, console: Console | None = None) -> None:
+    """Show a sample given as (text, is it trained on); of a long one the beginning and the end, `most` characters."""
+    console = console or Terminal()
+    console.print(drawn(pieces, most=most, colour=console.color_system is not None and not console.no_color))
+
+
+def drawn(pieces: Iterable[tuple[str, bool]], *, most: int, colour: bool) -> Text:
+    """The sample as one text with styles, or with brackets where there is no `colour`."""
+    result = Text(no_wrap=False)
+    for text, trained in _shortened(list(pieces), most):
+        if trained is None:
+            result.append(text, _SIGN)
+            continue
+        style = _TRAINED if trained else _OTHER
+        if trained and not colour:
+            result.append(_OPEN)
+        for letter in text:
+            if letter in _SIGNS:
+                result.append(_SIGNS[letter], _SIGN)
+            elif letter.isprintable():
+                result.append(letter, style)
+            else:
+                result.append(ascii(letter)[1:-1], _SIGN)
+        if trained and not colour:
+            result.append(_CLOSE)
+    return result
+
+
+def _shortened(pieces: list[tuple[str, bool]], most: int) -> list[tuple[str, bool | None]]:
+    total = sum(len(text) for text, _ in pieces)
+    if total <= most:
+        return list(pieces)
+    head, tail = most // 2, total - most // 2
+    result: list[tuple[str, bool | None]] = []
+    place = 0
+    left_out = False
+    for text, trained in pieces:
+        first, last = text[: max(head - place, 0)], text[max(tail - place, 0) :]
+        result += [(first, trained)] if first else []
+        if not left_out and place + len(text) > head:
+            result.append((f" [{tail - head:,} characters left out] ", None))
+            left_out = True
+        result += [(last, trained)] if last and place + len(text) > tail else []
+        place += len(text)
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What is left of a run, by its own first steps."""
+
+    seconds: float
+    sentence: str
+
+
+def expected(step_seconds: Sequence[float], info: RunInfo) -> Expected | None:
+    """What a run that has just begun will take, from the seconds of its steps so far; None while those are too few.
+
+    The first steps compile and warm up, and are not counted. An evaluation is taken for a third of the same tokens'
+    training, since forward is about a third of forward and backward; samples and checkpoints are not in it.
+    """
+    counted = list(step_seconds)[SKIPPED:]
+    if len(counted) < FEWEST:
+        return None
+    step = statistics.median(counted)
+    left = max(0, info.steps - info.start_step - len(step_seconds))
+    settings = info.config.get("eval", {})  # a run that is read back may have been written by anybody
+    every, asked = settings.get("every", 0), settings.get("tokens")
+    every = 0 if isinstance(every, str) else every  # epochs
+    per_evaluation = min(info.val_tokens, asked or info.val_tokens) * step / max(info.batch_tokens, 1) / 3
+    evaluations = left // every + (1 if left % every else 0) if every else min(left, 1)
+    total = left * step + evaluations * per_evaluation
+    tokens = info.steps * info.batch_tokens
+    return Expected(
+        total,
+        f"about {human_seconds(total)} to go: {left:,} steps of {_seconds(step)}, measured over {len(counted)}, "
+        f"and {many(evaluations, 'evaluation')}; {human_count(tokens)} tokens in all, "
+        f"{tokens / max(info.parameters, 1):.1f} per parameter",
+    )
+
+
+def _seconds(value: float) -> str:
+    if value < 1:
+        return f"{1000 * value:.{1 if value < 0.1 else 0}f} ms"
+    return f"{value:.1f}s" if value < 90 else human_seconds(value)

@@ -82,18 +82,9 @@ class RunPlan(ShortlyShown):
     checks: tuple[Finding, ...] = ()  # what there is to say of it before the first step
 
     def _shown_rows(self) -> dict[str, Any]:
-        return {
-            "family": self.model.family,
-            "steps": self.steps,
-            "tokens per step": self.train.batch_tokens,
-            "micro-batch": self.speed.micro_batch,
-            "accumulation": self.speed.accumulation,
-            "context": self.model.context,
-            "vocabulary": self.vocab,
-            "memory": f"{self.memory.total / 2**30:.1f} GiB",
-            "device": self.speed.device.name,
-            **{feature.name: feature.used for feature in self.speed.features},
-        }
+        switches = {feature.name: feature.used for feature in self.speed.features}
+        memory = f"{self.memory.total / 2**30:.1f} GiB"
+        return {"steps": self.steps, "device": self.speed.device.name, "memory": memory, **switches}
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ def pack_corpus(
 
 
 def _pack(packer: "_Packer", target: Path, overwrite: bool, check: Callable[[Path], None] | None) -> Manifest:
-    """With the lock held."""
+    """Prepares with the lock held."""
     _check_target(target, overwrite)
     hidden = target.with_name(f".{target.name}.partial")
     for place in (target, hidden):
@@ -279,7 +279,7 @@ class _Packer:
 
 
 def _resolved(folder: str | Path) -> Path:
-    """The folder of a dataset, which is to be one that a rename can put in place."""
+    """The folder of a dataset, which must be one that a rename can put in place."""
     try:
         target = Path(folder).resolve()
         inside = Path.cwd().is_relative_to(target)
@@ -366,7 +366,7 @@ def _work_folder(hidden: Path, overwrite: bool) -> Path:
 
 
 def _forget(work: Path) -> None:
-    """Removes a work folder in which nothing was begun; the finished parts of an earlier command stay."""
+    """Removes a work folder in which nothing was begun; finished parts of an earlier command stay."""
     if not any(path.name != MARK and not path.name.startswith(STDIN_NAME) for path in work.iterdir()):
         clear(work)
 

@@ -49,7 +49,7 @@ _MOST_PROBLEMS = 10_000
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what becomes of a part. No tokenizer means no tokens."""
+    """All that decides the result of a part. No tokenizer means no tokens."""
 
     options: ReadOptions
     rules: CleanRules
@@ -94,7 +94,7 @@ class PartHead:
 
 @dataclass(frozen=True)
 class PartResult:
-    """What became of a part; tokens and signatures are bytes, since they travel between processes and into files."""
+    """The result of a part. Tokens and signatures are bytes, since they travel between processes and into files."""
 
     head: PartHead
     tokens: bytes
@@ -117,7 +117,7 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
 
 
 def characters_of_part(recipe: Recipe, part: Part) -> str:
-    """The characters that occur in the documents of a part which are kept, sorted."""
+    """The characters in the documents of a part that are kept, sorted."""
     found: set[str] = set()
     for _, item in judged(recipe, part):
         if isinstance(item, Document) and item.rejected is None:
@@ -132,7 +132,7 @@ def judged(recipe: Recipe, part: Part) -> Iterator[tuple[str, Document | Problem
     """
     for file, item in _items(recipe, part):
         if isinstance(item, Document) and item.begins and item.text and item.rejected is None:
-            reason = _reason(recipe.rules, item)
+            reason = rejection(recipe.rules, item.text)
             yield file, item if reason is None else replace(item, text="", rejected=reason)
         else:
             yield file, item
@@ -157,13 +157,9 @@ def _items(recipe: Recipe, part: Part) -> Iterator[tuple[str, Document | Problem
             yield each.file.name, item
 
 
-def _reason(rules: CleanRules, document: Document) -> str | None:
-    return rejection(rules, document.text)
-
-
 @final
 class _Work:
-    """Collects what becomes of a part; texts are tokenized in batches, since many are short."""
+    """Collects the result of a part. Texts are tokenized in batches, since many are short."""
 
     def __init__(self, tokenizer: Tokenizer, near: bool) -> None:
         self._tokenizer = tokenizer
@@ -295,7 +291,7 @@ def _tokenizer(description: bytes) -> Tokenizer:
 
 
 def share_of(half: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Half of a hash as a number from 0 to 1."""
+    """Half of a hash as a share from 0 to 1."""
     return half.astype(np.float64) / 2.0**64
 
 
@@ -376,7 +372,7 @@ class Limits:
         return _joined(kept, divided), after
 
     def first_characters(self, text: str, taken: Count, tokenizer: Tokenizer | None = None) -> str:
-        """As much of the beginning of a text as fits. Without a tokenizer, each character is a token."""
+        """The longest beginning of a text that fits. Without a tokenizer, each character counts as a token."""
         _, most_tokens, most_bytes = self.most
         if most_bytes is not None:
             text = text.encode("utf-8", "surrogatepass")[: max(most_bytes - taken[2], 0)].decode("utf-8", "ignore")
@@ -399,7 +395,7 @@ class Limits:
         return text[: low[0]]
 
     def reached(self, count: Count) -> bool:
-        """Whether another document would be one too many."""
+        """Whether there is no room for another document."""
         return any(limit is not None and value >= limit for value, limit in zip(count, self.most, strict=True))
 
     def exceeded(self, count: Count) -> bool:
@@ -407,7 +403,7 @@ class Limits:
         return any(limit is not None and value > limit for value, limit in zip(count, self.most, strict=True))
 
     def check(self, count: Count, full: bool, source: str) -> None:
-        """Refuses a source that has given its all with nothing: its first document is too large by itself."""
+        """Refuses a source whose first document is larger than the limit, so that nothing would be taken."""
         if full and not count[0]:
             # A document is never too large for a limit on their number.
             given = {f"data.{name}": most for name, most in list(zip(LIMITS, self.most, strict=True))[1:]}

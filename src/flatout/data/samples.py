@@ -191,9 +191,9 @@ def check_target(target: Path) -> None:
 
 
 def _own(target: Path) -> tuple[str, ...]:
-    """The names that may be replaced in a folder of samples; none in one that does not look like ours.
+    """The names that may be replaced in a folder of samples; none in a folder that does not look like ours.
 
-    One of two files says whose it is, since the other may be damaged or gone: `tokenizer.json` alone is anybody's.
+    Either of two files is enough to tell, since the other may be damaged or gone; `tokenizer.json` alone is not.
     """
     for name, sign in ((MANIFEST, FORMAT), (SAMPLES, '"train.labelled"')):
         with contextlib.suppress(OSError), (target / name).open("rb") as file:
@@ -300,7 +300,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_shape(content: Mapping[str, Any]) -> None:
-    """Refuses a manifest that says other things than ours do. Its hash proves nothing: anybody can write one."""
+    """Refuses a manifest with unexpected values. Its hash proves nothing: anyone can write one."""
     for name in ("key", "tokenizer", "splits", "files", "counts"):
         if not isinstance(content.get(name), dict):
             raise ValueError(f"its {name} is no object")
@@ -538,7 +538,7 @@ class _Maker:
         return sum(len(sample.text) for sample in rendered)
 
     def _spells_special(self, row: Conversation) -> bool:
-        """Whether what somebody said spells a special token: it becomes that token, as in every other program."""
+        """Whether a row's own text spells a special token: it becomes that token, as in other libraries."""
         said = [message["content"] for message in row.messages] or [row.prompt or "", row.completion or ""]
         return any(
             any(beginning in text for beginning in self._special_beginnings)

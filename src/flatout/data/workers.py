@@ -41,7 +41,7 @@ _LEAVE = 10.0  # seconds
 
 
 class LoaderError(UserError):
-    """A loader that hangs or dies, again if it can be replaced. What is saved is whole, so a new start may help."""
+    """A loader that hangs or dies, for the second time if it can be replaced. Saved checkpoints are whole."""
 
     exit_code = 1
 
@@ -83,7 +83,7 @@ class Threads:
             thread.join(max(0.0, until - time.monotonic()))
 
     def stack(self) -> str:
-        """Where the threads are that do not wait for a job: the innermost frames, in one line."""
+        """The innermost frames of the first thread that is not waiting for a job, in one line."""
         frames = sys._current_frames()
         for thread in self._threads:
             frame = frames.get(thread.ident or 0)
@@ -184,7 +184,7 @@ class ProcessEngine(Engine):
         self._threads.close(wait=wait)
 
     def taken_notices(self) -> list[str]:
-        """What there is to tell since this was asked last."""
+        """The notices since the last call."""
         notices, self._notices = self._notices, []
         return notices
 
@@ -196,7 +196,7 @@ class ProcessEngine(Engine):
             self._idle.put(worker)
 
     def _ask(self, worker: "Worker", task: Task, recipe: Recipe, part: Part) -> Any:
-        """One worker that dies is replaced, since a part has no memory of an earlier try; the next one is an error."""
+        """Asks a worker. The first worker that dies is replaced, since a part does not depend on an earlier try."""
         try:
             return worker.call(task, recipe, part)
         except WorkerGoneError as error:
@@ -279,7 +279,7 @@ class Worker:
 
 
 def serve() -> None:
-    """The life of a worker: answer jobs until there is nobody left to ask."""
+    """The loop of a worker: answers jobs until its standard input ends."""
     # Nothing that prints may get into the answers.
     die_with_parent()
     replies = os.fdopen(os.dup(1), "wb")

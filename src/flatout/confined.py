@@ -77,7 +77,7 @@ class Child:
             os.register_at_fork(after_in_child=self._after_fork)
 
     def ask(self, request: Any, parts: int = 1, *, seconds: float | None = None) -> Any:
-        """The answer of the child. `parts` is the number of answers in one; `seconds` replaces the limit on its time."""
+        """The answer of the child. `parts` is the number of answers in one, `seconds` another limit on its time."""
         seconds = self.limits.seconds if seconds is None else seconds
         content = _packed([seconds, request])
         most = parts * (self.limits.output + self.limits.output_times * len(content))

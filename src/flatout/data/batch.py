@@ -337,7 +337,7 @@ class BatchLoader(abc.ABC):
             self._asked += 1
 
     def _first_made(self, pool: Threads) -> Batch | Raw:
-        """The next step's batch. Where its thread fails, other threads make it again; the second failure is an error."""
+        """The next step's batch. If its thread fails, others make it again; a second failure is an error."""
         waiting = self._waiting[0]
         try:
             made = waiting.result(self.delivery.patience)

@@ -62,7 +62,7 @@ def render(
     special_texts: tuple[str, ...],
     counts: Counter[str],
 ) -> list[Rendered] | Problem:
-    """The samples of a conversation: mostly one, the last of which is the whole text. `counts` counts what is unusual."""
+    """The samples of a conversation: mostly one, of which the last is the whole text. `counts` has what is unusual."""
     try:
         if template is None or not conversation.messages:
             rendered = [_bare(conversation)]

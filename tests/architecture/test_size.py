@@ -22,14 +22,14 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 53_825,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 43_077,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 111,  # all Python outside tests
-    "modules": 257,  # of src/flatout, as all the following
-    "modules with one importer": 55,
+    "lines of code": 53_634,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 42_847,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 108,  # all Python outside tests
+    "modules": 238,  # of src/flatout, as all the following
+    "modules with one importer": 48,
     "settings": 148,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
-    "class names with two meanings": 6,
+    "class names with two meanings": 5,
     "modules that import RunConfig": 0,  # besides config, resolve and the command line
     "modules that engine/setup.py imports": 19,  # of our own
 }

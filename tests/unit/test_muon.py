@@ -382,7 +382,7 @@ def test_an_update_that_cannot_be_recorded_goes_on_without():
 @pytest.mark.parametrize("finite", [True, False])
 def test_the_kernels_equal_the_plain_forms(count: int, finite: bool):
     pytest.importorskip("triton")
-    from flatout.ops.kernels.muon import advance, apply
+    from flatout.ops.kernels.updates import advance, apply
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     fp32 = functools.partial(drawn, dtype=torch.float32)
@@ -522,7 +522,7 @@ def test_adapters_are_adamws():
 @pytest.mark.parametrize("finite", [True, False])
 def test_the_kernels_of_normuon_equal_the_plain_form(shape: tuple[int, int, int], finite: bool):
     pytest.importorskip("triton")
-    from flatout.ops.kernels.muon import normalise
+    from flatout.ops.kernels.updates import normalise
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     count, rows, columns = shape
@@ -540,7 +540,7 @@ def test_the_kernels_of_normuon_equal_the_plain_form(shape: tuple[int, int, int]
 @pytest.mark.parametrize("shape", [(3, 40, 70), (2, 200, 30), (1, 150, 150)])
 def test_the_symmetric_products_equal_the_plain_forms(shape: tuple[int, int, int]):
     pytest.importorskip("triton")
-    from flatout.ops.kernels.muon import gram, polynomial
+    from flatout.ops.kernels.updates import gram, polynomial
 
     # the interpreter takes the bits of bf16 for whole numbers in a product
     device, kind = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)

@@ -61,9 +61,9 @@ from flatout.model.adapters import BIASES, Adapters, settled, weights_of
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import Description, check_same_model, describe, description_of, fitting_context, read_description
-from flatout.model.hub_find import find_model
-from flatout.model.hub_weights import (
+from flatout.model.hub_folder import (
     companions,
+    find_model,
     load_described,
     load_huggingface,
     own_fingerprint,

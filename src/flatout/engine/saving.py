@@ -47,7 +47,7 @@ from flatout.engine.saver import Saved, Saver, finished
 from flatout.engine.spans import SpanTotals
 from flatout.engine.state import Due, Progress, capture, save_run_adapter, write_sharded
 from flatout.errors import CheckpointError
-from flatout.generation.decode import generate_tokens
+from flatout.generation import generate_tokens
 from flatout.model.adapter_files import adapter_tensors
 from flatout.records import CheckpointRecord, EvalRecord, NoticeRecord, Record, SampleRecord
 from flatout.resolve.fit_check import out_of_memory

@@ -18,11 +18,14 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
-from flatout.records import SpanRecord
+from flatout.errors import UsageError
+from flatout.records import OTHER_SPANS, STEP_SPANS, SpanRecord
 from flatout.world import World
 
 MOST_WAITING = 32
@@ -53,30 +56,72 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.marks: list[tuple[str, Mark]] = []
+        self.marks: list[tuple[str, Mark] | tuple[str, Mark, Mark]] = []
 
     def begin(self) -> None:
         """A step begins; marks of one that failed are forgotten."""
         self.marks = [("wait", Mark(self.cuda))]
+        _UNDER_WAY.set(self)
 
     def mark(self, name: str) -> None:
         """What was going on until now was `name`."""
         if not (self.cuda and torch.cuda.is_current_stream_capturing()):
             self.marks.append((name, Mark(self.cuda)))
 
-    def take(self) -> list[tuple[str, Mark]]:
+    def take(self) -> "Marks":
+        _UNDER_WAY.set(None)
         marks, self.marks = self.marks, []
         return marks
 
 
-Marks = Sequence[tuple[str, Mark]]  # what went on until each of them
+# What went on until each mark, and where it began; without a beginning, at the mark before.
+Marks = Sequence[tuple[str, Mark] | tuple[str, Mark, Mark]]
+_UNDER_WAY: ContextVar[StepClock | None] = ContextVar("flatout_step", default=None)
 
 
 def spans_between(before: Mark, marks: Marks) -> Iterator[tuple[str, float]]:
     """(name, seconds) from `before` to the last mark; the marks must have passed."""
-    for name, mark in marks:
-        yield name, max(0.0, mark.seconds_since(before))
-        before = mark
+    for name, mark, *beginning in marks:
+        yield name, max(0.0, mark.seconds_since(*(beginning or [before])))
+        before = before if beginning else mark
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """Times the code in its `with` block, in a model or a part of one, under a name of your own.
+
+        with flatout.span("router"):
+            scores = self.router(h)
+
+    The seconds are in each `SpanRecord` and in the report beside those of the steps, and `flatout profile` shows the
+    block as a range. They are read from the device's clock, without waiting for it. Blocks may lie inside each other.
+    Outside of training steps, in code that is compiled or replayed as a CUDA graph, and in the backward pass, nothing
+    is timed.
+    """
+    if not isinstance(name, str) or not name or name in (*STEP_SPANS, *OTHER_SPANS):
+        raise UsageError(f"a span cannot be called {name!r}", "choose another name than those of our own spans")
+    return _UserSpan(name)
+
+
+class _UserSpan(AbstractContextManager[None]):
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.clock: StepClock | None = None
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.range = torch.profiler.record_function(self.name)
+        self.range.__enter__()
+        self.clock = _UNDER_WAY.get()
+        if self.clock is not None:
+            self.began = Mark(self.clock.cuda and not torch.cuda.is_current_stream_capturing())
+
+    def __exit__(self, *error: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.range.__exit__(None, None, None)
+        if self.clock is not None and (not self.clock.cuda or self.began.event is not None):
+            self.clock.marks.append((self.name, Mark(self.clock.cuda), self.began))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +215,7 @@ class SpanTotals:
         self.steps += 1
         for name, seconds in spans:
             self.add(name, seconds)
-            self.busy += seconds if name != "reduction" else 0.0
+            self.busy += seconds if name in STEP_SPANS and name != "reduction" else 0.0
 
     def take(self, step: int, world: World) -> SpanRecord:
         """The record of what was added since the last one. All ranks must ask for it at the same step."""

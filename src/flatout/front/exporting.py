@@ -14,7 +14,7 @@ from flatout.files import disk_errors
 from flatout.front.models import LoadedModel, chat_prompt, load_model
 from flatout.model.gpt import GPT
 from flatout.model.hub import DTYPES, Description, description_of, model_type_of
-from flatout.model.hub_weights import export_huggingface
+from flatout.model.hub_folder import export_huggingface
 from flatout.model.merge import LogitDifference, MergeReport, logit_difference, quiet_narrow_products
 from flatout.model.merge import merge as merge_adapters
 from flatout.resolve.checks import way_to_export

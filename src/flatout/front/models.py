@@ -41,14 +41,13 @@ from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.setup import only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError
-from flatout.generation.decode import generate_tokens
+from flatout.generation import generate_tokens
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import Description, read_description
-from flatout.model.hub_find import find_model
-from flatout.model.hub_weights import load_described
+from flatout.model.hub_folder import find_model, load_described
 from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
 from flatout.resolve.fit_check import out_of_memory

@@ -180,7 +180,7 @@ class EightBitAdamW(_OnDevice):
 @functools.cache
 def _update_for(device: torch.device, fused: bool) -> Callable[..., None]:
     if device.type == "cuda" and fused and importlib.util.find_spec("triton") is not None:
-        from flatout.ops.kernels.adam8 import adam8
+        from flatout.ops.kernels.updates import adam8
 
         return adam8
     return adam8_reference

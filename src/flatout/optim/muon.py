@@ -234,7 +234,7 @@ class Forms(NamedTuple):
 
 def _forms(device: torch.device, fused: bool) -> Forms:
     if fused and device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from flatout.ops.kernels.muon import advance, apply, gram, normalise, polynomial
+        from flatout.ops.kernels.updates import advance, apply, gram, normalise, polynomial
 
         return Forms(advance, apply, normalise, Products(gram, polynomial))
     return Forms()

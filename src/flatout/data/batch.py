@@ -62,7 +62,7 @@ class Stage:
 
 @final
 @dataclass(frozen=True)
-class Reading:
+class StepReading:
     """What one step reads: `windows` windows from position `start` on, each cut into `pieces` rows of `length`."""
 
     start: int
@@ -71,7 +71,7 @@ class Reading:
     length: int
     attention_window: int | None
 
-    def share(self, world: World) -> "Reading":
+    def share(self, world: World) -> "StepReading":
         """What one process of several reads: a contiguous share."""
         if not 0 <= world.rank < world.size or self.windows % world.size:
             raise ValueError(f"no share of {self.windows} windows for rank {world.rank} of {world.size}")
@@ -157,14 +157,14 @@ class Schedule:
     def _windows(self, stage: Stage) -> int:
         return stage.sequences * stage.length // self.longest
 
-    def at(self, step: int) -> Reading:
+    def at(self, step: int) -> StepReading:
         """What step `step`, counted from 0, reads. The last stage has no end."""
         step = self.chosen[step % len(self.chosen)] if self.chosen else step
         number = bisect.bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1
         stage = self.stages[number]
         windows = self._windows(stage)
         start = self._starts[number] + (step - stage.first_step) * windows
-        return Reading(start, windows, self.longest // stage.length, stage.length, stage.attention_window)
+        return StepReading(start, windows, self.longest // stage.length, stage.length, stage.attention_window)
 
     def steps_until(self, position: float) -> int:
         """The steps after which `position` windows have been read; a float, because `train.epochs` may be 1.5."""
@@ -240,7 +240,7 @@ class Raw:
     """What a batch is made of: windows of ids [B, W], or any row of ids and for each token its source in it [B, T]."""
 
     step: int
-    reading: Reading
+    reading: StepReading
     ids: torch.Tensor
     sources: torch.Tensor | None = None
 
@@ -307,7 +307,7 @@ class BatchLoader(abc.ABC):
     def _made(self, step: int) -> Batch | Raw:
         """What step `step` needs, made on the host."""
 
-    def reading(self, step: int) -> Reading:
+    def reading(self, step: int) -> StepReading:
         """Where this process reads for a step."""
         return self.schedule.at(step).share(self.delivery.world)
 

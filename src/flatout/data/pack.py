@@ -36,7 +36,7 @@ from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Document, shown
 from flatout.data.library_tokenizers import HuggingFaceTokenizer
 from flatout.data.merge import Finished, Journal, PassingError, clear, foreign_in, merge_parts
-from flatout.data.part import Count, Part, PartHead, Recipe, Tally
+from flatout.data.part import CorpusPart, Count, PartHead, Recipe, Tally
 from flatout.data.plan import (
     CUTTING,
     PART_BYTES,
@@ -191,7 +191,7 @@ class _Packer:
                 found.update(item.text if isinstance(item, Document) else "")
         else:
             recipe = self._recipe(None)
-            parts = (part for part in parts_of(self._inputs, recipe.options, Done()) if isinstance(part, Part))
+            parts = (part for part in parts_of(self._inputs, recipe.options, Done()) if isinstance(part, CorpusPart))
             for part, characters in engine.run("characters", recipe, parts):
                 found.update(characters)
                 self.report("characters", files=part.files, bytes=part.bytes)
@@ -245,11 +245,11 @@ class _Packer:
 
         tally = Tally(*given, first, trim)
 
-        def missing() -> Iterator[Part]:
+        def missing() -> Iterator[CorpusPart]:
             nonlocal parts
             for part in parts_of(self._inputs, recipe.options, journal, source=source, first=first):
                 parts += 1
-                if isinstance(part, Part):
+                if isinstance(part, CorpusPart):
                     yield part
                 else:
                     self._report_part(journal.head(part))

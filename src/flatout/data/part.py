@@ -58,7 +58,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Part:
+class CorpusPart:
     """A stretch of one source: slices for the worker to read, or documents of one file that were read already."""
 
     number: int
@@ -102,7 +102,7 @@ class PartResult:
     signatures: bytes
 
 
-def run_part(recipe: Recipe, part: Part) -> PartResult:
+def run_part(recipe: Recipe, part: CorpusPart) -> PartResult:
     """Read, clean and tokenize a part."""
     work = _Work(tokenizer_of(recipe), recipe.near)
     for file, item in judged(recipe, part):
@@ -116,7 +116,7 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
     return _tokenizer(canonical_json(recipe.tokenizer))
 
 
-def characters_of_part(recipe: Recipe, part: Part) -> str:
+def characters_of_part(recipe: Recipe, part: CorpusPart) -> str:
     """The characters in the documents of a part that are kept, sorted."""
     found: set[str] = set()
     for _, item in judged(recipe, part):
@@ -125,7 +125,7 @@ def characters_of_part(recipe: Recipe, part: Part) -> str:
     return "".join(sorted(found))
 
 
-def judged(recipe: Recipe, part: Part) -> Iterator[tuple[str, Document | Problem]]:
+def judged(recipe: Recipe, part: CorpusPart) -> Iterator[tuple[str, Document | Problem]]:
     """The documents of a part, each marked with the first rule that drops it, and the problems met on the way.
 
     Each comes with the name of its file.
@@ -138,7 +138,7 @@ def judged(recipe: Recipe, part: Part) -> Iterator[tuple[str, Document | Problem
             yield file, item
 
 
-def text_of(recipe: Recipe, part: Part, piece: np.void) -> str:
+def text_of(recipe: Recipe, part: CorpusPart, piece: np.void) -> str:
     """The text of a piece of a part, read again."""
     wanted = int(piece["high"]).to_bytes(8, "big") + int(piece["low"]).to_bytes(8, "big")
     for _, item in judged(recipe, part):
@@ -149,7 +149,7 @@ def text_of(recipe: Recipe, part: Part, piece: np.void) -> str:
     raise DataError("the source changed while it was read", "prepare it again when nothing writes to it")
 
 
-def _items(recipe: Recipe, part: Part) -> Iterator[tuple[str, Document | Problem]]:
+def _items(recipe: Recipe, part: CorpusPart) -> Iterator[tuple[str, Document | Problem]]:
     for item in part.documents:
         yield part.file, item
     for each in part.slices:
@@ -195,7 +195,7 @@ class _Work:
         if self._waiting_characters >= _BATCH_CHARACTERS:
             self._encode()
 
-    def result(self, part: Part) -> PartResult:
+    def result(self, part: CorpusPart) -> PartResult:
         self._encode()
         pieces = _as_pieces(self._columns)
         head = PartHead(
@@ -331,7 +331,7 @@ class Limits:
         return count, after, count < len(pieces) or (complete and self.reached(after))
 
     def trimmed(
-        self, result: PartResult, count: int, after: Count, recipe: Recipe, part: Callable[[], Part]
+        self, result: PartResult, count: int, after: Count, recipe: Recipe, part: Callable[[], CorpusPart]
     ) -> tuple[PartResult, Count]:
         """The first `count` pieces of a part, with as much of the next one as fits where it may be cut.
 
@@ -347,7 +347,7 @@ class Limits:
             text = self.first_characters(text_of(recipe, part(), crossing), after, tokenizer_of(recipe))
             if text or not flags & BEGINS:  # a document that has begun ends here, if only with its end of text
                 whole = Document(text, begins=bool(flags & BEGINS), divisible=True)
-                divided = run_part(recipe, Part(0, head.source, documents=(whole,)))
+                divided = run_part(recipe, CorpusPart(0, head.source, documents=(whole,)))
         begun = int(np.count_nonzero(pieces["flags"][:count] & BEGINS))
         left_out = head.documents - begun
         each = len(result.signatures) // max(head.documents, 1)

@@ -33,7 +33,7 @@ from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, S
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import FoundFiles, but_read, find_files, slices_of, text_bytes, unread_text
 from flatout.corpus.streams import PIECE
-from flatout.data.part import LIMITS, NONE_TAKEN, Count, Limits, Part, Recipe, judged
+from flatout.data.part import LIMITS, NONE_TAKEN, CorpusPart, Count, Limits, Recipe, judged
 from flatout.errors import ConfigError, DataError, ResourceError
 from flatout.files import readable_sizes
 
@@ -198,7 +198,7 @@ class Done:
 
 def parts_of(
     inputs: Inputs, options: ReadOptions, done: Done, *, source: int | None = None, first: int = 0
-) -> Iterator[Part | int]:
+) -> Iterator[CorpusPart | int]:
     """The parts that are still to be done, in order, and the numbers of those that are done.
 
     Numbers begin with `first`. `source` asks for the parts of one source alone.
@@ -207,9 +207,9 @@ def parts_of(
     waiting: list[Slice] = []
     size = text = 0
 
-    def group(files: int) -> Part:
+    def group(files: int) -> CorpusPart:
         nonlocal number, size, text, waiting
-        part = Part(number, waiting[0].file.source, tuple(waiting), bytes=size, files=files)
+        part = CorpusPart(number, waiting[0].file.source, tuple(waiting), bytes=size, files=files)
         number, size, text, waiting = number + 1, 0, 0, []
         return part
 
@@ -250,11 +250,11 @@ def _slice_bytes(file: InputFile, options: ReadOptions) -> int:
     return PIECE if file.format == "text" and options.document_start is None else PART_BYTES
 
 
-def _unless_done(part: Part, done: Done) -> Part | int:
+def _unless_done(part: CorpusPart, done: Done) -> CorpusPart | int:
     return part.number if done.has(part.number, part.source) else part
 
 
-def _read_here(file: InputFile, index: int, options: ReadOptions, first: int, done: Done) -> Iterator[Part | int]:
+def _read_here(file: InputFile, index: int, options: ReadOptions, first: int, done: Done) -> Iterator[CorpusPart | int]:
     """The parts of a file that only one process can read, cut by the size of their texts."""
     known = done.parts_of(index)
     if known is not None and all(done.has(number, file.source) for number in range(first, first + known)):
@@ -268,7 +268,7 @@ def _read_here(file: InputFile, index: int, options: ReadOptions, first: int, do
 
     for batch, last in _batches(read_slice(Slice(file), options, watch=watch), PART_BYTES, _MOST_DOCUMENTS):
         size = max(file.bytes - reported, 0) if last else position - reported
-        part = Part(number, file.source, documents=batch, file=file.name, bytes=size, files=int(last))
+        part = CorpusPart(number, file.source, documents=batch, file=file.name, bytes=size, files=int(last))
         yield _unless_done(part, done)
         number, reported = number + 1, position
     done.note(index, number - first)
@@ -301,7 +301,7 @@ def documents_of(
     for source in range(len(request.sources)) if sources is None else sources:
         limits, count, rejected = request.limits(source), NONE_TAKEN, False
         parts = parts_of(inputs, request.options, Done(), source=source)
-        for item in (item for part in parts if isinstance(part, Part) for _, item in judged(recipe, part)):
+        for item in (item for part in parts if isinstance(part, CorpusPart) for _, item in judged(recipe, part)):
             if isinstance(item, Problem):
                 yield item
                 continue
@@ -323,10 +323,10 @@ def documents_of(
             break
 
 
-def find_part(inputs: Inputs, options: ReadOptions, number: int, source: int, first: int) -> Part:
+def find_part(inputs: Inputs, options: ReadOptions, number: int, source: int, first: int) -> CorpusPart:
     """The part of that number, cut anew; `first` is the number of the first part of its source."""
     for part in parts_of(inputs, options, Done(), source=source, first=first):
-        if isinstance(part, Part) and part.number == number:
+        if isinstance(part, CorpusPart) and part.number == number:
             return part
     raise DataError("the source has become shorter while it was read", "prepare it again when nothing writes to it")
 
@@ -455,7 +455,7 @@ class _Started(Done):
 
 def parts_of_lap(
     files: tuple[InputFile, ...], options: ReadOptions, start: Position
-) -> Iterator[tuple[Position, Part]]:
+) -> Iterator[tuple[Position, CorpusPart]]:
     """The parts of a lap from `start` on; of the positions only file, part and hub are filled in."""
     file, part, hub = start.file, start.part, start.hub
     while file < len(files):
@@ -470,21 +470,21 @@ def parts_of_lap(
 
 def _parts_of_files(
     base: int, files: tuple[InputFile, ...], options: ReadOptions, skipped: int
-) -> Iterator[tuple[Position, Part]]:
+) -> Iterator[tuple[Position, CorpusPart]]:
     """Parts are counted from the last file that had to be read in one go, so that none is read again to skip it."""
     done = _Started(skipped)
     first, counted = base, 0
     for item in parts_of(Inputs(files, (), {}), options, done):
-        number = item.number if isinstance(item, Part) else item
+        number = item.number if isinstance(item, CorpusPart) else item
         if done.ended is not None:
             first, counted, done.ended = base + done.ended + 1, number, None
-        if isinstance(item, Part):
+        if isinstance(item, CorpusPart):
             yield Position(file=first, part=number - counted), item
 
 
 def _parts_of_hub(
     index: int, file: InputFile, options: ReadOptions, number: int, state: dict[str, Any] | None
-) -> Iterator[tuple[Position, Part]]:
+) -> Iterator[tuple[Position, CorpusPart]]:
     from flatout.corpus.arrow import HubStream
 
     skipped = 0 if state is not None else number
@@ -496,7 +496,7 @@ def _parts_of_hub(
         for batch, last in _batches(items, _HUB_CHARACTERS, _HUB_DOCUMENTS):
             following = stream.state_dict()
             if number >= skipped:
-                part = Part(number, file.source, documents=batch, file=file.name, files=int(last))
+                part = CorpusPart(number, file.source, documents=batch, file=file.name, files=int(last))
                 yield Position(file=index, part=number, hub=state), part
             number, state = number + 1, following
 

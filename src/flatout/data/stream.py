@@ -44,7 +44,7 @@ from flatout.data.part import (
     ENDS,
     NONE_TAKEN,
     Choice,
-    Part,
+    CorpusPart,
     PartHead,
     PartResult,
     Pieces,
@@ -218,7 +218,7 @@ class TokenStream:
 
     def parts(
         self, position: Position, laps: Sequence[Lap] | None = None, full: Collection[int] = ()
-    ) -> Iterator[tuple[Position, Part]]:
+    ) -> Iterator[tuple[Position, CorpusPart]]:
         """The parts of an epoch from `position` on, each with its place in the epoch; none of laps that are full."""
         laps = self.laps if laps is None else laps
         for number in range(position.lap, len(laps)):
@@ -228,7 +228,7 @@ class TokenStream:
                     break
                 yield replace(place, lap=number), part
 
-    def _part_at(self, place: Position, laps: Sequence[Lap]) -> Part:
+    def _part_at(self, place: Position, laps: Sequence[Lap]) -> CorpusPart:
         return next(self.parts(place, laps))[1]
 
     def train_ids(self, position: Position, result: PartResult) -> tuple[Ids, bool, bool]:

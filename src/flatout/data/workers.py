@@ -118,27 +118,9 @@ TASKS: dict[str, Callable[[Recipe, CorpusPart], Any]] = {"tokens": run_part, "ch
 class Engine(abc.ABC):
     """Runs parts. Use as a context manager."""
 
+    @abc.abstractmethod
     def run(self, task: Task, recipe: Recipe, parts: Iterable[CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
         """Each part with its result, in the order in which they finish. Parts are taken only as fast as needed."""
-        under_way: dict[Any, CorpusPart] = {}
-        for part in parts:
-            if len(under_way) >= self._most():
-                yield from self._finished(under_way)
-            under_way[self._begin(task, recipe, part)] = part
-        while under_way:
-            yield from self._finished(under_way)
-
-    @abc.abstractmethod
-    def _most(self) -> int:
-        """How many parts may be under way."""
-
-    @abc.abstractmethod
-    def _begin(self, task: Task, recipe: Recipe, part: CorpusPart) -> Any:
-        """Hands a part over; returns what `_finished` knows it by."""
-
-    @abc.abstractmethod
-    def _finished(self, under_way: dict[Any, CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
-        """Waits for at least one part, and takes those that have finished out of `under_way`."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -169,17 +151,16 @@ class ProcessEngine(Engine):
         self._replaced = self._closed = False
         self._notices: list[str] = []
 
-    def _most(self) -> int:
-        return len(self._workers) + 1  # one more is ready, so that no worker waits for this thread to read the next
-
-    def _begin(self, task: Task, recipe: Recipe, part: CorpusPart) -> Future[Any]:
-        return self._threads.submit(partial(self._call, task, recipe), part)
-
-    def _finished(self, under_way: dict[Future[Any], CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
-        done, _ = wait(under_way, return_when=FIRST_COMPLETED)
-        for future in sorted(done, key=lambda each: under_way[each].number):
-            part = under_way.pop(future)
-            yield part, future.result()
+    def run(self, task: Task, recipe: Recipe, parts: Iterable[CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
+        # One job more than there are workers is ready, so that none waits for this thread to read the next.
+        most = len(self._workers) + 1
+        under_way: dict[Future[Any], CorpusPart] = {}
+        for part in parts:
+            if len(under_way) >= most:
+                yield from _finished(under_way)
+            under_way[self._threads.submit(partial(self._call, task, recipe), part)] = part
+        while under_way:
+            yield from _finished(under_way)
 
     def in_order(
         self, task: Task, recipe: Recipe, parts: Iterable[tuple[Place, CorpusPart]]
@@ -188,7 +169,7 @@ class ProcessEngine(Engine):
         most = 2 * max(len(self._workers), 1)
         waiting: deque[tuple[Place, Future[Any]]] = deque()
         for place, part in parts:
-            waiting.append((place, self._begin(task, recipe, part)))
+            waiting.append((place, self._threads.submit(partial(self._call, task, recipe), part)))
             # What is ready goes on at once: the next part may be long in coming.
             while waiting and (len(waiting) >= most or waiting[0][1].done()):
                 first, result = waiting.popleft()
@@ -227,6 +208,13 @@ class ProcessEngine(Engine):
             self._notices.append(f"{error.message}; it was replaced")
             worker.start_again()
             return worker.call(task, recipe, part)
+
+
+def _finished(under_way: dict[Future[Any], CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
+    done, _ = wait(under_way, return_when=FIRST_COMPLETED)
+    for future in sorted(done, key=lambda each: under_way[each].number):
+        part = under_way.pop(future)
+        yield part, future.result()
 
 
 # Ctrl-C and the end of a terminal reach the whole group, and so may a request to save: the parent decides.
@@ -351,8 +339,6 @@ class RayEngine(Engine):
             ) from error
         self._ray = ray
         self._ours = not ray.is_initialized()
-        self._recipe: Recipe | None = None
-        self._stored: Any = None
         if self._ours:
             try:
                 # RAY_ADDRESS names the cluster; without it, a running local one is found or a new one is started.
@@ -361,16 +347,19 @@ class RayEngine(Engine):
                 raise HardwareError(
                     f"cannot reach a Ray cluster: {error}", "check RAY_ADDRESS, or start one with `ray start --head`"
                 ) from error
-        self._remote = ray.remote(_ray_task)
 
-    def _most(self) -> int:
-        # The cluster may grow while we run, so its size is asked for each time.
-        return 2 * max(1, int(self._ray.cluster_resources().get("CPU", 1)))
-
-    def _begin(self, task: Task, recipe: Recipe, part: CorpusPart) -> Any:
-        if self._recipe is not recipe:
-            self._recipe, self._stored = recipe, self._ray.put(recipe)
-        return self._remote.remote(task, self._stored, part)
+    def run(self, task: Task, recipe: Recipe, parts: Iterable[CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
+        ray = self._ray
+        remote = ray.remote(_ray_task)
+        stored = ray.put(recipe)
+        under_way: dict[Any, CorpusPart] = {}
+        for part in parts:
+            # The cluster may grow while we run, so its size is asked for each time.
+            if len(under_way) >= 2 * max(1, int(ray.cluster_resources().get("CPU", 1))):
+                yield from self._finished(under_way)
+            under_way[remote.remote(task, stored, part)] = part
+        while under_way:
+            yield from self._finished(under_way)
 
     def close(self) -> None:
         if self._ours:

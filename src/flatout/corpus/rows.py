@@ -255,28 +255,22 @@ _FIRST_ROW = re.compile(rb'(?:[^"\r\n]++|"[^"]*+")*+')
 def read_csv(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
     """The rows of a CSV file, whose first row names the columns."""
     for row in _named_rows(stream, file, options.fields):
-        yield row if isinstance(row, Problem) else document_of(Row(row.values, row.place), file, options)
+        yield row if isinstance(row, Problem) else document_of(row, file, options)
 
 
 def read_csv_rows(stream: ByteStream, file: InputFile) -> Iterator[Row | Problem]:
     """The rows of a CSV file as objects of texts, named by its first row."""
     for row in _named_rows(stream, file):
-        if isinstance(row, Problem):
-            yield row
-            continue
-        try:
-            yield Row({name: value.decode("utf-8") for name, value in row.values.items()}, row.place)
-        except UnicodeDecodeError as error:
-            yield Problem(file.name, row.place, "not-utf8", bad_byte(error), records=1)
+        if isinstance(row, Row) and isinstance(row.value, dict):
+            try:
+                row = Row({name: value.decode("utf-8") for name, value in row.value.items()}, row.place)
+            except UnicodeDecodeError as error:
+                row = Problem(file.name, row.place, "not-utf8", bad_byte(error), records=1)
+        yield row
 
 
-class _NamedRow(NamedTuple):
-    place: str
-    values: dict[str, bytes]
-
-
-def _named_rows(stream: ByteStream, file: InputFile, fields: Sequence[str] = ()) -> Iterator[_NamedRow | Problem]:
-    """The rows with the names that the first row gives; where there are `fields`, with those columns alone.
+def _named_rows(stream: ByteStream, file: InputFile, fields: Sequence[str] = ()) -> Iterator[Row | Problem]:
+    """The rows as bytes, named by the first row; where there are `fields`, with those columns alone.
 
     A problem that costs every row comes last, with their number, and what is wrong with single rows before it.
     """
@@ -309,7 +303,7 @@ def _named_rows(stream: ByteStream, file: InputFile, fields: Sequence[str] = ())
         elif fields and row.binary:
             yield Problem(file.name, place, "binary", "the row holds NUL bytes", records=1)
         else:
-            yield _NamedRow(place, {names[at]: row.values[at] for at in wanted})
+            yield Row({names[at]: row.values[at] for at in wanted}, place)
     if wrong is not None:
         yield replace(wrong, records=lost, instead=instead if wrong.kind == "field" else "")
 

@@ -263,9 +263,14 @@ def write_samples(
                 "files": files,
                 "fingerprint": hashlib.sha256(learned_from.encode("ascii")).hexdigest(),
             }
-            stated = hashlib.sha256(canonical_json(content)).hexdigest()
-            write_new(work / MANIFEST, canonical_json({**content, "manifest_sha256": stated}))
+            write_new(work / MANIFEST, _sealed(content))
             sync_and_hash(work / MANIFEST)
+
+
+def _sealed(content: Mapping[str, Any]) -> bytes:
+    """A manifest as it lies on disk, with a hash of its content."""
+    stated = hashlib.sha256(canonical_json(content)).hexdigest()
+    return canonical_json({**content, "manifest_sha256": stated})
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -280,11 +285,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         content = parse_json(raw)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
-        stated = content.pop("manifest_sha256", None)
-        if stated != hashlib.sha256(canonical_json(content)).hexdigest():
+        content.pop("manifest_sha256", None)
+        if raw != _sealed(content):
             raise ValueError("it is not as it was written")
-        if raw != canonical_json({**content, "manifest_sha256": stated}):
-            raise ValueError("it is not in the form it was written")
         version = content.get("version")
         if type(version) is not int or version < 1:
             raise ValueError("its version is no number")

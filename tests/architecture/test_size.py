@@ -22,11 +22,11 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 53_634,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 42_847,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 53_597,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 42_815,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 108,  # all Python outside tests
-    "modules": 238,  # of src/flatout, as all the following
-    "modules with one importer": 48,
+    "modules": 235,  # of src/flatout, as all the following
+    "modules with one importer": 47,
     "settings": 148,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
     "class names with two meanings": 5,

@@ -331,7 +331,7 @@ class SampleData(TrainingData):
             )
         yield from self.opening_notices
         few = facts["labelled_share"] < _FEW_LABELS
-        yield Check("data", "samples").told(
+        yield Check("data", "samples").finding(
             "warn" if few else "note",
             f"samples: {facts['samples']:,} to train on and {len(self.val_samples):,} held out; "
             f"{facts['labelled_share']:.1%} of {facts['tokens']:,} tokens are learned",
@@ -361,7 +361,7 @@ class SampleData(TrainingData):
                 lost = name == "rows_not_used" or name.endswith("_left_out")
                 lost = lost or (name in _CUT and _MUCH * counts[name] > len(self.train))
                 longest = f"The longest has {counts.get('longest', 0):,} tokens; raise {self.limit} to keep all of it."
-                yield Check("data", name.replace("_", " ")).told(
+                yield Check("data", name.replace("_", " ")).finding(
                     "warn" if lost else "note",
                     f"samples: {count_text(name, counts[name])}{f'; {ADVICE[name]}' if name in ADVICE else ''}",
                     longest if name in _CUT else "",

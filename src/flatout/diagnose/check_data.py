@@ -47,7 +47,7 @@ from flatout.finding import Check, Finding, finding_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenFacts:
-    """What is known of the tokens; None for what nobody has counted. `exact` is False for an extrapolation."""
+    """What is known of the tokens; None for what was not counted. `exact` is False for an extrapolation."""
 
     exact: bool = False
     train_tokens: int | None = None
@@ -63,7 +63,7 @@ _check = functools.partial(Check, "data")
 _SAMPLE = 2**18  # bytes of a source that are read
 _CHARACTER_BYTES = 2**25  # of a source that are read for the characters in it
 _DOCUMENTS = 1_000_000  # whose lengths are looked at
-# Formats of which so many bytes are so many tokens, one stretch like the next.
+# Formats with a fixed ratio of bytes to tokens.
 _MEASURABLE = ("text", "jsonl", "json", "csv", "tsv", "smiles", "tokens")
 Looking = Generator[Finding, None, TokenFacts]
 
@@ -125,7 +125,7 @@ def _prepared(data: DataConfig, folder: Path, *, fits: bool) -> Looking:
 
 
 def _tokenizer_of_folder(data: DataConfig, dataset: Dataset) -> Finding:
-    """Where only a folder is named, nobody compares its tokenizer with the config's: training takes the folder's."""
+    """Where only a folder is named, its tokenizer is not compared with the config's: training takes the folder's."""
     asked, kind = data.tokenizer, dataset.tokenizer.kind
     if data.source is not None:
         return _check("fits config").ok("it was prepared with the settings of this config")
@@ -350,7 +350,7 @@ def _bytes_of(text: list[str]) -> int:
 
 
 def _first(text: list[str], most: int) -> list[str]:
-    """The first texts, up to so many characters; the last one may be cut."""
+    """The first texts, up to this many characters; the last one may be cut."""
     chosen: list[str] = []
     for part in text:
         chosen.append(part[:most])

@@ -5,7 +5,7 @@ event in the stream: the host drops it and goes on, and reads the times when the
 is the host's clock.
 
 Contract: the spans of a step add up to it, from the end of the step before to its last mark; `wait` is what the device
-stood still in between, for data or for the host. Forward and backward of a replayed graph cannot be told apart: they
+stood still in between, for data or for the host. Forward and backward of a replayed graph cannot be separated: they
 are `micro-batch`.
 Trap: an event recorded while a graph is being recorded becomes part of the graph, and has no time.
 
@@ -46,7 +46,7 @@ class Mark:
     def seconds_since(self, earlier: "Mark") -> float:
         if self.event is None or earlier.event is None:
             return self.host - earlier.host
-        if not self.event.query():  # asked first, so that a profile shows a wait only where somebody waited
+        if not self.event.query():  # asked first, so that a profile shows a wait only where the host waited
             self.event.synchronize()
         return earlier.event.elapsed_time(self.event) / 1000
 
@@ -64,7 +64,7 @@ class StepClock:
         _UNDER_WAY.set(self)
 
     def mark(self, name: str) -> None:
-        """What was going on until now was `name`."""
+        """Ends a span of this name."""
         if not (self.cuda and torch.cuda.is_current_stream_capturing()):
             self.marks.append((name, Mark(self.cuda)))
 
@@ -74,7 +74,7 @@ class StepClock:
         return marks
 
 
-# What went on until each mark, and where it began; without a beginning, at the mark before.
+# A name, the mark that ends the span, and the one that begins it: by default the mark before.
 Marks = Sequence[tuple[str, Mark] | tuple[str, Mark, Mark]]
 _UNDER_WAY: ContextVar[StepClock | None] = ContextVar("flatout_step", default=None)
 
@@ -218,7 +218,7 @@ class SpanTotals:
             self.busy += seconds if name in STEP_SPANS and name != "reduction" else 0.0
 
     def take(self, step: int, world: World) -> SpanRecord:
-        """The record of what was added since the last one. All ranks must ask for it at the same step."""
+        """The record of all spans since the last one. All ranks must ask for it at the same step."""
         busy = round(self.busy, 6)
         ranks = tuple(world.gather(busy)) if world.size > 1 else ()
         seconds = {name: round(seconds, 6) for name, seconds in self.seconds.items()}

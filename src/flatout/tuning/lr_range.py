@@ -32,8 +32,8 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
+from flatout.config.optimizers import FAR_ABOVE, FAR_BELOW, RANGE_STEPS, usual_rate
 from flatout.config.sections import MOST_RATE, OptimConfig
-from flatout.config.usual import FAR_ABOVE, FAR_BELOW, RANGE_STEPS, usual_rate
 from flatout.engine.run import Run
 from flatout.engine.state import Progress, capture, restore
 from flatout.errors import ConfigError, UsageError

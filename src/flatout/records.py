@@ -154,6 +154,19 @@ def slowest_over_median(seconds: Sequence[float]) -> tuple[int, float]:
     return slowest, seconds[slowest] / median if median > 0 else 1.0
 
 
+def slowest_rank(seconds: Sequence[float]) -> str:
+    """Which rank takes longest, against the median of all."""
+    slowest, times = slowest_over_median(seconds)
+    above = times - 1
+    return f"rank {slowest}, {above:.1%} above the median" if above >= 0.005 else "none, all within 0.5%"
+
+
+def exposed_share(reduction: float, busy: float) -> float:
+    """The share of a rank's time in steps that it waits for the gradients of others."""
+    whole = reduction + busy
+    return reduction / whole if whole > 0 else 0.0
+
+
 WAITING = 0.3  # threads of a CPU run without a core, on average: it has too many of them, or others use too much
 
 

@@ -40,7 +40,8 @@ from flatout.data.chat_template import ChatTemplate
 from flatout.data.conversations import LOOK_AT, Conversation, RowReading, choose_reading, conversation_of
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.masking import COUNTS, Rendered, TrainOn, render, tokenize
-from flatout.data.shards import SAMPLES_FORMAT
+from flatout.data.shards import MANIFEST, PROBLEMS, TOKENIZER
+from flatout.data.shards import SAMPLES_FORMAT as FORMAT
 from flatout.data.tokenizer import Ids, token_dtype
 from flatout.errors import ConfigError, DataError, many
 from flatout.files import (
@@ -56,12 +57,8 @@ from flatout.files import (
 from flatout.folders import foreign_entry, sweep, whole_folder
 from flatout.records import PrepareProgress
 
-FORMAT = SAMPLES_FORMAT
 VERSION = 2  # also changes when the same rows would give other tokens or labels
-MANIFEST = "manifest.json"
 SAMPLES = "samples.safetensors"
-PROBLEMS = "problems.jsonl"
-TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
 _FILES = (SAMPLES, PROBLEMS, TOKENIZER, TEMPLATE)
 _NEEDED = {SAMPLES, PROBLEMS, TOKENIZER}

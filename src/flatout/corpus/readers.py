@@ -377,9 +377,11 @@ _OUTSIDE = re.compile(r'["\[\]{},]')
 _PUNCTUATION = ' \t\n\r,{}"'
 _NEXT_LINE = re.compile(r"\n(?=[^\s}\]])")
 _IN_STRING = re.compile(r'"|\\.', re.DOTALL)
-# How far to look for the end of a broken element at once, and how much of that to look at again with what follows.
+# How far to look for the end of a broken element at once, first and at most, and how much of that to look at again.
+_NEAR = 2**12
 _LOOK = 2**18
 _OVERLAP = 2**10
+_PASSED = 2**14
 _DECODER = json.JSONDecoder()
 # More characters than the longest word of JSON, or than a character that is written as two escapes.
 _ESCAPE = 16
@@ -550,6 +552,9 @@ class _JsonText:
         # Where a quote is missing, the next object begins a little before the place that is found wrong.
         before = self._text[max(self._at, wrong - _OVERLAP) : wrong]
         self._skip(None if kind == "too-long" else wrong - len(before) + len(before.rstrip(_PUNCTUATION)))
+        # Places and errors are counted from the beginning of the text, which must not be far away then.
+        if self._at > max(_PASSED, len(self._text) // 64):
+            self._cut()
         return problem
 
     def _skip(self, look: int | None, *, quoted: bool = False) -> None:
@@ -557,15 +562,17 @@ class _JsonText:
 
         Another element may begin from `look` on, if brackets and quotes do not match.
         """
-        depth = 0
+        depth, reach = 0, _NEAR
         while True:
-            while len(self._text) - self._at < _LOOK and not self._ended:
+            while len(self._text) - self._at < reach and not self._ended:
                 look = None if look is None else look - self._at
                 self._grow()
-            again = None if look is None and self._in_array else self._begins_again(max(look or 0, self._at))
-            end = len(self._text) if self._ended else len(self._text) - _OVERLAP
-            end = again.start() if again is not None else end
-            while self._text[end - 1 : end] == "\\" and end > self._at:  # the half of an escape
+            end = min(self._at + reach, len(self._text))
+            last = self._ended and end == len(self._text)
+            again = None if look is None and self._in_array else self._begins_again(max(look or 0, self._at), end)
+            # The beginning of another element may be cut at the end, and so may an escape.
+            end = again.start() if again is not None else end if last else end - _OVERLAP
+            while self._text[end - 1 : end] == "\\" and end > self._at:
                 end -= 1
             while self._in_array and self._at < end:
                 match = (_IN_STRING if quoted else _OUTSIDE).search(self._text, self._at, end)
@@ -583,15 +590,16 @@ class _JsonText:
                 self._at = again.start() if again[0][0] == "," else again.end()
                 return
             self._at = max(self._at, end)
-            if self._ended:
+            if last:
                 return
+            reach = min(2 * reach, _LOOK)
 
-    def _begins_again(self, at: int) -> re.Match[str] | None:
-        """Where another element begins from a place on: an object like those before, or a line that is not indented."""
+    def _begins_again(self, at: int, end: int) -> re.Match[str] | None:
+        """Where another element begins: an object like those before, or among values a line that is not indented."""
         if not self._in_array:
-            return _NEXT_LINE.search(self._text, at)
-        key = self._key or _first_key(self._text[self._at :])
-        return re.compile(rf"[,}}\n]\s*(?=\{{\s*{re.escape(key)})").search(self._text, at) if key else None
+            return _NEXT_LINE.search(self._text, at, end)
+        key = self._key or _first_key(self._text[self._at : end])
+        return re.compile(rf"[,}}\n]\s*(?=\{{\s*{re.escape(key)})").search(self._text, at, end) if key else None
 
     def _peek(self) -> str:
         """The next character that is no space; nothing at the end."""

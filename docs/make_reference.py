@@ -12,18 +12,19 @@ import importlib
 import inspect
 import textwrap
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import flatout
-from flatout import cli, records
+from flatout import records
 from flatout.config import catalogue
 from flatout.config.facts import allowed_values, field_facts, spot_at
 from flatout.config.schema import RunConfig
 from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, WAY_ELSEWHERE_CALLED
 from flatout.config.yaml_loader import format_value
-from flatout.front.words import Parser, described
+from flatout.front.commands import COMMANDS, FORMER_NAMES, VERBS, actions_of, help_text, parser_of
+from flatout.front.words import Parser
 
 FOLDER = Path(__file__).with_name("reference")
 _MADE = "Made from the code by `python docs/make_reference.py`."
@@ -65,6 +66,7 @@ and a suggestion.
 flatout config presets                    # what ships
 flatout config copy shakespeare my.yaml
 flatout config explain my.yaml            # every value, its source, its meaning
+flatout config explain optim.learning_rate my.yaml   # one setting: why, and what it may be
 flatout config search save_steps          # settings by a word, also by another trainer's
 flatout config show gpt2-124m --hardware 8gb
 flatout config schema                     # JSON schema, for editors
@@ -136,14 +138,14 @@ flatout train gpt2-124m --hardware auto data.source=texts/ train.epochs=1   # on
 flatout train gpt2-124m --gpus 8 data.source=texts/  # the same on eight GPUs
 flatout train --view                                 # a panel with curve, speed, card and warnings
 flatout prepare gpt2-124m data.source=texts/         # only make the token shards; killed, it goes on where it was
-flatout data inspect data/gpt2-corpus                # what is in them, what was dropped and why, with a picture
-flatout tokenizer train data.source=texts/ --vocab 8192   # a byte-pair encoding of your own
+flatout prepare inspect data/gpt2-corpus             # what is in them, what was dropped and why, with a picture
+flatout prepare train-tokenizer data.source=texts/ --vocab 8192   # a byte-pair encoding of your own
 flatout eval runs/shakespeare                   # loss, perplexity, bits per byte
 flatout generate runs/shakespeare --prompt "ROMEO:" --temperature 0.8 --top-p 0.95
 flatout generate --interactive                       # the newest run, prompt by prompt
 flatout doctor gpt2-124m data.source=texts/          # what is wrong before it starts, and what to do about it
 flatout estimate gpt2-124m --price 3                 # time, memory, energy and cost, from a few real steps
-flatout plan --gpus 8..64 --size 7b --gpu h100       # memory, communication, time and goodput on many GPUs
+flatout estimate --gpus 8..64 --size 7b --gpu h100   # memory, communication, time and goodput on many GPUs
 flatout tune gpt2-124m --out tuned.yaml              # what trains fastest on this machine, as a config
 flatout tune lr                                      # a learning rate by a range test
 flatout bench                                        # what every speed switch is worth here
@@ -155,7 +157,7 @@ flatout plot runs/a runs/b                           # curves as pictures and CS
 flatout report runs/a                                # one page: curves, switches, samples, where the time went
 flatout finetune model.init_from=FOLDER chat.source=rows.jsonl   # LoRA on conversations
 flatout chat runs/lora                               # talk to it
-flatout merge runs/lora merged/                      # the adapters written into the weights
+flatout export runs/lora merged/                     # the adapters written into the weights
 flatout export runs/my-gpt2 exported/                # config.json and model.safetensors for Hugging Face tools
 ```
 
@@ -166,34 +168,30 @@ into `.venv/bin/flatout`; `. .venv/bin/activate` lets you write `flatout`. `sour
 
 
 def verbs_page() -> str:
-    rows = [f"  {verb:<11}{text}".replace("\n", f"\n{' ' * 13}") for verb, (_, text) in cli.VERBS.items() if text]
-    links = " · ".join(f"[{verb}](#flatout-{verb})" for verb in cli.VERBS)
-    help_text = cli.HELP.format(verbs="\n".join(rows))
-    parts = [_VERBS, f"\n{links}\n\n## All verbs and exit codes\n`flatout --help` prints:\n```\n{help_text}```\n"]
-    first: dict[Callable[[list[str]], int], str] = {}
-    for verb, (function, _) in cli.VERBS.items():
-        if (name := first.setdefault(function, verb)) != verb:
-            parts.append(f"\n## flatout {verb}\nAnother name for [flatout {name}](#flatout-{name}).\n")
-            continue
-        told = described(function, [])
-        if told.parser is None:
-            listed = ", ".join(f"[{action}](#flatout-{verb}-{action})" for action in told.actions)
-            parts.append(f"\n## flatout {verb}\nActions: {listed}.\n")
-        else:
-            parts.append(f"\n## flatout {verb}\n{_verb(told.parser)}")
-        for action in told.actions:
-            parser = described(function, [action]).parser
-            assert parser is not None
-            parts.append(f"\n### flatout {verb} {action}\n{_verb(parser)}")
-    return "".join(parts)
+    links = " · ".join(f"[{verb}](#flatout-{verb})" for verb in VERBS)
+    parts = [_VERBS, f"\n{links}\n\n## All verbs and exit codes\n`flatout --help` prints:\n```\n{help_text(100)}```\n"]
+    for name, command in COMMANDS.items():
+        parts.append(f"\n##{'#' if ' ' in name else ''} flatout {name}\n")
+        if command.run is not None:
+            parts.append(_verb(parser_of(command)))
+        if actions := actions_of(name):
+            listed = ", ".join(f"[{action}](#flatout-{name}-{action})" for action in actions)
+            parts.append(f"{chr(10) if command.run else ''}Actions: {listed}.\n")
+        if command.python:
+            parts.append(f"\nIn Python: [`flatout.{command.python}`](api.md#{command.python}).\n")
+    former = [f"`flatout {name}` is now `flatout {now}`" for name, now in FORMER_NAMES.items()]
+    return "".join(
+        [*parts, "\n## Former names\n", textwrap.fill("; ".join(former), 120, break_on_hyphens=False), ".\n"]
+    )
 
 
 def _verb(parser: Parser) -> str:
     words = [action for action in parser._actions if not action.option_strings]
     options = [action for action in parser._actions if action.option_strings and action.dest != "help"]
     usage = parser.usage or " ".join([parser.prog, *map(_word, words), *(["[options]"] if options else [])])
-    rows = [(f"`{_word(action)}`", _meaning(parser, action)) for action in words]
-    rows += [(f"`{_option(action)}`", _meaning(parser, action)) for action in options]
+    limits = {name: option.limits for option in parser.command.options for name in option.names}
+    rows = [(f"`{_word(action)}`", _meaning(parser, action, "")) for action in words]
+    rows += [(f"`{_option(action)}`", _meaning(parser, action, limits[action.option_strings[0]])) for action in options]
     about = textwrap.fill(parser.description or "", 120)
     return f"{about}\n```\n{usage}\n```\n" + (f"{_table(('word or option', 'meaning'), rows)}" if rows else "")
 
@@ -211,9 +209,8 @@ def _option(action: argparse.Action) -> str:
     return f"{names} {value if action.choices is None else '|'.join(map(str, action.choices))}"
 
 
-def _meaning(parser: Parser, action: argparse.Action) -> str:
+def _meaning(parser: Parser, action: argparse.Action, limits: str) -> str:
     text = (action.help or "") % {**vars(action), "prog": parser.prog}
-    limits = parser.limits.get(action.dest, "")
     text += f" ({limits})" if limits and limits not in text else ""
     default = action.default
     if default not in (None, False, [], argparse.SUPPRESS) and "default" not in text and str(default) not in text:
@@ -254,7 +251,7 @@ def records_page() -> str:
     parts = [one for one in rest if one not in progress]
     groups = {
         "Records of a run": run,
-        "Records of `data inspect`, `bench`, `ablate` and `tune`": others,
+        "Records of `prepare inspect`, `bench`, `ablate` and `tune`": others,
         "Parts of records": parts,
         "Progress": progress,
     }

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from flatout.config.schema import RunConfig
     from flatout.errors import UserError
     from flatout.finding import Finding
+    from flatout.front.commands import completion
     from flatout.front.configs import stored_config
     from flatout.front.exporting import Merged, consolidate, export, merge
-    from flatout.front.looking import doctor, plot, report
-    from flatout.front.measuring import Profile, ablate, bench, estimate, profile, search, tune, tune_lr
+    from flatout.front.looking import bundle, doctor, plot, report, runs, watch
+    from flatout.front.measuring import Profile, ablate, bench, estimate, plan, profile, search, tune, tune_lr
     from flatout.front.models import (
         Evaluation,
         LoadedModel,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from flatout.front.resuming import more_minutes
     from flatout.front.training import finetune, prepare, train
     from flatout.observe.notebook import Chart, RunResult
+    from flatout.observe.runs import RunRow
     from flatout.optim.optimizers import Group, Optimizer, Rule, StateBytes, Trainable
     from flatout.records import (
         AblateRow,
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from flatout.tuning.ablation import AblateResult, FieldEffect
     from flatout.tuning.estimate import EstimateResult
     from flatout.tuning.lr_range import LrResult
+    from flatout.tuning.many_gpus import PlanResult, PlanRow
     from flatout.tuning.study import StudyResult, TrialRow
 
 __version__ = "0.1.0"
@@ -86,13 +89,26 @@ HOMES = {
         "Evaluation",
     ),
     "flatout.front.exporting": ("export", "merge", "Merged", "consolidate"),
-    "flatout.front.measuring": ("bench", "ablate", "tune", "tune_lr", "search", "estimate", "profile", "Profile"),
-    "flatout.front.looking": ("doctor", "plot", "report"),
+    "flatout.front.measuring": (
+        "estimate",
+        "plan",
+        "bench",
+        "ablate",
+        "tune",
+        "tune_lr",
+        "search",
+        "profile",
+        "Profile",
+    ),
+    "flatout.front.looking": ("doctor", "runs", "watch", "plot", "report", "bundle"),
+    "flatout.front.commands": ("completion",),
     "flatout.finding": ("Finding",),
     "flatout.tuning.ablation": ("AblateResult", "FieldEffect"),
     "flatout.tuning.estimate": ("EstimateResult",),
+    "flatout.tuning.many_gpus": ("PlanResult", "PlanRow"),
     "flatout.tuning.lr_range": ("LrResult",),
     "flatout.tuning.study": ("StudyResult", "TrialRow"),
+    "flatout.observe.runs": ("RunRow",),
     "flatout.errors": ("UserError",),
     "flatout.records": (
         "Record",
@@ -141,6 +157,8 @@ __all__ = [
     "Merged",
     "NoticeRecord",
     "Optimizer",
+    "PlanResult",
+    "PlanRow",
     "PrepareProgress",
     "PreviewRecord",
     "Profile",
@@ -149,6 +167,7 @@ __all__ = [
     "RunConfig",
     "RunInfo",
     "RunResult",
+    "RunRow",
     "SampleRecord",
     "SpanRecord",
     "StateBytes",
@@ -163,8 +182,10 @@ __all__ = [
     "__version__",
     "ablate",
     "bench",
+    "bundle",
     "chat",
     "chat_prompt",
+    "completion",
     "consolidate",
     "doctor",
     "estimate",
@@ -177,15 +198,18 @@ __all__ = [
     "load_model",
     "merge",
     "more_minutes",
+    "plan",
     "plot",
     "prepare",
     "profile",
     "report",
+    "runs",
     "search",
     "stored_config",
     "train",
     "tune",
     "tune_lr",
+    "watch",
 ]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.alike import shared_settings
-from flatout.config.load import Config, LoadedConfig, load_config
+from flatout.config.load import Config, LoadedConfig
 from flatout.data.prepare import data_folder, has_dataset
 from flatout.engine.run import Run
 from flatout.errors import UsageError, quoted
@@ -25,15 +25,28 @@ from flatout.launch import Launch, launch
 from flatout.observe.measured.bench import read_ablate, read_bench
 from flatout.observe.measured.profile_page import as_markdown, page_of
 from flatout.parallel.ranks import joined
-from flatout.records import AblateRow, BenchProgress, BenchRow, TuneProgress, TuneResult, TuneRow, record_to_json
+from flatout.records import (
+    AblateRow,
+    BenchProgress,
+    BenchRow,
+    TuneProgress,
+    TuneResult,
+    TuneRow,
+    bench_row_from_json,
+    record_to_json,
+)
 from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, Told
 from flatout.tuning.ablation import ablate as ablate_fields
+from flatout.tuning.cluster import CARDS, GB, Card, Cluster, card_here, card_named
 from flatout.tuning.estimate import SECONDS as PROBE_SECONDS
 from flatout.tuning.estimate import EstimateResult
 from flatout.tuning.estimate import estimate as look_ahead
 from flatout.tuning.field_changes import check_length, choose
+from flatout.tuning.goodput import FAILURE_HOURS
 from flatout.tuning.ladder import bench as climb_ladder
 from flatout.tuning.lr_range import HIGH, LOW, STEPS, LrResult, Point, find_rate
+from flatout.tuning.many_gpus import PlanResult, Rate, on_card, planned_parameters
+from flatout.tuning.many_gpus import plan as plan_on_many
 from flatout.tuning.measure import borrowed_run
 from flatout.tuning.practice_data import practice_config, scratch_folder, settled_for_runs
 from flatout.tuning.profile import attend, fitted, profile_run
@@ -73,7 +86,7 @@ def bench(
             f"{path} holds the rows of an earlier ladder", "name a new folder, or measure what is missing with --go-on"
         )
     ladder = climb_ladder(
-        with_sources(config or load_config()),
+        with_sources(config),
         steps=steps,
         parity_steps=parity_steps,
         batch_tokens=batch_tokens,
@@ -112,7 +125,7 @@ def tune(
     GiB that emulates a smaller card, `exhaustive` tries everything, `compile` torch.compile's modes too (minutes).
     """
     yield from search_settings(
-        with_sources(config or load_config()),
+        with_sources(config),
         memory=memory,
         thorough=exhaustive,
         compiled=compile,
@@ -138,7 +151,7 @@ def tune_lr(
             f"--from {low:g} and --to {high:g} are less than a factor of ten apart",
             "a range test needs rates from far too small to far too large, such as --from 1e-7 --to 1",
         )
-    return find_rate(with_sources(config or load_config()), low=low, high=high, steps=steps, progress=progress)
+    return find_rate(with_sources(config), low=low, high=high, steps=steps, progress=progress)
 
 
 def search(
@@ -155,7 +168,7 @@ def search(
     `space` is a YAML file of fields and ranges, or what it would hold: `{"model.layers": {"range": [2, 6]}}`.
     `trials` counts the finished ones in all; a `study` file (SQLite) keeps them, and the same call goes on with it.
     """
-    loaded = with_sources(config or load_config())
+    loaded = with_sources(config)
     found = space_of(space, loaded) if isinstance(space, Mapping) else read_space(Path(space), loaded)
     kept = None if study is None else Path(study)
     return search_space(loaded, found, trials=trials, study=kept, notice=notice, progress=progress)
@@ -179,7 +192,7 @@ def ablate(
     seed in common, `seeds` of them, and are compared at `equal` tokens, seconds or both. With a `folder`, rows are kept
     in ablate.jsonl there, and the same call goes on with them. After `minutes` nothing is begun; 0 reads what is there.
     """
-    loaded = with_sources(config or load_config())
+    loaded = with_sources(config)
     if equal not in (TOKENS, SECONDS, BOTH):
         raise UsageError(f"runs cannot be compared at equal {equal!r}", "use tokens, seconds or both")
     check_length(loaded)
@@ -218,8 +231,82 @@ def estimate(
     `price` is per hour; steps are timed for about `seconds`, or not at all without `probe`. `imported` is how long
     importing took, to be counted into the start-up. A run that does not fit has a `problem` and a `way_out`.
     """
-    loaded = with_sources(config or load_config())
+    loaded = with_sources(config)
     return look_ahead(loaded, price=price, seconds=seconds, probe=probe, imported=imported, notice=notice)
+
+
+def plan(
+    config: Config | None = None,
+    gpus: Sequence[int] = (1, 2, 4, 8),
+    *,
+    gpu: str | None = None,
+    per_host: int = 8,
+    intra: float | None = None,
+    inter: float | None = None,
+    rate: float | None = None,
+    mfu: float | None = None,
+    disk: float = 2.0,
+    restart: float = 300.0,
+    failure_hours: float = FAILURE_HOURS,
+    notice: Callable[[str], None] = lambda _: None,
+) -> PlanResult:
+    """Memory, communication, step time, saves and interruptions of a run on each of these numbers of GPUs.
+
+    `gpu` is a card's name, by default this machine's, or h100. `intra` and `inter` are what a collective reaches for
+    each GPU inside a host and between hosts, `disk` what a host writes, in GB/s. One GPU reaches `rate` tokens per
+    second, or the share `mfu` of its peak; by default rows of `bench` here decide, or what is known of the card.
+    `restart` is in seconds, `failure_hours` are GPU-hours between interruptions. Measures nothing and needs no GPU.
+    """
+    name, card = (gpu, card_named(gpu)) if gpu is not None else card_here() or ("h100", CARDS["h100"])
+    loaded = with_sources(config)
+    before, loaded = len(loaded.notices), on_card(loaded, card)
+    for message in loaded.notices[before:]:
+        notice(message)
+    cluster = Cluster(
+        card=card,
+        per_host=per_host,
+        inside=card.inside if intra is None else intra * GB,
+        across=card.across if inter is None else inter * GB,
+    )
+    speed = _rate_of(name, card, planned_parameters(loaded), rate, mfu)
+    how = {"disk": disk * GB, "restart": restart, "failure_hours": failure_hours}
+    return plan_on_many(loaded, cluster, speed, gpus, **how)
+
+
+def _rate_of(name: str, card: Card, parameters: int, rate: float | None, mfu: float | None) -> Rate:
+    """How fast one GPU is: as given, as measured here, or as known of the card."""
+    if rate is not None and mfu is not None:
+        raise UsageError("--rate and --mfu say the same thing twice", "leave one of them out")
+    if rate is not None:
+        return Rate(tokens_per_second=rate, source="as told by --rate")
+    if mfu is not None:
+        return Rate(mfu=mfu, source="as told by --mfu")
+    measured = max(_measured(name, parameters), key=lambda found: found[1].mfu or 0.0, default=None)
+    if measured is not None:
+        path, row = measured
+        return Rate(mfu=row.mfu, source=f"measured here: rung {row.rung} of {row.config} in {path}")
+    if card.mfu is None:
+        raise UsageError(
+            f"nobody has told us what share of its peak rate {card.name} reaches in training",
+            "give --rate, tokens/s of one GPU with this model, or --mfu such as 0.4; `flatout bench` there measures it",
+        )
+    return Rate(mfu=card.mfu, source=card.mfu_source)
+
+
+def _measured(name: str, parameters: int) -> Iterator[tuple[Path, BenchRow]]:
+    """Rows of `flatout bench` in its usual place, of this card and a model that is not much smaller.
+
+    A small model keeps a card less busy, up to some hundred million parameters.
+    """
+    for path in sorted(Path("bench").glob("*/bench.jsonl")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = bench_row_from_json(line)
+            except ValueError:  # another version's, or torn: `flatout bench` tells of it
+                continue
+            large = row.parameters >= min(parameters / 4, 1e8)
+            if row.status == "green" and row.mfu and large and name.upper() in row.device.upper():
+                yield path, row
 
 
 # --- profiling --------------------------------------------------------------------------------------------------------
@@ -250,7 +337,7 @@ def profile(
     is written. Without `steps` it is 4, fewer if a step has many micro-batches. In the ranks of a launcher all but the
     first get None.
     """
-    loaded, found = with_sources(config or load_config()), launch()
+    loaded, found = with_sources(config), launch()
     target = _free(folder, loaded) if found is None else None
     with _quiet_profiler(), contextlib.ExitStack() as held:
         world = None if found is None else held.enter_context(_met(found, loaded))

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO, final
 
-from flatout.errors import UsageError
+from flatout.errors import UsageError, quoted
 from flatout.files import check_folder_writable, check_replaceable, disk_errors, write_whole
 from flatout.folders import make_folders, remove_empty
-from flatout.front.words import Parser, one_line, quoted
+from flatout.front.words import one_line
 from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -154,10 +154,6 @@ class Line:
         if self.shown:
             self.shown = False
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def add_overwrite(parser: Parser) -> None:
-    parser.flag("--overwrite", "also replace files that flatout did not write")
 
 
 def config_target(path: Path, *, overwrite: bool = False) -> Path:

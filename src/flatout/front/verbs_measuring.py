@@ -16,7 +16,6 @@ import json
 import os
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import flatout
 from flatout.errors import HardwareError, ResourceError, UsageError, UserError
 from flatout.folders import free_folder
+from flatout.front.configs import load_any
 from flatout.front.output import (
     Line,
-    add_overwrite,
     config_target,
     ended_by_signals,
     folder_target,
@@ -34,8 +33,7 @@ from flatout.front.output import (
     study_target,
     write_config,
 )
-from flatout.front.verbs_training import told_by_one
-from flatout.front.words import Parser, add_config, load_any
+from flatout.front.verbs_training import reported_once
 from flatout.launch import launch
 from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
@@ -52,8 +50,7 @@ GROUPS = ("ladder", "without", "extra")
 BENCH_ROWS, BENCH_PICTURE = "bench.jsonl", "bench.png"
 
 
-def bench(words: list[str]) -> int:
-    parsed = _bench_parser().parse_words(words)
+def bench(parsed: argparse.Namespace) -> int:
     names = None if parsed.rungs is None else [name.strip() for name in parsed.rungs.split(",") if name.strip()]
     if names is not None and not names:
         raise UsageError("--rungs needs names of rungs", "for example --rungs bf16,compile")
@@ -105,47 +102,6 @@ def bench(words: list[str]) -> int:
         return exit_code_of(stopped)
     _check_something_was_had(names, rows)
     return 4 if bad else 0
-
-
-def _bench_parser() -> Parser:
-    from flatout.tuning.rungs import every_name  # which needs no torch
-
-    about = (
-        "Measure every speed switch on this machine: from a naive baseline up, one at a time, then each one out of the "
-        "full set, then the rest. A rung whose losses are not the reference's prints no speed. The others are timed in "
-        "turns with the rung they are compared with, and called faster or slower only where the error allows it."
-    )
-    parser = Parser("bench", _filled(about))
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the names below are not to be broken at hyphens
-    add_config(parser)
-    settings = (
-        f"{parser.epilog} The ladder sets the switches of `speed` itself; speed.micro_batch is the most it tries."
-    )
-    listing = f"rungs (docs/bench.md tells what each one is):\n{_filled(', '.join(every_name()), '  ')}"
-    parser.epilog = f"{_filled(settings)}\n\n{listing}"
-    parser.number("--steps", 3, 10_000, default=800, help="most steps to time per rung; default 800")
-    parity = "steps whose losses must be the reference's; default 20"
-    parser.number("--parity-steps", 2, 10_000, default=20, help=parity)
-    parser.number("--batch-tokens", 1, 2**40, help="tokens per step; default: the config's, at most 64 sequences")
-    limit = "begin no other rung after about this many seconds, at least 10; --go-on measures the rest"
-    parser.number("--seconds", 10, 1e6, metavar="SECONDS", help=limit)
-    parser.add_argument(
-        "--rungs", metavar="A,B,C", help="only these rungs, and what they are compared with; the names are below"
-    )
-    parser.add_argument("--only", choices=GROUPS, help="only this part of the ladder")
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help=f"where {BENCH_ROWS} and {BENCH_PICTURE} go; default: bench/NAME, numbered when taken",
-    )
-    parser.flag("--go-on", "measure what is missing in the rows that --out holds already")
-    parser.flag("--claims", "show what guides claim of each switch, in the table and the picture")
-    parser.flag("--json", "print rows as JSON lines instead of the table")
-    return parser
-
-
-def _filled(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, 78, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _earlier_rows(folder: Path, notice: Callable[[str], None]) -> "list[BenchRow]":
@@ -230,8 +186,7 @@ def _free_folder(name: str) -> Path:
 ABLATE_ROWS, ABLATE_PICTURE = "ablate.jsonl", "ablate.png"
 
 
-def ablate(words: list[str]) -> int:
-    parsed = _ablate_parser().parse_words(words)
+def ablate(parsed: argparse.Namespace) -> int:
     loaded = load_any(parsed)
     from flatout.tuning.field_changes import check_length, check_named, choose, split_fields
 
@@ -295,36 +250,6 @@ def ablate(words: list[str]) -> int:
     return 0
 
 
-def _ablate_parser() -> Parser:
-    parser = Parser(
-        "ablate",
-        "Find what each field of a config is worth: whole runs with and without it, with the same seeds, at equal "
-        "tokens and at equal seconds. A field helps or hurts only where the noise between seeds allows to say so.",
-    )
-    add_config(parser)
-    parser.add_argument(
-        "--fields",
-        metavar="A.B,C.D=X",
-        help="fields to change, one at a time: true or false is flipped, others are written with their other value; "
-        "default: whatever model, optim and train set differently from the default, back to it",
-    )
-    parser.number("--seeds", 1, 100, default=2, help="pairs of runs per field; default 2, one gives no verdict")
-    parser.add_argument(
-        "--equal",
-        choices=("tokens", "seconds", "both"),
-        default="both",
-        help="what two runs that are compared have in common; default both",
-    )
-    parser.number("--minutes", 0, 1e6, help="begin no run that would end later; 0 shows what is there")
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help=f"where {ABLATE_ROWS} and {ABLATE_PICTURE} go, and rows are looked for; default: ablate/NAME",
-    )
-    parser.flag("--json", "print runs and the result as JSON lines instead of the table")
-    return parser
-
-
 def _hand_over_ablation(body: dict[str, Any], folder: Path, *, quiet: bool) -> None:
     """The table and the picture."""
     from flatout.observe.measured.ablate import draw_ablation, print_ablation
@@ -342,32 +267,7 @@ def _hand_over_ablation(body: dict[str, Any], folder: Path, *, quiet: bool) -> N
 # --- tune -------------------------------------------------------------------------------------------------------------
 
 
-def tune(words: list[str]) -> int:
-    finders = {"lr": tune_lr, "search": tune_search}
-    return finders[words[0]](words[1:]) if words and words[0] in finders else _tune_speed(words, tuple(finders))
-
-
-def _tune_speed(words: list[str], finders: tuple[str, ...]) -> int:
-    parser = Parser(
-        "tune",
-        "Find the micro-batch, checkpointing and loss with the most tokens per second for the config's global batch, "
-        "in pretraining or fine-tuning, by real training steps on this device. What is learned does not change.",
-    )
-    parser.actions = finders
-    add_config(parser)
-    parser.number("--memory", 0.1, 10_000.0, metavar="GIB", help="emulate a GPU with this much memory")
-    parser.add_argument("--out", metavar="FILE", help="write the config found to this YAML file, to train with")
-    add_overwrite(parser)
-    parser.flag("--exhaustive", "try every micro-batch with everything else")
-    parser.flag("--compile", "try torch.compile's modes as well; takes minutes for each")
-    parser.number(
-        "--seconds",
-        1,
-        1e6,
-        help="take the best found after this long; default 120, 1200 with compile, 3600 with --exhaustive",
-    )
-    parser.flag("--json", "print rows as JSON lines instead of the table")
-    parsed = parser.parse_words(words)
+def tune(parsed: argparse.Namespace) -> int:
     out = None if parsed.out is None else config_target(Path(parsed.out), overwrite=parsed.overwrite)
     loaded = load_any(parsed)
     verb = _verb_of(loaded)
@@ -428,20 +328,7 @@ def _print_choice(result: "TuneResult", out: Path | None, parsed: argparse.Names
 # --- tune lr, tune search ---------------------------------------------------------------------------------------------
 
 
-def tune_lr(words: list[str]) -> int:
-    parser = Parser(
-        "tune lr",
-        "Find a learning rate by a range test: real training steps whose rate rises from far too small to too large.",
-    )
-    add_config(parser)
-    parser.add_argument("--out", metavar="FILE", help="write the config found to this YAML file, to train with")
-    parser.add_argument("--plot", metavar="FILE", help="draw the curve to this PNG or SVG file")
-    parser.number("--from", 1e-12, 100.0, dest="start", metavar="RATE", default=1e-7, help="first rate; default 1e-7")
-    parser.number("--to", 1e-12, 100.0, dest="end", metavar="RATE", default=1.0, help="last rate; default 1")
-    parser.number("--steps", 20, 100_000, default=100, help="steps between them, 20 to 100,000; default 100")
-    add_overwrite(parser)
-    parser.flag("--json", "print one JSON line instead of the table")
-    parsed = parser.parse_words(words)
+def tune_lr(parsed: argparse.Namespace) -> int:
     low, high, steps = parsed.start, parsed.end, parsed.steps
     out, plot = _targets(parsed)
     loaded = load_any(parsed)
@@ -456,24 +343,8 @@ def tune_lr(words: list[str]) -> int:
     return _hand_over(result, _verb_of(loaded), print_rates, draw_rates, out, plot, parsed)
 
 
-def tune_search(words: list[str]) -> int:
-    parser = Parser(
-        "tune search",
-        "Search hyperparameters by short real runs. Fields and ranges stand in SPACE.yaml; bad trials are cut short.",
-    )
-    add_config(parser)
-    parser.usage = f"{parser.prog} SPACE.yaml [CONFIG] [SECTION.FIELD=VALUE ...] [options]"
-    parser.number("--trials", 1, 100_000, default=20, help="finished trials in all; default 20")
-    parser.add_argument(
-        "--study", metavar="FILE.db", help="keep the trials in this SQLite file, to continue with later"
-    )
-    parser.add_argument("--out", metavar="FILE", help="write the best config to this YAML file, to train with")
-    parser.add_argument("--plot", metavar="FILE", help="draw all trials to this PNG or SVG file")
-    add_overwrite(parser)
-    parser.flag("--json", "print a JSON line per trial and one for the result")
-    named = bool(words) and not words[0].startswith("-")
-    parsed = parser.parse_words(words[1:] if named else words)
-    if not named:
+def tune_search(parsed: argparse.Namespace) -> int:
+    if parsed.space is None:
         raise UsageError(
             "`flatout tune search` needs a file with the fields to search over",
             "write lines such as `optim.learning_rate: {log: [1e-4, 1e-2]}` to space.yaml and name it first",
@@ -500,7 +371,7 @@ def tune_search(words: list[str]) -> int:
 
     asked = {"trials": parsed.trials, "study": study, "notice": notice, "progress": progress}
     with ended_by_signals(became), contextlib.closing(line):
-        for record in flatout.search(words[0], loaded, **asked):
+        for record in flatout.search(parsed.space, loaded, **asked):
             line.close()
             if isinstance(record, flatout.StudyResult):
                 result = record
@@ -585,26 +456,10 @@ def _train_with(verb: str, out: Path | None, found: tuple[str, ...], parsed: arg
 # --- profile ----------------------------------------------------------------------------------------------------------
 
 
-def profile(words: list[str]) -> int:
-    parser = Parser(
-        "profile",
-        "Take some real training steps under torch's profiler and say what holds them: arithmetic, memory, launches or "
-        "data, and which switch to try. Writes a trace, a memory snapshot, the kernels and a page to read.",
-    )
-    add_config(parser)
-    timed = "steps under the profiler; default 4, fewer if a step has many micro-batches"
-    parser.number("--steps", 1, 1000, help=timed)
-    parser.add_argument(
-        "--out", metavar="FOLDER", help="where the files go; default: profile/NAME, numbered when that is taken"
-    )
-    parser.flag("--json", "print the figures as one JSON object instead of the page")
+def profile(parsed: argparse.Namespace) -> int:
     found = launch()
 
-    def checked() -> "tuple[argparse.Namespace, LoadedConfig]":
-        parsed = parser.parse_words(words)
-        return parsed, load_any(parsed, tell=found is None or found.rank == 0)
-
-    parsed, loaded = told_by_one(checked)
+    loaded = reported_once(lambda: load_any(parsed, tell=found is None or found.rank == 0))
     with ended_by_signals(lambda: "nothing was written"):
         done = flatout.profile(loaded, parsed.out, steps=parsed.steps, progress=_say)
     if done is None:

@@ -11,8 +11,8 @@ from tests.bad_configs import as_yaml, bad_config_files, bad_overrides, good_sec
 
 CONFIG_VERBS = [
     ["train"], ["prepare"], ["config", "show"], ["config", "explain"], ["train", "--json"], ["finetune"], ["estimate"],
-    ["estimate", "--gpus", "8"], ["tune"], ["tune", "lr"], ["bench"], ["ablate"], ["profile"], ["prepare", "compare-tokenizers"],
-    ["prepare", "train-tokenizer", "--vocab", "300"],
+    ["estimate", "--gpus", "8"], ["tune"], ["tune", "lr"], ["bench"], ["ablate"], ["profile"],
+    ["prepare", "compare-tokenizers"], ["prepare", "train-tokenizer", "--vocab", "300"],
 ]  # fmt: skip
 MODEL_VERBS = ["eval", "generate", "chat", "export", "plot", "report", "watch"]
 NUMBERS = {
@@ -60,8 +60,8 @@ CONTRADICTIONS = [
     ["generate", "--device", "tpu"], ["generate", "--device", "cuda:9999"], ["train", "--hardware", "7gb"],
     ["estimate", "--gpus", "8..2"], ["estimate", "--gpus", "8", "--size", "9t"], ["estimate", "--rate", "9"],
     ["estimate", "--gpus", "8", "--gpu", "abacus"], ["estimate", "--gpus", "8", "--rate", "9", "--mfu", "0.5"],
-    ["plan"], ["bundle", "."], ["data", "look"], ["report", "--zip", "--serve"], ["report", "--port", "5"], ["prepare", "--engine", "spark"],
-    ["prepare", "lora"], ["export", ".", "out", "--dtype", "int4"], ["-x"], [""],
+    ["plan"], ["bundle", "."], ["data", "look"], ["report", "--zip", "--serve"], ["report", "--port", "5"],
+    ["prepare", "--engine", "spark"], ["prepare", "lora"], ["export", ".", "out", "--dtype", "int4"], ["-x"], [""],
 ]  # fmt: skip
 
 

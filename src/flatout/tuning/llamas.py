@@ -1,4 +1,4 @@
-"""Models of other projects by their size, as settings, for `flatout plan --size`. No torch here.
+"""Models of other projects by their size, as settings, for `flatout estimate --gpus --size`. No torch here.
 
 They have the shapes of Llama 2 (7b, 13b) and Llama 3 (8b, 70b). Smaller sizes are those of our presets.
 """

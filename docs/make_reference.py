@@ -177,8 +177,8 @@ def verbs_page() -> str:
         if actions := actions_of(name):
             listed = ", ".join(f"[{action}](#flatout-{name}-{action})" for action in actions)
             parts.append(f"{chr(10) if command.run else ''}Actions: {listed}.\n")
-        if command.python:
-            parts.append(f"\nIn Python: [`flatout.{command.python}`](api.md#{command.python}).\n")
+        if command.twin:
+            parts.append(f"\nIn Python: [`flatout.{command.twin}`](api.md#{command.twin}).\n")
     former = [f"`flatout {name}` is now `flatout {now}`" for name, now in FORMER_NAMES.items()]
     return "".join(
         [*parts, "\n## Former names\n", textwrap.fill("; ".join(former), 120, break_on_hyphens=False), ".\n"]

@@ -140,7 +140,7 @@ def write_base(folder: Path, shape: str) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from flatout.config.schema import ModelConfig
-    from flatout.corpus.shipped import shakespeare
+    from flatout.corpus.document import shakespeare
     from flatout.model.gpt import build_model
     from flatout.model.hub_weights import export_huggingface
 
@@ -200,7 +200,7 @@ def main() -> int:
     names = [name for name in everything if any(fnmatch.fnmatch(name, pattern) for pattern in asked)]
 
     from flatout.errors import UserError
-    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
+    from flatout.front.output import exit_code_of, terminated_like_interrupted, word_of
 
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None

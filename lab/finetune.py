@@ -41,9 +41,8 @@ from flatout.checkpoints.adapter_folder import adapter_plan
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import IN_PYTHON
-from flatout.data.batch import Batch, Span
-from flatout.data.positions import Schedule
-from flatout.data.sample_loader import SampleLoader, SampleOrder, SampleRows
+from flatout.data.batch import Batch, Schedule, Span
+from flatout.data.sample_data import SampleLoader, SampleOrder, SampleRows
 from flatout.data.samples import Samples
 from flatout.device import Scope, detect_device, use_expandable_segments
 from flatout.engine.graphs import MicroBatchGraph, Recorder

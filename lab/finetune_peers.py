@@ -47,7 +47,7 @@ from finetune import (
     samples_of,
 )
 
-from flatout.data.sample_loader import SampleOrder
+from flatout.data.sample_data import SampleOrder
 
 UNTIMED = 1 + WARM_UP  # the first step gives the first loss, as it does for ours
 IDLE = 3  # steps on an idle device, for the host's time

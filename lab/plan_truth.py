@@ -23,7 +23,7 @@ from flatout.model.count import MemoryEstimate, estimate_memory, flops_per_token
 from flatout.model.execution import Execution
 from flatout.resolve.fit_check import ROOM
 from flatout.tuning.cluster import CARDS, Cluster
-from flatout.tuning.spread import layouts, step_time, work_of
+from flatout.tuning.many_gpus import layouts, step_time, work_of
 
 ROWS = Path(__file__).with_name("plan_rows.jsonl")
 _LLAMA = {"qk_norm": False, "tied": False}

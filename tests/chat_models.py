@@ -271,7 +271,7 @@ def write_chat_model(folder: Path, family: str = "smollm2", *, seed: int = 1, **
 def _chat_model(family: str, seed: int, shape: tuple[tuple[str, int], ...]) -> dict[str, bytes]:
     """The files of such a folder: most tests have the same ones."""
     from flatout.config.schema import ModelConfig
-    from flatout.data.model_folder import read_model_tokenizer
+    from flatout.data.tokenizer_files import read_model_tokenizer
     from flatout.model.gpt import build_model
     from flatout.model.hub_weights import export_huggingface
 

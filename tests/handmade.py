@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flatout.corpus.document import Problem
-from flatout.data.manifest import MANIFEST, OFFSET_DTYPE, TOKENIZER, VERSION, FileInfo, Manifest, SplitInfo
+from flatout.data.shards import MANIFEST, OFFSET_DTYPE, TOKENIZER, VERSION, FileInfo, Manifest, SplitInfo
 from flatout.data.tokenizer import ByteTokenizer, Tokenizer, token_dtype
 
 Documents = Sequence[Sequence[int] | bytes | np.ndarray]

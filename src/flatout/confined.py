@@ -43,7 +43,7 @@ class Exceeded(Exception):  # no UserError: only the caller knows whose program 
 
 
 @dataclass(frozen=True)
-class Limits:
+class ChildLimits:
     """What one request may take.
 
     `seconds` is processor time; `patience` is by the clock, for busy machines. The answer may have `output` bytes of
@@ -62,11 +62,11 @@ class Limits:
 class Child:
     """A process that answers requests, started with the first one, and anew after it was ended."""
 
-    def __init__(self, module: str, packages: Sequence[str] = (), limits: Limits | None = None) -> None:
+    def __init__(self, module: str, packages: Sequence[str] = (), limits: ChildLimits | None = None) -> None:
         """`packages` are those that the module imports beside Python's own library."""
         self._module = module
         self._packages = packages
-        self.limits = limits or Limits()
+        self.limits = limits or ChildLimits()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._deadline = float("inf")

@@ -1,7 +1,8 @@
-"""Imports point down only, as docs/architecture.md draws it."""
+"""Imports point down only, as the table of rooms in docs/architecture.md has it."""
 
 import ast
 import gc
+import re
 from functools import cache
 from pathlib import Path
 
@@ -74,6 +75,19 @@ def test_imports_point_down():
                 assert room in {"errors", "records", "config", "files", "folders", "lock"}, (
                     f"{path}: observe reads records only, not {room}"
                 )
+
+
+def test_the_architecture_page_has_every_room_below_those_that_it_imports():
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = [
+        line.split("|")[1] for line in page.partition("## Rooms")[2].partition("\n## ")[0].splitlines() if "|" in line
+    ]
+    row = {name: number for number, cell in enumerate(table) for name in re.findall(r"`(\w+)(?:\.py)?`", cell)}
+    assert row.keys() == LEVEL.keys() - {"__main__"}
+    for path in modules():
+        here = room_of(path)
+        for room in imported_rooms(path) - {here} if here in row else ():
+            assert row[room] <= row[here], f"{path}: {room} stands below {here} on the page"
 
 
 def test_sibling_modules_form_no_cycle():

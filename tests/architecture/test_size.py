@@ -22,18 +22,18 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 55_355,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 44_597,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 54_976,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 44_137,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 111,  # all Python outside tests
-    "modules": 319,  # of src/flatout, as all the following
-    "modules with one importer": 75,
+    "modules": 279,  # of src/flatout, as all the following
+    "modules with one importer": 60,
     "settings": 148,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
-    "class names with two meanings": 12,
+    "class names with two meanings": 7,
     "modules that import RunConfig": 0,  # besides config, resolve and the command line
     "modules that engine/setup.py imports": 20,  # of our own
 }
-LONGEST_MODULE = 802  # physical lines, in src; at most
+LONGEST_MODULE = 795  # physical lines, in src; at most
 LONGEST_LINE = 120
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def python_files(root: Path) -> Iterator[Path]:
             and not any(fnmatch.fnmatch(name, rule.strip("/")) for rule in ignored if here == ROOT or rule[0] != "/")
             and here / name != ROOT / "tests"
         ]
-        yield from (here / name for name in files if name.endswith(".py"))
+        yield from (here / name for name in files if name.endswith((".py", ".pyi")))
 
 
 def measured(path: Path) -> Source:
@@ -217,11 +217,11 @@ def counted() -> dict[str, int]:
         "lines of code": sum(source.code for source in sources()),
         "statements": sum(source.statements for source in sources()),
         "lines that the formatter skips": sum(source.text.count("# fmt: skip") for source in sources()),
-        "modules": len(package()),
+        "modules": len(modules()),
         "modules with one importer": sum(
             importers[source.module] == 1
             for source in package()
-            if source.path.name not in ("__init__.py", "__main__.py")
+            if source.path.stem not in ("__init__", "__main__")
         ),
         "settings": len(list(leaves(RunConfig))) + len(own_variables()),
         "verbs": len(VERBS),
@@ -229,7 +229,7 @@ def counted() -> dict[str, int]:
         "modules that import RunConfig": sum(
             "RunConfig" in source.names and source.module.split(".")[1] not in MAY_IMPORT_THE_CONFIG
             for source in package()
-            if source.path.parent != PACKAGE or source.path.name != "__init__.py"
+            if source.path.parent != PACKAGE or source.path.stem != "__init__"
         ),
         "modules that engine/setup.py imports": len(imported_modules(setup)),
     }

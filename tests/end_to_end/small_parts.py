@@ -4,9 +4,9 @@ import sys
 
 from flatout import cli
 from flatout.corpus import sources
-from flatout.data import merge, plan
+from flatout.data import plan, shards
 
 if __name__ == "__main__":
-    merge.SHARD_TOKENS = 50_000
+    shards.SHARD_TOKENS = 50_000
     plan.PART_BYTES = sources._WHOLE_BYTES = int(sys.argv[1])
     sys.exit(cli.main(sys.argv[2:]))

@@ -8,9 +8,9 @@ import pytest
 
 from flatout import api
 from flatout.cli import main
+from flatout.front.output import Terminated
 from flatout.records import EvalRecord
 from flatout.tuning import ablation
-from flatout.tuning.signals import Terminated
 from tests.conftest import TINY
 
 

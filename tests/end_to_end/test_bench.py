@@ -15,7 +15,7 @@ from flatout.cli import main
 from flatout.config.load import LoadedConfig
 from flatout.records import BenchRow
 from flatout.tuning import ladder, turns
-from flatout.tuning.turns import Clock
+from flatout.tuning.ladder import Clock
 from tests.conftest import TINY
 
 QUICK = ["bench", *TINY, "--steps", "3", "--parity-steps", "3"]

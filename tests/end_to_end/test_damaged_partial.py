@@ -10,9 +10,9 @@ import pytest
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus import sources
 from flatout.data import plan
-from flatout.data.manifest import Manifest
 from flatout.data.pack import pack_corpus
 from flatout.data.plan import request_of
+from flatout.data.shards import Manifest
 from flatout.errors import DataError
 from flatout.folders import MARK
 from flatout.records import PrepareProgress

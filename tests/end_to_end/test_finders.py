@@ -21,9 +21,9 @@ from flatout.errors import ConfigError, DataError, DeviceMemoryError, DivergedEr
 from flatout.front import output
 from flatout.records import EvalRecord
 from flatout.tuning import lr_range, study
+from flatout.tuning.changes import read_space
 from flatout.tuning.lr_range import find_rate
 from flatout.tuning.measure import Steps
-from flatout.tuning.search_space import read_space
 from flatout.tuning.study import StudyResult, TrialRow, search
 from tests.conftest import TINY
 from tests.end_to_end.forked import Forked

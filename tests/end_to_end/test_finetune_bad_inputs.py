@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from flatout import api
 from flatout.cli import main
 from flatout.config.load import load_config
-from flatout.confined import Limits
+from flatout.confined import ChildLimits
 from flatout.data import chat_template
 from flatout.files import canonical_json
 from flatout.model.seal import SEAL
@@ -399,7 +399,7 @@ def state_of(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("name", CASES)
 def test_two_lines_and_nothing_is_lost(name, good, tmp_path, monkeypatch, capsys):
     case, here = CASES[name], tmp_path / "here"
-    monkeypatch.setattr(chat_template.child(), "limits", Limits(seconds=0.1, memory=2**28))
+    monkeypatch.setattr(chat_template.child(), "limits", ChildLimits(seconds=0.1, memory=2**28))
     shutil.copytree(good, here)
     monkeypatch.chdir(here)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -18,7 +18,7 @@ from flatout.cli import main
 from flatout.config.load import load_config
 from flatout.data import pack
 from flatout.data.tokenizer import CharTokenizer
-from flatout.data.train_tokenizer import train_bpe, write_tokenizer
+from flatout.data.tokenizer_files import train_bpe, write_tokenizer
 from flatout.diagnose.examine import examine
 from flatout.errors import UserError
 from flatout.front import exporting

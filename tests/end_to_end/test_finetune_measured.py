@@ -13,11 +13,11 @@ from flatout.errors import ConfigError, UsageError
 from flatout.records import AblateRow, RunInfo
 from flatout.tuning import estimate_probe, profile
 from flatout.tuning.bottleneck import Measurements, judge
+from flatout.tuning.changes import read_space
 from flatout.tuning.estimate import estimate
 from flatout.tuning.lr_range import find_rate, range_test
 from flatout.tuning.measure import Steps, borrowed_run
 from flatout.tuning.rungs import FULL, SAMPLES, all_rungs, every_name, settings_of
-from flatout.tuning.search_space import read_space
 from flatout.tuning.study import StudyResult, search
 from tests.chat_models import write_chat_model
 

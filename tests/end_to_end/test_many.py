@@ -122,7 +122,7 @@ def test_under_a_launcher_that_has_started_processes_gpus_is_refused(
 ):
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(ranks, "refuse", lambda found, error, join: error)  # there is nobody to wait for
+    monkeypatch.setattr(ranks, "refuse", lambda found, error: error)  # there is nobody to wait for
     assert cli.main(["train", *TWO]) == 2
     assert "a launcher has started 2 already" in capfd.readouterr().err
 

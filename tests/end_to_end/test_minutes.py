@@ -16,7 +16,7 @@ from flatout.errors import ConfigError
 from flatout.launch import AGENT, Attempt, Launch
 from flatout.observe.sinks import read_metrics
 from flatout.records import EndRecord, EvalRecord, NoticeRecord, RunInfo, StepRecord
-from flatout.tuning import minutes_probe
+from flatout.tuning import minutes
 from flatout.tuning.minutes import SizeSpeed
 
 WSD = ["optim.schedule=wsd", "optim.decay_fraction=0.6", "optim.min_ratio=0.0", "speed.threads=1"]
@@ -94,7 +94,7 @@ def test_minutes_choose_a_size_and_say_why(
         tried.append(shape)
         return SizeSpeed(2e-5 * shape.dense(64) / 1e5, 0.002)
 
-    monkeypatch.setattr(minutes_probe, "measured_speed", measured)
+    monkeypatch.setattr(minutes, "measured_speed", measured)
     words = [f"data.source={corpus}", "data.tokenizer=char", "speed.threads=1"]
     assert main(["train", "--minutes", "0.012", *words, "output.folder=out"]) == 0
     told, meanwhile = capsys.readouterr()

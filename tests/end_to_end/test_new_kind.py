@@ -11,11 +11,9 @@ import flatout
 from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
-from flatout.data.batch import BatchLoader, Delivery, Raw, Span, as_signed
-from flatout.data.positions import Schedule
+from flatout.data.batch import BatchLoader, DataFacts, Delivery, Raw, Schedule, Span, TrainingData, as_signed
 from flatout.data.shards import HeldTokens, Tokens
 from flatout.data.tokenizer import IdTokenizer
-from flatout.data.training_data import DataFacts, TrainingData
 from flatout.errors import DataError, UsageError
 from flatout.finding import Finding
 from flatout.records import EvalRecord, StepRecord, TuneResult

@@ -34,7 +34,7 @@ from flatout.checkpoints.run_folder import checkpoint_to_load, find_resume_point
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import ModelConfig
 from flatout.corpus import sources
-from flatout.data import merge, plan
+from flatout.data import plan, shards
 from flatout.data.shards import open_dataset
 from flatout.engine import saver
 from flatout.engine.writer import Plan, save_plan
@@ -352,7 +352,7 @@ class Preparing:
         words = ["data.source=rows", "data.tokenizer=bytes", "data.split=document"]
         config = self.load(*words, f"data.validation={share}", f"data.folder={folder / 'data/set'}")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(merge, "SHARD_TOKENS", 600)
+            patch.setattr(shards, "SHARD_TOKENS", 600)
             flatout.prepare(config, workers=0, overwrite=overwrite)
 
     def check(self, old: str | None, new: str) -> Check:

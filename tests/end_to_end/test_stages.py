@@ -7,7 +7,7 @@ import torch
 
 import flatout
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
-from flatout.data.positions import Schedule, Stage
+from flatout.data.batch import Schedule, Stage
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.loop import warm_up
 from flatout.engine.run import Run

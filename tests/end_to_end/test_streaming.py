@@ -136,7 +136,7 @@ def test_an_interrupted_stream_goes_on_bit_for_bit(tiny: Tiny, source: Path):
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_hub_dataset_is_streamed_and_goes_on(tiny: Tiny, tmp_path: Path, source: Path, monkeypatch, kind: str):
     pytest.importorskip("datasets")
-    monkeypatch.setattr(stream, "_HUB_CHARACTERS", 500)
+    monkeypatch.setattr(plan, "_HUB_CHARACTERS", 500)
     monkeypatch.setattr(stream, "_worker_count", lambda inputs: 0)
     folder = tmp_path / "hub"
     folder.mkdir()

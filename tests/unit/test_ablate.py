@@ -16,7 +16,7 @@ from flatout.observe.picture import is_picture
 from flatout.records import AblateRow, EvalRecord, ablate_row_from_json, record_to_json
 from flatout.tuning import ablation
 from flatout.tuning.ablation import AblateResult
-from flatout.tuning.field_changes import Change, changes_to_defaults, choose, named_changes, split_fields
+from flatout.tuning.changes import Change, changes_to_defaults, choose, named_changes, split_fields
 
 # --- which fields -----------------------------------------------------------------------------------------------------
 

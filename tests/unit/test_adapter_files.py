@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flatout.config.schema import ModelConfig
-from flatout.confined import Limits
+from flatout.confined import ChildLimits
 from flatout.errors import CheckpointError, ResourceError
 from flatout.files import canonical_json
 from flatout.folders import _write_mark
@@ -293,7 +293,7 @@ def linked(path: Path) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def impatient():
     """Patterns with less time than they have otherwise."""
-    patterns.child().limits = Limits(seconds=0.1)
+    patterns.child().limits = ChildLimits(seconds=0.1)
     yield
     patterns.child().close()
     patterns.child.cache_clear()

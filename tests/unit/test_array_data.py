@@ -10,8 +10,7 @@ import torch
 
 from flatout.config.schema import DataConfig
 from flatout.data.array_data import ArrayData, Arrays, open_arrays
-from flatout.data.batch import Delivery, Span
-from flatout.data.positions import Schedule, Stage
+from flatout.data.batch import Delivery, Schedule, Span, Stage
 from flatout.errors import DataError, UserError
 
 SCHEDULE = Schedule.constant(3, 8)

@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 
-from flatout.confined import Limits
-from flatout.data.chat_template import ChatTemplate, TemplateRefusal, child, load_template, template_from_json
-from flatout.data.model_folder import read_model_tokenizer, read_templates
+from flatout.confined import ChildLimits
+from flatout.data.chat_template import (
+    ChatTemplate,
+    TemplateRefusal,
+    child,
+    load_template,
+    read_templates,
+    template_from_json,
+)
 from flatout.data.tokenizer import ModelTokenizer, tokenizer_from_json
+from flatout.data.tokenizer_files import read_model_tokenizer
 from flatout.errors import DataError
 from tests.chat_models import FAMILIES, LLAMA3, MARKED, SMOLLM2, chat, write_model
 
@@ -129,7 +136,7 @@ def test_templates_cannot_leave_the_sandbox(text: str):
 def impatient():
     """The child that renders, with less time and memory than it has otherwise."""
     usual = child().limits
-    child().limits = Limits(seconds=0.1, memory=2**28)
+    child().limits = ChildLimits(seconds=0.1, memory=2**28)
     child().close()
     yield
     child().limits = usual

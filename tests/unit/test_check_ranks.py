@@ -21,7 +21,7 @@ from flatout.diagnose.check_ranks import (
 )
 from flatout.diagnose.check_run import check_memory
 from flatout.finding import Finding, exit_code
-from flatout.tuning.llamas import llama_words
+from flatout.tuning.cluster import llama_words
 from tests.unit.test_doctor import DISK, H200, TRIALS, decided, machine, visit
 
 EIGHT = machine(cards=tuple(dataclasses.replace(H200, identity=f"GPU-{number}") for number in range(8)))

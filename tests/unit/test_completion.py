@@ -100,7 +100,7 @@ def test_every_command_has_help_a_twin_in_python_and_names_what_it_takes(command
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: flatout {command.name}")
     if " " not in command.name:
-        assert callable(getattr(flatout, command.python))
+        assert callable(getattr(flatout, command.twin))
     for option in command.options:
         assert option.by_place or option.names[0] in shown
     assert list(tmp_path.iterdir()) == []

@@ -11,12 +11,12 @@ import time
 import pytest
 
 from flatout import confined
-from flatout.confined import Child, Exceeded, Limits
+from flatout.confined import Child, ChildLimits, Exceeded
 from flatout.errors import ResourceError
 
 
 def patterns(**limits: float) -> Child:
-    return Child("flatout.model.patterns", limits=Limits(**{"seconds": 0.1, **limits}))
+    return Child("flatout.model.patterns", limits=ChildLimits(**{"seconds": 0.1, **limits}))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_the_clock_ends_what_the_system_does_not():
 
 
 def test_an_answer_that_is_too_long_is_not_read():
-    short = Child("flatout.model.patterns", limits=Limits(output=100, output_times=0))
+    short = Child("flatout.model.patterns", limits=ChildLimits(output=100, output_times=0))
     assert ask(short, "a", "a") == [0]
     with pytest.raises(Exceeded, match="writes more than 100 bytes"):
         ask(short, "a", *["a"] * 500)

@@ -16,7 +16,7 @@ from flatout.config.load import load_config
 from flatout.config.schema import CleanConfig
 from flatout.corpus import clean
 from flatout.corpus.clean import RULES, CleanRules, language_of, load_rules, rejection
-from flatout.corpus.shipped import shakespeare
+from flatout.corpus.document import shakespeare
 from flatout.errors import ConfigError, DataError
 
 DOCS = Path(__file__).parents[2] / "docs" / "cleaning.md"

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.corpus import near
-from flatout.corpus.near import SIGNATURE_BYTES, SLOTS, bands_for, near_duplicates, signature
+from flatout.corpus import clean as near
+from flatout.corpus.clean import SIGNATURE_BYTES, SLOTS, bands_for, near_duplicates, signature
 from flatout.errors import DataError
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -120,7 +120,7 @@ def test_signatures_never_change_between_versions() -> None:
 
 @pytest.mark.parametrize("kernel", ["scalar", "avx2", ""])
 def test_another_process_and_another_processor_give_the_same(kernel: str) -> None:
-    code = "import sys; from flatout.corpus.near import signature; print([signature(t).hex() for t in sys.argv[1:]])"
+    code = "import sys; from flatout.corpus.clean import signature; print([signature(t).hex() for t in sys.argv[1:]])"
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(SOURCE), "RENSA_FORCE_KERNEL": kernel}
     texts = [*TEXTS, " ".join(words(2000, 3))]
     done = subprocess.run([sys.executable, "-c", code, *texts], env=environment, capture_output=True, check=True)

@@ -272,7 +272,10 @@ def test_molecules_are_the_first_words(tmp_path: Path) -> None:
         ('[{"text": "a"}, {"text": "b}, {"text": "c"}]', ["a", ("json", "element 2, byte 32", 1), "c"]),
         ('[{"text": "a"}, {"text": b"}, {"text": "c"}]', ["a", ("json", "element 2, byte 25", 1), "c"]),
         ('[{"text": "1, 2", oh, {"text": "b"}, {"text": "c"}]', [("json", "element 1, byte 18", 1), "b", "c"]),
-        ('[oh, {"text": , {"text": "b"}, "c"]', [("json", "element 1, byte 1", 2), "b", "c"]),
+        (
+            '[oh, {"text": , {"text": "b"}, "c"]',
+            [("json", "element 1, byte 1", 1), ("json", "element 2, byte 14", 1), "b", "c"],
+        ),
         ('[{"text": [{"text": 1}, {"text": oh}]}, {"text": "b"}]', [("json", "element 1, byte 33", 1), "b"]),
         ('{"text": "a"}\n{"text": oh}\n{"text": "c"}\n', ["a", ("json", "element 2, byte 23", 1), "c"]),
         ('["a", ]', ["a", ("json", "element 1, byte 6", 0)]),

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatout.corpus import arrow, shipped
+from flatout.corpus import arrow
+from flatout.corpus import document as shipped
 from flatout.corpus.document import InputFile, Slice
-from flatout.corpus.sources import Found, find_files, format_of, slices_of, unread_text
+from flatout.corpus.sources import FoundFiles, find_files, format_of, slices_of, unread_text
 from flatout.corpus.streams import PIECE
 from flatout.errors import DataError
 
@@ -22,11 +23,11 @@ def put(folder: Path, files: dict[str, bytes]) -> None:
         path.write_bytes(content)
 
 
-def names(found: Found, folder: Path) -> list[str]:
+def names(found: FoundFiles, folder: Path) -> list[str]:
     return [os.path.relpath(file.path, folder) for file in found.files]
 
 
-def problems(found: Found) -> list[tuple[str, str, int]]:
+def problems(found: FoundFiles) -> list[tuple[str, str, int]]:
     return [(os.path.basename(problem.file), problem.kind, problem.records) for problem in found.problems]
 
 
@@ -219,7 +220,7 @@ def test_binary_files_are_told_as_such_and_not_taken_for_unread_text(tmp_path: P
         "7 binary (.docx .pdf .png .so .tar.gz .zip ...)"
     )
     assert (found.unknown, unread_text(found.passed_over)) == (3, [".html", ".py", "no suffix"])
-    assert not Found(found.files, (), {f"{n}.png": ".png (binary)" for n in range(9)}).mostly_unknown
+    assert not FoundFiles(found.files, (), {f"{n}.png": ".png (binary)" for n in range(9)}).mostly_unknown
 
 
 def test_a_bin_file_in_a_folder_is_told_what_it_was_taken_for(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from flatout.corpus import streams
 from flatout.corpus.document import InputFile
-from flatout.corpus.streams import ByteStream, Line, Piece, before, decode, lines, pieces, whole_characters
+from flatout.corpus.streams import ByteStream, TextLine, TextPiece, before, decode, lines, pieces, whole_characters
 from flatout.data.tokenizer import Gpt2Tokenizer
 from flatout.errors import DataError
 
@@ -213,7 +213,7 @@ def test_lines_are_those_between_newlines_however_sliced(tmp_path: Path, data: b
     assert all(data[line.offset : line.offset + line.length] == line.raw for line in whole)
     assert [line.ended for line in whole] == [True] * (len(raws) - 1) + [data.endswith(b"\n")] * (len(raws) > 0)
     cuts = sorted(step.draw(st.sets(st.integers(1, len(data) + 2), max_size=5)))
-    sliced: list[Line] = []
+    sliced: list[TextLine] = []
     for start, end in itertools.pairwise([0, *cuts, None]):
         with ByteStream(file, before(start or 0)) as stream:
             sliced += lines(stream, start=start or 0, end=end)
@@ -272,7 +272,7 @@ def expected_pieces(data: bytes, mark: bytes | None, size: int) -> list[tuple[in
     return result
 
 
-def plain(piece: Piece) -> tuple[int, bytes, bool, bool]:
+def plain(piece: TextPiece) -> tuple[int, bytes, bool, bool]:
     return piece.offset, bytes(piece.raw), piece.begins, piece.ends
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.best_fit import Packing, best_fit
+from flatout.data.sampler import Packing, best_fit
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 90)), max_size=120)
 

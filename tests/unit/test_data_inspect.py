@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from flatout.cli import main
 from flatout.data import inspect
 from flatout.data.inspect import read_problems, read_report, shown, summarize
-from flatout.data.manifest import VERSION, FileInfo, Manifest, SplitInfo
-from flatout.data.shards import open_dataset
+from flatout.data.shards import VERSION, FileInfo, Manifest, SplitInfo, open_dataset
 from flatout.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, token_dtype
 from flatout.errors import DataError
 from flatout.records import DataSummary, record_to_json

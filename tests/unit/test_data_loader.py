@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.data import loader as module
-from flatout.data.batch import PREFETCH, Batch, Delivery, Span
-from flatout.data.loader import IGNORED, DeviceLoader, HostLoader, Windows, evaluation_batches, windows_of
-from flatout.data.positions import Schedule
+from flatout.data import shard_data as module
+from flatout.data.batch import PREFETCH, Batch, Delivery, Schedule, Span, evaluation_batches
 from flatout.data.sampler import WindowOrder, window_count
+from flatout.data.shard_data import DeviceLoader, HostLoader, Windows, windows_of
 from flatout.data.shards import TokenShards
-from flatout.data.threads import LoaderError, Threads
 from flatout.data.tokenizer import ByteTokenizer, CharTokenizer
+from flatout.data.workers import LoaderError, Threads
 from flatout.errors import DataError, ResourceError
 from flatout.ops.documents import PackedRows
+from flatout.ops.reference import IGNORED
 from flatout.world import World
 from tests.handmade import write_dataset
 

@@ -23,18 +23,17 @@ from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus import readers, sources
 from flatout.corpus.clean import CleanRules
 from flatout.corpus.document import Document, Problem, ReadOptions, Slice
-from flatout.data import merge, plan
+from flatout.data import merge, plan, shards
 from flatout.data import pack as pack_module
 from flatout.data import part as part_module
 from flatout.data.inspect import read_problems, read_report
-from flatout.data.journal import Journal
-from flatout.data.manifest import Manifest, read_manifest
+from flatout.data.merge import Journal
 from flatout.data.pack import pack_corpus
 from flatout.data.part import PIECE, Part, PartHead, PartResult, Recipe
 from flatout.data.plan import request_of
 from flatout.data.prepare import prepare_data
 from flatout.data.shard_data import notices_on_folder
-from flatout.data.shards import open_dataset, verify_dataset
+from flatout.data.shards import Manifest, open_dataset, read_manifest, verify_dataset
 from flatout.data.tokenizer import ByteTokenizer, load_tokenizer
 from flatout.data.workers import Worker
 from flatout.errors import DataError, ResourceError
@@ -173,7 +172,7 @@ def test_documents_are_tokenized_one_by_one_and_end_in_the_id(tmp_path: Path) ->
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "SHARD_TOKENS", 37)
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 37)
     first = pack(rows(tmp_path), tmp_path / "a", "gpt2", "document", 0.3)
     second = pack(rows(tmp_path), tmp_path / "b", "gpt2", "document", 0.3)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
@@ -190,12 +189,12 @@ def test_the_size_of_shards_does_not_change_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
 ) -> None:
     pack(rows(tmp_path, TEXTS[:8]), tmp_path / "one", "bytes", "contiguous", 0.2)
-    monkeypatch.setattr(merge, "SHARD_TOKENS", shard_tokens)
+    monkeypatch.setattr(shards, "SHARD_TOKENS", shard_tokens)
     manifest = pack(rows(tmp_path, TEXTS[:8]), tmp_path / "many", "bytes", "contiguous", 0.2)
     assert split_tokens(tmp_path / "one") == split_tokens(tmp_path / "many")
-    shards = manifest.splits["train"].shards
-    assert len(shards) == -(-manifest.splits["train"].tokens // shard_tokens)
-    assert all(shard.bytes == 2 * shard_tokens for shard in shards[:-1])
+    made = manifest.splits["train"].shards
+    assert len(made) == -(-manifest.splits["train"].tokens // shard_tokens)
+    assert all(shard.bytes == 2 * shard_tokens for shard in made[:-1])
 
 
 def test_a_large_vocabulary_is_kept_in_four_bytes(tmp_path: Path) -> None:
@@ -1291,7 +1290,7 @@ def test_a_folder_of_mostly_other_files_is_refused_unless_a_format_is_given(tmp_
 
 
 def test_splits_of_a_saved_dataset_are_no_reason_to_refuse_it() -> None:
-    found = sources.Found(files=(Mock(),), left={name: f"split {name}" for name in ("test", "validation", "more")})
+    found = sources.FoundFiles(files=(Mock(),), left={name: f"split {name}" for name in ("test", "validation", "more")})
     assert not found.mostly_unknown
 
 

@@ -5,9 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from flatout.data.portable import as_model_tokenizer, own_tokenizer, portable, tokenizer_files, with_stops
 from flatout.data.tokenizer import ByteTokenizer, CharTokenizer, Gpt2Tokenizer, HuggingFaceTokenizer, Tokenizer
-from flatout.data.train_tokenizer import train_bpe
+from flatout.data.tokenizer_files import (
+    as_model_tokenizer,
+    own_tokenizer,
+    portable,
+    tokenizer_files,
+    train_bpe,
+    with_stops,
+)
 from flatout.errors import DataError
 
 TEXTS = [

@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flatout.data import shards as module
-from flatout.data.manifest import VERSION, _canonical, read_manifest
-from flatout.data.shards import TokenShards, open_dataset, verify_dataset
+from flatout.data.shards import VERSION, TokenShards, _canonical, open_dataset, read_manifest, verify_dataset
 from flatout.data.tokenizer import ByteTokenizer, CharTokenizer
 from flatout.errors import DataError
 from tests.handmade import write_dataset

@@ -25,18 +25,16 @@ from flatout.config.sections import SourceConfig
 from flatout.corpus import readers, sources
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
 from flatout.data import plan, stream, stream_loader, workers
-from flatout.data.batch import Delivery, Span
+from flatout.data.batch import Delivery, Schedule, Span
 from flatout.data.pack import pack_corpus
 from flatout.data.part import BEGINS, ENDS, PIECE, REJECTED, Part, PartHead, PartResult, run_part
-from flatout.data.plan import Inputs, request_of
-from flatout.data.positions import Schedule
+from flatout.data.plan import Inputs, Position, parts_of_lap, request_of
 from flatout.data.sampler import WindowOrder
 from flatout.data.shards import open_dataset
-from flatout.data.stream import Position, StreamDataset, TokenStream, open_stream, parts_of_lap
+from flatout.data.stream import StreamDataset, TokenStream, open_stream
 from flatout.data.stream_loader import StreamLoader
-from flatout.data.threads import LoaderError
 from flatout.data.tokenizer import ByteTokenizer
-from flatout.data.workers import ProcessEngine
+from flatout.data.workers import LoaderError, ProcessEngine
 from flatout.errors import ConfigError, DataError
 from flatout.world import World
 
@@ -362,8 +360,8 @@ def test_parts_of_a_hub_dataset_hold_every_row_once_from_any_part_on(monkeypatch
 
     monkeypatch.setattr(tables, "HubStream", FakeHub)
     characters, documents = limits
-    monkeypatch.setattr(stream, "_HUB_CHARACTERS", characters)
-    monkeypatch.setattr(stream, "_HUB_DOCUMENTS", documents)
+    monkeypatch.setattr(plan, "_HUB_CHARACTERS", characters)
+    monkeypatch.setattr(plan, "_HUB_DOCUMENTS", documents)
     files = tuple(InputFile(f"hf:made/{name}", f"made/{name}", "hub", "none", 0) for name in ("up", "too"))
     parts = list(parts_of_lap(files, (ReadOptions(),), Position()))
     half = len(parts) // 2
@@ -388,7 +386,7 @@ def test_a_hub_dataset_goes_on_from_its_own_state(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(tables, "HubStream", FakeHub)
     monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
-    monkeypatch.setattr(stream, "_HUB_CHARACTERS", 600)
+    monkeypatch.setattr(plan, "_HUB_CHARACTERS", 600)
     monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
     opened = open_stream(settings("hf:made/up"), workers=0)
     epoch = len(row_of_epoch(opened))

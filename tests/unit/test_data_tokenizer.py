@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from flatout.corpus import shipped
+from flatout.corpus import document as shipped
 from flatout.data import tokenizer as module
 from flatout.data.tokenizer import (
     ByteTokenizer,

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data import tokenizer as tokenizer_module
-from flatout.data import train_tokenizer as module
+from flatout.data import tokenizer_files as module
 from flatout.data.tokenizer import END_OF_TEXT, ByteTokenizer, CharTokenizer, HuggingFaceTokenizer, load_tokenizer
-from flatout.data.train_tokenizer import Split, fertility, train_bpe, write_tokenizer
+from flatout.data.tokenizer_files import Split, fertility, train_bpe, write_tokenizer
 from flatout.errors import DataError, ResourceError, UsageError
 
 SPLITS: tuple[Split, ...] = ("gpt2", "gpt4")
@@ -79,7 +79,7 @@ def test_other_libraries_read_the_file(tmp_path: Path, learned: dict[Split, Hugg
 
 def test_the_same_corpus_gives_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     script = (
-        "import json, sys; from flatout.data.train_tokenizer import train_bpe, write_tokenizer\n"
+        "import json, sys; from flatout.data.tokenizer_files import train_bpe, write_tokenizer\n"
         "write_tokenizer(train_bpe(iter(json.load(sys.stdin)), 320), sys.argv[1])"
     )
     files = []

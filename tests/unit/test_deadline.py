@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flatout.config.schema import OptimConfig
-from flatout.data.positions import Schedule
+from flatout.data.batch import Schedule
 from flatout.engine import loop
 from flatout.engine.deadline import Deadline
 from flatout.engine.loop import begin, noted

@@ -21,7 +21,7 @@ def test_every_field_belongs_to_one_feature():
     known = set(ModelConfig.model_fields)
     missing, unknown = sorted(known - owners.keys()), sorted(owners.keys() - known)
     twice = sorted(field for field, count in owners.items() if count > 1)
-    assert not missing, f"declare {missing} in model/fields.py: see 'Adding a model field' in docs/architecture.md"
+    assert not missing, f"declare {missing} in model/fields.py: see 'Adding a model field' in docs/extending.md"
     assert not unknown, f"model/fields.py declares {unknown}, which ModelConfig does not have"
     assert not twice, f"model/fields.py declares {twice} more than once"
 

@@ -13,7 +13,7 @@ from flatout.files import check_replaceable, readable_sizes
 from flatout.front import output
 from flatout.observe.sinks import MetricsFile, read_metrics
 from flatout.records import NoticeRecord
-from flatout.tuning.search_space import read_space
+from flatout.tuning.changes import read_space
 from flatout.tuning.study import search
 
 

@@ -15,7 +15,7 @@ from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
 from flatout.config.unused import check_used
-from flatout.data.sample_loader import SampleOrder, SampleRows
+from flatout.data.sample_data import SampleOrder, SampleRows
 from flatout.data.samples import Samples
 from flatout.device import Device
 from flatout.engine.books import Progress

@@ -11,7 +11,7 @@ import pytest
 
 from flatout.config.load import load_config
 from flatout.config.schema import micro_batch_of
-from flatout.data.sample_loader import SampleOrder
+from flatout.data.sample_data import SampleOrder
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "examples" / "instructions.jsonl"

@@ -14,9 +14,10 @@ import pytest
 
 from flatout.checkpoints.adapter_folder import adapter_at
 from flatout.cli import main
-from flatout.data import portable, tokenizer
+from flatout.data import tokenizer
+from flatout.data import tokenizer_files as portable
 from flatout.data.chat_template import load_template
-from flatout.data.model_folder import read_model_tokenizer
+from flatout.data.tokenizer_files import read_model_tokenizer
 from flatout.errors import CheckpointError, UserError
 from flatout.model.adapter_files import read_origin
 from flatout.model.hub import read_description

@@ -30,25 +30,27 @@ from flatout.records import BenchProgress, BenchRow, bench_row_from_json, record
 from flatout.resolve.case import Probes
 from flatout.resolve.switches import resolve_speed
 from flatout.tuning import ladder, plan, turns
-from flatout.tuning.claims import CLAIMS, TOTALS, claim_of
-from flatout.tuning.compare import Comparison, chained, compare
 from flatout.tuning.measure import Steps, borrowed_run, parity_losses, summary_of
 from flatout.tuning.plan import make_plan
 from flatout.tuning.practice_data import practice_data, write_random
 from flatout.tuning.rungs import (
     BASELINE,
+    CLAIMS,
     OWN_SWITCHES,
     TOLERANCES,
+    TOTALS,
     Rung,
     all_rungs,
     as_words,
     choose,
+    claim_of,
     every_name,
     linked,
     settings_of,
     tolerance_of,
 )
 from flatout.tuning.tuner import tune
+from flatout.tuning.turns import Comparison, chained, compare
 from tests.set_up import set_up
 
 Tiny = Callable[..., LoadedConfig]

@@ -16,9 +16,19 @@ from flatout.errors import ResourceError
 from flatout.resolve import opening
 from flatout.resolve.opening import with_tokenizer
 from flatout.resolve.sizing import applied, as_before, decide, fitted_to, on_device, settled
-from flatout.tuning import minutes_probe
-from flatout.tuning.minutes import SECONDS, WORDS, Budget, Prospect, SizeSpeed, choose, effective_tokens, flops, law_for
-from flatout.tuning.minutes_probe import decision_for
+from flatout.tuning import minutes
+from flatout.tuning.minutes import (
+    SECONDS,
+    WORDS,
+    Budget,
+    Prospect,
+    SizeSpeed,
+    choose,
+    decision_for,
+    effective_tokens,
+    flops,
+    law_for,
+)
 
 CPU = Device(torch_device=torch.device("cpu"), name="cpu", memory_bytes=None, capability=None)
 
@@ -113,10 +123,10 @@ def test_a_plan_knows_whether_there_will_be_tables(
         asked.append(budget)
         return []
 
-    monkeypatch.setattr(minutes_probe, "choose", chosen)
+    monkeypatch.setattr(minutes, "choose", chosen)
     loaded = load_config("record", ["train.minutes=2", "data.source=x", *words])
     with pytest.raises(ResourceError):
-        minutes_probe.plan(loaded, Known(vocab=50257, unique=26_000_000), device)
+        minutes.plan(loaded, Known(vocab=50257, unique=26_000_000), device)
     assert asked[0].tables is tables
 
 
@@ -155,9 +165,9 @@ def test_building_kernels_for_the_first_size_is_not_measuring(monkeypatch: pytes
         machine.choose(Shape(24, 1024))
         assert len(machine.asked) == sizes, (measuring, built)
     loaded = load_config("record", ["data.source=x", "train.minutes=1"], size="2x64")
-    monkeypatch.setattr(minutes_probe, "borrowed_run", contextlib.nullcontext)
-    monkeypatch.setattr(minutes_probe, "_step_seconds", lambda _run, sequences: (7.0, 0.01 * sequences))
-    speed = minutes_probe.measured_speed(loaded, Shape(2, 64), Known(vocab=1024), CPU)
+    monkeypatch.setattr(minutes, "borrowed_run", contextlib.nullcontext)
+    monkeypatch.setattr(minutes, "_step_seconds", lambda _run, sequences: (7.0, 0.01 * sequences))
+    speed = minutes.measured_speed(loaded, Shape(2, 64), Known(vocab=1024), CPU)
     assert speed is not None
     assert speed.built == 7.0
 
@@ -275,7 +285,7 @@ def test_a_small_vocabulary_has_its_tables_on_every_device(epochs: float, values
 
 def test_a_size_is_measured_with_the_settings_of_text_that_is_not_repeated() -> None:
     loaded = load_config("record", ["data.source=shakespeare", "train.minutes=2"])
-    trial = minutes_probe.trial_of(loaded, Shape(3, 96), Known(vocab=66, unique=1_000_000), CPU)
+    trial = minutes.trial_of(loaded, Shape(3, 96), Known(vocab=66, unique=1_000_000), CPU)
     assert (trial.config.model.mlp, trial.config.optim.ema) == ("relu2", 0.0)
 
 
@@ -311,17 +321,17 @@ def test_a_card_is_offered_the_sizes_that_fit_it() -> None:
     loaded, known = load_config("record", ["train.minutes=2", "data.source=shakespeare"]), Known(vocab=50257)
     offered = {}
     for gigabytes in (8, 80):
-        shapes, first = minutes_probe.shapes_for(loaded, known, card(gigabytes))
+        shapes, first = minutes.shapes_for(loaded, known, card(gigabytes))
         assert first in shapes
         offered[gigabytes] = [shape.dense(50257) for shape in shapes]
-        trial = minutes_probe.trial_of(loaded, shapes[-1], known, card(gigabytes))
+        trial = minutes.trial_of(loaded, shapes[-1], known, card(gigabytes))
         fitted = fitted_to(trial, f"{gigabytes}gb").config
         assert fitted.speed.micro_batch is not None
         assert (fitted.model.value_tables > 0) == (gigabytes == 80)
     assert max(offered[8]) < max(offered[80])
     assert max(offered[8]) >= 50e6
     assert max(offered[80]) > 1e9
-    only, first = minutes_probe.shapes_for(load_config("gpt-124m", ["optim.schedule=wsd"]), known, card(8))
+    only, first = minutes.shapes_for(load_config("gpt-124m", ["optim.schedule=wsd"]), known, card(8))
     assert only == [Shape(12, 768)] == [first], "the model of a config without sizes is its own"
 
 

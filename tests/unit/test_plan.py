@@ -23,11 +23,31 @@ from flatout.records import BenchRow, record_to_json
 from flatout.resolve.case import ShardingChoice
 from flatout.resolve.memory import memory_of
 from flatout.resolve.switches import resolve_speed
-from flatout.tuning.cluster import CARDS, GB, HOP_ACROSS, HOP_INSIDE, Cluster, ring
-from flatout.tuning.goodput import FAILURE_SOURCE, goodput, plan_saves
-from flatout.tuning.llamas import LLAMAS, llama_words
-from flatout.tuning.many_gpus import PlanResult, Rate, _all_works, plan
-from flatout.tuning.spread import Layout, StepTime, Work, layouts, step_time, work_of
+from flatout.tuning.cluster import (
+    CARDS,
+    FAILURE_SOURCE,
+    GB,
+    HOP_ACROSS,
+    HOP_INSIDE,
+    LLAMAS,
+    Cluster,
+    goodput,
+    llama_words,
+    plan_saves,
+    ring,
+)
+from flatout.tuning.many_gpus import (
+    Layout,
+    PlanResult,
+    Rate,
+    StepTime,
+    Work,
+    _all_works,
+    layouts,
+    plan,
+    step_time,
+    work_of,
+)
 
 TRUTH = Path(__file__).parents[2] / "lab" / "plan_truth.py"
 H100 = CARDS["h100"]

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.data.batch import Delivery, Span
-from flatout.data.loader import DeviceLoader, HostLoader, windows_of
-from flatout.data.positions import Schedule, Stage
+from flatout.data.batch import Delivery, Schedule, Span, Stage
+from flatout.data.shard_data import DeviceLoader, HostLoader, windows_of
 from flatout.data.shards import TokenShards
 from tests.handmade import write_dataset
 

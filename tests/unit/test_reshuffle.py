@@ -8,10 +8,9 @@ import torch
 
 import flatout
 from flatout.config.load import load_config
-from flatout.data.batch import Delivery, Span
-from flatout.data.loader import DeviceLoader, HostLoader, places_of, windows_of
-from flatout.data.positions import Schedule, Stage
-from flatout.data.reshuffle import Reshuffle
+from flatout.data.batch import Delivery, Schedule, Span, Stage
+from flatout.data.sampler import Reshuffle
+from flatout.data.shard_data import DeviceLoader, HostLoader, places_of, windows_of
 from flatout.data.shards import TokenShards
 from flatout.errors import ConfigError
 from flatout.world import World

@@ -10,10 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.batch import Batch, Delivery, Span
-from flatout.data.positions import Schedule
-from flatout.data.sample_data import first_samples
-from flatout.data.sample_loader import LargestRows, SampleLoader, SampleOrder, SampleRows, fullest_steps, row_lengths
+from flatout.data.batch import Batch, Delivery, LargestRows, Schedule, Span
+from flatout.data.sample_data import SampleLoader, SampleOrder, SampleRows, first_samples, fullest_steps, row_lengths
 from flatout.data.samples import Samples
 from flatout.ops.reference import IGNORED
 from flatout.world import World

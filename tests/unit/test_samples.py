@@ -17,10 +17,10 @@ from flatout.data.batch import Delivery
 from flatout.data.chat_template import ChatTemplate, load_template
 from flatout.data.make_samples import ADVICE, COUNTS, SampleRequest, count_told, prepare_samples
 from flatout.data.masking import preview, stops_of
-from flatout.data.model_folder import read_model_tokenizer
 from flatout.data.sample_data import SampleData
 from flatout.data.samples import MANIFEST, SAMPLES, SampleSet, check_target, open_samples
 from flatout.data.tokenizer import ModelTokenizer
+from flatout.data.tokenizer_files import read_model_tokenizer
 from flatout.errors import ConfigError, DataError, ResourceError, UserError
 from flatout.files import canonical_json
 from flatout.observe.measured.sample_preview import drawn, print_sample

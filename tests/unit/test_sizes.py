@@ -26,7 +26,7 @@ from flatout.data.tokenizer import ByteTokenizer, Gpt2Tokenizer
 from flatout.errors import ConfigError
 from flatout.model.count import parameter_count
 from flatout.resolve.sizing import fitted
-from flatout.tuning.fragment import config_text
+from flatout.tuning.changes import config_text
 
 GPT2 = 50257
 MINUTES = ["train.minutes=5", "optim.schedule=wsd", "optim.decay_fraction=0.6"]

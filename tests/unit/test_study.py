@@ -10,8 +10,7 @@ from flatout.config.load import load_config
 from flatout.errors import ConfigError
 from flatout.observe.measured.study_picture import at_the_edge, draw_study, print_study, trial_line
 from flatout.resolve.sizing import fitted
-from flatout.tuning.fragment import config_text
-from flatout.tuning.search_space import Dimension, Space, read_space, with_values
+from flatout.tuning.changes import Dimension, Space, config_text, read_space, with_values
 from flatout.tuning.study import TrialRow, config_facts, importance
 
 

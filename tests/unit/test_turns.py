@@ -13,9 +13,22 @@ from flatout.config.load import LoadedConfig
 from flatout.device import detect_device
 from flatout.errors import ResourceError, UsageError
 from flatout.tuning import turns
-from flatout.tuning.compare import ALIKE, FASTER, LOOKS, MISS, NOISY, SLOWER, Comparison, chained, compare, left_out
+from flatout.tuning.ladder import Clock
 from flatout.tuning.plan import make_plan
-from flatout.tuning.turns import Clock, Side, sit
+from flatout.tuning.turns import (
+    ALIKE,
+    FASTER,
+    LOOKS,
+    MISS,
+    NOISY,
+    SLOWER,
+    Comparison,
+    Side,
+    chained,
+    compare,
+    left_out,
+    sit,
+)
 
 Tiny = Callable[..., LoadedConfig]
 Load = Callable[[random.Random], Iterator[float]]  # how many times as long each turn takes as on an idle machine

@@ -23,10 +23,9 @@ from flatout.checkpoints.run_folder import checkpoints_of, is_checkpoint
 from flatout.config.schema import LoraConfig
 from flatout.config.source import Source
 from flatout.config.yaml_loader import format_value, shorten
-from flatout.data.chat_template import ChatTemplate
-from flatout.data.model_folder import TOKENIZER, read_model_tokenizer, read_templates
-from flatout.data.portable import tokenizer_files, with_stops, with_template
+from flatout.data.chat_template import ChatTemplate, read_templates
 from flatout.data.tokenizer import Tokenizer
+from flatout.data.tokenizer_files import TOKENIZER, read_model_tokenizer, tokenizer_files, with_stops, with_template
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.adapter_files import CONFIG, AdapterOrigin, check_stored, load_into, read_origin, save_adapter
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Choice, Target, choose, targets_of

@@ -7,11 +7,17 @@ two things, so that the counts of a report add up to the input: a `Document`, po
 Contract: a large text comes as several documents in a row, its pieces: the first `begins`, the last `ends`, and none
 but the last piece's text ends where a tokenizer would not cut anyway (see `flatout.corpus.streams`). If any piece of a
 document is rejected, the whole document is.
+
+The files that ship with Flatout, checked before they are used.
 """
 
+import binascii
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
+from functools import cache
+from importlib import import_module, resources
+from pathlib import Path
 from typing import Any, Literal
 
 from flatout.errors import DataError
@@ -39,9 +45,14 @@ ProblemKind = Literal[
     "turns",  # a conversation with nothing to learn, or in an order that makes none
     "unreadable",  # the system says no
 ]
+
+
 InvalidUtf8 = Literal["strict", "replace", "skip"]
 
+
 REJECTED_UTF8 = "invalid_utf8"
+
+
 # How to get the packages that readers and rules need.
 INSTALL = "run `make data` in the repository, or install the extra flatout[data] with this Python's pip"
 
@@ -148,3 +159,37 @@ def reason(error: Exception) -> str:
 def shown(name: object) -> str:
     """A name for a message: control characters and undecodable bytes, which could upset a terminal, are escaped."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(name))
+
+
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+GPT2_RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+
+
+GPT2_END_OF_TEXT = 50256  # the last id of GPT-2
+
+
+def shakespeare() -> Path:
+    """The path of Tiny Shakespeare."""
+    return _checked("tiny_shakespeare.txt", SHAKESPEARE_SHA256)[0]
+
+
+@cache
+def gpt2_tokens() -> tuple[bytes, ...]:
+    """The bytes of each token of GPT-2 but the end of text, in the order of their ids."""
+    _, raw = _checked("gpt2.tiktoken", GPT2_RANKS_SHA256)
+    pairs = [line.split() for line in raw.splitlines()]
+    return tuple(binascii.a2b_base64(token) for token, _ in sorted(pairs, key=lambda pair: int(pair[1])))
+
+
+def _checked(name: str, wanted: str) -> tuple[Path, bytes]:
+    path = Path(str(resources.files("flatout.data"))) / "bundled" / name
+    raw = path.read_bytes()
+    found = hashlib.sha256(raw).hexdigest()
+    if found != wanted:
+        raise DataError(
+            f"the shipped file {name} is damaged: its SHA-256 is {found} and should be {wanted}",
+            "install flatout again",
+        )
+    return path, raw

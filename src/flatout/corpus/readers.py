@@ -24,9 +24,19 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.corpus import streams
-from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ProblemKind, ReadOptions, Row, Slice
+from flatout.corpus.document import (
+    GPT2_END_OF_TEXT,
+    REJECTED_UTF8,
+    Document,
+    InputFile,
+    Problem,
+    ProblemKind,
+    ReadOptions,
+    Row,
+    Slice,
+    gpt2_tokens,
+)
 from flatout.corpus.fields import bad_byte, document_of, not_utf8
-from flatout.corpus.shipped import GPT2_END_OF_TEXT, gpt2_tokens
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, PIECE, ByteStream, Watch, decode
 
 Results = Iterator[Document | Problem]
@@ -43,24 +53,16 @@ _TOKENS_MAGIC = (20240520, 1)
 
 _TEXT_FORMATS = frozenset({"text", "jsonl", "json", "csv", "tsv", "smiles"})
 
-_SPACES = " \t\n\r"
 _SPACE = re.compile(r"[ \t\n\r]*")
 _BLANK = re.compile(r"\s*\Z")
 _KEY = re.compile(r'\{[ \t\n\r]*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
-# A text with its quotes is one token; a quote by itself is one that is never closed.
-_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
-# What looks like a text and is the end of an object, whose last text has lost a quote, with the beginning of the next.
-_HIDDEN = re.compile(r'\}[ \t\n\r]*,[ \t\n\r]*\{[ \t\n\r]*"$')
-_MEMBER = re.compile(r'[ \t\n\r]*"(?:[^"\\]++|\\.)*+"[ \t\n\r]*:', re.DOTALL)
 _OUTSIDE = re.compile(r'["\[\]{},]')
+_PUNCTUATION = ' \t\n\r,{}"'
+_NEXT_LINE = re.compile(r"\n(?=[^\s}\]])")
 _IN_STRING = re.compile(r'"|\\.', re.DOTALL)
 # How far to look for the end of a broken element at once, and how much of that to look at again with what follows.
 _LOOK = 2**18
 _OVERLAP = 2**10
-# How much of an element to try first, how far commas are followed at least, and how much passed text to carry along.
-_TRY = 2**10
-_REACH = 2**12
-_PASSED = 2**14
 _DECODER = json.JSONDecoder()
 # More characters than the longest word of JSON, or than a character that is written as two escapes.
 _ESCAPE = 16
@@ -222,7 +224,7 @@ def _read_text(slice: Slice, options: ReadOptions, watch: Watch | None) -> Resul
 
 
 def _decoded(
-    piece: streams.Piece,
+    piece: streams.TextPiece,
     file: InputFile,
     options: ReadOptions,
     place: str,
@@ -353,14 +355,6 @@ class _Value(NamedTuple):
     raw: str
 
 
-class _Step(NamedTuple):
-    """A place in a text to go on from, and how many elements are passed; `found`: a sound one follows, or the end."""
-
-    at: int
-    passed: int
-    found: bool = False
-
-
 @final
 class _JsonText:
     """JSON values from a text that is read as it is needed. Bytes that are not UTF-8 come as halves of surrogates.
@@ -368,9 +362,9 @@ class _JsonText:
     A value that is not complete yet looks like a broken one, so it is tried again with twice as much text, up to the
     limit. Since the text doubles, the time is linear in the size of the value.
 
-    After a broken element the reading goes on with the next sound one, and those in between are counted. Where its
-    brackets and quotes match, the commas between elements tell where it ends. Where they do not, the next object that
-    begins like the elements before does: a quote inside of a text is escaped, so no text looks like an object.
+    A broken element of an array ends at the next comma outside of its brackets and quotes, or where another object
+    begins as the ones before do, if that comes first: brackets and quotes may be what is missing. Among values that
+    follow one another the reading goes on with the next line that is not indented.
     """
 
     def __init__(self, stream: ByteStream, name: str) -> None:
@@ -383,291 +377,130 @@ class _JsonText:
         self._ended = False
         self._number = 0
         self._in_array = False
-        self._like: type = dict  # what elements are
         self._key = ""  # the first name in the last object, as it is written
-        self._reach = _LOOK  # how far commas are followed
-        self._unsound: set[int] = set()  # where no element begins, among the places that one step looks at
 
     def values(self) -> Iterator[_Value | Problem]:
-        """Every value, and a problem for each stretch of text that holds none."""
+        """Every value, and a problem for each element that is none."""
         self._grow()
         self._at = 1 if self._text.startswith("\ufeff") else 0
         self._in_array = self._peek() == "["
-        yield from self._array() if self._in_array else self._sequence()
-
-    def _sequence(self) -> Iterator[_Value | Problem]:
-        while self._peek():
-            item = self._value()
-            yield item if isinstance(item, _Value) else self._past(item)
-
-    def _array(self) -> Iterator[_Value | Problem]:
-        self._at += 1
-        expected = "first"
-        item: _Value | Problem | None = None
-        told = False  # that something follows the closing bracket
-        while True:
-            following = self._peek()
-            if expected == "after":
-                if not following:
-                    return
-                if not told:
-                    yield self._broken("there is something after the closing bracket")
-                    told = True
-                self._at += following in ",[]"
-                expected = "after" if following == "]" else "first"
-            elif not following:
-                if not isinstance(item, Problem):
-                    yield self._broken("the array has no closing bracket", kind="truncated")
-                return
-            elif following == "]":
-                if expected == "element":
+        self._at += self._in_array
+        item: _Value | Problem | None = None  # since the last comma
+        after_comma, closed = False, not self._in_array
+        while following := self._peek():
+            if self._in_array and following == "]":
+                if after_comma:
                     yield self._broken("there is a comma before the closing bracket")
                 self._at += 1
-                expected = "after"
-            elif expected != "separator":
-                item = self._element()
-                item = item if isinstance(item, _Value) else self._past(item)
-                yield item
-                expected = "separator"
-            elif following == ",":
+                item, after_comma, closed = None, False, True
+                if self._peek():
+                    yield self._broken("there is something after the closing bracket")
+                    self._at += self._peek() in ",[]"
+            elif self._in_array and following == "," and item is not None:
                 self._at += 1
-                item, expected = None, "element"
+                item, after_comma = None, True
+            elif self._in_array and isinstance(item, _Value):
+                # After a text, the quote that ends it is likely that of another one, which begins here.
+                is_text, begins = isinstance(item.value, str), following in '{["'
+                item = self._broken("there is no comma after the element", int(is_text and not begins))
+                yield item
+                if not begins:
+                    self._skip(self._at, quoted=is_text)
+                item = item if self._peek() in ",]" else None
             else:
-                if isinstance(item, _Value):
-                    item = self._without_comma(item)
-                    yield item
-                expected = "separator" if self._peek() in (",", "") else "element"
-
-    def _element(self) -> _Value | Problem:
-        """The next value of an array, unless it is the first name in an object that has lost its bracket."""
-        like = self._like
-        item = self._value()
-        if isinstance(item, Problem) or self._peek() != ":":
-            return item
-        self._like = like
-        return self._broken("there is a name without an object around it", 1)
-
-    def _without_comma(self, item: _Value) -> Problem:
-        """An element that is not followed by a comma, but by another element, or by something else."""
-        problem = self._broken("there is no comma after the element")
-        if self._text[self._at] in '{["':
-            return problem
-        # After a text, the quote that ends it is likely that of another one, which begins here.
-        lost = self._next_element()
-        return replace(problem, records=max(lost - (not isinstance(item.value, str)), 0))
-
-    def _past(self, problem: Problem) -> Problem:
-        """The problem of a broken element, with the number of elements up to the next that is sound."""
-        if problem.kind == "truncated":
-            self._at = len(self._text)
-            return problem
-        if problem.kind == "too-long":
-            self._skip()
-            return problem
-        lost = self._next_element()
-        self._number += lost - 1
-        return replace(problem, records=lost)
+                item, after_comma, closed = self._value(), False, not self._in_array
+                yield item
+                item = item if isinstance(item, _Value) or self._peek() in (",", "]", "") else None
+        if not closed and not isinstance(item, Problem):
+            yield self._broken("the array has no closing bracket", kind="truncated")
 
     def _value(self) -> _Value | Problem:
+        """The next value, or what is wrong with it; then the reading goes on behind it."""
         self._number += 1
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 if self._ended and _is_cut(self._text, error):
-                    return self._broken("the file ends inside the element", 1, error.pos, "truncated")
+                    problem = self._broken("the file ends inside the element", 1, error.pos, "truncated")
+                    self._at = len(self._text)
+                    return problem
                 if self._ended or _is_final(self._text, error):
-                    return self._broken(f"it is not JSON: {error.msg.removesuffix(' at')}", 1, error.pos)
-                end = len(self._text)
-                value = None
+                    return self._past(f"it is not JSON: {error.msg.removesuffix(' at')}", error.pos)
+                value, end = None, len(self._text)
             except (ValueError, RecursionError) as error:
-                return self._broken(_not_json(error), 1)
+                return self._past(_not_json(error), self._at)
             if end - self._at > LINE_LIMIT:
-                return self._broken(f"the element has more than {LINE_LIMIT:,} characters", 1, kind="too-long")
+                return self._past(f"the element has more than {LINE_LIMIT:,} characters", self._at, "too-long")
             # A number that ends where the text does may go on.
             if end < len(self._text) or self._ended:
-                raw = self._text[self._at : end]
-                self._at = end
-                self._like, self._key = type(value), _first_key(raw) if isinstance(value, dict) else self._key
-                return _Value(self._number, value, raw)
+                return self._whole(value, end)
             self._grow()
 
-    def _next_element(self) -> int:
-        """Goes on from a broken element to the comma or bracket after it, or to the next one, or to the end of the
-        text; returns how many elements were passed over."""
-        lost = 0
+    def _whole(self, value: object, end: int) -> _Value | Problem:
+        """A value that ends at `end`, unless it is the first name in an object that has lost its bracket."""
+        raw = self._text[self._at : end]
+        self._at = end
+        if self._in_array and self._peek() == ":":
+            problem = self._broken("there is a name without an object around it", 1)
+            self._skip(self._at)
+            return problem
+        self._key = _first_key(raw) if isinstance(value, dict) else self._key
+        return _Value(self._number, value, raw)
+
+    def _past(self, message: str, wrong: int, kind: ProblemKind = "json") -> Problem:
+        """The problem of a broken element, which is passed over: `wrong` is where it is not JSON."""
+        problem = self._broken(message, 1, wrong, kind)
+        # Where a quote is missing, the next object begins a little before the place that is found wrong.
+        before = self._text[max(self._at, wrong - _OVERLAP) : wrong]
+        self._skip(None if kind == "too-long" else wrong - len(before) + len(before.rstrip(_PUNCTUATION)))
+        return problem
+
+    def _skip(self, look: int | None, *, quoted: bool = False) -> None:
+        """Goes on from inside a broken element to the comma or bracket after it, or to the end.
+
+        Another element may begin from `look` on, if brackets and quotes do not match.
+        """
+        depth = 0
         while True:
             while len(self._text) - self._at < _LOOK and not self._ended:
+                look = None if look is None else look - self._at
                 self._grow()
-            # Places and errors are counted from the beginning of the text, which must not be far away then.
-            if self._at > max(_PASSED, len(self._text) // 64):
-                self._cut()
-            end = min(self._at + _LOOK, len(self._text))
-            step = self._step(end)
-            if step.found:
-                self._at = step.at
-                return lost + step.passed
-            if self._reach < _LOOK:
-                self._reach = _LOOK
-            elif step.passed:
-                lost += step.passed
-                self._at = step.at
-            elif end < len(self._text) or not self._ended:
-                self._at = end - _OVERLAP
-            else:
-                rest = self._after(self._at)
-                self._at = len(self._text)
-                return max(lost + bool(rest), 1)
-
-    def _step(self, end: int) -> "_Step":
-        """What the first way that finds a sound element comes to, or else the first that passes any."""
-        self._unsound.clear()
-        first = self._by_commas(min(end, self._at + self._reach)) if self._in_array else _Step(self._at, 0)
-        if first.found:
-            self._reach = _LOOK
-            return first
-        ways = (self._by_key, self._by_any_comma if self._in_array else self._by_lines)
-        for way in ways:
-            step = way(end)
-            if step.found:
-                # Following commas was in vain; where that happens to many elements, it must not take long.
-                self._reach = max(self._reach // 2, _REACH)
-                return step
-            first = first if first.passed else step
-        return first
-
-    def _by_commas(self, end: int) -> "_Step":
-        """The first comma or bracket outside of all brackets and quotes that a sound element, or the end, follows.
-
-        It ends where a quote or a bracket is missing: then what looks like the inside may be the outside.
-        """
-        passed, last = 0, self._at
-        around: list[str] = []
-        before = ""
-        for match in _TOKEN.finditer(self._text, self._at, end):
-            token = match[0]
-            if token == '"' or _HIDDEN.search(token) or (token, before, around[-1:]) == ("{", ",", ["{"]):
-                break
-            before = token
-            if token in ("{", "["):
-                around.append(token)
-            elif around and token in ("}", "]"):
-                around.pop()
-            elif not around and token == ",":
-                # Without its first bracket, an object has commas here that are none between elements.
-                if _MEMBER.match(self._text, match.end()) is None:
-                    passed, last = passed + 1, match.end()
-                if self._is_sound(match.end()):
-                    return _Step(match.start(), max(passed, 1), True)
-            elif not around and token == "]" and self._ended and not self._after(match.end()):
-                return _Step(match.start(), passed + 1, True)
-        return _Step(last, passed)
-
-    def _by_any_comma(self, end: int) -> "_Step":
-        """The first comma that a sound element follows, wherever quotes and brackets are."""
-        if self._like is dict:
-            return _Step(self._at, 0)
-        commas = re.compile(",").finditer(self._text, self._at, end)
-        found = next((match.start() for match in commas if self._is_sound(match.end())), None)
-        return _Step(self._at, 0) if found is None else _Step(found, 1, True)
-
-    def _by_key(self, end: int) -> "_Step":
-        """The first sound object that begins with the name that others begin with, and how many began so before it."""
-        key = self._key or _first_key(self._text[self._at : end]) if self._like is dict else ""
-        matches = re.compile(r"\{[ \t\r\n]*" + re.escape(key)).finditer(self._text, self._at + 1, end) if key else ()
-        return self._first_sound(match.start() for match in matches if self._may_begin(match.start()))
-
-    def _may_begin(self, at: int) -> bool:
-        """Whether an object may begin here, by what stands before it: a comma, another object, or a line end."""
-        place = at
-        while place > self._at and self._text[place - 1] in _SPACES:
-            place -= 1
-        return self._text[at - 1] == "\n" or (place > self._at and self._text[place - 1] in ",}")
-
-    def _by_lines(self, end: int) -> "_Step":
-        """The first line that begins with a sound value, among values that follow one another."""
-        lines = re.compile("\n(?=[^ \t\r\n])").finditer(self._text, self._at, end)
-        return self._first_sound(match.end() for match in lines)
-
-    def _first_sound(self, places: Iterable[int]) -> "_Step":
-        passed, last = 0, self._at
-        for place in places:
-            if self._is_sound(place):
-                return _Step(place, passed + 1, True)
-            passed, last = passed + 1, place
-        return _Step(last, passed)
-
-    def _is_sound(self, at: int) -> bool:
-        """Whether an object or a value like those before begins here; one that is not read in full yet may be."""
-        at = self._past_space(at)
-        if at in self._unsound:
-            return False
-        self._unsound.add(at)
-        try:
-            value, end = self._decoded(at)
-        except json.JSONDecodeError as error:
-            return not self._ended and not _is_final(error.doc, error)
-        except (ValueError, RecursionError):
-            return False
-        if type(value) not in (dict, self._like) or value == {}:
-            return False
-        following = self._after(end)
-        return not self._in_array or following in (",", "]") or (not following and not self._ended)
-
-    def _decoded(self, at: int) -> tuple[object, int]:
-        """The value that begins here and its end, from as little of the text as will do, since most tries fail soon."""
-        size = _TRY
-        while True:
-            part = self._text[at : at + size]
-            whole = at + size >= len(self._text)
-            try:
-                value, end = _DECODER.raw_decode(part)
-            except json.JSONDecodeError as error:
-                if whole or _is_final(part, error):
-                    raise
-            else:
-                if whole or end < len(part):
-                    return value, at + end
-            size *= 8
-
-    def _after(self, at: int) -> str:
-        """The next character from here on that is no space, if it is read yet."""
-        at = self._past_space(at)
-        return self._text[at : at + 1]
-
-    def _past_space(self, at: int) -> int:
-        match = _SPACE.match(self._text, at)
-        return match.end() if match else at
-
-    def _skip(self) -> None:
-        """Passes over an element without holding it, by its brackets and quotes."""
-        depth, quoted = 0, False
-        while True:
-            match = (_IN_STRING if quoted else _OUTSIDE).search(self._text, self._at)
-            if match is None:
-                if self._ended:
-                    self._at = len(self._text)
+            again = None if look is None and self._in_array else self._begins_again(max(look or 0, self._at))
+            end = len(self._text) if self._ended else len(self._text) - _OVERLAP
+            end = again.start() if again is not None else end
+            while self._text[end - 1 : end] == "\\" and end > self._at:  # the half of an escape
+                end -= 1
+            while self._in_array and self._at < end:
+                match = (_IN_STRING if quoted else _OUTSIDE).search(self._text, self._at, end)
+                if match is None:
+                    break
+                token = match[0]
+                if not depth and not quoted and token in ",]":
+                    self._at = match.start()
                     return
-                # The half of an escape may be all that there is of it yet.
-                self._at = max(self._at, len(self._text) - self._text.endswith("\\"))
-                self._grow()
-                continue
-            token = match[0]
-            if not depth and not quoted and token in ",]}":
-                self._at = match.start()
+                self._at = match.end()
+                quoted ^= token == '"'
+                if not quoted:
+                    depth = max(depth + (token in "{[") - (token in "}]"), 0)
+            if again is not None:
+                self._at = again.start() if again[0][0] == "," else again.end()
                 return
-            self._at = match.end()
-            if token == '"':
-                quoted = not quoted
-            elif not quoted:
-                depth += 1 if token in "{[" else -1 if token in "}]" else 0
-            if not depth and not quoted and not self._in_array and token in '"}]':
+            self._at = max(self._at, end)
+            if self._ended:
                 return
+
+    def _begins_again(self, at: int) -> re.Match[str] | None:
+        """Where another element begins from a place on: an object like those before, or a line that is not indented."""
+        if not self._in_array:
+            return _NEXT_LINE.search(self._text, at)
+        key = self._key or _first_key(self._text[self._at :])
+        return re.compile(rf"[,}}\n]\s*(?=\{{\s*{re.escape(key)})").search(self._text, at) if key else None
 
     def _peek(self) -> str:
         """The next character that is no space; nothing at the end."""
         while True:
-            self._at = self._past_space(self._at)
+            self._at = _SPACE.match(self._text, self._at).end()  # pyright: ignore[reportOptionalMemberAccess]
             if self._at < len(self._text) or self._ended:
                 return self._text[self._at : self._at + 1]
             self._grow()

@@ -19,8 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flatout.corpus import shipped
-from flatout.corpus.document import InputFile, Problem, Slice, shown
+from flatout.corpus.document import InputFile, Problem, Slice, shakespeare, shown
 from flatout.corpus.readers import has_tokens
 from flatout.corpus.streams import PIECE, ByteStream, whole_characters
 from flatout.errors import DataError, many
@@ -67,7 +66,7 @@ _CHOICES = f"{SHAKESPEARE!r}, a file such as .txt or .jsonl, a folder of them, o
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFiles:
     """The files of a source in the order they are read, what is wrong with others, and those passed over.
 
     `left` has the types of those passed over, by their paths.
@@ -138,7 +137,7 @@ def _may_hold_text(type: str) -> bool:
     return (type.startswith(".") or type == _NO_SUFFIX) and " (" not in type and not type.endswith(_LEFTOVERS)
 
 
-def but_read(found: Sequence[Found], named: Collection[str]) -> list[Found]:
+def but_read(found: Sequence[FoundFiles], named: Collection[str]) -> list[FoundFiles]:
     """What was found of several sources, where no file that one of them reads or names counts as passed over."""
     if len(found) < 2 or not any(each.left for each in found):
         return list(found)
@@ -161,19 +160,19 @@ def format_of(name: str) -> tuple[str | None, str]:
     return None if format in _NEVER_COMPRESSED else format, compression
 
 
-def find_files(source: str, *, format: str | None = None, number: int = 0) -> Found:
+def find_files(source: str, *, format: str | None = None, number: int = 0) -> FoundFiles:
     """The files of a source: `shakespeare`, a file, a folder, a saved Hugging Face dataset, or `hf:NAME:CONFIG:SPLIT`.
 
     `format` holds for every file of the source, whatever its name. `number` is that of the source among several.
     """
     if source == SHAKESPEARE:
-        path = shipped.shakespeare()
-        return Found((InputFile(str(path), SHAKESPEARE, "text", "none", path.stat().st_size, number),))
+        path = shakespeare()
+        return FoundFiles((InputFile(str(path), SHAKESPEARE, "text", "none", path.stat().st_size, number),))
     if source.startswith(HUB):
         from flatout.corpus import tables
 
         tables.hub_parts(source)  # an error now, rather than when everything before it has been read
-        return Found((InputFile(source, shown(source), "hub", "none", 0, number),))
+        return FoundFiles((InputFile(source, shown(source), "hub", "none", 0, number),))
     try:
         mode = os.stat(source).st_mode
     except PermissionError as error:
@@ -193,7 +192,7 @@ def find_files(source: str, *, format: str | None = None, number: int = 0) -> Fo
             f"the types are {_TYPES}; {mend}",
         )
     listed = _listed(source, format, number)
-    return Found((listed,)) if isinstance(listed, InputFile) else Found(problems=(listed,))
+    return FoundFiles((listed,)) if isinstance(listed, InputFile) else FoundFiles(problems=(listed,))
 
 
 def slices_of(file: InputFile, target: int = PIECE) -> list[Slice] | None:
@@ -254,7 +253,7 @@ def _row_groups(file: InputFile, target: int) -> list[Slice]:
     return [*slices, Slice(file, start, None)] if start < len(sizes) or not slices else slices
 
 
-def _in_folder(source: str, format: str | None, number: int) -> Found:
+def _in_folder(source: str, format: str | None, number: int) -> FoundFiles:
     root = os.path.realpath(source)
     files: dict[str, InputFile] = {}
     links: list[str] = []
@@ -308,14 +307,16 @@ def _in_folder(source: str, format: str | None, number: int) -> Found:
             list_file(path)
     if not files and not problems:
         found = ", ".join(f"{count} of {name}" for name, count in Counter(left.values()).most_common(4)) or "no files"
-        as_text = "; data.format=text reads every file as text, whatever its name" if Found(left=left).unknown else ""
+        as_text = (
+            "; data.format=text reads every file as text, whatever its name" if FoundFiles(left=left).unknown else ""
+        )
         raise DataError(
             f"the folder {shown(source)} holds no file that can be read; it has {found}",
             f"the types are {_TYPES}{as_text}",
         )
     order = sorted(files, key=lambda path: Path(os.path.relpath(path, source)).parts)
     problems.sort(key=lambda problem: (problem.file, problem.kind))
-    return Found(tuple(files[path] for path in order), tuple(problems), left)
+    return FoundFiles(tuple(files[path] for path in order), tuple(problems), left)
 
 
 def _listed(path: str, format: str | None, number: int) -> InputFile | Problem:

@@ -188,7 +188,7 @@ class ByteStream:
         self.problem = Problem(self._name, place, kind, message, records=0)
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     """A line without its b"\\n". One above the limit has no `raw`, only a length. `ended`: there was a b"\\n"."""
 
     number: int
@@ -212,7 +212,7 @@ def line_end(file: InputFile) -> bytes:
 
 def lines(
     stream: ByteStream, limit: int = LINE_LIMIT, *, start: int = 0, end: int | None = None, ending: bytes = b"\n"
-) -> Iterator[Line]:
+) -> Iterator[TextLine]:
     """The lines that begin in [start, end), numbered from 1, of a stream opened at `before(start)`.
 
     The last line of a text need not have an `ending`; if nothing stands in it, it is none.
@@ -245,7 +245,7 @@ def lines(
         if not others:
             continue
         number += 1
-        yield Line(number, offset, _joined(held, offset) if length <= limit else None, length, True)
+        yield TextLine(number, offset, _joined(held, offset) if length <= limit else None, length, True)
         offset += length + 1
         rest = others.pop()
         for raw in others:
@@ -253,15 +253,15 @@ def lines(
                 return
             size = len(raw)
             number += 1
-            yield Line(number, offset, raw if size <= limit else None, size, True)
+            yield TextLine(number, offset, raw if size <= limit else None, size, True)
             offset += size + 1
         length = len(rest)
         held = [rest] if length <= limit else []
     if length and offset < stop:
-        yield Line(number + 1, offset, _joined(held, offset) if length <= limit else None, length, False)
+        yield TextLine(number + 1, offset, _joined(held, offset) if length <= limit else None, length, False)
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A stretch of a document, or all of it. `final`: the text ends with it, be it by damage."""
 
     offset: int
@@ -273,7 +273,7 @@ class Piece(NamedTuple):
 
 def pieces(
     chunks: Iterable[bytes], *, start: int = 0, end: int | None = None, mark: bytes | None = None, size: int = PIECE
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """The pieces of a text, whose `chunks` begin at `before(start)`.
 
     Without a mark the text is one document, and these are its pieces k with k * size in [start, end). With a mark they
@@ -355,7 +355,7 @@ class Window:
         return before + match.end() if match and match.end() < len(data) else None
 
 
-def _pieces_of_one(window: Window, start: int, stop: int, size: int) -> Iterator[Piece]:
+def _pieces_of_one(window: Window, start: int, stop: int, size: int) -> Iterator[TextPiece]:
     look = size // 16
 
     def cut(number: int) -> int | None:
@@ -371,11 +371,11 @@ def _pieces_of_one(window: Window, start: int, stop: int, size: int) -> Iterator
         following = cut(number)
         ends = following is None
         raw = window.copy(here, window.end if following is None else following)
-        yield Piece(here, raw, number == 1, ends, ends)
+        yield TextPiece(here, raw, number == 1, ends, ends)
         here = following
 
 
-def _pieces_of_marked(window: Window, start: int, stop: int, mark: bytes, size: int) -> Iterator[Piece]:
+def _pieces_of_marked(window: Window, start: int, stop: int, mark: bytes, size: int) -> Iterator[TextPiece]:
     look = size // 16
     origin = _first_document(window, mark, start, stop) if start else 0
     while origin is not None and origin < stop:
@@ -390,7 +390,7 @@ def _pieces_of_marked(window: Window, start: int, stop: int, mark: bytes, size: 
             cut = window.cut(nominal, look, end) if end > nominal else None
             ends = cut is None
             stretch = here, end if cut is None else cut
-            yield Piece(here, window.copy(*stretch), here == origin, ends, ends and following is None)
+            yield TextPiece(here, window.copy(*stretch), here == origin, ends, ends and following is None)
             here = stretch[1]
         origin = following
 

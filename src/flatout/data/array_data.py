@@ -24,13 +24,11 @@ import torch
 
 from flatout.config.schema import DataConfig
 from flatout.config.sizes import learned_vocab
-from flatout.data.batch import Batch, BatchLoader, Delivery, Raw, Span, as_signed
-from flatout.data.positions import Schedule
+from flatout.data.batch import Batch, BatchLoader, DataFacts, Delivery, Raw, Schedule, Span, TrainingData, as_signed
 from flatout.data.sampler import WindowOrder
 from flatout.data.shards import HeldTokens
 from flatout.data.stream import epoch_notices
 from flatout.data.tokenizer import Ids, IdTokenizer, Tokenizer, load_tokenizer, token_dtype
-from flatout.data.training_data import DataFacts, TrainingData
 from flatout.errors import ConfigError, DataError
 from flatout.files import canonical_json
 from flatout.finding import Check, Finding

@@ -1,4 +1,13 @@
-"""One batch, and the loaders of batches: made ahead of time by threads, handed out in the order of steps.
+"""Where a step reads: a table from the step number to windows, sequences, their length and their attention window.
+
+Idea: the data is a sequence of windows of `longest` tokens; a position is a window's number in reading order. A `Stage`
+says what each step takes from its first step on; the position of a step is the sum of what all steps before it took. A
+stage with shorter sequences cuts every window into rows, so that an epoch has the same windows in every stage.
+
+Contract: exact integers, a pure function of the step number, so the table and the step are all that a resume needs.
+Data follows the step number; learning rates follow applied updates, and are no part of this.
+
+One batch, and the loaders of batches: made ahead of time by threads, handed out in the order of steps.
 
 Idea: what a step needs is made on the host, by `workers` threads or in the loop where there are none, as a `Batch` or
 as the `Raw` ids of one. Both are put on the device when the loop asks for them, so loaders cannot differ in that.
@@ -10,32 +19,197 @@ worker hangs or cannot read, a notice names its stack, and others make the batch
 
 Trap: torch has few operations on unsigned types, so ids travel as int16 or int32 bits and are masked on arrival. Ids of
 32768 and above are negative until then.
+
+Samples to batches: which ones a step takes, and how they share rows.
+
+Idea: step s takes the next `batch_samples` samples of its epoch's permutation. They are packed best-fit into as few
+rows as hold them, and the rows are made as short as they can be without needing one more, so that little is padding;
+or each has a row of its own. Row lengths come from a short list, so that shapes repeat and compilers have little to do.
+For kernels that know no rows (`joined`), rows only say what goes into a micro-batch: `PackedRows` makes one of them.
+
+Contract: batches depend on nothing but (samples, seed, settings, step), so resuming needs the step number only. Every
+sample comes once per epoch; the last step of an epoch takes what is left and is not filled up. A sample is never cut:
+rows have room for the longest. Targets are those tokens that are labelled, and never cross from one sample to another.
+
+Trap: steps have different numbers of labelled tokens, so their mean loss must be over those of the whole step.
+
+Windows of tokens to batches on the device, the same ones however they get there.
+
+Idea: a step reads the positions of the window order that its `Schedule` gives. `HostLoader` reads from the shards, in
+background threads and ahead of time; `DeviceLoader` keeps the split on the device and gathers there. Both hand on raw
+ids (`batch.Raw`), so they cannot differ. Windows lie at a fixed stride in the joined documents, or are those of a
+`Packing` of whole documents. With a `Reshuffle` documents are joined in another order in every epoch.
+
+Contract: batches come in the order of steps, for any number of workers, and depend on nothing but (windows, schedule,
+step, rank).
+
+Trap: in joined documents the target of a document's last token is the first of the next one, unless documents are kept
+apart; in packed windows there is no such target.
+
+What a run asks of its data, whatever kind it is: shards, a stream, samples, or arrays that a program hands over.
+
+Setup and loop know this protocol and no kind: what comes first, batches from a position, an evaluation set, facts,
+notices, and what a checkpoint keeps. A kind lives in a module of its own and is opened by `resolve/opening.py`.
 """
 
 import abc
+import bisect
+import functools
+import itertools
+import math
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from flatout.data.positions import Reading, Schedule
-from flatout.data.threads import LoaderError, Threads, told
-from flatout.data.tokenizer import Ids
+from flatout.data.shards import Tokens, TokenShards
+from flatout.data.tokenizer import Ids, Tokenizer
+from flatout.data.workers import LoaderError, Threads, told
 from flatout.device import use_device
+from flatout.errors import DataError, UsageError
+from flatout.finding import Finding
 from flatout.ops.documents import PackedRows
 from flatout.ops.reference import IGNORED
 from flatout.world import World
 
+Array = npt.NDArray[np.int64]
+
+
+@final
+@dataclass(frozen=True)
+class Stage:
+    """What each step takes from `first_step` on; `attention_window` replaces the model's where it is given."""
+
+    first_step: int
+    sequences: int
+    length: int
+    attention_window: int | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Reading:
+    """What one step reads: `windows` windows from position `start` on, each cut into `pieces` rows of `length`."""
+
+    start: int
+    windows: int
+    pieces: int
+    length: int
+    attention_window: int | None
+
+    def share(self, world: World) -> "Reading":
+        """What one process of several reads: each has a contiguous share."""
+        if not 0 <= world.rank < world.size or self.windows % world.size:
+            raise ValueError(f"no share of {self.windows} windows for rank {world.rank} of {world.size}")
+        windows = self.windows // world.size
+        return replace(self, start=self.start + world.rank * windows, windows=windows)
+
+    def cut(self, windows_BT: torch.Tensor) -> torch.Tensor:
+        """Whole windows as rows of this length."""
+        return windows_BT if self.pieces == 1 else windows_BT.reshape(-1, self.length)
+
+
+@final
+@dataclass(frozen=True)
+class Schedule:
+    """Stages over windows of `longest` tokens.
+
+    If `chosen` is given, only these steps are read, in a cycle (`tune` measures fine-tuning with them).
+    """
+
+    stages: tuple[Stage, ...]
+    longest: int
+    chosen: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        firsts = [stage.first_step for stage in self.stages]
+        if firsts[:1] != [0] or any(after <= before for before, after in itertools.pairwise(firsts)):
+            raise ValueError(f"stages begin at step 0 and rise, not {firsts}")
+        for stage in self.stages:
+            if stage.length < 1 or self.longest % stage.length or stage.sequences < 1:
+                raise ValueError(
+                    f"{stage.sequences} sequences of {stage.length} tokens: the length must divide the window length "
+                    f"{self.longest}, and both must be at least 1"
+                )
+            if stage.sequences % (self.longest // stage.length):
+                raise ValueError(
+                    f"{stage.sequences} sequences of {stage.length} do not fill whole windows of {self.longest}"
+                )
+
+    @classmethod
+    def constant(cls, sequences: int, length: int) -> "Schedule":
+        return cls((Stage(0, sequences, length),), length)
+
+    @classmethod
+    def in_stages(
+        cls, stages: Sequence[Stage], longest: int, *, windows: float | None = None, steps: int | None = None
+    ) -> "Schedule":
+        """Stages that read equally many windows, as nearly as whole steps allow, in a run of so many windows or steps.
+
+        A stage ends with the step that reaches its share; `first_step` is worked out here. Stages without a step, which
+        only a very short run has, are left out.
+        """
+        each = [stage.sequences * stage.length / longest for stage in stages]
+        if steps is None:
+            assert windows is not None, "a run has a length"
+            ends, position, last = [], 0.0, 0
+            for number, taken in enumerate(each, start=1):
+                count = max(0, math.ceil((windows * number / len(each) - position) / taken))
+                position, last = position + count * taken, last + count
+                ends.append(last)
+        else:
+            parts = list(itertools.accumulate(1 / taken for taken in each))
+            ends = [round(steps * part / parts[-1]) for part in parts]
+        begun = [replace(stage, first_step=first) for stage, first in zip(stages, [0, *ends[:-1]], strict=True)]
+        kept = [stage for stage, end in zip(begun, ends, strict=True) if end > stage.first_step]
+        return cls(tuple(kept) or (begun[0],), longest)
+
+    def after(self, earlier: "Schedule", step: int) -> "Schedule":
+        """This table from `step` on and `earlier` before it, so that positions read before `step` stay."""
+        now = bisect.bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1
+        following = [replace(self.stages[now], first_step=step), *self.stages[now + 1 :]]
+        kept = [stage for stage in earlier.stages if stage.first_step < step]
+        if kept and replace(kept[-1], first_step=step) == following[0]:  # the same stage goes on
+            del following[0]
+        return replace(self, stages=(*kept, *following))
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        """The position at which each stage begins."""
+        steps = (after.first_step - before.first_step for before, after in itertools.pairwise(self.stages))
+        taken = (count * self._windows(stage) for count, stage in zip(steps, self.stages, strict=False))
+        return list(itertools.accumulate(taken, initial=0))
+
+    def _windows(self, stage: Stage) -> int:
+        return stage.sequences * stage.length // self.longest
+
+    def at(self, step: int) -> Reading:
+        """What step `step`, counted from 0, reads. The last stage has no end."""
+        step = self.chosen[step % len(self.chosen)] if self.chosen else step
+        number = bisect.bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1
+        stage = self.stages[number]
+        windows = self._windows(stage)
+        start = self._starts[number] + (step - stage.first_step) * windows
+        return Reading(start, windows, self.longest // stage.length, stage.length, stage.attention_window)
+
+    def steps_until(self, position: float) -> int:
+        """The steps after which `position` windows have been read; a float, because `train.epochs` may be 1.5."""
+        number = max(bisect.bisect_left(self._starts, position) - 1, 0)
+        stage = self.stages[number]
+        return stage.first_step + math.ceil((position - self._starts[number]) / self._windows(stage))
+
+
 PREFETCH = 4
 
+
 # Shapes: B sequences of the batch (the share of this process), T context, W = T + 1.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
     """How batches reach the device. A matter of speed: the tokens are the same."""
@@ -255,3 +429,213 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+@final
+@dataclass(frozen=True)
+class LargestRows:
+    """The most that a micro-batch of packed samples holds."""
+
+    rows: int
+    row_tokens: int
+    labels: int
+
+    def by_tokens(self) -> tuple[int, int]:
+        return self.rows * self.row_tokens, self.labels
+
+    def by_labels(self) -> tuple[int, int]:
+        return self.labels, self.rows * self.row_tokens
+
+
+def check_evaluable(shards: Tokens) -> None:
+    """Refuses a split without a single target."""
+    if shards.tokens < 2:
+        raise _too_short(shards, 2, "a token and the one that follows it")
+
+
+def evaluation_batches(
+    shards: Tokens,
+    *,
+    context: int,
+    batch_size: int,
+    device: torch.device,
+    most_tokens: int | None = None,
+    apart: bool = False,
+    world: World | None = None,
+) -> Iterator[Batch]:
+    """Every target of the split once, from its start and in order, up to `most_tokens` of them.
+
+    Processes of a `world` have every so manieth batch; where they do not come out even, the last ones have no labels.
+    Windows do not overlap in targets. All batches have one shape: where there is no target, the token is 0 and the
+    target IGNORED, so a mean must be over the labelled tokens. With documents `apart` batches are packed rows, in which
+    a document's last token has no target.
+    """
+    if context < 1 or batch_size < 1 or (most_tokens is not None and most_tokens < 1):
+        raise ValueError(f"no batches of {batch_size} times {context} tokens with at most {most_tokens} in all")
+    check_evaluable(shards)
+    targets, size = min(shards.tokens - 1, most_tokens or shards.tokens), batch_size * context
+    document_starts = None
+    if apart:
+        assert isinstance(shards, TokenShards), "checked by the config"
+        shards.check_document_starts()
+        document_starts = shards.document_starts()
+
+    def batches() -> Iterator[Batch]:
+        for step in (world or World()).deal(-(-targets // size)):
+            start = step * size
+            count = max(0, min(size, targets - start))
+            # One id more than there are targets: inputs are all but the last, targets all but the first.
+            ids = torch.from_numpy(shards.read(start if count else 0, count + 1).astype(np.int64))
+            tokens_BT = torch.zeros(batch_size, context, dtype=torch.int64)
+            labels_BT = torch.full_like(tokens_BT, IGNORED)
+            tokens_BT.view(-1)[:count], labels_BT.view(-1)[:count] = ids[:-1], ids[1:]
+            batch = Batch(tokens_BT, labels_BT, step)
+            if document_starts is not None:
+                begins = start + context * np.arange(batch_size)
+                documents = torch.from_numpy(_documents_in(document_starts, begins, context + 1))
+                labels_BT = _within(labels_BT, documents)
+                documents = documents[:, :-1].masked_fill((torch.arange(size) >= count).view_as(tokens_BT), -1)
+                packed = PackedRows(tokens_BT.numpy(), documents.numpy().copy(), labels_BT.numpy())
+                batch = Batch.of_rows(packed, step, device)
+            yield batch.on(device)
+
+    return batches()
+
+
+def _within(targets_BT: torch.Tensor, documents_BW: torch.Tensor) -> torch.Tensor:
+    """Without those targets that are of another document than their token."""
+    return targets_BT.masked_fill(documents_BW[:, 1:] != documents_BW[:, :-1], IGNORED)
+
+
+def _documents_in(
+    document_starts: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64], context: int
+) -> npt.NDArray[np.int32]:
+    """[B, T]: the number of the document within its window, for each token of the windows at `starts`."""
+    # Unsigned like the starts of documents: numpy would compare mixed types as floats, in a copy of all of them.
+    begins = starts.astype(np.uint64)
+    first = np.searchsorted(document_starts, begins, side="right")
+    counts = np.searchsorted(document_starts, begins + np.uint64(context - 1), side="right") - first
+    rows = np.repeat(np.arange(len(starts)), counts)
+    numbers = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+    changes = np.zeros((len(starts), context), dtype=np.int32)
+    changes[rows, document_starts[numbers].astype(np.int64) - starts[rows]] = 1
+    return np.cumsum(changes, axis=1, dtype=np.int32)
+
+
+def _too_short(shards: Tokens, needed: int, why: str) -> DataError:
+    return DataError(
+        f"the {shards.split} split in {shards.folder} has {shards.tokens} tokens and needs at least {needed}: {why}",
+        "use more text, a smaller model.context, or another data.validation",
+    )
+
+
+_DOCUMENTS = 4096  # whose first tokens are looked at; a mean over so many is as good as one over all
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What is known of the data before the first step."""
+
+    fingerprint: str
+    place: str | Path  # where it comes from, in messages
+    train_tokens: int | None  # None where nobody has counted them
+    windows: int | None = None  # positions of an epoch; None where its end is not known
+    corpus_bytes: int | None = None  # of the training tokens, where they are all there
+    attended: float | None = None  # the mean length inside which a token attends, where that is not the context
+    # Of samples, of which a step takes a fixed number of any length:
+    step_tokens: float | None = None  # a mean
+    batch_samples: int | None = None
+    epoch_samples: int | None = None  # the last step of an epoch takes what is left
+    steps_per_epoch: int | None = None
+    samples: dict[str, Any] | None = None  # as `RunInfo` has them
+
+
+class TrainingData(abc.ABC):
+    """The questions, with the answers of plain text: all of it is learned, and it is generated without an end."""
+
+    facts: DataFacts
+    schedule: Schedule  # the table of positions that the config asks for
+    tokenizer: Tokenizer
+    val: Tokens
+    apart: bool = False  # a document does not see the one before it
+    stops: tuple[int, ...] = ()  # tokens that end a generated text
+
+    @abc.abstractmethod
+    def batches(self, delivery: Delivery, span: Span) -> BatchLoader:
+        """The batches of some steps."""
+
+    @abc.abstractmethod
+    def notices(self, delivery: Delivery) -> Iterable[Finding]:
+        """What to say before the first step."""
+
+    def last_notices(self, position: dict[str, Any] | None) -> Iterable[str]:
+        """What to say after the last step, at the position where it ended."""
+        return ()
+
+    def split(self, name: str) -> Tokens:
+        """The tokens of a split: train, where it can be read from its beginning, or val."""
+        if name != "val":
+            raise UsageError(
+                f"of {self.facts.place} only validation text is held",
+                "measure on --split val, or name prepared shards with --data",
+            )
+        return self.val
+
+    def evaluation(
+        self, batch_size: int, delivery: Delivery, tokens: int | None = None, split: str = "val"
+    ) -> Iterator[Batch]:
+        """A split at full length, or as much of its beginning as has `tokens` tokens."""
+        shape = {"context": self.schedule.longest, "batch_size": batch_size, "device": delivery.device}
+        how = {"most_tokens": tokens, "apart": self.apart, "world": delivery.world}
+        return evaluation_batches(self.split(split), **shape, **how)
+
+    @functools.cached_property
+    def tokens_per_byte(self) -> float | None:
+        return tokens_per_byte(self.val, self.tokenizer, apart=self.apart)
+
+    def largest(self, delivery: Delivery) -> LargestRows | None:
+        """The largest micro-batch; None where all are whole windows."""
+        return None
+
+    def prompt(self, text: str) -> list[int]:
+        """What a sample goes on from, `text` where the data has nothing of its own."""
+        try:
+            prompt = self.tokenizer.encode(text).tolist()
+        except DataError:  # a prompt the vocabulary cannot spell must not end the run
+            prompt = []
+        return prompt or self.val.read(0, 1).tolist()
+
+    def preview(self) -> tuple[tuple[str, bool], ...]:
+        """Pieces of text, and whether each is learned, to look at before training; nothing where all of it is."""
+        return ()
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint carries of the data besides fingerprint, tokenizer and position."""
+        return {}
+
+
+def tokens_per_byte(shards: Tokens, tokenizer: Tokenizer, *, apart: bool) -> float | None:
+    """Tokens that are predicted for each byte that they stand for, over a whole split; None where bytes are not known.
+
+    Joined, that is every token but the first, which is not worth a word. With documents `apart`, the first token of a
+    document has no context to be predicted from: it has no part in the loss, so neither it nor its bytes count. What
+    such tokens hold in bytes is read from documents all over the split. The end of a text is a token without bytes, and
+    predicted like any other.
+    """
+    tokens, size = shards.tokens, float(shards.text_bytes)
+    if apart and size:
+        assert isinstance(shards, TokenShards), "checked by the config"
+        starts = shards.document_starts()
+        some = starts[:: -(-len(starts) // _DOCUMENTS)].astype(np.int64)
+        first = shards.read_ranges(some, np.ones_like(some))
+        tokens -= len(starts)
+        size -= len(starts) * sum(_bytes_of(int(id), tokenizer) for id in first) / len(first)
+    return tokens / size if size > 0 else None
+
+
+def _bytes_of(id: int, tokenizer: Tokenizer) -> int:
+    """Bytes of text that a token stands for. One that ends inside of a character decodes to a mark of three bytes, in
+    the place of one byte or more that it has: that counts as one."""
+    if id == tokenizer.end_of_text:
+        return 0
+    return len(tokenizer.decode([id]).replace("\ufffd", "?").encode("utf-8"))

@@ -30,20 +30,31 @@ from typing import Any, cast, final
 
 from flatout.confined import Child, Exceeded
 from flatout.corpus.document import shown
-from flatout.data.model_folder import DEFAULT, read_templates
 from flatout.data.template_child import BEGIN, END, answer
 from flatout.data.tokenizer import ModelTokenizer
 from flatout.errors import DataError
-from flatout.files import read_bounded
+from flatout.files import leads_outside, parse_json, read_bounded
 
 Messages = Sequence[Mapping[str, Any]]
+
+
 Objects = Sequence[Any] | None
 
+
 MODEL = "model"
+
+
 NONE = "none"
+
+
 _TOOLS = "tool_use"
+
+
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
 _INSTEAD = "do not use this template; set chat.template to chatml, plain or a file of your own"
+
 
 _NO_TOOLS = (
     "{% if tools %}{{ raise_exception('this template has no form for tools') }}{% endif %}"
@@ -51,18 +62,26 @@ _NO_TOOLS = (
     "{% if message.role not in ['system', 'user', 'assistant'] or message.tool_calls %}"
     "{{ raise_exception('this template has no form for tools, or for the role ' + message.role) }}{% endif %}"
 )
+
+
 _CHATML = (
     _NO_TOOLS + "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
 _PLAIN = (
     _NO_TOOLS + "{% if message.role == 'system' %}{{ message.content + '\n\n' }}"
     "{% elif message.role == 'user' %}{{ '### Instruction:\n' + message.content + '\n\n' }}"
     "{% else %}{{ '### Response:\n' + message.content + eos_token + '\n\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
 )
+
+
 # Answers that begin differently: what two renderings have in common is what the template writes before any answer.
 DIFFERENT = ("x", "y")
+
+
 # Each with the tokens that it needs: by their text, or by the name of a special token.
 BUILT_IN: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "chatml": (_CHATML, ("<|im_start|>", "<|im_end|>")),
@@ -118,7 +137,7 @@ class ChatTemplate:
         turns = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
         asks = [(1, True), (1, False), (2, False), (3, False)]
         try:
-            asked, one, two, three = map(_text, self._ask(form, asks, self._values(turns, None, None)))
+            asked, one, two, three = map(_written, self._ask(form, asks, self._values(turns, None, None)))
         except TemplateRefusal:
             return False
         # Both end in the same header, which is not there any more when the conversation goes on.
@@ -136,7 +155,7 @@ class ChatTemplate:
         try:
             for turns in ([user, answer_of(said)] for said in DIFFERENT):
                 asks = [(1, False), (1, True), (2, False)]
-                texts += map(_text, self._ask(form, asks, self._values(turns, None, None)))
+                texts += map(_written, self._ask(form, asks, self._values(turns, None, None)))
         except TemplateRefusal:
             return ""
         before, prompt, one, *_, other = texts
@@ -145,7 +164,7 @@ class ChatTemplate:
 
     def render(self, messages: Messages, *, tools: Objects = None, add_generation_prompt: bool = False) -> str:
         """The text of a conversation; with `add_generation_prompt`, up to where the assistant would begin to write."""
-        return _text(self.beginnings(messages, [(len(messages), add_generation_prompt)], tools)[0])
+        return _written(self.beginnings(messages, [(len(messages), add_generation_prompt)], tools)[0])
 
     def beginnings(
         self, messages: Messages, asks: Sequence[tuple[int, bool]], tools: Objects = None, documents: Objects = None
@@ -164,7 +183,7 @@ class ChatTemplate:
         if form not in self._marked or BEGIN in text or END in text:
             return None
         values = self._values(messages, tools, documents)
-        marked = _text(self._ask(form, [(len(messages), False)], values, marks=True)[0])
+        marked = _written(self._ask(form, [(len(messages), False)], values, marks=True)[0])
         spans: list[tuple[int, int]] = []
         begins: list[int] = []
         length = 0
@@ -223,7 +242,7 @@ class ChatTemplate:
         )
 
 
-def _text(rendered: str | TemplateRefusal) -> str:
+def _written(rendered: str | TemplateRefusal) -> str:
     if isinstance(rendered, TemplateRefusal):
         raise rendered
     return rendered
@@ -327,3 +346,77 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     if reasoning is not None:
         result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
     return result
+
+
+CONFIG = "tokenizer_config.json"
+
+
+TEMPLATE = "chat_template.jinja"
+
+
+TEMPLATES = "additional_chat_templates"
+
+
+OLD_TEMPLATE = "chat_template.json"
+
+
+DEFAULT = "default"
+
+
+def read_templates(folder: str | Path) -> dict[str, str]:
+    """The chat templates of the model in `folder` by name; most have one, `default`, and some have none."""
+    folder = Path(folder)
+    found: dict[str, str] = {}
+    for path in (folder / CONFIG, folder / OLD_TEMPLATE):
+        found |= _named(object_if_there(path).get("chat_template"), path)
+    files = {path.stem: _file_text(path, folder) for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
+    if (folder / TEMPLATE).is_file():
+        files[DEFAULT] = _file_text(folder / TEMPLATE, folder)
+    return files or found  # files of their own stand for all of what JSON says
+
+
+def _named(value: object, path: Path) -> dict[str, str]:
+    """What stands under `chat_template`: nothing, a text, or a list of names with texts."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    if isinstance(value, dict):
+        value = [{"name": name, "template": text} for name, text in value.items()]
+    if not isinstance(value, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+        for entry in value
+    ):
+        raise DataError(
+            f"the chat_template in {shown(path)} is neither a text nor a list of names with templates",
+            "mend the file, or set chat.template to a file of its own",
+        )
+    return {entry["name"]: entry["template"] for entry in value}
+
+
+def object_if_there(path: Path) -> dict[str, Any]:
+    return json_object(path) if path.is_file() else {}
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(_file_text(path, path.parent))
+    except ValueError as error:
+        raise DataError(f"{shown(path)} is not JSON: {error}", "fetch the file again") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{shown(path)} holds no JSON object", "fetch the file again")
+    return content
+
+
+def _file_text(path: Path, folder: Path) -> str:
+    if leads_outside(path, folder):
+        raise DataError(
+            f"{shown(path)} is a link that leads out of its folder",
+            "put the file itself there, or name the folder it lies in",
+        )
+    try:
+        return read_bounded(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{shown(path)} is not UTF-8 at byte {error.start}", "fetch the file again") from error
+    except OSError as error:
+        raise DataError(f"cannot read {shown(path)}: {error.strerror}", "check that you may read it") from error

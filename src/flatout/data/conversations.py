@@ -91,7 +91,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Reading:
+class RowReading:
     """How rows are read: the format, our name of each column with the file's, and why."""
 
     format: Format
@@ -127,7 +127,7 @@ def _close_to(name: str, names: Sequence[str]) -> str:
     return f"did you mean {shown(close[0])!r}? " if close else ""
 
 
-def choose_reading(fields: Mapping[str, str], first: Sequence[Row], source: str) -> Reading:
+def choose_reading(fields: Mapping[str, str], first: Sequence[Row], source: str) -> RowReading:
     """How to read rows like the `first` ones; an error where no format that has these fields fits any of them."""
     check_fields(fields)
     rows = [row.value for row in first if isinstance(row.value, dict)]
@@ -135,7 +135,7 @@ def choose_reading(fields: Mapping[str, str], first: Sequence[Row], source: str)
         for known in FORMATS:
             if set(fields) <= set(FIELDS[known]) and (found := _detected(known, row, fields)):
                 mapped = {name: fields.get(name, found.get(name, name)) for name in FIELDS[known]}
-                return Reading(known, mapped, f"the first rows have {_columns(found)}")
+                return RowReading(known, mapped, f"the first rows have {_columns(found)}")
     for name, column in fields.items() if rows else ():
         if column not in (columns := _columns_of(rows, inside=name in _INSIDE)):
             raise DataError(
@@ -170,12 +170,12 @@ def _why_not(row: dict[str, Any], fields: Mapping[str, str]) -> str:
             named = {name: fields.get(name, column) for name, column in columns.items()}
             if all(column in row for column in named.values()):
                 mapped = {name: fields.get(name, named.get(name, name)) for name in FIELDS[known]}
-                found = conversation_of(Row(row, ""), Reading(known, mapped, ""), "")
+                found = conversation_of(Row(row, ""), RowReading(known, mapped, ""), "")
                 return found.message if isinstance(found, Problem) else ""
     return ""
 
 
-def conversation_of(row: Row, reading: Reading, file: str) -> Conversation | Problem:
+def conversation_of(row: Row, reading: RowReading, file: str) -> Conversation | Problem:
     """The conversation of a row, or what is wrong with it."""
     try:
         if not isinstance(row.value, dict):

@@ -36,7 +36,7 @@ from flatout.corpus.document import InputFile, Problem, Row, shown
 from flatout.corpus.readers import read_rows
 from flatout.corpus.sources import find_files
 from flatout.data.chat_template import ChatTemplate
-from flatout.data.conversations import LOOK_AT, Conversation, Reading, choose_reading, conversation_of
+from flatout.data.conversations import LOOK_AT, Conversation, RowReading, choose_reading, conversation_of
 from flatout.data.masking import Rendered, TrainOn, render, tokenize
 from flatout.data.samples import VERSION, Samples, SampleSet, check_target, open_samples, why_not, write_samples
 from flatout.data.tokenizer import Ids, ModelTokenizer, token_dtype
@@ -236,7 +236,7 @@ class _Maker:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.problems: list[Problem] = []
-        self.readings: list[Reading] = []
+        self.readings: list[RowReading] = []
         self._request = request
         self._tokenizer = tokenizer
         self._template = template

@@ -1,11 +1,23 @@
-"""Finished parts to one dataset: which documents stay, which split each goes to, and the shards.
+"""The work folder of a prepare: finished parts, kept so that a killed prepare can resume.
+
+Idea: a part's result is one file, written under another name, flushed, and renamed; it is there whole or not at all.
+The folder also holds the plan it belongs to. Whoever opens the folder with the same plan finds the finished parts;
+with another plan they are removed.
+
+Contract: every byte is hashed, with the plan and the number of its part. A part that is not exactly what `write` was
+given does not count as finished and is made again; notes that are damaged are made again too. What `read` returns is
+what was written, or a `DataError`. A kill or a power loss at any moment costs at most the parts that were under way.
+
+Only names that a journal gives are ever removed here. A folder with anything else in it, or with a link, is refused.
+
+Finished parts to one dataset: which documents stay, which split each goes to, and the shards.
 
 Idea: parts are gone through in the order of their numbers, twice. The first pass decides what is kept (it looks at the
 index of each part, not at the tokens); the second writes. What is decided depends on the order of documents only, so
 the number of workers cannot matter.
 
 Contract: memory holds one part at a time and one byte per document; looking for near duplicates holds more (see
-`flatout.corpus.near`). Every record ends up in exactly one of the report's counts, and the sum is checked.
+`flatout.corpus.clean`). Every record ends up in exactly one of the report's counts, and the sum is checked.
 
 Trap: the border of a contiguous split falls inside a document. Its tokens are not cut, for a tokenizer may join what
 the border separates: its text is read again, cut, and tokenized as two.
@@ -22,150 +34,238 @@ import itertools
 import json
 import math
 import os
+import re
+import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from flatout.config.suggest import close_matches
-from flatout.corpus.clean import SIMILAR
+from flatout.corpus.clean import SIMILAR, SLOTS, near_duplicates
 from flatout.corpus.document import Problem, shown
-from flatout.corpus.fields import USUAL
-from flatout.corpus.near import SLOTS, near_duplicates
-from flatout.data.journal import SIGNATURES, Journal
-from flatout.data.manifest import (
+from flatout.data.inspect import causes_of, mend_of
+from flatout.data.part import BEGINS, ENDS, PIECE, REJECTED, PartHead, PartResult, Recipe, copies_of, share_of, text_of
+from flatout.data.plan import Done, Inputs, Request, find_part
+from flatout.data.shards import (
     MANIFEST,
-    OFFSET_DTYPE,
     PROBLEMS,
     REPORT,
     SPLITS,
     TOKENIZER,
     VERSION,
-    FileInfo,
     Manifest,
     SplitInfo,
+    _SplitWriter,
+    write_file,
 )
-from flatout.data.part import BEGINS, ENDS, REJECTED, PartHead, PartResult, Recipe, copies_of, share_of, text_of
-from flatout.data.plan import Inputs, Request, find_part
 from flatout.data.tokenizer import Ids, Tokenizer, token_dtype
 from flatout.errors import DataError, many
-from flatout.files import canonical_json
+from flatout.files import TEMPORARY, canonical_json, sync_folder, write_whole
+from flatout.folders import MARK
 
-_OTHER_MENDS: Mapping[str, str] = {
-    "field": "set data.field to where the text is",
-    "binary": "take binary files out of the source",
-}
-_NEAR = 0.85  # how alike a field that was asked for and one that is there are, where the first is a slip of the pen
-_LISTED = 3  # causes of one kind
-_KINDS = 6
+SIGNATURES = "signatures.bin"
 
 
-@dataclass(frozen=True)
-class Cause:
-    """One kind of problem in one file: the first of them, how many there are, and the records lost by all."""
-
-    first: Problem
-    count: int
-    records: int
-
-    @property
-    def told(self) -> str:
-        """Where it is, what, and which field these records have: `mend_of` tells the setting that fits all files."""
-        first = self.first
-        if max(self.count, self.records) <= 1:
-            return f"{first.told}{f'; it has the field {first.instead}' if first.instead else ''}"
-        instead = f"; these rows have the field {first.instead}" if first.instead else ""
-        place = f", the first in {first.place}" if first.place else ""
-        count = many(self.records, "record") if self.records else many(self.count, "place")
-        return f"{first.file}: {count}{place}: {first.message}{instead}"
+_PLAN = "plan.json"
 
 
-def cause_of(problem: Problem) -> Cause:
-    """The cause of one problem."""
-    return Cause(problem, 1, problem.records)
+_PARTS = "parts"
 
 
-def causes_of(problems: Iterable[Problem]) -> list[Cause]:
-    """The causes of problems, those with the most records first."""
-    found: dict[tuple[str, str, str], Cause] = {}
-    for problem in problems:
-        key = (problem.file, problem.kind, problem.instead)
-        if (cause := found.get(key)) is None:
-            found[key] = cause_of(problem)
-        else:
-            found[key] = replace(cause, count=cause.count + 1, records=cause.records + problem.records)
-    return sorted(found.values(), key=lambda cause: -cause.records)
+_READ_HERE = "read-here.json"
 
 
-def lines_of(causes: Sequence[Cause]) -> list[str]:
-    """Causes to be listed: the first few of each kind and how many more there are, so that none hides the others."""
-    kinds: dict[tuple[str, str], list[Cause]] = {}
-    for cause in causes:
-        kinds.setdefault((cause.first.kind, cause.first.instead), []).append(cause)
-    lines: list[str] = []
-    for alike in list(kinds.values())[:_KINDS]:
-        lines += [cause.told for cause in alike[:_LISTED]]
-        lines += _counted(alike[_LISTED:], " with the same problem")
-    others = [cause for alike in list(kinds.values())[_KINDS:] for cause in alike]
-    return [*lines, *_counted(others, "")]
+_OWN = re.compile(
+    rf"(?:(?:plan\.json|read-here\.json|stdin-\d+|{_PARTS}/\d{{8,}}\.part)(?:{TEMPORARY})?"
+    rf"|{re.escape(SIGNATURES)}|{re.escape(MARK)})"
+)
 
 
-def _counted(causes: Sequence[Cause], which: str) -> list[str]:
-    if not causes:
-        return []
-    files, records = len({cause.first.file for cause in causes}), sum(cause.records for cause in causes)
-    count = f"{many(records, 'more record')} of {many(files, 'file')}" if records else many(files, "more file")
-    return [f"... and {count}{which}"]
+# SHA-256 of the description that follows, and its length.
+_LEAD = struct.Struct("<32sQ")
 
 
-def names_to_read(causes: Iterable[Cause], fields: Sequence[str] = ()) -> list[str]:
-    """`fields` with the names that read records which lack them; nothing if no such name is known.
-
-    A field that is nearly one of those names, and no usual one, was a slip and is left out.
-    """
-    others = [cause.first.instead for cause in causes if cause.first.instead]
-    meant = [field for field in fields if field in USUAL or not close_matches(field, others, _NEAR)]
-    return list(dict.fromkeys([*meant, *others])) if set(others) - set(fields) else []
+class PassingError(DataError):
+    """An error that is no fault of the input: the same command gets past it, and goes on with the finished parts."""
 
 
-def mend_of(causes: Sequence[Cause], fields: Sequence[str] = ()) -> str:
-    """What to set or do so that the records can be used. `fields` are those that some records have."""
-    mends: dict[str, None] = {}
-    if names := names_to_read(causes, fields):
-        # In quotes, since brackets mean something to a shell.
-        setting = f"data.field={names[0]}" if len(names) == 1 else f"'data.field=[{','.join(names)}]'"
-        count = sum(cause.records for cause in causes if cause.first.instead)
-        mends[f"{setting} reads {count:,} of them" if count else f"set {setting}"] = None
-    for cause in causes:
-        if not cause.first.instead and not (names and cause.first.kind == "field"):
-            is_encoding = cause.first.kind == "not-utf8"
-            mends[encoding_mend(causes) if is_encoding else _OTHER_MENDS.get(cause.first.kind, "mend the input")] = None
-    return "; ".join(list(mends)[:3])
+@final
+class Journal(Done):
+    """The finished parts of one plan."""
+
+    def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
+        self.folder = folder
+        self._parts = folder / _PARTS
+        self._notes = folder / _READ_HERE
+        wanted = canonical_json(plan)
+        self._plan = hashlib.sha256(wanted).hexdigest()
+        plan_file = folder / _PLAN
+        if not plan_file.exists() or plan_file.read_bytes() != wanted:
+            # The old plan goes first: without it, whatever is left of its parts belongs to nobody.
+            plan_file.unlink(missing_ok=True)
+            sync_folder(folder)
+            for path in _entries(folder):
+                if path.parent.name == _PARTS and _is_own(path, folder):
+                    path.unlink()
+            self._notes.unlink(missing_ok=True)
+            write_whole(plan_file, wanted, durable=True)
+        self._parts.mkdir(exist_ok=True)
+        sync_folder(folder)
+        self._good: dict[int, int] = {}  # the source of each
+        self._known = self._read_notes()
+
+    def has(self, number: int, source: int) -> bool:
+        if number not in self._good:
+            with contextlib.suppress(DataError):
+                self._good[number] = self.read(number).head.source
+        return self._good.get(number) == source
+
+    def parts_of(self, file: int) -> int | None:
+        return self._known.get(str(file))
+
+    def note(self, file: int, parts: int) -> None:
+        self._known[str(file)] = parts
+        sealed = {"plan": self._plan, "parts": self._known, "sha256": self._seal(self._known)}
+        write_whole(self._notes, canonical_json(sealed), durable=True)
+
+    def write(self, number: int, result: PartResult) -> None:
+        """Keep a result; when this returns, a kill cannot lose it."""
+        body = [result.tokens, result.pieces.tobytes(), result.signatures]
+        described = {
+            "plan": self._plan,
+            "number": number,
+            "head": asdict(result.head),
+            "sizes": [len(part) for part in body],
+            "sha256": [hashlib.sha256(part).hexdigest() for part in body],
+        }
+        raw = canonical_json(described)
+        lead = _LEAD.pack(hashlib.sha256(raw).digest(), len(raw))
+        write_whole(self._path(number), b"".join([lead, raw, *body]), durable=True)
+        self._good[number] = result.head.source
+
+    def head(self, number: int) -> PartHead:
+        """All of a finished part but its arrays."""
+        try:
+            with self._path(number).open("rb") as file:
+                return _head_from(self._described(file, number)["head"])
+        except (OSError, ValueError) as error:
+            raise self._damaged(number, error) from error
+
+    def read(self, number: int, *, tokens: bool = True, signatures: bool = True) -> PartResult:
+        """A finished part, checked; arrays that are not asked for are empty."""
+        try:
+            with self._path(number).open("rb") as file:
+                described = self._described(file, number)
+                wanted = (tokens, True, signatures)
+                body: list[bytes] = []
+                for size, digest, want in zip(described["sizes"], described["sha256"], wanted, strict=True):
+                    raw = file.read(size) if want else b""
+                    if want and hashlib.sha256(raw).hexdigest() != digest:
+                        raise ValueError("its content is not what was written")
+                    if not want:
+                        file.seek(size, os.SEEK_CUR)
+                    body.append(raw)
+        except (OSError, ValueError) as error:
+            raise self._damaged(number, error) from error
+        return PartResult(_head_from(described["head"]), body[0], np.frombuffer(body[1], dtype=PIECE), body[2])
+
+    def _described(self, file: IO[bytes], number: int) -> dict[str, Any]:
+        """What stands before the arrays of a part, proven to be what was written for this part of this plan."""
+        size = os.fstat(file.fileno()).st_size
+        lead = file.read(_LEAD.size)
+        if len(lead) < _LEAD.size:
+            raise ValueError("it is too short")
+        digest, length = _LEAD.unpack(lead)
+        raw = file.read(min(length, size))
+        if hashlib.sha256(raw).digest() != digest:
+            raise ValueError("its description is not what was written")
+        described = json.loads(raw)
+        if (described["plan"], described["number"]) != (self._plan, number):
+            raise ValueError("it is another part")
+        if _LEAD.size + length + sum(described["sizes"]) != size:
+            raise ValueError("its size is not what was written")
+        return described
+
+    def _damaged(self, number: int, error: Exception) -> PassingError:
+        return PassingError(
+            f"the finished part {self._path(number)} was damaged meanwhile: {error}",
+            "check the disk, and run the same command again: the part is made again",
+        )
+
+    def _read_notes(self) -> dict[str, int]:
+        # Without notes, the files that they tell of are read again.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            sealed = json.loads(self._notes.read_bytes())
+            if sealed["plan"] == self._plan and sealed["sha256"] == self._seal(sealed["parts"]):
+                return sealed["parts"]
+        return {}
+
+    def _seal(self, parts: dict[str, int]) -> str:
+        return hashlib.sha256(canonical_json([self._plan, parts])).hexdigest()
+
+    def _path(self, number: int) -> Path:
+        return self._parts / f"{number:08d}.part"
 
 
-def encoding_mend(causes: Iterable[Cause]) -> str:
-    """What to do about text that is not UTF-8, and what the setting that reads it costs; nothing where all is."""
-    files = list(dict.fromkeys(cause.first.file for cause in causes if cause.first.kind == "not-utf8"))
-    if not files:
-        return ""
-    which = f"{files[0]} and {many(len(files) - 1, 'more file')}" if len(files) > 1 else files[0]
-    return (
-        f"convert {which} to UTF-8 (from latin-1: `iconv -f latin1 -t utf-8`), or data.invalid_utf8=replace loses "
-        "those letters"
-    )
+def foreign_in(folder: Path) -> str | None:
+    """The first entry of a work folder that no journal put there, or that is a link; None if there is none."""
+    found = next((path for path in _entries(folder) if not _is_own(path, folder)), None)
+    return None if found is None else found.relative_to(folder).as_posix()
+
+
+def clear(folder: Path) -> None:
+    """Removes a work folder: the files that a journal put there, and the folder if nothing else is in it."""
+    own = [path for path in _entries(folder) if _is_own(path, folder)]
+    for path in sorted(own, key=lambda path: path.name == MARK):  # the mark last: a kill leaves a folder of ours
+        path.unlink(missing_ok=True)
+    for place in (folder / _PARTS, folder):
+        with contextlib.suppress(OSError):
+            place.rmdir()
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What lies in a work folder, with what is in its folder of parts in place of that. Links are not followed."""
+    found: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        parts = path.name == _PARTS and path.is_dir() and not path.is_symlink()
+        found += sorted(path.iterdir()) if parts else [path]
+    return found
+
+
+def _is_own(path: Path, folder: Path) -> bool:
+    name = path.relative_to(folder).as_posix()
+    return _OWN.fullmatch(name) is not None and path.is_file() and not path.is_symlink()
+
+
+def _head_from(content: dict[str, Any]) -> PartHead:
+    problems = tuple(Problem(**problem) for problem in content["problems"])
+    rejected = {int(row): reason for row, reason in content["rejected"].items()}
+    types = tuple((type, count) for type, count in content.get("types", ()))
+    return PartHead(**{**content, "problems": problems, "rejected": rejected, "types": types})
 
 
 KEPT, DROPPED, EXACT, NEAR, UNCHOSEN = range(5)
+
+
 _REASONS = {EXACT: "exact_duplicate", NEAR: "near_duplicate", UNCHOSEN: "weight"}
+
+
 _UNLIKE = 10  # times its share of training is a kind's share of validation, where it is hardly trained on
+
+
 _DOCUMENTS_AT_ONCE = 4_000_000
-SHARD_TOKENS = 100_000_000  # in a file
+
+
 Flags = npt.NDArray[np.uint8]
+
+
 Numbers = npt.NDArray[np.uint64]
+
+
 Tick = Callable[[], None]
 
 
@@ -538,88 +638,3 @@ def _report(decisions: Decisions, inputs: Inputs, kept: Counter[str], splits: di
         "input_bytes": inputs.bytes,
         "text_bytes": sum(split.text_bytes for split in splits.values()),
     }
-
-
-@final
-class _SplitWriter:
-    """Appends documents to one split, beginning a new shard whenever the last one is full."""
-
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any]) -> None:
-        self.tokens = 0
-        self.documents = 0
-        self.text_bytes = 0
-        self._folder = folder
-        self._split = split
-        self._dtype = dtype
-        self._shards: list[FileInfo] = []
-        self._shard: HashedFile | None = None
-        self._offsets = HashedFile(folder / f"{split}.offsets.bin")
-
-    def add(self, ids: npt.NDArray[Any], starts: npt.NDArray[np.int64], text_bytes: int) -> None:
-        """Append `ids`, in which documents begin at `starts`; what comes before the first goes on with the last one."""
-        self.text_bytes += text_bytes
-        if not len(ids):
-            return
-        if not self.tokens and (not len(starts) or starts[0]):
-            starts = np.concatenate([[0], starts])  # the split begins inside a document
-        self._offsets.write((starts + self.tokens).astype(OFFSET_DTYPE).tobytes())
-        self.documents += len(starts)
-        while len(ids):
-            room = SHARD_TOKENS - self.tokens % SHARD_TOKENS
-            if self._shard is None:
-                self._shard = HashedFile(self._folder / f"{self._split}-{len(self._shards):05d}.bin")
-            self._shard.write(ids[:room].astype(self._dtype, copy=False).tobytes())
-            self.tokens += len(ids[:room])
-            ids = ids[room:]
-            if self.tokens % SHARD_TOKENS == 0:
-                self._finish_shard()
-
-    def finish(self) -> SplitInfo:
-        self._finish_shard()
-        return SplitInfo(self.tokens, self.documents, self.text_bytes, tuple(self._shards), self._offsets.finish())
-
-    def close(self) -> None:
-        """Let go of the files, whatever state they are in."""
-        for file in (self._shard, self._offsets):
-            if file is not None:
-                file.close()
-
-    def _finish_shard(self) -> None:
-        if self._shard is not None:
-            self._shards.append(self._shard.finish())
-            self._shard = None
-
-
-@final
-class HashedFile:
-    """A new file that knows the size and SHA-256 of what was written to it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._bytes = 0
-        self._digest = hashlib.sha256()
-        self._file: IO[bytes] = path.open("xb", buffering=2**20)
-
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._digest.update(data)
-        self._bytes += len(data)
-
-    def finish(self) -> FileInfo:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return FileInfo(self._path.name, self._bytes, self._digest.hexdigest())
-
-    def close(self) -> None:
-        # On a full disk closing tries to flush and fails again, which must not hide the first failure.
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-
-def write_file(path: Path, chunks: Iterable[bytes]) -> FileInfo:
-    """Write a file whole and flushed, and describe it."""
-    with contextlib.closing(HashedFile(path)) as file:
-        for chunk in chunks:
-            file.write(chunk)
-        return file.finish()

@@ -34,11 +34,8 @@ from typing import final
 import flatout
 from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Document, shown
-from flatout.data.journal import Journal, PassingError, clear, foreign_in
-from flatout.data.limits import Count, Tally, limits_of
-from flatout.data.manifest import FILE_NAME, MANIFEST, REPORT, Manifest, read_manifest
-from flatout.data.merge import Finished, merge_parts
-from flatout.data.part import Part, PartHead, Recipe
+from flatout.data.merge import Finished, Journal, PassingError, clear, foreign_in, merge_parts
+from flatout.data.part import Count, Part, PartHead, Recipe, Tally
 from flatout.data.plan import (
     CUTTING,
     PART_BYTES,
@@ -49,8 +46,10 @@ from flatout.data.plan import (
     documents_of,
     find_inputs,
     find_part,
+    limits_of,
     parts_of,
 )
+from flatout.data.shards import FILE_NAME, MANIFEST, REPORT, Manifest, read_manifest
 from flatout.data.tokenizer import (
     CharTokenizer,
     HuggingFaceTokenizer,
@@ -58,7 +57,7 @@ from flatout.data.tokenizer import (
     load_tokenizer,
     token_dtype,
 )
-from flatout.data.train_tokenizer import train_bpe
+from flatout.data.tokenizer_files import train_bpe
 from flatout.data.workers import Engine, EngineName, open_engine
 from flatout.errors import DataError, ResourceError
 from flatout.files import temporary_name

@@ -12,14 +12,16 @@ the text: a part whose compressed files hold a thousand times their bytes would 
 Trap: standard input cannot be read twice. It is copied to a file first, and that file is what the parts come from.
 """
 
+import contextlib
+import dataclasses
 import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, final
 
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.config.sections import SourceConfig
@@ -27,22 +29,37 @@ from flatout.config.sizes import learned_vocab
 from flatout.corpus.clean import CleanRules, load_rules
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice, shown
 from flatout.corpus.readers import read_slice
-from flatout.corpus.sources import Found, but_read, find_files, slices_of, text_bytes, unread_text
+from flatout.corpus.sources import FoundFiles, but_read, find_files, slices_of, text_bytes, unread_text
 from flatout.corpus.streams import PIECE
-from flatout.data.limits import LIMITS, NONE_TAKEN, Limits, limits_of
-from flatout.data.part import Part, Recipe, judged
+from flatout.data.part import LIMITS, NONE_TAKEN, Count, Limits, Part, Recipe, judged
 from flatout.errors import DataError, ResourceError
 from flatout.files import readable_sizes
 
 STDIN = "-"
+
+
 STDIN_NAME = "stdin-"  # of the file that standard input is copied to
+
+
 PART_BYTES = 2**22
+
+
 # A compressed file is left to one worker up to this much text; crawl files, which come in great numbers, always are.
 _WHOLE_TEXT = 2**25
+
+
 CUTTING = 2  # of compressed files: positions in parts that an earlier version cut are others
+
+
 _MOST_SLICES = 4096
+
+
 _MOST_HASHED = 2**26
+
+
 _MOST_DOCUMENTS = 50_000
+
+
 # What of the `data` section decides the result of preparing; the tokenizer is in the manifest under its fingerprint.
 DECISIVE = (
     "source",
@@ -106,7 +123,7 @@ def request_of(data: DataConfig, clean: CleanConfig | None = None) -> Request:
 
 
 @dataclass(frozen=True)
-class Inputs(Found):
+class Inputs(FoundFiles):
     """What was found of all sources together."""
 
     @property
@@ -142,11 +159,11 @@ def find_inputs(request: Request, work: Path) -> Inputs:
     """List the files of a request. Standard input is copied into `work` first."""
     if not request.sources:
         raise DataError("data.source is not set", "set data.source to a text file or folder")
-    listed: list[Found] = []
+    listed: list[FoundFiles] = []
     for number, source in enumerate(request.sources):
         form = source.format or request.data.format
         if source.path == STDIN:
-            listed.append(Found((_spooled(work / f"{STDIN_NAME}{number}", form or "text", number),)))
+            listed.append(FoundFiles((_spooled(work / f"{STDIN_NAME}{number}", form or "text", number),)))
         else:
             listed.append(find_files(source.path, format=form, number=number))
     listed = but_read(listed, [source.path for source in request.sources])
@@ -377,3 +394,130 @@ def check_free(folder: Path, inputs: Inputs, bytes_per_token: int, subword: bool
             f"the disk of {shown(folder.parent)} has {has} free, and preparing {given} of input needs about {needs}",
             "free some space, or set data.folder to another disk",
         )
+
+
+def limits_of(data: DataConfig) -> Limits | None:
+    """The limits that a config sets on each of its sources, if it does."""
+    most = (data.max_documents, data.max_tokens, data.max_bytes)
+    return None if most == (None, None, None) else Limits(most)
+
+
+# Hub datasets are read by this process, so we use smaller parts: the first one is ready sooner.
+_HUB_CHARACTERS = 2**22
+
+
+_HUB_DOCUMENTS = 20_000
+
+
+@final
+@dataclass(frozen=True)
+class Position:
+    """Where a part begins: the epoch, the lap over a source in it, and in that the part, counted from a file on.
+
+    `tokens` and `problems` are how many came before it. `joins` says that the row ends inside a document, `rejected`
+    that the document which may go on here is rejected. `hub` is the state of a hub dataset at this place, `taken` what
+    of the lap counts towards the limits of its source.
+    """
+
+    epoch: int = 0
+    lap: int = 0
+    file: int = 0
+    part: int = 0
+    tokens: int = 0
+    problems: int = 0
+    joins: bool = False
+    rejected: bool = False
+    hub: dict[str, Any] | None = None
+    taken: Count = NONE_TAKEN
+
+    def __post_init__(self) -> None:
+        documents, tokens, size = self.taken  # a list where it comes from JSON
+        object.__setattr__(self, "taken", (documents, tokens, size))
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @property
+    def begins_epoch(self) -> bool:
+        return not (self.lap or self.file or self.part)
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One reading of one source; with a weight above 1 an epoch has several."""
+
+    copy: int
+    weight: float
+    files: tuple[InputFile, ...]
+    limits: Limits | None = None
+
+
+@final
+class _Started(Done):
+    """Takes the first parts for done, and notes where files end that had to be read from their beginning."""
+
+    def __init__(self, parts: int) -> None:
+        self.ended: int | None = None
+        self._parts = parts
+
+    def has(self, number: int, source: int) -> bool:
+        return number < self._parts
+
+    def note(self, file: int, parts: int) -> None:
+        self.ended = file
+
+
+def parts_of_lap(
+    files: tuple[InputFile, ...], options: ReadOptions, start: Position
+) -> Iterator[tuple[Position, Part]]:
+    """The parts of a lap from `start` on; of the positions only file, part and hub are filled in."""
+    file, part, hub = start.file, start.part, start.hub
+    while file < len(files):
+        if files[file].format == "hub":
+            yield from _parts_of_hub(file, files[file], options, part, hub)
+            stop = file + 1
+        else:
+            stop = next((n for n in range(file, len(files)) if files[n].format == "hub"), len(files))
+            yield from _parts_of_files(file, files[file:stop], options, part)
+        file, part, hub = stop, 0, None
+
+
+def _parts_of_files(
+    base: int, files: tuple[InputFile, ...], options: ReadOptions, skipped: int
+) -> Iterator[tuple[Position, Part]]:
+    """Parts are counted from the last file on that had to be read in one go, so that none is read again to skip it."""
+    done = _Started(skipped)
+    first, counted = base, 0
+    for item in parts_of(Inputs(files, (), {}), options, done):
+        number = item.number if isinstance(item, Part) else item
+        if done.ended is not None:
+            first, counted, done.ended = base + done.ended + 1, number, None
+        if isinstance(item, Part):
+            yield Position(file=first, part=number - counted), item
+
+
+def _parts_of_hub(
+    index: int, file: InputFile, options: ReadOptions, number: int, state: dict[str, Any] | None
+) -> Iterator[tuple[Position, Part]]:
+    from flatout.corpus.tables import HubStream
+
+    skipped = 0 if state is not None else number
+    number -= skipped
+    stream = HubStream(file.path, options, file.name)
+    if state is not None:
+        stream.load_state_dict(state)
+    batch: list[Document | Problem] = []
+    characters = 0
+    with contextlib.closing(cast(Generator[Document | Problem], iter(stream))) as items:
+        for item in items:
+            batch.append(item)
+            characters += len(item.text) if isinstance(item, Document) else 0
+            if characters >= _HUB_CHARACTERS or len(batch) >= _HUB_DOCUMENTS:
+                following = stream.state_dict()
+                if number >= skipped:
+                    part = Part(number, file.source, documents=tuple(batch), file=file.name)
+                    yield Position(file=index, part=number, hub=state), part
+                number, batch, characters, state = number + 1, [], 0, following
+        if number >= skipped:
+            part = Part(number, file.source, documents=tuple(batch), file=file.name, files=1)
+            yield Position(file=index, part=number, hub=state), part

@@ -24,12 +24,11 @@ from flatout.config.source import Source
 from flatout.config.suggest import close_matches
 from flatout.config.yaml_loader import format_value
 from flatout.corpus.document import Problem
-from flatout.data.inspect import all_problems, read_report
-from flatout.data.limits import LIMITS
-from flatout.data.manifest import MANIFEST, PROBLEMS, TOKENIZER, Manifest, read_manifest
-from flatout.data.merge import Cause, causes_of, encoding_mend, mend_of, names_to_read
+from flatout.data.inspect import Cause, all_problems, causes_of, encoding_mend, mend_of, names_to_read, read_report
 from flatout.data.pack import Progress, pack_corpus
+from flatout.data.part import LIMITS
 from flatout.data.plan import DECISIVE, STDIN, Request, find_inputs, request_of
+from flatout.data.shards import MANIFEST, PROBLEMS, TOKENIZER, Manifest, read_manifest
 from flatout.data.tokenizer import load_tokenizer
 from flatout.data.workers import EngineName
 from flatout.errors import ConfigError, DataError, UsageError, many

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from flatout.corpus.document import Problem, shown
 from flatout.data.chat_template import ChatTemplate
-from flatout.data.manifest import SAMPLES_FORMAT
+from flatout.data.shards import SAMPLES_FORMAT
 from flatout.data.tokenizer import Ids, ModelTokenizer, token_dtype
 from flatout.errors import DataError
 from flatout.files import (

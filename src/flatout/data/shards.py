@@ -1,4 +1,17 @@
-"""Reading a prepared dataset of any size in little memory, refusing what is damaged or does not fit.
+"""The manifest of a prepared dataset: what its folder holds, and proof that nothing in it has changed.
+
+Idea: a dataset is a folder. Each split is a run of shards of raw little-endian ids (`train-00000.bin`, ...), which are
+read as one long stream, plus the token offset at which each document starts (`train.offsets.bin`, uint64). Beside them
+lie `tokenizer.json`, `report.json` (what was kept and dropped), `problems.jsonl` (what could not be read), and
+`manifest.json`, which names every file with its size and SHA-256.
+
+Contract: the manifest equals its own canonical form and carries its own hash, so a single flipped bit in it is noticed.
+It holds no time and no name of a machine: the same input and settings give the same bytes.
+
+Trap: `fingerprint` is over what is learned from (ids, documents, tokenizer) and not over where that came from: the same
+text prepared from another path has the same fingerprint and another manifest.
+
+Reading a prepared dataset of any size in little memory, refusing what is damaged or does not fit.
 
 Idea: the shards of a split are one long array of ids to everyone else; where one file ends and the next begins is known
 here only. Ranges are read by position straight into the rows of the result. The system's page cache is the only cache,
@@ -18,24 +31,215 @@ count as the process's memory, and a map of a file that shrinks kills it.
 
 import contextlib
 import hashlib
+import json
 import os
+import re
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol, final
+from typing import IO, Annotated, Any, Literal, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, TypeAdapter, ValidationError
 
-from flatout.data.manifest import OFFSET_DTYPE, PREPARE_AGAIN, SPLITS, FileInfo, Manifest, SplitInfo, read_manifest
 from flatout.data.tokenizer import Ids, Tokenizer, token_dtype, tokenizer_from_json
 from flatout.errors import DataError
-from flatout.files import MOST_JSON, parse_json
+from flatout.files import MOST_JSON, parse_json, read_bounded
+
+FORMAT = "flatout-tokens"
+
+
+SAMPLES_FORMAT = "flatout-samples"  # of the other kind of folder with a manifest.json
+
+
+VERSION = 2  # version 1 had no report
+
+
+MANIFEST = "manifest.json"
+
+
+TOKENIZER = "tokenizer.json"
+
+
+REPORT = "report.json"
+
+
+PROBLEMS = "problems.jsonl"
+
+
+SPLITS = ("train", "val")
+
+
+# Every file a dataset may consist of. Names from a manifest are matched against it before they touch the file system.
+FILE_NAME = re.compile(r"(train|val)(-\d{5,}|\.offsets)\.bin|(tokenizer|report|manifest)\.json|problems\.jsonl")
+
+
+OFFSET_DTYPE = np.dtype("<u8")
+
+
+Whole = Annotated[int, Field(strict=True, ge=0)]
+
+
+PREPARE_AGAIN = "prepare the dataset again with --overwrite, or restore its folder from a copy"
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A file of the dataset: its name in the folder, its size and the SHA-256 of its content."""
+
+    name: str
+    bytes: Whole
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SplitInfo:
+    """What a split holds. `text_bytes` is the UTF-8 size of its text, from which bits per byte are reckoned."""
+
+    tokens: Whole
+    documents: Whole
+    text_bytes: Whole
+    shards: tuple[FileInfo, ...]
+    offsets: FileInfo
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The table of contents of a dataset."""
+
+    version: Whole
+    dtype: str
+    vocab: Whole
+    tokenizer_kind: str
+    tokenizer_fingerprint: str
+    tokenizer: FileInfo
+    splits: Mapping[str, SplitInfo]
+    # How the dataset was asked for, as far as it decides the result.
+    settings: Mapping[str, Any]
+    report: FileInfo | None = None
+    problems: FileInfo | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all that training can see of the dataset."""
+        content = self._content()
+        for name in ("settings", "report", "problems"):
+            content.pop(name, None)
+        return hashlib.sha256(_canonical(content)).hexdigest()
+
+    @property
+    def files(self) -> tuple[FileInfo, ...]:
+        """Every file of the dataset but the manifest itself."""
+        parts = [(*split.shards, split.offsets) for split in self.splits.values()]
+        told = [info for info in (self.report, self.problems) if info is not None]
+        return (self.tokenizer, *told, *(info for part in parts for info in part))
+
+    def to_bytes(self) -> bytes:
+        """The manifest as it lies on disk."""
+        content = {**self._content(), "fingerprint": self.fingerprint}
+        return _canonical({**content, "manifest_sha256": hashlib.sha256(_canonical(content)).hexdigest()})
+
+    def _content(self) -> dict[str, Any]:
+        content = {"format": FORMAT, **asdict(self)}
+        return {name: value for name, value in content.items() if value is not None}
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """The manifest of the dataset in `folder`, itself unharmed; the files it names are not looked at."""
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        what = "there is no dataset in" if Path(folder).is_dir() else "there is no folder"
+        raise DataError(f"{what} {folder}", "prepare it first, or check data.folder")
+    try:
+        raw = read_bounded(path)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", "check that you may read it") from error
+    try:
+        return _verified(raw, path)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {type(error).__name__}: {error}", PREPARE_AGAIN) from error
+
+
+@lru_cache(maxsize=2)  # a run asks for the manifest of its dataset seven times
+def _verified(raw: bytes, path: Path) -> Manifest:
+    content = parse_json(raw)
+    _check_version(content, path)
+    manifest = _manifest_from(content)
+    _check_consistent(manifest)
+    found, wanted = hashlib.sha256(raw).hexdigest(), hashlib.sha256(manifest.to_bytes()).hexdigest()
+    if found != wanted:
+        raise ValueError(f"its SHA-256 is {found}, and its own content asks for {wanted}")
+    return manifest
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=True, allow_nan=False)
+    return f"{text}\n".encode("ascii")
+
+
+def _check_version(content: Any, path: Path) -> None:
+    if isinstance(content, dict) and content.get("format") == SAMPLES_FORMAT:
+        raise DataError(
+            f"{path.parent} holds samples for fine-tuning, not shards of text",
+            "`flatout eval RUN` without --data measures a fine-tuned run on its own samples; shards of text are made "
+            "by `flatout prepare`",
+        )
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"its format is not {FORMAT!r}")
+    version = content["version"]
+    if type(version) is int and version > VERSION:
+        raise DataError(
+            f"{path} has format version {version}, and this flatout knows versions up to {VERSION}",
+            "update flatout, or prepare the dataset again with this version",
+        )
+
+
+@cache
+def _schema() -> TypeAdapter[Manifest]:
+    """What a manifest may hold, worked out once: that takes longer than reading one."""
+    return TypeAdapter(Manifest)
+
+
+def _manifest_from(content: dict[str, Any]) -> Manifest:
+    try:
+        return _schema().validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _check_consistent(manifest: Manifest) -> None:
+    dtype = token_dtype(manifest.vocab)
+    if manifest.dtype != dtype.name:
+        raise ValueError(f"its dtype is {manifest.dtype}, and a vocabulary of {manifest.vocab} has {dtype.name}")
+    if not manifest.splits.keys() <= set(SPLITS):  # a missing one is told by who asks for it
+        raise ValueError(f"its splits are not {' and '.join(SPLITS)}")
+    names = [file.name for file in manifest.files]
+    for name in names:
+        if not FILE_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is not the name of a file of a dataset")
+    if len(set(names)) != len(names):
+        raise ValueError("it names a file twice")
+    for name, split in manifest.splits.items():
+        stored = sum(shard.bytes for shard in split.shards)
+        if stored != split.tokens * dtype.itemsize or any(shard.bytes % dtype.itemsize for shard in split.shards):
+            raise ValueError(f"split {name} has {split.tokens} tokens in {stored} bytes of {dtype.name}")
+        if split.offsets.bytes != split.documents * OFFSET_DTYPE.itemsize or not split.documents:
+            raise ValueError(f"split {name} has {split.documents} documents in {split.offsets.bytes} bytes of offsets")
+
 
 Verify = Literal["sizes", "full"]
+
+
 _CHUNK_BYTES = 2**24
+
+
 _POSITIONED = hasattr(os, "preadv")
+
+
 _SPARE_FILES = 512  # what the rest of the process may want to open beside the shards
 
 
@@ -355,3 +559,91 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 def unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"cannot read {path}: {error}", "check that the file is there and that you may read it")
+
+
+SHARD_TOKENS = 100_000_000  # in a file
+
+
+@final
+class _SplitWriter:
+    """Appends documents to one split, beginning a new shard whenever the last one is full."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any]) -> None:
+        self.tokens = 0
+        self.documents = 0
+        self.text_bytes = 0
+        self._folder = folder
+        self._split = split
+        self._dtype = dtype
+        self._shards: list[FileInfo] = []
+        self._shard: HashedFile | None = None
+        self._offsets = HashedFile(folder / f"{split}.offsets.bin")
+
+    def add(self, ids: npt.NDArray[Any], starts: npt.NDArray[np.int64], text_bytes: int) -> None:
+        """Append `ids`, in which documents begin at `starts`; what comes before the first goes on with the last one."""
+        self.text_bytes += text_bytes
+        if not len(ids):
+            return
+        if not self.tokens and (not len(starts) or starts[0]):
+            starts = np.concatenate([[0], starts])  # the split begins inside a document
+        self._offsets.write((starts + self.tokens).astype(OFFSET_DTYPE).tobytes())
+        self.documents += len(starts)
+        while len(ids):
+            room = SHARD_TOKENS - self.tokens % SHARD_TOKENS
+            if self._shard is None:
+                self._shard = HashedFile(self._folder / f"{self._split}-{len(self._shards):05d}.bin")
+            self._shard.write(ids[:room].astype(self._dtype, copy=False).tobytes())
+            self.tokens += len(ids[:room])
+            ids = ids[room:]
+            if self.tokens % SHARD_TOKENS == 0:
+                self._finish_shard()
+
+    def finish(self) -> SplitInfo:
+        self._finish_shard()
+        return SplitInfo(self.tokens, self.documents, self.text_bytes, tuple(self._shards), self._offsets.finish())
+
+    def close(self) -> None:
+        """Let go of the files, whatever state they are in."""
+        for file in (self._shard, self._offsets):
+            if file is not None:
+                file.close()
+
+    def _finish_shard(self) -> None:
+        if self._shard is not None:
+            self._shards.append(self._shard.finish())
+            self._shard = None
+
+
+@final
+class HashedFile:
+    """A new file that knows the size and SHA-256 of what was written to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._bytes = 0
+        self._digest = hashlib.sha256()
+        self._file: IO[bytes] = path.open("xb", buffering=2**20)
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self._bytes += len(data)
+
+    def finish(self) -> FileInfo:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileInfo(self._path.name, self._bytes, self._digest.hexdigest())
+
+    def close(self) -> None:
+        # On a full disk closing tries to flush and fails again, which must not hide the first failure.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def write_file(path: Path, chunks: Iterable[bytes]) -> FileInfo:
+    """Write a file whole and flushed, and describe it."""
+    with contextlib.closing(HashedFile(path)) as file:
+        for chunk in chunks:
+            file.write(chunk)
+        return file.finish()

@@ -23,7 +23,6 @@ there; a hub dataset knows its own place.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import math
@@ -33,163 +32,65 @@ from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.config.sizes import learned_vocab
-from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
+from flatout.corpus.document import Problem
 from flatout.corpus.sources import HUB
-from flatout.data.limits import NONE_TAKEN, Choice, Count, Limits, dropped_by_then, limits_of
-from flatout.data.merge import cause_of, causes_of, mend_of
+from flatout.data.inspect import cause_of, causes_of, mend_of
 from flatout.data.pack import Progress, worker_count
-from flatout.data.part import BEGINS, ENDS, Part, PartHead, PartResult, Pieces, Recipe, copies_of, share_of
+from flatout.data.part import (
+    BEGINS,
+    ENDS,
+    NONE_TAKEN,
+    Choice,
+    Part,
+    PartHead,
+    PartResult,
+    Pieces,
+    Recipe,
+    copies_of,
+    dropped_by_then,
+    share_of,
+)
 from flatout.data.plan import (
     CUTTING,
     PART_BYTES,
     STDIN,
-    Done,
     Inputs,
+    Lap,
+    Position,
     Request,
     find_inputs,
-    parts_of,
+    limits_of,
+    parts_of_lap,
     request_of,
     size_and_time,
 )
 from flatout.data.shards import HeldTokens
-from flatout.data.threads import LoaderError
 from flatout.data.tokenizer import Ids, Tokenizer, load_tokenizer, token_dtype
-from flatout.data.workers import ProcessEngine, WorkerGoneError
+from flatout.data.workers import LoaderError, ProcessEngine, WorkerGoneError
 from flatout.errors import ConfigError, DataError, ResourceError, many
 from flatout.files import canonical_json
 from flatout.records import PrepareProgress
 
-# Hub datasets are read by this process, so we use smaller parts: the first one is ready sooner.
-_HUB_CHARACTERS = 2**22
-_HUB_DOCUMENTS = 20_000
-
-
-@final
-@dataclass(frozen=True)
-class Position:
-    """Where a part begins: the epoch, the lap over a source in it, and in that the part, counted from a file on.
-
-    `tokens` and `problems` are how many came before it. `joins` says that the row ends inside a document, `rejected`
-    that the document which may go on here is rejected. `hub` is the state of a hub dataset at this place, `taken` what
-    of the lap counts towards the limits of its source.
-    """
-
-    epoch: int = 0
-    lap: int = 0
-    file: int = 0
-    part: int = 0
-    tokens: int = 0
-    problems: int = 0
-    joins: bool = False
-    rejected: bool = False
-    hub: dict[str, Any] | None = None
-    taken: Count = NONE_TAKEN
-
-    def __post_init__(self) -> None:
-        documents, tokens, size = self.taken  # a list where it comes from JSON
-        object.__setattr__(self, "taken", (documents, tokens, size))
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @property
-    def begins_epoch(self) -> bool:
-        return not (self.lap or self.file or self.part)
-
-
-@dataclass(frozen=True)
-class Lap:
-    """One reading of one source; with a weight above 1 an epoch has several."""
-
-    copy: int
-    weight: float
-    files: tuple[InputFile, ...]
-    limits: Limits | None = None
-
-
-@final
-class _Started(Done):
-    """Takes the first parts for done, and notes where files end that had to be read from their beginning."""
-
-    def __init__(self, parts: int) -> None:
-        self.ended: int | None = None
-        self._parts = parts
-
-    def has(self, number: int, source: int) -> bool:
-        return number < self._parts
-
-    def note(self, file: int, parts: int) -> None:
-        self.ended = file
-
-
-def parts_of_lap(
-    files: tuple[InputFile, ...], options: ReadOptions, start: Position
-) -> Iterator[tuple[Position, Part]]:
-    """The parts of a lap from `start` on; of the positions only file, part and hub are filled in."""
-    file, part, hub = start.file, start.part, start.hub
-    while file < len(files):
-        if files[file].format == "hub":
-            yield from _parts_of_hub(file, files[file], options, part, hub)
-            stop = file + 1
-        else:
-            stop = next((n for n in range(file, len(files)) if files[n].format == "hub"), len(files))
-            yield from _parts_of_files(file, files[file:stop], options, part)
-        file, part, hub = stop, 0, None
-
-
-def _parts_of_files(
-    base: int, files: tuple[InputFile, ...], options: ReadOptions, skipped: int
-) -> Iterator[tuple[Position, Part]]:
-    """Parts are counted from the last file on that had to be read in one go, so that none is read again to skip it."""
-    done = _Started(skipped)
-    first, counted = base, 0
-    for item in parts_of(Inputs(files, (), {}), options, done):
-        number = item.number if isinstance(item, Part) else item
-        if done.ended is not None:
-            first, counted, done.ended = base + done.ended + 1, number, None
-        if isinstance(item, Part):
-            yield Position(file=first, part=number - counted), item
-
-
-def _parts_of_hub(
-    index: int, file: InputFile, options: ReadOptions, number: int, state: dict[str, Any] | None
-) -> Iterator[tuple[Position, Part]]:
-    from flatout.corpus.tables import HubStream
-
-    skipped = 0 if state is not None else number
-    number -= skipped
-    stream = HubStream(file.path, options, file.name)
-    if state is not None:
-        stream.load_state_dict(state)
-    batch: list[Document | Problem] = []
-    characters = 0
-    with contextlib.closing(cast(Generator[Document | Problem], iter(stream))) as items:
-        for item in items:
-            batch.append(item)
-            characters += len(item.text) if isinstance(item, Document) else 0
-            if characters >= _HUB_CHARACTERS or len(batch) >= _HUB_DOCUMENTS:
-                following = stream.state_dict()
-                if number >= skipped:
-                    part = Part(number, file.source, documents=tuple(batch), file=file.name)
-                    yield Position(file=index, part=number, hub=state), part
-                number, batch, characters, state = number + 1, [], 0, following
-        if number >= skipped:
-            part = Part(number, file.source, documents=tuple(batch), file=file.name, files=1)
-            yield Position(file=index, part=number, hub=state), part
-
-
 VAL_TOKENS = 2**20
+
+
 TOLD_PROBLEMS = 5
+
+
 _MOST_WORKERS = 8
+
+
 # A source of no more tokens is kept, since reading it again for each epoch would cost more than it is worth.
 _SMALL_SOURCE = 2**22
+
+
 _PREPARE = "prepare the source instead: leave out data.streaming"
 
 
@@ -203,8 +104,6 @@ class Chunk:
 
 
 # --- the source -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StreamDataset:
     """A source that is trained on as it is read. Stands where a prepared dataset would."""
@@ -422,8 +321,6 @@ def _stamps(inputs: Inputs) -> list[list[Any]]:
 
 
 # --- parts, and what of them is trained on ----------------------------------------------------------------------------
-
-
 def _breaks(pieces: Pieces, chosen: Choice, joins: bool) -> tuple[npt.NDArray[np.int64], bool]:
     """Where among the chosen tokens a document breaks off, and whether the last piece goes on in the next part.
 
@@ -441,8 +338,6 @@ def _breaks(pieces: Pieces, chosen: Choice, joins: bool) -> tuple[npt.NDArray[np
 
 
 # --- reading ahead ----------------------------------------------------------------------------------------------------
-
-
 @final
 class _Flow:
     """The chunks of a stream from a position on, epoch after epoch."""

@@ -23,13 +23,12 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.batch import BatchLoader, Delivery, Raw, Span, as_signed
-from flatout.data.positions import Schedule
+from flatout.data.batch import BatchLoader, DataFacts, Delivery, Raw, Schedule, Span, TrainingData, as_signed
+from flatout.data.plan import Position
 from flatout.data.sampler import WindowOrder
-from flatout.data.stream import TOLD_PROBLEMS, Position, StreamDataset, TokenStream
-from flatout.data.threads import LoaderError, told
+from flatout.data.stream import TOLD_PROBLEMS, StreamDataset, TokenStream
 from flatout.data.tokenizer import Ids
-from flatout.data.training_data import DataFacts, TrainingData
+from flatout.data.workers import LoaderError, told
 from flatout.errors import many
 from flatout.finding import Check, Finding
 
@@ -45,7 +44,7 @@ def block_windows(context: int) -> int:
 
 @final
 @dataclass(frozen=True)
-class Block:
+class StreamBlock:
     """The tokens of a block's windows and one more; where it begins, and where the next one does."""
 
     number: int
@@ -66,7 +65,7 @@ class StreamLoader(BatchLoader):
         super().__init__(delivery, span, workers=0)
         context = self.schedule.longest
         self._order = WindowOrder(block_windows(context), seed)
-        self._held: dict[int, Block] = {}
+        self._held: dict[int, StreamBlock] = {}
         self._positions: dict[int, Position] = {}
         first, inside = divmod(self.schedule.at(self._next_step).start, self._order.windows)
         # The notices of a block are given when it is taken up, which was before a step that begins inside of it.
@@ -102,7 +101,7 @@ class StreamLoader(BatchLoader):
                 del kept[number]
         return Raw(step, reading, as_signed(ids)).pinned(self.device)
 
-    def _take(self, block: Block) -> None:
+    def _take(self, block: StreamBlock) -> None:
         self._held[block.number] = block
         self._positions[block.number] = block.position
         self._positions[block.number + 1] = block.following
@@ -139,7 +138,7 @@ class _Ahead:
         self._moved = time.monotonic()  # when the last part of the source came in
         self._hangs = False  # nobody waits for it any more
         self._closed = threading.Event()
-        self._ready: queue.Queue[Block | BaseException] = queue.Queue(_BLOCKS_AHEAD)
+        self._ready: queue.Queue[StreamBlock | BaseException] = queue.Queue(_BLOCKS_AHEAD)
         self._workers = stream.open_workers()
         # A daemon, since reading from a hub may hang: the end of the process does not wait for that.
         self._thread = threading.Thread(
@@ -147,7 +146,7 @@ class _Ahead:
         )
         self._thread.start()
 
-    def next(self) -> Block:
+    def next(self) -> StreamBlock:
         """The next block, waiting for it as long as parts of it come in."""
         began = time.monotonic()
         while True:
@@ -191,14 +190,14 @@ class _Ahead:
         except BaseException as error:  # noqa: BLE001 - whatever it is, the loop must hear of it
             self._offer(error)
 
-    def _offer(self, item: Block | BaseException) -> bool:
+    def _offer(self, item: StreamBlock | BaseException) -> bool:
         while not self._closed.is_set():
             with contextlib.suppress(queue.Full):
                 self._ready.put(item, timeout=0.1)
                 return True
         return False
 
-    def _blocks(self, position: Position, number: int) -> Generator[Block]:
+    def _blocks(self, position: Position, number: int) -> Generator[StreamBlock]:
         size, marks, marked = self._size, dict[int, Position](), number
         notices: defaultdict[int, list[str]] = defaultdict(list)
         row = np.empty(size + 1, dtype=self._stream.dtype)
@@ -218,7 +217,7 @@ class _Ahead:
                     at, filled = at + len(taken), filled + len(taken)
                     if filled < size + 1:
                         break
-                    yield Block(number, row, marks.pop(number), marks[number + 1], tuple(notices.pop(number, ())))
+                    yield StreamBlock(number, row, marks.pop(number), marks[number + 1], tuple(notices.pop(number, ())))
                     fresh = np.empty_like(row)
                     fresh[0] = row[-1]
                     row, filled, number = fresh, 1, number + 1

@@ -39,9 +39,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.config.sizes import learned_vocab
-from flatout.confined import Child, Exceeded, Limits
-from flatout.corpus.document import shown
-from flatout.corpus.shipped import GPT2_END_OF_TEXT, GPT2_RANKS_SHA256, gpt2_tokens
+from flatout.confined import Child, ChildLimits, Exceeded
+from flatout.corpus.document import GPT2_END_OF_TEXT, GPT2_RANKS_SHA256, gpt2_tokens, shown
 from flatout.data.tokenizer_child import UNKNOWN
 from flatout.data.tokenizer_parts import is_plain
 from flatout.errors import CheckpointError, DataError
@@ -644,7 +643,7 @@ def child() -> Child:
     Output is in proportion to the text: a token takes 16 bytes with its place, and no part makes twelve tokens of a
     byte without being a bomb.
     """
-    limits = Limits(seconds=_SECONDS, patience=300.0, memory=3 * 2**29, output=2**20, output_times=256)
+    limits = ChildLimits(seconds=_SECONDS, patience=300.0, memory=3 * 2**29, output=2**20, output_times=256)
     return Child("flatout.data.tokenizer_child", ("tokenizers",), limits)
 
 

@@ -20,9 +20,8 @@ from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Document, Problem, Slice
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import slices_of
-from flatout.data.limits import LIMITS, NONE_TAKEN
-from flatout.data.merge import causes_of, mend_of
-from flatout.data.part import Part, Recipe, characters_of_part
+from flatout.data.inspect import causes_of, mend_of
+from flatout.data.part import LIMITS, NONE_TAKEN, Part, Recipe, characters_of_part
 from flatout.data.plan import (
     STDIN,
     Done,
@@ -45,7 +44,7 @@ from flatout.data.tokenizer import (
     load_tokenizer,
     token_dtype,
 )
-from flatout.data.train_tokenizer import train_bpe
+from flatout.data.tokenizer_files import train_bpe
 from flatout.diagnose.check_environment import check_packages, source_paths
 from flatout.diagnose.machine import Machine
 from flatout.errors import ConfigError, UserError, many

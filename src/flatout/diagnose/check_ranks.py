@@ -30,8 +30,8 @@ import torch.distributed as dist
 from flatout.config.alike import shared_settings
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import DataConfig, ParallelConfig
-from flatout.data.manifest import read_manifest
 from flatout.data.prepare import data_folder, has_dataset
+from flatout.data.shards import read_manifest
 from flatout.device import detect_device
 from flatout.diagnose.check_folder import RUNS, folder_of
 from flatout.diagnose.machine import CardState, Machine, nvml

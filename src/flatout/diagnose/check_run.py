@@ -31,13 +31,12 @@ from flatout.config.source import DEFAULT, Source
 from flatout.corpus.document import Row
 from flatout.corpus.readers import read_rows
 from flatout.corpus.sources import find_files
-from flatout.data.batch import BatchLoader, Delivery, Span
-from flatout.data.loader import check_evaluable, check_length
+from flatout.data.batch import BatchLoader, DataFacts, Delivery, Span, TrainingData, check_evaluable
 from flatout.data.make_samples import row_files
 from flatout.data.sample_data import SampleData
 from flatout.data.sampler import window_count
+from flatout.data.shard_data import check_length
 from flatout.data.tokenizer import Ids, IdTokenizer
-from flatout.data.training_data import DataFacts, TrainingData
 from flatout.device import Device, limit_memory
 from flatout.diagnose.check_data import TokenFacts
 from flatout.diagnose.check_folder import Disk

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flatout.checkpoints.checkpoint import Checkpoint
-from flatout.data.positions import Schedule
+from flatout.data.batch import Schedule
 from flatout.errors import CheckpointError
 from flatout.optim.rules import cooling_from
 from flatout.records import CheckpointRecord, EvalRecord, Record

@@ -37,8 +37,7 @@ import torch
 from torch import Tensor
 
 from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_bytes
-from flatout.data.batch import Batch, BatchLoader
-from flatout.data.positions import Reading
+from flatout.data.batch import Batch, BatchLoader, Reading
 from flatout.device import free_memory, is_out_of_memory
 from flatout.engine.books import Progress, notices_at, run_info, settle
 from flatout.engine.boundary import Boundary, due_after, is_due, out_of_patience, sample_ids, write_best

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from flatout.checkpoints.adapter_folder import files_beside
 from flatout.checkpoints.checkpoint import Checkpoint
-from flatout.data.batch import Batch, BatchLoader, Span
-from flatout.data.training_data import TrainingData
+from flatout.data.batch import Batch, BatchLoader, Span, TrainingData
 from flatout.device import ONE_AT_A_TIME, peak_memory_bytes, use_expandable_segments
 from flatout.engine import full_disk
 from flatout.engine.custom import Given

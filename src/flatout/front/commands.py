@@ -16,9 +16,7 @@ from flatout.front import verbs_ahead, verbs_looking, verbs_measuring, verbs_mod
 from flatout.front.completion import SHELLS, script
 from flatout.front.configs import config_options
 from flatout.front.words import Command, Option, Parser, choice, flag, number, option, word
-from flatout.tuning.cluster import CARDS
-from flatout.tuning.goodput import FAILURE_HOURS
-from flatout.tuning.llamas import LLAMAS
+from flatout.tuning.cluster import CARDS, FAILURE_HOURS, LLAMAS
 from flatout.tuning.rungs import every_name
 
 
@@ -72,9 +70,8 @@ def _sampling(tokens: int, temperature: float, top_p: float | None = None) -> tu
 _TRAINING = (
     Command(
         "train",
+        verbs_training.train,
         "train a model; without a CONFIG, a small Shakespeare model",
-        "Train a model. SIGINT, SIGTERM and SIGHUP save a checkpoint and end the run, a second Ctrl-C quits at once; "
-        "SIGUSR1 saves and goes on.",
         (
             *CONFIG,
             number(
@@ -86,24 +83,23 @@ _TRAINING = (
             ),
             *TRAINING,
         ),
-        verbs_training.train,
-        python="train",
+        "Train a model. SIGINT, SIGTERM and SIGHUP save a checkpoint and end the run, a second Ctrl-C quits at once; "
+        "SIGUSR1 saves and goes on.",
         processes="ranks",
     ),
     Command(
         "finetune",
-        "LoRA or full fine-tuning of a chat model on conversations",
-        "Fine-tune a model on conversations or instructions, by LoRA unless lora.rank=0.",
-        (*config_options("lora"), *TRAINING),
         verbs_training.train,
-        python="finetune",
+        "LoRA or full fine-tuning of a chat model on conversations",
+        (*config_options("lora"), *TRAINING),
+        "Fine-tune a model on conversations or instructions, by LoRA unless lora.rank=0.",
         preset="lora",
         processes="ranks",
     ),
     Command(
         "prepare",
+        verbs_models.prepare,
         "turn text into token shards (train does this when needed); inspect shards; train a tokenizer",
-        "Turn the config's text into token shards with a manifest. Continues after a kill.",
         (
             *CONFIG,
             number("--workers", 0, 1024, "worker processes; default: one per core; 0: none"),
@@ -118,13 +114,12 @@ _TRAINING = (
             ),
             JSON,
         ),
-        verbs_models.prepare,
-        python="prepare",
+        "Turn the config's text into token shards with a manifest. Continues after a kill.",
     ),
     Command(
         "prepare inspect",
+        verbs_models.inspect,
         "what a prepared dataset holds, what was dropped and why, with a picture",
-        "What a prepared dataset holds, what was dropped and why, with a picture.",
         (
             word("folder", "folder of prepared shards"),
             number("--context", 1, 2**24, "count windows of this many tokens"),
@@ -133,19 +128,17 @@ _TRAINING = (
             OVERWRITE,
             JSON,
         ),
-        verbs_models.inspect,
     ),
     Command(
         "prepare verify",
-        "check every byte of a prepared dataset",
-        "Check every byte of a prepared dataset.",
-        (word("folder", "folder of prepared shards"), JSON),
         verbs_models.verify,
+        "check every byte of a prepared dataset",
+        (word("folder", "folder of prepared shards"), JSON),
     ),
     Command(
         "prepare train-tokenizer",
+        verbs_models.train_tokenizer,
         "learn a byte-pair encoding from the config's text",
-        "Learn a byte-pair encoding from the config's text.",
         (
             *CONFIG,
             number("--vocab", 257, 2**24, "ids in all", required=True),
@@ -154,23 +147,21 @@ _TRAINING = (
             flag("--overwrite", "replace the file"),
             JSON,
         ),
-        verbs_models.train_tokenizer,
     ),
     Command(
         "prepare compare-tokenizers",
+        verbs_models.compare_tokenizers,
         "bytes per token of one or more tokenizers on the config's text",
-        "Bytes per token of one or more tokenizers on the config's text.",
         (
             *CONFIG,
             option("--tokenizer", "NAME", "gpt2, bytes or a tokenizer.json; may be repeated", action="append"),
             JSON,
         ),
-        verbs_models.compare_tokenizers,
     ),
     Command(
         "eval",
+        verbs_models.evaluate,
         "loss, perplexity and bits per byte of a trained model",
-        "Measure a trained model on its validation text: loss, perplexity, bits per byte.",
         (
             *MODEL,
             option(
@@ -183,13 +174,13 @@ _TRAINING = (
             number("--tokens", 1, 2**40, "measure this many tokens from the start"),
             JSON,
         ),
-        verbs_models.evaluate,
+        "Measure a trained model on its validation text: loss, perplexity, bits per byte.",
         python="evaluate",
     ),
     Command(
         "generate",
+        verbs_models.generate,
         "continue a prompt with a trained model",
-        "Continue a prompt with a trained model, printed as it comes.",
         (
             *MODEL,
             Option(("--prompt",), {"default": "\n", "help": "text to continue; default: a new line"}),
@@ -197,29 +188,26 @@ _TRAINING = (
             *_sampling(300, 0.8),
             flag("--interactive", "ask for prompts until end of input"),
         ),
-        verbs_models.generate,
-        python="generate",
+        "Continue a prompt with a trained model, printed as it comes.",
         text="--prompt",
     ),
     Command(
         "chat",
+        verbs_models.chat,
         "talk to a fine-tuned model",
-        "Talk to a chat model: a fine-tuned run, or a Hugging Face folder.",
         (
             *MODEL,
             Option(("--message",), {"help": "say this, print the answer and leave; default: ask until end of input"}),
             Option(("--system",), {"help": "what the conversation begins with, for models that take it"}),
             *_sampling(500, 0.7, 0.95),
         ),
-        verbs_models.chat,
-        python="chat",
+        "Talk to a chat model: a fine-tuned run, or a Hugging Face folder.",
         text="--message",
     ),
     Command(
         "export",
+        verbs_models.export,
         "write a trained model as a Hugging Face folder, its adapters inside the weights",
-        "Write a trained model as a folder for Hugging Face tools, with its tokenizer. Adapters are written into the "
-        "weights, and what the rounding left of their update is printed.",
         (
             word("run", "a run, checkpoint or adapter folder"),
             word("folder", "new folder to write"),
@@ -233,8 +221,8 @@ _TRAINING = (
             flag("--adapter", "adapters alone, as PEFT's folder; default: inside the weights"),
             JSON,
         ),
-        verbs_models.export,
-        python="export",
+        "Write a trained model as a folder for Hugging Face tools, with its tokenizer. Adapters are written into the "
+        "weights, and what the rounding left of their update is printed.",
     ),
 )
 
@@ -243,24 +231,21 @@ _TRAINING = (
 _AHEAD = (
     Command(
         "doctor",
+        verbs_ahead.doctor,
         "check machine, data and config, and say what to do",
-        "Check machine, data and config before training: what was found, whether it is fine, and what to do about it.",
         (
             *CONFIG,
             number("--gpus", 1, 4096, "check for so many ranks; under torchrun, its own number"),
             flag("--quick", "leave out what takes seconds, such as compiling"),
             flag("--json", "print findings as JSON lines"),
         ),
-        verbs_ahead.doctor,
-        python="doctor",
+        "Check machine, data and config before training: what was found, whether it is fine, and what to do about it.",
         processes="ranks",
     ),
     Command(
         "estimate",
+        verbs_ahead.estimate,
         "time, memory, energy and cost of a run, from a few real steps; with --gpus, on many GPUs before you rent them",
-        "Time, memory, disk, energy and cost of a run, from a short timed piece of it. Trains nothing that is kept. "
-        "With --gpus nothing is measured and no GPU is needed: memory, communication, step time, checkpoints and "
-        "interruptions of a run on many GPUs, for data parallel, FSDP2 and hybrid sharding.",
         (
             *config_options(more_sizes=f"; with --gpus, a Llama of {', '.join(LLAMAS)}"),
             number(
@@ -297,8 +282,9 @@ _AHEAD = (
             option("--plot", "FILE", "with --gpus: draw it to this PNG or SVG file"),
             OVERWRITE,
         ),
-        verbs_ahead.estimate,
-        python="estimate",
+        "Time, memory, disk, energy and cost of a run, from a short timed piece of it. Trains nothing that is kept. "
+        "With --gpus nothing is measured and no GPU is needed: memory, communication, step time, checkpoints and "
+        "interruptions of a run on many GPUs, for data parallel, FSDP2 and hybrid sharding.",
         processes="one",
     ),
 )
@@ -308,10 +294,9 @@ _AHEAD = (
 _MEASURING = (
     Command(
         "tune",
+        verbs_measuring.tune,
         "find the fastest micro-batch, checkpointing and loss for this machine; "
         "`tune lr` finds a learning rate, `tune search` searches any settings",
-        "Find the micro-batch, checkpointing and loss with the most tokens per second for the config's global batch, "
-        "in pretraining or fine-tuning, by real training steps on this device. What is learned does not change.",
         (
             *CONFIG,
             number("--memory", 0.1, 10_000.0, "emulate a GPU with this much memory", metavar="GIB"),
@@ -327,14 +312,14 @@ _MEASURING = (
             ),
             flag("--json", "print rows as JSON lines instead of the table"),
         ),
-        verbs_measuring.tune,
-        python="tune",
+        "Find the micro-batch, checkpointing and loss with the most tokens per second for the config's global batch, "
+        "in pretraining or fine-tuning, by real training steps on this device. What is learned does not change.",
         processes="one",
     ),
     Command(
         "tune lr",
+        verbs_measuring.tune_lr,
         "find a learning rate by a range test",
-        "Find a learning rate by a range test: real training steps whose rate rises from far too small to too large.",
         (
             *CONFIG,
             WRITTEN_CONFIG,
@@ -345,14 +330,14 @@ _MEASURING = (
             OVERWRITE,
             flag("--json", "print one JSON line instead of the table"),
         ),
-        verbs_measuring.tune_lr,
+        "Find a learning rate by a range test: real training steps whose rate rises from far too small to too large.",
         python="tune_lr",
         processes="one",
     ),
     Command(
         "tune search",
+        verbs_measuring.tune_search,
         "search any settings by short real runs",
-        "Search hyperparameters by short real runs. Fields and ranges stand in SPACE.yaml; bad trials are cut short.",
         (
             word("space", "a file with the fields to search over and their ranges", metavar="SPACE.yaml", nargs="?"),
             *CONFIG,
@@ -363,16 +348,14 @@ _MEASURING = (
             OVERWRITE,
             flag("--json", "print a JSON line per trial and one for the result"),
         ),
-        verbs_measuring.tune_search,
+        "Search hyperparameters by short real runs. Fields and ranges stand in SPACE.yaml; bad trials are cut short.",
         python="search",
         processes="one",
     ),
     Command(
         "bench",
+        verbs_measuring.bench,
         "what each speed switch is worth on this machine, proven first",
-        "Measure every speed switch on this machine: from a naive baseline up, one at a time, then each one out of the "
-        "full set, then the rest. A rung whose losses are not the reference's prints no speed. The others are timed in "
-        "turns with the rung they are compared with, and called faster or slower only where the error allows it.",
         (
             *CONFIG,
             number("--steps", 3, 10_000, "most steps to time per rung; default 800", default=800),
@@ -397,17 +380,17 @@ _MEASURING = (
             flag("--claims", "show what guides claim of each switch, in the table and the picture"),
             flag("--json", "print rows as JSON lines instead of the table"),
         ),
-        verbs_measuring.bench,
-        python="bench",
+        "Measure every speed switch on this machine: from a naive baseline up, one at a time, then each one out of the "
+        "full set, then the rest. A rung whose losses are not the reference's prints no speed. The others are timed in "
+        "turns with the rung they are compared with, and called faster or slower only where the error allows it.",
         processes="one",
         more_help="The ladder sets the switches of `speed` itself; speed.micro_batch is the most it tries.\n\n"
         f"rungs (docs/bench.md tells what each one is): {', '.join(every_name())}",
     ),
     Command(
         "ablate",
+        verbs_measuring.ablate,
         "what each field of a config is worth to the loss, by pairs of runs and their noise",
-        "Find what each field of a config is worth: whole runs with and without it, with the same seeds, at equal "
-        "tokens and at equal seconds. A field helps or hurts only where the noise between seeds allows to say so.",
         (
             *CONFIG,
             option(
@@ -432,23 +415,22 @@ _MEASURING = (
             ),
             flag("--json", "print runs and the result as JSON lines instead of the table"),
         ),
-        verbs_measuring.ablate,
-        python="ablate",
+        "Find what each field of a config is worth: whole runs with and without it, with the same seeds, at equal "
+        "tokens and at equal seconds. A field helps or hurts only where the noise between seeds allows to say so.",
         processes="one",
     ),
     Command(
         "profile",
+        verbs_measuring.profile,
         "what holds a step on this machine: arithmetic, memory, launches or data",
-        "Take some real training steps under torch's profiler and say what holds them: arithmetic, memory, launches or "
-        "data, and which switch to try. Writes a trace, a memory snapshot, the kernels and a page to read.",
         (
             *CONFIG,
             number("--steps", 1, 1000, "steps under the profiler; default 4, fewer if a step has many micro-batches"),
             option("--out", "FOLDER", "where the files go; default: profile/NAME, numbered when that is taken"),
             flag("--json", "print the figures as one JSON object instead of the page"),
         ),
-        verbs_measuring.profile,
-        python="profile",
+        "Take some real training steps under torch's profiler and say what holds them: arithmetic, memory, launches or "
+        "data, and which switch to try. Writes a trace, a memory snapshot, the kernels and a page to read.",
         processes="ranks",
     ),
 )
@@ -458,8 +440,8 @@ _MEASURING = (
 _LOOKING = (
     Command(
         "runs",
+        verbs_looking.runs,
         "list runs: state, step, loss, size, age",
-        "List runs: how each stands, its step, its best validation loss, its size and its age.",
         (
             word("folder", "folder that the runs lie in; default: runs", nargs="?", default="runs"),
             choice(
@@ -468,29 +450,25 @@ _LOOKING = (
             flag("--reverse", "the other way round"),
             flag("--json", "print a JSON line for each run"),
         ),
-        verbs_looking.runs,
-        python="runs",
+        "List runs: how each stands, its step, its best validation loss, its size and its age.",
     ),
     Command(
         "watch",
+        verbs_looking.watch,
         "follow a run from another terminal, or in the browser",
-        "Follow a run that another process trains: how far it is, how it goes, what goes wrong.",
         (
             word("run", "a run folder, or a name under runs/; default: the newest run there", nargs="?"),
             flag("--json", "print the run's records as JSON lines and nothing else"),
             flag("--web", "show its report in the browser, on this machine only"),
             number("--port", 0, 65535, "port of --web; default: a free one"),
         ),
-        verbs_looking.watch,
-        python="watch",
+        "Follow a run that another process trains: how far it is, how it goes, what goes wrong.",
         more_help="Ends with the run: code 0, or 1 if the run's process is gone without having finished.",
     ),
     Command(
         "plot",
+        verbs_looking.plot,
         "curves of one run or several, as pictures and CSV",
-        "Draw a run: what it learned and how it ran, as two pictures, with the numbers as CSV beside them; a run with "
-        "eigenstate blocks has a third. Several runs are drawn into one picture, to compare them. A run that still "
-        "goes on can be drawn too.",
         (
             word("runs", "a run folder, such as runs/shakespeare", nargs="+", metavar="RUN"),
             option(
@@ -505,15 +483,14 @@ _LOOKING = (
             OVERWRITE,
             flag("--json", "print the files written as JSON"),
         ),
-        verbs_looking.plot,
-        python="plot",
+        "Draw a run: what it learned and how it ran, as two pictures, with the numbers as CSV beside them; a run with "
+        "eigenstate blocks has a third. Several runs are drawn into one picture, to compare them. A run that still "
+        "goes on can be drawn too.",
     ),
     Command(
         "report",
+        verbs_looking.report,
         "one run or several as a page; --serve shows it live, --zip packs a run for a bug report",
-        "Write one HTML page that shows a run, or several side by side: curves, speed, samples, switches, config. The "
-        "page needs no network and no other file. With --zip, write one zip file with config, environment, doctor's "
-        "findings, metrics and report of a run, to send with a bug report; data, samples, weights and keys stay out.",
         (
             RUNS,
             option(
@@ -529,54 +506,40 @@ _LOOKING = (
             flag("--zip", "write a zip file for a bug report"),
             flag("--no-doctor", "with --zip: leave out the machine and the doctor's findings"),
         ),
-        verbs_looking.report,
-        python="report",
+        "Write one HTML page that shows a run, or several side by side: curves, speed, samples, switches, config. The "
+        "page needs no network and no other file. With --zip, write one zip file with config, environment, doctor's "
+        "findings, metrics and report of a run, to send with a bug report; data, samples, weights and keys stay out.",
     ),
-    Command("config", "explain, show, search, schema, presets, copy", "", python="load_config"),
+    Command("config", None, "explain, show, search, schema, presets, copy", python="load_config"),
     Command(
         "config explain",
+        verbs_looking.explain,
         "every value, where it came from and what it means; of one FIELD, why, and what it may be",
+        (word("field", "a setting, such as optim.learning_rate", metavar="[FIELD]", nargs="?"), *CONFIG, ROWS_AS_JSON),
         "Every value, where it came from and what it means. With FIELD, such as optim.learning_rate, that setting "
         "alone: its value, where it came from and why, what it may be, and where it is documented.",
-        (word("field", "a setting, such as optim.learning_rate", metavar="[FIELD]", nargs="?"), *CONFIG, ROWS_AS_JSON),
-        verbs_looking.explain,
     ),
-    Command("config show", "the resolved config as YAML", "The resolved config as YAML.", CONFIG, verbs_looking.show),
+    Command("config show", verbs_looking.show, "the resolved config as YAML", CONFIG),
     Command(
         "config search",
-        "settings by a word: names, sentences, and what other trainers call them",
-        "Settings by a word: names, sentences, and what other trainers call them.",
-        (word("words", "settings that hold all of these words", nargs="+", metavar="WORD"), ROWS_AS_JSON),
         verbs_looking.search,
+        "settings by a word: names, sentences, and what other trainers call them",
+        (word("words", "settings that hold all of these words", nargs="+", metavar="WORD"), ROWS_AS_JSON),
     ),
-    Command(
-        "config schema",
-        "the JSON schema of a config file",
-        "The JSON schema of a config file.",
-        (),
-        verbs_looking.schema,
-    ),
-    Command(
-        "config presets",
-        "the presets and hardware overlays that ship with Flatout",
-        "The presets and hardware overlays that ship with Flatout.",
-        (),
-        verbs_looking.presets,
-    ),
+    Command("config schema", verbs_looking.schema, "the JSON schema of a config file"),
+    Command("config presets", verbs_looking.presets, "the presets and hardware overlays that ship with Flatout"),
     Command(
         "config copy",
-        "copy a preset to a file to edit",
-        "Copy a preset to a file to edit.",
-        (word("preset", "name of the preset"), word("file", "file to write; default: PRESET.yaml", nargs="?")),
         verbs_looking.copy,
+        "copy a preset to a file to edit",
+        (word("preset", "name of the preset"), word("file", "file to write; default: PRESET.yaml", nargs="?")),
     ),
     Command(
         "completion",
-        "a script that completes commands in bash or zsh",
-        "Print a script that completes verbs, options, presets, settings and runs.",
-        (word("shell", "for which shell", choices=SHELLS),),
         _print_completion,
-        python="completion",
+        "a script that completes commands in bash or zsh",
+        (word("shell", "for which shell", choices=SHELLS),),
+        "Print a script that completes verbs, options, presets, settings and runs.",
         more_help="Once: flatout completion bash > ~/.local/share/bash-completion/completions/flatout, or in ~/.bashrc "
         "or ~/.zshrc: source <(flatout completion bash), or zsh.",
     ),

@@ -37,12 +37,11 @@ from flatout.records import (
 )
 from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, Told
 from flatout.tuning.ablation import ablate as ablate_fields
-from flatout.tuning.cluster import CARDS, GB, Card, Cluster, card_here, card_named
+from flatout.tuning.changes import check_length, choose, read_space, space_of
+from flatout.tuning.cluster import CARDS, FAILURE_HOURS, GB, Card, Cluster, card_here, card_named
 from flatout.tuning.estimate import SECONDS as PROBE_SECONDS
 from flatout.tuning.estimate import EstimateResult
 from flatout.tuning.estimate import estimate as look_ahead
-from flatout.tuning.field_changes import check_length, choose
-from flatout.tuning.goodput import FAILURE_HOURS
 from flatout.tuning.ladder import bench as climb_ladder
 from flatout.tuning.lr_range import HIGH, LOW, STEPS, LrResult, Point, find_rate
 from flatout.tuning.many_gpus import PlanResult, Rate, on_card, planned_parameters
@@ -50,7 +49,6 @@ from flatout.tuning.many_gpus import plan as plan_on_many
 from flatout.tuning.measure import borrowed_run
 from flatout.tuning.practice_data import practice_config, scratch_folder, settled_for_runs
 from flatout.tuning.profile import attend, fitted, profile_run
-from flatout.tuning.search_space import read_space, space_of
 from flatout.tuning.study import TRIALS, StudyResult, TrialRow
 from flatout.tuning.study import search as search_space
 from flatout.tuning.tuner import tune as search_settings

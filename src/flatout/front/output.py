@@ -8,21 +8,23 @@ understands. An `Outlet` never raises: what it can no longer write goes nowhere.
 Files are looked at before anything is measured, and again when they are written. An existing config file is replaced
 only if `tune` wrote it and it was not edited since, a picture only if it carries our mark; `--overwrite` replaces
 others too. Links are never followed. Looking leaves nothing behind.
+Ctrl-C, SIGTERM and SIGHUP all keep what was found, each with its own word and exit code; one that the process was
+started to ignore, by nohup or a shell's `trap ''`, stays ignored.
 """
 
 import codecs
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO, final
+from typing import Any, NoReturn, TextIO, final
 
 from flatout.errors import UsageError, quoted
 from flatout.files import check_folder_writable, check_replaceable, disk_errors, write_whole
 from flatout.folders import make_folders, remove_empty
 from flatout.front.words import one_line
-from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
 # --- streams ----------------------------------------------------------------------------------------------------------
 
@@ -127,6 +129,48 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
 CONFIGS, PICTURES = (".yaml", ".yml"), (".png", ".svg")
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, which are to end a measurement as Ctrl-C does."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextlib.contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise `Terminated`; afterwards they do again what they did before."""
+
+    def stop(number: int, _frame: object) -> NoReturn:
+        raise Terminated(number)
+
+    before = handled("SIGTERM", stop) | handled("SIGHUP", stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def handled(name: str, handler: Callable[[int, Any], object]) -> dict[int, Any]:
+    """Handles a signal from now on; returns its number and what it did before, or nothing where it is left alone: this
+    system does not have it, or whoever started the process wants it ignored."""
+    number = getattr(signal, name, None)
+    if number is None or signal.getsignal(number) is signal.SIG_IGN:
+        return {}
+    return {number: signal.signal(number, handler)}
+
+
+def word_of(stopped: KeyboardInterrupt) -> str:
+    if not isinstance(stopped, Terminated):
+        return "interrupted"
+    return "terminated" if stopped.number == signal.SIGTERM else "hung up"
+
+
+def exit_code_of(stopped: KeyboardInterrupt) -> int:
+    return 128 + (stopped.number if isinstance(stopped, Terminated) else signal.SIGINT)
+
+
 @contextlib.contextmanager
 def ended_by_signals(said: Callable[[], str]) -> Iterator[None]:
     """Leaves with a signal's own exit code where one ends the block; `said` is what became of the work."""
@@ -218,7 +262,7 @@ def _check_name(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
 
 
 def _check_config(path: Path, *, overwrite: bool) -> None:
-    from flatout.tuning.fragment import is_unchanged
+    from flatout.tuning.changes import is_unchanged
 
     shown, way = f"--out {quoted(str(path))}", "name another file with --out"
 

@@ -13,7 +13,7 @@ from flatout.checkpoints.run_folder import RunLock, checkpoint_to_load, choose_f
 from flatout.config.load import LoadedConfig, resolve_from_mapping
 from flatout.config.sections import LENGTHS
 from flatout.config.yaml_loader import format_value
-from flatout.data.limits import LIMITS
+from flatout.data.part import LIMITS
 from flatout.data.plan import DECISIVE
 from flatout.engine.custom import check_given
 from flatout.engine.run import Run

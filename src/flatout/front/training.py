@@ -46,7 +46,7 @@ from flatout.resolve.memory import checkpoint_size
 from flatout.resolve.opening import DataSource
 from flatout.resolve.plan import RunPlan
 from flatout.resolve.resolve import resolve, take_device
-from flatout.tuning.minutes_probe import in_minutes
+from flatout.tuning.minutes import in_minutes
 from flatout.world import World
 
 Result = TypeVar("Result")

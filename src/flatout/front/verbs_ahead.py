@@ -28,8 +28,7 @@ from flatout.front.configs import load_any, load_pretraining, print_notices
 from flatout.front.output import Line, ended_by_signals, picture_target
 from flatout.front.verbs_training import reported_once
 from flatout.launch import launch
-from flatout.tuning.cluster import card_named
-from flatout.tuning.llamas import LLAMAS, llama_words
+from flatout.tuning.cluster import LLAMAS, card_named, llama_words
 
 if TYPE_CHECKING:
     from flatout.finding import Finding

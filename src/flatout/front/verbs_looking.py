@@ -195,8 +195,8 @@ def watch(parsed: argparse.Namespace) -> int:
         raise UsageError("--web and --json exclude each other", "leave one of them out")
     if parsed.port is not None and not parsed.web:
         raise UsageError("--port is for --web", "add --web, or leave --port out")
+    from flatout.front.output import Terminated, exit_code_of, terminated_like_interrupted
     from flatout.observe.live.follow import find_run
-    from flatout.tuning.signals import Terminated, exit_code_of, terminated_like_interrupted
 
     folder = find_run(parsed.run)
     with terminated_like_interrupted():
@@ -361,8 +361,8 @@ def _bundle(parsed: argparse.Namespace) -> int:
 
 
 def _serve_reports(parsed: argparse.Namespace) -> int:
+    from flatout.front.output import terminated_like_interrupted
     from flatout.observe.report.server import serve
-    from flatout.tuning.signals import terminated_like_interrupted
 
     def ready(url: str) -> None:
         print(f"the report is at {url} (Ctrl-C ends it)", flush=True)

@@ -28,14 +28,16 @@ from flatout.front.output import (
     Line,
     config_target,
     ended_by_signals,
+    exit_code_of,
     folder_target,
     picture_target,
     study_target,
+    terminated_like_interrupted,
+    word_of,
     write_config,
 )
 from flatout.front.verbs_training import reported_once
 from flatout.launch import launch
-from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
@@ -72,7 +74,6 @@ def bench(parsed: argparse.Namespace) -> int:
     rows: list[BenchRow] = _earlier_rows(folder, reader.notice) if parsed.go_on else []
     _check_picture(folder, rows, going_on=parsed.go_on)
     from flatout.records import record_to_json
-    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
     before = len(rows)
     options = ("steps", "parity_steps", "batch_tokens", "only", "seconds", "go_on")
@@ -144,7 +145,7 @@ def _finish(rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quie
     if not rows:
         return
     from flatout.observe.measured.bench import draw_bench, print_bench
-    from flatout.tuning.claims import TOTALS
+    from flatout.tuning.rungs import TOTALS
 
     complete = sorted(rows, key=lambda row: row.place)
     if not quiet:
@@ -188,7 +189,7 @@ ABLATE_ROWS, ABLATE_PICTURE = "ablate.jsonl", "ablate.png"
 
 def ablate(parsed: argparse.Namespace) -> int:
     loaded = load_any(parsed)
-    from flatout.tuning.field_changes import check_length, check_named, choose, split_fields
+    from flatout.tuning.changes import check_length, check_named, choose, split_fields
 
     fields = None if parsed.fields is None else split_fields(parsed.fields)
     # What is wrong with them is told before anything else. Values of a size wait for the data, and so do their changes.
@@ -204,7 +205,6 @@ def ablate(parsed: argparse.Namespace) -> int:
         picture_target(folder / ABLATE_PICTURE, "--out")
     from flatout.observe.measured.ablate import run_line
     from flatout.records import record_to_json
-    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
     line, place, result = Line(), (0, 0), None
     asked: dict[str, Any] = {"fields": fields, "seeds": parsed.seeds, "equal": parsed.equal, "folder": folder}
@@ -443,7 +443,7 @@ def _failure_of(write: Callable[[], None]) -> UserError | None:
 
 def _train_with(verb: str, out: Path | None, found: tuple[str, ...], parsed: argparse.Namespace) -> str:
     """How to train with what was found: from the file that was written, or by words."""
-    from flatout.tuning.fragment import train_words
+    from flatout.tuning.changes import train_words
 
     if out is not None:
         return f"wrote {out}; train with: flatout {verb} {shlex.quote(str(out))}"

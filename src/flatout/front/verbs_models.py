@@ -62,7 +62,7 @@ def prepare(parsed: argparse.Namespace) -> int:
 
 def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | None) -> dict[str, Any]:
     from flatout.data.inspect import read_report, tokens_in_long_documents
-    from flatout.data.limits import LIMITS
+    from flatout.data.part import LIMITS
     from flatout.data.plan import how_to_read
     from flatout.data.sampler import remainder, window_count
     from flatout.data.shards import open_dataset
@@ -142,7 +142,7 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
 def _tell_problems(folder: Path, config: "RunConfig", report: dict[str, Any] | None) -> int:
     if report is None or not report["problem_count"]:
         return 0
-    from flatout.data.merge import lines_of
+    from flatout.data.inspect import lines_of
     from flatout.data.prepare import check_complete, read_causes
 
     for line in lines_of(read_causes(folder)):
@@ -204,7 +204,7 @@ def _check_shards(parsed: argparse.Namespace) -> None:
 def train_tokenizer(parsed: argparse.Namespace) -> int:
     config = _config_of_text(parsed)
     from flatout.data.tokenizer import load_tokenizer
-    from flatout.data.train_tokenizer import train_bpe, write_tokenizer
+    from flatout.data.tokenizer_files import train_bpe, write_tokenizer
 
     if not parsed.out:
         raise UsageError("--out needs a file", "for example --out tokenizer.json")
@@ -252,7 +252,7 @@ def _config_of_text(parsed: argparse.Namespace) -> "RunConfig":
 def _texts(config: "RunConfig") -> Iterator[str]:
     """The texts of the config's source that its clean section keeps; what cannot be read is told on stderr."""
     from flatout.corpus.document import Problem
-    from flatout.data.merge import causes_of, mend_of
+    from flatout.data.inspect import causes_of, mend_of
     from flatout.data.plan import documents_of, find_inputs, request_of
 
     request = request_of(config.data, config.clean)
@@ -279,7 +279,7 @@ def _texts(config: "RunConfig") -> Iterator[str]:
 def _fertility(name: str, made: Any, config: "RunConfig") -> dict[str, Any]:
     import dataclasses
 
-    from flatout.data.train_tokenizer import fertility
+    from flatout.data.tokenizer_files import fertility
 
     return {"tokenizer": name, "vocab": made.vocab, **dataclasses.asdict(fertility(made, _texts(config)))}
 

@@ -19,10 +19,9 @@ import flatout
 from flatout import records
 from flatout.errors import HardwareError, UsageError, UserError, many, quoted
 from flatout.front.configs import load, on_hardware
-from flatout.front.output import output_that_may_go_away
+from flatout.front.output import handled, output_that_may_go_away
 from flatout.front.words import one_line
 from flatout.launch import AGENT, START, launch, place_of_slurm
-from flatout.tuning.signals import handled
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig

@@ -35,15 +35,20 @@ class Command:
     """A command: what help says of it, the words it takes, the function that runs it and its twin in Python."""
 
     name: str  # a verb, or a verb and its action
+    run: Callable[[argparse.Namespace], int] | None  # None: only its actions run
     summary: str  # in the list of all verbs, or of the verb's actions
-    about: str  # at the head of its own help
     options: tuple[Option, ...] = ()
-    run: Callable[[argparse.Namespace], int] | None = None  # None: only its actions run
-    python: str = ""  # a name of `flatout`
+    about: str = ""  # at the head of its own help; default: the summary
+    python: str = ""  # its twin, where that has another name
     preset: str | None = None  # what a command that takes a config starts from without one
     text: str = ""  # the option for text that people write without one
     processes: Literal["any", "one", "ranks"] = "any"  # which processes of a launcher may run it
     more_help: str = ""  # below the options
+
+    @property
+    def twin(self) -> str:
+        """The name of `flatout` that does the same; none for an action that has no name of its own."""
+        return self.python or ("" if " " in self.name else self.name)
 
     @property
     def takes_config(self) -> bool:
@@ -92,7 +97,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=f"flatout {command.name}",
             usage=command.usage,
-            description=command.about,
+            description=command.about or f"{command.summary[0].upper()}{command.summary[1:]}.",
             epilog=epilog,
             allow_abbrev=False,
             formatter_class=_Help,

@@ -1,7 +1,7 @@
 """Every field of the model section, declared once: its place in Hugging Face's formats, or why it has none.
 
 Contract: each field of `ModelConfig` belongs to exactly one feature of `FEATURES`; a test names one that is missing.
-Declared formats are tested against transformers. How to add a feature: docs/architecture.md, "Adding a model field".
+Declared formats are tested against transformers. How to add a feature: docs/extending.md, "Adding a model field".
 Trap: transformers 5 writes `rope_parameters` where 4 wrote `rope_theta` and `rope_scaling`. Both are read, and where a
 file has both, `rope_scaling` wins, as in transformers.
 

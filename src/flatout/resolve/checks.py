@@ -15,7 +15,7 @@ from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.sections import keeps_best
 from flatout.config.unused import cut_pattern, wide_window
 from flatout.config.yaml_loader import format_value
-from flatout.data.positions import Schedule
+from flatout.data.batch import Schedule
 from flatout.errors import ConfigError, many
 from flatout.finding import Check, Finding
 from flatout.model.hub import changes_for_export

@@ -16,7 +16,7 @@ from typing import Any
 from flatout.config.catalogue import hardware_for, shipped_names
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig, micro_batch_of, windows_of_steps
-from flatout.data.training_data import TrainingData
+from flatout.data.batch import TrainingData
 from flatout.device import Device, is_out_of_memory
 from flatout.errors import DeviceMemoryError, DoesNotFitError, ResourceError, in_gib
 from flatout.files import readable_sizes

@@ -11,8 +11,7 @@ from flatout.checkpoints.checkpoint import Checkpoint
 from flatout.config.schema import CheckpointConfig, EvalConfig, OptimConfig, RunConfig
 from flatout.config.sections import keeps_best
 from flatout.config.usual import FAR_BELOW, SMALL_BASE, usual_rate
-from flatout.data.positions import Schedule, Stage
-from flatout.data.training_data import DataFacts, TrainingData
+from flatout.data.batch import DataFacts, Schedule, Stage, TrainingData
 from flatout.errors import CheckpointError, ConfigError, many
 from flatout.model.count import parameter_count
 from flatout.optim.rules import Pace

@@ -2,7 +2,7 @@
 
 from flatout.checkpoints.adapter_folder import adapter_plan
 from flatout.config.schema import ModelConfig, OptimConfig, RunConfig, SpeedConfig
-from flatout.data.sample_loader import LargestRows
+from flatout.data.batch import LargestRows
 from flatout.errors import AdapterError, ConfigError
 from flatout.model.adapter_targets import choose, targets_of
 from flatout.model.adapters import weights_of

@@ -20,8 +20,7 @@ from flatout.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from flatout.data.positions import Schedule
-from flatout.data.training_data import TrainingData
+from flatout.data.batch import Schedule, TrainingData
 from flatout.finding import Finding
 from flatout.model.count import MemoryEstimate
 from flatout.optim.rules import Pace

@@ -54,15 +54,14 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
-from flatout.data.manifest import read_manifest
 from flatout.data.prepare import data_folder, has_dataset, prepare_data
+from flatout.data.shards import read_manifest
 from flatout.device import detect_device
 from flatout.engine.loop import train_loop
 from flatout.errors import ConfigError, DivergedError, HardwareError, ResourceError
 from flatout.records import AblateRow, EvalRecord, StepRecord
-from flatout.tuning.field_changes import Change, with_words
-from flatout.tuning.measure import WARMUP, borrowed_run
-from flatout.tuning.plan import machine_of
+from flatout.tuning.changes import Change, with_words
+from flatout.tuning.measure import WARMUP, borrowed_run, machine_of
 from flatout.tuning.practice_data import scratch_folder
 from flatout.tuning.study import for_trials, status_of
 

@@ -1,14 +1,20 @@
-"""GPUs in hosts: what is known of some cards and their links, and how long a collective takes over them.
+"""Cards in hosts: links, collectives, interruptions, checkpoints, and models of Llama's sizes. No torch at import.
 
 Idea: a collective is a ring, as NCCL plans it. Inside a host every GPU passes on all that it receives; between hosts
 the GPUs of a host share what crosses. So the bandwidth between hosts counts once for each GPU that takes part:
 sharding over hosts with a network card for each GPU is nearly as fast as inside one.
 
-Contract: every figure has its source beside it. Bandwidths are what collectives reach, not what a data sheet says, in
-bytes per second, for each GPU and each direction.
+Interruptions come at random, at a rate that grows with the number of GPUs. Each costs a restart and the steps since the
+last save. In data parallel one rank copies the state to its host and training goes on while it is written; the next
+save waits for that. Slices are written by all ranks of one copy of the model while training stands still.
+
+Contract: every figure has its source beside it. Bandwidths are those that collectives reach, not those of a data sheet,
+in bytes per second, for each GPU and each direction.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flatout.errors import UsageError
@@ -200,3 +206,102 @@ def ring(cluster: Cluster, size: float, local: int, hosts: int) -> Transfer:
     inside = sent / cluster.inside if local > 1 else 0.0
     hops = (ranks - hosts) * HOP_INSIDE + (hosts - 1) * HOP_ACROSS
     return Transfer(seconds=max(inside, crossed / cluster.across) + hops, sent=sent, crossed=crossed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A form over GPUs: each of `replicas` copies of the state lies on `local` ranks of each of `hosts` hosts."""
+
+    form: str
+    local: int
+    hosts: int
+    replicas: int
+
+    @property
+    def shards(self) -> int:
+        return self.local * self.hosts
+
+
+# Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv 2407.21783, section 3.3.4).
+FAILURE_HOURS = 54 * 24 * 16_384 / 419
+FAILURE_SOURCE = "Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv 2407.21783)"
+INTERVALS = (60, 300, 1800, 7200)  # seconds
+SHORTEST = 60.0  # seconds between saves: below, evaluation and deletion of older checkpoints are in the way
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Checkpoint and interruptions of one form and number of GPUs. Shares are of the time that steps themselves take.
+
+    `pause_seconds` is how long training stands still for a save, `write_seconds` until it is on the disk.
+    """
+
+    form: str
+    checkpoint_bytes: int
+    pause_seconds: float
+    write_seconds: float
+    restart_seconds: float
+    interruptions_per_day: float
+    best_interval: float
+    best: float
+    by_interval: dict[int, float]
+
+
+def goodput(interval: float, *, save: float, restart: float, between: float) -> float:
+    """The share of time that goes into steps which are kept, with interruptions every `between` seconds on average.
+
+    Exact for interruptions that come independently of each other: an interval and its save begin again until they pass
+    without one (Daly, "A higher order estimate of the optimum checkpoint interval", 2006).
+    """
+    tried = (interval + save) / between
+    return 0.0 if tried > 700 else interval / ((between + restart) * math.expm1(tried))
+
+
+def plan_saves(
+    checkpoint: int,
+    layout: Layout,
+    *,
+    to_host: float,
+    disk: float,
+    restart: float,
+    failure_hours: float,
+) -> Goodput:
+    """Saves of `checkpoint` bytes by the first copy of the model; rates in bytes per second, `disk` for each host."""
+    write = checkpoint / layout.hosts / disk
+    pause = write if layout.shards > 1 else checkpoint / to_host
+    gpus = layout.shards * layout.replicas
+    between = failure_hours * 3600 / gpus
+    # After a restart every host reads all of it, to check the hashes.
+    costs = {"save": pause, "restart": restart + checkpoint / disk, "between": between}
+    best = max(SHORTEST, write, math.sqrt(2 * pause * between))  # Young's first-order optimum
+    return Goodput(
+        form=layout.form,
+        checkpoint_bytes=checkpoint,
+        pause_seconds=pause,
+        write_seconds=write,
+        restart_seconds=costs["restart"],
+        interruptions_per_day=86_400 / between,
+        best_interval=best,
+        best=goodput(best, **costs),
+        by_interval={interval: goodput(interval, **costs) for interval in INTERVALS if interval >= write},
+    )
+
+
+_LLAMA = "family=gpt norm=rmsnorm positions=rope pattern=A dropout=0 mlp=swiglu tied=false qk_norm=false"
+_LLAMA2 = f"{_LLAMA} kv_heads=null vocab=32000 context=4096"
+_LLAMA3 = f"{_LLAMA} kv_heads=8 vocab=128256 context=8192"
+STEP_TOKENS = 2**22
+LLAMAS = {  # settings of the model section
+    "7b": f"{_LLAMA2} layers=32 width=4096 heads=32 mlp_width=11008",
+    "8b": f"{_LLAMA3} layers=32 width=4096 heads=32 mlp_width=14336",
+    "13b": f"{_LLAMA2} layers=40 width=5120 heads=40 mlp_width=13824",
+    "70b": f"{_LLAMA3} layers=80 width=8192 heads=64 mlp_width=28672",
+}
+
+
+def llama_words(size: str, written: Sequence[str], *, batch: bool) -> list[str]:
+    """The settings of a Llama that the user has not written, `batch` with its usual tokens per step."""
+    words = [f"model.{setting}" for setting in LLAMAS[size].split()]
+    words += [f"train.batch_tokens={STEP_TOKENS}", "speed.micro_batch=null"] if batch else []
+    given = {word.partition("=")[0] for word in written}
+    return [word for word in words if word.partition("=")[0] not in given]

@@ -39,7 +39,7 @@ from flatout.resolve.plan import RunPlan
 from flatout.resolve.resolve import planned
 from flatout.resolve.switches import Speed
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
-from flatout.tuning.plan import machine_of
+from flatout.tuning.measure import machine_of
 from flatout.tuning.practice_data import PracticeSamples, is_made_up, practice_config, practice_samples, scratch_folder
 
 SECONDS = 15.0  # of timed steps; what else is timed comes on top

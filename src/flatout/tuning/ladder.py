@@ -10,6 +10,8 @@ Contract:
 - A rung that cannot be had here, runs out of memory or breaks is a row that says so, and the ladder goes on without it.
 - A switch that is not green is not carried up: the rungs above stand on what works.
 - Rows are yielded as they are measured; whoever stops listening keeps them.
+- `Clock` deals out the seconds: the first rung is always measured, no rung is begun that could not be judged in the
+  time that is left, and one that is under way ends at the limit with what it has.
 - A gain is measured in turns or not at all. A factor is the product of such ratios from the baseline up.
 Trap: all rungs share one process. `borrowed_run` clears up between them; a CUDA context that a kernel has broken cannot
 be cleared, and every rung after it will say so.
@@ -21,19 +23,18 @@ import gc
 import math
 import os
 import statistics
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
-from flatout.errors import ResourceError, UserError, many
+from flatout.errors import ResourceError, UsageError, UserError, many
 from flatout.model.count import parameter_count
 from flatout.records import BenchProgress, BenchRow
 from flatout.resolve.switches import Speed
-from flatout.tuning.claims import PERIODIC, claim_of
-from flatout.tuning.compare import Comparison, chained
 from flatout.tuning.measure import Measurement, borrowed_run, of_steps, parity_losses, summary_of
 from flatout.tuning.plan import Plan, absences, check_same, config_for, make_plan, refusals, rungs_for
 from flatout.tuning.practice_data import scratch_folder
@@ -44,14 +45,62 @@ from flatout.tuning.rungs import (
     as_words,
     check_asked,
     choose_rungs,
+    claim_of,
     settings_of,
     tolerance_of,
 )
-from flatout.tuning.turns import Clock, Side, sit
+from flatout.tuning.turns import LOOKS, PERIODIC, Comparison, Side, chained, sit
 
+SITTING_SECONDS = 30.0  # over one rung
+PATIENCE = 3  # how many times as long a slow rung may take for ten pairs of turns
 # Of a rung that is compared with none, whose figure is no part of a gain.
 TIMED_SECONDS = 8.0
 MOST_STEPS, FEWEST_STEPS = 80, 3
+
+
+@final
+class Clock:
+    """The seconds that the whole ladder may take, if there is such a limit, and how they are dealt out."""
+
+    def __init__(self, limit: float | None, parity_steps: int) -> None:
+        self.limit = limit
+        self.began = time.monotonic()
+        # A rung needs the steps of its gate, and ten pairs of turns before anything can be said of it.
+        self.steps = parity_steps + 2 * LOOKS[0]
+        self.typical = 0.0  # seconds of a step, as far as is known
+
+    @property
+    def left(self) -> float:
+        return math.inf if self.limit is None else self.limit - (time.monotonic() - self.began)
+
+    @property
+    def up(self) -> bool:
+        """Whether the time that is left is too short for another rung."""
+        return self.left < self.steps * self.typical
+
+    def sitting(self, rungs: int) -> tuple[float, float]:
+        """About how many seconds to sit over a rung, of so many that are to come, and how many at the very most."""
+        share = self.left / rungs - self.steps * self.typical
+        enough = max(share, 2 * LOOKS[0] * self.typical)
+        return min(SITTING_SECONDS, enough), min(PATIENCE * SITTING_SECONDS, max(self.left, 0.0))
+
+    def check(self, plan: Plan, seconds: float) -> None:
+        """Refuses a limit that cannot hold the reference and one rung, when a step takes so many seconds."""
+        self.typical = seconds
+        self.steps = plan.parity_steps + 2 * LOOKS[0] * max(1, len(plan.chosen))  # a turn takes all chosen steps
+        needed = (plan.parity_steps + self.steps) * seconds
+        if self.limit is None or needed <= self.limit:
+            return
+        context, tokens = plan.settings.config.model.context, plan.batch_tokens
+        fewer = int(tokens * self.limit / needed) // context * context
+        smaller = f", or a smaller step: --batch-tokens {fewer}" if fewer else ""
+        if plan.chosen:
+            smaller = ", or a smaller step: chat.batch_samples"
+        raise UsageError(
+            f"a step of {tokens:,} tokens takes {seconds:.3g} s here, and one rung with its parity check about "
+            f"{needed:.1f} s: more than --seconds {self.limit:g}",
+            f"give it more --seconds{smaller}",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,9 +40,8 @@ from flatout.engine.saving import capture, restore
 from flatout.errors import ConfigError, UsageError
 from flatout.model.count import parameter_count
 from flatout.ops.gradients import clear_gradients
-from flatout.tuning.fragment import config_text, words_of
-from flatout.tuning.measure import Steps, borrowed_run
-from flatout.tuning.plan import machine_of
+from flatout.tuning.changes import config_text, words_of
+from flatout.tuning.measure import Steps, borrowed_run, machine_of
 from flatout.tuning.practice_data import practice_config, scratch_folder
 
 LOW, HIGH, STEPS = 1e-7, 1.0, RANGE_STEPS

@@ -19,6 +19,7 @@ block before asking for memory again.
 
 import contextlib
 import dataclasses
+import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,8 @@ import torch
 
 from flatout import device
 from flatout.config.load import LoadedConfig
-from flatout.data.positions import Schedule
+from flatout.data.batch import Schedule
+from flatout.device import Device
 from flatout.engine.run import Run
 from flatout.engine.spans import PendingReports, StepReport
 from flatout.ops.quantized import QuantizedWeight
@@ -188,3 +190,18 @@ def free_memory(*, compiled: bool = True) -> None:
     if compiled and "torch._dynamo" in sys.modules:  # whoever never compiled need not pay for importing a compiler
         torch._dynamo.reset()
     device.free_memory(device.detect_device().torch_device)
+
+
+def machine_of(device: Device, threads: int | None = None) -> str:
+    """The device by a name that tells it from others; a CPU by its model and by how many threads compute."""
+    if device.kind != "cpu":
+        return device.name
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # only Linux has it
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.processor() or platform.machine()
+    if threads is None:
+        return f"cpu ({model})"
+    return f"cpu ({model}, {threads} {'thread' if threads == 1 else 'threads'})"

@@ -5,7 +5,6 @@ values count as a preset's, so that a device answers with a reason instead of an
 """
 
 import dataclasses
-import platform
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,10 +26,10 @@ from flatout.records import BenchRow
 from flatout.resolve.memory import training_flops
 from flatout.resolve.opening import DataSource, vocabulary_of
 from flatout.resolve.switches import Speed, resolve_speed
-from flatout.tuning.claims import PERIOD, tricks_for
-from flatout.tuning.compare import LOOKS
+from flatout.tuning.measure import machine_of
 from flatout.tuning.practice_data import practice_config, practice_samples
 from flatout.tuning.rungs import BASELINE, OWN_SWITCHES, Rung, all_rungs, as_words, settings_of
+from flatout.tuning.turns import LOOKS, PERIOD, tricks_for
 
 CHOSEN = 4  # steps of a run over samples that are taken
 MOST_SEQUENCES = 64  # of a step, unless told otherwise: the naive baseline takes seconds for them on any card
@@ -170,21 +169,6 @@ def _sets(loaded: LoadedConfig, path: str) -> bool:
     name = path.removeprefix("speed.")
     default = SpeedConfig.model_fields[name].default
     return loaded.sources[path].kind != "default" and getattr(loaded.config.speed, name) != default
-
-
-def machine_of(device: Device, threads: int | None = None) -> str:
-    """The device by a name that tells it from others; a CPU by its model and by how many threads compute."""
-    if device.kind != "cpu":
-        return device.name
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # only Linux has it
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    model = models[0] if models else platform.processor() or platform.machine()
-    if threads is None:
-        return f"cpu ({model})"
-    return f"cpu ({model}, {threads} {'thread' if threads == 1 else 'threads'})"
 
 
 def check_same(plan: Plan, earlier: Sequence[BenchRow]) -> None:

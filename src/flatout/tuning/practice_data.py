@@ -36,15 +36,14 @@ from flatout.config.load import LoadedConfig
 from flatout.config.schema import DataConfig, at_last_stage
 from flatout.config.sizes import learned_vocab
 from flatout.config.unused import check_used
-from flatout.data.batch import Delivery
-from flatout.data.limits import LIMITS
-from flatout.data.manifest import MANIFEST, OFFSET_DTYPE, TOKENIZER, VERSION, FileInfo, Manifest, SplitInfo
+from flatout.data.batch import Delivery, LargestRows
 from flatout.data.pack import pack_corpus
+from flatout.data.part import LIMITS
 from flatout.data.plan import request_of
 from flatout.data.prepare import as_prepared, data_folder
-from flatout.data.sample_data import SampleData
-from flatout.data.sample_loader import LargestRows, fullest_steps
+from flatout.data.sample_data import SampleData, fullest_steps
 from flatout.data.samples import NONE_YET
+from flatout.data.shards import MANIFEST, OFFSET_DTYPE, TOKENIZER, VERSION, FileInfo, Manifest, SplitInfo
 from flatout.data.tokenizer import (
     ByteTokenizer,
     Ids,
@@ -66,7 +65,7 @@ from flatout.resolve.opening import (
 from flatout.resolve.resolve import take_device
 from flatout.resolve.sizing import settled, uncounted
 from flatout.resolve.switches import Speed
-from flatout.tuning.minutes_probe import in_minutes
+from flatout.tuning.minutes import in_minutes
 from flatout.world import World
 
 TRAIN_TOKENS = 2**22

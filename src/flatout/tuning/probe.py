@@ -35,7 +35,7 @@ import torch
 from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.source import Source
-from flatout.data.sample_loader import LargestRows
+from flatout.data.batch import LargestRows
 from flatout.device import detect_device, limit_memory, peak_memory_bytes
 from flatout.engine.graphs import WARM_UPS
 from flatout.engine.run import Run
@@ -45,7 +45,7 @@ from flatout.resolve.fit_check import memory_on
 from flatout.resolve.memory import memory_of
 from flatout.resolve.switches import Speed, resolve_speed
 from flatout.tuning import probe
-from flatout.tuning.fragment import TUNED, kept_settings, written_paths
+from flatout.tuning.changes import TUNED, kept_settings, written_paths
 from flatout.tuning.measure import Steps, borrowed_run, free_memory, of_steps, with_sequences
 from flatout.tuning.practice_data import PracticeSamples
 from flatout.tuning.search import Candidate, Trial

@@ -44,11 +44,9 @@ from flatout.errors import (
 )
 from flatout.files import disk_errors, open_to_append
 from flatout.records import EvalRecord
-from flatout.tuning.fragment import config_text, words_of
-from flatout.tuning.measure import borrowed_run
-from flatout.tuning.plan import machine_of
+from flatout.tuning.changes import Dimension, Space, config_text, with_values, words_of
+from flatout.tuning.measure import borrowed_run, machine_of
 from flatout.tuning.practice_data import scratch_folder, settled_for_runs
-from flatout.tuning.search_space import Dimension, Space, with_values
 
 TRIALS = 20
 EVALUATIONS = 8  # of a trial, unless the config says more; after each it may be cut short

@@ -18,7 +18,7 @@ from flatout.device import detect_device
 from flatout.errors import ConfigError, DoesNotFitError, HardwareError, ResourceError, UsageError
 from flatout.host import candidates, core_clock, core_use, thread_words, usable_cores, whole_cores
 from flatout.records import TuneProgress, TuneResult, TuneRow
-from flatout.tuning.fragment import fragment_of, kept_settings, tuned_settings, words_of
+from flatout.tuning.changes import fragment_of, kept_settings, tuned_settings, words_of
 from flatout.tuning.practice_data import practice_config, practice_samples, scratch_folder
 from flatout.tuning.probe import Probe, SampleProbe
 from flatout.tuning.search import (

@@ -1,89 +1,150 @@
-"""Two rungs in turns: a few steps of the one, a few of the other, so that both see the same machine.
+"""Two rungs in turns, and what their paired times say: the ratio of speeds, its interval, and the verdict.
 
 Idea: what a machine does beside a measurement changes from second to second. Two rungs timed one after the other differ
-by that change as well as by their switches; timed in turns of a fraction of a second they differ by their switches.
+by that change as well as by their switches; timed in turns of a fraction of a second they differ by their switches. A
+pair is one turn of the reference and one of the rung, next to each other, and a coin decides which comes first. A load
+that changes nothing but the time of day is then as likely to help one as the other, whatever it looks like: drift,
+spikes, steps. So under the true ratio, half of the pairs lie above it and half below, and counting pairs (the sign
+test, turned round) gives an interval for the ratio that needs no law of the noise.
 
 Contract:
-- Each pair of turns has the order that a coin gives it (`compare.py` says why), the same coins in every sitting of the
-  same two rungs.
-- A sitting ends when its ratio is known well enough, or after `seconds`, but not before the first look, at ten pairs;
-  and at `most` even before that. It then has a comparison all the same, however few pairs there were.
+- The interval of a look at the data misses the true ratio in at most `MISS` of all cases. There are at most four looks
+  (`LOOKS`), so an interval is wrong in at most 2 of 100 rungs, and so is a verdict.
+- `FLOOR` is added on both sides: the same rung built twice differs by that much, by where its memory lies.
+- A verdict of faster or slower is given only where the whole interval is on one side of 1.
+- Each sitting of the same two rungs has the same coins. It ends when its ratio is known well enough, or after
+  `seconds`, but not before the first look, at ten pairs; and at `most` even before that. It then has a comparison all
+  the same, however few pairs there were.
 - Where memory does not hold both runs at once, each is built anew for every one of its turns.
+Trap: `ratio` is a median, its interval is not symmetric about it, and the noise of a busy machine is not symmetric.
 Trap: the compiler's cache belongs to the process. The reference is built beside the rung without clearing it, so that
 neither is compiled again during its turns.
 
-The time that a ladder may take, and how much of it a rung gets.
-
-Contract: the first rung is always measured. No rung is begun that could not be judged in the time that is left, and one
-that is under way ends at the limit with what it has.
+`trick` does around the steps of a rung what the guides advise and what is no setting of Flatout, because it should do
+nothing, or harm. Emptying the cache gives memory back that the next step asks for again; collecting Python's garbage
+finds none in a step that makes no cycles; cuDNN's benchmark is for convolutions; and a limit on how the allocator
+splits blocks makes it keep more of them.
 """
 
 import contextlib
 import dataclasses
+import gc
 import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self, final
 
+import torch
+
 from flatout.config.load import LoadedConfig
-from flatout.device import Device, use_expandable_segments
+from flatout.device import Device, allocator_words, use_expandable_segments
 from flatout.engine.run import Run
 from flatout.engine.spans import StepReport
-from flatout.errors import ResourceError, UsageError
-from flatout.tuning.claims import PERIOD, PERIODIC, trick
-from flatout.tuning.compare import LOOKS, Comparison, compare, looks_up_to
+from flatout.errors import ResourceError
 from flatout.tuning.measure import WARMUP, Steps, borrowed_run, of_steps
-from flatout.tuning.plan import Plan
 
-SITTING_SECONDS = 30.0  # over one rung
-PATIENCE = 3  # how many times as long a slow rung may take for ten pairs of turns
+LOOKS = (10, 20, 40, 80)  # pairs after which the interval is looked at, to go on only where it is too wide
+MISS = 0.005  # of the intervals at one look
+FLOOR = 0.01
+CLEAR = 0.05  # an error up to which "no difference seen" says something
+FASTER, SLOWER, ALIKE, NOISY = "faster", "slower", "no difference seen", "too noisy to tell"
 
 
-@final
-class Clock:
-    """The seconds that the whole ladder may take, if there is such a limit, and how they are dealt out."""
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A ratio of speeds with its interval, from so many pairs; too few pairs have the interval of all numbers."""
 
-    def __init__(self, limit: float | None, parity_steps: int) -> None:
-        self.limit = limit
-        self.began = time.monotonic()
-        # A rung needs the steps of its gate, and ten pairs of turns before anything can be said of it.
-        self.steps = parity_steps + 2 * LOOKS[0]
-        self.typical = 0.0  # seconds of a step, as far as is known
-
-    @property
-    def left(self) -> float:
-        return math.inf if self.limit is None else self.limit - (time.monotonic() - self.began)
+    ratio: float
+    low: float
+    high: float
+    pairs: int
 
     @property
-    def up(self) -> bool:
-        """Whether the time that is left is too short for another rung."""
-        return self.left < self.steps * self.typical
+    def error(self) -> float:
+        """Half the width of the interval, as a share: the smallest difference from 1 that could have been seen."""
+        return math.sqrt(self.high / self.low) - 1 if self.low > 0 else math.inf
 
-    def sitting(self, rungs: int) -> tuple[float, float]:
-        """About how many seconds to sit over a rung, of so many that are to come, and how many at the very most."""
-        share = self.left / rungs - self.steps * self.typical
-        enough = max(share, 2 * LOOKS[0] * self.typical)
-        return min(SITTING_SECONDS, enough), min(PATIENCE * SITTING_SECONDS, max(self.left, 0.0))
+    @property
+    def verdict(self) -> str:
+        if self.low > 1 or self.high < 1:
+            return FASTER if self.low > 1 else SLOWER
+        return ALIKE if self.error <= CLEAR else NOISY
 
-    def check(self, plan: Plan, seconds: float) -> None:
-        """Refuses a limit that cannot hold the reference and one rung, when a step takes so many seconds."""
-        self.typical = seconds
-        self.steps = plan.parity_steps + 2 * LOOKS[0] * max(1, len(plan.chosen))  # a turn takes all chosen steps
-        needed = (plan.parity_steps + self.steps) * seconds
-        if self.limit is None or needed <= self.limit:
-            return
-        context, tokens = plan.settings.config.model.context, plan.batch_tokens
-        fewer = int(tokens * self.limit / needed) // context * context
-        smaller = f", or a smaller step: --batch-tokens {fewer}" if fewer else ""
-        if plan.chosen:
-            smaller = ", or a smaller step: chat.batch_samples"
-        raise UsageError(
-            f"a step of {tokens:,} tokens takes {seconds:.3g} s here, and one rung with its parity check about "
-            f"{needed:.1f} s: more than --seconds {self.limit:g}",
-            f"give it more --seconds{smaller}",
-        )
+    @property
+    def settled(self) -> bool:
+        """Whether more pairs would change nothing: known as well as can be, or the error is small beside the gain."""
+        far = abs(math.log(self.ratio)) >= 2 * math.log1p(self.error)
+        return self.error <= 3 * FLOOR or (far and self.verdict in (FASTER, SLOWER))
+
+    def turned(self) -> "Comparison":
+        """The same of the reference over the rung."""
+        return Comparison(1 / self.ratio, 1 / self.high, math.inf if self.low == 0 else 1 / self.low, self.pairs)
+
+
+def compare(ratios: Sequence[float]) -> Comparison:
+    """The comparison that paired ratios of speeds carry."""
+    ordered, out = sorted(ratios), left_out(len(ratios))
+    low, high = (0.0, math.inf) if out is None else (ordered[out] / (1 + FLOOR), ordered[-1 - out] * (1 + FLOOR))
+    return Comparison(statistics.median(ratios), low, high, len(ratios))
+
+
+def left_out(pairs: int) -> int | None:
+    """How many of the smallest and of the largest ratios the interval leaves out; None where all are too few.
+
+    The true ratio lies below the k + 1 smallest of n only if at most k of n coins fell on one side.
+    """
+    most, below, count = MISS / 2 * 2**pairs, 0, -1
+    while below + math.comb(pairs, count + 1) <= most:
+        count += 1
+        below += math.comb(pairs, count)
+    return count if count >= 0 else None
+
+
+def looks_up_to(pairs: int) -> tuple[int, ...]:
+    """When to look at the interval if there are at most so many pairs."""
+    return tuple(look for look in LOOKS if look <= pairs) or (max(1, pairs),)
+
+
+def chained(errors: Sequence[float]) -> float:
+    """The error of a product of ratios whose errors are independent of each other."""
+    return math.expm1(math.sqrt(sum(math.log1p(error) ** 2 for error in errors)))
+
+
+PERIOD = 10  # steps between two cleanings, as the guides have it
+PERIODIC = ("empty-cache", "gc-collect")  # a median step does not see them
+_ON_CUDA = ("empty-cache", "empty-cache-each-step", "cudnn-benchmark", "split-512")
+
+
+def tricks_for(device: Device) -> tuple[str, ...]:
+    if device.kind != "cuda":
+        return ("gc-collect",)
+    # What the user has told the allocator in the environment is not undone here, not even for a moment.
+    return ("gc-collect", *(name for name in _ON_CUDA if name != "split-512" or allocator_words() is None))
+
+
+@contextlib.contextmanager
+def trick(name: str | None, device: Device) -> Iterator[Callable[[int], None] | None]:
+    """Does what a guide says for the length of a block; yields what is to be called after each step, if anything."""
+    if name not in (None, "gc-collect", *_ON_CUDA):
+        raise ValueError(f"there is no trick {name!r}")
+    work = gc.collect if name == "gc-collect" else torch.cuda.empty_cache
+
+    def after_step(number: int) -> None:
+        if name not in PERIODIC or number % PERIOD == 0:
+            work()
+
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before or name == "cudnn-benchmark"
+    if name == "split-512":
+        torch._C._accelerator_setAllocatorSettings("max_split_size_mb:512")
+    try:
+        yield after_step if name in (*PERIODIC, "empty-cache-each-step") else None
+    finally:
+        torch.backends.cudnn.benchmark = before
+        if name == "split-512":
+            use_expandable_segments(device.torch_device, False)  # setting one puts the others back to their defaults
 
 
 TURN_SECONDS = 0.2  # short beside the changes of a load, long beside the start of a step

@@ -5,7 +5,6 @@ fields, Python functions from signatures and docstrings. A test compares the pag
 whenever one of them has changed. Only the first paragraphs of each page are written here.
 """
 
-import argparse
 import ast
 import dataclasses
 import importlib
@@ -23,8 +22,8 @@ from flatout.config.facts import allowed_values, field_facts, spot_at
 from flatout.config.schema import RunConfig
 from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, WAY_ELSEWHERE_CALLED
 from flatout.config.yaml_loader import format_value
-from flatout.front.commands import COMMANDS, FORMER_NAMES, VERBS, actions_of, help_text, parser_of
-from flatout.front.words import Parser
+from flatout.front.commands import COMMANDS, VERBS, actions_of, help_text
+from flatout.front.words import Command, Option
 
 FOLDER = Path(__file__).with_name("reference")
 _MADE = "Made from the code by `python docs/make_reference.py`."
@@ -173,49 +172,39 @@ def verbs_page() -> str:
     for name, command in COMMANDS.items():
         parts.append(f"\n##{'#' if ' ' in name else ''} flatout {name}\n")
         if command.run is not None:
-            parts.append(_verb(parser_of(command)))
+            parts.append(_verb(command))
         if actions := actions_of(name):
             listed = ", ".join(f"[{action}](#flatout-{name}-{action})" for action in actions)
             parts.append(f"{chr(10) if command.run else ''}Actions: {listed}.\n")
         if command.twin:
             parts.append(f"\nIn Python: [`flatout.{command.twin}`](api.md#{command.twin}).\n")
-    former = [f"`flatout {name}` is now `flatout {now}`" for name, now in FORMER_NAMES.items()]
-    return "".join(
-        [*parts, "\n## Former names\n", textwrap.fill("; ".join(former), 120, break_on_hyphens=False), ".\n"]
-    )
+    return "".join(parts)
 
 
-def _verb(parser: Parser) -> str:
-    words = [action for action in parser._actions if not action.option_strings]
-    options = [action for action in parser._actions if action.option_strings and action.dest != "help"]
-    usage = parser.usage or " ".join([parser.prog, *map(_word, words), *(["[options]"] if options else [])])
-    limits = {name: option.limits for option in parser.command.options for name in option.names}
-    rows = [(f"`{_word(action)}`", _meaning(parser, action, "")) for action in words]
-    rows += [(f"`{_option(action)}`", _meaning(parser, action, limits[action.option_strings[0]])) for action in options]
-    about = textwrap.fill(parser.description or "", 120)
-    return f"{about}\n```\n{usage}\n```\n" + (f"{_table(('word or option', 'meaning'), rows)}" if rows else "")
+def _verb(command: Command) -> str:
+    words = [_shown(option) for option in command.options if option.by_place]
+    words += ["[options]"] if len(words) < len(command.options) else []
+    usage = command.usage or " ".join([f"flatout {command.name}", *words])
+    places = sorted(command.options, key=lambda option: not option.by_place)
+    rows = [(f"`{_shown(option)}`", _meaning(option)) for option in places]
+    about = f"{textwrap.fill(command.heading, 120)}\n```\n{usage}\n```\n"
+    return about + (_table(("word or option", "meaning"), rows) if rows else "")
 
 
-def _word(action: argparse.Action) -> str:
-    name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
-    return {"?": f"[{name}]", "+": f"{name} ...", "*": f"[{name} ...]"}.get(str(action.nargs), name)
+def _shown(option: Option) -> str:
+    """A word or an option as usage shows it."""
+    name, more = option.names[0], option.more
+    value = more.get("metavar", more.get("dest", name).strip("-").replace("-", "_").upper())
+    if option.by_place:
+        return {"?": f"[{value}]", "+": f"{value} ...", "*": f"[{value} ...]"}.get(more.get("nargs"), value)
+    return name if more.get("action") == "store_true" else f"{name} {'|'.join(more.get('choices', [value]))}"
 
 
-def _option(action: argparse.Action) -> str:
-    names = ", ".join(action.option_strings)
-    if action.nargs == 0:
-        return names
-    value = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
-    return f"{names} {value if action.choices is None else '|'.join(map(str, action.choices))}"
-
-
-def _meaning(parser: Parser, action: argparse.Action, limits: str) -> str:
-    text = (action.help or "") % {**vars(action), "prog": parser.prog}
-    text += f" ({limits})" if limits and limits not in text else ""
-    default = action.default
-    if default not in (None, False, [], argparse.SUPPRESS) and "default" not in text and str(default) not in text:
-        text += f"; default: {default}"
-    return text + (" (required)" if action.required and action.option_strings else "")
+def _meaning(option: Option) -> str:
+    text, default = option.more["help"], option.more.get("default")
+    text += f" ({option.limits})" if option.limits not in text else ""
+    text += f"; default: {default}" if default and "default" not in text and str(default) not in text else ""
+    return text + (" (required)" if option.more.get("required") else "")
 
 
 # --- records ----------------------------------------------------------------------------------------------------------

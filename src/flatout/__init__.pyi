@@ -38,8 +38,6 @@ from flatout.front.models import (
     is_untaught as is_untaught,
     evaluate as evaluate,
     Evaluation as Evaluation,
-)
-from flatout.front.exporting import (
     export as export,
     merge as merge,
     Merged as Merged,

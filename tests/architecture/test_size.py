@@ -219,9 +219,7 @@ def counted() -> dict[str, int]:
         "lines that the formatter skips": sum(source.text.count("# fmt: skip") for source in sources()),
         "modules": len(modules()),
         "modules with one importer": sum(
-            importers[source.module] == 1
-            for source in package()
-            if source.path.stem not in ("__init__", "__main__")
+            importers[source.module] == 1 for source in package() if source.path.stem not in ("__init__", "__main__")
         ),
         "settings": len(list(leaves(RunConfig))) + len(own_variables()),
         "verbs": len(VERBS),

@@ -67,24 +67,18 @@ def _sampling(tokens: int, temperature: float, top_p: float | None = None) -> tu
 
 # --- training, data and models ----------------------------------------------------------------------------------------
 
-_TRAINING = (
+_ALL = (
     Command(
         "train",
         verbs_training.train,
         "train a model; without a CONFIG, a small Shakespeare model",
         (
             *CONFIG,
-            number(
-                "--minutes",
-                0.01,
-                1e6,
-                "train so long: this machine's speed decides size, batch and steps; with --resume RUN, so much longer",
-                metavar="N",
-            ),
+            number("--minutes", 0.01, 1e6, "train this long, by the clock; with --resume RUN, this much longer"),
             *TRAINING,
         ),
         "Train a model. SIGINT, SIGTERM and SIGHUP save a checkpoint and end the run, a second Ctrl-C quits at once; "
-        "SIGUSR1 saves and goes on.",
+        "SIGUSR1 saves and goes on. With --minutes, this machine's speed decides size, batch and steps.",
         processes="ranks",
     ),
     Command(
@@ -105,13 +99,7 @@ _TRAINING = (
             number("--workers", 0, 1024, "worker processes; default: one per core; 0: none"),
             choice("--engine", ("local", "ray"), "where workers run; default: local", default="local"),
             flag("--overwrite", "replace shards that are already there"),
-            number(
-                "--context",
-                1,
-                2**24,
-                "tokens of a window to count by, and to hold documents against; default: model.context, with no word "
-                "of documents. Shards fit any",
-            ),
+            number("--context", 1, 2**24, "count windows and documents of this many tokens; default: model.context"),
             JSON,
         ),
         "Turn the config's text into token shards with a manifest. Continues after a kill.",
@@ -164,12 +152,7 @@ _TRAINING = (
         "loss, perplexity and bits per byte of a trained model",
         (
             *MODEL,
-            option(
-                "--data",
-                "FOLDER",
-                "prepared shards of text to use instead of the run's own data; of a fine-tuned run also the folder of "
-                "its own samples, where that is not found from here",
-            ),
+            option("--data", "FOLDER", "shards to measure on instead; of a fine-tuned run also its folder of samples"),
             choice("--split", ("val", "train"), "which split to measure", default="val"),
             number("--tokens", 1, 2**40, "measure this many tokens from the start"),
             JSON,
@@ -213,22 +196,14 @@ _TRAINING = (
             word("folder", "new folder to write"),
             LAST,
             BASE,
-            choice(
-                "--dtype",
-                ("fp32", "bf16", "fp16"),
-                "of the weights; default: fp32, but bf16 where adapters are merged into them",
-            ),
+            choice("--dtype", ("fp32", "bf16", "fp16"), "default: fp32, but bf16 where adapters are merged"),
             flag("--adapter", "adapters alone, as PEFT's folder; default: inside the weights"),
             JSON,
         ),
         "Write a trained model as a folder for Hugging Face tools, with its tokenizer. Adapters are written into the "
         "weights, and what the rounding left of their update is printed.",
     ),
-)
-
-# --- before a run -----------------------------------------------------------------------------------------------------
-
-_AHEAD = (
+    # --- before a run -------------------------------------------------------------------------------------------------
     Command(
         "doctor",
         verbs_ahead.doctor,
@@ -248,19 +223,8 @@ _AHEAD = (
         "time, memory, energy and cost of a run, from a few real steps; with --gpus, on many GPUs before you rent them",
         (
             *config_options(more_sizes=f"; with --gpus, a Llama of {', '.join(LLAMAS)}"),
-            number(
-                "--price",
-                0,
-                1e6,
-                "what an hour costs, in any currency: of the machine, or with --gpus of one GPU",
-                metavar="PER_HOUR",
-            ),
-            number(
-                "--seconds",
-                0.1,
-                3600.0,
-                "time training steps for this long; default 15. Evaluation, sample and checkpoint come on top",
-            ),
+            number("--price", 0, 1e6, "per hour of the machine, or with --gpus of one GPU", metavar="PER_HOUR"),
+            number("--seconds", 0.1, 3600.0, "time steps this long; default 15; evaluation, sample and save on top"),
             flag("--no-probe", "build and time nothing: sizes and counts only"),
             flag("--json", "print one JSON line instead of the sheet"),
             option("--gpus", "A..B", "numbers of GPUs to look at: 8..64 (doubling), or a list such as 8,24"),
@@ -272,13 +236,7 @@ _AHEAD = (
             number("--mfu", 0.01, 1.0, "share of the peak rate; default: rows of `flatout bench` here, else known"),
             number("--disk", 0.001, 1e4, "what each host writes; default 2", metavar="GB/S"),
             number("--restart", 0.0, 1e6, "after an interruption; default 300", metavar="SECONDS"),
-            number(
-                "--failure-hours",
-                1.0,
-                1e12,
-                f"GPU-hours between interruptions; default {FAILURE_HOURS:,.0f} (Llama 3 405B)",
-                metavar="HOURS",
-            ),
+            number("--failure-hours", 1.0, 1e12, f"GPU-hours between interruptions; default {FAILURE_HOURS:,.0f}"),
             option("--plot", "FILE", "with --gpus: draw it to this PNG or SVG file"),
             OVERWRITE,
         ),
@@ -287,11 +245,7 @@ _AHEAD = (
         "interruptions of a run on many GPUs, for data parallel, FSDP2 and hybrid sharding.",
         processes="one",
     ),
-)
-
-# --- measurements -----------------------------------------------------------------------------------------------------
-
-_MEASURING = (
+    # --- measurements -------------------------------------------------------------------------------------------------
     Command(
         "tune",
         verbs_measuring.tune,
@@ -305,10 +259,7 @@ _MEASURING = (
             flag("--exhaustive", "try every micro-batch with everything else"),
             flag("--compile", "try torch.compile's modes as well; takes minutes for each"),
             number(
-                "--seconds",
-                1,
-                1e6,
-                "take the best found after this long; default 120, 1200 with compile, 3600 with --exhaustive",
+                "--seconds", 1, 1e6, "take the best after this long; default 120, 1200 with compile, 3600 if exhaustive"
             ),
             flag("--json", "print rows as JSON lines instead of the table"),
         ),
@@ -361,21 +312,10 @@ _MEASURING = (
             number("--steps", 3, 10_000, "most steps to time per rung; default 800", default=800),
             number("--parity-steps", 2, 10_000, "steps whose losses must be the reference's; default 20", default=20),
             number("--batch-tokens", 1, 2**40, "tokens per step; default: the config's, at most 64 sequences"),
-            number(
-                "--seconds",
-                10,
-                1e6,
-                "begin no other rung after about this many seconds, at least 10; --go-on measures the rest",
-                metavar="SECONDS",
-            ),
+            number("--seconds", 10, 1e6, "begin no rung after about this many seconds; --go-on measures the rest"),
             option("--rungs", "A,B,C", "only these rungs, and what they are compared with; the names are below"),
             choice("--only", verbs_measuring.GROUPS, "only this part of the ladder"),
-            option(
-                "--out",
-                "FOLDER",
-                f"where {verbs_measuring.BENCH_ROWS} and {verbs_measuring.BENCH_PICTURE} go; default: bench/NAME, "
-                "numbered when taken",
-            ),
+            option("--out", "FOLDER", "for rows and picture; default: bench/NAME, numbered when taken"),
             flag("--go-on", "measure what is missing in the rows that --out holds already"),
             flag("--claims", "show what guides claim of each switch, in the table and the picture"),
             flag("--json", "print rows as JSON lines instead of the table"),
@@ -407,12 +347,7 @@ _MEASURING = (
                 default="both",
             ),
             number("--minutes", 0, 1e6, "begin no run that would end later; 0 shows what is there"),
-            option(
-                "--out",
-                "FOLDER",
-                f"where {verbs_measuring.ABLATE_ROWS} and {verbs_measuring.ABLATE_PICTURE} go, and rows are looked "
-                "for; default: ablate/NAME",
-            ),
+            option("--out", "FOLDER", "for rows and picture, and where rows are looked for; default: ablate/NAME"),
             flag("--json", "print runs and the result as JSON lines instead of the table"),
         ),
         "Find what each field of a config is worth: whole runs with and without it, with the same seeds, at equal "
@@ -433,11 +368,7 @@ _MEASURING = (
         "data, and which switch to try. Writes a trace, a memory snapshot, the kernels and a page to read.",
         processes="ranks",
     ),
-)
-
-# --- runs and settings ------------------------------------------------------------------------------------------------
-
-_LOOKING = (
+    # --- runs and settings --------------------------------------------------------------------------------------------
     Command(
         "runs",
         verbs_looking.runs,
@@ -494,9 +425,7 @@ _LOOKING = (
         (
             RUNS,
             option(
-                "--out",
-                "FILE",
-                "default: report.html in the run's folder, or here for several; with --zip, RUN-bundle.zip here",
+                "--out", "FILE", "default: report.html beside the run, for several here; with --zip, RUN-bundle.zip"
             ),
             number("--price", 0, 1e6, "what an hour of the machine costs, in any currency", metavar="PER_HOUR"),
             flag("--overwrite", "also replace a file that is no report, or no bundle, of flatout"),
@@ -545,7 +474,7 @@ _LOOKING = (
     ),
 )
 
-COMMANDS = {command.name: command for command in (*_TRAINING, *_AHEAD, *_MEASURING, *_LOOKING)}
+COMMANDS = {command.name: command for command in _ALL}
 VERBS = {name: command for name, command in COMMANDS.items() if " " not in name}
 
 

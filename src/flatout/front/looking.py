@@ -157,16 +157,8 @@ def doctor(
         target = with_sources(target)
     if overrides and isinstance(target, LoadedConfig):
         raise UsageError("overrides are for a config by its name", "change the config itself, or name its file")
-    return examine(
-        target,
-        overrides,
-        hardware=hardware,
-        size=size,
-        quick=quick,
-        gpus=gpus,
-        launched=launched,
-        progress=progress,
-    )
+    how = {"hardware": hardware, "size": size, "quick": quick, "gpus": gpus, "launched": launched}
+    return examine(target, overrides, progress=progress, **how)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

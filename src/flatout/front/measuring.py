@@ -21,7 +21,7 @@ from flatout.errors import UsageError, quoted
 from flatout.files import disk_errors, write_whole
 from flatout.folders import free_folder, whole_folder
 from flatout.front.configs import with_sources
-from flatout.launch import Launch, launch
+from flatout.launch import launch
 from flatout.observe.measured.bench import read_ablate, read_bench
 from flatout.observe.measured.profile_page import as_markdown, page_of
 from flatout.parallel.ranks import joined
@@ -83,18 +83,10 @@ def bench(
         raise UsageError(
             f"{path} holds the rows of an earlier ladder", "name a new folder, or measure what is missing with --go-on"
         )
-    ladder = climb_ladder(
-        with_sources(config),
-        steps=steps,
-        parity_steps=parity_steps,
-        batch_tokens=batch_tokens,
-        names=rungs,
-        only=only,
-        seconds=seconds,
-        earlier=[] if path is None or not path.exists() else read_bench(path, notice),
-        notice=notice,
-        progress=progress,
-    )
+    earlier = [] if path is None or not path.exists() else read_bench(path, notice)
+    how = {"steps": steps, "parity_steps": parity_steps, "batch_tokens": batch_tokens, "names": rungs, "only": only}
+    how |= {"seconds": seconds, "earlier": earlier, "notice": notice, "progress": progress}
+    ladder = climb_ladder(with_sources(config), **how)
     if path is None:
         yield from ladder
         return
@@ -122,14 +114,8 @@ def tune(
     Yields a row for every setting tried, and a `TuneResult` last; its `fragment` is a config file. `memory` is a cap in
     GiB that emulates a smaller card, `exhaustive` tries everything, `compile` torch.compile's modes too (minutes).
     """
-    yield from search_settings(
-        with_sources(config),
-        memory=memory,
-        thorough=exhaustive,
-        compiled=compile,
-        seconds=seconds,
-        progress=progress,
-    )
+    how = {"memory": memory, "thorough": exhaustive, "compiled": compile, "seconds": seconds, "progress": progress}
+    yield from search_settings(with_sources(config), **how)
 
 
 def tune_lr(
@@ -338,51 +324,29 @@ def profile(
     loaded, found = with_sources(config), launch()
     target = _free(folder, loaded) if found is None else None
     with _quiet_profiler(), contextlib.ExitStack() as held:
-        world = None if found is None else held.enter_context(_met(found, loaded))
-        unfinished = None
+        world, unfinished = None, None
+        if found is not None:
+            speed, timeout = loaded.config.speed, loaded.config.parallel.timeout
+            meeting = joined(found, speed.device, timeout=timeout, settings=shared_settings(loaded))
+            world = held.enter_context(meeting)
         with contextlib.nullcontext() if world is None else world.fail_together():
             if world is None or world.first:
                 target = target or _free(folder, loaded)
                 unfinished = held.enter_context(_folder_for(target))
-        if target is None or unfinished is None:
-            take_part(loaded, world, steps=steps)
-            return None
-        return Profile(target, profile_into(loaded, unfinished, target, world=world, steps=steps, progress=progress))
+        with _practice_run(loaded, steps, world, progress) as (run, described):
+            if target is None or unfinished is None:
+                attend(run, steps=steps)
+                return None
+            figures = profile_run(run, unfinished, steps=steps, data=described, progress=progress).to_json()
+        with disk_errors(str(target / PAGE), safe=""):
+            write_whole(unfinished / PAGE, as_markdown(page_of(figures, str(target))).encode("utf-8"))
+        return Profile(target, figures)
 
 
 def _free(out: str | Path | None, loaded: LoadedConfig) -> Path:
     if out is not None:
         return _named_folder(str(out))
     return free_folder(Path("profile") / loaded.config.output.name, os.path.lexists)
-
-
-def _met(found: Launch, loaded: LoadedConfig) -> contextlib.AbstractContextManager[World]:
-    config = loaded.config
-    return joined(found, config.speed.device, timeout=config.parallel.timeout, settings=shared_settings(loaded))
-
-
-def take_part(loaded: LoadedConfig, world: World | None, *, steps: int | None) -> None:
-    """The steps of a profile in a rank that is not the first."""
-    with _practice_run(loaded, steps, world) as (run, _):
-        attend(run, steps=steps)
-
-
-def profile_into(
-    loaded: LoadedConfig,
-    unfinished: Path,
-    folder: Path,
-    *,
-    world: World | None = None,
-    steps: int | None = None,
-    progress: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Profiles a config; writes all files into `unfinished`, which will be called `folder`; returns profile.json."""
-    with _practice_run(loaded, steps, world, progress) as (run, described):
-        found = profile_run(run, unfinished, steps=steps, data=described, progress=progress)
-    report = found.to_json()
-    with disk_errors(str(folder / PAGE), safe=""):
-        write_whole(unfinished / PAGE, as_markdown(page_of(report, str(folder))).encode("utf-8"))
-    return report
 
 
 @contextlib.contextmanager

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 
 import flatout
 from flatout.config.sizes import SIZED
-from flatout.errors import ResourceError, UsageError, quoted
+from flatout.errors import ResourceError, UsageError, many, quoted
 from flatout.front.configs import load_any, load_pretraining, print_notices
 from flatout.front.output import Line, ended_by_signals, picture_target
 from flatout.front.verbs_training import reported_once
 from flatout.launch import launch
-from flatout.tuning.cluster import LLAMAS, card_named, llama_words
+from flatout.tuning.cluster import LLAMAS, llama_words
 
 if TYPE_CHECKING:
     from flatout.finding import Finding
@@ -79,8 +79,6 @@ def _estimate_on_many(parsed: argparse.Namespace) -> int:
         raise UsageError("--seconds times real steps, and with --gpus nothing is measured", "leave one of them out")
     counts = _counts(parsed.gpus)
     picture = None if parsed.plot is None else picture_target(Path(parsed.plot), "--plot", overwrite=parsed.overwrite)
-    if parsed.gpu is not None:
-        card_named(parsed.gpu)  # refuses another name
     size: str | None = parsed.size
     llama = None if size is None or size.lower() not in LLAMAS else size.lower()
     if llama and parsed.config not in SIZED:
@@ -237,20 +235,13 @@ class _Printer:
 
 
 def _summary(counts: Counter[str], checks: int, *, whole: bool) -> str:
-    def count(status: str, one: str, many: str) -> str:
-        return f"{counts[status]} {one if counts[status] == 1 else many}"
-
+    problems, warnings = many(counts["bad"], "problem"), many(counts["warn"], "warning")
     if counts["bad"]:
-        found = f"{count('bad', 'problem', 'problems')}, {count('warn', 'warning', 'warnings')}"
-        return f"{checks} checks: {found}. Mend the problems first; they stand last in the list."
+        return f"{checks} checks: {problems}, {warnings}. Mend the problems first; they stand last in the list."
     if counts["warn"]:
-        found = f"{count('warn', 'warning', 'warnings')}, no problems"
-        if not whole:
-            return f"{checks} checks: {found}; not everything was checked."
-        return f"{checks} checks: {found}. Training works; the warnings say what it would waste."
-    if not whole:
-        return f"{checks} checks, nothing wrong found; not everything was checked."
-    return f"{checks} checks, all fine."
+        rest = ". Training works; the warnings say what it would waste" if whole else "; not everything was checked"
+        return f"{checks} checks: {warnings}, no problems{rest}."
+    return f"{checks} checks, {'all fine' if whole else 'nothing wrong found; not everything was checked'}."
 
 
 def _clean(text: str) -> str:

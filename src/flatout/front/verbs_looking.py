@@ -27,7 +27,7 @@ from flatout.config.optimizers import rate_setting
 from flatout.config.yaml_loader import format_value
 from flatout.errors import DataError, UsageError, quoted
 from flatout.front.configs import load
-from flatout.front.output import Line, ended_by_signals
+from flatout.front.output import Line, Terminated, ended_by_signals, exit_code_of, held_signal
 from flatout.front.words import one_line
 
 if TYPE_CHECKING:
@@ -195,29 +195,24 @@ def watch(parsed: argparse.Namespace) -> int:
         raise UsageError("--web and --json exclude each other", "leave one of them out")
     if parsed.port is not None and not parsed.web:
         raise UsageError("--port is for --web", "add --web, or leave --port out")
-    from flatout.front.output import Terminated, exit_code_of, terminated_like_interrupted
     from flatout.observe.live.follow import find_run
 
     folder = find_run(parsed.run)
-    with terminated_like_interrupted():
-        try:
-            if parsed.web:
-                return _serve(folder, parsed.port)
+    with held_signal() as stop:
+        if not parsed.web:
             return _show(folder, as_json=parsed.json)
-        except KeyboardInterrupt as stopped:
-            if not isinstance(stopped, Terminated):
-                print("stopped watching; the run is not affected", file=sys.stderr)
-            return exit_code_of(stopped)
+        _serve([folder], parsed.port, f"watching {one_line(str(folder))} at")
+    assert stop.by is not None, "nothing else ends the server"
+    if not isinstance(stop.by, Terminated):
+        print("stopped watching; the run is not affected", file=sys.stderr)
+    return exit_code_of(stop.by)
 
 
-def _serve(folder: Path, port: int | None) -> int:
+def _serve(folders: Sequence[Path], port: int | None, said: str) -> None:
+    """Serves the report of runs on this machine until a signal ends it; `said` is printed before the address."""
     from flatout.observe.report.server import serve
 
-    def ready(address: str) -> None:
-        print(f"watching {one_line(str(folder))} at {address} (Ctrl-C ends it)", flush=True)
-
-    serve([folder], port=port, ready=ready)
-    return 0
+    serve(folders, port=port, ready=lambda url: print(f"{said} {url} (Ctrl-C ends it)", flush=True))
 
 
 def _show(folder: Path, *, as_json: bool) -> int:
@@ -361,18 +356,10 @@ def _bundle(parsed: argparse.Namespace) -> int:
 
 
 def _serve_reports(parsed: argparse.Namespace) -> int:
-    from flatout.front.output import terminated_like_interrupted
-    from flatout.observe.report.server import serve
-
-    def ready(url: str) -> None:
-        print(f"the report is at {url} (Ctrl-C ends it)", flush=True)
-
     folders = _folders(parsed.runs)
-    try:
-        with terminated_like_interrupted():
-            serve(folders, port=parsed.port, ready=ready)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+    with held_signal():
+        _serve(folders, parsed.port, "the report is at")
+    print("stopped", file=sys.stderr)
     return 0
 
 

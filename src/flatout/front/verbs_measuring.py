@@ -21,19 +21,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flatout
-from flatout.errors import HardwareError, ResourceError, UsageError, UserError
+from flatout.errors import HardwareError, ResourceError, UsageError, UserError, many
 from flatout.folders import free_folder
 from flatout.front.configs import load_any
 from flatout.front.output import (
     Line,
     config_target,
     ended_by_signals,
-    exit_code_of,
     folder_target,
+    held_signal,
     picture_target,
     study_target,
-    terminated_like_interrupted,
-    word_of,
     write_config,
 )
 from flatout.front.verbs_training import reported_once
@@ -41,7 +39,7 @@ from flatout.launch import launch
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
-    from flatout.records import BenchRow, TuneResult, TuneRow
+    from flatout.records import BenchRow, TuneRow
     from flatout.tuning.lr_range import Point
 
 
@@ -78,29 +76,20 @@ def bench(parsed: argparse.Namespace) -> int:
     before = len(rows)
     options = ("steps", "parity_steps", "batch_tokens", "only", "seconds", "go_on")
     asked = {name: getattr(parsed, name) for name in options}
-    stopped: KeyboardInterrupt | None = None
-    try:
-        with terminated_like_interrupted():
-            told = {"notice": reader.notice, "progress": reader.progress}
-            for row in flatout.bench(loaded, **asked, rungs=names, folder=folder, **told):
-                rows.append(row)
-                reader.row(row)
-                if parsed.json:
-                    print(record_to_json(row), flush=True)
-    except KeyboardInterrupt as signalled:
-        stopped = signalled
-    finally:
-        reader.close()
+    asked |= {"notice": reader.notice, "progress": reader.progress}
+    with held_signal() as stop, contextlib.closing(reader):
+        for row in flatout.bench(loaded, **asked, rungs=names, folder=folder):
+            rows.append(row)
+            reader.row(row)
+            if parsed.json:
+                print(record_to_json(row), flush=True)
     bad = any(row.status in ("red", "failed") for row in rows[before:])
     measured = any(row.status != "absent" for row in rows)
     ladder = _ladder_names(loaded.config.speed.device, samples=loaded.config.fine_tunes) if rows else []
     _finish(rows, folder, ladder, quiet=parsed.json, claims=parsed.claims)
-    if stopped is not None:
-        kept = (
-            f"{_rungs(len(rows))} in {folder}, --go-on measures the others" if measured else "nothing was measured yet"
-        )
-        print(f"{word_of(stopped)}; {kept}", file=sys.stderr)
-        return exit_code_of(stopped)
+    if stop.by is not None:
+        kept = f"{many(len(rows), 'rung')} {'is' if len(rows) == 1 else 'are'} in {folder}, --go-on measures the others"
+        return stop.reported(kept if measured else "nothing was measured yet")
     _check_something_was_had(names, rows)
     return 4 if bad else 0
 
@@ -170,10 +159,6 @@ def _check_something_was_had(names: Sequence[str] | None, rows: "Sequence[BenchR
         raise HardwareError(f"nothing was measured: {why}", "without --rungs, all that this machine has is measured")
 
 
-def _rungs(count: int) -> str:
-    return "1 rung is" if count == 1 else f"{count} rungs are"
-
-
 def _free_folder(name: str) -> Path:
     """bench/NAME, or the first bench/NAME-2, bench/NAME-3 ... that holds neither rows nor a picture."""
     return free_folder(
@@ -214,8 +199,7 @@ def ablate(parsed: argparse.Namespace) -> int:
     def notice(message: str) -> None:
         if message not in noticed:  # what was measured is read once more at the end
             noticed.add(message)
-            line.close()
-            print(f"note: {message}", file=sys.stderr)
+            line.notice(message)
 
     def progress(number: int, total: int, job: str, record: Any) -> None:
         nonlocal place
@@ -223,30 +207,24 @@ def ablate(parsed: argparse.Namespace) -> int:
         told = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
         line.show(f"[{number}/{total}] {job}{told}")
 
-    stopped: KeyboardInterrupt | None = None
-    try:
-        with terminated_like_interrupted(), contextlib.closing(line):
-            for record in flatout.ablate(loaded, **asked, minutes=parsed.minutes, notice=notice, progress=progress):
-                if isinstance(record, flatout.AblateResult):
-                    result = record
-                    continue
-                line.close()
-                if parsed.json:
-                    print(record_to_json(record), flush=True)
-                else:
-                    print(run_line(record, *place), file=sys.stderr, flush=True)
-    except KeyboardInterrupt as signalled:
-        stopped = signalled
+    with held_signal() as stop, contextlib.closing(line):
+        for record in flatout.ablate(loaded, **asked, minutes=parsed.minutes, notice=notice, progress=progress):
+            if isinstance(record, flatout.AblateResult):
+                result = record
+                continue
+            line.close()
+            if parsed.json:
+                print(record_to_json(record), flush=True)
+            else:
+                print(run_line(record, *place), file=sys.stderr, flush=True)
     if result is None and (folder / ABLATE_ROWS).exists():
-        *_, result = flatout.ablate(
-            loaded, **asked, minutes=0.0, notice=notice
-        )  # what there is to show, and nothing more
+        # What there is to show, and nothing more.
+        *_, result = flatout.ablate(loaded, **asked, minutes=0.0, notice=notice)
     if isinstance(result, flatout.AblateResult):
         _hand_over_ablation(result.to_json(), folder, quiet=parsed.json)
-    if stopped is not None:
+    if stop.by is not None:
         kept = f"{folder / ABLATE_ROWS} keeps the runs that ended, the same command goes on with them"
-        print(f"{word_of(stopped)}; {kept if result else 'no run had ended yet'}", file=sys.stderr)
-        return exit_code_of(stopped)
+        return stop.reported(kept if result else "no run had ended yet")
     return 0
 
 
@@ -280,30 +258,32 @@ def tune(parsed: argparse.Namespace) -> int:
     failure: UserError | None = None
     shown = parsed.json
     asked = {name: getattr(parsed, name) for name in ("memory", "exhaustive", "compile", "seconds")}
-    try:
-        with terminated_like_interrupted():
-            with contextlib.closing(reader):
-                for record in flatout.tune(loaded, **asked, progress=reader.progress):
-                    if parsed.json:
-                        print(record_to_json(record), flush=True)
-                    if isinstance(record, TuneResult):
-                        result = record
-                    else:
-                        rows.append(record)
-            assert result is not None, "the last record of a search"
-            failure = None if out is None else _failure_of(_writing(out, result.fragment, parsed))
-            if not shown:
-                shown = True
-                reader.table(rows, result)
-                _print_choice(result, None if failure else out, parsed, verb)
-    except KeyboardInterrupt as stopped:
+    with held_signal() as stop:
+        with contextlib.closing(reader):
+            for record in flatout.tune(loaded, **asked, progress=reader.progress):
+                if parsed.json:
+                    print(record_to_json(record), flush=True)
+                if isinstance(record, TuneResult):
+                    result = record
+                else:
+                    rows.append(record)
+        assert result is not None, "the last record of a search"
+        failure = None if out is None else _failure_of(_writing(out, result.fragment, parsed))
+        if not shown:
+            shown = True
+            reader.table(rows, result)
+            if out is None or failure is not None:
+                print(f"{result.fragment}\n", end="")
+            print(_train_with(verb, None if failure else out, result.words, parsed))
+            if out is None:
+                print("or write it to a file with --out FILE")
+    if stop.by is not None:
         if result is not None and out is not None and _holds(out, result.fragment):
-            print(f"{word_of(stopped)}; {out} was written before that, and is whole", file=sys.stderr)
+            stop.reported(f"{out} was written before that, and is whole")
             return 0
         if not shown:
             reader.table(rows, None)
-        print(f"{word_of(stopped)}; nothing was written", file=sys.stderr)
-        return exit_code_of(stopped)
+        return stop.reported("nothing was written")
     if failure is not None:
         raise failure
     return 0
@@ -315,14 +295,6 @@ def _holds(path: Path, text: str) -> bool:
         return path.read_text(encoding="utf-8", errors="replace") == text
     except OSError:
         return False
-
-
-def _print_choice(result: "TuneResult", out: Path | None, parsed: argparse.Namespace, verb: str) -> None:
-    if out is None:
-        print(f"{result.fragment}\n", end="")
-    print(_train_with(verb, out, result.words, parsed))
-    if parsed.out is None:
-        print("or write it to a file with --out FILE")
 
 
 # --- tune lr, tune search ---------------------------------------------------------------------------------------------
@@ -365,11 +337,7 @@ def tune_search(parsed: argparse.Namespace) -> int:
         kept = f"; {study} keeps the trials so far, the same command continues with them" if study else ""
         return f"{trials} {'trial was' if trials == 1 else 'trials were'} made{kept}; nothing else was written"
 
-    def notice(message: str) -> None:
-        line.close()
-        print(f"note: {message}", file=sys.stderr)
-
-    asked = {"trials": parsed.trials, "study": study, "notice": notice, "progress": progress}
+    asked = {"trials": parsed.trials, "study": study, "notice": line.notice, "progress": progress}
     with ended_by_signals(became), contextlib.closing(line):
         for record in flatout.search(parsed.space, loaded, **asked):
             line.close()
@@ -458,10 +426,13 @@ def _train_with(verb: str, out: Path | None, found: tuple[str, ...], parsed: arg
 
 def profile(parsed: argparse.Namespace) -> int:
     found = launch()
-
     loaded = reported_once(lambda: load_any(parsed, tell=found is None or found.rank == 0))
+
+    def say(text: str) -> None:
+        print(f"profile: {text}", file=sys.stderr, flush=True)
+
     with ended_by_signals(lambda: "nothing was written"):
-        done = flatout.profile(loaded, parsed.out, steps=parsed.steps, progress=_say)
+        done = flatout.profile(loaded, parsed.out, steps=parsed.steps, progress=say)
     if done is None:
         return 0
     if parsed.json:
@@ -471,7 +442,3 @@ def profile(parsed: argparse.Namespace) -> int:
 
         print_page(page_of(done.figures, str(done.folder)))
     return 0
-
-
-def _say(text: str) -> None:
-    print(f"profile: {text}", file=sys.stderr, flush=True)

@@ -405,7 +405,7 @@ def export(parsed: argparse.Namespace) -> int:
         target, dtype = flatout.export(model, parsed.folder, **how), ""
         body, lines = {"folder": str(target)}, []
     else:
-        from flatout.front.exporting import MERGED_DTYPE
+        from flatout.front.models import MERGED_DTYPE
 
         dtype = parsed.dtype or MERGED_DTYPE
         done = flatout.merge(model, parsed.folder, dtype=dtype, notice=notes.append)

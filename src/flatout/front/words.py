@@ -55,6 +55,11 @@ class Command:
         return any(option.names == ("config",) for option in self.options)
 
     @property
+    def heading(self) -> str:
+        """What its own help begins with."""
+        return self.about or f"{self.summary[0].upper()}{self.summary[1:]}."
+
+    @property
     def usage(self) -> str | None:
         """The first line of help, where argparse's own would list each option."""
         if not self.takes_config:
@@ -97,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=f"flatout {command.name}",
             usage=command.usage,
-            description=command.about or f"{command.summary[0].upper()}{command.summary[1:]}.",
+            description=command.heading,
             epilog=epilog,
             allow_abbrev=False,
             formatter_class=_Help,

@@ -1,14 +1,15 @@
 """Validation loss over seconds of training on enwik8, ours and nanoGPT's in one run, as JSON lines and a picture.
 
-    python lab/time_to_loss.py data LAB_DATA FOLDER
+    python lab/time_to_loss.py data enwik8.gz TOKENIZER FOLDER
     python lab/time_to_loss.py run FOLDER COMMIT [--nanogpt REPOSITORY] [--seeds 1,2] [CASE | NAME=WORDS ...]
     python lab/time_to_loss.py draw PICTURE
 
-`data` makes shards from the tokens that `lab.py prepare` wrote. A case is a name of CASES, or NAME=WORDS with the words
-of `flatout train`, separated by spaces. Rows are appended to time_to_loss.jsonl here, and in $OUT where that is set.
+`data` makes shards. It needs enwik8.gz as the source package minGRU-pytorch 0.2.1 has it, and GPT-2's
+`r50k_base.tiktoken` or its folder. A case is a name of CASES, or NAME=WORDS with the words of `flatout train`, with
+spaces between them. Rows are appended to time_to_loss.jsonl here, and in $OUT where that is set.
 
 Protocol: GPT-2's tokens of bytes 0 to 90M of enwik8, at most two epochs; validation is the first 1,048,576 tokens of
-bytes 90M to 95M. Every trained model is evaluated twice:
+bytes 90M to 95M; each `<page>` is a document. Every trained model is evaluated twice:
 - `loss`: in separate windows of 1,024 tokens;
 - `loss_32k`: in rows of 32,768 tokens of whole documents, where every block attends to the last `window` tokens of the
   document only: as many as the model was trained on, and at most 1,792. nanoGPT's learned positions end at 1,024.
@@ -20,10 +21,13 @@ model and optimizer, compiled, in a loop of ours.
 import argparse
 import functools
 import gc
+import gzip
+import hashlib
 import importlib.util
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -47,6 +51,8 @@ from flatout.records import EvalRecord, NoticeRecord, RunInfo, StepRecord
 ROWS = Path(__file__).with_name("time_to_loss.jsonl")
 CONTEXT, ROW, FARTHEST, END_OF_TEXT, EVALUATED = 1024, 32_768, 1_792, 50_256, 1_048_576
 TOKENS = 52_166_656  # two epochs, in whole steps of 131,072
+ENWIK8 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
+PARTS = {"train": (0, 90_000_000, 26_102_763), "val": (90_000_000, 95_000_000, 1_442_253)}
 OLD = "gpt-124m train.batch_tokens=131072 optim.learning_rate=1.2e-3 optim.warmup=100"
 CASES = {
     "old": OLD,
@@ -269,9 +275,35 @@ def run(asked: argparse.Namespace) -> None:
 
 
 def data(asked: argparse.Namespace) -> None:
-    lab: Path = asked.lab
-    words = [f"data.source={lab}/train.bin", f"data.validation={lab}/val.bin", "data.format=tokens"]
-    flatout.prepare(load_config(None, [*words, "data.tokenizer=gpt2", f"data.folder={asked.folder}"]))
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokens(asked.source, asked.tokenizer, Path(folder))
+        words = [f"data.source={folder}/train.bin", f"data.validation={folder}/val.bin", "data.format=tokens"]
+        flatout.prepare(load_config(None, [*words, "data.tokenizer=gpt2", f"data.folder={asked.folder}"]))
+
+
+def write_tokens(source: Path, tokenizer: Path, folder: Path) -> None:
+    """train.bin and val.bin: tokens as uint16, of the validation text only those that are evaluated."""
+    import tiktoken
+    from tiktoken.load import load_tiktoken_bpe
+
+    raw = gzip.decompress(source.read_bytes())
+    if hashlib.sha256(raw).hexdigest() != ENWIK8:
+        sys.exit(f"error: {source} is not enwik8")
+    ranks = tokenizer / "r50k_base.tiktoken" if tokenizer.is_dir() else tokenizer
+    encoding = tiktoken.Encoding(
+        "gpt2",
+        pat_str=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+        mergeable_ranks=load_tiktoken_bpe(str(ranks)),
+        special_tokens={"<|endoftext|>": END_OF_TEXT},
+    )
+    for name, (begin, end, expected) in PARTS.items():
+        text = raw[begin:end].decode("utf-8", errors="replace")
+        pages = [page for page in re.split(r"(?m)^(?=[ \t]*<page>)", text) if page]
+        encoded = encoding.encode_ordinary_batch(pages, num_threads=os.cpu_count() or 1)
+        tokens = np.concatenate([np.array([END_OF_TEXT, *page], dtype=np.uint16) for page in encoded])
+        if len(tokens) != expected:
+            sys.exit(f"error: {name} has {len(tokens):,} tokens instead of {expected:,}")
+        (tokens[: EVALUATED + 1] if name == "val" else tokens).tofile(folder / f"{name}.bin")
 
 
 def draw(asked: argparse.Namespace) -> None:
@@ -300,7 +332,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("data", help="make shards")
-    making.add_argument("lab", type=Path)
+    making.add_argument("source", type=Path, help="enwik8.gz")
+    making.add_argument("tokenizer", type=Path, help="r50k_base.tiktoken, or its folder")
     making.add_argument("folder", type=Path)
     running = commands.add_parser("run", help="train and measure")
     running.add_argument("folder", type=Path)

@@ -22,18 +22,18 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 54_976,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 44_137,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 53_938,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 43_211,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 111,  # all Python outside tests
-    "modules": 279,  # of src/flatout, as all the following
-    "modules with one importer": 60,
+    "modules": 264,  # of src/flatout, as all the following
+    "modules with one importer": 55,
     "settings": 148,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
     "class names with two meanings": 7,
     "modules that import RunConfig": 0,  # besides config, resolve and the command line
     "modules that engine/setup.py imports": 20,  # of our own
 }
-LONGEST_MODULE = 795  # physical lines, in src; at most
+LONGEST_MODULE = 749  # physical lines, in src; at most
 LONGEST_LINE = 120
 
 ROOT = Path(__file__).parents[2]

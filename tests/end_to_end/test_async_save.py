@@ -258,8 +258,8 @@ def test_minutes_are_counted_from_the_last_save(tiny, monkeypatch):
 
 def test_records_that_come_late_are_read_like_others(tiny, monkeypatch):
     """Steps go on before the record of an earlier checkpoint: whoever reads the file takes it as it is."""
-    from flatout.observe.live.state import ViewState
     from flatout.observe.sinks import read_history
+    from flatout.observe.view import ViewState
 
     beside(monkeypatch)
     at_the_latest(monkeypatch)

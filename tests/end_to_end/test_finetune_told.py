@@ -24,11 +24,11 @@ from flatout.files import canonical_json
 from flatout.finding import Finding
 from flatout.model import weights
 from flatout.model.seal import SEAL
-from flatout.observe.live.console import TerminalReader
-from flatout.observe.plot.run import results_figure
-from flatout.observe.plot.series import RunNumbers
-from flatout.observe.report.data import report_data
+from flatout.observe.plots import results_figure
+from flatout.observe.report_data import report_data
+from flatout.observe.series import RunNumbers
 from flatout.observe.sinks import read_history
+from flatout.observe.terminal import TerminalReader
 from flatout.records import EpochRecord, NoticeRecord, RunInfo, StepRecord
 from tests.chat_models import write_chat_model
 from tests.end_to_end import chromium

@@ -14,7 +14,7 @@ import torch
 import flatout
 from flatout.config.load import LoadedConfig
 from flatout.errors import ConfigError, DataError, UsageError
-from flatout.observe.live.alerts import Alert, Alerts
+from flatout.observe.alerts import Alert, Alerts
 from flatout.records import StepRecord
 
 Tiny = Callable[..., LoadedConfig]

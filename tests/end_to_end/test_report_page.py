@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from flatout.observe.report.report import write_report
-from flatout.observe.report.server import Source, open_server
+from flatout.observe.report import Source, open_server, write_report
 from flatout.records import SampleRecord, record_to_json
 from tests.end_to_end import chromium
 from tests.made_runs import (

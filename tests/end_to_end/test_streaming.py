@@ -12,10 +12,10 @@ import torch
 import flatout
 from flatout.checkpoints.checkpoint import read_checkpoint
 from flatout.config.load import LoadedConfig
-from flatout.data import plan, stream, stream_loader
+from flatout.data import plan, stream
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
-from flatout.observe.live.console import TerminalReader
 from flatout.observe.sinks import read_metrics
+from flatout.observe.terminal import TerminalReader
 from flatout.records import EndRecord, EpochRecord, EvalRecord, NoticeRecord, RunInfo, SampleRecord, StepRecord
 from flatout.tuning.practice_data import practice_data
 from tests.end_to_end.test_resume import stop_after
@@ -39,7 +39,7 @@ def document(chance: random.Random) -> str:
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Files of a few parts each; an epoch of them is about four blocks and sixteen steps."""
     monkeypatch.setattr(plan, "PART_BYTES", 700)
-    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 14)
+    monkeypatch.setattr(stream, "BLOCK_WINDOWS", 14)
     monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
     chance = random.Random(1)
     folder = tmp_path / "source"

@@ -8,7 +8,7 @@ import torch
 import flatout
 from flatout.errors import HardwareError
 from flatout.model.compiling import compile_counts
-from flatout.observe.live.console import TerminalReader
+from flatout.observe.terminal import TerminalReader
 from flatout.records import NoticeRecord, RunInfo, StepRecord
 from tests.end_to_end.test_resume import stop_after
 from tests.set_up import set_up

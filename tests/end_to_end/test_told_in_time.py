@@ -19,7 +19,7 @@ import flatout
 from flatout.config.load import load_config
 from flatout.engine import machine
 from flatout.host import CoreClock, usable_cores
-from flatout.observe.live.console import TerminalReader
+from flatout.observe.terminal import TerminalReader
 from tests.conftest import TINY
 from tests.unit.test_spans import driver
 

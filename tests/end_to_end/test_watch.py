@@ -179,9 +179,9 @@ def test_the_browser_gets_the_report(
         ready("http://127.0.0.1:8760/")
         raise KeyboardInterrupt
 
-    server = types.ModuleType("flatout.observe.report.server")
+    server = types.ModuleType("flatout.observe.report")
     server.serve = serve
-    monkeypatch.setitem(sys.modules, "flatout.observe.report.server", server)
+    monkeypatch.setitem(sys.modules, "flatout.observe.report", server)
     folder = write(tmp_path / "run", info(), step(1))
     assert dispatch(["watch", str(folder), "--web", "--port", "0"]) == 130
     assert asked == [([folder], 0)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from flatout.config.facts import field_facts
-from flatout.observe.live.alerts import BLOCK_STEPS, QUIET_STEPS, Alert, Alerts
+from flatout.observe.alerts import BLOCK_STEPS, QUIET_STEPS, Alert, Alerts
 from flatout.records import EvalRecord, Feature, NoticeRecord, Record, StepRecord
 from tests.unit.seen import info, machine, step
 

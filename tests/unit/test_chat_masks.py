@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from flatout.corpus.document import Problem
 from flatout.data.chat_template import ChatTemplate, load_template
 from flatout.data.conversations import Conversation
+from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.masking import Rendered, TrainOn, preview, render, tokenize
-from flatout.data.tokenizer import ModelTokenizer
 from flatout.data.tokenizer_files import read_model_tokenizer
 from tests.chat_models import FAMILIES, LLAMA3, MARKED, QWEN3, THINKING, ZEPHYR, Family, chat, write_model
 

@@ -18,7 +18,8 @@ from flatout.data.chat_template import (
     read_templates,
     template_from_json,
 )
-from flatout.data.tokenizer import ModelTokenizer, tokenizer_from_json
+from flatout.data.library_tokenizers import ModelTokenizer
+from flatout.data.tokenizer import tokenizer_from_json
 from flatout.data.tokenizer_files import read_model_tokenizer
 from flatout.errors import DataError
 from tests.chat_models import FAMILIES, LLAMA3, MARKED, SMOLLM2, chat, write_model

@@ -22,7 +22,8 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flatout.corpus import arrow, crawl, readers, tables
+from flatout.corpus import arrow, crawl, readers
+from flatout.corpus import rows as rows_module
 from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ReadOptions, Slice
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import find_files, slices_of
@@ -51,7 +52,11 @@ def read(file: InputFile, *, piece: int = 2**24, limit: int = 2**26, **options) 
 
 
 def read_part(part: Slice, piece: int, limit: int = 2**26, **options) -> list[Document | Problem]:
-    with patch.object(readers, "PIECE", piece), patch.object(readers, "LINE_LIMIT", limit):
+    with (
+        patch.object(readers, "PIECE", piece),
+        patch.object(readers, "LINE_LIMIT", limit),
+        patch.object(rows_module, "LINE_LIMIT", limit),
+    ):
         return list(read_slice(part, ReadOptions(**options)))
 
 
@@ -303,7 +308,7 @@ def test_json_is_read_in_small_steps(tmp_path: Path, monkeypatch: pytest.MonkeyP
     contents.append("".join(json.dumps(value) for value in values))
     expected = [value if isinstance(value, str) else value["text"] for value in values]
     for content, step in itertools.product(contents, (1, 7, 64)):
-        monkeypatch.setattr(readers, "CHUNK", step)
+        monkeypatch.setattr(rows_module, "CHUNK", step)
         found = read(stored(tmp_path, "a.json", content))
         assert texts(found) == expected
         # Places count bytes although the text is decoded and dropped as it goes.
@@ -314,7 +319,7 @@ def test_json_is_read_in_small_steps(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("step", [1, 7, 2**20])
 def test_an_element_above_the_limit_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    monkeypatch.setattr(readers, "CHUNK", step)
+    monkeypatch.setattr(rows_module, "CHUNK", step)
     for long in ("x" * 200, '\\"], {' * 40, {"text": ['"' * 100, {"a": "]" * 99}]}):
         file = stored(tmp_path, "a.json", json.dumps([long, "a", long, "b"]))
         again = len(json.dumps([long, "a"])) + 1
@@ -604,9 +609,9 @@ def test_tables_and_crawls_are_read_by_their_modules(
     module, name = {
         "parquet": (arrow, "read_parquet"),
         "saved": (arrow, "read_saved"),
-        "hub": (tables, "HubStream"),
-        "csv": (tables, "read_csv"),
-        "tsv": (tables, "read_csv"),
+        "hub": (arrow, "HubStream"),
+        "csv": (readers, "read_csv"),
+        "tsv": (readers, "read_csv"),
         "warc": (crawl, "read_warc"),
     }[format]
     monkeypatch.setattr(module, name, record)

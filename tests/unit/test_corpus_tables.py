@@ -22,13 +22,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flatout import corpus
-from flatout.corpus import fields, readers, tables
-from flatout.corpus.arrow import parquet_group_bytes, read_parquet, read_saved, saved_rows
+from flatout.corpus import readers
+from flatout.corpus import rows as rows_module
+from flatout.corpus.arrow import HubStream, parquet_group_bytes, read_parquet, read_saved, saved_rows
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice
-from flatout.corpus.fields import FieldError, text_of
-from flatout.corpus.sources import find_files, slices_of
+from flatout.corpus.rows import FieldError, read_csv, text_of
+from flatout.corpus.sources import find_files, hub_parts, slices_of
 from flatout.corpus.streams import ByteStream
-from flatout.corpus.tables import HubStream, hub_parts, read_csv
 from flatout.errors import DataError
 from tests.handmade import Memory
 
@@ -336,7 +336,7 @@ def test_a_long_row_group_is_not_held_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_value_above_the_limit_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fields, "LINE_LIMIT", 100)
+    monkeypatch.setattr(rows_module, "LINE_LIMIT", 100)
     results = read_table(parquet(tmp_path, {"text": ["short", "é" * 60, "é" * 50]}))
     assert texts(results) == ["short", "é" * 50]
     assert [(problem.kind, problem.records, problem.place) for problem in problems(results)] == [
@@ -364,7 +364,7 @@ def read_rows(
     data = data.encode() if isinstance(data, str) else data
     stream = Memory(data, more.pop("problem", None), step)
     file = replace(CSV, format="csv" if delimiter == "," else "tsv")
-    with patch.object(tables, "LINE_LIMIT", more.get("limit", tables.LINE_LIMIT)):
+    with patch.object(rows_module, "LINE_LIMIT", more.get("limit", rows_module.LINE_LIMIT)):
         return list(read_csv(stream, file, ReadOptions(fields=(field,), invalid_utf8=policy)))
 
 
@@ -483,7 +483,7 @@ def test_a_long_row_without_a_closing_quote_takes_no_memory() -> None:
             return b'text\n"' if self._at == 1 else b"x" * 2**16 if self._at < 800 else b""
 
     tracemalloc.start()
-    with patch.object(tables, "LINE_LIMIT", 2**20):
+    with patch.object(rows_module, "LINE_LIMIT", 2**20):
         results = list(read_csv(Endless(b""), CSV, ReadOptions()))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from flatout.config.schema import DataConfig
 from flatout.corpus import readers
+from flatout.corpus import rows as rows_module
 from flatout.corpus.document import Document, Problem, ReadOptions, Slice
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import find_files, slices_of
@@ -84,7 +85,11 @@ def written(table: dict[str, str], chosen: Sequence[str]) -> list[str]:
 
 def check(name: str, content: bytes, count: int, good: Sequence[str], target: int = 2**24, **options: str) -> None:
     """Read a file, in slices, and compare with what is known of it."""
-    with tempfile.TemporaryDirectory() as folder, patch.object(readers, "LINE_LIMIT", LIMIT):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(readers, "LINE_LIMIT", LIMIT),
+        patch.object(rows_module, "LINE_LIMIT", LIMIT),
+    ):
         (Path(folder) / name).write_bytes(content)
         (file,) = find_files(str(Path(folder) / name)).files
         results = [
@@ -126,7 +131,7 @@ def test_long_stretches_of_broken_elements(broken: str, end: str) -> None:
     """Longer than what is looked at in one go; each is tried to be understood a few times at most."""
     count, decode = 1_000, json.JSONDecoder.raw_decode
     tries = patch.object(json.JSONDecoder, "raw_decode", autospec=True, side_effect=decode)
-    with patch.object(readers, "_LOOK", 2**13), tries as tried:
+    with patch.object(rows_module, "_LOOK", 2**13), tries as tried:
         content = raw_of("[" + ", ".join([broken] * count) + end)
         check("a.json", content, count + (end != "]"), ["text 1"] * ("1" in end))
     assert tried.call_count < 3 * count
@@ -152,7 +157,6 @@ def test_tables(chosen: list[str], end: str, delimiter: str, named: bool) -> Non
     rows = "".join(f"{row}\n" for row in [header, *written(CSV, chosen)])
     content = raw_of(rows.replace(",", delimiter).replace("\n", end))
     good = [text for text in good_texts(chosen) if named]
-    # The limit of CSV is not lowered by `limit`, so that a long row is just a row.
     check("a.csv" if delimiter == "," else "a.tsv", content, len(chosen), good)
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from flatout.data.tokenizer import ByteTokenizer, CharTokenizer, Gpt2Tokenizer, HuggingFaceTokenizer, Tokenizer
+from flatout.data.library_tokenizers import HuggingFaceTokenizer
+from flatout.data.tokenizer import ByteTokenizer, CharTokenizer, Gpt2Tokenizer, Tokenizer
 from flatout.data.tokenizer_files import (
     as_model_tokenizer,
     own_tokenizer,

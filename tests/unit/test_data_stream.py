@@ -24,15 +24,14 @@ from flatout.config.schema import CleanConfig, DataConfig
 from flatout.config.sections import SourceConfig
 from flatout.corpus import readers, sources
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
-from flatout.data import plan, stream, stream_loader, workers
+from flatout.data import plan, stream, workers
 from flatout.data.batch import Delivery, Schedule, Span
 from flatout.data.pack import pack_corpus
 from flatout.data.part import BEGINS, ENDS, PIECE, REJECTED, Part, PartHead, PartResult, run_part
 from flatout.data.plan import Inputs, Position, parts_of_lap, request_of
 from flatout.data.sampler import WindowOrder
 from flatout.data.shards import open_dataset
-from flatout.data.stream import StreamDataset, TokenStream, open_stream
-from flatout.data.stream_loader import StreamLoader
+from flatout.data.stream import StreamDataset, StreamLoader, TokenStream, open_stream
 from flatout.data.tokenizer import ByteTokenizer
 from flatout.data.workers import LoaderError, ProcessEngine
 from flatout.errors import ConfigError, DataError
@@ -171,7 +170,7 @@ def test_validation_is_as_much_as_asked_for(source: Path, tmp_path: Path):
 
 
 def test_batches_are_the_shuffled_windows_of_blocks(source: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    monkeypatch.setattr(stream, "BLOCK_WINDOWS", 10)
     opened = open_stream(settings(source))
     for batch in (4, 24):  # within blocks, and over several at once
         tokens = row(opened, 20 * batch * CONTEXT + 200)
@@ -188,7 +187,7 @@ def test_batches_are_the_shuffled_windows_of_blocks(source: Path, monkeypatch: p
 
 def test_every_window_of_a_block_comes_once(source: Path):
     opened = open_stream(settings(source))
-    windows = stream_loader.block_windows(CONTEXT)
+    windows = stream.block_windows(CONTEXT)
     with loader_of(opened, 0, 2, batch=windows // 2) as batches:
         seen = np.concatenate([batch.tokens.numpy() for batch in batches])
     expected = row(opened, windows * CONTEXT).reshape(windows, CONTEXT)
@@ -197,9 +196,9 @@ def test_every_window_of_a_block_comes_once(source: Path):
 
 
 def test_long_windows_have_small_blocks():
-    assert stream_loader.block_windows(1024) == 4096
-    assert stream_loader.block_windows(32768) == 256
-    assert stream_loader.block_windows(2**24) == 1
+    assert stream.block_windows(1024) == 4096
+    assert stream.block_windows(32768) == 256
+    assert stream.block_windows(2**24) == 1
 
 
 def test_ranks_share_a_batch(source: Path):
@@ -237,7 +236,7 @@ def check_resume(
 
 @pytest.mark.parametrize("kept", [0, 2**22], ids=["read again", "kept"])
 def test_any_step_can_be_gone_on_from(source: Path, monkeypatch: pytest.MonkeyPatch, kept: int):
-    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    monkeypatch.setattr(stream, "BLOCK_WINDOWS", 10)
     monkeypatch.setattr(stream, "_SMALL_SOURCE", kept)
     with (source / "f.jsonl").open("a") as file:
         file.write("no json\n" * 3)
@@ -250,7 +249,7 @@ def test_any_step_can_be_gone_on_from(source: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_limited_stream_can_be_gone_on_from(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    monkeypatch.setattr(stream, "BLOCK_WINDOWS", 10)
     monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
     write_rows(tmp_path / "more.jsonl", range(500, 560))
     mixture = [SourceConfig(path=str(source)), SourceConfig(path=str(tmp_path / "more.jsonl"), weight=2)]
@@ -287,7 +286,7 @@ def test_a_small_source_comes_whole_again_after_a_resume_in_its_first_file(sourc
 
 
 def test_a_mixture_can_be_gone_on_with(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    monkeypatch.setattr(stream, "BLOCK_WINDOWS", 10)
     write_rows(tmp_path / "more.jsonl", range(500, 520))
     mixture = [str(source), SourceConfig(path=str(tmp_path / "more.jsonl"), weight=1.5)]
     opened = open_stream(settings(mixture))
@@ -297,7 +296,7 @@ def test_a_mixture_can_be_gone_on_with(source: Path, tmp_path: Path, monkeypatch
 
 
 def test_another_batch_size_goes_on_at_the_right_window(source: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    monkeypatch.setattr(stream, "BLOCK_WINDOWS", 10)
     opened = open_stream(settings(source))
     with loader_of(opened, 0, 30, batch=8) as batches:
         for _ in batches:
@@ -310,7 +309,7 @@ def test_another_batch_size_goes_on_at_the_right_window(source: Path, monkeypatc
 
 
 def test_what_came_before_is_neither_read_nor_tokenized(source: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    monkeypatch.setattr(stream, "BLOCK_WINDOWS", 10)
     opened = open_stream(settings(source))
     with loader_of(opened, 0, 80, batch=10) as batches:
         for _ in batches:
@@ -356,9 +355,9 @@ class FakeHub:
 
 @pytest.mark.parametrize("limits", [(600, 10**6), (10**6, 7)], ids=["characters", "documents"])
 def test_parts_of_a_hub_dataset_hold_every_row_once_from_any_part_on(monkeypatch: pytest.MonkeyPatch, limits):
-    from flatout.corpus import tables
+    from flatout.corpus import arrow
 
-    monkeypatch.setattr(tables, "HubStream", FakeHub)
+    monkeypatch.setattr(arrow, "HubStream", FakeHub)
     characters, documents = limits
     monkeypatch.setattr(plan, "_HUB_CHARACTERS", characters)
     monkeypatch.setattr(plan, "_HUB_DOCUMENTS", documents)
@@ -382,10 +381,10 @@ def test_parts_of_a_hub_dataset_hold_every_row_once_from_any_part_on(monkeypatch
 
 
 def test_a_hub_dataset_goes_on_from_its_own_state(monkeypatch: pytest.MonkeyPatch):
-    from flatout.corpus import tables
+    from flatout.corpus import arrow
 
-    monkeypatch.setattr(tables, "HubStream", FakeHub)
-    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    monkeypatch.setattr(arrow, "HubStream", FakeHub)
+    monkeypatch.setattr(stream, "BLOCK_WINDOWS", 10)
     monkeypatch.setattr(plan, "_HUB_CHARACTERS", 600)
     monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
     opened = open_stream(settings("hf:made/up"), workers=0)
@@ -600,7 +599,7 @@ def test_worker_processes_give_the_same_and_are_gone_after_close(source: Path):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes where Linux lists them")
 def test_a_worker_that_dies_is_replaced_once_and_then_told_in_the_loop(source: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
-    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    monkeypatch.setattr(stream, "BLOCK_WINDOWS", 10)
     before = children()
     opened = open_stream(settings(source), workers=1)
     with loader_of(opened, 0, 10**6) as batches:
@@ -641,9 +640,9 @@ def reads_from_a_worker() -> bool:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes where Linux lists them")
 def test_a_worker_that_hangs_is_told_in_the_loop_in_time(source: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
-    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    monkeypatch.setattr(stream, "BLOCK_WINDOWS", 10)
     stopped = threading.Event()
-    monkeypatch.setattr(stream_loader, "time", Clock(lambda: stopped.is_set() and reads_from_a_worker()))
+    monkeypatch.setattr(stream, "time", Clock(lambda: stopped.is_set() and reads_from_a_worker()))
     before = children()
     opened = open_stream(settings(source), workers=1)
     with loader_of(opened, 0, 10**6, patience=0.1) as batches:
@@ -660,9 +659,9 @@ def test_a_worker_that_hangs_is_told_in_the_loop_in_time(source: Path, monkeypat
 
 def test_a_read_that_hangs_in_this_process_is_told_and_not_waited_for(source: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
-    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    monkeypatch.setattr(stream, "BLOCK_WINDOWS", 10)
     hangs, over, run = threading.Event(), threading.Event(), workers.TASKS["tokens"]
-    monkeypatch.setattr(stream_loader, "time", Clock(hangs.is_set))
+    monkeypatch.setattr(stream, "time", Clock(hangs.is_set))
     opened = open_stream(settings(source), workers=0)
 
     def hanging(recipe: Any, part: Part) -> Any:
@@ -681,7 +680,7 @@ def test_a_read_that_hangs_in_this_process_is_told_and_not_waited_for(source: Pa
 
 def test_closing_does_not_wait_for_the_source(source: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
-    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    monkeypatch.setattr(stream, "BLOCK_WINDOWS", 10)
     opened = open_stream(settings(source))
     batches = loader_of(opened, 0, 10**6)
     next(batches)

@@ -13,12 +13,13 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from flatout.corpus import document as shipped
+from flatout.data import library_tokenizers
 from flatout.data import tokenizer as module
+from flatout.data.library_tokenizers import HuggingFaceTokenizer
 from flatout.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
     Gpt2Tokenizer,
-    HuggingFaceTokenizer,
     Tokenizer,
     load_tokenizer,
     token_dtype,
@@ -341,7 +342,7 @@ def test_long_text_for_a_tokenizer_file_is_cut_between_words(tmp_path: Path, mon
     whole = tokenizer.encode(text[:750]).tolist()
     monkeypatch.setattr(module, "_STRETCH", 50)
     for size in (7, 100):
-        monkeypatch.setattr(module, "_HUGGINGFACE_SEGMENT", size)
+        monkeypatch.setattr(library_tokenizers, "_HUGGINGFACE_SEGMENT", size)
         assert tokenizer.encode(text[:750]).tolist() == whole
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert max(map(len, module.word_segments(text, 100))) == 150

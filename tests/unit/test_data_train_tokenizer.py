@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from flatout.data import tokenizer as tokenizer_module
 from flatout.data import tokenizer_files as module
-from flatout.data.tokenizer import END_OF_TEXT, ByteTokenizer, CharTokenizer, HuggingFaceTokenizer, load_tokenizer
+from flatout.data.library_tokenizers import HuggingFaceTokenizer
+from flatout.data.tokenizer import END_OF_TEXT, ByteTokenizer, CharTokenizer, load_tokenizer
 from flatout.data.tokenizer_files import Split, fertility, train_bpe, write_tokenizer
 from flatout.errors import DataError, ResourceError, UsageError
 

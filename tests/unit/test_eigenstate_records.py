@@ -14,17 +14,22 @@ from flatout.config.schema import ModelConfig
 from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.model.gpt import GPT, build_model
 from flatout.observe.eigenstates import eigenstate_history, memory_sentence, record_sentence
-from flatout.observe.live.console import TerminalReader
-from flatout.observe.live.follow import record_of_line
-from flatout.observe.live.state import ViewState
-from flatout.observe.live.view import panel
-from flatout.observe.plot.plots import write_comparison, write_run_plots
-from flatout.observe.plot.run import EIGENSTATE_PANELS, eigenstate_panel_figure, eigenstates_figure
-from flatout.observe.plot.series import EIGENSTATE_HEADER, RunNumbers
-from flatout.observe.report.data import report_data
-from flatout.observe.report.report import page_of
+from flatout.observe.plots import (
+    EIGENSTATE_PANELS,
+    eigenstate_panel_figure,
+    eigenstates_figure,
+    write_comparison,
+    write_run_plots,
+)
+from flatout.observe.report import page_of
+from flatout.observe.report_data import report_data
+from flatout.observe.runs import record_of_line
+from flatout.observe.series import RunNumbers
 from flatout.observe.sinks import read_history
-from flatout.observe.track.values import values_of
+from flatout.observe.tables import EIGENSTATE_HEADER
+from flatout.observe.terminal import TerminalReader
+from flatout.observe.trackers import values_of
+from flatout.observe.view import ViewState, panel
 from flatout.records import EigenstateRecord, record_to_json
 from tests.made_runs import eigenstate_run, eigenstates_of, end_of, finished_run, info_of, step_of, write_run
 from tests.unit import seen
@@ -281,7 +286,7 @@ def test_the_files_of_a_run_with_eigenstates(tmp_path: Path, monkeypatch: pytest
     assert [(row["step"], row["layer"]) for row in rows[:4]] == [("0", "1"), ("0", "3"), ("50", "1"), ("50", "3")]
     assert float(rows[-1]["horizon_50%"]) == eigenstates_of(200).layers[1].horizon["50%"]
     assert int(rows[-1]["tokens_seen"]) == 200 * 65536
-    monkeypatch.setattr("flatout.observe.plot.plots.write_picture", lambda path, _make, **_: None)
+    monkeypatch.setattr("flatout.observe.plots.write_picture", lambda path, _make, **_: None)
     names = [path.name for path in write_run_plots(tmp_path / "run", each=True, form="svg", tables=False)]
     assert {f"{name}.svg" for name in EIGENSTATE_PANELS} < set(names)
     plain = [path.name for path in write_run_plots(finished_run(tmp_path / "plain"), each=True)]
@@ -289,7 +294,7 @@ def test_the_files_of_a_run_with_eigenstates(tmp_path: Path, monkeypatch: pytest
 
 
 def test_runs_compared_share_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flatout.observe.plot.plots.write_picture", lambda path, _make, **_: None)
+    monkeypatch.setattr("flatout.observe.plots.write_picture", lambda path, _make, **_: None)
     runs = [eigenstate_run(tmp_path / "a"), finished_run(tmp_path / "b")]
     places = [tmp_path / name for name in ("x.png", "s.csv", "e.csv", "states.csv")]
     assert write_comparison(runs, *places) == [*places[1:], places[0]]

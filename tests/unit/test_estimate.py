@@ -9,8 +9,8 @@ import pytest
 from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
 from flatout.engine.boundary import is_due
-from flatout.observe.live.console import TerminalReader
 from flatout.observe.measured.estimate_table import expected, print_estimate
+from flatout.observe.terminal import TerminalReader
 from flatout.records import RunInfo, StepRecord
 from flatout.tuning import estimate as estimate_module
 from flatout.tuning.estimate import Visits, estimate, visits_of

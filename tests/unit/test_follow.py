@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import DataError, UsageError
-from flatout.observe.live import follow as following
-from flatout.observe.live.follow import Follower, find_run, follow, record_of, record_of_line, run_state
+from flatout.observe import runs as following
+from flatout.observe.runs import Follower, find_run, follow, record_of, record_of_line, run_state
 from flatout.observe.sinks import MetricsFile
 from flatout.records import (
     CheckpointRecord,

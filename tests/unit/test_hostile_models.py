@@ -14,7 +14,7 @@ import pytest
 
 from flatout.checkpoints.adapter_folder import adapter_at
 from flatout.cli import main
-from flatout.data import tokenizer
+from flatout.data import library_tokenizers, tokenizer
 from flatout.data import tokenizer_files as portable
 from flatout.data.chat_template import load_template
 from flatout.data.tokenizer_files import read_model_tokenizer
@@ -140,9 +140,9 @@ def load_template_of(folder: Path) -> Any:
 def one_process(monkeypatch):
     """The process that tries out tokenizers is not started anew for each of hundreds."""
     with monkeypatch.context() as patched:
-        patched.setattr(tokenizer.child(), "close", lambda: None)
+        patched.setattr(library_tokenizers.child(), "close", lambda: None)
         yield
-    tokenizer.child().close()
+    library_tokenizers.child().close()
 
 
 @pytest.mark.parametrize("name", FUZZED)
@@ -247,11 +247,11 @@ BOMBS = {
 @pytest.fixture
 def little_memory(monkeypatch):
     """Filling as much as the process may really have takes seconds."""
-    limits = dataclasses.replace(tokenizer.child().limits, memory=2**28)
+    limits = dataclasses.replace(library_tokenizers.child().limits, memory=2**28)
     with monkeypatch.context() as patched:
-        patched.setattr(tokenizer.child(), "limits", limits)
+        patched.setattr(library_tokenizers.child(), "limits", limits)
         yield
-    tokenizer.child().close()
+    library_tokenizers.child().close()
 
 
 @pytest.mark.usefixtures("little_memory")
@@ -290,7 +290,7 @@ def test_a_tokenizer_in_a_child_process_gives_what_the_library_gives(family, tmp
     folder = write_model(tmp_path / "m", FAMILIES[family])
     plain = read_model_tokenizer(folder)
     expected = plain.encodings(texts)
-    assert tokenizer.child()._process is None, "well-known parts run in this process"
+    assert library_tokenizers.child()._process is None, "well-known parts run in this process"
     content = json.loads((folder / "tokenizer.json").read_text())
     before = [content["normalizer"]] if content["normalizer"] else []
     same = {"type": "Replace", "pattern": {"Regex": "x"}, "content": "x"}
@@ -304,5 +304,5 @@ def test_a_tokenizer_in_a_child_process_gives_what_the_library_gives(family, tmp
         tokens = range(len(here.ids))
         assert list(map(encoding.token_to_chars, tokens)) == list(map(here.token_to_chars, tokens))
         assert confined.decode(ids) == plain.decode(ids)
-    assert tokenizer.child()._process is not None
-    tokenizer.child().close()
+    assert library_tokenizers.child()._process is not None
+    library_tokenizers.child().close()

@@ -20,13 +20,17 @@ import pytest
 from flatout.cli import dispatch
 from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.files import write_whole
-from flatout.observe.picture import is_picture
-from flatout.observe.plot import plots
-from flatout.observe.plot import run as plot_run
-from flatout.observe.plot.panels import short_number, tick_text, time_unit
-from flatout.observe.plot.plots import comparison_figure, write_comparison, write_run_plots
-from flatout.observe.plot.run import metrics_figure, panel_figure, results_figure
-from flatout.observe.plot.series import Curve, RunNumbers, smooth, thin, thin_marks, usual_range, window_of
+from flatout.observe import plots
+from flatout.observe.picture import is_picture, short_number, tick_text, time_unit
+from flatout.observe.plots import (
+    comparison_figure,
+    metrics_figure,
+    panel_figure,
+    results_figure,
+    write_comparison,
+    write_run_plots,
+)
+from flatout.observe.series import Curve, RunNumbers, smooth, thin, thin_marks, usual_range, window_of
 from flatout.observe.sinks import RunHistory, distinct_names, read_history
 from flatout.records import StepRecord
 from tests.made_runs import finished_run
@@ -257,7 +261,7 @@ def test_a_flat_line_looks_flat_and_missing_values_say_so(run_of: Any) -> None:
 
 def test_how_a_run_ended_is_told(run_of: Any) -> None:
     def told(*rows: Row) -> str:
-        return plot_run._state(run_of([info(), *rows]))
+        return plots._state(run_of([info(), *rows]))
 
     assert told(*steps(100), end(100)).startswith("finished at step 100   ·   1m40s of training")
     assert told(*steps(9), end(9, "interrupted")).startswith("interrupted at step 9 of 100")
@@ -362,7 +366,7 @@ def test_limits_leave_out_what_is_rare_and_far_away() -> None:
 )
 def test_the_header_names_the_data(config: Any, name: str, tmp_path: Path) -> None:
     folder = finished_run(tmp_path / "run", steps=3, config=config)
-    assert name in plot_run._facts(RunNumbers(read_history(folder)))
+    assert name in plots._facts(RunNumbers(read_history(folder)))
 
 
 def test_ticks_of_an_axis_have_one_unit() -> None:
@@ -461,7 +465,7 @@ def test_names_in_tables_are_one_line_and_no_formula(tmp_path: Path) -> None:
 def test_needs_no_torch_and_opens_no_window(tmp_path: Path) -> None:
     save(tmp_path / "run", CASES["two steps"])
     code = (
-        "import sys; from pathlib import Path; from flatout.observe.plot.plots import write_run_plots;"
+        "import sys; from pathlib import Path; from flatout.observe.plots import write_run_plots;"
         "print(len(write_run_plots(Path(sys.argv[1]), form='svg')));"
         "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules)"
     )

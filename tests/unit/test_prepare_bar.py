@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from flatout.observe.live.prepare_bar import PrepareBar
+from flatout.observe.terminal import PrepareBar
 from flatout.records import PrepareProgress
 
 

@@ -19,10 +19,11 @@ import pytest
 
 from flatout.cli import dispatch
 from flatout.errors import DataError, ResourceError, UsageError, UserError
-from flatout.observe.report.data import report_data
-from flatout.observe.report.figures import figures_of
-from flatout.observe.report.report import MARK, MOST_RUNS, json_for_page, page_of, read_runs, write_report
-from flatout.observe.report.series import MOST_POINTS, RunState, curves_of, smoothed, thinned
+from flatout.observe.curves import MOST_POINTS, curves_of, smoothed, thinned
+from flatout.observe.report import MARK, MOST_RUNS, json_for_page, page_of, read_runs, write_report
+from flatout.observe.report_data import report_data
+from flatout.observe.report_figures import figures_of
+from flatout.observe.runs import RunState
 from flatout.observe.sinks import RunHistory, distinct_names, read_history
 from flatout.records import Record, SampleRecord, StepRecord
 from tests.made_runs import (
@@ -637,7 +638,7 @@ def test_a_report_needs_no_torch(tmp_path: Path):
         "import sys\n"
         "sys.modules['torch'] = None  # an import of it fails\n"
         "from flatout.cli import main\n"
-        "import flatout.observe.report.server\n"
+        "import flatout.observe.report\n"
         f"sys.exit(main(['report', {str(folder)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
@@ -647,9 +648,9 @@ def test_a_report_needs_no_torch(tmp_path: Path):
 def test_every_record_of_a_step_can_be_hovered(tmp_path: Path):
     """Fields of StepRecord that are one number over time are all curves, so that a new one is not forgotten."""
     fields = {field.name for field in dataclasses.fields(StepRecord)}
-    from flatout.observe.report import series as report_series
+    from flatout.observe import curves
 
-    drawn = set(report_series._STEP_FIELDS.values())
+    drawn = set(curves._STEP_FIELDS.values())
     assert fields - drawn == {"step", "epoch", "applied", "tokens", "micro_batch", "update_ratio"}
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from flatout.cli import dispatch
 from flatout.errors import DataError, ResourceError, UsageError
-from flatout.observe.report.server import ADDRESS, ReportServer, Source, open_server, serve
+from flatout.observe.report import ADDRESS, ReportServer, Source, open_server, serve
 from flatout.observe.sinks import read_history
 from flatout.records import record_to_json
 from tests.made_runs import finished_run, info_of, sign_lock, step_of, write_run
@@ -207,7 +207,7 @@ def test_what_is_no_request_gets_400(server: ReportServer, content: bytes, capfd
 
 
 def test_a_head_that_drips_is_cut_off(server: ReportServer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flatout.observe.report.server._HEAD_SECONDS", 0.5)
+    monkeypatch.setattr("flatout.observe.report._HEAD_SECONDS", 0.5)
     with socket.create_connection((ADDRESS, server.server_port), timeout=0.05) as connection:
         connection.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\nA: ")
         answer = b""
@@ -265,7 +265,7 @@ def test_a_run_that_has_said_nothing_yet_is_waited_for(tmp_path: Path):
 
 
 def test_data_is_read_again_only_when_something_was_written(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    from flatout.observe.report import server as report_server
+    from flatout.observe import report as report_server
 
     reads: list[Any] = []
     monkeypatch.setattr(report_server, "read_history", lambda folder: reads.append(1) or read_history(folder))
@@ -282,7 +282,7 @@ def test_data_is_read_again_only_when_something_was_written(folder: Path, monkey
 
 
 def test_reading_rests_in_proportion_to_what_it_took(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    from flatout.observe.report import server as report_server
+    from flatout.observe import report as report_server
 
     now = [100.0]
 

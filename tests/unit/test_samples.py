@@ -12,14 +12,21 @@ import torch
 from rich.console import Console
 
 from flatout.data import chat_template
-from flatout.data import tokenizer as tokenizer_module
+from flatout.data import library_tokenizers as tokenizer_module
 from flatout.data.batch import Delivery
 from flatout.data.chat_template import ChatTemplate, load_template
-from flatout.data.make_samples import ADVICE, COUNTS, SampleRequest, count_told, prepare_samples
-from flatout.data.masking import preview, stops_of
+from flatout.data.library_tokenizers import ModelTokenizer
+from flatout.data.masking import ADVICE, COUNTS, count_told, preview, stops_of
 from flatout.data.sample_data import SampleData
-from flatout.data.samples import MANIFEST, SAMPLES, SampleSet, check_target, open_samples
-from flatout.data.tokenizer import ModelTokenizer
+from flatout.data.samples import (
+    MANIFEST,
+    SAMPLES,
+    SampleRequest,
+    SampleSet,
+    check_target,
+    open_samples,
+    prepare_samples,
+)
 from flatout.data.tokenizer_files import read_model_tokenizer
 from flatout.errors import ConfigError, DataError, ResourceError, UserError
 from flatout.files import canonical_json

@@ -21,10 +21,8 @@ from typing import Any
 import pytest
 
 from flatout.errors import ConfigError
-from flatout.observe.track import trackers as trackers_module
-from flatout.observe.track.tensorboard import _checksum
-from flatout.observe.track.trackers import Trackers, _Lane, check_trackers, open_trackers
-from flatout.observe.track.values import safe_config, values_of
+from flatout.observe import trackers as trackers_module
+from flatout.observe.trackers import Trackers, _checksum, _Lane, check_trackers, open_trackers, safe_config, values_of
 from flatout.records import EvalRecord, NoticeRecord, Record, RunInfo, SampleRecord, SpanRecord
 from tests.unit.seen import end, info, machine, step
 
@@ -137,9 +135,7 @@ def test_event_files_are_whole(tmp_path: Path):
 
 
 def test_a_flushed_file_can_be_read_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from flatout.observe.track import tensorboard as tracker_tensorboard
-
-    monkeypatch.setattr(tracker_tensorboard, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(trackers_module, "FLUSH_SECONDS", 0.0)
     trackers = open_trackers(["tensorboard"], tmp_path, info())
     trackers.write(step(1))
     until = time.monotonic() + 600
@@ -213,12 +209,12 @@ def test_nothing_is_loaded_for_trackers_that_are_off():
     code = """
 import sys, threading
 from pathlib import Path
-from flatout.observe.track.trackers import open_trackers
+from flatout.observe.trackers import open_trackers
 from tests.unit.seen import info, step
 trackers = open_trackers([], Path("."), info())
 assert trackers.write(step(1)) == [] and trackers.close() == []
 assert threading.active_count() == 1
-names = {"torch", "tensorboard", "trackio", "wandb", "flatout.observe.track.tensorboard"}
+names = {"torch", "tensorboard", "trackio", "wandb"}
 print(sorted(names & set(sys.modules)))
 """
     root = Path(__file__).parents[2]
@@ -245,15 +241,13 @@ def test_a_tracker_that_cannot_write_is_told_of_once(tmp_path: Path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_stops_the_tracker_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from flatout.observe.track import tensorboard as tracker_tensorboard
-
-    class Full(tracker_tensorboard.TensorBoard):  # pyright: ignore[reportGeneralTypeIssues]
+    class Full(trackers_module.TensorBoard):  # pyright: ignore[reportGeneralTypeIssues]
         def __init__(self, folder: Path, start: RunInfo) -> None:
             super().__init__(folder, start)
             self._file.close()
             self._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
 
-    monkeypatch.setattr(tracker_tensorboard, "TensorBoard", Full)
+    monkeypatch.setattr(trackers_module, "TensorBoard", Full)
     messages = write_all(open_trackers(["tensorboard"], tmp_path, info()), a_run())
     assert len(messages) == 1
     assert "No space left" in messages[0]
@@ -341,7 +335,7 @@ def test_a_child_outlives_a_killed_trainer_and_finishes(tmp_path: Path, monkeypa
     code = f"""
 import os, time
 from pathlib import Path
-from flatout.observe.track.trackers import open_trackers
+from flatout.observe.trackers import open_trackers
 from tests.unit.seen import info, step
 trackers = open_trackers(["trackio"], Path({str(tmp_path)!r}), info())
 trackers.write(step(1))

@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from flatout.observe.live.chart import chart
-from flatout.observe.live.console import TerminalReader
-from flatout.observe.live.state import QUIET_SECONDS, Curve, ViewState
-from flatout.observe.live.view import ViewReader, panel, spark
+from flatout.observe.chart import Curve, chart
+from flatout.observe.terminal import TerminalReader
+from flatout.observe.view import QUIET_SECONDS, ViewReader, ViewState, panel, spark
 from flatout.records import (
     CheckpointRecord,
     EpochRecord,
@@ -413,7 +412,7 @@ def test_lines_of_hostile_records_are_harmless():
 
 SHOWS = """
 import sys, time
-from flatout.observe.live.view import ViewReader
+from flatout.observe.view import ViewReader
 from tests.unit.test_view import a_run
 reader = ViewReader(10)
 try:

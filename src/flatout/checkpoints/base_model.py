@@ -33,7 +33,8 @@ from flatout.config.schema import ModelConfig
 from flatout.config.source import Source
 from flatout.config.yaml_loader import format_value
 from flatout.data.chat_template import BUILT_IN, MODEL, ChatTemplate, load_template, template_from_json
-from flatout.data.tokenizer import ModelTokenizer, Tokenizer, tokenizer_from_json
+from flatout.data.library_tokenizers import ModelTokenizer
+from flatout.data.tokenizer import Tokenizer, tokenizer_from_json
 from flatout.data.tokenizer_files import as_model_tokenizer, read_model_tokenizer
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.execution import Execution

@@ -3,7 +3,7 @@
 Idea: a preset's file holds what is the same at every size; what depends on size or length is derived here, by rules.
 The presets of 32,768 tokens have three sizes, which are settled at once (`_long_layer`). `modern` and `record` have
 any, and are derived again when the data is known. The rules of these were found at 60m on 26 million tokens of enwik8
-(`lab/lab.py`) and are carried to other sizes and lengths by the exponents of nanochat's `scripts/base_train.py`
+(`lab/recipe.md`) and are carried to other sizes and lengths by the exponents of nanochat's `scripts/base_train.py`
 (92d63d4):
 - dense parameters N are the matrices of the blocks plus the head, without embedding tables; D are the run's tokens
 - D is 20 N, and at most two epochs, where the user says nothing

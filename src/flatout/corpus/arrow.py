@@ -1,18 +1,20 @@
-"""Tables in Arrow's types to documents: parquet files, and Hugging Face datasets that were saved in a folder.
+"""Parquet files, Hugging Face datasets saved in a folder, and datasets of the hub as they are streamed.
 
-Idea: one column holds the text, or something with fields that holds it (see `fields`). Only that column is read, a few
-rows at a time, so that memory does not depend on the size of the file.
+One column holds the text, or something with fields that holds it (see `rows`). Only that column is read, a few rows at
+a time, so that memory does not depend on the size of the file.
 
-Contract: that of `tables`. What is damaged costs as little as the format allows: in parquet the rest of a row group, in
-a saved dataset the rest of a file.
+Contract: every row is one document, an empty one where the value is null, or is counted in one problem. Damage costs as
+little as the format allows: in parquet the rest of a row group, in a saved dataset or a streamed one the rest of a
+file. Where the table has no such column, one problem says so. Rows are counted from 1.
 
-Saved datasets are read with pyarrow, as they lie on disk: `datasets` takes seconds to import, and one damaged file
-would keep it from reading any other.
+Saved datasets are read with pyarrow as they lie on disk: `datasets` takes seconds to import, and with it one damaged
+file would make all others unreadable.
 
-Trap: to import this module needs pyarrow, so nobody does before there is such a table to read.
+Trap: importing this module needs pyarrow, so it is imported only where there is such a table to read.
 """
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +22,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Row, Slice, needed, reason, shown
-from flatout.corpus.fields import EVERY, document_of, likely_column, limited, names_shown, no_column
+from flatout.corpus.document import (
+    Document,
+    InputFile,
+    Problem,
+    ReadOptions,
+    Results,
+    Row,
+    Slice,
+    needed,
+    reason,
+    shown,
+)
+from flatout.corpus.rows import EVERY, document_of, likely_column, limited, names_shown, no_column
+from flatout.corpus.sources import HUB, hub_parts
 from flatout.corpus.streams import CHUNK
+from flatout.errors import DataError
 from flatout.files import parse_json, read_bounded
 
 try:
@@ -31,8 +46,6 @@ try:
 except ImportError:
     needed("pyarrow", "parquet and saved datasets need")
     raise
-
-Results = Iterator[Document | Problem]
 
 
 # How much is decoded at once, in how many rows, since some are much longer than others.
@@ -53,8 +66,6 @@ _LISTS = {
 
 
 # Parquet.
-
-
 def read_parquet(slice: Slice, options: ReadOptions) -> Results:
     """The rows of the row groups of a slice; of each, one of `shares` stretches of rows.
 
@@ -205,8 +216,6 @@ def _row_group(
 
 
 # Saved datasets.
-
-
 def read_saved(slice: Slice, options: ReadOptions) -> Results:
     """The rows of a slice, counted from 0, of a folder that `datasets` has saved."""
     file, begin = slice.file, slice.start
@@ -304,8 +313,6 @@ def _is_plain(name: str) -> bool:
 
 
 # Columns of either.
-
-
 class _Column(NamedTuple):
     """A column to read: its name in the schema, and the path to as much of it as is needed."""
 
@@ -431,3 +438,106 @@ def _documents(
             yield limited(Document(values[0], place), file)
         else:
             yield limited(document_of(Row(dict(zip(names, values, strict=True)), place), file, options), file)
+
+
+# Datasets of the hub.
+def open_hub(path: str) -> Any:
+    """The dataset of `datasets` that `hf:NAME:CONFIG:SPLIT` means, for streaming."""
+    datasets = needed("datasets", "Hugging Face datasets need")
+    datasets.disable_progress_bars()
+    # It logs what it raises as well.
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    name, config, split = hub_parts(path)
+    # What cannot be reached is told by our error; the library's account of each try would drown it.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    try:
+        return datasets.load_dataset(name, config, split=split, streaming=True)
+    except Exception as error:
+        raise _hub_error(path, error) from error
+
+
+@final
+class HubStream:
+    """Documents of a dataset of the hub, read one file of it after the other, which can be left and taken up again.
+
+    Each `iter` goes on where the last one was left, or from the beginning after one that came to the end. A damaged
+    file costs the rest of its rows; a network that fails is a `DataError`, and the state stays that of the last
+    document.
+    """
+
+    def __init__(self, path: str, options: ReadOptions, name: str | None = None) -> None:
+        self._path = path
+        self._options = options
+        self._file = InputFile(path, shown(path) if name is None else name, "hub", "none", 0)
+        self._dataset = open_hub(path)
+        self._part: Any = None
+        self._number = 0  # of the file that is being read
+        self._row = 0
+        self._state: dict[str, Any] | None = None  # where to go on in it
+
+    def __iter__(self) -> Results:
+        dataset = self._dataset
+        if dataset.column_names is not None:
+            columns, fields = dataset.column_names, self._options.fields
+            asked = [name for field in fields for name in (field, field.partition(".")[0]) if name in columns]
+            if not asked:
+                message = f"{no_column(fields)}; there are: {names_shown(columns)}"
+                instead = likely_column(columns, fields)
+                yield Problem(self._file.name, "", "field", message, records=0, instead=instead)
+                return
+            dataset = dataset.select_columns(list(dict.fromkeys(asked)))
+        if self._part is not None:
+            self._state = self._part.state_dict()
+        parts = dataset.num_shards
+        while self._number < parts:
+            self._part = dataset.shard(num_shards=parts, index=self._number)
+            if self._state is not None:
+                self._part.load_state_dict(self._state)
+            rows: Iterator[Any] | None = None
+            while True:
+                try:
+                    rows = iter(self._part) if rows is None else rows
+                    row = next(rows)
+                except StopIteration:
+                    break
+                except Exception as error:  # each library has its own
+                    if _is_network(error):
+                        raise _hub_error(self._path, error) from error
+                    message = f"the rest of file {self._number + 1} of {parts} cannot be read: {reason(error)}"
+                    yield Problem(self._file.name, f"row {self._row + 1}", "format", message, records=1)
+                    break
+                self._row += 1
+                yield limited(document_of(Row(row, f"row {self._row}"), self._file, self._options), self._file)
+            self._part = self._state = None
+            self._number += 1
+        self._number = self._row = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the reading is, for `load_state_dict` of a stream of the same dataset; fit for JSON."""
+        inside = self._state if self._part is None else self._part.state_dict()
+        return {"file": self._number, "row": self._row, "inside": inside}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lets the next `iter` go on after the document that was the last when `state` was taken."""
+        self._part = None
+        self._number, self._row, self._state = state["file"], state["row"], state["inside"]
+
+
+def _is_network(error: BaseException) -> bool:
+    """Whether something between us and the hub failed, rather than the data."""
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    return type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests", "huggingface_hub", "aiohttp")
+
+
+def _hub_error(path: str, error: Exception) -> DataError:
+    name, config, _ = hub_parts(path)
+    alias = "" if path.startswith(f"{HUB}{name}") else f" ({':'.join(filter(None, (name, config)))})"
+    message = f"the dataset {shown(path)}{alias} cannot be read: {reason(error)}"
+    if _is_network(error):
+        return DataError(
+            message, "check the network and HF_HUB_OFFLINE, run `hf auth login` if it needs a login, or give a folder"
+        )
+    if isinstance(error, FileNotFoundError):
+        return DataError(message, "check the name, and run `hf auth login` if the dataset needs a login")
+    return DataError(message, "write hf:NAME:CONFIG:SPLIT with a config and a split that the dataset has")

@@ -1,50 +1,36 @@
-"""Near duplicates: a fixed-size signature for each text (MinHash), and the pairs that are alike (LSH).
+"""Rules that drop documents, and the search for near duplicates.
 
-Idea: two texts are alike when they share most of their word 5-grams, measured by the Jaccard index: n-grams in both
-over n-grams in either. The share of equal slots in two MinHash signatures (Broder 1997) estimates that index without
-the texts. Signatures are cut into bands (Indyk and Motwani 1998); only texts that agree in a whole band are compared.
-
-Contract: `signature` depends on the text only: no Python `hash`, no process, machine or order. `near_duplicates` sees
-the signatures in the order of the documents and goes through them one by one: a document is dropped when an *earlier,
-kept* one has an estimate at or above the threshold. So if b is like a, and c is like b but not like a, then b goes and
-c stays. The answer is the same for any number of workers.
-
-Words are runs of Unicode letters, marks, digits and underscores, lower-cased; in scripts that put no spaces between
-words, each letter is one. Fewer than 5 words are compared as single words. A text without a word is like no other.
-
-Library: rensa 0.5 (Rust) makes the signatures, not datasketch 2.0. Both are maintained (0.5.0 is of September 2026,
-2.0.0 of July 2026) and free of Python's `hash`; rensa's scalar, AVX2 and default code gave the same bytes here. But on
-one core, at 500 n-grams a text, rensa takes 80 million n-grams a second and datasketch 2.7 million, no more than 15 MB
-of text, and it brings scipy along. The search is ours, in numpy: rensa's index takes no signatures that come from a
-file, and datasketch's takes 8,000 documents a second and 5,500 bytes for each, against 80,000 and the bytes below.
-
-Cost, measured at threshold 0.8 (16 bands): 512 bytes of signature a document, which may stay on disk (pass a
-`numpy.memmap`), and while searching 195 bytes of memory a document, 440 when three in ten were made from another.
-
-Trap: the estimate has a standard error of up to sqrt(J (1 - J) / 128), 0.035 at J = 0.8, so a threshold is a soft one,
-and banding misses one pair in twenty that is just at it, see `bands_for`. A document that comes in pieces is
-represented by its first. What is a letter is for Python to say: one with newer Unicode tables knows newer letters.
-
-Which documents are dropped, and by which rule.
-
-Idea: `rejection` asks rule after rule, the cheap ones first, and answers with the name of the first that fails, so that
-a report can count what each of them cost. Every rule, its threshold and its origin are in docs/cleaning.md.
+`rejection` asks rule after rule, the cheap ones first, and returns the name of the first that fails, so that a report
+can count each of them. Every rule, its threshold and its origin are in docs/cleaning.md.
 
 `quality` holds the rules of Gopher (Rae et al. 2021, "Scaling Language Models", section A1.1, "Quality Filtering") and
 the three that FineWeb added (Penedo et al. 2024, "The FineWeb Datasets", section 3.6). `repetition` is Gopher's
-"Repetition Removal" with the thresholds of its table A1. The code is ours; where the papers leave a choice, it is this:
+"Repetition Removal" with the thresholds of its table A1. Where the papers leave a choice, it is this:
 - a word is what stands between white space, and its characters are all that count in shares of words and n-grams; only
-  for the share of words with letters, marks that stand by themselves are no words;
-- lines are stripped, and empty ones left out; paragraphs are parted by empty lines;
+for the share of words with letters, marks that stand by themselves are no words;
+- lines are stripped, and empty ones left out; paragraphs are separated by empty lines;
 - a duplicate is an occurrence after the first, of lines, paragraphs and n-grams alike;
 - characters covered by overlapping n-grams count once.
 
-Contract: the answer depends on the rules and the text only. Rules travel between processes as they are; `to_json`
-names all that decides the result, the version of the language detector included.
+Near duplicates: two texts are alike when they share most of their word 5-grams, by the Jaccard index. The share of
+equal slots in two MinHash signatures (Broder 1997) estimates that index. Signatures are cut into bands (Indyk and
+Motwani 1998); only texts that agree in a whole band are compared. `near_duplicates` goes through the documents in order
+and drops one when an earlier kept one has an estimate at or above the threshold. So if b is like a, and c is like b but
+not like a, then b goes and c stays. Words are runs of Unicode letters, marks, digits and underscores, lower-cased; in
+scripts without spaces each letter is one. Fewer than 5 words are compared as single words.
 
-Trap: a text is judged by its first 16 Mi characters, a document in pieces by its first piece. Words and
-lines are those of languages with spaces: of Chinese, Japanese or Thai, `quality` drops everything. Language detection
-needs some text: below two or three hundred characters it is often wrong.
+Contract: both answers depend on the rules and the texts only: no Python `hash`, process, machine or number of workers.
+`to_json` names all that decides the result, with the versions of the libraries.
+
+rensa 0.5 (Rust) makes the signatures: on one core it takes 80 million n-grams a second, datasketch 2.0 takes 2.7
+million. The search is ours, in numpy: rensa's index takes no signatures from a file, datasketch's takes 8,000 documents
+a second and 5,500 bytes for each, ours 80,000 and 195 bytes (440 when three in ten are near duplicates) beside 512
+bytes of signature, which may stay on disk.
+
+Traps: a text is judged by its first 16 Mi characters, a document in pieces by its first piece. Words and lines are
+those of languages with spaces: `quality` drops all Chinese, Japanese or Thai text. Language detection is often wrong
+below two or three hundred characters. The estimate of similarity has a standard error of up to sqrt(J (1 - J) / 128),
+0.035 at J = 0.8, and banding misses one pair in twenty just at the threshold (`bands_for`).
 """
 
 import itertools
@@ -70,52 +56,22 @@ if TYPE_CHECKING:  # workers import this module and have no need of pydantic, wh
 
 
 Numbers = npt.NDArray[np.uint64]
-
-
 Signatures = npt.NDArray[np.uint32]
-
-
 SLOTS = 128
-
-
 SIGNATURE_BYTES = 4 * SLOTS
-
-
 WORDS_PER_GRAM = 5
-
-
 _SLOT = np.dtype("<u4")
-
-
 _SEED = 1
-
-
 _NO_WORDS = b"\xff" * SIGNATURE_BYTES
-
-
 _CHUNK = 2**18
-
-
 _ROWS = 2**14
-
-
 # A bucket of pages from one template, all a little below the threshold, would be compared each with each.
 _MOST_IN_BUCKET = 1024
-
-
 _OTHER, _LETTER, _ALONE = 1, 2, 3
-
-
 # Thai to Burmese, Khmer, kana, ideographs: written without spaces.
 _UNSPACED = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF))
-
-
 _BASE = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2**64
-
-
 _GRAM_KEYS = (0xD1342543DE82EF95, 0xAF251AF3B0F025B5, 0xB564EF22EC7AECE5, 0xF7C2EBC08F67F2B5, 0xD605BBB58C8ABBFD)
-
-
 # Arrays without dimensions: numpy makes one of a number at every use, and each step of a run mixes a few values.
 _MIXING = tuple(np.array(n, dtype=np.uint64) for n in (30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31))
 
@@ -313,88 +269,36 @@ def _rensa() -> Any:
 
 
 Positions = npt.NDArray[np.int64]
-
-
 SHORTEST = 200  # characters
-
-
 SIMILAR = 0.8  # near duplicates: the least Jaccard similarity of word 5-grams
-
-
 # Gopher
 _FEWEST_WORDS, _MOST_WORDS = 50, 100_000
-
-
 _SHORTEST_MEAN_WORD, _LONGEST_MEAN_WORD = 3, 10
-
-
 _MOST_SYMBOLS_PER_WORD = 0.1
-
-
 _MOST_BULLET_LINES = 0.9
-
-
 _MOST_ELLIPSIS_LINES = 0.3
-
-
 _FEWEST_WORDS_WITH_LETTERS = 0.8
-
-
 _FEWEST_STOP_WORDS = 2
-
-
 _STOP_WORDS = tuple(
     (word, word.capitalize(), word.upper()) for word in ("the", "be", "to", "of", "and", "that", "have", "with")
 )
-
-
 # FineWeb: a document goes when it is at the threshold, where Gopher's goes beyond it
 _PUNCTUATED_LINES = 0.12
-
-
 _DUPLICATE_LINE_CHARACTERS = 0.1
-
-
 _SHORT_LINES = 0.67
-
-
 _SHORT_LINE = 30
-
-
 # Gopher, table A1
 _MOST_DUPLICATES = 0.30
-
-
 _MOST_DUPLICATE_CHARACTERS = 0.20
-
-
 _TOP_GRAMS = {2: 0.20, 3: 0.18, 4: 0.16}
-
-
 _DUPLICATE_GRAMS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
-
-
 _STRICTEST = min(_DUPLICATE_GRAMS.values())
-
-
 _JUDGED_CHARACTERS = 2**24
-
-
 _LANGUAGE_CHARACTERS = 2**16
-
-
 _VERSION = 1  # of the rules; to be raised when any of them changes its answer
-
-
 _BULLETS = frozenset("•‣▪●◦·*-–")
-
-
 _ELLIPSES = ("...", "…")
-
-
 _ENDS = frozenset(".!?\"'…”’»。！？」』।؟۔")
-
-
 _PARAGRAPH_GAP = re.compile(r"\n\s*\n")
 
 
@@ -531,8 +435,6 @@ _QUALITY: dict[str, Callable[[_Text], bool]] = {
     "quality_letters": lambda text: _with_letters(text) < _FEWEST_WORDS_WITH_LETTERS,
     "quality_stop_words": lambda text: _stop_words(text) < _FEWEST_STOP_WORDS,
 }
-
-
 # Every name that `rejection` answers with, in order.
 RULES = (
     *("too_short", "language", "quality_few_words", "quality_many_words"),

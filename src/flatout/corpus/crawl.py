@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
 from flatout.corpus.document import Document, InputFile, Problem, ProblemKind, ReadOptions, Results, needed, shown
-from flatout.corpus.fields import not_utf8
+from flatout.corpus.rows import not_utf8
 from flatout.corpus.streams import LINE_LIMIT, ByteStream, Window, decode
 
 REJECTED_TYPE = "not_html"

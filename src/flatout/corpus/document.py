@@ -45,14 +45,8 @@ ProblemKind = Literal[
     "turns",  # a conversation with nothing to learn, or in an order that makes none
     "unreadable",  # the system says no
 ]
-
-
 InvalidUtf8 = Literal["strict", "replace", "skip"]
-
-
 REJECTED_UTF8 = "invalid_utf8"
-
-
 # How to get the packages that readers and rules need.
 INSTALL = "run `make data` in the repository, or install the extra flatout[data] with this Python's pip"
 
@@ -102,6 +96,7 @@ class Problem:
 
 
 Results = Iterator[Document | Problem]
+Rows = Iterator[Row | Document | Problem]  # documents: those dropped for their bytes
 
 
 @dataclass(frozen=True)
@@ -162,11 +157,7 @@ def shown(name: object) -> str:
 
 
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-
-
 GPT2_RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-
-
 GPT2_END_OF_TEXT = 50256  # the last id of GPT-2
 
 

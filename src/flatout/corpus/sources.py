@@ -27,7 +27,6 @@ from flatout.files import parse_json, read_bounded
 
 SHAKESPEARE = "shakespeare"
 HUB = "hf:"
-
 _FORMATS = {
     "text": ".txt .text .md",
     "jsonl": ".jsonl .ndjson",
@@ -169,9 +168,7 @@ def find_files(source: str, *, format: str | None = None, number: int = 0) -> Fo
         path = shakespeare()
         return FoundFiles((InputFile(str(path), SHAKESPEARE, "text", "none", path.stat().st_size, number),))
     if source.startswith(HUB):
-        from flatout.corpus import tables
-
-        tables.hub_parts(source)  # an error now, rather than when everything before it has been read
+        hub_parts(source)  # an error now, rather than when everything before it has been read
         return FoundFiles((InputFile(source, shown(source), "hub", "none", 0, number),))
     try:
         mode = os.stat(source).st_mode
@@ -421,3 +418,26 @@ def _is_binary(path: str) -> bool:
 
 def _unreadable(path: str, error: OSError, records: int) -> Problem:
     return Problem(shown(path), "", "unreadable", f"cannot read it: {error.strerror or error}", records)
+
+
+# Corpora by the names that people use: the dataset on the hub, and the config of it that is taken if none is named.
+ALIASES = {
+    "c4": ("allenai/c4", "en"),
+    "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+    "openwebtext": ("Skylion007/openwebtext", ""),
+    "tinystories": ("roneneldan/TinyStories", ""),
+}
+DEFAULT_SPLIT = "train"
+
+
+def hub_parts(path: str) -> tuple[str, str | None, str]:
+    """Name, config and split of `hf:NAME`, `hf:NAME:CONFIG`, `hf:NAME::SPLIT` or `hf:NAME:CONFIG:SPLIT`."""
+    name, *others = path.removeprefix(HUB).split(":")
+    if not path.startswith(HUB) or not name or len(others) > 2:
+        raise DataError(f"{shown(path)} names no dataset", "write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
+    config, split = [*others, "", ""][:2]
+    if name.lower() in ALIASES and not os.path.isdir(name):
+        name, usual = ALIASES[name.lower()]
+        config = config or usual
+    return name, config or None, split or DEFAULT_SPLIT

@@ -61,8 +61,6 @@ _END = sys.maxsize
 _SAFE_CUT = re.compile(rb"(?<=[!-~])[ \n](?=[!-~])")
 # A character has at most three bytes after its first.
 _CONTINUED = re.compile(rb"[\x80-\xbf]{0,3}")
-
-
 # Told how many bytes of a file on disk have been read.
 Watch = Callable[[int], None]
 

@@ -1,55 +1,22 @@
-"""Where a step reads: a table from the step number to windows, sequences, their length and their attention window.
+"""Where a step reads, one batch, the loaders of batches, and what a run asks of any kind of data.
 
-Idea: the data is a sequence of windows of `longest` tokens; a position is a window's number in reading order. A `Stage`
-says what each step takes from its first step on; the position of a step is the sum of what all steps before it took. A
-stage with shorter sequences cuts every window into rows, so that an epoch has the same windows in every stage.
+`Schedule`: the data is a sequence of windows of `longest` tokens; a position is a window's number in reading order. A
+`Stage` says what each step takes from its first step on; a stage with shorter sequences cuts every window into rows, so
+an epoch has the same windows in every stage. The table is exact and a pure function of the step number. Learning rates
+follow applied updates and are no part of it.
 
-Contract: exact integers, a pure function of the step number, so the table and the step are all that a resume needs.
-Data follows the step number; learning rates follow applied updates, and are no part of this.
+`BatchLoader`: a one-pass iterator over the batches of its steps, in their order, and a context manager. What a step
+needs is made on the host, by threads or in the loop, as a `Batch` or as the `Raw` ids of one, and put on the device
+when the loop asks for it. Nothing is made for a step before the first or after the last one. After `close`, which waits
+only for what is being made, none of its threads runs. An exception of a worker is raised in the loop, except that the
+first time a worker hangs or cannot read, a notice names its stack and others make the batch again, if that is possible.
 
-One batch, and the loaders of batches: made ahead of time by threads, handed out in the order of steps.
-
-Idea: what a step needs is made on the host, by `workers` threads or in the loop where there are none, as a `Batch` or
-as the `Raw` ids of one. Both are put on the device when the loop asks for them, so loaders cannot differ in that.
-
-Contract: a loader is a one-pass iterator over the batches of its steps, in their order, and a context manager. Nothing
-is made for a step before the first or after the last one. After `close`, which never waits for more than what is being
-made, none of its threads runs. What a worker raises is raised in the loop, with one exception: the first time that a
-worker hangs or cannot read, a notice names its stack, and others make the batch again, if it can be made again.
+`TrainingData`: setup and loop know this protocol and no kind of data: batches from a position, an evaluation set,
+facts, notices, and what a checkpoint keeps. A kind is opened by `resolve/opening.py`.
 
 Trap: torch has few operations on unsigned types, so ids travel as int16 or int32 bits and are masked on arrival. Ids of
-32768 and above are negative until then.
-
-Samples to batches: which ones a step takes, and how they share rows.
-
-Idea: step s takes the next `batch_samples` samples of its epoch's permutation. They are packed best-fit into as few
-rows as hold them, and the rows are made as short as they can be without needing one more, so that little is padding;
-or each has a row of its own. Row lengths come from a short list, so that shapes repeat and compilers have little to do.
-For kernels that know no rows (`joined`), rows only say what goes into a micro-batch: `PackedRows` makes one of them.
-
-Contract: batches depend on nothing but (samples, seed, settings, step), so resuming needs the step number only. Every
-sample comes once per epoch; the last step of an epoch takes what is left and is not filled up. A sample is never cut:
-rows have room for the longest. Targets are those tokens that are labelled, and never cross from one sample to another.
-
-Trap: steps have different numbers of labelled tokens, so their mean loss must be over those of the whole step.
-
-Windows of tokens to batches on the device, the same ones however they get there.
-
-Idea: a step reads the positions of the window order that its `Schedule` gives. `HostLoader` reads from the shards, in
-background threads and ahead of time; `DeviceLoader` keeps the split on the device and gathers there. Both hand on raw
-ids (`batch.Raw`), so they cannot differ. Windows lie at a fixed stride in the joined documents, or are those of a
-`Packing` of whole documents. With a `Reshuffle` documents are joined in another order in every epoch.
-
-Contract: batches come in the order of steps, for any number of workers, and depend on nothing but (windows, schedule,
-step, rank).
-
-Trap: in joined documents the target of a document's last token is the first of the next one, unless documents are kept
-apart; in packed windows there is no such target.
-
-What a run asks of its data, whatever kind it is: shards, a stream, samples, or arrays that a program hands over.
-
-Setup and loop know this protocol and no kind: what comes first, batches from a position, an evaluation set, facts,
-notices, and what a checkpoint keeps. A kind lives in a module of its own and is opened by `resolve/opening.py`.
+32768 and above are negative until then. In joined documents the target of a document's last token is the first of the
+next one, unless documents are kept apart.
 """
 
 import abc

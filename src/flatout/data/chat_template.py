@@ -30,58 +30,36 @@ from typing import Any, cast, final
 
 from flatout.confined import Child, Exceeded
 from flatout.corpus.document import shown
+from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.template_child import BEGIN, END, answer
-from flatout.data.tokenizer import ModelTokenizer
 from flatout.errors import DataError
 from flatout.files import leads_outside, parse_json, read_bounded
 
 Messages = Sequence[Mapping[str, Any]]
-
-
 Objects = Sequence[Any] | None
-
-
 MODEL = "model"
-
-
 NONE = "none"
-
-
 _TOOLS = "tool_use"
-
-
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-
-
 _INSTEAD = "do not use this template; set chat.template to chatml, plain or a file of your own"
-
-
 _NO_TOOLS = (
     "{% if tools %}{{ raise_exception('this template has no form for tools') }}{% endif %}"
     "{% for message in messages %}"
     "{% if message.role not in ['system', 'user', 'assistant'] or message.tool_calls %}"
     "{{ raise_exception('this template has no form for tools, or for the role ' + message.role) }}{% endif %}"
 )
-
-
 _CHATML = (
     _NO_TOOLS + "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-
 _PLAIN = (
     _NO_TOOLS + "{% if message.role == 'system' %}{{ message.content + '\n\n' }}"
     "{% elif message.role == 'user' %}{{ '### Instruction:\n' + message.content + '\n\n' }}"
     "{% else %}{{ '### Response:\n' + message.content + eos_token + '\n\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
 )
-
-
 # Answers that begin differently: what two renderings have in common is what the template writes before any answer.
 DIFFERENT = ("x", "y")
-
-
 # Each with the tokens that it needs: by their text, or by the name of a special token.
 BUILT_IN: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "chatml": (_CHATML, ("<|im_start|>", "<|im_end|>")),
@@ -349,17 +327,9 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 CONFIG = "tokenizer_config.json"
-
-
 TEMPLATE = "chat_template.jinja"
-
-
 TEMPLATES = "additional_chat_templates"
-
-
 OLD_TEMPLATE = "chat_template.json"
-
-
 DEFAULT = "default"
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from flatout.corpus.document import Problem, ProblemKind, Row, shown
-from flatout.corpus.fields import names_shown
+from flatout.corpus.rows import names_shown
 from flatout.errors import ConfigError, DataError
 
 Format = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "text"]

@@ -1,13 +1,14 @@
-"""What a prepared dataset holds, counted: lengths, frequent tokens, samples, and what was dropped on the way.
+"""What a prepared dataset holds, counted: lengths, frequent tokens, samples; and why records are missing from it.
 
-Idea: one pass over the tokens and one over the document starts, in pieces. Lengths are counted in fine bins (exact
-below 131,072 tokens, above that within 1 part in 65,536), from which histogram and quantiles are read at the end.
+One pass over the tokens and one over the document starts, in pieces. Lengths are counted in fine bins (exact below
+131,072 tokens, above that within 1 part in 65,536), from which histogram and quantiles are read at the end. Problems of
+the input are grouped by file and cause, with the settings that fix them: a file whose rows lack the field has a problem
+for each row, and one cause. A cause counts records, as the report of a dataset does.
 
 Contract: memory does not grow with the corpus. The same dataset gives the same summary, samples included, on every
 machine. A dataset without a report, made before there were any, has None for it; a damaged one is a `DataError`.
 
-Trap: this is a look and no check. Sizes, the range of ids and the order of documents are noticed on the way; hashes of
-shards are checked by `verify_dataset` only.
+Trap: hashes of shards are checked by `verify_dataset` only; here sizes, the range of ids and the order of documents.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from flatout.config.suggest import close_matches
 from flatout.corpus.document import Problem
-from flatout.corpus.fields import USUAL
+from flatout.corpus.rows import USUAL
 from flatout.data.sampler import remainder, window_count
 from flatout.data.shards import (
     PREPARE_AGAIN,
@@ -41,35 +42,15 @@ from flatout.errors import DataError, many
 from flatout.records import DataSummary, DocumentSample, SplitSummary, TokenCount
 
 Counts = npt.NDArray[np.int64]
-
-
 QUANTILES = {"1%": 0.01, "10%": 0.1, "50%": 0.5, "90%": 0.9, "99%": 0.99}
-
-
 REPORT_FORMAT = "flatout-report"
-
-
 _REPORT_NUMBERS = ("records", "damaged", "problem_count", "replaced_characters", "files", "input_bytes", "text_bytes")
-
-
 _REPORT_TABLES = ("kept", "dropped", "passed_over")
-
-
 _CHUNK = 2**20  # larger ones leave the processor's cache and are counted at two thirds of the speed
-
-
 _FINE_BITS = 16
-
-
 _MOST_BINS = 48
-
-
 _BINS_PER_DOUBLING = 8
-
-
 _SAMPLE_CHARACTERS = 300
-
-
 _PROBLEMS = 20
 
 
@@ -354,14 +335,8 @@ _OTHER_MENDS: Mapping[str, str] = {
     "field": "set data.field to where the text is",
     "binary": "take binary files out of the source",
 }
-
-
 _NEAR = 0.85  # how alike a field that was asked for and one that is there are, where the first is a slip of the pen
-
-
 _LISTED = 3  # causes of one kind
-
-
 _KINDS = 6
 
 

@@ -1,31 +1,18 @@
-"""The work folder of a prepare: finished parts, kept so that a killed prepare can resume.
+"""Finished parts: kept in a work folder so that a killed prepare can resume, then merged into one dataset.
 
-Idea: a part's result is one file, written under another name, flushed, and renamed; it is there whole or not at all.
-The folder also holds the plan it belongs to. Whoever opens the folder with the same plan finds the finished parts;
-with another plan they are removed.
+`Journal`: a part's result is one file, written under another name, flushed, and renamed: it is there whole or not at
+all. The folder also holds the plan it belongs to; with another plan, finished parts are removed. Every byte is hashed,
+with the plan and the number of its part. A part that is not exactly what was written is made again; so are damaged
+notes. A kill or a power loss at any moment costs at most the parts that were under way. Only names that a journal gives
+are ever removed; a folder with anything else in it, or with a link, is refused.
 
-Contract: every byte is hashed, with the plan and the number of its part. A part that is not exactly what `write` was
-given does not count as finished and is made again; notes that are damaged are made again too. What `read` returns is
-what was written, or a `DataError`. A kill or a power loss at any moment costs at most the parts that were under way.
-
-Only names that a journal gives are ever removed here. A folder with anything else in it, or with a link, is refused.
-
-Finished parts to one dataset: which documents stay, which split each goes to, and the shards.
-
-Idea: parts are gone through in the order of their numbers, twice. The first pass decides what is kept (it looks at the
-index of each part, not at the tokens); the second writes. What is decided depends on the order of documents only, so
-the number of workers cannot matter.
-
-Contract: memory holds one part at a time and one byte per document; looking for near duplicates holds more (see
-`flatout.corpus.clean`). Every record ends up in exactly one of the report's counts, and the sum is checked.
+`merge_parts` goes through the parts in the order of their numbers, twice. The first pass decides which documents are
+kept, from the index of each part; the second writes. The result depends on the order of documents only, not on the
+number of workers. Memory holds one part at a time and one byte per document; the search for near duplicates holds more
+(see `flatout.corpus.clean`). Every record ends up in exactly one of the report's counts, and the sum is checked.
 
 Trap: the border of a contiguous split falls inside a document. Its tokens are not cut, for a tokenizer may join what
 the border separates: its text is read again, cut, and tokenized as two.
-
-Why records of the input could not be used: problems grouped by file and cause, with the settings that mend them.
-
-Idea: a file whose rows lack the field has a problem for each row, and one cause. A cause counts records, as the report
-of a dataset does, so that all numbers in a message are of the same thing.
 """
 
 import contextlib
@@ -68,23 +55,13 @@ from flatout.files import TEMPORARY, canonical_json, sync_folder, write_whole
 from flatout.folders import MARK
 
 SIGNATURES = "signatures.bin"
-
-
 _PLAN = "plan.json"
-
-
 _PARTS = "parts"
-
-
 _READ_HERE = "read-here.json"
-
-
 _OWN = re.compile(
     rf"(?:(?:plan\.json|read-here\.json|stdin-\d+|{_PARTS}/\d{{8,}}\.part)(?:{TEMPORARY})?"
     rf"|{re.escape(SIGNATURES)}|{re.escape(MARK)})"
 )
-
-
 # SHA-256 of the description that follows, and its length.
 _LEAD = struct.Struct("<32sQ")
 
@@ -249,23 +226,11 @@ def _head_from(content: dict[str, Any]) -> PartHead:
 
 
 KEPT, DROPPED, EXACT, NEAR, UNCHOSEN = range(5)
-
-
 _REASONS = {EXACT: "exact_duplicate", NEAR: "near_duplicate", UNCHOSEN: "weight"}
-
-
 _UNLIKE = 10  # times its share of training is a kind's share of validation, where it is hardly trained on
-
-
 _DOCUMENTS_AT_ONCE = 4_000_000
-
-
 Flags = npt.NDArray[np.uint8]
-
-
 Numbers = npt.NDArray[np.uint64]
-
-
 Tick = Callable[[], None]
 
 

@@ -34,6 +34,7 @@ from typing import final
 import flatout
 from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Document, shown
+from flatout.data.library_tokenizers import HuggingFaceTokenizer
 from flatout.data.merge import Finished, Journal, PassingError, clear, foreign_in, merge_parts
 from flatout.data.part import Count, Part, PartHead, Recipe, Tally
 from flatout.data.plan import (
@@ -50,13 +51,7 @@ from flatout.data.plan import (
     parts_of,
 )
 from flatout.data.shards import FILE_NAME, MANIFEST, REPORT, Manifest, read_manifest
-from flatout.data.tokenizer import (
-    CharTokenizer,
-    HuggingFaceTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    token_dtype,
-)
+from flatout.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, token_dtype
 from flatout.data.tokenizer_files import train_bpe
 from flatout.data.workers import Engine, EngineName, open_engine
 from flatout.errors import DataError, ResourceError

@@ -1,23 +1,19 @@
-"""One part of a corpus: read, cleaned and tokenized, by whichever process gets it.
+"""One part of a corpus: read, cleaned and tokenized, by whichever process gets it; and the limits of a source.
 
-Idea: a part is a few megabytes of the input, and what becomes of it depends on the part and the recipe alone. So parts
-may run in any order, anywhere, and again after a kill; putting their results together in the order of their numbers is
-left to `flatout.data.pack`.
+A part is a few megabytes of the input, and its result depends on the part and the recipe alone. So parts may run in any
+order, anywhere, and again after a kill; `merge` puts their results together in the order of their numbers.
 
 Contract: `run_part` never raises for bad input. Every record of the part is a piece of the result, or counted in
 `dropped` or in a problem. Memory is bounded by the part and its largest document.
 
+Limits (`data.max_documents` and the like) take the longest run of documents from the start of the source that stays
+within every limit. Rows and other documents are taken whole. A text without documents of its own (a file without
+`data.document_start`) is cut at the last character that fits, and so is a document of more than 16 MiB. Documents that
+a rule of their own drops (empty, too short, another language) do not count; duplicates and documents that a weight
+leaves out do, since those are only found later. Preparing and streaming count alike, and stop reading at the limit.
+
 Trap: a text file above 16 MiB is one document in several pieces, which may lie in several parts. Whether such a
-document is kept can only be decided when all of its pieces are known; a rejected piece is therefore kept in the index.
-
-The first documents of a source up to a limit, counted in the order in which they are read.
-
-Contract: what is taken is the longest run of documents from the start of the source that stays within every limit.
-Rows and other documents are taken whole. A text without documents of its own (a file without `data.document_start`) is
-cut at the last character that fits, and so is a document of more than 16 MiB, which comes in pieces. Documents that a
-rule of their own drops (empty, too short, another language) do not count; duplicates and documents that a weight leaves
-out do, since those are only found later. Preparing and streaming count alike, so both take the same text, and each of
-them stops reading when a source has given all that it may.
+document is kept is known only when all of its pieces are; a rejected piece is therefore kept in the index.
 """
 
 import hashlib
@@ -42,20 +38,12 @@ from flatout.errors import DataError
 from flatout.files import canonical_json
 
 BEGINS, ENDS, REJECTED, DIVISIBLE = 1, 2, 4, 8
-
-
 # A row per piece. `high` and `low` are the first sixteen bytes of the SHA-256 of its text.
 PIECE = np.dtype(
     [("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("high", "<u8"), ("low", "<u8"), ("flags", "u1")]
 )
-
-
 Pieces = npt.NDArray[np.void]
-
-
 _BATCH_CHARACTERS = 2**20
-
-
 _MOST_PROBLEMS = 10_000
 
 
@@ -317,17 +305,9 @@ def copies_of(weight: float, low: npt.NDArray[np.uint64]) -> npt.NDArray[np.int6
 
 
 Choice = npt.NDArray[np.bool_]
-
-
 Count = tuple[int, int, int]  # documents, tokens with those that end a text, bytes of text
-
-
 NONE_TAKEN: Count = (0, 0, 0)
-
-
 LIMITS = ("max_documents", "max_tokens", "max_bytes")  # settings of `data`, in the order of a count
-
-
 _WHOLE = BEGINS | ENDS
 
 

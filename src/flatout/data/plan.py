@@ -1,15 +1,17 @@
-"""What is asked for and what there is to read: from a config's words to numbered parts.
+"""What is asked for and what there is to read: from a config to numbered parts, and to positions in a stream.
 
-Idea: the parts of a corpus are numbered in the order of its text. Cutting depends on names and sizes only, so a prepare
-that starts again finds the same parts under the same numbers.
+The parts of a corpus are numbered in the order of its text. Cutting depends on names and sizes only, so a prepare that
+starts again finds the same parts under the same numbers. A stream goes through the parts of a source in laps; a
+`Position` names a part by its lap, a file and a count of parts from that file on, so that resuming there neither reads
+nor tokenizes what came before. Only a file that cannot be cut is read again up to there; a hub dataset has a position
+of its own.
 
 Contract: parts come in order, each about 4 MiB of input (16 where one document or parquet row group is longer), and
-never span two sources.
-What cannot be cut (a large compressed file, a large JSON array, a hub stream) is read here, in the parent, and handed
-on as documents; what such a file gave is noted in `done`, so that it is not read again for nothing. Sizes are those of
-the text: a part whose compressed files hold a thousand times their bytes would not fit into memory.
+never span two sources. What cannot be cut (a large compressed file, a large JSON array, a hub dataset) is read in this
+process and handed on as documents; `Done` notes how many parts such a file gave, so that it is not read again. Sizes
+are those of the text: a part whose compressed files hold a thousand times their bytes would not fit into memory.
 
-Trap: standard input cannot be read twice. It is copied to a file first, and that file is what the parts come from.
+Trap: standard input cannot be read twice. It is copied to a file first, and the parts come from that file.
 """
 
 import contextlib
@@ -32,34 +34,18 @@ from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import FoundFiles, but_read, find_files, slices_of, text_bytes, unread_text
 from flatout.corpus.streams import PIECE
 from flatout.data.part import LIMITS, NONE_TAKEN, Count, Limits, Part, Recipe, judged
-from flatout.errors import DataError, ResourceError
+from flatout.errors import ConfigError, DataError, ResourceError
 from flatout.files import readable_sizes
 
 STDIN = "-"
-
-
 STDIN_NAME = "stdin-"  # of the file that standard input is copied to
-
-
 PART_BYTES = 2**22
-
-
 # A compressed file is left to one worker up to this much text; crawl files, which come in great numbers, always are.
 _WHOLE_TEXT = 2**25
-
-
 CUTTING = 2  # of compressed files: positions in parts that an earlier version cut are others
-
-
 _MOST_SLICES = 4096
-
-
 _MOST_HASHED = 2**26
-
-
 _MOST_DOCUMENTS = 50_000
-
-
 # What of the `data` section decides the result of preparing; the tokenizer is in the manifest under its fingerprint.
 DECISIVE = (
     "source",
@@ -404,8 +390,6 @@ def limits_of(data: DataConfig) -> Limits | None:
 
 # Hub datasets are read by this process, so we use smaller parts: the first one is ready sooner.
 _HUB_CHARACTERS = 2**22
-
-
 _HUB_DOCUMENTS = 20_000
 
 
@@ -499,7 +483,7 @@ def _parts_of_files(
 def _parts_of_hub(
     index: int, file: InputFile, options: ReadOptions, number: int, state: dict[str, Any] | None
 ) -> Iterator[tuple[Position, Part]]:
-    from flatout.corpus.tables import HubStream
+    from flatout.corpus.arrow import HubStream
 
     skipped = 0 if state is not None else number
     number -= skipped
@@ -521,3 +505,26 @@ def _parts_of_hub(
         if number >= skipped:
             part = Part(number, file.source, documents=tuple(batch), file=file.name, files=1)
             yield Position(file=index, part=number, hub=state), part
+
+
+_PREPARE = "prepare the source instead: leave out data.streaming"
+
+
+def check_streamable(data: DataConfig, clean: CleanConfig) -> None:
+    """Refuses what takes the whole text to do."""
+    found = next((rule for rule in clean.drop if rule in ("exact_duplicates", "near_duplicates")), None)
+    if found is not None:
+        raise ConfigError(f"clean.drop=[{found}] needs the whole corpus, and data.streaming does not hold it", _PREPARE)
+    if data.tokenizer == "char" or learned_vocab(data.tokenizer) is not None:
+        raise ConfigError(
+            f"the tokenizer `{data.tokenizer}` is made from the whole corpus, "
+            "and data.streaming reads it only as it trains",
+            "set data.tokenizer to bytes, gpt2 or a tokenizer.json, such as that of a prepared dataset",
+        )
+    sources = data.source if isinstance(data.source, list) else [data.source]
+    paths = [source if isinstance(source, str | None) else source.path for source in (*sources, data.val_source)]
+    if STDIN in paths:
+        raise ConfigError(
+            "standard input cannot be read twice, so a run that streams from it could not be resumed",
+            "write it to a file first, or prepare it: `flatout prepare data.source=-`",
+        )

@@ -1,17 +1,15 @@
-"""Samples to batches: which ones a step takes, and how they share rows.
+"""Samples as the data of a run: which ones a step takes, how they share rows, and how they are shown to people.
 
-Idea: step s takes the next `batch_samples` samples of its epoch's permutation. They are packed best-fit into as few
-rows as hold them, and the rows are made as short as they can be without needing one more, so that little is padding;
-or each has a row of its own. Row lengths come from a short list, so that shapes repeat and compilers have little to do.
-For kernels that know no rows (`joined`), rows only say what goes into a micro-batch: `PackedRows` makes one of them.
+Step s takes the next `batch_samples` samples of its epoch's permutation. They are packed best-fit into as few rows as
+hold them, and the rows are made as short as they can be without needing one more; or each has a row of its own. Row
+lengths come from a short list, so that shapes repeat and compilers have little to do. For kernels that know no rows
+(`joined`), rows only say what goes into a micro-batch: `PackedRows` makes one of them.
 
-Contract: batches depend on nothing but (samples, seed, settings, step), so resuming needs the step number only. Every
-sample comes once per epoch; the last step of an epoch takes what is left and is not filled up. A sample is never cut:
-rows have room for the longest. Targets are those tokens that are labelled, and never cross from one sample to another.
+Contract: batches depend on nothing but (samples, seed, settings, step). Every sample comes once per epoch; the last
+step of an epoch takes what is left. A sample is never cut: rows have room for the longest. Targets are those tokens
+that are labelled, and never cross from one sample to another.
 
 Trap: steps have different numbers of labelled tokens, so their mean loss must be over those of the whole step.
-
-Samples as the data of a run: how they are ordered, share rows, and are shown to people.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,8 +22,7 @@ import torch
 
 from flatout.data.batch import Batch, BatchLoader, DataFacts, Delivery, LargestRows, Schedule, Span, TrainingData
 from flatout.data.chat_template import ChatTemplate
-from flatout.data.make_samples import ADVICE, count_told
-from flatout.data.masking import preview
+from flatout.data.masking import ADVICE, count_told, preview
 from flatout.data.sampler import Packing, WindowOrder, best_fit
 from flatout.data.samples import Samples, SampleSet
 from flatout.data.shards import HeldTokens, Tokens
@@ -37,12 +34,8 @@ from flatout.ops.reference import IGNORED
 from flatout.world import World
 
 MULTIPLE = 64
-
-
 # Lengths between one power of two and the next. More of them pad less and repeat less often.
 _LENGTHS_PER_OCTAVE = 8
-
-
 _MOST_EPOCHS = 16  # that are looked through for the fullest step
 
 
@@ -251,14 +244,8 @@ _COUNTS = (
     "rows_not_used", "truncated", "labels_cut", "dropped_labels_cut", "dropped_unlabelled",
     "turns_without_end_token", "turns_unlabelled", "special_in_content", *ADVICE,
 )  # fmt: skip
-
-
 _CUT = ("truncated", "dropped_labels_cut")
-
-
 _MUCH = 20  # one in so many that is cut is worth a warning
-
-
 _FEW_LABELS = 0.01
 
 

@@ -1,46 +1,23 @@
-"""Which windows of the token stream a step reads, as a pure function of (seed, position).
+"""Which windows or documents a step reads, as a pure function of (seed, position): order, best fit, reshuffling.
 
-Idea: cut the stream into windows, number them, and let a keyed permutation of the numbers be the shuffle. Position p of
-the run lies in epoch p // windows, and reads the window that the epoch's permutation gives for p % windows. There is
-no list to shuffle or to save, so resuming at any step, at any world size, needs nothing but the step number.
+`WindowOrder`: a keyed permutation of the windows of an epoch, another one for every epoch. There is no list to shuffle
+or to save, so resuming at any step, at any world size, needs nothing but the step number. The permutation is a Feistel
+network: a number is split into two halves, and each round exchanges them while adding a keyed hash of one to the other,
+which is a bijection on a power of four. Results outside the range are put through again ("cycle walking"). It is the
+same on every machine and with every numpy; positions stay below 2**62. A window is context + 1 tokens, since the last
+input needs a target: at stride == context neighbours share one token, and every token but the first is a target once
+per epoch.
 
-Contract: within an epoch every window comes exactly once; every epoch has its own order; the mapping depends on nothing
-but (windows, seed, position) and is the same on every machine and with every numpy. Positions stay below 2**62.
+`best_fit`: whole documents in windows of a fixed size, by best fit decreasing: the largest piece goes first, each into
+the fullest window that has room for it. Windows with the same room, and pieces of the same size, are handled by
+classes, so the work grows with the context and not with the number of documents. What is fitted are pairs of a token
+and the one that follows it. A document of n tokens has n - 1 pairs; one with more than fit is cut into full windows and
+a shorter last piece, and a cut repeats one token. Every token but the first of a document is a target in exactly one
+window; a document of one token counts in `remainder`. Less than half is padding. A packing is kept in memory, some 12
+bytes a piece (about 50 while it is made), and its windows are read from all over the corpus.
 
-The permutation is a Feistel network: split a number into two halves and let each round exchange them while adding a
-keyed hash of one half to the other, which can be undone and hence is a bijection on a power of four. Results outside
-the range are put through again until they fall inside ("cycle walking"), which keeps it a bijection on any range.
-
-Trap: a window is context + 1 tokens, since the last input needs a target. At stride == context neighbours therefore
-share one token, as target of the one and input of the next, and every token but the first is a target once per epoch.
-
-Whole documents fitted into windows of a fixed size, with as little padding as a simple rule can reach.
-
-Idea: best fit decreasing. The largest piece goes first, and each goes into the fullest window that still has room for
-it. Windows with the same room left are alike, and so are pieces of the same size: both are handled by classes, a whole
-class at a time, and the work grows with the context and not with the number of documents.
-
-What is fitted are pairs of a token and the one that follows it. A document of n tokens has n - 1 of them: its first
-n - 1 tokens are inputs, its last n - 1 are targets, and no target comes from another document. One with more pairs than
-fit into a window is cut into pieces of a full window each and a shorter last one; a cut repeats one token, as target of
-the one piece and first input of the next.
-
-Contract: deterministic. Every token but the first of a document is a target in exactly one window, and every token but
-the last an input; a document of one token has no pair and is counted in `remainder`. Any two windows together hold more
-than one window can, so that less than half is padding; the number of windows is that of the plain method.
-
-Trap: short documents from all over the corpus meet in one window, so a window is many reads and not one. And a packing
-is kept in memory, some 12 bytes a piece (about 50 while it is made), unlike the order of joined windows, which is
-computed.
-
-The documents of a split joined in another order in every epoch (`data.packing=reshuffle`).
-
-Idea: a keyed permutation of the documents, another one for each epoch, says in which order they are joined. A window of
-an epoch is then some whole documents and parts of two, which `pieces` finds by sums of lengths. Windows cut the text
-elsewhere in every epoch, and documents meet others.
-
-Contract: a pure function of (documents, seed, epoch, window), so a resume needs the step number alone. Every epoch has
-as many windows as the documents in their own order.
+`Reshuffle`: documents are joined in another order in every epoch (`data.packing=reshuffle`), by a keyed permutation of
+them. Windows then cut the text elsewhere in every epoch. A pure function of (documents, seed, epoch, window).
 """
 
 import bisect
@@ -56,17 +33,9 @@ import numpy.typing as npt
 from flatout.corpus.clean import mixed
 
 Numbers = npt.NDArray[np.uint64]
-
-
 _ROUNDS = 8
-
-
 _GOLDEN = 0x9E3779B97F4A7C15
-
-
 _MASK = 2**64 - 1
-
-
 # One key to add in each round, as a column beside a row of epochs.
 _ROUND_KEYS = np.array([[number * _GOLDEN & _MASK] for number in range(1, _ROUNDS + 1)], dtype=np.uint64)
 

@@ -1,17 +1,9 @@
-"""Windows of tokens to batches on the device, the same ones however they get there.
+"""Prepared shards as the data of a run: verified, packed where that is asked for, read by the step number alone.
 
-Idea: a step reads the positions of the window order that its `Schedule` gives. `HostLoader` reads from the shards, in
-background threads and ahead of time; `DeviceLoader` keeps the split on the device and gathers there. Both hand on raw
-ids (`batch.Raw`), so they cannot differ. Windows lie at a fixed stride in the joined documents, or are those of a
-`Packing` of whole documents. With a `Reshuffle` documents are joined in another order in every epoch.
-
-Contract: batches come in the order of steps, for any number of workers, and depend on nothing but (windows, schedule,
-step, rank).
-
-Trap: in joined documents the target of a document's last token is the first of the next one, unless documents are kept
-apart; in packed windows there is no such target.
-
-Prepared shards as the data of a run: verified, packed where that is asked for, read by the step number alone.
+`HostLoader` reads from the shards, in background threads and ahead of time; `DeviceLoader` keeps the split on the
+device and gathers there. Both hand on raw ids (`batch.Raw`), so they cannot differ. Windows lie at a fixed stride in
+the joined documents, or are those of a `Packing` of whole documents. With a `Reshuffle` documents are joined in another
+order in every epoch. Batches depend on nothing but (windows, schedule, step, rank).
 """
 
 import contextlib

@@ -1,32 +1,22 @@
-"""The manifest of a prepared dataset: what its folder holds, and proof that nothing in it has changed.
+"""A prepared dataset on disk: its manifest, its shards written, and read in little memory.
 
-Idea: a dataset is a folder. Each split is a run of shards of raw little-endian ids (`train-00000.bin`, ...), which are
-read as one long stream, plus the token offset at which each document starts (`train.offsets.bin`, uint64). Beside them
-lie `tokenizer.json`, `report.json` (what was kept and dropped), `problems.jsonl` (what could not be read), and
+A dataset is a folder. Each split is a run of shards of raw little-endian ids (`train-00000.bin`, ...), which are read
+as one long stream, plus the token offset at which each document starts (`train.offsets.bin`, uint64). Beside them lie
+`tokenizer.json`, `report.json` (what was kept and dropped), `problems.jsonl` (what could not be read), and
 `manifest.json`, which names every file with its size and SHA-256.
 
-Contract: the manifest equals its own canonical form and carries its own hash, so a single flipped bit in it is noticed.
-It holds no time and no name of a machine: the same input and settings give the same bytes.
+The manifest equals its own canonical form and carries its own hash, so a single flipped bit is noticed. It holds no
+time and no name of a machine: the same input and settings give the same bytes. `fingerprint` is over ids, documents and
+tokenizer, not over where they came from.
 
-Trap: `fingerprint` is over what is learned from (ids, documents, tokenizer) and not over where that came from: the same
-text prepared from another path has the same fingerprint and another manifest.
-
-Reading a prepared dataset of any size in little memory, refusing what is damaged or does not fit.
-
-Idea: the shards of a split are one long array of ids to everyone else; where one file ends and the next begins is known
-here only. Ranges are read by position straight into the rows of the result. The system's page cache is the only cache,
-and unlike the pages of a memory map it is not the process's own: memory does not grow with what has been read.
-
-A shuffled batch is hundreds of short reads all over the disk. All of them are announced before the first one is waited
-for, so that one thread keeps the whole queue of the disk busy.
-
-Contract: what opens is what was written, and opening reads nothing of it. Manifest, tokenizer and file sizes are
-checked at every opening; contents, the range of ids and the document offsets in a full check. A refusal names the file
-and both values.
+Ranges of tokens are read by position straight into the rows of the result; the system's page cache is the only cache. A
+shuffled batch is hundreds of short reads: all are announced before the first one is waited for, so that one thread
+keeps the queue of the disk busy. Opening reads nothing of the shards. Manifest, tokenizer and file sizes are checked at
+every opening; contents, the range of ids and the document offsets in a full check.
 
 Trap: the files must not be changed while they are open. One that shrinks is noticed, one that is overwritten is not.
-Where there are no positioned reads (Windows), shards are memory-mapped: the ids are the same, but pages that were read
-count as the process's memory, and a map of a file that shrinks kills it.
+Where there are no positioned reads (Windows), shards are memory-mapped: pages that were read then count as the
+process's memory, and a map of a file that shrinks kills it.
 """
 
 import contextlib
@@ -50,39 +40,17 @@ from flatout.errors import DataError
 from flatout.files import MOST_JSON, parse_json, read_bounded
 
 FORMAT = "flatout-tokens"
-
-
 SAMPLES_FORMAT = "flatout-samples"  # of the other kind of folder with a manifest.json
-
-
 VERSION = 2  # version 1 had no report
-
-
 MANIFEST = "manifest.json"
-
-
 TOKENIZER = "tokenizer.json"
-
-
 REPORT = "report.json"
-
-
 PROBLEMS = "problems.jsonl"
-
-
 SPLITS = ("train", "val")
-
-
 # Every file a dataset may consist of. Names from a manifest are matched against it before they touch the file system.
 FILE_NAME = re.compile(r"(train|val)(-\d{5,}|\.offsets)\.bin|(tokenizer|report|manifest)\.json|problems\.jsonl")
-
-
 OFFSET_DTYPE = np.dtype("<u8")
-
-
 Whole = Annotated[int, Field(strict=True, ge=0)]
-
-
 PREPARE_AGAIN = "prepare the dataset again with --overwrite, or restore its folder from a copy"
 
 
@@ -232,14 +200,8 @@ def _check_consistent(manifest: Manifest) -> None:
 
 
 Verify = Literal["sizes", "full"]
-
-
 _CHUNK_BYTES = 2**24
-
-
 _POSITIONED = hasattr(os, "preadv")
-
-
 _SPARE_FILES = 512  # what the rest of the process may want to open beside the shards
 
 

@@ -1,25 +1,20 @@
 """Training straight from a source: its documents become batches while it is read, and nothing is written to disk.
 
-Idea: the training documents of a source, in order, each ended by the end-of-text id, are one row of tokens, and when
-the source ends it is read again. Worker processes read, clean and tokenize its parts ahead of the loop (`parts_of_lap`
-knows which), here the training text is picked out of each, and `stream_loader` makes batches of it: windows shuffled
-within blocks. So the batch of a step depends on nothing but (source, settings, seed, step).
+The training documents of a source, in order, each ended by the end-of-text id, are one row of tokens; when the source
+ends it is read again. Worker processes read, clean and tokenize its parts ahead of the loop (`plan.parts_of_lap`). A
+thread cuts the row into blocks of `block_windows` windows of context + 1 tokens at stride context. Position p of the
+run lies in block p // windows and reads the window that `WindowOrder` gives for p, with the block's number as its
+epoch.
 
-Contract: the row is what `prepare` with data.split=document writes as the training split. Memory is bounded by a few
-blocks and parts, except that validation text is held. A `Position`, which is plain JSON, is enough to go on from.
-Input that cannot be used is left out and told. A source without training text is an error, not an endless loop.
+Contract: the row is what `prepare` with data.split=document writes as the training split. Batches depend on nothing but
+(source, settings, schedule, seed, step, rank). A `Position`, which is plain JSON, is enough to resume from. Memory is
+bounded by a few blocks and parts, except that validation text is held. Input that cannot be used is left out with a
+notice. A source without training text is an error, not an endless loop. After `close` no thread and no worker runs; an
+error in the background is raised in the loop.
 
-Trap: a document of more than 16 MiB comes in pieces, and there is no room to wait for its last one. Each piece goes to
-training or validation by its own hash, and a rule that rejects a later piece drops the document from there on.
-
-Trap: a shuffle within blocks does not mix a source that is sorted, by topic or language. Prepare such a source instead.
-
-The parts of a source that is streamed, in order, from any place on.
-
-Idea: an epoch is one or more laps over each source, and a lap goes through the parts that `plan` cuts. A `Position`
-names a part by its lap, a file and a count of parts from that file on, so that whoever goes on there neither reads nor
-tokenizes what came before. Only a file that cannot be cut, and is to be gone on with in its middle, is read again up to
-there; a hub dataset knows its own place.
+Traps: a document of more than 16 MiB comes in pieces. Each piece goes to training or validation by its own hash, and a
+rule that rejects a later piece drops the document from there on. A shuffle within blocks does not mix a source that is
+sorted by topic or language: prepare such a source instead.
 """
 
 import contextlib
@@ -27,8 +22,13 @@ import hashlib
 import itertools
 import math
 import os
-from collections import Counter
-from collections.abc import Collection, Generator, Iterator, Sequence
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,9 +38,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.config.schema import CleanConfig, DataConfig
-from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Problem
 from flatout.corpus.sources import HUB
+from flatout.data.batch import BatchLoader, DataFacts, Delivery, Raw, Schedule, Span, TrainingData, as_signed
 from flatout.data.inspect import cause_of, causes_of, mend_of
 from flatout.data.pack import Progress, worker_count
 from flatout.data.part import (
@@ -60,38 +60,31 @@ from flatout.data.part import (
 from flatout.data.plan import (
     CUTTING,
     PART_BYTES,
-    STDIN,
     Inputs,
     Lap,
     Position,
     Request,
+    check_streamable,
     find_inputs,
     limits_of,
     parts_of_lap,
     request_of,
     size_and_time,
 )
+from flatout.data.sampler import WindowOrder
 from flatout.data.shards import HeldTokens
 from flatout.data.tokenizer import Ids, Tokenizer, load_tokenizer, token_dtype
-from flatout.data.workers import LoaderError, ProcessEngine, WorkerGoneError
-from flatout.errors import ConfigError, DataError, ResourceError, many
+from flatout.data.workers import LoaderError, ProcessEngine, WorkerGoneError, told
+from flatout.errors import DataError, ResourceError, many
 from flatout.files import canonical_json
+from flatout.finding import Check, Finding
 from flatout.records import PrepareProgress
 
 VAL_TOKENS = 2**20
-
-
 TOLD_PROBLEMS = 5
-
-
 _MOST_WORKERS = 8
-
-
 # A source of no more tokens is kept, since reading it again for each epoch would cost more than it is worth.
 _SMALL_SOURCE = 2**22
-
-
-_PREPARE = "prepare the source instead: leave out data.streaming"
 
 
 @dataclass(frozen=True)
@@ -142,26 +135,6 @@ def open_stream(
     if data.split == "contiguous" and data.val_source is None:
         notices.append("a stream has no end to take validation text from: data.split is document here, not contiguous")
     return StreamDataset(stream, held, tokenizer, tuple(notices))
-
-
-def check_streamable(data: DataConfig, clean: CleanConfig) -> None:
-    """Refuses what takes the whole text to do."""
-    found = next((rule for rule in clean.drop if rule in ("exact_duplicates", "near_duplicates")), None)
-    if found is not None:
-        raise ConfigError(f"clean.drop=[{found}] needs the whole corpus, and data.streaming does not hold it", _PREPARE)
-    if data.tokenizer == "char" or learned_vocab(data.tokenizer) is not None:
-        raise ConfigError(
-            f"the tokenizer `{data.tokenizer}` is made from the whole corpus, "
-            "and data.streaming reads it only as it trains",
-            "set data.tokenizer to bytes, gpt2 or a tokenizer.json, such as that of a prepared dataset",
-        )
-    sources = data.source if isinstance(data.source, list) else [data.source]
-    paths = [source if isinstance(source, str | None) else source.path for source in (*sources, data.val_source)]
-    if STDIN in paths:
-        raise ConfigError(
-            "standard input cannot be read twice, so a run that streams from it could not be resumed",
-            "write it to a file first, or prepare it: `flatout prepare data.source=-`",
-        )
 
 
 @final
@@ -481,3 +454,215 @@ def epoch_notices(ended: int, tokens: int) -> tuple[str, ...]:
         return ()
     times = "once" if ended == 1 else f"{ended:,} times"
     return (f"the source has been read {times}, {tokens:,} training tokens, and is read again",)
+
+
+BLOCK_WINDOWS = 4096
+BLOCK_TOKENS = 2**23
+_BLOCKS_AHEAD = 2
+
+
+def block_windows(context: int) -> int:
+    """How many windows are shuffled among each other."""
+    return max(1, min(BLOCK_WINDOWS, BLOCK_TOKENS // context))
+
+
+@final
+@dataclass(frozen=True)
+class StreamBlock:
+    """The tokens of a block's windows and one more; where it begins, and where the next one does."""
+
+    number: int
+    ids: Ids
+    position: Position
+    following: Position
+    notices: tuple[str, ...]
+
+
+@final
+class StreamLoader(BatchLoader):
+    """Batches of a stream, in the order of steps. A one-pass iterator and a context manager, like the other loaders.
+
+    Without a position of its first step the source is read from its beginning.
+    """
+
+    def __init__(self, stream: TokenStream, delivery: Delivery, span: Span, *, seed: int) -> None:
+        super().__init__(delivery, span, workers=0)
+        context = self.schedule.longest
+        self._order = WindowOrder(block_windows(context), seed)
+        self._held: dict[int, StreamBlock] = {}
+        self._positions: dict[int, Position] = {}
+        first, inside = divmod(self.schedule.at(self._next_step).start, self._order.windows)
+        # The notices of a block are given when it is taken up, which was before a step that begins inside of it.
+        self._old = first if inside else -1
+        self._ahead: _Ahead | None = None
+        if self._next_step < self._last_step:
+            begin = Position(**span.position or {})
+            self._ahead = _Ahead(stream, begin, first, self._order.windows, context, delivery.patience)
+
+    def position(self) -> dict[str, Any]:
+        return self._positions[self._block_of(self._next_step)].to_json()
+
+    def notices(self) -> list[str]:
+        return [*super().notices(), *([] if self._ahead is None else self._ahead.notices())]
+
+    def close(self) -> None:
+        super().close()
+        self._held.clear()
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _made(self, step: int) -> Raw:
+        reading = self.reading(step)
+        blocks = np.arange(reading.start, reading.start + reading.windows) // self._order.windows
+        while int(blocks[-1]) not in self._held:
+            assert self._ahead is not None
+            self._take(self._ahead.next())
+        ids = self._gather(self._order.indices(reading.start, reading.windows), blocks)
+        next_block = self._block_of(step + 1)
+        for kept in (self._held, self._positions):  # no later step asks for the blocks before
+            for number in [number for number in kept if number < next_block]:
+                del kept[number]
+        return Raw(step, reading, as_signed(ids)).pinned(self.device)
+
+    def _take(self, block: StreamBlock) -> None:
+        self._held[block.number] = block
+        self._positions[block.number] = block.position
+        self._positions[block.number + 1] = block.following
+        if block.number > self._old:
+            self._notices += block.notices
+
+    def _gather(self, windows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> Ids:
+        context = self.schedule.longest
+        ids = np.empty((len(windows), context + 1), dtype=self._held[int(blocks[0])].ids.dtype)
+        for number in range(int(blocks[0]), int(blocks[-1]) + 1):
+            # Row i is window i: a view with overlapping rows.
+            rows = np.lib.stride_tricks.sliding_window_view(self._held[number].ids, context + 1)[::context]
+            ids[blocks == number] = rows[windows[blocks == number]]
+        return ids
+
+    def _block_of(self, step: int) -> int:
+        """The block that a step begins in."""
+        return self.schedule.at(step).start // self._order.windows
+
+
+@final
+class _Ahead:
+    """A thread that makes blocks, a few ahead of whoever takes them."""
+
+    def __init__(
+        self, stream: TokenStream, position: Position, first: int, windows: int, context: int, patience: float
+    ) -> None:
+        if position.tokens > first * windows * context:  # it belongs to a later step
+            position = Position()
+        self._stream = stream
+        self._least = context + 1
+        self._size = windows * context
+        self._patience = patience
+        self._moved = time.monotonic()  # when the last part of the source came in
+        self._hangs = False  # nobody waits for it any more
+        self._closed = threading.Event()
+        self._ready: queue.Queue[StreamBlock | BaseException] = queue.Queue(_BLOCKS_AHEAD)
+        self._workers = stream.open_workers()
+        # A daemon, since reading from a hub may hang: the end of the process does not wait for that.
+        self._thread = threading.Thread(
+            target=self._fill, args=(position, first), name="flatout-stream-blocks", daemon=True
+        )
+        self._thread.start()
+
+    def next(self) -> StreamBlock:
+        """The next block, waiting for it as long as parts of it come in."""
+        began = time.monotonic()
+        while True:
+            left = max(began, self._moved) + self._patience - time.monotonic()
+            try:
+                item = self._ready.get(timeout=max(left, 0.01))
+                break
+            except queue.Empty:
+                if left <= 0:
+                    self._hangs = True
+                    raise self._stuck() from None
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _stuck(self) -> LoaderError:
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        where = "the thread has ended" if frame is None else told(traceback.extract_stack(frame))
+        return LoaderError(
+            f"the stream has given nothing for {self._patience:g} s, at {where}",
+            "check the disk or network that data.source is on",
+        )
+
+    def notices(self) -> list[str]:
+        return self._workers.taken_notices()
+
+    def close(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(queue.Empty):
+            while True:  # makes room, so that the thread does not wait any more
+                self._ready.get_nowait()
+        self._workers.close(wait=not self._hangs)
+        self._thread.join(timeout=0 if self._hangs else 10)
+
+    def _fill(self, position: Position, first: int) -> None:
+        try:
+            with contextlib.closing(self._blocks(position, first)) as blocks:
+                for block in blocks:
+                    if not self._offer(block):
+                        return
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the loop must hear of it
+            self._offer(error)
+
+    def _offer(self, item: StreamBlock | BaseException) -> bool:
+        while not self._closed.is_set():
+            with contextlib.suppress(queue.Full):
+                self._ready.put(item, timeout=0.1)
+                return True
+        return False
+
+    def _blocks(self, position: Position, number: int) -> Generator[StreamBlock]:
+        size, marks, marked = self._size, dict[int, Position](), number
+        notices: defaultdict[int, list[str]] = defaultdict(list)
+        row = np.empty(size + 1, dtype=self._stream.dtype)
+        at, filled = number * size, 0  # the next token to take, and how many are in the row
+        with contextlib.closing(self._stream.chunks(position, self._workers, least=self._least)) as chunks:
+            for chunk in chunks:
+                self._moved = time.monotonic()
+                begin, end = chunk.position.tokens, chunk.position.tokens + len(chunk.ids)
+                notices[begin // size] += chunk.notices
+                # A block begins in the first part that has its first token or comes after it, be it without tokens.
+                while end > marked * size or begin >= marked * size:
+                    marks[marked] = chunk.position
+                    marked += 1
+                while at < end:
+                    taken = chunk.ids[at - begin : at - begin + size + 1 - filled]
+                    row[filled : filled + len(taken)] = taken
+                    at, filled = at + len(taken), filled + len(taken)
+                    if filled < size + 1:
+                        break
+                    yield StreamBlock(number, row, marks.pop(number), marks[number + 1], tuple(notices.pop(number, ())))
+                    fresh = np.empty_like(row)
+                    fresh[0] = row[-1]
+                    row, filled, number = fresh, 1, number + 1
+
+
+@final
+class StreamData(TrainingData):
+    """A source that is trained on as it is read."""
+
+    def __init__(self, dataset: StreamDataset, schedule: Schedule, *, seed: int) -> None:
+        self.dataset, self.schedule, self.seed = dataset, schedule, seed
+        self.val, self.tokenizer = dataset.val, dataset.tokenizer
+        place = dataset.train.folder
+        self.facts = DataFacts(fingerprint=dataset.train.fingerprint, place=place, train_tokens=None)
+
+    def batches(self, delivery: Delivery, span: Span) -> BatchLoader:
+        return StreamLoader(self.dataset.train, delivery, span, seed=self.seed)
+
+    def notices(self, delivery: Delivery) -> Iterable[Finding]:
+        return [Check("data", "stream").note(notice) for notice in self.dataset.notices]
+
+    def last_notices(self, position: dict[str, Any] | None) -> Iterable[str]:
+        if position is not None and position["problems"] > TOLD_PROBLEMS:
+            yield f"{many(position['problems'], 'problem')} in the source in all"

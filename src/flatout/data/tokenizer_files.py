@@ -1,41 +1,20 @@
-"""Tokenizer and chat template from the folder of a Hugging Face model.
+"""Tokenizers as files: read from the folder of a Hugging Face model, written for other programs, learned from a corpus.
 
-Idea: three files speak about tokens. `tokenizer.json` is the tokenizer; `tokenizer_config.json` names the special
-tokens and often holds the chat template; `special_tokens_map.json` names special tokens in older models. They are read
-as the `transformers` library reads them, as far as ids can depend on it, and become values that know no folder.
+Reading: `tokenizer.json` is the tokenizer; `tokenizer_config.json` names the special tokens; `special_tokens_map.json`
+names them in older models. They are read as `transformers` reads them, as far as ids can depend on it. What is missing
+or contradicts itself is a `DataError` that names the file, and nothing is executed. A token that the config names as
+special need not be an added token in `tokenizer.json`; unless it is made one, its text falls apart into ordinary
+pieces.
 
-Contract: what is missing or contradicts itself is a `DataError` that names the file. Nothing is executed: a template is
-text here, and `chat_template` renders it in a sandbox.
+Writing: each kind of tokenizer is an instance of what the `tokenizers` library has. Bytes are a byte-level encoding
+without merges; characters one without merges over characters; GPT-2's merges follow from the ranks of its tokens. The
+files give the ids that our tokenizer gives, for every text that does not spell a special token. What they cannot
+express is listed in `notices`: in `char`, ours refuses a character it has never seen, and the file leaves it out.
 
-Trap: a token that `tokenizer_config.json` names as special need not be an added token in `tokenizer.json`; unless it is
-made one, its text falls apart into ordinary pieces. A token that only `added_tokens_decoder` knows is missing from
-`tokenizer.json` altogether.
-
-Our tokenizers as files that other programs read: tokenizer.json, tokenizer_config.json, and the chat template.
-
-Idea: each kind of tokenizer is an instance of what the `tokenizers` library has. Bytes are a byte-level encoding
-without merges; characters one without merges over characters; GPT-2's merges follow from the ranks of its tokens. What
-was read from a file is written as it was read. The template that a model was taught with goes beside it, and where to
-stop into generation_config.json.
-
-Contract: the files give the ids that our tokenizer gives, for every text that does not spell a special token; tested
-against `tokenizers` and `transformers`. What cannot be said in them is told in words, as `notices`.
-
-Trap: in `char` a text may hold a character that the tokenizer has never seen. Ours refuses it; the file leaves it out.
-
-A tokenizer learned from a corpus, and how well a tokenizer fits one.
-
-Idea: byte-pair encoding begins with the 256 bytes, so it knows every text from the start; learning only adds tokens for
-what is frequent. The corpus goes by once as a stream of words that are counted. What has to fit into memory are the
-different words, not the text.
-
-Contract: the same texts in the same order give the same bytes, whatever the number of threads. The vocabulary has
-exactly the size that was asked for: 256 bytes, the merges that were learned, and `<|endoftext|>` as the last id. What
-comes out is an ordinary `tokenizer.json`, which `load_tokenizer` and other libraries read, and which gives back every
-text unchanged.
-
-Trap: a small or repetitive corpus does not hold enough pairs that occur `min_frequency` times. That is an error, since
-ids that no text can ever use would cost memory and time in every step of a training run.
+Learning: byte-pair encoding begins with the 256 bytes. The corpus goes by once as a stream of words that are counted;
+only the different words have to fit into memory. The same texts in the same order give the same bytes, whatever the
+number of threads. The vocabulary has exactly the size asked for, with `<|endoftext|>` as the last id; a corpus that is
+too small for it is an error, since ids that no text can use would cost memory and time in every step.
 """
 
 import functools
@@ -61,34 +40,24 @@ from flatout.data.chat_template import (
     json_object,
     object_if_there,
 )
+from flatout.data.library_tokenizers import GPT4_SPLIT, HuggingFaceTokenizer, ModelTokenizer, names_code, try_out
 from flatout.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     CharTokenizer,
     Gpt2Tokenizer,
-    HuggingFaceTokenizer,
-    ModelTokenizer,
     Tokenizer,
     groups,
-    names_code,
     tokenizer_from_json,
-    try_out,
     word_segments,
 )
-from flatout.data.tokenizer_parts import GPT4_SPLIT
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.files import parse_json, read_bounded, write_whole
 from flatout.folders import make_folders, remove_empty
 
 TOKENIZER = "tokenizer.json"
-
-
 SPECIAL_TOKENS = "special_tokens_map.json"
-
-
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
 _FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
@@ -201,11 +170,7 @@ def _first_token(put_first: str | None, config: dict[str, Any], special: dict[st
 
 
 GENERATION = "generation_config.json"
-
-
 OWN = "flatout_tokenizer"  # in tokenizer_config.json: which of ours it is
-
-
 _UNKNOWN = "\ufffd"
 
 
@@ -394,19 +359,11 @@ def _json(value: Any) -> bytes:
 
 
 Split = Literal["gpt2", "gpt4"]
-
-
 SMALLEST_VOCAB = 257
-
-
 # The library takes 256 texts at a time out of a stream, so what is one text to it must be small.
 _SEGMENT = 2**16
-
-
 # Its time grows with the square of a word's length: a sequence of DNA, or one base64 line, would take minutes.
 _LONGEST_WORD = 512
-
-
 _LONG_WORD = re.compile(rf"\w{{{_LONGEST_WORD}}}|[^\w\s]{{{_LONGEST_WORD}}}|\s{{{_LONGEST_WORD}}}")
 
 

@@ -1,17 +1,13 @@
-"""Threads that make batches or read parts ahead of time, and what is done about one that hangs.
+"""Where parts run: in this process, in worker processes, or on a Ray cluster; and threads that make batches ahead.
 
-They are daemons, unlike those of `concurrent.futures`: the end of the process does not wait for one that hangs in a
-read from a disk or a network.
-
-Where parts run: in this process, in worker processes, or on a Ray cluster. The results are the same.
-
-Idea: an engine maps a task over parts and yields each part with its result as soon as it is there, in any order, with
-a bounded number under way. A worker is a fresh Python that reads jobs from its standard input and writes results to
-its standard output; so it never imports the user's script, shares no threads or locks with this process, and ends by
-itself when this process dies, even by SIGKILL.
+An engine maps a task over parts and yields each part with its result as soon as it is there, in any order, with a
+bounded number under way. A worker is a fresh Python that reads jobs from its standard input and writes results to its
+standard output; so it never imports the user's script, shares no threads or locks with this process, and ends by itself
+when this process dies, even by SIGKILL.
 
 Contract: tasks are functions of (recipe, part) that depend on nothing else. A `UserError` in a worker is raised here;
-any other failure names the worker's traceback. After `close` no worker runs.
+any other failure names the worker's traceback. After `close` no worker runs. Threads are daemons, unlike those of
+`concurrent.futures`: the end of the process does not wait for one that hangs in a read from a disk or a network.
 
 Trap: jobs travel as pickles, from this process to its own children only; nothing of the kind is ever written to disk.
 """
@@ -40,11 +36,7 @@ from flatout.errors import DataError, HardwareError, ResourceError, UserError
 from flatout.pulse import die_with_parent
 
 Argument = TypeVar("Argument")
-
-
 _FRAMES = 4  # of a stack that is told
-
-
 _LEAVE = 10.0  # seconds
 
 
@@ -118,14 +110,8 @@ def told(stack: traceback.StackSummary) -> str:
 
 
 EngineName = Literal["local", "ray"]
-
-
 Task = Literal["tokens", "characters"]
-
-
 Place = TypeVar("Place")
-
-
 TASKS: dict[str, Callable[[Recipe, Part], Any]] = {"tokens": run_part, "characters": characters_of_part}
 
 

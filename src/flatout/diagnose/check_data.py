@@ -21,12 +21,14 @@ from flatout.corpus.document import Document, Problem, Slice
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import slices_of
 from flatout.data.inspect import causes_of, mend_of
+from flatout.data.library_tokenizers import HuggingFaceTokenizer
 from flatout.data.part import LIMITS, NONE_TAKEN, Part, Recipe, characters_of_part
 from flatout.data.plan import (
     STDIN,
     Done,
     Inputs,
     Request,
+    check_streamable,
     documents_of,
     find_inputs,
     how_to_read,
@@ -35,15 +37,7 @@ from flatout.data.plan import (
 )
 from flatout.data.prepare import check_outside, data_folder, has_dataset, prepare_data
 from flatout.data.shards import Dataset, open_dataset
-from flatout.data.stream import check_streamable
-from flatout.data.tokenizer import (
-    ByteTokenizer,
-    Gpt2Tokenizer,
-    HuggingFaceTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    token_dtype,
-)
+from flatout.data.tokenizer import ByteTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer, token_dtype
 from flatout.data.tokenizer_files import train_bpe
 from flatout.diagnose.check_environment import check_packages, source_paths
 from flatout.diagnose.machine import Machine

@@ -32,9 +32,9 @@ from flatout.corpus.document import Row
 from flatout.corpus.readers import read_rows
 from flatout.corpus.sources import find_files
 from flatout.data.batch import BatchLoader, DataFacts, Delivery, Span, TrainingData, check_evaluable
-from flatout.data.make_samples import row_files
 from flatout.data.sample_data import SampleData
 from flatout.data.sampler import window_count
+from flatout.data.samples import row_files
 from flatout.data.shard_data import check_length
 from flatout.data.tokenizer import Ids, IdTokenizer
 from flatout.device import Device, limit_memory

@@ -595,7 +595,7 @@ def _unknown(verb: str, rest: list[str]) -> UsageError:
 
 def _newest_run() -> str:
     """The newest run as a word of a command; RUN where there is none."""
-    from flatout.observe.live.follow import find_run  # here: other commands do without
+    from flatout.observe.runs import find_run  # here: other commands do without
 
     try:
         return shlex.quote(str(find_run(None)))

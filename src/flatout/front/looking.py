@@ -17,12 +17,11 @@ from flatout.front.configs import with_sources
 from flatout.launch import Launch
 from flatout.observe.bundle import Private, bundle_files, is_secret, write_bundle
 from flatout.observe.bundle import check_target as check_bundle_target
-from flatout.observe.live.follow import find_run, follow
-from flatout.observe.plot.plots import COMPARISON, write_comparison, write_run_plots
-from flatout.observe.plot.series import EIGENSTATES, EVALS, STEPS
-from flatout.observe.report.report import check_target, write_report
-from flatout.observe.runs import SORTS, RunRow, list_runs
+from flatout.observe.plots import COMPARISON, write_comparison, write_run_plots
+from flatout.observe.report import check_target, write_report
+from flatout.observe.runs import SORTS, RunRow, find_run, follow, list_runs
 from flatout.observe.sinks import read_history
+from flatout.observe.tables import EIGENSTATES, EVALS, STEPS
 from flatout.records import Record
 
 # --- drawing ----------------------------------------------------------------------------------------------------------

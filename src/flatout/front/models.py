@@ -33,12 +33,13 @@ from flatout.config.load import LoadedConfig, load_stored, with_values
 from flatout.config.source import Source
 from flatout.data.batch import Delivery, Schedule, TrainingData, tokens_per_byte
 from flatout.data.chat_template import ChatTemplate, TemplateRefusal, load_template, read_templates, template_from_json
+from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.masking import stops_of
 from flatout.data.sample_data import SampleData
 from flatout.data.samples import holds_samples, open_samples
 from flatout.data.shard_data import ShardData
 from flatout.data.shards import open_dataset
-from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
+from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.tokenizer_files import own_tokenizer, read_model_tokenizer
 from flatout.device import Device, arithmetic, detect_device
 from flatout.engine.custom import CustomModel, Given, ModelGiven, adopt, check_given, structure_of

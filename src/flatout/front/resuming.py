@@ -19,7 +19,7 @@ from flatout.engine.custom import check_given
 from flatout.engine.run import Run
 from flatout.engine.saving import as_word, differences
 from flatout.errors import CheckpointError, ConfigError, UsageError
-from flatout.observe.track.trackers import check_trackers
+from flatout.observe.trackers import check_trackers
 from flatout.optim.rules import rate_factors
 from flatout.resolve.length import optim_of, pace_of, steps_of, stored_schedule
 from flatout.resolve.sizing import as_before

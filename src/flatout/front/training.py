@@ -34,10 +34,10 @@ from flatout.files import write_whole
 from flatout.front.configs import config_to_train, with_sources
 from flatout.front.resuming import HeldFolder, Origin, as_begun, check_resumed, own_settings
 from flatout.launch import OtherProcessError, launch
-from flatout.observe.live.alerts import Alerts
+from flatout.observe.alerts import Alerts
 from flatout.observe.notebook import Chart, RunResult
 from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
-from flatout.observe.track.trackers import Trackers, open_trackers
+from flatout.observe.trackers import Trackers, open_trackers
 from flatout.parallel.ranks import joined
 from flatout.records import NoticeRecord, Record, RunInfo
 from flatout.resolve.case import try_threads

@@ -195,7 +195,7 @@ def watch(parsed: argparse.Namespace) -> int:
         raise UsageError("--web and --json exclude each other", "leave one of them out")
     if parsed.port is not None and not parsed.web:
         raise UsageError("--port is for --web", "add --web, or leave --port out")
-    from flatout.observe.live.follow import find_run
+    from flatout.observe.runs import find_run
 
     folder = find_run(parsed.run)
     with held_signal() as stop:
@@ -210,15 +210,15 @@ def watch(parsed: argparse.Namespace) -> int:
 
 def _serve(folders: Sequence[Path], port: int | None, said: str) -> None:
     """Serves the report of runs on this machine until a signal ends it; `said` is printed before the address."""
-    from flatout.observe.report.server import serve
+    from flatout.observe.report import serve
 
     serve(folders, port=port, ready=lambda url: print(f"{said} {url} (Ctrl-C ends it)", flush=True))
 
 
 def _show(folder: Path, *, as_json: bool) -> int:
-    from flatout.observe.live.console import JsonReader
-    from flatout.observe.live.follow import METRICS, follow
-    from flatout.observe.live.view import ViewReader
+    from flatout.observe.runs import METRICS, follow
+    from flatout.observe.terminal import JsonReader
+    from flatout.observe.view import ViewReader
 
     if not (folder / METRICS).exists():
         print(f"waiting for the first record of {one_line(str(folder))}", file=sys.stderr)
@@ -275,7 +275,7 @@ class _LastWord:
         if self.reason is not None:
             return 0
         if not self.heard:
-            from flatout.observe.live.follow import METRICS
+            from flatout.observe.runs import METRICS
 
             if (folder / METRICS).exists():  # as `plot` and `report` have it
                 raise DataError(
@@ -321,8 +321,8 @@ def report(parsed: argparse.Namespace) -> int:
     if parsed.zip:
         return _bundle(parsed)
     if parsed.json:
-        from flatout.observe.report.data import report_data
-        from flatout.observe.report.report import read_runs
+        from flatout.observe.report import read_runs
+        from flatout.observe.report_data import report_data
 
         print(json.dumps(report_data(read_runs(_folders(parsed.runs)), price=parsed.price), allow_nan=False))
         return 0
@@ -364,6 +364,6 @@ def _serve_reports(parsed: argparse.Namespace) -> int:
 
 
 def _folders(runs: list[str]) -> list[Path]:
-    from flatout.observe.live.follow import find_run
+    from flatout.observe.runs import find_run
 
     return [find_run(run) for run in runs] or [find_run(None)]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def prepare(parsed: argparse.Namespace) -> int:
     loaded = load_pretraining(parsed)
     from flatout.data.prepare import as_prepared, check_text, prepare_data, refuse_second_pipe
-    from flatout.observe.live.prepare_bar import PrepareBar
+    from flatout.observe.terminal import PrepareBar
 
     check_text(loaded, "prepare")
     if not parsed.overwrite:

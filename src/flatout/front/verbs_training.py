@@ -119,9 +119,8 @@ def _follow_training(
     parsed: argparse.Namespace, loaded: "LoadedConfig | None", resume: str | None, stored: Path | None
 ) -> int:
     found = launch()
-    from flatout.observe.live.console import JsonReader, TerminalReader
-    from flatout.observe.live.prepare_bar import PrepareBar
-    from flatout.observe.live.view import ViewReader
+    from flatout.observe.terminal import JsonReader, PrepareBar, TerminalReader
+    from flatout.observe.view import ViewReader
 
     if loaded is None or stored is not None:
         started = found is not None and found.attempt is not None  # by our agent, which has reckoned the minutes
@@ -176,7 +175,7 @@ def _follow_training(
 
 def _draw(folder: Path) -> None:
     """The run's pictures and tables. Training is done: what goes wrong here is told and costs nothing."""
-    from flatout.observe.plot.plots import write_run_plots
+    from flatout.observe.plots import write_run_plots
 
     try:
         write_run_plots(folder)

@@ -23,9 +23,9 @@ from flatout.config.yaml_loader import format_value, read_yaml
 from flatout.errors import ConfigError, ResourceError, UsageError
 from flatout.files import check_replaceable, disk_errors, write_whole
 from flatout.observe.human import human_bytes, printable
-from flatout.observe.live.follow import record_of
-from flatout.observe.report.data import report_data
-from flatout.observe.report.report import page_of
+from flatout.observe.report import page_of
+from flatout.observe.report_data import report_data
+from flatout.observe.runs import record_of
 from flatout.observe.sinks import read_history
 from flatout.records import PreviewRecord, SampleRecord
 

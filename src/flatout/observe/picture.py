@@ -1,22 +1,41 @@
-"""Pictures to disk: PNG or SVG by the file's name, the same bytes for the same figure, and whole or not at all.
+"""Pictures as files, and the panel that all plots of runs are made of.
 
-Each one names us as its software (PNG) or creator (SVG). Only a picture with that mark is replaced by another.
+`write_picture` writes PNG or SVG by the file's name: the same bytes for the same figure, whole or not at all. Each file
+names us as its software (PNG) or creator (SVG), and only a file with that mark is replaced.
+
+`draw_panel` takes a `Quantity` and `Line`s over steps, tokens or time, and chooses units, limits and logarithmic axes.
+Raw values are pale, their smooth line is strong. Limits are those of the usual values, so that one step of compiling
+does not flatten the rest: values beyond are triangles at the edge. Any number of points of any size can be drawn. NaN
+and infinity are red crosses at the upper edge. Text is never taken as a formula.
+
+Trap: matplotlib computes with values outside the limits too, and 1e300 overflows there, so they are clipped a few
+heights of the panel beyond its edge.
 """
 
+import dataclasses
 import io
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
+
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.files import check_replaceable, disk_errors, write_whole
-from flatout.observe.human import printable
+from flatout.observe import series
+from flatout.observe.human import human_count, printable
+from flatout.observe.series import Array, Curve
 
 if TYPE_CHECKING:  # matplotlib is imported only where something is drawn; who draws takes these names from here
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 else:
     Axes = Figure = Any
+
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
+    from matplotlib.lines import Line2D
 
 INK, FAINT, LINE = "#22272e", "#6e7781", "#b6bcc3"
 BLUE, ORANGE, RED, TEAL = "#2f6db5", "#e08a1e", "#c0392b", "#3a9d8f"
@@ -87,3 +106,381 @@ def drawable(text: str, family: str = "DejaVu Sans") -> str:
 
 def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "\u2026"
+
+
+_FEW = 40  # points, up to which each one is a dot
+_TINY = 1e-30  # what is smaller has no place on a logarithmic axis
+_NICE = [1, 2, 2.5, 5, 10]  # between two ticks, times a power of ten
+_MARKS = 9  # on an inch; more would touch each other
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """What a panel shows. `unit` takes the largest value and gives the divisor and the name on the axis; `tell` puts a
+    value into words.
+
+    `slack` is as in `usual_range`. Where the highest value is more than `logarithmic_from` times the lowest, the axis
+    is logarithmic.
+    """
+
+    unit: Callable[[float], tuple[float, str]]
+    slack: float = math.inf
+    from_zero: bool = False
+    logarithmic_from: float = math.inf
+    tell: Callable[[float], str] = lambda value: short_number(float(f"{value:.3g}"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One curve. `smoothed` ones are drawn pale with their mean on top, or with `raw` off by the mean alone."""
+
+    curve: Curve
+    colour: str
+    label: str = ""
+    smoothed: bool = False
+    raw: bool = True
+    dots: bool = False
+    style: str = "-"
+    best: bool = False  # a star at the lowest point
+
+
+@dataclasses.dataclass(frozen=True)
+class Marks:
+    """Steps at which something happened: at the lower edge, or as lines from bottom to top."""
+
+    places: Array
+    label: str
+    colour: str
+    marker: str = ""  # a line where empty
+
+
+def draw_panel(
+    axes: Axes,
+    title: str,
+    lines: Sequence[Line],
+    quantity: Quantity,
+    across: str = "step",
+    *,
+    logarithmic: bool = False,
+    marks: Sequence[Marks] = (),
+    words: str = "",
+    legend: bool = True,
+    beside: Sequence[Line] = (),
+    context: int | None = None,
+) -> None:
+    """Draws everything into `axes`; `words` stand above its right end, and lines `beside` share its horizontal axis.
+
+    That is step, tokens or seconds, and `logarithmic` only where there are ten times as many at its end as at its
+    beginning. The `context` is a dashed line to hold the others against, always within the limits.
+    """
+    draw_frame(axes, title, words)
+    lines = [line for line in lines if len(line.curve.x)]
+    places = numpy.concatenate([line.curve.x for line in (*lines, *beside)] or [numpy.zeros(0)])
+    logarithmic = logarithmic and len(places) > 0 and places.min() > _TINY and places.max() >= 10 * places.min()
+    stretch = _set_horizontal(axes, places if len(places) else numpy.zeros(1), across, logarithmic=logarithmic)
+    if not lines:
+        _say(axes, "not recorded")
+        axes.set_xticks([])
+        return
+    divisor = _set_vertical(axes, lines, quantity, context)
+    for line in lines:
+        shown = Curve(line.curve.x / stretch, line.curve.y / divisor)
+        _draw_line(axes, dataclasses.replace(line, curve=shown), lambda value: quantity.tell(divisor * value))
+    if context is not None:
+        draw_context(axes, context, context / divisor, zorder=2)
+    for kind in marks:
+        _draw_marks(axes, kind, kind.places / stretch)
+    if not any(len(line.curve.values) for line in lines):
+        _say(axes, "no finite value")
+    if legend:
+        _draw_legend(axes)
+
+
+def draw_frame(axes: Axes, title: str, words: str) -> None:
+    """What all panels look like."""
+    # Without `y`, matplotlib measures every label of the panel to find the place of its title.
+    axes.set_title(title, loc="left", y=1.0, size=11.5, weight="bold", color=INK, pad=7)
+    axes.set_title(words, loc="right", y=1.0, size=SMALL, color=FAINT, pad=7)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(LINE)
+    axes.tick_params(length=3, color=LINE, labelcolor=INK, labelsize=SMALL)
+    axes.grid(True, color="#e6e9ec", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def draw_context(axes: Axes, context: int, height: float, zorder: int) -> None:
+    dashes = (0, (5, 3))
+    axes.axhline(height, color=INK, linewidth=1.1, linestyle=dashes, zorder=zorder, label=f"context {context:,}")
+
+
+# --- units ------------------------------------------------------------------------------------------------------------
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Divisor and name of the unit in which so long a time is told."""
+    for limit, divisor, name in ((4 * 86400, 86400, "days"), (3 * 3600, 3600, "hours"), (180, 60, "minutes")):
+        if seconds >= limit:
+            return float(divisor), name
+    return 1.0, "seconds"
+
+
+def short_number(value: float, _place: object = None) -> str:
+    """A tick's text: thousands as k, millions as M, and no more digits than needed."""
+    size = abs(value)
+    if size >= 1e15 or 0 < size < 1e-4:
+        return f"{value:.3g}"
+    if size >= 10_000:
+        text = human_count(size)
+        return f"-{text}" if value < 0 else text
+    return f"{value:,.6g}"
+
+
+def tick_text(largest: float, *, logarithmic: bool = False) -> Callable[[float, object], str]:
+    """How ticks of an axis are written: all in the unit of the largest, on a logarithmic axis each in its own."""
+    units = ((1e15, 0.0, ""), (1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
+    factor, suffix = next(((factor, suffix) for limit, factor, suffix in units if abs(largest) >= limit), (0.0, ""))
+
+    def text(value: float, _place: object = None) -> str:
+        if not factor or not value:
+            return short_number(value)
+        if logarithmic:
+            return human_count(value) if value >= 1e3 else short_number(value)
+        return f"{value / factor:,.6g}{suffix}"
+
+    return text
+
+
+# --- axes -------------------------------------------------------------------------------------------------------------
+
+
+def _set_horizontal(axes: Axes, places: Array, across: str, *, logarithmic: bool) -> float:
+    """Limits and ticks; returns what places are divided by."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    low, high = float(places.min()), float(places.max())
+    stretch, unit = 1.0, ""
+    if across == "seconds":
+        stretch, unit = time_unit(math.sqrt(low * high) if logarithmic else high)
+    names = {"step": "step", "tokens": "tokens seen", "seconds": f"training time, {unit}"}
+    axes.set_xlabel(names[across] + (" (logarithmic)" if logarithmic else ""), size=SMALL, color=FAINT)
+    low, high = low / stretch, high / stretch
+    if logarithmic:
+        axes.set_xscale("log")
+        margin = (high / low) ** 0.02
+        axes.set_xlim(low / margin, high * margin)
+        _set_logarithmic_ticks(axes.xaxis)
+        return stretch
+    if across != "step" or 0 < low < 0.1 * high:
+        low = min(low, 0.0)
+    margin = 0.015 * (high - low) or max(1.0, 0.05 * abs(high))
+    axes.set_xlim(low - (margin if low or high <= 0 or low == high else 0.3 * margin), high + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=_NICE, integer=across != "seconds"))
+    axes.xaxis.set_major_formatter(FuncFormatter(tick_text(max(abs(low), abs(high)))))
+    return stretch
+
+
+def _set_vertical(axes: Axes, lines: Sequence[Line], quantity: Quantity, context: int | None) -> float:
+    """Limits and ticks; returns what values are divided by."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    values, slack = [line.curve.values for line in lines], quantity.slack
+    if _is_logarithmic(axes):  # what is usual depends on the room it takes, and the beginning takes most of it
+        values, slack = [series.evenly_in_logarithm(line.curve) for line in lines], min(slack, 0.5)
+    ranges = [found for array in values if (found := series.usual_range(array, slack)) is not None]
+    ranges += [] if context is None else [(float(context), float(context))]
+    low, high = min((pair[0] for pair in ranges), default=0.0), max((pair[1] for pair in ranges), default=1.0)
+    logarithmic = low > _TINY and high / low > quantity.logarithmic_from
+    if quantity.from_zero and not logarithmic:
+        low = min(low, 0.0)
+    divisor, name = quantity.unit(high)
+    axes.set_ylabel(name + (" (logarithmic)" if logarithmic else ""), size=SMALL, color=FAINT)
+    low, high = low / divisor, high / divisor
+    if logarithmic:
+        set_logarithmic(axes, low, high)
+        return divisor
+    least = 1e-2 * max(abs(low), abs(high)) or 1.0  # a line that is flat looks flat
+    if high - low < least:
+        middle = (high + low) / 2
+        low, high = middle - least / 2, middle + least / 2
+    margin = 0.07 * (high - low)
+    axes.set_ylim(low if quantity.from_zero and low == 0 else low - margin, high + margin)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_NICE))
+    axes.yaxis.set_major_formatter(FuncFormatter(tick_text(max(abs(low), abs(high)))))
+    return divisor
+
+
+def _is_logarithmic(axes: Axes) -> bool:
+    return axes.get_xscale() == "log"
+
+
+def set_logarithmic(axes: Axes, low: float, high: float) -> tuple[float, float]:
+    """A logarithmic vertical axis with some room around these values; returns its limits."""
+    axes.set_yscale("log")
+    margin = max((high / low) ** 0.06, 1.04)
+    low, high = low / margin, high * margin
+    axes.set_ylim(low, high)
+    _set_logarithmic_ticks(axes.yaxis)
+    return low, high
+
+
+def _set_logarithmic_ticks(axis: "Axis") -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    low, high = sorted(axis.get_view_interval())
+    decades = math.log10(high / low)
+    subs = (1.0, 2.0, 5.0) if decades < 3 else (1.0,)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=8))
+    axis.set_major_formatter(FuncFormatter(tick_text(high, logarithmic=True)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+
+
+# --- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+def _draw_line(axes: Axes, line: Line, tell: Callable[[float], str]) -> None:
+    drawn = curve = line.curve
+    low, high = axes.get_ylim()
+    window = series.window_of(len(curve.x)) if line.smoothed else 1
+    strong: dict[str, Any] = {"color": line.colour, "linestyle": line.style, "linewidth": 1.7, "zorder": 3}
+    if window > 1:
+        if line.raw:
+            _plot(axes, curve, color=line.colour, alpha=0.28, linewidth=0.8)
+        drawn = Curve(curve.x, series.smooth(numpy.clip(curve.y, low, high), window))
+    elif line.dots or len(curve.x) <= _FEW:
+        strong |= {"marker": "o", "markersize": 3.5}
+    drawn = _plot(axes, drawn, label=line.label, **strong)
+    # A point between two that are not finite is a dot: a line through one point cannot be seen.
+    finite = numpy.concatenate(([False], numpy.isfinite(drawn.y), [False]))
+    lonely = finite[1:-1] & ~finite[:-2] & ~finite[2:]
+    if lonely.any():
+        axes.plot(drawn.x[lonely], drawn.y[lonely], "o", color=line.colour, markersize=3.5, zorder=4)
+    if line.best and len(curve.values):
+        place = int(numpy.nanargmin(curve.y))
+        axes.plot(
+            curve.x[place : place + 1], numpy.clip(curve.y[place : place + 1], low, high), "*", color=line.colour,
+            markersize=13, markeredgecolor="white", markeredgewidth=0.8, zorder=5, clip_on=False,
+            label=f"lowest {line.label}" if line.label else "",
+        )  # fmt: skip
+    _draw_edges(axes, line, tell)
+
+
+def _plot(axes: Axes, curve: Curve, **look: Any) -> Curve:
+    """Draws as many points as can be told apart, none of them far outside the panel; returns these."""
+    low, high = axes.get_ylim()
+    thin = series.thin(curve, logarithmic=_is_logarithmic(axes))
+    far = 5 * (high - low)
+    limits = (low / 1e3, high * 1e3) if axes.get_yscale() == "log" else (low - far, high + far)
+    drawn = Curve(thin.x, numpy.clip(thin.y, *limits))
+    axes.plot(drawn.x, drawn.y, **look)
+    return drawn
+
+
+def _draw_edges(axes: Axes, line: Line, tell: Callable[[float], str]) -> None:
+    """A triangle for what is beyond the limits, a cross for what is no number."""
+    curve, named = line.curve, bool(line.label)
+    low, high = axes.get_ylim()
+    with numpy.errstate(invalid="ignore"):
+        above, below = curve.y > high, curve.y < low
+    for beyond, marker, height in ((above, "^", 0.985), (below, "v", 0.015)):
+        if beyond.any():
+            extreme = curve.y[beyond].max() if marker == "^" else curve.y[beyond].min()
+            words = f"{line.label} off the scale, {'up' if marker == '^' else 'down'} to {tell(float(extreme))}"
+            draw_signs(axes, curve.x[beyond], height, marker, 5, line.colour, words if named else "")
+    if len(curve.bad):
+        words = f"{line.label}: {_times(len(curve.bad), 'NaN or infinite')}" if named else ""
+        rim = ("white", 0.6) if named else (line.colour, 1.8)
+        draw_signs(axes, curve.bad, 0.95, "X", 7 if named else 9, RED, words, rim)
+
+
+def draw_signs(
+    axes: Axes,
+    places: Array,
+    height: float,
+    marker: str,
+    size: float,
+    colour: str,
+    label: str = "",
+    rim: tuple[str, float] = ("white", 0.5),
+) -> None:
+    """Small signs at one height of the panel, as many as do not touch each other."""
+    places = _apart(axes, places)
+    axes.plot(
+        places, numpy.full(len(places), height), linestyle="none", marker=marker, markersize=size, color=colour,
+        markeredgecolor=rim[0], markeredgewidth=rim[1], transform=axes.get_xaxis_transform(), clip_on=False, zorder=6,
+        label=label,
+    )  # fmt: skip
+
+
+def _draw_marks(axes: Axes, kind: Marks, places: Array) -> None:
+    low, high = axes.get_xlim()
+    places = places[numpy.isfinite(places) & (places >= low) & (places <= high)]
+    if len(places) and kind.marker:
+        draw_signs(axes, places, 0.025, kind.marker, 6, kind.colour, _times(len(places), kind.label))
+    elif len(places):
+        look = {"color": kind.colour, "linewidth": 1.0, "linestyle": (0, (4, 3)), "zorder": 2}
+        axes.vlines(_apart(axes, places), 0, 1, transform=axes.get_xaxis_transform(), **look)
+
+
+def _apart(axes: Axes, places: Array) -> Array:
+    """As many of these places as marks fit beside each other."""
+    most = int(_MARKS * _inches(axes)[0])
+    return series.thin_marks(places, *axes.get_xlim(), most, logarithmic=_is_logarithmic(axes))
+
+
+def _inches(axes: Axes) -> tuple[float, float]:
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    box = axes.get_window_extent()
+    return box.width / figure.dpi, box.height / figure.dpi
+
+
+def _draw_legend(axes: Axes) -> None:
+    """Names, where there is more than one, where they cover least of the lines."""
+    handles, labels = axes.get_legend_handles_labels()
+    named = dict(zip(reversed(labels), reversed(handles), strict=True))  # of equal names, the first
+    if len(named) < 2:
+        return
+    width, height = _inches(axes)
+    columns = 2 if width > 6 and len(named) > 4 else 1
+    tall = (0.35 + 0.165 * math.ceil(len(named) / columns)) / height
+    wide = columns * (0.6 + 0.068 * max(map(len, named))) / width
+    # Marks stand along the edges; no name may hide one.
+    low, high = (0.05, 0.91) if any(line.get_linestyle() == "None" for line in axes.lines) else (0.0, 1.0)
+    across = {"left": 0.0, "center": (1 - wide) / 2, "right": 1 - wide}
+    up = {"upper": high - tall, "lower": low, "center": (1 - tall) / 2}
+    points = numpy.concatenate([_places(axes, line) for line in axes.lines if line.get_alpha() is None])
+
+    def covered(place: tuple[str, str]) -> int:
+        inside = points - (across[place[1]], up[place[0]])
+        return int(((inside >= 0) & (inside <= (wide, tall))).all(axis=1).sum())
+
+    corners = [(high, side) for high in ("upper", "lower", "center") for side in ("right", "left", "center")]
+    place: Any = " ".join(min(corners, key=covered)).replace("center center", "center")
+    ordered = list(dict.fromkeys(labels))
+    axes.legend(
+        [named[label] for label in ordered], ordered, loc=place, ncols=columns, fontsize=8, labelcolor=INK,
+        bbox_to_anchor=(0.0, low, 1.0, high - low), framealpha=0.85, edgecolor="none", borderpad=0.3, handlelength=1.6,
+        borderaxespad=0.8,
+    ).set_zorder(8)  # fmt: skip
+
+
+def _places(axes: Axes, line: "Line2D") -> Array:
+    """Points of a line as shares of the panel, evenly along its way."""
+    points = axes.transAxes.inverted().transform(line.get_transform().transform(line.get_xydata()))
+    points = numpy.clip(points[numpy.isfinite(points).all(axis=1)], 0.0, 1.0)
+    if line.get_linestyle() == "None" or len(points) < 2:
+        return points
+    way = numpy.concatenate(([0.0], numpy.cumsum(numpy.hypot(*numpy.diff(points, axis=0).T))))
+    even = numpy.linspace(0.0, way[-1], 400)
+    return numpy.stack([numpy.interp(even, way, points[:, side]) for side in (0, 1)], axis=1)
+
+
+def _say(axes: Axes, words: str) -> None:
+    axes.set_yticks([])
+    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", size=11, color=FAINT)
+
+
+def _times(count: int, label: str) -> str:
+    return label if count == 1 else f"{label} ({count:,})"

@@ -1,24 +1,285 @@
-"""All runs in a folder as rows: how each stands, how far it came, its loss, its size and its age.
+"""Runs in their folders: which one is meant, whether it goes on, its records while it grows, and a table of all runs.
 
-Contract: needs no torch and writes nothing. A run that cannot be read has a row that says so. The loss is the best on
-validation text, or without one the last of training.
+Idea: `Follower` remembers how far it has read metrics.jsonl and returns what was added; `follow` asks it again until
+the lock of the run is free. Silence does not mean the end: a long compilation is silent too.
+
+Contract: needs no torch and writes nothing. `Follower` returns every record once, in the file's order; it keeps half a
+line until the rest is there. A resumed run replaces its file by a shorter one (`MetricsFile`); records read before do
+not come again, and the `RunInfo` that follows says from which step the run goes on. Lines that are no records and
+unknown fields are left out; a field that is missing or of another type gets the emptiest value of its type.
+
+Traps: the file is never kept open, since Windows would then refuse to replace it and the resumed run would fail. A
+killed run and a running one have the same last record. `run.lock` tells them apart; it is only read, since looking at
+a run must not keep it from starting.
 """
 
 import dataclasses
+import functools
+import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+import types
+import typing
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, final
 
 from rich.table import Table
 
-from flatout.errors import DataError
+from flatout import records
+from flatout.config.suggest import run_hint
+from flatout.errors import DataError, UsageError
+from flatout.folders import process_lives
+from flatout.lock import LOCK, is_held, owner_of
+from flatout.observe.curves import amount, number
 from flatout.observe.human import Terminal, human_bytes, human_seconds, printable
-from flatout.observe.live.follow import holds_run, touched
-from flatout.observe.report.series import at_work, number, state_of
-from flatout.observe.sinks import RunHistory, read_history, rows_with_step
+from flatout.observe.sinks import NUMBERS, RunHistory, early_stop_reason, minutes_of, read_history, rows_with_step
+from flatout.records import EndRecord, Record, RunInfo, StepRecord
+
+RUNS = Path("runs")
+METRICS = "metrics.jsonl"
+POLL_SECONDS = 0.2
+LOCK_SECONDS = 1.0  # between two questions for the lock
+_CHUNK = 1 << 20
+_TAIL = 64
+
+State = Literal["running", "ended", "elsewhere"]
+
+# The preview of a fine-tuning run is for the terminal it was started on.
+_KINDS = {
+    name: kind
+    for kind, name in records.NAMES.items()
+    if kind in typing.get_args(Record) and kind is not records.PreviewRecord
+}
+
+
+def follow(
+    folder: Path, *, wait: Callable[[float], object] = time.sleep, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Record]:
+    """The records of the run in `folder`, from its first to its last; waits for more while a process works there.
+
+    Ends when none does any more, whether the run said its last word (`EndRecord`) or was killed. Of a run on another
+    machine that cannot be known: there it ends after an `EndRecord` only.
+    """
+    follower = Follower(folder)
+    asked, over, ended = -math.inf, False, False
+    while True:
+        fresh = follower.read()
+        for record in fresh:
+            yield record
+            if isinstance(record, EndRecord | RunInfo | StepRecord):
+                ended = isinstance(record, EndRecord)
+        if fresh:
+            over = False
+        elif over:
+            return  # the lock was free before this reading: all that the run wrote has been read
+        elif clock() - asked >= LOCK_SECONDS:
+            asked, state = clock(), run_state(folder)
+            over = state == "ended" or (state == "elsewhere" and ended)
+        else:
+            wait(POLL_SECONDS)
+
+
+@final
+class Follower:
+    """What was added to a run's metrics.jsonl since the last call."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / METRICS
+        self._offset = 0
+        self._tail = b""  # the last bytes read: other ones in their place mean another file
+        self._seen = array("q")  # a hash per line handed out, in order
+        self._old = 0  # how many of them a replaced file may still repeat
+        self._next = 0
+
+    def read(self, limit: int = _CHUNK) -> list[Record]:
+        """New records, at most `limit` bytes of them (or one line, if that is longer); none if nothing was added."""
+        while lines := self._lines(limit):
+            found = [record_of_line(line) for line in lines if not self._is_repeated(line)]
+            if known := [record for record in found if record is not None]:
+                return known  # else a chunk of repeated or foreign lines, which is no end of the file
+        return []
+
+    def _lines(self, limit: int) -> list[bytes]:
+        try:
+            with self.path.open("rb") as file:
+                return self._new_lines(file, limit)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise DataError(f"could not read {self.path}: {error.strerror}", "check the folder of the run") from error
+
+    def _new_lines(self, file: typing.BinaryIO, limit: int) -> list[bytes]:
+        file.seek(self._offset - len(self._tail))
+        if file.read(len(self._tail)) != self._tail:
+            self._offset, self._tail = 0, b""
+            self._old, self._next = len(self._seen), 0
+            file.seek(0)
+        content = file.read(limit)
+        while content and b"\n" not in content:
+            more = file.read(limit)
+            if not more:
+                return []
+            content += more
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        self._tail = (self._tail + whole)[-_TAIL:]
+        return whole.split(b"\n")[:-1]
+
+    def _is_repeated(self, line: bytes) -> bool:
+        """Whether a line was handed out before the file was replaced: its kept lines come first, in their order."""
+        key = hash(line)
+        if self._next < self._old:
+            for place in range(self._next, self._old):
+                if self._seen[place] == key:
+                    self._next = place + 1
+                    return True
+            self._next = self._old  # the first new line: what follows it is new as well
+        self._seen.append(key)
+        return False
+
+
+# --- is anybody working there? ----------------------------------------------------------------------------------------
+
+
+def run_state(folder: Path) -> State:
+    """Whether a process holds the run's lock; `elsewhere` if another machine wrote it: locks may not reach there."""
+    path = folder / LOCK
+    if is_held(path):
+        return "running"
+    if path.exists() and not os.access(path, os.R_OK):
+        return "elsewhere"
+    owner = owner_of(path)
+    return "ended" if owner is None or owner.is_here else "elsewhere"
+
+
+# --- which run --------------------------------------------------------------------------------------------------------
+
+
+def find_run(name: str | None, runs: Path = RUNS) -> Path:
+    """The folder that is meant: a path, a name under runs/, a checkpoint in a run, or without a name the newest run."""
+    if name is None:
+        return _newest(runs)
+    path = next((path for path in (Path(name), runs / name) if name and _is_folder(path)), None)
+    if path is None:
+        raise UsageError(f"{name!r} is not a folder", run_hint(name, "name a run folder, such as runs/NAME", runs))
+    if (path / "manifest.json").is_file() and path.resolve().parent.name == "checkpoints":
+        path = path.resolve().parent.parent
+    if not holds_run(path):
+        raise DataError(f"{path} is not a run: it has no {METRICS}", "name a run folder, such as runs/NAME")
+    return path
+
+
+def _newest(runs: Path) -> Path:
+    found = [path for path in runs.iterdir() if holds_run(path)] if _is_folder(runs) else []
+    if not found:
+        raise DataError(f"there is no run under {runs}/", "name a run folder, or start one with `flatout train`")
+    return max(found, key=touched)
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a run lies in a folder."""
+    # A run that has just been started has its lock, and no record yet.
+    return (path / METRICS).is_file() or (path / LOCK).is_file()
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name too long for the system, or with a zero byte in it
+        return False
+
+
+def touched(run: Path) -> float:
+    """When a run last said something, in seconds since 1970."""
+    times = [0.0]
+    for path in (run / METRICS, run / LOCK):
+        try:
+            times.append(path.stat().st_mtime)
+        except OSError:
+            continue
+    return max(times)
+
+
+# --- lines to records -------------------------------------------------------------------------------------------------
+
+
+def record_of_line(line: bytes) -> Record | None:
+    """The record that a line of metrics.jsonl holds; None if it holds none that this version knows."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record_of(row) if isinstance(row, dict) else None
+
+
+def record_of(row: dict[str, Any]) -> Record | None:
+    """The record in a row of `read_metrics` or `RunHistory`; None if it is of an unknown kind or has no step."""
+    name = row.get("type")
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    step = row.get("step", 0 if kind is RunInfo else None)
+    if kind is None or not isinstance(step, int) or abs(step) > _MOST:
+        return None
+    return _fill(kind, row)
+
+
+def _fill(kind: type, row: dict[str, Any]) -> Any:
+    values = {}
+    for name, (plain, hint, empty) in _fields(kind).items():
+        value = row.get(name, _MISSING)
+        plainly = type(value) is plain and (plain is not int or abs(value) <= _MOST)
+        values[name] = value if plainly else _convert(hint, empty, value)
+    return kind(**values)
+
+
+_MISSING: Any = object()
+_MOST = 2**63  # of whole numbers: JSON knows those of any length, with which Python cannot divide
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, tuple[Any, Any, Any]]:
+    """Of every field: the type whose values are taken as they are, its whole type, and what stands for nothing."""
+    table, hints = {}, typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        empty = None if field.default is dataclasses.MISSING else field.default
+        if (kind, field.name) == (StepRecord, "applied"):
+            empty = True  # what does not say that it was skipped was not
+        hint = hints[field.name]
+        options = [option for option in typing.get_args(hint) or (hint,) if option in (float, int, str, bool)]
+        simple = not isinstance(hint, types.GenericAlias) and len(options) == 1
+        table[field.name] = (options[0] if simple else None, hint, empty)
+    return table
+
+
+def _convert(hint: Any, empty: Any, value: Any) -> Any:
+    """`value` as a `hint`, or else the emptiest value of it: `empty`, None where None may be, NaN, 0, "" and so on."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = next(option for option in hint.__args__ if option is not types.NoneType)
+        missing = empty
+    else:
+        missing = {float: math.nan, int: 0, str: "", bool: False}.get(hint) if empty is None else empty
+    if hint in (float, int) and type(value) in (float, int):
+        try:
+            return hint(value) if hint is float or abs(int(value)) <= _MOST else missing
+        except (OverflowError, ValueError):  # one that is too large to be a float, and NaN, which is no whole number
+            return missing
+    if hint is float:
+        return NUMBERS.get(value, missing) if isinstance(value, str) else missing
+    if hint in (int, str, bool):
+        return value if type(value) is hint else missing
+    if typing.get_origin(hint) is dict:
+        inner = typing.get_args(hint)[1]
+        rows = value if isinstance(value, dict) else {}
+        return rows if inner is Any else {key: _convert(inner, None, item) for key, item in rows.items()}
+    inner = typing.get_args(hint)[0]
+    rows = value if isinstance(value, list | tuple) else ()
+    if not (isinstance(inner, type) and dataclasses.is_dataclass(inner)):
+        return tuple(_convert(inner, None, row) for row in rows)
+    return tuple(_fill(inner, row) for row in rows if isinstance(row, dict))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,3 +368,59 @@ def _bytes_in(folder: Path) -> int:
             except OSError:  # a checkpoint that was removed meanwhile
                 continue
     return total
+
+
+_QUIET_SECONDS = 120.0  # without a new record; asked only where the process cannot be
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """`kind` is running, finished, early_stop, interrupted or stopped; `word` and `text` are for people."""
+
+    kind: str
+    word: str
+    text: str
+    step: int
+    steps: int | None
+
+    @property
+    def goes_on(self) -> bool:
+        return self.kind == "running"
+
+
+def state_of(history: RunHistory) -> RunState:
+    rows = rows_with_step(history.steps)
+    start = amount(history.info.get("start_step"))
+    step = rows[-1]["step"] if rows else int(start or 0)
+    planned = None if minutes_of(history.info.get("config")) is not None else amount(history.info.get("steps"))
+    steps = None if planned is None else int(planned)
+    end = history.end
+    reason = None if end is None else str(end.get("reason"))
+    where = f"step {step:,}" + ("" if steps is None else f" of {steps:,}")
+    # An interrupted run that was started again has said so, and not yet taken a step.
+    again = reason == "interrupted" and len(history.infos) > len(history.ends)
+    if (reason is None or again) and at_work(history.folder):
+        return RunState("running", "running", f"It goes on, at {where}.", step, steps)
+    spent = None if end is None else amount(end.get("seconds"))
+    after = "" if spent is None else f" after {human_seconds(spent)} of training"
+    told = ("stopped", "stopped", f"It stopped at {where} without an end: killed, or ended by an error.")
+    if reason == "finished":
+        told = (reason, "finished", f"It finished at {where}{after}.")
+    elif reason == "early_stop":
+        told = (reason, "stopped early", f"It stopped early at {where}{after}: {early_stop_reason(history.info)}.")
+    elif reason is not None:
+        told = ("interrupted", "interrupted", f"It was interrupted at {where}{after}.")
+    elif len(rows) >= 3 and all(row.get("applied") is False for row in rows[-3:]):
+        told = ("stopped", "diverged", f"It diverged and was stopped at {where}.")
+    return RunState(*told, step, steps)
+
+
+def at_work(folder: Path) -> bool:
+    """Whether a process works in the folder, as far as can be told from here."""
+    owner = owner_of(folder / LOCK)
+    if owner is not None and owner.is_here and os.name == "posix":
+        return process_lives(owner.pid)
+    try:
+        return time.time() - (folder / "metrics.jsonl").stat().st_mtime < _QUIET_SECONDS
+    except OSError:
+        return False

@@ -25,15 +25,14 @@ from flatout.config.unused import check_used
 from flatout.data.array_data import Arrays, open_arrays
 from flatout.data.batch import TrainingData, check_evaluable
 from flatout.data.chat_template import ChatTemplate
-from flatout.data.make_samples import SampleRequest, prepare_samples, why_made
 from flatout.data.masking import stops_of
 from flatout.data.pack import Progress
 from flatout.data.plan import limits_of
 from flatout.data.prepare import as_prepared, has_dataset
 from flatout.data.sample_data import SampleData
+from flatout.data.samples import SampleRequest, prepare_samples, why_made
 from flatout.data.shard_data import PreparedShards, ShardData, check_length, prepared_shards, windows_of
-from flatout.data.stream import open_stream
-from flatout.data.stream_loader import StreamData
+from flatout.data.stream import StreamData, open_stream
 from flatout.device import Device
 from flatout.errors import CheckpointError, ConfigError, DataError, UnevenError, UsageError
 from flatout.finding import Check, Finding

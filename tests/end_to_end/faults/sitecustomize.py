@@ -37,7 +37,7 @@ if RANK is not None and FAULT and "LOCAL_RANK" in os.environ and os.environ.pop(
 
     import flatout
     from flatout.corpus import sources
-    from flatout.data import plan, stream, stream_loader
+    from flatout.data import plan, stream
     from flatout.data.shards import TokenShards
     from flatout.engine import loop, saver, writer
     from flatout.engine.step import TrainStep
@@ -95,5 +95,5 @@ if RANK is not None and FAULT and "LOCAL_RANK" in os.environ and os.environ.pop(
         flatout.__version__ = "0.0.0"
     if "stream" in FAULT:
         plan.PART_BYTES = sources._WHOLE_BYTES = 1024
-        stream_loader.BLOCK_WINDOWS, stream._SMALL_SOURCE = 32, 0
+        stream.BLOCK_WINDOWS, stream._SMALL_SOURCE = 32, 0
         stream._worker_count = lambda inputs: 1

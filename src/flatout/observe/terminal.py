@@ -1,17 +1,22 @@
-"""Records to the terminal: one live line while training, plain lines where nobody watches, records only for pipes.
+"""Records as lines on a terminal or in a pipe, as JSON lines, and the progress of preparing data.
 
-Text that comes from data or a model is stripped of control characters before it is shown: a sample must not be able
-to move the cursor or rename the window.
+`TerminalReader` redraws one line while training on a terminal and prints plain lines elsewhere. `PrepareBar` shows a
+bar on a terminal, and a plain line now and then elsewhere. Control characters are removed from text of data or of a
+model: a sample must not be able to move the cursor or rename the window.
 """
 
 import math
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any, Self, TextIO, final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from flatout import records
 from flatout.config.schema import SpeedConfig
 from flatout.errors import many
+from flatout.observe.alerts import Alerts
 from flatout.observe.eigenstates import record_sentence
 from flatout.observe.human import (
     Terminal,
@@ -23,11 +28,10 @@ from flatout.observe.human import (
     ranks_line,
     say,
 )
-from flatout.observe.live.alerts import Alerts
 from flatout.observe.measured.estimate_table import expected
 from flatout.observe.measured.sample_preview import print_sample
 from flatout.observe.sinks import early_stop_reason, minutes_of
-from flatout.records import EndRecord, Record, RunInfo, StepRecord, record_to_json
+from flatout.records import EndRecord, PrepareProgress, Record, RunInfo, StepRecord, record_to_json
 
 LONG = 300.0  # seconds a run takes before a sentence says so
 FIRST_EPOCHS, SHORT_EPOCH = 10, 10  # later epochs of fewer steps get a line no more often than steps do
@@ -278,3 +282,89 @@ def _ending(record: EndRecord, info: RunInfo | None) -> list[str]:
     if record.best_loss is not None and math.isfinite(record.best_loss):
         line += f"; best val loss {record.best_loss:.4f} at step {record.best_step}"
     return [line]
+
+
+QUIET_SECONDS = 10.0
+_PHASES = {
+    "characters": "finding characters",
+    "reading": "preparing",
+    "merging": "writing shards",
+    "validation": "reading validation text",
+}
+
+
+@final
+class PrepareBar:
+    """Shows progress on stderr while it is open; a run that is over within a second shows nothing."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._console = Console(file=stream or sys.stderr, highlight=False)
+        self._started = self._last_line = time.monotonic()
+        self._bar: Progress | None = None
+        # Parts that an earlier, stopped prepare had finished come at once and are no measure of the speed.
+        self._found: PrepareProgress | None = None
+        self._latest: PrepareProgress | None = None
+        self._said: PrepareProgress | None = None  # on the last line, elsewhere than on a terminal
+
+    def __call__(self, progress: PrepareProgress) -> None:
+        now = time.monotonic()
+        if progress.notice:
+            say(self._console, f"note: {progress.notice}")
+        if progress.phase == "measuring":
+            self.close()
+            return
+        if self._latest is None or self._latest.phase != progress.phase:
+            self._found, self._started = progress, now
+        elif now - self._started < 0.5:
+            self._found = progress
+        self._latest = progress
+        line = self._line(progress, now)
+        if self._console.is_terminal:
+            if self._bar is None:
+                percent = TaskProgressColumn("{task.percentage:>3.0f}%")
+                self._bar = Progress(
+                    TextColumn("{task.description}"), BarColumn(24), percent, TextColumn("{task.fields[line]}"),
+                    console=self._console, transient=True,
+                )  # fmt: skip
+                self._bar.start()
+                self._bar.add_task("", total=None, line="")
+            (task,) = self._bar.task_ids
+            total = (progress.total_bytes if progress.phase != "merging" else None) or None
+            phase = _PHASES[progress.phase]
+            self._bar.update(task, description=phase, total=total, completed=progress.bytes, line=line)
+        elif now - self._last_line >= QUIET_SECONDS:
+            self._last_line = now
+            self._say(progress, line)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if self._said is not None and self._latest is not None and self._latest.bytes > self._said.bytes:
+            self._say(self._latest, self._line(self._latest, time.monotonic()))  # else what was said last looks stuck
+        self._said = None
+
+    def _say(self, progress: PrepareProgress, line: str) -> None:
+        self._said = progress
+        say(self._console, f"{_PHASES[progress.phase]}: {line}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _line(self, progress: PrepareProgress, now: float) -> str:
+        found = self._found or progress
+        seconds = max(now - self._started, 1e-3)
+        done, tokens = progress.bytes - found.bytes, progress.tokens - found.tokens
+        parts = [f"{progress.files:,}/{progress.total_files:,} files", f"{progress.bytes / 1e6:,.0f} MB"]
+        if done > 0:
+            parts.append(f"{done / 1e6 / seconds:,.1f} MB/s")
+        if tokens > 0:
+            parts.append(f"{human_count(tokens / seconds)} tokens/s")
+        if done > 0 and progress.total_bytes > progress.bytes and progress.phase != "merging":
+            parts.append(f"ETA {human_seconds((progress.total_bytes - progress.bytes) * seconds / done)}")
+        if progress.problems:
+            parts.append(f"{progress.problems:,} problems")
+        return "  ".join(parts)

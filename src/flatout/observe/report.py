@@ -1,18 +1,29 @@
-"""The report in the browser while runs go on: a small server for this machine alone.
+"""Runs as one HTML page, and the server that shows it in the browser while runs go on.
 
-Contract: listens on 127.0.0.1 and nowhere else; answers GET and HEAD of two paths, the page and its data, to whoever
-named it localhost or 127.0.0.1. Another name is refused: a page of somebody else could make its own name mean this
-machine (DNS rebinding) and read along. Nothing is ever read by a path that came over the wire. A request has a few
-seconds and a few kilobytes for its head, and so many connections are answered at once; whatever is no request gets 400.
+Idea: the page is our own template, style and script, and one JSON text with the values of `report_data`. It loads no
+other file. The script makes every element from that text with textContent alone.
 
-Trap: reading a long run takes time, which training needs more. Data is read again only when a file has changed, by
-one thread at a time, and never for more than a small share of the time.
+Contract: text of a run never becomes markup or code. The JSON has no character that could end its element; a
+Content-Security-Policy allows only the script and the style with the hashes in it. A file is written whole or not at
+all, and never over a file that is no report. The server listens on 127.0.0.1 alone and answers GET and HEAD of the
+page and its data, asked for under the name localhost or 127.0.0.1: a foreign page could make another name mean this
+machine (DNS rebinding) and read along. No path in a request is used to open a file. A request has a few seconds and a
+few kilobytes for its head, and the number of connections is limited; anything that is no request gets 400.
+
+Traps: the hashes are of the exact bytes between the tags, so nothing may be changed there after hashing. Reading a
+long run takes time that training needs more: data is read again only when a file has changed, by one thread at a time,
+and for at most a tenth of the time.
 """
 
+import base64
 import contextlib
 import dataclasses
+import hashlib
+import html
 import http.server
+import importlib.resources
 import io
+import json
 import os
 import re
 import socketserver
@@ -25,11 +36,113 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from flatout.errors import DataError, ResourceError, UserError
-from flatout.observe.report.data import report_data
-from flatout.observe.report.report import chosen_folders, json_for_page, page_of
-from flatout.observe.report.series import at_work
+from flatout.errors import DataError, ResourceError, UsageError, UserError
+from flatout.files import check_replaceable, disk_errors, write_whole
+from flatout.observe.human import printable
+from flatout.observe.report_data import report_data
+from flatout.observe.runs import at_work
 from flatout.observe.sinks import RunHistory, read_history
+
+MARK = "<!doctype html>\n<!-- flatout report -->\n"
+MOST_RUNS = 24
+_SCRIPTS = ("axes.js", "chart.js", "sections.js", "page.js")  # the last one starts it all
+_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[RunHistory]:
+    """The runs in these folders."""
+    return [read_history(folder) for folder in chosen_folders(folders)]
+
+
+def chosen_folders(folders: Sequence[str | Path]) -> list[Path]:
+    """These folders, each once, in the order in which they are named."""
+    if not folders:
+        raise UsageError("no run was named", "name a run folder, such as runs/NAME")
+    chosen: dict[Path, Path] = {}
+    for folder in folders:
+        if "\0" in str(folder):
+            raise UsageError("a folder's name cannot hold a zero byte", "name a run folder, such as runs/NAME")
+        chosen.setdefault(Path(folder).resolve(), Path(folder))
+    if len(chosen) > MOST_RUNS:
+        raise UsageError(f"{len(chosen)} runs are too many for one page", f"name at most {MOST_RUNS}")
+    return list(chosen.values())
+
+
+def write_report(
+    folders: Sequence[str | Path], path: str | Path, *, overwrite: bool = False, price: float | None = None
+) -> int:
+    """Writes the page of these runs to `path` and returns its size in bytes.
+
+    With `overwrite`, also in the place of a file that is no report. `price` is what an hour of the machine costs.
+    """
+    path, histories = Path(path), read_runs(folders)
+    check_target(path, overwrite=overwrite)
+    content = page_of(report_data(histories, price=price))
+    with disk_errors(f"the report {printable(str(path))}", safe=""):
+        write_whole(path, content)
+    return len(content)
+
+
+def check_target(path: Path, *, overwrite: bool = False) -> None:
+    """Refuses a name at which no report can be put."""
+    shown = printable(str(path))
+    if path.suffix.lower() not in (".html", ".htm") or "\0" in str(path) or path.is_dir():
+        raise UsageError(f"{shown!r} is not the name of an HTML file", "for example --out report.html")
+    if not path.parent.is_dir():
+        raise ResourceError(f"could not write {shown}: there is no such folder", "create it first, or name another one")
+    check_replaceable(path, is_report, overwrite=overwrite, way="name another file with --out")
+
+
+def is_report(path: Path) -> bool:
+    """Whether `write_report` wrote this file."""
+    with path.open("rb") as file:
+        return file.read(len(MARK)) == MARK.encode()
+
+
+def page_of(data: dict[str, Any], *, live: bool = False) -> bytes:
+    """The whole page, as bytes. A live one asks the server it came from for news, and nobody else."""
+    style = _part("report.css")
+    script = "\n".join(['"use strict";', *(_part(name) for name in _SCRIPTS)])
+    values = {
+        "policy": policy(script, style, live=live),
+        "title": html.escape(data["title"][:200]),
+        "style": style,
+        "script": script,
+        "data": json_for_page(data),
+    }
+    # One pass over the template: what is put in is not looked at again, so a run's text cannot name a place.
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _part("page.html"))
+    return (MARK + page).encode("utf-8", "replace")
+
+
+def json_for_page(data: Any) -> str:
+    """JSON that can stand inside a script element: it holds no character with a meaning in HTML, nor beyond ASCII."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return re.sub("[<>&\u2028\u2029]", lambda match: _ESCAPES[match[0]], text)
+
+
+def policy(script: str, style: str, *, live: bool) -> str:
+    """What the browser may do with the page: run our script, apply our style, and if live ask its own server."""
+    rules = [
+        "default-src 'none'",
+        f"script-src '{_hash(script)}'",
+        f"style-src '{_hash(style)}'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        *(["connect-src 'self'"] if live else []),
+    ]
+    return "; ".join(rules)
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _part(name: str) -> str:
+    part = importlib.resources.files("flatout.observe") / "page" / name
+    return part.read_text(encoding="utf-8").replace("\r\n", "\n")
+
 
 FIRST_PORT, TRIED_PORTS = 8484, 20
 ADDRESS = "127.0.0.1"

@@ -1,37 +1,59 @@
-"""The pictures of one run: how it ran, what it learned, and each panel alone.
+"""Runs as pictures: two or three of one run, or one that compares several; and what goes beside them as CSV.
 
-Contract: every run that was read can be drawn. What was not recorded says so in its panel. Above the panels stand the
-run's name, what was trained, how far it came and how it ended; at the right of each title the figure to take home.
+Idea: `metrics` shows how a run went: learning rate, throughput, memory, gradient norm, parameter norm and step time.
+`results` shows what it learned: loss over steps, tokens and time. `eigenstates` shows how far back the states of
+eigenstate blocks look, by layer. `comparison` shows the losses and throughput of several runs, with a table as legend.
 
-Trap: over plain tokens the loss has the same shape as over steps. So that panel is logarithmic, where the beginning,
-which the first panel leaves off its scale in a long run, can be seen.
+Contract: needs no torch and opens no window. Every run that can be read can be drawn, also while it goes on; a panel
+says "not recorded" where it has no values. Files are whole or not there. Any number of runs of any length can be
+compared: each has a colour, and after ten a new line style; where one is many times as long as another, the horizontal
+axes are logarithmic.
 
-The picture of a run's eigenstate blocks: how far back they look and how fast they turn, by layer, over training.
-
-Idea: a layer has hundreds of states. Over training each layer is the line of its median, in a colour that goes with its
-depth; beside it the newest record shows how widely the states of each layer are spread. Horizons and periods are tokens
-on logarithmic axes, with the context marked: what is above it is memory that a training sequence cannot fill.
-
-Contract: as in `run`. For runs that have such blocks; any damage in their records leaves gaps or red crosses.
+Trap: over plain tokens the loss has the same shape as over steps, so that panel has a logarithmic axis.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy
 
-from flatout.errors import many
+from flatout.errors import UsageError, many
+from flatout.files import check_replaceable, disk_errors
+from flatout.folders import make_folders, remove_empty
 from flatout.observe import picture
 from flatout.observe.eigenstates import QUANTILES, LayerHistory, short_tokens
-from flatout.observe.human import human_count, human_parameters, human_seconds
-from flatout.observe.picture import BLUE, FAINT, GREY, INK, ORANGE, PURPLE, RED, SMALL, TEAL, Axes, Figure
-from flatout.observe.plot import panels
-from flatout.observe.plot.panels import Line, Marks, Quantity, draw_panel, time_unit
-from flatout.observe.plot.series import Array, Curve, RunNumbers, number, window_of
-from flatout.observe.sinks import minutes_of
+from flatout.observe.human import human_count, human_parameters, human_seconds, printable
+from flatout.observe.picture import (
+    BLUE,
+    FAINT,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    RED,
+    SMALL,
+    TEAL,
+    Axes,
+    Figure,
+    Line,
+    Marks,
+    Quantity,
+    draw_panel,
+    drawable,
+    is_picture,
+    new_figure,
+    time_unit,
+    write_picture,
+)
+from flatout.observe.series import Array, Curve, RunNumbers, number, window_of
+from flatout.observe.sinks import distinct_names, minutes_of, read_history
+from flatout.observe.tables import EIGENSTATES as EIGENSTATES_TABLE
+from flatout.observe.tables import EVALS, STEPS, is_table, write_tables
 
 WIDTH, WIDE, NARROW, HEIGHT = 15.0, 18.0, 9.0, 8.6  # WIDE is a comparison, NARROW a single panel
 Draw = Callable[[Axes, RunNumbers], None]
@@ -407,13 +429,13 @@ def _by_layer(axes: Axes, run: RunNumbers, title: str, quantity: str, unit: Quan
     layers = run.eigenstates.layers
     last = max((layer.steps[-1] for layer in layers), default=0)
     context = run.eigenstates.context if quantity == "horizon" else None
-    panels.draw_frame(axes, title, f"step {last:,}" + ("" if context is None else ", dashed: context"))
+    picture.draw_frame(axes, title, f"step {last:,}" + ("" if context is None else ", dashed: context"))
     places = numpy.array([layer.layer for layer in layers], dtype=float)
     now = {name: _column(layers, quantity, name, newest=True) for name in QUANTILES}
     then = _column(layers, quantity, "50%", newest=False)
     seen = numpy.concatenate([*now.values(), then, [] if context is None else [context]])
     seen = seen[numpy.isfinite(seen)]
-    _, high = panels.set_logarithmic(axes, *((float(seen.min()), float(seen.max())) if len(seen) else (1.0, 10.0)))
+    _, high = picture.set_logarithmic(axes, *((float(seen.min()), float(seen.max())) if len(seen) else (1.0, 10.0)))
     now = {name: numpy.where(numpy.isposinf(column), high, column) for name, column in now.items()}
     axes.set_ylabel(unit.unit(high)[1] + " (logarithmic)", size=SMALL, color=FAINT)
     axes.set_xlabel("layer", size=SMALL, color=FAINT)
@@ -425,7 +447,7 @@ def _by_layer(axes: Axes, run: RunNumbers, title: str, quantity: str, unit: Quan
     axes.grid(False, axis="x")
     wide = min(9.0, 130.0 / (places.max() - places.min() + 1.2))
     if context is not None:
-        panels.draw_context(axes, context, context, zorder=1)
+        picture.draw_context(axes, context, context, zorder=1)
     axes.vlines(places, now["min"], now["max"], color=BLUE, alpha=0.35, linewidth=0.35 * wide)
     axes.vlines(places, now["10%"], now["90%"], color=BLUE, linewidth=wide, zorder=2)
     dot = {"linestyle": "none", "markersize": min(6.5, 0.9 * wide), "markeredgewidth": 0.9, "zorder": 4}
@@ -434,7 +456,7 @@ def _by_layer(axes: Axes, run: RunNumbers, title: str, quantity: str, unit: Quan
     axes.plot(places, now["50%"], marker="o", color="white", markeredgecolor=INK, **dot)
     lost = numpy.isnan(numpy.stack(list(now.values()))).any(axis=0)
     if lost.any():
-        panels.draw_signs(axes, places[lost], 0.95, "X", 7, RED, rim=("white", 0.6))
+        picture.draw_signs(axes, places[lost], 0.95, "X", 7, RED, rim=("white", 0.6))
 
 
 def _column(layers: Sequence[LayerHistory], quantity: str, quantile: str, *, newest: bool) -> numpy.ndarray:
@@ -455,3 +477,175 @@ EIGENSTATE_PANELS: dict[str, Draw] = {
         _by_layer, title="Period by layer", quantity="period", unit=_PERIOD
     ),
 }
+
+
+_COLOURS = (BLUE, ORANGE, TEAL, PURPLE, "#c94f7c", "#8c6d46", "#5f6b76", "#9aa62a", "#38b0c9", "#e3b505")
+_STYLES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
+_MOST_RUNS = 22
+_FAR_APART = 20  # times as long
+_SPEEDS = dataclasses.replace(THROUGHPUT, logarithmic_from=30)
+_WORDS = {"step": "steps", "tokens": "tokens", "seconds": "time"}
+Look = tuple[str, Any]
+
+
+def comparison_figure(runs: Sequence[RunNumbers]) -> Figure:
+    """The picture, not yet written."""
+    figure = new_figure(WIDE, HEIGHT)
+    facts = "lines are means over neighbouring steps   ·   a star is a run's best validation loss"
+    draw_title(figure, f"{len(runs):,} runs compared", facts, _warning(runs), warning=True)
+    grid = figure.add_gridspec(
+        2, 4, left=0.054, right=0.985, top=0.835, bottom=0.075, wspace=0.22, hspace=0.38, width_ratios=(1, 1, 1, 1.2)
+    )
+    looks: list[Look] = [(_COLOURS[place % 10], _STYLES[place // 10 % 3]) for place in range(len(runs))]
+    pairs = list(zip(runs, looks, strict=True))
+
+    panels: list[tuple[Any, str, list[Line], Quantity, str, list[Line]]] = []
+    for column, (kind, word) in enumerate(_WORDS.items()):
+        training = [_line(run.curve("loss", kind), look, smoothed=True) for run, look in pairs]
+        validation = [_line(run.eval_curve(kind), look, smoothed=False) for run, look in pairs]
+        panels.append((grid[0, column], f"Training loss over {word}", training, LOSS, kind, []))
+        panels.append((grid[1, column], f"Validation loss over {word}", validation, LOSS, kind, training))
+    speeds = [_line(run.curve("tokens_per_second"), look, smoothed=True) for run, look in pairs]
+    panels.append((grid[0, 3], "Throughput", speeds, _SPEEDS, "step", []))
+    for cell, title, lines, quantity, kind, beside in panels:
+        axes, far = figure.add_subplot(cell), _far_apart(beside or lines)
+        draw_panel(axes, title, lines, quantity, kind, logarithmic=far, legend=False, beside=beside)
+    _draw_names(figure.add_subplot(grid[1, 3]), runs, looks)
+    return figure
+
+
+def _line(curve: Curve, look: Look, *, smoothed: bool) -> Line:
+    dots = not smoothed and len(curve.x) <= 60
+    return Line(curve, look[0], style=look[1], smoothed=smoothed, raw=False, best=not smoothed, dots=dots)
+
+
+def _far_apart(lines: Sequence[Line]) -> bool:
+    ends = [float(line.curve.x[-1]) for line in lines if len(line.curve.x)]
+    return bool(ends) and 0 < _FAR_APART * min(ends) <= max(ends)
+
+
+def _draw_names(axes: Axes, runs: Sequence[RunNumbers], looks: Sequence[Look]) -> None:
+    """The legend: name, best validation loss, throughput and time of each run."""
+    axes.set_axis_off()
+    axes.set_xlim(0, 1)
+    shown = len(runs) if len(runs) <= _MOST_RUNS else _MOST_RUNS - 1
+    rows = max(9, min(len(runs), _MOST_RUNS) + 1)
+    size = SMALL if rows <= 15 else 7.0
+    axes.set_ylim(rows - 0.5, -0.7)
+    room = 0.38 * WIDE * axes.get_position().width  # inches, between a name's beginning and the next column
+    ends = (0.63, 0.8, 1.0)
+    axes.text(0.1, 0, "run", size=size, color=FAINT, va="center")
+    for place, words in zip(ends, ("best val", "tokens/s", "time"), strict=True):
+        axes.text(place, 0, words, size=size, color=FAINT, ha="right", va="center")
+    for row, (run, look) in enumerate(zip(runs[:shown], looks, strict=False), start=1):
+        axes.plot([0.0, 0.08], [row, row], color=look[0], linestyle=look[1], linewidth=2.2)
+        axes.text(0.1, row, fitted(drawable(run.name), size, room), size=size, color=INK, va="center")
+        best, speeds = run.best(), run.curve("tokens_per_second").values
+        cells = (
+            "" if best is None else loss_text(best["loss"]),
+            "" if not len(speeds) else human_count(float(numpy.median(speeds))),
+            spent_on(run),
+        )
+        for place, words in zip(ends, cells, strict=True):
+            axes.text(place, row, words, size=size, color=INK, ha="right", va="center")
+    if shown < len(runs):
+        axes.text(0.1, shown + 1, f"and {len(runs) - shown:,} more", size=size, color=FAINT, va="center")
+
+
+def _warning(runs: Sequence[RunNumbers]) -> str:
+    """What forbids a comparison of losses, if something does."""
+    for field, words in (("tokenizer", "tokenizers"), ("vocab", "vocabularies"), ("dataset", "data")):
+        told = {str(run.info.get(field)) for run in runs}
+        if field == "tokenizer":
+            told.discard("model")  # a fine-tuned model's own, which may be any of the others
+        if len(told) > 1:
+            return f"these runs have different {words}: a lower loss need not mean a better model"
+    return ""
+
+
+METRICS, RESULTS, EIGENSTATES, COMPARISON, FOLDER = "metrics", "results", "eigenstates", "comparison", "plots"
+
+
+def write_run_plots(
+    folder: Path,
+    *,
+    out: Path | None = None,
+    form: str = "png",
+    tables: bool = True,
+    each: bool = False,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Draws the run in `folder`, by default into its own `plots` folder; returns the files written.
+
+    With `each`, every panel is a picture of its own as well. With `overwrite`, files that are not ours are replaced.
+    """
+    target = folder / FOLDER if out is None else out
+    places = [target / name for name in (STEPS, EVALS, EIGENSTATES_TABLE)]
+    names = picture_names(each=each)
+    check_places([target / f"{name}.{form}" for name in names] + (places if tables else []), overwrite=overwrite)
+    run = RunNumbers(read_history(folder))
+    pictures: dict[str, Callable[[], Figure]] = {
+        METRICS: lambda: metrics_figure(run),
+        RESULTS: lambda: results_figure(run),
+        **{name: lambda draw=draw: panel_figure(run, draw) for name, draw in PANELS.items() if each},
+    }
+    if run.eigenstates.layers:
+        pictures[EIGENSTATES] = lambda: eigenstates_figure(run)
+        for name in EIGENSTATE_PANELS if each else ():
+            pictures[name] = lambda name=name: eigenstate_panel_figure(run, name)
+    with _folder(target):
+        written = write_tables([run], *places) if tables else []
+        for name, make in pictures.items():
+            path = target / f"{name}.{form}"
+            write_picture(path, make, overwrite=overwrite)
+            written.append(path)
+    return written
+
+
+def write_comparison(folders: Sequence[Path], picture: Path, *tables: Path, overwrite: bool = False) -> list[Path]:
+    """Draws several runs into one picture, PNG or SVG by its name, and writes their numbers where `tables` are named:
+    that of steps, of evaluations, and of eigenstates."""
+    check_places([picture, *tables], names=True, overwrite=overwrite)
+    paths = [folder.resolve() for folder in folders]
+    for place, path in enumerate(paths):
+        if path in paths[:place]:
+            raise UsageError(f"the run {folders[place]} is named twice", "name each run once")
+    runs = [RunNumbers(read_history(path), name) for path, name in zip(folders, distinct_names(folders), strict=True)]
+    with _folder(picture.parent):
+        written = write_tables(runs, *tables, names=True)
+        write_picture(picture, lambda: comparison_figure(runs), overwrite=overwrite)
+    return [*written, picture]
+
+
+def picture_names(*, each: bool) -> list[str]:
+    """What the pictures of one run can be called, without their endings; those of eigenstates not every run has."""
+    return [METRICS, RESULTS, EIGENSTATES, *({**PANELS, **EIGENSTATE_PANELS} if each else ())]
+
+
+def check_places(files: Sequence[Path], *, names: bool = False, overwrite: bool = False) -> None:
+    """Refuses places where a file is that is not ours; `names`: the tables are those of several runs."""
+    for path in files:
+        is_ours = functools.partial(is_table, names=names) if path.suffix == ".csv" else is_picture
+        check_replaceable(path, is_ours, overwrite=overwrite, way="name another folder with --out")
+
+
+@contextlib.contextmanager
+def _folder(folder: Path) -> Iterator[None]:
+    """Makes a folder for files, or says why there cannot be one; takes it back where nothing came into it."""
+    shown = printable(str(folder))
+    with disk_errors(f"the folder {shown}", safe=", or name another one with --out"):
+        try:
+            made = make_folders(folder)
+            if not folder.is_dir():
+                raise FileExistsError
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UsageError(
+                f"{shown} cannot be a folder: there is a file in the way", "move it, or name another folder with --out"
+            ) from error
+        except ValueError as error:  # a name with a zero in it
+            raise UsageError(f"{shown} is no name for a folder", "name another one with --out") from error
+    try:
+        yield
+    except BaseException:
+        remove_empty(made)
+        raise

@@ -1,20 +1,20 @@
 """The panel of `flatout train --view` and `flatout watch`: one screen that shows how a run goes.
 
-Idea: `ViewState` takes records, `panel` turns it into lines, `ViewReader` shows them on the terminal's other screen
-four times a second, and puts the last panel on the first one when it closes.
+Idea: `ViewState` takes records, `panel` turns it into lines for a screen of any size, and `ViewReader` shows them on
+the terminal's other screen four times a second; when it closes, it prints the last panel on the first screen.
 
 Contract: `ViewReader` can be used wherever `TerminalReader` can. Where stdout is no terminal, or one that cannot move
-its cursor, it prints that reader's lines.
-Trap: the panel is drawn by a thread of rich, so state is read and written under a lock. Whatever is printed to
-stderr meanwhile would be drawn over; it is held back and printed when the view closes. A process that leaves without
-`close()` must call `leave_at_once()`, or the shell is left on the wrong screen without a cursor.
+its cursor, it prints that reader's lines. `ViewState` takes every record once, in order, and a run of a million steps
+takes no more memory than one of a thousand. `panel` never returns more lines than asked for, none wider than the
+screen: parts that do not fit are left out, the least important first. Control characters are removed from all text.
 
-The panel of the live view as lines of text: pure, for a screen of any size, without a terminal.
-
-Contract: never more lines than asked for, none wider than the screen. Parts that do not fit are left out, the least
-important first; figures that are not known are not shown. Text of data, model, config and folder is stripped.
+Traps: a thread of rich draws the panel, so state is read and written under a lock. Output to stderr would be drawn
+over; it is held back and printed when the view closes. A process that leaves without `close()` must call
+`leave_at_once()`, or the shell is left on the wrong screen without a cursor. A resumed run repeats steps: `ViewState`
+forgets the first ones at the `RunInfo`.
 """
 
+import collections
 import contextlib
 import dataclasses
 import io
@@ -23,7 +23,8 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO, final
 
@@ -32,26 +33,156 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from flatout import records
 from flatout.errors import many
+from flatout.observe.alerts import STALL_SHARE, Alert, Alerts
+from flatout.observe.chart import BROKEN, POINTS, Curve, chart, loss_text, mean_of
 from flatout.observe.eigenstates import record_sentence
 from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, printable
-from flatout.observe.live.alerts import STALL_SHARE
-from flatout.observe.live.chart import BROKEN, chart, loss_text
-from flatout.observe.live.console import TerminalReader
-from flatout.observe.live.follow import METRICS, record_of
-from flatout.observe.live.state import ViewState, mean_of
+from flatout.observe.runs import METRICS, record_of
 from flatout.observe.sinks import minutes_of, read_metrics
+from flatout.observe.terminal import TerminalReader
 from flatout.records import (
     SLOW_RANK,
     CheckpointRecord,
     EndRecord,
+    EvalRecord,
     MachineRecord,
     NoticeRecord,
     Record,
     RunInfo,
     SampleRecord,
+    StepRecord,
     slowest_over_median,
 )
+
+# Which field of `ViewState` the newest record of a kind is in.
+_KEPT = {
+    EvalRecord: "evaluation",
+    records.MachineRecord: "machine",
+    records.EigenstateRecord: "eigenstates",
+    records.SampleRecord: "sample",
+    records.SpanRecord: "spans",
+    records.CheckpointRecord: "saved",
+    records.NoticeRecord: "notice",
+    records.EndRecord: "end",
+}
+RECENT = 50  # steps whose mean is shown as speed
+QUIET_SECONDS = 20.0
+
+
+@final
+class ViewState:
+    """What the panel shows, from the records seen so far."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.heard = clock()
+        self.info: RunInfo | None = None
+        self.step: StepRecord | None = None
+        self.evaluation: EvalRecord | None = None
+        self.machine: records.MachineRecord | None = None
+        self.eigenstates: records.EigenstateRecord | None = None
+        self.sample: records.SampleRecord | None = None
+        self.spans: records.SpanRecord | None = None
+        self.saved: records.CheckpointRecord | None = None
+        self.end: records.EndRecord | None = None
+        self.losses, self.validation = Curve(), Curve()
+        self.latest: collections.deque[float] = collections.deque(maxlen=POINTS)
+        self.alerts: collections.deque[Alert] = collections.deque(maxlen=50)
+        self._bests: collections.deque[tuple[float, int]] = collections.deque(maxlen=POINTS)  # each below those before
+        self.skipped = 0
+        self.notice: records.NoticeRecord | None = None
+        self.trained_seconds = self.other_seconds = 0.0
+        self._alerts = Alerts()
+        self._steps_seen = 0
+        self._recent: collections.deque[tuple[float, float, float | None]] = collections.deque(maxlen=RECENT)
+
+    def add(self, record: Record) -> list[Alert]:
+        """Takes a record; returns the alerts it raised."""
+        self.heard = self._clock()
+        if kept := _KEPT.get(type(record)):
+            setattr(self, kept, record)
+        if isinstance(record, RunInfo):
+            self._start(record)
+        elif isinstance(record, StepRecord):
+            self._step(record)
+        elif isinstance(record, EvalRecord | records.CheckpointRecord):
+            self.other_seconds += _finite(record.seconds)
+        if isinstance(record, EvalRecord):
+            self.validation.add(record.step, record.loss)
+        lowest = math.inf if self.best is None else self.best[0]
+        if isinstance(record, EvalRecord) and -math.inf < record.loss < lowest:
+            self._bests.append((record.loss, record.step))
+        raised = self._alerts.see(record)
+        self.alerts.extend(raised)
+        return raised
+
+    def _start(self, info: RunInfo) -> None:
+        self.info, self.end, self.notice, self._steps_seen = info, None, None, 0
+        self._recent.clear()
+        if self.step is not None and self.step.step > info.start_step:
+            self.losses.cut_back(info.start_step)
+            self.validation.cut_back(info.start_step)
+            self.latest.clear()
+            while self._bests and self._bests[-1][1] > info.start_step:
+                self._bests.pop()
+
+    def _step(self, record: StepRecord) -> None:
+        self.step, self.end = record, None
+        self.losses.add(record.step, record.loss)
+        self.latest.append(record.loss)
+        self.skipped += not record.applied
+        self._steps_seen += 1
+        self.trained_seconds += _finite(record.seconds)
+        # The first two steps hold compilation and cold caches.
+        if record.tokens_per_second and record.seconds > 0 and self._steps_seen > 2:
+            self._recent.append((record.tokens_per_second * record.seconds, record.seconds, record.data_seconds))
+
+    @property
+    def best(self) -> tuple[float, int] | None:
+        """The lowest validation loss and its step."""
+        return self._bests[-1] if self._bests else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        seconds = sum(item[1] for item in self._recent)
+        if seconds > 0:
+            return sum(item[0] for item in self._recent) / seconds
+        return None if self.step is None else self.step.tokens_per_second
+
+    @property
+    def data_share(self) -> float | None:
+        known = [(item[2], item[1]) for item in self._recent if item[2] is not None]
+        seconds = sum(item[1] for item in known)
+        return min(sum(item[0] for item in known) / seconds, 1.0) if seconds > 0 else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Training, and as much evaluation and saving for each second of it as there has been until now.
+
+        By the clock where the length is told in minutes, unless some were spent before.
+        """
+        minutes = None if self.info is None else minutes_of(self.info.config)
+        if self.info is not None and minutes is not None:
+            spent = self.trained_seconds + self.other_seconds
+            return None if self.info.start_step else max(0.0, 60 * minutes - spent)
+        if self.info is None or self.step is None or not self.tokens_per_second:
+            return None
+        training = max(self.info.steps - self.step.step, 0) * self.info.batch_tokens / self.tokens_per_second
+        return training * (1 + self.other_seconds / self.trained_seconds) if self.trained_seconds > 0 else training
+
+    @property
+    def quiet_seconds(self) -> float | None:
+        """How long nothing was heard, if that is long for this run."""
+        quiet = self._clock() - self.heard
+        usual = 0.0 if self.step is None else 10 * _finite(self.step.seconds)
+        return quiet if self.end is None and quiet > max(QUIET_SECONDS, usual) else None
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
+
 
 LONG_WAIT = 0.10  # of the first rank's time: the aim of the report
 ZOOM = 100  # steps of the second chart

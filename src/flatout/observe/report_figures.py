@@ -13,9 +13,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flatout.observe.curves import amount, finite, number, short
 from flatout.observe.eigenstates import QUANTILES, EigenstateHistory, LayerHistory, eigenstate_history, short_tokens
 from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, slowest_rank
-from flatout.observe.report.series import RunState, amount, finite, number, short
+from flatout.observe.runs import RunState
 from flatout.observe.sinks import RunHistory, rows_with_step
 
 _PARTS = (

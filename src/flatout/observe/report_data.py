@@ -26,9 +26,10 @@ from typing import Any
 
 from flatout.config.yaml_loader import format_value
 from flatout.errors import many
+from flatout.observe.curves import Places, amount, curves_of, finite, number, points_for
 from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, printable
-from flatout.observe.report.figures import eigenstate_part, figures_of, speed_groups, time_parts, whole_seconds
-from flatout.observe.report.series import Places, RunState, amount, curves_of, finite, number, points_for, state_of
+from flatout.observe.report_figures import eigenstate_part, figures_of, speed_groups, time_parts, whole_seconds
+from flatout.observe.runs import RunState, state_of
 from flatout.observe.sinks import RunHistory, distinct_names, rows_with_step
 from flatout.records import WAITING
 

@@ -1,0 +1,749 @@
+"""Records with fields: the rows of JSON, CSV and TSV files, and the text in a row.
+
+A field is a path. `text` is a name in an object, `page.body` a name inside the object under another name,
+`messages.0.content` takes one element of a list by its number, and `messages.*.content` all of them, joined by "\\n". A
+name that holds the rest of the path as it is wins over the path, so that a column `page.body` can be read. Where
+several fields are asked for, the first one that holds text is taken, in each record anew.
+
+Contract: a broken record raises nothing. Every record becomes one row or document, or is counted in one problem;
+reading goes on with the next record. A record that is a plain string is its own text if the field is `text`. Half of a
+surrogate pair, which JSON can escape and no file can hold, is an error. Where a table has no such column, one problem
+says so, with the number of rows.
+
+CSV: rows and lines are counted from 1. A quote that is never closed takes everything up to the next quote with it; the
+problem names the lines. A quote inside a value that does not begin with one is a character. A last row without a line
+end counts as whole. Blank lines are not rows. A file whose first row ends with b"\\r" alone has all rows end so.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, final
+
+from flatout.corpus.document import (
+    REJECTED_UTF8,
+    Document,
+    InputFile,
+    Problem,
+    ProblemKind,
+    ReadOptions,
+    Results,
+    Row,
+    Rows,
+    shown,
+)
+from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream, decode
+
+TEXT_FIELD = "text"
+EVERY = "*"
+_NAMES_SHOWN = 8
+# What files often call their text, the most usual first. Another name is suggested where its text is long, or alone.
+USUAL = ("text", "content", "body", "document", "passage", "article", "story", "markdown", "code", "raw_content")
+_LONG = 60  # characters: more than titles and names have
+# Other names would have to be quoted for the shell or for YAML, and are not suggested.
+_PLAIN = re.compile(r"[\w.*-]{1,80}")
+
+
+@final
+@dataclass(frozen=True)
+class FieldError:
+    """Why a record has no text. `null` if the field is there, or something above it is, and holds nothing at all."""
+
+    message: str
+    null: bool = False
+    kind: Literal["field", "surrogate"] = "field"
+
+
+def text_of_first(
+    value: object, fields: Sequence[str], decoder: Callable[[bytes], str] | None = None
+) -> str | FieldError:
+    """The text at the first of some paths that has one which is not empty; else what stands there instead."""
+    missing: list[FieldError] = []
+    empty: str | FieldError | None = None
+    for field in fields:
+        found = text_of(value, field, decoder)
+        if isinstance(found, str) and found:
+            return found
+        if isinstance(found, FieldError) and not found.null:
+            missing.append(found)
+        else:
+            empty = found
+    if empty is not None:
+        return empty
+    if len(fields) == 1 or missing[0].kind != "field" or not isinstance(value, Mapping):
+        return missing[0]
+    names = ", ".join(map(_quoted, fields))
+    return FieldError(f"the record has no text in {names}; there are: {names_shown(list(value))}")
+
+
+def likely_field(value: object, tried: Sequence[str]) -> str:
+    """The path in a record that seems to hold its text, other than those that were tried; nothing if there is none."""
+    if isinstance(value, str):
+        return TEXT_FIELD
+    texts = {path: text for path, text in _texts_in(value).items() if path not in tried and _PLAIN.fullmatch(path)}
+    usual = (path for name in USUAL for path in texts if path.lower() == name)
+    longest = max(texts, key=lambda path: len(texts[path]), default="")
+    return next(usual, longest if len(texts) == 1 or len(texts.get(longest, "")) >= _LONG else "")
+
+
+def likely_column(names: Sequence[str], tried: Sequence[str]) -> str:
+    """The same of a table of which only the names of the columns with text are known."""
+    left = [name for name in names if name not in tried and _PLAIN.fullmatch(name)]
+    usual = (name for wanted in USUAL for name in left if name.lower() == wanted)
+    return next(usual, left[0] if len(left) == 1 else "")
+
+
+def _texts_in(value: object, deep: bool = True) -> dict[str, str]:
+    """Texts that are not blank in a record, and in objects and lists of objects inside it, by their paths."""
+    found: dict[str, str] = {}
+    for name, inner in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(inner, bytes):
+            inner = inner.decode("utf-8", "replace")
+        if isinstance(inner, str) and inner.strip() and isinstance(name, str) and name:
+            found[name] = inner
+        elif deep and isinstance(inner, Mapping):
+            found |= {f"{name}.{path}": text for path, text in _texts_in(inner, deep=False).items()}
+        elif deep and isinstance(inner, (list, tuple)) and inner:
+            found |= {f"{name}.{EVERY}.{path}": text for path, text in _texts_in(inner[0], deep=False).items()}
+    return found
+
+
+def text_of(value: object, field: str, decoder: Callable[[bytes], str] | None = None) -> str | FieldError:
+    """The text at the path `field` of a record. Bytes are text only if there is a `decoder`, which may raise."""
+    if type(value) is dict and type(text := value.get(field)) is str:
+        return _whole(text)  # nearly every record there is
+    if isinstance(value, str):
+        if field == TEXT_FIELD:
+            return _whole(value)
+        return FieldError(f"the record is a plain string and has no field {_quoted(field)}")
+    found = _at(value, field, field, decoder)
+    return _whole(found) if isinstance(found, str) else found
+
+
+def document_of(row: Row, file: InputFile, options: ReadOptions) -> Document | Problem:
+    """The document of a record with fields. Bytes in the place of a text are UTF-8, or go by the policy for others."""
+    replaced = row.replaced
+
+    def decoder(raw: bytes) -> str:
+        nonlocal replaced
+        text, more = decode(raw, options.invalid_utf8)
+        replaced += more
+        return text
+
+    try:
+        text = text_of_first(row.value, options.fields, decoder)
+    except UnicodeDecodeError as error:
+        return not_utf8(error, file, row.place, options)
+    if isinstance(text, str):
+        return Document(text, row.place, replaced=replaced)
+    if text.null:
+        return Document("", row.place)
+    instead = likely_field(row.value, options.fields) if text.kind == "field" else ""
+    return Problem(file.name, row.place, text.kind, text.message, records=1, instead=instead)
+
+
+def limited(found: Document | Problem, file: InputFile) -> Document | Problem:
+    """The same, or a problem where the text of a row is too long."""
+    if isinstance(found, Document) and len(found.text) > LINE_LIMIT // 4:
+        size = len(found.text.encode("utf-8"))
+        if size > LINE_LIMIT:
+            return Problem(file.name, found.place, "too-long", too_long(size, LINE_LIMIT), records=1)
+    return found
+
+
+def too_long(size: int, limit: int) -> str:
+    return f"the row has {size:,} bytes; the limit is {limit:,}"
+
+
+def not_utf8(error: UnicodeDecodeError, file: InputFile, place: str, options: ReadOptions) -> Document | Problem:
+    """What becomes of a record that cannot be decoded where the policy is not to replace what is wrong with it."""
+    if options.invalid_utf8 == "skip":
+        return Document("", place, rejected=REJECTED_UTF8)
+    return Problem(file.name, f"{place}, byte {error.start} of it", "not-utf8", bad_byte(error), records=1)
+
+
+def bad_byte(error: UnicodeDecodeError) -> str:
+    return f"byte 0x{error.object[error.start]:02x} is not {error.encoding.upper()} ({error.reason})"
+
+
+def no_column(fields: Sequence[str]) -> str:
+    """That a table has none of the columns that were asked for."""
+    return f"there is no column {' or '.join(map(_quoted, fields))}"
+
+
+def names_shown(names: Sequence[object]) -> str:
+    """Names for a message: the first few, and how many more there are."""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return (", ".join(shown(name)[:80] for name in names[:_NAMES_SHOWN]) or "none") + more
+
+
+def _at(value: object, path: str, field: str, decoder: Callable[[bytes], str] | None) -> str | FieldError:
+    while path:
+        if isinstance(value, Mapping):
+            if path in value:
+                value, path = value[path], ""
+                continue
+            name, _, path = path.partition(".")
+            if name not in value:
+                names = names_shown(list(value))
+                return FieldError(f"the record lacks the field {_at_path(name, field)}; there are: {names}")
+            value = value[name]
+        elif isinstance(value, (list, tuple)):
+            name, _, path = path.partition(".")
+            if name == EVERY:
+                return _every(value, path, field, decoder)
+            if not (name.isascii() and name.isdigit()):
+                return FieldError(f"the record has a list where the field {_at_path(name, field)} is looked for")
+            if len(name) > 18 or int(name) >= len(value):
+                return FieldError(f"the record lacks element {_at_path(name, field)}; the list has {len(value)}")
+            value = value[int(name)]
+        else:
+            what = f"the record holds {_kind(value)} where the field {_at_path(path, field)} is looked for"
+            return FieldError(what, null=value is None)
+    if isinstance(value, str):
+        return value
+    if decoder is not None and isinstance(value, bytes):
+        return decoder(value)
+    return FieldError(f"the field {_quoted(field)} holds {_kind(value)}, not text", null=value is None)
+
+
+def _every(values: Sequence[object], path: str, field: str, decoder: Callable[[bytes], str] | None) -> str | FieldError:
+    texts: list[str] = []
+    for value in values:
+        text = _at(value, path, field, decoder)
+        if isinstance(text, FieldError):
+            # One null among texts is damage, unlike a field that is null as a whole.
+            return replace(text, null=False)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _whole(text: str) -> str | FieldError:
+    if text.isascii():
+        return text
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"{text[error.start]!a} at character {error.start}"
+        message = f"the text escapes half of a surrogate pair, {half}, which is not Unicode text"
+        return FieldError(message, kind="surrogate")
+    return text
+
+
+def _kind(value: object) -> str:
+    """What JSON calls a value's type."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, (int, float)):
+        return "a number"
+    if isinstance(value, str):
+        return "a text"
+    if isinstance(value, Mapping):
+        return f"an object with {names_shown(list(value))}"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    return f"a value of type {type(value).__name__}"
+
+
+def _at_path(name: str, field: str) -> str:
+    return _quoted(field) if name == field else f"{_quoted(name)} of {_quoted(field)}"
+
+
+def _quoted(name: str) -> str:
+    return f"'{shown(name)[:80]}'"
+
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_BLANK = re.compile(r"\s*\Z")
+_KEY = re.compile(r'\{[ \t\n\r]*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
+_OUTSIDE = re.compile(r'["\[\]{},]')
+_PUNCTUATION = ' \t\n\r,{}"'
+_NEXT_LINE = re.compile(r"\n(?=[^\s}\]])")
+_IN_STRING = re.compile(r'"|\\.', re.DOTALL)
+# How far to look for the end of a broken element at once, and how much of that to look at again with what follows.
+_LOOK = 2**18
+_OVERLAP = 2**10
+_DECODER = json.JSONDecoder()
+# More characters than the longest word of JSON, or than a character that is written as two escapes.
+_ESCAPE = 16
+_WORDS = ("true", "false", "null")
+# What is left of a number, or of a character that is written as an escape, that was cut.
+_CUT = re.compile(r"-|\.|[eE][+-]?|\\?u[0-9a-fA-F]{0,4}")
+
+
+def json_rows(stream: ByteStream, file: InputFile, options: ReadOptions) -> Rows:
+    """The elements of an array, or else values that follow one another, of which there may be just one."""
+    for item in _json_values(stream, file):
+        if isinstance(item, Problem):
+            yield item
+            continue
+        place, value, replaced = f"element {item.number}", item.value, 0
+        if not item.raw.isascii():
+            try:
+                text, replaced = decode(item.raw.encode("utf-8", "surrogateescape"), options.invalid_utf8)
+            except UnicodeDecodeError as error:
+                yield not_utf8(error, file, place, options)
+                continue
+            value = json.loads(text) if replaced else value
+        yield Row(value, place, replaced)
+
+
+def is_cut(text: str, error: json.JSONDecodeError) -> bool:
+    """Whether a text is fine as far as it goes: nothing, or a part of a word, stands where it is found wrong."""
+    if error.msg.startswith("Extra data"):
+        return False
+    rest = text[error.pos : error.pos + _ESCAPE].rstrip()
+    if error.msg.startswith("Unterminated string"):
+        return True
+    return _BLANK.match(text, error.pos + len(rest)) is not None and (
+        any(word.startswith(rest) for word in _WORDS) or _CUT.fullmatch(rest) is not None
+    )
+
+
+def _is_final(text: str, error: json.JSONDecodeError) -> bool:
+    """Whether more text could not mend an error: a text that just ends too early fails near its end."""
+    return error.pos < len(text) - _ESCAPE and not error.msg.startswith("Unterminated string")
+
+
+def not_json(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON: {error.msg.removesuffix(' at')} at character {error.pos}"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else f"it cannot be read: {error}"
+
+
+# JSON.
+def _json_values(stream: ByteStream, file: InputFile) -> "Iterator[_Value | Problem]":
+    held: Problem | None = None
+    for item in _JsonText(stream, file.name).values():
+        if held is not None:
+            yield held
+        held = item if isinstance(item, Problem) else None
+        if held is None:
+            yield item
+    # Where the file itself breaks off, that is the reason for whatever is wrong with its end.
+    if stream.problem is not None:
+        yield replace(stream.problem, records=0 if held is None else held.records)
+    elif held is not None:
+        yield held
+
+
+class _Value(NamedTuple):
+    """A value, its number among those of the file, and how it is written."""
+
+    number: int
+    value: object
+    raw: str
+
+
+@final
+class _JsonText:
+    """JSON values from a text that is read as it is needed. Bytes that are not UTF-8 come as halves of surrogates.
+
+    A value that is not complete yet looks like a broken one, so it is tried again with twice as much text, up to the
+    limit. Since the text doubles, the time is linear in the size of the value.
+
+    A broken element of an array ends at the next comma outside of its brackets and quotes, or where another object
+    begins as the ones before do, if that comes first: brackets and quotes may be what is missing. Among values that
+    follow one another the reading goes on with the next line that is not indented.
+    """
+
+    def __init__(self, stream: ByteStream, name: str) -> None:
+        self._stream = stream
+        self._name = name
+        self._bytes = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self._text = ""
+        self._at = 0
+        self._offset = 0  # of the text's first byte
+        self._ended = False
+        self._number = 0
+        self._in_array = False
+        self._key = ""  # the first name in the last object, as it is written
+
+    def values(self) -> Iterator[_Value | Problem]:
+        """Every value, and a problem for each element that is none."""
+        self._grow()
+        self._at = 1 if self._text.startswith("\ufeff") else 0
+        self._in_array = self._peek() == "["
+        self._at += self._in_array
+        item: _Value | Problem | None = None  # since the last comma
+        after_comma, closed = False, not self._in_array
+        while following := self._peek():
+            if self._in_array and following == "]":
+                if after_comma:
+                    yield self._broken("there is a comma before the closing bracket")
+                self._at += 1
+                item, after_comma, closed = None, False, True
+                if self._peek():
+                    yield self._broken("there is something after the closing bracket")
+                    self._at += self._peek() in ",[]"
+            elif self._in_array and following == "," and item is not None:
+                self._at += 1
+                item, after_comma = None, True
+            elif self._in_array and isinstance(item, _Value):
+                # After a text, the quote that ends it is likely that of another one, which begins here.
+                is_text, begins = isinstance(item.value, str), following in '{["'
+                item = self._broken("there is no comma after the element", int(is_text and not begins))
+                yield item
+                if not begins:
+                    self._skip(self._at, quoted=is_text)
+                item = item if self._peek() in ",]" else None
+            else:
+                item, after_comma, closed = self._value(), False, not self._in_array
+                yield item
+                item = item if isinstance(item, _Value) or self._peek() in (",", "]", "") else None
+        if not closed and not isinstance(item, Problem):
+            yield self._broken("the array has no closing bracket", kind="truncated")
+
+    def _value(self) -> _Value | Problem:
+        """The next value, or what is wrong with it; then the reading goes on behind it."""
+        self._number += 1
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                if self._ended and is_cut(self._text, error):
+                    problem = self._broken("the file ends inside the element", 1, error.pos, "truncated")
+                    self._at = len(self._text)
+                    return problem
+                if self._ended or _is_final(self._text, error):
+                    return self._past(f"it is not JSON: {error.msg.removesuffix(' at')}", error.pos)
+                value, end = None, len(self._text)
+            except (ValueError, RecursionError) as error:
+                return self._past(not_json(error), self._at)
+            if end - self._at > LINE_LIMIT:
+                return self._past(f"the element has more than {LINE_LIMIT:,} characters", self._at, "too-long")
+            # A number that ends where the text does may go on.
+            if end < len(self._text) or self._ended:
+                return self._whole(value, end)
+            self._grow()
+
+    def _whole(self, value: object, end: int) -> _Value | Problem:
+        """A value that ends at `end`, unless it is the first name in an object that has lost its bracket."""
+        raw = self._text[self._at : end]
+        self._at = end
+        if self._in_array and self._peek() == ":":
+            problem = self._broken("there is a name without an object around it", 1)
+            self._skip(self._at)
+            return problem
+        self._key = _first_key(raw) if isinstance(value, dict) else self._key
+        return _Value(self._number, value, raw)
+
+    def _past(self, message: str, wrong: int, kind: ProblemKind = "json") -> Problem:
+        """The problem of a broken element, which is passed over: `wrong` is where it is not JSON."""
+        problem = self._broken(message, 1, wrong, kind)
+        # Where a quote is missing, the next object begins a little before the place that is found wrong.
+        before = self._text[max(self._at, wrong - _OVERLAP) : wrong]
+        self._skip(None if kind == "too-long" else wrong - len(before) + len(before.rstrip(_PUNCTUATION)))
+        return problem
+
+    def _skip(self, look: int | None, *, quoted: bool = False) -> None:
+        """Goes on from inside a broken element to the comma or bracket after it, or to the end.
+
+        Another element may begin from `look` on, if brackets and quotes do not match.
+        """
+        depth = 0
+        while True:
+            while len(self._text) - self._at < _LOOK and not self._ended:
+                look = None if look is None else look - self._at
+                self._grow()
+            again = None if look is None and self._in_array else self._begins_again(max(look or 0, self._at))
+            end = len(self._text) if self._ended else len(self._text) - _OVERLAP
+            end = again.start() if again is not None else end
+            while self._text[end - 1 : end] == "\\" and end > self._at:  # the half of an escape
+                end -= 1
+            while self._in_array and self._at < end:
+                match = (_IN_STRING if quoted else _OUTSIDE).search(self._text, self._at, end)
+                if match is None:
+                    break
+                token = match[0]
+                if not depth and not quoted and token in ",]":
+                    self._at = match.start()
+                    return
+                self._at = match.end()
+                quoted ^= token == '"'
+                if not quoted:
+                    depth = max(depth + (token in "{[") - (token in "}]"), 0)
+            if again is not None:
+                self._at = again.start() if again[0][0] == "," else again.end()
+                return
+            self._at = max(self._at, end)
+            if self._ended:
+                return
+
+    def _begins_again(self, at: int) -> re.Match[str] | None:
+        """Where another element begins from a place on: an object like those before, or a line that is not indented."""
+        if not self._in_array:
+            return _NEXT_LINE.search(self._text, at)
+        key = self._key or _first_key(self._text[self._at :])
+        return re.compile(rf"[,}}\n]\s*(?=\{{\s*{re.escape(key)})").search(self._text, at) if key else None
+
+    def _peek(self) -> str:
+        """The next character that is no space; nothing at the end."""
+        while True:
+            self._at = _SPACE.match(self._text, self._at).end()  # pyright: ignore[reportOptionalMemberAccess]
+            if self._at < len(self._text) or self._ended:
+                return self._text[self._at : self._at + 1]
+            self._grow()
+
+    def _grow(self) -> None:
+        self._cut()
+        raw = self._stream.read(max(CHUNK, len(self._text)))
+        self._ended = not raw
+        self._text += self._bytes.decode(raw, final=self._ended)
+
+    def _cut(self) -> None:
+        """Lets go of the text before the place that the reading has come to."""
+        self._offset = self._offset_of(self._at)
+        self._text = self._text[self._at :]
+        self._at = 0
+
+    def _offset_of(self, at: int) -> int:
+        return self._offset + len(self._text[:at].encode("utf-8", "surrogateescape"))
+
+    def _broken(self, message: str, records: int = 0, at: int | None = None, kind: ProblemKind = "json") -> Problem:
+        place = f"element {self._number}, byte {self._offset_of(self._at if at is None else at)}"
+        return Problem(self._name, place, kind, message, records)
+
+
+def _first_key(raw: str) -> str:
+    """The first name in the first object of a text, with its quotes; nothing where there is none."""
+    match = _KEY.search(raw)
+    return match[1] if match else ""
+
+
+# Up to the first line end that is not inside of quotes.
+_FIRST_ROW = re.compile(rb'(?:[^"\r\n]++|"[^"]*+")*+')
+
+
+# CSV.
+def read_csv(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
+    """The rows of a CSV file, whose first row names the columns."""
+    for row in _named_rows(stream, file, options.fields):
+        yield row if isinstance(row, Problem) else document_of(Row(row.values, row.place), file, options)
+
+
+def read_csv_rows(stream: ByteStream, file: InputFile) -> Iterator[Row | Problem]:
+    """The rows of a CSV file as objects of texts, named by its first row."""
+    for row in _named_rows(stream, file):
+        if isinstance(row, Problem):
+            yield row
+            continue
+        try:
+            yield Row({name: value.decode("utf-8") for name, value in row.values.items()}, row.place)
+        except UnicodeDecodeError as error:
+            yield Problem(file.name, row.place, "not-utf8", bad_byte(error), records=1)
+
+
+class _NamedRow(NamedTuple):
+    place: str
+    values: dict[str, bytes]
+
+
+def _named_rows(stream: ByteStream, file: InputFile, fields: Sequence[str] = ()) -> Iterator[_NamedRow | Problem]:
+    """The rows with the names that the first row gives; where there are `fields`, with those columns alone.
+
+    A problem that costs every row comes last, with their number, and what is wrong with single rows before it.
+    """
+    rows = iter(_Rows(stream, file))
+    header = next(rows, None)
+    names: list[str] = []
+    wrong: Problem | None = None
+    if header is None:
+        return
+    if isinstance(header, Problem):
+        wrong = replace(header, message=f"the row with the names of the columns: {header.message}")
+    else:
+        names = [name.decode("utf-8", "replace") for name in header.values]
+        if fields and not any(field in names for field in fields):
+            message = f"{no_column(fields)}; there are: {names_shown(names)}"
+            wrong = Problem(file.name, f"line {header.line}", "field", message, records=0)
+    wanted = [names.index(field) for field in fields if field in names] if fields else range(len(names))
+    lost, instead = 0, ""
+    for row in rows:
+        if isinstance(row, Problem):
+            yield row
+            continue
+        place = f"line {row.line}"
+        if wrong is not None:
+            instead = instead or likely_field(dict(zip(names, row.values, strict=False)), fields)
+            lost += 1
+        elif len(row.values) != len(names):
+            message = f"the row has {len(row.values):,} columns and the first row {len(names):,}"
+            yield Problem(file.name, place, "csv", message, records=1)
+        elif fields and row.binary:
+            yield Problem(file.name, place, "binary", "the row holds NUL bytes", records=1)
+        else:
+            yield _NamedRow(place, {names[at]: row.values[at] for at in wanted})
+    if wrong is not None:
+        yield replace(wrong, records=lost, instead=instead if wrong.kind == "field" else "")
+
+
+class _Row(NamedTuple):
+    line: int
+    values: list[bytes]
+    binary: bool
+
+
+class _Parsed(NamedTuple):
+    end: int
+    values: list[bytes]
+    wrong: str
+
+
+@final
+class _Rows:
+    """The rows of a CSV file as bytes, and problems in the place of those that cannot be told apart."""
+
+    def __init__(self, stream: ByteStream, file: InputFile) -> None:
+        self._stream = stream
+        self._name = file.name
+        self._delimiter = b"," if file.format == "csv" else b"\t"
+        self._stop = re.compile(b"[%s\n]" % self._delimiter)
+        self._data = b""
+        self._at = 0
+        self._line = 1
+        self._ended = False
+        self._old_ends = False  # rows end at b"\r", which is read as b"\n"
+
+    def __iter__(self) -> Iterator[_Row | Problem]:
+        while len(self._data) < len(codecs.BOM_UTF8) and self._grow():
+            pass
+        self._at = len(codecs.BOM_UTF8) if self._data.startswith(codecs.BOM_UTF8) else 0
+        self._find_ends()
+        lost = 0
+        while self._at < len(self._data) or self._grow():
+            line = self._line
+            parsed = self._parse()
+            if parsed is None:
+                size, closed = self._skip()
+                if not closed and self._stream.problem is not None:
+                    lost = 1
+                elif not closed:
+                    message = f"a quote is opened in this row and not closed; lines {line} to {self._line} are lost"
+                    yield Problem(self._name, f"line {line}", "csv", message, records=1)
+                else:
+                    yield Problem(self._name, f"line {line}", "too-long", too_long(size, LINE_LIMIT), records=1)
+                continue
+            raw = self._data[self._at : parsed.end]
+            self._at = parsed.end
+            self._line += raw.count(b"\n")
+            if not raw.strip(b"\r\n"):
+                continue
+            if self._stream.problem is not None and self._ended and not raw.endswith(b"\n"):
+                lost = 1
+            elif (size := len(raw.removesuffix(b"\n"))) > LINE_LIMIT:
+                yield Problem(self._name, f"line {line}", "too-long", too_long(size, LINE_LIMIT), records=1)
+            elif parsed.wrong:
+                last = self._line - 1 if raw.endswith(b"\n") else self._line
+                message = f"{parsed.wrong}; lines {line} to {last} are lost"
+                yield Problem(self._name, f"line {line}", "csv", message, records=1)
+            else:
+                yield _Row(line, parsed.values, b"\0" in raw)
+        if self._stream.problem is not None:
+            yield replace(self._stream.problem, records=lost)
+
+    def _find_ends(self) -> None:
+        """Looks at the end of the first row, which tells what ends all of them."""
+        while True:
+            match = _FIRST_ROW.match(self._data, self._at)
+            end = match.end() if match else self._at
+            # A b"\r" at the end of what is read may be half of a line end.
+            if end + 1 < len(self._data) or self._ended or len(self._data) > LINE_LIMIT:
+                break
+            self._grow()
+        if self._data[end : end + 1] == b"\r" and self._data[end + 1 : end + 2] != b"\n":
+            self._old_ends = True
+            self._data = _new_ends(self._data)
+
+    def _parse(self) -> _Parsed | None:
+        """The next row; nothing if it has no end, or none within the limit."""
+        while (parsed := self._parse_held()) is None:
+            if self._ended or len(self._data) - self._at > LINE_LIMIT + 1:
+                return None
+            self._grow()
+        return parsed
+
+    def _parse_held(self) -> _Parsed | None:
+        """The next row if it can be told from what was read so far."""
+        data, at, values, wrong = self._data, self._at, [], ""
+        end = data.find(b"\n", at)
+        if end < 0 and not self._ended:
+            return None
+        end = len(data) if end < 0 else end
+        if data.find(b'"', at, end) < 0:
+            return _Parsed(min(end + 1, len(data)), data[at:end].removesuffix(b"\r").split(self._delimiter), "")
+        while True:
+            quoted = data.startswith(b'"', at)
+            close = self._close(at + 1) if quoted else at
+            if close < 0:
+                return None
+            stop = self._stop.search(data, close)
+            if stop is None and not self._ended:
+                return None
+            end = len(data) if stop is None else stop.start()
+            last = stop is None or stop[0] == b"\n"
+            value = data[close:end].removesuffix(b"\r") if last else data[close:end]
+            if quoted:
+                if value != b'"':
+                    wrong = "there is something between a quote that closes and what should follow it"
+                value = data[at + 1 : close].replace(b'""', b'"')
+            values.append(value)
+            at = len(data) if stop is None else stop.end()
+            if last:
+                return _Parsed(at, values, wrong)
+
+    def _close(self, at: int) -> int:
+        """Where the quote is that closes a value; if it has not been read yet, ~place, from where to look for it."""
+        data = self._data
+        while (at := data.find(b'"', at)) >= 0:
+            if at + 1 == len(data) and not self._ended:
+                return ~at  # it may be the first of two
+            if not data.startswith(b'"', at + 1):
+                return at
+            at += 2
+        return ~len(data)
+
+    def _skip(self) -> tuple[int, bool]:
+        """Passes over the next row without holding it: its size, and whether it had an end."""
+        size = 0
+        quoted, begins = False, True
+        while True:
+            data, at = self._data, self._at
+            if begins and at < len(data):
+                begins, quoted = False, data.startswith(b'"', at)
+                at += quoted
+            end = len(data)
+            if quoted:
+                close = self._close(at)
+                if close < 0:
+                    end = ~close
+                else:
+                    quoted, at = False, close + 1
+            stop = None if quoted else self._stop.search(data, at)
+            if stop is not None:
+                begins, end = True, stop.end()
+            self._line += data.count(b"\n", self._at, end)
+            size += end - self._at
+            self._at = end
+            if stop is not None and stop[0] == b"\n":
+                return size - 1, True
+            # What is left at the end is a quote of which it is clear now that no other follows.
+            if stop is None and not self._grow() and self._at == len(self._data):
+                return size, not quoted
+
+    def _grow(self) -> bool:
+        if self._ended:
+            return False
+        rest = self._data[self._at :]
+        more = self._stream.read(max(CHUNK, min(len(rest), LINE_LIMIT)))
+        more = _new_ends(more) if self._old_ends else more
+        self._data, self._at, self._ended = rest + more, 0, not more
+        return bool(more)
+
+
+def _new_ends(raw: bytes) -> bytes:
+    return raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n")

@@ -40,10 +40,9 @@ MODEL = (
     LAST,
     Option(("--device",), {"default": "auto", "help": "auto, cpu, mps, cuda or cuda:N"}),
 )
-RESUME = option("--resume", "auto|PATH", "resume a run: auto (if there is one), a run folder or a checkpoint")
 _HOSTS = verbs_training.MOST_PROCESSES
 TRAINING = (
-    RESUME,
+    option("--resume", "auto|PATH", "resume a run: auto (if there is one), a run folder or a checkpoint"),
     flag("--json", "print records as JSON lines and nothing else"),
     flag("--view", "a panel with curve, speed, card and warnings"),
     number("--gpus", 1, _HOSTS, "train with N processes, one for each GPU; without GPUs, on the CPU", metavar="N"),
@@ -551,9 +550,8 @@ def _listing(commands: dict[str, Command], indent: int, width: int | None) -> st
     width = max(width or shutil.get_terminal_size().columns, indent + 22)
     lines = []
     for name, command in commands.items():
-        head, below = f"  {name:<{indent}}", " " * (indent + 2)
-        text = command.summary
-        lines.append(textwrap.fill(text, width, initial_indent=head, subsequent_indent=below, break_on_hyphens=False))
+        indents = {"initial_indent": f"  {name:<{indent}}", "subsequent_indent": " " * (indent + 2)}
+        lines.append(textwrap.fill(command.summary, width, break_on_hyphens=False, **indents))
     return "\n".join(lines)
 
 

@@ -51,8 +51,8 @@ def estimate(parsed: argparse.Namespace) -> int:
     imported = time.perf_counter() - began
     from flatout.observe.measured.estimate_table import print_estimate
 
-    line, asked = Line(), {"price": parsed.price, "probe": not parsed.no_probe}
-    asked |= {} if parsed.seconds is None else {"seconds": parsed.seconds}
+    asked = {name: getattr(parsed, name) for name in ("price", "seconds") if getattr(parsed, name) is not None}
+    line, asked["probe"] = Line(), not parsed.no_probe
     with ended_by_signals(lambda: "nothing was written"), contextlib.closing(line):
         result = flatout.estimate(loaded, **asked, imported=imported, notice=lambda what: line.show(f"{what} ..."))
     body = result.to_json()

@@ -42,9 +42,8 @@ def explain(parsed: argparse.Namespace) -> int:
     words = [word for word in (parsed.field, parsed.config) if word is not None]
     fields = [path for path in map(_field_called, words) if path is not None]
     configs_named = [word for word in words if _field_called(word) is None]
-    for several in (fields, configs_named):
-        if len(several) > 1:
-            raise UsageError(f"unexpected word {quoted(several[1])}", "write settings as SECTION.FIELD=VALUE")
+    if left := [*fields[1:], *configs_named[1:]]:
+        raise UsageError(f"unexpected word {quoted(left[0])}", "write settings as SECTION.FIELD=VALUE")
     parsed.config = next(iter(configs_named), None)
     loaded = load(parsed)
     if fields:

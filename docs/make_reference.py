@@ -196,7 +196,7 @@ def _shown(option: Option) -> str:
     name, more = option.names[0], option.more
     value = more.get("metavar", more.get("dest", name).strip("-").replace("-", "_").upper())
     if option.by_place:
-        return {"?": f"[{value}]", "+": f"{value} ...", "*": f"[{value} ...]"}.get(more.get("nargs"), value)
+        return {"?": f"[{value}]", "+": f"{value} ...", "*": f"[{value} ...]"}.get(str(more.get("nargs")), value)
     return name if more.get("action") == "store_true" else f"{name} {'|'.join(more.get('choices', [value]))}"
 
 

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.checkpoints.adapter_folder import adapter_plan
+from flatout.checkpoints.base_and_adapter import adapter_plan
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import IN_PYTHON
@@ -46,7 +46,7 @@ from flatout.data.sample_data import SampleLoader, SampleOrder, SampleRows
 from flatout.data.samples import Samples
 from flatout.device import Scope, detect_device, use_expandable_segments
 from flatout.engine.graphs import MicroBatchGraph, Recorder
-from flatout.engine.notices import Notices
+from flatout.engine.monitor import Notices
 from flatout.engine.setup import only_adapters
 from flatout.engine.step import TrainStep
 from flatout.errors import UserError

@@ -18,8 +18,8 @@ from flatout.checkpoints.checkpoint import read_checkpoint, write_checkpoint
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.engine import run as engine_run
-from flatout.engine.saving import capture, restore, write_sharded
 from flatout.engine.setup import all_weights
+from flatout.engine.state import capture, restore, write_sharded
 from flatout.engine.step import TrainStep
 from flatout.errors import UserError
 from flatout.launch import launch

@@ -3,7 +3,7 @@
 from flatout.checkpoints.checkpoint import Checkpoint
 from flatout.config.load import LoadedConfig
 from flatout.data.array_data import Arrays
-from flatout.engine.custom import Given
+from flatout.engine.custom import CustomParts
 from flatout.engine.run import Run
 from flatout.resolve.opening import DataSource
 from flatout.resolve.plan import RunPlan
@@ -18,13 +18,13 @@ def planned(
     *,
     resumed: Checkpoint | None = None,
     arrays: Arrays | None = None,
-    given: Given | None = None,
+    custom: CustomParts | None = None,
 ) -> RunPlan:
     world = world or World()
     asked = loaded if resumed is None else as_before(loaded, resumed.config)
     with world.fail_together():
         source = DataSource(asked, take_device(asked, world), arrays=arrays, resumed=resumed)
-    return resolve(source, world, custom=(given or Given()).custom)
+    return resolve(source, world, custom=(custom or CustomParts()).facts)
 
 
 def set_up(
@@ -33,7 +33,7 @@ def set_up(
     *,
     resumed: Checkpoint | None = None,
     arrays: Arrays | None = None,
-    given: Given | None = None,
+    custom: CustomParts | None = None,
 ) -> Run:
-    plan = planned(loaded, world, resumed=resumed, arrays=arrays, given=given)
-    return Run(plan, world, resumed=resumed, given=given)
+    plan = planned(loaded, world, resumed=resumed, arrays=arrays, custom=custom)
+    return Run(plan, world, resumed=resumed, custom=custom)

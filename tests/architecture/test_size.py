@@ -22,16 +22,16 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 53_938,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 43_211,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 53_882,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 43_122,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 111,  # all Python outside tests
-    "modules": 264,  # of src/flatout, as all the following
+    "modules": 257,  # of src/flatout, as all the following
     "modules with one importer": 55,
     "settings": 148,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
-    "class names with two meanings": 7,
+    "class names with two meanings": 6,
     "modules that import RunConfig": 0,  # besides config, resolve and the command line
-    "modules that engine/setup.py imports": 20,  # of our own
+    "modules that engine/setup.py imports": 19,  # of our own
 }
 LONGEST_MODULE = 749  # physical lines, in src; at most
 LONGEST_LINE = 120

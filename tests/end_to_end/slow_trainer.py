@@ -6,7 +6,7 @@ from typing import Any
 
 from flatout import cli
 from flatout.checkpoints import checkpoint_files
-from flatout.engine import boundary, saver, writer
+from flatout.engine import saver, saving, writer
 
 
 def train_slowly(delay: float, phase: Path, beside: bool, words: list[str]) -> int:
@@ -16,7 +16,7 @@ def train_slowly(delay: float, phase: Path, beside: bool, words: list[str]) -> i
     which of them the process is: training, saving or judging; while a checkpoint is written beside training that is
     saving, too; it is where `beside` says so. What is replaced here stays so in this process.
     """
-    real_sync, real_verdict = checkpoint_files.sync_and_hash, boundary.write_verdict
+    real_sync, real_verdict = checkpoint_files.sync_and_hash, saving.write_verdict
     real_write, real_save = saver.write_checkpoint, saver.Saver._save
     writer._START = slow_start(delay)
     saver.SMALL = 0 if beside else saver.SMALL
@@ -42,7 +42,7 @@ def train_slowly(delay: float, phase: Path, beside: bool, words: list[str]) -> i
         real_verdict(*arguments)
         phase.write_text("training")
 
-    checkpoint_files.sync_and_hash, boundary.write_verdict = slow_sync, write_verdict
+    checkpoint_files.sync_and_hash, saving.write_verdict = slow_sync, write_verdict
     saver.write_checkpoint, saver.Saver._save = write_checkpoint, save_beside
     return cli.main(["train", *words])
 

@@ -12,10 +12,9 @@ import torch
 import flatout
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint, read_verdict
 from flatout.config.load import load_config
-from flatout.engine import full_disk
-from flatout.engine import saver as saving
-from flatout.engine.boundary import Boundary
-from flatout.engine.writer import Plan, Writer
+from flatout.engine import recovery, saver
+from flatout.engine.saving import Boundary
+from flatout.engine.writer import SavePlan, Writer
 from flatout.errors import DivergedError, ResourceError
 from flatout.folders import process_lives
 from flatout.observe.sinks import MetricsFile, read_metrics
@@ -37,18 +36,18 @@ def writers(monkeypatch) -> list[Writer]:
             made.append(Writer(memory))
             return made[-1]
 
-    monkeypatch.setattr(saving, "Writer", Kept())
+    monkeypatch.setattr(saver, "Writer", Kept())
     return made
 
 
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes checkpoints beside training from now on, however small they are."""
-    monkeypatch.setattr(saving, "SMALL", 0)
+    monkeypatch.setattr(saver, "SMALL", 0)
 
 
 def at_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a save never land by itself: it is concluded by the next one, or by the end."""
-    monkeypatch.setattr(Boundary, "landed", False)
+    monkeypatch.setattr(Boundary, "save_is_done", False)
 
 
 def of(records: list[Record], kind: type) -> list:
@@ -109,7 +108,7 @@ def test_a_writer_killed_in_the_middle_costs_a_notice(tiny, monkeypatch, writers
     beside(monkeypatch)
     real, saves = Writer.save, itertools.count(1)
 
-    def killed(self: Writer, plan: Plan) -> int:
+    def killed(self: Writer, plan: SavePlan) -> int:
         if next(saves) == 2:
             os.kill(self.pid or 0, signal.SIGKILL)
         return real(self, plan)
@@ -129,8 +128,8 @@ def test_a_disk_that_stays_full_is_the_error_it_was(tiny, monkeypatch, writers):
     beside(monkeypatch)
     list(flatout.train(tiny("train.steps=3", "output.folder=run")))
     monkeypatch.setattr(Writer, "save", full)
-    monkeypatch.setattr(saving, "save_plan", full)
-    monkeypatch.setattr(full_disk, "WAIT", 0.0)
+    monkeypatch.setattr(saver, "save_plan", full)
+    monkeypatch.setattr(recovery, "WAIT", 0.0)
     words = ["train.steps=9", "checkpoint.every=3", "output.folder=run"]
     with pytest.raises(ResourceError, match=r"could not write checkpoint run/checkpoints/step-00000006: No space left"):
         list(flatout.train(tiny(*words), resume="auto"))
@@ -241,7 +240,7 @@ def test_a_save_comes_when_minutes_have_passed(tiny, minutes, saved):
 
 
 def test_minutes_are_counted_from_the_last_save(tiny, monkeypatch):
-    from flatout.engine import boundary, loop
+    from flatout.engine import loop, saving
 
     now = itertools.count()  # one second for each time that somebody asks
 
@@ -249,7 +248,7 @@ def test_minutes_are_counted_from_the_last_save(tiny, monkeypatch):
         perf_counter = staticmethod(lambda: 0.0)
         monotonic = staticmethod(lambda: float(next(now)))
 
-    monkeypatch.setattr(boundary, "time", Clock)
+    monkeypatch.setattr(saving, "time", Clock)
     monkeypatch.setattr(loop, "time", Clock)
     words = ["train.steps=9", "checkpoint.keep=9", "checkpoint.every=0.05 minutes", "output.folder=run"]
     records = list(flatout.train(tiny(*words)))

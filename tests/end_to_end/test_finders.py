@@ -15,8 +15,7 @@ import flatout
 from flatout.cli import dispatch
 from flatout.config.load import load_config
 from flatout.engine import loop
-from flatout.engine.books import Progress
-from flatout.engine.saving import capture
+from flatout.engine.state import Progress, capture
 from flatout.errors import ConfigError, DataError, DeviceMemoryError, DivergedError, ResourceError, UsageError
 from flatout.front import output
 from flatout.records import EvalRecord

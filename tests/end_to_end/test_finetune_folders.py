@@ -12,7 +12,7 @@ import torch
 import flatout
 from flatout import api, folders
 from flatout.checkpoints import checkpoint
-from flatout.checkpoints.adapter_folder import step_of
+from flatout.checkpoints.base_and_adapter import step_of
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.cli import main
 from flatout.config.load import load_config
@@ -187,9 +187,9 @@ def test_a_run_with_less_context_than_its_base_leaves_eigenstates_as_they_were(w
 
 
 def test_a_checkpoint_from_before_there_was_a_hash_still_loads(words, monkeypatch):
-    from flatout.engine import boundary
+    from flatout.engine import saving
 
-    capture = boundary.capture
+    capture = saving.capture
 
     def without(*arguments):
         checkpoint = capture(*arguments)
@@ -197,7 +197,7 @@ def test_a_checkpoint_from_before_there_was_a_hash_still_loads(words, monkeypatc
         checkpoint.state.pop("stops")
         return checkpoint
 
-    monkeypatch.setattr(boundary, "capture", without)
+    monkeypatch.setattr(saving, "capture", without)
     run(words())
     assert api.load_model("runs/lora", device="cpu").adapters is not None
     assert isinstance(run(words("train.steps=4", "output.name=more"))[-1], EndRecord)

@@ -14,7 +14,7 @@ import torch
 
 import flatout
 from flatout import api
-from flatout.checkpoints.adapter_folder import stored_quantize
+from flatout.checkpoints.base_and_adapter import stored_quantize
 from flatout.cli import main
 from flatout.config.load import load_config
 from flatout.diagnose import check_run

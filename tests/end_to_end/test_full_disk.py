@@ -14,7 +14,7 @@ import pytest
 
 import flatout
 from flatout.config.load import load_config
-from flatout.engine import boundary, full_disk, saver, writer
+from flatout.engine import recovery, saver, saving, writer
 from flatout.errors import FullDiskError
 from flatout.records import NoticeRecord, Record
 from tests.conftest import TINY
@@ -66,8 +66,8 @@ class Trials:
         Path("disk").mkdir(exist_ok=True)
         shutil.copytree("disk", "start")
         clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: self.disk.make_room())
-        monkeypatch.setattr(full_disk, "time", clock)
-        monkeypatch.setattr(boundary, "_LOOK", 0.01)
+        monkeypatch.setattr(recovery, "time", clock)
+        monkeypatch.setattr(saving, "_LOOK", 0.01)
         places = ", ".join(f"Path({str(Path(name).absolute())!r})" for name in ("disk", "state"))
         install = f"sys.path.insert(0, {str(ROOT)!r}); from pathlib import Path; from tests.full_disk import Disk"
         begin, path, serve = writer._START.split("; ", 2)

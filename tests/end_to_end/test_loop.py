@@ -18,8 +18,7 @@ from flatout.data import pack
 from flatout.data.tokenizer import CharTokenizer
 from flatout.device import Device, detect_device
 from flatout.engine import recovery
-from flatout.engine.books import Progress
-from flatout.engine.saving import capture
+from flatout.engine.state import Progress, capture
 from flatout.errors import DataError, DivergedError, DoesNotFitError, HardwareError, ResourceError, UserError
 from flatout.generation import decode
 from flatout.model.count import estimate_memory
@@ -57,7 +56,7 @@ def test_intervals_that_are_never_reached_are_told(tiny):
     assert "only the end and each best so far are saved" in told("checkpoint.every=50", "eval.every=3")
     words = [f"data.source={tiny().config.data.source}", "train.steps=6", *TINY]
     preset = load_config("shakespeare-char", [word for word in words if ".every=" not in word])
-    assert preset.config.checkpoint.every > 6
+    assert preset.config.checkpoint.steps > 6
     (saving,) = [notice for notice in set_up(preset).notices if "reached" in notice]
     assert saving.startswith("checkpoint.every 350 is never reached in 6 steps"), (
         "a preset's; of its eval.every nothing"

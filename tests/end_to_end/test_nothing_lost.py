@@ -26,7 +26,7 @@ from flatout.checkpoints.checkpoint import (
     verify_checkpoint,
     write_checkpoint,
 )
-from flatout.engine import boundary, diverged, full_disk, recovery, saver
+from flatout.engine import diverged, recovery, saver, saving
 from flatout.errors import DivergedError, ResourceError, UsageError
 from flatout.front import training
 from flatout.host import THREAD_VARIABLES
@@ -173,10 +173,10 @@ def test_a_damaged_pointer_to_the_best_chooses_no_other_weights(tiny, tmp_path, 
 
 
 def test_a_run_without_a_best_step_leaves_no_older_pointer_to_one(tmp_path):
-    boundary.write_best(tmp_path, None, None)
+    saving.write_best(tmp_path, None, None)
     assert not (tmp_path / "best.json").exists()
     (tmp_path / "best.json").write_bytes(b'{"step": 4, "loss": 1.0}')  # without a seal
-    boundary.write_best(tmp_path, None, None)
+    saving.write_best(tmp_path, None, None)
     assert json.loads((tmp_path / "best.json").read_bytes())["step"] is None
 
 
@@ -304,12 +304,12 @@ def test_a_stop_waits_until_no_bad_steps_are_counted(tiny, monkeypatch):
 
 def test_a_checkpoint_that_is_not_finite_is_told_and_passed_over(tiny, monkeypatch):
     words = ["train.steps=6", "checkpoint.every=2", "checkpoint.keep=1", "output.folder=run"]
-    real = boundary.quick_loss
+    real = saving.quick_loss
 
     def found(run, size):
         return (math.nan, size, []) if int(run.step.updates) == 4 else real(run, size)
 
-    monkeypatch.setattr(boundary, "quick_loss", found)
+    monkeypatch.setattr(saving, "quick_loss", found)
     records = []
     for record in flatout.train(tiny(*words)):
         records.append(record)
@@ -387,7 +387,7 @@ def test_a_kill_at_a_boundary_neither_repeats_nor_skips_an_evaluation(tiny, monk
     list(flatout.train(tiny(*words, "output.folder=reference")))
     for nth in (1, 2):
         with monkeypatch.context() as patch:
-            room = recovery if where == "evaluate" else boundary
+            room = recovery if where == "evaluate" else saving
             real, calls = getattr(room, where), itertools.count(1)
 
             def dies(*args, real=real, calls=calls, nth=nth, **options):
@@ -414,7 +414,7 @@ def test_a_kill_before_the_verdict_on_a_best_checkpoint_loses_no_record(tiny, mo
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(boundary, "write_verdict", dies)
+        patch.setattr(saving, "write_verdict", dies)
         with pytest.raises(Killed):
             list(flatout.train(tiny(*words, "output.folder=run")))
     assert read_checkpoint(Path("run/checkpoints/step-00000002")).step == 2
@@ -467,7 +467,7 @@ def test_records_wait_for_space_on_a_full_disk(tiny, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(handle, content[:20] if call == 13 else content)
 
-    monkeypatch.setattr(full_disk, "PAUSE", 0.01)
+    monkeypatch.setattr(recovery, "PAUSE", 0.01)
     monkeypatch.setattr(sinks, "os", SimpleNamespace(write=write))
     records = list(flatout.train(tiny("train.steps=20", "output.folder=run")))
     notices = [record.message for record in records if isinstance(record, NoticeRecord)]

@@ -37,7 +37,7 @@ from flatout.corpus import sources
 from flatout.data import plan, shards
 from flatout.data.shards import open_dataset
 from flatout.engine import saver
-from flatout.engine.writer import Plan, save_plan
+from flatout.engine.writer import SavePlan, save_plan
 from flatout.errors import DivergedError, UserError
 from flatout.files import write_whole
 from flatout.folders import MARK
@@ -203,7 +203,7 @@ class WriterHere:
     def __init__(self, handle: int) -> None:
         self.memory = memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ))
 
-    def save(self, plan: Plan) -> int:
+    def save(self, plan: SavePlan) -> int:
         return save_plan(self.memory, plan)
 
     def close(self) -> None:

@@ -17,8 +17,7 @@ from flatout.config.facts import value_at
 from flatout.config.load import LoadedConfig
 from flatout.config.yaml_loader import format_value
 from flatout.engine import recovery
-from flatout.engine.books import Progress
-from flatout.engine.saving import capture, restore
+from flatout.engine.state import Progress, capture, restore
 from flatout.engine.step import LossScale
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.front.resuming import Origin, check_resumed, check_shape

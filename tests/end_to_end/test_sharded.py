@@ -19,7 +19,7 @@ from flatout import api
 from flatout.checkpoints.checkpoint import Checkpoint, read_checkpoint, read_verdict, verify_checkpoint
 from flatout.config.catalogue import shipped_names
 from flatout.device import Device
-from flatout.engine import boundary, full_disk, saving
+from flatout.engine import recovery, saving, state
 from flatout.engine.step import TrainStep
 from flatout.errors import CheckpointError
 from flatout.model.count import MemoryEstimate
@@ -185,9 +185,9 @@ def _disk_full_once(folder: Path, preset: str, words: list[str]) -> list[str]:
         return write
 
     with (
-        mock.patch.object(saving, "write_files", failing_once(saving.write_files, "1")),
-        mock.patch.object(boundary, "write_verdict", failing_once(boundary.write_verdict, "0")),
-        mock.patch.object(full_disk, "PAUSE", 0.1),
+        mock.patch.object(state, "write_files", failing_once(state.write_files, "1")),
+        mock.patch.object(saving, "write_verdict", failing_once(saving.write_verdict, "0")),
+        mock.patch.object(recovery, "PAUSE", 0.1),
     ):
         return learn(folder, preset, words).notices
 

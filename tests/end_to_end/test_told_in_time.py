@@ -17,7 +17,7 @@ import pytest
 
 import flatout
 from flatout.config.load import load_config
-from flatout.engine import machine
+from flatout.engine import monitor
 from flatout.host import CoreClock, usable_cores
 from flatout.observe.terminal import TerminalReader
 from tests.conftest import TINY
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def quick_readings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "SECONDS_BETWEEN", 0.05)
+    monkeypatch.setattr(monitor, "SECONDS_BETWEEN", 0.05)
 
 
 def warning_of(loaded, kind: str, **given) -> str:
@@ -52,8 +52,8 @@ def test_a_busy_machine(tiny, monkeypatch):
         passed = time.monotonic() - began
         return CoreClock(now=passed, own=0.5 * passed, busy=2.0 * passed, waited=1.2 * passed)
 
-    monkeypatch.setattr(machine, "core_clock", clock)
-    monkeypatch.setattr(machine, "usable_cores", lambda: 2.0)
+    monkeypatch.setattr(monitor, "core_clock", clock)
+    monkeypatch.setattr(monitor, "usable_cores", lambda: 2.0)
     line = warning_of(tiny("train.steps=100000", "speed.threads=2"), "busy host")
     assert "the run's 2 threads wait for cores: others use 1.5 of 2 cores" in line
     assert "speed.threads=1" in line
@@ -82,7 +82,7 @@ def test_a_leaking_loader(tmp_path, monkeypatch):
 def test_a_card_at_half_its_clock(tiny, monkeypatch):
     slow = driver(nvmlDeviceGetClockInfo=lambda handle, kind: 990,
                   nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0)  # fmt: skip
-    monkeypatch.setattr(machine, "_open", lambda device: (slow, "handle"))
+    monkeypatch.setattr(monitor, "_open", lambda device: (slow, "handle"))
     line = warning_of(tiny("train.steps=100000"), "slow card")
     assert "the card works at 990 of 1980 MHz" in line
     assert "nvidia-smi -rgc" in line

@@ -12,11 +12,10 @@ pytest.importorskip("triton")
 
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.device import Scope, detect_device
-from flatout.engine.books import Progress
 from flatout.engine.graphs import MicroBatchGraph, Recorder
-from flatout.engine.notices import Notices
+from flatout.engine.monitor import Notices
 from flatout.engine.run import Run
-from flatout.engine.saving import capture, restore
+from flatout.engine.state import Progress, capture, restore
 from flatout.engine.step import TrainStep
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flatout.config.schema import ModelConfig
-from flatout.engine.eigenstates import look_at_eigenstates
+from flatout.engine.monitor import look_at_eigenstates
 from flatout.model.gpt import GPT, build_model
 from flatout.observe.eigenstates import eigenstate_history, memory_sentence, record_sentence
 from flatout.observe.plots import (

@@ -8,7 +8,7 @@ import pytest
 
 from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
-from flatout.engine.boundary import is_due
+from flatout.engine.saving import is_due
 from flatout.observe.measured.estimate_table import expected, print_estimate
 from flatout.observe.terminal import TerminalReader
 from flatout.records import RunInfo, StepRecord

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.checkpoints.adapter_folder import adapter_plan
+from flatout.checkpoints.base_and_adapter import adapter_plan
 from flatout.config.facts import names_in
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
@@ -18,8 +18,7 @@ from flatout.config.unused import check_used
 from flatout.data.sample_data import SampleOrder, SampleRows
 from flatout.data.samples import Samples
 from flatout.device import Device
-from flatout.engine.books import Progress
-from flatout.engine.saving import capture
+from flatout.engine.state import Progress, capture
 from flatout.engine.step import LossScale
 from flatout.errors import CheckpointError, DoesNotFitError, HardwareError, UserError
 from flatout.front.resuming import Origin, check_resumed

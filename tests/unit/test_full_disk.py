@@ -4,8 +4,8 @@ import errno
 
 import pytest
 
-from flatout.engine import full_disk
-from flatout.engine.full_disk import when_there_is_room
+from flatout.engine import recovery
+from flatout.engine.recovery import when_there_is_room
 from flatout.errors import FullDiskError
 from flatout.files import disk_errors
 from flatout.records import NoticeRecord
@@ -36,7 +36,7 @@ def failing(times: int, number: int = errno.ENOSPC):
 
 
 def test_a_save_waits_for_space(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(full_disk, "PAUSE", 0.01)
+    monkeypatch.setattr(recovery, "PAUSE", 0.01)
     told, result = drained(failing(3), 5.0)
     assert result == "saved"
     assert len(told) == 2
@@ -45,7 +45,7 @@ def test_a_save_waits_for_space(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_not_forever(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(full_disk, "PAUSE", 0.01)
+    monkeypatch.setattr(recovery, "PAUSE", 0.01)
     with pytest.raises(FullDiskError):
         drained(failing(10**6), 0.05)
 

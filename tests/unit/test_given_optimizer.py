@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatout.engine.custom import Given
+from flatout.engine.custom import CustomParts
 from flatout.errors import ConfigError
 from flatout.optim.optimizers import Optimizers, trainables
 
@@ -13,7 +13,7 @@ FACTORS = [0.5, 1.0, 0.25]
 
 def built(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.Adam, **how) -> Optimizers:
     given = trainables(model)
-    return Optimizers(Given(optimizer=lambda named: kind(named.values(), **how)).rules((), given, FACTORS), given)
+    return Optimizers(CustomParts(optimizer=lambda named: kind(named.values(), **how)).rules((), given, FACTORS), given)
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -101,9 +101,9 @@ def test_numbers_keep_their_types():
 
 def test_tensors_that_the_model_does_not_train_are_refused():
     net, stranger = model(), nn.Parameter(torch.zeros(2))
-    given = Given(optimizer=lambda named: torch.optim.SGD([*named.values(), stranger], lr=1.0))
+    custom = CustomParts(optimizer=lambda named: torch.optim.SGD([*named.values(), stranger], lr=1.0))
     with pytest.raises(ConfigError, match="takes tensors that the model does not train"):
-        given.rules((), trainables(net), FACTORS)
+        custom.rules((), trainables(net), FACTORS)
 
 
 def test_a_checkpoint_calls_it_by_its_class():

@@ -7,7 +7,7 @@ import torch
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.engine import graphs
 from flatout.engine.graphs import WARM_UPS, MicroBatchGraph
-from flatout.engine.notices import Notices
+from flatout.engine.monitor import Notices
 from flatout.engine.setup import only_adapters
 from flatout.engine.step import TrainStep
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan

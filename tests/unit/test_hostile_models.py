@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from flatout.checkpoints.adapter_folder import adapter_at
+from flatout.checkpoints.base_and_adapter import adapter_at
 from flatout.cli import main
 from flatout.data import library_tokenizers, tokenizer
 from flatout.data import tokenizer_files as portable

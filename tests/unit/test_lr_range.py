@@ -9,9 +9,8 @@ import random
 import pytest
 import torch
 
-from flatout.engine.books import Progress
 from flatout.engine.run import Run
-from flatout.engine.saving import capture
+from flatout.engine.state import Progress, capture
 from flatout.errors import ConfigError
 from flatout.tuning import lr_range
 from flatout.tuning.lr_range import (

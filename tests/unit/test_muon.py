@@ -13,7 +13,7 @@ from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.engine.diverged import gentler
 from flatout.engine.graphs import UpdateGraph, record_updates
-from flatout.engine.notices import Notices
+from flatout.engine.monitor import Notices
 from flatout.engine.setup import all_weights
 from flatout.engine.step import TrainStep
 from flatout.errors import CheckpointError, ConfigError

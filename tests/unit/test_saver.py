@@ -18,8 +18,7 @@ import torch
 from flatout.checkpoints.checkpoint import Checkpoint, read_checkpoint, verify_checkpoint, write_checkpoint
 from flatout.engine import saver as module
 from flatout.engine import writer as writing
-from flatout.engine.saver import Saver
-from flatout.engine.shared_block import SharedBlock
+from flatout.engine.saver import Saver, SharedBlock, hold_back
 from flatout.engine.step import TrainStep
 from flatout.engine.writer import Writer
 from flatout.errors import ResourceError
@@ -38,12 +37,11 @@ class Beside:
 
     def __init__(self, folder: Path) -> None:
         self.notices: list[str] = []
-        self.step: Any = SimpleNamespace(copying=None)
+        self.step: Any = SimpleNamespace(hold_back=None)
         self.saver = Saver(folder, CPU, self.step, self.notices.append)
 
     def save(self, checkpoint: Checkpoint) -> module.Saved:
-        self.saver.begin(checkpoint)
-        return self.saver.wait()
+        return self.saver.begin(checkpoint).result()
 
     @property
     def pid(self) -> int:
@@ -82,11 +80,11 @@ def test_the_folder_is_byte_for_byte_that_of_a_save_at_once(tmp_path: Path, besi
 
 def test_what_changes_after_the_copy_does_not_reach_the_file(tmp_path: Path, beside: Beside):
     expected, checkpoint = make(1), make(1)
-    beside.saver.begin(checkpoint)
+    written = beside.saver.begin(checkpoint)
     for tensors in checkpoint.tensor_files().values():
         for tensor in tensors.values():
             tensor.fill_(77)
-    found = read_checkpoint(beside.saver.wait().path)
+    found = read_checkpoint(written.result().path)
     for name, tensors in expected.tensor_files().items():
         mine = found.tensor_files()[name]
         assert all(torch.equal(mine[key], tensor) for key, tensor in tensors.items())
@@ -108,11 +106,11 @@ def test_block_and_process_stay_from_save_to_save(beside: Beside):
 
 
 def test_only_the_next_update_waits_for_the_copy(beside: Beside):
-    beside.saver.begin(make(1))
-    assert beside.step.copying is not None
+    written = beside.saver.begin(make(1))
+    assert beside.step.hold_back is not None
     TrainStep.before_update(beside.step)
-    assert beside.step.copying is None
-    beside.saver.wait()
+    assert beside.step.hold_back is None
+    written.result()
 
 
 def stopped(beside: Beside) -> int:
@@ -123,7 +121,8 @@ def stopped(beside: Beside) -> int:
 
 
 def check_saved_all_the_same(beside: Beside, tmp_path: Path, why: str) -> None:
-    saved = beside.saver.wait()
+    assert beside.saver.last_save is not None
+    saved = beside.saver.last_save.result()
     assert why in (saved.notice or "")
     path, _ = write_checkpoint(tmp_path / "at-once", make(2))
     assert read_tree(saved.path) == read_tree(path)
@@ -133,8 +132,7 @@ def check_saved_all_the_same(beside: Beside, tmp_path: Path, why: str) -> None:
 
 def test_a_writer_that_is_killed_costs_a_notice(tmp_path: Path, beside: Beside):
     pid = stopped(beside)
-    beside.saver.begin(make(2))
-    assert not beside.saver.done
+    assert not beside.saver.begin(make(2)).done()
     os.kill(pid, signal.SIGKILL)
     check_saved_all_the_same(beside, tmp_path, f"it ended with code -{int(signal.SIGKILL)}")
 
@@ -143,8 +141,8 @@ def test_a_writer_that_hangs_is_ended(tmp_path: Path, beside: Beside, monkeypatc
     pid = stopped(beside)
     with monkeypatch.context() as patch:
         patch.setattr(writing, "PATIENCE", 0.2)
-        beside.saver.begin(make(2))
-        while not beside.saver.done:
+        written = beside.saver.begin(make(2))
+        while not written.done():
             time.sleep(0.01)
     check_saved_all_the_same(beside, tmp_path, "no sign of life for 0.2 s")
     assert not process_lives(pid)
@@ -253,12 +251,12 @@ def test_a_gpu_is_copied_from_without_waiting_and_only_what_follows_the_copy_wai
         torch.cuda._sleep(10**8)  # the device is busy, and what it then does is part of the copy
         weights.mul_(2)
         tensors, _, copied = block.take({"model": {"w": weights}, "optimizer": {"m": moments}}, texts)
-        assert copied.event is not None
-        assert not copied.event.query(), "the host went on"
-        copied.hold_back()
+        assert copied is not None
+        assert not copied.query(), "the host went on"
+        hold_back(copied, device)
         weights.fill_(-1)
         moments.fill_(-1)
-        copied.wait()
+        copied.synchronize()
         expected = {"model": 2 * torch.arange(2**24).float(), "optimizer": torch.arange(2**24).float().flip(0)}
         for name, (_, end) in tensors.items():
             found = bytes(block.memory[end - weights.nbytes : end])

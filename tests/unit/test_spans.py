@@ -11,8 +11,8 @@ import torch
 import flatout
 from flatout.config.load import load_config
 from flatout.device import Device
-from flatout.engine import loop, machine
-from flatout.engine.machine import MachineWatch, throttled
+from flatout.engine import loop, monitor
+from flatout.engine.monitor import MachineWatch, throttled
 from flatout.engine.spans import PendingReports, SpanTotals, StepClock, spans_between
 from flatout.records import CheckpointRecord, EvalRecord, MachineRecord, SpanRecord, StepRecord
 from flatout.world import World
@@ -150,7 +150,7 @@ def watch(monkeypatch, library) -> tuple[MachineWatch, list[float]]:
     device = Device(torch_device=torch.device("cuda", 0), name="a card", memory_bytes=2**37, capability=(9, 0))
     monkeypatch.setitem(sys.modules, "pynvml", library)
     monkeypatch.setattr(
-        machine.torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1234-5678")
+        monitor.torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1234-5678")
     )
     now = [100.0]
     return MachineWatch(device, clock=lambda: now[0]), now

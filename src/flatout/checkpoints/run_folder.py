@@ -141,12 +141,12 @@ def read_best(run: Path) -> int | None:
     Each verdict names the best step until then. `best.json` repeats that for people and other programs; it decides only
     where the checkpoint that it names has lost its verdict. Where it says something else, a warning is logged.
     """
-    found, stored = dict(list_checkpoints(checkpoints_of(run))), stored_best(run)
+    found = dict(list_checkpoints(checkpoints_of(run)))
+    named, loss = best_in_file(run)
     claims = [best_known(path) for path in found.values()]
-    if stored is not None and stored[1] in found and read_verdict(found[stored[1]]) is None:
-        claims.append(stored)
+    if named is not None and loss is not None and named in found and read_verdict(found[named]) is None:
+        claims.append((loss, named))
     _, step = min((claim for claim in claims if claim is not None and claim[1] in found), default=(0.0, None))
-    named = named_best(run)
     # A best step that was not saved is no mistake, and neither is a file that is missing.
     if step is not None and named != step and (named in found or (named is None and (run / BEST).exists())):
         logging.getLogger("flatout").warning(
@@ -155,31 +155,25 @@ def read_best(run: Path) -> int | None:
     return step
 
 
-def stored_best(run: Path) -> tuple[float, int] | None:
-    """(loss, step) in a run's `best.json`; None where it is missing or damaged, or from before it had a seal."""
+def best_in_file(run: Path) -> tuple[int | None, float | None]:
+    """(step, loss) in a run's `best.json`: no loss where it is damaged or from before it had a seal; None for neither.
+
+    Only the part that ours may have is read. A pipe is not opened, since it would be waited for.
+    """
+    raw = b""
+    if (run / BEST).is_file():
+        with contextlib.suppress(OSError), (run / BEST).open("rb") as file:
+            raw = file.read(4096)
     try:
-        return as_best(unsealed(_raw_best(run)), "loss", "step")
+        content = parse_json(raw)
     except ValueError:
-        return None
-
-
-def _raw_best(run: Path) -> bytes:
-    """The content of `best.json`, as far as ours may go; nothing where it cannot be read."""
-    if not (run / BEST).is_file():  # a pipe would be waited for
-        return b""
-    with contextlib.suppress(OSError), (run / BEST).open("rb") as file:
-        return file.read(4096)
-    return b""
-
-
-def named_best(run: Path) -> int | None:
-    """The step that a run's `best.json` names, with a seal or without."""
-    try:
-        content = parse_json(_raw_best(run))
-    except ValueError:
-        return None
+        return None, None
     step = content.get("step") if isinstance(content, dict) else None
-    return step if type(step) is int else None
+    try:
+        sealed = as_best(unsealed(raw), "loss", "step")
+    except ValueError:
+        sealed = None
+    return (step if type(step) is int else None), (None if sealed is None else sealed[0])
 
 
 def find_resume_point(run: Path, resume: str | None) -> tuple[Path | None, list[Unusable]]:
@@ -226,19 +220,16 @@ class RunLock:
             # A lock file that somebody else made is not ours to write to.
             os.lseek(self.handle, 0, os.SEEK_SET)
             if self.created or os.read(self.handle, len(LOCK_MARK)) == LOCK_MARK:
-                self._sign()
+                # By these lines the files that come next are known as ours. They are durable first, and since nothing
+                # is written over, a power loss cannot take the earlier ones.
+                sign(self.handle)
+                sync_folder(self.run)
         except OSError as error:  # the lock is held without its text, too
             if error.errno in FULL:
                 raise
         self.accepted = True
         sweep_leftovers(checkpoints_of(self.run))
         sweep(self.run, OWN_NAMES, locked=True)
-
-    def _sign(self) -> None:
-        """Adds a line about who holds the folder. By these lines the files that come next are known as ours: they are
-        durable first, and since nothing is written over, a power loss cannot take the earlier ones."""
-        sign(self.handle)
-        sync_folder(self.run)
 
 
 @contextlib.contextmanager

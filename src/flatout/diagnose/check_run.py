@@ -21,7 +21,7 @@ from typing import Any, final
 
 import torch
 
-from flatout.checkpoints.base_model import Base, open_base, open_start
+from flatout.checkpoints.base_and_adapter import Base, open_base, open_start
 from flatout.checkpoints.run_folder import is_checkpoint
 from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, with_values

@@ -123,7 +123,7 @@ class CustomModel(nn.Module):
         """Nothing is left behind."""
 
 
-def check_model_given(given: object) -> None:
+def check_model(given: object) -> None:
     if not callable(given):  # a module is, too
         raise ConfigError(
             f"a {type(given).__name__} was given as model=",
@@ -131,12 +131,12 @@ def check_model_given(given: object) -> None:
         )
 
 
-def adopt(built: GPT, given: ModelGiven, *, seed: int) -> GPT | CustomModel:
+def customize(built: GPT, given: ModelGiven, *, seed: int) -> GPT | CustomModel:
     """The model that a program gave: `built` after its function has changed it, or a module in its place.
 
     What the function draws comes from `seed`, and the random streams of the process stay as they were.
     """
-    check_model_given(given)
+    check_model(given)
     places = {name: type(module) for name, module in built.named_modules()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -231,7 +231,7 @@ def _check_logits(model: CustomModel) -> None:
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def check_optimizer_given(given: OptimizerGiven) -> None:
+def check_optimizer(given: OptimizerGiven) -> None:
     """Refuses what is neither rules nor a function that builds a torch optimizer."""
     way = "give a function that builds a torch optimizer, such as lambda named: torch.optim.SGD(named.values(), lr=0.1)"
     if isinstance(given, type) and issubclass(given, torch.optim.Optimizer | Optimizer):
@@ -321,7 +321,14 @@ class TorchOptimizer(Optimizer):
         number = self._first.get(parameter)
         if number is not None:
             began, now = self._began[number], self.built.param_groups[number]
-            moved = {key: now[key] for key in now.keys() - {"params", "lr"} if not _same(now[key], began.get(key))}
+            # Tensors are compared by identity: the value of one on the device would be waited for.
+            moved = {
+                key: value
+                for key, value in now.items()
+                if key not in ("params", "lr")
+                and value is not began.get(key)
+                and (isinstance(value, Tensor) or value != began.get(key))
+            }
             found |= {f"group:{key}": value for key, value in _encoded(moved, type(self.built).__name__).items()}
         return found
 
@@ -345,10 +352,6 @@ class TorchOptimizer(Optimizer):
             for key in group.keys() - began.keys() - {"params"}:
                 del group[key]
             group.update(began)
-
-
-def _same(now: Any, began: Any) -> bool:
-    return now is began or (not isinstance(now, Tensor) and bool(now == began))
 
 
 def _encoded(state: Mapping[Any, Any], what: str) -> dict[str, Tensor]:
@@ -388,35 +391,31 @@ def _decoded(key: str, tensor: Tensor, parameter: Tensor, *, on_device: bool) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class CustomParts:
     """`model` is a module, or a function that changes the built one; `optimizer` is rules, or builds one of torch's."""
 
     model: ModelGiven | None = None
     optimizer: OptimizerGiven | None = None
 
     @property
-    def own_optimizer(self) -> bool:
-        """Whether none of ours is left: rules stand beside the config's, a torch optimizer in their place."""
-        return self.optimizer is not None and not isinstance(self.optimizer, Rule | Sequence)
-
-    @property
-    def custom(self) -> Custom:
-        """Which of them there are, for the plan of a run."""
-        return Custom(self.model is not None, self.optimizer is not None, self.own_optimizer)
+    def facts(self) -> Custom:
+        """Which of them there are. Rules stand beside the config's; a torch optimizer takes their place."""
+        torch_optimizer = self.optimizer is not None and not isinstance(self.optimizer, Rule | Sequence)
+        return Custom(self.model is not None, self.optimizer is not None, torch_optimizer)
 
     def check(self) -> None:
         """Refuses what is neither a model nor an optimizer."""
         if self.optimizer is not None:
-            check_optimizer_given(self.optimizer)
+            check_optimizer(self.optimizer)
         if self.model is not None:
-            check_model_given(self.model)
+            check_model(self.model)
 
-    def adopted(self, built: GPT, speed: Speed, seed: int) -> GPT | CustomModel:
+    def model_of(self, built: GPT, speed: Speed, seed: int) -> GPT | CustomModel:
         """The model to train, on the host."""
         if self.model is None:
             return built
         with ONE_AT_A_TIME:  # it draws from the generators of the process
-            model = adopt(built, self.model, seed=seed)
+            model = customize(built, self.model, seed=seed)
         if not isinstance(model, CustomModel):
             return model
         for name, plain in (("checkpointing", "none"), ("loss", "plain"), ("activation_offload", False)):
@@ -426,8 +425,9 @@ class Given:
                     f"set speed.{name}={str(plain).lower()}",
                 )
         if speed.compile == "regional":
-            told = "model= is a module of your own, and has no blocks to compile"
-            raise ConfigError(told, "set speed.compile=default")
+            raise ConfigError(
+                "model= is a module of your own, and has no blocks to compile", "set speed.compile=default"
+            )
         return model
 
     def rules(self, own: Sequence[Rule], trained: Sequence[Trainable], factors: Table) -> tuple[Rule, ...]:
@@ -444,7 +444,7 @@ class Given:
                 "samples are written without a cache, FLOPs are counted by parameters, and the memory estimate is that "
                 "of the config's model"
             )
-        if self.own_optimizer:
+        if self.facts.torch_optimizer:
             yield (
                 "optimizer= is torch's: the schedule of optim scales its own rates, learning_rate, betas, eps and "
                 "weight_decay of optim are not used, and each update waits for the device"
@@ -489,7 +489,7 @@ def count_of(model: LanguageModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_given(given: Mapping[str, str], stored: Mapping[str, Any]) -> None:
+def check_same_parts(given: Mapping[str, str], stored: Mapping[str, Any]) -> None:
     """Refuses to resume a run with another model or optimizer from Python than it was trained with.
 
     `given` is what the run now would say of them, `stored` the state of the checkpoint.

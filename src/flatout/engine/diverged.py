@@ -36,11 +36,10 @@ from flatout.config.schema import OptimConfig
 from flatout.config.unused import unused_paths
 from flatout.config.usual import SMALL_BASE, usual_tuning_rate
 from flatout.data.array_data import Arrays
-from flatout.engine.books import Progress
-from flatout.engine.boundary import quick_loss
-from flatout.engine.custom import Given
+from flatout.engine.custom import CustomParts
 from flatout.engine.run import Run
-from flatout.engine.saving import TRAINED, as_word, capture, differences, restore_weights
+from flatout.engine.saving import quick_loss
+from flatout.engine.state import TRAINED, Progress, as_word, capture, differences, restore_weights
 from flatout.errors import CheckpointError, DivergedError, UserError
 from flatout.optim.rules import role_of
 from flatout.resolve.opening import DataSource
@@ -69,7 +68,7 @@ class Ended:
     source: DataSource
     folder: Path
     first_loss: float | None = None
-    given: Given | None = None
+    custom: CustomParts | None = None
 
     @property
     def resumed(self) -> Checkpoint | None:
@@ -83,12 +82,13 @@ class Ended:
 def with_way_back(error: DivergedError, ended: Ended) -> DivergedError:
     """The error with the command that trains on. Let go of the run first: it has to be built again."""
     lower = gentler(ended.plan)
-    settings, last = (lower, False) if lower is not None else (_safest(ended.plan), True)
-    if settings is None:
+    last = lower is None  # a fresh start at safe rates, which is known by its clip
+    if last and 0 < ended.plan.optim.clip <= _LAST_CLIP:
         hint = (
             "the rates are low already and not the cause: look at the data, or try speed.precision=fp32 from the start"
         )
         return DivergedError(error.message, hint)
+    settings = lower or _settings(ended.plan, _safe_rates(ended.plan), clip=_LAST_CLIP)
     gentle = " ".join(f"{path}={value}" for path, value in settings.items())
     try:
         point, where = _point(ended, fresh=last)
@@ -133,11 +133,6 @@ def gentler(plan: RunPlan) -> dict[str, str] | None:
     rates = {name: min(rate, lower[name]) for name, rate in before.items()}
     # Compared as a command would have them: 2e-07 may be a bit above the floor's own value, again and again.
     return None if _words(rates) == _words(before) else _settings(plan, rates, clip=1.0)
-
-
-def _safest(plan: RunPlan) -> dict[str, str] | None:
-    """Settings of the last fresh start; None where this was the one."""
-    return None if 0 < plan.optim.clip <= _LAST_CLIP else _settings(plan, _safe_rates(plan), clip=_LAST_CLIP)
 
 
 def _safe_rates(plan: RunPlan) -> dict[str, float]:
@@ -188,7 +183,9 @@ def _point(ended: Ended, *, fresh: bool) -> tuple[Path | None, str]:
     once = ended.arrays is not None and ended.arrays.once  # what it gave is gone, and with it the held-out arrays
     start, failed = None, None
     try:
-        start = None if once else _Start(_fresh_run(ended))
+        if not once:
+            plan = resolve(ended.source.from_start(), World(), custom=ended.plan.custom)
+            start = _Start(Run(plan, custom=ended.custom))
     except UserError as error:
         failed = error
     found = None if fresh else _newest_sound(ended, start)
@@ -199,22 +196,11 @@ def _point(ended: Ended, *, fresh: bool) -> tuple[Path | None, str]:
     if start is None:
         return None, ""
     begun = checkpoint_path(checkpoints, 0)
-    if not _is_whole(begun):
+    try:
+        read_checkpoint(begun)
+    except CheckpointError:
         begun = start.save(checkpoints)
     return begun, "the starting weights"
-
-
-def _fresh_run(ended: Ended) -> Run:
-    """The run at its start, in this process alone."""
-    return Run(resolve(ended.source.from_start(), World(), custom=ended.plan.custom), given=ended.given)
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        read_checkpoint(checkpoint)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _newest_sound(ended: Ended, start: "_Start | None") -> Path | None:
@@ -276,8 +262,12 @@ class _Start:
         if not all(self._is_bounded(name, tensor) for name, tensor in _trained(checkpoint)):
             return None
         if not self.kept:
-            parts = {part: _copies(getattr(self.checkpoint, part)) for part in ("model", "optimizer")}
-            self.checkpoint, self.kept = dataclasses.replace(self.checkpoint, **parts), True
+            model, optimizer = (
+                {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+                for tensors in (self.checkpoint.model, self.checkpoint.optimizer)
+            )
+            self.checkpoint = dataclasses.replace(self.checkpoint, model=model, optimizer=optimizer)
+            self.kept = True
         restore_weights(self.run, checkpoint)
         loss = self._measured()
         return loss if loss <= self.loss else None
@@ -298,10 +288,6 @@ def _trained(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in checkpoint.optimizer.items():
         if name.endswith(f".{TRAINED}"):
             yield name.removesuffix(f".{TRAINED}"), tensor
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
 def _size(tensor: Tensor) -> float:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from flatout.engine.notices import Notices
+from flatout.engine.monitor import Notices
 from flatout.model.adapters import Adapters
 from flatout.model.gpt import GPT
 from flatout.ops.documents import DocumentLayout
@@ -212,10 +212,11 @@ class MicroBatchGraph:
 
     def _same_gradients(self) -> bool:
         """Whether gradients lie where recordings add to them. Those are held here, so no other can take their place."""
-        return all(_place(p.grad) == _place(g) for p, g in zip(self.model.parameters(), self.gradients, strict=True))
+        now = [_address(parameter.grad) for parameter in self.model.parameters()]
+        return now == [_address(gradient) for gradient in self.gradients]
 
 
-def _place(gradient: Tensor | None) -> int | None:
+def _address(gradient: Tensor | None) -> int | None:
     return None if gradient is None else gradient.data_ptr()
 
 
@@ -272,7 +273,7 @@ class UpdateGraph:
 
     def _places(self, parameter: Tensor) -> Hashable:
         """Where the gradient and the state lie. State that is put back from a checkpoint is in a new mapping."""
-        return None if parameter.grad is None else parameter.grad.data_ptr(), id(self.muon.state[parameter])
+        return _address(parameter.grad), id(self.muon.state[parameter])
 
     def _record(self, divisor: Tensor, finite: Tensor) -> None:
         inputs = (divisor.clone(), finite.clone())

@@ -11,14 +11,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from flatout.checkpoints.adapter_folder import files_beside
+from flatout.checkpoints.base_and_adapter import files_beside
 from flatout.checkpoints.checkpoint import Checkpoint
 from flatout.data.batch import Batch, BatchLoader, Span, TrainingData
 from flatout.device import ONE_AT_A_TIME, peak_memory_bytes, use_expandable_segments
-from flatout.engine import full_disk
-from flatout.engine.custom import Given
+from flatout.engine.custom import CustomParts
 from flatout.engine.deadline import FAR, deadline_of
-from flatout.engine.notices import Notices
+from flatout.engine.monitor import Notices
 from flatout.engine.setup import (
     base_hash_of,
     built_model,
@@ -99,7 +98,7 @@ class Run:
     """A run with its parts, built of a plan in this order: model, what it learns, optimizers, step.
 
     A new run has fresh weights; resuming overwrites its state afterwards. Weights that `model.init_from` names are not
-    read where the checkpoint that is `resumed` brings all of them. `given` are parts that come from Python. Tensors
+    read where the checkpoint that is `resumed` brings all of them. `custom` are parts that come from Python. Tensors
     change as training goes on.
     """
 
@@ -109,15 +108,15 @@ class Run:
         world: World | None = None,
         *,
         resumed: Checkpoint | None = None,
-        given: Given | None = None,
+        custom: CustomParts | None = None,
     ) -> None:
-        self.world, self.given, self.new_notices = world or World(), given or Given(), Notices()
+        self.world, self.custom, self.new_notices = world or World(), custom or CustomParts(), Notices()
         device, fresh = plan.speed.device.torch_device, resumed is None
         with self.world.fail_together():
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)  # the peak shown is this run's own
             use_expandable_segments(device, on=plan.speed.expandable_segments)
-            model = built_model(plan, self.given, weights=fresh)
+            model = built_model(plan, self.custom, weights=fresh)
             if device.type == "cuda":
                 install_flash(plan.speed.execution.attention)
             compile_as_planned(plan, model, self.new_notices)
@@ -126,16 +125,16 @@ class Run:
         with self.world.fail_together():
             # First: an average of adapters begins with the values that these get.
             self.base_hash = base_hash_of(plan, self.trained, weights=fresh)  # of the frozen weights, under adapters
-            self.plan = dataclasses.replace(plan, flops_per_token=self.given.flops(model, plan.flops_per_token))
+            self.plan = dataclasses.replace(plan, flops_per_token=self.custom.flops(model, plan.flops_per_token))
             self.step = self._built_step(plan)
             self.random = RandomStream(plan.train.seed, device, self.world.rank)
-            self.notices = (*plan.notices, *notices_of(plan, model, self.trained, self.given))
+            self.notices = (*plan.notices, *notices_of(plan, model, self.trained, self.custom))
             self.deadline = deadline_of(plan, resumed)  # of a run whose length is told in minutes
             self._stage_flops: dict[tuple[int, int | None], float] = {}
             self.evaluation()  # a validation split without a single target is an error now, not after the first steps
 
     def _built_step(self, plan: RunPlan) -> TrainStep:
-        optimizers = optimizers_of(plan, self.trained, self.given, self.world)
+        optimizers = optimizers_of(plan, self.trained, self.custom, self.world)
         return build_step(plan, self.model, self.trained, optimizers, self.new_notices, self.world)
 
     def replanned(self, **changes: Any) -> Self:
@@ -155,7 +154,7 @@ class Run:
 
     def _with(self, plan: RunPlan, step: TrainStep) -> Self:
         other = copy.copy(self)
-        for name in ("files_beside", "given_state"):  # they are computed from plan and step
+        for name in ("files_beside", "custom_state"):  # they are computed from plan and step
             vars(other).pop(name, None)
         other.plan, other.step, other._stage_flops = plan, step, {}
         return other
@@ -189,24 +188,19 @@ class Run:
             mean = self.plan.schedule.at(self.steps).start * self.plan.model.context / self.steps
         return self.plan.train.batch_tokens if mean is None else round(mean)
 
-    @property
-    def full_disk_wait(self) -> float:
-        """How many seconds a file of the run may wait for space. Other ranks wait meanwhile, and not forever."""
-        return full_disk.WAIT if self.world.size == 1 else min(full_disk.WAIT, self.plan.parallel.timeout / 2)
-
     @functools.cached_property
     def files_beside(self) -> dict[str, bytes]:
         """What goes beside adapters in PEFT's folder. Read once: a tokenizer may be large, and the base may change."""
         base = self.plan.base
         assert base is not None, "only a base gets adapters"
-        given = {"description": base.description, "template": base.template, "stops": self.data.stops}
-        return files_beside(self.data.tokenizer, context=self.plan.model.context, chat=True, **given)[0]
+        about = {"description": base.description, "template": base.template, "stops": self.data.stops}
+        return files_beside(self.data.tokenizer, context=self.plan.model.context, chat=True, **about)[0]
 
     @functools.cached_property
-    def given_state(self) -> dict[str, str]:
+    def custom_state(self) -> dict[str, str]:
         """What a checkpoint says of parts that came from Python."""
         rules = ", ".join(group.rule.name for group in self.step.optimizer.groups)
-        return self.given.saved(self.model, rules)
+        return self.custom.saved(self.model, rules)
 
     def peak_memory_bytes(self) -> int | None:
         """Most memory held at once so far. What recordings hold is in no peak of torch's, and is there all the time."""
@@ -237,7 +231,7 @@ class Run:
         """One optimizer step; its report stays on the device."""
         with self.random.active():
             report = self.step(batch.tokens, batch.targets, batch.packed, batch.pieces, batch.attention_window)
-        self.given.share_buffers(self.model, self.world)
+        self.custom.share_buffers(self.model, self.world)
         return report
 
     def flops_at(self, step: int) -> float:

@@ -1,315 +1,331 @@
-"""A run's state into a checkpoint and back, and its adapters into PEFT's folder beside the checkpoints."""
+"""What happens after a step at which something is due: a checkpoint is saved, evaluated, sampled from and judged.
+
+`Boundary` does it in this order. DO NOT change it:
+1. `begin_save`: the run's state is written, or copied for the process that writes it while training goes on (`Saver`).
+2. `evaluate_and_sample`, where that is due. An evaluation that fails costs nothing, since the state is safe by then.
+3. `evaluate_checkpoint`: the loss of this step becomes the checkpoint's verdict.
+4. `_judge`: the verdict is written into the checkpoint, and only then are older checkpoints removed, so nothing is
+   removed before the newest checkpoint is on the disk and known to have a finite loss.
+5. `conclude`: the record of the save.
+
+From 1 to 5 the checkpoint is `pending_save`. Of one that is written beside training, 4 happens in the saver's thread,
+and 5 some steps later; the next save, the end of the run and an error wait for it. All else happens at once.
+
+A crash at any point leaves the checkpoint before this one, or this one whole. If it has no verdict, resuming from it
+evaluates it first (`judge`), so no evaluation is repeated or skipped.
+Nothing is saved while non-finite steps are being counted, except at the end of the run.
+"""
 
 import contextlib
 import dataclasses
-import shlex
-from collections.abc import Iterator, Mapping
+import functools
+import math
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
-import flatout
-from flatout.checkpoints.adapter_folder import ADAPTER, IN_4_BITS, step_of, who_loads, write_adapter
 from flatout.checkpoints.checkpoint import (
-    SLICED_FILES,
-    Checkpoint,
+    Verdict,
+    checkpoint_bytes,
     checkpoint_path,
-    entry_of,
-    joined_entries,
-    list_checkpoints,
-    read_checkpoint,
-    read_verdict,
-    slice_file,
+    keep_newest,
+    write_json_atomically,
+    write_verdict,
 )
-from flatout.checkpoints.checkpoint_files import commit, set_aside, write_files
-from flatout.checkpoints.run_folder import checkpoint_to_load, checkpoints_of
-from flatout.config.yaml_loader import format_value, shorten
-from flatout.engine.books import JUDGED, Progress
+from flatout.checkpoints.checkpoint_files import BEST
+from flatout.checkpoints.run_folder import best_in_file, checkpoints_of
+from flatout.config.sections import keeps_best
+from flatout.engine.evaluate import bits_per_byte, perplexity
+from flatout.engine.monitor import look_at_eigenstates, notices_at
+from flatout.engine.recovery import fitting_evaluation, full_disk_wait, when_there_is_room
 from flatout.engine.run import Run
+from flatout.engine.saver import Saved, Saver, finished
+from flatout.engine.spans import SpanTotals
+from flatout.engine.state import Due, Progress, capture, save_run_adapter, write_sharded
 from flatout.errors import CheckpointError
-from flatout.files import disk_errors
-from flatout.folders import whole_folder
-from flatout.model.adapter_files import OccupiedError
-from flatout.model.weights import pieces_of
-from flatout.world import World
+from flatout.generation.decode import generate_tokens
+from flatout.model.adapter_files import adapter_tensors
+from flatout.records import CheckpointRecord, EvalRecord, NoticeRecord, Record, SampleRecord
+from flatout.resolve.fit_check import out_of_memory
 
-if TYPE_CHECKING:
-    from flatout.parallel.sharding import Sharding
-
-TRAINED = "trained"  # the key of a weight in the optimizer's file, where the model's file has its average
-_SLICED = {f"{name}.safetensors" for name in SLICED_FILES}
+_LOOK = 1.0  # seconds between two looks for notices of a save that is waited for
 
 
-@dataclasses.dataclass(frozen=True)
-class Due:
-    """What is due at a boundary besides saving. It is saved too: a resume without a verdict does it then."""
+@dataclasses.dataclass(kw_only=True)
+class PendingSave:
+    """A checkpoint that has no record yet, as it was at its step. Training may have gone on since."""
 
-    evaluate: str | None = None  # the reason: step, epoch or end
-    sample: bool = False
-
-
-def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None, due: Due | None = None) -> Checkpoint:
-    """The whole state of a run at a step boundary; `position` is where the loader goes on from there."""
-    tensors = {**_random_of_all(run), **run.model.narrow.tensors(), "updates": run.step.updates}
-    tensors |= run.given.buffers(run.model)
-    if run.step.loss_scale is not None:
-        tensors |= {"scale": run.step.loss_scale.scale, "good_updates": run.step.loss_scale.good_updates}
-    state: dict[str, Any] = {
-        **dataclasses.asdict(progress),
-        "flatout": flatout.__version__,
-        "torch": torch.__version__,
-        "dataset": run.data.facts.fingerprint,
-        "vocab": run.model.vocab,
-        "due": dataclasses.asdict(due or Due()),
-        "threads": run.speed.threads,
-        "schedule": [dataclasses.astuple(stage) for stage in run.plan.schedule.stages],
-        **({} if position is None else {"stream": position}),
-        **run.data.saved(),
-        **({} if run.base_hash is None else {"base": run.base_hash}),
-        **run.given_state,
-        **({} if run.deadline is None else {"deadline": run.deadline.saved()}),
-    }
-    model, optimizer = _model_and_optimizer(run)
-    return Checkpoint(
-        model=model,
-        optimizer=optimizer,
-        run=tensors,
-        state=state,
-        config=run.plan.stored,
-        tokenizer=run.data.tokenizer.to_json(),
-    )
+    step: int
+    seconds: float  # that training stood still
+    written: Future[Saved]
+    beside: bool = False  # whether it is written while training goes on
+    best: bool = False
+    notices: list[str] = dataclasses.field(default_factory=list)
+    adapter: Mapping[str, Tensor] | None = None
 
 
-def _model_and_optimizer(run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What others load, and what training resumes with besides: where weights are averaged, they are part of that."""
-    weights, state, average = run.trained.tensors(), run.step.optimizer.tensors(), run.step.average
-    if average is None:
-        return weights, state
-    return weights | average.values, state | {f"{name}.{TRAINED}": weights[name] for name in average.values}
+@dataclasses.dataclass
+class Boundary:
+    """Saves, evaluates and samples after steps of a run, and remembers what the next boundary needs."""
 
+    run: Run
+    progress: Progress
+    folder: Path
+    totals: SpanTotals
+    evaluation_batch: int
+    last_save: str | None  # the path of the last checkpoint that is on the disk and judged
+    eigenstates_seen_at: int  # the last step at which `look_at_eigenstates` was called
+    saves: bool = True
+    # checkpoints that could not be removed and that a notice has already named
+    kept: set[Path] = dataclasses.field(default_factory=set)
+    exhausted: bool = False  # the patience of `eval.patience`
+    pending_save: PendingSave | None = None
 
-def restore_weights(run: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Puts weights and their average back; returns what is the optimizers' alone. Without a saved average, one begins
-    with the weights."""
-    state = dict(checkpoint.optimizer)
-    averaged = [name for name in checkpoint.model if f"{name}.{TRAINED}" in state]
-    weights = {name: state.pop(f"{name}.{TRAINED}") for name in averaged}
-    run.trained.assign({**checkpoint.model, **weights}, "the checkpoint")
-    if run.step.average is not None:
-        run.step.average.assign(run.trained.own(checkpoint.model))
-    return state
+    def __post_init__(self) -> None:
+        run, device = self.run, self.run.speed.device.torch_device
+        self.patience = full_disk_wait(run)
+        self.saver = Saver(checkpoints_of(self.folder), device, run.step, run.new_notices.add, self.patience)
+        self.keeps_best = keeps_best(run.plan.eval, run.plan.checkpoint)
+        self.saved_at = time.monotonic()  # the clock of the wall may jump
 
+    def pass_through(
+        self, due: Due, *, saving: bool, last: bool = False, position: dict[str, Any] | None = None
+    ) -> Iterator[Record]:
+        """Saves, evaluates, samples and judges; `last`: the run ends here, so the checkpoint is waited for."""
+        if saving:
+            yield from self.begin_save(due, position)
+        loss = yield from self.evaluate_and_sample(due)
+        improved = loss is not None and self.progress.best_step == self.progress.step
+        wanted = self.exhausted or (improved and self.keeps_best)
+        if not saving and wanted and self.saves and not self.progress.bad_steps:
+            # Due(): the evaluation and the sample of this step are done, so a resume has none of them to make up for
+            yield from self.begin_save(Due(), position)
+            saving = True
+        if saving:
+            yield from self.evaluate_checkpoint(loss)
+        if last or self.exhausted or self.save_is_done:
+            yield from self.conclude()
 
-def _random_of_all(run: Run) -> dict[str, Tensor]:
-    """The random streams of all processes; those of the first one under their plain names."""
-    own = run.random.tensors()
-    if run.world.size == 1:
-        return own
-    rows = run.world.gather({name: state.tolist() for name, state in own.items()})
-    return {
-        name if rank == 0 else f"{name}.{rank}": torch.tensor(state, dtype=torch.uint8)
-        for rank, row in enumerate(rows)
-        for name, state in row.items()
-    }
+    def judge(self, due: Due, path: Path) -> Iterator[Record]:
+        """Does what a kill has left undone of a checkpoint of this step: all but saving it."""
+        loss = yield from self.evaluate_and_sample(due)
+        saved = Saved(path=path, bytes=checkpoint_bytes(path))
+        self.pending_save = PendingSave(step=self.progress.step, seconds=0.0, written=finished(saved))
+        yield from self.evaluate_checkpoint(loss)
+        yield from self.conclude()
 
+    @property
+    def save_is_done(self) -> bool:
+        """Whether a save is on the disk and judged, and has no record yet."""
+        return self.pending_save is not None and self.pending_save.written.done()
 
-def _random_of(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The streams of this process, where the checkpoint is of as many processes; None: they begin anew."""
-    names, rank = run.random.tensors(), run.world.rank
-    ranks = sum(name.startswith("random.cpu") for name in tensors)
-    if rank and ranks != run.world.size:
-        return None
-    own = {name: f"{name}.{rank}" if rank else name for name in names}
-    return {name: tensors[saved] for name, saved in own.items() if saved in tensors}
+    def begin_save(self, due: Due, position: dict[str, Any] | None) -> Iterator[Record]:
+        """Waits for the save before, and writes or copies the state of the run."""
+        yield from self.conclude()
+        began, run = time.perf_counter(), self.run
+        checkpoint = capture(run, self.progress, position, due)
+        folder, sharding, beside = checkpoints_of(self.folder), run.trained.sharding, False
+        if sharding is not None:
+            write = functools.partial(write_sharded, folder, checkpoint, sharding, run.world)
+            path, size = yield from when_there_is_room(write, checkpoint.step, self.patience, run.world)
+            written = finished(Saved(path=path, bytes=size))
+        elif run.world.first:  # of several ranks one writes, since all have the same
+            begin = functools.partial(self.saver.begin, checkpoint)
+            written = yield from when_there_is_room(begin, checkpoint.step, self.patience)
+            beside = self.saver.beside
+        else:
+            written = finished(Saved(path=checkpoint_path(folder, checkpoint.step), bytes=0))
+        self.saved_at = time.monotonic()
+        seconds = time.perf_counter() - began
+        self.pending_save = PendingSave(step=checkpoint.step, seconds=seconds, written=written, beside=beside)
 
+    def evaluate_and_sample(self, due: Due) -> Generator[Record, None, float | None]:
+        """Evaluates and samples where that is due; returns the loss where it was evaluated."""
+        run, step, loss = self.run, self.progress.step, None
+        if due.evaluate is not None:
+            record, notices = self._evaluate(due.evaluate)
+            yield from notices_at(step, notices)
+            yield record
+            yield from look_at_eigenstates(run.model, step)
+            self.eigenstates_seen_at, loss = step, record.loss
+        self.exhausted = out_of_patience(run, self.progress) and not self.progress.bad_steps
+        if (due.sample or self.exhausted) and run.plan.eval.sample_tokens:
+            yield from self._sample()
+        return loss
 
-def restore(run: Run, checkpoint: Checkpoint) -> Progress:
-    """Puts a checkpoint's state into a freshly built run; the counterpart of `capture`."""
-    state = restore_weights(run, checkpoint)
-    try:
-        converted = run.step.optimizer.assign(run.trained.own(state), "the checkpoint")
-    except CheckpointError as error:
-        changed = [row for row in differences(run.plan.stored, checkpoint.config) if row[0].startswith("optim.")]
-        if not changed:
-            raise
-        told = "; ".join(f"{path} was {format_value(was)}, is now {format_value(now)}" for path, was, now in changed)
-        words = " ".join(as_word(path, was) for path, was, _ in changed)
-        raise CheckpointError(f"{error.message} ({told})", f"resume with {words}, or start a new run") from error
-    for notice in converted:
-        run.new_notices.add(notice)
-    run.step.updates.copy_(checkpoint.run["updates"])
-    run.given.restore_buffers(run.model, checkpoint.run)
-    random = _random_of(run, checkpoint.run)
-    if random is not None:
-        run.random.assign(random)
-    notice = run.model.narrow.assign(checkpoint.run)
-    if notice is not None:
-        run.new_notices.add(notice)
-    if run.step.loss_scale is not None and "scale" in checkpoint.run:
-        run.step.loss_scale.scale.copy_(checkpoint.run["scale"])
-        run.step.loss_scale.good_updates.copy_(checkpoint.run["good_updates"])
-    verdict = None if checkpoint.path is None else read_verdict(checkpoint.path)  # which was written after it
-    judged = {} if verdict is None else {name: verdict.progress[name] for name in JUDGED & verdict.progress.keys()}
-    numbers: dict[str, Any] = {}
-    for field in dataclasses.fields(Progress):
-        value = numbers[field.name] = {**checkpoint.state, **judged}.get(field.name, field.default)
-        counted = type(value) is int and abs(value) < 2**63
-        if not (counted or isinstance(value, float) or (value is None and field.default is None)):
-            raise CheckpointError(
-                f"the checkpoint has {field.name} {shorten(value)}, which is no number of its kind",
-                "it was not written by Flatout: name another checkpoint",
+    def evaluate_checkpoint(self, loss: float | None) -> Iterator[NoticeRecord]:
+        """Gives the pending save its verdict: the loss of its step, or a quick one where no evaluation was due."""
+        run, progress, save, began = self.run, self.progress, self.pending_save, time.perf_counter()
+        assert save is not None, "a save was begun"
+        if loss is None:
+            size = min(self.evaluation_batch, run.step.micro_batch)
+            loss, self.evaluation_batch, save.notices = quick_loss(run, size)
+        verdict = Verdict(loss=loss, progress=progress.judged())
+        save.best = progress.best_step == progress.step
+        if not run.world.first:
+            return
+        if save.beside:
+            save.adapter = None if run.adapters is None else adapter_tensors(run.adapters)
+            save.written = self.saver.then(functools.partial(self._judge, save, verdict), save.step)
+        else:
+            judge = functools.partial(self._judge, save, verdict, save.written.result())
+            yield from when_there_is_room(judge, save.step, self.patience)
+        save.seconds += time.perf_counter() - began
+
+    def _judge(self, save: PendingSave, verdict: Verdict, saved: Saved) -> None:
+        """Writes the verdict on a checkpoint, and only then removes older ones. Training may have gone on since.
+
+        On a full disk all of it is done again, so its notices are kept only at its end.
+        """
+        run, folder, loss, notices = self.run, self.folder, verdict.loss, []
+        best_step, best_loss = verdict.progress["best_step"], verdict.progress["best_loss"]
+        write_verdict(saved.path, verdict)
+        if not math.isfinite(loss):
+            notices.append(
+                f"the checkpoint of step {save.step} has validation loss {loss}; the newest one with a finite loss "
+                "is kept beside it"
             )
-    progress = Progress(**numbers)
-    progress.bad_steps = 0  # nothing is saved while they are counted; older checkpoints may say otherwise
-    if "tokens" not in checkpoint.state:  # saved before tokens were counted
-        progress.tokens = progress.step * run.plan.train.batch_tokens
-    return progress
+        if save.best:
+            write_best(folder, best_step, best_loss)
+        cooldown = None if run.deadline is None else run.deadline.cooldown_step
+        left = set(keep_newest(checkpoints_of(folder), run.plan.checkpoint.keep, best_step, cooldown)) - self.kept
+        notices += [
+            f"{path} is kept: it is a link, its manifest is damaged, or it holds files that are not the run's"
+            for path in sorted(left)
+        ]
+        notices += save_run_adapter(run, folder, save.step, save.adapter)
+        self.kept |= left
+        save.notices += notices
+
+    def conclude(self) -> Iterator[Record]:
+        """Waits until the pending save is on the disk and judged; yields its record."""
+        save, self.pending_save, began = self.pending_save, None, time.perf_counter()
+        if save is None:
+            return
+        while not wait([save.written], _LOOK).done:  # there may be notices that the disk is full
+            yield from notices_at(save.step, self.run.new_notices.take())
+        saved = save.written.result()
+        seconds = save.seconds + time.perf_counter() - began
+        self.totals.add("checkpoint", seconds)
+        yield from notices_at(save.step, [*filter(None, [saved.notice]), *save.notices])
+        self.last_save = str(saved.path)
+        yield CheckpointRecord(
+            step=save.step,
+            path=str(saved.path),
+            bytes=saved.bytes,
+            seconds=seconds,
+            best=save.best,
+            background_seconds=saved.background_seconds,
+        )
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """Waits for the last save also where the run ends by an error, and leaves no process behind."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # the error that ended the run is raised
+                for _ in self.conclude():
+                    pass
+            raise
+        finally:
+            self.saver.close()
+
+    def _evaluate(self, reason: str) -> tuple[EvalRecord, list[str]]:
+        """The evaluation, and notices on a batch that had to become smaller for it."""
+        run, progress, began = self.run, self.progress, time.perf_counter()
+        size = min(self.evaluation_batch, run.step.micro_batch)
+        (loss, tokens), self.evaluation_batch, notices = fitting_evaluation(run, size)
+        best = _note_loss(progress, loss)
+        record = EvalRecord(
+            step=progress.step,
+            loss=loss,
+            perplexity=perplexity(loss),
+            bits_per_byte=bits_per_byte(loss, run.data.tokens_per_byte),
+            tokens=tokens,
+            seconds=time.perf_counter() - began,
+            best=best,
+            reason=reason,
+        )
+        self.totals.add("evaluation", record.seconds)
+        return record, notices
+
+    def _sample(self) -> Iterator[Record]:
+        run, tokenizer, began = self.run, self.run.data.tokenizer, time.perf_counter()
+        try:
+            prompt, ids = sample_ids(run, run.plan.eval.sample_tokens)
+        except CheckpointError as error:  # whether the run has diverged is for its steps to say
+            yield from notices_at(self.progress.step, [f"there is no sample: {error.message}"])
+            return
+        record = SampleRecord(step=self.progress.step, prompt=tokenizer.decode(prompt), text=tokenizer.decode(ids))
+        self.totals.add("sample", time.perf_counter() - began)
+        yield record
 
 
-def differences(now: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(path, stored value, that of now) of every setting that a checkpoint has otherwise, but names of places."""
-    for section, values in stored.items():
-        for name, before in values.items():
-            after, path = now.get(section, {}).get(name), f"{section}.{name}"
-            if before != after and path not in ("output.folder", "output.name", "model.init_from"):
-                yield path, before, after
+def _note_loss(progress: Progress, loss: float) -> bool:
+    """Records a validation loss in `progress`; returns whether it is the best so far."""
+    progress.val_loss = loss
+    # Comparisons with NaN are false, so a NaN is never the best, and later losses are never compared with it.
+    best = loss < (math.inf if progress.best_loss is None else progress.best_loss)
+    if best:
+        progress.best_loss, progress.best_step, progress.worse_evaluations = loss, progress.step, 0
+    else:
+        progress.worse_evaluations += 1
+    return best
 
 
-def as_word(path: str, value: Any) -> str:
-    """A setting as a word of a command line."""
-    return shlex.quote(f"{path}={value if isinstance(value, str) else format_value(value)}")
+def write_best(folder: Path, step: int | None, loss: float | None) -> None:
+    """Makes `best.json` name this step, or none."""
+    if best_in_file(folder) != (step, None if step is None else loss):
+        write_json_atomically(folder / BEST, {"step": step, "loss": loss})
 
 
-def lacks_verdict(checkpoint: Checkpoint) -> bool:
-    """Whether a run was killed between writing a checkpoint and judging it. Old ones were written after evaluation."""
-    return "due" in checkpoint.state and checkpoint.path is not None and read_verdict(checkpoint.path) is None
+def quick_loss(run: Run, batch_size: int) -> tuple[float, int, list[str]]:
+    """The loss on one fixed micro-batch of validation text: the verdict where no evaluation was due.
 
-
-def due_of(checkpoint: Checkpoint) -> Due:
-    """What was due after the step of a checkpoint, besides saving it."""
-    due = checkpoint.state.get("due")
-    found = due if isinstance(due, dict) else {}
-    reason = found.get("evaluate")
-    return Due(reason if reason in ("step", "epoch", "end") else None, found.get("sample") is True)
-
-
-def recorded_again(checkpoint: Checkpoint | None) -> tuple[str, ...]:
-    """The types of records of a checkpoint's step that resuming from it brings once more."""
-    if checkpoint is None or not lacks_verdict(checkpoint):
-        return ()
-    due = due_of(checkpoint)
-    evaluated = ("eval", "eigenstates", "sample") if due.evaluate else ("sample",) if due.sample else ()
-    return ("checkpoint", "spans", *evaluated)
-
-
-# --- adapters ---------------------------------------------------------------------------------------------------------
-
-
-def save_run_adapter(run: Run, folder: Path, step: int, tensors: Mapping[str, Tensor] | None = None) -> Iterator[str]:
-    """Adapters as PEFT's folder in the run's, if the checkpoint of this step is the one that others would load.
-
-    `tensors` are the adapters of that step, where training has gone on since. Somebody's files in that folder are left
-    alone, with a notice: the checkpoint has the adapters all the same.
+    Also the batch size that fitted, and notices on that.
     """
-    name = run.plan.model.init_from
-    if run.adapters is None or name is None:
-        return
-    if checkpoint_to_load(folder, best=True) != checkpoint_path(checkpoints_of(folder), step):
-        return
-    facts = {"base": run.base_hash, "quantize": run.plan.lora.quantize, "step": step}
-    try:
-        write_adapter(run.adapters, folder / ADAPTER, name, run.files_beside, facts, tensors)
-    except OccupiedError as error:
-        yield f"the adapter of step {step} was not written: {error.message}"
+    (loss, _), size, notices = fitting_evaluation(run, batch_size, batches=1)
+    return loss, size, notices
 
 
-def notice_on_adapter(run: Run, folder: Path) -> Iterator[str]:
-    """Where a run's adapter lies, and who can load it."""
-    place, name, base = folder / ADAPTER, run.plan.model.init_from, run.plan.base
-    step = step_of(place)
-    if run.adapters is None or step is None:
-        return
-    limit = who_loads(name, base.description) if base is not None and name is not None else None
-    lora = run.plan.lora
-    # vLLM refuses whole modules and DoRA, and takes one rank and alpha for all targets whatever the patterns say.
-    alone = bool(lora.also or lora.dora or lora.ranks or lora.alphas)
-    who = "" if limit is not None else " for PEFT" if alone else " for PEFT and vLLM"
-    known = f"adapter{who}: {place}, of step {step}"
-    yield "; ".join(filter(None, [known, limit, IN_4_BITS if run.plan.lora.quantize != "none" else None]))
+def sample_ids(run: Run, count: int) -> tuple[Sequence[int], list[int]]:
+    """The prompt of a run's samples, and up to `count` tokens after it."""
+    settings, sharding = run.plan.eval, run.trained.sharding
+    prompt = run.data.prompt(settings.sample_prompt)[-run.plan.model.context :]
+    with (
+        run.averaged(),
+        run.scope(),
+        out_of_memory(),
+        contextlib.nullcontext() if sharding is None else sharding.gathered(),
+    ):
+        found = generate_tokens(
+            run.model,
+            prompt,
+            count=count,
+            temperature=settings.sample_temperature,
+            seed=run.plan.train.seed,
+            stops=run.data.stops,
+            vocab=run.data.tokenizer.vocab,
+        )
+        return prompt, list(found)
 
 
-def mend_run_adapter(run: Run, folder: Path) -> Iterator[str]:
-    """Writes the adapter's folder anew where it is not that of the checkpoint it should be of: after a kill between the
-    two, or a step back to an older checkpoint."""
-    found = dict(list_checkpoints(checkpoints_of(folder)))
-    if run.adapters is None or not found:
-        return
-    chosen = checkpoint_to_load(folder, best=True)
-    step = next((step for step, path in found.items() if path == chosen), None)
-    if step is None or step_of(folder / ADAPTER) == step:
-        return
-    now = {name: tensor.clone() for name, tensor in run.trained.tensors().items()}
-    run.trained.assign(read_checkpoint(chosen).model, str(chosen))
-    try:
-        yield from save_run_adapter(run, folder, step)
-    finally:
-        run.trained.assign(now, "the run")
-        run.adapters.forget()
+def due_after(run: Run, step: int) -> Due:
+    ending, settings = step == run.last_step, run.plan.eval
+    at_step = is_due(step, settings.steps)
+    evaluating = ending or at_step or run.ends_epoch(step, settings.epochs)
+    reason = "end" if ending else "step" if at_step else "epoch"
+    return Due(reason if evaluating else None, ending or is_due(step, settings.sample_every))
 
 
-# --- slices -----------------------------------------------------------------------------------------------------------
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
-def write_sharded(folder: Path, checkpoint: Checkpoint, sharding: "Sharding", world: World) -> tuple[Path, int]:
-    """Writes `folder/step-N` from all processes, of which `checkpoint` holds the slices; returns it and its size.
-
-    The first process makes the temporary folder; all write their files there, hashed and durable; their entries are
-    gathered; the first process writes the rest, the manifest last, and renames the folder. A process that fails on the
-    way fails them all, and the folder goes. They may try again then, together (engine/full_disk.py).
-    """
-    target, work = checkpoint_path(folder, checkpoint.step), None
-    size = 0
-    with contextlib.ExitStack() as held:
-        with world.fail_together():
-            if world.first:
-                held.enter_context(disk_errors(f"checkpoint {target}"))
-                work = held.enter_context(whole_folder(target))
-        place = Path(world.broadcast(str(work)))
-        with world.fail_together(), disk_errors(f"checkpoint {target}"):
-            own = _write_own(place, checkpoint, sharding)
-        everybody = world.gather(own)
-        with world.fail_together():
-            if work is not None:
-                files = {name: entry for part in everybody for name, entry in part["files"].items()}
-                parts = {name: joined_entries([part["slices"][name] for part in everybody]) for name in SLICED_FILES}
-                whole = {name: tensors for name, tensors in checkpoint.tensor_files().items() if name not in _SLICED}
-                pieces = {name: pieces_of(tensors) for name, tensors in whole.items()}
-                files |= write_files(work, pieces, checkpoint.text_files())
-                commit(work, checkpoint.step, files, parts)
-                size = sum(entry["bytes"] for entry in files.values())
-                if target.is_symlink() or target.exists():
-                    set_aside(target, "superseded")
-                held.close()
-    return target, world.broadcast(size)
-
-
-def _write_own(folder: Path, checkpoint: Checkpoint, sharding: "Sharding") -> dict[str, Any]:
-    """Writes this process's slices; returns entries of the files and of what is in them."""
-    files: dict[str, Any] = {}
-    slices: dict[str, Any] = {}
-    for name in SLICED_FILES:
-        file = slice_file(name, sharding.number, sharding.count)
-        tensors: dict[str, Tensor] = getattr(checkpoint, name)
-        entries: dict[str, Any] = {}
-        for key, tensor in tensors.items() if sharding.writes else ():
-            one = sharding.slice_of(key, tensor)
-            if one is None and sharding.number == 0:
-                entries[key] = entry_of(file, tensor.shape, 0, tensor)
-            elif one is not None and one.rows:
-                entries[key] = entry_of(file, one.shape, one.start, tensor)
-        slices[name] = entries
-        if entries:
-            files |= write_files(folder, {file: pieces_of({key: tensors[key] for key in entries})}, {})
-    return {"files": files, "slices": slices}
+def out_of_patience(run: Run, progress: Progress) -> bool:
+    return 0 < run.plan.eval.patience <= progress.worse_evaluations

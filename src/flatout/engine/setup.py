@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from flatout.checkpoints.adapter_folder import adapter_plan, continue_from
-from flatout.checkpoints.base_model import base_fingerprint, build_base
-from flatout.engine.custom import CustomModel, Given
-from flatout.engine.notices import Notices
+from flatout.checkpoints.base_and_adapter import adapter_plan, base_fingerprint, build_base, continue_from
+from flatout.engine.custom import CustomModel, CustomParts
+from flatout.engine.monitor import Notices
 from flatout.model.adapter_targets import needless_rank
 from flatout.model.adapters import Adapters, attach
 from flatout.model.compiling import CompileWatch, compile_model
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from flatout.parallel.sharding import Sharding
 
 
-def built_model(plan: RunPlan, given: Given, *, weights: bool) -> GPT | CustomModel:
+def built_model(plan: RunPlan, custom: CustomParts, *, weights: bool) -> GPT | CustomModel:
     """The model where it stays, or on the host if every device is to have only a slice of it."""
     speed = plan.speed
     place = torch.device("cpu") if speed.sharded else speed.device.torch_device
@@ -58,7 +57,7 @@ def built_model(plan: RunPlan, given: Given, *, weights: bool) -> GPT | CustomMo
     model = build_model(plan.model, plan.vocab, seed=plan.train.seed, execution=speed.execution)
     if plan.start is not None:
         plan.start.fill(model)
-    model = given.adopted(model, speed, plan.train.seed)
+    model = custom.model_of(model, speed, plan.train.seed)
     with out_of_memory():
         return model.to(place)
 
@@ -159,7 +158,7 @@ def _in_slices(model: nn.Module, speed: Speed, world: World) -> "Sharding":
         )
 
 
-def optimizers_of(plan: RunPlan, trained: Trained, given: Given, world: World) -> Optimizers:
+def optimizers_of(plan: RunPlan, trained: Trained, custom: CustomParts, world: World) -> Optimizers:
     speed = plan.speed
     own = rules_of(
         plan.optim,
@@ -170,7 +169,7 @@ def optimizers_of(plan: RunPlan, trained: Trained, given: Given, world: World) -
         state=speed.optimizer_state,
         offload=speed.optimizer_offload,
     )
-    rules = given.rules(own, trained.updated, rate_factors(plan.optim, plan.steps, plan.pace))
+    rules = custom.rules(own, trained.updated, rate_factors(plan.optim, plan.steps, plan.pace))
     if speed.sharded:
         check_slices(rules)
     return Optimizers(rules, trained.updated)
@@ -187,11 +186,11 @@ def base_hash_of(plan: RunPlan, trained: Trained, *, weights: bool) -> str | Non
     return base
 
 
-def notices_of(plan: RunPlan, model: GPT | CustomModel, trained: Trained, given: Given) -> Iterator[str]:
+def notices_of(plan: RunPlan, model: GPT | CustomModel, trained: Trained, custom: CustomParts) -> Iterator[str]:
     """What is known of weights and adapters once they are there."""
     if plan.start is not None:
         yield plan.start.notice
-    yield from given.notices(model)
+    yield from custom.notices(model)
     if (quantized := notice_of(model)) is not None:
         yield quantized
     if trained.adapters is not None:

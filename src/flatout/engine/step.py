@@ -18,7 +18,7 @@ Trap: reading any of the returned tensors stalls the device. The loop reads them
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,8 @@ from torch import Tensor
 
 from flatout.device import Scope
 from flatout.engine.graphs import MicroBatchGraph, Recorder, record_updates
-from flatout.engine.notices import Notices
+from flatout.engine.monitor import Notices
 from flatout.engine.setup import Trained
-from flatout.engine.shared_block import Copied
 from flatout.engine.spans import StepClock
 from flatout.model.adapters import Adapters
 from flatout.model.compiling import graphs_of_its_own
@@ -85,7 +84,7 @@ class TrainStep:
     scope: Scope | None = None  # torch's switches during a step
     world: World = dataclasses.field(default_factory=World)
     reducer: Reducer | None = None  # adds up the gradients of several processes
-    copying: Copied | None = None  # a checkpoint's copy of the state, which the next update must wait for
+    hold_back: Callable[[], None] | None = None  # makes the next update wait for a checkpoint's copy of the state
     updating: bool = False  # weights may be half moved: there is no way back to before the step
     with_parameter_norm: bool = False  # whether the next report has it, and ratios: it reads all weights once more
 
@@ -144,9 +143,9 @@ class TrainStep:
 
     def before_update(self) -> None:
         """Called before anything that a checkpoint holds changes: the device waits for a copy that is under way."""
-        if self.copying is not None:
-            self.copying.hold_back()
-            self.copying = None
+        if self.hold_back is not None:
+            self.hold_back()
+            self.hold_back = None
 
     def accumulate(
         self,

@@ -42,7 +42,7 @@ Span = tuple[int, int]  # from and to, in the shared memory
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """One checkpoint: where it goes, and which bytes of the shared memory are which of its files."""
 
     target: str
@@ -55,7 +55,7 @@ class WriterError(Exception):  # no UserError: the trainer writes the checkpoint
     """The writer cannot be started, has ended or hangs; the message says which."""
 
 
-def save_plan(memory: memoryview, plan: Plan, last_look: Callable[[], None] = lambda: None) -> int:
+def save_plan(memory: memoryview, plan: SavePlan, last_look: Callable[[], None] = lambda: None) -> int:
     """Saves a checkpoint out of the shared memory and returns its size; OSError where that fails."""
     tensors = {name: _pieces(memory[start:end]) for name, (start, end) in plan.tensors.items()}
     texts = {name: bytes(memory[start:end]) for name, (start, end) in plan.texts.items()}
@@ -100,7 +100,7 @@ class Writer:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def save(self, plan: Plan) -> int:
+    def save(self, plan: SavePlan) -> int:
         """Has a checkpoint saved and returns its size. OSError of the disk, WriterError of the process."""
         try:
             self._pipe.send_bytes(json.dumps(asdict(plan)).encode("ascii"))
@@ -153,7 +153,7 @@ def serve(pipe_handle: int, memory_handle: int, parent: int) -> None:
 
     def work(request: bytes) -> None:
         try:
-            answer = {"bytes": save_plan(memory, Plan(**json.loads(request)), look_after_parent)}
+            answer = {"bytes": save_plan(memory, SavePlan(**json.loads(request)), look_after_parent)}
         except OSError as error:
             answer = {"errno": error.errno, "reason": error.strerror or str(error)}
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it

@@ -550,8 +550,8 @@ def _listing(commands: dict[str, Command], indent: int, width: int | None) -> st
     width = max(width or shutil.get_terminal_size().columns, indent + 22)
     lines = []
     for name, command in commands.items():
-        indents = {"initial_indent": f"  {name:<{indent}}", "subsequent_indent": " " * (indent + 2)}
-        lines.append(textwrap.fill(command.summary, width, break_on_hyphens=False, **indents))
+        filler = textwrap.TextWrapper(width, f"  {name:<{indent}}", " " * (indent + 2), break_on_hyphens=False)
+        lines.append(filler.fill(command.summary))
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """Configs as commands and functions are given them: by words, by files, in a checkpoint, or made in Python."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,3 +109,25 @@ def with_sources(config: Config | None) -> LoadedConfig:
     from flatout.resolve.sizing import fitted  # here: the doctor must do without torch
 
     return fitted(loaded)
+
+
+def check_rows_named(loaded: LoadedConfig, resume: str | None) -> None:
+    """Refuses a config without rows, or with those of a preset that are not there.
+
+    Presets name rows and a model as an example: where they are missing, the user has to name some.
+    """
+    source, origin = loaded.config.chat.source, loaded.sources["chat.source"]
+    if source is None:
+        raise UsageError("this config has nothing to fine-tune on", "set chat.source, or use `flatout train`")
+    if origin.by_user or Path(source).exists():
+        return
+    written = loaded.sources["model.init_from"].by_user
+    model = f"model.init_from={loaded.config.model.init_from if written else 'FOLDER-OR-HUB-NAME'}"
+    hint = f"name your rows and a model: flatout finetune {model} chat.source=ROWS.jsonl"
+    if resume == "auto":
+        from flatout.checkpoints.run_folder import choose_folder  # here: a command answers without torch
+
+        run = choose_folder(loaded.config.output, resume)
+        if run.exists():  # by its own name it brings its settings along
+            hint = f"resume {run} on what it was trained on: flatout finetune --resume {shlex.quote(str(run))}"
+    raise UsageError(f"nothing was named to fine-tune on, and {source}, which {origin.where} has, is not there", hint)

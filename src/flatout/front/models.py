@@ -9,23 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.checkpoints.adapter_folder import (
+from flatout.checkpoints.base_and_adapter import (
     IN_4_BITS,
     adapter_plan,
-    files_beside,
-    stored_base,
-    stored_quantize,
-    who_loads,
-    write_adapter,
-)
-from flatout.checkpoints.base_model import (
     base_of,
     build_base,
     check_base,
     check_own_weights,
     describe_base,
     described_checkpoint,
+    files_beside,
     open_base,
+    stored_base,
+    stored_quantize,
+    who_loads,
+    write_adapter,
 )
 from flatout.checkpoints.checkpoint import check_files_alone, read_checkpoint, vocab_in, write_plain
 from flatout.checkpoints.run_folder import checkpoint_to_load, is_checkpoint, newest_run
@@ -42,7 +40,7 @@ from flatout.data.shards import open_dataset
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.tokenizer_files import own_tokenizer, read_model_tokenizer
 from flatout.device import Device, arithmetic, detect_device
-from flatout.engine.custom import CustomModel, Given, ModelGiven, adopt, check_given, structure_of
+from flatout.engine.custom import CustomModel, CustomParts, ModelGiven, check_same_parts, customize, structure_of
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.setup import only_adapters
@@ -198,11 +196,11 @@ def _load_checkpoint(folder: Path, device: Device, base: str | None, given: Mode
             check_own_weights(config.model, vocab, checkpoint.model, str(folder))
         model = build_model(config.model, vocab)
         if given is not None:
-            model = adopt(model, given, seed=config.train.seed)
-            check_given({**state, "given_model": structure_of(model)}, state)
+            model = customize(model, given, seed=config.train.seed)
+            check_same_parts({**state, "given_model": structure_of(model)}, state)
         assign_weights(model, checkpoint.model, str(folder))
         if given is not None:
-            Given(given).restore_buffers(model, checkpoint.run)
+            CustomParts(given).restore_buffers(model, checkpoint.run)
         if state.get("described"):
             description = described_checkpoint(config.model, state, folder, tokenizer.end_of_text)
     template = None if state.get("template") is None else template_from_json(state["template"])

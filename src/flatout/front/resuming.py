@@ -15,9 +15,9 @@ from flatout.config.sections import LENGTHS
 from flatout.config.yaml_loader import format_value
 from flatout.data.part import LIMITS
 from flatout.data.plan import DECISIVE
-from flatout.engine.custom import check_given
+from flatout.engine.custom import check_same_parts
 from flatout.engine.run import Run
-from flatout.engine.saving import as_word, differences
+from flatout.engine.state import as_word, differences
 from flatout.errors import CheckpointError, ConfigError, UsageError
 from flatout.observe.trackers import check_trackers
 from flatout.optim.rules import rate_factors
@@ -176,7 +176,7 @@ def check_resumed(run: Run, origin: Origin) -> list[str]:
             f"step {run.steps:,}",
             f"{more}, or start a new run without --resume",
         )
-    check_given(run.given_state, checkpoint.state)
+    check_same_parts(run.custom_state, checkpoint.state)
     notices = [
         *_changes(run, checkpoint, origin.resumable),
         *_about_rate(run, checkpoint),

@@ -21,17 +21,15 @@ from flatout.data.pack import Progress
 from flatout.data.prepare import as_prepared, check_text, prepare_data
 from flatout.data.workers import EngineName
 from flatout.device import free_memory
-from flatout.engine.custom import Given, ModelGiven, OptimizerGiven
+from flatout.engine.custom import CustomParts, ModelGiven, OptimizerGiven
 from flatout.engine.diverged import Ended, with_way_back
-from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.loop import train_loop
-from flatout.engine.recovery import use_at_most
-from flatout.engine.rows_named import check_rows_named
+from flatout.engine.recovery import full_disk_wait, use_at_most, when_there_is_room
 from flatout.engine.run import Run
-from flatout.engine.saving import lacks_verdict, recorded_again
+from flatout.engine.state import lacks_verdict, recorded_again
 from flatout.errors import DataError, DivergedError, UsageError
 from flatout.files import write_whole
-from flatout.front.configs import config_to_train, with_sources
+from flatout.front.configs import check_rows_named, config_to_train, with_sources
 from flatout.front.resuming import HeldFolder, Origin, as_begun, check_resumed, own_settings
 from flatout.launch import OtherProcessError, launch
 from flatout.observe.alerts import Alerts
@@ -137,8 +135,8 @@ def train(
     for name, function in {"stop": stop, "save": save, "progress": progress, "on_record": on_record}.items():
         if function is not None and not callable(function):
             raise UsageError(f"a {type(function).__name__} was given as {name}=", "give a function")
-    given = Given(model, optimizer)
-    records = _train(config, _arrays(data, val), given, None if resume is None else str(resume), stop, save, progress)
+    custom = CustomParts(model, optimizer)
+    records = _train(config, _arrays(data, val), custom, None if resume is None else str(resume), stop, save, progress)
     records = _watched(records) if alerts else records
     return records if on_record is None else _to_the_end(records, on_record)
 
@@ -166,7 +164,7 @@ def _to_the_end(records: Generator[Record], on_record: Callable[[Record], object
 def _train(
     config: Config | None,
     arrays: Arrays | None,
-    given: Given,
+    custom: CustomParts,
     resume: str | None,
     stop: Callable[[], bool],
     save: Callable[[], bool],
@@ -175,15 +173,15 @@ def _train(
     found = launch()
     resume = resume if found is None else found.resumed(resume)
     asked = config_to_train(config, resume)
-    given.check()
+    custom.check()
     try_threads.cache_clear()  # who uses the cores may have changed since the last run of this process
     timeout, alike = asked.config.parallel.timeout, shared_settings(asked)
     meeting = joined(found, asked.config.speed.device, timeout=timeout, settings=alike)
     chosen = None if found is None else found.folder
     with meeting as world, HeldFolder(asked, resume, world, chosen) as folder:
         origin, lock = folder.locked()
-        source, plan = _planned(asked, origin, progress, arrays, given, world)
-        run = Run(plan, world, resumed=origin.checkpoint, given=given)
+        source, plan = _planned(asked, origin, progress, arrays, custom, world)
+        run = Run(plan, world, resumed=origin.checkpoint, custom=custom)
         limit = None if found is None or found.attempt is None else found.attempt.micro_batch
         less = [] if limit is None else use_at_most(run, limit)
         early: list[NoticeRecord] = []
@@ -210,12 +208,17 @@ def _train(
                 if lock is None:
                     raise OtherProcessError(error.exit_code) from error
                 first = _first_loss(origin.metrics)
-                ended = Ended(plan=plan, source=source, folder=origin.folder, first_loss=first, given=given)
+                ended = Ended(plan=plan, source=source, folder=origin.folder, first_loss=first, custom=custom)
                 raise with_way_back(error, ended) from error
 
 
 def _planned(
-    asked: LoadedConfig, origin: Origin, progress: Progress | None, arrays: Arrays | None, given: Given, world: World
+    asked: LoadedConfig,
+    origin: Origin,
+    progress: Progress | None,
+    arrays: Arrays | None,
+    custom: CustomParts,
+    world: World,
 ) -> tuple[DataSource, RunPlan]:
     """Decides the run; where its data cannot be had, the way back to what it was trained on is told, too."""
     resumed = origin.checkpoint
@@ -226,7 +229,7 @@ def _planned(
         with world.fail_together():
             source = DataSource(asked, device, progress, arrays=arrays, resumed=resumed)
         source = in_minutes(source, world)
-        return source, resolve(source, world, custom=given.custom)
+        return source, resolve(source, world, custom=custom.facts)
     except DataError as error:
         settings = asked.config.model_dump()
         way = None if resumed is None else own_settings(settings, resumed, origin.resumable, ("data", "clean", "chat"))
@@ -265,7 +268,7 @@ def _room(
     write: Callable[[], Result], *, run: Run, step: int, early: list[NoticeRecord], what: str
 ) -> Generator[NoticeRecord, None, Result]:
     """`when_there_is_room`, while there is no file of records yet: `early` keeps the notices for it."""
-    waiting = when_there_is_room(write, step, run.full_disk_wait, what=what)
+    waiting = when_there_is_room(write, step, full_disk_wait(run), what=what)
     while True:
         try:
             early.append(next(waiting))
@@ -370,7 +373,7 @@ def _written_notices(notices: Iterable[str], run: Run, metrics: MetricsFile, ste
 def _put(record: Record, run: Run, metrics: MetricsFile, step: int) -> Generator[NoticeRecord]:
     """Writes a record, after a pause if the disk is full; passes on what there is to tell of that."""
     metrics.add(record)
-    for notice in when_there_is_room(metrics.flush, step, run.full_disk_wait):
+    for notice in when_there_is_room(metrics.flush, step, full_disk_wait(run)):
         metrics.add(notice)
         yield notice
 

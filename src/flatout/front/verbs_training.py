@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import flatout
 from flatout import records
 from flatout.errors import HardwareError, UsageError, UserError, many, quoted
-from flatout.front.configs import load, on_hardware
+from flatout.front.configs import check_rows_named, load, on_hardware
 from flatout.front.output import handled, output_that_may_go_away
 from flatout.front.words import one_line
 from flatout.launch import AGENT, START, launch, place_of_slurm
@@ -109,8 +109,6 @@ def _loaded(parsed: argparse.Namespace, resume: str | None, stored: Path | None)
         raise UsageError(f"--resume {quoted(str(stored))} is not a folder", hint)
     loaded = None if stored is not None else load(parsed, tell=False)
     if loaded is not None and parsed.verb == "finetune":
-        from flatout.engine.rows_named import check_rows_named
-
         check_rows_named(loaded, resume)
     return loaded
 

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Iterator
 
-from flatout.checkpoints.adapter_folder import adapter_plan
+from flatout.checkpoints.base_and_adapter import adapter_plan
 from flatout.config.usual import FAR_ABOVE, FAR_BELOW, SMALL_BASE, found_by_range_test, usual_rate
 from flatout.errors import many
 from flatout.finding import Check, Finding

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from flatout.checkpoints.adapter_folder import adapter_at, stored_base, stored_quantize
+from flatout.checkpoints.base_and_adapter import adapter_at, stored_base, stored_quantize
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.sections import keeps_best
 from flatout.config.unused import cut_pattern, wide_window

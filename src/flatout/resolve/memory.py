@@ -1,6 +1,6 @@
 """What a step of a config needs on a device, by the estimate of `flatout.model.count`."""
 
-from flatout.checkpoints.adapter_folder import adapter_plan
+from flatout.checkpoints.base_and_adapter import adapter_plan
 from flatout.config.schema import ModelConfig, OptimConfig, RunConfig, SpeedConfig
 from flatout.data.batch import LargestRows
 from flatout.errors import AdapterError, ConfigError

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from flatout.checkpoints.adapter_folder import with_adapter
-from flatout.checkpoints.base_model import Base, Start, open_base, open_start
+from flatout.checkpoints.base_and_adapter import Base, Start, open_base, open_start, with_adapter
 from flatout.checkpoints.checkpoint import Checkpoint
 from flatout.config.load import LoadedConfig, resolve_from_mapping, with_values
 from flatout.config.schema import LoraConfig, RunConfig

@@ -7,7 +7,7 @@ share: the model its shape, the optimizers their rates, the saver its intervals.
 import dataclasses
 from typing import Any
 
-from flatout.checkpoints.base_model import Base, Start
+from flatout.checkpoints.base_and_adapter import Base, Start
 from flatout.config.load import LoadedConfig, show
 from flatout.config.schema import (
     ChatConfig,

@@ -21,11 +21,10 @@ from typing import Any, Self, final
 import torch
 
 from flatout.config.load import LoadedConfig
-from flatout.engine.books import Progress
 from flatout.engine.evaluate import evaluate
 from flatout.engine.run import Run
 from flatout.engine.saver import Saver
-from flatout.engine.saving import capture
+from flatout.engine.state import Progress, capture
 from flatout.errors import ResourceError
 from flatout.files import disk_errors, readable_sizes
 from flatout.generation.decode import generate_tokens
@@ -253,8 +252,8 @@ def _time_checkpoint(run: Run) -> tuple[Figure, int | None]:
             with contextlib.closing(Saver(folder, device, run.step, lambda notice: None)) as saver:
                 for step in (1, 2):
                     began = time.perf_counter()
-                    saver.begin(capture(run, Progress(step=step)))
-                    seconds, saved = time.perf_counter() - began, saver.wait()
+                    written = saver.begin(capture(run, Progress(step=step)))
+                    seconds, saved = time.perf_counter() - began, written.result()
                     if saved.background_seconds is None:
                         return Figure(seconds, "measured"), saved.bytes
                 took = f"then {saved.background_seconds:.2g} s beside training"

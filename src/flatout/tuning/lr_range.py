@@ -34,9 +34,8 @@ import flatout
 from flatout.config.load import LoadedConfig
 from flatout.config.sections import MOST_RATE, OptimConfig
 from flatout.config.usual import FAR_ABOVE, FAR_BELOW, RANGE_STEPS, usual_rate
-from flatout.engine.books import Progress
 from flatout.engine.run import Run
-from flatout.engine.saving import capture, restore
+from flatout.engine.state import Progress, capture, restore
 from flatout.errors import ConfigError, UsageError
 from flatout.model.count import parameter_count
 from flatout.ops.gradients import clear_gradients

@@ -88,7 +88,7 @@ if RANK is not None and FAULT and "LOCAL_RANK" in os.environ and os.environ.pop(
     writer.Writer.save, saver.save_plan = faulty_save, faulty_save_plan
     time.time = lambda: now() + jumped
     if "drift" in FAULT:
-        loop.EVERY = 4
+        loop.COMPARED_EVERY = 4
     if "beside" in FAULT:
         saver.SMALL = 0
     if "version" in FAULT:

@@ -1,27 +1,68 @@
-"""The machine's own view of itself: the card's load, memory, power, heat and clock, and the host's cores and memory.
+"""What a run reports besides its numbers: notices, the state of the machine, the reach of eigenstate blocks.
 
-Asked from the loop at most every ten seconds. An answer takes the host a millisecond or two, during which the device
-works on; there is no thread. The card is told of by NVIDIA's driver, where there is one with a package for it, the host
-by the operating system.
+Contract: asking is cheap and never waits for the device in a step. `look_at_eigenstates` copies once from the device to
+the host, so it is called at a run's boundaries only. The machine is asked at most every ten seconds, in the loop's own
+thread, which takes the host a millisecond or two while the device works on. NVIDIA's driver knows the card, where it is
+installed with its Python package; the operating system knows the host.
+
+Shape legend: L eigenstate blocks, K states of one.
+
+Trap: an angle is learned without an end. Beyond half a turn per token a state turns the other way,
+more slowly the larger the number; its period is that of what can be seen, token by token.
 """
 
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from flatout.device import Device
 from flatout.host import core_clock, core_use, host_memory, load_average, process_bytes, swap_bytes, usable_cores
-from flatout.records import MachineRecord
+from flatout.model.eigenstate import Eigenstate
+from flatout.model.gpt import GPT
+from flatout.model.protocol import LanguageModel
+from flatout.records import EigenstateLayer, EigenstateRecord, MachineRecord, NoticeRecord
 
 Answer = TypeVar("Answer")
 
 SECONDS_BETWEEN = 10.0
 _POWER, _HEAT = 0x4 | 0x80, 0x20 | 0x40  # bits of the driver's reasons for a lower clock: caps of power, and of heat
 _SLOWDOWN = 0x8  # by the hardware itself: power or heat, it does not say
+QUANTILES = {"min": 0.0, "10%": 0.1, "50%": 0.5, "90%": 0.9, "max": 1.0}
+
+
+class Notices:
+    """Notices that nobody has been given yet."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[str] = deque()  # the thread that saves adds some, too
+        self._sources: list[Callable[[], list[str]]] = []
+
+    def add(self, notice: str) -> None:
+        self._waiting.append(notice)
+
+    def follow(self, source: Callable[[], list[str]]) -> None:
+        """Asks `source` for its notices whenever some are taken."""
+        self._sources.append(source)
+
+    def take(self) -> list[str]:
+        """All of them, oldest first."""
+        notices = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        for source in self._sources:
+            notices += source()
+        return notices
+
+
+def notices_at(step: int, notices: Iterable[str]) -> Iterator[NoticeRecord]:
+    return (NoticeRecord(step=step, message=notice) for notice in notices)
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
 
 
 class MachineWatch:
@@ -119,3 +160,46 @@ def _told(ask: Callable[[], Answer]) -> Answer | None:
         return ask()
     except Exception:  # noqa: BLE001 - the library has errors of its own, and the run must not end by any of them
         return None
+
+
+# --- eigenstate blocks ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def look_at_eigenstates(model: LanguageModel, step: int) -> Iterator[EigenstateRecord]:
+    """The record of this moment, if there are such blocks."""
+    mixers = {
+        number: block.attention
+        for number, block in enumerate(model.blocks if isinstance(model, GPT) else (), start=1)
+        if isinstance(block.attention, Eigenstate)
+    }
+    if not mixers:
+        return
+    both_L2K = torch.stack([torch.stack(mixer.eigenvalues()) for mixer in mixers.values()])
+    context = model.config.context
+    log_decay_LK, angle_LK = both_L2K.cpu().double().unbind(1)
+    layers = (
+        _layer(number, log_decay_K, angle_K, context)
+        for number, log_decay_K, angle_K in zip(mixers, log_decay_LK, angle_LK, strict=True)
+    )
+    yield EigenstateRecord(step=step, context=context, layers=tuple(layers))
+
+
+def _layer(number: int, log_decay_K: Tensor, angle_K: Tensor, context: int) -> EigenstateLayer:
+    horizon_K = -1.0 / log_decay_K
+    turn_K = torch.remainder(angle_K, 2 * math.pi)
+    turn_K = torch.minimum(turn_K, 2 * math.pi - turn_K)
+    return EigenstateLayer(
+        layer=number,
+        states=log_decay_K.numel(),
+        magnitude=_quantiles(log_decay_K.exp()),
+        horizon=_quantiles(horizon_K),
+        period=_quantiles(2 * math.pi / turn_K),
+        beyond=(horizon_K > context).double().mean().item(),
+    )
+
+
+def _quantiles(values_K: Tensor) -> dict[str, float]:
+    """NaN comes last in order, as the largest; so one bad state leaves the others to be seen."""
+    ordered = values_K.sort().values
+    return {name: ordered[round(share * (len(ordered) - 1))].item() for name, share in QUANTILES.items()}

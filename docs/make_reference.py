@@ -194,7 +194,8 @@ def _verb(command: Command) -> str:
 def _shown(option: Option) -> str:
     """A word or an option as usage shows it."""
     name, more = option.names[0], option.more
-    value = more.get("metavar", more.get("dest", name).strip("-").replace("-", "_").upper())
+    dest = more.get("dest", name).strip("-").replace("-", "_").upper()
+    value: str = more.get("metavar", dest)
     if option.by_place:
         return {"?": f"[{value}]", "+": f"{value} ...", "*": f"[{value} ...]"}.get(str(more.get("nargs")), value)
     return name if more.get("action") == "store_true" else f"{name} {'|'.join(more.get('choices', [value]))}"

@@ -27,7 +27,7 @@ def _homes() -> dict[str, tuple[str, ...]]:
 
 HOMES = _homes()
 _HOME_OF = {name: module for module, names in HOMES.items() for name in names}
-__all__ = ["__version__", *sorted(_HOME_OF)]
+__all__ = ["__version__", *sorted(_HOME_OF)]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

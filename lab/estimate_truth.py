@@ -142,7 +142,7 @@ def write_base(folder: Path, shape: str) -> None:
     from flatout.config.schema import ModelConfig
     from flatout.corpus.document import shakespeare
     from flatout.model.gpt import build_model
-    from flatout.model.hub_weights import export_huggingface
+    from flatout.model.hub_folder import export_huggingface
 
     config = ModelConfig(**BASES[shape], context=2048, qk_norm=False, tied=False)
     export_huggingface(build_model(config, 32000, seed=0), folder, dtype=torch.bfloat16)

@@ -273,7 +273,7 @@ def _chat_model(family: str, seed: int, shape: tuple[tuple[str, int], ...]) -> d
     from flatout.config.schema import ModelConfig
     from flatout.data.tokenizer_files import read_model_tokenizer
     from flatout.model.gpt import build_model
-    from flatout.model.hub_weights import export_huggingface
+    from flatout.model.hub_folder import export_huggingface
 
     with tempfile.TemporaryDirectory() as place:
         language = write_model(Path(place) / "language", FAMILIES[family])

@@ -5,7 +5,7 @@ from typing import Any
 
 from flatout.model.gpt import GPT
 from flatout.model.hub import read_description
-from flatout.model.hub_weights import load_described
+from flatout.model.hub_folder import load_described
 
 
 def from_huggingface(folder: Path, *, context: int | None = None, **how: Any) -> GPT:

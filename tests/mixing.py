@@ -7,7 +7,7 @@ from flatout.config.schema import ModelConfig
 from flatout.model.cache import Decoding, EigenstateCache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
-from flatout.model.operations import Own, Shared, TorchOperations
+from flatout.model.operations import Operations, Own, Shared
 from flatout.ops.documents import DocumentLayout
 
 
@@ -27,7 +27,7 @@ def mixed(
 ) -> Tensor:
     """What it adds to the residual stream; `how.kernels` says in which form."""
     how = how or Execution()
-    operations, decoding = TorchOperations(how), None
+    operations, decoding = Operations(how), None
     if cache is not None:
         steps_T = torch.arange(position, position + x_BTW.shape[1], device=x_BTW.device)
         decoding = Decoding(steps_T.expand(x_BTW.shape[:2]), fresh=position == 0, filled=None)

@@ -22,6 +22,9 @@ from flatout.observe.notebook import (
     RunResult as RunResult,
     Chart as Chart,
 )
+from flatout.engine.spans import (
+    span as span,
+)
 from flatout.optim.optimizers import (
     Rule as Rule,
     StateBytes as StateBytes,

@@ -1,8 +1,8 @@
 """Programs of strangers in a child process with limits: chat templates, and patterns of adapters.
 
-A template or a regular expression that comes with a model can run for years or ask for all memory there is, and neither
-can be told from its text. So it never runs here. A small child process runs it, with limits on processor time, memory
-and the length of its answer. A program that exceeds a limit raises `Exceeded`, and its process is killed.
+A template or a regular expression that comes with a model can run for years or ask for all memory there is, and its
+text does not show it. So it never runs in this process. A small child process runs it, with limits on processor time,
+memory and the length of its answer. A program that exceeds a limit raises `Exceeded`, and its process is killed.
 
 The child answers requests of one module: `answer(request)`, JSON in and JSON out. It imports that module and nothing of
 torch, starts in about a tenth of a second, and ends with the pipe that it reads from. Whoever is done with a child for
@@ -88,7 +88,7 @@ class Child:
             self._deadline = time.monotonic() + self.limits.patience
             try:
                 _send(process.stdin, content)
-                told, value = _receive(process.stdout, most)
+                status, value = _receive(process.stdout, most)
             except _TooLong:
                 self._kill()
                 raise Exceeded(f"writes more than {most:,} bytes") from None
@@ -102,7 +102,7 @@ class Child:
                 raise
             finally:
                 self._deadline, self._used = float("inf"), time.monotonic()
-        if told == "memory":
+        if status == "memory":
             raise Exceeded(f"needs more than {self.limits.memory / 2**20:,.0f} MiB of memory")
         return value
 

@@ -121,6 +121,10 @@ class EvalRecord(Shown):
     reason: str  # why now: step (eval.every), epoch or end
 
 
+STEP_SPANS = ("wait", "forward", "backward", "micro-batch", "reduction", "optimizer")  # these add up to the steps
+OTHER_SPANS = ("evaluation", "sample", "checkpoint", "data")  # beside them
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanRecord(Shown):
     """Where the time went since the last one, `steps` steps ago, by name; `calls` says how often.
@@ -128,7 +132,8 @@ class SpanRecord(Shown):
     On the device's clock, and adding up to the steps: wait (it stood still), forward, backward, optimizer; a replayed
     graph is one piece, micro-batch; reduction is what a rank waits for the gradients of the others, beyond what its own
     backward pass hides. On the host's clock, beside the steps: evaluation, sample, checkpoint; and data,
-    the time it waited for batches, which may have passed while the device was busy.
+    the time it waited for batches, which may have passed while the device was busy. Any other name is a `flatout.span`
+    of the user's own code, which lies inside the steps.
     """
 
     step: int  # the last of them

@@ -22,18 +22,18 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 53_882,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 43_122,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 111,  # all Python outside tests
-    "modules": 257,  # of src/flatout, as all the following
-    "modules with one importer": 55,
+    "lines of code": 53_597,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 42_816,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 108,  # all Python outside tests
+    "modules": 236,  # of src/flatout, as all the following
+    "modules with one importer": 47,
     "settings": 148,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
-    "class names with two meanings": 6,
+    "class names with two meanings": 5,
     "modules that import RunConfig": 0,  # besides config, resolve and the command line
     "modules that engine/setup.py imports": 19,  # of our own
 }
-LONGEST_MODULE = 749  # physical lines, in src; at most
+LONGEST_MODULE = 694  # physical lines, in src; at most
 LONGEST_LINE = 120
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from flatout.model.adapter_files import save_adapter
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
 from flatout.model.gpt import build_model
-from flatout.model.hub_weights import export_huggingface
+from flatout.model.hub_folder import export_huggingface
 from flatout.records import CheckpointRecord, RunInfo, SampleRecord, StepRecord
 from tests.chat_models import write_chat_model
 from tests.conftest import TINY

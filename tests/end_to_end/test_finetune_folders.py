@@ -22,11 +22,11 @@ from flatout.data.tokenizer_files import train_bpe, write_tokenizer
 from flatout.diagnose.examine import examine
 from flatout.errors import UserError
 from flatout.front import models
-from flatout.generation.decode import generate_tokens
+from flatout.generation import generate_tokens
 from flatout.model.adapter_files import read_origin
 from flatout.model.gpt import GPT
 from flatout.model.hub import read_description
-from flatout.model.hub_weights import weights_fingerprint
+from flatout.model.hub_folder import weights_fingerprint
 from flatout.records import EndRecord, NoticeRecord, StepRecord
 from tests.chat_models import write_chat_model
 

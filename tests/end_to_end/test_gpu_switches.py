@@ -11,7 +11,7 @@ from flatout.config.load import load_config
 from flatout.engine import loop
 from flatout.engine.run import Run
 from flatout.model.compiling import compile_counts
-from flatout.ops.flash_attention_4 import fa4_missing
+from flatout.ops.attention import fa4_missing
 from flatout.records import NoticeRecord, RunInfo, SampleRecord, StepRecord
 from tests.end_to_end.no_waits import take_steps_without_waiting
 from tests.end_to_end.test_resume import stop_after

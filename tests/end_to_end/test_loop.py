@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import flatout
+from flatout import generation
 from flatout.checkpoints.checkpoint import list_checkpoints
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig
@@ -20,7 +21,6 @@ from flatout.device import Device, detect_device
 from flatout.engine import recovery
 from flatout.engine.state import Progress, capture
 from flatout.errors import DataError, DivergedError, DoesNotFitError, HardwareError, ResourceError, UserError
-from flatout.generation import decode
 from flatout.model.count import estimate_memory
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT
@@ -136,8 +136,10 @@ def test_a_warm_up_in_epochs_or_as_a_share_ends_where_it_says(tiny):
 
 def test_samples_are_greedy_at_temperature_0(tiny, monkeypatch):
     seen = []
-    plain = decode.sample_token
-    monkeypatch.setattr(decode, "sample_token", lambda *a, **how: seen.append(how["temperature"]) or plain(*a, **how))
+    plain = generation.sample_token
+    monkeypatch.setattr(
+        generation, "sample_token", lambda *a, **how: seen.append(how["temperature"]) or plain(*a, **how)
+    )
     list(flatout.train(tiny("train.steps=1", "eval.sample_tokens=3", "eval.sample_temperature=0")))
     assert seen == [0.0] * 3
 

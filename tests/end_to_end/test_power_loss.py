@@ -46,7 +46,7 @@ from flatout.model.adapter_files import save_adapter
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
 from flatout.model.gpt import build_model
-from flatout.model.hub_weights import export_huggingface
+from flatout.model.hub_folder import export_huggingface
 from flatout.observe.sinks import read_metrics
 from flatout.records import CheckpointRecord, NoticeRecord, Record
 from tests.power_loss import (

@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from flatout.ops import attention as module
-from flatout.ops import flash_attention_4
-from flatout.ops.attention import FA4, attention_failure, causal_attention, fa3_missing, picked_kernel
-from flatout.ops.flash_attention_4 import fa4_missing
-from flatout.ops.packing import packed
+from flatout.ops.attention import (
+    FA4,
+    attention_failure,
+    causal_attention,
+    fa3_missing,
+    fa4_missing,
+    packed,
+    picked_kernel,
+)
 from flatout.ops.reference import attention_reference
 
 CPU = torch.device("cpu")
@@ -118,10 +123,8 @@ def test_fa4_between_its_two_kernels(side_by_side, backend, monkeypatch):
         raise AssertionError("the forward pass of another backend")
 
     parts_only = functools.partial(forward, causal=True, return_lse=True)
-    monkeypatch.setattr(flash_attention_4, "fa4_kernels", lambda: (forward if backend == "fa4" else never, backward))
-    monkeypatch.setattr(
-        flash_attention_4, "_cudnn_forward", never if backend == "fa4" else lambda *parts: parts_only(*parts)[:2]
-    )
+    monkeypatch.setattr(module, "fa4_kernels", lambda: (forward if backend == "fa4" else never, backward))
+    monkeypatch.setattr(module, "_cudnn_forward", never if backend == "fa4" else lambda *parts: parts_only(*parts)[:2])
     if side_by_side:
         whole = torch.randn(2, 33, 8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
         results = {}

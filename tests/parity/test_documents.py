@@ -316,7 +316,7 @@ def test_a_neighbour_in_a_joined_row_is_not_seen():
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["flash", "fa4"])
 def test_kernels_that_go_by_bounds_equal_the_mask(backend):
-    from flatout.ops.flash_attention_4 import fa4_missing
+    from flatout.ops.attention import fa4_missing
 
     if backend == "fa4" and fa4_missing():
         pytest.skip("flash-attn-4 is not installed")
@@ -345,7 +345,7 @@ def test_kernels_that_go_by_bounds_equal_the_mask(backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["flash", "fa4"])
 def test_on_a_gpu_our_kernels_pack_as_the_plain_path_does(backend):
-    from flatout.ops.flash_attention_4 import fa4_missing
+    from flatout.ops.attention import fa4_missing
 
     if backend == "fa4" and fa4_missing():
         pytest.skip("flash-attn-4 is not installed")
@@ -390,7 +390,7 @@ def test_whether_documents_have_their_rows_to_themselves(documents, alone):
 @pytest.mark.parametrize("backend", ["flash", "fa4"])
 def test_on_a_gpu_empty_documents_and_a_longer_longest_change_nothing(backend):
     """Joined rows with fixed sizes, as recordings need them, against the same documents with the sizes they have."""
-    from flatout.ops.flash_attention_4 import fa4_missing
+    from flatout.ops.attention import fa4_missing
 
     if backend == "fa4" and fa4_missing():
         pytest.skip("flash-attn-4 is not installed")

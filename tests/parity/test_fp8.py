@@ -20,11 +20,12 @@ from flatout.ops.kernels.activation import activate, activate_backward, activate
 from flatout.ops.kernels.cross_entropy import cross_entropy_rows
 from flatout.ops.kernels.heads import pack_heads, project_heads
 from flatout.ops.kernels.linear import linear
-from flatout.ops.kernels.norm import add_norm
+from flatout.ops.kernels.stream import add_norm
 from flatout.ops.linear_cross_entropy import linear_cross_entropy
-from flatout.ops.reference import IGNORED, fp8_linear_reference, fp8_rounded
+from flatout.ops.reference import IGNORED
 from flatout.ops.scales import E4M3, NarrowLinear, Scales, Slot
 from tests.parity.checking import DEVICES, draw
+from tests.references import fp8_linear_reference, fp8_rounded
 
 pytestmark = [
     pytest.mark.usefixtures("guarded_memory"),

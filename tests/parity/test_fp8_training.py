@@ -19,10 +19,10 @@ from flatout.engine.state import Progress, capture, restore
 from flatout.engine.step import TrainStep
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
-from flatout.ops.reference import fp8_linear_reference
 from flatout.ops.scales import ACTIVATION, GRADIENT, Scales, Slot
 from tests.made_optimizers import made_optimizers
 from tests.parity.checking import DEVICES
+from tests.references import fp8_linear_reference
 from tests.set_up import set_up
 from tests.unit.test_graphs import FakeRecorder
 

@@ -7,10 +7,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from flatout.ops.kernels.first import begin
-from flatout.ops.kernels.gates import Rows, add_values, gate_heads
-from flatout.ops.kernels.heads import project_heads
-from flatout.ops.kernels.norm import add_norm
+from flatout.ops.kernels.heads import Rows, add_values, gate_heads, project_heads
+from flatout.ops.kernels.stream import add_norm, begin
 from tests.parity.checking import DEVICES, assert_near, compare, draw, rounded, shapes_and_types
 
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -9,7 +9,7 @@ import torch
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
 from flatout.model.gpt import build_model
-from flatout.model.hub_weights import export_huggingface
+from flatout.model.hub_folder import export_huggingface
 from tests.hub_folders import from_huggingface
 
 if TYPE_CHECKING:

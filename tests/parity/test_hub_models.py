@@ -15,8 +15,8 @@ from flatout.errors import CheckpointError
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import model_type_of, read_description
-from flatout.model.hub_weights import export_huggingface, pieces_of
-from flatout.model.rotary import scaled_rates
+from flatout.model.hub_folder import export_huggingface, pieces_of
+from flatout.model.operations import scaled_rates
 from tests.hub_folders import from_huggingface
 from tests.parity.checking import DEVICES
 
@@ -178,7 +178,7 @@ def test_shards_are_read_and_written(tmp_path, monkeypatch):
     x = tokens(ours.vocab)
     with torch.no_grad():
         assert distance(ours.logits(x), theirs(x).logits) < 1e-5
-        monkeypatch.setattr("flatout.model.hub_weights.SHARD_BYTES", 100_000)
+        monkeypatch.setattr("flatout.model.hub_folder.SHARD_BYTES", 100_000)
         export_huggingface(ours, tmp_path / "ours")
         files = sorted(path.name for path in (tmp_path / "ours").glob("*.safetensors"))
         assert len(files) > 2

@@ -14,18 +14,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from flatout.config.schema import ModelConfig
-from flatout.model.rotary import Rotary
+from flatout.model.operations import Rotary
 from flatout.ops.kernels import activation as activation_module
 from flatout.ops.kernels.activation import KINDS, activate, activate_backward, activated_linear, linear_gelu
+from flatout.ops.kernels.adapters import SwigluPass, add_adapter_gradients, by_our_kernel, by_products
 from flatout.ops.kernels.cross_entropy import cross_entropy_rows
-from flatout.ops.kernels.dropout import dropout
-from flatout.ops.kernels.embedding import embed
 from flatout.ops.kernels.heads import pack_heads, project_heads
 from flatout.ops.kernels.linear import linear
-from flatout.ops.kernels.norm import add_norm
 from flatout.ops.kernels.rotary import prepare_heads
-from flatout.ops.kernels.swiglu_adapters import SwigluPass
-from flatout.ops.kernels.thin import add_adapter_gradients, by_our_kernel, by_products
+from flatout.ops.kernels.stream import add_norm, dropout, embed
 from flatout.ops.linear_cross_entropy import linear_cross_entropy
 from flatout.ops.lora import LoraLayout, LoraPart
 from flatout.ops.reference import IGNORED

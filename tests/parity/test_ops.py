@@ -9,18 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flatout.config.schema import ModelConfig
 from flatout.model.compiling import compile_counts
-from flatout.model.norms import RMSNorm
-from flatout.model.rotary import Rotary, turned
+from flatout.model.operations import RMSNorm, Rotary, turned
 from flatout.ops.attention import causal_attention, masked_attention
 from flatout.ops.linear_cross_entropy import _torch_rows_loss, linear_cross_entropy, padded_logits
-from flatout.ops.reference import (
-    IGNORED,
-    attention_reference,
-    causal_mask,
-    linear_cross_entropy_reference,
-    rms_norm_reference,
-    rotate_reference,
-)
+from flatout.ops.reference import IGNORED, attention_reference, causal_mask
+from tests.references import linear_cross_entropy_reference, rms_norm_reference, rotate_reference
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

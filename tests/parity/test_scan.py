@@ -17,7 +17,7 @@ from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.ops.documents import lay_out
 from flatout.ops.kernels import scan as kernels_module
-from flatout.ops.kernels.gated_scan import gated_scan
+from flatout.ops.kernels.scan import gated_scan
 from flatout.ops.scan import scan
 from tests.mixing import mixed, mixer_config
 from tests.parity.checking import DEVICES, assert_near, compare, draw, strided

@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatout.ops.attention import causal_attention, masked_attention, window_attention, window_kernel, window_mask
-from flatout.ops.flash_attention_4 import fa4_missing
+from flatout.ops.attention import (
+    causal_attention,
+    fa4_missing,
+    masked_attention,
+    window_attention,
+    window_kernel,
+    window_mask,
+)
 
 CUDA = [
     pytest.param("flash", marks=pytest.mark.gpu),

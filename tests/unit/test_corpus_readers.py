@@ -308,7 +308,7 @@ def test_json_is_read_in_small_steps(tmp_path: Path, monkeypatch: pytest.MonkeyP
     contents.append("".join(json.dumps(value) for value in values))
     expected = [value if isinstance(value, str) else value["text"] for value in values]
     for content, step in itertools.product(contents, (1, 7, 64)):
-        monkeypatch.setattr(rows_module, "CHUNK", step)
+        monkeypatch.setattr(readers, "CHUNK", step)
         found = read(stored(tmp_path, "a.json", content))
         assert texts(found) == expected
         # Places count bytes although the text is decoded and dropped as it goes.
@@ -319,7 +319,7 @@ def test_json_is_read_in_small_steps(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("step", [1, 7, 2**20])
 def test_an_element_above_the_limit_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    monkeypatch.setattr(rows_module, "CHUNK", step)
+    monkeypatch.setattr(readers, "CHUNK", step)
     for long in ("x" * 200, '\\"], {' * 40, {"text": ['"' * 100, {"a": "]" * 99}]}):
         file = stored(tmp_path, "a.json", json.dumps([long, "a", long, "b"]))
         again = len(json.dumps([long, "a"])) + 1

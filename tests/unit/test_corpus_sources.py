@@ -202,7 +202,7 @@ def test_an_empty_file_is_no_problem_among_others(tmp_path: Path) -> None:
     put(tmp_path, {"b.txt": b"x", "c.csv": b"", "d.parquet": b"", "e.bin": b""})
     found = find_files(str(tmp_path))
     assert (names(found, tmp_path), found.problems, found.passed_over) == (["b.txt"], (), {"empty": 4})
-    assert (found.told, found.unknown) == ("5 files: read 1 .txt; passed over 4 empty", 0)
+    assert (found.summary, found.unknown) == ("5 files: read 1 .txt; passed over 4 empty", 0)
 
 
 BINARY_FILES = {
@@ -215,7 +215,7 @@ def test_binary_files_are_told_as_such_and_not_taken_for_unread_text(tmp_path: P
     put(tmp_path, BINARY_FILES)
     put(tmp_path, {"text.txt": b"x", "tool.py": b"print('h\xc3\xa9')", "page.html": b"<p>", "README": b"x"})
     found = find_files(str(tmp_path))
-    assert found.told == (
+    assert found.summary == (
         "11 files: read 1 .txt; passed over 1 .html, 1 .py, 1 no suffix, "
         "7 binary (.docx .pdf .png .so .tar.gz .zip ...)"
     )
@@ -234,7 +234,7 @@ def test_a_bin_file_in_a_folder_is_told_what_it_was_taken_for(tmp_path: Path) ->
     })  # fmt: skip
     found = find_files(str(tmp_path))
     assert names(found, tmp_path) == ["headed.bin", "text.txt", "tokens.bin", "tokens2.bin.gz"]
-    assert found.told == (
+    assert found.summary == (
         "7 files: read 2 .bin (as GPT-2 tokens), 1 .bin.gz (as GPT-2 tokens), 1 .txt; "
         "passed over 3 .bin (not GPT-2 tokens)"
     )
@@ -242,9 +242,9 @@ def test_a_bin_file_in_a_folder_is_told_what_it_was_taken_for(tmp_path: Path) ->
     assert len(find_files(str(tmp_path), format="tokens").files) == 7
     for name in ("weights.bin", "letters.bin", "noise.bin", "tokens2.bin.gz"):
         (tmp_path / name).unlink()
-    assert find_files(str(tmp_path)).told == "3 files: read 2 .bin (as GPT-2 tokens), 1 .txt"
+    assert find_files(str(tmp_path)).summary == "3 files: read 2 .bin (as GPT-2 tokens), 1 .txt"
     (tmp_path / "text.txt").unlink()
-    assert find_files(str(tmp_path)).told == ""
+    assert find_files(str(tmp_path)).summary == ""
 
 
 def test_saved_datasets_are_known_by_their_files(tmp_path: Path) -> None:

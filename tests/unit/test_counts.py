@@ -131,7 +131,7 @@ def test_long_stretches_of_broken_elements(broken: str, end: str) -> None:
     """Longer than what is looked at in one go; each is tried to be understood a few times at most."""
     count, decode = 1_000, json.JSONDecoder.raw_decode
     tries = patch.object(json.JSONDecoder, "raw_decode", autospec=True, side_effect=decode)
-    with patch.object(rows_module, "_LOOK", 2**13), tries as tried:
+    with patch.object(readers, "_LOOK", 2**13), tries as tried:
         content = raw_of("[" + ", ".join([broken] * count) + end)
         check("a.json", content, count + (end != "]"), ["text 1"] * ("1" in end))
     assert tried.call_count < 3 * count

@@ -153,19 +153,6 @@ def test_without_a_context_there_are_no_windows(tmp_path: Path) -> None:
     assert [(split.windows, split.remainder) for split in summary.splits] == [(None, None), (None, None)]
 
 
-@given(st.integers(1, 2**40))
-def test_fine_bins_are_exact_for_short_documents_and_close_for_long_ones(length: int) -> None:
-    def fine_bin(value: int) -> int:
-        return int(inspect._fine_bin(np.array([value]))[0])
-
-    low = inspect._length_of(fine_bin(length))
-    assert low <= length < low * (1 + 2.0**-16) + (length < 2**17)
-    assert fine_bin(low) == fine_bin(length)
-    assert fine_bin(low) - 1 <= fine_bin(low - 1) < fine_bin(low)
-    if length < 2**17:
-        assert (low, fine_bin(length)) == (length, length)
-
-
 @settings(deadline=None)
 @given(st.integers(1, 2**40), st.integers(1, 2**40))
 def test_edges_hold_every_length_and_rise(first: int, second: int) -> None:
@@ -174,7 +161,6 @@ def test_edges_hold_every_length_and_rise(first: int, second: int) -> None:
     assert (edges[0], edges[-1]) == (least, most + 1)
     assert list(edges) == sorted(set(edges))
     assert len(edges) <= 49
-    assert all(inspect._length_of(int(inspect._fine_bin(np.array([edge]))[0])) == edge for edge in edges[1:-1])
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 3), (10, 5000), (100, 10**6), (500, 500)])
@@ -215,7 +201,7 @@ def test_long_documents_are_counted_in_the_right_bin(tmp_path: Path) -> None:
         inside = [n for n in lengths if low <= n < high]
         assert (count, tokens) == (len(inside), sum(inside))
     assert (split.quantiles["min"], split.quantiles["max"]) == (1, 300_001)
-    assert split.quantiles["50%"] == pytest.approx(150_000, rel=2.0**-16)
+    assert split.quantiles["50%"] == 150_000
 
 
 # Tokens and samples

@@ -11,7 +11,7 @@ from flatout.model import fields, hub
 from flatout.model.fields import DEFAULTS, FEATURES, RESIDUAL_SCALE, Format, HubValues, ModelFeature
 from flatout.model.gpt import build_model, empty_model
 from flatout.model.hub import description_of
-from flatout.model.hub_weights import export_huggingface, pieces_of
+from flatout.model.hub_folder import export_huggingface, pieces_of
 
 DEFAULT = ModelConfig()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flatout.config.schema import ModelConfig
-from flatout.generation.decode import generate_tokens, sample_token
+from flatout.generation import generate_tokens, sample_token
 from flatout.model.gpt import GPT, build_model
 
 VOCAB = 61

@@ -21,8 +21,7 @@ from flatout.data.tokenizer_files import read_model_tokenizer
 from flatout.errors import CheckpointError, UserError
 from flatout.model.adapter_files import read_origin
 from flatout.model.hub import read_description
-from flatout.model.hub_find import find_model, is_within_reach
-from flatout.model.hub_weights import export_huggingface
+from flatout.model.hub_folder import export_huggingface, find_model, is_within_reach
 from tests.chat_models import FAMILIES, write_chat_model, write_model
 from tests.hub_folders import from_huggingface
 from tests.unit.test_hub import build, change, write

@@ -24,8 +24,7 @@ from flatout.data.prepare import data_folder
 from flatout.errors import CheckpointError, UsageError, UserError
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import check_same_model, model_type_of, read_description
-from flatout.model.hub_find import FoundModel, find_model
-from flatout.model.hub_weights import export_huggingface, load_huggingface
+from flatout.model.hub_folder import FoundModel, export_huggingface, find_model, load_huggingface
 from tests.chat_models import as_a_stranger
 from tests.hub_folders import from_huggingface
 
@@ -43,7 +42,7 @@ def build(kind: str, seed: int = 1) -> GPT:
 
 
 def write(folder: Path, kind: str = "llama", *, shard_bytes: int = 10**9, **options: Any) -> Path:
-    with mock.patch("flatout.model.hub_weights.SHARD_BYTES", shard_bytes):
+    with mock.patch("flatout.model.hub_folder.SHARD_BYTES", shard_bytes):
         export_huggingface(build(kind), folder, end_of_text=2, **options)
     return as_a_stranger(folder)
 

@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.engine.setup import all_weights
 from flatout.errors import CheckpointError, ConfigError
-from flatout.generation.decode import generate_tokens
+from flatout.generation import generate_tokens
 from flatout.model import eigenstate
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
 from flatout.model.cache import LayerCache
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model, empty_model
-from flatout.model.hub_weights import export_huggingface
+from flatout.model.hub_folder import export_huggingface
 from flatout.model.weights import assign_weights
 from flatout.ops.documents import lay_out
 from flatout.optim.optimizers import trainables

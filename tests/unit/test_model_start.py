@@ -15,7 +15,7 @@ from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import read_description
-from flatout.model.hub_weights import export_huggingface, folded_weights, own_fingerprint, weights_fingerprint
+from flatout.model.hub_folder import export_huggingface, folded_weights, own_fingerprint, weights_fingerprint
 from tests.hub_folders import from_huggingface
 
 SHAPE = {"layers": 2, "width": 32, "heads": 4, "context": 16}

@@ -382,7 +382,7 @@ def test_an_update_that_cannot_be_recorded_goes_on_without():
 @pytest.mark.parametrize("finite", [True, False])
 def test_the_kernels_equal_the_plain_forms(count: int, finite: bool):
     pytest.importorskip("triton")
-    from flatout.ops.kernels.muon import advance, apply
+    from flatout.ops.kernels.updates import advance, apply
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     fp32 = functools.partial(drawn, dtype=torch.float32)
@@ -425,7 +425,7 @@ def test_muon_takes_the_matrices_of_blocks_and_groups_have_rates_of_their_own():
     assert not any("_K" in name or "bias" in name for name in inside), "what must not decay is AdamW's"
     assert names["embedding"] == ["embedding.weight"]
     assert names["head"] == ["head.weight"]
-    assert "positions.weight" in names["all that is left"]
+    assert "positions.weight" in names["other"]
     parts = {one.name: one.parts for one in trainables(model)}
     assert parts["blocks.0.attention.inward.weight"] == ((32, 32), (32, 32))
     assert parts["blocks.1.attention.qkv.weight"] == ((32, 32), (16, 32), (16, 32))
@@ -445,7 +445,7 @@ def test_rates_of_groups(optimizer: str):
         assert "head" not in rates
         assert rates["table"] == table
         assert rates["matrices"] == (0.02 if optimizer != "adamw" else 1e-3)
-        assert rates["all that is left"] == groups[-1].rule.rate[0] == 1e-3
+        assert rates["other"] == groups[-1].rule.rate[0] == 1e-3
         decay = {group.rule.name: group.rule.decay for group in groups}
         assert decay["embedding"] == decay["table"] == (0.0 if optimizer != "adamw" else 0.1)
     untied = build_model(MODEL.model_copy(update={"tied": False}), VOCAB)
@@ -480,7 +480,7 @@ def test_a_model_from_python_says_which_parts_and_roles_it_has():
     names = taken(Whole(), MUON)
     assert names["matrices"] == ["layers.0.both", "layers.1.weight"]
     assert names["table"] == ["tokens.weight"]
-    assert "output.weight" in names["all that is left"]
+    assert "output.weight" in names["other"]
     assert {one.name: one.parts for one in trainables(Whole())}["layers.0.both"] == ((3, 4), (5, 4))
     rows[1] = 4
     with pytest.raises(ConfigError, match=r"the parts of layers\.0\.both have 3 \+ 4 rows, and it has 8"):
@@ -522,7 +522,7 @@ def test_adapters_are_adamws():
 @pytest.mark.parametrize("finite", [True, False])
 def test_the_kernels_of_normuon_equal_the_plain_form(shape: tuple[int, int, int], finite: bool):
     pytest.importorskip("triton")
-    from flatout.ops.kernels.muon import normalise
+    from flatout.ops.kernels.updates import normalise
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     count, rows, columns = shape
@@ -540,7 +540,7 @@ def test_the_kernels_of_normuon_equal_the_plain_form(shape: tuple[int, int, int]
 @pytest.mark.parametrize("shape", [(3, 40, 70), (2, 200, 30), (1, 150, 150)])
 def test_the_symmetric_products_equal_the_plain_forms(shape: tuple[int, int, int]):
     pytest.importorskip("triton")
-    from flatout.ops.kernels.muon import gram, polynomial
+    from flatout.ops.kernels.updates import gram, polynomial
 
     # the interpreter takes the bits of bf16 for whole numbers in a product
     device, kind = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)

@@ -250,7 +250,7 @@ def test_all_moments_or_none(monkeypatch):
 @pytest.mark.parametrize("count", [1, 255, 256, 4099])
 def test_the_kernel_equals_the_plain_form(count):
     pytest.importorskip("triton")
-    from flatout.ops.kernels.adam8 import adam8
+    from flatout.ops.kernels.updates import adam8
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(count)

@@ -10,15 +10,22 @@ pytest.importorskip("bitsandbytes")
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import ConfigError
+from flatout.model import quantize as quantized_module
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan
 from flatout.model.adapters import Adapters, attach
 from flatout.model.count import linear_count
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
 from flatout.model.merge import merge
-from flatout.model.quantize import check_quantizing, quantize_linears, quantized_base, round_linears
-from flatout.ops import quantized as quantized_module
-from flatout.ops.quantized import BYTES, QuantizedWeight, quantized
+from flatout.model.quantize import (
+    BYTES,
+    QuantizedWeight,
+    check_quantizing,
+    quantize_linears,
+    quantized,
+    quantized_base,
+    round_linears,
+)
 
 CPU = torch.device("cpu")
 SHAPE = ModelConfig(layers=2, width=64, heads=4, kv_heads=2, context=32, qk_norm=False, tied=False)

@@ -16,7 +16,7 @@ from flatout.data import library_tokenizers as tokenizer_module
 from flatout.data.batch import Delivery
 from flatout.data.chat_template import ChatTemplate, load_template
 from flatout.data.library_tokenizers import ModelTokenizer
-from flatout.data.masking import ADVICE, COUNTS, count_told, preview, stops_of
+from flatout.data.masking import ADVICE, COUNTS, count_text, preview, stops_of
 from flatout.data.sample_data import SampleData
 from flatout.data.samples import (
     MANIFEST,
@@ -369,14 +369,14 @@ def test_bad_rows_are_listed_and_the_rest_is_used(prepare, tmp_path: Path):
 
 
 def test_counts_of_one_are_told_as_one():
-    assert count_told("rows_not_used", 1).startswith("1 row that could not be used, with the reason of each")
-    assert count_told("labels_cut", 1) == "1 labelled token that was cut away"
-    assert count_told("truncated", 2000) == "2,000 samples cut to the context"
+    assert count_text("rows_not_used", 1).startswith("1 row that could not be used, with the reason of each")
+    assert count_text("labels_cut", 1) == "1 labelled token that was cut away"
+    assert count_text("truncated", 2000) == "2,000 samples cut to the context"
 
 
 def test_what_a_template_did_to_rows_is_told_with_what_to_do(prepare, model):
     assert ADVICE.keys() <= COUNTS.keys()
-    assert count_told("contents_left_out", 1) == "1 message that the template leaves out"
+    assert count_text("contents_left_out", 1) == "1 message that the template leaves out"
     mute = ChatTemplate(
         "mute",
         {"default": MARKED.replace("in messages %}", "in messages if message.role != 'developer' %}")},

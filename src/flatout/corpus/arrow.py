@@ -66,6 +66,8 @@ _LISTS = {
 
 
 # Parquet.
+
+
 def read_parquet(slice: Slice, options: ReadOptions) -> Results:
     """The rows of the row groups of a slice; of each, one of `shares` stretches of rows.
 
@@ -79,10 +81,10 @@ def read_parquet(slice: Slice, options: ReadOptions) -> Results:
                 yield opened
             return
         sizes, columns = opened.sizes, opened.columns
-        told, rows = opened.parquet.metadata.num_rows, sum(sizes)
-        if told != rows and is_first:
-            message = f"its footer is damaged: it tells of {told:,} rows, and then of {rows:,}"
-            yield Problem(file.name, "", "format", message, records=max(told - rows, 0))
+        stated, rows = opened.parquet.metadata.num_rows, sum(sizes)
+        if stated != rows and is_first:
+            message = f"its footer is damaged: it states {stated:,} rows, and then {rows:,}"
+            yield Problem(file.name, "", "format", message, records=max(stated - rows, 0))
         groups = range(len(sizes))[slice.start : slice.end]
         stretches = [_stretch(sizes[number], share, shares) for number in groups]
         if isinstance(columns, str):
@@ -216,6 +218,8 @@ def _row_group(
 
 
 # Saved datasets.
+
+
 def read_saved(slice: Slice, options: ReadOptions) -> Results:
     """The rows of a slice, counted from 0, of a folder that `datasets` has saved."""
     file, begin = slice.file, slice.start
@@ -231,7 +235,7 @@ def read_saved(slice: Slice, options: ReadOptions) -> Results:
         for found in _saved_batches(path):
             here = row
             if isinstance(found, Problem):
-                # Told by the slice in which it lies, and by no other.
+                # Only the slice in which it lies reports it.
                 if begin <= here < end:
                     yield replace(found, file=file.name, place=f"{shown(os.path.basename(path))}, row {here + 1}")
                 continue
@@ -313,6 +317,8 @@ def _is_plain(name: str) -> bool:
 
 
 # Columns of either.
+
+
 class _Column(NamedTuple):
     """A column to read: its name in the schema, and the path to as much of it as is needed."""
 
@@ -441,6 +447,8 @@ def _documents(
 
 
 # Datasets of the hub.
+
+
 def open_hub(path: str) -> Any:
     """The dataset of `datasets` that `hf:NAME:CONFIG:SPLIT` means, for streaming."""
     datasets = needed("datasets", "Hugging Face datasets need")
@@ -448,7 +456,7 @@ def open_hub(path: str) -> Any:
     # It logs what it raises as well.
     datasets.logging.set_verbosity(logging.CRITICAL)
     name, config, split = hub_parts(path)
-    # What cannot be reached is told by our error; the library's account of each try would drown it.
+    # Our error says what cannot be reached; the library would log every try.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         return datasets.load_dataset(name, config, split=split, streaming=True)

@@ -28,7 +28,7 @@ ProblemKind = Literal[
     "bomb",  # a compressed file that grows more than a thousandfold
     "checksum",  # decompressed, but the stored checksum differs
     "compression",  # not what its suffix says, or garbage in the middle
-    "csv",  # a row that cannot be told apart or has other columns
+    "csv",  # a row whose columns cannot be found, or that has other columns
     "empty",  # a file without a byte
     "field",  # a record without the text field, or with something else in it
     "format",  # not of the format its name promises
@@ -89,8 +89,8 @@ class Problem:
     instead: str = ""  # the field that seems to hold the text, where it is not in the one that was asked for
 
     @property
-    def told(self) -> str:
-        """Where it is, and what."""
+    def text(self) -> str:
+        """Where it is, and what is wrong."""
         place = f", {self.place}" if self.place else ""
         return f"{self.file}{place}: {self.message}"
 

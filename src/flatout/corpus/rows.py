@@ -1,7 +1,7 @@
-"""Records with fields: the rows of JSON, CSV and TSV files, and the text in a row.
+"""Records with fields: the text in a JSON value or a row of a table, and the rows of CSV and TSV files.
 
 A field is a path. `text` is a name in an object, `page.body` a name inside the object under another name,
-`messages.0.content` takes one element of a list by its number, and `messages.*.content` all of them, joined by "\\n". A
+`messages.0.content` takes one element of a list by its number, and `messages.*.content` all of them, joined by "\n". A
 name that holds the rest of the path as it is wins over the path, so that a column `page.body` can be read. Where
 several fields are asked for, the first one that holds text is taken, in each record anew.
 
@@ -12,28 +12,16 @@ says so, with the number of rows.
 
 CSV: rows and lines are counted from 1. A quote that is never closed takes everything up to the next quote with it; the
 problem names the lines. A quote inside a value that does not begin with one is a character. A last row without a line
-end counts as whole. Blank lines are not rows. A file whose first row ends with b"\\r" alone has all rows end so.
+end counts as whole. Blank lines are not rows. A file whose first row ends with b"\r" alone has all rows end so.
 """
 
 import codecs
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, final
 
-from flatout.corpus.document import (
-    REJECTED_UTF8,
-    Document,
-    InputFile,
-    Problem,
-    ProblemKind,
-    ReadOptions,
-    Results,
-    Row,
-    Rows,
-    shown,
-)
+from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ReadOptions, Results, Row, shown
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream, decode
 
 TEXT_FIELD = "text"
@@ -257,269 +245,13 @@ def _quoted(name: str) -> str:
     return f"'{shown(name)[:80]}'"
 
 
-_SPACE = re.compile(r"[ \t\n\r]*")
-_BLANK = re.compile(r"\s*\Z")
-_KEY = re.compile(r'\{[ \t\n\r]*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
-_OUTSIDE = re.compile(r'["\[\]{},]')
-_PUNCTUATION = ' \t\n\r,{}"'
-_NEXT_LINE = re.compile(r"\n(?=[^\s}\]])")
-_IN_STRING = re.compile(r'"|\\.', re.DOTALL)
-# How far to look for the end of a broken element at once, and how much of that to look at again with what follows.
-_LOOK = 2**18
-_OVERLAP = 2**10
-_DECODER = json.JSONDecoder()
-# More characters than the longest word of JSON, or than a character that is written as two escapes.
-_ESCAPE = 16
-_WORDS = ("true", "false", "null")
-# What is left of a number, or of a character that is written as an escape, that was cut.
-_CUT = re.compile(r"-|\.|[eE][+-]?|\\?u[0-9a-fA-F]{0,4}")
-
-
-def json_rows(stream: ByteStream, file: InputFile, options: ReadOptions) -> Rows:
-    """The elements of an array, or else values that follow one another, of which there may be just one."""
-    for item in _json_values(stream, file):
-        if isinstance(item, Problem):
-            yield item
-            continue
-        place, value, replaced = f"element {item.number}", item.value, 0
-        if not item.raw.isascii():
-            try:
-                text, replaced = decode(item.raw.encode("utf-8", "surrogateescape"), options.invalid_utf8)
-            except UnicodeDecodeError as error:
-                yield not_utf8(error, file, place, options)
-                continue
-            value = json.loads(text) if replaced else value
-        yield Row(value, place, replaced)
-
-
-def is_cut(text: str, error: json.JSONDecodeError) -> bool:
-    """Whether a text is fine as far as it goes: nothing, or a part of a word, stands where it is found wrong."""
-    if error.msg.startswith("Extra data"):
-        return False
-    rest = text[error.pos : error.pos + _ESCAPE].rstrip()
-    if error.msg.startswith("Unterminated string"):
-        return True
-    return _BLANK.match(text, error.pos + len(rest)) is not None and (
-        any(word.startswith(rest) for word in _WORDS) or _CUT.fullmatch(rest) is not None
-    )
-
-
-def _is_final(text: str, error: json.JSONDecodeError) -> bool:
-    """Whether more text could not mend an error: a text that just ends too early fails near its end."""
-    return error.pos < len(text) - _ESCAPE and not error.msg.startswith("Unterminated string")
-
-
-def not_json(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"it is not JSON: {error.msg.removesuffix(' at')} at character {error.pos}"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else f"it cannot be read: {error}"
-
-
-# JSON.
-def _json_values(stream: ByteStream, file: InputFile) -> "Iterator[_Value | Problem]":
-    held: Problem | None = None
-    for item in _JsonText(stream, file.name).values():
-        if held is not None:
-            yield held
-        held = item if isinstance(item, Problem) else None
-        if held is None:
-            yield item
-    # Where the file itself breaks off, that is the reason for whatever is wrong with its end.
-    if stream.problem is not None:
-        yield replace(stream.problem, records=0 if held is None else held.records)
-    elif held is not None:
-        yield held
-
-
-class _Value(NamedTuple):
-    """A value, its number among those of the file, and how it is written."""
-
-    number: int
-    value: object
-    raw: str
-
-
-@final
-class _JsonText:
-    """JSON values from a text that is read as it is needed. Bytes that are not UTF-8 come as halves of surrogates.
-
-    A value that is not complete yet looks like a broken one, so it is tried again with twice as much text, up to the
-    limit. Since the text doubles, the time is linear in the size of the value.
-
-    A broken element of an array ends at the next comma outside of its brackets and quotes, or where another object
-    begins as the ones before do, if that comes first: brackets and quotes may be what is missing. Among values that
-    follow one another the reading goes on with the next line that is not indented.
-    """
-
-    def __init__(self, stream: ByteStream, name: str) -> None:
-        self._stream = stream
-        self._name = name
-        self._bytes = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        self._text = ""
-        self._at = 0
-        self._offset = 0  # of the text's first byte
-        self._ended = False
-        self._number = 0
-        self._in_array = False
-        self._key = ""  # the first name in the last object, as it is written
-
-    def values(self) -> Iterator[_Value | Problem]:
-        """Every value, and a problem for each element that is none."""
-        self._grow()
-        self._at = 1 if self._text.startswith("\ufeff") else 0
-        self._in_array = self._peek() == "["
-        self._at += self._in_array
-        item: _Value | Problem | None = None  # since the last comma
-        after_comma, closed = False, not self._in_array
-        while following := self._peek():
-            if self._in_array and following == "]":
-                if after_comma:
-                    yield self._broken("there is a comma before the closing bracket")
-                self._at += 1
-                item, after_comma, closed = None, False, True
-                if self._peek():
-                    yield self._broken("there is something after the closing bracket")
-                    self._at += self._peek() in ",[]"
-            elif self._in_array and following == "," and item is not None:
-                self._at += 1
-                item, after_comma = None, True
-            elif self._in_array and isinstance(item, _Value):
-                # After a text, the quote that ends it is likely that of another one, which begins here.
-                is_text, begins = isinstance(item.value, str), following in '{["'
-                item = self._broken("there is no comma after the element", int(is_text and not begins))
-                yield item
-                if not begins:
-                    self._skip(self._at, quoted=is_text)
-                item = item if self._peek() in ",]" else None
-            else:
-                item, after_comma, closed = self._value(), False, not self._in_array
-                yield item
-                item = item if isinstance(item, _Value) or self._peek() in (",", "]", "") else None
-        if not closed and not isinstance(item, Problem):
-            yield self._broken("the array has no closing bracket", kind="truncated")
-
-    def _value(self) -> _Value | Problem:
-        """The next value, or what is wrong with it; then the reading goes on behind it."""
-        self._number += 1
-        while True:
-            try:
-                value, end = _DECODER.raw_decode(self._text, self._at)
-            except json.JSONDecodeError as error:
-                if self._ended and is_cut(self._text, error):
-                    problem = self._broken("the file ends inside the element", 1, error.pos, "truncated")
-                    self._at = len(self._text)
-                    return problem
-                if self._ended or _is_final(self._text, error):
-                    return self._past(f"it is not JSON: {error.msg.removesuffix(' at')}", error.pos)
-                value, end = None, len(self._text)
-            except (ValueError, RecursionError) as error:
-                return self._past(not_json(error), self._at)
-            if end - self._at > LINE_LIMIT:
-                return self._past(f"the element has more than {LINE_LIMIT:,} characters", self._at, "too-long")
-            # A number that ends where the text does may go on.
-            if end < len(self._text) or self._ended:
-                return self._whole(value, end)
-            self._grow()
-
-    def _whole(self, value: object, end: int) -> _Value | Problem:
-        """A value that ends at `end`, unless it is the first name in an object that has lost its bracket."""
-        raw = self._text[self._at : end]
-        self._at = end
-        if self._in_array and self._peek() == ":":
-            problem = self._broken("there is a name without an object around it", 1)
-            self._skip(self._at)
-            return problem
-        self._key = _first_key(raw) if isinstance(value, dict) else self._key
-        return _Value(self._number, value, raw)
-
-    def _past(self, message: str, wrong: int, kind: ProblemKind = "json") -> Problem:
-        """The problem of a broken element, which is passed over: `wrong` is where it is not JSON."""
-        problem = self._broken(message, 1, wrong, kind)
-        # Where a quote is missing, the next object begins a little before the place that is found wrong.
-        before = self._text[max(self._at, wrong - _OVERLAP) : wrong]
-        self._skip(None if kind == "too-long" else wrong - len(before) + len(before.rstrip(_PUNCTUATION)))
-        return problem
-
-    def _skip(self, look: int | None, *, quoted: bool = False) -> None:
-        """Goes on from inside a broken element to the comma or bracket after it, or to the end.
-
-        Another element may begin from `look` on, if brackets and quotes do not match.
-        """
-        depth = 0
-        while True:
-            while len(self._text) - self._at < _LOOK and not self._ended:
-                look = None if look is None else look - self._at
-                self._grow()
-            again = None if look is None and self._in_array else self._begins_again(max(look or 0, self._at))
-            end = len(self._text) if self._ended else len(self._text) - _OVERLAP
-            end = again.start() if again is not None else end
-            while self._text[end - 1 : end] == "\\" and end > self._at:  # the half of an escape
-                end -= 1
-            while self._in_array and self._at < end:
-                match = (_IN_STRING if quoted else _OUTSIDE).search(self._text, self._at, end)
-                if match is None:
-                    break
-                token = match[0]
-                if not depth and not quoted and token in ",]":
-                    self._at = match.start()
-                    return
-                self._at = match.end()
-                quoted ^= token == '"'
-                if not quoted:
-                    depth = max(depth + (token in "{[") - (token in "}]"), 0)
-            if again is not None:
-                self._at = again.start() if again[0][0] == "," else again.end()
-                return
-            self._at = max(self._at, end)
-            if self._ended:
-                return
-
-    def _begins_again(self, at: int) -> re.Match[str] | None:
-        """Where another element begins from a place on: an object like those before, or a line that is not indented."""
-        if not self._in_array:
-            return _NEXT_LINE.search(self._text, at)
-        key = self._key or _first_key(self._text[self._at :])
-        return re.compile(rf"[,}}\n]\s*(?=\{{\s*{re.escape(key)})").search(self._text, at) if key else None
-
-    def _peek(self) -> str:
-        """The next character that is no space; nothing at the end."""
-        while True:
-            self._at = _SPACE.match(self._text, self._at).end()  # pyright: ignore[reportOptionalMemberAccess]
-            if self._at < len(self._text) or self._ended:
-                return self._text[self._at : self._at + 1]
-            self._grow()
-
-    def _grow(self) -> None:
-        self._cut()
-        raw = self._stream.read(max(CHUNK, len(self._text)))
-        self._ended = not raw
-        self._text += self._bytes.decode(raw, final=self._ended)
-
-    def _cut(self) -> None:
-        """Lets go of the text before the place that the reading has come to."""
-        self._offset = self._offset_of(self._at)
-        self._text = self._text[self._at :]
-        self._at = 0
-
-    def _offset_of(self, at: int) -> int:
-        return self._offset + len(self._text[:at].encode("utf-8", "surrogateescape"))
-
-    def _broken(self, message: str, records: int = 0, at: int | None = None, kind: ProblemKind = "json") -> Problem:
-        place = f"element {self._number}, byte {self._offset_of(self._at if at is None else at)}"
-        return Problem(self._name, place, kind, message, records)
-
-
-def _first_key(raw: str) -> str:
-    """The first name in the first object of a text, with its quotes; nothing where there is none."""
-    match = _KEY.search(raw)
-    return match[1] if match else ""
-
-
 # Up to the first line end that is not inside of quotes.
 _FIRST_ROW = re.compile(rb'(?:[^"\r\n]++|"[^"]*+")*+')
 
 
 # CSV.
+
+
 def read_csv(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
     """The rows of a CSV file, whose first row names the columns."""
     for row in _named_rows(stream, file, options.fields):
@@ -596,7 +328,7 @@ class _Parsed(NamedTuple):
 
 @final
 class _Rows:
-    """The rows of a CSV file as bytes, and problems in the place of those that cannot be told apart."""
+    """The rows of a CSV file as bytes, and problems in the place of those without an end."""
 
     def __init__(self, stream: ByteStream, file: InputFile) -> None:
         self._stream = stream
@@ -668,7 +400,7 @@ class _Rows:
         return parsed
 
     def _parse_held(self) -> _Parsed | None:
-        """The next row if it can be told from what was read so far."""
+        """The next row, if all of it has been read."""
         data, at, values, wrong = self._data, self._at, [], ""
         end = data.find(b"\n", at)
         if end < 0 and not self._ended:

@@ -1,7 +1,7 @@
 """What a source means: the files it names, their formats, and the slices they can be read in.
 
 Idea: `find_files` lists files in an order that depends on names only, never on the file system, so that preparing twice
-gives the same bytes. A format is told by the end of a name; a text that begins like a crawl is one whatever its name.
+gives the same bytes. The end of a name gives the format; a text that begins like a crawl is one whatever its name.
 
 Contract: what cannot be used is not dropped in silence. A file or folder that cannot be read, and a link that leads out
 of its folder, are `Problem`s; in a folder, empty files and files of other types are counted by type. Only a source that
@@ -55,8 +55,8 @@ _SLICED = ("text", "jsonl", "smiles")
 # A file that can only be read from its beginning is left to one reader up to this size.
 _WHOLE_BYTES = 2**24
 _CRAWL = b"WARC/1."
-_TYPES_TOLD = 3
-_BINARY_TOLD = 6
+_TYPES_LISTED = 3
+_BINARY_LISTED = 6
 _AS_TOKENS = " (as GPT-2 tokens)"
 _NO_SUFFIX = "no suffix"
 _MOST_SHARES = 4096
@@ -98,31 +98,31 @@ class FoundFiles:
         return self.unknown > len(self.files) + len(self.problems)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """What is read and what is not, by type, for a notice; nothing where every file is read as its name says."""
         read = Counter(type_of(file.path) + _AS_TOKENS * (file.format == "tokens") for file in self.distinct)
         if not self.left and (len(read) < 2 or not any(name.endswith(_AS_TOKENS) for name in read)):
             return ""
         total = read.total() + len(self.left)
-        passed_over = f"; passed over {told_by_type(self.passed_over)}" if self.left else ""
-        return f"{many(total, 'file')}: read {told_by_type(read) or 'none'}{passed_over}"
+        passed_over = f"; passed over {counted_by_type(self.passed_over)}" if self.left else ""
+        return f"{many(total, 'file')}: read {counted_by_type(read) or 'none'}{passed_over}"
 
 
-def told_by_type(counts: Mapping[str, int]) -> str:
+def counted_by_type(counts: Mapping[str, int]) -> str:
     """How many files there are of each type, the most frequent first: `200 .py, 60 .cfg, 12 others, 2 binary (.o)`."""
     ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     texts = [pair for pair in ordered if not pair[0].endswith(BINARY)]
     binary = [pair for pair in ordered if pair[0].endswith(BINARY)]
-    # A type that is named with what it was taken for is always told.
-    rest = [pair for pair in texts[_TYPES_TOLD:] if " (" not in pair[0]]
-    told = [f"{count:,} {name}" for name, count in texts if (name, count) not in rest]
+    # A type with a note on what it was taken for is always listed.
+    rest = [pair for pair in texts[_TYPES_LISTED:] if " (" not in pair[0]]
+    listed = [f"{count:,} {name}" for name, count in texts if (name, count) not in rest]
     if rest:
-        told.append(many(sum(count for _, count in rest), "other"))
+        listed.append(many(sum(count for _, count in rest), "other"))
     if binary:
-        kinds = " ".join(name.removesuffix(BINARY) for name, _ in binary[:_BINARY_TOLD])
-        more = " ..." if len(binary) > _BINARY_TOLD else ""
-        told.append(f"{sum(count for _, count in binary):,} binary ({kinds}{more})")
-    return ", ".join(told)
+        kinds = " ".join(name.removesuffix(BINARY) for name, _ in binary[:_BINARY_LISTED])
+        more = " ..." if len(binary) > _BINARY_LISTED else ""
+        listed.append(f"{sum(count for _, count in binary):,} binary ({kinds}{more})")
+    return ", ".join(listed)
 
 
 def unread_text(passed_over: Mapping[str, int]) -> list[str]:

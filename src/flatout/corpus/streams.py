@@ -61,7 +61,7 @@ _END = sys.maxsize
 _SAFE_CUT = re.compile(rb"(?<=[!-~])[ \n](?=[!-~])")
 # A character has at most three bytes after its first.
 _CONTINUED = re.compile(rb"[\x80-\xbf]{0,3}")
-# Told how many bytes of a file on disk have been read.
+# Called with the number of bytes of a file on disk that have been read.
 Watch = Callable[[int], None]
 
 
@@ -70,7 +70,7 @@ class ByteStream:
     """The text of a file, decompressed, read forward. Where `read` ends, `problem` says whether it really ended there.
 
     Where nothing is compressed it may be read from byte `start` on. `position` is how far the reading has come in the
-    file on disk, which `watch` is told.
+    file on disk; `watch` is called with it.
     """
 
     def __init__(self, file: InputFile, start: int = 0, watch: Watch | None = None) -> None:

@@ -73,13 +73,13 @@ def open_arrays(
 ) -> "ArrayData":
     """Reads the validation arrays. The vocabulary is that of a tokenizer, or without one `vocab` numbers."""
     tokenizer = data.tokenizer
-    untold = tokenizer == "char" or learned_vocab(tokenizer) is not None
-    if untold and vocab is None:
+    unknown = tokenizer == "char" or learned_vocab(tokenizer) is not None
+    if unknown and vocab is None:
         raise ConfigError(
             "the arrays given to train need a vocabulary",
             "set data.tokenizer to bytes, gpt2 or a tokenizer.json, or model.vocab to the number of ids",
         )
-    known = IdTokenizer(vocab) if untold and vocab is not None else load_tokenizer(tokenizer)
+    known = IdTokenizer(vocab) if unknown and vocab is not None else load_tokenizer(tokenizer)
     source = ArraySource(arrays.train, known, seed)
     wanted = (VAL_TOKENS if val_tokens is None else val_tokens) + 1
     if arrays.val is not None:
@@ -348,5 +348,5 @@ class ArrayData(TrainingData):
     def notices(self, delivery: Delivery) -> Iterable[Finding]:
         if self.source.held:
             held, tokens = self.source.held, self.val.tokens
-            told = f"the first {held:,} arrays, {tokens:,} tokens, are held out for validation (val= gives others)"
-            yield Check("data", "validation").note(told)
+            text = f"the first {held:,} arrays, {tokens:,} tokens, are held out for validation (val= gives others)"
+            yield Check("data", "validation").note(text)

@@ -38,7 +38,7 @@ import torch
 
 from flatout.data.shards import Tokens, TokenShards
 from flatout.data.tokenizer import Ids, Tokenizer
-from flatout.data.workers import LoaderError, Threads, told
+from flatout.data.workers import LoaderError, Threads, innermost_frames
 from flatout.device import use_device
 from flatout.errors import DataError, UsageError
 from flatout.finding import Finding
@@ -343,7 +343,7 @@ class BatchLoader(abc.ABC):
             made = waiting.result(self.delivery.patience)
         except (TimeoutError, OSError) as error:
             if waiting.done():
-                what, where = f"failed with {error!r}", told(traceback.extract_tb(error.__traceback__))
+                what, where = f"failed with {error!r}", innermost_frames(traceback.extract_tb(error.__traceback__))
             else:
                 what, where = f"has made no batch for {self.delivery.patience:g} s", pool.stack()
             message = f"the loader {what} in step {self._next_step + 1}, at {where}"

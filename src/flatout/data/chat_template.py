@@ -67,7 +67,7 @@ BUILT_IN: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-class TemplateRefusal(Exception):  # it is no error of the program: a row is told of and left out
+class TemplateRefusal(Exception):  # not a UserError: the row is listed and left out
     """A template does not take a conversation, in its own words."""
 
 

@@ -11,7 +11,7 @@ calls with arguments as an object. Keys that hold null are left out, since table
 `train` of a message is what the row says about learning it: `train` or `weight` of the message, or nothing.
 
 Trap: the format is the first one that has the given fields and fits one of the first rows, in the order above; rows of
-another format further down are problems. What was taken, and why, is told.
+another format further down are problems. The report names the format and why it was taken.
 """
 
 import difflib
@@ -100,7 +100,7 @@ class RowReading:
 
 
 class RowError(Exception):
-    """What is wrong with a row, which is told of and left out."""
+    """What is wrong with a row, which is listed and left out."""
 
     def __init__(self, kind: ProblemKind, message: str) -> None:
         super().__init__(message)

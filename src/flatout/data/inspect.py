@@ -1,12 +1,12 @@
 """What a prepared dataset holds, counted: lengths, frequent tokens, samples; and why records are missing from it.
 
-One pass over the tokens and one over the document starts, in pieces. Lengths are counted in fine bins (exact below
-131,072 tokens, above that within 1 part in 65,536), from which histogram and quantiles are read at the end. Problems of
-the input are grouped by file and cause, with the settings that fix them: a file whose rows lack the field has a problem
-for each row, and one cause. A cause counts records, as the report of a dataset does.
+One pass over the tokens and one over the document starts, in pieces. Problems of the input are grouped by file and
+cause, with the settings that fix them: a file whose rows lack the field has a problem for each row, and one cause. A
+cause counts records, as the report of a dataset does.
 
-Contract: memory does not grow with the corpus. The same dataset gives the same summary, samples included, on every
-machine. A dataset without a report, made before there were any, has None for it; a damaged one is a `DataError`.
+Contract: memory grows with the number of different document lengths only. The same dataset gives the same summary,
+samples included, on every machine. A dataset without a report, made before there were any, has None for it; a damaged
+one is a `DataError`.
 
 Trap: hashes of shards are checked by `verify_dataset` only; here sizes, the range of ids and the order of documents.
 """
@@ -47,7 +47,6 @@ REPORT_FORMAT = "flatout-report"
 _REPORT_NUMBERS = ("records", "damaged", "problem_count", "replaced_characters", "files", "input_bytes", "text_bytes")
 _REPORT_TABLES = ("kept", "dropped", "passed_over")
 _CHUNK = 2**20  # larger ones leave the processor's cache and are counted at two thirds of the speed
-_FINE_BITS = 16
 _MOST_BINS = 48
 _BINS_PER_DOUBLING = 8
 _SAMPLE_CHARACTERS = 300
@@ -63,7 +62,8 @@ def summarize(folder: str | Path, *, context: int | None = None, samples: int = 
     for shards in splits.values():
         _count_tokens(shards, counts)
     lengths = {name: _count_lengths(shards) for name, shards in splits.items()}
-    edges = _edges(min(found.least for found in lengths.values()), max(found.most for found in lengths.values()))
+    found = np.concatenate([values for values, _ in lengths.values()])
+    edges = _edges(int(found.min()), int(found.max()))
     return DataSummary(
         folder=str(folder),
         fingerprint=dataset.manifest.fingerprint,
@@ -174,16 +174,6 @@ def _count_tokens(shards: TokenShards, counts: Counts) -> None:
         counts += np.bincount(ids, minlength=len(counts))
 
 
-@dataclass(frozen=True)
-class _Lengths:
-    """Documents and their tokens by fine bin, and the shortest and the longest document."""
-
-    documents: Counts
-    tokens: Counts
-    least: int
-    most: int
-
-
 def _document_lengths(shards: TokenShards) -> Iterator[Counts]:
     """The tokens of each document, in pieces."""
     starts = shards.document_starts()
@@ -201,10 +191,10 @@ def tokens_in_long_documents(shards: TokenShards, context: int) -> dict[str, int
     return found
 
 
-def _count_lengths(shards: TokenShards) -> _Lengths:
-    documents = np.zeros(_fine_bin(np.array([shards.tokens]))[0] + 1, dtype=np.int64)
-    tokens = np.zeros_like(documents)
-    least, most, begins = shards.tokens, 0, int(shards.document_starts()[0])
+def _count_lengths(shards: TokenShards) -> tuple[Counts, Counts]:
+    """The different lengths of documents, rising, and how many documents have each."""
+    values = times = np.empty(0, dtype=np.int64)
+    begins = int(shards.document_starts()[0])
     for lengths in _document_lengths(shards):
         if begins or int(lengths.min()) < 1 or int(lengths.max()) > shards.tokens:
             raise DataError(
@@ -212,40 +202,25 @@ def _count_lengths(shards: TokenShards) -> _Lengths:
                 f"{shards.tokens}",
                 PREPARE_AGAIN,
             )
-        least, most = min(least, int(lengths.min())), max(most, int(lengths.max()))
-        bins = _fine_bin(lengths)
-        documents += np.bincount(bins, minlength=len(documents))
+        more, count = np.unique(lengths, return_counts=True)
+        values, places = np.unique(np.concatenate([values, more]), return_inverse=True)
         # Sums of whole numbers below 2**53 are exact in floating point.
-        tokens += np.bincount(bins, weights=lengths, minlength=len(tokens)).astype(np.int64)
-    return _Lengths(documents, tokens, least, most)
-
-
-def _fine_bin(lengths: Counts) -> Counts:
-    """The number of a length's bin: 65,536 bins per doubling, hence one for each length below 131,072."""
-    shifts = np.maximum(np.frexp(lengths.astype(np.float64))[1].astype(np.int64) - (_FINE_BITS + 1), 0)
-    return (shifts << _FINE_BITS) + (lengths >> shifts)
-
-
-def _length_of(fine_bin: int) -> int:
-    """The smallest length in a bin."""
-    shift = max((fine_bin >> _FINE_BITS) - 1, 0)
-    return (fine_bin - (shift << _FINE_BITS)) << shift
+        times = np.bincount(places, weights=np.concatenate([times, count])).astype(np.int64)
+    return values, times
 
 
 def _edges(least: int, most: int) -> tuple[int, ...]:
-    """Whole numbers about a constant ratio apart, the last above `most`; they fall on borders of fine bins."""
-    doublings = np.log2((most + 1) / least)
-    bins = min(_MOST_BINS, max(1, int(np.ceil(_BINS_PER_DOUBLING * doublings))))
-    wanted = np.unique(np.round(np.geomspace(least, most + 1, bins + 1)).astype(np.int64))
-    inner = {_length_of(int(fine_bin)) for fine_bin in _fine_bin(wanted[1:-1])}
+    """Whole numbers about a constant ratio apart, the last above `most`."""
+    bins = min(_MOST_BINS, max(1, int(np.ceil(_BINS_PER_DOUBLING * np.log2((most + 1) / least)))))
+    inner = {round(edge) for edge in np.geomspace(least, most + 1, bins + 1)[1:-1].tolist()}
     return (least, *sorted(edge for edge in inner if least < edge <= most), most + 1)
 
 
 def _split_summary(
-    dataset: Dataset, name: str, lengths: _Lengths, edges: tuple[int, ...], context: int | None
+    dataset: Dataset, name: str, lengths: tuple[Counts, Counts], edges: tuple[int, ...], context: int | None
 ) -> SplitSummary:
-    info = dataset.manifest.splits[name]
-    borders = [0, *(int(_fine_bin(np.array([edge]))[0]) for edge in edges[1:-1]), len(lengths.documents)]
+    info, (values, times) = dataset.manifest.splits[name], lengths
+    bins = list(itertools.pairwise(np.searchsorted(values, edges).tolist()))
     return SplitSummary(
         name=name,
         documents=info.documents,
@@ -255,9 +230,9 @@ def _split_summary(
         shards=len(info.shards),
         disk_bytes=sum(file.bytes for file in (*info.shards, info.offsets)),
         edges=edges,
-        documents_by_length=_sums(lengths.documents, borders),
-        tokens_by_length=_sums(lengths.tokens, borders),
-        quantiles=_quantiles(lengths),
+        documents_by_length=tuple(int(times[low:high].sum()) for low, high in bins),
+        tokens_by_length=tuple(int((values * times)[low:high].sum()) for low, high in bins),
+        quantiles=_quantiles(values, times),
         windows=None if context is None else _windows(name, info.tokens, context),
         remainder=None if context is None else 0 if name == "val" else remainder(info.tokens, context, context),
     )
@@ -268,17 +243,12 @@ def _windows(split: str, tokens: int, context: int) -> int:
     return -(-(tokens - 1) // context) if split == "val" else window_count(tokens, context, context)
 
 
-def _sums(counts: Counts, borders: list[int]) -> tuple[int, ...]:
-    return tuple(int(counts[low:high].sum()) for low, high in itertools.pairwise(borders))
-
-
-def _quantiles(lengths: _Lengths) -> dict[str, int]:
+def _quantiles(values: Counts, times: Counts) -> dict[str, int]:
     """For each share, the shortest length that at least this share of the documents does not exceed."""
-    below = np.cumsum(lengths.documents)
+    below = np.cumsum(times)
     ranks = {name: max(1, int(np.ceil(share * int(below[-1])))) for name, share in QUANTILES.items()}
-    found = {name: _length_of(int(np.searchsorted(below, rank))) for name, rank in ranks.items()}
-    inner = {name: min(max(length, lengths.least), lengths.most) for name, length in found.items()}
-    return {"min": lengths.least, **inner, "max": lengths.most}
+    inner = {name: int(values[np.searchsorted(below, rank)]) for name, rank in ranks.items()}
+    return {"min": int(values[0]), **inner, "max": int(values[-1])}
 
 
 def _most_frequent(tokenizer: Tokenizer, counts: Counts, top: int) -> tuple[TokenCount, ...]:
@@ -349,11 +319,11 @@ class Cause:
     records: int
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """Where it is, what, and which field these records have: `mend_of` tells the setting that fits all files."""
         first = self.first
         if max(self.count, self.records) <= 1:
-            return f"{first.told}{f'; it has the field {first.instead}' if first.instead else ''}"
+            return f"{first.text}{f'; it has the field {first.instead}' if first.instead else ''}"
         instead = f"; these rows have the field {first.instead}" if first.instead else ""
         place = f", the first in {first.place}" if first.place else ""
         count = many(self.records, "record") if self.records else many(self.count, "place")
@@ -384,7 +354,7 @@ def lines_of(causes: Sequence[Cause]) -> list[str]:
         kinds.setdefault((cause.first.kind, cause.first.instead), []).append(cause)
     lines: list[str] = []
     for alike in list(kinds.values())[:_KINDS]:
-        lines += [cause.told for cause in alike[:_LISTED]]
+        lines += [cause.text for cause in alike[:_LISTED]]
         lines += _counted(alike[_LISTED:], " with the same problem")
     others = [cause for alike in list(kinds.values())[_KINDS:] for cause in alike]
     return [*lines, *_counted(others, "")]

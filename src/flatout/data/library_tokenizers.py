@@ -427,14 +427,14 @@ def try_out(content: dict[str, Any]) -> str | None:
         size = len(canonical_json({"kind": "model", "content": plain}))
         if size > MOST_JSON:  # a dataset or a checkpoint with it could not be opened again
             raise ValueError(f"it has {size:,} bytes as a checkpoint stores it, and the limit is {MOST_JSON:,}")
-        told, value = child().ask({"try": json.dumps(plain)})
+        status, value = child().ask({"try": json.dumps(plain)})
     except Exceeded as error:
         raise ValueError(f"it {error}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     finally:
         child().close()
-    if told == "wrong":
+    if status == "wrong":
         raise ValueError(value)
     return value
 

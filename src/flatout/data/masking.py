@@ -70,7 +70,7 @@ def render(
             raise RowError(
                 "template",
                 "the template writes an assistant's header after every conversation, asked for or not, so that the end "
-                "of a turn cannot be told",
+                "of a turn cannot be found",
             )
         elif train_on == "all":
             rendered = [_everything(conversation, template, counts)]
@@ -225,7 +225,7 @@ def _start(texts: "_Texts", number: int, upto: str, counts: Counter[str]) -> int
         raise RowError(
             "template",
             f"the template writes what comes before message {number + 1} differently once that is there, "
-            "so that where it begins cannot be told",
+            "so that its beginning cannot be found",
         )
     counts["prompts_apart"] += 1
     return next(place for place, (one, other) in enumerate(zip(prompt, upto, strict=False)) if one != other)
@@ -432,7 +432,7 @@ ADVICE: Mapping[str, str] = {
 }
 
 
-def count_told(name: str, count: int) -> str:
+def count_text(name: str, count: int) -> str:
     """A count with the words that say what it is of."""
     what, comma, more = COUNTS[name].partition(",")
     if count == 1:

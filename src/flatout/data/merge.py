@@ -573,7 +573,7 @@ def _nothing_left(decisions: Decisions, inputs: Inputs) -> DataError:
     if causes:
         damaged = sum(cause.records for cause in causes)
         lost = f", none of {records:,} records" if damaged == records > 1 else ""
-        return DataError(f"nothing could be read{lost}: {causes[0].told}", mend_of(causes))
+        return DataError(f"nothing could be read{lost}: {causes[0].text}", mend_of(causes))
     why = ", ".join(f"{count:,} {reason}" for reason, count in decisions.dropped.most_common(4)) or "no records at all"
     return DataError(
         f"the source holds no text that is kept: of {many(records, 'record')}, {why}",

@@ -108,7 +108,7 @@ def _pack(packer: "_Packer", target: Path, overwrite: bool, check: Callable[[Pat
     try:
         finished = packer.tokenize(work)
         with whole_folder(target, replaces=_files_of(target), occupied=_occupied) as folder:
-            manifest = merge_parts(finished, folder, lambda: packer.tell("merging"))
+            manifest = merge_parts(finished, folder, lambda: packer.report("merging"))
             if check is not None:
                 check(folder)
     except PassingError:
@@ -148,9 +148,9 @@ class _Packer:
         request = self._request
         self._inputs = inputs = find_inputs(request, work)
         settings = request.settings(inputs.bytes, inputs.digest())
-        self._told = PrepareProgress("reading", 0, len(inputs.files), 0, inputs.bytes, 0, 0, 0)
-        if self._progress is not None and inputs.told:
-            self._progress(replace(self._told, notice=inputs.told))
+        self._state = PrepareProgress("reading", 0, len(inputs.files), 0, inputs.bytes, 0, 0, 0)
+        if self._progress is not None and inputs.summary:
+            self._progress(replace(self._state, notice=inputs.summary))
         count = worker_count(inputs.bytes) if self._workers is None else min(self._workers, inputs.most_parts)
         stamps = inputs.stamps()
         with open_engine(self._engine, count) as engine:
@@ -194,10 +194,10 @@ class _Packer:
             parts = (part for part in parts_of(self._inputs, recipe.options, Done()) if isinstance(part, Part))
             for part, characters in engine.run("characters", recipe, parts):
                 found.update(characters)
-                self.tell("characters", files=part.files, bytes=part.bytes)
-        self._told = replace(self._told, phase="reading", files=0, bytes=0)
+                self.report("characters", files=part.files, bytes=part.bytes)
+        self._state = replace(self._state, phase="reading", files=0, bytes=0)
         if not found:
-            found = {"\n"}  # there is no text; what became of the input is told when it has been read
+            found = {"\n"}  # there is no text; the report says what became of the input
         return CharTokenizer("".join(sorted(found)), unknown=data.unknown_characters)
 
     def _texts_to_learn_from(self) -> list[str]:
@@ -215,7 +215,7 @@ class _Packer:
             texts[-1] = texts[-1][: max(0, left - size)]
             size += len(texts[-1])
             texts = texts if texts[-1] else texts[:-1]
-        return texts or ["\n"]  # there is no text; what became of the input is told when it has been read
+        return texts or ["\n"]  # there is no text; the report says what became of the input
 
     def _tokenize(self, engine: Engine, journal: Journal, recipe: Recipe) -> int:
         """Make sure that every part is in the journal, and return how many there are."""
@@ -252,7 +252,7 @@ class _Packer:
                 if isinstance(part, Part):
                     yield part
                 else:
-                    self._tell_of(journal.head(part))
+                    self._report_part(journal.head(part))
                     if source is not None:
                         tally.add(part, journal.read(part, tokens=False, signatures=False))
                 if tally.full:
@@ -260,19 +260,19 @@ class _Packer:
 
         for part, result in engine.run("tokens", recipe, missing()):
             journal.write(part.number, result)
-            self._tell_of(result.head)
+            self._report_part(result.head)
             tally.add(part.number, result)
         return tally.parts if tally.full else parts
 
-    def _tell_of(self, head: PartHead) -> None:
+    def _report_part(self, head: PartHead) -> None:
         more = {"documents": head.documents, "tokens": head.tokens, "problems": len(head.problems)}
-        self.tell("reading", files=head.files, bytes=head.bytes, **more)
+        self.report("reading", files=head.files, bytes=head.bytes, **more)
 
-    def tell(self, phase: str, **more: int) -> None:
-        """Count so much more, and tell how far it has come."""
-        self._told = replace(self._told.plus(**more), phase=phase)
+    def report(self, phase: str, **more: int) -> None:
+        """Add to the counts and report the progress."""
+        self._state = replace(self._state.plus(**more), phase=phase)
         if self._progress is not None:
-            self._progress(self._told)
+            self._progress(self._state)
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def _forget(work: Path) -> None:
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
-    """Refuse a target that holds a dataset (unless told to overwrite it) or anything that is not ours to remove."""
+    """Refuse a target that holds a dataset (unless it may be overwritten) or anything that is not ours to remove."""
     if not target.exists():
         return
     if not target.is_dir():
@@ -395,7 +395,7 @@ def _files_of(target: Path) -> list[str]:
     with contextlib.suppress(DataError):
         return [MANIFEST, *(info.name for info in read_manifest(target).files)]
     # A damaged manifest names nothing, and must not keep its folder from being prepared again. That the folder is ours
-    # is told then by what our files say of themselves, and by the names of all of them.
+    # is then decided by what our files say of themselves, and by the names of all of them.
     with contextlib.suppress(OSError):
         if b"flatout-tokens" in _raw(target / MANIFEST) or b"flatout-report" in _raw(target / REPORT):
             return [path.name for path in target.iterdir() if FILE_NAME.fullmatch(path.name)]

@@ -412,10 +412,10 @@ class Limits:
             # A document is never too large for a limit on their number.
             given = {f"data.{name}": most for name, most in list(zip(LIMITS, self.most, strict=True))[1:]}
             given = {name: most for name, most in given.items() if most is not None}
-            told = " and ".join(f"{name}={most}" for name, most in given.items())
+            given_limits = " and ".join(f"{name}={most}" for name, most in given.items())
             smaller = ", or set a data.document_start that occurs more often" if format_of(source)[0] == "text" else ""
             raise DataError(
-                f"the first document of {source} is larger than {told}, and documents are taken whole",
+                f"the first document of {source} is larger than {given_limits}, and documents are taken whole",
                 f"raise {' and '.join(given)}{smaller}",
             )
 

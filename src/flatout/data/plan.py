@@ -156,7 +156,7 @@ def find_inputs(request: Request, work: Path) -> Inputs:
     for source, found in zip(request.sources, listed, strict=True):
         if found.mostly_unknown:
             raise DataError(
-                f"most of the folder {shown(source.path)} would be passed over, which has {found.told}",
+                f"most of the folder {shown(source.path)} would be passed over, which has {found.summary}",
                 "set data.format=text to read every file as text, whatever its name (source code is text too), or set "
                 "data.source to the files that you want",
             )
@@ -272,7 +272,7 @@ def _batches(file: InputFile, options: ReadOptions) -> Iterator[tuple[tuple[Docu
     """Documents for a part, the bytes that they come from, and 1 where the file ends with them."""
     batch: list[Document | Problem] = []
     characters = 0
-    position = told = 0
+    position = reported = 0
 
     def watch(now: int) -> None:
         nonlocal position
@@ -282,9 +282,9 @@ def _batches(file: InputFile, options: ReadOptions) -> Iterator[tuple[tuple[Docu
         batch.append(item)
         characters += len(item.text) if isinstance(item, Document) else 0
         if characters >= PART_BYTES or len(batch) >= _MOST_DOCUMENTS:
-            yield tuple(batch), position - told, 0
-            told, batch, characters = position, [], 0
-    yield tuple(batch), max(file.bytes - told, 0), 1
+            yield tuple(batch), position - reported, 0
+            reported, batch, characters = position, [], 0
+    yield tuple(batch), max(file.bytes - reported, 0), 1
 
 
 def documents_of(

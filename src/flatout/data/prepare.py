@@ -102,7 +102,7 @@ def _check_not_worse(fresh: Path, folder: Path, data: DataConfig, clean: CleanCo
     causes = read_causes(fresh)
     raise DataError(
         f"{folder} stays as it is: it lacks {before['damaged']:,} of {many(before['records'], 'record')}, and the new "
-        f"dataset would lack {after['damaged']:,} of {after['records']:,}: {causes[0].told}",
+        f"dataset would lack {after['damaged']:,} of {after['records']:,}: {causes[0].text}",
         f"{_how_to_use(causes, data, clean)}; or set data.folder to a new folder to prepare it so all the same",
     )
 
@@ -147,7 +147,7 @@ def check_complete(data: DataConfig, clean: CleanConfig) -> None:
             else f"the input has {many(report['problem_count'], 'problem')}, but no whole record is known to be lost"
         )
         raise DataError(
-            f"{lost}: {causes[0].told}",
+            f"{lost}: {causes[0].text}",
             f"{_how_to_use(causes, data, clean)}; or go on with the rest: "
             f"`flatout train {shlex.quote(f'data.folder={folder}')}` (every problem is listed in {folder / PROBLEMS})",
         )
@@ -223,8 +223,8 @@ def as_prepared(loaded: LoadedConfig) -> LoadedConfig:
     }
     if not values:
         return loaded
-    told = ", ".join(f"{path}={format_value(stored)}" for path, stored in values.items())
-    notice = f"{folder} was prepared with {told}, which is used here, too"
+    used = ", ".join(f"{path}={format_value(stored)}" for path, stored in values.items())
+    notice = f"{folder} was prepared with {used}, which is used here, too"
     loaded = with_values(loaded, values, Source("preset", f"as {folder} was prepared"))
     return replace(loaded, notices=(*loaded.notices, notice))
 

@@ -22,7 +22,7 @@ import torch
 
 from flatout.data.batch import Batch, BatchLoader, DataFacts, Delivery, LargestRows, Schedule, Span, TrainingData
 from flatout.data.chat_template import ChatTemplate
-from flatout.data.masking import ADVICE, count_told, preview
+from flatout.data.masking import ADVICE, count_text, preview
 from flatout.data.sampler import Packing, WindowOrder, best_fit
 from flatout.data.samples import Samples, SampleSet
 from flatout.data.shards import HeldTokens, Tokens
@@ -363,7 +363,7 @@ class SampleData(TrainingData):
                 longest = f"The longest has {counts.get('longest', 0):,} tokens; raise {self.limit} to keep all of it."
                 yield Check("data", name.replace("_", " ")).told(
                     "warn" if lost else "note",
-                    f"samples: {count_told(name, counts[name])}{f'; {ADVICE[name]}' if name in ADVICE else ''}",
+                    f"samples: {count_text(name, counts[name])}{f'; {ADVICE[name]}' if name in ADVICE else ''}",
                     longest if name in _CUT else "",
                 )
 

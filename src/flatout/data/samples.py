@@ -142,10 +142,10 @@ def open_samples(folder: str | Path) -> SampleSet:
         except OSError as error:
             raise DataError(f"cannot read {shown(path)}: {error.strerror}", _AGAIN) from error
         if (size, found) != (info["bytes"], info["sha256"]):
-            told = f"its SHA-256 is {found} and should be {info['sha256']}"
+            wrong = f"its SHA-256 is {found} and should be {info['sha256']}"
             if size != info["bytes"]:
-                told = f"it has {size:,} bytes and should have {info['bytes']:,}"
-            raise DataError(f"{shown(path)} is damaged: {told}", _AGAIN)
+                wrong = f"it has {size:,} bytes and should have {info['bytes']:,}"
+            raise DataError(f"{shown(path)} is damaged: {wrong}", _AGAIN)
     splits = _read_splits(folder / SAMPLES, manifest)
     return SampleSet(folder, splits["train"], splits.get("val"), manifest)
 
@@ -225,12 +225,12 @@ def write_samples(
     target: Path,
     key: Mapping[str, Any],
     splits: Mapping[str, Samples],
-    told: Mapping[str, Any],
+    counted: Mapping[str, Any],
     problems: Sequence[Problem],
     tokenizer: ModelTokenizer,
     template: ChatTemplate | None,
 ) -> None:
-    """Put samples into `target`, in the place of whatever samples are there. `told` goes into the manifest as it is."""
+    """Put samples into `target`, in the place of any that are there. `counted` goes into the manifest as it is."""
     from safetensors.numpy import save_file
 
     arrays: dict[str, npt.NDArray[Any]] = {}
@@ -253,7 +253,7 @@ def write_samples(
             files = {name: sync_and_hash(work / name) for name in _FILES if (work / name).exists()}
             learned_from = json.dumps([files[SAMPLES]["sha256"], tokenizer.fingerprint])
             content = {
-                **told,
+                **counted,
                 "format": FORMAT,
                 "version": VERSION,
                 "key": key,
@@ -380,9 +380,9 @@ def prepare_samples(
         splits = _split(train, request.val_fraction) if held_out is None else {"train": train, "val": held_out}
         for name, made in splits.items():
             _check_learnable(made, name, request, maker)
-        maker.tell("merging")
+        maker.report("merging")
         arrays = {name: _arrays(made, token_dtype(tokenizer.vocab)) for name, made in splits.items()}
-        write_samples(target, key, arrays, maker.told(), maker.problems, tokenizer, template)
+        write_samples(target, key, arrays, maker.summary(), maker.problems, tokenizer, template)
         return dataclasses.replace(open_samples(target), made=why)
     finally:
         if template is not None:
@@ -474,7 +474,7 @@ class _Maker:
         self._tokenizer = tokenizer
         self._template = template
         self._progress = progress
-        self._told = PrepareProgress("reading", 0, len(files), 0, sum(file.bytes for file in files), 0, 0, 0)
+        self._state = PrepareProgress("reading", 0, len(files), 0, sum(file.bytes for file in files), 0, 0, 0)
         self._bytes = 0  # of the file that is being read
         self._pending: list[tuple[int, Rendered]] = []  # with the number of the conversation; not tokenized yet
         self._most = max(_ROW_CHARACTERS, _ROW_CHARACTERS_A_TOKEN * request.context)
@@ -516,7 +516,7 @@ class _Maker:
                 message = f"the row has {size:,} characters; the limit for this context is {self._most:,}"
                 row = Problem(file.name, row.place, "too-long", message, records=1)
             yield file, row
-        self._told = self._told.plus(files=1, bytes=file.bytes)
+        self._state = self._state.plus(files=1, bytes=file.bytes)
         self._bytes = 0
 
     def _take(self, row: Conversation, made: _Made) -> int:
@@ -574,16 +574,16 @@ class _Maker:
             made.samples.append((ids, labelled, owner))
             self.counts["tokens"] += len(ids)
         pending.clear()
-        self.tell("reading")
+        self.report("reading")
 
-    def tell(self, phase: str) -> None:
+    def report(self, phase: str) -> None:
         if self._progress is not None:
-            read = min(self._told.bytes + self._bytes, self._told.total_bytes)
+            read = min(self._state.bytes + self._bytes, self._state.total_bytes)
             counts = {"documents": self.counts["rows"], "tokens": self.counts["tokens"]}
-            told = dataclasses.replace(self._told, phase=phase, bytes=read, problems=len(self.problems), **counts)
-            self._progress(told)
+            state = dataclasses.replace(self._state, phase=phase, bytes=read, problems=len(self.problems), **counts)
+            self._progress(state)
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """What the manifest keeps of how the samples were made."""
         kinds = Counter(problem.kind for problem in self.problems)
         return {
@@ -607,7 +607,7 @@ class _Maker:
         others = ", ".join(f"{count:,} of {kind}" for kind, count in kinds.most_common(4)) if len(kinds) > 1 else ""
         kind = "no-template" if first.kind == "template" and self._template is None else first.kind
         raise DataError(
-            f"{what}; the first: {first.told}{f' (problems: {others})' if others else ''}",
+            f"{what}; the first: {first.text}{f' (problems: {others})' if others else ''}",
             _HINTS.get(kind, "mend the rows, or set chat.fields"),
         )
 
@@ -618,7 +618,7 @@ def _check_readable(file: InputFile, problem: Problem) -> None:
     if problem.records and problem.kind not in broken and not (file.format == "json" and problem.kind != "not-utf8"):
         return
     hint = "fetch or write the file again: it cannot be read to its end"
-    raise DataError(problem.told, _HINTS[problem.kind] if problem.kind in ("json", "truncated") else hint)
+    raise DataError(problem.text, _HINTS[problem.kind] if problem.kind in ("json", "truncated") else hint)
 
 
 _HINTS = {

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from flatout.config.schema import CleanConfig, DataConfig
-from flatout.corpus.sources import told_by_type
+from flatout.corpus.sources import counted_by_type
 from flatout.data.batch import (
     Batch,
     BatchLoader,
@@ -185,7 +185,7 @@ def places_of(pieces: Pieces, device: torch.device) -> torch.Tensor:
     ends = np.cumsum(pieces.lengths)
     ranges = torch.from_numpy(np.stack([pieces.starts - ends + pieces.lengths, pieces.lengths]))
     shifts, lengths = pinned(ranges, device).to(device, non_blocking=device.type == "cuda")
-    tokens = int(ends[-1])  # told, or torch would wait for the device
+    tokens = int(ends[-1])  # given, or torch would wait for the device
     places = torch.repeat_interleave(shifts, lengths, output_size=tokens) + torch.arange(tokens, device=device)
     return places.view(len(pieces.counts), -1)
 
@@ -289,11 +289,11 @@ class ShardData(TrainingData):
         packing = self.windows.packing
         if packing is not None:
             share, alone = packing.padding, packing.remainder
-            told = f"best fit: {packing.windows:,} windows, {share:.2%} padding, {alone:,} tokens without a pair"
-            yield Check("data", "packing").note(told)
+            text = f"best fit: {packing.windows:,} windows, {share:.2%} padding, {alone:,} tokens without a pair"
+            yield Check("data", "packing").note(text)
         if self.windows.reshuffle is not None and self.windows.reshuffle.documents == 1:
-            told = "the training text is one document, whose order stays (data.document_start cuts it)"
-            yield Check("data", "reshuffle").note(f"data.packing=reshuffle: {told}")
+            text = "the training text is one document, whose order stays (data.document_start cuts it)"
+            yield Check("data", "reshuffle").note(f"data.packing=reshuffle: {text}")
 
 
 def notices_on_folder(folder: Path) -> Iterator[Finding]:
@@ -303,15 +303,15 @@ def notices_on_folder(folder: Path) -> Iterator[Finding]:
         total = report["files"] + sum(report["passed_over"].values())
         yield Check("data", "passed over").note(
             f"{folder} was prepared from {report['files']:,} of {many(total, 'file')}; passed over "
-            f"{told_by_type(report['passed_over'])}"
+            f"{counted_by_type(report['passed_over'])}"
         )
     if report is not None and report["problem_count"]:
         yield Check("data", "losses").note(
             f"{report['damaged']:,} of {many(report['records'], 'record')} of the source could not be used; "
             f"see {folder / 'problems.jsonl'}"
         )
-    if report is not None and (told := unlike_training(report)):
-        yield Check("data", "validation").warn(told)
+    if report is not None and (unlike := unlike_training(report)):
+        yield Check("data", "validation").warn(unlike)
     if _how_to_verify(folder) == "sizes":
         yield Check("data", "verified").note(
             f"only the sizes of the shards in {folder} were checked; `flatout prepare verify` checks every byte"

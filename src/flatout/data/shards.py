@@ -102,8 +102,8 @@ class Manifest:
     def files(self) -> tuple[FileInfo, ...]:
         """Every file of the dataset but the manifest itself."""
         parts = [(*split.shards, split.offsets) for split in self.splits.values()]
-        told = [info for info in (self.report, self.problems) if info is not None]
-        return (self.tokenizer, *told, *(info for part in parts for info in part))
+        described = [info for info in (self.report, self.problems) if info is not None]
+        return (self.tokenizer, *described, *(info for part in parts for info in part))
 
     def to_bytes(self) -> bytes:
         """The manifest as it lies on disk."""
@@ -183,7 +183,7 @@ def _check_consistent(manifest: Manifest) -> None:
     dtype = token_dtype(manifest.vocab)
     if manifest.dtype != dtype.name:
         raise ValueError(f"its dtype is {manifest.dtype}, and a vocabulary of {manifest.vocab} has {dtype.name}")
-    if not manifest.splits.keys() <= set(SPLITS):  # a missing one is told by who asks for it
+    if not manifest.splits.keys() <= set(SPLITS):  # who asks for a missing one gets an error
         raise ValueError(f"its splits are not {' and '.join(SPLITS)}")
     names = [file.name for file in manifest.files]
     for name in names:

@@ -22,12 +22,8 @@ import hashlib
 import itertools
 import math
 import os
-import queue
-import sys
-import threading
 import time
-import traceback
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -74,14 +70,14 @@ from flatout.data.plan import (
 from flatout.data.sampler import WindowOrder
 from flatout.data.shards import HeldTokens
 from flatout.data.tokenizer import Ids, Tokenizer, load_tokenizer, token_dtype
-from flatout.data.workers import LoaderError, ProcessEngine, WorkerGoneError, told
+from flatout.data.workers import LoaderError, ProcessEngine, Threads, WorkerGoneError
 from flatout.errors import DataError, ResourceError, many
 from flatout.files import canonical_json
 from flatout.finding import Check, Finding
 from flatout.records import PrepareProgress
 
 VAL_TOKENS = 2**20
-TOLD_PROBLEMS = 5
+MOST_LISTED = 5
 _MOST_WORKERS = 8
 # A source of no more tokens is kept, since reading it again for each epoch would cost more than it is worth.
 _SMALL_SOURCE = 2**22
@@ -97,6 +93,8 @@ class Chunk:
 
 
 # --- the source -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class StreamDataset:
     """A source that is trained on as it is read. Stands where a prepared dataset would."""
@@ -126,9 +124,9 @@ def open_stream(
     stream = TokenStream(request, inputs, tokenizer, workers)
     found = stream.validation(VAL_TOKENS if val_tokens is None else val_tokens, progress)
     held = found.finish(request, stream.folder)
-    notices = [inputs.told] if inputs.told else []
+    notices = [inputs.summary] if inputs.summary else []
     notices += _all_notices(stream.problems, len(stream.problems))
-    if data.val_source is not None:  # else they are met again, and told, in training
+    if data.val_source is not None:  # else training meets and reports them again
         notices += _all_notices(found.seen.problems, found.read.problems)
     if isinstance(data.source, list) and len(data.source) > 1:
         notices.append("the sources are read one after the other; to have them shuffled among each other, prepare them")
@@ -294,6 +292,8 @@ def _stamps(inputs: Inputs) -> list[list[Any]]:
 
 
 # --- parts, and what of them is trained on ----------------------------------------------------------------------------
+
+
 def _breaks(pieces: Pieces, chosen: Choice, joins: bool) -> tuple[npt.NDArray[np.int64], bool]:
     """Where among the chosen tokens a document breaks off, and whether the last piece goes on in the next part.
 
@@ -311,6 +311,8 @@ def _breaks(pieces: Pieces, chosen: Choice, joins: bool) -> tuple[npt.NDArray[np
 
 
 # --- reading ahead ----------------------------------------------------------------------------------------------------
+
+
 @final
 class _Flow:
     """The chunks of a stream from a position on, epoch after epoch."""
@@ -384,12 +386,12 @@ class _Seen:
     def add(self, head: PartHead) -> None:
         self._records += head.records
         self._dropped.update(head.dropped)
-        self.problems += head.problems[: TOLD_PROBLEMS - len(self.problems)]
+        self.problems += head.problems[: MOST_LISTED - len(self.problems)]
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self._dropped.most_common(3))
-        told = f"of {many(self._records, 'record')}, {reasons or 'none'} dropped"
-        return f"{told}; {self.problems[0].told}" if self.problems else told
+        text = f"of {many(self._records, 'record')}, {reasons or 'none'} dropped"
+        return f"{text}; {self.problems[0].text}" if self.problems else text
 
 
 @final
@@ -436,20 +438,20 @@ class _Validation:
 def _notices_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
     """What to say of problems when there have been some before: the first few in full, then how many there are."""
     after = before + len(problems)
-    told = [f"left out: {cause_of(problem).told}" for problem in problems[: max(0, TOLD_PROBLEMS - before)]]
+    text = [f"left out: {cause_of(problem).text}" for problem in problems[: max(0, MOST_LISTED - before)]]
     counts = (10**power for power in range(1, len(str(after))) if 10**power > before)
-    told += [f"{many(n, 'problem')} in the source so far; the latest: {problems[n - before - 1].told}" for n in counts]
-    return tuple(told)
+    text += [f"{many(n, 'problem')} in the source so far; the latest: {problems[n - before - 1].text}" for n in counts]
+    return tuple(text)
 
 
 def _all_notices(problems: Sequence[Problem], count: int) -> tuple[str, ...]:
     """What to say of problems that are all there are; `count` may be more than are given."""
-    told = tuple(f"left out: {cause_of(problem).told}" for problem in problems[:TOLD_PROBLEMS])
-    return told if count <= len(told) else (*told, f"{count - len(told):,} more problems in the source")
+    text = tuple(f"left out: {cause_of(problem).text}" for problem in problems[:MOST_LISTED])
+    return text if count <= len(text) else (*text, f"{count - len(text):,} more problems in the source")
 
 
 def epoch_notices(ended: int, tokens: int) -> tuple[str, ...]:
-    """Of the end of an epoch; a small source has many, of which few are told."""
+    """Of the end of an epoch; a small source has many, of which few are reported."""
     if not ended or (ended > 3 and str(ended).strip("0") != "1"):
         return ()
     times = "once" if ended == 1 else f"{ended:,} times"
@@ -458,7 +460,7 @@ def epoch_notices(ended: int, tokens: int) -> tuple[str, ...]:
 
 BLOCK_WINDOWS = 4096
 BLOCK_TOKENS = 2**23
-_BLOCKS_AHEAD = 2
+_BLOCKS_AHEAD = 3
 
 
 def block_windows(context: int) -> int:
@@ -548,78 +550,50 @@ class StreamLoader(BatchLoader):
 
 @final
 class _Ahead:
-    """A thread that makes blocks, a few ahead of whoever takes them."""
+    """Blocks, made by a thread a few ahead of the loop."""
 
     def __init__(
         self, stream: TokenStream, position: Position, first: int, windows: int, context: int, patience: float
     ) -> None:
         if position.tokens > first * windows * context:  # it belongs to a later step
             position = Position()
-        self._stream = stream
-        self._least = context + 1
-        self._size = windows * context
+        self._stream, self._least, self._size = stream, context + 1, windows * context
         self._patience = patience
         self._moved = time.monotonic()  # when the last part of the source came in
-        self._hangs = False  # nobody waits for it any more
-        self._closed = threading.Event()
-        self._ready: queue.Queue[StreamBlock | BaseException] = queue.Queue(_BLOCKS_AHEAD)
+        self._hangs = False
         self._workers = stream.open_workers()
-        # A daemon, since reading from a hub may hang: the end of the process does not wait for that.
-        self._thread = threading.Thread(
-            target=self._fill, args=(position, first), name="flatout-stream-blocks", daemon=True
-        )
-        self._thread.start()
+        self._made = self._blocks(position, first)
+        self._thread = Threads(1, "flatout-stream-blocks")
+        self._waiting = deque(self._thread.submit(next, self._made) for _ in range(_BLOCKS_AHEAD))
 
     def next(self) -> StreamBlock:
         """The next block, waiting for it as long as parts of it come in."""
-        began = time.monotonic()
+        began, waiting = time.monotonic(), self._waiting.popleft()
         while True:
             left = max(began, self._moved) + self._patience - time.monotonic()
             try:
-                item = self._ready.get(timeout=max(left, 0.01))
+                block = waiting.result(max(left, 0.01))
                 break
-            except queue.Empty:
+            except TimeoutError:
+                if waiting.done():  # the source's own
+                    raise
                 if left <= 0:
                     self._hangs = True
-                    raise self._stuck() from None
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def _stuck(self) -> LoaderError:
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        where = "the thread has ended" if frame is None else told(traceback.extract_stack(frame))
-        return LoaderError(
-            f"the stream has given nothing for {self._patience:g} s, at {where}",
-            "check the disk or network that data.source is on",
-        )
+                    raise LoaderError(
+                        f"the stream has given nothing for {self._patience:g} s, at {self._thread.stack()}",
+                        "check the disk or network that data.source is on",
+                    ) from None
+        self._waiting.append(self._thread.submit(next, self._made))
+        return block
 
     def notices(self) -> list[str]:
         return self._workers.taken_notices()
 
     def close(self) -> None:
-        self._closed.set()
-        with contextlib.suppress(queue.Empty):
-            while True:  # makes room, so that the thread does not wait any more
-                self._ready.get_nowait()
         self._workers.close(wait=not self._hangs)
-        self._thread.join(timeout=0 if self._hangs else 10)
-
-    def _fill(self, position: Position, first: int) -> None:
-        try:
-            with contextlib.closing(self._blocks(position, first)) as blocks:
-                for block in blocks:
-                    if not self._offer(block):
-                        return
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the loop must hear of it
-            self._offer(error)
-
-    def _offer(self, item: StreamBlock | BaseException) -> bool:
-        while not self._closed.is_set():
-            with contextlib.suppress(queue.Full):
-                self._ready.put(item, timeout=0.1)
-                return True
-        return False
+        self._thread.close(wait=not self._hangs)
+        with contextlib.suppress(ValueError):  # the thread is still in it, and hangs
+            self._made.close()
 
     def _blocks(self, position: Position, number: int) -> Generator[StreamBlock]:
         size, marks, marked = self._size, dict[int, Position](), number
@@ -664,5 +638,5 @@ class StreamData(TrainingData):
         return [Check("data", "stream").note(notice) for notice in self.dataset.notices]
 
     def last_notices(self, position: dict[str, Any] | None) -> Iterable[str]:
-        if position is not None and position["problems"] > TOLD_PROBLEMS:
+        if position is not None and position["problems"] > MOST_LISTED:
             yield f"{many(position['problems'], 'problem')} in the source in all"

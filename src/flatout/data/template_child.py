@@ -21,7 +21,7 @@ import jinja2.utils
 
 # Code points that Unicode promises never to give a meaning.
 BEGIN, END = "\ufdd0", "\ufdd1"
-_WORDS = 2000  # characters of a message that are told
+_WORDS = 2000  # characters of a message that are kept
 
 
 def answer(request: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -205,7 +205,7 @@ class ByteTokenizer(Tokenizer):
 
 @final
 class IdTokenizer(Tokenizer):
-    """Numbers for a vocabulary whose text nobody has told: ids are written as such, with spaces between them."""
+    """Ids of a vocabulary whose texts are not known, written as numbers with spaces between them."""
 
     kind = "ids"
 

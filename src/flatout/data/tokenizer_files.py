@@ -296,6 +296,8 @@ def _characters(tokenizer: CharTokenizer) -> Portable:
 
 
 # --- files beside the weights -----------------------------------------------------------------------------------------
+
+
 def tokenizer_files(tokenizer: Tokenizer, context: int) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """tokenizer.json and tokenizer_config.json by name, and what there is to say of them."""
     found = portable(tokenizer)

@@ -36,7 +36,7 @@ from flatout.errors import DataError, HardwareError, ResourceError, UserError
 from flatout.pulse import die_with_parent
 
 Argument = TypeVar("Argument")
-_FRAMES = 4  # of a stack that is told
+_FRAMES = 4  # of a stack that a message names
 _LEAVE = 10.0  # seconds
 
 
@@ -88,7 +88,7 @@ class Threads:
         for thread in self._threads:
             frame = frames.get(thread.ident or 0)
             if frame is not None and frame.f_code.co_name != "_work":
-                return told(traceback.extract_stack(frame))
+                return innermost_frames(traceback.extract_stack(frame))
         return "no thread of it runs"
 
     def _work(self) -> None:
@@ -104,7 +104,7 @@ class Threads:
             del job, future  # what was made is the loop's alone
 
 
-def told(stack: traceback.StackSummary) -> str:
+def innermost_frames(stack: traceback.StackSummary) -> str:
     """The innermost frames of a stack, innermost first."""
     return " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in list(reversed(stack))[:_FRAMES])
 

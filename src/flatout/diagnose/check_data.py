@@ -232,11 +232,11 @@ def _listing(data: DataConfig, inputs: Inputs, formats: set[str]) -> Iterator[Fi
             f"{len(inputs.problems):,} of its files cannot be used, the first: {first}",
             "Mend or remove them; preparing leaves them out and lists them.",
         )
-    if inputs.told:
+    if inputs.summary:
         # How files with text are read, too; binary ones are passed over rightly.
         advice = how_to_read(data.source, inputs.passed_over)
         right = f"That is often right: {advice}." if advice else "None of those passed over is text."
-        yield _check("passed over").note(inputs.told, right)
+        yield _check("passed over").note(inputs.summary, right)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +260,7 @@ def _sampled(request: Request, inputs: Inputs, *, quick: bool) -> Generator[Find
     if problems and not any(text):
         mend = mend_of(causes) if causes[0].first.kind == "field" else "mend the file, or set data.format"
         yield check.bad(
-            f"nothing at the beginning of {file.name} can be used: {causes[0].told}",
+            f"nothing at the beginning of {file.name} can be used: {causes[0].text}",
             f"To mend it: {mend}. `flatout prepare` lists every problem.",
         )
         return None
@@ -275,7 +275,7 @@ def _sampled(request: Request, inputs: Inputs, *, quick: bool) -> Generator[Find
     else:
         left_out = "What cannot be used is left out and listed by `flatout prepare`. If it is much, mend it:"
         mend = mend_of(causes, request.options.fields)
-        not_all = f"not all at the beginning of {file.name} can be used: {causes[0].told}"
+        not_all = f"not all at the beginning of {file.name} can be used: {causes[0].text}"
         yield check.warn(not_all, f"{left_out} {mend}.")
     return _Sample(slices[0], text, whole)
 

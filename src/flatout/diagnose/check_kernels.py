@@ -298,7 +298,7 @@ def _try_on_cuda(runner: _Runner) -> None:
 def _our_kernel(device: torch.device) -> str | None:
     """Our norm with its residual addition, forward and backward, against torch's."""
     # By name: a machine without Triton cannot import it, and nobody should for reading this module.
-    add_norm = importlib.import_module("flatout.ops.kernels.norm").add_norm
+    add_norm = importlib.import_module("flatout.ops.kernels.stream").add_norm
     x, branch = (tensor.requires_grad_() for tensor in _random(2, (64, 256), device))
     weight = torch.ones(256, device=device, requires_grad=True)
     total, h = add_norm(x, branch, None, weight, None, centred=True, eps=1e-5, dtype=torch.float32)

@@ -46,8 +46,7 @@ from flatout.errors import UnevenError, UserError, in_gib, many
 from flatout.finding import Check, Finding, finding_of, sentence, unchecked
 from flatout.host import ThreadTrial
 from flatout.model.count import parameter_count
-from flatout.model.hub_find import is_within_reach
-from flatout.model.hub_weights import inventory
+from flatout.model.hub_folder import inventory, is_within_reach
 from flatout.model.quantize import check_quantizing
 from flatout.resolve.advice import advice_on, known_steps, step_tokens
 from flatout.resolve.case import Probes

@@ -92,7 +92,7 @@ def with_way_back(error: DivergedError, ended: Ended) -> DivergedError:
     gentle = " ".join(f"{path}={value}" for path, value in settings.items())
     try:
         point, where = _point(ended, fresh=last)
-    except UserError as failed:  # of the disk or the memory: what the user has to know first is the divergence
+    except UserError as failed:  # of the disk or the memory: the divergence comes first
         return DivergedError(error.message, f"start again with {gentle} ({failed.message})")
     if point is None:
         return DivergedError(error.message, f"start again with {gentle}")

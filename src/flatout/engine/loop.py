@@ -409,7 +409,7 @@ def begin(run: Run) -> None:
 
 
 def keep_time(run: Run, progress: Progress, step: int) -> None:
-    """Compares the clock with the plan after a step, and stretches what is left of the schedules."""
+    """Compares the clock with the plan after a step, and stretches the rest of the schedules."""
     deadline = run.deadline
     if deadline is not None and deadline.look(step, progress.step, progress.seconds, run.world):
         run.step.optimizer.stretch(*deadline.stretch)
@@ -447,7 +447,7 @@ def noted(run: Run, records: Iterator[Record]) -> Iterator[Record]:
 def shapes_of(run: Run, first_step: int) -> list[Reading]:
     """One step of each form of micro-batch that is still to come; nothing where no other stage follows.
 
-    A run whose length is told in minutes is warmed up in any case.
+    A run whose length is set in minutes is warmed up in any case.
     """
     later = [stage.first_step for stage in run.plan.schedule.stages if first_step < stage.first_step < run.steps]
     met = bool(later) or run.deadline is not None  # a run that ends on time pays for no first step either
@@ -481,7 +481,7 @@ def warm_up(run: Run, first_step: int) -> str | None:
 
 
 def _attempt(run: Run, shapes: list[Reading]) -> str | None:
-    """Takes the passes; what went wrong, where a step can go on from it."""
+    """Takes the passes; returns the error as a sentence if a step can go on from it."""
     try:
         with run.random.active():
             for reading in shapes:

@@ -1,4 +1,4 @@
-"""What happens after a step at which something is due: a checkpoint is saved, evaluated, sampled from and judged.
+"""Boundaries, the steps after which something is due: saving, evaluating, sampling and judging, in a fixed order.
 
 `Boundary` does it in this order. DO NOT change it:
 1. `begin_save`: the run's state is written, or copied for the process that writes it while training goes on (`Saver`).
@@ -47,7 +47,7 @@ from flatout.engine.saver import Saved, Saver, finished
 from flatout.engine.spans import SpanTotals
 from flatout.engine.state import Due, Progress, capture, save_run_adapter, write_sharded
 from flatout.errors import CheckpointError
-from flatout.generation.decode import generate_tokens
+from flatout.generation import generate_tokens
 from flatout.model.adapter_files import adapter_tensors
 from flatout.records import CheckpointRecord, EvalRecord, NoticeRecord, Record, SampleRecord
 from flatout.resolve.fit_check import out_of_memory
@@ -111,7 +111,7 @@ class Boundary:
             yield from self.conclude()
 
     def judge(self, due: Due, path: Path) -> Iterator[Record]:
-        """Does what a kill has left undone of a checkpoint of this step: all but saving it."""
+        """Finishes a checkpoint of this step that a kill has left without a verdict: all but saving it."""
         loss = yield from self.evaluate_and_sample(due)
         saved = Saved(path=path, bytes=checkpoint_bytes(path))
         self.pending_save = PendingSave(step=self.progress.step, seconds=0.0, written=finished(saved))

@@ -20,8 +20,8 @@ from flatout.observe.bundle import check_target as check_bundle_target
 from flatout.observe.plots import COMPARISON, write_comparison, write_run_plots
 from flatout.observe.report import check_target, write_report
 from flatout.observe.runs import SORTS, RunRow, find_run, follow, list_runs
+from flatout.observe.series import EIGENSTATES, EVALS, STEPS
 from flatout.observe.sinks import read_history
-from flatout.observe.tables import EIGENSTATES, EVALS, STEPS
 from flatout.records import Record
 
 # --- drawing ----------------------------------------------------------------------------------------------------------

@@ -46,14 +46,13 @@ from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.setup import only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.files import disk_errors
-from flatout.generation.decode import generate_tokens
+from flatout.generation import generate_tokens
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import DTYPES, Description, description_of, model_type_of, read_description
-from flatout.model.hub_find import find_model
-from flatout.model.hub_weights import export_huggingface, load_described
+from flatout.model.hub_folder import export_huggingface, find_model, load_described
 from flatout.model.merge import LogitDifference, MergeReport, logit_difference, quiet_narrow_products
 from flatout.model.merge import merge as merge_adapters
 from flatout.model.seal import check_seal

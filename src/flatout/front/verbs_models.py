@@ -271,7 +271,7 @@ def _texts(config: "RunConfig") -> Iterator[str]:
         causes, field = causes_of(problems), config.data.field
         lost = many(sum(cause.records for cause in causes), "record")
         raise DataError(
-            f"{lost} of the source could not be read: {causes[0].told}",
+            f"{lost} of the source could not be read: {causes[0].text}",
             f"{mend_of(causes, [field] if isinstance(field, str) else field)}; `flatout prepare` lists them all",
         )
 

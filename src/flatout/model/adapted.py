@@ -1,9 +1,9 @@
 """A linear layer of a block with adapters on some or all of its rows.
 
-It keeps `weight` and `bias`, the very parameters of the layer in whose place it stands, so code that reads those still
-works, and owns A of all parts stacked, B of every part, and DoRA's magnitudes.
-Trap: code that multiplies by `weight` itself leaves the adapter out. Whoever does so must ask for an AdaptedLinear
-first (`TorchOperations` does). Our kernels do: model/kernel_operations.py.
+It replaces a linear layer and keeps the same `weight` and `bias` parameters, so code that reads them still works. It
+adds A (all parts stacked), B of every part, and DoRA's magnitudes.
+Trap: code that multiplies by `weight` directly leaves the adapter out, so it must check for an AdaptedLinear first, as
+`Operations` and `FrozenOperations` do.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ class AdaptedLinear(nn.Linear):
     def __init__(
         self, base: nn.Linear, layout: LoraLayout, names: Sequence[str], *, dropout: float, dora: bool
     ) -> None:
-        """`names` has those of the layout's parts. The values of A, B and magnitudes are for others to fill."""
+        """`names`: one for each part of the layout. A, B and magnitudes are uninitialised."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
-        self.base = (base,)  # in a tuple, so that torch does not take it for a part of this module
+        self.base = (base,)  # in a tuple, so that torch does not register it as a submodule
         self.layout, self.names = layout, tuple(names)
         self.dropout = dropout
         device = base.weight.device
@@ -46,12 +46,12 @@ class AdaptedLinear(nn.Linear):
         self._norm_state: object = None
 
     def own(self) -> dict[str, nn.Parameter]:
-        """What is trained, by its name in this module."""
+        """Trained parameters by their names in this module."""
         magnitude = {} if self.magnitude is None else {"magnitude": self.magnitude}
         return {"lora_a": self.lora_a, **{f"lora_b.{name}": self.lora_b[name] for name in self.names}, **magnitude}
 
     def put(self, name: str, parameter: nn.Parameter) -> None:
-        """Takes another parameter for one of `own`."""
+        """Replaces one of `own`."""
         if name.startswith("lora_b."):
             self.lora_b[name.removeprefix("lora_b.")] = parameter
         else:
@@ -63,15 +63,15 @@ class AdaptedLinear(nn.Linear):
         return [self.lora_b[name] for name in self.names]
 
     def use(self, execution: Execution) -> None:
-        """Carries on in another way, or says why it cannot."""
+        """Changes the execution; a ConfigError if adapters do not support it."""
         reason = unsupported(execution, dora=self.magnitude is not None, dropout=self.dropout)
         if reason is not None:
             raise ConfigError(reason, "set speed.kernels=torch")
-        # Selective checkpointing keeps results of products, and refuses to see them changed afterwards.
+        # Selective checkpointing saves results of products, which must not be changed in place then.
         self.in_place = execution.checkpointing != "selective"
 
     def train(self, mode: bool = True) -> "AdaptedLinear":
-        """Steps and evaluations begin here: what was derived from A and B is made again, however those were changed."""
+        """Also drops everything derived from A and B, which is then made again: steps and evaluations begin here."""
         self.forget()
         return super().train(mode)
 
@@ -86,7 +86,7 @@ class AdaptedLinear(nn.Linear):
         return LoraCall(dropout=self.dropout if self.training else 0.0, in_place=self.in_place)
 
     def separately(self, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-        """The rows in groups of `sizes`, each by a product of its own: what `speed.fused_qkv=false` asks for."""
+        """Groups of rows of these `sizes`, each by its own product (`speed.fused_qkv=false`)."""
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
         return tuple(self._rows(x, end - size, end) for end, size in zip(ends, sizes, strict=True))
 
@@ -114,14 +114,14 @@ class AdaptedLinear(nn.Linear):
     # --- what is derived from A and B ---------------------------------------------------------------------------------
 
     def norm(self) -> Tensor | None:
-        """DoRA's norms, kept while nothing changes, so that decoding does not pay for them with every token."""
+        """DoRA's norms, cached while nothing changes, so that decoding does not compute them for every token."""
         if self.magnitude is None:
             return None
         if torch.compiler.is_compiling() or self.training:
             return dora_norm(self.weight, self.lora_a, self.b, self.layout)
         state = (*self._state(), version_of(self.weight), self.weight.data_ptr())
         if self._norm is None or self._norm_state != state:
-            with torch.inference_mode(False):  # made for sampling, it must still do for a gradient
+            with torch.inference_mode(False):  # made while sampling, it may be used in training
                 self._norm = dora_norm(self.weight, self.lora_a, self.b, self.layout)
             self._norm_state = state
         return self._norm
@@ -133,31 +133,31 @@ class AdaptedLinear(nn.Linear):
         self.joined = None
 
     def fresh(self) -> None:
-        """Gives the joined weight today's A and B."""
+        """Updates the joined weight if A or B have changed."""
         if self.joined is not None and self._joined_state != self._state():
             with torch.inference_mode(False):
                 self.joined.refresh(self.lora_a, self.b)
             self.is_fresh()
 
     def is_fresh(self) -> None:
-        """Says that the joined weight has today's A and B."""
+        """Records that the joined weight is up to date."""
         self._joined_state = self._state()
 
     @property
     def claims_fresh(self) -> bool:
-        """Whether the joined weight was fresh when somebody looked last, and nobody has called `forget` since."""
+        """Whether the joined weight was up to date at the last check and `forget` was not called since."""
         return self._joined_state is not None
 
     def join(self, dtype: torch.dtype) -> bool:
-        """Makes a joined weight for our kernels' products in `dtype`, unless there is one; whether there was none.
+        """Makes a joined weight for our kernels' products in `dtype`; False if there is one already.
 
-        Where types agree the weight moves into its buffer. It stays behind when a model is moved or copied.
+        If the types are equal, the weight itself moves into the joined buffer. Moving or copying the model undoes that.
         """
         joined, weight = self.joined, self.weight
         there = joined is not None and joined.dtype == dtype and joined.buffer.device == weight.device
         if joined is not None and there and (dtype != weight.dtype or joined.weight_OI.data_ptr() == weight.data_ptr()):
             return False
-        with torch.inference_mode(False):  # made for sampling, it must still do for training
+        with torch.inference_mode(False):  # made while sampling, it may be used in training
             self.joined = JoinedWeight(weight, self.layout, dtype)
             if dtype == weight.dtype:
                 weight.data = self.joined.weight_OI
@@ -169,7 +169,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def unsupported(execution: Execution, *, dora: bool = False, dropout: float = 0.0, whole: bool = False) -> str | None:
-    """Why adapters cannot go with these switches, or None."""
+    """Why adapters do not work with this execution, or None."""
     if execution.kernels == "torch":
         return None
     how = {"offload": execution.activation_offload, "fp8": execution.fp8}
@@ -178,7 +178,7 @@ def unsupported(execution: Execution, *, dora: bool = False, dropout: float = 0.
 
 
 def kernels_missing(*, dora: bool, dropout: float, whole: bool, offload: bool, fp8: Sequence[str]) -> str | None:
-    """Why our kernels cannot have adapters like these, or None."""
+    """Why our kernels do not support such adapters, or None."""
     if dora:
         return "they have no DoRA"
     if dropout > 0:

@@ -1,15 +1,11 @@
 """Adapters to and from disk in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-What we stack and fuse is written as separate projections under PEFT's names, so PEFT, vLLM and others load our files
-and we load theirs. A folder is written whole or not at all, and read whole or not at all: everything is checked before
-the first value is taken over. No pickle: adapter_model.bin is not read. `adapter_config` reads adapter_config.json.
+Our stacked and fused tensors are written as separate projections under PEFT's names, so PEFT, vLLM and others load our
+files and we load theirs. A folder is written whole or not at all. All of it is checked before the first value is copied
+into a model. adapter_model.bin is a pickle and never read.
 
-Contract: tensors are fp32 on disk, as PEFT writes them; fp16, bf16 and fp64 are read as well.
-
-PEFT's adapter_config.json, field by field: what adapter it describes.
-
-Contract: nothing in a config is passed over in silence. A field that would change the result and is not known here is
-refused by its name.
+Contract: tensors are fp32 on disk, as in PEFT; fp16, bf16 and fp64 are read too. A field of adapter_config.json that
+would change the result and is unknown here is refused by its name.
 """
 
 import dataclasses
@@ -44,7 +40,7 @@ from flatout.model.hub import read_json
 from flatout.model.seal import SEAL, check_seal, refuse_link, seal, sealed_names
 from flatout.model.weights import read_safetensors, stored_shapes, write_tensors
 
-# Fields of a config that have no say in what an adapter computes.
+# Fields of a config that do not change the result.
 _WITHOUT_EFFECT = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "fan_in_fan_out",
     "inference_mode", "layers_pattern", "loftq_config", "lora_ga_config", "megatron_core", "peft_version",
@@ -128,8 +124,8 @@ def _names(values: dict[str, Any], name: str, path: Path) -> tuple[str, ...] | s
 
 
 def _also(values: dict[str, Any], path: Path) -> tuple[str, ...]:
-    """What is trained whole. PEFT's `lora_only` is its `all` where every bias has an adapter beside it; elsewhere the
-    file lacks the others, and is refused for that."""
+    """What is trained whole. `lora_only` is read as `all`: where some biases have no adapter beside them the file lacks
+    those, and is refused for that."""
     modules = _names(values, "modules_to_save", path)
     unknown = [name for name in modules if name not in MODULES]
     if isinstance(modules, str) or unknown:
@@ -160,18 +156,18 @@ _KINDS = {"lora_A": ".lora_A.weight", "lora_B": ".lora_B.weight", "magnitude": "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterOrigin:
-    """What an adapter's files say about themselves."""
+    """An adapter's folder and config."""
 
     folder: Path
     plan: AdapterPlan
-    base: str | None  # the model it was trained on, as they name it; for people to read, nothing is checked by it
+    base: str | None  # the model it was trained on, by its name in the config; only for people to read
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
 class OccupiedError(CheckpointError):
-    """A folder that is to be replaced holds something that is not ours."""
+    """A folder to be replaced holds foreign files."""
 
 
 def save_adapter(
@@ -183,10 +179,10 @@ def save_adapter(
     facts: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> int:
-    """Writes the adapter, and other `files` beside it (a tokenizer, a template); returns the bytes written.
+    """Writes the adapter and other `files` (a tokenizer, a template); returns the bytes written.
 
-    An adapter of ours that is there already is replaced. A folder with anything else in it is an `OccupiedError`, and
-    is not touched. `facts` go into flatout.json beside the hashes. `tensors` are `adapter_tensors` of an earlier time.
+    An existing adapter of ours is replaced. A folder with foreign files is an `OccupiedError` and stays as it is.
+    `facts` go into flatout.json beside the hashes. `tensors`: from an earlier call of `adapter_tensors`.
     """
     folder = Path(os.path.abspath(folder))
     content = {CONFIG: canonical_json(peft_config(adapters, base)), **(files or {})}
@@ -207,8 +203,8 @@ def save_adapter(
 
 
 def _own_names(folder: Path, content: Iterable[str]) -> set[str]:
-    """The files that may be replaced: those that a manifest of ours names. Where one of an earlier version, or a
-    damaged one, names none, those that are written now."""
+    """Files that may be replaced: those named in our manifest. If it is damaged or of an earlier version and names
+    none, the files that are written now."""
     if not os.path.isfile(folder / SEAL):
         return set()
     named = sealed_names(folder)
@@ -227,7 +223,7 @@ def adapter_tensors(adapters: Adapters) -> dict[str, Tensor]:
 
 
 def _named(adapters: Adapters) -> dict[str, Tensor]:
-    """All tensors where they lie, under PEFT's names."""
+    """All tensors (no copies) under PEFT's names."""
     tensors: dict[str, Tensor] = {}
     for part in adapters.tensors():
         for kind, value in {"lora_A": part.a, "lora_B": part.b, "magnitude": part.magnitude}.items():
@@ -239,7 +235,7 @@ def _named(adapters: Adapters) -> dict[str, Tensor]:
 
 
 def peft_config(adapters: Adapters, base: str | None) -> dict[str, Any]:
-    """adapter_config.json. `all-linear` is written as the names it stands for: not every reader knows the word."""
+    """adapter_config.json. `all-linear` is written as a list of names, because not all programs know the word."""
     plan, model = adapters.plan, adapters.model.config
     targets: Any = plan.targets
     ranks, alphas = _patterns(adapters)
@@ -270,8 +266,8 @@ def peft_config(adapters: Adapters, base: str | None) -> dict[str, Any]:
 
 
 def _patterns(adapters: Adapters) -> tuple[dict[str, int], dict[str, float]]:
-    """Patterns for ranks and alphas. The first that fits counts, and files have them sorted, as PEFT's own: where that
-    would mean something else, every target has its own."""
+    """Patterns for ranks and alphas. The first match counts, and files have them sorted, as PEFT's own. If sorting
+    would change the result, every target gets a pattern of its own."""
     plan = adapters.plan
     filed = dataclasses.replace(plan, ranks=tuple(sorted(plan.ranks)), alphas=tuple(sorted(plan.alphas)))
     if filed == plan or choose(filed, targets_of(adapters.model), strict=False) == adapters.choices:
@@ -288,7 +284,7 @@ def _whole(number: float) -> float | int:
 
 
 def read_origin(folder: Path) -> AdapterOrigin:
-    """What the adapter is, without its tensors."""
+    """Reads the config, not the tensors."""
     path = folder / CONFIG
     check_seal(folder)
     refuse_link(folder / WEIGHTS, folder)
@@ -299,7 +295,7 @@ def read_origin(folder: Path) -> AdapterOrigin:
 
 
 def load_adapter(model: GPT, folder: Path, *, dropout: float | None = None) -> tuple[Adapters, AdapterOrigin]:
-    """Puts a stored adapter on a model. `dropout` takes the place of the stored one, for training on."""
+    """Attaches a stored adapter to a model. `dropout` replaces the stored value."""
     origin = read_origin(folder)
     plan = origin.plan if dropout is None else dataclasses.replace(origin.plan, dropout=dropout)
     try:
@@ -317,7 +313,7 @@ def load_adapter(model: GPT, folder: Path, *, dropout: float | None = None) -> t
 
 
 def load_into(adapters: Adapters, folder: Path) -> AdapterOrigin:
-    """Stored values into adapters that are on a model already. Ranks, targets, scales and kind must be the same."""
+    """Loads stored values into attached adapters. Ranks, targets, scales and kind must be the same."""
     origin = read_origin(folder)
     theirs, ours = origin.plan, adapters.plan
     same = choose(theirs, targets_of(adapters.model), strict=False) == adapters.choices
@@ -354,9 +350,9 @@ def _listed(also: Iterable[str]) -> str:
 
 
 def check_stored(origin: AdapterOrigin, model: GPT, choices: list[Choice]) -> None:
-    """Refuses an adapter whose file does not hold the tensors that its config says, before memory is taken for them.
+    """Refuses an adapter whose tensors do not match its config, before memory is allocated for them.
 
-    `model` may be one without memory.
+    `model` may be on the meta device.
     """
     needed: dict[str, tuple[int, ...]] = {}
     if EMBEDDING in origin.plan.also and HEAD not in origin.plan.also and model.config.tied:
@@ -414,7 +410,7 @@ def _assign(adapters: Adapters, tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _refuse_untied(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Refuses two tensors for the one table of a tied model that are not the same."""
+    """Refuses two different tensors for the single table of a tied model."""
     first: dict[int, str] = {}
     for name, place in places.items():
         other = first.setdefault(place.data_ptr(), name)

@@ -1,13 +1,13 @@
 """Which projections get an adapter, by the names that users and PEFT write.
 
 A checkpoint of Hugging Face has q_proj, k_proj and v_proj; here they are rows of one matrix, `qkv`. A `Target` is one
-of their projections: its path there, its matrix and rows here. A plan chooses among them by PEFT's own rules, so that
-a file of theirs means the same here:
+such projection: its path there, its matrix and rows here. A plan selects targets by PEFT's rules, so that a config of
+PEFT means the same here:
 - a list of names: each is a whole path, or the end of one after a dot;
-- `all-linear`: every projection of every block; the output head is none of them;
+- `all-linear`: every projection of every block, without the output head;
 - any other text: a regular expression for whole paths.
-Patterns for ranks and alphas are regular expressions for the ends of paths; the first that fits wins. All of them are
-matched by `patterns`, with limits on time and memory: they come with files of strangers.
+Patterns for ranks and alphas are regular expressions for the ends of paths; the first match wins. `patterns` matches
+all of them, with limits on time and memory, because they may come from untrusted files.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from flatout.model.layers import Attention, Block
 from flatout.model.patterns import endings, is_plain, what_is_wrong, whole
 
 ALL_LINEAR = "all-linear"
-_MOST = 2**20  # of ranks and alphas: no matrix has such a side
+_MOST = 2**20  # of ranks and alphas: more than any side of a matrix
 _MOST_PATTERNS, _MOST_REGULAR = 2000, 50
 _NO_ADAPTER = ("lm_head", "embed_tokens", "wte", "wpe", "embedding", "head")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """One projection that may have an adapter: rows of one of our matrices."""
+    """A projection that may have an adapter: some rows of one of our matrices."""
 
     layer: int
     linear: str  # as Block.linears names it
@@ -46,7 +46,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterPlan:
-    """What is asked for. `ranks` and `alphas` are patterns with values of their own."""
+    """Adapters as configured. `ranks` and `alphas` map patterns to values that differ."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -75,7 +75,7 @@ class AdapterPlan:
         patterns = [(name, f"lora.{field}") for field in ("ranks", "alphas") for name, _ in getattr(self, field)]
         listed = (self.targets, self.exclude)
         patterns += [(names, "lora.targets") for names in listed if isinstance(names, str) and names]
-        # Each is compiled and matched with all paths, one that is no plain name in a process of its own.
+        # Each is matched with all paths; one that is not a plain name in a child process.
         regular = sum(not is_plain(pattern) for pattern, _ in patterns)
         if len(patterns) > _MOST_PATTERNS or regular > _MOST_REGULAR:
             limits = f"the limits are {_MOST_PATTERNS:,} and {_MOST_REGULAR}"
@@ -130,9 +130,9 @@ def targets_of(model: GPT) -> list[Target]:
 
 
 def choose(plan: AdapterPlan, targets: Iterable[Target], *, strict: bool = True) -> list[Choice]:
-    """The targets that the plan names, each with its rank and scale.
+    """The targets that the plan selects, each with its rank and scale.
 
-    `strict` refuses a listed name or pattern that fits nothing. PEFT lets it pass as long as a target fits.
+    `strict` refuses a listed name or pattern without a match. PEFT accepts it as long as some target matches.
     """
     targets = list(targets)
     if strict:
@@ -170,7 +170,7 @@ def choose(plan: AdapterPlan, targets: Iterable[Target], *, strict: bool = True)
 
 
 def needless_rank(choices: Iterable[Choice]) -> tuple[str, ...]:
-    """What there is to say of ranks beyond what an update of their matrix can have, if anything."""
+    """A notice if a rank is larger than the rank that an update of its matrix can have."""
     sides = {choice.target.name: (choice.rank, min(choice.target.rows, choice.target.inputs)) for choice in choices}
     beyond = {name: (rank, side) for name, (rank, side) in sides.items() if rank > side}
     if not beyond:
@@ -197,7 +197,7 @@ def _ends_with(name: str, path: str) -> bool:
 
 
 def _names(targets: Iterable[Target]) -> list[str]:
-    """Short names, each once. GPT-2's c_proj is two projections; attn.c_proj and mlp.c_proj tell them apart."""
+    """Short names, each once. GPT-2's c_proj means two projections, attn.c_proj and mlp.c_proj."""
     return list(dict.fromkeys(target.name for target in targets))
 
 

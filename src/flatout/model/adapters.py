@@ -1,26 +1,22 @@
-"""Adapters on a frozen model: put on, taken off, and held in one piece of memory.
+"""Adapters on a frozen model: attached, detached, and stored in one flat tensor.
 
-`attach` freezes every weight of the model and puts an AdaptedLinear in the place of each chosen matrix. A is drawn as
-PEFT draws it (uniform within 1/√inputs), on the CPU from a generator of its own for each (seed, layer, target), so
-neither the device nor the other targets matter. B is zero: the first pass gives what the base gives, bit for bit.
+`attach` freezes all weights of the model and replaces each chosen linear layer by an AdaptedLinear. A is drawn as PEFT
+draws it (uniform within 1/√inputs), on the CPU from a generator of its own for each (seed, layer, target), so it does
+not depend on the device or on other targets. B is zero: the first pass equals that of the base, bit for bit.
 
-All A, B and magnitudes, and the weights that are trained whole, are views of one flat fp32 tensor, and their gradients
-views of another: the optimizer, the norm of the gradient and zeroing are one kernel each, not one per
-tensor. Autograd adds into the views in place.
-Contract: `flat.grad` stays what it is; zero it with `zero_gradients`, never with set_to_none. After `model.to(device)`
-call `gather`, which makes the flat tensor anew where the parameters are now, before an optimizer is built on it.
-Trap: torch's fused optimizers change `flat` without moving its version. Nothing goes stale where steps begin with
-`model.train()` and evaluations with `model.eval()`, as the engine's do; who does otherwise calls `forget`.
+All A, B, magnitudes and wholly trained weights are views of one flat fp32 tensor, their gradients views of another. So
+the optimizer, the gradient norm and zeroing take one kernel each, and autograd accumulates into the views in place.
 
-Weights of the base that are trained whole beside adapters: the embedding, the head, biases.
+Weights trained whole beside adapters (`lora.also`: embedding, head, biases): a parameter in fp32, which is part of the
+flat tensor, replaces the frozen weight, so optimizers, checkpoints, reducers and clipping need no special case.
+`detach` puts the frozen weight back. In PEFT's files the embedding and the head are `modules_to_save`, biases are
+`bias=all`. A tied head is the embedding's table: training one trains both, and files hold the table under both names,
+because PEFT has two modules. Files with two different tables are refused.
 
-Idea: such a weight is taken over by a parameter in fp32, which lies in the flat tensor of the adapters with A and B, so
-that optimizers, checkpoints, reducers and clipping know nothing of it. The frozen weight waits, and comes back when the
-adapters are taken off.
-
-Contract: files are PEFT's. The embedding and the head are its `modules_to_save`, biases its `bias=all`. A tied head is
-the embedding's own table: training one trains both, and files hold the table under both names, because PEFT makes two
-modules of them. Files that hold two different ones are refused.
+Contract: `flat.grad` stays the same tensor: zero it with `zero_gradients`, never with set_to_none. After
+`model.to(device)` call `gather`, which makes the flat tensor on the new device, before building an optimizer on it.
+Trap: torch's fused optimizers change `flat` without increasing its version. Derived tensors still stay up to date if
+steps begin with `model.train()` and evaluations with `model.eval()`, as in the engine; otherwise call `forget`.
 """
 
 import dataclasses
@@ -38,7 +34,7 @@ from flatout.errors import AdapterError, ConfigError
 from flatout.model.adapted import AdaptedLinear, unsupported
 from flatout.model.adapter_targets import AdapterPlan, Choice, choose, targets_of
 from flatout.model.gpt import GPT
-from flatout.model.hub_weights import pieces_of
+from flatout.model.hub_folder import pieces_of
 from flatout.model.layers import Block
 from flatout.ops.lora import LoraLayout, LoraPart, dora_norm
 from flatout.ops.scales import version_of
@@ -55,7 +51,7 @@ MODULES: Mapping[str, str] = {"embed_tokens": EMBEDDING, "wte": EMBEDDING, HEAD_
 
 @final
 class Whole:
-    """One weight that is trained whole, in the place of the frozen one."""
+    """A weight that is trained whole and replaces the frozen one."""
 
     def __init__(self, owner: nn.Module, attribute: str) -> None:
         self.owner, self.attribute = owner, attribute
@@ -63,29 +59,29 @@ class Whole:
         self.put(attribute, nn.Parameter(self.frozen.detach().to(torch.float32, copy=True)))
 
     def own(self) -> dict[str, nn.Parameter]:
-        """What is trained, by its name in its module."""
+        """The trained parameter by its name in its module."""
         return {self.attribute: getattr(self.owner, self.attribute)}
 
     def put(self, name: str, parameter: nn.Parameter) -> None:
-        """Takes another parameter for it."""
+        """Replaces the parameter."""
         setattr(self.owner, name, parameter)
 
     def start(self) -> None:
-        """The frozen weight's values."""
+        """Sets it to the frozen weight's values."""
         self.own()[self.attribute].copy_(self.frozen.detach())
 
     def merge(self, dtype: torch.dtype) -> None:
-        """Gives the frozen weight today's values."""
+        """Copies the trained values into the frozen weight."""
         self.frozen.data = self.own()[self.attribute].detach().to(dtype, copy=True)
 
     def restore(self) -> None:
-        """Puts the frozen weight back, where the trained one is now."""
+        """Puts the frozen weight back, on the device of the trained one."""
         self.frozen.data = self.frozen.data.to(self.own()[self.attribute].device)
         self.put(self.attribute, self.frozen)
 
 
 def settled(also: Iterable[str], config: ModelConfig) -> tuple[str, ...]:
-    """What is trained whole, each once and in order; of a tied model the embedding stands for the head as well."""
+    """Names of what is trained whole, each once and in order; if tied, the embedding includes the head."""
     named = set(also)
     if config.tied and HEAD in named:
         if EMBEDDING not in named:
@@ -105,7 +101,7 @@ def settled(also: Iterable[str], config: ModelConfig) -> tuple[str, ...]:
 
 
 def weights_of(model: GPT, also: Iterable[str], *, strict: bool = True) -> list[str]:
-    """The parameters that are trained whole, by their names in the model. `strict` refuses biases where are none."""
+    """Names of the parameters that are trained whole. `strict` refuses biases if the model has none."""
     named = settled(also, model.config)
     biases = [name for name, _ in model.named_parameters() if name.endswith(".bias")]
     if BIASES in named and not biases and strict:
@@ -114,13 +110,13 @@ def weights_of(model: GPT, also: Iterable[str], *, strict: bool = True) -> list[
 
 
 def taken_over(model: GPT, names: Iterable[str]) -> dict[str, Whole]:
-    """The trained weights of these names, each in the place of its frozen one."""
+    """Replaces the frozen weights of these names by trained ones."""
     pairs = ((name, name.rpartition(".")) for name in names)
     return {name: Whole(model.get_submodule(owner), attribute) for name, (owner, _, attribute) in pairs}
 
 
 def stored_as(config: ModelConfig, parameters: Mapping[str, Tensor], choices: Iterable[Choice]) -> dict[str, Tensor]:
-    """Where weights that are trained whole lie, by PEFT's names. A layer with an adapter is called `base_layer`."""
+    """Wholly trained weights under PEFT's names. A layer with an adapter is called `base_layer`."""
     adapted = {choice.target.path for choice in choices}
     prefix = "transformer." if config.family == "gpt2" else "model."
     stored: dict[str, Tensor] = {}
@@ -142,7 +138,7 @@ def module_names(config: ModelConfig, also: Iterable[str]) -> list[str]:
     return [*([table] if EMBEDDING in named else []), *([HEAD_MODULE] if head else [])]
 
 
-ALIGNED = 32  # each tensor starts at a multiple of so many elements of the flat one: 128 bytes
+ALIGNED = 32  # elements: each tensor starts at a multiple of 128 bytes in the flat one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +205,7 @@ class Adapters:
     # --- tensors ------------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What is trained, under its name in the model."""
+        """Trained parameters, under their names in the model."""
         names = {id(module): name for name, module in self.model.named_modules()}
         for layer in self.layers.values():
             for name, parameter in layer.own().items():
@@ -222,7 +218,7 @@ class Adapters:
 
     @property
     def count(self) -> int:
-        """Trained values. The flat tensor may be a little longer: its parts are aligned."""
+        """Number of trained values. The flat tensor may be longer, since its parts are aligned."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def tensors(self) -> Iterator[AdapterTensors]:
@@ -236,8 +232,8 @@ class Adapters:
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """Values of the start: A drawn, B zero, magnitudes the norms of the weights, whole weights those of the base.
-        Without memory (meta) none."""
+        """Initial values: A drawn, B zero, magnitudes the norms of the weights, whole weights those of the base. Does
+        nothing on the meta device."""
         if self.flat.device.type == "meta":
             return
         for weight in self.whole.values():
@@ -255,10 +251,10 @@ class Adapters:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Puts all adapters into one flat tensor, where they are now; nothing is done if they lie in it already.
+        """Moves all adapters into one flat tensor on their device; does nothing if they are in it already.
 
-        Matrices come first, magnitudes and biases last: `optimizer_parameters` has them as one tensor each, because
-        weight decay is for matrices. Without those there is one, and it is `flat` itself.
+        Matrices come first, magnitudes and biases last. `optimizer_parameters` has one tensor for each of the two,
+        because weight decay is for matrices only. Without magnitudes and biases it is `flat` alone.
         """
         slots = [(layer, name) for layer in (*self.layers.values(), *self.whole.values()) for name in layer.own()]
         slots.sort(key=lambda slot: slot[0].own()[slot[1]].dim() < 2)
@@ -274,7 +270,7 @@ class Adapters:
         self._placed: list[tuple[nn.Parameter, int]] = []
         for (layer, name), place in zip(slots, places, strict=True):
             old = layer.own()[name]
-            # A new parameter: one whose `data` were set would keep a version of its own, and not see updates of `flat`.
+            # A new parameter: with its `data` set, the old one would keep its own version and miss updates of `flat`.
             new = nn.Parameter(self.flat.detach()[place : place + old.numel()].view(old.shape))
             new.copy_(old)
             layer.put(name, new)
@@ -310,13 +306,13 @@ class Adapters:
         self._relink()
 
     def _relink(self) -> None:
-        """The same views again and again: a recorded pass (engine/graphs.py) knows its gradients by them."""
+        """Sets gradients to the same views again: a recorded pass (engine/graphs.py) writes to these tensors."""
         for parameter, view in self._linked:
             if parameter.grad is not view:
                 parameter.grad = view
 
     def zero_gradients(self) -> None:
-        """One kernel. Gradients that somebody set to None are linked to the flat one again."""
+        """Zeroes all gradients with one kernel, and links those set to None to the flat gradient again."""
         gradient = self.flat.grad
         if gradient is None:
             self._link(torch.zeros_like(self.flat, requires_grad=False))
@@ -331,9 +327,9 @@ class Adapters:
             layer.unfold()
 
     def ready(self, dtype: torch.dtype) -> Hashable:
-        """Joined weights for products in `dtype`, all fresh, before a pass in our kernels. Cheap if nothing changed.
+        """Updates all joined weights for products in `dtype`, before a pass in our kernels. Cheap if nothing changed.
 
-        The answer stays the same while joined weights stay where they are.
+        The returned value stays the same while joined weights stay at their addresses.
         """
         fresh = True
         for layer in self.layers.values():
@@ -369,15 +365,12 @@ class Adapters:
         return Spreading(self.flat, parts)
 
     def forget(self) -> None:
-        """What was derived from A and B is made again; after those were changed."""
+        """Drops everything derived from A and B. Call it after changing them."""
         for layer in self.layers.values():
             layer.forget()
 
     def let_go(self) -> None:
-        """Drops what is held here beside the parameters of the model: flat tensors, and weights joined with adapters.
-
-        Of no use afterwards, but whoever still holds it holds no memory.
-        """
+        """Frees the flat tensors and joined weights. These adapters cannot be used afterwards."""
         self._placed, self._linked, self._spreading = [], [], None
         for layer in self.layers.values():
             layer.forget()
@@ -387,7 +380,7 @@ class Adapters:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
     def detach(self) -> None:
-        """Takes the adapters off: the model is the base again, and what was trained before may be trained again."""
+        """Removes the adapters: the model is the base again, with `requires_grad` as before."""
         self.unfold()
         for weight in self.whole.values():
             weight.restore()
@@ -403,7 +396,7 @@ class Adapters:
 
 
 class _Ready:
-    """`Adapters.ready`, which stays behind when a model is copied: the layers of the copy see to themselves."""
+    """`Adapters.ready` as a callable that a deep copy of the model does not keep: its layers update themselves."""
 
     def __init__(self, adapters: Adapters) -> None:
         self.adapters = adapters

@@ -1,10 +1,9 @@
-"""What decoding carries from token to token: keys and values of attention, layer by layer, and each row's length.
+"""The cache of decoding: keys and values (or states) of every layer, and each row's length.
 
-Contract: lengths and positions are tensors on the device, one for each row. As long as all rows have the same length
-(`Cache.level`) the host knows it too, and looks no further into the caches than they are filled. Otherwise attention
-goes by what the device knows: rows of different lengths go on together, each as if it were alone, and no shape depends
-on a length, so that a pass can be recorded. The first tokens of all look at each other alone, by the kernels for
-training.
+Contract: lengths and positions are tensors on the device, one per row. While all rows have the same length
+(`Cache.level`), the host knows it too, and attention reads only the filled part of the cache. Otherwise attention uses
+masks made on the device: rows of different lengths are decoded together, each as if it were alone, and no shape depends
+on a length, so that a pass can be recorded. The first tokens (an empty cache) use the kernels for training.
 
 Shape legend: B batch, T positions of this call, S positions of a cache, H query heads, G key/value heads, D head size.
 """
@@ -19,24 +18,24 @@ from flatout.ops.attention import causal_attention, masked_attention
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """Where the tokens of a pass with a cache are."""
+    """Positions of the tokens of a pass with a cache."""
 
     positions_BT: Tensor
-    fresh: bool  # nothing came before
-    filled: int | None  # positions of every row, these included; None where only the device knows
+    fresh: bool  # the cache is empty
+    filled: int | None  # filled positions of every row, with these tokens; None if only the device knows
     # made once for all layers
     slots: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     masks: dict[tuple[int, int | None], Tensor] = dataclasses.field(default_factory=dict)
 
     @property
     def places(self) -> slice | Tensor:
-        """The positions, as a slice where the host knows them."""
+        """The positions; a slice if the host knows them."""
         length = self.positions_BT.shape[1]
         return self.positions_BT if self.filled is None else slice(self.filled - length, self.filled)
 
 
 class LayerCache:
-    """Keys and values of one layer: a ring with as many places as positions will come, or as a window has."""
+    """Keys and values of one layer: a ring buffer for all positions, or for as many as a window has."""
 
     def __init__(
         self, batch: int, groups: int, places: int, size: int, dtype: torch.dtype, device: torch.device
@@ -46,10 +45,10 @@ class LayerCache:
         self.places = places
 
     def write(self, k_BGTD: Tensor, v_BGTD: Tensor, decoding: Decoding) -> None:
-        """Takes in the last tokens, at most as many as there are places."""
+        """Stores keys and values; of more tokens than there are places, the last ones."""
         count = k_BGTD.shape[2]
         first = self.places if decoding.filled is None else (decoding.filled - count) % self.places
-        if first + count <= self.places:  # the host knows where, and they lie side by side
+        if first + count <= self.places:  # contiguous places that the host knows
             self.k_BGSD[:, :, first : first + count] = k_BGTD.detach()
             self.v_BGSD[:, :, first : first + count] = v_BGTD.detach()
             return
@@ -63,10 +62,10 @@ class LayerCache:
     def extend(
         self, k_BGTD: Tensor, v_BGTD: Tensor, decoding: Decoding, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """All keys and values with the new ones among them, and the mask [B, T, S]; None: all are seen."""
+        """All keys and values including the new ones, and the mask [B, T, S]; None: everything is visible."""
         filled, one = min(decoding.filled or self.places, self.places), k_BGTD.shape[2] == 1
-        # One new token takes a place that is free, or that of one which nobody sees any more. Several in a window may
-        # take places of some that the first of them still see.
+        # One new token takes a free place, or that of a token outside every window. Several new tokens in a window may
+        # overwrite keys that the first of them still see, so they are written after they were used.
         apart = window == self.places and not one
         if not apart:
             self.write(k_BGTD, v_BGTD, decoding)
@@ -81,7 +80,7 @@ class LayerCache:
         if kind not in decoding.masks:
             positions_BT = decoding.positions_BT
             last_B1 = positions_BT[:, :1] - 1 if apart else positions_BT[:, -1:]
-            # the last position that fell into each place; below 0 where there was none yet
+            # the latest position stored in each place; below 0 if it is empty
             keys_BS = last_B1 - (last_B1 - torch.arange(filled, device=last_B1.device)) % self.places
             keys_BS = torch.cat([keys_BS, positions_BT], dim=1) if apart else keys_BS
             back_BTS = positions_BT[:, :, None] - keys_BS[:, None, :]
@@ -92,7 +91,7 @@ class LayerCache:
     def attend(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, decoding: Decoding, *, backend: str, window: int | None
     ) -> Tensor:
-        """Attention of the new positions to themselves and to what is here of their row; they come to it."""
+        """Attention of the new positions to themselves and to the cache, which is extended."""
         if decoding.fresh:
             self.write(k_BGTD, v_BGTD, decoding)
             return causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=backend, window=window)
@@ -101,12 +100,12 @@ class LayerCache:
 
 
 class EigenstateCache:
-    """The states of one layer, and what its means look back at. Nothing grows."""
+    """The states of one layer, and the inputs that its running means look back at. Its size is constant."""
 
     def __init__(
         self, batch: int, channels: int, averaged: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        """`averaged` is the positions that means look back; `dtype` is that of the products."""
+        """`averaged`: positions that means look back; `dtype`: the type of products."""
         wide = torch.promote_types(dtype, torch.float32)
         self.state_BC = torch.zeros(batch, channels, dtype=wide, device=device)
         self.averaged_BSC = torch.zeros(batch, averaged, channels, dtype=dtype, device=device)
@@ -118,19 +117,19 @@ class Cache:
     def __init__(self, layers: list[LayerCache | EigenstateCache], batch: int, room: int, device: torch.device) -> None:
         self.layers = layers
         self.room = room
-        self.most = 0  # positions that the longest row may have filled, as far as the host knows
-        self.level = True  # all rows have as many; who joins rows of different lengths, or records a pass, says no
+        self.most = 0  # upper bound of the filled positions of the longest row
+        self.level = True  # all rows have the same length; set to False to join unequal rows, or to record a pass
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
         self.last_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # the last token of each row
 
     def begin(self, length: int) -> Decoding:
-        """For a pass over so many positions more."""
+        """For a pass over the next `length` positions."""
         steps_T = torch.arange(length, device=self.length_B.device)
         filled = self.most + length if self.level else None
         return Decoding(self.length_B[:, None] + steps_T, fresh=self.most == 0, filled=filled)
 
     def advance(self, tokens_BT: Tensor) -> None:
-        """These tokens have gone through all layers."""
+        """Moves on after a pass over these tokens."""
         length = tokens_BT.shape[1]
         self.most += length
         self.length_B += length

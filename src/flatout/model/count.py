@@ -1,57 +1,232 @@
-"""How big, how much arithmetic, how much memory: from the config alone, before anything is built.
+"""Parameters, FLOPs and memory of a model, from its config alone.
+
+How: `outline` builds each block that differs from the others once, without memory; `parts_of` sends a few tokens
+through it. All elements of a weight share one number in memory, and products are recorded, not computed: sizes are the
+real ones, and a pass takes milliseconds. What autograd saves is what torch's operations keep for backward (`saved`).
+Compiled code and our kernels keep the inputs and outputs of products and attention and the inputs of norms (`lean`,
+`stream`), and recompute the rest. Eigenstates use torch's operations in every form, except where they are one kernel.
 
 FLOP convention, here and everywhere in Flatout: a training token costs 6 per weight of a matrix product (2 forward,
-4 backward; the tied or untied head counts, embedding look-ups do not) plus, in each block, 12·W for every token that it
-attends to: of a context of T on average (T + 1) / 2, with a sliding window at most the window. Where `model.head_size`
-is given, W is heads times that size. What a causal mask hides is no work, and counts in no utilisation; nanoGPT and
-others count it, which is 7% more for GPT-2 124M at 1,024 tokens, and at 32,768 so much that it can pass 100%. The scan
-of eigenstates, some tens of operations for each state, is left out, as all work is that goes element by element. Under
-adapters a frozen weight costs 4 (2 forward, 2 for the gradient that passes through; it has none of its own), and each
-value of an adapter 6.
+4 backward; the head counts, tied or not, embedding look-ups do not), plus 12·W per block for every token it attends to:
+with a context of T that is (T + 1) / 2 on average, with a sliding window at most the window. With `model.head_size`, W
+is heads times that size. Work that a causal mask hides does not count, neither here nor in MFU. nanoGPT and others
+count it: 7% more for GPT-2 124M at 1,024 tokens, and at 32,768 so much that MFU can pass 100%. Elementwise work is left
+out, and so is the scan of eigenstates (some tens of operations per state). Under adapters a frozen weight costs 4 (2
+forward, 2 for the gradient of its input), and each value of an adapter 6.
 
-Memory convention: bytes of torch's allocator at the peak of a step, which is either inside the loss (all blocks' kept
-values and the logits) or at the start of backward (all kept values and one block's gradients), whichever is more. What
-a library takes as workspace, some tens of megabytes, is not in it. 8-bit copies of values are not either: a product
-takes them at once, and backward keeps the wide ones.
+Memory convention: bytes of torch's allocator at the peak of a step. The peak is either inside the loss (all activations
+and the logits) or at the start of backward (all activations and one block's gradients), whichever is more. Not
+included: workspaces of libraries (some tens of megabytes), and 8-bit copies of activations, because a product consumes
+them at once and backward keeps the wide ones.
+
+Trap: torch makes its compiler skip a dispatch mode, and imports the compiler for that, which takes seconds.
+`_should_skip_dynamo` returns False to avoid it.
 """
 
 import dataclasses
+import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.config.schema import ModelConfig
+from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution, Form
 from flatout.model.fields import projections
+from flatout.model.gpt import GPT
 from flatout.model.layers import Block, TokenTable, mlp_widths
-from flatout.model.outline import ModelPart, outline, parts_of
+from flatout.model.operations import Norm
+from flatout.model.quantize import BYTES as QUANTIZED_BYTES
 from flatout.ops.documents import BY_BOUNDS
-from flatout.ops.quantized import BYTES as QUANTIZED_BYTES
+from flatout.ops.scan import CHUNK
 
-GATHERED = 32 * 10**6  # weights that are worth a gathering: each costs the host about a millisecond
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+TOKENS = 4  # in a pass; the scan in chunks needs two chunks
+
+
+@dataclasses.dataclass(kw_only=True)
+class ModelPart:
+    """A block, or with an empty kind all that is outside blocks. Bytes and values are per token."""
+
+    kind: str
+    times: int  # number of such blocks
+    work: int = 0  # weights that a token is multiplied with
+    saved: float = 0.0  # bytes
+    lean: float = 0.0  # bytes
+    copies: float = 0.0  # bytes of copies in another layout, which our kernels do not need
+    stream: float = 0.0  # values: inputs of norms
+    results: float = 0.0  # bytes: outputs of products and attention
+    fixed_saved: int = 0  # bytes that do not depend on the number of tokens
+    fixed_lean: int = 0
+
+
+@functools.lru_cache(maxsize=256)
+def outline(config: ModelConfig, vocab: int = 1, scan: str = "sum") -> tuple[GPT, tuple[int, ...]]:
+    """(a model with one block of each kind, how often each of them occurs)."""
+    tables = config.value_tables  # blocks with a value table, which are the first and the last ones, all differ
+    last = config.layers - tables
+    middle = Counter(config.kinds[tables:last])
+    kinds = config.kinds[:tables] + "".join(middle) + config.kinds[last:]
+    shorter = config.model_copy(update={"layers": len(kinds), "pattern": kinds, "dropout": 0.0})
+    with torch.device("meta"):
+        return GPT(shorter, vocab, Execution(scan=scan)), (1,) * tables + (*middle.values(),) + (1,) * tables
+
+
+@functools.lru_cache(maxsize=256)
+def parts_of(
+    config: ModelConfig, half: bool = False, frozen: bool = False, chunked: bool = False
+) -> tuple[ModelPart, ...]:
+    """The blocks of the outline, and last a part for all that is outside of them.
+
+    `half`: products in half precision. `frozen`: weights have the type of products, and norms are not trained.
+    `chunked`: the scan of eigenstates consists of torch's operations.
+    """
+    model, times = outline.__wrapped__(config, 1, "chunked" if chunked else "sum")  # not cached: it gets hooks
+    dtype = torch.bfloat16 if half and frozen else torch.float32
+    model._apply(lambda x: torch.zeros((), dtype=dtype).expand(x.shape))
+    for module in model.modules():
+        if isinstance(module, Norm):
+            module.requires_grad_(not frozen)
+    positions = 2 * CHUNK if chunked and "E" in config.kinds else TOKENS
+    tokens = torch.zeros(1, min(config.context, positions), dtype=torch.int64)
+    watch = _Watch(model, tokens)
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(watch.save, lambda x: x),
+        torch.autocast("cpu", torch.bfloat16, enabled=half),
+        watch,
+    ):
+        model.hidden(tokens, window=config.context)  # attention keeps the same with any window
+    parts = [ModelPart(kind=kind, times=count) for kind, count in zip(model.config.kinds, times, strict=True)]
+    return watch.sorted_into([*parts, ModelPart(kind="", times=1)])
+
+
+class _Watch(TorchDispatchMode):
+    """Records where each tensor is made and who uses it. It keeps all of them, so that no address is reused."""
+
+    def __init__(self, model: GPT, tokens: Tensor) -> None:
+        super().__init__()
+        self.tokens, self.heads = tokens.numel(), model.config.heads
+        self.chunked = model.execution.scan == "chunked"
+        self.held, self.of_tokens = [tokens], {_memory(tokens)}
+        self.made: dict[int, tuple[Tensor, int, Eigenstate | None]] = {}
+        self.copies: dict[int, int] = {}
+        self.saved, self.taken, self.results, self.added, self.normed = (set[int]() for _ in range(5))
+        outside = len(model.blocks)
+        self.work, self.place, self.mixer = [0] * (outside + 1), outside, None
+        for place, block in enumerate(model.blocks):
+            assert isinstance(block, Block)
+            block.register_forward_pre_hook(lambda *_, place=place: setattr(self, "place", place))
+            block.register_forward_hook(lambda *_: setattr(self, "place", outside))
+            for name in ("out", "down"):
+                block.linears()[name].register_forward_hook(lambda _, __, y: self.added.add(_memory(y)))
+        for module in model.modules():
+            if isinstance(module, Norm):
+                module.register_forward_pre_hook(lambda _, values: self.normed.add(_memory(values[0])))
+            elif isinstance(module, Eigenstate):
+                module.register_forward_pre_hook(lambda mixer, _: setattr(self, "mixer", mixer))
+                module.register_forward_hook(lambda *_: setattr(self, "mixer", None))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def save(self, x: Tensor) -> Tensor:
+        self.held.append(x)
+        self.saved.add(_memory(x))
+        return x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        given = [_memory(x) for x in _tensors(args)]
+        takes = self.of_tokens.intersection(given)
+        if name in PRODUCTS:
+            left, right = args[-2:]
+            result = left.new_empty((*left.shape[:-1], right.shape[-1]))
+            self.work[self.place] += left.numel() * right.shape[-1]
+        elif name == "_to_copy" and not takes:  # a weight in another type
+            result = args[0].new_zeros((), dtype=kwargs.get("dtype")).expand(args[0].shape)
+        elif name == "add" and len(takes) == 1 and takes <= self.results:  # a bias, which products add themselves
+            result = args[0].view_as(args[0])
+        else:
+            result = func(*args, **kwargs)
+        dear = name in PRODUCTS or "dot_product" in name or name == "cumsum"
+        self.taken |= takes if dear else set()
+        for x in _tensors([result]):
+            memory = _memory(x)
+            self.held.append(x)
+            if memory not in given:
+                self.made.setdefault(memory, (x, self.place, self.mixer))
+            if name == "clone":
+                self.copies[memory] = given[0]
+            if takes:
+                self.of_tokens.add(memory)
+                self.results |= {memory} if dear else set()
+                self.added |= {memory} if name == "bmm" else set()
+        return result
+
+    def sorted_into(self, parts: list[ModelPart]) -> tuple[ModelPart, ...]:
+        """Fills in the parts. Results that are only added to something are not kept; statistics are not counted."""
+        for part, work in zip(parts, self.work, strict=True):
+            part.work = work // self.tokens
+        lean = self.taken | (self.results - self.added) | (self.results & self.saved)
+        for memory, (x, place, mixer) in self.made.items():
+            part, size, saved = parts[place], x.untyped_storage().nbytes(), memory in self.saved
+            if size <= self.tokens * self.heads * x.itemsize:
+                continue
+            if memory not in self.of_tokens:
+                part.fixed_saved += size if saved else 0
+                part.fixed_lean += size if saved or (mixer is not None and not self.chunked) else 0
+                continue
+            each = size / self.tokens
+            part.saved += each if saved else 0.0
+            part.results += each if memory in self.results else 0.0
+            if self.copies.get(memory) in lean:
+                part.copies += each
+            elif memory in lean or (saved and mixer is not None and (self.chunked or mixer.config.scales)):
+                part.lean += each
+            elif memory in self.normed:
+                part.stream += each / x.itemsize
+        return tuple(parts)
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found = [x for value in values for x in (value if isinstance(value, list | tuple) else (value,))]
+    return [x for x in found if isinstance(x, Tensor)]
+
+
+GATHERED = 32 * 10**6  # weights per all-gather, which takes the host about a millisecond
 GRAPH_BYTES = 220 * 2**20  # measured on an H200 with GPT-2 124M, 1 to 16 sequences
 
 
 def parameter_count(config: ModelConfig, vocab: int) -> int:
-    """Exactly the number of trained values; a tied head is counted once."""
+    """The number of trained values; a tied head is counted once."""
     model, _ = outline(config, vocab)
     return _values(model) - _values(model.blocks) + _over_blocks(config, _values)
 
 
 def table_count(config: ModelConfig, vocab: int) -> int:
-    """Trained values in tables beside the embedding, of which a token reads a row each. All others are dense."""
+    """Trained values in sparse tables (value tables, bigrams), of which a token reads one row each."""
     return sum(_values(module) for module in outline(config, vocab)[0].modules() if isinstance(module, TokenTable))
 
 
 def block_count(config: ModelConfig, kind: str) -> int:
-    """Trained values of one block, of a kind that `model.pattern` names; without those for a value table."""
+    """Trained values of one block of this kind, without a value table."""
     model, _ = outline(config)
     return min(_values(block) for block, its in zip(model.blocks, model.config.kinds, strict=True) if its == kind)
 
 
 def blocks_gathered(config: ModelConfig) -> int:
-    """How many blocks of a sharded model are gathered at once: small ones in groups, but never more than a quarter."""
+    """How many blocks of a sharded model are gathered at once: small blocks in groups of at most a quarter of all."""
     largest = max(block_count(config, kind) for kind in set(config.kinds))
     return max(1, min(GATHERED // largest, config.layers // 4))
 
@@ -64,7 +239,7 @@ def matrix_count(config: ModelConfig) -> int:
 
 
 def linear_count(config: ModelConfig) -> int:
-    """Weights of the linear layers in all blocks, but those that have no place in `speed.fp8`."""
+    """Weights of the linear layers that `speed.fp8` can name, in all blocks."""
     return _over_blocks(config, lambda block: sum(layer.weight.numel() for layer in block.linears().values()))
 
 
@@ -73,7 +248,7 @@ def _over_blocks(config: ModelConfig, size: Callable[[Any], int]) -> int:
 
 
 def _blocks(config: ModelConfig) -> tuple[list[Any], tuple[int, ...]]:
-    """Blocks that differ, and how often each of them comes."""
+    """One block of each kind, and how often each occurs."""
     model, times = outline(config)
     return list(model.blocks), times
 
@@ -83,7 +258,7 @@ def _values(module: nn.Module) -> int:
 
 
 def adapter_count(config: ModelConfig, rank: int) -> int:
-    """Trained values of adapters on every projection of every block, fused matrices counted by their parts."""
+    """Trained values of adapters on every projection of every block."""
     linears, total = _blocks(config)[0][0].linears(), 0
     for name, piece in projections(config).values():
         total += linears[name].in_features + (piece.last or linears[name].out_features) - piece.first
@@ -91,7 +266,7 @@ def adapter_count(config: ModelConfig, rank: int) -> int:
 
 
 def whole_count(config: ModelConfig, vocab: int, also: Collection[str]) -> int:
-    """Trained values of weights that are trained whole beside adapters; a tied head comes with its embedding."""
+    """Trained values of weights trained whole beside adapters; a tied head is part of the embedding."""
     tables = ("embedding" in also) + ("head" in also and not config.tied)
     return tables * vocab * config.width + (bias_count(config) if "biases" in also else 0)
 
@@ -110,8 +285,8 @@ def flops_per_token(
 ) -> float:
     """Forward and backward FLOPs of one training token, by the convention at the top of this file.
 
-    `context` is the length of what attends to itself, where rows hold several samples. `adapters` is how many values
-    are trained beside frozen weights; None trains them all. `head` says that the head is trained beside them, too.
+    `context`: the length of a sample, if rows hold several. `adapters`: trained values beside frozen weights; None: all
+    weights are trained. `head`: the head is trained beside adapters.
     """
     weights = vocab * config.width + sum(part.times * part.work for part in parts_of(config))
     products = 6.0 * weights if adapters is None else 4.0 * weights + 6.0 * adapters
@@ -120,15 +295,15 @@ def flops_per_token(
 
 
 def _attention_flops(config: ModelConfig, windows: Iterable[int | None], context: float) -> float:
-    """Of a token with all that it attends to, in blocks that reach so far back."""
+    """FLOPs of attention per token, in blocks with these windows."""
     reaches = (context if window is None else min(context, window) for window in windows)
-    # The first tokens of a context have less before them than the window, or the context, would let them see.
+    # The first tokens of a context have fewer tokens before them than their window.
     return 12.0 * config.queries * sum(reach - reach * (reach - 1) / (2 * context) for reach in reaches)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerRow:
-    """Layers that are alike: how many, and what each has, does for a training token, and keeps for backward."""
+    """Equal layers: their number, and each one's parameters, FLOPs per training token and activation memory."""
 
     name: str
     times: int
@@ -138,7 +313,7 @@ class LayerRow:
 
 
 def layer_rows(config: ModelConfig, vocab: int, tokens: int, form: Form) -> tuple[LayerRow, ...]:
-    """A model by its layers, in a step over micro-batches of `tokens`; the blocks of one kind are one row."""
+    """A model by its layers, with micro-batches of `tokens`; all blocks of one kind are one row."""
     rows, parts = [], _parts(config, form)
     plain = {part.kind: part for part in sorted(parts, key=lambda part: -part.work)}  # those without a value table
     for kind in dict.fromkeys(config.kinds):
@@ -168,7 +343,7 @@ def layer_rows(config: ModelConfig, vocab: int, tokens: int, form: Form) -> tupl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenModel:
-    """What is trained beside frozen weights, as far as memory goes."""
+    """Fine-tuning beside frozen weights, as far as memory is concerned."""
 
     rank: int
     dora: bool = False
@@ -179,10 +354,10 @@ class FrozenModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the device at the peak of a training step. `working` is alive for a moment only, and at the peak.
+    """Bytes on the device at the peak of a training step. `working`: temporary tensors at the peak.
 
-    `later` is what of the gradients takes the place of activations: those of a step's only micro-batch are made while
-    backward gives activations back. `graphs` is what recording costs.
+    `later`: gradients that do not add to the peak, since with one micro-batch per step they are made while backward
+    frees activations. `graphs`: memory of CUDA graphs.
     """
 
     weights: int
@@ -217,12 +392,12 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """The memory of a training step with AdamW, fp32 weights and `half`- or single-precision matrix products.
 
-    Activations are what backward needs, added up part by part from the layers; tested against the bytes autograd
-    really keeps, and on a GPU against the measured peak. `accumulated` says that a step has several micro-batches, so
-    that gradients are there from the second one on; a recording (`graphs`) keeps them, too.
+    Activations are added up layer by layer; tests compare them with the bytes that autograd saves, and on a GPU with
+    the measured peak. `accumulated`: a step has several micro-batches, so gradients exist during all but the first;
+    CUDA graphs (`graphs`) keep them too.
 
-    Packed samples have rows of `row_tokens`, of all of which only `labels` tokens reach the head. Under adapters the
-    model is `frozen`, and held in the type of its products. Of a sharded model a process holds one of so many `shards`.
+    `row_tokens`: the length of rows of packed samples; only `labels` tokens reach the head. `frozen`: fine-tuning with
+    weights in the type of products. `shards`: the number of processes that share a sharded model.
     """
     form = Form(half=half, compiled=compiled, execution=execution, frozen=frozen is not None)
     parameters, tokens = parameter_count(config, vocab), micro_batch * (row_tokens or config.context)
@@ -257,8 +432,8 @@ def estimate_memory(
 
 
 def _gathered(config: ModelConfig, vocab: int) -> int:
-    """Values of a sharded model that are whole at a time, of weights and of gradients: tables, and two groups of
-    blocks, the one that is at work and the one that comes or leaves."""
+    """Gathered values of a sharded model at a time: tables, and two groups of blocks, one in use and one being gathered
+    or reduced."""
     blocks = blocks_gathered(config) * max(block_count(config, kind) for kind in set(config.kinds))
     table = vocab * config.width
     stays = table_count(config, vocab) + (table if config.tied else 0)
@@ -266,8 +441,8 @@ def _gathered(config: ModelConfig, vocab: int) -> int:
 
 
 def _narrow_bytes(config: ModelConfig, parameters: int, form: Form) -> int:
-    """Copies of weights in narrower types: they live through the step, but those in half precision of our kernels
-    only for one product where memory is dear. 8-bit copies come with a transpose."""
+    """Copies of weights in narrower types. They live through the step; with full checkpointing or offloading our
+    half-precision copies live for one product only. 8-bit copies have a transpose too."""
     how = form.execution
     if not form.triton:
         return 2 * parameters if form.half else 0
@@ -282,7 +457,7 @@ def _narrow_bytes(config: ModelConfig, parameters: int, form: Form) -> int:
 
 
 def _graph_bytes(vocab: int, tokens: int, form: Form) -> int:
-    """Workspaces of the stream that records, and logits that an eager loss would have given back sooner."""
+    """Workspaces of the recording stream, and logits that an eager loss would have freed earlier."""
     how = form.execution
     if how.loss == "fused" or form.compiled:
         return GRAPH_BYTES
@@ -296,11 +471,11 @@ def _graph_bytes(vocab: int, tokens: int, form: Form) -> int:
 def _step_bytes(
     config: ModelConfig, vocab: int, tokens: int, labels: int, form: Form, frozen: FrozenModel | None
 ) -> tuple[int, int]:
-    """Of a step over so many tokens, of which the labelled ones reach the head."""
+    """Of a step over `tokens`, of which `labels` reach the head."""
     *parts, outside = _parts(config, form)
     blocks = [(part.times, *_kept_and_again(config, part, tokens, form, frozen)) for part in parts]
     kept, again = sum(times * kept for times, kept, _ in blocks), max(again for *_, again in blocks)
-    if form.execution.activation_offload:  # the few tensors on their way out or back are less than one block keeps
+    if form.execution.activation_offload:  # the tensors being copied are fewer than one block keeps
         kept = min(kept, max(kept for _, kept, _ in blocks))
     kept += _kept_and_again(config, outside, tokens, form)[0]
     backward = again + tokens * _backward_bytes(config, form)
@@ -309,8 +484,8 @@ def _step_bytes(
 
 
 def _mask_bytes(config: ModelConfig, tokens: int, row_tokens: int, form: Form) -> int:
-    """The mask of packed rows, made once for all layers: a byte for each pair of tokens, and what is added to its
-    score, in windows and in full attention. Our kernels join rows."""
+    """Masks of packed rows, made once for all layers: a byte per pair of tokens, and a value to add to its score, for
+    windows and for full attention. Our kernels join rows to one."""
     if not config.attends or form.execution.document_attention in BY_BOUNDS:
         return 0
     pairs = tokens * (tokens if form.triton else row_tokens)
@@ -327,13 +502,13 @@ def _parts(config: ModelConfig, form: Form) -> tuple[ModelPart, ...]:
 def _kept_and_again(
     config: ModelConfig, part: ModelPart, tokens: int, form: Form, frozen: FrozenModel | None = None
 ) -> tuple[int, int]:
-    """(bytes that a block keeps, bytes that its backward makes again)."""
+    """(bytes that a block keeps, bytes that its backward recomputes)."""
     how, cell, width, (up, hidden) = form.execution, form.cell, config.width, mlp_widths(config)
     block = part.saved if form.eager else part.lean + form.stream * part.stream + (0 if form.triton else part.copies)
     fixed = part.fixed_lean if form.triton else part.fixed_saved
     if not part.kind:
         return round(tokens * (block + cell * width)), 0  # with the head's input
-    if frozen is not None:  # inputs times A
+    if frozen is not None:  # products with A
         block += cell * len(projections(config)) * frozen.rank
         if form.triton:
             kept, again = _frozen_kernels(config, block, form, frozen)
@@ -341,10 +516,10 @@ def _kept_and_again(
         block += 2 * width + config.queries + hidden if frozen.dropout else 0  # masks
         block += cell * (config.queries + 2 * config.keys + 2 * width + up) if frozen.dora else 0  # unscaled
     if how.checkpointing == "full":
-        # In our kernels a block is handed a sum that is not added up yet, so it has two inputs.
+        # In our kernels a block has two inputs: the stream, and a branch that is not added yet.
         return tokens * (form.stream + (cell if form.triton else 0)) * width, round(tokens * block) + fixed
     kept = block
-    if how.checkpointing == "selective":  # torch's form keeps its input and the results of products and attention
+    if how.checkpointing == "selective":  # torch's form keeps its input and results of products and attention
         kept = block - cell * hidden if form.triton else form.stream * width + part.results
     again = max(0.0, block - kept)
     aside = fixed if again and not form.triton else 0
@@ -352,8 +527,8 @@ def _kept_and_again(
 
 
 def _frozen_kernels(config: ModelConfig, block: float, form: Form, frozen: FrozenModel) -> tuple[float, float]:
-    """The same per token of ops/kernels/frozen.py: activations are made again, and without a norm, heads are turned in
-    their place."""
+    """The same per token for ops/kernels/frozen.py: activations are recomputed, and heads without a norm are rotated in
+    place."""
     cell, width = form.cell, config.width
     block -= cell * mlp_widths(config)[1]
     if config.positions == "rope" and not config.qk_norm:
@@ -365,8 +540,8 @@ def _frozen_kernels(config: ModelConfig, block: float, form: Form, frozen: Froze
 
 
 def _backward_bytes(config: ModelConfig, form: Form) -> int:
-    """Bytes of the gradients alive while an MLP is differentiated: the widest moment of a block."""
-    # Stream and branch share one gradient where they have one type, but not under adapters.
+    """Bytes of gradients during the backward pass of an MLP, where a block's memory peaks."""
+    # Stream and branch share one gradient if they have the same type, but not under adapters.
     own = form.cell if form.stream != form.cell or form.frozen else 0
     return (form.stream + own) * config.width + form.cell * sum(mlp_widths(config))
 
@@ -377,17 +552,17 @@ def _backward_bytes(config: ModelConfig, form: Form) -> int:
 def _loss_bytes(
     config: ModelConfig, vocab: int, tokens: int, form: Form, frozen: FrozenModel | None
 ) -> tuple[int, int]:
-    """(bytes inside head and loss, bytes of its gradients that stay until the blocks' backward is over)."""
+    """(bytes inside head and loss, bytes of its gradients that stay until the end of the blocks' backward pass)."""
     how, cell = form.execution, form.cell
     padded, chunk = vocab + -vocab % how.pad_vocab, min(tokens, how.loss_chunk)
     matrix = padded * config.width
     if frozen is not None:
         chunk, each = (tokens if how.loss == "plain" else chunk), _fused_loss_cell(form) if how.loss == "fused" else 12
-        # Gradients of whole tables are made before they are added to their places.
+        # Gradients of trained tables are made before they are added to the accumulated ones.
         tables = 4 * matrix if frozen.also & {"embedding", "head"} else 0
         return chunk * padded * each + tokens * cell * config.width + tables, tables
     if how.loss == "fused":
-        stays = 4 * matrix if config.tied else 0  # waits for the embedding's own gradient, to be added to it
+        stays = 4 * matrix if config.tied else 0  # until the embedding's own gradient is added to it
         inside = chunk * padded * _fused_loss_cell(form) + tokens * cell * config.width
         return inside + (6 if form.half else 4) * matrix, stays
     # Eager code holds logits, log-softmax and its gradient at once, twelve bytes in either precision; compiled code
@@ -399,6 +574,6 @@ def _loss_bytes(
 
 
 def _fused_loss_cell(form: Form) -> int:
-    """Bytes of a logit in the fused loss: our kernel and compiled code write the gradient over the logits; torch's
+    """Bytes per logit in the fused loss: our kernel and compiled code overwrite the logits with their gradient; torch's
     operations need three wide copies."""
     return 12 + (2 if form.half else 0) if form.eager else form.cell

@@ -1,23 +1,25 @@
-"""The eigenstate mixer: a bank of damped, turning states in the place of attention.
+"""The eigenstate mixer: a bank of damped, rotating states in place of attention.
 
     β_t = γ ⊙ (W_β · x_t)          complex, K of them;  γ = √(1 − |λ|²) keeps states of all horizons at one size
     c_t = λ ⊙ c_{t-1} + β_t        |λ| = exp(−exp ν), so it is below 1 whatever is learned;  angle of λ = α + φ · exp ν
     y_t = W_out · (silu(W_g · x_t) ⊙ [Re c_t, Im c_t])
 
-With `scales`, groups of states see means over the last s positions of their document, weighted at the read-out. A mean
-over what comes after, repeated back to where it began, would show a position its future.
+With `scales`, groups of states get means over the last s positions of their document, weighted at the read-out. The
+means look back only: pooling over blocks of s positions would leak the future to the first positions of a block.
 For inputs of size B at most, states have √E(t) ≤ √E(0) + t·B.
 
-Contract: the interface of `Attention`. The result at t depends on positions up to t of its own document, through states
-in fp32 whose gradients are cut nowhere. With a cache, a prompt and then token after token equal one pass; a token costs
-the same at any length. `init_states` sets what is not a linear layer and must come after any pass that draws weights.
+Contract: the interface of `Attention`. The result at t depends on positions up to t of its own document. States are
+fp32, and their gradients are never truncated. With a cache, a prompt and then single tokens give the same as one pass;
+a token costs the same at any length. Call `init_states` after all other weights are drawn: it sets everything except
+the linear layers.
 
-Trap: horizons. A state forgets to 1/e in exp(−ν) tokens. At first they are spread evenly in their logarithm from a few
-tokens to the whole context; states that begin with short ones never see far enough to learn to.
+Trap: horizons. A state decays to 1/e in exp(−ν) tokens. Initial horizons are log-uniform from a few tokens to the whole
+context, because states that begin with short horizons never see far enough to learn long ones.
 
-Trap: angles. What is read from h tokens back turns with h times any change of the angle. So what is learned is φ, the
-turn over a state's own horizon, beside an angle α that stays, follows from the shape and is in no checkpoint. With an
-angle that moves by a learning rate, or its logarithm, every step scrambles what comes from thousands of tokens back.
+Trap: angles. A change of a state's angle rotates an input h tokens back by h times that change. So the learned
+parameter is φ, the rotation over the state's own horizon. It is added to a fixed angle α, which follows from the shape
+and is in no checkpoint. If the angle itself (or its logarithm) were learned, every step would scramble the contribution
+of inputs thousands of tokens back.
 
 Shape legend: B batch, T positions, W width, K states, C = 2K (real parts, then imaginary; in `both` 4K), S positions
 that means look back.
@@ -35,55 +37,54 @@ from flatout.model.operations import Branch, Own, Shared
 from flatout.ops.documents import DocumentLayout
 from flatout.ops.scan import scan, state_type
 
-_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it leave no gaps and no clusters on a circle, however many
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # any number of its multiples are spread evenly on a circle
 
 
-_SHORTEST = 4.0  # tokens: the horizon of the quickest state at first; that of the slowest is the context
+_SHORTEST = 4.0  # tokens: the shortest initial horizon; the longest is the context
 
 
 def horizons(config: ModelConfig, within_K: Tensor) -> Tensor:
-    """First horizons in tokens, evenly in their logarithm from the shortest to the context.
+    """Initial horizons in tokens, log-uniform from the shortest to the context.
 
-    The way is divided into as many parts as there are states; `within_K`, 0 to 1, is where a state is in its own.
+    The range has one part per state; `within_K`, 0 to 1, is a state's place in its part.
     """
     groups = config.scales or [1]
     share = config.states // len(groups)
-    # Heads are runs of states and each should reach from short to long, so a share's states are dealt out in turn
-    # to as many runs as it has heads. A head that begins in the middle of a run still sees its end and a beginning.
+    # Heads are runs of states, and each head should have short and long horizons: deal the states of a share to as
+    # many runs as it has heads. A head that begins in the middle of a run still has long and short ones.
     runs = -(-config.state_heads // len(groups))
     dealt = torch.cat([torch.arange(first, share, runs) for first in range(runs)])
     found = []
     for scale, within in zip(groups, within_K.split(share), strict=True):
-        shortest = _SHORTEST * scale  # a state that sees means of s positions has no use for less
+        shortest = _SHORTEST * scale  # shorter horizons are of no use with means of s positions
         longest = max(shortest, float(config.context))
         found.append(shortest * (longest / shortest) ** ((dealt + within) / share))
     return torch.cat(found)
 
 
 def angles(states: int, place: int) -> Tensor:
-    """α, in radians per token: those of a head, of a block and of all blocks are spread evenly.
+    """α in radians per token, spread evenly within a head, a block and the model, from 0 to π.
 
-    Distances are told apart by waves of all lengths. Half a turn is the fastest there is, since turning the other
-    way is the same state with another read-out.
+    Waves of all lengths distinguish distances. Beyond π a state equals one that rotates the other way with another
+    read-out.
     """
     number_K = place * states + torch.arange(states, dtype=torch.float64)
     return math.pi * torch.frac((number_K + 0.5) * _GOLDEN)
 
 
 class Eigenstate(nn.Module):
-    """The mixer. Its weights are to be written yet: the linear layers by whoever draws them, the rest by
-    `init_states`."""
+    """The mixer. `init_states` initialises all weights but those of the linear layers."""
 
-    # Not for weight decay: at 0 they are no simpler than elsewhere.
+    # No weight decay: for these parameters 0 is not a simpler value than others.
     undecayed = ("decay_K", "detuning_K", "scale_weights")
 
     def __init__(self, config: ModelConfig, place: int = 0) -> None:
-        """`place` is that among a model's blocks: angles of no two are the same."""
+        """`place`: index among the model's blocks, whose angles all differ."""
         super().__init__()
         self.config, self.place = config, place
         self.chunk: int | None = None  # positions at once in the scan; None leaves it to the scan
         states = config.states
-        # One product for the complex input and for the gate, which has a value for each half of each state.
+        # One product for the complex input and the gate, which has a value for the real and the imaginary parts.
         self.inward = nn.Linear(config.width, 4 * states, bias=False)
         self.parts = {"inward.weight": (2 * states, 2 * states)}
         self.out = nn.Linear(2 * states, config.width, bias=config.bias)
@@ -96,13 +97,13 @@ class Eigenstate(nn.Module):
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Computes what follows from the shape, where there is memory for it."""
+        """Computes the fixed angles, unless on the meta device."""
         if not self.angle_K.is_meta:
             self.angle_K.copy_(angles(self.config.states, self.place))
 
     @torch.no_grad()
     def init_states(self, generator: torch.Generator) -> None:
-        """Sets everything that is not a linear layer."""
+        """Initialises everything except the linear layers."""
         within_K = torch.rand(self.config.states, generator=generator)
         self.decay_K.copy_(-horizons(self.config, within_K).log())
         self.detuning_K.zero_()
@@ -125,7 +126,7 @@ class Eigenstate(nn.Module):
     # --- the mixer -----------------------------------------------------------------------------------------------
 
     def forward(self, x_BTW: Tensor, shared: Shared, own: Own) -> Branch:
-        """Positions are not looked at: a state knows by its angle how long ago something was."""
+        """Uses no positions: the angle of a state encodes how long ago an input was."""
         layout, cache = shared.layout, own.cache
         if cache is not None and layout is not None:
             raise ValueError("packed documents are not decoded")
@@ -136,7 +137,7 @@ class Eigenstate(nn.Module):
             weight, scale_C = self._scaled(self.inward.weight, scale_C), None
         both_BTC = do.product(x_BTW, self.inward, narrow.qkv, weight).value_BTW
         if do.kernels and do.execution.scan == "triton" and scale_C is None and not self.config.scales:
-            from flatout.ops.kernels.gated_scan import gated_scan
+            from flatout.ops.kernels.scan import gated_scan
 
             begins_BT = None if layout is None else document_begins(layout.documents_BT)
             y_BTC = gated_scan(both_BTC, log_decay_K, phase_K, begins_BT, self.chunk)
@@ -145,7 +146,7 @@ class Eigenstate(nn.Module):
         return do.product(y_BTC, self.out, narrow.out)
 
     def _scaled(self, weight: Tensor, scale_C: Tensor) -> Tensor:
-        """The input's scale in the weights, where it costs nothing; rows of the gate stay."""
+        """The weights with the input's scale in them, which saves a pass over the input; rows of the gate stay."""
         return weight * F.pad(scale_C.to(weight.dtype), (0, scale_C.numel()), value=1.0)[:, None]
 
     def _mixed(
@@ -156,7 +157,7 @@ class Eigenstate(nn.Module):
         shared: Shared,
         cache: EigenstateCache | None,
     ) -> Tensor:
-        """Gated states, from inputs and gate side by side. `scale_C` is what the inputs have not been scaled by yet."""
+        """Gated states, from inputs and gate side by side. `scale_C`: the input's scale if not in the weights."""
         input_BTC, gate_BTC = both_BTC.chunk(2, dim=-1)
         layout, decoding = shared.layout, shared.decoding
         if scale_C is not None:
@@ -188,7 +189,7 @@ class Eigenstate(nn.Module):
     def _averaged(
         self, input_BTC: Tensor, cache: EigenstateCache | None, decoding: Decoding | None, layout: DocumentLayout | None
     ) -> Tensor:
-        """Every group of states gets the mean of the last positions, as many as its scale says or there are."""
+        """The inputs of every group of states, averaged over the last positions as its scale says."""
         scales, tail_BSC = self.config.scales, None if cache is None else cache.averaged_BSC
         past = _Past(input_BTC, tail_BSC, max(scales) - 1, None if layout is None else layout.documents_BT)
         if decoding is not None:
@@ -198,7 +199,7 @@ class Eigenstate(nn.Module):
         else:
             positions_BT = torch.arange(input_BTC.shape[1], device=input_BTC.device)[None]
         seen_BT = positions_BT + 1
-        total = input_BTC.to(state_type(input_BTC)).unflatten(-1, (2, len(scales), -1))  # many are added up
+        total = input_BTC.to(state_type(input_BTC)).unflatten(-1, (2, len(scales), -1))  # wide, as it is a long sum
         means: dict[int, Tensor] = {}
         for lag in range(max(scales)):
             if lag:
@@ -210,7 +211,7 @@ class Eigenstate(nn.Module):
 
 
 class _Past:
-    """Values and what came before them: from a cache, which is brought up to date, or nothing."""
+    """Values with those before them: from a cache, which is updated, or zeros."""
 
     def __init__(self, x_BTC: Tensor, tail_BSC: Tensor | None, reach: int, documents_BT: Tensor | None) -> None:
         self.positions, self.reach, self.documents_BT = x_BTC.shape[1], reach, documents_BT
@@ -221,7 +222,7 @@ class _Past:
             tail_BSC.copy_(self.whole_BTC[:, self.positions :].detach())
 
     def at(self, lag: int) -> Tensor:
-        """The values `lag` positions earlier; nothing where that is another document."""
+        """The values `lag` positions earlier; zeros where that is another document."""
         earlier_BTC = self.whole_BTC[:, self.reach - lag : self.reach - lag + self.positions]
         if self.documents_BT is None:
             return earlier_BTC
@@ -230,10 +231,10 @@ class _Past:
 
 
 def document_begins(documents_BT: Tensor) -> Tensor:
-    """True where the document is another one than at the position before; a row's first position has none before."""
+    """True where the document differs from that of the previous position; always true at a row's first position."""
     return F.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0))
 
 
 def _input_scale(log_decay_K: Tensor) -> Tensor:
-    """√(1 − |λ|²) for both halves. 1 − |λ|² itself would have no digits left where |λ| is near 1."""
+    """√(1 − |λ|²) for both halves, by expm1 because 1 − |λ|² loses its digits for |λ| near 1."""
     return torch.sqrt(-torch.expm1(2 * log_decay_K)).tile(2)

@@ -1,11 +1,11 @@
-"""How a model's arithmetic is carried out. None of it changes the result beyond rounding."""
+"""How a model is executed: kernels, precision, checkpointing. It does not change results beyond rounding."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """The model's share of the `speed` section, as it was resolved for a device. The defaults run everywhere."""
+    """The settings of `speed` that concern the model, resolved for a device. The defaults run on any device."""
 
     attention: str = "sdpa"
     document_attention: str = "sdpa"  # in packed rows: reference, sdpa, flash, fa4
@@ -20,12 +20,12 @@ class Execution:
     checkpointing: str = "none"  # or selective, full
     activation_offload: bool = False
     fp8: tuple[str, ...] = ()  # of qkv, out, up, down, head
-    sharded: bool = False  # weights are whole only while their block runs: nothing of them may be kept or handed on
+    sharded: bool = False  # FSDP2: weights are whole only while their block runs, so no copies of them may be kept
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
-    """How a block is carried out, as far as memory goes. `frozen` weights are held in the type of products."""
+    """How a block is executed, as far as memory is concerned. `frozen` weights have the type of products."""
 
     half: bool
     compiled: bool
@@ -38,7 +38,7 @@ class Form:
 
     @property
     def eager(self) -> bool:
-        """Whether each operation of torch keeps its own inputs for backward."""
+        """Whether the model runs as single operations of torch, each of which saves its own inputs."""
         return not self.triton and not self.compiled
 
     @property

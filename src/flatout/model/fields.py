@@ -1,13 +1,12 @@
-"""Every field of the model section, declared once: its place in Hugging Face's formats, or why it has none.
+"""Every field of the model section with its place in Hugging Face's formats, or the reason why it has none.
 
-Contract: each field of `ModelConfig` belongs to exactly one feature of `FEATURES`; a test names one that is missing.
-Declared formats are tested against transformers. How to add a feature: docs/extending.md, "Adding a model field".
-Trap: transformers 5 writes `rope_parameters` where 4 wrote `rope_theta` and `rope_scaling`. Both are read, and where a
-file has both, `rope_scaling` wins, as in transformers.
+`HubValues` reads keys of a config.json and checks their types. A missing key has transformers' default for the model
+type.
 
-The keys of a Hugging Face config.json, each checked for its type when it is asked for.
-
-Contract: a key that is missing has the value that transformers gives it, which differs between model types.
+Contract: each field of `ModelConfig` belongs to exactly one feature of `FEATURES`; a test names missing ones. Declared
+formats are tested against transformers. How to add a feature: docs/extending.md.
+Trap: transformers 5 writes `rope_parameters` where 4 wrote `rope_theta` and `rope_scaling`. Both are read; where
+both are given, `rope_scaling` wins, as in transformers.
 """
 
 import dataclasses
@@ -37,9 +36,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 SUPPORTED = tuple(DEFAULTS)
 ANOTHER = f"use a model of type {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
 AGAIN = "fetch the folder again"
-_MOST = 2**40  # of any number: beyond, torch cannot even say what it would need
-# As our own fields are bounded (config/model_section.py), under the names of either format. Checked as a key is read:
-# lists are made and products taken of these numbers before our fields are checked.
+_MOST = 2**40  # of any number: with larger ones torch cannot compute the memory it would need
+# The bounds of our own fields (config/model_section.py) by the names of both formats. Checked when a key is read,
+# because lists are made from these numbers before our fields are checked.
 _MOST_OF = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 1000),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 1024),
@@ -51,7 +50,7 @@ _MOST_OF = {
 
 
 class HubValues:
-    """A config.json of the model type `kind`, or a part of one; without a kind, no key has a default."""
+    """Values of a config.json of the model type `kind`, or a part of them. Without a kind there are no defaults."""
 
     def __init__(self, values: dict[str, Any], path: Path, kind: str | None = None) -> None:
         self.values, self.path, self.kind = values, path, kind
@@ -64,7 +63,7 @@ class HubValues:
         return self.values.get(key, self.defaults.get(key, default))
 
     def whole(self, key: str, default: Any = None, *, least: int = 1) -> int:
-        """A whole number; required where there is no default."""
+        """A whole number; required if it has no default."""
         value = self.get(key, default)
         if value is None and key not in self.values:
             raise self.refuse(f"{key} is missing", AGAIN)
@@ -80,7 +79,7 @@ class HubValues:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key)
         value = default if value is None else value
-        # Compared before it is a float: Python's whole numbers may be larger than any.
+        # Compared before the conversion: Python's integers may exceed the range of floats.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             missing = value is None and key not in self.values
             raise self.refuse(f"{key} is {'missing' if missing else shorten(value)}, not a number above 0", AGAIN)
@@ -94,7 +93,7 @@ class HubValues:
         return value
 
     def check_gpt2(self, **fixed: tuple[Any, ...]) -> dict[str, Any]:
-        """Refuses a GPT-2 with other values than these; a missing key has the first of its values. Reads no fields."""
+        """Refuses a GPT-2 with other values; a missing key counts as the first of its values. Returns no fields."""
         for key, allowed in fixed.items():
             found = self.get(key, allowed[0])
             if found not in allowed:
@@ -110,7 +109,7 @@ class HubValues:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Something of theirs in ours: rows `first` to `last` of our parameter or module `name`, or all of it."""
+    """Where one of their tensors or modules lies in ours: rows `first` to `last` of `name`, or all of it."""
 
     name: str
     first: int = 0
@@ -118,7 +117,7 @@ class Piece:
     transposed: bool = False
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Its place in our parameter, in their layout."""
+        """The view of our parameter, in their layout."""
         part = parameter[self.first : self.last]
         return part.T if self.transposed else part
 
@@ -127,10 +126,10 @@ class Piece:
 class Format:
     """How a Hugging Face format states a feature.
 
-    `keys` of config.json hold a whole number each, which is a field of ours. `read` turns other keys into fields, and
-    refuses what our model does not have; `write` is the way back, for a model type. `only` holds fields that have one
-    value in all models of the format. `modules` maps names of their linear layers, norms and tables, without `model.`
-    or `transformer.`, to ours; `*` is the number of a block.
+    `keys` maps keys of config.json that hold a whole number to our fields. `read` turns other keys into fields and
+    refuses what our model lacks; `write` is the inverse, for a model type. `only` holds fields that have the same value
+    in all models of the format. `modules` maps names of their linear layers, norms and tables, without the prefix
+    `model.` or `transformer.`, to ours; `*` stands for the number of a block.
     """
 
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -140,18 +139,18 @@ class Format:
     modules: Callable[[ModelConfig], Mapping[str, Piece]] = lambda model: {}
 
     def fields(self, read: HubValues) -> dict[str, Any]:
-        """Fields of ours, from a config.json."""
+        """Our fields from a config.json."""
         return {**self.only, **{field: read.whole(key) for key, field in self.keys.items()}, **self.read(read)}
 
     def values(self, model: ModelConfig, kind: str) -> dict[str, Any]:
-        """Keys of a config.json, for a model of the type `kind`."""
+        """Keys of config.json for a model of the type `kind`."""
         return {**{key: getattr(model, field) for key, field in self.keys.items()}, **self.write(model, kind)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fold:
-    """How weights take a feature in: a model of which `when` is true, with `fields` and `weights` in the place of its
-    own, computes the same. `weights` gets all weights by name and returns those that are other ones."""
+    """How a feature is folded into weights: if `when(model)`, the model with `fields` and `weights` replaced computes
+    the same. `weights` gets all weights by name and returns the changed ones."""
 
     when: Callable[[ModelConfig], bool]
     fields: Mapping[str, Any]
@@ -160,13 +159,13 @@ class Fold:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFeature:
-    """A feature of the architecture, declared once. Everything that is left out is nothing.
+    """A feature of the architecture.
 
-    `fields` are the names in `ModelConfig` that it owns; each field belongs to one feature.
-    Export: `gpt2`, and `llama` for llama, mistral, qwen2 and qwen3. Where neither has the feature, `no_export` says
-    why, and `without` holds the fields' values in a model that does not use it: any other value is refused by name.
-    `fold` is for a feature that no format has, but whose work the weights of an exported model can do.
-    `described=False` marks fields that may differ from the folder a model comes from.
+    `fields`: its fields in `ModelConfig`; each field belongs to one feature.
+    `gpt2` and `llama` (also for mistral, qwen2 and qwen3): its formats. If neither has the feature, `no_export` gives
+    the reason, and `without` the values of a model that does not use it: any other value is refused by name.
+    `fold`: for a feature that no format has but that can be folded into the weights of an exported model.
+    `described=False`: its fields may differ from the folder that a model comes from.
     """
 
     fields: tuple[str, ...]
@@ -178,12 +177,12 @@ class ModelFeature:
     described: bool = True
 
     def format(self, kind: str) -> Format:
-        """The format of a model type of transformers'."""
+        """The format of a model type of transformers."""
         return self.gpt2 if kind == "gpt2" else self.llama
 
 
 def ours_alone(field: str, without: Any, why: str) -> ModelFeature:
-    """A field that no format has; a model with it at `without` does not use it."""
+    """A field that no format has; a model does not use it if its value is `without`."""
     return ModelFeature(fields=(field,), without={field: without}, no_export=why)
 
 
@@ -205,7 +204,7 @@ STREAM = ModelFeature(
 
 CONTEXT = ModelFeature(
     fields=("context",),
-    described=False,  # a model may be used with less than it was made for
+    described=False,  # a model may be used with a shorter context
     gpt2=Format(keys={"n_positions": "context"}, write=lambda model, kind: {"n_ctx": model.context}),
     llama=Format(keys={"max_position_embeddings": "context"}),
 )
@@ -246,7 +245,7 @@ NORM = ModelFeature(
 
 
 def _normed_rows(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Summed in a fixed order: adapters know their base by every bit, and torch sums otherwise on other machines."""
+    """Summed in a fixed order, since the hash of a base covers every bit and torch's order depends on the machine."""
     table = weights["embedding.weight"].float()
     squares = functools.reduce(torch.add, (column.double().square() for column in table.unbind(1)))
     factor = (squares / model.width + model.norm_eps).sqrt().reciprocal().float()
@@ -326,7 +325,7 @@ ATTENTION = ModelFeature(
 
 
 def _scaled_norms(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The scale of both in the norm of queries: keys keep weights that no type rounds."""
+    """Both scales go into the norm of queries, so that the keys' weights need no rounding."""
     found: dict[str, Tensor] = {}
     for layer in range(model.layers):
         for name, scale in (("q", model.qk_scale**2), ("k", 1.0)):
@@ -339,7 +338,7 @@ def _scaled_norms(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str
 QK_NORM = ModelFeature(
     fields=("qk_norm",),
     llama=Format(
-        read=lambda read: {"qk_norm": read.kind == "qwen3"},  # which states no key for it
+        read=lambda read: {"qk_norm": read.kind == "qwen3"},  # there is no key for it
         modules=lambda model: {
             f"layers.*.self_attn.{x}_norm": Piece(f"blocks.*.attention.{x}_norm") for x in "qk" if model.qk_norm
         },
@@ -404,7 +403,7 @@ POSITIONS = ModelFeature(
 
 
 def read_windows(read: HubValues, layers: int, context: int) -> dict[str, Any]:
-    """The fields that a sliding window gives; none where it is at least as long as the context."""
+    """The fields of a sliding window; none if it is at least as long as the context."""
     if read.kind not in ("mistral", "qwen2", "qwen3"):
         return {}
     types: Any = ["sliding_attention"] * layers
@@ -426,8 +425,8 @@ def read_windows(read: HubValues, layers: int, context: int) -> dict[str, Any]:
 
 PATTERN = ModelFeature(
     fields=("pattern", "window"),
-    described=False,  # compared by how far tokens see, which a shorter context may make the same
-    llama=Format(  # what a file says of windows is read by `read_windows`, once the context is known
+    described=False,  # compared by the reach of attention, which a shorter context may make equal
+    llama=Format(  # `read_windows` reads windows once the context is known
         write=lambda model, kind: {} if kind == "llama" else {"use_sliding_window": False, "sliding_window": None}
     ),
     no_export="only models whose blocks all have full attention can be exported; `flatout generate` runs this one",
@@ -543,7 +542,7 @@ FEATURES += (RESIDUAL_SCALE, FIRST_MIX, VALUE_TABLES, HEAD_GATE, BIGRAM, LOGIT_C
 
 
 def projections(model: ModelConfig) -> dict[str, tuple[str, Piece]]:
-    """The projections of a block by their paths in a checkpoint of Hugging Face: our matrix, and its rows."""
+    """The projections of a block by their paths in a Hugging Face checkpoint: our matrix and its rows."""
     ours = {"attention.qkv": "qkv", "attention.out": "out", "mlp.up": "up", "mlp.out": "down"}
     start = "transformer" if model.family == "gpt2" else "model"
     return {

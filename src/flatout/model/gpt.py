@@ -1,24 +1,22 @@
 """The decoder: embed, blocks, norm, head. GPT-2 is one setting of it, the modern family another.
 
-Contract: `forward(tokens, targets)` returns the loss SUMMED over labelled tokens; `logits` serves generation. Weights
+Contract: `forward(tokens, targets)` returns the loss SUMMED over labelled tokens; `logits` is for generation. Weights
 depend only on (config, vocab, seed): they are drawn on the CPU from a generator of their own, so device, thread count
 and the global random state do not matter.
 
-Shape legend: B batch, T positions, W width, V vocabulary.
+Activation checkpointing (`recomputed`): full keeps only a block's input. Selective keeps the results of matrix products
+and attention, which are expensive to recompute, and recomputes norms, activations and additions.
 
-What a block keeps for backward: everything, only products and attention, nothing, or everything but elsewhere.
-
-`recomputed` is checkpointing: full keeps a block's input alone, selective keeps the results of matrix products and
-attention, which cost time, and computes norms, activations and additions again, which cost memory.
-
-`ActivationOffload` moves what is kept to the host's pinned memory and fetches it back in backward. Copies run on a
-stream of their own, two tensors at a time: while one leaves, the next is computed; while one is used, the two before it
-arrive. A tensor stays on the device until its copy has left, so device memory never holds more than those two.
-Left where they are: small tensors, parameters, and casts of parameters, which stay in memory anyway.
+Activation offloading (`ActivationOffload`): saved tensors move to pinned host memory and are fetched back in backward.
+Copies run on their own stream, two tensors at a time: while one is copied out, the next is computed; while one is used,
+the two before it arrive. A tensor stays on the device until its copy is done, so at most two are there. Small tensors
+stay on the device; so do parameters and their casts, which occupy memory anyway.
 Traps:
 - A saved tensor may be a view with gaps. Its copy has the same order of axes and no gaps.
-- What is fetched must be used: memory that is given back while a copy into it is on its way would be overwritten in
-  the hands of its next owner. So nothing is fetched ahead whose users are all served.
+- A prefetched tensor must be used: if its memory were freed during the copy, the copy would overwrite the memory's next
+  owner. So a tensor with no users left is not prefetched.
+
+Shape legend: B batch, T positions, W width, V vocabulary.
 """
 
 import collections
@@ -41,9 +39,16 @@ from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.model.layers import MLP, Attention, Block, Embedding, Head, Positions, TokenTable, bigram_ids
 from flatout.model.narrow import ModelNarrow, NarrowBlock
-from flatout.model.norms import Norm, build_norm
-from flatout.model.operations import Operations, Own, Shared, Stream, TorchOperations, product_type
-from flatout.model.rotary import Rotary
+from flatout.model.operations import (
+    Norm,
+    Operations,
+    Own,
+    Rotary,
+    Shared,
+    Stream,
+    build_norm,
+    product_type,
+)
 from flatout.ops.documents import DocumentLayout
 
 LEAST_BYTES = 2**20
@@ -51,9 +56,9 @@ AT_ONCE = 2  # tensors on their way in each direction
 
 
 def recomputed(function: Callable[..., Any], *values: Any, what: str, random: bool) -> Any:
-    """`function(*values)`, of whose inner tensors backward computes `what` (selective, full) again.
+    """`function(*values)` with activation checkpointing; `what` is selective or full.
 
-    `random` says whether the function draws random numbers, which must come again as they were.
+    `random`: the function draws random numbers, which the recomputation must repeat.
     """
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
     if what == "selective":
@@ -67,7 +72,7 @@ def _keep_what_is_dear(context: Any, operation: Any, *_: Any, **__: Any) -> Chec
 
 @functools.cache
 def _dear() -> frozenset[Any]:
-    """Matrix products and attention. Names that this torch does not have are left out."""
+    """Matrix products and attention, as far as this version of torch has them."""
     names = ["mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "linear"]
     names += [f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
     names += ["_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"]
@@ -76,7 +81,7 @@ def _dear() -> frozenset[Any]:
 
 
 class _Moved:
-    """A tensor that lives on the host; `device` holds it while it is on its way out, or back again."""
+    """A tensor on the host. `device` holds its device copy while it is being copied out or back."""
 
     __slots__ = ("__weakref__", "device", "event", "host", "key", "place", "previous", "users")
 
@@ -102,7 +107,7 @@ class ActivationOffload:
         self.moved_bytes = 0  # in all, for tests and reports
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
-        """What autograd saves inside this context goes to the host."""
+        """A context in which tensors saved by autograd move to the host."""
         first = next(self.model.parameters())
         if not self.parameters or first.untyped_storage().data_ptr() not in self.parameters:
             self.device = first.device
@@ -111,7 +116,7 @@ class ActivationOffload:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def drop(self) -> None:
-        """After a pass that failed: waits for copies on their way, and lets go of what they hold on the device."""
+        """After a failed pass: waits for pending copies and frees their device memory."""
         if self.stream is not None:
             self.stream.synchronize()
         self.leaving.clear()
@@ -121,7 +126,7 @@ class ActivationOffload:
         if not self._worth_moving(tensor):
             return tensor
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        for moved in self.leaving:  # saved by two operations: it is still here, so its address tells it
+        for moved in self.leaving:  # saved by a second operation: still on the device, so its address identifies it
             if moved.key == key and moved.device is not None:
                 moved.users += 1
                 return moved
@@ -164,7 +169,7 @@ class ActivationOffload:
             moved.event = self._copy(moved.device, moved.host)
 
     def _let_go(self, moved: _Moved) -> None:
-        """The device's copy may go as soon as the copy to the host is done, which later work is made to wait for."""
+        """Frees the device's tensor; later work on the device waits until the copy to the host is done."""
         self._wait(moved)
         moved.device = None
 
@@ -172,7 +177,7 @@ class ActivationOffload:
         if self.stream is None:
             target.copy_(source)
             return None
-        # for what makes the source, and for what last used the memory of the target
+        # wait for the kernel that writes the source and the one that last used the target's memory
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
@@ -194,7 +199,7 @@ _VIEWS_AND_CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "View
 
 
 def _is_a_cast(tensor: Tensor) -> bool:
-    """Whether this is a parameter in another type, as autocast makes and keeps them."""
+    """Whether this is a cast of a parameter, as autocast caches them."""
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _VIEWS_AND_CASTS:
         node = node.next_functions[0][0]
@@ -217,11 +222,11 @@ class GPT(nn.Module):
         self.config = config
         self.vocab = vocab
         self.execution = execution
-        # Given their memory, tables draw nothing: drawing without memory would import torch's compiler.
+        # from_pretrained does not draw values: drawing on the meta device would import torch's compiler.
         self.embedding = Embedding.from_pretrained(torch.empty(vocab, config.width), freeze=False)
         places = torch.empty(config.context, config.width)
         self.positions = Positions.from_pretrained(places, freeze=False) if config.positions == "learned" else None
-        # Before the blocks, as backward comes by them last: several processes send gradients in reverse order.
+        # Before the blocks, because their gradients are finished last and gradients are reduced in reverse order.
         self.value_tables = nn.ModuleList(TokenTable(vocab, config.keys, std=0.01) for _ in range(config.value_tables))
         self.bigram = TokenTable(config.bigram_rows, config.width, std=0.0) if config.bigram_rows else None
         self.rotary = Rotary(config) if config.positions == "rope" and config.attends else None
@@ -231,12 +236,12 @@ class GPT(nn.Module):
         self.head = Head(config, vocab)
         self.offload = ActivationOffload(self)
         self.narrow = ModelNarrow([block.linears() for block in self.blocks if isinstance(block, Block)], execution)
-        # what adapters must do before a pass in our kernels, with the type of its products; theirs to set
+        # called before a pass in our kernels, with the type of its products; set by adapters
         self.freshen: Callable[[torch.dtype], Hashable] | None = None
-        self.cacheable = True  # decoding may keep keys, values and states of earlier tokens
+        self.cacheable = True  # decoding may use a cache
 
     def use(self, execution: Execution) -> None:
-        """Carries on in another way; the weights stay. Code compiled or recorded before must not be used again."""
+        """Changes the execution; weights stay. Code compiled or recorded before must not be used any more."""
         self.execution = execution
         self.narrow.use(execution)
         for block in self.blocks:
@@ -251,19 +256,19 @@ class GPT(nn.Module):
         layout: DocumentLayout | None = None,
         window: int | None = None,
     ) -> Tensor:
-        """Cross-entropy summed over the targets that are not IGNORED; with a layout, of packed documents.
+        """Cross-entropy summed over the targets that are not IGNORED; `layout` describes packed documents.
 
-        `window` is that of attention in blocks of kind W, where it is not `model.window`.
+        `window` replaces `model.window` in blocks of kind W.
         """
         hidden_BTW = self.hidden(tokens_BT, layout=layout, window=window)
-        if layout is not None and layout.labelled_L is not None:  # the head is for those alone that have a label
+        if layout is not None and layout.labelled_L is not None:  # only labelled positions go through the head
             hidden_BTW = hidden_BTW.flatten(0, 1).index_select(0, layout.labelled_L)[None]
             targets_BT = targets_BT.flatten().index_select(0, layout.labelled_L)[None]
         return self.head(hidden_BTW, self._table, self.execution, targets_BT, label_smoothing)
 
     @property
     def _table(self) -> Tensor | None:
-        """What a tied head takes: another one is not given what it does not need, of which it may not have all."""
+        """Embedding weight if the head is tied, else None: under FSDP it may be sharded."""
         return self.embedding.weight if self.config.tied else None
 
     @property
@@ -279,7 +284,7 @@ class GPT(nn.Module):
         last: bool = False,
         layout: DocumentLayout | None = None,
     ) -> Tensor:
-        """Logits [B, T, V] in at least fp32, or [B, 1, V] of the last position. A cache is read and extended."""
+        """Logits [B, T, V] in at least fp32; `last`: [B, 1, V] of the last position. Reads and extends the cache."""
         hidden_BTW = self.hidden(tokens_BT, cache, layout)
         if last:
             hidden_BTW = hidden_BTW[:, -1:]
@@ -293,7 +298,7 @@ class GPT(nn.Module):
         layout: DocumentLayout | None = None,
         window: int | None = None,
     ) -> Tensor:
-        """What the head takes, of every position: [B, T, W]."""
+        """The head's input at every position: [B, T, W]."""
         shape, config = tokens_BT.shape, self.config
         last = shape[1] if layout is None else layout.reach
         if cache is not None:
@@ -317,7 +322,7 @@ class GPT(nn.Module):
         if self.bigram is not None:
             x_BTW = do.add_rows(x_BTW, self._bigrams(tokens_BT, places, cache), self.bigram.weight)
         if self.embedding.weight.requires_grad and not self._inside.requires_grad:
-            x_BTW = x_BTW.to(self._inside.dtype)  # a table that is trained beside adapters is wider than the blocks
+            x_BTW = x_BTW.to(self._inside.dtype)  # an embedding trained beside adapters is fp32, the blocks narrower
         if config.embedding_norm:
             x_BTW = do.unit_norm(x_BTW, config.norm_eps)
         if dropout > 0.0:
@@ -340,7 +345,7 @@ class GPT(nn.Module):
         return do.add_norm(stream, self.norm)[1].view(*shape, -1)
 
     def _bigrams(self, tokens_BT: Tensor, places: slice | Tensor, cache: Cache | None) -> Tensor:
-        """Ids of tokens with those before them; at position 0 a text starts."""
+        """Ids of pairs: each token with the one before it. At position 0 a text starts."""
         if isinstance(places, slice):
             places = torch.arange(places.start, places.stop, device=tokens_BT.device)
         before_B1 = tokens_BT[:, :1] if cache is None else cache.last_B1
@@ -348,22 +353,22 @@ class GPT(nn.Module):
 
     @property
     def _inside(self) -> Tensor:
-        """A weight that adapters leave alone: its type is that of all blocks, and they are frozen if it is."""
+        """A weight that adapters never train: it tells the type of the blocks and whether they are frozen."""
         if self.norm.weight is not None:
             return self.norm.weight
         for block in self.blocks:
             if isinstance(block, Block) and isinstance(block.mlp, MLP):
                 return block.mlp.out.weight
-        return self.embedding.weight  # blocks of the user's, which have no adapters
+        return self.embedding.weight  # custom blocks, which have no adapters
 
     def _begin(self, cache: Cache | None) -> tuple[Operations, Sequence[NarrowBlock]]:
-        """Our kernels where the switches ask for them, and what each block has in narrower types, made fresh.
+        """The form of operations for this pass, and each block's weight copies in narrower types, up to date.
 
-        Decoding, a few tokens at a time, is left to torch.
+        Decoding always uses torch's form.
         """
         how, nothing = self.execution, [NarrowBlock()] * len(self.blocks)
         if how.kernels != "triton" or cache is not None:
-            return TorchOperations(how), nothing
+            return Operations(how), nothing
         from flatout.model.kernel_operations import FrozenOperations, KernelOperations
 
         dtype = product_type(self.embedding.weight)
@@ -374,7 +379,7 @@ class GPT(nn.Module):
             return KernelOperations(how), self.narrow.begin(dtype, recording=recording)
         if self.freshen is not None:
             self.freshen(dtype)
-        else:  # a copy of a model with adapters: each of its layers for itself
+        else:  # a copy of a model with adapters: each layer updates its own joined weight
             for layer in self.modules():
                 if isinstance(layer, AdaptedLinear):
                     layer.join(dtype)
@@ -382,24 +387,24 @@ class GPT(nn.Module):
         return FrozenOperations(how), nothing
 
     def _eager(self, *, decoding: bool) -> contextlib.AbstractContextManager[None]:
-        """Decoding has another shape for every prompt: it must not meet blocks that were compiled one by one."""
+        """Turns off regionally compiled blocks while decoding: every prompt length would recompile them."""
         apart = decoding and self.head._compiled_call_impl is not None
         return torch.compiler.set_stance("force_eager") if apart else contextlib.nullcontext()
 
     def prepare(self) -> Hashable:
-        """What must be done before a recorded pass is replayed; another answer means another recording."""
+        """Prepares the replay of a recorded pass. If the returned value has changed, record the pass anew."""
         if self.execution.kernels != "triton" or self.execution.sharded:
             return None
         dtype = product_type(self.embedding.weight)
         return self.narrow.prepare(dtype) if self.freshen is None else self.freshen(dtype)
 
     def drop(self) -> None:
-        """After a pass that failed: lets go of what it left behind."""
+        """Frees what a failed pass left behind."""
         self.narrow.drop()
         self.offload.drop()
 
     def _recomputed(self, block: nn.Module, stream: Stream, shared: Shared, own: Own) -> Stream:
-        """A block, with what it keeps for backward as the switches say."""
+        """Runs a block, with activation checkpointing or offloading as the switches say."""
         if not (self.training and torch.is_grad_enabled()):
             return block(stream, shared, own)
         what, do = self.execution.checkpointing, shared.operations
@@ -414,7 +419,7 @@ class GPT(nn.Module):
             return block(stream, shared, own)
 
     def empty_cache(self, batch: int = 1, positions: int | None = None) -> Cache:
-        """For as many `positions` as will come, the whole context if that is not known."""
+        """A cache for `positions` tokens in all; None: for the whole context."""
         room = min(positions or self.config.context, self.config.context)
         weight, kind = self.embedding.weight, self.embedding.weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -428,11 +433,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Draws every weight: GPT-2's scheme, 0.02 everywhere and 0.02/√(2L) where a branch joins the residual stream.
+        """Draws every weight by GPT-2's scheme: 0.02, and 0.02/√(2L) in projections back to the residual stream.
 
-        The `gpt` family takes 0.5/√W instead of 0.02: the same at W = 625, and still of use at the widths of small
-        models, where 0.02 starts the blocks almost silent. `zero_init` has zeros where a branch joins, and token
-        embeddings of size 1, or those of a tied head.
+        The `gpt` family uses 0.5/√W instead of 0.02. Both are equal at W = 625; in narrower models 0.02 makes the
+        output of blocks almost zero at first. `zero_init` sets projections back to the stream to zero, and draws token
+        embeddings with a standard deviation of 1, or that of the head where it is tied.
         """
         generator = torch.Generator().manual_seed(seed)
         std = 0.02 if self.config.family == "gpt2" else 0.5 / math.sqrt(self.config.width)
@@ -442,7 +447,7 @@ class GPT(nn.Module):
                 joins = name.endswith((".attention.out", ".mlp.out"))
                 scale = std / math.sqrt(2 * self.config.layers) if joins else std
                 module.weight.normal_(0.0, scale, generator=generator)
-                if joins and self.config.zero_init:  # drawn all the same: the others start as they would without
+                if joins and self.config.zero_init:  # drawn before, so that all other weights are the same without it
                     module.weight.zero_()
                 if module.bias is not None:
                     module.bias.zero_()
@@ -459,15 +464,15 @@ class GPT(nn.Module):
                 for own, start in module.starts.items():
                     if getattr(module, own) is not None:
                         getattr(module, own).copy_(torch.tensor(start))
-        for table in self.modules():  # after all others, which start as they would without
+        for table in self.modules():  # last, so that all other weights are the same without these tables
             if isinstance(table, TokenTable):
                 table.weight.normal_(0.0, table.std, generator=generator) if table.std else table.weight.zero_()
-        for mixer in self.eigenstates:  # after all linear layers, of which nothing is to be overwritten
+        for mixer in self.eigenstates:  # after all linear layers, so that nothing is overwritten
             mixer.init_states(generator)
 
 
 def build_model(config: ModelConfig, vocab: int, *, seed: int = 0, execution: Execution | None = None) -> GPT:
-    """A model on the CPU with weights drawn from `seed`. Built without memory first, so nothing is drawn twice."""
+    """A model on the CPU with weights drawn from `seed`. Built on the meta device first, so nothing is drawn twice."""
     model = empty_model(config, vocab, execution=execution)
     model.init_weights(seed)
     return model
@@ -481,9 +486,9 @@ def empty_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> GPT:
-    """A model whose weights are to be written yet: whatever lay in memory. Its tables are in place, and in fp32.
+    """A model with uninitialised weights. Rotary and eigenstate tables are filled, in fp32.
 
-    On the device `meta` it has shapes and nothing else.
+    On the device `meta` it has shapes only.
     """
     with torch.device("meta"):
         model = GPT(config, vocab, execution or Execution())

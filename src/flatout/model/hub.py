@@ -1,14 +1,13 @@
-"""Descriptions of Hugging Face models: a folder's config.json becomes our model section, and the way back.
+"""Descriptions of Hugging Face models: config.json to our model section, and back.
 
-Idea: llama, mistral, qwen2, qwen3 and gpt2 are all settings of our one decoder. How they state each of its fields is
-declared with the field (`fields.py`). What a description asks for and the decoder does not have is refused by name: a
-model that is nearly the right one would be fine-tuned without a word.
+llama, mistral, qwen2, qwen3 and gpt2 are all settings of our one decoder. `fields.py` declares how each of them states
+a field. A setting that our decoder lacks is refused by name; otherwise a slightly different model would be fine-tuned
+silently.
 
-Contract: `read_description` reads config.json and generation_config.json and runs no code of the folder's; of a folder
-that we wrote it checks every byte first (`seal`). A folder that names code of its own (`auto_map`) is refused. The
-other way, a model is described only as one that computes exactly what ours does; where transformers has none, all
-fields that stand in the way are named. A model that was read from a folder keeps that folder's type and every key it
-had.
+Contract: `read_description` reads config.json and generation_config.json and runs no code from the folder. In a folder
+written by us it checks every byte first (`seal`). A folder with code of its own (`auto_map`) is refused. An exported
+model computes exactly what ours does. If transformers has no such model, the error names all fields that prevent it. A
+model read from a folder keeps that folder's model type and all keys of its config.json.
 
 Trap: transformers 5 writes `dtype` where 4 wrote `torch_dtype`; both are read.
 """
@@ -40,24 +39,24 @@ ARCHITECTURES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a folder says about the model in it."""
+    """A model as its folder describes it."""
 
     folder: Path
     model_type: str
     config: ModelConfig
     vocab: int
-    dtype: str | None  # of the stored weights, as the folder states it: float32, bfloat16, float16
+    dtype: str | None  # stated type of the stored weights: float32, bfloat16, float16
     begin_of_text: int | None
-    end_of_text: tuple[int, ...]  # the first is that of config.json; chat models often stop at others as well
+    end_of_text: tuple[int, ...]  # the first is that of config.json; chat models often have more stop tokens
     padding: int | None
-    values: dict[str, Any]  # config.json as it is
+    values: dict[str, Any]  # of config.json, unchanged
 
 
 def read_description(folder: Path, *, context: int | None = None, cut: bool = False) -> Description:
-    """What the folder's config.json says, as a model of ours.
+    """The folder's model as our model section.
 
-    `context` is how many tokens the model will see at once; null takes all that it was made for, and so does more than
-    that with `cut`, where it is refused otherwise. Learned positions (gpt2) stay whole in any case.
+    `context`: the context length to use; None: that of the folder. A longer one is refused, or cut to it with `cut`.
+    Learned positions (gpt2) are never shortened.
     """
     check_seal(folder)
     values = read_json(folder / CONFIG_FILE, "name a folder with config.json and model.safetensors")
@@ -72,7 +71,7 @@ def read_description(folder: Path, *, context: int | None = None, cut: bool = Fa
 
 
 def describe(values: dict[str, Any], folder: Path, *, context: int | None = None, cut: bool = False) -> Description:
-    """What the values of a config.json say; `folder` is where its generation_config.json lies, if it has one."""
+    """As `read_description`, of the values of a config.json. `folder` may hold a generation_config.json."""
     path = folder / CONFIG_FILE
     _check_kind(values, path)
     kind = values["model_type"]
@@ -107,7 +106,7 @@ def describe(values: dict[str, Any], folder: Path, *, context: int | None = None
 
 
 def fitting_context(asked: int | None, made_for: int, where: Path, *, cut: bool) -> int | None:
-    """The context that is asked for; one that is longer than the model was made for is `cut`, or else refused."""
+    """The requested context length; one longer than the model's is refused, or cut to it with `cut`."""
     if asked is not None and asked > made_for and not cut:
         raise CheckpointError(
             f"{where}: the model has {made_for:,} positions, and {asked:,} are asked for",
@@ -117,7 +116,7 @@ def fitting_context(asked: int | None, made_for: int, where: Path, *, cut: bool)
 
 
 def check_same_model(config: ModelConfig, description: Description, hint: str) -> None:
-    """Refuses a model that is not the described one; the context may be shorter, and dropout is no part of it."""
+    """Refuses a model that differs from the description. A shorter context and another dropout are accepted."""
     free = {field for feature in FEATURES if not feature.described for field in feature.fields}
     for field in ModelConfig.model_fields:
         ours, theirs = getattr(config, field), getattr(description.config, field)
@@ -135,13 +134,13 @@ def check_same_model(config: ModelConfig, description: Description, hint: str) -
 
 
 def _reaches(config: ModelConfig, context: int) -> list[int]:
-    """How far back each block sees in so many tokens; 0 is a block of eigenstates."""
+    """How many tokens each block attends to within `context`; 0 for a block of eigenstates."""
     reach = {"A": context, "W": min(context, config.window), "E": 0}
     return [reach[kind] for kind in config.kinds]
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:
-    """The object in a JSON file of a model's folder."""
+    """The JSON object in a file of a model's folder."""
     refuse_link(path, path.parent)
     try:
         values = parse_json(read_bounded(path))
@@ -177,7 +176,7 @@ def _check_kind(values: dict[str, Any], path: Path) -> None:
         )
 
 
-# --- other facts ------------------------------------------------------------------------------------------------------
+# --- tokens and types -------------------------------------------------------------------------------------------------
 
 
 def _token_ids(read: HubValues, key: str) -> list[int]:
@@ -200,13 +199,13 @@ def _stated_dtype(values: dict[str, Any]) -> str | None:
     return stated.removeprefix("torch.") if isinstance(stated, str) else None
 
 
-# --- our model as transformers would describe it ----------------------------------------------------------------------
+# --- the way back: config.json for our model --------------------------------------------------------------------------
 
 
 def model_type_of(config: ModelConfig) -> str:
-    """The type of transformers' that computes exactly what this model does; refused where there is none."""
+    """The model type of transformers that computes exactly the same; an error if there is none."""
     config = folded(config)
-    if set(config.kinds) != {"A"}:  # first, for nothing else that is changed would help
+    if set(config.kinds) != {"A"}:  # first, because no change of other fields would help
         raise CheckpointError(
             f"transformers has no such model with model.pattern={shorten(config.pattern)}", PATTERN.no_export
         )
@@ -228,19 +227,19 @@ def model_type_of(config: ModelConfig) -> str:
 
 
 def changes_for_export(config: ModelConfig) -> dict[str, Any]:
-    """The fields with which a model has to be trained so that transformers has it; none where it has it as it is."""
+    """The fields that a model needs to be exportable to transformers; none if it is already."""
     attention = {} if set(config.kinds) == {"A"} else {"pattern": "A"}
     return {**attention, **_needed(folded(config.model_copy(update=attention)))}
 
 
 def folded(config: ModelConfig) -> ModelConfig:
-    """The model without what its weights can take in (`hub_weights.folded_weights`)."""
+    """The model without the features that can be folded into its weights (`hub_folder.folded_weights`)."""
     folds = [feature.fold for feature in FEATURES if feature.fold is not None and feature.fold.when(config)]
     return config.model_copy(update={field: value for fold in folds for field, value in fold.fields.items()})
 
 
 def _needed(config: ModelConfig) -> dict[str, Any]:
-    """Every field that stands in the way, with a value that does not; together they make a model of transformers'."""
+    """Every field that prevents an export, with a value that does not; together they give a model of transformers."""
     needed: dict[str, Any] = {}
     for feature in FEATURES:
         needed |= {**feature.format(config.family).only, **feature.without}
@@ -252,8 +251,8 @@ def _needed(config: ModelConfig) -> dict[str, Any]:
 
 
 def _needs_qwen3(config: ModelConfig) -> bool:
-    """llama's width must be a multiple of its heads; qwen3, which is qk_norm without biases, takes any."""
-    biased = config.has_qkv_bias and not config.bias  # qwen2, which takes any as well
+    """llama's width must be a multiple of its heads. qwen3 (qk_norm without biases) has no such limit."""
+    biased = config.has_qkv_bias and not config.bias  # qwen2, which has no such limit either
     return bool(config.width % config.heads) and not biased and (config.bias or not config.qk_norm)
 
 
@@ -265,7 +264,7 @@ def description_of(
     end_of_text: int | None = None,
     source: Description | None = None,
 ) -> dict[str, Any]:
-    """config.json for a model; `source` is what the model was read from, and all else that it says is kept."""
+    """config.json for a model. `source` describes the folder it came from, whose other keys are kept."""
     if source is None:
         kind = model_type_of(config)
         values: dict[str, Any] = {"architectures": [ARCHITECTURES[kind][0]], "model_type": kind}

@@ -1,10 +1,9 @@
-"""The operations of a block in our kernels. Import it only where they are asked for: it needs triton.
+"""The operations of a block in our kernels. It needs triton, so import it only when they are used.
 
-Packed rows become one row here: kernels look positions up by the place in a row.
+Packed rows are joined to one row, because kernels look positions up by the index in a row.
 
-Blocks whose adapters alone are trained, each as one step of autograd (ops/kernels/frozen.py).
-
-A third form of the operations: a block is taken whole, and a branch carries room for its gradient from block to block.
+`FrozenOperations` runs blocks in which only adapters are trained, each as one step of autograd (ops/kernels/frozen.py).
+A branch then carries the buffer for its gradient from block to block.
 """
 
 import functools
@@ -17,26 +16,33 @@ from flatout.model.adapted import AdaptedLinear
 from flatout.model.execution import Execution
 from flatout.model.layers import Attention, Block
 from flatout.model.narrow import NarrowBlock, gradient_slot, input_slot
-from flatout.model.norms import Norm, RMSNorm
-from flatout.model.operations import Branch, Gates, Heads, Mix, Operations, Shared, Stream, product_type
-from flatout.model.rotary import Turn
+from flatout.model.operations import (
+    Branch,
+    Gates,
+    Heads,
+    Mix,
+    Norm,
+    Operations,
+    RMSNorm,
+    Shared,
+    Stream,
+    Turn,
+    product_type,
+)
 from flatout.ops.attention import causal_attention
 from flatout.ops.documents import DocumentLayout, document_attention
 from flatout.ops.kernels.activation import activated_linear, linear_gelu
-from flatout.ops.kernels.dropout import dropout as drop
-from flatout.ops.kernels.embedding import embed
-from flatout.ops.kernels.first import First, begin
 from flatout.ops.kernels.frozen import FrozenBlock, FrozenLinear, GradientRoom, frozen_block, frozen_end
-from flatout.ops.kernels.gates import Rows, add_values, gate_heads
-from flatout.ops.kernels.heads import project_heads
+from flatout.ops.kernels.heads import Rows, add_values, gate_heads, project_heads
 from flatout.ops.kernels.linear import linear
-from flatout.ops.kernels.norm import FrozenNorm, add_norm
 from flatout.ops.kernels.rotary import prepare_heads
+from flatout.ops.kernels.stream import First, FrozenNorm, add_norm, begin, embed
+from flatout.ops.kernels.stream import dropout as drop
 from flatout.ops.scales import NarrowLinear, Slot
 
 
 class KernelOperations(Operations):
-    recomputes = ("full",)  # what is selective to them, they do by themselves
+    recomputes = ("full",)  # our kernels implement selective checkpointing themselves
     kernels = True
 
     def __init__(self, execution: Execution) -> None:
@@ -46,16 +52,16 @@ class KernelOperations(Operations):
     def arrange(
         self, tokens_BT: Tensor, layout: DocumentLayout | None, context: int
     ) -> tuple[Tensor, DocumentLayout | None]:
-        if layout is None or (layout.alone and tokens_BT.shape[1] <= context):  # rows need not know of it
+        if layout is None or (layout.alone and tokens_BT.shape[1] <= context):  # plain causal attention is the same
             return tokens_BT, None
         return tokens_BT.flatten()[None], layout.in_one_row
 
     def seeds(self, count: int, device: torch.device) -> Sequence[Tensor | None]:
-        # Sixteen bytes apart: Triton compiles a kernel twice if some of its pointers are aligned so and some are not.
+        # 16 bytes apart, because Triton compiles a kernel again for pointers of another alignment.
         return torch.randint(2**62, (count, 2), device=device)[:, 0].unbind()
 
     def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
-        wide = torch.promote_types(table_VW.dtype, torch.float32)  # of a frozen model weights may be narrower
+        wide = torch.promote_types(table_VW.dtype, torch.float32)  # weights of a frozen model may be narrower
         dtype = torch.bfloat16 if self.execution.residual == "bf16" else wide
         return embed(tokens_BT, table_VW, None if positions_TW is None else positions_TW.flatten(0, -2), dtype)
 
@@ -112,7 +118,7 @@ class KernelOperations(Operations):
         return prepare_heads(q_BHTD, k_BGTD, v_BGTD, *weights, *by_place(turn), eps, scale=scale, normed=True)
 
     def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
-        return input_slot(narrow) is None  # 8-bit weights are rounded once per update, before any scaling
+        return input_slot(narrow) is None  # 8-bit copies are rounded once per update, of the unscaled weights
 
     def product(self, x: Tensor, layer: nn.Linear, narrow: NarrowLinear | None, weight: Tensor | None = None) -> Branch:
         operand = (layer.weight, narrow) if weight is None else (weight, None)
@@ -140,24 +146,24 @@ class KernelOperations(Operations):
         return Branch(y_BTW, down.bias, gradient_slot(narrow.down))
 
     def hand_on(self, stream: Stream) -> Stream:
-        """As it is: the norm after it adds the branch in the same pass over memory."""
+        """Unchanged: the next norm adds the branch in the same pass over memory."""
         return stream
 
 
 def by_place(turn: Turn | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Packed rows come as one row, so what has a line for each token serves where each position has one."""
+    """Cosines and sines with one line per position, or per token of packed rows, which are one row here."""
     return (None, None) if turn is None else (turn[0].flatten(0, -2), turn[1].flatten(0, -2))
 
 
 class FrozenOperations(KernelOperations):
-    """Joined weights must be fresh when a pass begins."""
+    """The joined weights must be up to date when a pass begins."""
 
     recomputes = ()
 
     def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
         assert isinstance(block, Block)
         attention = block.attention
-        assert not block.beside, f"these are for other forms, as resolve/switches.py must say: {block.beside}"
+        assert not block.beside, f"not supported here; resolve/switches.py must refuse them: {block.beside}"
         assert stream.dropout == 0.0, "samples have no dropout, as the config says"
         assert isinstance(attention, Attention), "there are no adapters in a model with eigenstates"
         layout, how = shared.layout, self.execution
@@ -192,7 +198,7 @@ class FrozenOperations(KernelOperations):
     def add_norm(
         self, stream: Stream, norm: Norm, slot: Slot | None = None, mix: Mix | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Only after the last block: the others have theirs inside."""
+        """The norm after the last block; a block's own norms are part of `whole`."""
         x_BTW, branch_BTW, bias_W, below, *_ = stream
         assert branch_BTW is not None, "a model has at least one block"
         return x_BTW, frozen_end(x_BTW, branch_BTW, bias_W, _norm(norm), product_type(x_BTW), below)

@@ -1,8 +1,8 @@
 """The modules of a decoder. Each takes the model section or plain values, never a whole config.
 
-A block's forward pass is written here, once: training, evaluation, decoding, packed documents, windows and eigenstates
-go through it, by torch's operations or by our kernels. `Own`, `Shared`, `Stream` and `Branch`, which every `forward`
-takes or returns, are defined in model/operations.py.
+A block's forward pass is written once: training, evaluation, decoding, packed documents, windows and eigenstates all
+use it, with torch's operations or our kernels. `Own`, `Shared`, `Stream` and `Branch`, which every `forward` takes or
+returns, are defined in model/operations.py.
 
 Shape legend: B batch, T positions of this call, H query heads, G key/value heads, D head size, W width, V vocabulary.
 """
@@ -18,8 +18,7 @@ from flatout.model.cache import LayerCache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.model.narrow import input_slot
-from flatout.model.norms import RMSNorm, build_norm
-from flatout.model.operations import Branch, Gates, Mix, Operations, Own, Shared, Stream
+from flatout.model.operations import Branch, Gates, Mix, Operations, Own, RMSNorm, Shared, Stream, build_norm
 from flatout.ops.attention import causal_attention
 from flatout.ops.documents import document_attention
 from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
@@ -30,7 +29,7 @@ GATE_INPUTS = 12  # channels of a block's normed input that its gates read
 class Embedding(nn.Embedding):
     """The token table. Returns token rows plus position rows: the first values of the residual stream."""
 
-    role = "embedding"  # by which optimizers choose a rate
+    role = "embedding"  # optimizers choose a rate by it
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tokens_BT: Tensor, do: Operations, positions_TW: Tensor | None
@@ -39,9 +38,9 @@ class Embedding(nn.Embedding):
 
 
 class TokenTable(nn.Module):
-    """A table beside that of tokens: rows of values, or of pairs of tokens. `std` is what it is drawn with."""
+    """A second table: of values, or of pairs of tokens. It is drawn with a standard deviation of `std`."""
 
-    role = "table"  # by which optimizers choose a rate
+    role = "table"  # optimizers choose a rate by it
 
     def __init__(self, rows: int, width: int, std: float) -> None:
         super().__init__()
@@ -50,9 +49,9 @@ class TokenTable(nn.Module):
 
 
 def bigram_ids(tokens_BT: Tensor, before_B1: Tensor, starts_BT: Tensor, rows: int) -> Tensor:
-    """Rows [B, T] of a table of pairs: a hash of each token and the one before, the last row where a text starts.
+    """Rows [B, T] of a table of pairs: a hash of each token and the one before; the last row where a text starts.
 
-    `before_B1` has the token before the first one of each row, whatever it is where that starts a text.
+    `before_B1` is the token before the first one of each row; it has no effect where a text starts.
     """
     before_BT = torch.cat([before_B1, tokens_BT[:, :-1]], dim=1)
     hashed_BT = torch.bitwise_xor(tokens_BT * 36_313, before_BT * 27_191) % (rows - 1)
@@ -69,7 +68,7 @@ class Positions(nn.Embedding):
 
 
 class Head(nn.Module):
-    """The output head, with its loss or without. A tied one has no weight of its own and takes the embedding's."""
+    """The output head: logits, or the loss. A tied head has no weight of its own and uses the embedding's."""
 
     role = "head"
 
@@ -86,7 +85,7 @@ class Head(nn.Module):
         targets_BT: Tensor | None = None,
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """The summed loss; without targets logits [B, T, V] in at least fp32."""
+        """The summed loss; without targets the logits [B, T, V] in at least fp32."""
         weight_VW = table_VW if self.weight is None else self.weight
         assert weight_VW is not None, "a tied head is given the table"
         if targets_BT is None:
@@ -163,7 +162,7 @@ class Attention(nn.Module):
         return document_attention(*qkv, shared.layout, backend=how.document_attention, window=window)
 
     def window_in(self, shared: Shared) -> int | None:
-        """The window of this pass; None where it attends to everything."""
+        """The window of this pass; None for full attention."""
         if self.window is None or shared.window is None:
             return self.window
         return operator.index(shared.window)  # a constant to the compiler, also where it serves all shapes
@@ -173,10 +172,7 @@ class Attention(nn.Module):
 
 
 def mlp_width_of(config: ModelConfig) -> int:
-    """4·W; for swiglu 8/3 of W, rounded up to a multiple of 8.
-
-    swiglu has three matrices, which then hold as many values as the two of another MLP.
-    """
+    """4·W; for swiglu 8/3·W, rounded up to a multiple of 8: its three matrices then have as many values as two."""
     if config.mlp_width is not None:
         return config.mlp_width
     if config.mlp == "swiglu":
@@ -206,7 +202,7 @@ class MLP(nn.Module):
 
 
 def build_mixer(config: ModelConfig, kind: str, place: int) -> Attention | Eigenstate:
-    """What `kind`, a letter of `model.pattern`, means in the block at `place`."""
+    """The mixer for `kind`, a letter of `model.pattern`, in the block at index `place`."""
     if kind == "E":
         return Eigenstate(config, place)
     return Attention(config, config.window if kind == "W" else None, valued=config.table_of(place) is not None)
@@ -234,11 +230,11 @@ class Block(nn.Module):
         self.mlp_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
         self.mix = nn.Parameter(torch.empty(2)) if config.first_mix else None
         self.starts = {"attention_scale": config.residual_scale, "mlp_scale": config.residual_scale, "mix": [1.0, 0.1]}
-        # parameters that the frozen form of a block (model/kernel_operations.py) would leave out
+        # parameters that `FrozenOperations` (model/kernel_operations.py) does not support
         self.beside = [name for name, _ in self.named_parameters() if name.rpartition(".")[0] not in _IN_ONE_STEP]
 
     def forward(self, stream: Stream, shared: Shared, own: Own) -> Stream:
-        """Adds the waiting branch of the block before, if any; its own MLP branch may wait for the next block."""
+        """Adds the pending branch of the previous block, if any; its own MLP branch may be left to the next block."""
         do = shared.operations
         whole = do.whole(self, stream, shared)
         if whole is not None:
@@ -259,7 +255,7 @@ class Block(nn.Module):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the frozen-block kernels may run it: attention, and nothing but adapters trained."""
+        """Whether the frozen-block kernels can run it: it has attention, and only adapters are trained."""
         if not isinstance(self.attention, Attention):
             return False
         norms = (self.attention_norm, self.mlp_norm, self.attention.q_norm, self.attention.k_norm)
@@ -272,7 +268,7 @@ class Block(nn.Module):
         return {"qkv": first, "out": self.attention.out, "up": self.mlp.up, "down": self.mlp.out}
 
     def set_linear(self, name: str, layer: nn.Linear) -> None:
-        """Puts another layer in the place of one of `linears`."""
+        """Replaces one of `linears`."""
         owner, attribute = {
             "qkv": (self.attention, "qkv" if isinstance(self.attention, Attention) else "inward"),
             "out": (self.attention, "out"),

@@ -1,13 +1,12 @@
-"""An adapter written into the weights, and what is left of it there.
+"""Merging adapters into the weights, and how much of the update survives rounding.
 
-The sum W + s B A (with DoRA: scaled row by row) is taken in fp32, matrix by matrix, and rounded once to the type asked
-for. Rounding is where merges lose: a bf16 weight moves in steps of 1/256 to 1/128 of itself, and an update of less than
-half a step is gone. Of an update of 5e-4 of the weights' size bf16 leaves 88% of the weights where they were. So every
-merge reports
-- `kept`: how far the weights moved along the update, as a share of it. 1 is all of it; in that case 0.29.
-- `lost`: the size of what is missing or wrong, as a share of the update. 0 is nothing; in that case 0.90.
-- `unchanged`: the share of weights that are what they were.
-The base is compared as the type asked for holds it, so that its own rounding is not taken for a loss of the update.
+W + s B A (with DoRA: scaled row by row) is computed in fp32, matrix by matrix, and rounded once to the requested type.
+A bf16 weight moves in steps of 1/256 to 1/128 of itself, so an update of less than half a step is lost: with an update
+of 5e-4 of the weights' size, 88% of bf16 weights do not change. So every merge reports
+- `kept`: how far the weights moved along the update, as a share of it. 1 is all of it; 0.29 in that example.
+- `lost`: the size of the error, as a share of the update. 0 is none; 0.90 in that example.
+- `unchanged`: the share of weights that did not change.
+The base is rounded to the requested type before the comparison, so its own rounding does not count as a loss.
 """
 
 import contextlib
@@ -29,12 +28,12 @@ MERGED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How much of an update survived the rounding."""
+    """How much of an update survived rounding."""
 
     name: str
     weights: int
     update: float  # its size, the root of the sum of squares
-    relative_update: float  # that over the size of the adapted rows
+    relative_update: float  # divided by the size of the adapted rows
     kept: float
     lost: float
     unchanged: float
@@ -48,16 +47,16 @@ class MergeReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogitDifference:
-    """Of two models on the same tokens."""
+    """How far the logits of two models on the same tokens differ."""
 
     largest: float
     relative: float  # root mean square of the difference over that of the first model's logits
-    same_choice: float  # share of positions whose likeliest token is the same
+    same_choice: float  # share of positions with the same most likely token
 
 
 @dataclasses.dataclass
 class _Sums:
-    """In float64: totals of billions of squares."""
+    """Sums in float64, since they add billions of squares."""
 
     weights: int = 0
     unchanged: int = 0
@@ -71,7 +70,7 @@ class _Sums:
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def rounded(self, base: Tensor, whole: Tensor, dtype: torch.dtype) -> Tensor:
-        """Weights in `dtype`, whose way from the base is counted."""
+        """The weights in `dtype`; adds their difference to the base to the sums."""
         rounded, before = whole.to(dtype), base.to(dtype)
         update = (whole - base).double()
         moved = rounded.double() - before.double()
@@ -89,7 +88,7 @@ class _Sums:
             weights=self.weights,
             update=self.update**0.5,
             relative_update=(self.update / self.base) ** 0.5 if self.base > 0 else 0.0,
-            kept=self.along / self.update if self.update > 0 else 1.0,  # of nothing, nothing is lost
+            kept=self.along / self.update if self.update > 0 else 1.0,  # no update, nothing lost
             lost=(self.wrong / self.update) ** 0.5 if self.update > 0 else 0.0,
             unchanged=self.unchanged / self.weights,
         )
@@ -97,7 +96,7 @@ class _Sums:
 
 @torch.no_grad()
 def merged_matrix(layer: AdaptedLinear, dtype: torch.dtype) -> tuple[Tensor, list[_Sums]]:
-    """The layer's weight with its adapter inside, in `dtype`, and sums for every part; some rows at a time."""
+    """The layer's merged weight in `dtype`, and the sums of every part; some rows at a time, to save memory."""
     weight, a, b, layout = layer.weight.detach(), layer.lora_a.detach(), [x.detach() for x in layer.b], layer.layout
     merged = weight.to(dtype, copy=True).contiguous()
     factors = None
@@ -119,7 +118,7 @@ def merged_matrix(layer: AdaptedLinear, dtype: torch.dtype) -> tuple[Tensor, lis
 
 @torch.no_grad()
 def _whole_sums(weight: Whole, dtype: torch.dtype) -> _Sums:
-    """The sums of a weight that was trained whole, some rows at a time."""
+    """The sums of a wholly trained weight; some rows at a time, to save memory."""
     total, trained = _Sums(), weight.own()[weight.attribute].detach()
     for base, rows in zip(weight.frozen.detach().split(ROWS_AT_ONCE), trained.split(ROWS_AT_ONCE), strict=True):
         total.rounded(base.to(rows.device, rows.dtype), rows, dtype)
@@ -127,9 +126,9 @@ def _whole_sums(weight: Whole, dtype: torch.dtype) -> _Sums:
 
 
 def merge(adapters: Adapters, dtype: torch.dtype) -> MergeReport:
-    """Writes the adapters into their model's weights, takes them off, and puts the whole model in `dtype`.
+    """Merges the adapters into their model's weights, detaches them, and casts the model to `dtype`.
 
-    Nothing is changed when an adapter is not finite, or a weight is beyond the range of fp16.
+    If an adapter is not finite, or a weight exceeds fp16's range, it is refused and nothing is changed.
     """
     if dtype not in MERGED_TYPES:
         raise ValueError(f"merged weights are bf16, fp16 or fp32, not {dtype}")
@@ -150,13 +149,13 @@ def merge(adapters: Adapters, dtype: torch.dtype) -> MergeReport:
         total.add(sums)
         weight.merge(dtype)
     adapters.detach()
-    for parameter in adapters.model.parameters():  # and no buffers: tables of positions stay in fp32
+    for parameter in adapters.model.parameters():  # not the buffers: position tables stay in fp32
         parameter.data = parameter.data.to(dtype)
     return MergeReport(matrices=tuple(rows), total=total.retention("all"))
 
 
 def _merged(adapters: Adapters, dtype: torch.dtype) -> Iterator[tuple[AdaptedLinear, dict[str, _Sums], Tensor]]:
-    """Matrix by matrix, with the sums of each target by its path: only one of them is there twice."""
+    """Merged matrices one by one, with the sums of each target by its path: only one matrix is in memory twice."""
     for (number, linear), layer in adapters.layers.items():
         paths = [c.target.path for c in adapters.choices if (c.target.layer, c.target.linear) == (number, linear)]
         merged, sums = merged_matrix(layer, dtype)
@@ -177,7 +176,7 @@ def _refuse_broken(adapters: Adapters) -> None:
 
 
 def _refuse_overflow(adapters: Adapters) -> None:
-    """Every weight is looked at as fp16 would hold it, before the first one is changed."""
+    """Checks that every weight fits fp16, before the first one is changed."""
     hint = "merge it as bf16 or fp32, which have a wider range"
     for layer, paths, merged in _merged(adapters, torch.float16):
         if not bool(torch.isfinite(merged).all()):
@@ -192,14 +191,14 @@ def _refuse_overflow(adapters: Adapters) -> None:
 
 @contextlib.contextmanager
 def quiet_narrow_products() -> Iterator[None]:
-    """A CPU without bf16 or fp16 computes such products by another way, and torch prints its frames over that."""
+    """Silences a warning with stack frames that torch prints on a CPU without bf16 or fp16 products."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS gemm", UserWarning)
         yield
 
 
 def logit_difference(one: Tensor, other: Tensor) -> LogitDifference:
-    """Of two models' logits on the same tokens, in float64."""
+    """Compares the logits of two models on the same tokens; both in float64."""
     difference, size = one - other, one.square().mean().sqrt()
     return LogitDifference(
         largest=float(difference.abs().max()),

@@ -1,15 +1,15 @@
-"""What a model keeps in narrower types than its weights: copies of weights for products, and scales of 8-bit tensors.
+"""Copies of weights in narrower types for products, and scales of 8-bit tensors.
 
-Idea: weights change once per optimizer step and are read by every micro-batch, so they are rounded once per step. A
-copy is made again when its weight has another version or lies elsewhere. It stays where it is, so that a recorded
-micro-batch (engine/graphs.py) finds today's values in the place where it looks.
+Weights change once per optimizer step and every micro-batch reads them, so they are rounded once per step. A copy is
+updated in place when its weight has another version or address, so a recorded micro-batch (engine/graphs.py) always
+reads current values.
 
-Contract: `begin` comes before every pass, `prepare` before a replay, `settle` after every update. Copies are never
-stale as long as whoever writes into a weight moves its version, as torch's operations in place do. Its fused optimizers
-do not; optim/adamw.py does it for them, and for kernels of ours that write weights. Who writes through
-`weight.data` must call `torch.autograd.graph.increment_version` too.
-Trap: bf16 copies live through the step. With full checkpointing or offloaded activations they are made by each layer
-as it goes instead: who asked for those has no memory to spare. 8-bit copies are too dear to make for that.
+Contract: call `begin` before every pass, `prepare` before a replay, `settle` after every update. Copies are up to date
+if all writes to a weight increase its version, as torch's in-place operations do. torch's fused optimizers and our
+kernels do not, so optim/adamw.py increases it. After a write through `weight.data`, call
+`torch.autograd.graph.increment_version`.
+Trap: bf16 copies live through the step. With full checkpointing or activation offloading, where memory is short, each
+layer casts its weight when it is used instead. 8-bit copies are always kept: making them takes too long.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ LAYERS = ("qkv", "out", "up", "down")  # of a block; two slots each, for input a
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NarrowBlock:
-    """The linear layers of one block. None: the layer has nothing narrow that stays."""
+    """Narrow copies for the linear layers of a block; None for a layer without one."""
 
     qkv: NarrowLinear | None = None
     out: NarrowLinear | None = None
@@ -43,7 +43,7 @@ def gradient_slot(layer: NarrowLinear | None) -> Slot | None:
 
 
 class NarrowWeights:
-    """Copies of weights, each as fresh as its weight."""
+    """Copies of weights, updated when their weights change."""
 
     def __init__(self) -> None:
         self.copies: dict[Tensor, WeightCopy] = {}
@@ -51,7 +51,7 @@ class NarrowWeights:
         self.allocations = 0
 
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> WeightCopy:
-        """The weight in `dtype`, made again if it has changed. E4M3 comes with a scale and a transpose."""
+        """The copy of a weight in `dtype`, updated if the weight has changed. E4M3 has a scale and a transpose too."""
         copy = self.copies.get(weight)
         if copy is None or copy.values_MK.dtype != dtype or copy.values_MK.device != weight.device:
             copy = self.copies[weight] = self._allocate(weight, dtype)
@@ -65,7 +65,7 @@ class NarrowWeights:
     def _allocate(self, weight: Tensor, dtype: torch.dtype) -> WeightCopy:
         self.allocations += 1
         (rows, columns), device = weight.shape, weight.device
-        with torch.inference_mode(False):  # a copy first made for sampling must still be writable in training
+        with torch.inference_mode(False):  # a copy made while sampling must be writable in training
             values_MK = torch.empty(rows, columns, dtype=dtype, device=device)
             if dtype != E4M3:
                 return WeightCopy(values_MK)
@@ -84,14 +84,14 @@ class NarrowWeights:
         copy.generation += 1
 
     def keep_only(self, weights: Iterable[Tensor]) -> None:
-        """Lets go of copies whose weights were replaced by others."""
+        """Frees the copies of all other weights."""
         for weight in set(self.copies).difference(weights):
             del self.copies[weight]
             self.made_from.pop(weight, None)
 
 
 class ModelNarrow:
-    """All of it for one model, as its switches ask for."""
+    """All narrow copies and scales of one model."""
 
     def __init__(self, blocks: Sequence[Mapping[str, nn.Linear]], execution: Execution) -> None:
         """`blocks` has the linear layers of every block by their names in LAYERS."""
@@ -100,13 +100,13 @@ class ModelNarrow:
         self.use(execution)
 
     def use(self, execution: Execution) -> None:
-        """Starts anew for other switches."""
+        """Starts again with another execution."""
         self.execution = execution
         self.rounded = [name for name in LAYERS if name in execution.fp8 and execution.kernels == "triton"]
         self.forget()
 
     def forget(self) -> None:
-        """Gives all memory back; what is needed again is made again, and scales are measured anew."""
+        """Frees all memory. Copies are made again when needed, and scales are measured again."""
         self.beginnings += 1
         self.weights = NarrowWeights()
         self.ready: list[NarrowBlock] = []
@@ -115,18 +115,18 @@ class ModelNarrow:
 
     @property
     def scales(self) -> Scales | None:
-        """The slots, made when first asked for: the model has been moved to its device by then."""
+        """The slots, made at the first use, when the model is on its device."""
         if not self.rounded:
             return None
         device = self.blocks[0]["qkv"].weight.device
         if self._scales is None or self._scales.scale_S.device != device:
             pair = {name: (ACTIVATION, GRADIENT) if name in self.rounded else (None, None) for name in LAYERS}
-            # Every layer has its place whether it is used or not, so a checkpoint fits runs with other layers chosen.
+            # Unused layers have slots too, so a checkpoint fits a run with another `speed.fp8`.
             self._scales = Scales([kind for _ in self.blocks for name in LAYERS for kind in pair[name]], device)
         return self._scales
 
     def begin(self, dtype: torch.dtype, *, recording: bool) -> list[NarrowBlock]:
-        """Everything fresh for a pass whose products are in `dtype`; `recording` is for passes of training."""
+        """Updates everything for a pass with products in `dtype`; `recording`: it is a training pass."""
         scales = self.scales
         if scales is not None:
             scales.recording = recording
@@ -160,21 +160,21 @@ class ModelNarrow:
         return None
 
     def prepare(self, dtype: torch.dtype) -> Hashable:
-        """Makes what a recorded pass reads fresh. Another answer than before means: the recording is of no use.
+        """Updates what a recorded pass reads. If the returned value has changed, the recording cannot be used any more.
 
-        False while scales are measured: the passes of that step never come again.
+        False while scales are measured, because later steps take other code paths.
         """
         self.begin(dtype, recording=True)
         measuring = self.scales is not None and not self.scales.rounding
         return False if measuring else (self.weights.allocations, self.beginnings)
 
     def settle(self) -> None:
-        """After an update: the next step's scales."""
+        """After an update: computes the next step's scales."""
         if self.scales is not None:
             self.scales.settle()
 
     def drop(self) -> None:
-        """After a pass that failed: lets go of what it left on its way, and of its records."""
+        """After a failed pass: drops its 8-bit values and its records."""
         if self._scales is not None:
             self._scales.drop()
             self._scales.forget_records()
@@ -183,5 +183,5 @@ class ModelNarrow:
         return {} if self.scales is None else self.scales.tensors()
 
     def assign(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """Takes over what a checkpoint has of `tensors`; what there is to tell of it."""
+        """Restores `tensors` of a checkpoint; returns a notice if some are missing."""
         return None if self.scales is None else self.scales.assign(tensors)

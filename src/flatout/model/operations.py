@@ -1,54 +1,168 @@
-"""What a block is made of: a few operations, each in a form of torch's and in a form of our kernels.
+"""What a block is made of: norms, rotary positions, and its operations, in torch's form and in a form of our kernels.
 
-Idea: a block's forward pass is written once (model/layers.py), over `Operations`. The residual stream is a `Stream`:
-what is there already, and a branch that has not been added yet. The norm after it adds it, with the branch's bias, its
-dropout and its learned scale, which in our kernels is one pass over memory.
+A block's forward pass is written once (model/layers.py), over `Operations`. The residual stream is a `Stream`: its
+value so far, and a branch that has not been added yet. The next norm adds the branch with its bias, dropout and learned
+scale, which our kernels do in one pass over memory.
 
     x_new = x + dropout(branch + bias) * scale          h = norm(x_new)
 
-With `model.first_mix` the first norm of a block mixes the first stream in, too: x_new = a·(x + ...) + b·first.
+With `model.first_mix` the first norm of a block also mixes the first stream in: x_new = a·(x + ...) + b·first.
 
-Between blocks only our kernels leave a branch waiting. torch's form adds it before it hands the stream on (`hand_on`):
-so the first block is the same code to a compiler as the others, and a block that is recomputed keeps one tensor.
+Only our kernels leave a branch waiting between blocks. torch's form adds it before the next block (`hand_on`): the
+first block then is the same code to a compiler as the others, and a recomputed block keeps one tensor.
 
-Three forms: `TorchOperations`, `KernelOperations`, and `FrozenOperations`, in which a block whose adapters alone are
-trained is one step of autograd.
+Three forms: `Operations` is torch's: any device, any type, and open to a compiler. `KernelOperations` uses our kernels.
+With `FrozenOperations` a block in which only adapters are trained is one step of autograd.
 
 Shape legend: B batch, T positions of this call, H query heads, G key/value heads, D head size, W width, V vocabulary.
-
-The operations of a block by torch's own: any device, any type, and what a compiler looks into.
 """
 
-import abc
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from flatout.config.schema import ModelConfig
 from flatout.model.adapted import AdaptedLinear
 from flatout.model.cache import Decoding
 from flatout.model.execution import Execution
 from flatout.model.narrow import NarrowBlock
-from flatout.model.norms import Norm, RMSNorm
-from flatout.model.rotary import Turn, turned
 from flatout.ops.documents import DocumentLayout
 from flatout.ops.scales import NarrowLinear, Slot
 
 
+class Norm(nn.Module):
+    """Base of both norms. Without weights (`model.norm=plain-rmsnorm`) it only rescales its input."""
+
+    centred: bool
+
+    def __init__(self, width: int, *, weight: bool, bias: bool, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width)) if weight else None
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+
+class _CpuRms(torch.autograd.Function):
+    """RMS norm times `scale`, without weights. torch has no CPU kernel for it; this takes half the time."""
+
+    @staticmethod
+    def forward(ctx, x, eps, scale):
+        factor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        factor = factor.square_().div_(x.shape[-1]).add_(eps).rsqrt_().mul_(scale)
+        ctx.save_for_backward(x, factor)
+        ctx.share = -1.0 / (x.shape[-1] * scale**2)
+        return x * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, factor = ctx.saved_tensors
+        along = (dy * x).sum(dim=-1, keepdim=True).mul_(factor**3).mul_(ctx.share)
+        return (dy * factor).addcmul_(x, along), None, None
+
+
+class RMSNorm(Norm):
+    """`scale` multiplies the result."""
+
+    centred = False
+
+    def __init__(self, width: int, eps: float = 1e-5, *, weight: bool = True, scale: float = 1.0) -> None:
+        super().__init__(width, weight=weight, bias=False, eps=eps)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is None and x.device.type == "cpu" and x.itemsize >= 4 and not torch.compiler.is_compiling():
+            return _CpuRms.apply(x, self.eps, self.scale)
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        normed = F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+        return normed if self.scale == 1.0 else normed * self.scale
+
+
+class LayerNorm(Norm):
+    centred = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        # A bias trained beside adapters is fp32, the frozen weight may be narrower.
+        bias = None if self.bias is None or self.weight is None else self.bias.to(self.weight.dtype)
+        return F.layer_norm(x, (x.shape[-1],), self.weight, bias, self.eps)
+
+
+def build_norm(config: ModelConfig, width: int) -> Norm:
+    if config.norm == "layernorm":
+        return LayerNorm(width, weight=True, bias=config.bias, eps=config.norm_eps)
+    return RMSNorm(width, config.norm_eps, weight=config.norm_weights)
+
+
+Turn = tuple[Tensor, Tensor]  # cosines and sines of rotary positions: [T, D/2], or [B, 1, T, D/2] where rows differ
+
+
+def scaled_rates(rates_D: Tensor, config: ModelConfig) -> Tensor:
+    """Radians per position of every channel pair, scaled down for a longer context: `linear` scales all pairs alike.
+
+    `llama3` scales by a pair's number of turns within the original context: up to `rope_low` turns by the whole factor,
+    from `rope_high` on not at all, and in between by a linear blend.
+    """
+    if config.rope_scaling is None:
+        return rates_D
+    slow_D = rates_D / config.rope_factor
+    if config.rope_scaling == "linear":
+        return slow_D
+    turns_D = config.rope_original_context * rates_D / (2 * math.pi)
+    kept_D = ((turns_D - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0.0, 1.0)
+    return slow_D + kept_D * (rates_D - slow_D)
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of rotary positions in fp32, derived from the config and never saved."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("cos_TD", torch.empty(config.context, config.size // 2), persistent=False)
+        self.register_buffer("sin_TD", torch.empty(config.context, config.size // 2), persistent=False)
+        self.cos_TD: Tensor
+        self.sin_TD: Tensor
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Computes the table in float64: fp32 angles lose digits at large positions."""
+        config = self.config
+        rates_D = config.rope_base ** (-torch.arange(0, config.size, 2, dtype=torch.float64) / config.size)
+        places_T = torch.arange(config.context, dtype=torch.float64)
+        angles_TD = places_T[:, None] * scaled_rates(rates_D, config)
+        self.cos_TD.copy_(angles_TD.cos())
+        self.sin_TD.copy_(angles_TD.sin())
+
+    def forward(self, places: slice | Tensor) -> Turn:
+        """Cosines and sines of these positions, the same for all layers."""
+        cos, sin = self.cos_TD[places], self.sin_TD[places]
+        return (cos, sin) if isinstance(places, slice) else (cos[:, None], sin[:, None])
+
+
+def turned(x_BHTD: Tensor, turn: Turn) -> Tensor:
+    """Queries or keys, rotated by their positions."""
+    cos, sin = turn
+    first, second = x_BHTD.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x_BHTD.dtype)
+
+
 class Branch(NamedTuple):
-    """What a mixer or an MLP adds to the residual stream."""
+    """The output of a mixer or an MLP, to be added to the residual stream."""
 
     value_BTW: Tensor
-    bias_W: Tensor | None = None  # where the product has left it to the addition
-    slot: Any = None  # takes the branch's gradient: a `Slot` in 8 bits, a `GradientRoom` under frozen weights
+    bias_W: Tensor | None = None  # added together with the branch
+    slot: Any = None  # takes the branch's gradient: a `Slot` for 8 bits, a `GradientRoom` under frozen weights
 
 
 class Stream(NamedTuple):
-    """The residual stream between two blocks, and a branch that is still to be added. Flat, so that checkpointing and
-    sharding see its tensors."""
+    """The residual stream between two blocks, and a branch that is not added yet. A flat tuple, so that activation
+    checkpointing and FSDP see its tensors."""
 
     x_BTW: Tensor
     branch_BTW: Tensor | None = None
@@ -56,21 +170,21 @@ class Stream(NamedTuple):
     slot: Any = None
     scale_W: Tensor | None = None
     dropout: float = 0.0
-    seed: Tensor | None = None  # of the dropout, where the form wants one
+    seed: Tensor | None = None  # of the dropout, in our kernels
 
 
 class Mix(NamedTuple):
-    """What the input x of a block becomes: weights[0]·x + weights[1]·first."""
+    """A block's input x becomes weights[0]·x + weights[1]·first."""
 
     weights_2: Tensor
-    first: Any  # as `Operations.first` gave it
+    first: Any  # from `Operations.first`
 
 
 class Gates(NamedTuple):
-    """2·sigmoid of products with the first channels of a block's normed input: between 0 and 2, and 1 at zero."""
+    """2·sigmoid of products with the first channels of a block's normed input: from 0 to 2, and 1 at zero weights."""
 
-    weight_CI: Tensor | None = None  # those of values first, then those of heads
-    values: int = 0  # how many of them there are
+    weight_CI: Tensor | None = None  # rows of value gates, then of head gates
+    values: int = 0  # number of rows
     heads: int = 0
 
 
@@ -85,32 +199,39 @@ class Heads(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What one block has to itself in a pass."""
+    """Arguments of one block in a pass."""
 
     narrow: NarrowBlock = NarrowBlock()
-    cache: Any = None  # that of its mixer
+    cache: Any = None  # of its mixer
     seeds: Sequence[Tensor | None] = (None, None)  # of the dropout on its two branches
-    values: Any = None  # rows of its value table, as `Operations.look_up` gave them
+    values: Any = None  # rows of its value table, from `Operations.look_up`
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What all blocks of a pass share."""
+    """Arguments that all blocks of a pass share."""
 
     operations: "Operations"
     turn: Turn | None = None
     layout: DocumentLayout | None = None
     decoding: Decoding | None = None
-    first: Any = None  # the first stream, where blocks mix it in
-    window: int | None = None  # of attention in blocks of kind W, where it is not their own
+    first: Any = None  # the first stream, if blocks mix it in
+    window: int | None = None  # of blocks of kind W, in place of `model.window`
 
 
-class Operations(abc.ABC):
-    """One form of everything that a pass over the model does."""
+def product_type(x: Tensor) -> torch.dtype:
+    """The type of matrix products: autocast's where it is on, else that of the weights, at least fp32."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return torch.promote_types(x.dtype, torch.float32)
 
-    recomputes: tuple[str, ...]  # kinds of checkpointing that are for the caller to do, around a block
-    # Whether these are our kernels. Decoding never has them, whatever `execution.kernels` says.
-    kernels: bool
+
+class Operations:
+    """All operations of a forward pass, in torch's form. Other forms are subclasses."""
+
+    recomputes: tuple[str, ...] = ("selective", "full")  # modes of checkpointing that the caller applies to a block
+    kernels = False  # whether these are our kernels; decoding never uses them, whatever `execution.kernels` says
 
     def __init__(self, execution: Execution) -> None:
         self.execution = execution
@@ -122,131 +243,51 @@ class Operations(abc.ABC):
         return tokens_BT, layout
 
     def seeds(self, count: int, device: torch.device) -> Sequence[Tensor | None]:
-        """Seeds for so many places of dropout in a pass, drawn from torch's random stream where the form wants any."""
+        """Seeds for `count` places of dropout, drawn from torch's random state; None if the form needs none."""
         return [None] * count
 
-    @abc.abstractmethod
     def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
-        """The residual stream's first values; positions are [T, W], or [B, T, W] where rows differ."""
-
-    @abc.abstractmethod
-    def add_rows(self, x_BTW: Tensor, ids_BT: Tensor, table_RW: Tensor) -> Tensor:
-        """The first values with rows of another table added."""
-
-    def first(self, x_BTW: Tensor) -> tuple[Tensor, Any]:
-        """(the first stream, the same as blocks get it to mix it in)."""
-        return x_BTW, x_BTW
-
-    @abc.abstractmethod
-    def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Any:
-        """Rows of a value table, for the two blocks that it serves."""
-
-    @abc.abstractmethod
-    def unit_norm(self, x_BTW: Tensor, eps: float) -> Tensor:
-        """RMS norm without weights, in the type of the stream."""
-
-    @abc.abstractmethod
-    def drop(self, x_BTW: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
-        """Dropout on the stream itself."""
-
-    def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
-        """The block in one step, where this form has it so."""
-        return None
-
-    @abc.abstractmethod
-    def add_norm(
-        self, stream: Stream, norm: Norm, slot: Slot | None = None, mix: Mix | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(the stream with its branch added, and mixed; the norm of that). `slot` takes the norm in 8 bits."""
-
-    @abc.abstractmethod
-    def project_heads(
-        self, h_BTW: Tensor, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None, gates: Gates
-    ) -> Heads:
-        """Queries, keys and values, and the gates that `gates` asks for."""
-
-    @abc.abstractmethod
-    def add_values(self, v_BGTD: Tensor, gates_BTG: Tensor, values: Any) -> Tensor:
-        """Attention's values plus gated rows of a table. The given ones may be overwritten."""
-
-    @abc.abstractmethod
-    def gate_heads(self, y_BHTD: Tensor, gates_BTH: Tensor) -> Tensor:
-        """Attention's output, each head times its gate."""
-
-    @abc.abstractmethod
-    def prepare_heads(
-        self,
-        q_BHTD: Tensor,
-        k_BGTD: Tensor,
-        v_BGTD: Tensor,
-        norms: tuple[RMSNorm, RMSNorm] | None,
-        turn: Turn | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys with their norms and positions, and values as they are."""
-
-    @abc.abstractmethod
-    def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
-        """Whether `product` may take another weight in the place of the layer's."""
-
-    @abc.abstractmethod
-    def product(self, x: Tensor, layer: nn.Linear, narrow: NarrowLinear | None, weight: Tensor | None = None) -> Branch:
-        """The layer's result, or that of another `weight` in the place of its own where `scales_weights`.
-
-        The layer's bias is added in either case: here, or by whoever adds the branch (`Branch.bias_W`).
-        """
-
-    @abc.abstractmethod
-    def activated_product(
-        self, h_BTW: Tensor, up: nn.Linear, down: nn.Linear, kind: str, narrow: NarrowBlock
-    ) -> Branch:
-        """An MLP: `up`, the activation of this kind, `down`."""
-
-    @abc.abstractmethod
-    def hand_on(self, stream: Stream) -> Stream:
-        """The stream as the next block gets it."""
-
-
-def product_type(x: Tensor) -> torch.dtype:
-    """The type of matrix products: autocast's where it is on, else that of the weights, which is never narrow."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-class TorchOperations(Operations):
-    """Its dropout draws for itself."""
-
-    recomputes = ("selective", "full")
-    kernels = False
-
-    def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None) -> Tensor:
+        """First values of the residual stream; positions are [T, W], or [B, T, W] where rows differ."""
         x_BTW = F.embedding(tokens_BT, table_VW)
         return x_BTW if positions_TW is None else x_BTW + positions_TW
 
+    def add_rows(self, x_BTW: Tensor, ids_BT: Tensor, table_RW: Tensor) -> Tensor:
+        """Adds rows of another table to the stream."""
+        return x_BTW + F.embedding(ids_BT, table_RW)
+
+    def first(self, x_BTW: Tensor) -> tuple[Tensor, Any]:
+        """(the first stream, the same in the form in which blocks mix it in)."""
+        return x_BTW, x_BTW
+
+    def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Any:
+        """Rows of a value table, for both blocks that use it."""
+        return F.embedding(tokens_BT, table_VC).to(product_type(table_VC))
+
     def unit_norm(self, x_BTW: Tensor, eps: float) -> Tensor:
+        """RMS norm without weights, in the type of the stream."""
         return F.rms_norm(x_BTW, (x_BTW.shape[-1],), None, eps)
 
     def drop(self, x_BTW: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
+        """Dropout on the stream itself."""
         return F.dropout(x_BTW, dropout)
+
+    def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
+        """The whole block as one operation; None if this form has no such operation."""
+        return None
 
     def add_norm(
         self, stream: Stream, norm: Norm, slot: Slot | None = None, mix: Mix | None = None
     ) -> tuple[Tensor, Tensor]:
+        """(the stream with its branch added and mixed, the norm of that). `slot` takes the norm in 8 bits."""
         x_BTW = self.hand_on(stream).x_BTW
         if mix is not None:
             x_BTW = mix.weights_2[0] * x_BTW + mix.weights_2[1] * mix.first
         return x_BTW, norm(x_BTW)
 
-    def add_rows(self, x_BTW: Tensor, ids_BT: Tensor, table_RW: Tensor) -> Tensor:
-        return x_BTW + F.embedding(ids_BT, table_RW)
-
-    def look_up(self, tokens_BT: Tensor, table_VC: Tensor) -> Tensor:
-        return F.embedding(tokens_BT, table_VC).to(product_type(table_VC))  # once for all blocks that it serves
-
     def project_heads(
         self, h_BTW: Tensor, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None, gates: Gates
     ) -> Heads:
+        """Queries, keys and values, and the gates that `gates` asks for."""
         counts = (heads, groups, groups)
         size = layer.out_features // sum(counts)
         parts = self._parts(h_BTW, layer, [count * size for count in counts])
@@ -258,13 +299,6 @@ class TorchOperations(Operations):
         for_values, for_heads = all_BTC.split([gates.values, gates.heads], dim=-1)
         return Heads(q, k, v, for_values if gates.values else None, for_heads if gates.heads else None)
 
-    def add_values(self, v_BGTD: Tensor, gates_BTG: Tensor, values: Tensor) -> Tensor:
-        rows_BGTD = values.to(v_BGTD.dtype).unflatten(-1, (v_BGTD.shape[1], -1)).transpose(1, 2)
-        return v_BGTD + gates_BTG.transpose(1, 2)[..., None] * rows_BGTD
-
-    def gate_heads(self, y_BHTD: Tensor, gates_BTH: Tensor) -> Tensor:
-        return y_BHTD * gates_BTH.transpose(1, 2)[..., None]
-
     def _parts(self, h_BTW: Tensor, layer: nn.Linear, sizes: list[int]) -> tuple[Tensor, ...]:
         if self.execution.fused_qkv:
             return layer(h_BTW).split(sizes, dim=-1)
@@ -274,6 +308,15 @@ class TorchOperations(Operations):
         biases = (None, None, None) if layer.bias is None else layer.bias.split(sizes)
         return tuple(F.linear(h_BTW, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
+    def add_values(self, v_BGTD: Tensor, gates_BTG: Tensor, values: Any) -> Tensor:
+        """Attention's values plus gated rows of a table; `v_BGTD` may be overwritten."""
+        rows_BGTD = values.to(v_BGTD.dtype).unflatten(-1, (v_BGTD.shape[1], -1)).transpose(1, 2)
+        return v_BGTD + gates_BTG.transpose(1, 2)[..., None] * rows_BGTD
+
+    def gate_heads(self, y_BHTD: Tensor, gates_BTH: Tensor) -> Tensor:
+        """Attention's output, each head times its gate."""
+        return y_BHTD * gates_BTH.transpose(1, 2)[..., None]
+
     def prepare_heads(
         self,
         q_BHTD: Tensor,
@@ -282,6 +325,7 @@ class TorchOperations(Operations):
         norms: tuple[RMSNorm, RMSNorm] | None,
         turn: Turn | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys with their norms and positions; values as they are."""
         if norms is not None:
             q_BHTD, k_BGTD = norms[0](q_BHTD), norms[1](k_BGTD)
         if turn is not None:
@@ -289,14 +333,20 @@ class TorchOperations(Operations):
         return q_BHTD, k_BGTD, v_BGTD
 
     def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
-        return type(layer) is nn.Linear  # another one has more than its weight, as an adapter
+        """Whether `product` accepts another weight in place of the layer's: not if the layer adds to its product."""
+        return type(layer) is nn.Linear
 
     def product(self, x: Tensor, layer: nn.Linear, narrow: NarrowLinear | None, weight: Tensor | None = None) -> Branch:
+        """The layer's result, or that of another `weight` if `scales_weights`.
+
+        The layer's bias is added in either case: here, or together with the branch (`Branch.bias_W`).
+        """
         return Branch(layer(x) if weight is None else F.linear(x, weight, layer.bias))
 
     def activated_product(
         self, h_BTW: Tensor, up: nn.Linear, down: nn.Linear, kind: str, narrow: NarrowBlock
     ) -> Branch:
+        """An MLP: `up`, the activation `kind`, `down`."""
         h = up(h_BTW)
         if kind == "swiglu":
             gate, value = h.chunk(2, dim=-1)
@@ -308,7 +358,7 @@ class TorchOperations(Operations):
         return Branch(down(h))
 
     def hand_on(self, stream: Stream) -> Stream:
-        """With its branch added; why, see model/operations.py."""
+        """The stream as the next block gets it: here with its branch added."""
         branch_BTW = stream.branch_BTW
         if branch_BTW is None:
             return stream

@@ -1,8 +1,8 @@
-"""Regular expressions from an adapter's config, matched where they can do no harm.
+"""Regular expressions from an adapter's config, matched safely.
 
-A pattern such as `(a+)+b` takes twice as long for every letter more, and whoever wrote the config may mean that. Those
-of plain names are matched here; all others in a child process with limits (`confined`), once for all paths of a model.
-This module imports nothing but Python's own library, for the child's sake.
+A pattern such as `(a+)+b` takes exponential time, and a config from elsewhere may contain one on purpose. Plain names
+are matched here; all other patterns in a child process with limits (`confined`), once for all paths of a model. The
+child imports this module, so it imports the standard library only.
 """
 
 import functools
@@ -12,21 +12,21 @@ from collections.abc import Mapping
 from flatout.confined import Child, Exceeded
 from flatout.errors import CheckpointError
 
-_PLAIN = re.compile(r"[\w.]*")  # a dot is any character: nothing to try in more than one way
+_PLAIN = re.compile(r"[\w.]*")  # no repetition, so no backtracking (a dot is any character)
 
 
 def whole(pattern: str, paths: tuple[str, ...]) -> frozenset[str]:
-    """The paths that a pattern fits from beginning to end."""
+    """Paths that a pattern matches from beginning to end."""
     return _matching(pattern, paths)
 
 
 def endings(pattern: str, paths: tuple[str, ...]) -> frozenset[str]:
-    """The paths that a pattern fits the end of, after a dot."""
+    """Paths whose end, after a dot, a pattern matches."""
     return _matching(_ending(pattern), paths, plain=is_plain(pattern))
 
 
 def is_plain(pattern: str) -> bool:
-    """Whether a pattern is matched without a process of its own."""
+    """Whether a pattern is matched without a child process."""
     return _PLAIN.fullmatch(pattern) is not None
 
 
@@ -35,7 +35,7 @@ def _ending(pattern: str) -> str:
 
 
 def what_is_wrong(pattern: str) -> str | None:
-    """Why a text is no regular expression; None where it is one."""
+    """Why a text is not a regular expression, or None."""
     try:
         re.compile(pattern)
         re.compile(_ending(pattern))
@@ -45,7 +45,7 @@ def what_is_wrong(pattern: str) -> str | None:
 
 
 def answer(request: Mapping[str, object]) -> list[int]:
-    """In the child: the places of the paths that fit."""
+    """In the child: indices of the paths that match."""
     pattern, paths = request["pattern"], request["paths"]
     assert isinstance(pattern, str)
     assert isinstance(paths, list)

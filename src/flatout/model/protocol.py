@@ -1,6 +1,6 @@
-"""What the engine needs of a model. A `GPT` has it, and so has a module from Python (engine/custom.py).
+"""The interface of a model that the engine trains: a `GPT`, or a custom module (engine/custom.py).
 
-Slices, adapters, recorded passes, decoding with a cache and export need a `GPT`.
+FSDP, adapters, recorded passes, decoding with a cache and export need a `GPT`.
 
 Shape legend: B batch, T positions, V vocabulary.
 """
@@ -30,19 +30,19 @@ class LanguageModel(Protocol):
         layout: DocumentLayout | None = None,
         window: int | None = None,
     ) -> Tensor:
-        """The loss summed over labelled tokens; `window` is that of attention where it is not the model's own."""
+        """The loss summed over labelled tokens; `window` replaces the model's attention window."""
         ...
 
     def logits(
         self, tokens_BT: Tensor, cache: Cache | None = None, *, last: bool = False, layout: DocumentLayout | None = None
     ) -> Tensor:
-        """Logits [B, T, V] in at least fp32, or [B, 1, V] of the last position. A cache is read and extended."""
+        """Logits [B, T, V] in at least fp32; `last`: [B, 1, V] of the last position. Reads and extends the cache."""
         ...
 
     def drop(self) -> None:
-        """After a pass that failed: lets go of what it left behind."""
+        """Frees what a failed pass left behind."""
 
-    # As every torch module has them.
+    # Methods of every torch module.
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]: ...
     def modules(self) -> Iterator[nn.Module]: ...

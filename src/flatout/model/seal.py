@@ -1,12 +1,12 @@
-"""flatout.json: what we wrote into a folder of weights for others, with the hash of every file.
+"""flatout.json: a manifest with the hash of every file in an exported folder.
 
-Adapters, merges and exports are folders in the formats of PEFT and transformers, which have no hashes of their own.
-Those programs pass over this file. We read it whenever we open such a folder, and then every byte is checked: a file
-that is damaged, changed or gone is refused by its name. A folder without it is a stranger's and is read as it is.
+Adapters, merges and exports use the formats of PEFT and transformers, which have no hashes. Other programs ignore this
+file. When we open such a folder we check every byte against it: a damaged, changed or missing file is refused by name.
+A folder without the manifest was not written by us and is read without a check.
 
-Contract: the manifest equals its own canonical form and carries its own hash. Files beside those that it names do not
-matter. If you change a file on purpose, delete flatout.json. It says that the folder is as we wrote it.
-Trap: adapters of earlier versions have a flatout.json that holds facts alone, without hashes. It counts as none.
+Contract: the manifest is in canonical form and contains its own hash. Files that it does not name are ignored. If you
+change a file on purpose, delete flatout.json.
+Trap: adapters of earlier versions have a flatout.json with facts and no hashes. Such folders are not checked.
 """
 
 import hashlib
@@ -37,33 +37,34 @@ _MEANT = f"restore the file, or delete {SEAL} beside it if the change is meant"
 
 
 def seal(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]] | None = None) -> int:
-    """Makes every file in a folder durable and writes the manifest; returns the bytes of all files.
+    """Syncs every file in a folder to disk and writes the manifest; returns the bytes of all files.
 
-    `known` holds size and hash of files that were hashed while they were written, and are durable.
+    `known`: size and hash of files that are on disk and were hashed while they were written.
     """
     known = known or {}
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".flatout-"))
     names = [path.relative_to(folder).as_posix() for path in paths]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        told = list(threads.map(lambda name: known.get(name) or sync_and_hash(folder / name), names))
+        entries = threads.map(lambda name: known.get(name) or sync_and_hash(folder / name), names)
+        files = dict(zip(names, entries, strict=True))
     for inner in {path.parent for path in paths} - {folder}:
         sync_folder(inner)
-    content = {"format": FORMAT, "version": VERSION, "facts": dict(facts), "files": dict(zip(names, told, strict=True))}
+    content = {"format": FORMAT, "version": VERSION, "facts": dict(facts), "files": files}
     raw = canonical_json({**content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()})
     write_new(folder / SEAL, raw)
     sync_and_hash(folder / SEAL)
-    return len(raw) + sum(entry["bytes"] for entry in told)
+    return len(raw) + sum(entry["bytes"] for entry in files.values())
 
 
 def check_seal(folder: Path) -> dict[str, Any]:
-    """Checks every byte that the manifest names; returns the facts in it, none where the folder has no manifest."""
+    """Checks every file that the manifest names; returns its facts, or none if there is no manifest."""
     content = read_seal(folder)
     if content is None:
         return {}
     if "files" not in content:
         return content
     files = content["files"]
-    for name, entry in files.items():  # sizes of all before the hash of any: they cost nothing
+    for name, entry in files.items():  # all sizes first: they take no time
         _check_size(folder, name, entry["bytes"])
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         hashes = threads.map(_hash, [folder / name for name in files])
@@ -74,9 +75,9 @@ def check_seal(folder: Path) -> dict[str, Any]:
 
 
 def read_seal(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder, itself unharmed, its files not looked at; None where there is none.
+    """The manifest of a folder, checked itself, without checking the files; None if there is none.
 
-    One of an earlier version is returned as it is: facts, and no `files`.
+    A manifest of an earlier version is returned as it is: facts, and no `files`.
     """
     path = folder / SEAL
     if not os.path.lexists(path):
@@ -107,7 +108,7 @@ def read_seal(folder: Path) -> dict[str, Any] | None:
 
 
 def sealed_names(folder: Path) -> set[str]:
-    """The files that a folder of ours consists of, by its manifest; none where it has none, or a damaged one."""
+    """The files of a folder of ours by its manifest; none if the manifest is missing or damaged."""
     try:
         content = read_seal(folder)
     except CheckpointError:
@@ -116,7 +117,7 @@ def sealed_names(folder: Path) -> set[str]:
 
 
 def refuse_link(path: Path, folder: Path) -> None:
-    """Refuses a file of a model's folder that lies elsewhere in truth: a folder from somebody may link to any file."""
+    """Refuses a link that leads out of a model's folder: a folder from elsewhere could link to any file."""
     if leads_outside(path, folder):
         raise CheckpointError(
             f"{path} is a link that leads out of its folder", "put the file itself there, or name the folder it lies in"

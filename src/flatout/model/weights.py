@@ -1,13 +1,11 @@
-"""Weights on disk: safetensors only. Names and shapes of our own are checked before anything is overwritten.
+"""Weights on disk: safetensors only. Names and shapes are checked before a model's weights are overwritten.
 
-A safetensors file in one pass: tensors leave the device, are hashed and are written at the same time.
+`write_tensors` copies from the device, hashes and writes at the same time, in pieces of some megabytes: while some are
+hashed and written, the next one is copied through pinned memory (`files.write_pieces`). The library's own writer copies
+everything to the host, copies it again and then writes, and a hash takes another read.
 
-The library's own writer first copies everything to the host, then copies it again, then writes; whoever wants a hash
-reads the file once more. Here pieces of some megabytes go round: while some are hashed and written, the next one comes
-from the device through pinned memory (`files.write_pieces`).
-
-Contract: byte for byte the library's file, which goes by type, then by name. What is returned is what
-`files.sync_and_hash` would say of the file, and the file is on the disk by then. A failing disk raises OSError.
+Contract: the file is byte for byte that of the library, whose order is by type, then by name. When `write_tensors`
+returns, the file is synced to disk; it returns what `files.sync_and_hash` does. A failing disk raises OSError.
 """
 
 import itertools
@@ -24,8 +22,7 @@ from torch import Tensor
 from flatout.errors import CheckpointError
 from flatout.files import CHECK_ACCESS, PIECE, PLACES, why_unreadable, write_pieces
 
-# In the order in which the library has their tensors. Their sizes never grow, so that tensors which lie one after the
-# other as in the file are aligned.
+# In the library's order, by decreasing size, so that tensors without gaps between them are aligned.
 _NAMES = {
     torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
     torch.float16: "F16", torch.int16: "I16", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -36,12 +33,12 @@ _NAMES = {
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Writes a new file and makes it durable; returns its size and SHA-256."""
+    """Writes a new file and syncs it to disk; returns its size and SHA-256."""
     return write_pieces(path, pieces_of(tensors, metadata))
 
 
 def pieces_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
-    """The bytes of a file, for `write_pieces`: those from a GPU come through memory that is used again and again."""
+    """The bytes of a file, for `write_pieces`. Those from a GPU pass through reused pinned memory."""
     pinned: list[Tensor | None] = [None] * PLACES
     places = itertools.cycle(range(PLACES))
     next(places)
@@ -65,7 +62,7 @@ def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def header_of(ordered: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """What stands before the tensors, which follow without gaps."""
+    """The file's header; the tensors follow without gaps."""
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in ordered.items():
@@ -93,7 +90,7 @@ def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def opened(path: Path, hint: str = "it is torn or damaged; fetch it again") -> Iterator[Any]:
-    """A file of safetensors to read from, mapped into memory; `hint` is for one that is none."""
+    """Opens a memory-mapped safetensors file; `hint` is part of the error if it is not one."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
@@ -108,14 +105,14 @@ def opened(path: Path, hint: str = "it is torn or damaged; fetch it again") -> I
 
 
 def why_not_these(names: Iterable[str], sections: str = "model section") -> str:
-    """The hint for tensors of other names than the model's."""
+    """The hint for tensors whose names are not the model's."""
     if any(name.endswith(".frequency_K") for name in names):
         return "its eigenstates are of an earlier form, with other weights; train it again, or use the version it is of"
     return f"it belongs to another model; check the {sections}"
 
 
 def assign_weights(model: torch.nn.Module, tensors: Mapping[str, Tensor], origin: str) -> None:
-    """Copies tensors into the model; names and shapes must match exactly."""
+    """Copies tensors into the model; names and shapes must match."""
     assign_tensors(dict(model.named_parameters()), tensors, origin, "model section")
 
 
@@ -123,7 +120,7 @@ def assign_weights(model: torch.nn.Module, tensors: Mapping[str, Tensor], origin
 def assign_tensors(
     expected: Mapping[str, torch.nn.Parameter], tensors: Mapping[str, Tensor], origin: str, sections: str
 ) -> None:
-    """Copies all tensors, or none; `sections` are those of a config that say which there must be."""
+    """Copies all tensors, or none. `sections`: sections of the config that determine the tensors, for the hint."""
     check_tensors({name: parameter.shape for name, parameter in expected.items()}, tensors, origin, sections)
     for name, parameter in expected.items():
         parameter.copy_(tensors[name])

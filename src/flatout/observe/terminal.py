@@ -17,7 +17,6 @@ from flatout import records
 from flatout.config.schema import SpeedConfig
 from flatout.errors import many
 from flatout.observe.alerts import Alerts
-from flatout.observe.eigenstates import record_sentence
 from flatout.observe.human import (
     Terminal,
     human_bytes,
@@ -30,6 +29,7 @@ from flatout.observe.human import (
 )
 from flatout.observe.measured.estimate_table import expected
 from flatout.observe.measured.sample_preview import print_sample
+from flatout.observe.series import record_sentence
 from flatout.observe.sinks import early_stop_reason, minutes_of
 from flatout.records import EndRecord, PrepareProgress, Record, RunInfo, StepRecord, record_to_json
 

@@ -1,17 +1,17 @@
 """AdamW with both moments in 8 bits: the number format, and the update in plain torch.
 
-The format. A moment is cut into blocks of 256 values. A value is stored as its place on a logarithmic grid that is the
-same everywhere, 2^(j·STEP) for whole j; a block keeps its largest j in 16 bits, and each value one byte that says how
-far below it lies. The first moment spends one bit of the byte on its sign.
+The format: a moment has blocks of 256 values. A value is stored as its index on a logarithmic grid, 2^(j·STEP) for
+whole j, which is the same for all blocks. A block stores its largest j in 16 bits, and each value the distance to it in
+one byte. The first moment uses one bit of the byte for the sign.
 
                       bytes a value   steps of       reaches down to
     exp_avg           1 + 2/256       9.1%           2^-15.75 of the block's largest; smaller ones become 0
     exp_avg_sq        1 + 2/256       6.7%           2^-23.81 of the block's largest; smaller ones become that
 
-Why a grid common to all blocks: a value that does not change is stored again without error, whatever happens to its
-block's largest value. Why rounding by lot: with beta2 = 0.999 a second moment moves by less than a step at a time, and
-rounding to the nearest would hold it where it is for ever. The lot is a hash of step and position: no random state,
-and a resumed run draws the same. Why no zero in the second moment: it is divided by.
+One grid for all blocks: a value that does not change is stored without error even if its block's largest value does.
+Stochastic rounding: with beta2 = 0.999 a second moment changes by less than a grid step at a time, so rounding to
+nearest would never change it. The random numbers are a hash of step and position: there is no random state, and a
+resumed run draws the same. No zero in the second moment, because the update divides by it.
 
 Shape legend: N values of a parameter, K blocks, 256 values in each.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 BLOCK = 256
 SIGNED_STEP, SIGNED_CODES = 1 / 8, 127
 UNSIGNED_STEP, UNSIGNED_CODES = 3 / 32, 255
-SMALLEST = 2.0**-125  # below it a value counts as zero: fp32's own grid becomes coarse there
+SMALLEST = 2.0**-125  # smaller values count as zero: fp32 loses precision there
 NO_SCALE = -30000  # the scale of a block of zeros
 
 
@@ -35,10 +35,7 @@ def blocks_of(values: int) -> int:
 
 
 def encode(values_N: Tensor, *, signed: bool, lot_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(codes [K, 256], scales [K]) of values, which are rounded up where `lot` (0 to 1) is small enough.
-
-    Without a lot they are rounded to the nearest.
-    """
+    """(codes [K, 256], scales [K]) of values. Rounds stochastically by `lot_N` (0 to 1), without it to the nearest."""
     step, codes = (SIGNED_STEP, SIGNED_CODES) if signed else (UNSIGNED_STEP, UNSIGNED_CODES)
     x_KB = _blocks(values_N.abs())
     live_KB = x_KB >= SMALLEST
@@ -68,7 +65,7 @@ def decode(code_KB: Tensor, scale_K: Tensor, values: int, *, signed: bool) -> Te
 
 
 def lots(values: int, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Two numbers from 0 to 1 for every value, a hash of its position and of `step`."""
+    """Two pseudo-random numbers from 0 to 1 per value: a hash of its position and of `step`."""
     mask = 0xFFFFFFFF
     h_N = torch.arange(values, dtype=torch.int64, device=step.device)
     h_N = (h_N * 0x9E3779B1 + step.to(torch.int64) * 0x85EBCA77) & mask
@@ -82,7 +79,7 @@ def lots(values: int, step: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The numbers of an update that the host knows."""
+    """Hyperparameters of an update that are plain numbers on the host."""
 
     beta1: float
     beta2: float

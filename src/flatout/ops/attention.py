@@ -1,69 +1,138 @@
-"""Causal attention, by whichever kernel is asked for.
+"""Causal attention: plain, in sequences given by their bounds, and within a sliding window.
 
     reference   written out, every score in memory
     sdpa        torch picks one of its kernels
-    flash, cudnn, efficient     exactly that kernel of torch's, or an error
-    flex        torch's FlexAttention, compiled, with a causal block mask
+    flash, cudnn, efficient     exactly that kernel of torch, or an error
+    flex        torch's FlexAttention, compiled, with a causal (or banded) block mask
     fa3         torch's flash entry with FlashAttention-3 of the package flash_attn_3 behind it
     fa4         FlashAttention-4 of the package flash-attn-4, which compiles its kernels on first use
-    cudnn+fa4   cuDNN's forward pass, FlashAttention-4's backward pass
+    cudnn+fa4   forward by cuDNN, backward by FlashAttention-4: on an H200 each is the faster one. The backward pass
+                needs the result and the log-sum-exp of each query, which both libraries define alike
+    blocks      sliding windows on any device: blocks of W queries, with their own and the previous block as keys
 
-Contract: forced kernels serve training and evaluation. Inference mode has shapes that some of them refuse, so it always
-goes through sdpa, and so does attention to what a cache holds (`masked_attention`).
+A window costs about 2·W keys per query in every form: masking a full score matrix would save nothing.
+
+Contract: token t sees tokens t-W+1 to t, itself included; without a window, all up to t. Forced kernels serve training
+and evaluation. Inference mode always uses sdpa, because some kernels refuse its shapes; so does attention to a cache
+(`masked_attention`).
 Traps:
-- A forced kernel is chosen by process-wide flags at the moment of the forward call. They are set inside this function
-  and put back, because checkpointing calls it again during backward, outside of any scope of ours.
-- torch seems to keep cuDNN's plan for the backward pass by the layout of queries, keys and values, not by that of the
-  result's gradient. Of two layouts in one process the second gets wrong gradients and no word about it (seen with torch
-  2.11). So the gradient always goes in with the layout of the result.
+- Process-wide flags force a kernel during the forward call. They are set and restored inside the function, because
+  checkpointing calls it again during backward.
+- torch 2.11 seems to cache cuDNN's backward plan by the layout of queries, keys and values, ignoring that of the
+  result's gradient. With two layouts in one process the second gets wrong gradients without an error. So the gradient
+  always gets the layout of the result (`_SameLayout`).
+- flash-attn-4 is young. We call two of its internal functions, because only they accept output tensors.
 
-Shape legend: B batch, T query positions, S key positions, H query heads, G key/value heads, D head size.
-
-Attention over sequences that lie one after the other, given by their bounds.
-
-    flash    torch's FlashAttention-2
-    fa4      FlashAttention-4
-
-Shape legend: B rows, T positions of a row, E sequences of all rows, H query heads, G key/value heads, D head size.
-
-Causal attention to the last W tokens only: what a sliding-window layer does.
-
-Idea: a window that is cut out of a full score matrix saves nothing. Each form here touches about 2·W keys per query,
-whatever the length of the sequence.
-
-    blocks   torch's attention on blocks of W queries, each with its own and the block before as keys: any device
-    flash    torch's FlashAttention-2, which knows windows through its entry for packed sequences
-    fa4      FlashAttention-4
-    flex     FlexAttention with a banded block mask (ops/attention.py)
-
-Contract: token t sees tokens t-W+1 to t, itself included. Where W reaches over the whole sequence this is causal
-attention. The definition is `window_mask` with `attention_reference`.
-
-Shape legend: B batch, T positions, S key positions, H query heads, G key/value heads, D head size, N = B·T, C blocks.
+Shape legend: B batch, T query positions, S key positions, H query heads, G key/value heads, A heads of queries, keys
+and values, D head size, N = B·T, E sequences of all rows, C blocks of W positions.
 """
 
 import contextlib
 import functools
 import importlib.util
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend
 
-from flatout.ops.flash_attention_4 import FlashAttention4, fa4_missing, flash_attention_4
 from flatout.ops.reference import attention_reference, causal_mask
+
+
+def packed(parts_BTHD: Sequence[Tensor]) -> Tensor | None:
+    """The [B, T, A, D] buffer of which these are all heads in order, or None if they are not side by side."""
+    batch, positions, _, size = parts_BTHD[0].shape
+    heads = sum(part.shape[2] for part in parts_BTHD)
+    stride = (positions * heads * size, heads * size, size, 1)
+    memory = parts_BTHD[0].untyped_storage().data_ptr()
+    start = place = parts_BTHD[0].storage_offset()
+    for part in parts_BTHD:
+        if (part.stride(), part.storage_offset(), part.untyped_storage().data_ptr()) != (stride, place, memory):
+            return None
+        place += part.shape[2] * size
+    return parts_BTHD[0].as_strided((batch, positions, heads, size), stride, start)
+
+
+# Warnings of the package about its own compiler. Filtered at import, because callers may restore filters afterwards.
+warnings.filterwarnings("ignore", message=r"Argument \w+ \(position", category=UserWarning)
+
+
+def fa4_missing() -> str | None:
+    """Why FlashAttention-4 cannot be used, or None."""
+    found = importlib.util.find_spec("flash_attn")  # not flash_attn.cute, which would import FlashAttention-2
+    folders = [] if found is None else found.submodule_search_locations or []
+    return None if any((Path(folder) / "cute").is_dir() for folder in folders) else "flash-attn-4 is not installed"
+
+
+@functools.cache
+def fa4_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(forward, backward)."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when it is imported
+    from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
+
+    return interface._flash_attn_fwd, interface._flash_attn_bwd
+
+
+def _cudnn_forward(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor) -> tuple[Tensor, Tensor]:
+    parts = (x.transpose(1, 2) for x in (q_BTHD, k_BTGD, v_BTGD))
+    y_BHTD, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(*parts, None, True, 0.0, True)[:2]
+    return y_BHTD.transpose(1, 2).contiguous(), lse.reshape(y_BHTD.shape[:3])  # some versions have one more axis
+
+
+class FlashAttention4(torch.autograd.Function):
+    """For rows [B, T, heads, D], or for sequences one after the other [N, heads, D] with bounds in `how`.
+
+    Queries, keys and values that are views of one buffer get gradients in one buffer, in the same order, so that
+    `pack_heads` (ops/kernels/heads.py) need not copy them.
+    """
+
+    @staticmethod
+    def forward(ctx, q_BTHD, k_BTGD, v_BTGD, cudnn, how):
+        ctx.how = {"causal": True, **how}
+        if cudnn:
+            y_BTHD, lse_BHT = _cudnn_forward(q_BTHD, k_BTGD, v_BTGD)
+        else:
+            y_BTHD, lse_BHT = fa4_kernels()[0](q_BTHD, k_BTGD, v_BTGD, return_lse=True, **ctx.how)[:2]
+        ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, y_BTHD, lse_BHT)
+        return y_BTHD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_BTHD):
+        q_BTHD, k_BTGD, v_BTGD, y_BTHD, lse_BHT = ctx.saved_tensors
+        parts, into = (q_BTHD, k_BTGD, v_BTGD), {}
+        whole = packed(parts) if q_BTHD.dim() == 4 else None
+        if whole is not None:
+            gradients = torch.empty_like(whole).split([part.shape[2] for part in parts], dim=2)
+            into = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        gradients = fa4_kernels()[1](*parts, y_BTHD, dy_BTHD.contiguous(), lse_BHT, **ctx.how, **into)
+        return *gradients[:3], None, None
+
+
+def flash_attention_4(
+    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, cudnn: bool = False, window: int | None = None
+) -> Tensor:
+    """Causal attention with as many queries as keys, to the last `window` of them if given.
+
+    `cudnn`: forward by cuDNN, which has no windows.
+    """
+    parts_BTHD = (x.transpose(1, 2) for x in (q_BHTD, k_BGTD, v_BGTD))
+    how = {} if window is None else {"window_size_left": window - 1}
+    return FlashAttention4.apply(*parts_BTHD, cudnn and window is None, how).transpose(1, 2)  # pyright: ignore
 
 
 def varlen_attention(
     q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, bounds_E: Tensor, longest: int, *, kernel: str, window: int | None
 ) -> Tensor:
-    """Causal attention inside each sequence, to the last `window` tokens where that is given."""
+    """Causal attention within each sequence, to the last `window` tokens if given."""
     parts = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD)]
     if kernel == "fa4":
         how: dict[str, Any] = {} if window is None else {"window_size_left": window - 1}
@@ -72,7 +141,7 @@ def varlen_attention(
     else:
         from torch.nn.attention.varlen import varlen_attn
 
-        # torch 2.11 takes fewer key heads as they come; later ones want to be asked for it.
+        # torch 2.11 accepts fewer key heads without an argument; later versions need `enable_gqa`.
         grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters and q_BHTD.shape[1] != k_BGTD.shape[1]
         how = {"window_size": (-1 if window is None else window - 1, 0), **({"enable_gqa": True} if grouped else {})}
         y_NHD = varlen_attn(*parts, bounds_E, bounds_E, longest, longest, **how)  # pyright: ignore
@@ -80,13 +149,13 @@ def varlen_attention(
 
 
 def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """True where query t may look at key s, the queries being the last of the keys."""
+    """True where query t sees key s within the window; the queries are the last of the keys."""
     rows = torch.arange(keys - queries, keys, device=device)[:, None]
     return causal_mask(queries, keys, device) & (rows - torch.arange(keys, device=device)[None, :] < window)
 
 
 def window_attention(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: int, kernel: str) -> Tensor:
-    """Attention of every position to itself and the `window` - 1 before it; as many queries as keys."""
+    """Attention of every position to itself and the `window` - 1 before it, with as many queries as keys."""
     if kernel == "reference":
         length = q_BHTD.shape[2]
         visible = window_mask(length, length, window, q_BHTD.device)
@@ -102,7 +171,7 @@ def window_attention(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: 
 
 
 def _blocks(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, window: int) -> Tensor:
-    """Queries in blocks of W. Of the 2·W keys of a block its r-th query sees those from r + 1 to r + W."""
+    """Queries in blocks of W. Query r of a block sees keys r + 1 to r + W of the block's 2·W keys."""
     batch, heads, length, size = q_BHTD.shape
     groups = k_BGTD.shape[1]
     grouped = heads != groups
@@ -136,7 +205,7 @@ _NAMES = {
     SDPBackend.EFFICIENT_ATTENTION: "efficient",
     SDPBackend.CUDNN_ATTENTION: "cudnn",
 }
-_PROBED_POSITIONS = 64  # of a causal result, the first positions depend on themselves only
+_PROBED_POSITIONS = 64  # compared with a small reference: the first positions do not depend on later ones
 
 
 def causal_attention(
@@ -148,7 +217,7 @@ def causal_attention(
     dropout: float = 0.0,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of every position to itself and everything before it, or to the last `window` of that."""
+    """Attention of every position to itself and all before it, or to the last `window` of these."""
     if window is not None and window < k_BGTD.shape[2]:
         return _within_window(q_BHTD, k_BGTD, v_BGTD, backend, dropout, window)
     if backend == "reference":
@@ -161,7 +230,7 @@ def causal_attention(
         if dropout > 0.0:
             raise ValueError("FlashAttention-4 has no dropout")
         return flash_attention_4(q_BHTD, k_BGTD, v_BGTD, cudnn=backend != "fa4")
-    if backend == "efficient":  # it knows no groups: each head gets a copy of its group's keys and values
+    if backend == "efficient":  # no support for groups: each head gets a copy of its group's keys and values
         repeats = q_BHTD.shape[1] // k_BGTD.shape[1]
         if repeats > 1:
             k_BGTD, v_BGTD = (x.repeat_interleave(repeats, dim=1) for x in (k_BGTD, v_BGTD))
@@ -172,7 +241,7 @@ def causal_attention(
 def _within_window(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, backend: str, dropout: float, window: int) -> Tensor:
     if dropout > 0.0:
         raise ValueError("attention within a window has no dropout")
-    if _inferring() and backend != "reference":  # a prompt: of torch's own, and no mask over all of it
+    if _inferring() and backend != "reference":  # a prompt: by torch's kernels, and without a full mask
         backend = "sdpa"
     if backend == "flex":
         return _flex(q_BHTD, k_BGTD, v_BGTD, 0.0, window)
@@ -180,9 +249,9 @@ def _within_window(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, backend: str,
 
 
 def masked_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BTS: Tensor | None) -> Tensor:
-    """Attention to those of S positions that each query may look at, as out of a cache; None: to all of them.
+    """Attention to the visible ones of S positions, for a cache; None: to all of them.
 
-    Queries of one group stand side by side as if they were positions: kernels that take a mask know no groups.
+    Queries of one group are arranged like positions, because kernels with masks do not support groups.
     """
     batch, heads, _, size = q_BHTD.shape
     groups = k_BGSD.shape[1]
@@ -190,14 +259,14 @@ def masked_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BTS
         visible_BTS = visible_BTS.repeat(1, heads // groups, 1)[:, None]
     q_BGXD = q_BHTD.reshape(batch, groups, -1, size)
     y_BGXD = F.scaled_dot_product_attention(q_BGXD, k_BGSD, v_BGSD, attn_mask=visible_BTS)
-    return y_BGXD.reshape(q_BHTD.shape)  # some kernels return it with the groups inside the positions
+    return y_BGXD.reshape(q_BHTD.shape)  # a copy, if the kernel returns another layout
 
 
 def window_kernel(backend: str, x: Tensor) -> str:
-    """What serves a window where `backend` serves full attention. cuDNN knows none, flash only half precision and, by
-    its entry for packed sequences, heads of 8, 16, ... 256 values.
+    """The kernel for windows when `backend` is that of full attention. cuDNN has no windows; flash takes half precision
+    and head sizes 8, 16, ... 256.
 
-    Kernels that go by bounds add gradients up in any order: none of them where torch is told to be deterministic.
+    Kernels that use bounds sum gradients in any order, so deterministic runs use blocks.
     """
     if backend == "reference":
         return "reference"
@@ -212,7 +281,7 @@ def window_kernel(backend: str, x: Tensor) -> str:
 def _torch_attention(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, dropout: float) -> Tensor:
     # Only is_causal reaches the fast kernels; an explicit mask would rule them out.
     causal, grouped = False, q_BHTD.shape[1] != k_BGTD.shape[1]
-    if q_BHTD.shape[2] > 1:  # a branch, since to a compiler that has met other lengths the comparison is a symbol
+    if q_BHTD.shape[2] > 1:  # a branch, because with dynamic shapes the comparison is a symbol to the compiler
         causal = True
     y_BHTD = F.scaled_dot_product_attention(
         q_BHTD, k_BGTD, v_BGTD, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
@@ -221,7 +290,7 @@ def _torch_attention(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, dropout: fl
 
 
 class _SameLayout(torch.autograd.Function):
-    """Nothing, but the gradient lies in memory as the result does: positions before heads, or in the order of axes."""
+    """The identity; its gradient gets the layout of the result: positions before heads, or the order of axes."""
 
     @staticmethod
     def forward(ctx, y_BHTD):
@@ -250,12 +319,12 @@ def _dropout_factors(q_BHTD: Tensor, k_BGTD: Tensor, dropout: float) -> Tensor |
 
 
 def _only(kernel: SDPBackend) -> contextlib.AbstractContextManager[Any]:
-    """torch's own context where a compiler reads along; elsewhere the same flags in less of the host's time."""
+    """torch's own context under torch.compile; otherwise the same flags with less overhead on the host."""
     return torch_attention.sdpa_kernel(kernel) if torch.compiler.is_compiling() else _Flags(kernel)
 
 
 class _Flags:
-    """Lets scaled_dot_product_attention see one kernel, and puts the flags back."""
+    """Enables one kernel of scaled_dot_product_attention, and restores the flags."""
 
     __slots__ = ("changed", "kernel")
 
@@ -287,9 +356,9 @@ def _switches() -> tuple[tuple[SDPBackend, Callable[[], bool], Callable[[bool], 
 
 
 def install_flash(backend: str) -> None:
-    """Puts FlashAttention-3 behind torch's flash entry for fa3, and torch's own kernel back for everything else.
+    """Makes torch's flash entry use FlashAttention-3 for fa3, and torch's own kernel for all other backends.
 
-    This is process-wide. torch 2.11 brought the entry; `fa3_missing` says where it cannot be used.
+    Process-wide. The entry exists since torch 2.11; `fa3_missing` tells whether it can be used.
     """
     current = getattr(torch_attention, "current_flash_attention_impl", lambda: None)()
     if backend == "fa3" and current != "FA3":
@@ -299,7 +368,7 @@ def install_flash(backend: str) -> None:
 
 
 def fa3_missing() -> str | None:
-    """Why FlashAttention-3 is not at hand, or None."""
+    """Why FlashAttention-3 cannot be used, or None."""
     known = getattr(torch_attention, "list_flash_attention_impls", None)
     if known is None or "FA3" not in known():
         return f"torch {torch.__version__} cannot take in FlashAttention-3"
@@ -314,7 +383,7 @@ def _flex(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, dropout: float, window
         raise ValueError("FlexAttention has no dropout")
     positions = q_BHTD.shape[2]
     grouped = q_BHTD.shape[1] != k_BGTD.shape[1]
-    if torch.compiler.is_compiling():  # the compiler around us shares one mask among all layers by itself
+    if torch.compiler.is_compiling():  # the compiler shares one mask among all layers by itself
         mask = _block_mask(positions, q_BHTD.device, window)
         return _flex_attention()(q_BHTD, k_BGTD, v_BGTD, block_mask=mask, enable_gqa=grouped)
     return _compiled_flex(q_BHTD.device.type)(
@@ -330,7 +399,7 @@ def _flex_attention() -> Callable[..., Any]:
 
 @functools.cache
 def _compiled_flex(kind: str) -> Callable[..., Any]:
-    """Compiled once for all layers; torch's plain form elsewhere, which has no backward on a CPU."""
+    """Compiled once for all layers; without CUDA torch's plain form, which has no backward on a CPU."""
     function = _flex_attention()
     return torch.compile(function, dynamic=False, fullgraph=True) if kind == "cuda" else function
 
@@ -367,7 +436,7 @@ def attention_failure(
     context: int,
     dropout: float = 0.0,
 ) -> str | None:
-    """Why this kernel cannot train these shapes here, or None. It is tried, forward and backward, with one sequence."""
+    """Why this kernel cannot train these shapes here, or None. It is tried on one sequence, both passes."""
     if backend in ("sdpa", "reference"):
         return None
     if backend == "fa3" and (missing := fa3_missing()) is not None:
@@ -376,23 +445,23 @@ def attention_failure(
         return missing
     if backend in ("flex", *FA4) and dropout > 0.0:
         return f"{'FlexAttention' if backend == 'flex' else 'FlashAttention-4'} has no dropout"
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             install_flash(backend)
-            for packed in (True, False):  # a model with rotary positions has them apart
+            for packed in (True, False):  # with rotary positions they are separate tensors
                 values = trial_inputs(device, dtype, heads, groups, size, context, packed=packed)
                 if (reason := _trial(backend, values, dropout)) is not None:
                     return reason
             return None
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a foreign kernel raises is the reason we are looking for
-            return _reason(backend, error, [str(warning.message) for warning in told])
+        except Exception as error:  # noqa: BLE001 - any error of the kernel is the reason
+            return _reason(backend, error, [str(warning.message) for warning in caught])
 
 
 def _trial(backend: str, qkv: Sequence[Tensor], dropout: float) -> str | None:
-    """The first positions depend on themselves only: a loss of them has a small reference, gradients too."""
+    """Compares the first positions and their gradients with a small reference."""
     y_BHTD = causal_attention(*qkv, backend=backend, dropout=dropout)
     gradients = torch.autograd.grad(y_BHTD[:, :, :_PROBED_POSITIONS].float().square().sum(), qkv)
     if not all(bool(torch.isfinite(x).all()) for x in (y_BHTD, *gradients)):
@@ -412,7 +481,7 @@ def _trial(backend: str, qkv: Sequence[Tensor], dropout: float) -> str | None:
 def trial_inputs(
     device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int, context: int, *, packed: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as a model has them: [B, T, heads, D] in memory, side by side or each on its own."""
+    """Queries, keys and values as a model has them: [B, T, heads, D] in memory, in one buffer or separate."""
     generator = torch.Generator().manual_seed(0)
     whole_BTAD = torch.randn(1, context, heads + 2 * groups, size, generator=generator).to(device, dtype)
     parts = [part.transpose(1, 2) for part in whole_BTAD.split([heads, groups, groups], dim=2)]
@@ -422,12 +491,12 @@ def trial_inputs(
     return q_BHTD, k_BGTD, v_BGTD
 
 
-def _reason(backend: str, error: Exception, told: list[str]) -> str:
-    """torch raises "No available kernel" and hides the reason among its warnings, beside those of other kernels."""
+def _reason(backend: str, error: Exception, warned: list[str]) -> str:
+    """The reason for a failure. With "No available kernel" torch gives it as one of several warnings."""
     words = {"fa3": "flash", "cudnn+fa4": "cudnn", "efficient": "memory efficient"}
     if "No available kernel" in str(error) or "No viable backend" in str(error):
         skipped = ("because", "not been runtime disabled", "runtime disabled")
-        reasons = [text for text in told if not any(word in text.lower() for word in skipped)]
+        reasons = [text for text in warned if not any(word in text.lower() for word in skipped)]
         if reasons := [text for text in reasons if words.get(backend, backend) in text.lower()] or reasons:
             return f"{backend} does not take it: {_first_sentence(reasons[0])}"
         return f"torch has no {backend} kernel for these shapes"
@@ -449,14 +518,14 @@ def picked_kernel(
     context: int,
     dropout: float = 0.0,
 ) -> str | None:
-    """The kernel that sdpa takes for these shapes, or None where torch does not tell."""
+    """The kernel that sdpa picks for these shapes, or None if torch has no answer."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it also tells what it would not pick
+        warnings.simplefilter("ignore")  # it also warns about kernels that it does not pick
         try:
             q_BHTD, k_BGTD, v_BGTD = trial_inputs(device, dtype, heads, groups, size, min(context, 1024))
             choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
                 q_BHTD, k_BGTD, v_BGTD, None, dropout, context > 1, enable_gqa=heads != groups
             )
             return _NAMES.get(SDPBackend(choice))
-        except (RuntimeError, AttributeError, TypeError, ValueError):  # private to torch: it may go any day
+        except (RuntimeError, AttributeError, TypeError, ValueError):  # a private function of torch, which may change
             return None

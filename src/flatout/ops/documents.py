@@ -1,17 +1,17 @@
-"""Several documents in one row: where each lies, and causal attention that stays inside it.
+"""Several documents packed in one row: their layout, and causal attention within each of them.
 
-Idea: whoever packs documents knows their lengths on the host, so everything a kernel asks for (bounds, the longest,
-positions, which tokens have labels) is made there, once per micro-batch, and nobody waits for the device. A document
-is a run of equal numbers in a row; padding (-1) is one more document that nobody reads. Where a `Room` is given, all
-sizes come from short lists and what is left over is empty, so that recorded work can be replayed with other documents.
+Lengths of documents are known on the host, so all arguments of kernels (bounds, the longest document, positions, tokens
+with labels) are made there, once per micro-batch, without waiting for the device. A document is a run of equal numbers
+in a row; padding (-1) is one more document, whose results are not used. With a `Room` all sizes come from short lists,
+and unused entries are empty, so that recorded passes can be replayed with other documents.
 
     reference   written out, with the mask in memory
     sdpa        torch's attention with that mask: any device, any type
     flash       torch's FlashAttention-2 over bounds: no mask, no work between documents
     fa4         FlashAttention-4 over bounds
 
-Contract: a token's result depends on its own document only, bit for bit in the kernels that go by bounds, and to
-rounding against the document alone in its row.
+Contract: a token's result depends on its own document only: bit for bit in the kernels that use bounds, and up to
+rounding compared with the document alone in a row.
 
 Shape legend: B rows, T tokens of a row, N = B·T, E documents, H query heads, G key/value heads, D head size, L labels.
 """
@@ -31,45 +31,45 @@ from flatout.ops.attention import trial_inputs, varlen_attention, window_mask
 from flatout.ops.reference import IGNORED, attention_reference
 
 BY_BOUNDS = ("flash", "fa4")
-_STEP = 128  # what kernels hear of the longest document and of labels is rounded up to this: shapes come again
-_TOKENS = 256  # the smallest joined row, and the least that two of them differ by
-_ROWS_PER_OCTAVE = 16  # joined rows between one power of two and the next: at most a sixteenth of one is padding
-_SHARES = 8  # labels are counted in such parts of a row
-_FULL = 0.95  # a row that is full to this share
+_STEP = 128  # the longest document and the number of labels are rounded up to this, so that shapes repeat
+_TOKENS = 256  # the smallest joined row, and the smallest difference between two lengths
+_ROWS_PER_OCTAVE = 16  # lengths of joined rows per power of two: at most a sixteenth is padding
+_SHARES = 8  # the number of labels is rounded up to such a part of a row
+_FULL = 0.95  # rows filled to this share are not joined
 Part = tuple[Tensor, Tensor, "DocumentLayout"]  # tokens, targets and where documents lie
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Sizes that are the same in all steps of a run, so that recorded and compiled code meets few shapes.
+    """Sizes that are the same in all steps of a run, so that recorded and compiled code sees few shapes.
 
-    With `joined`, the rows of a micro-batch become one row without the padding between them, for kernels that go by
-    bounds and know no rows. Its length comes from a short list. Rows that single documents fill stay as they are.
+    `joined`: the rows of a micro-batch become one row without the padding between them, for kernels that use bounds.
+    Its length comes from a short list. Rows that single documents fill are not joined.
     """
 
-    documents: int  # most documents of a step
-    reach: int  # tokens of the longest document of all
+    documents: int  # largest number of documents in a step
+    reach: int  # tokens of the longest document
     joined: bool
 
     @property
     def longest(self) -> int:
-        """What kernels hear of the longest document."""
+        """Length of the longest document as kernels get it, rounded up."""
         return _rounded(self.reach, _STEP)
 
     def bounds(self, rows: int, tokens: int) -> int:
-        """How many bounds a layout has: for the most documents there can be, and for padding, which has its own."""
+        """Number of bounds of a layout: for the largest number of documents, and for pieces of padding."""
         padding = -(-_gap(tokens) // self.longest) if self.joined else rows
         return self.documents + padding + 1
 
 
 def joined_length(tokens: int) -> int:
-    """The length of the joined row that takes so many tokens."""
+    """The length of a joined row for `tokens` tokens."""
     length = _rounded(max(1, tokens), _TOKENS)
     return _rounded(length, _gap(length))
 
 
 def _gap(length: int) -> int:
-    """What joined rows of about this length differ by."""
+    """The difference between possible lengths of joined rows, near this length."""
     return max(_TOKENS, 2 ** ((length - 1).bit_length() - 1) // _ROWS_PER_OCTAVE)
 
 
@@ -79,7 +79,7 @@ def _rounded(count: int, unit: int) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedRows:
-    """What the host knows of a batch of packed rows, and how it is cut into micro-batches.
+    """A batch of packed rows on the host, which is cut into micro-batches.
 
     Without `room` every micro-batch has the sizes that it needs.
     """
@@ -88,23 +88,23 @@ class PackedRows:
     documents_BT: npt.NDArray[np.int32]  # -1 is padding
     targets_BT: npt.NDArray[np.int64]
     room: Room | None = None
-    stands_in: bool = False  # for a process that has nothing in this step: its tokens count for nothing
+    stands_in: bool = False  # a dummy batch, for a process without samples in this step: its tokens do not count
     _parts: dict[tuple[int, int], Part] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def tokens(self) -> int:
-        """Tokens that are no padding."""
+        """Tokens without padding."""
         return 0 if self.stands_in else int(np.count_nonzero(self.documents_BT >= 0))
 
     def cuts(self, micro_batch: int) -> list[slice]:
-        """The rows of each micro-batch, of which all have about the same number and none more than `micro_batch`."""
+        """The rows of each micro-batch: about equal numbers, at most `micro_batch`."""
         rows = len(self.documents_BT)
         count = -(-rows // micro_batch)
         ends = [rows * number // count for number in range(count + 1)]
         return [slice(first, end) for first, end in itertools.pairwise(ends)]
 
     def prepare(self, micro_batch: int, *, pin: bool) -> None:
-        """Makes the parts of a batch before they are asked for, in memory from which devices copy by themselves."""
+        """Makes all parts ahead of their use; `pin`: in pinned memory, for asynchronous copies."""
         for rows in self.cuts(micro_batch):
             made = self._made(rows)
             self._parts[rows.start, rows.stop] = _each(Tensor.pin_memory, made) if pin else made
@@ -119,11 +119,11 @@ class PackedRows:
         return made if device.type == "cpu" else _each(lambda x: x.to(device, non_blocking=True), made)
 
     def places(self, micro_batch: int) -> int:
-        """Tokens that a device works on, padding included."""
+        """Tokens that the device processes, padding included."""
         return sum(self._joined_length(rows) or self.documents_BT[rows].size for rows in self.cuts(micro_batch))
 
     def _joined_length(self, rows: slice) -> int | None:
-        """The length of the row that takes their place, or None where they stay."""
+        """The length of the joined row, or None if the rows are not joined."""
         if self.room is None or not self.room.joined:
             return None
         documents = self.documents_BT[rows]
@@ -154,9 +154,9 @@ def _joined(
     length: int,
     longest: int,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """The same documents in one row, its padding at the end and in pieces that are no longer than `longest`."""
+    """The same documents in one row, with padding at the end in pieces of at most `longest` tokens."""
     inside = documents_BT >= 0
-    # Numbers begin anew in each row: two neighbours must not have the same one.
+    # Numbers start at 0 in each row, but neighbours in the joined row need different ones.
     numbers = documents_BT + np.arange(len(documents_BT), dtype=np.int32)[:, None] * documents_BT.shape[1]
     count = int(np.count_nonzero(inside))
     tokens_T, targets_T = np.zeros(length, dtype=np.int64), np.full(length, IGNORED, dtype=np.int64)
@@ -168,19 +168,18 @@ def _joined(
 
 @dataclasses.dataclass(frozen=True)
 class DocumentLayout:
-    """Where documents lie in packed rows. Made by `lay_out`; tensors are on the device.
+    """The layout of documents in packed rows, made by `lay_out`; tensors are on the device.
 
-    Whoever replays recorded work with other documents copies their tensors into those of the recording; that is right
-    where `sizes` agree.
+    To replay a recorded pass with other documents, copy their tensors into those of the recording; `sizes` must agree.
     """
 
-    documents_BT: Tensor  # int32: each document of the batch has a number of its own
+    documents_BT: Tensor  # int32: a number for each document of the batch
     positions_BT: Tensor  # int64, from 0 in each document; 0 in padding, which may be longer than a context
     bounds_E: Tensor  # int32, E + 1 of them, over all rows one after the other; empty documents may follow
-    longest: int  # tokens of the longest document, padding included, or more
-    reach: int  # positions that are needed: tokens of the longest document that is none
-    labelled_L: Tensor | None  # int64: tokens with a label, and one without for each place that is left over
-    alone: bool = False  # each row has one document, and padding after it: plain causal attention does as well
+    longest: int  # at least the length of the longest document, padding included
+    reach: int  # positions needed: the length of the longest document, without padding
+    labelled_L: Tensor | None  # int64: indices of tokens with a label, filled up with a token without one
+    alone: bool = False  # each row has one document followed by padding, so plain causal attention is the same
 
     @functools.cached_property
     def in_one_row(self) -> "DocumentLayout":
@@ -191,7 +190,7 @@ class DocumentLayout:
     @property
     def visible_B1TS(self) -> Tensor:
         """The mask, for kernels that need one; made once for all layers."""
-        # A compiler cannot look into what is kept in Python, and sees by itself that layers ask for the same.
+        # A compiler cannot trace the Python cache, and shares the mask between layers by itself.
         return document_mask(self.documents_BT)[:, None] if torch.compiler.is_compiling() else self._kept_mask
 
     @functools.cached_property
@@ -200,18 +199,18 @@ class DocumentLayout:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that differs between layouts of the same sizes."""
+        """All tensors: what differs between layouts of the same sizes."""
         return tuple(value for value in self._values().values() if isinstance(value, Tensor))
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """All that kernels are launched by."""
+        """All that the launch of kernels depends on."""
         values = self._values()
-        values.pop("reach")  # only looked at by the host
+        values.pop("reach")  # only the host uses it
         return tuple(value.shape if isinstance(value, Tensor) else value for value in values.values())
 
     def each(self, function: Callable[[Tensor], Tensor]) -> "DocumentLayout":
-        """A layout of what `function` makes of every tensor."""
+        """The layout with `function` applied to every tensor."""
         tensors = {name: value for name, value in self._values().items() if isinstance(value, Tensor)}
         return dataclasses.replace(self, **{name: function(value) for name, value in tensors.items()})
 
@@ -223,8 +222,8 @@ class DocumentLayout:
         return {}
 
     def added_B1TS(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """The mask, of a window or of whole documents, as what is added to scores. From a mask of booleans torch makes
-        this anew in every layer, and keeps it for backward: as many of them as there are layers."""
+        """The mask, of a window or of whole documents, as values to add to scores. From a boolean mask torch would make
+        these in every layer and save them all for backward."""
         kind = dtype, window
         if kind not in self._added:
             visible = _near(self.visible_B1TS, window)
@@ -241,8 +240,8 @@ def lay_out(
 ) -> DocumentLayout:
     """The layout of rows in which a document is a run of one number.
 
-    With targets, the places of labels come along: the head then works on these alone. They are padded with a token that
-    has no label, so where every token has one, or there are as many places as tokens, there is nothing to select.
+    With targets it includes the tokens with labels, and the head works on these only. They are padded with a token
+    without a label. If there is no such token, or padding makes them as many as all tokens, the head works on all.
     """
     rows, length = documents_BT.shape
     begins = np.ones((rows, length), dtype=bool)
@@ -298,7 +297,7 @@ def _places(targets_N: npt.NDArray[np.int64], unit: int) -> npt.NDArray[np.int64
 def document_attention(
     q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, layout: DocumentLayout, *, backend: str, window: int | None = None
 ) -> Tensor:
-    """Attention of every token to those before it in its document, or to the last `window` of them."""
+    """Attention of every token to itself and those before it in its document, or to the last `window` of these."""
     window = None if window is None or window >= layout.longest else window
     if backend in BY_BOUNDS:
         longest = _rounded(layout.longest, _STEP)
@@ -318,7 +317,7 @@ def document_attention(
 def document_failure(
     backend: str, device: torch.device, dtype: torch.dtype, *, heads: int, groups: int, size: int
 ) -> str | None:
-    """Why this kernel cannot train packed documents here, or None. It is tried, forward and backward, on three."""
+    """Why this kernel cannot train packed documents here, or None. It is tried on three documents, both passes."""
     lengths = (70, 1, 185)
     layout = lay_out(np.repeat(np.arange(3, dtype=np.int32), lengths)[None], None, device)
     parts = trial_inputs(device, dtype, heads, groups, size, sum(lengths))
@@ -334,13 +333,13 @@ def document_failure(
                 return f"{backend} is {difference:.2g} away from the reference in packed documents"
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a foreign kernel raises is the reason we are looking for
+    except Exception as error:  # noqa: BLE001 - any error of the kernel is the reason
         return f"{backend} failed in packed documents: {type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
     return None
 
 
 def document_mask(documents_BT: Tensor) -> Tensor:
-    """True where token t may look at token s: [B, T, S]."""
+    """True where token t sees token s: [B, T, S]."""
     length = documents_BT.shape[1]
     earlier_TS = torch.ones(length, length, dtype=torch.bool, device=documents_BT.device).tril()
     return (documents_BT[:, :, None] == documents_BT[:, None, :]) & earlier_TS

@@ -1,16 +1,15 @@
 """Output head and loss in one operation: hidden states in, summed loss out.
 
-The sum, not the mean: only the training step knows how many labelled tokens the whole batch has, and a mean of means
-over micro-batches would weigh them wrongly. The softmax runs in fp32 at least.
+The loss is a sum because only the training step knows the number of labelled tokens in the whole batch: a mean of means
+over micro-batches would weigh tokens unequally. The softmax is in fp32 at least.
 
-Three paths, one result. `plain` keeps all logits: 6.6 GB for 65,536 tokens of GPT-2. `chunked` keeps none and computes
-each chunk's logits again in backward. `fused` differentiates each chunk while its logits are there: nothing is
-computed twice, and what waits for backward is one gradient of the hidden states and one of the weights.
+Three paths with the same result. `plain` keeps all logits: 6.6 GB for 65,536 tokens of GPT-2. `chunked` keeps none and
+recomputes each chunk's logits in backward. `fused` differentiates each chunk while its logits exist: nothing is
+computed twice, and only the gradients of the hidden states and of the weights are kept for backward.
 
-Under torch.compile `fused` is one operation of its own, with its loop inside. A compiler that looks into the loop may
-put all chunks' logits first and their products last, and keeps the logits of many chunks; torch 2.11's cannot even
-trace the sum of products that are added up in a wider type. What can be fused, the softmax between two products, is
-compiled alone, once for all chunks.
+Under torch.compile `fused` is a custom operation that contains the loop. A compiler that traces the loop may compute
+the logits of many chunks first and keep them all; torch 2.11 cannot trace a sum of products in a wider type either.
+Only the softmax between the two products is compiled, once for all chunks.
 
 Shape legend: N tokens, W width, V vocabulary, P padded vocabulary.
 """
@@ -50,7 +49,7 @@ def linear_cross_entropy(
     With a `cap` above 0 logits are cap·tanh(logits / cap).
     """
     if path == "fused":
-        # Asked here: what autograd tells a function of its inputs is the same without gradients.
+        # Decided here, because `ctx.needs_input_grad` does not depend on whether gradients are enabled.
         learning = torch.is_grad_enabled() and (hidden_NW.requires_grad or weight_VW.requires_grad)
         frozen = learning and not weight_VW.requires_grad
         how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap)
@@ -60,7 +59,7 @@ def linear_cross_entropy(
     total = hidden_NW.new_zeros((), dtype=torch.promote_types(hidden_NW.dtype, torch.float32))
     kind = hidden_NW.device.type
     autocasting, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    # Each chunk casts the weight for itself: through a cached copy their gradients would be summed in its narrow type.
+    # Each chunk casts the weight: with autocast's cached cast, gradients would be summed in the narrow type.
     with torch.autocast(kind, dtype, enabled=autocasting, cache_enabled=False):
         for hidden, targets in zip(hidden_NW.split(chunk), targets_N.split(chunk), strict=True):
             arguments = (hidden, weight_VW, targets, label_smoothing, pad_vocab, cap)
@@ -76,10 +75,10 @@ def _plain_loss(
 
 
 def padded_logits(hidden: Tensor, weight_VW: Tensor, pad_vocab: int, cap: float = 0.0) -> Tensor:
-    """`hidden @ weight.T` in at least fp32, the product computed for V rounded up to a multiple of `pad_vocab`.
+    """`hidden @ weight.T` in at least fp32; the product is computed with V rounded up to a multiple of `pad_vocab`.
 
-    A row length that is no multiple of 8 elements keeps matrix units from their fast layout. The padding exists only
-    inside this product: the parameter, its optimizer state and its checkpoint never see it.
+    Matrix units are fast only if rows have a multiple of 8 elements. The padding exists in this product only, not in
+    the parameter, its optimizer state or checkpoints.
     """
     vocab = weight_VW.shape[0]
     missing = -vocab % pad_vocab
@@ -90,7 +89,7 @@ def padded_logits(hidden: Tensor, weight_VW: Tensor, pad_vocab: int, cap: float 
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Loss and, chunk by chunk, its gradients; backward only multiplies them by the gradient of the sum."""
+    """Computes the loss and, chunk by chunk, its gradients; backward only scales them by the gradient of the sum."""
 
     @staticmethod
     def forward(ctx, hidden_NW, weight_VW, targets_N, how):
@@ -98,7 +97,7 @@ class _FusedLoss(torch.autograd.Function):
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NW.dtype
         work = _Work(*how)
         if torch.compiler.is_compiling():
-            # Rounded out here, where the compiler can do it together with the norm before.
+            # Cast outside of the operation, so that the compiler can fuse it with the norm before.
             total, *gradients = _one_operation(hidden_NW.to(narrow), weight_VW, targets_N, *how)
         else:
             total, *gradients = room = work.room(hidden_NW, weight_VW, narrow)
@@ -113,7 +112,7 @@ class _FusedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dtotal):
         dhidden_NW, *of_weight = ctx.saved_tensors  # a frozen head has none
-        # Both were made here and are used once, so they are scaled where they stand; a compiler sees to that itself.
+        # Both belong to this function and are used once, so scale them in place; a compiler does that by itself.
         if ctx.kernels == "triton":
             from flatout.ops.kernels.launch import scale_in_place as scaled
         else:
@@ -137,11 +136,11 @@ class _Work:
     fp8: bool
     tuned: bool
     learning: bool
-    frozen: bool  # learning without a gradient of the weights
-    cap: float  # 0: none
+    frozen: bool  # no gradient of the weights
+    cap: float  # 0: no cap
 
     def room(self, hidden_NW: Tensor, weight_VW: Tensor, narrow: torch.dtype) -> list[Tensor]:
-        """Where the summed loss goes, and when learning its gradients: of the hidden states, of the padded weights.
+        """Output tensors: the summed loss, and when learning the gradients of hidden states and padded weights.
 
         `narrow` is the type of products.
         """
@@ -222,15 +221,15 @@ def _one_operation(
     frozen: bool,
     cap: float,
 ) -> list[Tensor]:
-    """The fused loss for compiled code, which calls it without a look inside. Products are in the type of `hidden_NW`.
+    """The fused loss as an opaque operation for compiled code. Products are in the type of `hidden_NW`.
 
-    A CPU spends its time in the products and compiles slowly, so that only a GPU has the softmax compiled.
+    The softmax is compiled on a GPU only: a CPU spends its time in the products, and compiling is slow.
     """
     work = _Work(label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap)
     room = work.room(hidden_NW, weight_VW, hidden_NW.dtype)
-    # torch runs the first call of compiled code under a watch of its own, in which tensors seem to be of another kind.
-    # Tensors of inference mode are always of the same: the softmax is compiled once, and never while a graph is
-    # recorded. What is returned was made outside.
+    # torch runs the first call of compiled code in a mode in which tensors look different to the compiler. Inference
+    # tensors always look the same: the softmax is compiled once, and never while a graph is recorded. The returned
+    # tensors were made outside of inference mode.
     with torch.inference_mode():
         work.fill(room, hidden_NW, weight_VW, targets_N.clone(), hidden_NW.dtype, compiled=hidden_NW.is_cuda)
     return room
@@ -243,12 +242,12 @@ def _(hidden_NW, weight_VW, targets_N, *how):
 
 @functools.cache
 def _compiled_rows_loss() -> Callable[..., Tensor]:
-    """Compiled once for all chunks. A shorter last chunk is another shape and compiled apart."""
+    """Compiled once for all chunks, and once more for a shorter last chunk."""
     return torch.compile(_torch_rows_loss, dynamic=False)
 
 
 class _NarrowHead:
-    """The head's two products towards logits and hidden states, in 8 bits. Hidden states and weights round once."""
+    """The head's products for logits and hidden states in 8 bits. Hidden states and weights are rounded once."""
 
     def __init__(self, hidden_NW: Tensor, weight_PW: Tensor, learning: bool) -> None:
         from flatout.ops.kernels import fp8
@@ -264,7 +263,7 @@ class _NarrowHead:
         return self.fp8.narrow_product(hidden_NW[part], units[0], weight_PW, units[1], dtype, fast=True)
 
     def room_for_gradient(self, logits_CP: Tensor) -> dict[str, Tensor]:
-        """Where the loss kernel can write the 8-bit gradient beside the other one, if it can."""
+        """A tensor in which the loss kernel also writes the gradient in 8 bits; on CUDA only."""
         return {"narrow_NP": torch.empty_like(logits_CP, dtype=E4M3)} if logits_CP.is_cuda else {}
 
     def input_gradient(self, dlogits_CP: Tensor, *, narrow_NP: Tensor | None = None, out: Tensor) -> None:
@@ -278,7 +277,7 @@ class _NarrowHead:
 def _torch_rows_loss(
     logits_CP: Tensor, targets_C: Tensor, vocab: int, label_smoothing: float, gradient: bool, cap: float = 0.0
 ) -> Tensor:
-    """Loss per row; with `gradient` the logits are overwritten with their gradient."""
+    """Loss per row; `gradient`: overwrites the logits with their gradient."""
     wide = logits_CP[:, :vocab].to(torch.promote_types(logits_CP.dtype, torch.float32))
     if cap > 0.0:
         wide = torch.tanh(wide / cap)
@@ -289,7 +288,7 @@ def _torch_rows_loss(
     if label_smoothing > 0:
         losses_C = losses_C - label_smoothing * log_p_CV.mean(dim=-1)
     if gradient:
-        if torch.compiler.is_compiling():  # fused into what is around it; a scatter would be a wide copy in memory
+        if torch.compiler.is_compiling():  # can be fused; a scatter would need a wide copy in memory
             hit_CV = index_C1 == torch.arange(vocab, device=logits_CP.device)
             share_CV = log_p_CV.exp() - label_smoothing / vocab - (1 - label_smoothing) * hit_CV
         else:
@@ -311,7 +310,7 @@ def _multiply(a: Tensor, b: Tensor, tuned: bool, out: Tensor | None = None) -> T
 
 
 def _write_product(into: Tensor, a: Tensor, b: Tensor, tuned: bool, *, add: bool) -> None:
-    """a @ b into a tensor of the same or a wider type, or added to it; the sums are in that type."""
+    """Writes a @ b to `into`, which has the same or a wider type, or adds it; sums are in that type."""
     if a.dtype == into.dtype:
         into.addmm_(a, b) if add else torch.mm(a, b, out=into)
     elif a.device.type != "cuda" or into.dtype != torch.float32:

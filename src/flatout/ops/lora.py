@@ -1,33 +1,31 @@
 """Low-rank adapters on a frozen linear layer: y = x Wᵀ + bias + s · (x Aᵀ) Bᵀ.
 
-Idea: several projections share one input and one matrix here (queries, keys and values; gate and up). Their adapters
-share one product too: the A of all parts are stacked to [R, I], and the B of part p maps its own columns of x Aᵀ to
-its own rows of y. As one matrix B is [O, R] with zeros outside those blocks. A part may be missing, and ranks may
-differ. The scale s goes into A before A is rounded to the type of the product, so it costs no rounding of its own.
+Several projections share one input and one matrix (queries, keys and values; gate and up), so their adapters share one
+product too. The A of all parts are stacked to [R, I]; the B of part p maps its own columns of x Aᵀ to its own rows of
+y, so B as one matrix is [O, R] with zeros outside those blocks. Parts may be missing and ranks may differ. The scale s
+is multiplied into A before A is rounded to the type of the product, so it adds no rounding.
 
-Two forms here, one result:
+Two forms with the same result:
 - `lora_reference`, the plain one, differentiated by autograd.
-- `lora_product`: the base product, then the thin one added in place. Backward keeps x and the thin x Aᵀ only; the
-  frozen weight gets no gradient work; gradients of A and B leave in fp32. With B = 0 it is the base product, bit for
-  bit.
+- `lora_product`: the base product, to which the thin one is added in place. Backward saves only x and the thin x Aᵀ. It
+  computes no gradient of the frozen weight; gradients of A and B are fp32. With B = 0 it equals the base product, bit
+  for bit.
 
-A third is in ops/kernels/frozen.py, with a `JoinedWeight`: [x, u] @ [W, B]ᵀ, u = s · x Aᵀ, is ONE product, so the
-addition costs no pass over y and no rounding. W lies in a wider and longer buffer, B in the columns to its right, A in
-the rows below it:
+A third form in ops/kernels/frozen.py uses a `JoinedWeight`: [x, u] @ [W, B]ᵀ with u = s · x Aᵀ is ONE product, so the
+addition takes no pass over y and no rounding. W is part of a larger buffer, with B to its right and A below it:
 
         [ W  B ]      forward reads the upper rows:   [x, u]  @ [W, B]ᵀ
         [ A  · ]      backward the left columns:      [dy, g] @ [W; A]
 
-The corner is never read. Both foldings share one copy of W, and all that is added is A and B.
+The corner is never read. Both products share one copy of W.
 
-DoRA: y = f · (x Wᵀ + s (x Aᵀ) Bᵀ) + bias with f = magnitude / ‖W + s B A‖ per row of an adapted part, the norm taken as
-a constant. Rows without an adapter have f = 1. Backward then keeps y as it is before the factor, too.
+DoRA: y = f · (x Wᵀ + s (x Aᵀ) Bᵀ) + bias with f = magnitude / ‖W + s B A‖ per row of an adapted part; the norm counts
+as a constant. Rows without an adapter have f = 1. Backward also saves y before the factor.
 
-Contract: products are in the type of the weight (under autocast in autocast's), with sums in fp32. The result has
-that type. x may be of another one. The weight must be frozen; a bias may be trained.
-Trap: `JoinedWeight` holds copies of A and B. Whoever changes those must `refresh` it, and not between a forward pass
-and its backward pass: that is refused by the buffer's version. A kernel that writes into it without moving its version
-is not found out.
+Contract: products are in the type of the weight (under autocast in autocast's), with sums in fp32. The result has that
+type; x may have another one. The weight must be frozen; a bias may be trained.
+Trap: `JoinedWeight` holds copies of A and B: call `refresh` after changing them, but not between a forward pass and its
+backward pass. The buffer's version is checked for that, except for kernels that write without increasing it.
 
 Shape legend: N tokens, I inputs, O outputs, R ranks of all parts together, K = I + R, P adapted rows.
 """
@@ -60,7 +58,7 @@ class LoraPart:
 
 @dataclasses.dataclass(frozen=True)
 class LoraLayout:
-    """Which rows of a matrix have which adapter, in order of the rows."""
+    """The adapters of a matrix, in the order of its rows."""
 
     outputs: int
     parts: tuple[LoraPart, ...]
@@ -85,7 +83,7 @@ class LoraLayout:
 
     @property
     def spans(self) -> list[slice]:
-        """Each part's place among the stacked ranks."""
+        """Each part's slice of the stacked ranks."""
         ends, end = [], 0
         for part in self.parts:
             ends.append(slice(end, end + part.rank))
@@ -94,17 +92,17 @@ class LoraLayout:
 
     @property
     def whole(self) -> bool:
-        """One part with all rows: B needs no zeros around it."""
+        """Whether a single part covers all rows, so that B has no zero blocks."""
         return len(self.parts) == 1 and self.parts[0].rows == self.outputs
 
     def adapted(self, x: Tensor) -> Tensor:
-        """What `x` has on its last axis for the adapted rows, part after part."""
+        """The adapted rows of `x`, which are on its last axis, part after part."""
         if self.rows == self.outputs:
             return x
         return torch.cat([x[..., part.span] for part in self.parts], dim=-1)
 
     def spread(self, x_P: Tensor, fill: float) -> Tensor:
-        """The counterpart of `adapted`, with `fill` in all other rows."""
+        """The inverse of `adapted`, with `fill` in all other rows."""
         if self.rows == self.outputs:
             return x_P
         x_O = torch.full((self.outputs,), fill, dtype=x_P.dtype, device=x_P.device)
@@ -128,9 +126,9 @@ def lora_reference(
     magnitude_P: Tensor | None = None,
     norm_P: Tensor | None = None,
 ) -> Tensor:
-    """The definition, in x's type. `keep` has the dropout factors (0 or 1/(1-p)) when there are any.
+    """The definition, in x's type. `keep`: dropout factors (0 or 1/(1-p)).
 
-    With dropout DoRA scales two different products: the plain one of x, and its change by the factor of dropped x.
+    DoRA with dropout has two base products: that of x, and that of dropped x, which the factor scales.
     """
     weight_OI = weight_OI.to(x.dtype)
     base = x @ weight_OI.T
@@ -161,7 +159,7 @@ def adapted_weight(
 
 @torch.no_grad()
 def dora_norm(weight_OI: Tensor, a_RI: Tensor, b: Sequence[Tensor], layout: LoraLayout) -> Tensor:
-    """‖W + s B A‖ of every adapted row, in fp32 or wider; some rows at a time, for the memory's sake."""
+    """‖W + s B A‖ of every adapted row, in fp32 or wider; some rows at a time, to save memory."""
     norms = []
     for index, part in enumerate(layout.parts):
         for start in range(0, part.rows, ROWS_AT_ONCE):
@@ -175,7 +173,7 @@ def dora_norm(weight_OI: Tensor, a_RI: Tensor, b: Sequence[Tensor], layout: Lora
 
 @torch.no_grad()
 def fill_operands(a_out_RI: Tensor, b_out_OR: Tensor, a_RI: Tensor, b: Sequence[Tensor], layout: LoraLayout) -> None:
-    """Writes s · A and the blocks of B, each rounded once. What lies between the blocks stays, and must be zero."""
+    """Writes s · A and the blocks of B, each rounded once. The space between the blocks must be zero already."""
     for part, span, b_p in zip(layout.parts, layout.spans, b, strict=True):
         torch.mul(a_RI[span], part.scale, out=a_out_RI[span])
         b_out_OR[part.span, span].copy_(b_p)
@@ -194,10 +192,10 @@ def operands(a_RI: Tensor, b: Sequence[Tensor], layout: LoraLayout, dtype: torch
 
 
 class JoinedWeight:
-    """W with B beside it and A below it, in one buffer; see the top of this file."""
+    """W with B to its right and A below it, in one buffer; see the top of this file."""
 
     def __init__(self, weight_OI: Tensor, layout: LoraLayout, dtype: torch.dtype | None = None) -> None:
-        """Copies the weight. `dtype` is the type of the products, that of the weight if not given."""
+        """Copies the weight. `dtype`: the type of the products; None: that of the weight."""
         self.layout, self.dtype = layout, dtype or weight_OI.dtype
         outputs, inputs = weight_OI.shape
         step = max(1, ALIGNMENT_BYTES // self.dtype.itemsize)
@@ -212,7 +210,7 @@ class JoinedWeight:
 
     @torch.no_grad()
     def refresh(self, a_RI: Tensor, b: Sequence[Tensor]) -> None:
-        """Takes over new values of the adapter; after every update."""
+        """Copies new values of the adapter; call it after every update."""
         fill_operands(self.a_RI, self.b_OR, a_RI, b, self.layout)
 
 
@@ -220,7 +218,7 @@ class JoinedWeight:
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right with a result in fp32 (or wider), not rounded to the inputs' type on the way."""
+    """left @ right with an fp32 (or wider) result that is not rounded to the inputs' type."""
     wide = torch.promote_types(left.dtype, torch.float32)
     if left.dtype == wide:
         return left @ right
@@ -244,17 +242,17 @@ def adapter_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class LoraCall:
-    """How `lora_product` goes about it. None of it changes the result beyond rounding, except dropout."""
+    """Options of `lora_product`."""
 
-    dropout: float = 0.0  # the share of x that the adapter does not see; the base product sees all of it
-    in_place: bool = True  # selective checkpointing keeps the base product's result, which must then stay as it is
+    dropout: float = 0.0  # on the adapter's input; the base product gets all of x
+    in_place: bool = True  # False for selective checkpointing, which saves the base product's result
 
 
 class _LoraProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *values):
-        # Not by name: where no gradient is asked for, torch's compiler counts the names, `*b` as one of them, and takes
-        # a call with two parts of B for one without `ctx`.
+        # No named parameters: without gradients torch's compiler counts them, `*b` as one, and mistakes a call with two
+        # parts of B for one without `ctx`.
         x, weight, bias, a, magnitude, norm, layout, how, dtype, *b = values
         ctx.layout, ctx.how, ctx.x_dtype = layout, how, x.dtype
         shape = x.shape
@@ -269,10 +267,10 @@ class _LoraProduct(torch.autograd.Function):
             plain = factor = None
             if magnitude is not None:
                 factor = layout.spread(magnitude / norm, 1.0)
-                # f (y - bias) + bias, so written that f = 1 gives back y to the last bit
+                # f (y - bias) + bias, in a form that is exactly y for f = 1
                 rest = torch.zeros_like(factor) if bias is None else (1 - factor) * bias
                 plain, y = y, torch.addcmul(rest, y, factor, out=torch.empty_like(y))
-        # The weight as it is: a copy in another type, kept until backward, would weigh as much as all layers do.
+        # Save the weight itself: casts of all layers, saved until backward, would be a second copy of the model.
         ctx.save_for_backward(x, u, mask, weight, a_RI, b_OR, plain, factor, norm, None if factor is None else bias)
         return y.view(*shape[:-1], layout.outputs)
 
@@ -296,7 +294,7 @@ class _LoraProduct(torch.autograd.Function):
                 dy = torch.mul(dy, factor, out=torch.empty_like(dy))
             g = dy @ b_OR
             if needed[0]:
-                if mask is not None:  # what was dropped for the adapter gets no gradient from it
+                if mask is not None:  # dropped inputs get no gradient from the adapter
                     dx = torch.addcmul(dy @ weight.to(dy.dtype), g @ a_RI, mask, value=1 / (1 - how.dropout))
                 else:
                     dx = (dy @ weight.to(dy.dtype)).addmm_(g, a_RI)
@@ -319,14 +317,14 @@ def lora_product(
     norm_P: Tensor | None = None,
     how: LoraCall | None = None,
 ) -> Tensor:
-    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, with gradients of all but W; `norm_P` is `dora_norm`, for DoRA."""
+    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, with gradients for all but W. `norm_P`: `dora_norm`, for DoRA."""
     how = how or LoraCall()
     if weight_OI.requires_grad:
         raise ValueError("the weight under an adapter must be frozen: it gets no gradient here")
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_OI.dtype
     if magnitude_P is not None and how.dropout > 0:
-        # Two base products with different inputs: nothing here to be fast about.
+        # Two base products with different inputs: there is no fast form.
         with torch.autocast(kind, enabled=False):
             keep = F.dropout(torch.ones_like(x, dtype=dtype), how.dropout)
             values = (x.to(dtype), weight_OI, bias_O, a_RI, b, layout)

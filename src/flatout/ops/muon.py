@@ -1,11 +1,11 @@
-"""What Muon does with a matrix: momentum, an orthogonal update by Polar Express, NorMuon's second moment, decay.
+"""Muon's update of a matrix: momentum, orthogonalisation by Polar Express, NorMuon's second moment, decay.
 
-The update of a matrix G = U S V' is about U V': every direction moves by the same amount. Polar Express (Amsel et al.,
-arXiv 2505.16932) comes near it by five odd polynomials of degree 5, which are products of matrices alone.
+The update of a matrix G = U S V' is approximately U V': every direction moves by the same amount. Polar Express (Amsel
+et al., arXiv 2505.16932) approximates it by five odd polynomials of degree 5, which need matrix products only.
 
-Contract: numbers are tensors on the device, and where `finite` is false nothing changes. A matrix of a stack gets the
-same bits whatever the others hold, but not if there are more or fewer of them: who needs the same bits keeps stacks
-as they are. Products are in the type of the matrices only where autocast is off.
+Contract: numbers are tensors on the device; if `finite` is false, nothing changes. The result for a matrix does not
+depend on the values of other matrices in its stack, but its rounding depends on their number: for bit-identical results
+keep the stacks the same. Products are in the type of the matrices, so autocast must be off.
 
 Shape legend: N matrices of a stack, R rows, C columns, K = max(R, C).
 """
@@ -23,14 +23,14 @@ POLAR_EXPRESS = (
     (3.2858, -2.3681, 0.4645),
     (2.3465, -1.7098, 0.4232),
 )
-SAFETY = 1.02  # no singular value may be above 1, rounding included
+SAFETY = 1.02  # keeps singular values below 1 in spite of rounding
 NORMUON_BETA = 0.9
-SMALLEST = 1e-10  # that a second moment, or a norm, counts for
+SMALLEST = 1e-10  # lower bound of second moments and norms
 _TINY = 1e-7
 
 
 class Numbers(NamedTuple):
-    """The numbers of one update, as tensors of no dimensions; `finite` is true or false."""
+    """Scalars of one update, as tensors on the device. `finite` is a boolean."""
 
     rate: Tensor
     decay: Tensor
@@ -40,12 +40,12 @@ class Numbers(NamedTuple):
 
 
 def product_type(weight: Tensor) -> torch.dtype:
-    """The type in which matrices are orthogonalised: bf16 on a GPU, that of the weights elsewhere."""
+    """The type of orthogonalisation: bf16 on a GPU, the weights' type elsewhere."""
     return torch.bfloat16 if weight.device.type == "cuda" else weight.dtype
 
 
 def advance_reference(gradient: Tensor, moving: Tensor, out: Tensor | None, numbers: Numbers) -> None:
-    """Moves the momentum, and writes what is to be orthogonalised, by Nesterov's rule, to `out`."""
+    """Updates the momentum, and writes the Nesterov momentum, which is then orthogonalised, to `out`."""
     divisor, momentum = (number.to(moving.dtype) for number in (numbers.divisor, numbers.momentum))
     gradient = gradient / divisor
     moved = moving.lerp(gradient, 1 - momentum)
@@ -55,7 +55,7 @@ def advance_reference(gradient: Tensor, moving: Tensor, out: Tensor | None, numb
 
 
 def apply_reference(weight: Tensor, update: Tensor, numbers: Numbers, *, decays: bool, cautious: bool) -> None:
-    """Subtracts the update times the rate; decay, too, times the rate, of all weights or those that it agrees with."""
+    """Subtracts rate · (update + decay · weight); `cautious` decays only where update and weight have one sign."""
     rate, decay = (number.to(weight.dtype) for number in (numbers.rate, numbers.decay))
     change = update.to(weight.dtype)
     if decays:
@@ -65,20 +65,20 @@ def apply_reference(weight: Tensor, update: Tensor, numbers: Numbers, *, decays:
 
 
 def gram_reference(x_NRC: Tensor, scale_N11: Tensor | None = None) -> Tensor:
-    """Each matrix times its transpose, on the side where the result is small, times a number of its own."""
+    """Each matrix times its transpose, on the side with the smaller result, times `scale_N11`."""
     square = torch.bmm(x_NRC.mT, x_NRC) if x_NRC.shape[-2] >= x_NRC.shape[-1] else torch.bmm(x_NRC, x_NRC.mT)
     return square if scale_N11 is None else square.mul_(scale_N11)
 
 
 def polynomial_reference(square_NSS: Tensor, a: float, b: float, c: float, scale_N11: Tensor | None = None) -> Tensor:
-    """a + b·S + c·S² of each symmetric matrix S, times a number of its own."""
+    """a + b·S + c·S² of each symmetric matrix S, times `scale_N11`."""
     factor_NSS = torch.baddbmm(square_NSS, square_NSS, square_NSS, beta=b, alpha=c)
     factor_NSS.diagonal(dim1=-2, dim2=-1).add_(a)
     return factor_NSS if scale_N11 is None else factor_NSS.mul_(scale_N11)
 
 
 class Products(NamedTuple):
-    """The two symmetric products of an iteration, in one of their forms."""
+    """The two symmetric products of an iteration, by torch or by our kernels."""
 
     gram: Callable[[Tensor, Tensor | None], Tensor] = gram_reference
     polynomial: Callable[[Tensor, float, float, float, Tensor | None], Tensor] = polynomial_reference
@@ -91,21 +91,21 @@ def orthogonalise(
     iterations: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS,
     products: Products = Products(),  # noqa: B008 - it never changes
 ) -> Tensor:
-    """U V' of each matrix, about, times `scale`, in the type of the matrices."""
+    """Approximately U V' of each matrix, times `scale`, in the type of the matrices."""
     if matrices_NRC.device.type == "cpu" and matrices_NRC.shape[-2] < matrices_NRC.shape[-1]:
-        # A stack times its transpose on the right takes torch four times as long there as one on the left.
+        # On a CPU torch computes X'X four times as fast as XX'.
         made_NRC = orthogonalise(matrices_NRC.mT.contiguous(), scale, None, iterations, products).mT
         return made_NRC if out is None else out.copy_(made_NRC)
     x = matrices_NRC
     tall = x.shape[-2] >= x.shape[-1]
     wide = torch.promote_types(x.dtype, torch.float32)
     norm_N11 = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
-    # Matrices are not divided by their norms, which is a pass over all of them: the first products are.
+    # The first products are scaled instead of the matrices, which saves a pass over them.
     unit_N11 = 1 / (norm_N11 * SAFETY + _TINY)
     scales: tuple[Tensor | None, Tensor | None] = (unit_N11.square(), unit_N11)
     for number, (a, b, c) in enumerate(iterations, start=1):
         times, place = (scale, out) if number == len(iterations) else (1.0, None)
-        # a·x is a part of the product: to add it afterwards, torch would copy x first
+        # a·x is part of the product, because torch would copy x to add it afterwards
         factor_NSS = products.polynomial(products.gram(x, scales[0]), a * times, b * times, c * times, scales[1])
         x = torch.bmm(x, factor_NSS, out=place) if tall else torch.bmm(factor_NSS, x, out=place)
         scales = (None, None)
@@ -113,9 +113,9 @@ def orthogonalise(
 
 
 def normalise_reference(update_NRC: Tensor, second_NK: Tensor, finite: Tensor) -> Tensor:
-    """Gives the rows of updates equal size over time, in place (NorMuon, arXiv 2510.05491); the new second moment.
+    """Normalises rows of updates (columns, if wide) by their running size, in place; returns the new second moment.
 
-    Of a wide matrix it is the columns. The Frobenius norm of an update stays as it was.
+    This is NorMuon (arXiv 2510.05491). It keeps the Frobenius norm of an update.
     """
     axis = -1 if update_NRC.shape[-2] >= update_NRC.shape[-1] else -2
     size = torch.linalg.vector_norm(update_NRC, dim=axis, dtype=second_NK.dtype)

@@ -1,26 +1,25 @@
-"""Delayed scales: what an 8-bit tensor is multiplied by in this step was decided by its largest value in the last.
+"""Delayed scaling of 8-bit tensors: a tensor's scale in this step comes from its largest magnitude in the last step.
 
-Idea: finding a tensor's largest magnitude before rounding it takes a pass over memory of its own, which costs what the
-8-bit product gains. So whoever writes the tensor rounds it in the same pass, with the scale it finds in the tensor's
-slot, and leaves the largest magnitude there. After the update `Scales.settle` turns those into the next step's scales.
+Finding the largest magnitude before rounding would take another pass over memory, which costs as much as the 8-bit
+product saves. So the kernel that writes a tensor also rounds it, with the scale in the tensor's slot, and records the
+largest magnitude there. After the update `Scales.settle` computes the next scales from these records.
 
-The rule: the largest power of two that puts the recorded magnitude at half of the type's range or below. The half is
-room for growth from one step to the next; what outgrows it is clamped for one step. A power of two multiplies without
-rounding, so a value is rounded once, and a scale that moves does so by whole binary orders only; a floating type
-loses nothing by it but reach at its small end. A scale falls at once and rises by one binary order a step, so that a
-tensor that is small now and then is not clamped when it is back. A slot that recorded nothing, or something that is not
-finite, stays.
+The rule: a scale is the largest power of two that maps the recorded magnitude to at most half of the type's range. The
+other half is headroom for growth until the next step; larger values are clamped for one step. Multiplying by a power of
+two is exact, so a value is rounded once. A scale falls at once and rises by at most a factor of two per step, so that a
+tensor that is small for a few steps is not clamped when it grows again. A slot that recorded nothing, or a value that
+is not finite, keeps its scale.
 
-Until every slot has a scale they are measured: tensors are recorded and not rounded, and products take the wide values.
-That is the first step of a run, and more where some slot saw nothing finite. Only then the host waits.
+Until every slot has a scale, tensors are recorded but not rounded, and products use the wide values: in the first step
+of a run, and longer if a slot has recorded nothing finite. Only in these steps the host waits for the device.
 
-Contract: a forward pass and its backward pass follow each other. An evaluation between them would end the recording.
+Contract: a backward pass directly follows its forward pass. An evaluation between them would end the recording.
 
-Trap: a slot also carries the 8-bit values from the kernel that made them to the product that wants them, which can be
-two steps of autograd. The product asks with the wide tensor in its hand and gets them only if they belong to it: the
-same memory, which nobody has written into since.
+Trap: a slot also passes the 8-bit values from the kernel that made them to the product, which may be two steps of
+autograd later. The product presents the wide tensor and gets the values only if they belong to it: same memory, not
+written to since.
 
-Shape legend: S slots, 3 numbers of each, 4 places of which the first counts, M rows and K columns of a weight.
+Shape legend: S slots, 3 numbers of each in 4 places (the first is used), M rows and K columns of a weight.
 """
 
 import dataclasses
@@ -31,35 +30,35 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 ACTIVATION, GRADIENT = E4M3, E4M3  # why not E5M2 for gradients: ops/kernels/fp8.py
-SMALLEST = 1e-30  # a tensor below this is nothing, and its scale would overflow
-_POWER_OF_TWO = 0x7F800000  # the bits of a positive fp32 that are left when its mantissa goes
+SMALLEST = 1e-30  # of magnitudes: below it a scale would overflow
+_POWER_OF_TWO = 0x7F800000  # the exponent bits of a positive fp32
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written into; always 0 for tensors of inference mode, which nobody counts."""
+    """The tensor's version counter; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class Scales:
     """The slots of a model, as a few short tensors on its device."""
 
-    @torch.inference_mode(False)  # made for sampling, they must still be writable in training
+    @torch.inference_mode(False)  # made while sampling, they must be writable in training
     def __init__(self, kinds: Sequence[torch.dtype | None], device: torch.device) -> None:
-        """One slot per entry; None is one that nobody uses."""
+        """One slot per entry; None: an unused slot."""
         tops = [0.0 if kind is None else torch.finfo(kind).max for kind in kinds]
         self.half_top_S = torch.tensor(tops, device=device) / 2
         self.used_S = self.half_top_S > 0
-        # Sixteen bytes apart: Triton compiles a kernel twice if some of its pointers are aligned so and some are not.
+        # 16 bytes apart, because Triton compiles a kernel again for pointers of another alignment.
         numbers_3S4 = torch.zeros(3, len(tops), 4, device=device)
         self.scale_S, self.unit_S = numbers_3S4[0, :, 0], numbers_3S4[1, :, 0]  # 0: not known yet
-        self.seen_S = numbers_3S4[2, :, 0].view(torch.int32)  # the bits of an fp32 that is never negative
-        self.rounding = False  # the scales are known: kernels round
-        self.recording = False  # this pass is one of training: kernels record
+        self.seen_S = numbers_3S4[2, :, 0].view(torch.int32)  # the bits of a non-negative fp32
+        self.rounding = False  # scales are known, kernels round
+        self.recording = False  # a training pass, kernels record
         self.slots = [None if kind is None else Slot(self, index, kind) for index, kind in enumerate(kinds)]
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Turns what was recorded into the next scales. Asks the host for nothing once the scales are known."""
+        """Computes the next scales from the records. The host waits only until all scales are known."""
         highest_S = self.seen_S.view(torch.float32)
         usable_S = torch.isfinite(highest_S) & (highest_S > SMALLEST) & self.used_S
         ratio_S = torch.where(usable_S, self.half_top_S / highest_S, 1.0)
@@ -77,11 +76,11 @@ class Scales:
         self.unit_S.copy_(torch.where(scale_S > 0, 1.0 / scale_S, 0.0))
 
     def tensors(self) -> dict[str, Tensor]:
-        """What goes into a checkpoint."""
+        """Tensors for a checkpoint."""
         return {"fp8.scales": self.scale_S}
 
     def assign(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """Takes saved scales over; what there is to tell of it."""
+        """Restores saved scales; returns a notice if they are missing."""
         self.forget_records()
         saved_S = tensors.get("fp8.scales")
         known = saved_S is not None and saved_S.shape == self.scale_S.shape
@@ -93,18 +92,18 @@ class Scales:
         return "the checkpoint has no 8-bit scales of these layers: they are measured anew in the first step"
 
     def drop(self) -> None:
-        """Forgets 8-bit values that nobody came for, which a pass that failed has left behind."""
+        """Drops 8-bit values that were not used because a pass failed."""
         for slot in self.slots:
             if slot is not None:
                 slot.wide = slot.values = None
 
     def forget_records(self) -> None:
-        """For a step that begins anew."""
+        """Clears the records, to repeat a step."""
         self.seen_S.zero_()
 
 
 class Slot:
-    """One rounded tensor of the model: its scale, its record, and the 8-bit values on their way."""
+    """One rounded tensor of the model: its scale, its record, and 8-bit values for the next product."""
 
     def __init__(self, scales: Scales, index: int, kind: torch.dtype) -> None:
         self.scales = scales
@@ -117,11 +116,11 @@ class Slot:
         self.version = 0
 
     def hand_over(self, wide: Tensor, values: Tensor | None) -> None:
-        """`wide` has been recorded, and rounded to `values` where scales are known."""
+        """Stores `values`, the rounded form of `wide`; None while scales are not known."""
         self.wide, self.values, self.version = wide, values, version_of(wide)
 
     def take(self, wide: Tensor) -> tuple[bool, Tensor | None]:
-        """(whether `wide` is what was handed over last, its 8-bit values), once."""
+        """(whether `wide` is the tensor handed over last, its 8-bit values). Clears the slot."""
         mine, values = self.wide, self.values
         self.wide = self.values = None
         same = (
@@ -135,20 +134,20 @@ class Slot:
 
 @dataclasses.dataclass
 class WeightCopy:
-    """A weight in the type of its products, in memory that stays. `unit` is what a stored 1.0 is worth.
+    """A weight in the type of its products, at a fixed address. `unit` is the value of a stored 1.0.
 
-    8-bit products want both operands dense along the summed axis, so backward has a transpose of its own.
+    8-bit products need both operands dense along the summed axis, so backward uses a transposed copy.
     """
 
     values_MK: Tensor
     turned_KM: Tensor | None = None
     unit: Tensor | None = None
-    generation: int = 0  # how often it was made again
+    generation: int = 0  # number of updates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NarrowLinear:
-    """What a linear layer of one pass has in narrower types: a copy of its weights, slots of its input and gradient."""
+    """A linear layer's narrow weight copy and the slots of its input and gradient, for one pass."""
 
     copy: WeightCopy
     generation: int  # of the copy, in this pass

@@ -1,22 +1,21 @@
-"""The diagonal complex recurrence h_t = λ · h_{t-1} + x_t, one number λ per channel, in three forms and an outline.
+"""The diagonal complex recurrence h_t = λ · h_{t-1} + x_t, with one λ per channel.
 
-    reference   one position after the other, in complex numbers: slow, obvious, right
-    chunked     torch's own operations on pairs of real numbers, any device, any type; the second opinion
+    reference   position by position, in complex numbers
+    chunked     torch's operations on pairs of real numbers; any device, any type
     triton      our kernels (ops/kernels/scan.py)
-    sum         with λ = 1: one operation in the place of our kernels, where sizes alone matter (model/count.py)
+    sum         λ = 1, as a single operation: stands in for our kernels when only sizes matter (model/count.py)
 
-Idea of `chunked`: a chunk is done by itself, and what it hands to the next one is again such a recurrence, of fewer
-positions, done the same way: a product with a Toeplitz matrix of λ's powers, or, where documents begin, all chunks take
-a step at the same time.
+`chunked`: every chunk is computed on its own. The states at the ends of chunks are the same recurrence with fewer
+positions, computed in the same way. A chunk is a product with a Toeplitz matrix of λ's powers; if documents begin
+within it, all chunks are stepped through at the same time instead.
 
-Contract: λ = exp(log_decay + i·phase), log_decay finite and never above 0. Complex numbers are two halves of a last
-axis, real parts first. `begins_BT` is true where a document begins: λ is 0 there, and nothing of a finite state gets
-past it. The result has the type of x; the state is in fp32, or in float64 where x is, and so is the last state, which
-comes along. The size of the chunk changes rounding and nothing else.
+Contract: λ = exp(log_decay + i·phase), with log_decay finite and at most 0. The last axis holds complex numbers as two
+halves, real parts first. `begins_BT` is true where a document begins: λ is 0 there, so no finite state passes it. The
+result has the type of x. States are fp32, or float64 if x is, also the last state, which is returned too. The size of
+chunks only changes rounding.
 
-Trap: powers of λ come from log_decay and phase in float64, and nothing is ever divided by one. |λ|^t vanishes in any
-type after a while, and an angle of 32,768 · ω has lost its digits in fp32. A matrix product in TF32 would lose them
-too: on a GPU this form is for checking, with TF32 off.
+Trap: powers of λ are computed from log_decay and phase in float64, and never divided by: |λ|^t underflows, and an angle
+of 32,768 · ω has lost its digits in fp32. TF32 products would lose them too, so on a GPU `chunked` needs TF32 off.
 
 Shape legend: B rows, T positions, K channels, C = 2K (real parts, then imaginary), N chunks, L positions of a chunk.
 """
@@ -42,9 +41,9 @@ def scan(
     path: str = "chunked",
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(states of all positions, the last of them), beginning with `initial_BC` or nothing.
+    """(states of all positions, the last state), from the initial state `initial_BC` (None: zeros).
 
-    `chunk` is the positions of a chunk, where the path has them; None lets it choose.
+    `chunk`: positions of a chunk, for paths that have chunks; None: their default.
     """
     for values_K in (log_decay_K, phase_K):
         if (2 * values_K.numel(),) != x_BTC.shape[2:] or values_K.dim() != 1:
@@ -114,7 +113,7 @@ def _chunked(
     wide = state_type(x_BTC)
     with torch.autocast(x_BTC.device.type, enabled=False):  # it would round the products to its own type
         x_BTK = _halves(x_BTC.to(wide))
-        if initial_BC is not None:  # what is left of it at the first position is one more input there
+        if initial_BC is not None:  # the decayed initial state is an additional input at the first position
             left_BK = _times(_eigenvalue(log_decay_K, phase_K, wide), _halves(initial_BC.to(wide)))
             if begins_BT is not None:
                 left_BK = _each(left_BK, lambda part_BK: part_BK.masked_fill(begins_BT[:, :1].bool(), 0.0))
@@ -131,14 +130,14 @@ def _chunked(
 
 
 def _toeplitz(x_BTK: Pair, log_decay_K: Tensor, phase_K: Tensor, chunk: int) -> Pair:
-    """States under one λ for all positions, from nothing. log_decay and phase are in float64."""
+    """States with the same λ at all positions, from zeros. log_decay and phase are float64."""
     positions, dtype = x_BTK[0].shape[1], x_BTK[0].dtype
     length = min(chunk, positions)
     lags_L = torch.arange(length + 1, dtype=phase_K.dtype, device=phase_K.device)[:, None]
     powers_LK = _eigenvalue(lags_L * log_decay_K, lags_L * phase_K, dtype)  # λ^0 to λ^L
     steps_L = torch.arange(length, device=phase_K.device)
     lag_LL = steps_L[:, None] - steps_L[None, :]
-    # Row i takes column j if j comes first. The other way round it would look ahead.
+    # Row i reads column j only for j <= i: causal.
     matrix_KLL = _each(powers_LK, lambda power_LK: power_LK[lag_LL.clamp(min=0)].permute(2, 0, 1) * (lag_LL >= 0))
     x_BNLK = _each(x_BTK, lambda part_BTK: _cut(part_BTK, length))
     batch, chunks, _, channels = x_BNLK[0].shape
@@ -156,7 +155,7 @@ def _toeplitz(x_BTK: Pair, log_decay_K: Tensor, phase_K: Tensor, chunk: int) -> 
 
 
 def _in_step(x_BTK: Pair, factor_BTK: Pair, chunk: int) -> Pair:
-    """States under a λ for each position, from nothing: every chunk takes its first step, then its second, ..."""
+    """States with a λ for each position, from zeros: all chunks take their first step, then their second, ..."""
     positions = x_BTK[0].shape[1]
     length = min(chunk, positions)
     x_BNLK, factor_BNLK = (_each(pair, lambda part_BTK: _cut(part_BTK, length)) for pair in (x_BTK, factor_BTK))
@@ -195,13 +194,13 @@ def _plus(a: Pair, b: Pair) -> Pair:
 
 
 def _eigenvalue(log_decay_K: Tensor, phase_K: Tensor, dtype: torch.dtype) -> Pair:
-    """exp(log_decay + i·phase), in float64 up to the last rounding."""
+    """exp(log_decay + i·phase), computed in float64 and rounded once."""
     magnitude_K, angle_K = torch.exp(_wide(log_decay_K)), _wide(phase_K)
     return (magnitude_K * torch.cos(angle_K)).to(dtype), (magnitude_K * torch.sin(angle_K)).to(dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float64, which one kind of device does not have."""
+    """In float64; in fp32 on MPS, which has no float64."""
     return x.float() if x.device.type == "mps" else x.double()
 
 
@@ -220,7 +219,7 @@ def _stacked(steps: list[Pair]) -> Pair:
 
 
 def _one_later(pair_BNK: Pair) -> Pair:
-    """What every chunk starts from: the end of the one before it, nothing for the first."""
+    """The initial state of every chunk: the end of the previous one, zeros for the first."""
     return _each(pair_BNK, lambda part_BNK: F.pad(part_BNK[:, :-1], (0, 0, 1, 0)))
 
 

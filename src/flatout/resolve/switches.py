@@ -23,8 +23,8 @@ from flatout.errors import HardwareError
 from flatout.host import thread_words, usable_cores, whole_cores
 from flatout.model.adapted import kernels_missing as adapter_kernels_missing
 from flatout.model.compiling import graphs_of_its_own
+from flatout.model.count import outline
 from flatout.model.layers import Block, mlp_width_of
-from flatout.model.outline import outline
 from flatout.ops.attention import FA4
 from flatout.records import Feature
 from flatout.resolve.case import NOT_CUDA, Answer, Probes, ShardingChoice, Speed, SwitchContext, no_triton, shape_of

@@ -37,7 +37,19 @@ BOOKKEEPING, UNKNOWN = "bookkeeping", "unknown"
 UPDATE_KERNELS = ("_update", "_advance", "_apply", "_symmetric", "_mean_squares", "_second_moment", "_scale_matrices")
 OUR_KERNELS = (
     *("_add", "_add_back", "_back", "_make", "_weigh"),
-    *("_backward", "_carry", "_drop", "_ends", "_fold", "_forward", "_gate_backward", "_gate_forward", "_gradients"),
+    *(
+        "_backward",
+        "_carry",
+        "_drop",
+        "_embed",
+        "_embed_back",
+        "_ends",
+        "_fold",
+        "_forward",
+        "_gate_backward",
+        "_gate_forward",
+        "_gradients",
+    ),
     *("_maxima", "_pack", "_round", "_round_delayed", "_rows", "_scale", "_spread", "_states"),
     *("_swiglu_backward", "_table"),
 )

@@ -27,7 +27,7 @@ from flatout.engine.saver import Saver
 from flatout.engine.state import Progress, capture
 from flatout.errors import ResourceError
 from flatout.files import disk_errors, readable_sizes
-from flatout.generation.decode import generate_tokens
+from flatout.generation import generate_tokens
 from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.memory import checkpoint_size
 from flatout.tuning.measure import WARMUP, Steps, borrowed_run, free_memory, of_steps, summary_of, with_sequences

@@ -34,7 +34,7 @@ from flatout.data.batch import Schedule
 from flatout.device import Device
 from flatout.engine.run import Run
 from flatout.engine.spans import PendingReports, StepReport
-from flatout.ops.quantized import QuantizedWeight
+from flatout.model.quantize import QuantizedWeight
 from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.resolve import planned
 from flatout.world import World

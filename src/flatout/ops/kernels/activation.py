@@ -2,8 +2,8 @@
 
     g = act(pre + bias)          gelu (tanh form), relu², or silu(gate)·value with pre = [gate, value]
 
-Backward gives the gradient of `pre`, the column sums that are the bias's gradient, and g itself again when it was not
-kept: all in one pass. For 8-bit products g and the gradient of `pre` get 8-bit copies in that pass (ops/scales.py).
+Backward computes the gradient of `pre`, the column sums (the gradient of the bias), and g again if it was not saved, in
+one pass. For 8-bit products the same passes also write g and the gradient of `pre` in 8 bits (ops/scales.py).
 
 Shape legend: N rows (tokens), M hidden size, C columns of pre (M, or 2M for swiglu).
 """
@@ -129,7 +129,7 @@ def _backward(
             tl.store(sums_ptr + program.to(tl.int64) * columns + hidden + column, tl.sum(second_sum, 0), inside)
 
 
-# Measured on an H200: forward in tiles, backward one row per warp, where nobody waits for anybody.
+# Measured on an H200: forward in tiles, backward with one row per warp, so that no warp waits for another.
 _ROWS, _BLOCK, _WARPS = 4, 512, 4
 _ROWS_BACK, _BLOCK_BACK, _WARPS_BACK, _PROGRAMS_BACK, _STAGES_BACK = 1, 256, 1, 16, 4
 
@@ -142,7 +142,7 @@ def _sizes(pre: Tensor, kind: int) -> tuple[int, int, int]:
 def activate(
     pre: Tensor, bias: Tensor | None, kind: int, slot: Slot | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """act(pre + bias), written into `out` if there is one, whose rows may be apart; `slot` gets it in 8 bits too."""
+    """act(pre + bias), written to `out` if given, whose rows may be strided; `slot` gets it in 8 bits too."""
     rows, hidden, columns = _sizes(pre, kind)
     if out is None:
         out = torch.empty((*pre.shape[:-1], hidden), dtype=pre.dtype, device=pre.device)
@@ -168,11 +168,11 @@ def activate_backward(
     frozen: bool = False,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(gradient of pre, gradient of bias, the activation itself if asked for `again`); `added`: pre has its bias.
+    """(gradient of pre, gradient of bias, the activation if `again`); `added`: pre includes the bias.
 
-    `slot` gets the gradient of pre in 8 bits too. Under `frozen` weights rows of pre may be apart, a bias has no
-    gradient, and the activation takes the place of `dout`. `into` takes the gradient of pre, in rows that may be apart;
-    it may be `pre`, which is then gone.
+    `slot` gets the gradient of pre in 8 bits too. `frozen`: rows of pre may be strided, a bias has no gradient, and the
+    activation overwrites `dout`. `into`: where to write the gradient of pre, in rows that may be strided; it may be
+    `pre` itself.
     """
     rows, hidden, columns = _sizes(pre, kind)
     dpre = torch.empty_like(pre) if into is None else into
@@ -233,16 +233,16 @@ def activated_linear(
     tuned: bool = False,
     active: Tensor | None = None,
 ) -> Tensor:
-    """act(pre + bias) @ weight.T. `keep` holds the activation for backward; without it backward computes it again.
+    """act(pre + bias) @ weight.T. `keep`: save the activation for backward instead of recomputing it.
 
-    `active` is the activation where the product before has made it already; `pre` has the bias in it then.
-    `slot` gets the gradient of pre in 8 bits too.
+    `active`: the activation, if the previous product has computed it; `pre` then includes the bias. `slot` gets the
+    gradient of pre in 8 bits too.
     """
     return _ActivatedLinear.apply(pre, bias, weight, KINDS[kind], keep, narrow, slot, tuned, active)  # pyright: ignore
 
 
 class _LinearGelu(LinearProduct):
-    """Its backward pass is that of the product alone: the bias and gelu are differentiated by `activated_linear`."""
+    """Backward is that of the product only: `activated_linear` differentiates the bias and gelu."""
 
     @staticmethod
     def forward(ctx, x, weight, narrow, bias):  # pyright: ignore
@@ -262,15 +262,15 @@ class _LinearGelu(LinearProduct):
             return pre.view(shape), None
         active = active.view(shape)
         ctx.mark_non_differentiable(active)
-        ctx.set_materialize_grads(False)  # or backward would be sent zeros for it, as large as itself
+        ctx.set_materialize_grads(False)  # otherwise autograd would make a tensor of zeros for it
         return pre.view(shape), active
 
 
 def linear_gelu(
     x: Tensor, weight: Tensor, bias: Tensor, narrow: NarrowLinear | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """x @ weight.T, and gelu of it where the product can take it along; that is the `active` of `activated_linear`.
+    """(pre, active) for `activated_linear`: x @ weight.T + bias and its gelu, if one kernel can compute both.
 
-    With it the bias is in the product, without it is not. Its gradient is the other function's business.
+    Otherwise (x @ weight.T without the bias, None). `activated_linear` computes the gradient of the bias.
     """
     return _LinearGelu.apply(x, weight, narrow, bias)  # pyright: ignore

@@ -1,9 +1,9 @@
-"""Softmax cross-entropy over rows of logits, with the gradient written over the logits themselves.
+"""Softmax cross-entropy over rows of logits; the gradient overwrites the logits.
 
-The first pass over a row finds maximum and sum (online, in fp32), the second writes the gradient. The row is short
-enough to stay in the cache between them, so memory sees one read and one write.
+The first pass over a row computes maximum and sum (online, in fp32), the second writes the gradient. The row stays in
+the cache between them, so memory is read once and written once.
 
-Shape legend: N rows (tokens), V vocabulary, P columns of the logits, V rounded up; the padding gets gradient zero.
+Shape legend: N rows (tokens), V vocabulary, P columns of the logits (V rounded up); padding gets gradient zero.
 """
 
 import torch
@@ -25,7 +25,7 @@ def _soft(x, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _slope(x, cap, CAPPED: tl.constexpr):
-    """What the cap leaves of a gradient, from its result."""
+    """The derivative of the cap, from its result."""
     return 1.0 - (x / cap) * (x / cap) if CAPPED else 1.0
 
 
@@ -38,7 +38,7 @@ def _rows(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * columns
     narrow_row_ptr = narrow_ptr
-    if NARROW:  # the gradient once more, in 8 bits
+    if NARROW:  # also write the gradient in 8 bits
         narrow_row_ptr += row * columns
     lane = tl.arange(0, BLOCK)
     target = tl.load(targets_ptr + row)
@@ -52,9 +52,9 @@ def _rows(
                     nothing = tl.zeros((BLOCK,), tl.float32).to(narrow_ptr.dtype.element_ty)
                     tl.store(narrow_row_ptr + start + lane, nothing, start + lane < columns)
     else:
-        # Instructions, not memory, set the pace here. So exponentials are powers of two, four blocks share one change
-        # of the maximum, only the last blocks are masked, and the target's own column is mended at the end.
-        highest = tl.full((BLOCK,), -1e38, tl.float32)  # per lane; the lanes meet once, after the loop
+        # Bound by instructions, not by memory. So exponentials are powers of two, four blocks share one update of the
+        # maximum, only the last blocks are masked, and the target's column is corrected at the end.
+        highest = tl.full((BLOCK,), -1e38, tl.float32)  # per lane; lanes are reduced once, after the loop
         total = tl.zeros((BLOCK,), tl.float32)
         plain_sum = tl.zeros((BLOCK,), tl.float32)
         whole = vocab // (4 * BLOCK) * (4 * BLOCK)
@@ -80,7 +80,7 @@ def _rows(
             total = total * tl.exp2(highest - higher) + tl.exp2(x - higher)
             highest = higher
         top = tl.max(highest, 0)
-        lse = top + tl.log2(tl.sum(total * tl.exp2(highest - top), 0))  # in powers of two, as is everything here
+        lse = top + tl.log2(tl.sum(total * tl.exp2(highest - top), 0))  # in base 2, as everything here
         at_target = _soft(tl.load(row_ptr + target).to(tl.float32), cap, CAPPED) * LOG2E
         loss = (1.0 - smoothing) * (lse - at_target)
         if SMOOTH:
@@ -137,10 +137,10 @@ def cross_entropy_rows(
     cap: float = 0.0,
     narrow_NP: Tensor | None = None,
 ) -> Tensor:
-    """Loss of every row in fp32, zero where the target is IGNORED. With `gradient` the logits become their gradient.
+    """Loss of every row in fp32, zero if the target is IGNORED. `gradient`: overwrites the logits with their gradient.
 
-    `narrow_NP` is filled with that gradient times GRADIENT_SCALE, in a type of its own. With a `cap` above 0 the loss
-    is that of cap·tanh(logits / cap).
+    `narrow_NP` gets that gradient times GRADIENT_SCALE in its own type. With a `cap` above 0 the loss is that of
+    cap·tanh(logits / cap).
     """
     assert logits_NP.is_contiguous()
     assert targets_N.is_contiguous()

@@ -1,15 +1,15 @@
-"""Matrix products by cuBLASLt itself, each shape with the fastest of the library's own kernels.
+"""Matrix products by cuBLASLt, each shape with the fastest of the library's kernels.
 
-torch takes the first kernel that the library suggests. The library suggests several, and on an H200 the best of them
-was up to 28% faster than the first. So the first product of each shape tries them all, torch's way too, on its real
-operands, and the fastest does the rest. It can also take the tanh form of gelu of what it writes, which saves a pass
-over memory; `multiply_gelu` does so where it is the faster way.
+torch uses the first kernel that the library suggests. The library suggests several, and on an H200 the best one was up
+to 28% faster than the first. So the first product of each shape times all of them, and torch's product, on the real
+operands; the fastest is used from then on. A kernel can also apply the tanh form of gelu, which saves a pass over
+memory; `multiply_gelu` uses it if that is faster.
 
-The library is the one that torch has loaded, called through ctypes. Contract: a product with fp32 sums, rounded once.
-Which kernel wins can differ from run to run, so deterministic runs do not come here.
+The library is the one that torch has loaded, called through ctypes. Contract: products with fp32 sums, rounded once.
+The fastest kernel can differ from run to run, so deterministic runs do not use this module.
 
-cuBLASLt thinks in columns: a row-major [rows, columns] tensor is its (columns × rows) matrix, and D = A·B in rows is
-Dᵀ = Bᵀ·Aᵀ for it.
+cuBLASLt is column-major: a row-major [rows, columns] tensor is a (columns × rows) matrix to it, and D = A·B becomes
+Dᵀ = Bᵀ·Aᵀ.
 
 Shape legend: M rows, K inner size, N columns of the result.
 """
@@ -30,7 +30,7 @@ _PLAIN, _WITH_BIAS, _GELU_WITH_BIAS = 1, 4, 164  # epilogues; the last writes it
 _WORKSPACE_BYTES = 32 * 2**20
 _CANDIDATES = 32
 _BURST_MILLISECONDS = 6.0
-_SMALL = 2**31  # multiply-adds below which choosing costs more than it brings
+_SMALL = 2**31  # multiply-adds: tuning smaller products takes more time than it saves
 
 
 class _Kernel(ctypes.Structure):
@@ -47,7 +47,7 @@ class _Kernel(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The library that torch uses is in this process already, so its name finds it."""
+    """torch has loaded the library already, so it is found by its name."""
     version = (torch.version.cuda or "0").partition(".")[0]
     for name in (f"libcublasLt.so.{version}", f"cublasLt64_{version}.dll"):
         try:
@@ -58,7 +58,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def missing() -> str | None:
-    """Why products cannot come from here, or None."""
+    """Why cuBLASLt cannot be used, or None."""
     return None if _library() is not None else "torch's cuBLASLt was not found"
 
 
@@ -83,7 +83,7 @@ def _workspace(device: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """All that decides which kernels can do a product."""
+    """All that determines which kernels can compute a product."""
 
     rows: int
     inner: int
@@ -100,20 +100,20 @@ class _Shape:
 
 
 class _Product:
-    """One shape: its description for the library, the kernels that can do it, and the one chosen."""
+    """A shape: its description for the library, the suggested kernels, and the chosen one."""
 
     def __init__(self, shape: _Shape) -> None:
         self.shape = shape
         self.description = ctypes.c_void_p()
         _call("cublasLtMatmulDescCreate", ctypes.byref(self.description), _COMPUTE_FP32, _TYPES[torch.float32])
-        # Transposed twice: the library's A is our b, seen in columns.
+        # The library's A is our b in column-major order.
         self._set(_TRANSPOSE_A, ctypes.c_int32(shape.b_transposed))
         self._set(_TRANSPOSE_B, ctypes.c_int32(shape.a_transposed))
         epilogue = _GELU_WITH_BIAS if shape.gelu else _WITH_BIAS if shape.bias else _PLAIN
         self._set(_EPILOGUE, ctypes.c_uint32(epilogue))
         if shape.bias:
             self._set(_BIAS_TYPE, ctypes.c_int32(_TYPES[shape.dtype]))
-            self._set(_BIAS, ctypes.c_void_p(256))  # the search for kernels looks at its alignment only
+            self._set(_BIAS, ctypes.c_void_p(256))  # the heuristic only reads its alignment
         if shape.gelu:
             self._set(_INPUT, ctypes.c_void_p(256))
             self._set(_INPUT_STRIDE, ctypes.c_int64(shape.columns))
@@ -146,7 +146,7 @@ class _Product:
 
     def run(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> None:
         if self.launch is None:
-            # What is already in `out` must survive the trials when the product adds to it.
+            # A product that adds to `out` must not change it during the trials.
             target = torch.empty_like(out) if self.shape.add else out
             ways = [functools.partial(self._by_library, kernel) for kernel in self.kernels]
             ways.append(functools.partial(by_torch, add=self.shape.add))
@@ -156,7 +156,7 @@ class _Product:
     def run_gelu(
         self, a: Tensor, b: Tensor, bias: Tensor, other_way: Callable[[], Any]
     ) -> tuple[Tensor, Tensor] | None:
-        """(sum, gelu of it), or None where `other_way` to both is faster."""
+        """(sum, gelu of it), or None if `other_way` computes both faster."""
         if not self.kernels or not self.worth:
             return None
         out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
@@ -208,11 +208,10 @@ def _layout(dtype: torch.dtype, rows: int, columns: int, stride: int) -> ctypes.
 
 
 def _fastest(ways: list[Callable[..., None]], *arguments: Any) -> tuple[Callable[..., None], float]:
-    """The way with the shortest time per product in bursts of some milliseconds, and that time.
+    """The fastest way and its time per product, measured in bursts of some milliseconds.
 
-    Bursts, because a large chip at full load is held by its power limit, and the kernel that wins alone on a cool chip
-    need not win then. A first round finds those worth a burst; in two more they take turns, so that a drifting clock
-    treats them alike.
+    Bursts, because under full load a large GPU is power-limited, and another kernel may be the fastest then. A first
+    round selects candidates; in two more rounds these take turns, so that a drifting clock affects all alike.
     """
     first = {number: milliseconds(way, arguments, 2) for number, way in enumerate(ways)}
     limit = 1.25 * min(first.values())
@@ -229,7 +228,7 @@ def _burst(milliseconds: float) -> int:
 
 
 def milliseconds(way: Callable[..., Any], arguments: tuple[Any, ...], count: int) -> float:
-    """Milliseconds per call; infinite for a kernel that the library suggests and then refuses."""
+    """Milliseconds per call; infinite for a kernel that fails although the library suggested it."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     try:
         way(*arguments)
@@ -247,7 +246,7 @@ _product = functools.cache(_Product)
 
 
 def _transposed(tensor: Tensor) -> bool | None:
-    """False for a row-major matrix, True for the transpose of one, None for anything else. Rows may be apart."""
+    """False for a row-major matrix, True for the transpose of one, None for other layouts. Rows may be strided."""
     rows, columns = tensor.shape
     down, along = tensor.stride()
     if along == 1 and down >= columns:
@@ -258,7 +257,7 @@ def _transposed(tensor: Tensor) -> bool | None:
 def multiply(
     a_MK: Tensor, b_KN: Tensor, *, bias_N: Tensor | None = None, out: Tensor | None = None, add: bool = False
 ) -> Tensor:
-    """a @ b + bias of half-precision CUDA matrices; into `out`, which may be of a wider type, or added to it."""
+    """a @ b + bias of half-precision CUDA matrices; written to `out`, which may have a wider type, or added to it."""
     if out is None:
         out = torch.empty(a_MK.shape[0], b_KN.shape[1], dtype=a_MK.dtype, device=a_MK.device)
     shape = _shape_of(a_MK, b_KN, out, bias=bias_N is not None, out_dtype=out.dtype, add=add)
@@ -272,7 +271,7 @@ def multiply(
 def multiply_gelu(
     a_MK: Tensor, b_KN: Tensor, bias_N: Tensor, other_way: Callable[[], Any]
 ) -> tuple[Tensor, Tensor] | None:
-    """(a @ b + bias, gelu of it) by one kernel, or None where there is none or `other_way` to the same is faster."""
+    """(a @ b + bias, gelu of it) by one kernel; None if there is no such kernel or `other_way` is faster."""
     shape = _shape_of(a_MK, b_KN, None, bias=True, out_dtype=a_MK.dtype, gelu=True)
     return None if shape is None else _product(shape).run_gelu(a_MK, b_KN, bias_N, other_way)
 
@@ -287,7 +286,7 @@ def _shape_of(
     add: bool = False,
     gelu: bool = False,
 ) -> _Shape | None:
-    """What the library must know of a product; None for one that is left to torch. Without `out` it will be dense."""
+    """The product's description; None for one that torch computes. Without `out` the result will be dense."""
     (rows, inner), columns = a_MK.shape, b_KN.shape[1]
     a_transposed, b_transposed = _transposed(a_MK), _transposed(b_KN)
     if rows * inner * columns < _SMALL or a_transposed is None or b_transposed is None or (rows | inner | columns) % 8:
@@ -295,7 +294,7 @@ def _shape_of(
     if out is not None and (out.stride(1) != 1 or out.stride(0) < columns):
         return None
     strides = (max(a_MK.stride()), max(b_KN.stride()), columns if out is None else out.stride(0))
-    # The library's search takes it that operands begin at multiples of 256 bytes. What torch allocates does.
+    # The library's heuristic assumes operands at multiples of 256 bytes, as torch allocates them.
     if any(stride % 8 for stride in strides) or any(x.data_ptr() % 256 for x in (a_MK, b_KN, out) if x is not None):
         return None
     return _Shape(

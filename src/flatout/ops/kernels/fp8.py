@@ -1,27 +1,30 @@
-"""Matrix products of 8-bit floats: twice the rate of bf16 where the chip has them, for three bits of mantissa.
+"""Matrix products of 8-bit floats: twice the rate of bf16 on GPUs that have them, with three bits of mantissa.
 
     y  = (x₈ · u_x) @ (w₈ · u_w).T          x and w as E4M3, one scale per tensor
     dx = (dy₈ · u_dy) @ (w₈ · u_w)          dy as E4M3 too
     dw = dy.T @ x                           in bf16: here errors add up over thousands of tokens
 
-x and dy have delayed scales (ops/scales.py), and the kernels that write them round them in the same pass:
-`store_narrow` and `record` are that part of such a kernel, `rounding_of` its arguments. Who wants the 8-bit values asks
-`narrow_values`; for a tensor that no kernel of ours wrote it takes one pass. What is rounded is the value as it is
-stored in the wide type, so both ways give the same bits. Weights have a scale of their own moment (`quantise`).
+x and dy have delayed scales (ops/scales.py), and the kernels that write them also round them, in the same pass:
+`store_narrow` and `record` are the parts of such a kernel, `rounding_of` makes its arguments. `narrow_values` returns
+the 8-bit values; for a tensor that was not written by our kernels it takes one pass. The rounded value is that stored
+in the wide type, so both ways give the same bits. Weights are scaled by their current maximum (`quantise`).
 
-E4M3 for gradients: it has a bit more than E5M2, and its reach of 2^17 from the largest value to the smallest is enough
-where the scale follows them. For gradients of a small model in training that halves the error, of the whole and of
-single tokens; for the whole of gradients with far heavier tails it is smaller too; all of it even with a scale that is
-three binary orders off (`test_gradients_are_better_off_in_e4m3`). What E4M3 loses are tokens thousands of times
-smaller than the largest, which add nothing to the sum. `GRADIENT` in ops/scales.py is the one place to change it.
+E4M3 for gradients: it has one more mantissa bit than E5M2, and a range of 2^17 between the largest and the smallest
+value, which is enough if the scale follows the tensor. For gradients of a small model in training it halves the error,
+of whole tensors and of single tokens. For gradients with much heavier tails the error of whole tensors is smaller too.
+This holds even with a scale off by a factor of eight (`test_gradients_are_better_off_in_e4m3`). E4M3 loses tokens
+thousands of times smaller than the largest, which do not affect the sum. `GRADIENT` in ops/scales.py is the one place
+to change it.
 
-The unit multiplies every 8-bit value back to its size, inside the matrix product.
+The matrix product multiplies every 8-bit value by its unit.
 
-The traps. The matrix unit wants both operands dense along the summed axis, so backward needs the transpose of the
-weights in memory. Sizes must be multiples of 16. Values beyond the range of a delayed scale become the largest finite
-one, but a NaN or an infinity must come out as NaN, so that training notices: the conversion in hardware would make an
-infinity finite. On a CPU torch rounds instead of our kernels (Triton's interpreter drops carries when it makes 8-bit
-floats): there kernels write fp32 that only wants rounding.
+Traps:
+- Both operands must be dense along the summed axis, so backward needs the transpose of the weights in memory.
+- Sizes must be multiples of 16.
+- Values beyond the range of a delayed scale become the largest finite value, but NaN and infinity must become NaN, so
+  that training notices. The hardware conversion would make an infinity finite.
+- On a CPU torch rounds instead of our kernels, because Triton's interpreter drops carries in conversions to 8-bit
+  floats. Kernels write scaled and clamped fp32 there.
 
 Shape legend: N rows (tokens), K columns of x, M columns of y, R and C rows and columns of any matrix.
 """
@@ -42,7 +45,7 @@ MULTIPLE = 16  # of every size of an 8-bit product
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Narrow:
-    """A matrix of 8-bit floats, and its transpose if asked for. `unit` is what a stored 1.0 is worth."""
+    """A matrix of 8-bit floats, and its transpose if requested. `unit` is the value of a stored 1.0."""
 
     values_RC: Tensor
     turned_CR: Tensor | None
@@ -94,9 +97,9 @@ def _launch(x_RC: Tensor, values_RC: Tensor, unit: Tensor, top: float) -> None:
 
 
 def quantise(x_RC: Tensor, kind: torch.dtype, *, turned: bool = False, into: Narrow | None = None) -> Narrow:
-    """x in 8 bits with one scale for the whole tensor, chosen so that its largest magnitude is the type's largest.
+    """x in 8 bits with one scale for the tensor, which maps its largest magnitude to the type's largest value.
 
-    `into` takes the result where it lies.
+    `into`: write the result there.
     """
     x_RC = x_RC.contiguous()
     if into is None:
@@ -112,7 +115,7 @@ def quantise(x_RC: Tensor, kind: torch.dtype, *, turned: bool = False, into: Nar
         into.values_RC.copy_((x_RC.float() * scale).to(kind))
         into.unit.copy_(1.0 / scale)
     if into.turned_CR is not None:
-        # torch turns it: what Triton 3.6 made of a tile of 8-bit values turned round was wrong on an H200.
+        # Transposed by torch: Triton 3.6 transposes tiles of 8-bit values wrongly on an H200.
         into.turned_CR.view(torch.uint8).copy_(into.values_RC.view(torch.uint8).t())
     return into
 
@@ -125,16 +128,16 @@ def store_narrow(narrow_ptr, place, stored, scale, top, mask):
     """Stores a tile in 8 bits: scaled, within the type's range, and NaN for what is not finite."""
     x = stored.to(tl.float32)
     x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x * scale, -top), top), float("nan"))
-    # Eight at once, as half-precision values are: for sixteen the tile would have to change hands in shared memory.
+    # Eight at a time, like half-precision values: sixteen would need an exchange through shared memory.
     places = tl.max_contiguous(narrow_ptr + place, (1, 8))
     tl.store(places, x.to(narrow_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
 def record(seen_ptr, highest):
-    """Leaves the largest of a tile of magnitudes. As bits they order as they do as numbers, NaN above infinity.
+    """Records the largest of a tile of magnitudes. Their bits have the same order as the numbers, NaN above infinity.
 
-    Thousands of programs do this at one address, so each looks first: after a moment hardly any has more to tell.
+    Thousands of programs write to one address, so each reads it first: soon hardly any has a larger value.
     """
     bits = tl.max(highest.to(tl.int32, bitcast=True))
     tl.atomic_max(seen_ptr, bits, mask=bits > tl.load(seen_ptr), sem="relaxed")
@@ -142,7 +145,7 @@ def record(seen_ptr, highest):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """The second output of a kernel: its arguments, and what becomes of it."""
+    """The 8-bit output of a kernel: its arguments, and its result."""
 
     slot: Slot | None
     room: Tensor | None
@@ -156,7 +159,7 @@ class Rounding:
         return (None, None, None, 1.0) if slot is None else (self.room, slot.scale, slot.seen, slot.top)
 
     def values(self) -> Tensor | None:
-        """The 8-bit values, once the kernel has been launched."""
+        """The 8-bit values, after the launch of the kernel."""
         if self.slot is None or self.room is None:
             return None
         return self.room if self.room.dtype == self.slot.kind else self.room.to(self.slot.kind)
@@ -189,9 +192,9 @@ def _round_delayed(
 
 
 def narrow_values(slot: Slot, wide: Tensor) -> Tensor | None:
-    """`wide` in 8 bits with the slot's scale; None while scales are measured. Recorded either way.
+    """`wide` in 8 bits with the slot's scale; None while scales are measured. It is recorded in either case.
 
-    They are there already where a kernel of ours wrote `wide`; else they take a pass over it.
+    If a kernel of ours wrote `wide`, the values exist already; otherwise they take a pass over it.
     """
     found, values = slot.take(wide)
     if found or not (slot.scales.rounding or slot.scales.recording):
@@ -219,7 +222,7 @@ def narrow_product(
 ) -> Tensor:
     """(a · a_unit) @ (b · b_unit).T + bias as [N, M] in `dtype`. Both operands are dense along K, the summed axis.
 
-    `fast` adds up with fewer bits on the way: good enough for activations, not for gradients.
+    `fast`: accumulates with fewer bits, good enough for activations, not for gradients.
     """
     if a_NK.device.type != "cuda":
         with torch.autocast(a_NK.device.type, enabled=False):
@@ -228,7 +231,7 @@ def narrow_product(
         return y_NM if out is None else out.copy_(y_NM)
     for size in (a_NK.shape[1], b_MK.shape[0]):
         assert size % MULTIPLE == 0, f"8-bit products need multiples of {MULTIPLE}, not {size}"
-    # The library adds a bias to half-precision results only.
+    # cuBLASLt adds a bias to half-precision results only.
     inside = bias_M is not None and dtype != torch.float32
     bias = bias_M.to(dtype) if bias_M is not None and inside else None
     given = {} if out is None else {"out": out}
@@ -237,12 +240,12 @@ def narrow_product(
     return y_NM if bias_M is None or inside else y_NM.add_(bias_M)
 
 
-# The head: softmax gradients lie between -1 and 1 by their nature, so their scale is known before they are. E4M3 is
-# the more exact type for them: what counts are the label and the likely tokens, where it has a bit more than E5M2.
-# What it rounds to zero are probabilities below 1e-6.
+# The head: softmax gradients are between -1 and 1, so their scale is a constant. E4M3 is the more exact type for them:
+# the label and the likely tokens matter, for which it has one more bit than E5M2. It rounds probabilities below 1e-6
+# to zero.
 GRADIENT_SCALE = 448.0
 
 
 def narrow_gradient(dlogits_CP: Tensor) -> Tensor:
-    """Gradients of logits as 8-bit floats of unit 1/GRADIENT_SCALE. On a GPU the loss kernel writes them itself."""
+    """Gradients of logits as 8-bit floats with unit 1/GRADIENT_SCALE. On a GPU the loss kernel writes them itself."""
     return (dlogits_CP.float() * GRADIENT_SCALE).to(E4M3)

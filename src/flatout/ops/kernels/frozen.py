@@ -1,20 +1,21 @@
-"""A block whose weights are frozen, as one step of autograd: adapters get gradients, and nothing else does.
+"""A block with frozen weights as one step of autograd: only adapters get gradients.
 
-Idea: with frozen weights backward is short: no weight gradients, no column sums. What is left is worth arranging whole.
+Frozen weights make the backward pass short: there are no weight gradients and no column sums.
 - Base and adapter are one product, [x, u] @ [W, B]ᵀ and [dy, g] @ [W; A] (ops/lora.py). Our kernels write x and dy into
-  rows with room for u and g, so nothing is copied for it; only what attention writes gets the thin product added.
-- Rotary positions are applied where queries and keys lie, and turned back while gradients are packed.
-- Gradients of A and B are added to `.grad` by the product that makes them, where there is one. Those of the adapters
-  around SwiGLU may come from its own backward pass (swiglu_adapters.py).
-- Kept for backward: the residual stream twice, both norms, queries to values, attention's result, and the MLP before
-  its activation; the activation is written again by the kernel that differentiates it. `selective` keeps no norms
-  either, for the same reason. `full` keeps one residual stream and runs the block again.
+  rows with room for u and g, so they are not copied. Only attention's output gets the thin product added.
+- Queries and keys are rotated in place, and rotated back while their gradients are packed.
+- The products that compute gradients of A and B add them to `.grad` if it exists. For adapters around SwiGLU its
+  backward kernel may do that (adapters.py).
+- Saved for backward: the residual stream before both norms, both norms, queries to values, attention's result, and the
+  MLP before its activation. The kernel that differentiates the activation recomputes it. `selective` does not save the
+  norms, which are recomputed in the same way. `full` saves one residual stream and runs the block again.
 
-Contract: the result is that of the plain path to rounding. Joined weights must be fresh, and stay so until backward.
-Trap: `.grad` gets its share whoever asks for gradients, torch.autograd.grad included. Backward runs once.
+Contract: the result equals that of the plain form up to rounding. Joined weights must be up to date, and must not
+change until backward.
+Trap: backward adds to `.grad` even under torch.autograd.grad. It can run only once.
 
 Shape legend: N tokens, W width, I inputs, O outputs, R ranks, K = I + R, J = O + R, C columns of queries to values, B
-batch, T positions, H query heads, G key/value heads, D head size. Rows of two-dimensional tensors may be apart.
+batch, T positions, H query heads, G key/value heads, D head size. Rows of two-dimensional tensors may be strided.
 """
 
 import dataclasses
@@ -26,27 +27,26 @@ from torch.autograd.function import once_differentiable
 
 from flatout.ops.gradients import accumulated, for_autograd
 from flatout.ops.kernels.activation import KINDS, activate, activate_backward
+from flatout.ops.kernels.adapters import SwigluPass, add_adapter_gradients
 from flatout.ops.kernels.cublaslt import by_torch, multiply
-from flatout.ops.kernels.norm import FrozenNorm
 from flatout.ops.kernels.rotary import HeadWeights, turn_back_packed, turn_packed
-from flatout.ops.kernels.swiglu_adapters import SwigluPass
-from flatout.ops.kernels.thin import add_adapter_gradients
+from flatout.ops.kernels.stream import FrozenNorm
 from flatout.ops.lora import JoinedWeight
 from flatout.ops.scales import version_of
 
-_ALIGNED = 16  # elements from row to row: what Triton looks for before it reads eight at once
+_ALIGNED = 16  # elements: Triton uses vector loads only if row strides are multiples of it
 _NO_REUSE = "the block's backward pass has run already: its tensors are gone"
 
 
 def roomy(rows: int, columns: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[rows, columns + rank], each row at an aligned place."""
+    """[rows, columns + rank] with aligned rows."""
     stride = -(-(columns + rank) // _ALIGNED) * _ALIGNED if rank else columns
     return torch.empty(rows, stride, dtype=dtype, device=device)[:, : columns + rank]
 
 
 @dataclasses.dataclass(eq=False)
 class GradientRoom:
-    """Where a block finds the gradient of its branch, with room for its thin product; the block above writes it."""
+    """The gradient of a block's branch with room for its thin product, written by the block above."""
 
     rank: int
     wide_NJ: Tensor | None = None
@@ -63,7 +63,7 @@ class GradientRoom:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FrozenLinear:
-    """A product with a frozen weight, and perhaps an adapter: A and the parts of B, and the weight joined with them."""
+    """A product with a frozen weight, and optionally an adapter: A, the parts of B, and the joined weight."""
 
     weight_OI: Tensor
     bias_O: Tensor | None
@@ -91,7 +91,7 @@ class FrozenLinear:
         return roomy(x.shape[0], self.weight_OI.shape[0], self.rank, dtype, x.device)
 
     def output(self, x_NK: Tensor, bias_O: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """y of x in the first columns of `x_NK`; the others get u."""
+        """y of x, which is in the first columns of `x_NK`; writes u to the other columns."""
         weight = self._weight(x_NK.dtype)
         if self.joined is not None:
             inputs = self.weight_OI.shape[1]
@@ -100,7 +100,7 @@ class FrozenLinear:
         return self._multiply(x_NK, weight.t(), None if bias_O is None else bias_O.to(x_NK.dtype), out)
 
     def output_beside(self, x_NI: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(y, u) of an x without room: the thin product is added."""
+        """(y, u) of an x without room for u: the thin product is added separately."""
         y_NO = self._multiply(x_NI, self._weight(x_NI.dtype).t())
         if self.joined is None:
             return y_NO, None
@@ -108,7 +108,7 @@ class FrozenLinear:
         return y_NO.addmm_(u_NR, self.joined.b_OR.t()), u_NR
 
     def thin_gradient(self, dy_NJ: Tensor) -> None:
-        """g in the columns after dy."""
+        """Writes g to the columns after dy."""
         if self.joined is not None:
             outputs = self.weight_OI.shape[0]
             torch.mm(dy_NJ[:, :outputs], self.joined.b_OR, out=dy_NJ[:, outputs:])
@@ -118,7 +118,7 @@ class FrozenLinear:
         return self._multiply(dy_NJ, self._weight(dy_NJ.dtype) if self.joined is None else self.joined.backward_JI)
 
     def places(self) -> list[Tensor]:
-        """Where gradients of `adapters` are added: to those so far, or to new tensors where one of them has none."""
+        """Tensors to which gradients of `adapters` are added: their `.grad`, or new tensors if one of them has none."""
         there = [accumulated(adapter) for adapter in self.adapters]
         if any(place is None for place in there):
             return [torch.zeros_like(adapter, requires_grad=False) for adapter in self.adapters]
@@ -127,7 +127,7 @@ class FrozenLinear:
     def gradients(
         self, places: list[Tensor], dy_NJ: Tensor, x_NI: Tensor | None, u_NR: Tensor | None
     ) -> list[Tensor | None]:
-        """What autograd gets for each of `adapters`. x is for A and u for B, if still wanted."""
+        """Adds the gradients to `places` and returns those for autograd. x (for A) or u (for B) is None if done."""
         if self.joined is None or not places:
             return []
         add_adapter_gradients(places, dy_NJ, x_NI, u_NR, self.joined.layout)
@@ -166,8 +166,8 @@ class FrozenBlock:
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     checkpointing: str
     dtype: torch.dtype  # of products
-    above: GradientRoom  # this block's branch
-    below: GradientRoom | None  # the branch of the block before
+    above: GradientRoom  # of this block's branch
+    below: GradientRoom | None  # of the previous block's branch
 
     @property
     def linears(self) -> tuple[FrozenLinear, ...]:
@@ -176,7 +176,7 @@ class FrozenBlock:
 
 @dataclasses.dataclass(eq=False)
 class _Attended:
-    """Attention as a small graph of its own."""
+    """Attention with its own autograd graph."""
 
     y_BHTD: Tensor
     inputs: tuple[Tensor, Tensor, Tensor]
@@ -210,7 +210,7 @@ def _thin(x_NK: Tensor, layer: FrozenLinear) -> Tensor | None:
 
 
 def _kept(h_NK: Tensor, layer: FrozenLinear, block: FrozenBlock) -> tuple[Tensor | None, Tensor | None]:
-    """(the norm or None, u or None), as backward will want them."""
+    """(the norm or None, u or None) to save for backward."""
     thin = _thin(h_NK, layer)
     if thin is None:
         return None, None
@@ -219,8 +219,8 @@ def _kept(h_NK: Tensor, layer: FrozenLinear, block: FrozenBlock) -> tuple[Tensor
 
 @dataclasses.dataclass(eq=False)
 class _Kept:
-    """What backward needs of a forward pass, and lets go of piece by piece. `u` are thin products, of which a layer
-    without an adapter has none; a norm that is computed again is None."""
+    """Tensors saved for backward, which frees them one by one. `u`: thin products, None for a layer without an adapter.
+    A norm that is recomputed is None."""
 
     x1: Tensor  # the residual stream before the first norm
     mean1: Tensor
@@ -253,7 +253,7 @@ def _up_to_pre(
     again: bool,
     learning: bool,
 ) -> tuple[_Kept, Tensor]:
-    """Everything up to the MLP's first product, and its result; `again`: for a backward pass that runs it again."""
+    """Runs the block up to the MLP's first product; returns its result too. `again`: recomputation in backward."""
     attended = _attend(block, h1_NK, batch, learning=learning)
     h1, u1 = _kept(h1_NK, block.qkv, block)
     del h1_NK
@@ -261,7 +261,7 @@ def _up_to_pre(
     h2_NK = block.up.input_room(x1, block.dtype)
     h2_NW = h2_NK[:, : x1.shape[1]]
     x2, mean2, rstd2 = block.second.forward(x1, branch, block.out.bias_O, h2_NW)
-    # Run again, it may be overwritten with its own gradient, which wants room.
+    # In a recomputation its gradient overwrites it, which needs room for g.
     pre = block.up.gradient_room(x1, block.dtype) if again else None
     hidden = block.up.weight_OI.shape[0]
     pre_NC = block.up.output(h2_NK, None, None if pre is None else pre[:, :hidden])
@@ -289,7 +289,7 @@ class _FrozenBlock(torch.autograd.Function):
             branch_out = block.down.output(active_NK)
             u4 = _thin(active_NK, block.down)
         if learning:
-            kept.u4 = None if u4 is None else u4.clone()  # apart from the activation, which goes
+            kept.u4 = None if u4 is None else u4.clone()  # a copy, so that the activation can be freed
             ctx.save_for_backward(*((x1, *first, kept.u4) if full else kept.tensors))
             ctx.attended = None if full else kept.attended
             ctx.block, ctx.shape, ctx.full = block, shape, full
@@ -343,9 +343,9 @@ def _backward(
     full: bool,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """(dx, gradient of the branch, gradients of adapters). A gradient goes as far down as somebody wants one.
+    """(dx, gradient of the branch, gradients of adapters). Stops where no gradient is needed further down.
 
-    What is large is let go on the way, out of `kept` too.
+    Frees large tensors as early as possible, also those in `kept`.
     """
     x1, x2, pre, h1, h2 = kept.x1, kept.x2, kept.pre, kept.h1, kept.h2
     attended, u3 = kept.attended, kept.u3
@@ -433,7 +433,7 @@ def _backward(
 def frozen_block(
     x_BTW: Tensor, branch_BTW: Tensor | None, branch_bias_W: Tensor | None, block: FrozenBlock
 ) -> tuple[Tensor, Tensor]:
-    """(the residual stream, a branch to be added to it), as a block hands them on."""
+    """The block's output: (the residual stream, a branch to be added to it)."""
     adapters = [adapter for layer in block.linears for adapter in layer.adapters]
     inputs = [x for x in (x_BTW, branch_BTW, *adapters) if x is not None]
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
@@ -471,5 +471,5 @@ def frozen_end(
     dtype: torch.dtype,
     below: GradientRoom,
 ) -> Tensor:
-    """The last norm, in `dtype`, of the residual stream with the last block's branch added to it."""
+    """The final norm, in `dtype`, of the residual stream with the last block's branch added."""
     return _FrozenEnd.apply(x_BTW, branch_BTW, branch_bias_W, norm, dtype, below)  # pyright: ignore

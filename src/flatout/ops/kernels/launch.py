@@ -1,4 +1,4 @@
-"""What kernels that stream through memory share: how many programs, warps and rows; sums of columns; scaling."""
+"""Shared by kernels that stream through memory: numbers of programs, warps and rows; column sums; scaling."""
 
 import functools
 
@@ -12,8 +12,7 @@ from torch.autograd.graph import increment_version
 def columns_of(width: int) -> tuple[int, int, int]:
     """(columns in a block, rows at once, warps) for a kernel that holds whole rows in registers.
 
-    One warp takes 1,024 values: with a row of its own it never waits for another warp, which on an H200 was worth more
-    than anything else.
+    One warp takes 1,024 values. If a row fits one warp, no warp waits for another: on an H200 the largest gain of all.
     """
     block = int(triton.next_power_of_2(width))
     rows = max(1, 4096 // block)
@@ -21,13 +20,13 @@ def columns_of(width: int) -> tuple[int, int, int]:
 
 
 def programs_for(rows: int, device: torch.device) -> int:
-    """Programs for a kernel whose every program sums over its share of rows: a few per multiprocessor, none idle."""
+    """Programs for a kernel in which each program sums over a share of the rows: a few per multiprocessor."""
     return max(1, min(4 * multiprocessors(device), rows))
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """1 on a CPU, where the interpreter runs programs one after the other."""
+    """Multiprocessors of a GPU; 1 on a CPU, where Triton's interpreter runs programs one after the other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -44,7 +43,7 @@ def _fold(partial_ptr, total_ptr, programs, columns, ROWS: tl.constexpr, BLOCK: 
 
 
 def fold(partial: Tensor) -> Tensor:
-    """partial.sum(0) of fp32 sums that programs left behind; torch's own sum is slow at such shapes."""
+    """partial.sum(0) of the programs' fp32 sums; torch's own sum is slow for such shapes."""
     programs, *shape = partial.shape
     columns = partial.numel() // programs
     total = torch.empty(shape, dtype=torch.float32, device=partial.device)
@@ -60,8 +59,8 @@ def _scale(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 
 
 def scale_in_place(x: Tensor, factor: Tensor) -> Tensor:
-    """x *= factor, a scalar on the device, of a dense tensor; torch takes four times as long with such a scalar."""
+    """x *= factor for a dense tensor and a scalar on the device; torch takes four times as long."""
     count, block = x.numel(), 4096
     _scale[(triton.cdiv(count, block),)](x, factor, count, BLOCK=block, num_warps=8)
-    increment_version(x)  # torch does not see what our kernels write
+    increment_version(x)  # torch does not notice writes of our kernels
     return x

@@ -1,7 +1,7 @@
-"""Linear layers over fp32 weights with products in a narrower type, and weight gradients that leave in fp32.
+"""Linear layers with fp32 weights, products in a narrower type, and weight gradients in fp32.
 
-torch's autocast rounds every weight gradient to the narrow type before it is added up over micro-batches. Here the
-matrix unit's fp32 sums are kept: as fast, and more exact.
+torch's autocast rounds weight gradients to the narrow type before it accumulates them over micro-batches. Here the
+matrix unit's fp32 sums are accumulated: as fast, and more exact.
 """
 
 import torch
@@ -15,7 +15,7 @@ from flatout.ops.scales import NarrowLinear, version_of
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, tuned: bool) -> Tensor:
-    """a @ b + bias over the last axis of `a`, in their own type whatever autocast says."""
+    """a @ b + bias over the last axis of `a`, in the inputs' type, without autocast."""
     flat = a.reshape(-1, a.shape[-1])
     with torch.autocast(a.device.type, enabled=False):
         if tuned:
@@ -26,9 +26,9 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, tuned: bool) ->
 
 
 def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, *, tuned: bool) -> Tensor | None:
-    """dy.T @ x summed over all rows, in the type of the weight's gradient, without rounding to the inputs' on the way.
+    """dy.T @ x over all rows, in the type of the weight's gradient, not rounded to the inputs' type.
 
-    From the second micro-batch on the product adds to the gradient itself and nothing is returned (ops/gradients.py).
+    From the second micro-batch on the product adds to the gradient itself and returns None (ops/gradients.py).
     """
     dy_MN, x_NK = dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1])
     dtype = gradient_type(weight)
@@ -47,10 +47,10 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, *, tuned: bool) -> Te
 
 
 class Weight:
-    """A weight in one pass: what its products take, and that it stays the same between forward and backward.
+    """A weight in one pass: the operands of its products, and a check that it does not change until backward.
 
-    A copy in a narrower type that is made for a product goes with it; backward makes another one. Kept, it would weigh
-    as much as the copies of all layers do.
+    A narrow copy that is made for one product is freed after it, and backward makes another one: saved copies of all
+    layers would take too much memory.
     """
 
     def __init__(self, weight: Tensor, narrow: NarrowLinear | None) -> None:
@@ -58,7 +58,7 @@ class Weight:
         self.version = version_of(weight)
 
     def wide(self, dtype: torch.dtype) -> Tensor:
-        """In the type of the product, for which a copy may be at hand."""
+        """The weight in the type of the product: the narrow copy, if there is one."""
         if self.narrow is not None and self.narrow.copy.unit is None and self.narrow.copy.values_MK.dtype == dtype:
             return self.narrow.copy.values_MK
         return self.weight.to(dtype)
@@ -114,9 +114,9 @@ class LinearProduct(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, narrow: NarrowLinear | None = None, *, tuned: bool = False) -> Tensor:
-    """x @ weight.T in x's type. There is no bias: the kernel that reads the result next adds it.
+    """x @ weight.T in x's type. The bias is added by the next kernel that reads the result.
 
-    `narrow` has copies of the weight in narrower types, and slots where products towards y and x are in 8 bits.
-    `tuned` products come from the fastest of cuBLASLt's kernels.
+    `narrow`: the weight's copy in a narrower type, and the slots for 8-bit products. `tuned`: products by the fastest
+    of cuBLASLt's kernels.
     """
     return LinearProduct.apply(x, weight, narrow, tuned)  # pyright: ignore

@@ -1,20 +1,20 @@
-"""Queries and keys made ready for attention: RMS norm per head and rotary positions, one pass forward, one back.
+"""RMS norm per head and rotary positions for queries and keys, one pass forward and one backward.
 
-    n = x / sqrt(mean(x²) + eps) · weight · scale                        (where the model norms queries and keys)
-    y = [n₁·cos − n₂·sin, n₁·sin + n₂·cos],  n = [n₁, n₂]                (where positions are rotary)
+    n = x / sqrt(mean(x²) + eps) · weight · scale                        (if the model norms queries and keys)
+    y = [n₁·cos − n₂·sin, n₁·sin + n₂·cos],  n = [n₁, n₂]                (if positions are rotary)
 
-Queries and keys are read where the fused projection left them, and written as [B, T, heads, D], which attention takes
-without a copy. Backward reads x again and finds its statistics anew: that is cheaper than keeping them. Everything in
-between is fp32; torch's own path rounds between norm and rotation, so the two differ by one rounding. Norms may do
-without weights; both of a model have the same scale.
+Queries and keys are read from the buffer of the fused projection and written as [B, T, heads, D], which attention takes
+without a copy. Backward reads x again and recomputes its statistics, which is cheaper than saving them. Intermediate
+values are fp32; torch's form rounds between norm and rotation, so the two differ by one rounding. Norms may have no
+weights; both norms of a model have the same scale.
 
-Values come through untouched. Their gradients are written beside those of queries and keys, in one buffer, so that
-the projection's backward (ops/kernels/heads.py) finds all three packed and copies none.
+Values are returned unchanged. The gradients of queries, keys and values are written side by side in one buffer, so that
+the projection's backward pass (ops/kernels/heads.py) need not copy them.
 
-The trap: all views of the caller are strided and stay so. Only the last axis has to be dense.
+Trap: inputs are strided views; only the last axis has to be dense.
 
-`turn_packed` and `turn_back_packed` are the same for blocks whose weights are frozen (ops/kernels/frozen.py): a
-rotation alone happens where queries and keys lie.
+`turn_packed` and `turn_back_packed` do the same for blocks with frozen weights (ops/kernels/frozen.py); a rotation
+without norms is done in place.
 
 Shape legend: B batch, T positions, H query heads, G key/value heads, D head size, A = H + 2G heads in all, S shares of
 rows, N = B·T.
@@ -73,7 +73,7 @@ def _forward(
     SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, Q_WEIGHTED: tl.constexpr, K_WEIGHTED: tl.constexpr,
     HAS_ROPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs take neighbouring heads of the same rows: what they read lies side by side.
+    # Neighbouring programs take neighbouring heads of the same rows, so they read contiguous memory.
     head = tl.program_id(0) % (heads + groups)
     row = tl.program_id(0) // (heads + groups) * ROWS + tl.arange(0, ROWS)
     alive = row < rows
@@ -211,7 +211,7 @@ def _turned_back(
     normed: bool,
     sums: bool,
 ) -> Tensor:
-    """Writes the gradients side by side; with `sums` returns shares [S, A, D] of those of the norms' weights."""
+    """Writes the gradients side by side; with `sums` returns partial sums [S, A, D] of the norms' weight gradients."""
     dq, dk, dv = (_dense(gradient) for gradient in gradients)
     (batch, heads, positions, size), groups = dq.shape, dk.shape[1]
     rows, every, device = batch * positions, heads + 2 * groups, dq.device
@@ -231,27 +231,45 @@ def _turned_back(
     return sums_SAD
 
 
+def _turned(
+    q: Tensor,
+    k: Tensor,
+    weights: HeadWeights,
+    turn: tuple[Tensor | None, Tensor | None],
+    eps: float,
+    scale: float,
+    *,
+    normed: bool,
+    in_place: bool,
+) -> tuple[Tensor, Tensor]:
+    """Normed and turned queries and keys, in place or in memory as [B, T, heads, D]."""
+    (batch, heads, positions, size), groups = q.shape, k.shape[1]
+    rows, q_out, k_out = batch * positions, q, k
+    if not in_place:
+        made = {"dtype": q.dtype, "device": q.device}
+        q_out = torch.empty(batch, positions, heads, size, **made).transpose(1, 2)
+        k_out = torch.empty(batch, positions, groups, size, **made).transpose(1, 2)
+    block, at_once = _block_and_rows(size)
+    _forward[(triton.cdiv(rows, at_once) * (heads + groups),)](
+        q, k, *weights, *turn, q_out, k_out, rows, positions, heads, groups, *_strides(q), *_strides(k),
+        q_out.stride(2), k_out.stride(2), eps, scale, SIZE=size, **_norm_flags(normed, *weights),
+        HAS_ROPE=turn[0] is not None, ROWS=at_once, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return q_out, k_out
+
+
 class _PrepareHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, q_weight, k_weight, cos, sin, eps, scale, normed):
         q, k = _dense(q), _dense(k)
-        batch, heads, positions, size = q.shape
-        groups = k.shape[1]
-        q_out = torch.empty(batch, positions, heads, size, dtype=q.dtype, device=q.device)
-        k_out = torch.empty(batch, positions, groups, size, dtype=k.dtype, device=k.device)
-        block, at_once = _block_and_rows(size)
-        rows = batch * positions
-        _forward[(triton.cdiv(rows, at_once) * (heads + groups),)](
-            q, k, q_weight, k_weight, cos, sin, q_out, k_out, rows, positions, heads, groups, *_strides(q),
-            *_strides(k), heads * size, groups * size, eps, scale, SIZE=size, **_norm_flags(normed, q_weight, k_weight),
-            HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
-        )  # fmt: skip
-        # A rotation alone is turned back without knowing what was turned.
+        weights, turn = (q_weight, k_weight), (cos, sin)
+        q_out, k_out = _turned(q, k, weights, turn, eps, scale, normed=normed, in_place=False)
+        # The backward pass of a rotation without norms does not need its input.
         keep_q = None if q_weight is None and not normed else q
         keep_k = None if k_weight is None and not normed else k
         ctx.save_for_backward(keep_q, keep_k, q_weight, k_weight, cos, sin)
         ctx.eps, ctx.scale, ctx.normed = eps, scale, normed
-        return q_out.transpose(1, 2), k_out.transpose(1, 2), v.view_as(v)
+        return q_out, k_out, v.view_as(v)
 
     @staticmethod
     @once_differentiable
@@ -284,10 +302,10 @@ def prepare_heads(
     scale: float = 1.0,
     normed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys normed per head (with weights) and turned (with `cos` and `sin`, fp32 [T or more, D/2]).
+    """Queries and keys, normed per head (if weights are given) and rotated (by `cos` and `sin`, fp32 [T or more, D/2]).
 
-    `normed` norms both, whether they have weights or not; `scale` multiplies what is normed. They have the shape of the
-    inputs and lie in memory as [B, T, heads, D]. Values stay as and where they are.
+    `normed`: norm both, with or without weights; `scale` multiplies the norm's result. Results have the shape of the
+    inputs and are in memory as [B, T, heads, D]. Values are returned unchanged.
     """
     if q_weight_D is None and k_weight_D is None and cos is None and not normed:
         return q_BHTD, k_BGTD, v_BGTD
@@ -313,25 +331,12 @@ def turn_packed(
     eps: float,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys as `prepare_heads` has them, without a graph. Without norms they are turned where they lie."""
+    """Queries and keys as from `prepare_heads`, without autograd. Without norms they are rotated in place."""
     if norms is None and cos is None:
         return q_BHTD, k_BGTD
-    batch, heads, positions, size = q_BHTD.shape
-    groups, rows = k_BGTD.shape[1], batch * positions
-    q_out, k_out = q_BHTD, k_BGTD
-    if norms is not None:  # backward wants them as they were
-        made = {"dtype": q_BHTD.dtype, "device": q_BHTD.device}
-        q_out = torch.empty(batch, positions, heads, size, **made).transpose(1, 2)
-        k_out = torch.empty(batch, positions, groups, size, **made).transpose(1, 2)
-    q_weight, k_weight = (None, None) if norms is None else norms
-    block, at_once = _block_and_rows(size)
-    _forward[(triton.cdiv(rows, at_once) * (heads + groups),)](
-        q_BHTD, k_BGTD, q_weight, k_weight, cos, sin, q_out, k_out, rows, positions, heads, groups, *_strides(q_BHTD),
-        *_strides(k_BGTD), q_out.stride(2), k_out.stride(2), eps, scale, SIZE=size,
-        **_norm_flags(norms is not None, q_weight, k_weight), HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block,
-        num_warps=4,
-    )  # fmt: skip
-    return q_out, k_out
+    weights = (None, None) if norms is None else norms
+    how = {"normed": norms is not None, "in_place": norms is None}  # backward needs what the norms took
+    return _turned(q_BHTD, k_BGTD, weights, (cos, sin), eps, scale, **how)
 
 
 def turn_back_packed(
@@ -344,9 +349,9 @@ def turn_back_packed(
     scale: float,
     out_NC: Tensor,
 ) -> None:
-    """Gradients of queries, keys (before `turn_packed`) and values side by side in `out_NC`, whose rows may be apart.
+    """Writes gradients of queries, keys (before `turn_packed`) and values to `out_NC`, whose rows may be strided.
 
-    `before` has queries and keys as they were, which is of interest with norms only.
+    `before`: queries and keys before `turn_packed`, needed with norms only.
     """
     weights = (None, None) if norms is None else norms
     values = (None, None) if before is None else before

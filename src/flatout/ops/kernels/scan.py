@@ -1,23 +1,27 @@
-"""The recurrence h_t = λ_t · h_{t-1} + x_t (ops/scan.py) in chunks, forward and backward.
+"""The recurrence h_t = λ_t · h_{t-1} + x_t (ops/scan.py) in chunks, forward and backward, and the gate after it.
 
-Three passes each way. (1) Every chunk by itself: the state E that it would end in from nothing, and the product A of
-its λ. (2) The carry: what every chunk starts from, by a scan over chunks, h → A·h + E. (3) Every chunk again, from its
-start, writing its states. A program of passes 1 and 3 is one warp with up to 128 channels of one chunk, so memory is
-read in whole rows, states stay in registers, and the warp never waits for another. Rows come in groups that are asked
-for together: a few thousand warps with a group each keep the memory busy.
+Three passes forward. (1) Every chunk on its own: the final state E from a zero state, and the product A of its λ. (2)
+The initial state of every chunk, by a scan over chunks, h → A·h + E. (3) Every chunk again, from its initial state,
+writing its states. In passes 1 and 3 a program is one warp with up to 128 channels of one chunk: it reads whole rows,
+keeps states in registers and never waits for another warp. It loads rows in groups; a few thousand warps with one group
+each saturate the memory.
 
-Backward is the same from the other end. With g the gradient of the states, a_t = g_t + r_t is the gradient of x_t, and
-r_{t-1} = conj(λ_t) · a_t goes on to the position before; r begins as the gradient of the last state and ends as that of
-the initial one. With u_t = λ_t · h_{t-1}, log_decay gets Re(conj(a_t)·u_t) and phase Im(conj(u_t)·a_t), which pass 3
-adds up per program. h is the result itself, as stored; nothing else is kept.
+Backward is the same in reverse. With g the gradient of the states, a_t = g_t + r_t is the gradient of x_t, and r_{t-1}
+= conj(λ_t) · a_t is passed to the position before; r begins as the gradient of the last state and ends as that of the
+initial state. With u_t = λ_t · h_{t-1}, the gradients of log_decay and phase are the sums of Re(conj(a_t)·u_t) and
+Im(conj(u_t)·a_t), which pass 3 adds up per program. Only h, the result, is saved.
+
+`gated_scan` is silu(gate) ⊙ states as one step of autograd. Inputs and gate are halves of one buffer, as one product
+writes them, and so are their gradients, so nothing is split or concatenated. That buffer and the states are saved. The
+gate takes one pass forward and one backward.
 
 Bytes for B 4, T 32,768, K 128: a tensor of states is 67 MB in bf16, 134 MB in fp32. Forward reads x twice and writes h:
 201 or 403 MB, 0.05 or 0.09 ms at 4.3 TB/s. Backward reads g twice and h, and writes dx: 268 or 537 MB, 0.06 or 0.13 ms.
-What goes between passes is 1/16 of a tensor in fp32 or less. Look-back between programs would save a third, and would
-have programs wait for each other; the products around the scan take several times as long.
+Data between passes is at most 1/16 of a tensor in fp32. Decoupled look-back would save a third of the bytes but make
+programs wait for each other; the products around the scan take several times as long.
 
-The trap: λ near 1 is a matter of digits. Its magnitude and angle are computed in float64: the fast exponential may be
-off by 2^-22, which is 3e-3 after 32,768 positions.
+Trap: λ near 1 needs precision. Its magnitude and angle are computed in float64, since the fast exponential may be off
+by 2^-22, which is 3e-3 after 32,768 positions.
 
 Shape legend: B rows, T positions, K channels, C = 2K (real parts, then imaginary), N chunks, P programs that sum.
 """
@@ -51,7 +55,7 @@ def _pair(ptr, place, channels, mask):
 
 @triton.jit
 def _row(x_ptr, begins_ptr, origin, position, positions, stride_t, column, inside, channels, RESETS: tl.constexpr):
-    """What lies in memory of one position: asked for early, used late."""
+    """Loads one position; issued early and used late."""
     alive = position < positions
     mask = inside & alive
     real, imaginary = _pair(x_ptr, position.to(tl.int64) * stride_t + column, channels, mask)  # pyright: ignore
@@ -63,7 +67,7 @@ def _row(x_ptr, begins_ptr, origin, position, positions, stride_t, column, insid
 
 @triton.jit
 def _eigenvalue(row, base_re, base_im, alive, RESETS: tl.constexpr):
-    """λ of one position: 0 where a document begins, 1 beyond the last position, where the state has to stay."""
+    """λ of one position: 0 where a document begins, 1 beyond the last position, which keeps the state."""
     real, imaginary = base_re, base_im
     if RESETS:
         real = tl.where(row[2] == 0, real, 0.0)
@@ -73,7 +77,7 @@ def _eigenvalue(row, base_re, base_im, alive, RESETS: tl.constexpr):
 
 @triton.jit
 def _where_am_i(positions, chunks, channels, blocks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """(row, chunk, its first position, columns, which of them there are). Blocks of one chunk are neighbours."""
+    """(row, chunk, its first position, columns, mask of columns). Blocks of one chunk are neighbours."""
     program = tl.program_id(0)
     chunk = program // blocks
     column = program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -85,7 +89,7 @@ def _ends(
     x_ptr, table_ptr, begins_ptr, ends_ptr, positions, chunks, channels, blocks, stride_b, stride_t,
     REVERSE: tl.constexpr, RESETS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pass 1. Backward x is the gradient of the states, and the end is before the chunk's first position."""
+    """Pass 1. In reverse x is the gradient of the states, and a chunk ends before its first position."""
     batch, chunk, first, column, inside = _where_am_i(positions, chunks, channels, blocks, CHUNK, BLOCK)  # pyright: ignore
     base_re, base_im = _pair(table_ptr, column, channels, inside)
     x_ptr += batch.to(tl.int64) * stride_b
@@ -125,7 +129,7 @@ def _ends(
 
 @triton.jit
 def _then(a_re, a_im, x_re, x_im, b_re, b_im, y_re, y_im):
-    """h → a·h + x, and then h → b·h + y, as one."""
+    """The composition of h → a·h + x and then h → b·h + y."""
     return (
         b_re * a_re - b_im * a_im,
         b_re * a_im + b_im * a_re,
@@ -139,7 +143,7 @@ def _carry(
     ends_ptr, outer_ptr, starts_ptr, chunks, channels, blocks,
     HAS_OUTER: tl.constexpr, REVERSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pass 2. What a chunk starts from is what the chunks before it made of what came from outside."""
+    """Pass 2: the initial state of every chunk, from the outer state and the chunks before it."""
     batch = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < channels
@@ -150,7 +154,7 @@ def _carry(
     lane = tl.arange(0, ROWS)
     for group in range(0, chunks, ROWS):
         index = group + lane
-        # One chunk late: its own end is for the next one.
+        # Shifted by one: the end of a chunk is the start of the next one.
         earlier = index - 1
         mask = ((earlier >= 0) & (earlier < chunks))[:, None] & inside[None, :]
         chunk = chunks - 1 - earlier if REVERSE else earlier
@@ -208,7 +212,7 @@ def _gradients(
     positions, chunks, channels, blocks, stride_b, stride_t, dx_stride_b, dx_stride_t,
     HAS_INITIAL: tl.constexpr, RESETS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pass 3, backward: from the chunk's last position to its first."""
+    """Pass 3 in reverse, from a chunk's last position to its first."""
     batch, chunk, first, column, inside = _where_am_i(positions, chunks, channels, blocks, CHUNK, BLOCK)  # pyright: ignore
     base_re, base_im = _pair(table_ptr, column, channels, inside)
     g_ptr += batch.to(tl.int64) * stride_b
@@ -258,18 +262,18 @@ def _gradients(
         tl.store(dinitial_ptr + place + channels, state_im, inside & (chunk == 0))
 
 
-_ROWS = 8  # rows that a program asks for at once; of backward's, which are twice as many, half
-_CARRIED = (256, 16)  # chunks and channels that one program of the carry has in registers
+_ROWS = 8  # rows that a program loads together; half as many in backward, which loads two tensors
+_CARRIED = (256, 16)  # chunks and channels that a program of pass 2 has in registers
 
 
 def chunk_and_block(batch: int, positions: int, channels: int, device: torch.device) -> tuple[int, int]:
-    """(positions of a chunk, channels of a program): long chunks as long as there are enough programs for all.
+    """(positions of a chunk, channels of a program): the longest chunks that give enough programs.
 
-    Short ones have more programs and more to carry. 12 warps of 8 rows for each multiprocessor have 48 KiB on their
-    way, about twice what it takes to keep the memory of an H200 busy.
+    Shorter chunks give more programs but more work in pass 2. 12 warps of 8 rows per multiprocessor have 48 KiB of
+    loads in flight, about twice as much as an H200 needs to saturate its memory.
     """
     block = min(128, int(triton.next_power_of_2(channels)))
-    if triton.cdiv(channels, 128) * 128 > triton.cdiv(channels, 64) * 64:  # 160 or 192 channels waste less by 64
+    if triton.cdiv(channels, 128) * 128 > triton.cdiv(channels, 64) * 64:  # e.g. 160 or 192 channels
         block = min(64, block)
     chunk, enough = 256, 12 * multiprocessors(device)
     while chunk > 32 and batch * triton.cdiv(positions, chunk) * triton.cdiv(channels, block) < enough:
@@ -278,7 +282,7 @@ def chunk_and_block(batch: int, positions: int, channels: int, device: torch.dev
 
 
 class Passes:
-    """One call: its shape, its λ, and the three passes."""
+    """The three passes for one shape and one set of λ."""
 
     def __init__(self, shape: torch.Size, log_decay: Tensor, phase: Tensor, begins: Tensor | None, chunk: int | None):
         self.batch, self.positions, both = shape
@@ -298,7 +302,7 @@ class Passes:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def starts(self, x: Tensor, outer: Tensor | None, *, reverse: bool) -> Tensor:
-        """[B, N, C] that every chunk starts from, with what comes from outside: passes 1 and 2."""
+        """Initial states [B, N, C] of all chunks, with `outer` before the first one: passes 1 and 2."""
         starts = self._made(self.batch, self.chunks, 2 * self.channels)
         ends = self._made(self.batch, self.chunks, 4 * self.channels)
         _ends[self.grid](
@@ -326,7 +330,7 @@ class Passes:
     def gradients(
         self, g: Tensor, h: Tensor, initial: Tensor | None, dlast: Tensor | None, into: Tensor | None = None
     ) -> list[Tensor | None]:
-        """Of x, log_decay, phase and the initial state; `into` takes that of x, in rows that may be apart."""
+        """Gradients of x, log_decay, phase and the initial state; `into` takes that of x, rows may be strided."""
         starts = self.starts(g, dlast, reverse=True)
         dx = torch.empty(h.shape, dtype=h.dtype, device=self.device) if into is None else into
         sums = self._made(self.batch * self.chunks, 2, self.channels)
@@ -341,7 +345,7 @@ class Passes:
 
 
 def _total(sums_PXK: Tensor) -> Tensor:
-    """The sum over programs. Many are added up in two steps, the first of which has work for all multiprocessors."""
+    """The sum over programs. If there are many, in two steps, so that the first one uses all multiprocessors."""
     programs, width = sums_PXK.shape[0], 64
     if programs > 4 * width and programs % width == 0:
         sums_PXK = fold(sums_PXK.view(width, programs // width, *sums_PXK.shape[1:]))
@@ -380,7 +384,7 @@ def scan_kernels(
     begins_BT: Tensor | None,
     chunk: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """(states, the last one in fp32), by `ops.scan.scan`, which has checked the shapes."""
+    """(states, the last state in fp32). Called by `ops.scan.scan`, which checks the shapes."""
     values = (x_BTC, *as_kernels_take(x_BTC, log_decay, phase, initial_BC, begins_BT, chunk), chunk)
     if torch.compiler.is_compiling():
         return _one_operation(*values)
@@ -395,7 +399,7 @@ def as_kernels_take(
     begins_BT: Tensor | None,
     chunk: int | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """All but x in the types and layouts of kernels; what they cannot do is refused."""
+    """All arguments but x in the types and layouts that kernels take; a ValueError for unsupported ones."""
     if x_BTC.dtype == torch.float64:
         raise ValueError("these kernels have states in fp32; float64 takes another path")
     if chunk is not None and (chunk < _ROWS or chunk % _ROWS):
@@ -405,7 +409,7 @@ def as_kernels_take(
     return log_decay.contiguous(), phase.contiguous(), initial_BC, begins_BT
 
 
-# --- for compiled code, which calls both without a look inside -------------------------------------------------------
+# --- opaque operations for compiled code ------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("flatout::scan", mutates_args=())
@@ -433,7 +437,7 @@ def _one_backward(
 ) -> list[Tensor]:
     passes = Passes(h.shape, log_decay, phase, begins, chunk)
     gradients = passes.gradients(_dense(dh), h, initial, dlast.contiguous())
-    # Those of log_decay and phase come out of one sum, and results of such an operation may not share memory.
+    # The gradients of log_decay and phase are views of one sum, but outputs of a custom op must not share memory.
     return [gradient.clone() if gradient.dim() == 1 else gradient for gradient in gradients if gradient is not None]
 
 
@@ -454,3 +458,80 @@ def _backward(ctx, dh, dlast):
 
 
 _one_operation.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+@triton.jit
+def _gate_forward(gate_ptr, h_ptr, y_ptr, rows, columns, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    gate = tl.load(gate_ptr + row[:, None] * stride + column[None, :], mask, 0.0).to(tl.float32)
+    place = row[:, None] * columns + column[None, :]
+    h = tl.load(h_ptr + place, mask, 0.0).to(tl.float32)
+    tl.store(y_ptr + place, (gate * tl.sigmoid(gate) * h).to(y_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _gate_backward(
+    dy_ptr, gate_ptr, h_ptr, dgate_ptr, dh_ptr, rows, columns, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    apart = row[:, None] * stride + column[None, :]
+    place = row[:, None] * columns + column[None, :]
+    gate = tl.load(gate_ptr + apart, mask, 0.0).to(tl.float32)
+    h = tl.load(h_ptr + place, mask, 0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + place, mask, 0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    tl.store(dh_ptr + place, (dy * gate * share).to(dh_ptr.dtype.element_ty), mask)
+    dgate = dy * h * share * (1.0 + gate * (1.0 - share))
+    tl.store(dgate_ptr + apart, dgate.to(dgate_ptr.dtype.element_ty), mask)
+
+
+_GATE_ROWS, _GATE_BLOCK, _GATE_WARPS = 4, 256, 4
+
+
+def _grid(h_BTC: Tensor) -> tuple[int, int]:
+    rows, columns = h_BTC.shape[0] * h_BTC.shape[1], h_BTC.shape[2]
+    return int(triton.cdiv(rows, _GATE_ROWS)), int(triton.cdiv(columns, _GATE_BLOCK))
+
+
+class _GatedScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, both, log_decay, phase, begins, chunk):
+        both = both.contiguous()
+        x, gate = both.chunk(2, dim=-1)
+        h, _ = Passes(x.shape, log_decay, phase, begins, chunk).states(x, None)
+        y = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+        rows, columns = h.shape[0] * h.shape[1], h.shape[2]
+        _gate_forward[_grid(h)](
+            gate, h, y, rows, columns, both.shape[2], ROWS=_GATE_ROWS, BLOCK=_GATE_BLOCK, num_warps=_GATE_WARPS
+        )  # fmt: skip
+        ctx.save_for_backward(both, h, log_decay, phase, begins)
+        ctx.chunk = chunk
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        both, h, log_decay, phase, begins = ctx.saved_tensors
+        dboth = torch.empty(both.shape, dtype=both.dtype, device=both.device)
+        dx, dgate = dboth.chunk(2, dim=-1)
+        dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+        rows, columns = h.shape[0] * h.shape[1], h.shape[2]
+        _gate_backward[_grid(h)](
+            dy.contiguous(), both.chunk(2, dim=-1)[1], h, dgate, dh, rows, columns, both.shape[2],
+            ROWS=_GATE_ROWS, BLOCK=_GATE_BLOCK, num_warps=_GATE_WARPS,
+        )  # fmt: skip
+        passes = Passes(h.shape, log_decay, phase, begins, ctx.chunk)
+        _, dlog, dphase, _ = passes.gradients(dh, h, None, None, into=dx)
+        return dboth, dlog, dphase, None, None
+
+
+def gated_scan(
+    both_BTC: Tensor, log_decay: Tensor, phase: Tensor, begins_BT: Tensor | None, chunk: int | None
+) -> Tensor:
+    """silu(gate) ⊙ states of inputs and gate side by side, [B, T, 2C]; λ as in `ops.scan.scan`, one per channel."""
+    log_decay, phase, _, begins_BT = as_kernels_take(both_BTC, log_decay, phase, None, begins_BT, chunk)
+    return _GatedScan.apply(both_BTC, log_decay, phase, begins_BT, chunk)  # pyright: ignore

@@ -1,26 +1,26 @@
-"""Weights of Hugging Face folders: read into our model tensor by tensor, written so that transformers loads them.
+"""Hugging Face models: where a name leads to, reading and writing their weights, and a hash of these.
 
-Idea: our matrices are fused, theirs are not. A piece says where one of their tensors lies in ours: which parameter,
-which rows of it, and whether it is stored transposed (GPT-2's "Conv1D"). Reading and writing follow the same pieces,
-which are declared with the model's fields (`fields.py`).
+Our matrices are fused, theirs are not. A `Piece` says where one of their tensors lies in ours: which parameter, which
+rows, and whether it is stored transposed (GPT-2's "Conv1D"). Pieces are declared with the model's fields (`fields.py`);
+reading and writing follow the same ones.
 
-Contract: names, shapes and types of every file are checked before the first value is copied. Files are mapped into
-memory and copied from there, one tensor at a time, into the model's own memory and type; nothing is held twice. What is
-missing, left over, of another shape, torn or not finite is a `CheckpointError` that names file and tensor. Only
-safetensors are read. An exported folder is whole or absent.
+Contract: names, shapes and types of all files are checked before the first value is copied. Files are memory-mapped and
+copied tensor by tensor into the model's own memory and type; nothing is held twice. A tensor that is missing, left
+over, of another shape, torn or not finite is a `CheckpointError` that names file and tensor. Only safetensors are read.
+An exported folder is whole or absent. A name `org/name` is looked up in the cache of huggingface_hub first; the network
+is used only if the cache lacks a file. Only descriptions, safetensors and tokenizer files are fetched, never code.
 
-Trap: a model with one matrix for embedding and head may store it once, under either name, or twice. Two that differ are
-refused: which of them is meant cannot be known.
+The hash of a model's weights keeps adapters from being put on another model of the same shape. It covers every tensor's
+name, type, shape and bytes, in the order of names. The number of files, a prefix before the names, and a second copy of
+a tied head do not change it. Files are hashed as stored, so the hash is the same on every machine: a model saved again
+in another type is another model, since adapters were trained on the rounded weights. A checkpoint of ours has the hash
+of its fp32 export.
 
-A hash of a model's weights, so that adapters are never put on another model of the same shape.
-
-Idea: every tensor counts with its name, type, shape and all of its bytes, in the order of names. In how many files they
-lie does not matter, nor does a prefix before a name, nor a second copy of a tied head. Pieces of 16 MiB are hashed side
-by side: 2.2 GB of a model with 1.1 billion weights take 2 s on one core with SHA instructions, less on several.
-
-Contract: the files are read as they lie on disk, before any change of type, so the hash is the same on every machine.
-A checkpoint of ours has the hash of the folder that exporting it in fp32 gives: they are one model in two forms.
-Trap: a model that was saved again in another type is another model. Adapters were trained on the rounded weights.
+Traps:
+- A model with one matrix for embedding and head may store it once, under either name, or twice. Two that differ are
+  refused, because we cannot know which one is meant.
+- The cache also answers for a repository of which only some files were fetched, for a tokenizer say. A snapshot counts
+  as found only with its weights.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -46,24 +46,24 @@ from flatout.model.execution import Execution
 from flatout.model.fields import AGAIN, FEATURES, Piece, has_bias
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import CONFIG_FILE, Description, check_same_model, description_of, read_description, read_json
-from flatout.model.seal import refuse_link, seal
+from flatout.model.seal import check_seal, refuse_link, seal
 from flatout.model.weights import opened, write_tensors
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
-# Files that make a model usable elsewhere and that training does not change.
+# Files that other programs need beside the weights, and that training does not change.
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "*.jinja", "chat_template*", "generation_config.json")
 COMPANIONS += ("vocab.json", "merges.txt", "added_tokens.json", "additional_chat_templates/*.jinja")
 
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _WRONG_MODEL = f"config.json and the weights belong to different models; {AGAIN}"
-# Tables that old versions of transformers stored with the weights; they follow from config.json.
+# Tables that old versions of transformers stored with the weights, though config.json determines them.
 _TABLES = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias")
 
 
 def pieces_of(config: ModelConfig) -> dict[str, Piece]:
-    """The name of each of their tensors, without `model.` or `transformer.` before it -> where it lies."""
+    """Their tensors' names, without the prefix `model.` or `transformer.`, to places in our parameters."""
     modules = [module for one in FEATURES for module in one.format(config.family).modules(config).items()]
     pieces: dict[str, Piece] = {}
     for layer in range(config.layers):
@@ -76,7 +76,7 @@ def pieces_of(config: ModelConfig) -> dict[str, Piece]:
 
 
 def folded_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights as a model of transformers' has them: with what only fields of ours say inside."""
+    """Our weights with features folded in that only our models have, as transformers needs them."""
     found = dict(weights)
     for feature in FEATURES:
         if feature.fold is not None and feature.fold.when(config):
@@ -98,9 +98,9 @@ def load_described(
     device: torch.device | str = "cpu",
     execution: Execution | None = None,
 ) -> GPT:
-    """The model that a description describes, with the weights beside it."""
+    """The described model with the weights of its folder."""
     config, vocab = description.config, description.vocab
-    shapes = empty_model(config, vocab, device="meta")  # a description that is wrong may ask for any amount of memory
+    shapes = empty_model(config, vocab, device="meta")  # check first: a wrong config could need any amount of memory
     stored = _checked(shapes, description)
     model = empty_model(config, vocab, execution=execution, dtype=dtype, device=device)
     _fill(model, stored)
@@ -108,7 +108,7 @@ def load_described(
 
 
 def load_huggingface(model: GPT, folder: Path) -> None:
-    """Fills a model that has the shape of the folder's."""
+    """Loads the folder's weights into a model of the same shape."""
     description = read_description(folder)
     check_same_model(model.config, description, "make the model section equal to the weights")
     _fill(model, _checked(model, description))
@@ -116,7 +116,7 @@ def load_huggingface(model: GPT, folder: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """A tensor in a file: where it is, and what it is called there."""
+    """A tensor in a file, with its name there."""
 
     file: Path
     name: str
@@ -124,7 +124,7 @@ class _Stored:
 
 
 def inventory(description: Description) -> dict[str, _Stored]:
-    """Every tensor of the folder by its name without prefix, tables left out; types are checked here."""
+    """Every tensor of the folder by its name without prefix, except tables. Refuses types that we do not read."""
     found: dict[str, _Stored] = {}
     for path, listed in weight_files(description.folder).items():
         with opened(path) as file:
@@ -148,7 +148,7 @@ def inventory(description: Description) -> dict[str, _Stored]:
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files that hold a folder's weights, with the tensors that an index lists for each; None means all of it."""
+    """Files with a folder's weights, each with the tensors that the index lists for it; None: all tensors in it."""
     if (folder / WEIGHTS_FILE).is_file():
         refuse_link(folder / WEIGHTS_FILE, folder)
         return {folder / WEIGHTS_FILE: None}
@@ -168,7 +168,7 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
         assert names is not None
         names.add(tensor)
     for path in files:
-        if not os.path.isfile(path):  # which takes a name that is too long for one of no file
+        if not os.path.isfile(path):  # unlike Path.is_file, it returns False for a name that is too long
             raise CheckpointError(f"{path!s:.300} is missing, and {INDEX_FILE} lists it", AGAIN)
         refuse_link(path, folder)
     return files
@@ -185,7 +185,7 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 
 def _checked(model: GPT, description: Description) -> dict[str, _Stored]:
-    """What the folder stores, by the names in `pieces_of`: exactly what the model needs, in the right shapes."""
+    """The folder's tensors by the names of `pieces_of`; refused unless they are what the model needs, in its shapes."""
     stored, pieces = inventory(description), pieces_of(model.config)
     embedding, head = _embedding_name(model.config), "lm_head.weight"
     if model.config.tied and head in stored:
@@ -268,10 +268,10 @@ def export_huggingface(
     source: Description | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Writes a folder that transformers loads: config.json and safetensors, in shards where they are large.
+    """Writes a folder that transformers loads: config.json and safetensors, in shards if they are large.
 
-    `source` describes the folder that the model came from: what its config.json says besides is kept, and its tokenizer
-    files come along, unless `files` are given, which are written instead.
+    `source` describes the folder that the model came from: other keys of its config.json are kept, and its tokenizer
+    files are copied, unless `files` replaces them.
     """
     kind = str(dtype).removeprefix("torch.")
     values = description_of(model.config, model.vocab, dtype=kind, end_of_text=end_of_text, source=source)
@@ -294,7 +294,7 @@ def _occupied(folder: Path) -> CheckpointError:
 
 
 def companions(folder: Path) -> dict[str, bytes]:
-    """The files beside the weights that make a model usable elsewhere, by name; none where the folder is gone."""
+    """Tokenizer files and the like beside the weights, by name; none if the folder does not exist any more."""
     paths = [path for pattern in COMPANIONS for path in sorted(folder.glob(pattern)) if path.is_file()]
     for path in paths:
         refuse_link(path, folder)
@@ -322,7 +322,7 @@ def _write_weights(model: GPT, folder: Path, dtype: torch.dtype) -> dict[str, di
     known: dict[str, dict[str, Any]] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS_FILE
-        # A shard is copied when its turn comes: beside the model, memory for one of them is enough.
+        # Copy one shard at a time: only one is in memory beside the model.
         copies = {name: _exported(name, part, dtype) for name, part in shard.items()}
         known[file] = write_tensors(folder / file, copies, {"format": "pt"})
         places |= dict.fromkeys(shard, file)
@@ -350,16 +350,16 @@ def weights_fingerprint(description: Description) -> str:
     """The hash of the weights in a Hugging Face folder."""
     stored = inventory(description)
     if description.config.tied and len(stored.keys() & {"lm_head.weight", *_EMBEDDINGS}) > 1:
-        stored.pop("lm_head.weight", None)  # reading the model checks that both are the same
+        stored.pop("lm_head.weight", None)  # loading the model checks that both are equal
     with ExitStack() as stack:
         files = {path: stack.enter_context(opened(path)) for path in {one.file for one in stored.values()}}
         return _hash_of((name, files[one.file].get_tensor(one.name)) for name, one in sorted(stored.items()))
 
 
 def own_fingerprint(weights: Mapping[str, Tensor], config: ModelConfig, *, portable: bool) -> str:
-    """The hash of the weights of a checkpoint: what `weights_fingerprint` makes of it once it is exported, in fp32.
+    """The hash of a checkpoint's weights: equals `weights_fingerprint` of its fp32 export.
 
-    What cannot be exported (not `portable`) is hashed under our own names.
+    A model that cannot be exported (`portable=False`) is hashed under our own names.
     """
     if not portable:
         return _hash_of(sorted(weights.items()))
@@ -383,3 +383,127 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().data  # no copy: the file is mapped
     return (raw[start : start + PIECE] for start in range(0, len(raw), PIECE))
+
+
+FETCHED = [
+    CONFIG_FILE,
+    "*.safetensors",
+    "*.index.json",
+    "tokenizer*",
+    "*.jinja",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template*",
+]
+NOT_FETCHED = ["*/*", "consolidated*"]  # the same weights again in other formats
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundModel:
+    """A folder on this machine, and whether it is a Hugging Face folder, a run of ours or one of its checkpoints."""
+
+    path: Path
+    kind: Literal["huggingface", "run", "checkpoint"]
+
+
+def find_model(name: str) -> FoundModel:
+    """The folder of a model by its name, fetched from the hub if necessary."""
+    path = Path(name)
+    if name and os.path.isdir(path):  # unlike Path.is_dir, it returns False for a name that is too long
+        return _found(path)
+    if name and os.path.exists(path):
+        raise CheckpointError(f"{shorten(name)} is a file", "name the folder that the model is in")
+    if not _HUB_NAME.fullmatch(name):
+        raise CheckpointError(
+            f"there is no folder {shorten(name)}", "name a folder that is there, or a model of the hub as org/name"
+        )
+    if path.parent.is_dir():  # a missing local folder rather than an organisation on the hub
+        raise CheckpointError(f"there is no folder {name}", f"name one of the folders in {path.parent}")
+    return FoundModel(_from_hub(name), "huggingface")
+
+
+def is_within_reach(name: str) -> bool:
+    """Whether `find_model` needs no network: the folder exists, the cache has the whole model, or the name is bad."""
+    if os.path.exists(name) or not _HUB_NAME.fullmatch(name) or Path(name).parent.is_dir():
+        return True
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        return True  # find_model raises the error
+    return _cached(snapshot_download, name) is not None
+
+
+def _found(path: Path) -> FoundModel:
+    if (path / "manifest.json").is_file():
+        return FoundModel(path, "checkpoint")
+    if any((path / "checkpoints").glob("step-*")):
+        return FoundModel(path, "run")
+    if (path / CONFIG_FILE).is_file():
+        return FoundModel(path, "huggingface")
+    if (path / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{path} holds an adapter, not a model",
+            "name the model that the adapter was made for; to train it on, set lora.init_from to it",
+        )
+    if any(path.glob("*.gguf")):
+        raise CheckpointError(f"{path} holds a GGUF file, which cannot be trained", "name the model it was made from")
+    check_seal(path)  # names config.json if our folder has lost it
+    raise CheckpointError(
+        f"{path} holds no model", "name a run, a checkpoint, or a folder with config.json and model.safetensors"
+    )
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CheckpointError(
+            f"there is no folder {name}, and the package huggingface_hub, which would fetch it, is not installed",
+            "pip install huggingface_hub, or name a local folder",
+        ) from error
+    cached = _cached(snapshot_download, name)
+    if cached is not None:
+        return cached
+    try:
+        fetched = snapshot_download(name, allow_patterns=FETCHED, ignore_patterns=NOT_FETCHED)
+    except Exception as error:  # any failure of the network or the hub
+        raise _hub_error(name, error) from error
+    folder = Path(fetched)
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{name} has no config.json on the hub", "name a model, not a dataset or an adapter")
+    try:
+        weight_files(folder)
+    except CheckpointError as error:  # without a network the library may return an incomplete folder
+        raise CheckpointError(
+            f"{name}: {error.message}",
+            "check the network and HF_HUB_OFFLINE; a model that has no safetensors on the hub cannot be used",
+        ) from error
+    return folder
+
+
+def _cached(snapshot_download: Callable[..., Any], name: str) -> Path | None:
+    """The folder in the cache if it is complete, or None."""
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+        weight_files(folder)
+    except Exception:  # noqa: BLE001 - the library raises many kinds of errors if a file is not cached
+        return None
+    return folder if (folder / CONFIG_FILE).is_file() else None
+
+
+def _hub_error(name: str, error: Exception) -> CheckpointError:
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "GatedRepoError" in kinds:
+        return CheckpointError(
+            f"{name} is only for those who accepted its terms", "accept them on its page, then run `hf auth login`"
+        )
+    if kinds & {"RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError"}:
+        return CheckpointError(
+            f"the hub has no model {name}", "check the name, or run `hf auth login` if it is a private one"
+        )
+    reason = shorten(str(error).strip().partition("\n")[0] or type(error).__name__, 160)
+    return CheckpointError(
+        f"{name} is neither a folder here nor in the hub's cache, and could not be fetched: {reason}",
+        "check the network and HF_HUB_OFFLINE, or name a folder on this machine: model.init_from=FOLDER",
+    )

@@ -1,8 +1,8 @@
-"""Model to text, one token at a time, with a key/value cache.
+"""Text from a model, token by token, with a key/value cache.
 
-Contract: with temperature 0 the cached and the uncached path give the same tokens; with a seed sampling repeats, and
-never touches the process-wide random state. When the context is full, both paths go on from its second half. Of a
-prompt that is longer than the context its end is read, as much as fits.
+Contract: with temperature 0 the cached and the uncached path give the same tokens. Sampling is reproducible by its seed
+and does not use the global random state. When the context is full, both paths continue with its second half. Of a
+prompt longer than the context, the last `context` tokens are used.
 """
 
 import math
@@ -20,7 +20,7 @@ def sample_token(
     logits_V: Tensor, *, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> int:
     """One token id. Temperature 0 is greedy; top_k and top_p always leave at least one candidate."""
-    if not math.isfinite(best := float(logits_V.max())):  # NaN if any is
+    if not math.isfinite(best := float(logits_V.max())):  # NaN if any logit is NaN
         raise CheckpointError(
             f"the model gives no probabilities: its largest logit is {best}",
             "its weights are infinite, NaN or too large: name another checkpoint",
@@ -28,14 +28,14 @@ def sample_token(
     if temperature == 0.0:
         return int(logits_V.argmax())
     logits_V = logits_V.double().cpu()
-    scaled_V = (logits_V - logits_V.max()) / temperature  # the largest is 0, so a tiny temperature cannot overflow
+    scaled_V = (logits_V - logits_V.max()) / temperature  # the largest is 0, so that no temperature overflows
     if top_k is not None and top_k < scaled_V.numel():
         smallest = torch.topk(scaled_V, top_k).values[-1]
         scaled_V = scaled_V.masked_fill(scaled_V < smallest, -torch.inf)
     probabilities_V = torch.softmax(scaled_V, dim=-1)
     if top_p is not None and top_p < 1.0:
         ordered_V, order_V = probabilities_V.sort(descending=True)
-        before_V = ordered_V.cumsum(dim=-1) - ordered_V  # mass ahead of each candidate: 0 for the first, which stays
+        before_V = ordered_V.cumsum(dim=-1) - ordered_V  # mass before each candidate: 0 for the first, which stays
         ordered_V = ordered_V.masked_fill((before_V >= top_p) & (before_V > 0), 0.0)
         probabilities_V = torch.zeros_like(probabilities_V).scatter(0, order_V, ordered_V)
     return int(torch.multinomial(probabilities_V, 1, generator=generator))
@@ -54,9 +54,9 @@ def generate_tokens(
     vocab: int | None = None,
     cached: bool = True,
 ) -> Generator[int]:
-    """Yields up to `count` token ids after `prompt`, ending early after one of `stops`. The model's mode is put back.
+    """Yields up to `count` token ids after `prompt`; stops after a token in `stops`. Restores the model's mode.
 
-    `vocab` keeps to the ids the tokenizer knows, for a model that has more.
+    `vocab`: only ids below it are sampled, for models with more ids than the tokenizer.
     """
     if not prompt:
         raise ValueError("the prompt needs at least one token")
@@ -70,7 +70,7 @@ def generate_tokens(
     model.eval()
     try:
         for made in range(count):
-            if len(ids) - start > context:  # full: keep the second half and begin a new window there
+            if len(ids) - start > context:  # full: continue with the second half
                 start = len(ids) - max(1, context // 2)
                 cache = None
             with torch.inference_mode():

@@ -1,20 +1,31 @@
-"""Residual addition and normalisation in one pass over memory, forward and backward.
+"""The residual stream: its first values, dropout, and residual addition with normalisation, one pass over memory each.
 
-    x_new = x + dropout(branch + branch_bias) * scale       (in the residual stream's own precision)
+    x[b, t] = table[tokens[b, t]] + positions[t]            (added in fp32, stored in the precision of the stream)
+    x_new = x + dropout(branch + branch_bias) * scale       (in the precision of the stream)
     x_new = mix[0] * x_new + mix[1] * first                 (where the first stream is mixed in)
     h     = norm(x_new)                                     (in the precision of the products)
 
-A block does nothing else to its residual stream, so the branch's bias and all column sums of backward (the gradients
-of that bias, of the scale and of the norm's own weights) ride along in the same pass. So do 8-bit copies of h and of
-the branch's gradient, for 8-bit products (ops/scales.py). Statistics are in fp32, of the stored x_new.
+Norm: the gradients of the branch's bias, of the scale and of the norm's weights are column sums, computed in the same
+backward pass. 8-bit copies of h and of the branch's gradient are written there too (ops/scales.py). Statistics are in
+fp32, of x_new as stored. Kept for backward: the branch if it has a learned scale; nothing for dropout; with a mix the
+stream before it, because the gradient of mix[0] needs it and mix[0] may be too small to divide by. Under frozen weights
+(ops/kernels/frozen.py) nothing is summed; rows of h and of the gradient may be wider, with room for a low-rank product,
+and backward can write h again.
 
-Kept for backward: with a learned scale the branch; with dropout nothing (ops/kernels/dropout.py); with a mix the stream
-before it, which backward mixes again, because the gradient of mix[0] needs it and mix[0] may be too small to divide by.
+Embedding: backward reads the gradient once. A program walks through the batch at one position, sums the gradient of
+that position and adds each row to its token's row in fp32. Atomic additions come in any order, so the result repeats
+only up to rounding; deterministic runs use torch's sorting path.
 
-Under frozen weights nothing is summed (ops/kernels/frozen.py); h and the gradient may then lie in wider rows, with room
-for a low-rank product beside them, and backward can write h again.
+Dropout: whether a value is kept follows from a seed on the device and the value's index, so no mask is stored:
+backward and recomputation find the same numbers. The seed is a tensor, so a replayed CUDA graph that draws it anew
+drops other values.
 
-Shape legend: N rows (tokens), W width, P programs that each sum the columns of their share of rows.
+First stream: every block has a gradient for it. Through autograd each would be a tensor of its own and one more
+addition. Here each block adds to what later blocks have left, and `begin`, whose backward comes last, takes the sum.
+
+Trap: a token id outside the table gives NaN, which training reports, and no gradient. It never reads other memory.
+
+Shape legend: B batch, T positions, N = B·T rows, W width, V vocabulary, P programs that each sum a share of the rows.
 """
 
 import dataclasses
@@ -25,16 +36,181 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatout.ops.kernels.dropout import kept
-from flatout.ops.kernels.first import First
+from flatout.ops.gradients import accumulated, for_autograd, gradient_type
 from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
 from flatout.ops.kernels.launch import columns_of, fold, programs_for
 from flatout.ops.scales import Slot
 
 
 @triton.jit
+def kept(seed, place, rate):
+    """1/(1 - rate) for kept values, 0 for dropped ones. Seven rounds pass all statistical tests of randomness."""
+    return tl.where(tl.rand(seed, place, n_rounds=7) >= rate, 1.0 / (1.0 - rate), 0.0)
+
+
+@triton.jit
+def _drop(x_ptr, y_ptr, seed_ptr, rate, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place, place < count, 0.0).to(tl.float32) * kept(tl.load(seed_ptr), place, rate)
+    tl.store(y_ptr + place, x.to(y_ptr.dtype.element_ty), place < count)
+
+
+def _dropped(x: Tensor, seed: Tensor, rate: float) -> Tensor:
+    x = x.contiguous()
+    y, block = torch.empty_like(x), 1024
+    _drop[(triton.cdiv(x.numel(), block),)](x, y, seed, rate, x.numel(), BLOCK=block, num_warps=4)
+    return y
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seed, rate):
+        ctx.save_for_backward(seed)
+        ctx.rate = rate
+        return _dropped(x, seed, rate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _dropped(dy, ctx.saved_tensors[0], ctx.rate), None, None
+
+
+def dropout(x: Tensor, seed: Tensor, rate: float) -> Tensor:
+    """Dropout: drops a share `rate` of x and scales up the rest. `seed` is an int64 on the device."""
+    return _Dropout.apply(x, seed, rate)  # pyright: ignore
+
+
+@triton.jit
+def _embed(
+    tokens_ptr, table_ptr, positions_ptr, x_ptr, rows, length, width, vocab,
+    HAS_POSITIONS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    mask = (row < rows)[:, None] & inside[None, :]
+    token = tl.load(tokens_ptr + row, row < rows, -1).to(tl.int64)
+    known = (token >= 0) & (token < vocab)
+    place = token[:, None] * width + column[None, :]
+    x = tl.load(table_ptr + place, mask & known[:, None], float("nan")).to(tl.float32)
+    if HAS_POSITIONS:
+        x += tl.load(positions_ptr + (row % length)[:, None] * width + column[None, :], mask, 0.0).to(tl.float32)
+    out = row.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(x_ptr + out, x.to(x_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _embed_back(
+    dx_ptr, tokens_ptr, dtable_ptr, dpositions_ptr, batch, length, width, vocab,
+    HAS_TABLE: tl.constexpr, HAS_POSITIONS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    position = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros((ROWS, BLOCK), tl.float32)  # rows are added up once, at the end
+    for start in range(0, batch, ROWS):
+        index = start + tl.arange(0, ROWS)
+        row = index.to(tl.int64) * length + position
+        mask = (index < batch)[:, None] & inside[None, :]
+        dx = tl.load(dx_ptr + row[:, None] * width + column[None, :], mask, 0.0).to(tl.float32)
+        if HAS_TABLE:
+            token = tl.load(tokens_ptr + row, index < batch, -1).to(tl.int64)
+            known = (token >= 0) & (token < vocab)
+            place = token[:, None] * width + column[None, :]
+            tl.atomic_add(dtable_ptr + place, dx, mask & known[:, None], sem="relaxed")
+        if HAS_POSITIONS:
+            total += dx
+    if HAS_POSITIONS:
+        tl.store(dpositions_ptr + position * width + column, tl.sum(total, 0), inside)
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, table, positions, dtype):
+        tokens = tokens.contiguous()
+        positions = None if positions is None else positions.contiguous()
+        vocab, width = table.shape
+        batch, length = tokens.shape
+        x = torch.empty(batch, length, width, dtype=dtype, device=table.device)
+        block, at_once, warps = columns_of(width)
+        _embed[(triton.cdiv(batch * length, at_once),)](
+            tokens, table, positions, x, batch * length, length, width, vocab, HAS_POSITIONS=positions is not None,
+            ROWS=at_once, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        ctx.save_for_backward(tokens)
+        ctx.vocab, ctx.table = vocab, table
+        ctx.positions_dtype = None if positions is None else positions.dtype
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        (tokens,) = ctx.saved_tensors
+        dx = dx.contiguous()
+        batch, length, width = dx.shape
+        wants_table = ctx.needs_input_grad[1]
+        wants_positions = ctx.positions_dtype is not None and ctx.needs_input_grad[2]
+        if torch.are_deterministic_algorithms_enabled():
+            dtable = torch.ops.aten.embedding_dense_backward(dx.float(), tokens, ctx.vocab, -1, False)
+            dpositions = dx.sum(0, dtype=torch.float32)
+        else:
+            # From the second micro-batch on, add to the existing gradient.
+            dtable = accumulated(ctx.table) if wants_table else None
+            if dtable is None or dtable.dtype != torch.float32 or not dtable.is_contiguous():
+                dtable = torch.zeros(ctx.vocab if wants_table else 0, width, dtype=torch.float32, device=dx.device)
+            dpositions = torch.empty(length if wants_positions else 0, width, dtype=torch.float32, device=dx.device)
+            block, at_once = min(256, triton.next_power_of_2(width)), 4
+            _embed_back[(length, triton.cdiv(width, block))](
+                dx, tokens, dtable, dpositions, batch, length, width, ctx.vocab, HAS_TABLE=wants_table,
+                HAS_POSITIONS=wants_positions, ROWS=at_once, BLOCK=block, num_warps=4,
+            )  # fmt: skip
+        return (
+            None,
+            for_autograd(ctx.table, dtable.to(gradient_type(ctx.table))) if wants_table else None,
+            dpositions.to(ctx.positions_dtype) if wants_positions else None,
+            None,
+        )
+
+
+def embed(tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """table[tokens] + positions as [B, T, W] in `dtype`. `positions_TW` has exactly T rows."""
+    assert positions_TW is None or positions_TW.shape[0] == tokens_BT.shape[1]
+    return _Embed.apply(tokens_BT, table_VW, positions_TW, dtype)  # pyright: ignore
+
+
+class First:
+    """The first stream [B, T, W] and its gradient, as accumulated so far in this backward pass.
+
+    Not a dataclass, because FSDP would pass copies of it to the blocks.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.gradient: Tensor | None = None
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, first):
+        ctx.first = first
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        gradient, ctx.first.gradient = ctx.first.gradient, None
+        return dx if gradient is None else dx + gradient, None
+
+
+def begin(x: Tensor) -> tuple[Tensor, First]:
+    """(x, the first stream for `add_norm`). Only streams computed from the returned x may mix it in."""
+    first = First(x.detach().contiguous())
+    return _Begin.apply(x, first), first  # pyright: ignore
+
+
+@triton.jit
 def _by_column(ptr, column, inside):
-    """One value for each column, for all rows."""
+    """One value per column, as a row."""
     return tl.load(ptr + column, inside, 0.0).to(tl.float32)[None, :]
 
 
@@ -96,7 +272,7 @@ def _forward(
 
 @triton.jit
 def _through_norm(dh, x, rstd, width, CENTRED: tl.constexpr):
-    """The gradient of the norm's input; x is its output before weight and bias."""
+    """The gradient of the norm's input; x is the norm's output before weight and bias."""
     dx = dh - x * (tl.sum(dh * x, 1) / width)[:, None]
     if CENTRED:
         dx -= (tl.sum(dh, 1) / width)[:, None]
@@ -105,7 +281,7 @@ def _through_norm(dh, x, rstd, width, CENTRED: tl.constexpr):
 
 @triton.jit
 def _store_first(dfirst_ptr, place, dfirst, mask, ADD: tl.constexpr):
-    """The gradient of the first stream, added to that of the blocks after this one."""
+    """Stores the gradient of the first stream, or adds it to that of later blocks."""
     if ADD:
         dfirst += tl.load(dfirst_ptr + place, mask, 0.0).to(tl.float32)
     tl.store(dfirst_ptr + place, dfirst.to(dfirst_ptr.dtype.element_ty), mask)
@@ -113,7 +289,7 @@ def _store_first(dfirst_ptr, place, dfirst, mask, ADD: tl.constexpr):
 
 @triton.jit
 def _store_sums(sums_ptr, width, inside, weight_sum, bias_sum, branch_sum, scale_sum, SCALED: tl.constexpr):
-    """All of them, zeros where there is nothing to sum: they are folded together, and other memory may hold NaN."""
+    """Stores all sums, zeros for those not computed: all are folded, and uninitialised memory may hold NaN."""
     tl.store(sums_ptr, tl.sum(weight_sum, 0), inside)
     tl.store(sums_ptr + width, tl.sum(bias_sum, 0), inside)
     tl.store(sums_ptr + 2 * width, tl.sum(branch_sum, 0), inside)
@@ -213,18 +389,17 @@ def _backward(
         _store_sums(sums_ptr + place, width, inside, weight_sum, bias_sum, branch_sum, scale_sum, SCALED)
 
 
-_ON_THE_WAY = 64 * 1024  # bytes of rows that a program has under way into shared memory; a small card has 99 KiB
+_IN_FLIGHT = 64 * 1024  # bytes of rows that a program prefetches into shared memory; a small GPU has 99 KiB
 
 
 def _sizes_back(width: int, *read: Tensor | None) -> tuple[int, int, int]:
-    """(columns in a block, warps, stages): rows one by one, the next ones already on their way.
+    """(columns in a block, warps, stages): rows one by one, with the next ones prefetched.
 
-    On an H200 that was 103 us for 65,536 rows of 768 columns, where one row after the other took 135 and memory alone
-    takes 94.
+    On an H200: 103 us for 65,536 rows of 768 columns, 135 us without prefetching; the memory traffic alone takes 94 us.
     """
     block = int(triton.next_power_of_2(width))
     row_bytes = block * sum(tensor.element_size() for tensor in read if tensor is not None)
-    return block, max(1, min(16, block // 512)), max(1, min(6, 1 + _ON_THE_WAY // row_bytes))
+    return block, max(1, min(16, block // 512)), max(1, min(6, 1 + _IN_FLIGHT // row_bytes))
 
 
 class _AddNorm(torch.autograd.Function):
@@ -273,14 +448,14 @@ class _AddNorm(torch.autograd.Function):
         rows, plain = rstd.numel(), scale is None and ctx.rate == 0.0 and mix is None
         if dh is None and not plain:
             dh = torch.zeros_like(x_new)
-        if dh is None:  # nobody used the normalised values
+        if dh is None:  # the norm was not used
             dbranch = None if ctx.branch_dtype is None or dx_new is None else dx_new.to(ctx.branch_dtype)
             dbranch_bias = dx_new.sum(tuple(range(dx_new.ndim - 1))) if ctx.branch_bias and dx_new is not None else None
             return dx_new, dbranch, dbranch_bias, *([None] * 12)
         dh = dh.contiguous()
         dx_new = None if dx_new is None else dx_new.contiguous()
         dx = torch.empty_like(x_new)
-        # In the residual stream's own precision branch and stream share one gradient.
+        # Branch and stream share one gradient if they have the same type.
         own = ctx.branch_dtype is not None and (ctx.branch_dtype != dx.dtype or scale is not None or ctx.rate > 0.0)
         dbranch = torch.empty(dx.shape, dtype=ctx.branch_dtype, device=dx.device) if own else dx
         dfirst = torch.empty_like(dx) if mix is not None and added is None else added
@@ -338,10 +513,10 @@ def add_norm(
     mix: Tensor | None = None,
     first: First | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(x + dropout(branch + branch_bias) * scale, its norm in `dtype`). `centred` is LayerNorm, otherwise RMSNorm.
+    """(x + dropout(branch + branch_bias) * scale, its norm in `dtype`). `centred`: LayerNorm, otherwise RMSNorm.
 
-    `slot` gets the norm in 8 bits too, `branch_slot` the gradient of the branch. With `mix` the sum is mixed with
-    `first` before its norm.
+    `slot` gets the norm in 8 bits too, `branch_slot` the gradient of the branch. `mix`: weights with which the sum and
+    `first` are mixed before the norm.
     """
     if branch is None:
         scale, dropout, seed = None, 0.0, None
@@ -354,7 +529,7 @@ def add_norm(
 
 @dataclasses.dataclass(frozen=True)
 class FrozenNorm:
-    """A norm that is not trained."""
+    """A norm whose weights are frozen."""
 
     weight_W: Tensor | None
     bias_W: Tensor | None
@@ -364,7 +539,7 @@ class FrozenNorm:
     def forward(
         self, x_NW: Tensor, branch_NW: Tensor | None, branch_bias_W: Tensor | None, out_NW: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(x + branch + branch_bias, mean, rstd); `out_NW` takes the norm. Only its rows may be apart."""
+        """(x + branch + branch_bias, mean, rstd); `out_NW` takes the norm, and only its rows may be strided."""
         rows, width = x_NW.shape
         x_new_NW = x_NW if branch_NW is None else torch.empty_like(x_NW)
         mean_N = torch.empty(rows if self.centred else 0, dtype=torch.float32, device=x_NW.device)
@@ -390,9 +565,9 @@ class FrozenNorm:
         dbranch_NW: Tensor,
         again_NW: Tensor | None,
     ) -> Tensor:
-        """The gradient of the stream, and in `dbranch_NW` that of the branch: the same one where types agree.
+        """Returns the stream's gradient and writes the branch's to `dbranch_NW`: one tensor if the types are equal.
 
-        `again_NW` takes the norm. Rows of `dx_new_NW` and `dbranch_NW` may be apart.
+        `again_NW` takes the recomputed norm. Rows of `dx_new_NW` and `dbranch_NW` may be strided.
         """
         rows, width = x_new_NW.shape
         own = dbranch_NW.dtype != x_new_NW.dtype

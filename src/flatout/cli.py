@@ -45,9 +45,9 @@ def _answer(words: list[str]) -> int:
         go_nowhere(sys.stdout)
         return 141
     except OSError as error:
-        explained = _for_the_user(error)
-        tell(explained)
-        return explained.exit_code
+        error = _for_the_user(error)
+        tell(error)
+        return error.exit_code
 
 
 def _for_the_user(error: OSError) -> UserError:

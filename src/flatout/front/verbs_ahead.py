@@ -49,17 +49,16 @@ def estimate(parsed: argparse.Namespace) -> int:
     import flatout.front.training
 
     imported = time.perf_counter() - began
-    from flatout.observe.measured.estimate_table import print_estimate
+    from flatout.observe.sheets import print_sheet
 
     asked = {name: getattr(parsed, name) for name in ("price", "seconds") if getattr(parsed, name) is not None}
     line, asked["probe"] = Line(), not parsed.no_probe
     with ended_by_signals(lambda: "nothing was written"), contextlib.closing(line):
         result = flatout.estimate(loaded, **asked, imported=imported, notice=lambda what: line.show(f"{what} ..."))
-    body = result.to_json()
     if parsed.json:
-        print(json.dumps(body, ensure_ascii=False, allow_nan=False), flush=True)
+        print(json.dumps(result.to_json(), ensure_ascii=False, allow_nan=False), flush=True)
     else:
-        print_estimate(body)
+        print_sheet(result.sheet())
     if result.problem:
         raise ResourceError(f"this run does not fit as it is: {result.problem}", result.way_out)
     return 0
@@ -92,19 +91,17 @@ def _estimate_on_many(parsed: argparse.Namespace) -> int:
     loaded = load_pretraining(parsed)
     if llama and loaded.size is not None:
         raise UsageError(f"--size {size} is a Llama's, and {parsed.config} has its own sizes", "leave the config out")
-    from flatout.observe.measured.plan import print_plan
+    from flatout.observe.sheets import draw_picture, print_sheet
 
     asked = {name: getattr(parsed, name) for name in ON_MANY_GPUS if getattr(parsed, name) is not None}
     result = flatout.plan(loaded, counts, notice=lambda notice: print_notices([notice]), **asked)
-    body = {"size": size, **result.to_json()}
+    result = dataclasses.replace(result, size=size)
     if parsed.json:
-        print(json.dumps(body, ensure_ascii=False, allow_nan=False), flush=True)
+        print(json.dumps(result.to_json(), ensure_ascii=False, allow_nan=False), flush=True)
     else:
-        print_plan(body)
+        print_sheet(result.sheet())
     if picture is not None:
-        from flatout.observe.measured.plan import draw_plan
-
-        draw_plan(body, picture, overwrite=parsed.overwrite)
+        draw_picture(result.picture(), picture, overwrite=parsed.overwrite)
         if not parsed.json:
             print(f"drew {picture}")
     return 0

@@ -32,9 +32,9 @@ from flatout.checkpoints.checkpoint import (
 )
 from flatout.checkpoints.run_folder import checkpoints_of
 from flatout.config.load import resolve_from_mapping
+from flatout.config.optimizers import SMALL_BASE, usual_tuning_rate
 from flatout.config.schema import OptimConfig
 from flatout.config.unused import unused_paths
-from flatout.config.usual import SMALL_BASE, usual_tuning_rate
 from flatout.data.array_data import Arrays
 from flatout.engine.custom import CustomParts
 from flatout.engine.run import Run

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import flatout
 from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_bytes
-from flatout.data.batch import Batch, BatchLoader, Reading
+from flatout.data.batch import Batch, BatchLoader, StepReading
 from flatout.device import free_memory, is_out_of_memory, reserved_memory_bytes
 from flatout.engine.custom import count_of
 from flatout.engine.graphs import WARM_UPS
@@ -471,7 +471,7 @@ def warm_up(run: Run, first_step: int) -> str | None:
     return f"{name}: {forms} of micro-batches warmed up in {time.perf_counter() - began:.1f} s"
 
 
-def _attempt(run: Run, shapes: list[Reading]) -> str | None:
+def _attempt(run: Run, shapes: list[StepReading]) -> str | None:
     """Takes the passes; returns the error as a sentence if a step can go on from it."""
     try:
         with run.random.active():
@@ -488,7 +488,7 @@ def _attempt(run: Run, shapes: list[Reading]) -> str | None:
     return None
 
 
-def _made_up(run: Run, reading: Reading) -> Batch:
+def _made_up(run: Run, reading: StepReading) -> Batch:
     """Micro-batches of any tokens: one more than a recording waits for."""
     rows, device = run.step.micro_batch * reading.pieces * (WARM_UPS + 1), run.speed.device.torch_device
     ids = torch.arange(rows * reading.length + 1) % run.data.tokenizer.vocab

@@ -25,6 +25,7 @@ from flatout.errors import DataError, ResourceError, UsageError
 from flatout.files import check_replaceable, disk_errors, write_whole
 from flatout.observe.human import human_count, printable
 from flatout.observe.series import Array, Series, smooth, thin_marks, usual_range, window_of
+from flatout.rows import shortened as shortened
 
 if TYPE_CHECKING:  # matplotlib is imported only where something is drawn; who draws takes these names from here
     from matplotlib.axes import Axes
@@ -101,10 +102,6 @@ def drawable(text: str, family: str = "DejaVu Sans") -> str:
         letter if letter.isprintable() and ord(letter) in glyphs else letter.encode("unicode_escape").decode("ascii")
         for letter in text
     )
-
-
-def shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "\u2026"
 
 
 _MOST_POINTS = 3600  # two stretches for every column of dots, each with its lowest and its highest value

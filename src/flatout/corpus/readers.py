@@ -66,14 +66,13 @@ def read_slice(slice: Slice, options: ReadOptions, *, watch: Watch | None = None
         yield from _documents(_json_line_rows(slice, options, watch), file, options)
     elif file.format == "smiles":
         yield from _read_molecules(slice, options, watch)
-    elif file.format in ("parquet", "saved"):
+    elif file.format in ("parquet", "saved", "hub"):
         from flatout.corpus import arrow
 
-        yield from (arrow.read_parquet if file.format == "parquet" else arrow.read_saved)(slice, options)
-    elif file.format == "hub":
-        from flatout.corpus import arrow
-
-        yield from arrow.HubStream(file.path, options, file.name)
+        if file.format == "hub":
+            yield from arrow.HubStream(file.path, options, file.name)
+        else:
+            yield from (arrow.read_parquet if file.format == "parquet" else arrow.read_saved)(slice, options)
     else:
         with ByteStream(file, watch=watch) as stream:
             yield from _read_stream(stream, file, options)
@@ -91,10 +90,8 @@ def read_rows(file: InputFile, *, watch: Watch | None = None) -> Iterator[Row | 
         yield from arrow.read_parquet_rows(file)
     elif file.format in ("json", "csv", "tsv"):
         with ByteStream(file, watch=watch) as stream:
-            if file.format == "json":
-                yield from _undropped(_json_rows(stream, file, ReadOptions()))
-                return
-            yield from read_csv_rows(stream, file)
+            is_json = file.format == "json"
+            yield from _undropped(_json_rows(stream, file, ReadOptions())) if is_json else read_csv_rows(stream, file)
     else:
         raise ValueError(f"there are no rows in the format {file.format!r}")
 

@@ -311,10 +311,9 @@ def _check_shape(content: Mapping[str, Any]) -> None:
         raise ValueError("its tokenizer has no vocabulary")
     if "train" not in content["splits"] or not content["splits"].keys() <= {"train", "val"}:
         raise ValueError("its splits are not train and val")
-    if not all(isinstance(facts, dict) for facts in content["splits"].values()):
-        raise ValueError("its splits are no objects")
-    if not all(type(count) is int for count in content["counts"].values()):
-        raise ValueError("its counts are no numbers")
+    for name, kind, words in (("splits", dict, "objects"), ("counts", int, "numbers")):
+        if not all(type(value) is kind for value in content[name].values()):
+            raise ValueError(f"its {name} are no {words}")
     if not isinstance(content["key"].get("source", []), list):
         raise ValueError("its source is no list")
     readings = content.get("reading") or []

@@ -407,7 +407,7 @@ class Limits:
         if full and not count[0]:
             # A document is never too large for a limit on their number.
             given = {
-                f"data.{name}": most for name, most in zip(LIMITS[1:], self.most[1:], strict=True) if most is not None
+                f"data.{key}": most for key, most in zip(LIMITS[1:], self.most[1:], strict=True) if most is not None
             }
             given_limits = " and ".join(f"{name}={most}" for name, most in given.items())
             smaller = ", or set a data.document_start that occurs more often" if format_of(source)[0] == "text" else ""

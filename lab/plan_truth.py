@@ -22,8 +22,8 @@ from flatout.config.model_section import ModelConfig
 from flatout.model.count import MemoryEstimate, estimate_memory, flops_per_token
 from flatout.model.execution import Execution
 from flatout.resolve.fit_check import ROOM
-from flatout.tuning.cluster import CARDS, Cluster
-from flatout.tuning.many_gpus import layouts, step_time, work_of
+from flatout.tuning.cluster import CARDS, Cluster, step_time
+from flatout.tuning.many_gpus import layouts, work_of
 
 ROWS = Path(__file__).with_name("plan_rows.jsonl")
 _LLAMA = {"qk_norm": False, "tied": False}

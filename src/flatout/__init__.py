@@ -17,6 +17,7 @@ from flatout import api  # noqa: F401 - `flatout.api` is there for whoever has i
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig, load_config
     from flatout.config.schema import RunConfig
+    from flatout.engine.spans import span
     from flatout.errors import UserError
     from flatout.finding import Finding
     from flatout.front.configs import stored_config
@@ -74,6 +75,7 @@ HOMES = {
     "flatout.front.training": ("prepare", "train", "finetune"),
     "flatout.front.resuming": ("more_minutes",),
     "flatout.observe.notebook": ("RunResult", "Chart"),
+    "flatout.engine.spans": ("span",),
     "flatout.optim.optimizers": ("Rule", "StateBytes", "Optimizer", "Trainable", "Group"),
     "flatout.front.models": (
         "load_model",
@@ -182,6 +184,7 @@ __all__ = [
     "profile",
     "report",
     "search",
+    "span",
     "stored_config",
     "train",
     "tune",

@@ -63,9 +63,9 @@ def _answer(words: list[str]) -> int:
         go_nowhere(sys.stdout)
         return 141
     except OSError as error:
-        told = _for_the_user(error)
-        tell(told)
-        return told.exit_code
+        error = _for_the_user(error)
+        tell(error)
+        return error.exit_code
 
 
 def _for_the_user(error: OSError) -> UserError:

@@ -58,7 +58,7 @@ _PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
     (r"Quadro RTX 5000", 89.2),
     (r"Quadro RTX 4000", 57.0),
     (r"TITAN V\b", 110.0),
-    (r"RTX 5090 D", None),  # the same chip with a limit on tensor cores that no data sheet tells for fp16
+    (r"RTX 5090 D", None),  # the same chip with a limit on tensor cores that no data sheet gives for fp16
     (r"RTX 5090", 209.5),
     (r"RTX 5080", 112.6),
     (r"RTX 5070 Ti", 87.9),
@@ -120,7 +120,7 @@ class Device:
 
 
 def choose_device(asked: str, cards: int, *, mps: bool, local: int = 0) -> tuple[str, int]:
-    """Kind and number of the device asked for, or the fastest, of a machine on which torch sees so many CUDA devices.
+    """Kind and number of the device asked for, or the fastest, of a machine with this number of CUDA devices.
 
     `local` is the number of this process on its host: without a number in what was asked, each has a GPU of its own.
     """
@@ -181,7 +181,7 @@ def limit_memory(device: Device, gibibytes: float | None) -> Device:
 def _host_memory_bytes() -> int | None:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not every system tells
+    except (AttributeError, ValueError, OSError):  # not on every system
         return None
 
 
@@ -217,7 +217,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory(device: torch.device) -> None:
-    """Gives back what nobody holds any more: first Python's cycles, then the allocator's cache."""
+    """Frees memory without references: first Python's cycles, then the allocator's cache."""
     gc.collect()
     if device.type == "cuda":
         # The allocator itself waits for one stream only, the one that asked for the memory; others may be using it.
@@ -237,7 +237,7 @@ def allocator_words() -> str | None:
 
 
 def use_expandable_segments(device: torch.device, on: bool) -> bool:
-    """Lets CUDA's allocator grow its blocks, from the next block on; returns whether it was told so.
+    """Lets CUDA's allocator grow its blocks, from the next block on; returns whether it was set.
 
     It is a policy of the process and stays: no number depends on it, and the next run says what it wants itself.
     Setting one policy puts the others back to torch's defaults, so nothing is touched where the user has set any.

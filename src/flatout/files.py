@@ -163,7 +163,7 @@ def write_pieces(path: Path, pieces: Iterable[memoryview]) -> dict[str, Any]:
             for place in at_work:
                 _wait_for(place)
         finally:
-            for thread in (hashing, writing):  # nobody may be left who reads from memory that is given back
+            for thread in (hashing, writing):  # no thread may still read from memory that is given back
                 thread.shutdown(cancel_futures=True)
         os.fsync(file.fileno())
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
@@ -244,14 +244,14 @@ def check_replaceable(
 ) -> None:
     """Refuses to put a file at `path` where one is that `is_ours` does not know by a mark of our own.
 
-    `overwrite` is the user's word that it may go. A link is nobody's mark; with `overwrite` the link itself is
+    `overwrite` is the user's word that it may go. A link does not count as a mark; with `overwrite` the link itself is
     replaced, never the file that it leads to. Folders, pipes and devices are refused anyway. `way` is for the hint.
     """
     shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(path))
     with disk_errors(shown, safe=f", or {way}"):
         try:
             mode = path.lstat().st_mode
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # a name that cannot be is told when it is used
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # an impossible name is refused when it is used
             return
         regular = stat.S_ISREG(mode)
         if not regular and not stat.S_ISLNK(mode):

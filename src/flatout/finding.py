@@ -37,7 +37,7 @@ class Finding:
     status: Status
     found: str
     advice: str = ""
-    unchecked: bool = False  # it tells what was not looked at, so nobody may say that all is fine
+    unchecked: bool = False  # something was not checked, so the summary may not say that all is fine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,20 +47,20 @@ class Check:
     area: str
     name: str
 
-    def told(self, status: Status, found: str, advice: str = "") -> Finding:
+    def finding(self, status: Status, found: str, advice: str = "") -> Finding:
         return Finding(area=self.area, name=self.name, status=status, found=found, advice=advice)
 
     def ok(self, found: str, advice: str = "") -> Finding:
-        return self.told("ok", found, advice)
+        return self.finding("ok", found, advice)
 
     def note(self, found: str, advice: str = "") -> Finding:
-        return self.told("note", found, advice)
+        return self.finding("note", found, advice)
 
     def warn(self, found: str, advice: str = "") -> Finding:
-        return self.told("warn", found, advice)
+        return self.finding("warn", found, advice)
 
     def bad(self, found: str, advice: str = "") -> Finding:
-        return self.told("bad", found, advice)
+        return self.finding("bad", found, advice)
 
     def warn_if(self, wrong: bool, found: str, advice: str) -> Finding:
         return self.warn(found, advice) if wrong else self.ok(found)

@@ -205,7 +205,7 @@ def _writer_lives(folder: Path) -> bool:
 
 
 def process_lives(pid: int) -> bool:
-    """Whether a process of this host lives, as far as it tells. Not for Windows, where asking would end it.
+    """Whether a process of this host lives, as far as the host reports it. Not for Windows, where asking would end it.
 
     One that has ended keeps its number until its parent asks for its exit code, which some never do. Linux says so.
     """

@@ -1,10 +1,10 @@
 """This host: its memory, its cores, and who uses them.
 
-What the operating system tells of this host. No torch here: the doctor asks too.
+What the operating system reports about this host. No torch here: the doctor asks too.
 
 Processor cores: how many there are, who uses them, and with how many threads a piece of work is fastest.
 
-No torch here: the doctor asks, too. What the system does not tell is None; only Linux tells all of it.
+No torch here: the doctor asks, too. Values that the system does not report are None; only Linux reports all of them.
 """
 
 import contextlib
@@ -69,12 +69,12 @@ def first_line_of(path: str) -> str:
         return ""
 
 
-LIKE_THE_BEST = 1.05  # so many times the best time is as good: fewer threads have fewer cores to wait for
+LIKE_THE_BEST = 1.05  # up to this many times the best time counts as equal: fewer threads have fewer cores to wait for
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which torch counts its threads when it starts
 
 
 def thread_words() -> str | None:
-    """The variable in which the user has told torch how many threads to use, as NAME=VALUE."""
+    """The variable with which the user sets torch's number of threads, as NAME=VALUE."""
     return next((f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if os.environ.get(name)), None)
 
 

@@ -33,7 +33,7 @@ class LostRankError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """What our agent tells its workers: which attempt this is, and what the ones before have left.
+    """What our agent passes to its workers: which attempt this is, and what earlier ones left.
 
     `listen` is a socket that is open already, at which rank 0 serves the store. `folder` is the run's, once it was
     chosen; `accepted` is whether an earlier attempt has begun to write there. `micro_batch` is what fits, after an
@@ -129,8 +129,8 @@ _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
 def attempt_of() -> Attempt | None:
     """What our agent gave to this process; None where another launcher, or none, has started it."""
-    told: Any = json.loads(os.environ.get(AGENT, "null"))
-    return None if told is None else Attempt(**told)
+    passed: Any = json.loads(os.environ.get(AGENT, "null"))
+    return None if passed is None else Attempt(**passed)
 
 
 def place_of_slurm() -> None:

@@ -1,4 +1,4 @@
-"""What a worker tells the agent that started it: where it is in the run, and whether it waits for other ranks.
+"""What a worker reports to the agent that started it: where it is in the run, and whether it waits for other ranks.
 
 Idea: the agent of a host makes a folder and names it in its `Attempt`. `slots` in it is memory that the agent and its
 workers share, a line of numbers for each worker, so telling costs a store into memory and no system call. Rare things
@@ -60,7 +60,7 @@ class Slots:
 
 @final
 class Pulse:
-    """The worker's side. `Pulse()` is one that nobody feels."""
+    """The worker's side. `Pulse()` reports to no agent."""
 
     def __init__(self, folder: Path | None = None, worker: int = 0, agent: int = 0) -> None:
         self.folder, self._worker, self._stack = folder, worker, None

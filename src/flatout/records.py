@@ -121,6 +121,10 @@ class EvalRecord(Shown):
     reason: str  # why now: step (eval.every), epoch or end
 
 
+STEP_SPANS = ("wait", "forward", "backward", "micro-batch", "reduction", "optimizer")  # these add up to the steps
+OTHER_SPANS = ("evaluation", "sample", "checkpoint", "data")  # beside them
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanRecord(Shown):
     """Where the time went since the last one, `steps` steps ago, by name; `calls` says how often.
@@ -128,7 +132,8 @@ class SpanRecord(Shown):
     On the device's clock, and adding up to the steps: wait (it stood still), forward, backward, optimizer; a replayed
     graph is one piece, micro-batch; reduction is what a rank waits for the gradients of the others, beyond what its own
     backward pass hides. On the host's clock, beside the steps: evaluation, sample, checkpoint; and data,
-    the time it waited for batches, which may have passed while the device was busy.
+    the time it waited for batches, which may have passed while the device was busy. Any other name is a `flatout.span`
+    of the user's own code, which lies inside the steps.
     """
 
     step: int  # the last of them
@@ -139,7 +144,7 @@ class SpanRecord(Shown):
     rank_seconds: tuple[float, ...] = ()
 
 
-SLOW_RANK = 0.02  # above the median: a rank that takes longer is told
+SLOW_RANK = 0.02  # above the median: a rank that takes longer is reported
 
 
 def slowest_over_median(seconds: Sequence[float]) -> tuple[int, float]:
@@ -149,12 +154,25 @@ def slowest_over_median(seconds: Sequence[float]) -> tuple[int, float]:
     return slowest, seconds[slowest] / median if median > 0 else 1.0
 
 
+def slowest_rank(seconds: Sequence[float]) -> str:
+    """Which rank takes longest, against the median of all."""
+    slowest, times = slowest_over_median(seconds)
+    above = times - 1
+    return f"rank {slowest}, {above:.1%} above the median" if above >= 0.005 else "none, all within 0.5%"
+
+
+def exposed_share(reduction: float, busy: float) -> float:
+    """The share of a rank's time in steps that it waits for the gradients of others."""
+    whole = reduction + busy
+    return reduction / whole if whole > 0 else 0.0
+
+
 WAITING = 0.3  # threads of a CPU run without a core, on average: it has too many of them, or others use too much
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineRecord(Shown):
-    """The state of the card, as its driver tells it, and of the host; None for what nobody tells.
+    """The state of the card, as its driver reports it, and of the host; None for values that are not reported.
 
     `elapsed` is seconds since the run was started, `throttled` why the clock is held down: empty, power, heat or both.
     What cores did is counted since the record before.
@@ -188,7 +206,7 @@ class MachineRecord(Shown):
 class EigenstateLayer:
     """What the states of one block can remember, as quantiles over them from `min` over `50%` to `max`.
 
-    `layer` counts all blocks of the model, from 1. `magnitude` is |λ|. `horizon` is in tokens: after so many, 1/e of a
+    `layer` counts all blocks of the model, from 1. `magnitude` is |λ|. `horizon` is in tokens: after these, 1/e of a
     state is left, -1 / ln |λ|. `period` is the tokens of a whole turn, 2 at least: half a turn per token is the fastest
     there is. All are learned values. `beyond` is the share of the states whose horizon is longer than the context.
     """
@@ -269,7 +287,7 @@ class PrepareProgress:
     input on disk.
 
     In the phase validation, of a stream, how much there is in all plays no part. `notice` is something to tell the
-    user before any of it is read; in the phase measuring, of a run of so many minutes, it is all there is.
+    user before any of it is read; in the phase measuring, of a run with a length in minutes, it is all there is.
     """
 
     phase: str

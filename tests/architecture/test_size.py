@@ -22,14 +22,14 @@ from flatout.cli import VERBS
 from flatout.config.schema import RunConfig
 
 HELD = {
-    "lines of code": 53_676,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 42_921,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 110,  # all Python outside tests
-    "modules": 241,  # of src/flatout, as all the following
-    "modules with one importer": 48,
+    "lines of code": 53_554,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 42_617,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 107,  # all Python outside tests
+    "modules": 229,  # of src/flatout, as all the following
+    "modules with one importer": 41,
     "settings": 148,  # leaves of RunConfig, and environment variables of our own
     "verbs": 26,
-    "class names with two meanings": 6,
+    "class names with two meanings": 2,
     "modules that import RunConfig": 0,  # besides config, resolve and the command line
     "modules that engine/setup.py imports": 19,  # of our own
 }

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, final
 
 from flatout import cli
-from flatout.parallel import workers
+from flatout.parallel import agent
 from tests.end_to_end.forked import open_streams
 
 
 def train_in_forks(words: Sequence[str]) -> int:
     """The command. What is replaced here stays so in this process."""
-    workers.subprocess = _Subprocess
+    agent.subprocess = _Subprocess
     return cli.main(["train", *words])
 
 

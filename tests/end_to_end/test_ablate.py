@@ -10,7 +10,7 @@ from flatout import api
 from flatout.cli import main
 from flatout.front.output import Terminated
 from flatout.records import EvalRecord
-from flatout.tuning import ablation
+from flatout.tuning import measure
 from tests.conftest import TINY
 
 
@@ -30,7 +30,9 @@ def test_runs_rows_table_and_picture(tiny, tmp_path: Path, capsys):
     shown = capsys.readouterr()
     assert shown.err.count("seed 1337: loss") == 3
     assert "optim.learning_rate  0.004   1e-05" in shown.out
-    assert "helps" in next(line for line in shown.out.splitlines() if line.startswith("optim.learning_rate "))
+    assert "keep 0.004 (1e-05 +0." in next(
+        line for line in shown.out.splitlines() if line.startswith("optim.learning_rate ")
+    )
     assert "wrote kept/ablate.jsonl and kept/ablate.png" in shown.out
     assert {path.name for path in (tmp_path / "kept").iterdir()} == {"ablate.jsonl", "ablate.png"}
     rows = [json.loads(line) for line in (tmp_path / "kept" / "ablate.jsonl").read_text().splitlines()]
@@ -44,7 +46,7 @@ def test_runs_rows_table_and_picture(tiny, tmp_path: Path, capsys):
 
 
 def test_a_signal_keeps_what_has_ended(tiny, tmp_path: Path, capsys, monkeypatch):
-    real, count = ablation.train_loop, 0
+    real, count = measure.train_loop, 0
 
     def stops_in_the_third(*args, **settings):
         nonlocal count
@@ -53,7 +55,7 @@ def test_a_signal_keeps_what_has_ended(tiny, tmp_path: Path, capsys, monkeypatch
             raise Terminated(signal.SIGTERM)
         return real(*args, **settings)
 
-    monkeypatch.setattr(ablation, "train_loop", stops_in_the_third)
+    monkeypatch.setattr(measure, "train_loop", stops_in_the_third)
     words = words_for(
         tiny, "--fields", "model.qk_norm,optim.clip=0.5", "--seeds", "1", "--equal", "tokens", "--out", "kept"
     )

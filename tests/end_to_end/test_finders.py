@@ -19,7 +19,7 @@ from flatout.engine.state import Progress, capture
 from flatout.errors import ConfigError, DataError, DeviceMemoryError, DivergedError, ResourceError, UsageError
 from flatout.front import output
 from flatout.records import EvalRecord
-from flatout.tuning import lr_range, study
+from flatout.tuning import lr_range, measure, study
 from flatout.tuning.changes import read_space
 from flatout.tuning.lr_range import find_rate
 from flatout.tuning.measure import Steps
@@ -265,7 +265,7 @@ def test_trials_that_fail_are_told_and_count_as_bad(tiny, space, monkeypatch: py
             raise DeviceMemoryError("out of device memory: tried to allocate 4 GiB", "less")
         return real(*args, **settings)
 
-    monkeypatch.setattr(study, "train_loop", sometimes)
+    monkeypatch.setattr(measure, "train_loop", sometimes)
     text = "optim.learning_rate: {log: [1e-3, 1e-2]}\nmodel.width: {choices: [32, 33]}\n"
     rows, result = run(tiny("train.steps=12"), space(text), trials=7)
     statuses = [row.status for row in rows]
@@ -280,7 +280,7 @@ def test_a_search_of_which_nothing_is_left_is_an_error(tiny, space, monkeypatch:
     def diverges(*_args, **_settings):
         raise DivergedError("non-finite", "lower it")
 
-    monkeypatch.setattr(study, "train_loop", diverges)
+    monkeypatch.setattr(measure, "train_loop", diverges)
     with pytest.raises(DivergedError, match="none of 2 trials"):
         run(tiny("train.steps=12"), space(), trials=2)
 
@@ -316,10 +316,9 @@ def test_interrupting_ends_with_what_to_do_next(tiny, space, tmp_path: Path, cap
     def stopped(*_args, **_settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(study, "train_loop", stopped)
+    monkeypatch.setattr(measure, "train_loop", stopped)
     words = [str(space()), *words_for(tiny), "--study", str(tmp_path / "study.db"), "--out", str(tmp_path / "b.yaml")]
-    with pytest.raises(SystemExit, match="130"):
-        dispatch(["tune", "search", *words])
+    assert dispatch(["tune", "search", *words]) == 130
     assert "keeps the trials so far" in capsys.readouterr().err
     assert not (tmp_path / "b.yaml").exists()
 
@@ -331,7 +330,7 @@ def test_a_trial_that_was_interrupted_is_not_drawn_again(tiny, space, monkeypatc
     optuna = pytest.importorskip("optuna")
     storage = optuna.storages.InMemoryStorage()  # a file takes longer to make than all the rest
     monkeypatch.setattr(study, "_opened", lambda *_: contextlib.nullcontext(storage))
-    monkeypatch.setattr(study, "train_loop", stopped)
+    monkeypatch.setattr(measure, "train_loop", stopped)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             run(tiny(), space(), trials=1, study=Path("study.db"))

@@ -62,9 +62,11 @@ def checkpoints_in(run: str) -> list[tuple]:
 
 def wait_until(happened: Callable[[], bool], seconds: float = 600.0) -> bool:
     deadline = time.monotonic() + seconds
-    while not happened() and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if happened():
+            return True
         time.sleep(0.01)
-    return happened()
+    return False
 
 
 def writers_here() -> list[str]:

@@ -25,7 +25,7 @@ WSD = ["optim.schedule=wsd", "optim.decay_fraction=0.6", "optim.min_ratio=0.0", 
 def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(
     tiny: Callable[..., LoadedConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny("train.minutes=0.02", "train.steps=200", *WSD)
+    config = tiny("train.minutes=0.06", "train.steps=200", *WSD)
     records = list(flatout.train(config))
     info, end = records[0], records[-1]
     assert isinstance(info, RunInfo)
@@ -72,13 +72,13 @@ def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(
 
 
 def test_an_interrupted_run_has_the_time_that_is_left(tiny: Callable[..., LoadedConfig]) -> None:
-    config, asked = tiny("train.minutes=0.02", "train.steps=200", *WSD), iter(range(10**6))
-    records = list(flatout.train(config, stop=lambda: next(asked) >= 20))
+    config, asked = tiny("train.minutes=0.04", "train.steps=200", *WSD), iter(range(10**6))
+    records = list(flatout.train(config, stop=lambda: next(asked) >= 5))
     info = records[0]
     assert isinstance(info, RunInfo)
     (_, path), *_ = list_checkpoints(Path(info.folder) / "checkpoints")[::-1]
     spent = read_checkpoint(path).state["deadline"]["spent"]
-    assert 0 < spent < 1.2
+    assert 0 < spent < 2.4
     end = list(flatout.train(config, resume="auto"))[-1]
     assert isinstance(end, EndRecord)
     assert end.reason == "finished"

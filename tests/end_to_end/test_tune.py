@@ -29,7 +29,7 @@ from flatout.front import output
 from flatout.front.words import Parser, add_config, load
 from flatout.host import THREAD_VARIABLES, CoreUse
 from flatout.model.gpt import GPT
-from flatout.observe.measured.tune import TuneReader
+from flatout.observe import sheets
 from flatout.records import NoticeRecord, StepRecord, TuneProgress, TuneResult, TuneRow
 from flatout.resolve import case as engine_threads
 from flatout.resolve import switches as engine_switches
@@ -388,7 +388,7 @@ def test_the_table_shows_what_was_confirmed(tiny):
     card.whole = {12: 0.9, 6: 0.7, 4: 0.7}
     rows, result = run_on(card, loaded)
     stream = io.StringIO()
-    TuneReader(stream).table(rows, result)
+    sheets.print_sheet(tuner.sheet_of(rows, result), stream)
     *lines, sentence = stream.getvalue().splitlines()
     starred = next(line for line in lines if line.startswith("*"))
     promised = max(row.tokens_per_second or 0 for row in rows)
@@ -562,13 +562,13 @@ def test_a_signal_shows_what_was_tried(
 
 
 @pytest.mark.usefixtures("_ctrl_c")
-@pytest.mark.parametrize("place", ["replace", "table"])
+@pytest.mark.parametrize("place", ["replace", "print_sheet"])
 @pytest.mark.parametrize(("number", "word", "code"), SIGNALS)
 def test_a_signal_after_the_file_was_written_is_no_failure(
     words, number: int, word: str, code: int, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     before, path = signal.getsignal(signal.SIGTERM), tmp_path / "tuned.yaml"
-    room: object = os if place == "replace" else TuneReader
+    room: object = os if place == "replace" else sheets
     real = getattr(room, place)
 
     def signalled(*more, **settings):

@@ -11,10 +11,10 @@ import pytest
 from flatout import api
 from flatout.config.load import load_config
 from flatout.errors import ConfigError, DataError, DivergedError
-from flatout.observe.measured.ablate import draw_ablation, print_ablation
 from flatout.observe.picture import is_picture
+from flatout.observe.sheets import draw_picture, print_sheet
 from flatout.records import AblateRow, EvalRecord, ablate_row_from_json, record_to_json
-from flatout.tuning import ablation
+from flatout.tuning import measure
 from flatout.tuning.ablation import AblateResult
 from flatout.tuning.changes import Change, changes_to_defaults, choose, named_changes, split_fields
 
@@ -108,7 +108,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         values = {"perplexity": 1.0, "bits_per_byte": None, "tokens": 1, "seconds": 0.0, "best": True}
         yield EvalRecord(step=steps, loss=loss, reason="end", **values)
 
-    monkeypatch.setattr(ablation._Course, "train", train)
+    monkeypatch.setattr(measure.WholeRun, "_evaluations", train)
     return seen
 
 
@@ -224,31 +224,31 @@ def test_a_change_that_diverges_is_told_and_the_rest_goes_on(tiny, made):
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def shown(body: dict[str, Any]) -> str:
+def shown(result: AblateResult) -> str:
     stream = io.StringIO()
-    print_ablation(body, stream)
+    print_sheet(result.sheet(), stream)
     return stream.getvalue()
 
 
 def test_the_table_says_what_helps_and_what_could_not_be_seen(tiny, made, tmp_path: Path):
     _, result = ablated(tiny(), fields=["model.qk_norm", "optim.clip=0.5", "optim.learning_rate=50"])
-    body = json.loads(json.dumps(result.to_json()))
-    text = shown(body)
+    json.dumps(result.to_json())
+    text = shown(result)
     lines = text.splitlines()
-    assert next(line for line in lines if line.startswith("model.qk_norm")).rstrip().endswith("helps")
+    assert next(line for line in lines if line.startswith("model.qk_norm")).endswith("keep true (false +1.837)")
     assert "at equal tokens (2,560)" in text
     assert "at equal seconds" in text
     assert "smallest difference that could be seen at equal tokens" in text
     assert "equal to the last digit with and without: optim.clip" in text
     assert "diverged: 3 steps in a row" in text
-    draw_ablation(body, tmp_path / "a.png")
+    draw_picture(result.picture(), tmp_path / "a.png")
     assert is_picture(tmp_path / "a.png")
     _, result = ablated(tiny(), fields=["model.qk_norm"], seeds=1, equal="tokens")
-    assert "one pair says nothing of the noise" in shown(result.to_json())
+    assert "one pair says nothing of the noise" in shown(result)
 
 
 def test_what_hurts_is_told_as_the_better_value(tiny, made, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(LOSSES, "model.qk_norm", -0.5 - 1.337)
     _, result = ablated(tiny(), fields=["model.qk_norm"], equal="tokens")
     assert result.effects[0].verdict == "hurts"
-    assert "model.qk_norm=false instead of true lowered the loss by 0.4" in shown(result.to_json())
+    assert "model.qk_norm=false instead of true lowered the loss by 0.4" in shown(result)

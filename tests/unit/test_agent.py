@@ -20,10 +20,9 @@ from flatout.config.load import load_config
 from flatout.errors import HardwareError, UsageError, UserError
 from flatout.front import verbs_training
 from flatout.launch import Attempt, Launch, launch
-from flatout.parallel import many_hosts, workers
-from flatout.parallel.agent import Agent, AttemptEnd, Left, OneHost, cause_of, first_of
+from flatout.parallel import agent, many_hosts
+from flatout.parallel.agent import Agent, AttemptEnd, Left, OneHost, Place, cause_of, first_of
 from flatout.parallel.many_hosts import ManyHosts
-from flatout.parallel.workers import Place
 from flatout.pulse import Pulse, Slots, State, pulse, stack_of
 
 
@@ -188,12 +187,12 @@ def test_a_restart_says_from_where_and_how_much_is_repeated(
 ):
     """Killed in step 41 with step 30 saved: 40 steps were done, and ten of them come again."""
 
-    def start(command: Any, environment: Any, rank: int, local: int, listen: int | None) -> workers.WorkerProcess:
+    def start(command: Any, environment: Any, rank: int, local: int, listen: int | None) -> agent.WorkerProcess:
         process = subprocess.Popen([sys.executable, "-c", DYING], env=environment, start_new_session=True)
-        return workers.WorkerProcess(process, rank, local)
+        return agent.WorkerProcess(process, rank, local)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(workers, "_start", start)
+    monkeypatch.setattr(agent, "_start", start)
     with pytest.raises(UserError) as caught:
         Agent(["train"], OneHost(1), restarts=1, timeout=60).run()
     assert caught.value.hint == "the run has reached the beginning: nothing was saved yet"
@@ -215,10 +214,10 @@ def test_a_restart_says_from_where_and_how_much_is_repeated(
 
 def test_workers_see_the_variables_of_torchrun_and_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[dict[str, str]] = []
-    monkeypatch.setattr(workers, "_start", lambda _, environment, *__: seen.append(environment))
-    monkeypatch.setattr(workers, "whole_cores", lambda: 16)
+    monkeypatch.setattr(agent, "_start", lambda _, environment, *__: seen.append(environment))
+    monkeypatch.setattr(agent, "whole_cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    workers.Workers(["train"], Place(4, 2, 6, "there", 29500), Attempt("1", None, None, False, None), 3, tmp_path, None)
+    agent.Workers(["train"], Place(4, 2, 6, "there", 29500), Attempt("1", None, None, False, None), 3, tmp_path, None)
     names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     assert [[one[name] for name in names] for one in seen] == [["6", "2", "there", "29500", "3"]] * 2
     assert [(one["RANK"], one["LOCAL_RANK"], one["OMP_NUM_THREADS"]) for one in seen] == [
@@ -231,20 +230,20 @@ def test_workers_see_the_variables_of_torchrun_and_share_the_cores(tmp_path: Pat
 def test_a_signal_that_comes_while_workers_start_reaches_them(monkeypatch: pytest.MonkeyPatch):
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(command: Any, environment: Any, rank: int, local: int, listen: int | None) -> workers.WorkerProcess:
+    def start(command: Any, environment: Any, rank: int, local: int, listen: int | None) -> agent.WorkerProcess:
         os.kill(os.getpid(), signal.SIGTERM)
         process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         started.append(process)
-        return workers.WorkerProcess(process, rank, local)
+        return agent.WorkerProcess(process, rank, local)
 
-    monkeypatch.setattr(workers, "_start", start)
+    monkeypatch.setattr(agent, "_start", start)
     assert Agent(["train"], OneHost(1), restarts=0, timeout=600).run() == 128 + signal.SIGTERM
     assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
 @pytest.mark.skipif(not hasattr(os, "waitid"), reason="no waitid")
 def test_a_signal_for_a_worker_that_has_just_ended_is_lost_and_nothing_else():
-    worker = workers.WorkerProcess(
+    worker = agent.WorkerProcess(
         subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"], start_new_session=True), 0, 0
     )
     os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)

@@ -6,9 +6,8 @@ from torch import nn
 
 from flatout.config.schema import OptimConfig
 from flatout.errors import ConfigError
-from flatout.optim import average
-from flatout.optim.average import Average
-from flatout.optim.optimizers import Trainable, trainables
+from flatout.optim import optimizers
+from flatout.optim.optimizers import Average, Trainable, trainables
 from flatout.optim.rules import state_bytes
 
 
@@ -20,7 +19,7 @@ def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, list[Trainable]
 
 @pytest.mark.parametrize("at_once", [1, 40, 2**26])
 def test_it_follows_the_formula_and_ignores_updates_that_were_nothing(monkeypatch: pytest.MonkeyPatch, at_once: int):
-    monkeypatch.setattr(average, "AT_ONCE", at_once)
+    monkeypatch.setattr(optimizers, "AT_ONCE", at_once)
     model, trained = made()
     kept = Average(trained, 0.3)
     expected = {name: weight.detach().double() for name, weight in model.named_parameters()}
@@ -40,7 +39,7 @@ def test_it_follows_the_formula_and_ignores_updates_that_were_nothing(monkeypatc
 
 
 def test_it_changes_places_with_the_weights_bit_for_bit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(average, "PIECE", 4)
+    monkeypatch.setattr(optimizers, "PIECE", 4)
     model, trained = made()
     kept = Average(trained, 0.9)
     for weight in model.parameters():

@@ -370,7 +370,7 @@ def test_of_many_problems_the_first_are_shown_and_the_rest_counted(tmp_path: Pat
 def test_inspecting_needs_no_torch(tmp_path: Path) -> None:
     folder = write_texts(tmp_path, CharTokenizer("ab"), ["abab"], ["a"], report=REPORT, problems=[])
     code = (
-        "import sys, flatout.data.inspect as inspect, flatout.observe.measured.data_picture as look;"
+        "import sys, flatout.data.inspect as inspect, flatout.observe.dataset as look;"
         f"look.print_data(inspect.summarize({str(folder)!r}));"
         "print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     )

@@ -29,7 +29,7 @@ from flatout.data import part as part_module
 from flatout.data.inspect import read_problems, read_report
 from flatout.data.merge import Journal
 from flatout.data.pack import pack_corpus
-from flatout.data.part import PIECE, Part, PartHead, PartResult, Recipe
+from flatout.data.part import PIECE, CorpusPart, PartHead, PartResult, Recipe
 from flatout.data.plan import request_of
 from flatout.data.prepare import prepare_data
 from flatout.data.shard_data import notices_on_folder
@@ -686,7 +686,7 @@ def test_a_compressed_file_is_cut_by_what_is_in_it_and_goes_on_from_any_part(
             self.noted[file] = parts
 
     done = Before(0, None)
-    parts = [part for part in plan.parts_of(inputs, request.options, done) if isinstance(part, Part)]
+    parts = [part for part in plan.parts_of(inputs, request.options, done) if isinstance(part, CorpusPart)]
     half = len(parts) // 2
     assert done.noted == {0: half, 1: half}
     assert [part.number for part in parts] == list(range(2 * half))
@@ -1095,7 +1095,7 @@ def test_signals_to_the_whole_group_leave_workers_at_work(tmp_path: Path) -> Non
     """A terminal that closes sends SIGHUP to all of a group, and the parent decides what comes of it."""
     recipe = Recipe(ReadOptions(), CleanRules())
     (file,) = sources.find_files(rows(tmp_path)).files
-    part = Part(0, 0, (Slice(file),))
+    part = CorpusPart(0, 0, (Slice(file),))
     worker = Worker()
     try:
         before = worker.call("characters", recipe, part)
@@ -1331,7 +1331,7 @@ def test_no_part_of_compressed_files_holds_much_more_text_than_one_of_plain_file
     inputs = plan.find_inputs(request, tmp_path)
     sizes = []
     for part in plan.parts_of(inputs, request.options, plan.Done()):
-        assert isinstance(part, Part)
+        assert isinstance(part, CorpusPart)
         read = (item for each in part.slices for item in readers.read_slice(each, request.options))
         items = [*part.documents, *read]
         sizes.append(sum(len(item.text) for item in items if isinstance(item, Document)))

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from flatout.errors import DataError, ResourceError, UsageError
-from flatout.observe.measured import data_picture
-from flatout.observe.measured.data_picture import draw_data, print_data
+from flatout.observe import dataset as data_picture
+from flatout.observe.dataset import draw_data, print_data
 from flatout.records import DataSummary, DocumentSample, SplitSummary, TokenCount
 
 

@@ -24,7 +24,7 @@ import flatout
 from flatout import host
 from flatout.checkpoints.checkpoint_files import CHECKPOINT_FILES
 from flatout.config.load import load_config
-from flatout.config.usual import usual_rate
+from flatout.config.optimizers import usual_rate
 from flatout.data.prepare import prepare_data
 from flatout.data.sampler import window_count
 from flatout.diagnose import check_folder, check_kernels, check_machine

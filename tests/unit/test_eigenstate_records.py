@@ -13,7 +13,6 @@ import torch
 from flatout.config.schema import ModelConfig
 from flatout.engine.monitor import look_at_eigenstates
 from flatout.model.gpt import GPT, build_model
-from flatout.observe.eigenstates import eigenstate_history, memory_sentence, record_sentence
 from flatout.observe.plots import (
     EIGENSTATE_PANELS,
     eigenstate_panel_figure,
@@ -24,9 +23,8 @@ from flatout.observe.plots import (
 from flatout.observe.report import page_of
 from flatout.observe.report_data import report_data
 from flatout.observe.runs import record_of_line
-from flatout.observe.series import RunNumbers
+from flatout.observe.series import EIGENSTATE_HEADER, RunNumbers, eigenstate_history, memory_sentence, record_sentence
 from flatout.observe.sinks import read_history
-from flatout.observe.tables import EIGENSTATE_HEADER
 from flatout.observe.terminal import TerminalReader
 from flatout.observe.trackers import values_of
 from flatout.observe.view import ViewState, panel

@@ -9,13 +9,12 @@ import json
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from flatout import files, host
 from flatout.config.facts import field_facts
@@ -24,14 +23,14 @@ from flatout.config.schema import micro_batch_of
 from flatout.device import Device
 from flatout.engine.run import Run
 from flatout.errors import ConfigError, ResourceError, UsageError
-from flatout.observe.measured import bench
-from flatout.observe.measured.bench import BenchReader, beside_claim, draw_bench, print_bench, total_lines
+from flatout.observe.sheets import draw_picture, figure_of, print_sheet
 from flatout.records import BenchProgress, BenchRow, bench_row_from_json, record_to_json
 from flatout.resolve.case import Probes
 from flatout.resolve.switches import resolve_speed
-from flatout.tuning import ladder, plan, turns
+from flatout.tuning import ladder, turns
+from flatout.tuning.ladder import make_plan
+from flatout.tuning.ladder_rows import beside_claim, picture_of, progress_line, sheet_of, total_lines
 from flatout.tuning.measure import Steps, borrowed_run, parity_losses, summary_of
-from flatout.tuning.plan import make_plan
 from flatout.tuning.practice_data import practice_data, write_random
 from flatout.tuning.rungs import (
     BASELINE,
@@ -377,14 +376,14 @@ def test_another_machine_or_config_is_told_in_words(tiny: Tiny, tmp_path: Path, 
     assert "1 thread" in made.machine
     rows = list(climb(loaded, "baseline").values())
     assert rows[0].device == made.machine
-    plan.check_same(made, rows)
-    other = dataclasses.replace(made, machine=plan.machine_of(made.device, 7))
+    ladder.check_same(made, rows)
+    other = dataclasses.replace(made, machine=ladder.machine_of(made.device, 7))
     with pytest.raises(UsageError, match="7 threads") as refused:
-        plan.check_same(other, rows)
+        ladder.check_same(other, rows)
     assert "or go on without OMP_NUM_THREADS=" in refused.value.hint
     more = dataclasses.replace(made, config_words=(*made.config_words, "optim.betas=[0.9, 0.9]"))
     with pytest.raises(UsageError, match=r"the settings none, now it is .?optim\.betas=\[0\.9, 0\.9\]"):
-        plan.check_same(more, rows)
+        ladder.check_same(more, rows)
 
 
 # --- what it is measured on -------------------------------------------------------------------------------------------
@@ -494,10 +493,14 @@ NO_SPEED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def table(rows: list[BenchRow], *names: str, promised: Sequence[str] = ()) -> str:
-    console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
-    print_bench(rows, promised, console, names)
-    return console.export_text()
+def table(rows: list[BenchRow], *names: str, claims: bool = False) -> str:
+    stream = io.StringIO()
+    print_sheet(sheet_of(rows, names, claims=claims), stream)
+    return stream.getvalue()
+
+
+def draw(rows: list[BenchRow], path: Path, *, claims: bool = False) -> None:
+    draw_picture(picture_of(rows, claims=claims), path)
 
 
 def test_the_table_shows_speeds_of_green_rungs_only():
@@ -523,12 +526,12 @@ def test_what_guides_claim_is_shown_only_when_asked_for(tmp_path: Path):
     rows = [row("baseline", gain=None), row("compile", claim="1.1-1.5x")]
     assert "guides" not in table(rows)
     assert "1.1-1.5x" not in table(rows)
-    text = table(rows, promised=["2-5x"])
+    text = table(rows, claims=True)
     assert "guides claim" in text
     assert "1.1-1.5x" in next(line for line in text.splitlines() if line.startswith("compile"))
-    assert "the guides promise 2-5x of everything together" in text
+    assert "the guides promise 6-20x in one table" in text
     for claims in (False, True):
-        draw_bench(rows, tmp_path / f"{claims}.svg", claims=claims)
+        draw(rows, tmp_path / f"{claims}.svg", claims=claims)
         assert ("the guides" in (tmp_path / f"{claims}.svg").read_text(encoding="utf-8")) == claims
 
 
@@ -557,9 +560,9 @@ def test_the_table_shows_errors_verdicts_and_how_noisy_it_was():
     text = table(rows, "baseline", "sdpa")
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert "1.50x ±3.4%" in lines["sdpa"]
-    assert lines["sdpa"].rstrip().endswith("faster")
+    assert lines["sdpa"].endswith("faster (1.45 to 1.55x)")
     assert "0.54x ±87%" in lines["without-pad-vocab"]
-    assert lines["without-pad-vocab"].rstrip().endswith("too noisy to tell")
+    assert lines["without-pad-vocab"].endswith("too noisy to tell (below 87% nothing is seen)")
     assert "from the baseline to the full set: 1.50 times ±3.4% (" in text
     assert "lay within 40% of each other, load average 1.5 to 3.2; gains are known to ±45.2% (median)" in text
     assert "too noisy to tell: without-pad-vocab. Measure again" in text
@@ -588,14 +591,9 @@ def test_a_claim_is_judged_by_the_interval(low: float | None, high: float | None
     assert beside_claim(row("compile", gain_low=low, gain_high=high)) == words
 
 
-def test_lines_in_a_log_are_whole_and_one_rung_is_one(capsys: pytest.CaptureFixture[str]):
-    reader = BenchReader()
-    reader.notice("words " * 40)
-    reader.progress(BenchProgress(0, 1, "reference", "reference"))
-    reader.close()
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2
-    assert "that the rung is held against" in lines[1]
+def test_one_rung_is_one():
+    assert progress_line(BenchProgress(0, 1, "reference", "reference")).endswith("that the rung is held against")
+    assert progress_line(BenchProgress(0, 3, "reference", "reference")).endswith("that all 3 rungs are held against")
 
 
 def test_a_total_needs_both_ends():
@@ -621,7 +619,7 @@ def test_the_full_set_is_named_only_when_its_rung_was_measured():
 def test_the_picture_says_what_the_table_says():
     rows = [row("baseline", factor=1.0), row("sdpa", factor=0.8)]
     for names, words in ((("baseline", "sdpa", "compile"), "to sdpa, the last rung"), (("sdpa",), "to the full set")):
-        figure = bench._figure(rows, names)
+        figure = figure_of(picture_of(rows, names))
         texts = [text.get_text() for part in (figure, *figure.axes) for text in part.texts]
         assert any(words in text for text in texts)
         assert ("one switch at a time" in texts) == ("compile" in names)
@@ -638,24 +636,24 @@ def test_the_picture_says_what_the_table_says():
     ids=["none", "red", "wide", "odd"],
 )
 def test_any_rows_can_be_drawn(rows: list[BenchRow], tmp_path: Path):
-    draw_bench(rows, tmp_path / "one.png")
-    draw_bench(rows, tmp_path / "two.png")
+    draw(rows, tmp_path / "one.png")
+    draw(rows, tmp_path / "two.png")
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_pictures_have_known_forms(tmp_path: Path):
     with pytest.raises(UsageError):
-        draw_bench([row("a")], tmp_path / "one.bmp")
+        draw([row("a")], tmp_path / "one.bmp")
     with pytest.raises(ResourceError):
-        draw_bench([row("a")], tmp_path / "nowhere" / "one.png")
+        draw([row("a")], tmp_path / "nowhere" / "one.png")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EACCES])
 def test_a_picture_that_cannot_be_written_leaves_the_old_one(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    draw_bench([row("a")], tmp_path / "one.png")
+    draw([row("a")], tmp_path / "one.png")
     good = (tmp_path / "one.png").read_bytes()
 
     def fails(*_paths: Path) -> None:
@@ -663,7 +661,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(
 
     monkeypatch.setattr(files.os, "replace", fails)
     with pytest.raises(ResourceError, match="what the system says") as error:
-        draw_bench([row("b")], tmp_path / "one.png")
+        draw([row("b")], tmp_path / "one.png")
     assert ("writable" if number == errno.EACCES else "free some space") in error.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["one.png"]
     assert (tmp_path / "one.png").read_bytes() == good
@@ -696,20 +694,20 @@ EVERYTHING_WORKS = Probes(
 def test_on_a_hopper_card_every_rung_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The switches of a rung do not exclude each other, and none but the named ones gives way."""
     card = Device(torch_device=torch.device("cuda", 0), name="NVIDIA H200", memory_bytes=140 * 2**30, capability=(9, 0))
-    monkeypatch.setattr(plan, "detect_device", lambda _asked: card)
-    monkeypatch.setattr(plan, "resolve_speed", functools.partial(resolve_speed, probes=EVERYTHING_WORKS))
+    monkeypatch.setattr(ladder, "detect_device", lambda _asked: card)
+    monkeypatch.setattr(ladder, "resolve_speed", functools.partial(resolve_speed, probes=EVERYTHING_WORKS))
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     subject = make_plan(load_config("gpt2-124m"), tmp_path, 12, 20, None, lambda _: None)
-    assert plan.resolved(subject, {"speed.compile": "off"}).execution.attention == "cudnn+fa4"
-    absent = plan.absences(subject, CUDA)
+    assert ladder.resolved(subject, {"speed.compile": "off"}).execution.attention == "cudnn+fa4"
+    absent = ladder.absences(subject, CUDA)
     assert absent.keys() == {"without-fused-qkv"}, absent  # our kernels take one product for queries, keys and values
     full = [rung for rung in CUDA if rung.group == "ladder" and rung.name not in absent]
     giving_way = {}
     for rung in linked([rung for rung in CUDA if rung.name not in absent]):
         below = [step for step in full if CUDA.index(step) < place_of(rung)]
         settings = settings_of(rung, below)
-        refused = plan.refusals(plan.resolved(subject, settings), settings)
+        refused = ladder.refusals(ladder.resolved(subject, settings), settings)
         giving_way |= {rung.name: set(refused)} if refused else {}
     assert giving_way == {"activation-offload": {"speed.cuda_graphs"}}  # it waits for the host, which a graph cannot
 

@@ -425,7 +425,7 @@ def test_muon_takes_the_matrices_of_blocks_and_groups_have_rates_of_their_own():
     assert not any("_K" in name or "bias" in name for name in inside), "what must not decay is AdamW's"
     assert names["embedding"] == ["embedding.weight"]
     assert names["head"] == ["head.weight"]
-    assert "positions.weight" in names["all that is left"]
+    assert "positions.weight" in names["other"]
     parts = {one.name: one.parts for one in trainables(model)}
     assert parts["blocks.0.attention.inward.weight"] == ((32, 32), (32, 32))
     assert parts["blocks.1.attention.qkv.weight"] == ((32, 32), (16, 32), (16, 32))
@@ -445,7 +445,7 @@ def test_rates_of_groups(optimizer: str):
         assert "head" not in rates
         assert rates["table"] == table
         assert rates["matrices"] == (0.02 if optimizer != "adamw" else 1e-3)
-        assert rates["all that is left"] == groups[-1].rule.rate[0] == 1e-3
+        assert rates["other"] == groups[-1].rule.rate[0] == 1e-3
         decay = {group.rule.name: group.rule.decay for group in groups}
         assert decay["embedding"] == decay["table"] == (0.0 if optimizer != "adamw" else 0.1)
     untied = build_model(MODEL.model_copy(update={"tied": False}), VOCAB)
@@ -480,7 +480,7 @@ def test_a_model_from_python_says_which_parts_and_roles_it_has():
     names = taken(Whole(), MUON)
     assert names["matrices"] == ["layers.0.both", "layers.1.weight"]
     assert names["table"] == ["tokens.weight"]
-    assert "output.weight" in names["all that is left"]
+    assert "output.weight" in names["other"]
     assert {one.name: one.parts for one in trainables(Whole())}["layers.0.both"] == ((3, 4), (5, 4))
     rows[1] = 4
     with pytest.raises(ConfigError, match=r"the parts of layers\.0\.both have 3 \+ 4 rows, and it has 8"):

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from flatout.tuning import ablation
-from flatout.tuning.ablation import Effect, effects, pooled, quantile, steady_seconds
+from flatout.tuning.ablation import Effect, effects, pooled, quantile
+from flatout.tuning.measure import steady_seconds
 
 
 @pytest.mark.parametrize(("degrees", "known"), [(1, 12.706), (2, 4.303), (3, 3.182), (10, 2.228), (30, 2.042)])

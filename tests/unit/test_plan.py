@@ -17,8 +17,8 @@ from flatout.config.source import DEFAULT
 from flatout.errors import UsageError
 from flatout.front.verbs_ahead import _counts
 from flatout.model.count import parameter_count
-from flatout.observe.measured.plan import draw_plan, print_plan
 from flatout.observe.picture import is_picture
+from flatout.observe.sheets import draw_picture, print_sheet
 from flatout.records import BenchRow, record_to_json
 from flatout.resolve.case import ShardingChoice
 from flatout.resolve.memory import memory_of
@@ -31,23 +31,16 @@ from flatout.tuning.cluster import (
     HOP_INSIDE,
     LLAMAS,
     Cluster,
+    Layout,
+    StepTime,
+    Work,
     goodput,
     llama_words,
     plan_saves,
     ring,
-)
-from flatout.tuning.many_gpus import (
-    Layout,
-    PlanResult,
-    Rate,
-    StepTime,
-    Work,
-    _all_works,
-    layouts,
-    plan,
     step_time,
-    work_of,
 )
+from flatout.tuning.many_gpus import PlanResult, Rate, _all_works, layouts, plan, work_of
 
 TRUTH = Path(__file__).parents[2] / "lab" / "plan_truth.py"
 H100 = CARDS["h100"]
@@ -427,9 +420,6 @@ def test_the_table_and_the_json_say_the_same(empty: Path, capsys: pytest.Capture
     body = json.loads(line)
     assert (code, body["type"], body["size"]) == (0, "plan", "7b")
     assert [row["gpus"] for row in body["rows"] if row["auto"]] == [8, 16, 32, 64]
-    again = io.StringIO()
-    print_plan(body, again)
-    assert again.getvalue() == shown
     assert shown.rstrip().endswith(body["recommendation"])
     assert "does not fit" in shown
     assert "not counted:" in shown
@@ -447,7 +437,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_ones(width: int, monkeyp
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm")
     screen = Screen()
-    print_plan({"size": "7b", **planned(counts=[8, 64]).to_json()}, screen)
+    print_sheet(dataclasses.replace(planned(counts=[8, 64]), size="7b").sheet(), screen)
     text = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())
     assert "\u2026" not in text, "nothing is cut"
     (header,) = (line for line in text.splitlines() if "efficiency" in line)
@@ -469,7 +459,7 @@ def test_a_picture_is_drawn_whole_and_replaces_nothing_of_the_users(empty: Path,
 
 def test_a_plan_in_which_nothing_fits_can_be_drawn(tmp_path: Path):
     result = planned(counts=[1], size="70b")
-    draw_plan({"size": "70b", **result.to_json()}, tmp_path / "plan.svg")
+    draw_picture(result.picture(), tmp_path / "plan.svg")
     assert is_picture(tmp_path / "plan.svg")
 
 

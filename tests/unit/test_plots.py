@@ -30,7 +30,7 @@ from flatout.observe.plots import (
     write_comparison,
     write_run_plots,
 )
-from flatout.observe.series import Curve, RunNumbers, smooth, thin, thin_marks, usual_range, window_of
+from flatout.observe.series import RunNumbers, Series, smooth, thin_marks, usual_range, window_of
 from flatout.observe.sinks import RunHistory, distinct_names, read_history
 from flatout.records import StepRecord
 from tests.made_runs import finished_run
@@ -301,10 +301,10 @@ def test_thinning_keeps_the_extremes_of_every_column(seed: int, logarithmic: boo
     y = rng.normal(size=30_000)
     y[rng.integers(0, 30_000, 50)] *= 1e9
     y[rng.integers(0, 30_000, 2000)] = math.nan
-    curve = thin(Curve(x, y), 100, logarithmic=logarithmic)
-    assert len(curve.x) <= 400
-    assert (numpy.diff(curve.x) >= 0).all()
-    kept = {(a, b) for a, b in zip(curve.x.tolist(), curve.y.tolist(), strict=True) if not math.isnan(b)}
+    thinned = Series(x, y).thinned(200, logarithmic=logarithmic)
+    assert len(thinned.x) <= 402
+    assert (numpy.diff(thinned.x) >= 0).all()
+    kept = {(a, b) for a, b in zip(thinned.x.tolist(), thinned.y.tolist(), strict=True) if not math.isnan(b)}
     finite = numpy.isfinite(y)
     assert kept <= set(zip(x[finite].tolist(), y[finite].tolist(), strict=True))
     places = numpy.log10(x) if logarithmic else x
@@ -312,21 +312,24 @@ def test_thinning_keeps_the_extremes_of_every_column(seed: int, logarithmic: boo
     for column in range(100):
         inside = finite & (columns == column)
         for value in (y[inside].min(), y[inside].max()) if inside.any() else ():
-            assert value in curve.y
+            assert value in thinned.y
+        bad = x[~finite & (columns == column)]
+        assert set(bad[[0, -1]] if len(bad) else ()) <= set(thinned.x)
 
 
 def test_thinning_leaves_gaps_and_short_curves() -> None:
     x = numpy.arange(10_000.0)
     y = numpy.where((x > 4000) & (x < 6000), math.nan, 1.0)
-    curve = thin(Curve(x, y), 100)
-    assert numpy.isnan(curve.y[(curve.x > 4100) & (curve.x < 5900)]).all()
-    assert numpy.isnan(curve.y).any()
-    short = Curve(x[:400], y[:400])
-    assert thin(short, 100) is short
-    nothing = thin(Curve(x, numpy.full(10_000, math.nan)), 100)
-    assert len(nothing.x) == 1
+    thinned = Series(x, y).thinned(200)
+    assert numpy.isnan(thinned.y[(thinned.x > 4100) & (thinned.x < 5900)]).all()
+    assert numpy.isnan(thinned.y).any()
+    short = Series(x[:200], y[:200])
+    assert short.thinned(200).x.tolist() == short.x.tolist()
+    nothing = Series(x, numpy.full(10_000, math.nan)).thinned(200)
+    assert len(nothing.x) <= 200
+    assert {0.0, 9999.0} <= set(nothing.x)
     assert len(thin_marks(x, 0, 1e4, 50)) == 50
-    assert thin_marks(numpy.array([3.0]), 3.0, 3.0).tolist() == [3.0]
+    assert thin_marks(numpy.array([3.0]), 3.0, 3.0, 50).tolist() == [3.0]
 
 
 def test_smooth_lines_are_not_late() -> None:
@@ -516,6 +519,22 @@ def test_several_runs_share_a_picture_that_can_be_read(run_of: Any) -> None:
     shown = [text.get_text() for text in figure.axes[-1].texts]
     assert sum(words.startswith("$x_1^2$") for words in shown) == len(CASES)
     assert "different tokenizers" in figure.texts[2].get_text()
+
+
+def test_runs_with_other_tokenizers_are_compared_by_bits_per_byte(run_of: Any) -> None:
+    losses = {"bytes": 1.5, "gpt2": 3.0}
+    runs = [
+        run_of([info(tokenizer=name), *steps(9), evaluation(9, loss, bits_per_byte=loss / 2)], name)
+        for name, loss in losses.items()
+    ]
+    figure = drawn(lambda: comparison_figure(runs))
+    check_layout(figure)
+    assert figure.texts[2].get_text().startswith("losses do not compare: these runs have different tokenizers")
+    top = [axes.get_title(loc="left") for axes in figure.axes if axes.get_subplotspec().rowspan.start == 0]
+    assert "Bits per byte over steps" in top
+    assert not any("Validation loss" in axes.get_title(loc="left") for axes in figure.axes)
+    names = [text.get_text() for text in figure.axes[-1].texts]
+    assert {"bits/byte", "0.7500", "1.5000"} <= set(names)
 
 
 def test_a_fine_tuned_models_own_tokenizer_is_not_said_to_be_another(run_of: Any) -> None:
@@ -731,8 +750,7 @@ def test_signals_end_it_cleanly(
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(plots, "write_picture", interrupted)
-    with pytest.raises(SystemExit, match=str(code)):
-        dispatch(["plot", "runs/a"])
+    assert dispatch(["plot", "runs/a"]) == code
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith(word)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout.observe.measured.profile_page import as_markdown, page_of, print_page
+from flatout.observe.sheets import as_markdown, print_sheet
 from flatout.tuning.bottleneck import (
     OUR_KERNELS,
     UPDATE_KERNELS,
@@ -21,6 +21,7 @@ from flatout.tuning.bottleneck import (
     read_trace,
 )
 from flatout.tuning.profile import shared_frames, write_snapshot
+from flatout.tuning.profile_page import sheet_of
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "src" / "flatout" / "ops" / "kernels"
@@ -614,13 +615,13 @@ def report(**changes) -> dict:
 
 
 def test_the_page_says_the_answer_first_and_then_its_figures(capsys: pytest.CaptureFixture):
-    blocks = page_of(report(), "profile/here")
+    blocks = sheet_of(report(), "profile/here")
     text = as_markdown(blocks)
     assert text.startswith("# gpt2-124m: compute-bound\n")
     assert text.index("nothing cheap is left") < text.index("Where the step's time goes")
     for figure in ("MFU 53.0% of 989.4 TFLOP/s", "2.80 TB/s", "58% of 4.80 TB/s", "200.0 ms", "474.0 MiB", "615,000"):
         assert figure in text, figure
-    print_page(blocks)
+    print_sheet(blocks)
     shown = capsys.readouterr().out
     assert "615,000" in shown
     assert "\x1b" not in shown
@@ -628,7 +629,7 @@ def test_the_page_says_the_answer_first_and_then_its_figures(capsys: pytest.Capt
 
 
 def test_the_page_of_several_ranks_names_the_slowest():
-    assert "Ranks" not in as_markdown(page_of(report()))
+    assert "Ranks" not in as_markdown(sheet_of(report()))
     ranks = {
         "step_seconds": [0.1] * 20,
         "busy_seconds": [0.09] * 19 + [0.099],
@@ -638,7 +639,7 @@ def test_the_page_of_several_ranks_names_the_slowest():
         "exposed_seconds": 0.02,
     }
     kinds = {**HEALTHY.seconds_by_kind, "communication": 0.03}
-    text = as_markdown(page_of(report(ranks=ranks, seconds_by_kind=kinds)))
+    text = as_markdown(sheet_of(report(ranks=ranks, seconds_by_kind=kinds)))
     for words in (
         "a step in each of 20 ranks",
         "slowest rank: rank 19, 10.0% above the median",
@@ -654,28 +655,28 @@ def test_hostile_names_stay_inert(capsys: pytest.CaptureFixture):
     evil = "void `k|ernel`<script>alert(1)</script>\x1b[2J\n| a | b |"
     kernel = {"name": evil, "kind": "unknown", "seconds": 0.01, "calls": 1.0}
     made = report(top=[kernel], data=f"[x](javascript:1) {evil}", notices=[evil])
-    text = as_markdown(page_of(made, evil))
+    text = as_markdown(sheet_of(made, evil))
     assert "\x1b" not in text
     row = next(line for line in text.splitlines() if line.startswith("| `void"))
     assert len(re.findall(r"(?<!\\)\|", row)) == 6, "five cells and no more"
     code_taken_out = re.sub(r"`[^`]*`", "", text)
     assert "<script" not in code_taken_out
     assert "[x](" not in text.replace("\\[", "")
-    print_page(page_of(made, evil))
+    print_sheet(sheet_of(made, evil))
     assert "\x1b[2J" not in capsys.readouterr().out
 
 
 def test_a_page_for_a_cpu_speaks_of_operators():
     part = {"name": "data", "depth": 0, "device_seconds": None, "host_seconds": 0.01, "calls": 1.0}
     changes = {"mfu": None, "peak_flops_per_second": None, "update_bytes_per_second": None, "ranges": [part]}
-    text = as_markdown(page_of(report(device_kind="cpu", product_flops_per_second=None, **changes)))
+    text = as_markdown(sheet_of(report(device_kind="cpu", product_flops_per_second=None, **changes)))
     assert "peak not known" in text
     assert "Longest operators" in text
     assert "on the device" not in text
 
 
 def test_a_small_bar_is_none_and_a_share_above_one_is_a_full_one():
-    text = as_markdown(page_of(report(busy_seconds=0.2, step_seconds=0.1)))
+    text = as_markdown(sheet_of(report(busy_seconds=0.2, step_seconds=0.1)))
     assert "█" * 20 in text
     assert "█" * 21 not in text
 

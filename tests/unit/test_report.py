@@ -15,15 +15,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from flatout.cli import dispatch
 from flatout.errors import DataError, ResourceError, UsageError, UserError
-from flatout.observe.curves import MOST_POINTS, curves_of, smoothed, thinned
 from flatout.observe.report import MARK, MOST_RUNS, json_for_page, page_of, read_runs, write_report
-from flatout.observe.report_data import report_data
-from flatout.observe.report_figures import figures_of
+from flatout.observe.report_data import figures_of, report_data
 from flatout.observe.runs import RunState
+from flatout.observe.series import MOST_POINTS, RunNumbers, Series, curves_of, medians, thin
 from flatout.observe.sinks import RunHistory, distinct_names, read_history
 from flatout.records import Record, SampleRecord, StepRecord
 from tests.made_runs import (
@@ -76,7 +76,7 @@ def test_thinning_keeps_ends_and_every_spike():
     spikes = {123: 9.0, 25_000: -4.0, 49_998: 7.5}
     for place, value in spikes.items():
         values[place] = value
-    kept = thinned(values, 1000)
+    kept = thin(range(50_000), values, 1000).tolist()
     assert len(kept) <= 1002
     assert kept == sorted(set(kept))
     assert {0, 49_999, *spikes} <= set(kept)
@@ -86,28 +86,29 @@ def test_thinning_keeps_values_that_are_not_finite():
     values = [1.0] * 10_000
     values[5000:9000] = [math.nan] * 4000
     values[17] = math.inf
-    kept = thinned(values, 200)
+    kept = thin(range(10_000), values, 200).tolist()
     assert 17 in kept
     assert 5000 in kept
     assert len(kept) < 500
-    assert thinned([math.nan] * 5000, 100)[0] == 0
+    assert thin(range(5000), [math.nan] * 5000, 100)[0] == 0
 
 
 def test_a_short_series_stays_as_it_is():
-    assert thinned([3.0, 1.0, 2.0], 2400) == [0, 1, 2]
-    assert thinned([], 10) == []
+    assert thin([1, 2, 3], [3.0, 1.0, 2.0], 2400).tolist() == [0, 1, 2]
+    assert thin([], [], 10).tolist() == []
 
 
 def test_smoothing_ignores_spikes_and_what_is_not_finite():
     values = [2.0] * 1000
     values[500], values[200] = 1e9, math.nan
-    assert smoothed(values, range(1000)) == [2.0] * 200 + [2.0] * 800
-    assert math.isnan(smoothed([math.nan] * 100, [50])[0])
+    smooth = medians(Series(numpy.arange(1000), numpy.array(values)), 1000)
+    assert (smooth.x.tolist(), smooth.y.tolist()) == (list(range(1000)), [2.0] * 1000)
+    assert len(medians(Series(numpy.arange(100), numpy.full(100, math.nan)), 50).x) == 0
 
 
 def test_curves_hold_steps_tokens_and_seconds(tmp_path: Path):
     history = read_history(finished_run(tmp_path / "run", steps=100, every=25))
-    loss, val = (curves_of(history, 2400)[name] for name in ("loss", "val_loss"))
+    loss, val = (curves_of(RunNumbers(history), 2400)[name] for name in ("loss", "val_loss"))
     assert loss["s"] == list(range(1, 101))
     assert loss["t"] == 65536  # per step
     assert loss["e"] == pytest.approx(list(itertools.accumulate(history.column("seconds"))), rel=1e-6)
@@ -119,7 +120,7 @@ def test_tokens_of_a_run_whose_batch_changed_are_told_step_by_step(tmp_path: Pat
     tokens = [10, 20, 50, 80]  # the last is a whole multiple of its step
     body = [step_of(step, tokens=count) for step, count in enumerate(tokens, start=1)]
     history = read_history(write_run(tmp_path / "run", [info_of(tmp_path), *body]))
-    assert curves_of(history, 2400)["loss"]["t"] == tokens
+    assert curves_of(RunNumbers(history), 2400)["loss"]["t"] == tokens
 
 
 def test_a_number_that_was_never_told_has_no_curve(tmp_path: Path):
@@ -232,6 +233,21 @@ def test_energy_and_cost_of_a_run(tmp_path: Path):
     assert figure(run, "cost") == "5.00", "two hours"
     (free,) = report_data([history])["runs"]
     assert not any(found["key"] == "cost" for found in free["figures"])
+
+
+def test_where_losses_do_not_compare_bits_per_byte_lead(tmp_path: Path):
+    def history(tokenizer: str) -> RunHistory:
+        judged = dataclasses.replace(eval_of(10, 3.0), bits_per_byte=1.25)
+        return read_history(
+            write_run(tmp_path / tokenizer, [info_of(tmp_path, tokenizer=tokenizer), step_of(10), judged])
+        )
+
+    data = report_data([history("bytes"), history("gpt2")])
+    assert data["apart"].startswith("losses do not compare: these runs have different tokenizers")
+    assert [run["figures"][0]["key"] for run in data["runs"]] == ["bits_per_byte"] * 2
+    assert figure(data["runs"][0], "bits_per_byte") == "1.2500"
+    alike = report_data([history("bytes")] * 2)
+    assert (alike["apart"], alike["runs"][0]["figures"][0]["key"]) == ("", "val_loss")
 
 
 def test_the_headline_counts_what_was_trained_on(tmp_path: Path):
@@ -648,9 +664,9 @@ def test_a_report_needs_no_torch(tmp_path: Path):
 def test_every_record_of_a_step_can_be_hovered(tmp_path: Path):
     """Fields of StepRecord that are one number over time are all curves, so that a new one is not forgotten."""
     fields = {field.name for field in dataclasses.fields(StepRecord)}
-    from flatout.observe import curves
+    from flatout.observe import series
 
-    drawn = set(curves._STEP_FIELDS.values())
+    drawn = set(series._CURVES["step"].values())
     assert fields - drawn == {"step", "epoch", "applied", "tokens", "micro_batch", "update_ratio"}
 
 

@@ -1,7 +1,9 @@
 """The list of runs: what it tells of each, in which order, and what it does where there is none."""
 
+import dataclasses
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -69,6 +71,20 @@ def test_the_loss_is_the_best_on_validation_text_or_the_last_of_training(tmp_pat
     write_run(tmp_path / "trained", [info_of(tmp_path), step_of(1, loss=2.0), step_of(2, loss=4.0)])
     rows = list_runs(tmp_path, sort="name")
     assert [(row.loss, row.loss_of) for row in rows] == [(2.5, "validation"), (4.0, "training")]
+
+
+def test_where_losses_do_not_compare_bits_per_byte_lead(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, bits in (("bytes", 1.5), ("gpt2", 1.25)):
+        judged = dataclasses.replace(eval_of(10, 3.0), bits_per_byte=bits)
+        write_run(tmp_path / name, [info_of(tmp_path, tokenizer=name), step_of(10), judged])
+    assert dispatch(["runs", str(tmp_path), "--sort", "name"]) == 0
+    head, first, second, note = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "state", "step", "bits/byte", "loss", "size", "age"]
+    assert ("1.5000" in first, "1.2500" in second) == (True, True)
+    assert note.startswith("note: losses do not compare: these runs have different tokenizers")
+    shutil.rmtree(tmp_path / "bytes")
+    assert dispatch(["runs", str(tmp_path)]) == 0
+    assert "bits/byte" not in capsys.readouterr().out
 
 
 def test_the_steps_of_minutes_are_a_plan_and_no_total(tmp_path: Path):

@@ -30,7 +30,7 @@ from flatout.data.samples import (
 from flatout.data.tokenizer_files import read_model_tokenizer
 from flatout.errors import ConfigError, DataError, ResourceError, UserError
 from flatout.files import canonical_json
-from flatout.observe.measured.sample_preview import drawn, print_sample
+from flatout.observe.terminal import drawn, print_sample
 from flatout.records import PrepareProgress
 from tests.chat_models import FAMILIES, MARKED, THINKING, chat, write_model
 

@@ -15,7 +15,7 @@ from flatout.tuning.search import (
     Candidate,
     Memory,
     Search,
-    Space,
+    SwitchSpace,
     Trial,
     Trials,
     around,
@@ -25,7 +25,7 @@ from flatout.tuning.search import (
 )
 
 GB = 10**9
-SPACE = Space(
+SPACE = SwitchSpace(
     micro_batches=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
     checkpointings=("none", "selective", "full"),
     losses=("fused", "chunked", "plain"),
@@ -76,7 +76,7 @@ class FakeDevice:
             candidate=candidate, status=status, tokens_per_second=self.rate(candidate) * noise, peak_bytes=peak
         )
 
-    def run(self, method: Callable[[Space, Trials], Search], space: Space = SPACE) -> list[Trial]:
+    def run(self, method: Callable[[SwitchSpace, Trials], Search], space: SwitchSpace = SPACE) -> list[Trial]:
         trials = Trials(Memory(lambda candidate: int(self.wrong * self.peak(candidate)), int(self.capacity)))
         return drive(method(space, trials), self.trial)
 

@@ -3,10 +3,12 @@
 import sys
 import time
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import flatout
 from flatout.config.load import load_config
@@ -14,7 +16,10 @@ from flatout.device import Device
 from flatout.engine import loop, monitor
 from flatout.engine.monitor import MachineWatch, throttled
 from flatout.engine.spans import PendingReports, SpanTotals, StepClock, spans_between
-from flatout.records import CheckpointRecord, EvalRecord, MachineRecord, SpanRecord, StepRecord
+from flatout.errors import UsageError
+from flatout.observe.report_data import report_data
+from flatout.observe.sinks import read_history
+from flatout.records import CheckpointRecord, EvalRecord, MachineRecord, RunInfo, SpanRecord, StepRecord
 from flatout.world import World
 
 CPU = torch.device("cpu")
@@ -36,6 +41,52 @@ def test_marks_end_one_span_and_begin_the_next():
     first, last = marks[0][1], marks[-1][1]
     spans = list(spans_between(first, marks))
     assert sum(seconds for _, seconds in spans) == pytest.approx(last.host - first.host)
+
+
+class Timed(nn.Module):
+    """A part of a model with spans of its own, one inside the other."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        with flatout.span("whole"), flatout.span("inside"):
+            return self.inner(h)
+
+
+def time_the_first(model: nn.Module) -> None:
+    model.blocks[0].mlp = Timed(nn.Linear(32, 32))  # pyright: ignore[reportIndexIssue, reportArgumentType]
+
+
+def test_spans_of_a_users_own_stand_beside_those_of_the_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*SMALL, "train.steps=10", "speed.compile=off"]
+    records = list(flatout.train(load_config(None, words), model=time_the_first))
+    (spans,) = (record for record in records if isinstance(record, SpanRecord))
+    steps = sum(record.seconds for record in records if isinstance(record, StepRecord))
+    assert sum(spans.seconds[name] for name in ("wait", "forward", "backward", "optimizer")) == pytest.approx(
+        steps, rel=0.05
+    )
+    assert spans.calls["whole"] == spans.calls["inside"] == spans.calls["forward"], "evaluation is not timed"
+    assert 0 < spans.seconds["inside"] < spans.seconds["whole"] < spans.seconds["forward"]
+    folder = next(record.folder for record in records if isinstance(record, RunInfo))
+    (run,) = report_data([read_history(Path(folder))])["runs"]
+    beside = [part["name"] for part in run["time"]["parts"] if part["beside"]]
+    assert beside == ["inside", "whole", "data"]
+    assert sum(part["share"] for part in run["time"]["parts"] if not part["beside"]) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_span_changes_nothing_in_compiled_code():
+    timed = torch.compile(Timed(nn.Linear(4, 4)), fullgraph=True, backend="eager")
+    rows = torch.ones(2, 4)
+    assert torch.equal(timed(rows), timed._orig_mod.inner(rows))
+
+
+@pytest.mark.parametrize("name", ["forward", "data", ""])
+def test_a_span_has_a_name_that_is_not_one_of_ours(name: str):
+    with pytest.raises(UsageError, match="cannot be called"):
+        flatout.span(name)
 
 
 def test_totals_are_taken_once():

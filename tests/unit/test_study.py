@@ -1,17 +1,18 @@
 """Search spaces, read strictly; and what a study makes of its trials, apart from training them."""
 
+import dataclasses
 import io
-import json
 from pathlib import Path
 
 import pytest
 
 from flatout.config.load import load_config
 from flatout.errors import ConfigError
-from flatout.observe.measured.study_picture import at_the_edge, draw_study, print_study, trial_line
+from flatout.front.words import one_line
+from flatout.observe.sheets import draw_picture, print_sheet
 from flatout.resolve.sizing import fitted
 from flatout.tuning.changes import Dimension, Space, config_text, read_space, with_values
-from flatout.tuning.study import TrialRow, config_facts, importance
+from flatout.tuning.study import StudyResult, TrialRow, at_the_edge, config_facts, importance, trial_line
 
 
 @pytest.fixture
@@ -157,27 +158,35 @@ def test_importance_tells_what_matters_from_what_does_not():
     assert importance(rate, [row(i, 2.0, a=rates[i]) for i in range(12)]) is None, "no differences"
 
 
-def study(rows: list[dict]) -> dict:
-    return {
-        "rows": rows,
-        "best": rows[0],
-        "forms": {"optim.learning_rate": "log", "optim.schedule": "choices", "model.layers": "range"},
-        "importance": {"optim.learning_rate": 0.8, "optim.schedule": None, "model.layers": 0.1},
-        "config": "shakespeare-char", "device": "cpu", "seconds": 60.0, "study": None,
-    }  # fmt: skip
+def study(rows: list[TrialRow]) -> StudyResult:
+    return StudyResult(
+        rows=tuple(rows),
+        best=rows[0],
+        forms={"optim.learning_rate": "log", "optim.schedule": "choices", "model.layers": "range"},
+        importance={"optim.learning_rate": 0.8, "optim.schedule": None, "model.layers": 0.1},
+        words=(),
+        fragment="",
+        config="shakespeare-char",
+        device="cpu",
+        seconds=60.0,
+        study=None,
+        flatout="0",
+        torch="2",
+    )
 
 
-def trial(number: int, loss: float | None, status: str = "done", layers: int = 2) -> dict:
+def trial(number: int, loss: float | None, status: str = "done", layers: int = 2) -> TrialRow:
     values = {"optim.learning_rate": 1e-3 * (number + 1), "optim.schedule": "cosine", "model.layers": layers}
-    return {"number": number, "status": status, "reason": "it burst", "values": values, "loss": loss, "step": 40,
-            "seconds": 3.0, "best": number == 0}  # fmt: skip
+    return dataclasses.replace(
+        row(number, loss, status), values=values, reason="it burst", step=40, seconds=3.0, best=number == 0
+    )
 
 
 def test_table_and_picture_show_every_kind_of_trial(tmp_path: Path):
     rows = [trial(0, 2.0), trial(1, 2.5, layers=3), trial(2, 3.0, "pruned"), trial(3, None, "diverged"),
             trial(4, None, "out_of_memory"), trial(5, None, "invalid"), trial(6, 1e6)]  # fmt: skip
     stream = io.StringIO()
-    print_study(study(rows), stream)
+    print_sheet(study(rows).sheet(), stream)
     lines = stream.getvalue().splitlines()
     assert lines[1].startswith("*")
     assert "2.0000" in lines[1]
@@ -187,14 +196,14 @@ def test_table_and_picture_show_every_kind_of_trial(tmp_path: Path):
     assert any("at the edge of its range" in line and "learning_rate" in line for line in lines)
     assert not any(" more" in line for line in lines)
     stream = io.StringIO()
-    print_study(study([trial(number, 2.0 + number) for number in range(23)]), stream)
+    print_sheet(study([trial(number, 2.0 + number) for number in range(23)]).sheet(), stream)
     lines = stream.getvalue().splitlines()
     assert "and 3 more" in lines
     assert lines.index("and 3 more") == 21, "below the head and twenty trials"
-    draw_study(study(rows), tmp_path / "a.png")
-    draw_study(study(json.loads(json.dumps(rows))), tmp_path / "b.png")
+    draw_picture(study(rows).picture(), tmp_path / "a.png")
+    draw_picture(study(rows).picture(), tmp_path / "b.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    draw_study(study([trial(0, 2.0)]), tmp_path / "one.svg")
+    draw_picture(study([trial(0, 2.0)]).picture(), tmp_path / "one.svg")
 
 
 def test_the_edge_needs_some_values_to_be_one():
@@ -202,7 +211,7 @@ def test_the_edge_needs_some_values_to_be_one():
 
 
 def test_a_hostile_value_cannot_move_the_cursor():
-    told = trial_line(trial(0, 2.0) | {"values": {"optim.schedule": "\x1b[2J\u202eboo"}})
+    told = one_line(trial_line(dataclasses.replace(trial(0, 2.0), values={"optim.schedule": "\x1b[2J\u202eboo"})))
     assert "\x1b" not in told
     assert "\u202e" not in told
     assert "boo" in told

@@ -13,8 +13,7 @@ from flatout.config.load import LoadedConfig
 from flatout.device import detect_device
 from flatout.errors import ResourceError, UsageError
 from flatout.tuning import turns
-from flatout.tuning.ladder import Clock
-from flatout.tuning.plan import make_plan
+from flatout.tuning.ladder import Clock, make_plan
 from flatout.tuning.turns import (
     ALIKE,
     FASTER,

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from flatout.observe.chart import Curve, chart
+from flatout.observe.chart import chart
+from flatout.observe.series import GrowingSeries
 from flatout.observe.terminal import TerminalReader
 from flatout.observe.view import QUIET_SECONDS, ViewReader, ViewState, panel, spark
 from flatout.records import (
@@ -186,7 +187,7 @@ def test_a_resumed_run_is_one_curve():
     state.add(info(start_step=20, resumed_from="x"))
     for number in range(21, 26):
         state.add(step(number, loss=float(number)))
-    assert state.losses.values() == [float(number) for number in range(1, 26)]
+    assert [loss for _, loss in state.losses.latest(99)] == [float(number) for number in range(1, 26)]
     assert state.best is None
 
 
@@ -212,7 +213,7 @@ def test_the_view_of_a_resumed_run_shows_all_of_it(tmp_path: Path):
             reader.show(record)
     finally:
         reader.close()
-    assert reader.state.losses.values() == [float(number) for number in range(1, 22)]
+    assert [loss for _, loss in reader.state.losses.latest(99)] == [float(number) for number in range(1, 22)]
     assert reader.state.best == (0.5, 20)
     assert reader.state.info == again
 
@@ -231,17 +232,18 @@ def test_silence_is_told_only_when_it_is_long():
     assert "finished at step 1" in text_of(state)
 
 
-def test_a_curve_keeps_few_points_and_all_steps():
-    curve = Curve()
+def test_a_growing_series_is_drawn_from_few_points_with_every_spike():
+    growing = GrowingSeries()
     for number in range(1, 100_001):
-        curve.add(number, float(number))
-    values = curve.values()
-    assert 256 <= len(values) <= 513
-    assert values == sorted(values)
-    assert values[0] < 500
-    assert values[-1] > 99_500
-    curve.cut_back(50_000)
-    assert 49_000 < curve.values()[-1] <= 50_000
+        growing.add(number, 1e6 if number == 777 else float(number))
+    means, extremes = growing.series.means(512).points, growing.series.thinned(512).points
+    for points in (means, extremes):
+        assert 256 <= len(points) <= 514
+        assert points == sorted(points)
+    assert means[-1][1] > 99_500
+    assert {(1, 1.0), (777, 1e6), (100_000, 100_000.0)} <= set(extremes)
+    growing.cut_back(50_000)
+    assert growing.latest(2) == [(49_999, 49_999.0), (50_000, 50_000.0)]
 
 
 def test_sparks():

@@ -77,14 +77,14 @@ from flatout.model.weights import assign_weights, check_tensors
 _ROPE = ("rope_base", "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context")
 _FREE = {"init_from", "context", "vocab", "dropout", "window", *_ROPE}
 ADAPTER = "adapter"
-# What makes up an adapter in our config, and in PEFT's plan under the same names.
+# Settings of an adapter that have the same names in PEFT's plan.
 _SETTINGS = ("rank", "alpha", "rank_stabilised", "dora")
 _LISTS = ("targets", "ranks", "alphas", "also")
 
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """What is known of a model before its weights are read. `name` finds it again."""
+    """A model before its weights are read. `name` finds it again."""
 
     name: str
     description: Description
@@ -92,7 +92,7 @@ class Base:
     template: ChatTemplate | None  # of a run that was fine-tuned; that of a Hugging Face folder is read where asked for
 
     def template_for(self, spec: str) -> tuple[ChatTemplate | None, str]:
-        """The chat template that a config asks for, and what there is to say of it.
+        """The chat template that a config asks for, and a notice on it.
 
         A model of ours that was never taught to chat has none: it gets chatml if it has its tokens, else plain.
         """
@@ -107,7 +107,7 @@ class Base:
         return load_template(chosen, None, self.tokenizer), said
 
     def fit(self, asked: int, written: Source) -> tuple[int, str]:
-        """A context with no more tokens than there are positions, and what there is to say of it.
+        """A context with no more tokens than there are positions, and a notice on it.
 
         `written` is where the context was asked for: a value of the user's is refused instead of cut.
         """
@@ -125,7 +125,7 @@ class Base:
 
 
 def open_base(name: str, context: int | None) -> Base:
-    """What `name` means, with as much context as a sample may have, or with all it has where that is less."""
+    """The model of this name, with as much context as a sample may have, or with all it has where that is less."""
     found = find_model(name)
     if found.kind != "huggingface":
         return _own(name, checkpoint_to_load(found.path, best=True), context)
@@ -253,7 +253,7 @@ def check_own_weights(config: ModelConfig, vocab: int, tensors: Mapping[str, Ten
 
 
 def base_fingerprint(description: Description) -> str:
-    """A hash of the weights, for adapters to be told from those of another model.
+    """A hash of the weights, by which adapters know their base.
 
     A checkpoint of ours and the folder that `flatout export` makes of it have the same.
     """
@@ -276,7 +276,7 @@ def base_of(
 ) -> tuple[GPT, Description]:
     """The frozen model under a run's adapters, read again from where it came from. `expected` is the hash it had.
 
-    `named` says that the user told where it is, so that errors speak of that place alone.
+    `named`: the user named its place, so errors speak of that place alone.
     """
     name = config.init_from
     assert name is not None, "checked by the config"
@@ -300,7 +300,7 @@ def base_of(
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where the weights are, and what to say of them."""
+    """Where the weights are, and a notice on them."""
 
     folder: Path
     ours: bool
@@ -314,9 +314,9 @@ class Start:
 
 
 def open_start(config: ModelConfig, vocab: int | None, tokenizer: Tokenizer | None = None) -> Start | None:
-    """What `model.init_from` names, if anything; refused unless a model of this config can take its weights.
+    """The start that `model.init_from` names, if any; refused unless a model of this config can take its weights.
 
-    What is not known yet of the data is not compared.
+    Vocabulary and tokenizer are compared if they are known already.
     """
     name = config.init_from
     if name is None:
@@ -356,10 +356,10 @@ def _check_shape(config: ModelConfig, base: ModelConfig, name: str) -> None:
 def _longer(config: ModelConfig, base: ModelConfig) -> str:
     if config.context <= base.context:
         return ""
-    told = f", which has learned contexts of {base.context:,} tokens; here they have {config.context:,}"
+    sentence = f", which has learned contexts of {base.context:,} tokens; here they have {config.context:,}"
     if "A" in config.kinds and all(getattr(config, field) == getattr(base, field) for field in _ROPE):
-        told += ". Rotary positions beyond are new to it; model.rope_base and model.rope_scaling slow them down"
-    return told
+        sentence += ". Rotary positions beyond are new to it; model.rope_base and model.rope_scaling slow them down"
+    return sentence
 
 
 def _gpt2(config: ModelConfig, vocab: int | None, folder: Path) -> Start:
@@ -394,7 +394,7 @@ def files_beside(
     template: ChatTemplate | None,
     stops: tuple[int, ...],
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """The files that go beside weights or adapters, and what there is to say of them.
+    """The files that go beside weights or adapters, and notices on them.
 
     The base's own files are taken where it has the same tokenizer: they say more than ours do. After `chat` training
     the template is the one it was taught with, whatever the base has; None means that it was taught without any.
@@ -429,7 +429,7 @@ def write_adapter(
 ) -> None:
     """PEFT's folder. A base on this machine is named by its whole path, so that it is found from everywhere.
 
-    `facts` are what `flatout.json` keeps: base (a hash of its weights), quantize and step. `tensors` are those of that
+    `facts` go into `flatout.json`: base (a hash of its weights), quantize and step. `tensors` are those of that
     step, where training has gone on since.
     """
     base = str(Path(base).resolve()) if os.path.isdir(base) else base
@@ -441,7 +441,7 @@ IN_4_BITS = "its base was in 4 bits (NF4): Flatout takes it so again, other prog
 
 
 def who_loads(name: str, description: Description) -> str | None:
-    """What to say of a base that others cannot load; None where they can. `name` is where it lies."""
+    """A sentence on a base that others cannot load; None where they can. `name` is where it lies."""
     if not is_checkpoint(description.folder):
         return None
     if not description.values:
@@ -450,7 +450,7 @@ def who_loads(name: str, description: Description) -> str | None:
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """What we wrote beside an adapter for ourselves; nothing where others wrote it."""
+    """Our facts beside an adapter; empty where another program wrote it."""
     content = read_seal(folder) or {}
     return content.get("facts", content)
 
@@ -496,13 +496,13 @@ def adapter_at(name: str) -> Path:
         hint = f"write them with `flatout export {name} FOLDER --adapter`, if it has adapters"
     else:
         hint = "name a folder with adapter_config.json and adapter_model.safetensors, or a run that was trained by LoRA"
-    there = os.path.exists(folder)
-    told = f"{name} holds no adapter" if there else f"there is no folder {name:.200} (lora.init_from)"
-    raise CheckpointError(told, hint)
+    if not os.path.exists(folder):
+        raise CheckpointError(f"there is no folder {name:.200} (lora.init_from)", hint)
+    raise CheckpointError(f"{name} holds no adapter", hint)
 
 
 def continue_from(name: str, adapters: Adapters, base: str, base_name: str | None) -> None:
-    """Gives adapters the values in the folder that `lora.init_from` means; `base` is the hash of what is under them."""
+    """Gives adapters the values in the folder that `lora.init_from` means; `base` is the hash of the frozen weights."""
     folder = adapter_at(name)
     if stored_base(folder) not in (None, base):
         raise CheckpointError(

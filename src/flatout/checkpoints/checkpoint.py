@@ -84,48 +84,40 @@ def joined_entries(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def entry_of(file: str, shape: Sequence[int], start: int, tensor: Tensor) -> dict[str, Any]:
-    """What the manifest says of one slice, whose rows begin at `start` of a tensor with this shape."""
+    """The manifest's entry of one slice, whose rows begin at `start` of a tensor with this shape."""
     offset = [start, *[0] * (tensor.ndim - 1)] if tensor.ndim else []
     own = {"file": file, "offset": offset, "shape": list(tensor.shape)}
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(shape), "slices": [own]}
 
 
-def is_sliced(manifest: Mapping[str, Any]) -> bool:
-    return manifest.get("format") == SLICED
-
-
 def well_formed(manifest: Mapping[str, Any]) -> bool:
-    """Whether a manifest of slices says what ours say: our files, and tensors that are made up of them exactly."""
+    """Whether a manifest of slices has the form of ours: our files, and tensors that they make up exactly."""
     files, slices = manifest.get("files"), manifest.get("slices")
     if not isinstance(files, dict) or not isinstance(slices, dict) or set(slices) != set(SLICED_FILES):
         return False
     if not all(name in _WHOLE or _NAME.fullmatch(name) for name in files) or not files.keys() >= _WHOLE:
         return False
-    return all(
-        isinstance(tensors, dict) and all(_adds_up(entry, part, files) for entry in tensors.values())
-        for part, tensors in slices.items()
-    )
+    try:
+        return all(_adds_up(entry, part, files) for part, tensors in slices.items() for entry in tensors.values())
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
-def _adds_up(entry: object, part: str, files: Mapping[str, Any]) -> bool:
-    """Whether the slices of one tensor are its rows, each once and in order."""
-    if not isinstance(entry, dict) or not isinstance(getattr(torch, str(entry.get("dtype")), None), torch.dtype):
+def _adds_up(entry: Mapping[str, Any], part: str, files: Mapping[str, Any]) -> bool:
+    """Whether the slices of one tensor are its rows, each once and in order. A wrong type is an error, or False."""
+    shape, slices, row = entry["shape"], entry["slices"], 0
+    if not isinstance(getattr(torch, entry["dtype"]), torch.dtype) or not _is_shape(shape) or not slices:
         return False
-    shape, slices = entry.get("shape"), entry.get("slices")
-    if not _is_shape(shape) or not isinstance(slices, list) or not slices:
-        return False
-    assert isinstance(shape, list)
-    row = 0
     for one in slices:
-        if not isinstance(one, dict) or not (_is_shape(one.get("shape")) and _is_shape(one.get("offset"))):
-            return False
-        match = _NAME.fullmatch(str(one.get("file")))
+        match = _NAME.fullmatch(one["file"])
         if match is None or match[1] != part or one["file"] not in files:
             return False
-        if one["offset"] != ([row, *[0] * (len(shape) - 1)] if shape else []) or one["shape"][1:] != shape[1:]:
+        if not _is_shape(one["shape"]) or len(one["shape"]) != len(shape) or one["shape"][1:] != shape[1:]:
             return False
-        row += one["shape"][0] if one["shape"] else 0
-    return row == shape[0] if shape else len(slices) == 1 and slices[0]["shape"] == []
+        if not _is_shape(one["offset"]) or one["offset"] != ([row, *[0] * (len(shape) - 1)] if shape else []):
+            return False
+        row += one["shape"][0] if shape else 0
+    return row == shape[0] if shape else len(slices) == 1
 
 
 def _is_shape(value: object) -> bool:
@@ -134,7 +126,7 @@ def _is_shape(value: object) -> bool:
 
 def read_tensors(folder: Path, manifest: Mapping[str, Any], name: str) -> Mapping[str, Tensor]:
     """The whole tensors of `name` (model, optimizer, run), on the CPU, mapped into memory."""
-    if not is_sliced(manifest) or name not in SLICED_FILES:
+    if manifest["format"] != SLICED or name not in SLICED_FILES:
         return read_safetensors(folder / f"{name}.safetensors")
     entries: dict[str, Any] = manifest["slices"][name]
     with ExitStack() as stack:
@@ -191,7 +183,7 @@ class Checkpoint:
         return self.fact("step", int)
 
     def without_tensors(self) -> "Checkpoint":
-        """What is needed of it after a run has resumed: the files, and with them the space of their disk, go free."""
+        """Without its tensors after a run has resumed: the files, and with them the space of their disk, go free."""
         return dataclasses.replace(self, model={}, optimizer={}, run={})
 
     def tensor_files(self) -> dict[str, Mapping[str, Tensor]]:
@@ -253,13 +245,13 @@ def remove_checkpoint(path: Path) -> bool:
 
 
 def sweep_leftovers(folder: Path) -> None:
-    """Removes what killed processes left half written or half deleted. Call it only while holding the run's lock."""
+    """Removes leftovers of killed processes. Call it only while holding the run's lock."""
     sweep(folder, r"step-\d{8}", locked=True)
 
 
 def keep_newest(folder: Path, keep: int, best_step: int | None, cooldown_step: int | None = None) -> list[Path]:
     """Removes all but the newest `keep` checkpoints, the best one, the one before a cool-down, the newest with a finite
-    loss, and those under somebody's adapters. Returns those that were to go but hold files of somebody else's."""
+    loss, and those under adapters of other runs. Returns checkpoints that are kept because they hold foreign files."""
     found = list_checkpoints(folder)
     finite = next((step for step, path in reversed(found) if (v := read_verdict(path)) is not None and v.finite), None)
     doomed = [
@@ -293,7 +285,7 @@ def write_json_atomically(path: Path, value: dict[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was found of a checkpoint after it was written: its loss on validation text, and the progress of the run
+    """The judgement on a checkpoint after it was written: its loss on validation text, and the progress of the run
     with that evaluation in it."""
 
     loss: float
@@ -308,7 +300,7 @@ def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
     """Puts the verdict into a checkpoint's folder. It names the manifest, so it counts for no other checkpoint.
 
     It is written in place: a torn one counts as none, and a temporary file that a kill leaves in a checkpoint would be
-    taken for somebody's own, so that the checkpoint could never be removed.
+    taken for a foreign one, so that the checkpoint could never be removed.
     """
     content = {**dataclasses.asdict(verdict), "manifest": hash_file(checkpoint / MANIFEST)}
     with disk_errors(f"{checkpoint / VERDICT}"):
@@ -492,11 +484,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _is_shaped(manifest: dict[str, Any]) -> bool:
-    """Whether a manifest says what ours say: exactly our files, each with a size and a SHA-256."""
+    """Whether a manifest has the form of ours: exactly our files, each with a size and a SHA-256."""
     files, step = manifest.get("files"), manifest.get("step")
     if type(step) is not int or not isinstance(files, dict):
         return False
-    if not (well_formed(manifest) if is_sliced(manifest) else set(files) == CHECKPOINT_FILES - {MANIFEST}):
+    plain = manifest["format"] == PLAIN
+    if not (set(files) == CHECKPOINT_FILES - {MANIFEST} if plain else well_formed(manifest)):
         return False
     entries = [entry for entry in files.values() if isinstance(entry, dict)]
     return len(entries) == len(files) and all(

@@ -121,8 +121,8 @@ def save_files(
 def write_files(work: Path, tensors: Mapping[str, Iterable[memoryview]], texts: Mapping[str, bytes]) -> Entries:
     """Writes files into a folder, large ones as pieces, and makes them durable."""
     with ThreadPoolExecutor(max(len(tensors), 1)) as threads:  # hashing takes longest, and is one thread for a file
-        told = threads.map(write_pieces, [work / name for name in tensors], tensors.values())
-        entries: Entries = dict(zip(tensors, told, strict=True))
+        written = threads.map(write_pieces, [work / name for name in tensors], tensors.values())
+        entries: Entries = dict(zip(tensors, written, strict=True))
     for name, content in texts.items():
         write_new(work / name, content)
         entries[name] = sync_and_hash(work / name)

@@ -8,7 +8,7 @@ runs/NAME/
   checkpoints/step-00000500/ ...
   adapter/           of a fine-tuning run
 
-Nothing here is written or removed before a run is accepted: until then the folder may be somebody's own.
+Nothing here is written or removed before a run is accepted: until then the folder may hold other things of the user's.
 """
 
 import contextlib
@@ -215,9 +215,9 @@ class RunLock:
     accepted: bool = False
 
     def accept(self) -> None:
-        """The run goes ahead: says who holds the folder, and removes what killed processes left in it."""
+        """The run goes ahead: signs the lock, and removes leftovers of killed processes."""
         try:
-            # A lock file that somebody else made is not ours to write to.
+            # A lock file that another program made is not ours to write to.
             os.lseek(self.handle, 0, os.SEEK_SET)
             if self.created or os.read(self.handle, len(LOCK_MARK)) == LOCK_MARK:
                 # By these lines the files that come next are known as ours. They are durable first, and since nothing

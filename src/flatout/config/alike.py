@@ -51,28 +51,28 @@ def odd_rank(digests: Sequence[str]) -> int | None:
 
 def different_settings(first: Mapping[str, Any], other: Mapping[str, Any], ranks: tuple[str, str]) -> ConfigError:
     """The refusal of two ranks that were given different settings; `ranks` says which, in words."""
-    told, _ = _differences(first, other)
+    listed, _ = _differences(first, other)
     return ConfigError(
-        f"{' and '.join(ranks)} have different settings: {told}",
+        f"{' and '.join(ranks)} have different settings: {listed}",
         "give the same command and the same config files on all hosts; what may differ is listed in docs/many-gpus.md",
     )
 
 
 def different_decisions(first: Mapping[str, Any], other: Mapping[str, Any], ranks: tuple[str, str]) -> ConfigError:
     """The refusal of two ranks whose equal settings came out differently, by their hardware, data or files."""
-    told, names = _differences(first, other)
+    listed, names = _differences(first, other)
     settings = [name for name in names if name in field_facts()]
     hint = "use the same data, model and checkpoint on all hosts: folders that all of them see"
     if settings:
         hint = f"set {settings[0]} to what all hosts have; `flatout doctor` says what a host lacks"
-    return ConfigError(f"{' and '.join(ranks)} cannot train together: {told}", hint)
+    return ConfigError(f"{' and '.join(ranks)} cannot train together: {listed}", hint)
 
 
 def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, list[str]]:
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-    told = [f"{name} is {_shown(first.get(name))} and {_shown(other.get(name))}" for name in names[:_MOST]]
+    listed = [f"{name} is {_shown(first.get(name))} and {_shown(other.get(name))}" for name in names[:_MOST]]
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(told) + more, names
+    return ", ".join(listed) + more, names
 
 
 def _shown(value: object) -> str:

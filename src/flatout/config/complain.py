@@ -6,7 +6,7 @@ sentence and what it allows. Both are read from the schema, so a new field needs
 The contract: every `ConfigError` made here has a message and a hint of one line each. The trap: pydantic's location
 can be longer than a field's path (a union's branch, a list's index) or shorter (a check across fields), and a union
 complains once for each of its branches. So a location is walked along the schema, the parts it does not know are left
-out, and of the complaints about one field the most particular is told.
+out, and of several complaints about one field the most specific is shown.
 """
 
 import re

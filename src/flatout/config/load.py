@@ -188,7 +188,7 @@ def load_config(
 def _name_of(preset: str | None, own: Layer, merged: Layer, *, asked: bool) -> tuple[str, str]:
     """A run's name, and after what it is called: the preset, and a text in the place of the preset's `own`.
 
-    Where nobody `asked` for the preset, the text's name alone: the default preset is called after another text.
+    Without `asked` (the default preset), the text's name alone: the default preset is named after another text.
     """
     if preset is not None and "lora.rank" in merged and merged["lora.rank"].value == 0:
         preset = preset.replace("lora", "finetune")  # it trains all weights
@@ -527,7 +527,7 @@ def _merge(layers: Sequence[Layer]) -> Layer:
 
 
 def _validated(merged: Layer, fallback: str) -> LoadedConfig:
-    """The config that a layer makes; `fallback` is named in errors about what nobody wrote."""
+    """The config that a layer makes; `fallback` is named in errors about values without a source."""
     # Every section is there, so that its own checks run instead of `missing`.
     nested: dict[str, dict[str, Any]] = {section: {} for section in section_paths()}
     written: dict[str, str] = {}

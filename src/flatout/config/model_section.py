@@ -55,7 +55,7 @@ class ModelConfig(Section):
     states: Annotated[int, Field(ge=1, le=65536)] = 128
     """Complex states of an E block, each with a decay and a frequency of its own."""
     scales: list[Annotated[int, Field(ge=1, le=1024)]] = Field(default=[])
-    """Means over so many last tokens, as [1, 4], each for an equal share of the states; [] is none."""
+    """Lengths in tokens of moving averages that states read, such as [1, 4], in equal shares; [] is none."""
     context: Annotated[int, Field(ge=1, le=2**24)] = 256
     """Tokens the model sees at once."""
     vocab: Annotated[int, Field(ge=1, le=2**24)] | None = None

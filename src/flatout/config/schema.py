@@ -183,7 +183,8 @@ class RunConfig(Section):
             )
         if self.train.tokens is not None or self.train.minutes is not None:
             raise Conflict(
-                "the length of a fine-tuning run is told in steps or epochs", "set train.epochs, such as train.epochs=3"
+                "the length of a fine-tuning run is given in steps or epochs",
+                "set train.epochs, such as train.epochs=3",
             )
         if self.model.dropout > 0:
             raise Conflict(

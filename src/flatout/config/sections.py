@@ -90,7 +90,7 @@ class DataConfig(_Validated):
     unknown_characters: Literal["error", "drop", "replace"] = "error"
     """What tokenizer `char` does with a character it has never seen."""
     format: Format | None = None
-    """Format of the source; null tells it by the file's name."""
+    """Format of the source; null: by the file's name."""
     field: Fields = "text"
     """Field of a row that holds its text, nested as in `a.b` or `a.*.b`; of several, the first that has text."""
     document_start: Name | None = None
@@ -272,7 +272,7 @@ class OptimConfig(Section):
 
     @property
     def warmup_epochs(self) -> float | None:
-        """The warm-up in epochs, where that is how it is told."""
+        """The warm-up in epochs, where it is given in epochs."""
         return float(self.warmup.split()[0]) if isinstance(self.warmup, str) else None
 
     def with_warmup_steps(self, steps: int, epochs_to_steps: Callable[[float], int]) -> Self:
@@ -329,9 +329,9 @@ class TrainConfig(Section):
             )
         counts = {name: len(stages) for name in _STAGES if (stages := getattr(self, name))}
         if len(set(counts.values())) > 1:
-            told = ", ".join(f"{name} {count}" for name, count in counts.items())
+            listed = ", ".join(f"{name} {count}" for name, count in counts.items())
             raise Conflict(
-                f"the lists of stages differ in length: {told}", "give each list one entry for every stage of the run"
+                f"the lists of stages differ in length: {listed}", "give each list one entry for every stage of the run"
             )
         return self
 
@@ -381,7 +381,7 @@ class EvalConfig(Section):
 
     @property
     def steps(self) -> int:
-        """Steps between evaluations, 0 where the interval is told in epochs."""
+        """Steps between evaluations, 0 where the interval is given in epochs."""
         return int(_interval(self.every, "step"))
 
     @property
@@ -397,7 +397,7 @@ class CheckpointConfig(Section):
 
     @property
     def steps(self) -> int:
-        """Steps between checkpoints, 0 where the interval is told otherwise."""
+        """Steps between checkpoints, 0 where the interval is given in minutes or epochs."""
         return int(_interval(self.every, "step"))
 
     @property

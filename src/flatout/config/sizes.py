@@ -35,7 +35,7 @@ LONG = ("32k", "32k-hybrid", "32k-eigenstate")  # those of 32,768 tokens, which 
 LONG_SIZES = {"small": (12, 6e-4, 4), "medium": (16, 4e-4, 2), "large": (20, 3e-4, 1)}
 # Names of both, such as small-32k: presets had them before there were sizes, and runs have them.
 LONG_NAMES = {f"{size}-{preset}": (preset, size) for preset in LONG for size in LONG_SIZES}
-AUTO = "auto"  # the size is chosen by the machine's speed, for a run whose length is told in minutes
+AUTO = "auto"  # the size is chosen by the machine's speed, for a run whose length is given in minutes
 _NAMED = {
     "15m": (4, 256),
     "60m": (8, 512),
@@ -44,7 +44,7 @@ _NAMED = {
     "760m": (24, 1536),
     "1.3b": (24, 2048),
 }
-GPT2_VOCAB = 50257  # also where nobody has said how large the vocabulary is
+GPT2_VOCAB = 50257  # also where the vocabulary's size is not known yet
 _USUAL_VOCABS = {"char": 128, "bytes": 257}
 SMALL_VOCAB = 8000  # ids: tables of a vocabulary like that, learned from the text, are small
 
@@ -110,7 +110,7 @@ class Shape:
         return 12 * self.layers * self.width**2 + vocab * self.width
 
 
-# What a run whose length is told in minutes chooses from: about 64 of width for each block, as the named sizes.
+# Sizes that a run with a length in minutes chooses from: about 64 of width for each block, as the named sizes.
 LADDER = tuple(
     Shape(*shape)
     for shape in (
@@ -233,7 +233,7 @@ def _long_layer(sized: Sized) -> Layer:
 
 
 def reckoned(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what a user wrote, by path, what rules reckon with: positive numbers, how the matrices are trained, and
+    """The user's values that rules depend on, by path: positive numbers, how the matrices are trained, and
     whether the head is a matrix of its own.
 
     Where a rate is null, `optim.learning_rate` is meant. What is wrong, validation refuses.
@@ -248,14 +248,14 @@ def reckoned(written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def derive(preset: str, shape: Shape, written: Mapping[str, Any], known: Known) -> Derived:
-    """The settings of a size, given what the user has `written`, by path, as far as it is `reckoned` with."""
+    """The settings of a size, given what the user has `written`, by path, as far as rules depend on it."""
     width, layers = written.get("model.width", shape.width), written.get("model.layers", shape.layers)
     shape = Shape(layers, width)
     context = written.get("model.context", shape.context)
     steps, batch = written.get("train.steps"), written.get("train.batch_tokens") or known.batch
     if steps is not None and batch is None and known.tokens is None:
         batch = _shared(_batch_of_steps(int(steps), context), context, known.ranks)
-    tokens, told = run_tokens(shape, {**written, "train.batch_tokens": batch}, known)
+    tokens, given = run_tokens(shape, {**written, "train.batch_tokens": batch}, known)
     batch = batch or batch_of(tokens, context, known.ranks)
     epochs = None if known.unique is None else tokens / max(known.unique, 1)
     tables = _tables(shape, known.vocab, epochs) if preset == "record" else {}
@@ -267,7 +267,7 @@ def derive(preset: str, shape: Shape, written: Mapping[str, Any], known: Known) 
         **dict(_rates(shape, batch, tokens, context, bigrams=bool(tables.get("model.bigram_rows")), tied=tied)),
         **tables,
         **_again(preset, epochs),
-        **({} if told else {"train.tokens": tokens}),
+        **({} if given else {"train.tokens": tokens}),
     }
     repeated = {}
     if epochs is not None and epochs > FRESH_EPOCHS:
@@ -276,7 +276,7 @@ def derive(preset: str, shape: Shape, written: Mapping[str, Any], known: Known) 
 
 
 def run_tokens(shape: Shape, written: Mapping[str, Any], known: Known) -> tuple[int, bool]:
-    """Training tokens of the run, and whether the user has told its length."""
+    """Training tokens of the run, and whether the user has given its length."""
     usual = TOKENS_PER_PARAMETER * shape.dense(known.vocab)
     if known.tokens is not None:
         return known.tokens, True
@@ -291,14 +291,14 @@ def run_tokens(shape: Shape, written: Mapping[str, Any], known: Known) -> tuple[
 
 
 def batch_of(tokens: int, context: int, ranks: int = 1) -> int:
-    """Tokens of a step for a run of so many: whole windows, a power of two of them or three times one."""
+    """Tokens of a step, from the tokens of the run: whole windows, a power of two of them or three times one."""
     short = max(tokens / SHORT_STEPS, min(SMALL_BATCH, tokens / SHORTEST_STEPS))
     long = REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** 0.4
     return _shared(_nearest(max(min(short, long), 1.0) / context) * context, context, ranks)
 
 
 def _shared(batch: int, context: int, ranks: int) -> int:
-    """A batch, raised to as many windows as so many processes can share."""
+    """A batch, raised to a number of windows that the processes can share."""
     return -(-batch // (context * ranks)) * context * ranks
 
 
@@ -310,7 +310,7 @@ def _nearest(windows: float) -> int:
 
 
 def _batch_of_steps(steps: int, context: int) -> int:
-    """Tokens of a step for a run of so many steps: the batch at which the rule for its tokens gives that very batch."""
+    """Tokens of a step, from the steps of the run: the batch at which the rule for its tokens gives that very batch."""
     ideal = (REFERENCE_BATCH * (steps / REFERENCE_TOKENS) ** 0.4) ** (1 / 0.6)
     return _nearest(ideal / context) * context
 

@@ -228,8 +228,8 @@ def about(name: str, field: str, *, tunes: bool) -> str:
     foreign = _plain(name).rpartition(".")[2] in FIELD_ELSEWHERE_CALLED
     units = _UNITS.get(field) if foreign else None
     needed = (_FINE_TUNING_NEEDS if tunes else _NEEDS).get(field)
-    told = [units, None if needed is None else f"it needs {needed}"]
-    return "".join(f" {sentence};" for sentence in told if sentence).removesuffix(";")
+    said = [units, None if needed is None else f"it needs {needed}"]
+    return "".join(f" {sentence};" for sentence in said if sentence).removesuffix(";")
 
 
 def known_below(section: str, extras: tuple[str, ...]) -> str:

@@ -63,12 +63,12 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         # Of a model from elsewhere its own shape is what counts, and it is read later.
         for path, letters in _OF_BLOCKS.items():
             if not set(letters) & set(config.model.kinds):
-                told = " or ".join(letters)
-                why = f"no block of model.pattern={config.model.pattern} is {told}"
+                kinds = " or ".join(letters)
+                why = f"no block of model.pattern={config.model.pattern} is {kinds}"
                 if set(letters) & set(config.model.pattern):
                     why += f" where model.layers={config.model.layers}"
                 pattern = {"W": "WWWA", "E": "EEEA", "AW": "EEEA"}[letters]
-                yield path, why, f"set a pattern with {told}, such as model.pattern={pattern}, or leave {path} out"
+                yield path, why, f"set a pattern with {kinds}, such as model.pattern={pattern}, or leave {path} out"
         yield from _unused_rotary(config.model)
     chosen = config.optim.optimizer
     for other, kind in OPTIMIZERS.items():

@@ -127,7 +127,7 @@ class SampleRows:
         self.samples = samples
         self._batch_samples = batch_samples
         self._packing = packing
-        # Who wants a row for each sample gets them with their padding.
+        # Without packing, rows keep their padding.
         self._room = Room(min(batch_samples, len(samples)), longest, joined and packing)
         lengths = row_lengths(row_tokens)
         self._lengths = lengths[-1:] if self._room.joined else lengths
@@ -245,7 +245,7 @@ _COUNTS = (
     "turns_without_end_token", "turns_unlabelled", "special_in_content", *ADVICE,
 )  # fmt: skip
 _CUT = ("truncated", "dropped_labels_cut")
-_MUCH = 20  # one in so many that is cut is worth a warning
+_MUCH = 20  # a warning if more than one in this many is cut
 _FEW_LABELS = 0.01
 
 
@@ -331,7 +331,7 @@ class SampleData(TrainingData):
             )
         yield from self.opening_notices
         few = facts["labelled_share"] < _FEW_LABELS
-        yield Check("data", "samples").told(
+        yield Check("data", "samples").finding(
             "warn" if few else "note",
             f"samples: {facts['samples']:,} to train on and {len(self.val_samples):,} held out; "
             f"{facts['labelled_share']:.1%} of {facts['tokens']:,} tokens are learned",
@@ -361,7 +361,7 @@ class SampleData(TrainingData):
                 lost = name == "rows_not_used" or name.endswith("_left_out")
                 lost = lost or (name in _CUT and _MUCH * counts[name] > len(self.train))
                 longest = f"The longest has {counts.get('longest', 0):,} tokens; raise {self.limit} to keep all of it."
-                yield Check("data", name.replace("_", " ")).told(
+                yield Check("data", name.replace("_", " ")).finding(
                     "warn" if lost else "note",
                     f"samples: {count_text(name, counts[name])}{f'; {ADVICE[name]}' if name in ADVICE else ''}",
                     longest if name in _CUT else "",
@@ -378,7 +378,7 @@ class SampleData(TrainingData):
         return ids[: max(1, first)].tolist()
 
     def saved(self) -> dict[str, Any]:
-        """Who talks to the model later must speak as it was taught."""
+        """The template, the tokens that end an answer, and how the model was described: chat must use the same."""
         template = {} if self.template is None else {"template": self.template.to_json()}
         return {**template, "stops": list(self.stops), "described": self.described}
 

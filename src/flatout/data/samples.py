@@ -40,7 +40,8 @@ from flatout.data.chat_template import ChatTemplate
 from flatout.data.conversations import LOOK_AT, Conversation, RowReading, choose_reading, conversation_of
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.masking import COUNTS, Rendered, TrainOn, render, tokenize
-from flatout.data.shards import SAMPLES_FORMAT
+from flatout.data.shards import MANIFEST, PROBLEMS, TOKENIZER
+from flatout.data.shards import SAMPLES_FORMAT as FORMAT
 from flatout.data.tokenizer import Ids, token_dtype
 from flatout.errors import ConfigError, DataError, many
 from flatout.files import (
@@ -56,12 +57,8 @@ from flatout.files import (
 from flatout.folders import foreign_entry, sweep, whole_folder
 from flatout.records import PrepareProgress
 
-FORMAT = SAMPLES_FORMAT
 VERSION = 2  # also changes when the same rows would give other tokens or labels
-MANIFEST = "manifest.json"
 SAMPLES = "samples.safetensors"
-PROBLEMS = "problems.jsonl"
-TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
 _FILES = (SAMPLES, PROBLEMS, TOKENIZER, TEMPLATE)
 _NEEDED = {SAMPLES, PROBLEMS, TOKENIZER}
@@ -191,9 +188,9 @@ def check_target(target: Path) -> None:
 
 
 def _own(target: Path) -> tuple[str, ...]:
-    """The names that may be replaced in a folder of samples; none in one that does not look like ours.
+    """The names that may be replaced in a folder of samples; none in a folder that does not look like ours.
 
-    One of two files says whose it is, since the other may be damaged or gone: `tokenizer.json` alone is anybody's.
+    Either of two files is enough to tell, since the other may be damaged or gone; `tokenizer.json` alone is not.
     """
     for name, sign in ((MANIFEST, FORMAT), (SAMPLES, '"train.labelled"')):
         with contextlib.suppress(OSError), (target / name).open("rb") as file:
@@ -263,9 +260,14 @@ def write_samples(
                 "files": files,
                 "fingerprint": hashlib.sha256(learned_from.encode("ascii")).hexdigest(),
             }
-            stated = hashlib.sha256(canonical_json(content)).hexdigest()
-            write_new(work / MANIFEST, canonical_json({**content, "manifest_sha256": stated}))
+            write_new(work / MANIFEST, _sealed(content))
             sync_and_hash(work / MANIFEST)
+
+
+def _sealed(content: Mapping[str, Any]) -> bytes:
+    """A manifest as it lies on disk, with a hash of its content."""
+    stated = hashlib.sha256(canonical_json(content)).hexdigest()
+    return canonical_json({**content, "manifest_sha256": stated})
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -280,11 +282,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         content = parse_json(raw)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
-        stated = content.pop("manifest_sha256", None)
-        if stated != hashlib.sha256(canonical_json(content)).hexdigest():
+        content.pop("manifest_sha256", None)
+        if raw != _sealed(content):
             raise ValueError("it is not as it was written")
-        if raw != canonical_json({**content, "manifest_sha256": stated}):
-            raise ValueError("it is not in the form it was written")
         version = content.get("version")
         if type(version) is not int or version < 1:
             raise ValueError("its version is no number")
@@ -300,7 +300,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_shape(content: Mapping[str, Any]) -> None:
-    """Refuses a manifest that says other things than ours do. Its hash proves nothing: anybody can write one."""
+    """Refuses a manifest with unexpected values. Its hash proves nothing: anyone can write one."""
     for name in ("key", "tokenizer", "splits", "files", "counts"):
         if not isinstance(content.get(name), dict):
             raise ValueError(f"its {name} is no object")
@@ -538,7 +538,7 @@ class _Maker:
         return sum(len(sample.text) for sample in rendered)
 
     def _spells_special(self, row: Conversation) -> bool:
-        """Whether what somebody said spells a special token: it becomes that token, as in every other program."""
+        """Whether a row's own text spells a special token: it becomes that token, as in other libraries."""
         said = [message["content"] for message in row.messages] or [row.prompt or "", row.completion or ""]
         return any(
             any(beginning in text for beginning in self._special_beginnings)

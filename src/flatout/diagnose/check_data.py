@@ -22,7 +22,7 @@ from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import slices_of
 from flatout.data.inspect import causes_of, mend_of
 from flatout.data.library_tokenizers import HuggingFaceTokenizer
-from flatout.data.part import LIMITS, NONE_TAKEN, Part, Recipe, characters_of_part
+from flatout.data.part import LIMITS, NONE_TAKEN, CorpusPart, Recipe, characters_of_part
 from flatout.data.plan import (
     STDIN,
     Done,
@@ -47,7 +47,7 @@ from flatout.finding import Check, Finding, finding_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenFacts:
-    """What is known of the tokens; None for what nobody has counted. `exact` is False for an extrapolation."""
+    """What is known of the tokens; None for what was not counted. `exact` is False for an extrapolation."""
 
     exact: bool = False
     train_tokens: int | None = None
@@ -63,7 +63,7 @@ _check = functools.partial(Check, "data")
 _SAMPLE = 2**18  # bytes of a source that are read
 _CHARACTER_BYTES = 2**25  # of a source that are read for the characters in it
 _DOCUMENTS = 1_000_000  # whose lengths are looked at
-# Formats of which so many bytes are so many tokens, one stretch like the next.
+# Formats with a fixed ratio of bytes to tokens.
 _MEASURABLE = ("text", "jsonl", "json", "csv", "tsv", "smiles", "tokens")
 Looking = Generator[Finding, None, TokenFacts]
 
@@ -125,7 +125,7 @@ def _prepared(data: DataConfig, folder: Path, *, fits: bool) -> Looking:
 
 
 def _tokenizer_of_folder(data: DataConfig, dataset: Dataset) -> Finding:
-    """Where only a folder is named, nobody compares its tokenizer with the config's: training takes the folder's."""
+    """Where only a folder is named, its tokenizer is not compared with the config's: training takes the folder's."""
     asked, kind = data.tokenizer, dataset.tokenizer.kind
     if data.source is not None:
         return _check("fits config").ok("it was prepared with the settings of this config")
@@ -302,7 +302,7 @@ def _characters(request: Request, inputs: Inputs, *, quick: bool) -> int | None:
         return None
     recipe, found, read = Recipe(request.options, request.rules), set[str](), 0
     for part in parts_of(inputs, request.options, Done()):
-        assert isinstance(part, Part), "nothing is done yet"
+        assert isinstance(part, CorpusPart), "nothing is done yet"
         found.update(characters_of_part(recipe, part))
         read += part.bytes
         if read >= _CHARACTER_BYTES // (8 if quick else 1):
@@ -350,7 +350,7 @@ def _bytes_of(text: list[str]) -> int:
 
 
 def _first(text: list[str], most: int) -> list[str]:
-    """The first texts, up to so many characters; the last one may be cut."""
+    """The first texts, up to this many characters; the last one may be cut."""
     chosen: list[str] = []
     for part in text:
         chosen.append(part[:most])

@@ -106,18 +106,18 @@ def _meanings(area: str, known: Mapping[str, Meaning], environment: Mapping[str,
     for name, one in known.items():
         value = environment.get(name)
         if value is not None and one.matters(value):
-            yield Check(area, name).told(one.status, f"{_shown(name, value)} is set", one.advice.format(name=name))
+            yield Check(area, name).finding(one.status, f"{_shown(name, value)} is set", one.advice.format(name=name))
 
 
 def check_environment(machine: Machine, data: DataConfig | None, kind: str) -> Iterator[Finding]:
     """Variables that matter here; `kind` is that of the device a run would use."""
-    told = [
+    found = [
         *_meanings("environment", _ANYWHERE | (_ON_GPUS if kind == "cuda" else {}), machine.environment),
         *filter(None, (_hiding(machine), _allocator(machine) if kind == "cuda" else None)),
         *_threads(machine, kind),
         *_offline(machine, [] if data is None else source_paths(data)),
     ]
-    yield from told or [_check("variables").ok("none that slows a run down or hides something")]
+    yield from found or [_check("variables").ok("none that slows a run down or hides something")]
 
 
 def _shown(name: str, value: str) -> str:
@@ -194,7 +194,7 @@ def _offline(machine: Machine, sources: Sequence[str]) -> Iterator[Finding]:
 
 
 def check_nccl(environment: Mapping[str, str], interfaces: Sequence[str], hosts: int) -> Iterator[Finding]:
-    """Variables that hurt ranks on so many hosts, each with what it does; the rest in one line.
+    """Variables that hurt ranks on this number of hosts, each with what it does; the rest in one line.
 
     `interfaces` are those of this host.
     """

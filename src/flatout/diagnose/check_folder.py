@@ -3,7 +3,7 @@
 `measure_disk` writes a temporary file that has no name where the system allows that, so nothing is left behind even
 when the process is killed. No torch here.
 The trap: a file that was just written is read from the system's cache; the pages are dropped first where that can be
-asked for, and elsewhere the rate is left out rather than told wrongly.
+asked for, and elsewhere the rate is left out, since it would be wrong.
 """
 
 import dataclasses
@@ -114,7 +114,7 @@ def check_disk(disk: Disk) -> Iterator[Finding]:
 
 
 def check_room(disk: Disk) -> Iterator[Finding]:
-    """Its room, where nobody knows what the run will write."""
+    """Its room, where what the run will write is not known."""
     if disk.free_bytes is not None:
         advice = "A run writes checkpoints of 12 bytes for each parameter. Free some space."
         free = f"{in_gib(disk.free_bytes)} free at {disk.nearest}"

@@ -152,8 +152,8 @@ class _Runner:
             if any(word in str(error).lower() for word in _STICKY):
                 self.dead = name
         took = f"{detail}{', ' if detail else ''}{time.perf_counter() - started:.1f} s"
-        outcome, told = ("works", took) if reason is None else ("fails", reason)
-        self.trials.append(DeviceTrial(name=name, outcome=outcome, detail=told))
+        outcome, detail = ("works", took) if reason is None else ("fails", reason)
+        self.trials.append(DeviceTrial(name=name, outcome=outcome, detail=detail))
 
     def skip(self, name: str, why: str) -> None:
         self.trials.append(DeviceTrial(name=name, outcome="skipped", detail=why))
@@ -183,7 +183,7 @@ def product_seconds(multiply: Callable[[], object], device: torch.device) -> lis
 
     Others on the same card get their turns between our kernels. On the host's clock every wait for a turn counts as if
     the product were slow; on the device's, only the few products that a turn interrupts are, and the median is not.
-    That others are there is told by the check "in use".
+    The check "in use" reports other processes.
     """
     seconds: list[float] = []
     started = time.perf_counter()
@@ -297,7 +297,7 @@ def _try_on_cuda(runner: _Runner) -> None:
 
 def _our_kernel(device: torch.device) -> str | None:
     """Our norm with its residual addition, forward and backward, against torch's."""
-    # By name: a machine without Triton cannot import it, and nobody should for reading this module.
+    # By name: a machine without Triton cannot import it, and reading this module must not import it.
     add_norm = importlib.import_module("flatout.ops.kernels.stream").add_norm
     x, branch = (tensor.requires_grad_() for tensor in _random(2, (64, 256), device))
     weight = torch.ones(256, device=device, requires_grad=True)
@@ -507,4 +507,4 @@ def _other(trial: DeviceTrial, speed: SpeedConfig | None) -> Finding:
         (trial.name == "torch.compile" and speed.compile == "off")
         or (trial.name == "triton kernels" and speed.kernels == "torch")
     )
-    return _check(trial.name).told("note" if asked_off else status, f"does not work: {trial.detail}", advice)
+    return _check(trial.name).finding("note" if asked_off else status, f"does not work: {trial.detail}", advice)

@@ -134,7 +134,7 @@ def _triton(machine: Machine) -> Finding | None:
             f"{exactly}`.",
         )
     if wanted is not None and numbers(triton.version) != numbers(wanted):
-        return _check("triton").told(
+        return _check("triton").finding(
             "warn" if on_gpu else "note",
             f"triton {triton.version}, but torch {machine.torch.version} wants {wanted}",
             f"Another version can fail in ways that are hard to understand. Install the one torch wants: `pip install "
@@ -280,7 +280,7 @@ def _generation(card: CardState, machine: Machine, *, overlays: bool) -> Iterato
     advice = generation.advice
     if card.memory_bytes is not None and overlays:
         advice += f" Its memory overlay is --hardware {hardware_for(card.memory_bytes)}."
-    yield _gpu("generation").told("ok" if "bf16" in have else "note", found, advice)
+    yield _gpu("generation").finding("ok" if "bf16" in have else "note", found, advice)
     yield _built_for(card.capability, machine)
 
 

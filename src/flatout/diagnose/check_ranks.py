@@ -1,10 +1,11 @@
 """Several GPUs: whether they are there, reach each other, share a batch and a folder, and run the same things.
 
 Facts come first: links between the GPUs of this host, NCCL, file systems, and what ranks of a launcher say of
-themselves and of each other. What nobody tells is None, or left out. Every rank calls `meet` with the same config. The
-first one gets a `Meeting`, also where they could not work together; in the others an error goes on as it does in
-training. A file is written to the run's folder, or the nearest one above it that exists, and removed again.
-`check_ranks` judges them and touches nothing. Where nobody asked for several ranks, what would be bad for them is a
+themselves and of each other. Values that are not reported are None, or left out. Every rank calls `meet` with the same
+config. The first one gets a `Meeting`, also where they could not work together; in the others an error
+goes on as it does in training. A file is written to the run's folder, or the nearest one above it that exists, and
+removed again.
+`check_ranks` judges them and touches nothing. Where several ranks were not asked for, what would be bad for them is a
 note. This module imports torch: only where `Machine.torch.usable`.
 """
 
@@ -47,7 +48,7 @@ from flatout.world import World
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-    """How two GPUs of this host reach each other; None for what nobody tells."""
+    """How two GPUs of this host reach each other; None for values that are not reported."""
 
     pair: tuple[int, int]
     nvlink: bool | None = None
@@ -125,7 +126,7 @@ _WAYS = {
 def look_at_ranks(
     several: Several, asked: LoadedConfig | None, cards: Sequence[CardState], found: Launch | None
 ) -> Several:
-    """What several ranks that share these cards need, as far as this host tells; ranks of a launcher meet."""
+    """What several ranks that share these cards need, as far as this host reports it; ranks of a launcher meet."""
     folders: dict[str, str | Path] = {"run folder": _run_folder(asked)}
     if asked is not None and asked.config.data.folder is not None:
         folders["data folder"] = asked.config.data.folder
@@ -214,7 +215,7 @@ def mount_of(path: str, text: str) -> str:
         inside = path == place or path.startswith(place.rstrip("/") + "/")
         if place and after and inside and len(place) >= len(longest):
             words = after.split()
-            bucket = words[0] == "fuse" and len(words) > 1  # its source tells what it is
+            bucket = words[0] == "fuse" and len(words) > 1  # its source says what it is
             longest, kind = place, f"fuse.{words[1]}" if bucket else words[0]
     return kind
 
@@ -435,13 +436,13 @@ def _there(several: Several, machine: Machine, kind: str) -> Finding | None:
 
 
 def _library(several: Several, kind: str) -> Finding | None:
-    if several.nccl == "":  # nobody looked
+    if several.nccl == "":  # not looked for
         return None
     if kind != "cuda":
         return _check("nccl").ok("not needed: without GPUs gradients go by gloo")
     if several.nccl is None:
         advice = "GPUs exchange gradients by NCCL. Install a CUDA build of torch for Linux; it brings NCCL along."
-        return _check("nccl").told("bad" if several.asked else "note", "this torch has no NCCL", advice)
+        return _check("nccl").finding("bad" if several.asked else "note", "this torch has no NCCL", advice)
     return _check("nccl").ok(f"NCCL {several.nccl}")
 
 
@@ -465,7 +466,7 @@ def _links(links: Sequence[Link]) -> Finding | None:
     return _check("links").note(
         found,
         "PCIe carries about a tenth of what NVLink does. Larger batches hide it, and parallel.reduce=bf16 halves it; "
-        "`flatout plan --intra` reckons with it.",
+        "`flatout plan --intra` takes it.",
     )
 
 
@@ -537,7 +538,7 @@ def _alike(ranks: Sequence[RankFacts], kind: str) -> Iterator[Finding]:
         if others and (kind == "cuda" or name != "NCCL"):
             different = True
             found = f"rank 0 on {ranks[0].host} has {first}, {_named(others)} has {value(others[0])}"
-            yield _check(name).told(status, found, advice)
+            yield _check(name).finding(status, found, advice)
     if not different:
         yield _check("versions").ok("the same flatout, torch, Python and NCCL on all ranks")
 
@@ -592,7 +593,7 @@ def check_share(plan: RunPlan, several: Several) -> Finding | None:
     except UnevenError as error:
         divisors = [str(number) for number in range(1, min(windows, 4096) + 1) if windows % number == 0]
         few = f"{sentence(error.hint)[:-1]}: {', '.join(divisors[-8:])}."
-        return check.told("bad" if several.asked else "note", error.message, few)
+        return check.finding("bad" if several.asked else "note", error.message, few)
     return check.ok(f"{windows // several.size} of {windows} windows of {plan.model.context:,} tokens a rank and step")
 
 

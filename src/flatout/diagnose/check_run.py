@@ -192,7 +192,7 @@ def probes_of(machine: Machine, trials: DeviceTrials) -> Probes:
 @final
 @dataclasses.dataclass(eq=False)
 class ExpectedSplit:
-    """A split that nobody has made yet."""
+    """A split that has not been made yet."""
 
     split: str
     tokens: int
@@ -280,7 +280,7 @@ def decide(asked: LoadedConfig, sources: Sources, world: World, probes: Probes) 
         while settings is not None:
             try:
                 return resolve(source_of(settings), world, probes=probes, must_fit=False), refused
-            except UnevenError:  # told by `check_share`
+            except UnevenError:  # `check_share` reports it
                 world = World()
             except UserError as error:
                 found = finding_of(error, "config")
@@ -290,7 +290,7 @@ def decide(asked: LoadedConfig, sources: Sources, world: World, probes: Probes) 
 
 
 def without(loaded: LoadedConfig, path: str) -> LoadedConfig | None:
-    """The settings as if nobody had written this one; None where nobody did, or where that does not go either."""
+    """The settings as if this one had not been written; None where it was not, or where that is refused too."""
     if not path or loaded.sources[path] == DEFAULT:
         return None
     if path.startswith("speed."):  # it falls back to what the machine can have
@@ -351,7 +351,7 @@ def _on_host(plan: RunPlan, have: int | None) -> Finding | None:
     need = int(state_of(plan.model, plan.optim, speed, count).host * count) if speed.optimizer_offload else 0
     if have is None or need <= 0.8 * have:
         return None
-    return Check("memory", "on the host").told(
+    return Check("memory", "on the host").finding(
         "bad" if need > have else "warn",
         f"speed.optimizer_offload keeps {in_gib(need)} in host memory, of which {in_gib(have)} are free",
         "The system would end the run. Close other programs, or set speed.optimizer_state=8bit and "
@@ -406,7 +406,7 @@ def check_time(plan: RunPlan, step_seconds: float | None, whose: str) -> Finding
     too_long = plan.speed.device.kind == "cpu" and seconds >= 48 * 3600
     estimate = "`flatout estimate` times real steps."
     small = "This model is not for a CPU. Use a machine with a GPU, or begin with the preset shakespeare; "
-    return Check("memory", "least time").told(
+    return Check("memory", "least time").finding(
         "warn" if too_long else "ok",
         f"{least}at most {rate} tokens/s: the FLOPs of a step at {whose}",
         small + estimate if too_long else f"How long it really takes: {estimate}",
@@ -484,7 +484,7 @@ def look_at_chat(asked: LoadedConfig, temporary: Path, *, quick: bool) -> Genera
         return None
     try:
         _, why = why_samples_are_made(asked.config, written=asked.sources["model.context"])
-    except UserError:  # which opening them meets again, and tells
+    except UserError:  # opening them meets it again and reports it
         return asked
     if not why:
         return asked

@@ -87,7 +87,7 @@ def guarded(area: str, name: str, check: Callable[[], Iterable[Finding | None]])
         yield from filter(None, check())  # where there is nothing to say, a check says None
     except UserError as error:
         yield finding_of(error, area, name)
-    except Exception as error:  # noqa: BLE001 - a doctor that dies tells nobody anything
+    except Exception as error:  # noqa: BLE001 - a doctor that dies reports nothing
         yield Check(area, name).warn(
             f"this check broke: {type(error).__name__}: {first_line(error)}",
             "This is a fault of Flatout's doctor, not of your set-up. Please report it with these words.",
@@ -188,7 +188,7 @@ class _Visit:
             return
         self.run = run = self._run() if self.works else None
         if asked.config.reads_text:
-            with contextlib.suppress(UserError):  # which looking at the data meets again, and tells
+            with contextlib.suppress(UserError):  # looking at the data meets it again and reports it
                 asked = as_prepared(asked if run is None else run.with_tokenizer(asked))
             known: list[TokenFacts] = []
             yield from guarded("data", "source", lambda: self._look_at_text(asked, known))

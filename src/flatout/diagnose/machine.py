@@ -58,7 +58,7 @@ class Torch(Library):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CardState:
-    """A GPU and its state before we touched it; None for what nobody tells."""
+    """A GPU and its state before we touched it; None for values that are not reported."""
 
     name: str
     capability: tuple[int, int] | None = None
@@ -113,7 +113,7 @@ OPTIONAL = {name: name for name in _SAME_NAME} | {
     "flash_attn_interface": "flash_attn_3",
     "pynvml": "nvidia-ml-py",
 }
-# Variables that change what torch, CUDA or a math library do. The rest may hold secrets and is nobody's business.
+# Variables that change what torch, CUDA or a math library do. The rest may hold secrets and is not read.
 _TELLING = re.compile(
     r"^(PYTORCH_|TORCH|CUDA_|CUBLAS_|CUDNN_|NVIDIA_TF32|TRITON_|OMP_|MKL_|OPENBLAS_|GOMP_|KMP_|NCCL_|GLOO_|TF32_"
     r"|HF_(HUB|DATASETS)_OFFLINE$|LD_LIBRARY_PATH$|LD_PRELOAD$|PYTHON(OPTIMIZE|MALLOC|FAULTHANDLER|DEVMODE)$|TMPDIR$)"
@@ -327,7 +327,7 @@ def held_by(bits: int) -> tuple[str, ...]:
 
 
 def _cards(report: DriverReport, torch: Torch) -> tuple[tuple[CardState, ...], int, str]:
-    """The cards in torch's order with the driver's news of them, how many torch does not see, and who told."""
+    """The cards in torch's order with what the driver reports of them, how many torch does not see, and the source."""
     if not torch.sees_cuda:
         return report.cards, 0, "NVML" if report.cards else ""
     seen = _torch_cards()

@@ -1,4 +1,4 @@
-"""What a program gives `train` in the place of parts that a config describes: a model, an optimizer.
+"""A model or an optimizer that a program gives to `train` instead of those that the config describes.
 
 A model is our decoder with other parts in it, or a module of the user's. A part is an ordinary torch module. A block
 takes the residual stream [B, T, W] and returns it; what stands in the place of `attention` or `mlp` takes the norm's
@@ -202,7 +202,7 @@ def _check_places(module: nn.Module, places: dict[str, type], inside: str = "") 
 
 
 def structure_of(model: LanguageModel) -> str:
-    """A hash of what a model is made of: names, classes, shapes. Weights of one structure fit another of the same."""
+    """A hash of the parts of a model: names, classes, shapes. Weights of one structure fit another of the same."""
     classes = [(name, type(module).__qualname__) for name, module in model.named_modules()]
     if isinstance(model, CustomModel):  # as it was when the hashes in checkpoints were made
         classes = [("", "GivenModel"), *classes[1:], ("blocks", "ModuleList")]
@@ -232,7 +232,7 @@ def _check_logits(model: CustomModel) -> None:
 
 
 def check_optimizer(given: OptimizerGiven) -> None:
-    """Refuses what is neither rules nor a function that builds a torch optimizer."""
+    """Refuses anything but rules or a function that builds a torch optimizer."""
     way = "give a function that builds a torch optimizer, such as lambda named: torch.optim.SGD(named.values(), lr=0.1)"
     if isinstance(given, type) and issubclass(given, torch.optim.Optimizer | Optimizer):
         raise ConfigError(f"the class {given.__name__} was given as optimizer=", way)
@@ -321,14 +321,7 @@ class TorchOptimizer(Optimizer):
         number = self._first.get(parameter)
         if number is not None:
             began, now = self._began[number], self.built.param_groups[number]
-            # Tensors are compared by identity: the value of one on the device would be waited for.
-            moved = {
-                key: value
-                for key, value in now.items()
-                if key not in ("params", "lr")
-                and value is not began.get(key)
-                and (isinstance(value, Tensor) or value != began.get(key))
-            }
+            moved = {key: now[key] for key in now.keys() - {"params", "lr"} if not _same(now[key], began.get(key))}
             found |= {f"group:{key}": value for key, value in _encoded(moved, type(self.built).__name__).items()}
         return found
 
@@ -352,6 +345,11 @@ class TorchOptimizer(Optimizer):
             for key in group.keys() - began.keys() - {"params"}:
                 del group[key]
             group.update(began)
+
+
+def _same(now: Any, began: Any) -> bool:
+    """Tensors are compared by identity: the value of one on the device would be waited for."""
+    return now is began or (not isinstance(now, Tensor) and bool(now == began))
 
 
 def _encoded(state: Mapping[Any, Any], what: str) -> dict[str, Tensor]:
@@ -387,7 +385,7 @@ def _decoded(key: str, tensor: Tensor, parameter: Tensor, *, on_device: bool) ->
     return key, tensor.to(device, copy=True)
 
 
-# --- what a run was given, and its checkpoints say of it --------------------------------------------------------------
+# --- the parts of a run that come from Python, and the entries of its checkpoints about them --------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,7 +402,7 @@ class CustomParts:
         return Custom(self.model is not None, self.optimizer is not None, torch_optimizer)
 
     def check(self) -> None:
-        """Refuses what is neither a model nor an optimizer."""
+        """Refuses a value that is no model, or no optimizer."""
         if self.optimizer is not None:
             check_optimizer(self.optimizer)
         if self.model is not None:
@@ -431,7 +429,7 @@ class CustomParts:
         return model
 
     def rules(self, own: Sequence[Rule], trained: Sequence[Trainable], factors: Table) -> tuple[Rule, ...]:
-        """The rules of a run: given ones first and the config's for what they leave, or that of a torch optimizer."""
+        """The rules of a run: custom ones first and the config's for the rest, or that of a torch optimizer."""
         given = () if self.optimizer is None else self.optimizer
         first = (given,) if isinstance(given, Rule) else given
         return (*first, *own) if isinstance(first, Sequence) else (_rule_of(first, trained, factors),)
@@ -459,12 +457,12 @@ class CustomParts:
         return 6.0 * count if isinstance(model, CustomModel) else described + 6.0 * more
 
     def saved(self, model: LanguageModel, rules: str) -> dict[str, str]:
-        """What a checkpoint's state says of it; `rules` are the names of all that update weights."""
+        """Entries of a checkpoint's state about them; `rules` are the names of all that update weights."""
         structure = {} if self.model is None else {"given_model": structure_of(model)}
         return structure | ({} if self.optimizer is None else {"given_optimizer": rules})
 
     def _buffers(self, model: LanguageModel) -> dict[str, Tensor]:
-        """What a model from Python remembers besides its weights, by name."""
+        """The buffers of a model from Python, by name."""
         if self.model is None:
             return {}
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -475,7 +473,7 @@ class CustomParts:
         return {f"{BUFFER}{name}": tensor.clone() for name, tensor in self._buffers(model).items()}
 
     def share_buffers(self, model: LanguageModel, world: World) -> None:
-        """Gives all ranks what the first one's model remembers: each has seen its own share, and one is saved."""
+        """Gives all ranks the buffers of the first one: each has seen its own share, and one is saved."""
         for tensor in self._buffers(model).values() if world.size > 1 else ():
             world.follow_first(tensor)
 
@@ -492,19 +490,22 @@ def count_of(model: LanguageModel) -> int:
 def check_same_parts(given: Mapping[str, str], stored: Mapping[str, Any]) -> None:
     """Refuses to resume a run with another model or optimizer from Python than it was trained with.
 
-    `given` is what the run now would say of them, `stored` the state of the checkpoint.
+    `given` are the entries that this run would save, `stored` is the state of the checkpoint.
     """
     for key, word in (("given_model", "model="), ("given_optimizer", "optimizer=")):
         before, now = stored.get(key), given.get(key)
         if before == now:
             continue
         if now is None:
-            told = f"the run was trained with {word} from Python{'' if word == 'model=' else f' ({before})'}"
-            raise CheckpointError(f"{told}, and none was given", f"resume it with flatout.train and the same {word}")
+            name = "" if word == "model=" else f" ({before})"
+            raise CheckpointError(
+                f"the run was trained with {word} from Python{name}, and none was given",
+                f"resume it with flatout.train and the same {word}",
+            )
         if before is None:
             raise CheckpointError(f"{word} was given, and the run was trained without", f"leave {word} out")
         if key == "given_optimizer":
-            told = f"the run was trained with the optimizer {before}, and {now} was given"
+            other = f"the run was trained with the optimizer {before}, and {now} was given"
         else:
-            told = "the model given as model= is made of other parts than the run's"
-        raise CheckpointError(told, f"give the same {word} as before, or start a new run")
+            other = "the model given as model= is made of other parts than the run's"
+        raise CheckpointError(other, f"give the same {word} as before, or start a new run")

@@ -1,6 +1,6 @@
-"""Runs whose length is told in minutes: they end on time, with their cool-down complete.
+"""Runs whose length is set in minutes: they end on time, with their cool-down complete.
 
-Idea: `train.steps` is what was planned, and all tables over updates (rates, momentum, decay) are made for it. While
+Idea: `train.steps` is the plan, and all tables over updates (rates, momentum, decay) are made for it. While
 training goes on, the clock says how many steps there is time for; the rest of the tables is then stretched or squeezed
 to end there. What was learned so far keeps the rates that it had, and the rate never jumps.
 
@@ -64,7 +64,7 @@ class Deadline:
 
     @property
     def stretch(self) -> tuple[int, float, int]:
-        """What `Optimizers.stretch` needs: a step, its place in the tables, and the step at which they end."""
+        """The arguments of `Optimizers.stretch`: a step, its place in the tables, and the step at which they end."""
         step, place = self.anchor
         return step, place, self.last_step
 
@@ -76,7 +76,7 @@ class Deadline:
     def look(self, step: int, done: int, seconds: float, world: World) -> bool:
         """Looks at the clock after a step, where it is time; whether another step will be the last.
 
-        `done` steps have been reported, which took so many `seconds` in all.
+        `done` steps have been reported, which took `seconds` in all.
         """
         late = world.size == 1 and self.elapsed - self.looked > 2 * self.seconds / LOOKS  # much slower than planned
         if step > FIRST_LOOKS and step % max(1, self.last_step // LOOKS) and not late:
@@ -127,7 +127,7 @@ class Deadline:
             self.checkpoint = record.seconds + (record.background_seconds or 0.0)
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The entries of a checkpoint's state."""
         return {
             "planned": self.planned,
             "anchor": list(self.anchor),
@@ -137,7 +137,7 @@ class Deadline:
         }
 
     def resume(self, saved: object, step: int) -> None:
-        """Goes on with what a checkpoint has kept. One with another plan begins its cool-down anew."""
+        """Goes on from the state of a checkpoint. One with another plan begins its cool-down anew."""
         plan = saved if isinstance(saved, Mapping) else {}
         try:
             self.spent = float(plan["spent"])
@@ -157,7 +157,7 @@ class Deadline:
 
 
 def deadline_of(plan: RunPlan, resumed: Checkpoint | None) -> Deadline | None:
-    """When a run ends whose length is told in minutes."""
+    """The deadline of a run whose length is set in minutes; None for others."""
     if plan.train.minutes is None:
         return None
     cooling = cooling_from(plan.optim, plan.steps)

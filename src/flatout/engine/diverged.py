@@ -32,9 +32,9 @@ from flatout.checkpoints.checkpoint import (
 )
 from flatout.checkpoints.run_folder import checkpoints_of
 from flatout.config.load import resolve_from_mapping
+from flatout.config.optimizers import SMALL_BASE, usual_tuning_rate
 from flatout.config.schema import OptimConfig
 from flatout.config.unused import unused_paths
-from flatout.config.usual import SMALL_BASE, usual_tuning_rate
 from flatout.data.array_data import Arrays
 from flatout.engine.custom import CustomParts
 from flatout.engine.run import Run
@@ -92,7 +92,7 @@ def with_way_back(error: DivergedError, ended: Ended) -> DivergedError:
     gentle = " ".join(f"{path}={value}" for path, value in settings.items())
     try:
         point, where = _point(ended, fresh=last)
-    except UserError as failed:  # of the disk or the memory: what the user has to know first is the divergence
+    except UserError as failed:  # of the disk or the memory: the divergence comes first
         return DivergedError(error.message, f"start again with {gentle} ({failed.message})")
     if point is None:
         return DivergedError(error.message, f"start again with {gentle}")

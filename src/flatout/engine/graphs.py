@@ -9,7 +9,7 @@ weights in narrower types, which `model.prepare` keeps fresh. Gradients that wer
 `prepare`, mean new recordings.
 Plain batches have one shape in each stage of a schedule, packed rows a few: each gets a recording of its own, up to
 `MOST_RECORDINGS` that share one piece of memory, and shapes beyond those run without. So does each attention window.
-A recording that fails is told once, and the step goes on without it.
+A recording that fails gives one notice, and the step goes on without it.
 Traps:
 - Casts that autocast has cached would be recorded as constants, and replays would train yesterday's weights: the cache
   is emptied before and after. `Adapters.forget` does the same for what adapters derive from their weights.
@@ -75,7 +75,7 @@ class Recorder:
         return graph.replay, result, graph.pool()
 
     def finish(self) -> None:
-        """Waits for everything that the device has been told to do."""
+        """Waits until the device is idle."""
         torch.cuda.synchronize(self.stream.device)
 
     def held(self) -> int:
@@ -205,7 +205,7 @@ class MicroBatchGraph:
         return recording
 
     def _forget(self) -> None:
-        """Around every recording: what is kept from one pass to the next must be made inside it."""
+        """Around every recording: tensors that are kept from one pass to the next must be made inside it."""
         torch.clear_autocast_cache()
         if self.adapters is not None:
             self.adapters.forget()
@@ -228,7 +228,7 @@ class UpdateGraph:
     """Takes the place of `Muon.update`, which is a hundred short kernels or more over the same tensors each time.
 
     Divisor and flag are copied to fixed places; rates, momentum and decay are read where they lie. Gradients or state
-    in other places mean a new recording. One that fails is told once, and updates go on without.
+    in other places mean a new recording. One that fails gives one notice, and updates go on without.
     """
 
     muon: Muon
@@ -290,6 +290,6 @@ class UpdateGraph:
 
 
 def record_updates(optimizers: Optimizers, notices: Notices, recorder: Recorder) -> None:
-    """Puts recordings in the place of what can be recorded: Muon alone, since AdamW is a few kernels."""
+    """Puts a recording in the place of Muon's update. AdamW is a few kernels, which is not worth one."""
     muons = [one for one in optimizers.optimizers if isinstance(one, Muon)]
     optimizers.recorded.update((muon, UpdateGraph(muon, notices, recorder)) for muon in muons)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import flatout
 from flatout.checkpoints.checkpoint import Checkpoint, checkpoint_bytes
-from flatout.data.batch import Batch, BatchLoader, Reading
+from flatout.data.batch import Batch, BatchLoader, StepReading
 from flatout.device import free_memory, is_out_of_memory, reserved_memory_bytes
 from flatout.engine.custom import count_of
 from flatout.engine.graphs import WARM_UPS
@@ -409,7 +409,7 @@ def begin(run: Run) -> None:
 
 
 def keep_time(run: Run, progress: Progress, step: int) -> None:
-    """Compares the clock with the plan after a step, and stretches what is left of the schedules."""
+    """Compares the clock with the plan after a step, and stretches the rest of the schedules."""
     deadline = run.deadline
     if deadline is not None and deadline.look(step, progress.step, progress.seconds, run.world):
         run.step.optimizer.stretch(*deadline.stretch)
@@ -444,10 +444,10 @@ def noted(run: Run, records: Iterator[Record]) -> Iterator[Record]:
 # and recorded too; the first step measures them itself, and recordings wait for the second.
 
 
-def shapes_of(run: Run, first_step: int) -> list[Reading]:
+def shapes_of(run: Run, first_step: int) -> list[StepReading]:
     """One step of each form of micro-batch that is still to come; nothing where no other stage follows.
 
-    A run whose length is told in minutes is warmed up in any case.
+    A run whose length is set in minutes is warmed up in any case.
     """
     later = [stage.first_step for stage in run.plan.schedule.stages if first_step < stage.first_step < run.steps]
     met = bool(later) or run.deadline is not None  # a run that ends on time pays for no first step either
@@ -480,8 +480,8 @@ def warm_up(run: Run, first_step: int) -> str | None:
     return f"{name}: {forms} of micro-batches warmed up in {time.perf_counter() - began:.1f} s"
 
 
-def _attempt(run: Run, shapes: list[Reading]) -> str | None:
-    """Takes the passes; what went wrong, where a step can go on from it."""
+def _attempt(run: Run, shapes: list[StepReading]) -> str | None:
+    """Takes the passes; returns the error as a sentence if a step can go on from it."""
     try:
         with run.random.active():
             for reading in shapes:
@@ -497,7 +497,7 @@ def _attempt(run: Run, shapes: list[Reading]) -> str | None:
     return None
 
 
-def _made_up(run: Run, reading: Reading) -> Batch:
+def _made_up(run: Run, reading: StepReading) -> Batch:
     """Micro-batches of any tokens: one more than a recording waits for."""
     rows, device = run.step.micro_batch * reading.pieces * (WARM_UPS + 1), run.speed.device.torch_device
     ids = torch.arange(rows * reading.length + 1) % run.data.tokenizer.vocab

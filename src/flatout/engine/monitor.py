@@ -1,4 +1,4 @@
-"""What a run reports besides its numbers: notices, the state of the machine, the reach of eigenstate blocks.
+"""Reports of a run besides its numbers: notices, the state of the machine, the reach of eigenstate blocks.
 
 Contract: asking is cheap and never waits for the device in a step. `look_at_eigenstates` copies once from the device to
 the host, so it is called at a run's boundaries only. The machine is asked at most every ten seconds, in the loop's own
@@ -37,7 +37,7 @@ QUANTILES = {"min": 0.0, "10%": 0.1, "50%": 0.5, "90%": 0.9, "max": 1.0}
 
 
 class Notices:
-    """Notices that nobody has been given yet."""
+    """Notices that the loop has not taken yet. Adding one is safe from any thread; a source is asked when it takes."""
 
     def __init__(self) -> None:
         self._waiting: deque[str] = deque()  # the thread that saves adds some, too
@@ -86,19 +86,19 @@ class MachineWatch:
         return MachineRecord(step=step, elapsed=now - self.began, **card, **self._host())
 
     def _card(self) -> dict[str, Any]:
-        library, handle = self.library, self.handle
-        memory = _told(lambda: library.nvmlDeviceGetMemoryInfo(handle))
-        reasons = _told(lambda: _clock_reasons(library, handle)) or 0
+        nvml, card = self.library, self.handle
+        memory = _asked(lambda: nvml.nvmlDeviceGetMemoryInfo(card))
+        reasons = _asked(lambda: _clock_reasons(nvml, card)) or 0
         return {
-            "utilisation": _told(lambda: library.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
+            "utilisation": _asked(lambda: nvml.nvmlDeviceGetUtilizationRates(card).gpu / 100),
             "memory_bytes": None if memory is None else memory.used,
             "memory_total_bytes": None if memory is None else memory.total,
-            "power_watts": _told(lambda: library.nvmlDeviceGetPowerUsage(handle) / 1000),
-            "power_limit_watts": _told(lambda: library.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000),
-            "temperature": _told(lambda: float(library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU))),
-            "clock_mhz": _told(lambda: float(library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM))),
-            "clock_most_mhz": _told(lambda: float(library.nvmlDeviceGetMaxClockInfo(handle, library.NVML_CLOCK_SM))),
-            "power_default_watts": _told(lambda: library.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000),
+            "power_watts": _asked(lambda: nvml.nvmlDeviceGetPowerUsage(card) / 1000),
+            "power_limit_watts": _asked(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1000),
+            "temperature": _asked(lambda: float(nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU))),
+            "clock_mhz": _asked(lambda: float(nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM))),
+            "clock_most_mhz": _asked(lambda: float(nvml.nvmlDeviceGetMaxClockInfo(card, nvml.NVML_CLOCK_SM))),
+            "power_default_watts": _asked(lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(card) / 1000),
             "throttled": throttled(reasons),
         }
 
@@ -122,11 +122,11 @@ class MachineWatch:
     def close(self) -> None:
         self.next = math.inf
         if self.handle is not None:
-            _told(self.library.nvmlShutdown)
+            _asked(self.library.nvmlShutdown)
             self.handle = None
 
 
-# What a card tells of itself, and a host without one does not.
+# The values of a card: None on a host without one.
 _CARD = ("utilisation", "memory_bytes", "power_watts", "power_limit_watts", "temperature", "clock_mhz")
 
 
@@ -154,8 +154,8 @@ def _clock_reasons(library: Any, handle: Any) -> int:
     return (ask or library.nvmlDeviceGetCurrentClocksThrottleReasons)(handle)
 
 
-def _told(ask: Callable[[], Answer]) -> Answer | None:
-    """The answer, or None: a driver refuses single questions for many reasons, none of them ours."""
+def _asked(ask: Callable[[], Answer]) -> Answer | None:
+    """The answer, or None: a driver refuses single questions for many reasons."""
     try:
         return ask()
     except Exception:  # noqa: BLE001 - the library has errors of its own, and the run must not end by any of them

@@ -1,4 +1,4 @@
-"""What a run does where something fails: out of memory, a compiler that fails, a full disk.
+"""Ways to go on where a step or a file fails: out of memory, a compiler that fails, a full disk.
 
 Out of memory. A step's memory grows with its micro-batch, and its result does not depend on it. So where a step does
 not fit, the micro-batch is halved, the same batch is taken again, and a notice says so. The config stays as it is: the
@@ -12,7 +12,7 @@ recorded yet needs its memory beside that of the recordings: there CUDA graphs a
 Trap: the failed step's tensors hang on its error through the frames of its traceback. No memory is free before the
 `except` block is left, so each attempt is a function of its own that returns a sentence.
 
-A full disk. The run pauses and tries again, since somebody may make room. Everything that a run writes after it was
+A full disk. The run pauses and tries again, since the user may make room. Everything that a run writes after it was
 accepted goes through here: `when_there_is_room` in the loop, which passes notices on, and `wait_for_room` in the thread
 that saves beside training. They call `write` again from its beginning, so where it fails it must leave nothing half
 done. Files of trackers and pictures are not part of it: a full disk costs only these files.
@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 
 class CompileFailure(str):
-    """What a compiler said that failed in a step or an evaluation."""
+    """The error of a compiler that failed in a step or an evaluation."""
 
     __slots__ = ()
 
@@ -55,7 +55,7 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
     A compiler that failed gives a `CompileFailure`.
 
     Nothing has changed then: the update comes last, and the random stream is put back to before the step. The failed
-    step's tensors hang on its error, so this function must have returned before anybody asks for memory again.
+    step's tensors hang on its error, so this function must have returned before memory is asked for again.
     """
     before = run.random.tensors()
     try:
@@ -82,10 +82,10 @@ def _compile_failure(run: Run, error: RuntimeError) -> CompileFailure:
     if not is_compiled(run.model) or not is_compile_error(error) or run.step.updating:
         raise error
     cause = getattr(error, "inner_exception", error)  # of the backend, where that failed
-    told = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:120]}"
+    sentence = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:120]}"
     if needs_a_restart(run):  # other ranks may have compiled it, and are in the middle of the pass
-        raise HardwareError(f"torch.compile failed: {told}", "set speed.compile=off") from error
-    return CompileFailure(told)
+        raise HardwareError(f"torch.compile failed: {sentence}", "set speed.compile=off") from error
+    return CompileFailure(sentence)
 
 
 def use_no_compiler(run: Run, failure: CompileFailure) -> str:
@@ -155,7 +155,7 @@ def for_all_ranks(run: Run, batch: Batch | None, error: RuntimeError) -> UserErr
 
 
 def use_at_most(run: Run, size: int) -> list[str]:
-    """Limits the micro-batch to what an earlier attempt of the launcher has left; returns a notice if that is less."""
+    """Limits the micro-batch to that of an earlier attempt of the launcher; returns a notice if that is less."""
     before = run.step.micro_batch
     if before <= size:
         return []
@@ -167,7 +167,7 @@ def use_at_most(run: Run, size: int) -> list[str]:
 
 
 def _windows_in(batch: Batch) -> int:
-    """What micro-batches are counted in: rows, or windows that a stage with shorter sequences cuts into rows."""
+    """The number of sequences: rows, or windows that a stage with shorter sequences cuts into rows."""
     return batch.tokens.shape[0] // batch.pieces
 
 
@@ -219,14 +219,14 @@ def full_disk_wait(run: Run) -> float:
 def when_there_is_room(
     write: Callable[[], Result], step: int, wait: float, world: World | None = None, *, what: str = "the run's files"
 ) -> Generator[NoticeRecord, None, Result]:
-    """What `write` returns, tried again for `wait` seconds; yields a notice when the pause begins and when it ends.
+    """Calls `write` until it works, for `wait` seconds; yields a notice when the pause begins and when it ends.
 
     Where all processes of a `world` write, a disk that is full for one of them makes all pause. `what` names files for
     which `write` has no words of its own.
     """
     world = world or World()
     began = time.monotonic()
-    until, told = began + wait, False
+    until, paused = began + wait, False
     while True:
         try:
             with disk_errors(what):
@@ -237,17 +237,17 @@ def when_there_is_room(
             left = world.broadcast(until - time.monotonic())
             if not any(full) or left <= 0:
                 raise
-            if not told:
-                told = True
+            if not paused:
+                paused = True
                 yield NoticeRecord(
                     step=step,
                     message=f"{next(filter(None, full))}: training pauses and tries again every {PAUSE:g} s, for "
                     f"{wait:g} s; free some space",
                 )
         time.sleep(min(PAUSE, left))
-    if told:
-        paused = time.monotonic() - began
-        yield NoticeRecord(step=step, message=f"the disk has room again: training goes on after {paused:.0f} s")
+    if paused:
+        seconds = time.monotonic() - began
+        yield NoticeRecord(step=step, message=f"the disk has room again: training goes on after {seconds:.0f} s")
     return written
 
 

@@ -38,7 +38,7 @@ from flatout.world import World
 
 
 class RandomStream:
-    """The run's own random stream, apart from everyone else's. Each of several processes draws numbers of its own.
+    """The run's own random stream, apart from that of the process. Each of several processes draws its own numbers.
 
     torch draws dropout from process-wide generators. A run swaps its own state in for the length of one step and out
     again, so that code between two steps (a notebook cell, a sample, an evaluation) can draw as it likes without
@@ -58,15 +58,11 @@ class RandomStream:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         with ONE_AT_A_TIME:
-            outside_cpu, outside_device = torch.get_rng_state(), self._get_device_state()
-            torch.set_rng_state(self.cpu_state)
-            self._set_device_state(self.device_state)
+            outside = self._swapped_in(self.cpu_state, self.device_state)
             try:
                 yield
             finally:
-                self.cpu_state, self.device_state = torch.get_rng_state(), self._get_device_state()
-                torch.set_rng_state(outside_cpu)
-                self._set_device_state(outside_device)
+                self.cpu_state, self.device_state = self._swapped_in(*outside)
 
     def tensors(self) -> dict[str, Tensor]:
         states = {"random.cpu": self.cpu_state}
@@ -80,18 +76,17 @@ class RandomStream:
         if self.device_state is not None:
             self.device_state = tensors.get(f"random.{self.device.type}", self.device_state)
 
-    def _get_device_state(self) -> Tensor | None:
-        if self.device.type == "cuda":
-            return torch.cuda.get_rng_state(self.device)
-        return torch.mps.get_rng_state() if self.device.type == "mps" else None
-
-    def _set_device_state(self, state: Tensor | None) -> None:
-        if state is None:
-            return
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
-        else:
-            torch.mps.set_rng_state(state)
+    def _swapped_in(self, cpu_state: Tensor, device_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Sets the states of the process's generators; returns those that they had."""
+        before, device_before = torch.get_rng_state(), None
+        torch.set_rng_state(cpu_state)
+        if device_state is not None and self.device.type == "cuda":
+            device_before = torch.cuda.get_rng_state(self.device)
+            torch.cuda.set_rng_state(device_state, self.device)
+        elif device_state is not None:
+            device_before = torch.mps.get_rng_state()
+            torch.mps.set_rng_state(device_state)
+        return before, device_before
 
 
 class Run:
@@ -129,7 +124,7 @@ class Run:
             self.step = self._built_step(plan)
             self.random = RandomStream(plan.train.seed, device, self.world.rank)
             self.notices = (*plan.notices, *notices_of(plan, model, self.trained, self.custom))
-            self.deadline = deadline_of(plan, resumed)  # of a run whose length is told in minutes
+            self.deadline = deadline_of(plan, resumed)  # of a run whose length is set in minutes
             self._stage_flops: dict[tuple[int, int | None], float] = {}
             self.evaluation()  # a validation split without a single target is an error now, not after the first steps
 
@@ -190,7 +185,7 @@ class Run:
 
     @functools.cached_property
     def files_beside(self) -> dict[str, bytes]:
-        """What goes beside adapters in PEFT's folder. Read once: a tokenizer may be large, and the base may change."""
+        """The files beside adapters in PEFT's folder. Read once: a tokenizer may be large, and the base may change."""
         base = self.plan.base
         assert base is not None, "only a base gets adapters"
         about = {"description": base.description, "template": base.template, "stops": self.data.stops}
@@ -198,12 +193,12 @@ class Run:
 
     @functools.cached_property
     def custom_state(self) -> dict[str, str]:
-        """What a checkpoint says of parts that came from Python."""
+        """Entries of a checkpoint's state about parts from Python."""
         rules = ", ".join(group.rule.name for group in self.step.optimizer.groups)
         return self.custom.saved(self.model, rules)
 
     def peak_memory_bytes(self) -> int | None:
-        """Most memory held at once so far. What recordings hold is in no peak of torch's, and is there all the time."""
+        """Most memory held at once so far. The memory of recordings is held all the time, and in no peak of torch's."""
         device, graph = self.speed.device.torch_device, self.step.graph
         peak = peak_memory_bytes(device)
         held = sum(update.held_bytes for update in self.step.optimizer.recorded.values())
@@ -214,7 +209,7 @@ class Run:
         return peak
 
     def batches(self, first_step: int, position: dict[str, Any] | None = None) -> BatchLoader:
-        """The training batches from `first_step` to the end; `position` is what the checkpoint of that step says."""
+        """The training batches from `first_step` to the end; `position` comes from the checkpoint of that step."""
         delivery = self.speed.delivery(self.step.micro_batch, self.world)
         # Sooner than the other ranks give up waiting for this one.
         delivery = dataclasses.replace(delivery, patience=self.plan.parallel.timeout / 2)
@@ -223,7 +218,7 @@ class Run:
         return self.data.batches(delivery, span)
 
     def evaluation(self, batch_size: int | None = None) -> Iterator[Batch]:
-        """This process's share of the validation set, in batches of a micro-batch unless told otherwise."""
+        """This process's share of the validation set, in batches of `batch_size`, by default of a micro-batch."""
         size = batch_size or self.step.micro_batch
         return self.data.evaluation(size, self.speed.delivery(size, self.world), self.plan.eval.tokens)
 
@@ -270,7 +265,7 @@ class Run:
         return None if windows is None else self.plan.schedule.at(step).start // windows
 
     def ends_epoch(self, step: int, every: int = 1) -> bool:
-        """Whether an epoch ends with this step, of which every so many count; 0 counts none."""
+        """Whether an epoch ends with this step; with `every` only each of that number counts, and 0 counts none."""
         before, now = self.epochs_before(step - 1), self.epochs_before(step)
         return bool(every) and before is not None and now is not None and before // every != now // every
 

@@ -108,7 +108,7 @@ class Saver:
         return self.last_save
 
     def close(self) -> None:
-        """Waits for the last save and ends what was started for saving."""
+        """Waits for the last save, ends the writer and gives its memory back."""
         try:
             if self.last_save is not None:
                 with contextlib.suppress(Exception):  # of the disk or the device: whoever closes has an error to raise
@@ -123,7 +123,7 @@ class Saver:
     def _save(
         self, checkpoint: Checkpoint, block: "SharedBlock", plan: SavePlan, copied: torch.cuda.Event | None
     ) -> Saved:
-        """What the thread does. It holds the checkpoint, whose tensors must stay until they are copied."""
+        """Runs in the thread. It holds the checkpoint, whose tensors must stay until they are copied."""
         began, notice = time.perf_counter(), None
         target = checkpoint_path(self.folder, checkpoint.step)
         if copied is not None:
@@ -152,7 +152,8 @@ class Saver:
         why = _why_not(need)
         if why is None:
             try:
-                self.block = SharedBlock(block_bytes(need), self.device)
+                pages = -(-(need + _SPARE) // mmap.PAGESIZE)
+                self.block = SharedBlock(pages * mmap.PAGESIZE, self.device)
             except (OSError, MemoryError, ValueError) as error:
                 why = f"there is no memory for a copy: {error}"
         if why is not None:
@@ -196,7 +197,7 @@ class SharedBlock:
     """Host memory that holds a checkpoint's files, byte for byte as on the disk, while another process writes them.
 
     For CUDA it is registered as pinned memory, so that copies from the device neither wait nor are waited for: they go
-    over a stream of their own, which first waits for what the device has been told so far.
+    over a stream of their own, which first waits for the work that was queued before.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -232,8 +233,8 @@ class SharedBlock:
             for name, unordered in tensors.items():
                 ordered = in_file_order(unordered)
                 header = header_of(ordered)
-                place = start = _aligned(end + len(header)) - len(header)
-                place = self._put(place, header)
+                start = -(-(end + len(header)) // _ALIGNED) * _ALIGNED - len(header)  # tensors begin aligned
+                place = self._put(start, header)
                 for tensor in ordered.values():
                     end = place + tensor.nbytes
                     target = self.bytes_N[place:end].view(tensor.dtype).view(tensor.shape)
@@ -260,7 +261,7 @@ class SharedBlock:
             cudart: Any = torch.cuda.cudart()
             cudart.cudaHostUnregister(self.bytes_N.data_ptr())
         del self.bytes_N
-        with contextlib.suppress(BufferError):  # somebody holds a view: then it goes with that
+        with contextlib.suppress(BufferError):  # a view of it is still held: then it goes with that
             self.map.close()
         os.close(self.handle)
 
@@ -276,15 +277,6 @@ def needed_bytes(tensors: Mapping[str, Mapping[str, Tensor]], texts: Mapping[str
     headers = sum(len(header_of(in_file_order(file))) + _ALIGNED for file in tensors.values())
     values = sum(tensor.nbytes for file in tensors.values() for tensor in file.values())
     return headers + values + sum(len(text) for text in texts.values())
-
-
-def block_bytes(need: int) -> int:
-    """Some more than is needed now, in whole pages."""
-    return -(-(need + _SPARE) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _aligned(place: int) -> int:
-    return -(-place // _ALIGNED) * _ALIGNED
 
 
 def _anonymous(size: int) -> int:

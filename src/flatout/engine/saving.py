@@ -1,4 +1,4 @@
-"""What happens after a step at which something is due: a checkpoint is saved, evaluated, sampled from and judged.
+"""Boundaries, the steps after which something is due: saving, evaluating, sampling and judging, in a fixed order.
 
 `Boundary` does it in this order. DO NOT change it:
 1. `begin_save`: the run's state is written, or copied for the process that writes it while training goes on (`Saver`).
@@ -111,7 +111,7 @@ class Boundary:
             yield from self.conclude()
 
     def judge(self, due: Due, path: Path) -> Iterator[Record]:
-        """Does what a kill has left undone of a checkpoint of this step: all but saving it."""
+        """Finishes a checkpoint of this step that a kill has left without a verdict: all but saving it."""
         loss = yield from self.evaluate_and_sample(due)
         saved = Saved(path=path, bytes=checkpoint_bytes(path))
         self.pending_save = PendingSave(step=self.progress.step, seconds=0.0, written=finished(saved))

@@ -63,7 +63,7 @@ def built_model(plan: RunPlan, custom: CustomParts, *, weights: bool) -> GPT | C
 
 
 def compile_as_planned(plan: RunPlan, model: GPT | CustomModel, notices: Notices) -> None:
-    """What the compiler says of it while training goes on is among `notices`."""
+    """Compiles the model; the compiler's notices while training goes on are among `notices`."""
     mode = plan.speed.compile
     if mode != "off":
         notices.follow(CompileWatch(mode).notices)
@@ -74,8 +74,8 @@ def compile_as_planned(plan: RunPlan, model: GPT | CustomModel, notices: Notices
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    saved: Mapping[str, nn.Parameter]  # what a checkpoint holds, by name
-    updated: Sequence[Trainable]  # what optimizers update: the same, or one tensor that holds them all
+    saved: Mapping[str, nn.Parameter]  # the tensors of a checkpoint, by name
+    updated: Sequence[Trainable]  # the tensors of optimizers: the same, or one that holds them all
     adapters: Adapters | None = None  # where these alone are trained
     sharding: "Sharding | None" = None  # where `saved` and `updated` are this process's slices
 
@@ -88,7 +88,7 @@ class Trained:
         return {name: parameter.detach() for name, parameter in self.saved.items()}
 
     def own(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What this process holds of a checkpoint's tensors, those of optimizers among them."""
+        """This process's part of a checkpoint's tensors, those of optimizers among them."""
         return tensors if self.sharding is None else self.sharding.own(tensors)
 
     def exchange(self, world: World) -> Copies | Slices | None:
@@ -111,7 +111,7 @@ class Trained:
 
 
 def trained_of(plan: RunPlan, model: nn.Module, world: World) -> Trained:
-    """What a plan trains of a model, which gets its adapters here, or is cut into slices."""
+    """The trained parameters of a model, which gets its adapters here, or is cut into slices."""
     if plan.speed.sharded:
         return all_weights(model, _in_slices(model, plan.speed, world))
     with world.fail_together():
@@ -187,7 +187,7 @@ def base_hash_of(plan: RunPlan, trained: Trained, *, weights: bool) -> str | Non
 
 
 def notices_of(plan: RunPlan, model: GPT | CustomModel, trained: Trained, custom: CustomParts) -> Iterator[str]:
-    """What is known of weights and adapters once they are there."""
+    """Notices on weights and adapters, once they are there."""
     if plan.start is not None:
         yield plan.start.notice
     yield from custom.notices(model)

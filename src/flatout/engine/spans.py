@@ -5,7 +5,7 @@ event in the stream: the host drops it and goes on, and reads the times when the
 is the host's clock.
 
 Contract: the spans of a step add up to it, from the end of the step before to its last mark; `wait` is what the device
-stood still in between, for data or for the host. Forward and backward of a replayed graph cannot be told apart: they
+stood still in between, for data or for the host. Forward and backward of a replayed graph cannot be separated: they
 are `micro-batch`.
 Trap: an event recorded while a graph is being recorded becomes part of the graph, and has no time.
 
@@ -18,11 +18,14 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
-from flatout.records import SpanRecord
+from flatout.errors import UsageError
+from flatout.records import OTHER_SPANS, STEP_SPANS, SpanRecord
 from flatout.world import World
 
 MOST_WAITING = 32
@@ -43,7 +46,7 @@ class Mark:
     def seconds_since(self, earlier: "Mark") -> float:
         if self.event is None or earlier.event is None:
             return self.host - earlier.host
-        if not self.event.query():  # asked first, so that a profile shows a wait only where somebody waited
+        if not self.event.query():  # asked first, so that a profile shows a wait only where the host waited
             self.event.synchronize()
         return earlier.event.elapsed_time(self.event) / 1000
 
@@ -53,30 +56,72 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.marks: list[tuple[str, Mark]] = []
+        self.marks: list[tuple[str, Mark] | tuple[str, Mark, Mark]] = []
 
     def begin(self) -> None:
         """A step begins; marks of one that failed are forgotten."""
         self.marks = [("wait", Mark(self.cuda))]
+        _UNDER_WAY.set(self)
 
     def mark(self, name: str) -> None:
-        """What was going on until now was `name`."""
+        """Ends a span of this name."""
         if not (self.cuda and torch.cuda.is_current_stream_capturing()):
             self.marks.append((name, Mark(self.cuda)))
 
-    def take(self) -> list[tuple[str, Mark]]:
+    def take(self) -> "Marks":
+        _UNDER_WAY.set(None)
         marks, self.marks = self.marks, []
         return marks
 
 
-Marks = Sequence[tuple[str, Mark]]  # what went on until each of them
+# A name, the mark that ends the span, and the one that begins it: by default the mark before.
+Marks = Sequence[tuple[str, Mark] | tuple[str, Mark, Mark]]
+_UNDER_WAY: ContextVar[StepClock | None] = ContextVar("flatout_step", default=None)
 
 
 def spans_between(before: Mark, marks: Marks) -> Iterator[tuple[str, float]]:
     """(name, seconds) from `before` to the last mark; the marks must have passed."""
-    for name, mark in marks:
-        yield name, max(0.0, mark.seconds_since(before))
-        before = mark
+    for name, mark, *beginning in marks:
+        yield name, max(0.0, mark.seconds_since(*(beginning or [before])))
+        before = before if beginning else mark
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """Times the code in its `with` block, in a model or a part of one, under a name of your own.
+
+        with flatout.span("router"):
+            scores = self.router(h)
+
+    The seconds are in each `SpanRecord` and in the report beside those of the steps, and `flatout profile` shows the
+    block as a range. They are read from the device's clock, without waiting for it. Blocks may lie inside each other.
+    Outside of training steps, in code that is compiled or replayed as a CUDA graph, and in the backward pass, nothing
+    is timed.
+    """
+    if not isinstance(name, str) or not name or name in (*STEP_SPANS, *OTHER_SPANS):
+        raise UsageError(f"a span cannot be called {name!r}", "choose another name than those of our own spans")
+    return _UserSpan(name)
+
+
+class _UserSpan(AbstractContextManager[None]):
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.clock: StepClock | None = None
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.range = torch.profiler.record_function(self.name)
+        self.range.__enter__()
+        self.clock = _UNDER_WAY.get()
+        if self.clock is not None:
+            self.began = Mark(self.clock.cuda and not torch.cuda.is_current_stream_capturing())
+
+    def __exit__(self, *error: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.range.__exit__(None, None, None)
+        if self.clock is not None and (not self.clock.cuda or self.began.event is not None):
+            self.clock.marks.append((self.name, Mark(self.clock.cuda), self.began))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,10 +215,10 @@ class SpanTotals:
         self.steps += 1
         for name, seconds in spans:
             self.add(name, seconds)
-            self.busy += seconds if name != "reduction" else 0.0
+            self.busy += seconds if name in STEP_SPANS and name != "reduction" else 0.0
 
     def take(self, step: int, world: World) -> SpanRecord:
-        """The record of what was added since the last one. All ranks must ask for it at the same step."""
+        """The record of all spans since the last one. All ranks must ask for it at the same step."""
         busy = round(self.busy, 6)
         ranks = tuple(world.gather(busy)) if world.size > 1 else ()
         seconds = {name: round(seconds, 6) for name, seconds in self.seconds.items()}

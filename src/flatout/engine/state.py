@@ -39,12 +39,11 @@ if TYPE_CHECKING:
 
 JUDGED = {"val_loss", "best_loss", "best_step", "worse_evaluations"}
 TRAINED = "trained"  # the key of a weight in the optimizer's file, where the model's file has its average
-_SLICED = {f"{name}.safetensors" for name in SLICED_FILES}
 
 
 @dataclasses.dataclass
 class Progress:
-    """What the host remembers between steps; saved whole in every checkpoint."""
+    """The host's numbers between steps; saved whole in every checkpoint."""
 
     step: int = 0
     tokens: int = 0
@@ -60,13 +59,13 @@ class Progress:
     epoch_tokens: int = 0
 
     def judged(self) -> dict[str, Any]:
-        """What an evaluation changes. A checkpoint is written before it, so its verdict holds these."""
+        """The numbers that an evaluation changes. A checkpoint is written before it, so its verdict holds these."""
         return {name: getattr(self, name) for name in JUDGED}
 
 
 @dataclasses.dataclass(frozen=True)
 class Due:
-    """What is due at a boundary besides saving. It is saved too: a resume without a verdict does it then."""
+    """Whether a boundary evaluates and samples. A checkpoint holds it: a resume without a verdict does it then."""
 
     evaluate: str | None = None  # the reason: step, epoch or end
     sample: bool = False
@@ -105,7 +104,10 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
 
 
 def _model_and_optimizer(run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What others load, and what training resumes with besides: where weights are averaged, they are part of that."""
+    """The weights that others load, and the rest that training resumes with.
+
+    Where weights are averaged, others load the average, and the weights themselves are part of the rest.
+    """
     weights, state, average = run.trained.tensors(), run.step.optimizer.tensors(), run.step.average
     if average is None:
         return weights, state
@@ -156,9 +158,9 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
         changed = [row for row in differences(run.plan.stored, checkpoint.config) if row[0].startswith("optim.")]
         if not changed:
             raise
-        told = "; ".join(f"{path} was {format_value(was)}, is now {format_value(now)}" for path, was, now in changed)
+        what = "; ".join(f"{path} was {format_value(was)}, is now {format_value(now)}" for path, was, now in changed)
         words = " ".join(as_word(path, was) for path, was, _ in changed)
-        raise CheckpointError(f"{error.message} ({told})", f"resume with {words}, or start a new run") from error
+        raise CheckpointError(f"{error.message} ({what})", f"resume with {words}, or start a new run") from error
     for notice in converted:
         run.new_notices.add(notice)
     run.step.updates.copy_(checkpoint.run["updates"])
@@ -210,7 +212,7 @@ def lacks_verdict(checkpoint: Checkpoint) -> bool:
 
 
 def due_of(checkpoint: Checkpoint) -> Due:
-    """What was due after the step of a checkpoint, besides saving it."""
+    """The `Due` that a checkpoint holds."""
     due = checkpoint.state.get("due")
     found = due if isinstance(due, dict) else {}
     reason = found.get("evaluate")
@@ -232,7 +234,7 @@ def recorded_again(checkpoint: Checkpoint | None) -> tuple[str, ...]:
 def save_run_adapter(run: Run, folder: Path, step: int, tensors: Mapping[str, Tensor] | None = None) -> Iterator[str]:
     """Adapters as PEFT's folder in the run's, if the checkpoint of this step is the one that others would load.
 
-    `tensors` are the adapters of that step, where training has gone on since. Somebody's files in that folder are left
+    `tensors` are the adapters of that step, where training has gone on since. A folder with other files in it is left
     alone, with a notice: the checkpoint has the adapters all the same.
     """
     name = run.plan.model.init_from
@@ -301,14 +303,12 @@ def write_sharded(folder: Path, checkpoint: Checkpoint, sharding: "Sharding", wo
         place = Path(world.broadcast(str(work)))
         with world.fail_together(), disk_errors(f"checkpoint {target}"):
             own = _write_own(place, checkpoint, sharding)
-        everybody = world.gather(own)
+        written = world.gather(own)
         with world.fail_together():
             if work is not None:
-                files = {name: entry for part in everybody for name, entry in part["files"].items()}
-                parts = {name: joined_entries([part["slices"][name] for part in everybody]) for name in SLICED_FILES}
-                whole = {name: tensors for name, tensors in checkpoint.tensor_files().items() if name not in _SLICED}
-                pieces = {name: pieces_of(tensors) for name, tensors in whole.items()}
-                files |= write_files(work, pieces, checkpoint.text_files())
+                files = {name: entry for part in written for name, entry in part["files"].items()}
+                parts = {name: joined_entries([part["slices"][name] for part in written]) for name in SLICED_FILES}
+                files |= write_files(work, {"run.safetensors": pieces_of(checkpoint.run)}, checkpoint.text_files())
                 commit(work, checkpoint.step, files, parts)
                 size = sum(entry["bytes"] for entry in files.values())
                 if target.is_symlink() or target.exists():
@@ -318,20 +318,19 @@ def write_sharded(folder: Path, checkpoint: Checkpoint, sharding: "Sharding", wo
 
 
 def _write_own(folder: Path, checkpoint: Checkpoint, sharding: "Sharding") -> dict[str, Any]:
-    """Writes this process's slices; returns entries of the files and of what is in them."""
+    """Writes this process's slices; returns entries of the files and of the tensors in them."""
     files: dict[str, Any] = {}
     slices: dict[str, Any] = {}
     for name in SLICED_FILES:
         file = slice_file(name, sharding.number, sharding.count)
         tensors: dict[str, Tensor] = getattr(checkpoint, name)
-        entries: dict[str, Any] = {}
+        entries = slices[name] = dict[str, Any]()
         for key, tensor in tensors.items() if sharding.writes else ():
             one = sharding.slice_of(key, tensor)
             if one is None and sharding.number == 0:
                 entries[key] = entry_of(file, tensor.shape, 0, tensor)
             elif one is not None and one.rows:
                 entries[key] = entry_of(file, one.shape, one.start, tensor)
-        slices[name] = entries
         if entries:
             files |= write_files(folder, {file: pieces_of({key: tensors[key] for key in entries})}, {})
     return {"files": files, "slices": slices}

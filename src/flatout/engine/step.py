@@ -11,7 +11,7 @@ Contract:
 - A step that runs out of memory before `updating` has changed nothing but gradients: after `use_micro_batch` with a
   smaller one it can be taken again. All of the optimizers' state is made before the first update: made parameter by
   parameter between updates, a failure there would leave half of the weights moved.
-- What depends on the data of all processes goes through `world`.
+- Numbers that depend on the data of all processes go through `world`.
 - The attention window of a step is an argument all the way down: nothing of the model changes with it.
 Trap: reading any of the returned tensors stalls the device. The loop reads them late.
 """
@@ -36,8 +36,7 @@ from flatout.model.protocol import LanguageModel
 from flatout.ops.documents import DocumentLayout, PackedRows
 from flatout.ops.gradients import clear_gradients, hold_gradients
 from flatout.ops.reference import IGNORED
-from flatout.optim.average import Average
-from flatout.optim.optimizers import Optimizers
+from flatout.optim.optimizers import Average, Optimizers
 from flatout.parallel.reducer import reducer_of
 from flatout.resolve.plan import RunPlan
 from flatout.world import Reducer, World
@@ -106,7 +105,7 @@ class TrainStep:
     ) -> Tensor:
         """Six numbers on the device: loss, gradient norm before clipping, applied (0 or 1), rate, loss scale, norm of
         the parameters (-1 where it was not asked for; where it was, the norm of the update of every group follows, as a
-        share of its weights). A micro-batch has so many `pieces` of windows more rows. `window` is that of attention
+        share of its weights). Each window of a micro-batch is cut into `pieces` rows. `window` is that of attention
         in blocks of kind W, where it is not the model's own."""
         self.model.train()
         self.clock.begin()
@@ -129,7 +128,7 @@ class TrainStep:
     def use_micro_batch(self, size: int) -> None:
         """Cuts the batch into other micro-batches from now on: the one place where their size changes.
 
-        Gradients of a step that was not finished are dropped, and what was compiled or recorded for the old shape goes.
+        Gradients of a step that was not finished are dropped, and code and recordings for the old shape go.
         """
         self._clear(drop=True)
         self.micro_batch = size

@@ -8,7 +8,7 @@ Contract: the writer ends with the pipe that it reads from. A trainer that is ki
 file if need be; the work folder has our mark and is swept away by the next start. On Linux the kernel ends the writer,
 even a stopped one. Elsewhere a stopped writer publishes nothing when it goes on: just before a folder gets its name,
 the writer looks whether its trainer is still there.
-While it writes it sends a sign of life every second, so a writer that hangs can be told from a slow disk.
+While it writes it sends a sign of life every second, so a writer that hangs does not look like a slow disk.
 """
 
 import contextlib
@@ -135,7 +135,7 @@ class Writer:
 
 
 def serve(pipe_handle: int, memory_handle: int, parent: int) -> None:
-    """Saves what it is told to until the pipe ends."""
+    """Saves the plans that come through the pipe, until it ends."""
     die_with_parent(parent)
     for name in _PARENTS:
         if hasattr(signal, name):
@@ -143,7 +143,7 @@ def serve(pipe_handle: int, memory_handle: int, parent: int) -> None:
     pipe, lock = Connection(pipe_handle), threading.Lock()
     memory = memoryview(mmap.mmap(memory_handle, 0, access=mmap.ACCESS_READ))
 
-    def tell(value: dict[str, Any] | None) -> None:
+    def send(value: dict[str, Any] | None) -> None:
         with lock:
             pipe.send_bytes(json.dumps(value).encode("ascii"))
 
@@ -158,15 +158,15 @@ def serve(pipe_handle: int, memory_handle: int, parent: int) -> None:
             answer = {"errno": error.errno, "reason": error.strerror or str(error)}
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
             answer = {"errno": None, "reason": f"{type(error).__name__}: {error}"}
-        tell(answer)
+        send(answer)
 
     under_way: Future[None] | None = None
     thread = ThreadPoolExecutor(1)
     with contextlib.suppress(EOFError, OSError):
-        tell({"ready": True})
+        send({"ready": True})
         while True:  # this thread only listens, so it hears the end of the pipe in the middle of a file, too
             if pipe.poll(_BEAT):
                 under_way = thread.submit(work, pipe.recv_bytes())
             elif under_way is not None and not under_way.done():
-                tell(None)
+                send(None)
     os._exit(0)

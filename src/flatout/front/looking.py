@@ -15,7 +15,7 @@ from flatout.launch import Launch
 from flatout.observe.plots import COMPARISON, write_comparison, write_run_plots
 from flatout.observe.report import check_target, write_report
 from flatout.observe.runs import find_run
-from flatout.observe.tables import EIGENSTATES, EVALS, STEPS
+from flatout.observe.series import EIGENSTATES, EVALS, STEPS
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
 

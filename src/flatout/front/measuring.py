@@ -22,10 +22,21 @@ from flatout.files import disk_errors, write_whole
 from flatout.folders import free_folder, whole_folder
 from flatout.front.configs import with_sources
 from flatout.launch import Launch, launch
-from flatout.observe.measured.bench import read_ablate, read_bench
-from flatout.observe.measured.profile_page import as_markdown, page_of
+from flatout.observe.sheets import as_markdown
 from flatout.parallel.ranks import joined
-from flatout.records import AblateRow, BenchProgress, BenchRow, TuneProgress, TuneResult, TuneRow, record_to_json
+from flatout.records import (
+    AblateRow,
+    BenchProgress,
+    BenchRow,
+    TuneProgress,
+    TuneResult,
+    TuneRow,
+    ablate_row_from_json,
+    bench_row_from_json,
+    record_to_json,
+)
+from flatout.rows import read_rows
+from flatout.tuning import profile_page
 from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, Told
 from flatout.tuning.ablation import ablate as ablate_fields
 from flatout.tuning.changes import check_length, choose, read_space, space_of
@@ -79,7 +90,7 @@ def bench(
         names=rungs,
         only=only,
         seconds=seconds,
-        earlier=[] if path is None or not path.exists() else read_bench(path, notice),
+        earlier=[] if path is None else earlier_rungs(path, notice),
         notice=notice,
         progress=progress,
     )
@@ -93,6 +104,13 @@ def bench(
             _append(path, waiting)
             waiting = []
         yield row
+
+
+def earlier_rungs(path: Path, notice: Callable[[str], None] = lambda _: None) -> list[BenchRow]:
+    """The rows of a ladder's file, in the order in which they were measured; none where there is no file."""
+    if not path.exists():
+        return []
+    return read_rows(path, bench_row_from_json, "bench", "its rung is measured again", notice)
 
 
 def tune(
@@ -187,7 +205,9 @@ def ablate(
         loaded = settled_for_runs(loaded, notice)
     changes, left_out = choose(fields, loaded)
     path = None if folder is None else Path(folder) / "ablate.jsonl"
-    earlier = [] if path is None or not path.exists() else read_ablate(path, notice)
+    earlier = []
+    if path is not None and path.exists():
+        earlier = read_rows(path, ablate_row_from_json, "ablate", "its run is trained again", notice)
     how = {"seeds": seeds, "equal": equal, "minutes": minutes, "earlier": earlier, "progress": progress}
     for record in ablate_fields(loaded, changes, left_out=left_out, **how):
         if path is not None and isinstance(record, AblateRow):
@@ -295,7 +315,7 @@ def profile_into(
         found = profile_run(run, unfinished, steps=steps, data=described, progress=progress)
     report = found.to_json()
     with disk_errors(str(folder / PAGE), safe=""):
-        write_whole(unfinished / PAGE, as_markdown(page_of(report, str(folder))).encode("utf-8"))
+        write_whole(unfinished / PAGE, as_markdown(profile_page.sheet_of(report, str(folder))).encode("utf-8"))
     return report
 
 

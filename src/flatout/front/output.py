@@ -183,16 +183,19 @@ def ended_by_signals(said: Callable[[], str]) -> Iterator[None]:
 
 
 class Line:
-    """One line on the terminal that is written over; nothing where nobody watches."""
+    """One line on the terminal that is written over; where nobody watches, a line each if it `logs`, else nothing."""
 
-    def __init__(self, *, watched: bool = True) -> None:
+    def __init__(self, *, watched: bool = True, logs: bool = False) -> None:
         self.watched = watched and sys.stderr.isatty()
+        self.logs = logs
         self.shown = False
 
     def show(self, text: str) -> None:
         if self.watched:
             self.shown = True
             print(f"\r\x1b[K{one_line(text)[:160]}", end="", file=sys.stderr, flush=True)
+        elif self.logs:
+            print(one_line(text), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.shown:

@@ -62,16 +62,15 @@ def estimate(words: list[str]) -> int:
     import flatout.front.training
 
     imported = time.perf_counter() - began
-    from flatout.observe.measured.estimate_table import print_estimate
+    from flatout.observe.sheets import print_sheet
 
     line, asked = Line(), {"price": parsed.price, "seconds": parsed.seconds, "probe": not parsed.no_probe}
     with ended_by_signals(lambda: "nothing was written"), contextlib.closing(line):
         result = flatout.estimate(loaded, **asked, imported=imported, notice=lambda what: line.show(f"{what} ..."))
-    body = result.to_json()
     if parsed.json:
-        print(json.dumps(body, ensure_ascii=False, allow_nan=False), flush=True)
+        print(json.dumps(result.to_json(), ensure_ascii=False, allow_nan=False), flush=True)
     else:
-        print_estimate(body)
+        print_sheet(result.sheet())
     if result.problem:
         raise ResourceError(f"this run does not fit as it is: {result.problem}", result.way_out)
     return 0
@@ -102,7 +101,7 @@ def plan(words: list[str]) -> int:
     if llama and loaded.size is not None:
         raise UsageError(f"--size {size} is a Llama's, and {parsed.config} has its own sizes", "leave the config out")
     name, card = named or card_here() or ("h100", CARDS["h100"])
-    from flatout.observe.measured.plan import print_plan
+    from flatout.observe.sheets import draw_picture, print_sheet
     from flatout.tuning.cluster import Cluster
     from flatout.tuning.many_gpus import on_card, planned_parameters
     from flatout.tuning.many_gpus import plan as look
@@ -119,15 +118,13 @@ def plan(words: list[str]) -> int:
     )
     rate = _rate(parsed, name, card, planned_parameters(loaded))
     told = {"disk": parsed.disk * GB, "restart": parsed.restart, "failure_hours": parsed.failure_hours}
-    body = {"size": size, **look(loaded, cluster, rate, counts, **told).to_json()}
+    result = dataclasses.replace(look(loaded, cluster, rate, counts, **told), size=size)
     if parsed.json:
-        print(json.dumps(body, ensure_ascii=False, allow_nan=False), flush=True)
+        print(json.dumps(result.to_json(), ensure_ascii=False, allow_nan=False), flush=True)
     else:
-        print_plan(body)
+        print_sheet(result.sheet())
     if picture is not None:
-        from flatout.observe.measured.plan import draw_plan
-
-        draw_plan(body, picture, overwrite=parsed.overwrite)
+        draw_picture(result.picture(), picture, overwrite=parsed.overwrite)
         if not parsed.json:
             print(f"drew {picture}")
     return 0

@@ -38,12 +38,13 @@ from flatout.front.output import (
     write_config,
 )
 from flatout.front.verbs_training import told_by_one
-from flatout.front.words import Parser, add_config, load_any
+from flatout.front.words import Parser, add_config, load_any, one_line
 from flatout.launch import launch
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
-    from flatout.records import BenchRow, TuneResult, TuneRow
+    from flatout.records import BenchProgress, BenchRow, TuneResult, TuneRow
+    from flatout.tuning.ablation import AblateResult
     from flatout.tuning.lr_range import Point
 
 
@@ -71,12 +72,22 @@ def bench(words: list[str]) -> int:
     check_asked(loaded, names)
     folder = _free_folder(loaded.config.output.name) if parsed.out is None else Path(parsed.out)
     folder_target(folder, "" if parsed.out == "" else str(folder), BENCH_ROWS)
-    from flatout.observe.measured.bench import BenchReader
+    line, place = Line(logs=True), None
 
-    reader = BenchReader()
-    rows: list[BenchRow] = _earlier_rows(folder, reader.notice) if parsed.go_on else []
+    def notice(message: str) -> None:
+        line.close()
+        print(one_line(message), file=sys.stderr)
+
+    rows: list[BenchRow] = _earlier_rows(folder, notice) if parsed.go_on else []
     _check_picture(folder, rows, going_on=parsed.go_on)
     from flatout.records import record_to_json
+    from flatout.tuning.ladder_rows import progress_line, row_line
+
+    def progress(now: "BenchProgress") -> None:
+        nonlocal place
+        place = now
+        if line.watched or now.phase != "timing":  # one line a rung is enough in a file
+            line.show(progress_line(now))
 
     before = len(rows)
     options = ("steps", "parity_steps", "batch_tokens", "only", "seconds", "go_on")
@@ -84,16 +95,17 @@ def bench(words: list[str]) -> int:
     stopped: KeyboardInterrupt | None = None
     try:
         with terminated_like_interrupted():
-            told = {"notice": reader.notice, "progress": reader.progress}
+            told = {"notice": notice, "progress": progress}
             for row in flatout.bench(loaded, **asked, rungs=names, folder=folder, **told):
                 rows.append(row)
-                reader.row(row)
+                if row.status != "absent" and place is not None:  # the table lists these together
+                    notice(row_line(row, place))
                 if parsed.json:
                     print(record_to_json(row), flush=True)
     except KeyboardInterrupt as signalled:
         stopped = signalled
     finally:
-        reader.close()
+        line.close()
     bad = any(row.status in ("red", "failed") for row in rows[before:])
     measured = any(row.status != "absent" for row in rows)
     ladder = _ladder_names(loaded.config.speed.device, samples=loaded.config.fine_tunes) if rows else []
@@ -150,10 +162,10 @@ def _filled(text: str, indent: str = "") -> str:
 
 
 def _earlier_rows(folder: Path, notice: Callable[[str], None]) -> "list[BenchRow]":
-    """What is there to continue from; that there is nothing is told."""
-    from flatout.observe.measured.bench import read_bench
+    """The rows to continue from; prints a notice if there are none."""
+    from flatout.front.measuring import earlier_rungs
 
-    rows = read_bench(folder / BENCH_ROWS, notice) if (folder / BENCH_ROWS).exists() else []
+    rows = earlier_rungs(folder / BENCH_ROWS, notice)
     if not rows:
         notice(f"there is nothing to continue from in {folder}: the ladder starts at its beginning")
     return rows
@@ -188,18 +200,18 @@ def _finish(rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quie
     """The table and the picture of what was measured."""
     if not rows:
         return
-    from flatout.observe.measured.bench import draw_bench, print_bench
-    from flatout.tuning.rungs import TOTALS
+    from flatout.observe.sheets import draw_picture, print_sheet
+    from flatout.tuning.ladder_rows import picture_of, sheet_of
 
     complete = sorted(rows, key=lambda row: row.place)
     if not quiet:
-        print_bench(complete, [claim.text for claim in TOTALS] if claims else (), ladder=ladder)
+        print_sheet(sheet_of(complete, ladder, claims=claims))
     if not (folder / BENCH_ROWS).exists():
         return
     made = [folder / BENCH_ROWS]
     if any(row.status != "absent" for row in complete):
         try:
-            draw_bench(complete, folder / BENCH_PICTURE, ladder, claims=claims)
+            draw_picture(picture_of(complete, ladder, claims=claims), folder / BENCH_PICTURE)
         except ResourceError as error:
             raise ResourceError(error.message, f"{error.hint}; the rows are kept, and --go-on draws them") from error
         made.append(folder / BENCH_PICTURE)
@@ -248,8 +260,8 @@ def ablate(words: list[str]) -> int:
     folder_target(folder, "" if parsed.out == "" else str(folder), ABLATE_ROWS)
     if folder.is_dir():
         picture_target(folder / ABLATE_PICTURE, "--out")
-    from flatout.observe.measured.ablate import run_line
     from flatout.records import record_to_json
+    from flatout.tuning.ablation import run_line
 
     line, place, result = Line(), (0, 0), None
     asked: dict[str, Any] = {"fields": fields, "seeds": parsed.seeds, "equal": parsed.equal, "folder": folder}
@@ -279,7 +291,7 @@ def ablate(words: list[str]) -> int:
                 if parsed.json:
                     print(record_to_json(record), flush=True)
                 else:
-                    print(run_line(record, *place), file=sys.stderr, flush=True)
+                    print(one_line(run_line(record, *place)), file=sys.stderr, flush=True)
     except KeyboardInterrupt as signalled:
         stopped = signalled
     if result is None and (folder / ABLATE_ROWS).exists():
@@ -287,7 +299,7 @@ def ablate(words: list[str]) -> int:
             loaded, **asked, minutes=0.0, notice=notice
         )  # what there is to show, and nothing more
     if isinstance(result, flatout.AblateResult):
-        _hand_over_ablation(result.to_json(), folder, quiet=parsed.json)
+        _hand_over_ablation(result, folder, quiet=parsed.json)
     if stopped is not None:
         kept = f"{folder / ABLATE_ROWS} keeps the runs that ended, the same command goes on with them"
         print(f"{word_of(stopped)}; {kept if result else 'no run had ended yet'}", file=sys.stderr)
@@ -325,16 +337,13 @@ def _ablate_parser() -> Parser:
     return parser
 
 
-def _hand_over_ablation(body: dict[str, Any], folder: Path, *, quiet: bool) -> None:
+def _hand_over_ablation(result: "AblateResult", folder: Path, *, quiet: bool) -> None:
     """The table and the picture."""
-    from flatout.observe.measured.ablate import draw_ablation, print_ablation
+    from flatout.observe.sheets import draw_picture
 
-    if quiet:
-        print(json.dumps(body, ensure_ascii=False, allow_nan=False), flush=True)
-    else:
-        print_ablation(body)
-    if any(one["pairs"] for one in body["effects"]):
-        draw_ablation(body, folder / ABLATE_PICTURE)
+    _show(result, as_json=quiet)
+    if any(one.pairs for one in result.effects):
+        draw_picture(result.picture(), folder / ABLATE_PICTURE)
         made = f"wrote {folder / ABLATE_ROWS} and {folder / ABLATE_PICTURE}"
         print(made, file=sys.stderr if quiet else sys.stdout)
 
@@ -371,10 +380,11 @@ def _tune_speed(words: list[str], finders: tuple[str, ...]) -> int:
     out = None if parsed.out is None else config_target(Path(parsed.out), overwrite=parsed.overwrite)
     loaded = load_any(parsed)
     verb = _verb_of(loaded)
-    from flatout.observe.measured.tune import TuneReader
+    from flatout.observe.sheets import print_sheet
     from flatout.records import TuneResult, record_to_json
+    from flatout.tuning.tuner import progress_line, sheet_of
 
-    reader = TuneReader()
+    line = Line(logs=True)
     rows: list[TuneRow] = []
     result: TuneResult | None = None
     failure: UserError | None = None
@@ -382,8 +392,8 @@ def _tune_speed(words: list[str], finders: tuple[str, ...]) -> int:
     asked = {name: getattr(parsed, name) for name in ("memory", "exhaustive", "compile", "seconds")}
     try:
         with terminated_like_interrupted():
-            with contextlib.closing(reader):
-                for record in flatout.tune(loaded, **asked, progress=reader.progress):
+            with contextlib.closing(line):
+                for record in flatout.tune(loaded, **asked, progress=lambda now: line.show(progress_line(now))):
                     if parsed.json:
                         print(record_to_json(record), flush=True)
                     if isinstance(record, TuneResult):
@@ -394,14 +404,14 @@ def _tune_speed(words: list[str], finders: tuple[str, ...]) -> int:
             failure = None if out is None else _failure_of(_writing(out, result.fragment, parsed))
             if not shown:
                 shown = True
-                reader.table(rows, result)
+                print_sheet(sheet_of(rows, result))
                 _print_choice(result, None if failure else out, parsed, verb)
     except KeyboardInterrupt as stopped:
         if result is not None and out is not None and _holds(out, result.fragment):
             print(f"{word_of(stopped)}; {out} was written before that, and is whole", file=sys.stderr)
             return 0
         if not shown:
-            reader.table(rows, None)
+            print_sheet(sheet_of(rows, None))
         print(f"{word_of(stopped)}; nothing was written", file=sys.stderr)
         return exit_code_of(stopped)
     if failure is not None:
@@ -445,7 +455,6 @@ def tune_lr(words: list[str]) -> int:
     low, high, steps = parsed.start, parsed.end, parsed.steps
     out, plot = _targets(parsed)
     loaded = load_any(parsed)
-    from flatout.observe.measured.tune import draw_rates, print_rates
 
     def progress(number: int, point: "Point") -> None:
         line.show(f"step {number} of {steps}: rate {point.rate:.1e}, loss {point.loss:.4f}")
@@ -453,7 +462,7 @@ def tune_lr(words: list[str]) -> int:
     line = Line()
     with ended_by_signals(lambda: "nothing was written"), contextlib.closing(line):
         result = flatout.tune_lr(loaded, low=low, high=high, steps=steps, progress=progress)
-    return _hand_over(result, _verb_of(loaded), print_rates, draw_rates, out, plot, parsed)
+    return _hand_over(result, _verb_of(loaded), out, plot, parsed)
 
 
 def tune_search(words: list[str]) -> int:
@@ -481,7 +490,7 @@ def tune_search(words: list[str]) -> int:
     out, plot = _targets(parsed)
     study = None if parsed.study is None else study_target(Path(parsed.study))
     loaded = load_any(parsed)
-    from flatout.observe.measured.study_picture import draw_study, print_study, trial_line
+    from flatout.tuning.study import trial_line
 
     line, trials, result = Line(), 0, None
 
@@ -509,8 +518,8 @@ def tune_search(words: list[str]) -> int:
             if parsed.json:
                 print(json.dumps({"type": "trial", **dataclasses.asdict(record)}, ensure_ascii=False), flush=True)
             else:
-                print(trial_line(dataclasses.asdict(record)), file=sys.stderr, flush=True)
-    return _hand_over(result, _verb_of(loaded), print_study, draw_study, out, plot, parsed)
+                print(one_line(trial_line(record)), file=sys.stderr, flush=True)
+    return _hand_over(result, _verb_of(loaded), out, plot, parsed)
 
 
 def _targets(parsed: argparse.Namespace) -> tuple[Path | None, Path | None]:
@@ -526,23 +535,25 @@ def _verb_of(loaded: "LoadedConfig") -> str:
     return "finetune" if loaded.config.fine_tunes else "train"
 
 
-def _hand_over(
-    result: Any,
-    verb: str,
-    show: Callable[[dict[str, Any]], None],
-    draw: Callable[..., None],
-    out: Path | None,
-    plot: Path | None,
-    parsed: argparse.Namespace,
-) -> int:
-    """Shows what was found, then writes it; what could not be written is told after everything else."""
-    body = result.to_json()
-    if parsed.json:
-        print(json.dumps(body, ensure_ascii=False, allow_nan=False), flush=True)
+def _show(result: Any, *, as_json: bool) -> None:
+    """A result as its sheet, or as one JSON line."""
+    from flatout.observe.sheets import print_sheet
+
+    if as_json:
+        print(json.dumps(result.to_json(), ensure_ascii=False, allow_nan=False), flush=True)
     else:
-        show(body)
+        print_sheet(result.sheet())
+
+
+def _hand_over(result: Any, verb: str, out: Path | None, plot: Path | None, parsed: argparse.Namespace) -> int:
+    """Shows what was found, then writes it; an error of writing comes after everything else."""
+    from flatout.observe.sheets import draw_picture
+
+    _show(result, as_json=parsed.json)
     unwritten = None if out is None else _failure_of(_writing(out, result.fragment, parsed))
-    undrawn = None if plot is None else _failure_of(lambda: draw(body, plot, overwrite=parsed.overwrite))
+    undrawn = (
+        None if plot is None else _failure_of(lambda: draw_picture(result.picture(), plot, overwrite=parsed.overwrite))
+    )
     if not parsed.json:
         print(_train_with(verb, None if unwritten else out, result.words, parsed))
         if unwritten is not None:
@@ -612,9 +623,10 @@ def profile(words: list[str]) -> int:
     if parsed.json:
         print(json.dumps(done.figures, ensure_ascii=False))
     else:
-        from flatout.observe.measured.profile_page import page_of, print_page
+        from flatout.observe.sheets import print_sheet
+        from flatout.tuning.profile_page import sheet_of
 
-        print_page(page_of(done.figures, str(done.folder)))
+        print_sheet(sheet_of(done.figures, str(done.folder)))
     return 0
 
 

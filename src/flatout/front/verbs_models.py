@@ -206,7 +206,7 @@ def data(words: list[str]) -> int:
 def _inspect(parsed: argparse.Namespace) -> int:
     from flatout.data.inspect import summarize
     from flatout.data.shards import verify_dataset
-    from flatout.observe.measured.data_picture import draw_data, print_data
+    from flatout.observe.dataset import draw_data, print_data
     from flatout.records import record_to_json
 
     folder = Path(parsed.folder)

@@ -8,12 +8,11 @@ finite.
 
 import math
 from collections.abc import Sequence
-from typing import final
 
 from rich.text import Text
 
-Points = Sequence[tuple[int, float]]
-POINTS = 512
+from flatout.observe.series import Points
+
 TRAINING, VALIDATION, ABOVE, BROKEN = "⠒", "●", "↑", "×"
 _FAINT, _LINE, _MARK, _WARN = "bright_black", "cyan", "magenta", "yellow"
 _DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # bits of a braille cell, by column and from the bottom up
@@ -156,42 +155,7 @@ class _Grid:
             height = level
 
 
-@final
-class Curve:
-    """A series in at most 512 means of equally many steps each; the steps per mean double when it is full."""
-
-    def __init__(self) -> None:
-        self.stride = 1
-        self._points: list[tuple[int, float]] = []  # last step and mean of its bucket
-        self._bucket: list[float] = []
-        self._last = 0
-
-    def add(self, step: int, value: float) -> None:
-        self._last = step
-        self._bucket.append(value)
-        if len(self._bucket) < self.stride:
-            return
-        self._points.append((step, mean_of(self._bucket)))
-        self._bucket = []
-        if len(self._points) >= POINTS:
-            pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [(second[0], mean_of([first[1], second[1]])) for first, second in pairs]
-            self.stride *= 2
-
-    def cut_back(self, step: int) -> None:
-        """Forgets what came after `step`: a resumed run says it again."""
-        self._points = [point for point in self._points if point[0] <= step]
-        self._bucket = self._bucket if self._last <= step else []
-
-    def points(self) -> list[tuple[int, float]]:
-        """The last step of each bucket, and its mean."""
-        return self._points + ([(self._last, mean_of(self._bucket))] if self._bucket else [])
-
-    def values(self) -> list[float]:
-        return [value for _, value in self.points()]
-
-
 def mean_of(values: Sequence[float]) -> float:
-    """The mean of the finite ones; NaN only if there are none, so that one bad step does not blank a bucket."""
+    """The mean of the finite values; NaN only if there are none, so that one bad step does not blank a column."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan

@@ -7,7 +7,6 @@ The terminal, or the pipe in its place, that everything here prints to.
 Several ranks of a run: which is the slowest, and how long the others wait for it and for gradients.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from typing import TextIO
@@ -16,7 +15,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from flatout.records import slowest_over_median
+from flatout.records import exposed_share as exposed_share
+from flatout.records import slowest_rank as slowest_rank
+from flatout.rows import human_bytes as human_bytes
+from flatout.rows import human_count as human_count
+from flatout.rows import human_seconds as human_seconds
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -24,13 +27,6 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2
 def printable(text: str) -> str:
     """The text without control characters, newlines and tabs kept."""
     return _CONTROL.sub("\ufffd", text)
-
-
-def human_count(value: float) -> str:
-    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.3g}{suffix}"
-    return f"{value:.0f}"
 
 
 def human_parameters(parameters: float, trained: float | None, tables: float | None = None) -> str:
@@ -41,23 +37,6 @@ def human_parameters(parameters: float, trained: float | None, tables: float | N
     frozen = "" if trained is None else f" frozen and {human_count(trained)} trained"
     parts = f" ({human_count(parameters - tables)} dense, {human_count(tables)} in tables)" if tables else ""
     return f"{human_count(parameters)}{frozen} parameters{parts}"
-
-
-def human_bytes(value: float) -> str:
-    for limit, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= limit:
-            return f"{value / limit:.1f} {suffix}"
-    return f"{value:.0f} B"
-
-
-def human_seconds(value: float) -> str:
-    if not 90 <= value < math.inf:  # a damaged record may hold NaN
-        return f"{value:.0f}s"
-    minutes, seconds = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
-    return f"{hours // 24}d{hours % 24}h"
 
 
 class Terminal(Console):
@@ -92,19 +71,6 @@ class Terminal(Console):
 def say(console: Console, words: str, style: str = "") -> None:
     """Prints a line: no markup, no control characters, and broken by nobody but the terminal."""
     console.print(Text(printable(words), style), soft_wrap=True)
-
-
-def slowest_rank(seconds: Sequence[float]) -> str:
-    """Which rank takes longest, against the median of all."""
-    slowest, times = slowest_over_median(seconds)
-    above = times - 1
-    return f"rank {slowest}, {above:.1%} above the median" if above >= 0.005 else "none, all within 0.5%"
-
-
-def exposed_share(reduction: float, busy: float) -> float:
-    """The share of a rank's time in steps that it waits for the gradients of others."""
-    whole = reduction + busy
-    return reduction / whole if whole > 0 else 0.0
 
 
 def ranks_line(seconds: Sequence[float], reduction: float) -> str:

@@ -8,13 +8,14 @@ import html
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from flatout.errors import many
 from flatout.observe.human import human_count, human_parameters, human_seconds
+from flatout.observe.series import GrowingSeries, Points
 from flatout.observe.sinks import minutes_of
 from flatout.records import EndRecord, EvalRecord, Record, RunInfo, StepRecord, html_table
 
@@ -22,7 +23,6 @@ MOST_POINTS = 2000
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 240, 56, 24
 TRAINING, VALIDATION = "#30638e", "#d1495b"  # colours of the two curves
 _STYLE = "font: 13px sans-serif"
-Points = Sequence[tuple[int, float]]
 
 
 def display_of_notebook() -> Callable[..., Any] | None:
@@ -47,19 +47,16 @@ class Chart:
         self.info: RunInfo | None = None
         self.last: StepRecord | None = None
         self.end: EndRecord | None = None
-        self.losses: list[tuple[int, float]] = []
+        self._losses = GrowingSeries()
         self.evals: list[tuple[int, float]] = []
-        self._every, self._shown, self._handle = 1, -math.inf, None
+        self._shown, self._handle = -math.inf, None
 
     def __call__(self, record: Record) -> None:
         if isinstance(record, RunInfo):
             self._begin(record)
         elif isinstance(record, StepRecord):
             self.last = record
-            if record.step % self._every == 0:
-                self.losses.append((record.step, record.loss))
-            if len(self.losses) > MOST_POINTS:  # a long run keeps every second point, and again
-                self.losses, self._every = self.losses[::2], 2 * self._every
+            self._losses.add(record.step, record.loss)
         elif isinstance(record, EvalRecord):
             self.evals.append((record.step, record.loss))
         elif isinstance(record, EndRecord):
@@ -75,7 +72,7 @@ class Chart:
             kept = info.start_step
         else:
             self._handle = None
-        self.losses = [point for point in self.losses if point[0] <= kept]
+        self._losses.cut_back(kept)
         self.evals = [point for point in self.evals if point[0] <= kept]
         self.info, self.last, self.end = info, None, None
 
@@ -88,6 +85,11 @@ class Chart:
             self._handle = display(self, display_id=True)
         else:
             self._handle.update(self)
+
+    @property
+    def losses(self) -> Points:
+        """Steps and training losses: all of them, or of a long run the lowest and highest of every stretch."""
+        return self._losses.series.thinned(MOST_POINTS).points
 
     def __repr__(self) -> str:
         step = 0 if self.last is None else self.last.step

@@ -23,9 +23,9 @@ import numpy
 
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.files import check_replaceable, disk_errors, write_whole
-from flatout.observe import series
 from flatout.observe.human import human_count, printable
-from flatout.observe.series import Array, Curve
+from flatout.observe.series import Array, Series, smooth, thin_marks, usual_range, window_of
+from flatout.rows import shortened as shortened
 
 if TYPE_CHECKING:  # matplotlib is imported only where something is drawn; who draws takes these names from here
     from matplotlib.axes import Axes
@@ -104,26 +104,30 @@ def drawable(text: str, family: str = "DejaVu Sans") -> str:
     )
 
 
-def shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "\u2026"
-
-
+_MOST_POINTS = 3600  # two stretches for every column of dots, each with its lowest and its highest value
 _FEW = 40  # points, up to which each one is a dot
 _TINY = 1e-30  # what is smaller has no place on a logarithmic axis
 _NICE = [1, 2, 2.5, 5, 10]  # between two ticks, times a power of ten
 _MARKS = 9  # on an inch; more would touch each other
 
 
+Units = Sequence[tuple[float, str]]  # of every unit its size and its name
+
+
+def unit_for(largest: float, units: Units) -> tuple[float, str]:
+    return next((unit for unit in units if largest >= unit[0]), units[-1])
+
+
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """What a panel shows. `unit` takes the largest value and gives the divisor and the name on the axis; `tell` puts a
-    value into words.
+    """How a panel shows values. `units` are those of its axis: the first whose size is not above the largest value, or
+    the last one; without any it is the unit of the series. `tell` puts a value into words.
 
     `slack` is as in `usual_range`. Where the highest value is more than `logarithmic_from` times the lowest, the axis
     is logarithmic.
     """
 
-    unit: Callable[[float], tuple[float, str]]
+    units: Units = ()
     slack: float = math.inf
     from_zero: bool = False
     logarithmic_from: float = math.inf
@@ -134,7 +138,7 @@ class Quantity:
 class Line:
     """One curve. `smoothed` ones are drawn pale with their mean on top, or with `raw` off by the mean alone."""
 
-    curve: Curve
+    series: Series
     colour: str
     label: str = ""
     smoothed: bool = False
@@ -174,8 +178,8 @@ def draw_panel(
     beginning. The `context` is a dashed line to hold the others against, always within the limits.
     """
     draw_frame(axes, title, words)
-    lines = [line for line in lines if len(line.curve.x)]
-    places = numpy.concatenate([line.curve.x for line in (*lines, *beside)] or [numpy.zeros(0)])
+    lines = [dataclasses.replace(line, series=_drawable(line.series)) for line in lines if len(line.series.x)]
+    places = numpy.concatenate([line.series.x for line in (*lines, *beside)] or [numpy.zeros(0)])
     logarithmic = logarithmic and len(places) > 0 and places.min() > _TINY and places.max() >= 10 * places.min()
     stretch = _set_horizontal(axes, places if len(places) else numpy.zeros(1), across, logarithmic=logarithmic)
     if not lines:
@@ -184,16 +188,22 @@ def draw_panel(
         return
     divisor = _set_vertical(axes, lines, quantity, context)
     for line in lines:
-        shown = Curve(line.curve.x / stretch, line.curve.y / divisor)
-        _draw_line(axes, dataclasses.replace(line, curve=shown), lambda value: quantity.tell(divisor * value))
+        scaled = dataclasses.replace(line.series, x=line.series.x / stretch, y=line.series.y / divisor)
+        _draw_line(axes, dataclasses.replace(line, series=scaled), lambda value: quantity.tell(divisor * value))
     if context is not None:
         draw_context(axes, context, context / divisor, zorder=2)
     for kind in marks:
         _draw_marks(axes, kind, kind.places / stretch)
-    if not any(len(line.curve.values) for line in lines):
+    if not any(len(line.series.values) for line in lines):
         _say(axes, "no finite value")
     if legend:
         _draw_legend(axes)
+
+
+def _drawable(series: Series) -> Series:
+    """Values that are not finite as NaN, and room for sums and units."""
+    y = numpy.where(numpy.isfinite(series.y), numpy.clip(series.y, -1e300, 1e300), numpy.nan)
+    return dataclasses.replace(series, y=y)
 
 
 def draw_frame(axes: Axes, title: str, words: str) -> None:
@@ -284,16 +294,16 @@ def _set_vertical(axes: Axes, lines: Sequence[Line], quantity: Quantity, context
     """Limits and ticks; returns what values are divided by."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    values, slack = [line.curve.values for line in lines], quantity.slack
+    values, slack = [line.series.values for line in lines], quantity.slack
     if _is_logarithmic(axes):  # what is usual depends on the room it takes, and the beginning takes most of it
-        values, slack = [series.evenly_in_logarithm(line.curve) for line in lines], min(slack, 0.5)
-    ranges = [found for array in values if (found := series.usual_range(array, slack)) is not None]
+        values, slack = [_evenly_in_logarithm(line.series) for line in lines], min(slack, 0.5)
+    ranges = [found for array in values if (found := usual_range(array, slack)) is not None]
     ranges += [] if context is None else [(float(context), float(context))]
     low, high = min((pair[0] for pair in ranges), default=0.0), max((pair[1] for pair in ranges), default=1.0)
     logarithmic = low > _TINY and high / low > quantity.logarithmic_from
     if quantity.from_zero and not logarithmic:
         low = min(low, 0.0)
-    divisor, name = quantity.unit(high)
+    divisor, name = unit_for(high, quantity.units or [(1.0, lines[0].series.unit)])
     axes.set_ylabel(name + (" (logarithmic)" if logarithmic else ""), size=SMALL, color=FAINT)
     low, high = low / divisor, high / divisor
     if logarithmic:
@@ -308,6 +318,15 @@ def _set_vertical(axes: Axes, lines: Sequence[Line], quantity: Quantity, context
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_NICE))
     axes.yaxis.set_major_formatter(FuncFormatter(tick_text(max(abs(low), abs(high)))))
     return divisor
+
+
+def _evenly_in_logarithm(series: Series, count: int = 400) -> Array:
+    """Values at places that are evenly spaced on a logarithmic axis."""
+    finite = numpy.isfinite(series.y) & (series.x > 0)
+    if not finite.any():
+        return series.y[finite]
+    x = numpy.log10(series.x[finite])
+    return numpy.interp(numpy.linspace(x[0], x[-1], count), x, series.y[finite])
 
 
 def _is_logarithmic(axes: Axes) -> bool:
@@ -340,14 +359,14 @@ def _set_logarithmic_ticks(axis: "Axis") -> None:
 
 
 def _draw_line(axes: Axes, line: Line, tell: Callable[[float], str]) -> None:
-    drawn = curve = line.curve
+    drawn = curve = line.series
     low, high = axes.get_ylim()
-    window = series.window_of(len(curve.x)) if line.smoothed else 1
+    window = window_of(len(curve.x)) if line.smoothed else 1
     strong: dict[str, Any] = {"color": line.colour, "linestyle": line.style, "linewidth": 1.7, "zorder": 3}
     if window > 1:
         if line.raw:
             _plot(axes, curve, color=line.colour, alpha=0.28, linewidth=0.8)
-        drawn = Curve(curve.x, series.smooth(numpy.clip(curve.y, low, high), window))
+        drawn = dataclasses.replace(curve, y=smooth(numpy.clip(curve.y, low, high), window))
     elif line.dots or len(curve.x) <= _FEW:
         strong |= {"marker": "o", "markersize": 3.5}
     drawn = _plot(axes, drawn, label=line.label, **strong)
@@ -366,20 +385,20 @@ def _draw_line(axes: Axes, line: Line, tell: Callable[[float], str]) -> None:
     _draw_edges(axes, line, tell)
 
 
-def _plot(axes: Axes, curve: Curve, **look: Any) -> Curve:
+def _plot(axes: Axes, series: Series, **look: Any) -> Series:
     """Draws as many points as can be told apart, none of them far outside the panel; returns these."""
     low, high = axes.get_ylim()
-    thin = series.thin(curve, logarithmic=_is_logarithmic(axes))
+    thin = series.thinned(_MOST_POINTS, logarithmic=_is_logarithmic(axes))
     far = 5 * (high - low)
     limits = (low / 1e3, high * 1e3) if axes.get_yscale() == "log" else (low - far, high + far)
-    drawn = Curve(thin.x, numpy.clip(thin.y, *limits))
+    drawn = dataclasses.replace(thin, y=numpy.clip(thin.y, *limits))
     axes.plot(drawn.x, drawn.y, **look)
     return drawn
 
 
 def _draw_edges(axes: Axes, line: Line, tell: Callable[[float], str]) -> None:
     """A triangle for what is beyond the limits, a cross for what is no number."""
-    curve, named = line.curve, bool(line.label)
+    curve, named = line.series, bool(line.label)
     low, high = axes.get_ylim()
     with numpy.errstate(invalid="ignore"):
         above, below = curve.y > high, curve.y < low
@@ -426,7 +445,7 @@ def _draw_marks(axes: Axes, kind: Marks, places: Array) -> None:
 def _apart(axes: Axes, places: Array) -> Array:
     """As many of these places as marks fit beside each other."""
     most = int(_MARKS * _inches(axes)[0])
-    return series.thin_marks(places, *axes.get_xlim(), most, logarithmic=_is_logarithmic(axes))
+    return thin_marks(places, *axes.get_xlim(), most, logarithmic=_is_logarithmic(axes))
 
 
 def _inches(axes: Axes) -> tuple[float, float]:

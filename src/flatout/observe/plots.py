@@ -26,7 +26,6 @@ from flatout.errors import UsageError, many
 from flatout.files import check_replaceable, disk_errors
 from flatout.folders import make_folders, remove_empty
 from flatout.observe import picture
-from flatout.observe.eigenstates import QUANTILES, LayerHistory, short_tokens
 from flatout.observe.human import human_count, human_parameters, human_seconds, printable
 from flatout.observe.picture import (
     BLUE,
@@ -43,17 +42,33 @@ from flatout.observe.picture import (
     Line,
     Marks,
     Quantity,
+    Units,
     draw_panel,
     drawable,
     is_picture,
     new_figure,
     time_unit,
+    unit_for,
     write_picture,
 )
-from flatout.observe.series import Array, Curve, RunNumbers, number, window_of
-from flatout.observe.sinks import distinct_names, minutes_of, read_history
-from flatout.observe.tables import EIGENSTATES as EIGENSTATES_TABLE
-from flatout.observe.tables import EVALS, STEPS, is_table, write_tables
+from flatout.observe.series import EIGENSTATES as EIGENSTATES_TABLE
+from flatout.observe.series import (
+    EVALS,
+    QUANTILES,
+    STEPS,
+    UNITS,
+    Array,
+    LayerHistory,
+    RunNumbers,
+    Series,
+    distance_from_1,
+    is_table,
+    number,
+    short_tokens,
+    window_of,
+    write_tables,
+)
+from flatout.observe.sinks import distinct_names, incomparable, minutes_of, read_history
 
 WIDTH, WIDE, NARROW, HEIGHT = 15.0, 18.0, 9.0, 8.6  # WIDE is a comparison, NARROW a single panel
 Draw = Callable[[Axes, RunNumbers], None]
@@ -93,28 +108,24 @@ def panel_figure(run: RunNumbers, draw: Draw, caption: str | None = None) -> Fig
 # --- panels -----------------------------------------------------------------------------------------------------------
 
 
-def _in_unit(values: Sequence[float], largest: float, units: Sequence[tuple[float, str]]) -> list[str]:
+def _in_unit(values: Sequence[float], largest: float, units: Units) -> list[str]:
     """Values in the unit in which an axis up to `largest` is drawn, so that words and ticks can be compared."""
-    factor, unit = _unit_for(largest, units)
+    factor, unit = unit_for(largest, units)
     return [f"{value / factor:{',.0f' if value >= 1e3 * factor else '.3g'}} {unit}" for value in values]
-
-
-def _unit_for(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    return next((unit for unit in units if largest >= unit[0]), units[-1])
 
 
 def _median(values: Array) -> float:
     return float(numpy.median(values))
 
 
-LOSS = Quantity(lambda high: (1.0, "loss, nats per token"), slack=1.5, logarithmic_from=100)
-THROUGHPUT = Quantity(lambda high: (1.0, "tokens per second"), slack=1, from_zero=True)
-_LEARNING_RATE = Quantity(lambda high: (1.0, "learning rate"), from_zero=True)
+LOSS = Quantity(slack=1.5, logarithmic_from=100)
+THROUGHPUT = Quantity(slack=1, from_zero=True)
+_LEARNING_RATE = Quantity(from_zero=True)
 _BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"))
 _TIMES = ((1.0, "s"), (1e-3, "ms"))
-_MEMORY = Quantity(lambda high: _unit_for(high, _BYTES), from_zero=True)
-_GRADIENT_NORM = Quantity(lambda high: (1.0, "norm, before clipping"), slack=2, logarithmic_from=30)
-_PARAMETER_NORM = Quantity(lambda high: (1.0, "norm of all weights"), slack=20)
+_MEMORY = Quantity(_BYTES, from_zero=True)
+_GRADIENT_NORM = Quantity(slack=2, logarithmic_from=30)
+_PARAMETER_NORM = Quantity(slack=20)
 
 
 def _marks(run: RunNumbers, *names: str, against: str = "step") -> list[Marks]:
@@ -130,8 +141,8 @@ def _marks(run: RunNumbers, *names: str, against: str = "step") -> list[Marks]:
 
 def _loss(axes: Axes, run: RunNumbers, title: str, against: str) -> None:
     lines = [
-        Line(run.curve("loss", against), BLUE, "training", smoothed=True),
-        Line(run.eval_curve(against), ORANGE, "validation", dots=len(run.evals) <= 60, best=True),
+        Line(run.series("loss", against), BLUE, "training", smoothed=True),
+        Line(run.series("loss", against, of="eval"), ORANGE, "validation", dots=len(run.evals) <= 60, best=True),
     ]
     marks, words, steps = _marks(run, against=against), _last_words(run, against), against == "step"
     if steps:
@@ -144,12 +155,12 @@ def _loss(axes: Axes, run: RunNumbers, title: str, against: str) -> None:
 
 def _told(run: RunNumbers, **words: Callable[[Array], str]) -> str:
     """What there is to say of the values of fields; of one without values, nothing."""
-    return ", ".join(tell(values) for field, tell in words.items() if len(values := run.curve(field).values))
+    return ", ".join(tell(values) for field, tell in words.items() if len(values := run.series(field).values))
 
 
 def _learning_rate(axes: Axes, run: RunNumbers) -> None:
     words = _told(run, learning_rate=lambda rates: f"highest {rates.max():.3g}, last {rates[-1]:.3g}")
-    lines = [Line(run.curve("learning_rate"), TEAL, "rate")]
+    lines = [Line(run.series("learning_rate"), TEAL, "rate")]
     draw_panel(axes, "Learning rate", lines, _LEARNING_RATE, marks=_marks(run), words=words)
 
 
@@ -159,12 +170,12 @@ def _throughput(axes: Axes, run: RunNumbers) -> None:
         tokens_per_second=lambda rates: f"median {human_count(_median(rates))} tokens/s",
         mfu=lambda shares: f"MFU {100 * _median(shares):.0f}%",
     )
-    lines = [Line(run.curve("tokens_per_second"), BLUE, "tokens/s", smoothed=True)]
+    lines = [Line(run.series("tokens_per_second"), BLUE, "tokens/s", smoothed=True)]
     draw_panel(axes, "Throughput", lines, THROUGHPUT, marks=_marks(run, "memory"), words=words)
 
 
 def _memory(axes: Axes, run: RunNumbers) -> None:
-    peak, reserved = run.curve("memory_bytes"), run.curve("reserved_bytes")
+    peak, reserved = run.series("memory_bytes"), run.series("reserved_bytes")
     most = {
         name: float(curve.values.max()) for name, curve in (("peak", peak), ("held", reserved)) if len(curve.values)
     }
@@ -176,22 +187,22 @@ def _memory(axes: Axes, run: RunNumbers) -> None:
 
 def _gradient_norm(axes: Axes, run: RunNumbers) -> None:
     words = _told(run, grad_norm=lambda norms: f"median {_median(norms):.3g}, highest {norms.max():.3g}")
-    lines = [Line(run.curve("grad_norm"), BLUE, "norm", smoothed=True)]
+    lines = [Line(run.series("grad_norm"), BLUE, "norm", smoothed=True)]
     draw_panel(axes, "Gradient norm", lines, _GRADIENT_NORM, marks=_marks(run, "skipped"), words=words)
 
 
 def _parameter_norm(axes: Axes, run: RunNumbers) -> None:
     words = _told(run, parameter_norm=lambda norms: f"first {norms[0]:.4g}, last {norms[-1]:.4g}")
-    lines = [Line(run.curve("parameter_norm"), BLUE, "norm")]
+    lines = [Line(run.series("parameter_norm"), BLUE, "norm")]
     draw_panel(axes, "Parameter norm", lines, _PARAMETER_NORM, marks=_marks(run), words=words)
 
 
 def _step_time(axes: Axes, run: RunNumbers) -> None:
-    step, waiting = run.curve("seconds"), run.curve("data_seconds")
+    step, waiting = run.series("seconds"), run.series("data_seconds")
     median = _median(step.values) if len(step.values) else 0.0
     # One step that compiles must not change the unit of all others, so the median chooses it.
     quantity = Quantity(
-        lambda _: (1.0, "seconds") if median >= 1 else (1e-3, "milliseconds"),
+        [(1.0, "seconds")] if median >= 1 else [(1e-3, "milliseconds")],
         slack=1,
         from_zero=True,
         tell=lambda seconds: _in_unit([seconds], seconds, _TIMES)[0],  # beyond the axis, so in its own unit
@@ -339,10 +350,7 @@ def _last_words(run: RunNumbers, against: str) -> str:
 
 _OF_LINES = "line: median"
 _OF_BARS = "bar: all states, middle 80% strong   ·   diamond: at the start"
-_HORIZON = Quantity(lambda high: (1.0, "tokens until 1/e is left"), logarithmic_from=0.0)
-_PERIOD = Quantity(lambda high: (1.0, "tokens per turn"), logarithmic_from=0.0)
-_MAGNITUDE = Quantity(lambda high: (1.0, "|λ|"), logarithmic_from=0.0)
-_NEAREST = 1e-12  # to 1, that |λ| is drawn
+_OF_STATES = Quantity(logarithmic_from=0.0)
 _MOST_NAMES, _MOST_TICKS = 8, 16
 _LOWEST, _HIGHEST = 1e-6, 1e100  # tokens; what lies beyond is drawn as these
 
@@ -362,7 +370,7 @@ def eigenstate_panel_figure(run: RunNumbers, name: str) -> Figure:
 def _horizon(axes: Axes, run: RunNumbers) -> None:
     words = run.eigenstates.sentence.removeprefix("eigenstate memory: ")
     context = run.eigenstates.context
-    draw_panel(axes, "Memory horizon", _lines(run, "horizon"), _HORIZON, words=words, context=context)
+    draw_panel(axes, "Memory horizon", _lines(run, "horizon"), _OF_STATES, words=words, context=context)
 
 
 def _magnitude(axes: Axes, run: RunNumbers) -> None:
@@ -370,12 +378,9 @@ def _magnitude(axes: Axes, run: RunNumbers) -> None:
 
     words = _last(run, "magnitude", lambda value: f"{value:.6g}")
     # On a plain axis all that remembers long would lie on the line of 1: what is drawn is how far |λ| is from it.
-    lines = []
-    for line in _lines(run, "magnitude"):
-        curve = Curve(line.curve.x, numpy.maximum(1.0 - line.curve.y, _NEAREST))
-        lines.append(dataclasses.replace(line, curve=curve))
-    draw_panel(axes, "|λ|", lines, _MAGNITUDE, words=words, legend=False)
-    if any(len(line.curve.values) for line in lines):
+    lines = [dataclasses.replace(line, series=distance_from_1(line.series)) for line in _lines(run, "magnitude")]
+    draw_panel(axes, "|λ|", lines, _OF_STATES, words=words, legend=False)
+    if any(len(line.series.values) for line in lines):
         axes.invert_yaxis()
         axes.yaxis.set_major_formatter(FuncFormatter(lambda distance, _: f"{1 - distance:.12g}"))
         axes.set_ylabel("|λ| (logarithmic towards 1)", size=SMALL, color=FAINT)
@@ -383,14 +388,14 @@ def _magnitude(axes: Axes, run: RunNumbers) -> None:
 
 def _period(axes: Axes, run: RunNumbers) -> None:
     words = _last(run, "period", lambda value: f"{short_tokens(value)} tokens")
-    draw_panel(axes, "Period", _lines(run, "period"), _PERIOD, words=words, legend=False)
+    draw_panel(axes, "Period", _lines(run, "period"), _OF_STATES, words=words, legend=False)
 
 
 def _lines(run: RunNumbers, quantity: str) -> list[Line]:
     layers = run.eigenstates.layers
     named = _named(len(layers))
     return [
-        Line(run.layer_curve(layer, quantity), colour, f"layer {layer.layer}" if place in named else "")
+        Line(run.layer_series(layer, quantity), colour, f"layer {layer.layer}" if place in named else "")
         for place, (layer, colour) in enumerate(zip(layers, _colours(len(layers)), strict=True))
     ]
 
@@ -422,7 +427,7 @@ def _colours(count: int) -> list[str]:
 # --- the newest record, layer by layer --------------------------------------------------------------------------------
 
 
-def _by_layer(axes: Axes, run: RunNumbers, title: str, quantity: str, unit: Quantity) -> None:
+def _by_layer(axes: Axes, run: RunNumbers, title: str, quantity: str) -> None:
     """For each layer from the lowest to the highest state, the middle 80% strong, with the median now and at first."""
     from matplotlib.ticker import MaxNLocator
 
@@ -437,7 +442,7 @@ def _by_layer(axes: Axes, run: RunNumbers, title: str, quantity: str, unit: Quan
     seen = seen[numpy.isfinite(seen)]
     _, high = picture.set_logarithmic(axes, *((float(seen.min()), float(seen.max())) if len(seen) else (1.0, 10.0)))
     now = {name: numpy.where(numpy.isposinf(column), high, column) for name, column in now.items()}
-    axes.set_ylabel(unit.unit(high)[1] + " (logarithmic)", size=SMALL, color=FAINT)
+    axes.set_ylabel(UNITS[quantity] + " (logarithmic)", size=SMALL, color=FAINT)
     axes.set_xlabel("layer", size=SMALL, color=FAINT)
     axes.set_xlim(places.min() - 0.6, places.max() + 0.6)
     if len(places) <= _MOST_TICKS:
@@ -468,14 +473,10 @@ def _column(layers: Sequence[LayerHistory], quantity: str, quantile: str, *, new
 
 EIGENSTATE_PANELS: dict[str, Draw] = {
     "eigenstate-horizon": _horizon,
-    "eigenstate-horizon-by-layer": functools.partial(
-        _by_layer, title="Horizon by layer", quantity="horizon", unit=_HORIZON
-    ),
+    "eigenstate-horizon-by-layer": functools.partial(_by_layer, title="Horizon by layer", quantity="horizon"),
     "eigenstate-magnitude": _magnitude,
     "eigenstate-period": _period,
-    "eigenstate-period-by-layer": functools.partial(
-        _by_layer, title="Period by layer", quantity="period", unit=_PERIOD
-    ),
+    "eigenstate-period-by-layer": functools.partial(_by_layer, title="Period by layer", quantity="period"),
 }
 
 
@@ -491,8 +492,12 @@ Look = tuple[str, Any]
 def comparison_figure(runs: Sequence[RunNumbers]) -> Figure:
     """The picture, not yet written."""
     figure = new_figure(WIDE, HEIGHT)
-    facts = "lines are means over neighbouring steps   ·   a star is a run's best validation loss"
-    draw_title(figure, f"{len(runs):,} runs compared", facts, _warning(runs), warning=True)
+    apart = incomparable([run.info for run in runs])
+    # Where losses do not compare, bits per byte lead.
+    by_bytes = bool(apart) and any(len(run.series("bits_per_byte", of="eval").values) for run in runs)
+    judged, words, row = ("bits_per_byte", "Bits per byte", 0) if by_bytes else ("loss", "Validation loss", 1)
+    facts = f"lines are means over neighbouring steps   ·   a star is a run's best {words.lower()}"
+    draw_title(figure, f"{len(runs):,} runs compared", facts, apart, warning=True)
     grid = figure.add_gridspec(
         2, 4, left=0.054, right=0.985, top=0.835, bottom=0.075, wspace=0.22, hspace=0.38, width_ratios=(1, 1, 1, 1.2)
     )
@@ -501,31 +506,31 @@ def comparison_figure(runs: Sequence[RunNumbers]) -> Figure:
 
     panels: list[tuple[Any, str, list[Line], Quantity, str, list[Line]]] = []
     for column, (kind, word) in enumerate(_WORDS.items()):
-        training = [_line(run.curve("loss", kind), look, smoothed=True) for run, look in pairs]
-        validation = [_line(run.eval_curve(kind), look, smoothed=False) for run, look in pairs]
-        panels.append((grid[0, column], f"Training loss over {word}", training, LOSS, kind, []))
-        panels.append((grid[1, column], f"Validation loss over {word}", validation, LOSS, kind, training))
-    speeds = [_line(run.curve("tokens_per_second"), look, smoothed=True) for run, look in pairs]
+        training = [_line(run.series("loss", kind), look, smoothed=True) for run, look in pairs]
+        validation = [_line(run.series(judged, kind, of="eval"), look, smoothed=False) for run, look in pairs]
+        panels.append((grid[1 - row, column], f"Training loss over {word}", training, LOSS, kind, []))
+        panels.append((grid[row, column], f"{words} over {word}", validation, LOSS, kind, training))
+    speeds = [_line(run.series("tokens_per_second"), look, smoothed=True) for run, look in pairs]
     panels.append((grid[0, 3], "Throughput", speeds, _SPEEDS, "step", []))
     for cell, title, lines, quantity, kind, beside in panels:
         axes, far = figure.add_subplot(cell), _far_apart(beside or lines)
         draw_panel(axes, title, lines, quantity, kind, logarithmic=far, legend=False, beside=beside)
-    _draw_names(figure.add_subplot(grid[1, 3]), runs, looks)
+    _draw_names(figure.add_subplot(grid[1, 3]), runs, looks, judged)
     return figure
 
 
-def _line(curve: Curve, look: Look, *, smoothed: bool) -> Line:
-    dots = not smoothed and len(curve.x) <= 60
-    return Line(curve, look[0], style=look[1], smoothed=smoothed, raw=False, best=not smoothed, dots=dots)
+def _line(series: Series, look: Look, *, smoothed: bool) -> Line:
+    dots = not smoothed and len(series.x) <= 60
+    return Line(series, look[0], style=look[1], smoothed=smoothed, raw=False, best=not smoothed, dots=dots)
 
 
 def _far_apart(lines: Sequence[Line]) -> bool:
-    ends = [float(line.curve.x[-1]) for line in lines if len(line.curve.x)]
+    ends = [float(line.series.x[-1]) for line in lines if len(line.series.x)]
     return bool(ends) and 0 < _FAR_APART * min(ends) <= max(ends)
 
 
-def _draw_names(axes: Axes, runs: Sequence[RunNumbers], looks: Sequence[Look]) -> None:
-    """The legend: name, best validation loss, throughput and time of each run."""
+def _draw_names(axes: Axes, runs: Sequence[RunNumbers], looks: Sequence[Look], judged: str) -> None:
+    """The legend: name, best validation loss or bits per byte, throughput and time of each run."""
     axes.set_axis_off()
     axes.set_xlim(0, 1)
     shown = len(runs) if len(runs) <= _MOST_RUNS else _MOST_RUNS - 1
@@ -535,14 +540,14 @@ def _draw_names(axes: Axes, runs: Sequence[RunNumbers], looks: Sequence[Look]) -
     room = 0.38 * WIDE * axes.get_position().width  # inches, between a name's beginning and the next column
     ends = (0.63, 0.8, 1.0)
     axes.text(0.1, 0, "run", size=size, color=FAINT, va="center")
-    for place, words in zip(ends, ("best val", "tokens/s", "time"), strict=True):
+    for place, words in zip(ends, ("best val" if judged == "loss" else "bits/byte", "tokens/s", "time"), strict=True):
         axes.text(place, 0, words, size=size, color=FAINT, ha="right", va="center")
     for row, (run, look) in enumerate(zip(runs[:shown], looks, strict=False), start=1):
         axes.plot([0.0, 0.08], [row, row], color=look[0], linestyle=look[1], linewidth=2.2)
         axes.text(0.1, row, fitted(drawable(run.name), size, room), size=size, color=INK, va="center")
-        best, speeds = run.best(), run.curve("tokens_per_second").values
+        best, speeds = run.best(judged), run.series("tokens_per_second").values
         cells = (
-            "" if best is None else loss_text(best["loss"]),
+            "" if best is None else loss_text(best[judged]),
             "" if not len(speeds) else human_count(float(numpy.median(speeds))),
             spent_on(run),
         )
@@ -550,17 +555,6 @@ def _draw_names(axes: Axes, runs: Sequence[RunNumbers], looks: Sequence[Look]) -
             axes.text(place, row, words, size=size, color=INK, ha="right", va="center")
     if shown < len(runs):
         axes.text(0.1, shown + 1, f"and {len(runs) - shown:,} more", size=size, color=FAINT, va="center")
-
-
-def _warning(runs: Sequence[RunNumbers]) -> str:
-    """What forbids a comparison of losses, if something does."""
-    for field, words in (("tokenizer", "tokenizers"), ("vocab", "vocabularies"), ("dataset", "data")):
-        told = {str(run.info.get(field)) for run in runs}
-        if field == "tokenizer":
-            told.discard("model")  # a fine-tuned model's own, which may be any of the others
-        if len(told) > 1:
-            return f"these runs have different {words}: a lower loss need not mean a better model"
-    return ""
 
 
 METRICS, RESULTS, EIGENSTATES, COMPARISON, FOLDER = "metrics", "results", "eigenstates", "comparison", "plots"

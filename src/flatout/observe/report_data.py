@@ -1,55 +1,187 @@
-"""What a report tells of runs, as plain values: figures, tables, curves, texts. No HTML here.
+"""The values of a report: figures, tables, curves and texts of runs, without HTML.
 
-Contract: `report_data` takes histories and returns what JSON can hold; the same runs give the same values. Every text
-that came from a run has lost its control characters and its excess of length. What an older run did not write is
-missing, not zero. Nothing here guesses: a run without an end says that it has none.
+Contract: `report_data` takes histories and returns what JSON can hold; the same runs give the same values. Control
+characters are removed from every text of a run, and long texts are cut. Records can be of any age and a file can be
+damaged, so no field is taken for granted: what a run did not write is missing, not zero.
 
-Trap: records can be of any age and a file can be damaged, so no field is taken for granted.
+Speed is a median over all steps, so that compilation and cold caches do not count. The aims beside figures: a card that
+is busy (90% or more), memory that is steady after the first steps. GPU utilisation is the share of the time in which
+some kernel ran: below 90% the card waits for something. How much it computes is MFU, so both are shown.
 
-What a run came to: energy by the card's own readings, and cost by a price per hour.
-
-Contract: nothing is guessed. Energy is the power between two readings of one start, so what passed before the first
-and after the last of them is not in it. Cost counts steps, evaluations, samples and checkpoints; start-ups are not
-recorded. Both cover all starts of a run that was resumed.
-
-What was trained on what, and the commands that do it again: in words, for the top and the end of a report.
-
-A fine-tuning run has other facts than pretraining: the model it started from, what is trained of it, and rows in place
-of a text. What an older run did not write is left out.
+Energy is the power between two readings of one start; what passed before the first and after the last of them is not
+in it. Cost counts steps, evaluations, samples and checkpoints; start-ups are not recorded. Both cover all starts of a
+resumed run.
 """
 
+import functools
 import math
-import shlex
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.config.yaml_loader import format_value
+import numpy
+
 from flatout.errors import many
-from flatout.observe.curves import Places, amount, curves_of, finite, number, points_for
-from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, printable
-from flatout.observe.report_figures import eigenstate_part, figures_of, speed_groups, time_parts, whole_seconds
+from flatout.observe.human import (
+    exposed_share,
+    human_bytes,
+    human_count,
+    human_seconds,
+    printable,
+    slowest_rank,
+)
+from flatout.observe.report_facts import commands_of, facts_of, flat_config, shown_config, summary_of, texts_of, yaml_of
 from flatout.observe.runs import RunState, state_of
-from flatout.observe.sinks import RunHistory, distinct_names, rows_with_step
-from flatout.records import WAITING
+from flatout.observe.series import (
+    QUANTILES,
+    EigenstateHistory,
+    LayerHistory,
+    RunNumbers,
+    amount,
+    curves_of,
+    finite,
+    number,
+    points_for,
+    short,
+    short_tokens,
+)
+from flatout.observe.sinks import RunHistory, distinct_names, incomparable, rows_with_step
+from flatout.records import STEP_SPANS, WAITING
+
+Noted = list[list[str]]  # of a label, a text and a note
+
+_MOST_SAMPLES, _MOST_NOTICES, _MOST_CHECKPOINTS = 60, 200, 100
+_MOST_TEXT = 6000  # characters of one sample or message
+_IN_THE_SUM = ("steps", *STEP_SPANS, "evaluation", "sample", "checkpoint")
+_FAR = 1e30  # stands for infinity in a bar, which ends at the edge anyway
 
 
-def cost_figures(history: RunHistory, seconds: float, price: float | None) -> list[dict[str, str]]:
-    """Figures for the top of the page; `seconds` is what the run took, `price` what an hour costs."""
-    figures = []
-    joules, read = energy(history.machine)
+def report_data(histories: Sequence[RunHistory], *, live: bool = False, price: float | None = None) -> dict[str, Any]:
+    """Everything the page shows of these runs, side by side where there are several; `price` is of an hour."""
+    names = distinct_names([history.folder for history in histories])
+    configs = [flat_config(shown_config(history.info)) for history in histories]
+    paths = dict.fromkeys(path for config in configs for path in config)
+    different = [path for path in paths if len({config.get(path) for config in configs}) > 1]
+    runs = [
+        _run(history, name, list(config), len(histories), price)
+        for history, name, config in zip(histories, names, configs, strict=True)
+    ]
+    apart = incomparable([history.info for history in histories])
+    for run, history in zip(runs, histories, strict=True) if apart else ():
+        run["figures"][:0] = _bits_per_byte(history)
+    rows = [{"path": path, "values": [config.get(path, "–") for config in configs]} for path in different]
+    title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
+    return _inert({"title": title, "live": live, "runs": runs, "differences": rows, "apart": apart})
+
+
+def _run(history: RunHistory, name: str, paths: list[str], runs: int, price: float | None) -> dict[str, Any]:
+    info, state, numbers = history.info, state_of(history), RunNumbers(history, name)
+    resumes = [int(start) for row in history.infos[1:] if (start := amount(row.get("start_step")))]
+    places = (numpy.nan_to_num(numbers.place(resumes, axis)).tolist() for axis in ("tokens", "seconds"))
+    samples, samples_left_out = _spread(rows_with_step(history.samples), max(4, _MOST_SAMPLES // runs))
+    notices, notices_left_out = _notices(history)
+    checkpoints = rows_with_step(history.checkpoints)
+    time = _time_parts(history)
+    return {
+        "name": name,
+        "folder": str(history.folder),
+        "state": {"kind": state.kind, "word": state.word, "text": state.text, "goes_on": state.goes_on},
+        "summary": summary_of(history, state),
+        "figures": figures_of(history, state, price),
+        "facts": facts_of(info),
+        "speed": _speed_groups(history),
+        "time": time,
+        "eigenstates": _eigenstate_part(numbers.eigenstates),
+        "curves": curves_of(numbers, points_for(runs)),
+        "resumes": [list(place) for place in zip(resumes, *places, strict=True)],
+        "throttled": [row["step"] for row in rows_with_step(history.machine) if row.get("throttled")][:500],
+        "switches": _switches(info),
+        "samples": [[row["step"], _cut(row.get("prompt")), _cut(row.get("text"))] for row in reversed(samples)],
+        "samples_left_out": samples_left_out,
+        "warnings": _warnings(history, state),
+        "notices": notices,
+        "notices_left_out": notices_left_out,
+        "checkpoints": [_checkpoint(row, history.folder) for row in reversed(checkpoints[-_MOST_CHECKPOINTS:])],
+        "checkpoints_left_out": max(0, len(checkpoints) - _MOST_CHECKPOINTS),
+        "environment": texts_of((label, info.get(label.lower())) for label in ("Flatout", "torch", "Device", "Folder")),
+        "starts": _starts(history),
+        "commands": commands_of(history, state),
+        "config": yaml_of(shown_config(info)),
+        "paths": paths,
+    }
+
+
+# --- figures on top of the page ---------------------------------------------------------------------------------------
+
+
+def figures_of(history: RunHistory, state: RunState, price: float | None = None) -> list[dict[str, str]]:
+    """The figures a person looks for first; `price` is what an hour costs."""
+    info, steps = history.info, rows_with_step(history.steps)
+    figures: list[dict[str, str]] = []
+
+    def add(key: str, label: str, text: str, note: str = "") -> None:
+        figures.append({"key": key, "label": label, "text": text, "note": note})
+
+    judged = [row for row in rows_with_step(history.evals) if number(row.get("loss")) is not None]
+    good = [row for row in judged if math.isfinite(row["loss"])]
+    if good:
+        best = min(good, key=lambda row: row["loss"])
+        bits, perplexity, where = amount(best.get("bits_per_byte")), amount(best.get("perplexity")), _at_step(best)
+        notes = [where, "" if perplexity is None else f"perplexity {perplexity:,.4g}"]
+        notes.append("" if bits is None else f"{bits:.3f} bits/byte")
+        add("val_loss", "Best validation loss", f"{best['loss']:.4f}", ", ".join(filter(None, notes)))
+        if judged[-1] is not best:
+            add("last_val_loss", "Last validation loss", f"{judged[-1]['loss']:.4f}", _at_step(judged[-1]))
+    last = steps[-1] if steps else {}
+    if (loss := number(last.get("loss"))) is not None:
+        add("loss", "Last training loss", f"{loss:.4f}", _at_step(last))
+    epochs, tokens, size = (amount(value) for value in (last.get("epoch"), last.get("tokens"), info.get("parameters")))
+    done = f"{state.step:,}" if state.steps is None else f"{state.step:,} of {state.steps:,}"
+    add("steps", "Steps", done, "" if epochs is None else f"{epochs:.2f} epochs")
+    if tokens is not None:
+        add("tokens", "Tokens seen", human_count(tokens), f"{tokens:,}")
+        if size and amount(info.get("batch_samples")) is None:  # of fine-tuning it says nothing
+            note = "compute-optimal is about 20"
+            add("tokens_per_parameter", "Tokens per parameter", f"{tokens / size:,.3g}", note)
+    rates, seconds, shares, memory = _columns(history, "tokens_per_second", "seconds", "mfu", "memory_bytes")
+    if rates:
+        per_step = f"{_duration(statistics.median(seconds))} a step" if seconds else ""
+        add("tokens_per_second", "Tokens per second", human_count(statistics.median(rates)), f"median, {per_step}")
+    if shares:
+        add("mfu", "MFU", f"{statistics.median(shares):.1%}", "median share of peak arithmetic")
+    if memory:
+        add("memory", "Peak memory", human_bytes(max(memory)), "of the process" if _on_host(info) else "allocated")
+    if seconds:
+        note = "without evaluation and saving"
+        if state.goes_on and state.steps is not None:
+            left = max(0, state.steps - state.step) * statistics.median(seconds[-50:])
+            note = f"about {human_seconds(left)} to go"
+        add("seconds", "Training time", human_seconds(sum(seconds)), note)
+    joules, read = _energy(history.machine)
     if read > 0:
-        ranks = amount(history.info.get("ranks")) or 1
-        whose = "of the first rank's card alone" if ranks > 1 else "of the card alone"
+        whose = "of the first rank's card alone" if (amount(info.get("ranks")) or 1) > 1 else "of the card alone"
         note = f"{joules / read:,.0f} W in {human_seconds(read)} of readings, {whose}"
-        figures.append({"key": "energy", "label": "Energy", "text": f"{joules / 3.6e6:,.3g} kWh", "note": note})
-    if price is not None and seconds > 0:
-        note = f"{human_seconds(seconds)} at {price:g} per hour, without start-up"
-        figures.append({"key": "cost", "label": "Cost", "text": f"{seconds / 3600 * price:,.2f}", "note": note})
+        add("energy", "Energy", f"{joules / 3.6e6:,.3g} kWh", note)
+    spent = _seconds_by_part(history)[0]
+    whole = sum(spent.get(name, 0.0) for name in _IN_THE_SUM)
+    if price is not None and whole > 0:
+        note = f"{human_seconds(whole)} at {price:g} per hour, without start-up"
+        add("cost", "Cost", f"{whole / 3600 * price:,.2f}", note)
     return figures
 
 
-def energy(machine: Sequence[dict[str, Any]]) -> tuple[float, float]:
+def _bits_per_byte(history: RunHistory) -> list[dict[str, str]]:
+    """The figure that leads where losses do not compare."""
+    known = [row for row in rows_with_step(history.evals) if finite([row.get("bits_per_byte")])]
+    best = min(known, key=lambda row: row["bits_per_byte"], default=None)
+    if best is None:
+        return []
+    text = f"{best['bits_per_byte']:.4f}"
+    return [{"key": "bits_per_byte", "label": "Best bits per byte", "text": text, "note": _at_step(best)}]
+
+
+def _energy(machine: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """(joules, seconds) between readings; a clock that goes back is another start of the run."""
     joules = seconds = 0.0
     before: tuple[float, float] | None = None
@@ -64,351 +196,227 @@ def energy(machine: Sequence[dict[str, Any]]) -> tuple[float, float]:
     return joules, seconds
 
 
-Rows = list[tuple[str, Any]]
+# --- speed, memory, machine -------------------------------------------------------------------------------------------
 
 
-def summary_of(history: RunHistory, state: RunState) -> str:
-    """The run in a sentence or two. It counts what was trained on so far, and beside it what there is."""
-    info, size = history.info, amount(history.info.get("parameters"))
-    parts = [amount(info.get(f"{name}_parameters")) for name in ("trained", "table")]
-    what = f"{info.get('family', 'model')}" + ("" if size is None else f" with {human_parameters(size, *parts)}")
-    where = f"on {info.get('device', 'an unknown device')}. {state.text}"
-    if fine_tuned(info):
-        source, there = _at(info, "chat.source"), amount(_samples(info).get("train", info.get("windows")))
-        seen = _seen(_samples_seen(info, state.step), there, "sample", source)
-        return f"{what}, fine-tuned from {_at(info, 'model.init_from')} on {seen}, {where}"
-    source = _at(info, "data.source")
-    from_where = source if isinstance(source, str) else "several sources" if isinstance(source, list) else "its data"
-    steps = rows_with_step(history.steps)
-    seen, there = amount(steps[-1].get("tokens")) if steps else 0, amount(info.get("train_tokens"))
-    return f"{what}, trained on {_seen(seen, there, 'token', from_where)}, {where}"
-
-
-def _samples_seen(info: dict[str, Any], step: int) -> float | None:
-    """Samples of so many steps: the last one of an epoch has what is left."""
-    batch, train = amount(info.get("batch_samples")), amount(_samples(info).get("train"))
-    if not batch or not train:
-        return None if batch is None else batch * step
-    epochs, steps = divmod(step, math.ceil(train / batch))
-    return epochs * train + steps * batch
-
-
-def _seen(seen: float | None, there: float | None, noun: str, source: Any) -> str:
-    """How much of a source was trained on: a share of it, or how often all of it."""
-    if seen is None:
-        return f"{source}"
-    count = f"{human_count(seen)} {noun}s"
-    if not there:
-        return f"{count} of {source}"
-    times = (
-        ""
-        if seen < 0.995 * there
-        else f", {seen / there:.3g} times all of it"
-        if seen > 1.005 * there
-        else ", all of it"
-    )
-    return f"{count} of {source} ({human_count(there)} {noun}s{times})"
-
-
-def facts_of(info: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was trained on what, in three groups of label and text; unknown things are left out."""
-    tuned = fine_tuned(info)
-    start = _base_rows(info) if tuned else [("Started from", _at(info, "model.init_from"))]
+def _speed_groups(history: RunHistory) -> list[dict[str, Any]]:
+    """Speed, memory, ranks and machine as groups of [label, text, note]."""
     groups = {
-        "Model": [*start, *_model_rows(info)],
-        "Data": _sample_rows(info) if tuned else _text_rows(info),
-        "Training": _training_rows(info),
+        "Speed": _speed_rows(history),
+        "Memory": _memory_rows(history),
+        "Ranks": _rank_rows(history),
+        "Machine": _machine_rows(rows_with_step(history.machine)),
     }
-    return [
-        {"group": group, "rows": [[label, str(value)] for label, value in rows if value is not None]}
-        for group, rows in groups.items()
-    ]
+    return [{"group": name, "rows": rows} for name, rows in groups.items() if rows]
 
 
-def fine_tuned(info: dict[str, Any]) -> bool:
-    return _at(info, "chat.source") is not None
-
-
-def _model_rows(info: dict[str, Any]) -> Rows:
-    shape = [_at(info, f"model.{name}") for name in ("layers", "width", "heads")]
-    flops = amount(info.get("flops_per_token"))
-    return [
-        ("Family", info.get("family")),
-        ("Parameters", _whole(info.get("parameters"))),
-        ("In tables", _whole(info.get("table_parameters") or None, " of them")),
-        ("Blocks, width, heads", None if None in shape else " × ".join(str(item) for item in shape)),
-        *_mixer_rows(info),
-        ("Context", _whole(info.get("context"), " tokens")),
-        ("Vocabulary", _whole(info.get("vocab"), " ids")),
-        _parts_row(info),
-        ("Arithmetic per token", None if flops is None else f"{human_count(flops)} FLOP, forward and backward"),
-    ]
-
-
-def _parts_row(info: dict[str, Any]) -> tuple[str, Any]:
-    """What blocks are made of. Rotary positions are attention's, so that a model without it has none."""
-    norm, positions, mlp = (_at(info, f"model.{name}") for name in ("norm", "positions", "mlp"))
-    if positions == "rope" and not _attends(info):
-        return "Norm, MLP", _joined(norm, mlp)
-    return "Norm, positions, MLP", _joined(norm, positions, mlp)
-
-
-def shown_config(info: dict[str, Any]) -> Any:
-    """The stored config, without the settings of rotary positions where no block has attention to read them."""
-    config = info.get("config")
-    if not isinstance(config, dict) or _attends(info):
-        return config
-    model = {name: value for name, value in config["model"].items() if not str(name).startswith("rope_")}
-    return {**config, "model": model}
-
-
-def _attends(info: dict[str, Any]) -> bool:
-    return set(_kinds(info)) != {"E"}
-
-
-def _kinds(info: dict[str, Any]) -> str:
-    """The letter of every block; nothing where it is not known. A damaged record may hold anything."""
-    pattern, layers = _at(info, "model.pattern"), amount(_at(info, "model.layers"))
-    if not isinstance(pattern, str) or not pattern or layers is None or not 1 <= layers <= 1000:
-        return ""
-    return (pattern * (int(layers) // len(pattern) + 1))[: int(layers)]
-
-
-def _mixer_rows(info: dict[str, Any]) -> Rows:
-    """What is in the place of full attention, of models where something is."""
-    kinds = _kinds(info)
-    if set(kinds) <= {"A"}:
-        return []
-    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    return [
-        ("Pattern of blocks", f"{_at(info, 'model.pattern')} ({counts})"),
-        ("Window", _whole(_at(info, "model.window"), " tokens in each W block") if "W" in kinds else None),
-        ("States", _whole(_at(info, "model.states"), " in each E block") if "E" in kinds else None),
-    ]
-
-
-def _base_rows(info: dict[str, Any]) -> Rows:
-    """The model that a run started from, and what is trained of it."""
-    rank, size = amount(_at(info, "lora.rank")), amount(info.get("parameters"))
-    trained = amount(info.get("trained_parameters"))
-    rows: Rows = [("Base", _at(info, "model.init_from")), ("Base's fingerprint", _shortened(info.get("base")))]
-    if not rank:
-        return [*rows, ("Trained", None if size is None else f"all {size:,} parameters")]
-    if trained is not None and size is not None:
-        share = trained / max(1, size + trained)
-        rows.append(("Trained", f"{trained:,} parameters in adapters, {share:.2%} of all; {size:,} are frozen"))
-    alpha, dropout = (amount(_at(info, f"lora.{name}")) for name in ("alpha", "dropout"))
-    targets = _at(info, "lora.targets")
-    kind = "DoRA" if _at(info, "lora.dora") else "LoRA"
-    more = [f"{kind}, rank {rank:g}", f"alpha {2 * rank if alpha is None else alpha:g}"]
-    more += ["rank-stabilised"] if _at(info, "lora.rank_stabilised") else []
-    more += [f"dropout {dropout:g}"] if dropout else []
-    rows.append(("Adapters", ", ".join(more)))
-    for label, name in (("Ranks by name", "ranks"), ("Alphas by name", "alphas"), ("Trained whole", "also")):
-        values = _at(info, f"lora.{name}")
-        rows.append((label, ", ".join(map(str, values)) if isinstance(values, list) and values else None))
-    rows.append(("Targets", ", ".join(map(str, targets)) if isinstance(targets, list) else None))
-    rows.append(("Went on from", _at(info, "lora.init_from")))
-    if _at(info, "lora.quantize") not in (None, "none"):
-        rows.append(("Base held in", f"4 bits ({_at(info, 'lora.quantize')})"))
+def _speed_rows(history: RunHistory) -> Noted:
+    rows: Noted = []
+    rates, seconds, shares, waits = _columns(history, "tokens_per_second", "seconds", "mfu", "data_seconds")
+    if rates:
+        ordered = sorted(rates)
+        low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
+        rows.append(["Tokens per second", f"{statistics.median(rates):,.0f}", "median"])
+        rows.append(["Middle 80% of them", f"{low:,.0f} to {high:,.0f}", ""])
+    if seconds:
+        median = statistics.median(seconds)
+        rows.append(["Step time", _duration(median), "median"])
+        rows.append(["Steps per second", f"{1 / median:,.3g}" if median > 0 else "–", ""])
+        timed = [row for row in rows_with_step(history.steps) if amount(row.get("seconds")) is not None]
+        slowest = max(timed, key=lambda row: row["seconds"], default=None)
+        rows += [["Slowest step", _duration(slowest["seconds"]), _at_step(slowest)]] if slowest is not None else []
+        rows += _epoch_rows(history, median)
+    if shares:
+        rows.append(["MFU", f"{statistics.median(shares):.1%}", f"median; best step {max(shares):.1%}"])
+    if waits and seconds:
+        share = sum(waits) / max(sum(seconds), 1e-9)
+        rows.append(["Waiting for data", f"{share:.1%} of the step time", "aim: below 5%"])
     return rows
 
 
-def _text_rows(info: dict[str, Any]) -> Rows:
-    source = _at(info, "data.source")
+def _epoch_rows(history: RunHistory, step_seconds: float) -> Noted:
+    if epochs := finite(row.get("seconds") for row in history.epochs):
+        return [["Time per epoch", human_seconds(statistics.median(epochs)), "median"]]
+    names = ("windows", "context", "batch_tokens", "batch_samples")
+    windows, context, batch, samples = (amount(history.info.get(name)) for name in names)
+    if samples:  # a window is a sample
+        context, batch = 1, samples
+    if windows and context and batch:
+        return [["Time per epoch", human_seconds(windows * context / batch * step_seconds), "at this pace"]]
+    return []
+
+
+def _memory_rows(history: RunHistory) -> Noted:
+    known = [row for row in rows_with_step(history.steps) if amount(row.get("memory_bytes")) is not None]
+    if not known:
+        return []
+    peak, on_host = max(row["memory_bytes"] for row in known), _on_host(history.info)
+    rows = [["Peak", human_bytes(peak), "of the process" if on_host else "allocated by torch"]]
+    (reserved,) = _columns(history, "reserved_bytes")
+    rows += [["Peak with torch's cache", human_bytes(max(reserved)), ""]] if reserved else []
+    estimate = amount(history.info.get("memory_estimate_bytes"))
+    if estimate is not None and not on_host:
+        rows.append(["Estimated before the run", human_bytes(estimate), ""])
+    settled = next(row["step"] for row in known if row["memory_bytes"] >= 0.99 * peak)
+    return [*rows, ["Within 1% of the peak", f"from step {settled:,} on", "aim: steady after the first steps"]]
+
+
+def _rank_rows(history: RunHistory) -> Noted:
+    """How several ranks share the work, over the whole run."""
+    told = [row for row in history.spans if isinstance(row.get("rank_seconds"), list | tuple)]
+    count = len(told[-1]["rank_seconds"]) if told else 0
+    rows = [row for row in told if len(finite(row["rank_seconds"])) == count]
+    if count < 2 or not rows:
+        return []
+    totals = [sum(seconds) for seconds in zip(*(row["rank_seconds"] for row in rows), strict=True)]
+    spent = [row.get("seconds") for row in rows]
+    waited = sum(sum(finite([seconds.get("reduction")])) for seconds in spent if isinstance(seconds, dict))
     return [
-        ("Source", format_value(source) if isinstance(source, list | dict) else source),
-        ("Tokenizer", info.get("tokenizer")),
-        ("Training", _whole(info.get("train_tokens"), " tokens") or "streamed, length not known"),
-        ("Validation", _whole(info.get("val_tokens"), " tokens")),
-        ("Windows", _whole(info.get("windows"))),
-        ("Packing", _at(info, "data.packing")),
-        ("Documents", "apart: a token sees its own alone" if _at(info, "data.documents") == "apart" else None),
-        ("Fingerprint", _shortened(info.get("dataset"))),
+        ["Ranks", f"{count}", ""],
+        ["Slowest rank", slowest_rank(totals), "aim: within 2%"],
+        ["Waiting for gradients", f"{exposed_share(waited, totals[0]):.1%} of rank 0's time", "aim: below 10%"],
     ]
 
 
-def _sample_rows(info: dict[str, Any]) -> Rows:
-    """The rows of a fine-tuning run, and what became of them."""
-    told = _samples(info)
-    files, rows, lost = (amount(told.get(name)) for name in ("files", "rows", "rows_not_used"))
-    train, val, labelled = (amount(told.get(name)) for name in ("train", "val", "labelled"))
-    tokens, val_source = amount(info.get("train_tokens")), _at(info, "chat.validation")
-    val_source = val_source if isinstance(val_source, str) else None
-    held = f"from {val_source}" if val_source is not None else "held out"
-    used, template = _rows_used(info), told.get("template") or _at(info, "chat.template")
-    return [
-        ("Rows", f"{_at(info, 'chat.source')}" + (f" ({files:,} files)" if files and files > 1 else "")),
-        ("Held-out rows", val_source),
-        ("Read as", told.get("format")),
-        ("Rows used", None if used is None else f"{used:,} of {rows:,}"),
-        ("Rows not used", f"{lost:,}; why is in problems.jsonl beside the samples" if lost else _whole(lost)),
-        ("Samples", None if train is None else f"{train:,} to train on, {val or 0:,} {held}"),
-        ("Learned", f"{labelled / tokens:.1%} of {tokens:,} tokens" if labelled is not None and tokens else None),
-        ("Trained on", _at(info, "chat.train_on")),
-        ("Template", "the model's own" if template == "model" else template),
-        ("Packing", "a row for each sample" if _at(info, "chat.packing") is False else "samples share rows"),
-        ("Validation", _whole(info.get("val_tokens"), " tokens")),
-        ("Fingerprint", _shortened(info.get("dataset"))),
-    ]
+def _machine_rows(machine: Sequence[dict[str, Any]]) -> Noted:
+    """The card and the host, from the readings of a run."""
+    rows: Noted = []
 
+    @functools.cache
+    def values(field: str) -> list[float]:
+        return finite(row.get(field) for row in machine)
 
-def _training_rows(info: dict[str, Any]) -> Rows:
-    steps, batch = amount(info.get("steps")), amount(info.get("batch_tokens"))
-    size, windows, context = (amount(info.get(name)) for name in ("parameters", "windows", "context"))
-    samples = amount(info.get("batch_samples"))
-    planned = steps * batch if steps is not None and batch is not None else None
-    mixture = [info.get(name) for name in ("micro_batch", "context", "accumulation")]
-    if samples is not None:
-        about = "" if planned is None else f", about {human_count(planned)} tokens"
-        epochs = f"{steps * samples / windows:.2f}" if steps is not None and windows else None
-        rows: Rows = [
-            ("Planned", None if steps is None else f"{steps:,} steps{about}"),
-            ("Epochs", epochs),
-            ("Samples per step", f"{samples:,}" + ("" if batch is None else f", about {batch:,} tokens")),
-        ]
-    else:
-        rows = [
-            ("Planned", None if planned is None else f"{steps:,} steps, {human_count(planned)} tokens"),
-            ("Epochs", f"{planned / (windows * context):.2f}" if planned and windows and context else None),
-            ("Tokens per parameter", f"{planned / size:,.2f} planned" if planned and size else None),
-            ("Tokens per step", None if batch is None or None in mixture else
-             f"{batch:,} ({' × '.join(str(item) for item in mixture)})"),
-        ]  # fmt: skip
-    return [
-        *rows,
-        ("Learning rate", _joined(_at(info, "optim.learning_rate"), _at(info, "optim.schedule"))),
-        ("Warm-up", _warmup(info)),
-        ("Weight decay, clip", _joined(_at(info, "optim.weight_decay"), _at(info, "optim.clip"))),
-        ("Seed", _at(info, "train.seed")),
-    ]
+    def add(label: str, field: str, text: Callable[[list[float]], str], note: str) -> None:
+        if values(field):
+            rows.append([label, text(values(field)), note])
 
+    def middle(form: str) -> Callable[[list[float]], str]:
+        return lambda found: format(statistics.median(found), form)
 
-def _warmup(info: dict[str, Any]) -> str | None:
-    """The warm-up as it was told: in steps, as a share of the run, or in epochs."""
-    told = _at(info, "optim.warmup")
-    if isinstance(told, float):
-        return f"{told:.3g} of the run"
-    if told is None:  # an earlier version wrote it
-        told = _at(info, "optim.warmup_steps")
-    return told if isinstance(told, str) else _whole(told, " steps")
+    def of_whole(whole: str) -> Callable[[list[float]], str]:
+        def text(found: list[float]) -> str:
+            most = max(values(whole), default=0)
+            return human_bytes(max(found)) + (f" of {human_bytes(most)} ({max(found) / most:.0%})" if most else "")
 
+        return text
 
-def commands_of(history: RunHistory, state: RunState) -> list[list[str]]:
-    """Commands that make, continue and use the run. They are for the folder that it was started in."""
-    folder, info = str(history.folder), history.info
-    quoted, tuned = shlex.quote(folder), fine_tuned(info)
-    verb = "finetune" if tuned else "train"
-    config, again = shlex.quote(str(history.folder / "config.yaml")), shlex.quote(f"{folder}-again")
-    commands = [["The same run again, in a new folder", f"flatout {verb} {config} output.folder={again}"]]
-    if state.kind in ("interrupted", "stopped"):
-        commands.append(["Go on with it", f"flatout {verb} --resume {quoted}"])
-    if history.checkpoints:
-        commands.append(
-            ["Talk to it", f"flatout chat {quoted}"] if tuned else ["Text from it", f"flatout generate {quoted}"]
+    add("GPU utilisation", "utilisation", middle(".0%"), "median; aim: 90% or more")
+    add("Card memory in use", "memory_bytes", of_whole("memory_total_bytes"), "highest, by everybody")
+    limit = f" of {max(values('power_limit_watts')):,.0f} W" if values("power_limit_watts") else " W"
+    add("Power", "power_watts", lambda found: f"{statistics.median(found):,.0f}{limit}", "median")
+    add("Temperature", "temperature", lambda found: f"{max(found):.0f} °C", "highest")
+    add("Clock", "clock_mhz", lambda found: f"{statistics.median(found):,.0f} MHz", "median")
+    if values("utilisation") or values("clock_mhz"):
+        held = sum(bool(row.get("throttled")) for row in machine) / len(machine)
+        rows.append(["Clock held down", f"in {held:.0%} of the readings", "aim: never"])
+    others = f"; by others {statistics.median(values('cores_others')):.1f}" if values("cores_others") else ""
+    if cores := values("cores"):
+        most = max(cores)
+        add(
+            "Host cores in use",
+            "cores_busy",
+            lambda found: f"{statistics.median(found):.1f} of {most:g}",
+            f"median{others}",
         )
-        commands.append(["Its loss once more", f"flatout eval {quoted}"])
-        if tuned:
-            whole = "merge" if amount(_at(info, "lora.rank")) else "export"
-            target = shlex.quote(f"{folder}-{'merged' if whole == 'merge' else 'exported'}")
-            commands.append(["One folder of weights, for any tool", f"flatout {whole} {quoted} {target}"])
-    commands.append(["This page", f"flatout report {quoted}"])
-    return commands
+    add("Threads waiting for cores", "threads_waiting", middle(".1f"), "median; aim: below 0.3")
+    add("Host load", "load", middle(".1f"), "median, of everybody's processes")
+    add(
+        "Host memory of the run",
+        "process_bytes",
+        lambda found: human_bytes(max(found)),
+        "highest; mapped files left out",
+    )
+    if max(values("host_total_bytes"), default=0):
+        add("Host memory in use", "host_bytes", of_whole("host_total_bytes"), "highest, by everybody")
+    if max(values("swap_bytes"), default=0):
+        rows.append(["Swap", human_bytes(max(values("swap_bytes"))), "highest, by everybody; aim: none"])
+    return rows
 
 
-def _samples(info: dict[str, Any]) -> dict[str, Any]:
-    told = info.get("samples")
-    return told if isinstance(told, dict) else {}
-
-
-def _rows_used(info: dict[str, Any]) -> float | None:
-    rows, lost = (amount(_samples(info).get(name)) for name in ("rows", "rows_not_used"))
-    return None if rows is None else rows - (lost or 0)
-
-
-def _at(info: dict[str, Any], path: str) -> Any:
-    value = info.get("config")
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def _whole(value: Any, unit: str = "") -> str | None:
-    return None if amount(value) is None else f"{value:,}{unit}"
-
-
-def _joined(*values: Any) -> str | None:
-    known = [str(value) for value in values if value is not None]
-    return ", ".join(known) or None
-
-
-def _shortened(value: Any) -> str | None:
-    return None if value is None else str(value)[:16]
-
-
-_MOST_SAMPLES, _MOST_NOTICES, _MOST_CHECKPOINTS = 60, 200, 100
-_MOST_TEXT = 6000  # characters of one sample or message
-
-
-def report_data(histories: Sequence[RunHistory], *, live: bool = False, price: float | None = None) -> dict[str, Any]:
-    """Everything the page shows of these runs, side by side where there are several; `price` is of an hour."""
-    names = distinct_names([history.folder for history in histories])
-    states = [state_of(history) for history in histories]
-    configs = [_flat_config(shown_config(history.info)) for history in histories]
-    paths = dict.fromkeys(path for config in configs for path in config)
-    different = [path for path in paths if len({config.get(path) for config in configs}) > 1]
-    samples = max(4, _MOST_SAMPLES // max(len(histories), 1))
-    runs = [
-        _run(history, name, state, config, points_for(len(histories)), samples, price)
-        for history, name, state, config in zip(histories, names, states, configs, strict=True)
+def _time_parts(history: RunHistory) -> dict[str, Any]:
+    """Seconds by part of the work, and a sentence that explains them; of runs without spans, from other records."""
+    seconds, calls, note = _seconds_by_part(history)
+    total = sum(seconds.get(name, 0.0) for name in _IN_THE_SUM) or 1.0
+    own = [name for name in seconds if name not in (*_IN_THE_SUM, "data")]
+    parts = [
+        {
+            "name": name,
+            "share": round(seconds[name] / total, 5),
+            "text": _duration(seconds[name]),
+            "calls": calls.get(name, 0),
+            "beside": name not in _IN_THE_SUM,
+        }
+        for name in (*_IN_THE_SUM, *own, "data")
+        if name in seconds
     ]
-    rows = [{"path": path, "values": [config.get(path, "–") for config in configs]} for path in different]
-    title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
-    return _inert({"title": title, "live": live, "runs": runs, "differences": rows})
+    if own:
+        note += " Spans of your own code lie inside the steps; not in the sum."
+    return {"parts": parts[:24], "note": note if parts else ""}
 
 
-def _run(
-    history: RunHistory,
-    name: str,
-    state: RunState,
-    config: dict[str, str],
-    points: int,
-    samples: int,
-    price: float | None,
-) -> dict[str, Any]:
-    info, steps = history.info, rows_with_step(history.steps)
-    places = Places(steps)
-    resumes = [start for row in history.infos[1:] if (start := amount(row.get("start_step")))]
-    shown, left_out = _spread(rows_with_step(history.samples), samples)
-    notices, notices_left_out = _notices(history)
-    checkpoints = rows_with_step(history.checkpoints)
+def _seconds_by_part(history: RunHistory) -> tuple[dict[str, float], dict[str, int], str]:
+    """Seconds and calls of every part of the work, and a sentence that explains them."""
+    seconds: dict[str, float] = {}
+    calls: dict[str, int] = {}
+    for row in history.spans:
+        for field, totals in (("seconds", seconds), ("calls", calls)):
+            found = row.get(field)
+            for name, value in found.items() if isinstance(found, dict) else ():
+                totals[str(name)] = totals.get(str(name), 0) + sum(finite([value]))
+    note = (
+        "Wait, forward, backward, micro-batch, reduction and optimizer are on the device's clock and add up to the "
+        "steps; wait is what it stood still, reduction its waiting for other ranks' gradients. Evaluation, sample and "
+        "checkpoint come on top."
+    )
+    if "data" in seconds:
+        note += " Data is how long the host waited for batches, perhaps while the device was busy; not in the sum."
+    if not seconds:
+        note = "This run kept no spans: whole steps, evaluations and checkpoints, as their records tell."
+        told = {"steps": history.steps, "evaluation": history.evals, "checkpoint": history.checkpoints}
+        for name, rows in told.items():
+            if spent := finite(row.get("seconds") for row in rows):
+                seconds[name], calls[name] = sum(spent), len(spent)
+    return seconds, calls, note
+
+
+def _eigenstate_part(found: EigenstateHistory) -> dict[str, Any] | None:
+    """Sentence, rows from the first layer to the last, and a note."""
+    if not found.layers:
+        return None
+    note = (
+        "A state's horizon is the number of tokens after which 1/e of it is left, -1 / ln |λ|; its period is the "
+        "tokens of a whole turn. Bars reach from the shortest to the longest horizon of a layer's states, with the "
+        "middle 80% strong and a mark at the median, on a logarithmic scale."
+    )
     return {
-        "name": name,
-        "folder": str(history.folder),
-        "state": {"kind": state.kind, "word": state.word, "text": state.text, "goes_on": state.goes_on},
-        "summary": summary_of(history, state),
-        "figures": [*figures_of(history, state), *cost_figures(history, whole_seconds(history), price)],
-        "facts": facts_of(info),
-        "speed": speed_groups(history),
-        "time": time_parts(history),
-        "eigenstates": eigenstate_part(history),
-        "curves": curves_of(history, points),
-        "resumes": [[int(step), *places.at(int(step))] for step in resumes],
-        "throttled": [row["step"] for row in rows_with_step(history.machine) if row.get("throttled")][:500],
-        "switches": _switches(info),
-        "samples": [[row["step"], _cut(row.get("prompt")), _cut(row.get("text"))] for row in reversed(shown)],
-        "samples_left_out": left_out,
-        "warnings": _warnings(history, state),
-        "notices": notices,
-        "notices_left_out": notices_left_out,
-        "checkpoints": [_checkpoint(row, history.folder) for row in reversed(checkpoints[-_MOST_CHECKPOINTS:])],
-        "checkpoints_left_out": max(0, len(checkpoints) - _MOST_CHECKPOINTS),
-        "environment": _environment(info),
-        "starts": _starts(history),
-        "commands": commands_of(history, state),
-        "config": _yaml(shown_config(info)),
-        "paths": list(config),
+        "context": found.context,
+        "sentence": f"{found.sentence[:1].upper()}{found.sentence[1:]}." if found.sentence else "",
+        "layers": [_layer_row(layer) for layer in found.layers],
+        "note": note + (" The upright line is the context." if found.context else ""),
     }
+
+
+def _layer_row(layer: LayerHistory) -> dict[str, Any]:
+    def tokens(value: float | None) -> str:
+        return "–" if value is None else short_tokens(value)
+
+    ends = [tokens(layer.last("horizon", name)) for name in ("10%", "90%")]
+    bar = [layer.last("horizon", name) for name in QUANTILES]
+    beyond = layer.beyond[-1]
+    return {
+        "layer": layer.layer,
+        "states": "–" if layer.states is None else f"{layer.states:,}",
+        "bar": [None if value is None or math.isnan(value) else short(min(value, _FAR)) for value in bar],
+        "median": tokens(layer.last("horizon")),
+        "middle": " to ".join(dict.fromkeys(ends)),
+        "longest": tokens(layer.last("horizon", "max")),
+        "beyond": "–" if beyond is None or not 0 <= beyond <= 1 else f"{beyond:.0%}",
+        "start": tokens(layer.first("horizon")),
+        "period": tokens(layer.last("period")),
+    }
+
+
+# --- what happened ----------------------------------------------------------------------------------------------------
 
 
 def _switches(info: dict[str, Any]) -> list[list[str]]:
@@ -434,10 +442,10 @@ def _warnings(history: RunHistory, state: RunState) -> list[str]:
         share = len(held) / max(len(history.machine), 1)
         why = ", ".join(sorted({str(row["throttled"]) for row in held}))
         found.append(f"The card's clock was held down ({why}) in {share:.0%} of the readings.")
-    waits = finite([row.get("threads_waiting") for row in history.machine])
-    short = sum(value >= WAITING for value in waits)
-    if history.info.get("device") == "cpu" and 2 * short > len(waits):
-        share = short / len(waits)
+    waits = finite(row.get("threads_waiting") for row in history.machine)
+    starved = sum(value >= WAITING for value in waits)
+    if _on_host(history.info) and 2 * starved > len(waits):
+        share = starved / len(waits)
         found.append(f"Threads waited for cores in {share:.0%} of the readings: too many threads, or a busy machine.")
     sizes = {size for row in steps if (size := amount(row.get("micro_batch"))) is not None}
     if len(sizes) > 1:
@@ -450,10 +458,7 @@ def _notices(history: RunHistory) -> tuple[list[list[Any]], int]:
     seen: dict[str, list[Any]] = {}
     for row in rows_with_step(history.notices):
         message = _cut(row.get("message"))
-        if message in seen:
-            seen[message][2] += 1
-        else:
-            seen[message] = [row["step"], message, 1]
+        seen.setdefault(message, [row["step"], message, 0])[2] += 1
     rows = list(seen.values())
     if len(rows) <= _MOST_NOTICES:
         return rows, 0
@@ -464,20 +469,9 @@ def _notices(history: RunHistory) -> tuple[list[list[Any]], int]:
 def _checkpoint(row: dict[str, Any], folder: Path) -> list[Any]:
     """[step, folder, size, seconds, whether it was the best so far, whether it is still there]."""
     size, seconds = amount(row.get("bytes")), amount(row.get("seconds"))
-    name = f"step-{row['step']:08d}"  # where it lies now, which need not be where it was written
-    return [
-        row["step"],
-        f"checkpoints/{name}",
-        "–" if size is None else human_bytes(size),
-        "–" if seconds is None else f"{seconds:.2f} s",
-        bool(row.get("best")),
-        (folder / "checkpoints" / name).is_dir(),
-    ]
-
-
-def _environment(info: dict[str, Any]) -> list[list[str]]:
-    names = {"Flatout": "flatout", "torch": "torch", "Device": "device", "Folder": "folder"}
-    return [[label, str(info[key])] for label, key in names.items() if info.get(key) is not None]
+    name = f"checkpoints/step-{row['step']:08d}"  # where it lies now, which need not be where it was written
+    texts = ["–" if size is None else human_bytes(size), "–" if seconds is None else f"{seconds:.2f} s"]
+    return [row["step"], name, *texts, bool(row.get("best")), (folder / name).is_dir()]
 
 
 def _starts(history: RunHistory) -> list[list[str]]:
@@ -494,32 +488,29 @@ def _starts(history: RunHistory) -> list[list[str]]:
     ]
 
 
-def _yaml(config: Any) -> str:
-    """The stored config as a config file, section by section."""
-    if not isinstance(config, dict):
-        return ""
-    lines: list[str] = []
-    for section, values in config.items():
-        if not isinstance(values, dict) or not values:
-            lines.append(f"{section}: {format_value(values)}")
-            continue
-        lines.append(f"{section}:")
-        lines += [f"  {name}: {format_value(value)}" for name, value in values.items()]
-    return "\n".join(lines) + "\n"
+# --- small parts ------------------------------------------------------------------------------------------------------
 
 
-def _flat_config(config: Any) -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for section, values in config.items() if isinstance(config, dict) else ():
-        if isinstance(values, dict):
-            flat |= {f"{section}.{name}": format_value(value) for name, value in values.items()}
-        else:
-            flat[str(section)] = format_value(values)
-    return flat
+def _columns(history: RunHistory, *fields: str) -> list[list[float]]:
+    return [finite(history.column(field)) for field in fields]
+
+
+def _at_step(row: Mapping[str, Any]) -> str:
+    return f"step {row['step']:,}"
+
+
+def _on_host(info: Mapping[str, Any]) -> bool:
+    return info.get("device") == "cpu"
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 90:
+        return human_seconds(seconds)
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _spread(rows: list[dict[str, Any]], most: int) -> tuple[list[dict[str, Any]], int]:
-    """At most so many of them, evenly over time, first and last among them; and how many are left out."""
+    """At most `most` of the rows, evenly over time, first and last among them; and how many are left out."""
     if len(rows) <= most:
         return rows, 0
     chosen = sorted({round(index * (len(rows) - 1) / (most - 1)) for index in range(most)})

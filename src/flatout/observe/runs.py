@@ -22,7 +22,7 @@ import time
 import types
 import typing
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -33,9 +33,17 @@ from flatout.config.suggest import run_hint
 from flatout.errors import DataError, UsageError
 from flatout.folders import process_lives
 from flatout.lock import LOCK, is_held, owner_of
-from flatout.observe.curves import amount, number
-from flatout.observe.human import Terminal, human_bytes, human_seconds, printable
-from flatout.observe.sinks import NUMBERS, RunHistory, early_stop_reason, minutes_of, read_history, rows_with_step
+from flatout.observe.human import Terminal, human_bytes, human_seconds, printable, say
+from flatout.observe.series import amount, finite, number
+from flatout.observe.sinks import (
+    NUMBERS,
+    RunHistory,
+    early_stop_reason,
+    incomparable,
+    minutes_of,
+    read_history,
+    rows_with_step,
+)
 from flatout.records import EndRecord, Record, RunInfo, StepRecord
 
 RUNS = Path("runs")
@@ -284,7 +292,11 @@ def _convert(hint: Any, empty: Any, value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """One run. `loss_of` is validation or training, and empty where there is no loss."""
+    """One run. `loss_of` is validation or training, and empty where there is no loss.
+
+    Losses compare between runs with the same `tokenizer` and `dataset` (a fingerprint); `bits_per_byte`, the best of
+    the run, do so between tokenizers.
+    """
 
     run: str
     state: str
@@ -292,6 +304,9 @@ class RunRow:
     steps: int | None
     loss: float | None
     loss_of: str
+    bits_per_byte: float | None
+    tokenizer: str | None
+    dataset: str | None
     bytes: int
     age_seconds: float
 
@@ -317,34 +332,44 @@ def list_runs(folder: Path, *, sort: str = "age") -> list[RunRow]:
     return sorted(map(_row, found), key=SORTS[sort])
 
 
-def print_runs(rows: Iterable[RunRow]) -> None:
+def print_runs(rows: Sequence[RunRow]) -> None:
+    """A table; where losses do not compare, bits per byte come before them, and a note says so."""
+    apart = incomparable([dataclasses.asdict(row) for row in rows if row.loss is not None])
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("run", "state", "step", "loss", "size", "age"):
+    names = ("run", "state", "step", *(("bits/byte",) if apart else ()), "loss", "size", "age")
+    for name in names:
         table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
     for row in rows:
         of = "" if row.steps is None else f" of {row.steps:,}"
         loss = "–" if row.loss is None else f"{row.loss:.4f}"
-        table.add_row(
-            printable(row.run),
-            row.state,
-            "–" if row.step is None else f"{row.step:,}{of}",
-            f"{loss} (training)" if row.loss_of == "training" else loss,
-            human_bytes(row.bytes),
-            human_seconds(row.age_seconds),
-        )
-    Terminal(width_of_files=160).print(table)
+        cells = {
+            "run": printable(row.run),
+            "state": row.state,
+            "step": "–" if row.step is None else f"{row.step:,}{of}",
+            "bits/byte": "–" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}",
+            "loss": f"{loss} (training)" if row.loss_of == "training" else loss,
+            "size": human_bytes(row.bytes),
+            "age": human_seconds(row.age_seconds),
+        }
+        table.add_row(*(cells[name] for name in names))
+    terminal = Terminal(width_of_files=160)
+    terminal.print(table)
+    if apart:
+        say(terminal, f"note: {apart}")
 
 
 def _row(folder: Path) -> RunRow:
-    known: dict[str, Any] = {"step": None, "steps": None, "loss": None, "loss_of": ""}
+    known: dict[str, Any] = dict.fromkeys(("step", "steps", "loss", "bits_per_byte", "tokenizer", "dataset"))
     try:
         history = read_history(folder)
     except DataError:
-        known["state"] = "starting" if at_work(folder) else "no records"
+        known |= {"state": "starting" if at_work(folder) else "no records", "loss_of": ""}
     else:
-        state = state_of(history)
-        loss, loss_of = _loss(history)
-        known = {"state": state.word, "step": state.step, "steps": state.steps, "loss": loss, "loss_of": loss_of}
+        state, info = state_of(history), history.info
+        known |= {"state": state.word, "step": state.step, "steps": state.steps}
+        known |= {name: info[name] for name in ("tokenizer", "dataset") if isinstance(info.get(name), str)}
+        known["bits_per_byte"] = min(finite(row.get("bits_per_byte") for row in history.evals), default=None)
+        known["loss"], known["loss_of"] = _loss(history)
     age = max(0.0, time.time() - touched(folder))
     return RunRow(run=str(folder), bytes=_bytes_in(folder), age_seconds=age, **known)
 

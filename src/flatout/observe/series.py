@@ -1,180 +1,210 @@
-"""The numbers of a run as arrays, and how many of them a picture can show.
+"""Values over steps: the series behind pictures, the report, the live panel and the notebook.
 
-Idea: a picture is a thousand dots wide, a run may have millions of steps. `thin` keeps, of all steps that fall on one
-column of dots, the first, the lowest, the highest and the last: the drawn line is the same, spikes included. `smooth`
-is a mean over neighbours on both sides, so the smooth line is not late.
+Idea: a screen is a thousand dots wide, a run may have millions of steps. `thin` cuts a series into stretches of equal
+length and keeps the lowest and the highest value of each, so the drawn line is the same, spikes included. A terminal
+has too few dots for that: there `Series.means` of the same stretches are drawn.
 
-Contract: any metrics file that `read_history` reads can be taken, also one that was edited or is of an older version.
-What is no number counts as missing; NaN and infinity are numbers that happened, and are kept as such. No torch.
-
-Trap: missing and NaN are different things. A missing value leaves no trace, a NaN must be seen.
+Contract: `RunNumbers` takes what `read_history` returns, also of older runs and of damaged files. A value that is no
+number is missing and leaves no trace. NaN and infinity are values that happened and are kept. No torch.
 """
 
+import bisect
+import csv
 import dataclasses
+import io
+import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+import statistics
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy
 
-from flatout.observe.eigenstates import LayerHistory, eigenstate_history
-from flatout.observe.sinks import RunHistory, is_count, rows_with_step
+from flatout.files import disk_errors, whole_file
+from flatout.observe.human import human_count, printable
+from flatout.observe.sinks import LARGEST, RunHistory, is_count, rows_with_step
+from flatout.records import EigenstateRecord, EvalRecord, StepRecord
 
 Array = numpy.ndarray[Any, numpy.dtype[Any]]
-DRAWN = (
-    "loss", "learning_rate", "grad_norm", "seconds", "tokens_per_second", "mfu", "memory_bytes", "reserved_bytes",
-    "parameter_norm", "data_seconds",
-)  # fmt: skip
-COLUMNS = 900  # of dots in a panel; more than one of ours has
+Points = Sequence[tuple[int, float]]
+Curve = dict[str, Any]  # of the report; s: steps, t: tokens (a list, or tokens per step), e: seconds, v: values
+
+MOST_POINTS, FEWEST_POINTS = 2400, 240  # of a curve in the report, and how thin many runs beside each other may become
+_SHARED_POINTS = 3600  # per kind of curve, by all runs together
 _LARGEST = 1e100  # what is drawn must survive being squared
+_DAMAGED = 1e30  # a count, a size or a time beyond this is damage
+_SHORT = 40  # steps below which smoothing would hide more than it shows
+_NEAREST = 1e-12  # |λ| is shown no nearer to 1 than this
 _MEMORY_WORDS = re.compile(
     r"out of memory|allocate memory|STATUS_ALLOC_FAILED|with micro-batches of|sequences at once", re.I
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    """Points in the order of `x`, which is finite; `y` is NaN where the value was NaN or infinite."""
+# --- numbers of a record ----------------------------------------------------------------------------------------------
+
+
+def number(value: Any) -> float | None:
+    """The value if it is a number that a float can hold, NaN and infinity included; else None."""
+    if type(value) is float:
+        return value
+    return value if type(value) is int and abs(value) <= LARGEST else None
+
+
+def amount(value: Any) -> float | None:
+    """The value if it can be a count, a size or a time; else None."""
+    known = number(value)
+    return known if known is not None and 0 <= known <= _DAMAGED else None
+
+
+def finite(values: Iterable[Any]) -> list[float]:
+    """The numbers among the values that arithmetic can be done on."""
+    return [value for value in values if number(value) is not None and -_DAMAGED <= value <= _DAMAGED]
+
+
+# --- one series -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values `y` in the order of `x`: steps, tokens or seconds of training. NaN and infinity are values too."""
 
     x: Array
     y: Array
+    name: str = ""
+    unit: str = ""
 
     @property
     def bad(self) -> Array:
-        """Where the value was not finite."""
+        """The places of values that are not finite."""
         return self.x[~numpy.isfinite(self.y)]
 
     @property
     def values(self) -> Array:
+        """The finite values."""
         return self.y[numpy.isfinite(self.y)]
 
+    def thinned(self, most: int, *, logarithmic: bool = False) -> "Series":
+        return self.at(thin(self.x, self.y, most, logarithmic=logarithmic))
 
-class RunNumbers:
-    """A run that was read, as arrays: its steps and evaluations, each step once and in order.
+    def means(self, most: int) -> "Series":
+        """At most `most` means of the finite values of a stretch, each at its last place; a short series as it is."""
+        if len(self.x) <= most:
+            return self
+        starts, is_finite = _stretches(self.x, most), numpy.isfinite(self.y)
+        sums = numpy.add.reduceat(numpy.where(is_finite, self.y, 0.0), starts)
+        counts = numpy.add.reduceat(is_finite.astype(float), starts)
+        ends = numpy.append(starts[1:], len(self.x)) - 1
+        return replace(self, x=self.x[ends], y=numpy.where(counts > 0, sums / numpy.maximum(counts, 1.0), math.nan))
 
-    `axes` holds what steps can be drawn against: step, tokens and seconds of training; `columns` each field that is
-    drawn, as values and whether they were told. Of the marks, each is a list of steps: `skipped` updates, notices about
-    `memory`, other `notices`, and `resumes`.
+    def at(self, positions: Array) -> "Series":
+        return replace(self, x=self.x[positions], y=self.y[positions])
+
+    @property
+    def points(self) -> Points:
+        return list(zip(self.x.astype(int).tolist(), self.y.tolist(), strict=True))
+
+
+def thin(x: Any, y: Any, most: int, *, logarithmic: bool = False) -> Array:
+    """Positions to keep for about `most` points: both ends, and the lowest and highest value of every stretch of `x`.
+
+    Of values that are not finite, the first and the last of every stretch are kept. A short series is kept whole.
     """
-
-    def __init__(self, history: RunHistory, name: str | None = None) -> None:
-        self.name = history.folder.resolve().name if name is None else name
-        self.info, self.end = history.info, history.end
-        self.rows, self.evals = _once_per_step(history.steps), _once_per_step(history.evals)
-        self.columns = {field: _numbers([row.get(field) for row in self.rows]) for field in (*DRAWN, "tokens")}
-        seconds, told = self.columns["seconds"]
-        spent = numpy.where(numpy.isfinite(seconds) & (seconds > 0), numpy.minimum(seconds, _LARGEST), 0.0)
-        clock = numpy.cumsum(spent) if told.any() else numpy.full(len(self.rows), math.nan)
-        step = _array(row["step"] for row in self.rows)
-        self.axes: dict[str, Array] = {"step": step, "tokens": self.columns["tokens"][0], "seconds": clock}
-        skipped = [row["step"] for row in self.rows if row.get("applied") is False]
-        memory, notices = _notices(history.notices, set(skipped))
-        self.skipped, self.memory, self.notices = _array(skipped), _array(memory), _array(notices)
-        self.resumes = _array(_resumes(history.infos, self.rows))
-        self.eigenstates = eigenstate_history(history.eigenstates)
-
-    def curve(self, field: str, against: str = "step") -> Curve:
-        """A field of the steps where it was told."""
-        return _curve(self.axes[against], *self.columns[field])
-
-    def eval_curve(self, against: str = "step") -> Curve:
-        """Validation loss."""
-        values, told = _numbers([row.get("loss") for row in self.evals])
-        return _curve(self.place([row["step"] for row in self.evals], against), values, told)
-
-    def layer_curve(self, layer: LayerHistory, quantity: str, quantile: str = "50%") -> Curve:
-        """What the states of an eigenstate block had, over steps."""
-        return _curve(_array(layer.steps), *_numbers(list(layer.values[quantity][quantile])))
-
-    def place(self, steps: Iterable[int], against: str) -> Array:
-        """Where steps lie on an axis: at the newest step that is not after them; 0 before the first."""
-        wanted = _array(steps)
-        if against == "step":
-            return wanted
-        ordered, axis = self.axes["step"], self.axes[against]
-        if not len(ordered):
-            return numpy.full(len(wanted), math.nan)
-        found = numpy.searchsorted(ordered, wanted, side="right") - 1
-        before = numpy.where(numpy.isfinite(axis[0]), 0.0, math.nan)  # an axis that was not recorded stays unknown
-        return numpy.where(found < 0, before, axis[found])
-
-    def best(self) -> dict[str, Any] | None:
-        """The evaluation with the lowest loss that is a number; the first of equal ones, as the engine counts."""
-        losses = [(number(row.get("loss")), row) for row in self.evals]
-        known = [(loss, row) for loss, row in losses if loss is not None and math.isfinite(loss)]
-        return min(known, key=lambda pair: pair[0], default=(0.0, None))[1]
+    x, y = numpy.asarray(x, dtype=numpy.float64), numpy.asarray(y, dtype=numpy.float64)
+    if len(x) <= most:
+        return numpy.arange(len(x))
+    starts = _stretches(numpy.log10(numpy.maximum(x, 1e-9)) if logarithmic else x, most // 2)
+    is_finite = numpy.isfinite(y)
+    low, high = (numpy.where(is_finite, y, beyond) for beyond in (math.inf, -math.inf))
+    kept = [0, len(x) - 1]
+    for begin, end in itertools.pairwise([*starts.tolist(), len(x)]):
+        kept += [begin + int(low[begin:end].argmin()), begin + int(high[begin:end].argmax())]
+    bad = numpy.flatnonzero(~is_finite)
+    change = numpy.flatnonzero(numpy.diff(numpy.searchsorted(starts, bad, side="right")))
+    return numpy.unique(numpy.concatenate([kept, bad[:1], bad[change], bad[change + 1], bad[-1:]]).astype(int))
 
 
-def number(value: Any) -> float | None:
-    """The value as a float, None if it is none; a whole number too large for one is infinite."""
-    if isinstance(value, float):
-        return value
-    if not isinstance(value, int) or isinstance(value, bool):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+def _stretches(place: Array, count: int) -> Array:
+    """Where the stretches begin, of which there are at most `count`, equally long and none of them empty."""
+    return numpy.unique(numpy.searchsorted(place, numpy.linspace(place[0], place[-1], max(count, 1) + 1)[:-1]))
 
 
-# --- what a picture can show ------------------------------------------------------------------------------------------
+class GrowingSeries:
+    """The series of a run that goes on. It keeps every step, in 16 bytes."""
+
+    def __init__(self) -> None:
+        self._steps, self._values = array("d"), array("d")
+
+    def add(self, step: int, value: float) -> None:
+        self._steps.append(step)
+        self._values.append(value)
+
+    def cut_back(self, step: int) -> None:
+        """Forgets what came after `step`: a resumed run repeats it."""
+        count = bisect.bisect_right(self._steps, step)
+        del self._steps[count:], self._values[count:]
+
+    def latest(self, count: int) -> Points:
+        return list(zip(map(int, self._steps[-count:]), self._values[-count:], strict=True))
+
+    @property
+    def series(self) -> Series:
+        return Series(numpy.array(self._steps), numpy.array(self._values))
 
 
-def thin(curve: Curve, columns: int = COLUMNS, *, logarithmic: bool = False) -> Curve:
-    """The curve with at most four points in each column, its extremes among them; short curves stay as they are."""
-    if len(curve.x) <= 4 * columns:
-        return curve
-    place = _column_of(curve.x, columns, logarithmic=logarithmic)
-    finite = numpy.isfinite(curve.y)
-    index = numpy.flatnonzero(finite)
-    if not len(index):
-        return Curve(curve.x[:1], curve.y[:1])
-    # Sorted by column and then by value, the lowest of a column comes first and the highest last.
-    by_value = index[numpy.lexsort((curve.y[index], place[index]))]
-    kept = [_ends_of_groups(place, index), _ends_of_groups(place, by_value)]
-    # A gap is drawn only where a whole column has nothing to show.
-    empty = numpy.setdiff1d(place, place[index])
-    kept.append(numpy.searchsorted(place, empty))
-    chosen = numpy.unique(numpy.concatenate(kept))
-    return Curve(curve.x[chosen], numpy.where(finite[chosen], curve.y[chosen], math.nan))
-
-
-def evenly_in_logarithm(curve: Curve, count: int = 400) -> Array:
-    """Values at places that are evenly spaced on a logarithmic axis."""
-    finite = numpy.isfinite(curve.y) & (curve.x > 0)
-    if not finite.any():
-        return curve.y[finite]
-    x = numpy.log10(curve.x[finite])
-    return numpy.interp(numpy.linspace(x[0], x[-1], count), x, curve.y[finite])
-
-
-def thin_marks(x: Array, low: float, high: float, columns: int = COLUMNS, *, logarithmic: bool = False) -> Array:
-    """At most one mark in each column between `low` and `high`."""
+def thin_marks(x: Array, low: float, high: float, most: int, *, logarithmic: bool = False) -> Array:
+    """At most `most` marks between `low` and `high`, one in each stretch."""
     scale = numpy.log10 if logarithmic else (lambda value: value)
     width = (scale(high) - scale(low)) or 1.0
-    place = numpy.floor((scale(x) - scale(low)) / width * columns)
-    return x[numpy.unique(place, return_index=True)[1]]
+    stretch = numpy.floor((scale(x) - scale(low)) / width * most)
+    return x[numpy.unique(stretch, return_index=True)[1]]
+
+
+# --- smooth lines and limits ------------------------------------------------------------------------------------------
 
 
 def window_of(count: int) -> int:
-    """How many steps a smooth line takes the mean of; 1 means that the curve is drawn as it is."""
-    return 1 if count < 40 else 2 * max(2, count // 100) + 1
+    """The number of steps in a mean of a smooth line; 1 means that the series is drawn as it is."""
+    return 1 if count < _SHORT else 2 * max(2, count // 100) + 1
 
 
 def smooth(y: Array, window: int) -> Array:
-    """The mean over `window` neighbours; NaN is left out of it, and stays where there is nothing else.
+    """The mean over `window` neighbours on both sides, so that it is not late; NaN is left out of it.
 
-    At the beginning, where losses fall fast, it takes in few of them, also on a logarithmic axis.
+    At the beginning, where losses fall fast, it takes in few neighbours, also on a logarithmic axis.
     """
-    finite = numpy.isfinite(y)
+    is_finite = numpy.isfinite(y)
     place = numpy.arange(len(y))
     half = numpy.minimum(window // 2, place // 5)
-    sums = numpy.concatenate(([0.0], numpy.cumsum(numpy.where(finite, y, 0.0))))
-    counts = numpy.concatenate(([0], numpy.cumsum(finite)))
+    sums = numpy.concatenate(([0.0], numpy.cumsum(numpy.where(is_finite, y, 0.0))))
+    counts = numpy.concatenate(([0], numpy.cumsum(is_finite)))
     first, last = place - half, numpy.minimum(place + half + 1, len(y))
     total, count = sums[last] - sums[first], counts[last] - counts[first]
     return numpy.where(count > 0, total / numpy.maximum(count, 1), math.nan)
+
+
+def medians(series: Series, most: int) -> Series:
+    """About `most` medians of the finite values in a window of a fiftieth of the series; of a short series none.
+
+    Not means: one spike would make a plateau as wide as the window. Windows are narrower towards both ends, and of a
+    very wide one some hundred values are used.
+    """
+    count = len(series.x)
+    positions = numpy.unique([*range(0, count, math.ceil(count / max(most, 1)) or 1), count - 1])
+    reach = max(3, count // 100)
+    kept: list[int] = []
+    found: list[float] = []
+    for position in positions.tolist() if count >= _SHORT else ():
+        half = min(reach, position, count - 1 - position)
+        window = series.y[position - half : position + half + 1 : 1 + reach // 80]
+        window = window[numpy.isfinite(window)]
+        if len(window):
+            kept.append(position)
+            found.append(float(numpy.median(window)))
+    return replace(series, x=series.x[kept], y=numpy.array(found))
 
 
 def usual_range(values: Array, slack: float) -> tuple[float, float] | None:
@@ -194,7 +224,196 @@ def usual_range(values: Array, slack: float) -> tuple[float, float] | None:
     return (lowest if low - lowest <= near else low), (highest if highest - high <= near else high)
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- eigenstate blocks ------------------------------------------------------------------------------------------------
+
+QUANTITIES = ("magnitude", "horizon", "period")
+QUANTILES = ("min", "10%", "50%", "90%", "max")
+MOST_LAYERS = 1000  # more than any model has; a damaged file could name any number
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerHistory:
+    """One block over training: `values[quantity][quantile]` and `beyond` have an entry for each of `steps`."""
+
+    layer: int
+    states: int | None
+    steps: tuple[int, ...]
+    values: dict[str, dict[str, tuple[float | None, ...]]]
+    beyond: tuple[float | None, ...]
+
+    def last(self, quantity: str, quantile: str = "50%") -> float | None:
+        return self.values[quantity][quantile][-1]
+
+    def first(self, quantity: str, quantile: str = "50%") -> float | None:
+        return self.values[quantity][quantile][0]
+
+
+@dataclasses.dataclass(frozen=True)
+class EigenstateHistory:
+    """All eigenstate blocks of a run, from the input to the output; `context` is the one its records name."""
+
+    context: int | None
+    layers: tuple[LayerHistory, ...]
+
+    @property
+    def sentence(self) -> str:
+        return memory_sentence([(layer.layer, layer.last("horizon")) for layer in self.layers], self.context)
+
+    def middle(self, quantity: str) -> list[tuple[int, float]]:
+        """(step, median over layers of their medians), where there is a finite one: a whole model as one curve."""
+        found: dict[int, list[float]] = {}
+        for layer in self.layers:
+            for step, value in zip(layer.steps, layer.values[quantity]["50%"], strict=True):
+                if value is not None and math.isfinite(value):
+                    found.setdefault(step, []).append(value)
+        return [(step, statistics.median(found[step])) for step in sorted(found)]
+
+
+def eigenstate_history(rows: Sequence[dict[str, Any]]) -> EigenstateHistory:
+    """What these rows tell, layer by layer."""
+    by_step = {row["step"]: row for row in rows if is_count(row.get("step"))}
+    context = next((row["context"] for row in reversed(by_step.values()) if is_count(row.get("context"), 1)), None)
+    told: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+    for step in sorted(by_step):
+        layers = by_step[step].get("layers")
+        named = {
+            layer["layer"]: layer
+            for layer in (layers if isinstance(layers, list | tuple) else ())
+            if isinstance(layer, dict) and is_count(layer.get("layer"), 1) and layer["layer"] <= MOST_LAYERS
+        }
+        for number, layer in named.items():
+            told.setdefault(number, []).append((step, layer))
+    return EigenstateHistory(context, tuple(_layer(number, told[number]) for number in sorted(told)))
+
+
+def memory_sentence(medians: Sequence[tuple[int, float | None]], context: int | None) -> str:
+    """Median horizons, from the shortest to the longest, with their layers; empty where none is known."""
+    known = [(horizon, layer) for layer, horizon in medians if horizon is not None and not math.isnan(horizon)]
+    if not known:
+        return ""
+    (short, first), (long, last) = min(known), max(known, key=lambda pair: pair[0])
+    words = f"eigenstate memory: median horizon {short_tokens(short)} tokens"
+    if short_tokens(short) != short_tokens(long):
+        words += f" (layer {first}) to {short_tokens(long)} (layer {last})"
+    else:
+        count = len(known)
+        words += f" (layer {first})" if count == 1 else " in both layers" if count == 2 else f" in all {count} layers"
+    return words + (f", context {context:,}" if context else "")
+
+
+def record_sentence(record: EigenstateRecord) -> str:
+    return memory_sentence([(layer.layer, layer.horizon.get("50%")) for layer in record.layers], record.context)
+
+
+def short_tokens(value: float) -> str:
+    """A number of tokens: `3.2`, `181`, `8.2k`, `infinite`."""
+    if not math.isfinite(value):
+        return "infinite" if value > 0 else "NaN"
+    return f"{value:.2g}" if value < 10 else human_count(value) if value < 1e15 else f"{value:.3g}"
+
+
+def _layer(number: int, told: Sequence[tuple[int, dict[str, Any]]]) -> LayerHistory:
+    def column(quantity: str, quantile: str) -> tuple[float | None, ...]:
+        groups = [layer.get(quantity) for _, layer in told]
+        return tuple(_number(group.get(quantile)) if isinstance(group, dict) else None for group in groups)
+
+    counts = [layer["states"] for _, layer in told if is_count(layer.get("states"), 1)]
+    return LayerHistory(
+        layer=number,
+        states=counts[-1] if counts else None,
+        steps=tuple(step for step, _ in told),
+        values={quantity: {name: column(quantity, name) for name in QUANTILES} for quantity in QUANTITIES},
+        beyond=tuple(_number(layer.get("beyond")) for _, layer in told),
+    )
+
+
+def _number(value: Any) -> float | None:
+    """A number that a float can hold, else None. Below zero is none of these: that is damage."""
+    known = number(value)
+    return None if known is None or known < 0 else float(known)
+
+
+# --- the series of a run ----------------------------------------------------------------------------------------------
+
+UNITS = {
+    "loss": "loss, nats per token",
+    "bits_per_byte": "bits per byte",
+    "learning_rate": "learning rate",
+    "tokens_per_second": "tokens per second",
+    "grad_norm": "norm, before clipping",
+    "parameter_norm": "norm of all weights",
+    "memory_bytes": "bytes",
+    "reserved_bytes": "bytes",
+    "horizon": "tokens until 1/e is left",
+    "period": "tokens per turn",
+    "magnitude": "|λ|",
+}
+
+
+class RunNumbers:
+    """A run that was read, as series: its steps and evaluations, each step once and in order.
+
+    `axes` holds what steps can be drawn against: step, tokens and seconds of training. Each of the marks is a list of
+    steps: `skipped` updates, notices about `memory`, other `notices`, and `resumes`.
+    """
+
+    def __init__(self, history: RunHistory, name: str | None = None) -> None:
+        self.name = history.folder.resolve().name if name is None else name
+        self.info, self.end = history.info, history.end
+        self.rows, self.evals = _once_per_step(history.steps), _once_per_step(history.evals)
+        self._records = {"step": self.rows, "eval": self.evals, "machine": rows_with_step(history.machine)}
+        tokens, seconds = ([number(row.get(field)) for row in self.rows] for field in ("tokens", "seconds"))
+        spent = [max(0.0, min(value, _LARGEST)) if value is not None and value == value else 0.0 for value in seconds]
+        if all(value is None for value in seconds):
+            spent = [math.nan] * len(self.rows)
+        self.axes = {
+            "step": _array(row["step"] for row in self.rows),
+            "tokens": _array(math.nan if value is None else value for value in tokens),
+            "seconds": _array(itertools.accumulate(spent)),
+        }
+        skipped = [row["step"] for row in self.rows if row.get("applied") is False]
+        memory, notices = _notices(history.notices, set(skipped))
+        self.skipped, self.memory, self.notices = _array(skipped), _array(memory), _array(notices)
+        self.resumes = _array(_resumes(history.infos, self.rows))
+        self.eigenstates = eigenstate_history(history.eigenstates)
+
+    def series(self, field: str, against: str = "step", *, of: str = "step") -> Series:
+        """A field of the records of steps, of evaluations (`eval`) or of the `machine`, where it is a number."""
+        known = [(row["step"], value) for row in self._records[of] if (value := number(row.get(field))) is not None]
+        return self.series_of(known, field, against)
+
+    def layer_series(self, layer: LayerHistory, quantity: str, quantile: str = "50%") -> Series:
+        """A quantity of the states of an eigenstate block."""
+        told = zip(layer.steps, layer.values[quantity][quantile], strict=True)
+        return self.series_of([(step, value) for step, value in told if value is not None], quantity)
+
+    def series_of(self, points: Points, name: str, against: str = "step") -> Series:
+        """Steps and their values, placed on an axis of this run."""
+        x, y = self.place((step for step, _ in points), against), _array(value for _, value in points)
+        known = numpy.abs(x) < _LARGEST
+        x, y = x[known], y[known]
+        if (numpy.diff(x) < 0).any():  # tokens of an edited file; steps and seconds never fall
+            order = numpy.argsort(x, kind="stable")
+            x, y = x[order], y[order]
+        return Series(x, y, name, UNITS.get(name, ""))
+
+    def place(self, steps: Iterable[float], against: str) -> Array:
+        """Where steps lie on an axis: at the newest step that is not after them; 0 before the first."""
+        wanted = _array(steps)
+        if against == "step":
+            return wanted
+        ordered, axis = self.axes["step"], self.axes[against]
+        if not len(ordered):
+            return numpy.full(len(wanted), math.nan)
+        found = numpy.searchsorted(ordered, wanted, side="right") - 1
+        before = numpy.where(numpy.isfinite(axis[0]), 0.0, math.nan)  # an axis that was not recorded stays unknown
+        return numpy.where(found < 0, before, axis[found])
+
+    def best(self, field: str = "loss") -> dict[str, Any] | None:
+        """The evaluation with the lowest loss that is a number; the first of equal ones, as the engine counts."""
+        losses = [(number(row.get(field)), row) for row in self.evals]
+        known = [(loss, row) for loss, row in losses if loss is not None and math.isfinite(loss)]
+        return min(known, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
 def _once_per_step(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -202,39 +421,8 @@ def _once_per_step(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]
     return tuple({row["step"]: row for row in rows_with_step(rows)}.values())
 
 
-def _array(values: Iterable[int]) -> Array:
+def _array(values: Iterable[float]) -> Array:
     return numpy.fromiter(values, dtype=numpy.float64)
-
-
-def _numbers(values: list[Any]) -> tuple[Array, Array]:
-    """The values as floats, and which of them were told at all."""
-    kinds = set(map(type, values))
-    if kinds == {float}:
-        return numpy.array(values, dtype=numpy.float64), numpy.ones(len(values), dtype=bool)
-    known = values if kinds <= {float, type(None)} else [number(value) for value in values]
-    told = numpy.array([value is not None for value in known], dtype=bool)
-    return numpy.array(known, dtype=numpy.float64), told  # None becomes NaN
-
-
-def _curve(x: Array, y: Array, told: Array) -> Curve:
-    used = told & (numpy.abs(x) < _LARGEST)
-    x, y = x[used], y[used]
-    if len(x) > 1 and (numpy.diff(x) < 0).any():  # tokens of an edited file; steps and seconds never fall
-        order = numpy.argsort(x, kind="stable")
-        x, y = x[order], y[order]
-    return Curve(x, numpy.where(numpy.isfinite(y), numpy.clip(y, -1e300, 1e300), math.nan))  # room for sums and units
-
-
-def _column_of(x: Array, columns: int, *, logarithmic: bool) -> Array:
-    place = numpy.log10(numpy.maximum(x, 1e-9)) if logarithmic else x
-    width = (place[-1] - place[0]) or 1.0
-    return numpy.minimum((place - place[0]) / width * columns, columns - 1).astype(numpy.int64)
-
-
-def _ends_of_groups(place: Array, index: Array) -> Array:
-    """Of points sorted by column, the first and the last of each column."""
-    change = numpy.flatnonzero(numpy.diff(place[index]))
-    return numpy.concatenate((index[:1], index[change], index[change + 1], index[-1:]))
 
 
 def _notices(rows: Sequence[dict[str, Any]], skipped: set[int]) -> tuple[list[int], list[int]]:
@@ -254,3 +442,197 @@ def _resumes(infos: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) ->
     first, last = (rows[0]["step"], rows[-1]["step"]) if rows else (0, 0)
     starts = {info["start_step"] for info in infos if is_count(info.get("start_step"))}
     return sorted(start for start in starts if max(1, first) <= start < last)
+
+
+# --- the curves of the report -----------------------------------------------------------------------------------------
+
+# By kind of record: the name of a curve and the field it shows.
+_CURVES = {
+    "step": {
+        "loss": "loss",
+        "learning_rate": "learning_rate",
+        "grad_norm": "grad_norm",
+        "tokens_per_second": "tokens_per_second",
+        "mfu": "mfu",
+        "memory": "memory_bytes",
+        "reserved": "reserved_bytes",
+        "step_seconds": "seconds",
+        "data_seconds": "data_seconds",
+        "parameter_norm": "parameter_norm",
+        "loss_scale": "loss_scale",
+    },
+    "eval": {"val_loss": "loss", "bits_per_byte": "bits_per_byte"},
+    "machine": {
+        "utilisation": "utilisation",
+        "card_memory": "memory_bytes",
+        "power": "power_watts",
+        "power_limit": "power_limit_watts",
+        "temperature": "temperature",
+        "clock": "clock_mhz",
+        "cores_busy": "cores_busy",
+        "cores_others": "cores_others",
+        "load": "load",
+        "process_memory": "process_bytes",
+    },
+}
+_SMOOTHED = ("loss", "grad_norm", "tokens_per_second", "mfu", "step_seconds", "data_seconds")
+
+
+def points_for(runs: int) -> int:
+    """The number of points that a curve may have when `runs` runs share a page."""
+    return max(FEWEST_POINTS, min(MOST_POINTS, _SHARED_POINTS // max(runs, 1)))
+
+
+def curves_of(run: RunNumbers, most: int) -> dict[str, Curve]:
+    """All curves of a run by name; a number that the run never recorded has none."""
+    found: dict[str, Series] = {}
+    for kind, fields in _CURVES.items():
+        for name, field in fields.items():
+            series = run.series(field, of=kind)
+            found[name] = series.thinned(most // 2 if kind == "machine" else most)
+            if name in _SMOOTHED:
+                found[f"{name}_smooth"] = medians(series, most // 4)
+    layers = run.eigenstates.layers
+    for quantity in QUANTITIES:
+        for layer in layers:
+            each = max(FEWEST_POINTS // 4, most // len(layers))
+            found[f"{quantity}_{layer.layer}"] = distance_from_1(run.layer_series(layer, quantity)).thinned(each)
+        middle = run.eigenstates.middle(quantity)
+        found[f"{quantity}_middle"] = distance_from_1(run.series_of(middle, quantity)).thinned(most)
+    return {name: _sent(run, series) for name, series in found.items() if len(series.x)}
+
+
+def distance_from_1(series: Series) -> Series:
+    """|λ| as its distance from 1, which has digits where |λ| has only nines; any other series as it is."""
+    if series.name != "magnitude":
+        return series
+    return replace(series, y=numpy.where(numpy.isfinite(series.y), numpy.maximum(1.0 - series.y, _NEAREST), series.y))
+
+
+def _sent(run: RunNumbers, series: Series) -> Curve:
+    """The series as JSON; tokens as one factor where they grow with the step, as in nearly every run."""
+    steps = series.x.astype(int).tolist()
+    tokens, seconds = (numpy.nan_to_num(run.place(steps, axis), posinf=0.0) for axis in ("tokens", "seconds"))
+    factor = tokens[-1] / steps[-1] if steps[-1] else 0.0
+    even = factor == int(factor) and (tokens == series.x * factor).all()
+    return {
+        "s": steps,
+        "t": int(factor) if even else [int(count) if count.is_integer() else count for count in tokens.tolist()],
+        "e": list(map(short, seconds.tolist())),
+        "v": list(map(short, series.y.tolist())),
+    }
+
+
+def short(value: float) -> float | int | str:
+    """Seven digits, more than a screen can show; NaN and infinity become text."""
+    if not math.isfinite(value):
+        return str(value)
+    rounded = value if value == int(value) else float(f"{value:.7g}")
+    return int(rounded) if rounded == int(rounded) and abs(rounded) < LARGEST else rounded
+
+
+# --- the same as CSV --------------------------------------------------------------------------------------------------
+
+STEPS, EVALS, EIGENSTATES = "steps.csv", "evals.csv", "eigenstates.csv"
+_STEP_FIELDS = tuple(field.name for field in dataclasses.fields(StepRecord) if field.name != "update_ratio")  # several
+_EVAL_FIELDS = tuple(field.name for field in dataclasses.fields(EvalRecord))
+STEP_HEADER = (*_STEP_FIELDS, "training_seconds", "val_loss")
+EVAL_HEADER = (*_EVAL_FIELDS, "tokens_seen", "training_seconds")
+_OF_STATES = tuple((quantity, quantile) for quantity in QUANTITIES for quantile in QUANTILES)
+EIGENSTATE_HEADER = (
+    "step", "layer", "states", *(f"{quantity}_{quantile}" for quantity, quantile in _OF_STATES), "beyond_context",
+    "tokens_seen", "training_seconds",
+)  # fmt: skip
+
+
+def write_tables(runs: Sequence[RunNumbers], *paths: Path, names: bool = False) -> list[Path]:
+    """Writes the tables of steps, evaluations and eigenstates to as many paths as are given; returns those written.
+
+    That of eigenstate blocks is written only where a run has some. With `names`, the first column is the run's name.
+    """
+    first = ("run",) if names else ()
+    tables = [(STEP_HEADER, _step_rows), (EVAL_HEADER, _eval_rows)]
+    tables += [(EIGENSTATE_HEADER, _eigenstate_rows)] if any(run.eigenstates.layers for run in runs) else []
+    written = dict(zip(paths, tables, strict=False))
+    for path, (header, rows) in written.items():
+        _write(path, (*first, *header), (_named(run, rows(run), names=names) for run in runs))
+    return list(written)
+
+
+def is_table(path: Path, *, names: bool) -> bool:
+    """Whether the file is one of ours, of this version or an older one: a comment line would keep spreadsheets and
+    pandas from reading it, so its columns are the mark, which are ours alone and all of them ours."""
+    with path.open("rb") as file:
+        columns = file.readline(4000).decode("utf-8", "replace").strip().split(",")
+    begin = ["run", "step"] if names else ["step"]
+    known = {"run", *STEP_HEADER, *EVAL_HEADER, *EIGENSTATE_HEADER}
+    return columns[: len(begin)] == begin and "training_seconds" in columns and known >= set(columns)
+
+
+def _named(run: RunNumbers, rows: Iterable[tuple[Any, ...]], *, names: bool) -> Iterable[tuple[Any, ...]]:
+    first = (_safe(run.name),)
+    return (first + row for row in rows) if names else rows
+
+
+def _step_rows(run: RunNumbers) -> Iterator[tuple[Any, ...]]:
+    losses = {row["step"]: _cell(row.get("loss")) for row in run.evals}
+    columns = [_column(run.rows, field) for field in _STEP_FIELDS]
+    spent = map(_known, run.axes["seconds"].tolist())
+    return zip(*columns, spent, (losses.get(row["step"]) for row in run.rows), strict=True)
+
+
+def _eval_rows(run: RunNumbers) -> Iterator[tuple[Any, ...]]:
+    steps = [row["step"] for row in run.evals]
+    columns = [_column(run.evals, field) for field in _EVAL_FIELDS]
+    tokens, seconds = (run.place(steps, axis).tolist() for axis in ("tokens", "seconds"))
+    return zip(*columns, map(_whole, tokens), map(_known, seconds), strict=True)
+
+
+def _eigenstate_rows(run: RunNumbers) -> Iterator[tuple[Any, ...]]:
+    """Step by step, and at each step layer by layer."""
+    rows: list[tuple[Any, ...]] = []
+    for layer in run.eigenstates.layers:
+        columns = [layer.values[quantity][quantile] for quantity, quantile in _OF_STATES]
+        tokens, seconds = (run.place(layer.steps, axis).tolist() for axis in ("tokens", "seconds"))
+        ends = (layer.beyond, map(_whole, tokens), map(_known, seconds))
+        for step, *values in zip(layer.steps, *columns, *ends, strict=True):
+            rows.append((step, layer.layer, layer.states, *values))
+    return iter(sorted(rows, key=lambda row: row[:2]))
+
+
+def _column(rows: Sequence[dict[str, Any]], field: str) -> Iterable[Any]:
+    values = [row.get(field) for row in rows]
+    return values if set(map(type, values)) <= {float, int, type(None)} else map(_cell, values)
+
+
+def _cell(value: Any) -> Any:
+    """What stands in the table; None is an empty cell."""
+    if isinstance(value, bool):
+        return int(value)
+    return _safe(value) if isinstance(value, str) else value if isinstance(value, int | float) else None
+
+
+def _known(value: float) -> float | None:
+    """A place on an axis; None where it is not known."""
+    return value if math.isfinite(value) else None
+
+
+def _whole(value: float) -> int | None:
+    return int(value) if math.isfinite(value) else None
+
+
+def _safe(text: str) -> str:
+    """Text in one line that no spreadsheet takes as a formula."""
+    text = printable(" ".join(text.split())).encode("utf-8", "backslashreplace").decode("utf-8")
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
+
+
+def _write(path: Path, header: Iterable[str], parts: Iterable[Iterable[tuple[Any, ...]]]) -> None:
+    what, safe = f"the table {printable(str(path))}", ", or name another folder with --out"
+    with disk_errors(what, safe=safe), whole_file(path) as raw:
+        file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        for rows in parts:
+            writer.writerows(rows)
+        file.detach()  # writes what it holds

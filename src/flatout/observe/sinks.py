@@ -163,6 +163,17 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
+def incomparable(infos: Sequence[dict[str, Any]]) -> str:
+    """Why the losses of these runs do not compare, as a sentence; empty where they do."""
+    for field, words in (("tokenizer", "tokenizers"), ("vocab", "vocabularies"), ("dataset", "data")):
+        told = {str(info.get(field)) for info in infos}
+        if field == "tokenizer":
+            told.discard("model")  # a fine-tuned model's own, which may be any of the others
+        if len(told) > 1:
+            return f"losses do not compare: these runs have different {words}; bits per byte are the better measure"
+    return ""
+
+
 def minutes_of(config: Any) -> float | None:
     """The length of a run by its stored config, where it is told in minutes: its steps are a plan then, and change."""
     train = config.get("train") if isinstance(config, dict) else None  # what was read from a file may be anything

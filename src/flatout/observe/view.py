@@ -4,8 +4,8 @@ Idea: `ViewState` takes records, `panel` turns it into lines for a screen of any
 the terminal's other screen four times a second; when it closes, it prints the last panel on the first screen.
 
 Contract: `ViewReader` can be used wherever `TerminalReader` can. Where stdout is no terminal, or one that cannot move
-its cursor, it prints that reader's lines. `ViewState` takes every record once, in order, and a run of a million steps
-takes no more memory than one of a thousand. `panel` never returns more lines than asked for, none wider than the
+its cursor, it prints that reader's lines. `ViewState` takes every record once, in order, and keeps 16 bytes of each
+step and evaluation. `panel` never returns more lines than asked for, none wider than the
 screen: parts that do not fit are left out, the least important first. Control characters are removed from all text.
 
 Traps: a thread of rich draws the panel, so state is read and written under a lock. Output to stderr would be drawn
@@ -36,10 +36,10 @@ from rich.text import Text
 from flatout import records
 from flatout.errors import many
 from flatout.observe.alerts import STALL_SHARE, Alert, Alerts
-from flatout.observe.chart import BROKEN, POINTS, Curve, chart, loss_text, mean_of
-from flatout.observe.eigenstates import record_sentence
+from flatout.observe.chart import BROKEN, chart, loss_text, mean_of
 from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, printable
 from flatout.observe.runs import METRICS, record_of
+from flatout.observe.series import GrowingSeries, record_sentence
 from flatout.observe.sinks import minutes_of, read_metrics
 from flatout.observe.terminal import TerminalReader
 from flatout.records import (
@@ -67,6 +67,7 @@ _KEPT = {
     records.NoticeRecord: "notice",
     records.EndRecord: "end",
 }
+POINTS = 512  # of a chart
 RECENT = 50  # steps whose mean is shown as speed
 QUIET_SECONDS = 20.0
 
@@ -87,8 +88,7 @@ class ViewState:
         self.spans: records.SpanRecord | None = None
         self.saved: records.CheckpointRecord | None = None
         self.end: records.EndRecord | None = None
-        self.losses, self.validation = Curve(), Curve()
-        self.latest: collections.deque[float] = collections.deque(maxlen=POINTS)
+        self.losses, self.validation = GrowingSeries(), GrowingSeries()
         self.alerts: collections.deque[Alert] = collections.deque(maxlen=50)
         self._bests: collections.deque[tuple[float, int]] = collections.deque(maxlen=POINTS)  # each below those before
         self.skipped = 0
@@ -124,14 +124,12 @@ class ViewState:
         if self.step is not None and self.step.step > info.start_step:
             self.losses.cut_back(info.start_step)
             self.validation.cut_back(info.start_step)
-            self.latest.clear()
             while self._bests and self._bests[-1][1] > info.start_step:
                 self._bests.pop()
 
     def _step(self, record: StepRecord) -> None:
         self.step, self.end = record, None
         self.losses.add(record.step, record.loss)
-        self.latest.append(record.loss)
         self.skipped += not record.applied
         self._steps_seen += 1
         self.trained_seconds += _finite(record.seconds)
@@ -250,14 +248,14 @@ def _charts(state: ViewState, width: int, height: int) -> list[Text]:
         waiting = "waiting for the first step" if state.info is not None else "waiting for the run to begin"
         return [Text(waiting, style=_FAINT), *[Text("")] * (height - 1)]
     if height == 1:
-        return [Text.assemble(("loss ", _FAINT), (spark(state.losses.values(), width - 5), "cyan"))]
-    recent, validation = list(state.latest)[-ZOOM:], state.validation.points()
-    if width < 120 or len(state.latest) <= 2 * ZOOM:
-        return chart(state.losses.points(), validation, "loss", width, height)
-    left, last = width * 3 // 5, state.step.step
-    first = chart(state.losses.points(), validation, "loss", left - 2, height)
-    points = list(zip(range(last - len(recent) + 1, last + 1), recent, strict=True))
-    second = chart(points, validation, f"last {ZOOM} steps", width - left, height)
+        losses = [loss for _, loss in state.losses.series.means(POINTS).points]
+        return [Text.assemble(("loss ", _FAINT), (spark(losses, width - 5), "cyan"))]
+    losses, validation = state.losses.series, state.validation.series.means(POINTS).points
+    if width < 120 or len(losses.x) <= 2 * ZOOM:
+        return chart(losses.means(POINTS).points, validation, "loss", width, height)
+    left = width * 3 // 5
+    first = chart(losses.means(POINTS).points, validation, "loss", left - 2, height)
+    second = chart(state.losses.latest(ZOOM), validation, f"last {ZOOM} steps", width - left, height)
     return [_joined([_padded(_cut(one, left - 2), left), two]) for one, two in zip(first, second, strict=True)]
 
 

@@ -24,7 +24,7 @@ FP32_BELOW = 4096  # elements: smaller tensors are not worth quantising, and nor
 
 
 class _Form(Optimizer, abc.ABC):
-    """What all forms have in common."""
+    """The common part of all forms."""
 
     def __init__(self, groups: Sequence[Group], *, fused: bool) -> None:
         super().__init__(groups)
@@ -289,7 +289,7 @@ class _Copies:
 
     def __exit__(self, *_: object) -> None:
         if self.stream is not None and self.outside is not None:
-            self.outside.wait_stream(self.stream)  # nobody reads the weights, or frees a gradient, before
+            self.outside.wait_stream(self.stream)  # no kernel reads the weights, or frees a gradient, before
 
     def copy(self, target: Tensor, source: Tensor) -> Callable[[], None]:
         """Starts a copy and returns a function that waits for it."""

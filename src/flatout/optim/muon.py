@@ -42,15 +42,15 @@ class Exchange(Protocol):
     count: int
 
     def room(self, rows: int) -> int:
-        """Rows that a process has place for, of a matrix of so many."""
+        """Rows that a process has place for, of a matrix with `rows`."""
         ...
 
     def gather(self, held_NRC: Tensor, rows: int, owner: int) -> Tensor | None:
-        """The whole matrices, of so many rows, where this is the owner."""
+        """The whole matrices, with `rows` each, where this is the owner."""
         ...
 
     def share(self, whole_NRC: Tensor | None, held_NRC: Tensor, owner: int) -> Tensor:
-        """What this process holds of the owner's matrices, with the shape of `held_NRC`, which may be written over."""
+        """This process's part of the owner's matrices, with the shape of `held_NRC`, which may be written over."""
         ...
 
     def follow(self, values: Tensor, owner: int) -> None:
@@ -194,7 +194,7 @@ class Muon(Optimizer):
                 self.exchange.follow(self.state[one.parameter]["second"], owner)
 
     def _ahead(self, unit: Unit, numbers: Numbers) -> Tensor:
-        """Moves the momentum of what this process holds; what is to be orthogonalised, one parameter after another."""
+        """Moves the momentum of this process's part; returns matrices to orthogonalise, one parameter after another."""
         first = unit.trained[0].parameter
         shape = (len(unit.trained), self.exchange.room(unit.rows), unit.parts[0][1])
         held_NRC = torch.empty(shape, dtype=product_type(first), device=first.device)
@@ -224,7 +224,7 @@ class Muon(Optimizer):
 
 
 class Forms(NamedTuple):
-    """What is done with matrices, as torch's operations or our kernels."""
+    """The operations on matrices, by torch or by our kernels."""
 
     advance: Callable[..., None] = advance_reference
     apply: Callable[..., None] = apply_reference

@@ -41,7 +41,7 @@ class Trainable:
 
 
 def trainables(model: nn.Module) -> list[Trainable]:
-    """What a model trains, in its own order; a tied weight comes once.
+    """The trained parameters of a model, in its own order; a tied weight comes once.
 
     A module whose matrix is several in one, such as those of queries, keys and values, says so in `parts`: the rows of
     each by the name of the parameter, seen from this module (`{"qkv.weight": (64, 16, 16)}`).
@@ -49,9 +49,9 @@ def trainables(model: nn.Module) -> list[Trainable]:
     modules = dict(model.named_modules())
     rows: dict[str, Sequence[int]] = {}
     for name, module in modules.items():
-        told = getattr(module, "parts", None)
-        if isinstance(told, Mapping):
-            rows |= {f"{name}.{inner}".lstrip("."): each for inner, each in told.items()}
+        parts = getattr(module, "parts", None)
+        if isinstance(parts, Mapping):
+            rows |= {f"{name}.{inner}".lstrip("."): each for inner, each in parts.items()}
     return [
         Trainable(name, p, modules[name.rpartition(".")[0]], p.ndim >= 2, _parts(name, p, rows.get(name)))
         for name, p in model.named_parameters()
@@ -181,7 +181,7 @@ def numbers_of(groups: Sequence[Group], divisor: Tensor, finite: Tensor) -> Tens
 
 
 def read_numbers(groups: Sequence[Group], values: list[float]) -> tuple[float, bool, list[Group]]:
-    """What `numbers_of` has put together: divisor, finite, and the groups with numbers of the host."""
+    """The counterpart of `numbers_of`: divisor, finite, and the groups with numbers of the host."""
     divisor, finite, *scheduled = values
     following = iter(scheduled)
     read = [
@@ -194,6 +194,8 @@ def read_numbers(groups: Sequence[Group], values: list[float]) -> tuple[float, b
     return divisor, finite > 0, read
 
 
+AT_ONCE = 2**26  # elements whose distance to the weights is held while the average moves
+PIECE = 2**22  # elements that are exchanged at once: so few that there is room for a copy of them
 SEEN = 2**18  # values of a tensor, about: all of them would need as much memory as the weights, once more
 
 
@@ -252,7 +254,7 @@ class Optimizers:
         self.schedules_KU = self._tabulate([scaled.get(key, schedule) for key, schedule in self._schedules.items()])
 
     def stretch(self, step: int, place: float, end: int) -> None:
-        """Stretches what is left of all schedules, from `place` on, to the updates from `step` to `end`."""
+        """Stretches the rest of all schedules, from `place` on, to the updates from `step` to `end`."""
         schedules_KU = self._as_built_KU
         length = schedules_KU.shape[1]
         updates = torch.arange(max(end, 1), dtype=torch.float64, device=schedules_KU.device)
@@ -263,7 +265,7 @@ class Optimizers:
         self.schedules_KU = torch.lerp(before, after, share)
 
     def look_up(self, updates: Tensor) -> Tensor:
-        """Puts all schedules where they are after so many updates, without the host. Returns the matrices' rate."""
+        """Looks all scheduled numbers up for the next update, on the device alone. Returns the matrices' rate."""
         # index_select, because plain indexing by a tensor of no dimensions asks the device for its value and waits
         place = updates.clamp(max=self.schedules_KU.shape[1] - 1).view(1)
         torch.index_select(self.schedules_KU, 1, place, out=self._now_K1)
@@ -338,14 +340,80 @@ def check_slices(rules: Sequence[Rule]) -> None:
 
 
 def deal(rules: Sequence[Rule], trained: Sequence[Trainable]) -> dict[Rule, list[Trainable]]:
-    """What each rule takes, by the order of rules; those that take nothing are left out."""
+    """The parameters of each rule, by the order of rules; those that take nothing are left out."""
     taken: dict[int, list[Trainable]] = {}
     for one in trained:
         number = next((number for number, rule in enumerate(rules) if rule.takes(one)), None)
         if number is None:
             names = ", ".join(rule.name for rule in rules)
             raise ConfigError(
-                f"no optimizer takes {one.name}; there are rules for {names}", "add a rule that takes all that is left"
+                f"no optimizer takes {one.name}; there are rules for {names}", "add a rule that takes all others"
             )
         taken.setdefault(number, []).append(one)
     return {rules[number]: taken[number] for number in sorted(taken)}
+
+
+# --- an average of the weights ----------------------------------------------------------------------------------------
+
+
+class Average:
+    """An exponential moving average of all that optimizers update, by name, in fp32 and beside the weights.
+
+    After every applied update the average moves by 1 - min(decay, (1 + n) / (10 + n)) of the way towards the weights,
+    where n counts applied updates: the memory is short at first, since a long one would mostly hold the first weights.
+
+    Contract: elementwise and without a host sync, so it serves slices of weights as well; a skipped update does not
+    move the average. `swap` exchanges average and weights bit for bit, where both lie.
+    """
+
+    @torch.no_grad()
+    def __init__(self, trained: Sequence[Trainable], decay: float) -> None:
+        self.weights: dict[str, nn.Parameter] = {one.name: one.parameter for one in trained}
+        narrow = next((name for name, weight in self.weights.items() if weight.dtype.itemsize < 4), None)
+        if narrow is not None:
+            kind = str(self.weights[narrow].dtype).removeprefix("torch.")
+            raise ConfigError(f"optim.ema needs weights in fp32, and {narrow} is in {kind}", "set optim.ema=0")
+        self.values = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        self.decay = torch.tensor(decay, dtype=torch.float64).to(trained[0].parameter.device, torch.float32)
+        self._groups = _groups(self.values)
+
+    @torch.no_grad()
+    def update(self, updates: Tensor, finite: Tensor) -> None:
+        """Follows the weights after an update; `updates` counts those that were applied, this one included."""
+        count = updates.float()
+        share = (1 - torch.minimum(self.decay, (1 + count) / (10 + count))) * finite
+        for names in self._groups:
+            values = [self.values[name] for name in names]
+            weights = [self.weights[name].detach() for name in names]
+            ways = torch._foreach_sub(weights, values)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_(ways, share)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(values, ways)  # pyright: ignore[reportPrivateImportUsage]
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchanges weights and average, piece by piece: there is no memory for a third copy of all."""
+        for name, weight in self.weights.items():
+            pieces = (tensor.view(-1).split(PIECE) for tensor in (weight.detach(), self.values[name]))
+            for ours, theirs in zip(*pieces, strict=True):
+                held = ours.clone()
+                ours.copy_(theirs)
+                theirs.copy_(held)
+
+    @torch.no_grad()
+    def assign(self, tensors: Mapping[str, Tensor]) -> None:
+        """Puts a saved average back."""
+        for name, value in self.values.items():
+            value.copy_(tensors[name])
+
+
+def _groups(values: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names of tensors that are worked on together; a larger one than `AT_ONCE` is alone."""
+    groups: list[list[str]] = []
+    size = AT_ONCE
+    for name, value in values.items():
+        if size + value.numel() > AT_ONCE:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += value.numel()
+    return groups

@@ -123,11 +123,11 @@ def rules_of(
             "settings": {"momentum": momenta(updates)},
         }
         first = rule(MATRICES, in_a_block, config.muon_rate, decay=decay, **how)
-        return (first, *roles(0.0), rule("all that is left", lambda _: True, config.learning_rate))
+        return (first, *roles(0.0), rule("other", lambda _: True, config.learning_rate))
     return (
         *(rule for rule in roles(decay) if peaks[rule.name] is not None or rule.name in own),
         rule(MATRICES, decays, config.learning_rate, decay=decay),
-        rule("all that is left", lambda _: True, config.learning_rate),
+        rule("other", lambda _: True, config.learning_rate),
     )
 
 
@@ -149,7 +149,7 @@ def in_a_block(one: Trainable) -> bool:
 
 
 def role_of(one: Trainable) -> str | None:
-    """What a tensor's module says that it is, such as embedding or head; any other embedding is a table."""
+    """The role that a tensor's module gives it, such as embedding or head; any other embedding is a table."""
     role = getattr(one.module, "role", None)
     if isinstance(role, str):
         return role

@@ -9,31 +9,226 @@ difference.
 Contract: one line for every restart, on standard error: which rank, why, how many steps are repeated, how many restarts
 are left. Out of memory does not count as a restart: it ends by itself, since the micro-batch is halved each time. When
 the agent ends, none of its workers runs; when it is killed, the kernel ends them.
+
+A worker is `python -m flatout VERB` with the words of the command, in a session of its own, so that a Ctrl-C in the
+terminal reaches the agent alone. Rank 0 has the command's own output; of the others only standard error is passed on,
+line by line, with their rank. After `Workers.end` nothing that a worker has started runs, unless it put itself into a
+session of its own. Processes that do so (programs of strangers, trackers) end when the worker's pipe does.
 """
 
 import abc
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import IO, Any, final
 
+import flatout
 from flatout.checkpoints.checkpoint_files import list_checkpoints
 from flatout.errors import UserError
-from flatout.launch import Attempt, OtherProcessError
-from flatout.parallel.workers import Place, WorkerProcess, Workers
-from flatout.pulse import State, read_json
+from flatout.host import whole_cores
+from flatout.launch import AGENT, Attempt, LostRankError, OtherProcessError
+from flatout.pulse import Slots, State, read_json, stack_of
 
-# --- why an attempt ended ---------------------------------------------------------------------------------------------
-
+_POLL = 0.05  # seconds
+# Seconds in which ranks leave by themselves after one has failed; fewer where they had `parallel.timeout` already.
+_GRACE, _SHORT_GRACE = 5.0, 1.0
+_NOISE = re.compile(r"\[(rank\d+\]:\[)?[WIE]\d{4} ")  # torch's own log, which says it once more
+_ANSWER = 1.0  # seconds that a worker has to write its stack
+_KILL = 30.0  # seconds after which one that was killed is taken to hang in the kernel
 _STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
 _RANKED = ("done", "stopped", "refused", "memory", "killed", "host", "frozen", "stuck", "failed", "lost")
+
+
+# --- the worker processes of a host -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which ranks this host has, of how many, and where they meet."""
+
+    first: int
+    count: int
+    size: int
+    address: str
+    port: int
+    agents_store: bool = False  # the store is served by an agent, else by rank 0
+
+
+@final
+class WorkerProcess:
+    def __init__(self, process: subprocess.Popen[bytes], rank: int, local: int) -> None:
+        self.process, self.rank, self.local = process, rank, local
+        self.code: int | None = None  # negative: the signal that killed it
+        self.reader: threading.Thread | None = None
+        self.stopped_since: float | None = None
+
+    def look(self) -> None:
+        """Notes the exit code, once there is one, and ends processes that the worker has left behind."""
+        if self.code is None and _has_ended(self.process):
+            _end_group(self.process.pid)
+            self.code = self.process.wait()
+
+    def signal(self, number: int) -> None:
+        """Not by `Popen.send_signal`, which would reap a process that has ended meanwhile: `look` does that."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the process is stopped by SIGSTOP or a debugger."""
+        try:
+            return Path(f"/proc/{self.process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2][1:2] in "Tt"
+        except OSError:
+            return False
+
+
+@final
+class Workers:
+    def __init__(
+        self, command: Sequence[str], place: Place, attempt: Attempt, restarts: int, folder: Path, listen: int | None
+    ) -> None:
+        self.folder, self.place = folder, place
+        self.slots = Slots(folder, place.count, create=True)
+        self.all: list[WorkerProcess] = []
+        shared = _environment(place, attempt, restarts, folder)
+        for local in range(place.count):
+            rank = place.first + local
+            environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(local)}
+            self.all.append(_start(command, environment, rank, local, listen if rank == 0 else None))
+
+    def look(self) -> None:
+        for worker in self.all:
+            worker.look()
+            if worker.code is None and worker.stopped:
+                worker.stopped_since = worker.stopped_since or time.monotonic()
+            else:
+                worker.stopped_since = None
+
+    def state(self, worker: WorkerProcess) -> State:
+        return self.slots.state(worker.local)
+
+    def step(self, worker: WorkerProcess) -> int:
+        return self.slots.row(worker.local)["step"]
+
+    def micro_batch(self, worker: WorkerProcess) -> int:
+        return self.slots.row(worker.local)["micro_batch"]
+
+    @property
+    def running(self) -> list[WorkerProcess]:
+        return [worker for worker in self.all if worker.code is None]
+
+    @property
+    def listening(self) -> bool:
+        """Whether the worker that gets signals knows what to do with one that does not end it."""
+        return bool(self.running) and self.state(self.running[0]) is not State.STARTING
+
+    def pass_on(self, number: int) -> None:
+        """Sends a signal to one worker. Ranks agree after every step, so all of them act on it."""
+        if self.running:
+            self.running[0].signal(number)
+
+    def stack(self, worker: WorkerProcess) -> Sequence[str]:
+        """Where a worker is that does not answer; nothing where it is stopped or cannot say."""
+        path = self.folder / f"stack-{worker.local}"
+        if worker.code is not None or not path.exists() or worker.stopped:
+            return ()
+        worker.signal(signal.SIGQUIT)
+        until = time.monotonic() + _ANSWER
+        while time.monotonic() < until and not path.stat().st_size:
+            time.sleep(0.02)
+        time.sleep(0.05)  # the rest of it
+        return stack_of(path)
+
+    def end(self) -> None:
+        """Ends all workers at once, stopped ones too, and waits for them."""
+        for worker in self.running:
+            _end_group(worker.process.pid)
+        for worker in self.all:
+            if worker.code is None:
+                worker.code = self._killed(worker)
+            if worker.reader is not None:
+                worker.reader.join(timeout=2)
+
+    def _killed(self, worker: WorkerProcess) -> int:
+        try:
+            return worker.process.wait(_KILL)
+        except subprocess.TimeoutExpired as error:
+            raise LostRankError(
+                f"rank {worker.rank} (pid {worker.process.pid}) was killed and does not end: it hangs in the kernel",
+                "its GPU, disk or network does not answer: see `dmesg`, and restart the host before you go on",
+            ) from error
+
+
+def _environment(place: Place, attempt: Attempt, restarts: int, folder: Path) -> Mapping[str, str]:
+    root = str(Path(flatout.__file__).parents[1])
+    threads = max(1, whole_cores() // place.count)
+    shared = {
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_WORLD_SIZE": str(place.count),
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port),
+        "TORCHELASTIC_RUN_ID": "flatout",
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": str(place.agents_store),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        AGENT: dataclasses.replace(attempt, agent=os.getpid(), pulse=str(folder)).as_json(),
+    }
+    return {**shared, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], rank: int, local: int, listen: int | None
+) -> WorkerProcess:
+    speaks = rank == 0
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "flatout", *command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=None if speaks else subprocess.DEVNULL,
+        stderr=None if speaks else subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=() if listen is None else (listen,),
+    )
+    worker = WorkerProcess(process, rank, local)
+    if process.stderr is not None:
+        worker.reader = threading.Thread(target=_pass_on_lines, args=(process.stderr, rank), daemon=True)
+        worker.reader.start()
+    return worker
+
+
+def _pass_on_lines(stream: IO[bytes], rank: int) -> None:
+    """Errors name their rank where that matters; anything else a rank says gets it here."""
+    with stream:
+        for data in stream:
+            line = data.decode("utf-8", "replace").rstrip("\n")
+            if line and not _NOISE.match(line):
+                print(line if line.startswith(("error: ", "hint: ")) else f"rank {rank}: {line}", file=sys.stderr)
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Without reaping it, so that the number of its group cannot be given to others before that is ended, too."""
+    if not hasattr(os, "waitid"):
+        return process.poll() is not None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _end_group(number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(number, signal.SIGKILL)
+
+
+# --- why an attempt ended ---------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +236,7 @@ class AttemptEnd:
     """`kind`: done, stopped (by a signal, after saving), refused (the user can mend it), memory (a smaller micro-batch
     may fit), killed, frozen (by SIGSTOP), stuck, failed (an error of ours), host (one is gone), lost (got no answer).
 
-    `text` is empty where the rank itself has told what was wrong. `steps` have been begun.
+    `text` is empty where the rank itself printed the error. `steps` have been begun.
     """
 
     kind: str
@@ -70,7 +265,7 @@ def first_of(causes: Sequence[AttemptEnd]) -> AttemptEnd:
 
 
 def cause_of(workers: Workers, *, waited: bool = False) -> AttemptEnd:
-    """Judges what the workers of this host have left, before the last of them are ended.
+    """Judges the workers of this host, before the last of them are ended.
 
     `waited`: ranks of other hosts have, and not in vain for one that is only slow.
     """
@@ -120,8 +315,8 @@ def _name(number: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """What the attempts so far have left: the run folder, whether they wrote there, a micro-batch that fits, and how
-    often the run was started again."""
+    """State that passes from attempt to attempt: the run folder, whether one of them wrote there, a micro-batch that
+    fits, and how often the run was started again."""
 
     folder: str | None = None
     accepted: bool = False
@@ -133,11 +328,11 @@ Met = tuple[Place, Left, Attempt, int | None]
 
 
 class Hosts(abc.ABC):
-    speaks = True  # whether this agent is the one that tells errors
+    speaks = True  # whether this agent is the one that prints errors
 
     @abc.abstractmethod
     def meet(self, left: Left, stopping: Callable[[], bool]) -> contextlib.AbstractContextManager[Met]:
-        """Where this attempt's workers meet, what all hosts know of the attempts before, and an open socket."""
+        """Where this attempt's workers meet, the state of all hosts from the attempts before, and an open socket."""
 
     @abc.abstractmethod
     def failed(self) -> bool:
@@ -149,7 +344,7 @@ class Hosts(abc.ABC):
 
     @abc.abstractmethod
     def refuse(self, error: UserError) -> UserError:
-        """What to raise for an error that this host has before it meets the others: one of all hosts tells it."""
+        """The error to raise for one that this host has before it meets the others: one of all hosts prints it."""
 
 
 @final
@@ -179,10 +374,6 @@ class OneHost(Hosts):
 
 
 # --- the agent --------------------------------------------------------------------------------------------------------
-
-_POLL = 0.05  # seconds
-# Seconds in which ranks leave by themselves after one has failed; fewer where they had `parallel.timeout` already.
-_GRACE, _SHORT_GRACE = 5.0, 1.0
 
 
 class FailedError(UserError):
@@ -268,11 +459,11 @@ class Agent:
         return any(worker.stopped_since is not None and worker.stopped_since < limit for worker in workers.all)
 
     def _keep(self, folder: Path) -> None:
-        """What this attempt leaves for the next."""
-        told = read_json(folder / "run.json")
-        if told is not None:
-            accepted = self.left.accepted or told["accepted"]
-            self.left = dataclasses.replace(self.left, folder=told["folder"], accepted=accepted)
+        """Keeps this attempt's run folder for the next."""
+        run = read_json(folder / "run.json")
+        if run is not None:
+            accepted = self.left.accepted or run["accepted"]
+            self.left = dataclasses.replace(self.left, folder=run["folder"], accepted=accepted)
 
     # --- again ------------------------------------------------------------------------------------------------------
 

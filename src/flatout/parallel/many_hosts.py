@@ -25,8 +25,7 @@ from typing import Any, TypeVar, final
 
 from flatout.errors import UsageError, UserError
 from flatout.launch import Attempt, OtherProcessError, in_thread
-from flatout.parallel.agent import AttemptEnd, Hosts, Left, Met
-from flatout.parallel.workers import Place
+from flatout.parallel.agent import AttemptEnd, Hosts, Left, Met, Place
 
 _POLL = 0.2  # seconds
 _ANSWER = 5.0  # seconds that the other agents have to say why they ended
@@ -71,11 +70,11 @@ class ManyHosts(Hosts):
             listening.join(_ANSWER)  # the process would abort if it ended while the thread asks the store
 
     def refuse(self, error: UserError) -> UserError:
-        """This host has an error before it meets the others: the one of them that has to tell it gets it back."""
+        """This host has an error before it meets the others: the one of them that has to print it gets it back."""
         try:
             self._come({"error": [error.message, error.hint, error.exit_code]}, lambda: False)
-        except UserError as told:
-            return told
+        except UserError as seen_by_all:
+            return seen_by_all
         return error
 
     def failed(self) -> bool:
@@ -84,8 +83,8 @@ class ManyHosts(Hosts):
     def others(self, own: AttemptEnd) -> Sequence[AttemptEnd]:
         good = own.kind in ("done", "stopped")
         if not good:
-            self._tell(f"{self._name}/failed", True)
-        self._tell(f"{self._name}/cause/{self._rank}", own.as_json())
+            self._write(f"{self._name}/failed", True)
+        self._write(f"{self._name}/cause/{self._rank}", own.as_json())
         if good and self._rank:
             return ()
         found = self._gathered("cause", _ANSWER)  # host 0 stays for it in any case: the store is here
@@ -112,12 +111,12 @@ class ManyHosts(Hosts):
         own = {"host": socket.gethostname(), "gpus": self._gpus, "nodes": self._nodes, **what}
         if self._rank == 0:
             self._name = f"{os.getpid()}-{time.monotonic_ns()}"
-            self._tell("attempt", self._name)
+            self._write("attempt", self._name)
         else:
             self._name = self._next_attempt(before, until, stopping)
-        self._tell(f"{self._name}/came/{self._rank}", own)
+        self._write(f"{self._name}/came/{self._rank}", own)
         if self._rank == 0:
-            self._tell(f"{self._name}/go", self._put_together(until, stopping))
+            self._write(f"{self._name}/go", self._put_together(until, stopping))
         go = self._wait(f"{self._name}/go", until + _ANSWER, stopping)
         if go is None:
             raise self._missing("host 0 did not answer")
@@ -127,7 +126,7 @@ class ManyHosts(Hosts):
             if self._rank == 0:
                 self._gathered("read", _ANSWER)  # the store stays until all have read why
             else:
-                self._tell(f"{self._name}/read/{self._rank}", True)
+                self._write(f"{self._name}/read/{self._rank}", True)
             error = UserError(message, hint)
             error.exit_code = code
             raise error if rank == self._rank else OtherProcessError(code)
@@ -181,7 +180,7 @@ class ManyHosts(Hosts):
                 return name
             if new and not returned:  # this host was lost in the middle of an attempt
                 returned, until = True, time.monotonic() + self._patience
-                self._tell(f"{name}/failed", True)
+                self._write(f"{name}/failed", True)
             time.sleep(_POLL)
         raise self._missing("host 0 has not started another attempt")
 
@@ -231,14 +230,14 @@ class ManyHosts(Hosts):
             time.sleep(_POLL)
 
     def _asked(self, key: str) -> bytes | None:
-        """What the store has now: empty where there is nothing, None where it does not answer."""
+        """A value of the store: empty where there is none, None where the store does not answer."""
         return _answer(lambda: self._store.get(key) if self._store.check([key]) else b"", _ANSWER)
 
-    def _tell(self, key: str, value: Any) -> None:
+    def _write(self, key: str, value: Any) -> None:
         _answer(lambda: self._store.set(key, json.dumps(value)), _ANSWER)
 
     def _gathered(self, key: str, seconds: float) -> dict[int, Any]:
-        """What agents have written under a key, as far as it comes in time."""
+        """The values of agents under a key, as far as they come in time."""
         until, found = time.monotonic() + seconds, dict[int, Any]()
         while len(found) < self._nodes - (key == "read") and time.monotonic() < until:
             for rank in set(range(self._nodes)) - set(found):
@@ -264,7 +263,7 @@ class ManyHosts(Hosts):
 
 
 def _answer(ask: Callable[[], Value], seconds: float) -> Value | None:
-    """What `ask` returns, or None where it fails or takes too long."""
+    """The result of `ask`, or None where it fails or takes too long."""
     with contextlib.suppress(RuntimeError, TimeoutError):
         return in_thread(ask).result(seconds)
     return None

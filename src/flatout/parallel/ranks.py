@@ -3,9 +3,9 @@
 Device tensors go by NCCL where every process has a GPU of its own, else by gloo; numbers of the host always by gloo.
 Values of the host travel as JSON, never pickled.
 
-Contract: an error before training is told by one process, with its rank where the others did not have it, and all of
-them leave with its exit code. While training goes on, a process that is lost ends the wait of the others: gloo and NCCL
-give up after `timeout`, and whoever started the processes ends those that are left.
+Contract: an error before training is printed by one process, with its rank where the others did not have it, and all
+of them leave with its exit code. While training goes on, a process that is lost ends the wait of the others: gloo and
+NCCL give up after `timeout`, and whoever started the processes ends those that are left.
 """
 
 import contextlib
@@ -95,9 +95,9 @@ class Ranks(World):
 
     def named(self, error: UserError) -> UserError:
         """The same error, with the rank that had it."""
-        told = type(error)(f"rank {self.rank} on {socket.gethostname()}: {error.message}", error.hint)
-        told.exit_code = error.exit_code
-        return told
+        named = type(error)(f"rank {self.rank} on {socket.gethostname()}: {error.message}", error.hint)
+        named.exit_code = error.exit_code
+        return named
 
     @contextlib.contextmanager
     def rank0_first(self) -> Iterator[None]:
@@ -130,7 +130,7 @@ class Ranks(World):
             raise OtherProcessError
 
     def _asked(self, key: str) -> bytes:
-        """What the store has now; empty where there is nothing."""
+        """A value of the store; empty where there is none."""
         try:
             return in_thread(lambda: self.store.get(key) if self.store.check([key]) else b"").result(self.timeout)
         except TimeoutError as error:
@@ -156,7 +156,7 @@ def joined(
     store = _meet(found, join)
     backend = _backend(found, asked_device)
     hosts = _check_alike(found, store, join, backend=backend, settings=settings or {})
-    told = pulse()
+    own_pulse = pulse()
     try:
         dist.init_process_group(
             backend,
@@ -165,14 +165,14 @@ def joined(
             world_size=found.size,
             timeout=datetime.timedelta(seconds=timeout),
         )
-        told.tell(State.WORKING)
-        yield Ranks(found.rank, found.size, found.local, told, store=store, hosts=hosts, timeout=timeout)
-        told.tell(State.ENDED)
+        own_pulse.tell(State.WORKING)
+        yield Ranks(found.rank, found.size, found.local, own_pulse, store=store, hosts=hosts, timeout=timeout)
+        own_pulse.tell(State.ENDED)
     except RuntimeError as error:
-        if not _is_about_others(error, told):
+        if not _is_about_others(error, own_pulse):
             raise
         late = re.search(r"time(d )?out|timed out", str(error), re.IGNORECASE) is not None
-        told.tell(State.TIMED_OUT if late else State.LOST)
+        own_pulse.tell(State.TIMED_OUT if late else State.LOST)
         if found.attempt is not None:  # the agent sees which rank it was, and says so
             raise OtherProcessError(1) from error
         raise _lost(found.rank, error) from error
@@ -182,10 +182,10 @@ def joined(
                 dist.destroy_process_group()
 
 
-def _is_about_others(error: RuntimeError, told: Pulse) -> bool:
+def _is_about_others(error: RuntimeError, own_pulse: Pulse) -> bool:
     """Whether an error says that other ranks do not answer: gloo has no class for it, but names its own source."""
-    named = "NCCL" in str(error) or "/gloo/" in str(error)  # in torch's FSDP nobody notes that we wait
-    return isinstance(error, dist.DistError) or told.state is State.WAITING or named
+    named = "NCCL" in str(error) or "/gloo/" in str(error)  # in torch's FSDP the pulse does not know that we wait
+    return isinstance(error, dist.DistError) or own_pulse.state is State.WAITING or named
 
 
 def _lost(rank: int, error: RuntimeError) -> LostRankError:
@@ -229,14 +229,14 @@ def _unreachable(found: Launch, reason: str) -> UserError:
 
 
 def refuse(found: Launch, error: UserError) -> UserError:
-    """What a process raises for an error that it has before it meets the others, such as one in its config.
+    """The error that a process raises for one that it has before it meets the others, such as in its config.
 
     All processes see the errors of all, and one of them tells: the first that has one.
     """
     try:
         _check_alike(found, _meet(found, START), START, error=error)
-    except UserError as told:
-        return told
+    except UserError as seen_by_all:
+        return seen_by_all
     return error
 
 
@@ -269,17 +269,17 @@ def _compared(
     except dist.DistStoreError:  # whoever is first to give up says so to all; who comes later finds it there
         for key in keys:
             store.compare_set(key, "", json.dumps({"late": join}))
-    everybody = [json.loads(store.get(key)) for key in keys]
-    told = _refusal(everybody)
-    if told is not None:
-        teller, refused = told
-        came = [rank for rank, facts in enumerate(everybody) if "late" not in facts]
+    all_facts = [json.loads(store.get(key)) for key in keys]
+    refusal = _refusal(all_facts)
+    if refusal is not None:
+        teller, refused = refusal
+        came = [rank for rank, facts in enumerate(all_facts) if "late" not in facts]
         _leave_together(found, store, came)
-        if len(came) < found.size and not any("error" in facts for facts in everybody):
+        if len(came) < found.size and not any("error" in facts for facts in all_facts):
             refused = _about_absent(found, refused)
         raise refused if found.rank == teller else OtherProcessError(refused.exit_code)
-    hosts = tuple(facts["host"] for facts in everybody)
-    odd = odd_rank([facts["settings"] for facts in everybody])
+    hosts = tuple(facts["host"] for facts in all_facts)
+    odd = odd_rank([facts["settings"] for facts in all_facts])
     if odd is not None:
         first, other = (json.loads(store.get(f"settings/{rank}")) for rank in (0, odd))
         _leave_together(found, store, range(found.size))
@@ -289,43 +289,43 @@ def _compared(
     return hosts
 
 
-def _about_absent(found: Launch, told: UserError) -> UserError:
+def _about_absent(found: Launch, error: UserError) -> UserError:
     """Ranks that do not come are a wrong start. Where they have come before, one of them hangs or is stopped: the agent
     sees which, and starts all again."""
     if not found.resumes or found.attempt is None:
-        return told
+        return error
     pulse().tell(State.TIMED_OUT)
     return OtherProcessError(1)
 
 
-def _refusal(everybody: Sequence[dict[str, Any]]) -> tuple[int, UserError] | None:
-    """Who has to tell what: the first rank that has an error, or one of those that came."""
-    errors = [(rank, facts["error"]) for rank, facts in enumerate(everybody) if "error" in facts]
+def _refusal(all_facts: Sequence[dict[str, Any]]) -> tuple[int, UserError] | None:
+    """The error that ends the start, and the rank that raises it: the first with an error, or one that came."""
+    errors = [(rank, facts["error"]) for rank, facts in enumerate(all_facts) if "error" in facts]
     if errors:
         rank, (message, hint, code) = errors[0]
-        alike = len(errors) == len(everybody) and all(error == errors[0][1] for _, error in errors)
-        told = UserError(message if alike else f"rank {rank} on {everybody[rank]['host']}: {message}", hint)
-        told.exit_code = code
-        return rank, told
-    missing = [str(rank) for rank, facts in enumerate(everybody) if "late" in facts]
+        alike = len(errors) == len(all_facts) and all(error == errors[0][1] for _, error in errors)
+        error = UserError(message if alike else f"rank {rank} on {all_facts[rank]['host']}: {message}", hint)
+        error.exit_code = code
+        return rank, error
+    missing = [str(rank) for rank, facts in enumerate(all_facts) if "late" in facts]
     if missing:
-        waited = next(facts["late"] for facts in everybody if "late" in facts)
-        came = f"{len(everybody) - len(missing)} of {len(everybody)} processes came within {waited:g} s"
+        waited = next(facts["late"] for facts in all_facts if "late" in facts)
+        came = f"{len(all_facts) - len(missing)} of {len(all_facts)} processes came within {waited:g} s"
         hint = "look at what the missing ones say; parallel.timeout gives other hosts more time"
-        first = next(rank for rank, facts in enumerate(everybody) if "late" not in facts)
+        first = next(rank for rank, facts in enumerate(all_facts) if "late" not in facts)
         return first, UsageError(f"{came}: rank {', '.join(missing)} did not", hint)
     for name in ("flatout", "torch"):
-        other = next((rank for rank, facts in enumerate(everybody) if facts[name] != everybody[0][name]), None)
+        other = next((rank for rank, facts in enumerate(all_facts) if facts[name] != all_facts[0][name]), None)
         if other is not None:
-            theirs = everybody[other]
+            theirs = all_facts[other]
             return 0, UsageError(
-                f"rank 0 on {everybody[0]['host']} has {name} {everybody[0][name]}, rank {other} on {theirs['host']} "
+                f"rank 0 on {all_facts[0]['host']} has {name} {all_facts[0][name]}, rank {other} on {theirs['host']} "
                 f"has {theirs[name]}",
                 "install the same versions on all hosts",
             )
-    without = [rank for rank, facts in enumerate(everybody) if "cuda" not in facts["backend"]]
-    if without and len(without) < len(everybody):
-        ranks = ", ".join(f"{rank} on {everybody[rank]['host']}" for rank in without)
+    without = [rank for rank, facts in enumerate(all_facts) if "cuda" not in facts["backend"]]
+    if without and len(without) < len(all_facts):
+        ranks = ", ".join(f"{rank} on {all_facts[rank]['host']}" for rank in without)
         hint = "see `flatout doctor` on that host, or set speed.device=cpu for all"
         return 0, UsageError(f"rank {ranks} sees no GPU, and others do", hint)
     return None
@@ -340,7 +340,7 @@ def _leave_together(found: Launch, store: Store, came: Sequence[int]) -> None:
 
 
 def _backend(found: Launch, asked_device: str) -> str:
-    """NCCL wants a GPU for every process: several that were told to share one go by gloo."""
+    """NCCL wants a GPU for every process: several that share one use gloo."""
     kind, _, index = asked_device.partition(":")
     if kind not in ("auto", "cuda") or not torch.cuda.is_available():
         return "gloo"

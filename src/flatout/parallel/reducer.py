@@ -76,7 +76,7 @@ class BucketReducer:
 
     @property
     def reduced_bytes(self) -> int:
-        """What a step adds up over all processes."""
+        """Bytes that a step adds up over all processes."""
         sent = [bucket.values if bucket.narrow is None else bucket.narrow for bucket in self._buckets]
         sent += [parameter.grad for parameter in self._placed if parameter.grad is not None]
         return sum(values.nbytes for values in sent)
@@ -144,7 +144,7 @@ class BucketReducer:
 def reducer_of(
     world: World, parameters: Sequence[nn.Parameter], *, in_place: bool, bf16: bool, replayed: bool
 ) -> BucketReducer | None:
-    """What adds up the gradients of these parameters, which stay where they are if `in_place`; None for one process."""
+    """Adds up the gradients of these parameters, which stay where they are if `in_place`; None for one process."""
     if not isinstance(world, Ranks):
         return None
     if in_place:

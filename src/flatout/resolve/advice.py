@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from flatout.checkpoints.base_and_adapter import adapter_plan
-from flatout.config.usual import FAR_ABOVE, FAR_BELOW, SMALL_BASE, found_by_range_test, usual_rate
+from flatout.config.optimizers import FAR_ABOVE, FAR_BELOW, SMALL_BASE, found_by_range_test, usual_rate
 from flatout.errors import many
 from flatout.finding import Check, Finding
 from flatout.model.adapter_targets import choose, needless_rank, targets_of
@@ -34,7 +34,7 @@ _BIG_BOUND = 1 / 3  # the same where the share is an upper bound, as it rests on
 def advice_on(
     plan: RunPlan, *, about: str = "", step_seconds: float | None = None, write_rate: float | None = None
 ) -> Iterator[Finding]:
-    """`about` stands before numbers of tokens that nobody has counted. `step_seconds` is the least time of a step,
+    """`about` stands before numbers of tokens that are estimates. `step_seconds` is the least time of a step,
     `write_rate` how many bytes per second reach the disk, where these are known."""
     said = {(check.area, check.name) for check in plan.checks}
     found = [*_on_switches(plan), *_on_settings(plan, step_seconds, write_rate)]
@@ -43,7 +43,7 @@ def advice_on(
 
 
 def known_steps(plan: RunPlan) -> int | None:
-    """None for a length in minutes, or in epochs of text that nobody has counted."""
+    """None for a length in minutes, or in epochs of text of unknown size."""
     unplanned = plan.train.minutes is not None and plan.train.steps is None
     return None if unplanned else plan.steps or None
 
@@ -113,7 +113,7 @@ def _epochs(plan: RunPlan, windows: int, steps: int, about: str) -> Finding:
     if epochs > _MANY_EPOCHS:
         fitting = plan.schedule.steps_until(_SOME_EPOCHS * windows) - 1
         shorter = f", or set train.steps={fitting}" if fitting >= 20 else ""
-        return _data("epochs").told(
+        return _data("epochs").finding(
             "note" if plan.settings.sources["train.epochs"].by_user else "warn",
             found,
             f"{few}, and the model learns the text by heart: watch the validation loss, and stop with eval.patience. "
@@ -125,7 +125,7 @@ def _epochs(plan: RunPlan, windows: int, steps: int, about: str) -> Finding:
 
 
 def _times(value: float) -> str:
-    """A ratio with two digits or more, so that a small one is not told as 0.0."""
+    """A ratio with two digits or more, so that a small one is not printed as 0.0."""
     return f"{value:,.{2 if value < 1 else 1 if value < 100 else 0}f}"
 
 
@@ -343,7 +343,7 @@ def _saving(plan: RunPlan, steps: int, step_seconds: float | None, write_rate: f
         return check.ok("at the end of every epoch" if saving.epochs == 1 else f"every {every}")
     if every == 0:
         long_run = step_seconds is not None and steps * step_seconds > 1800
-        return check.told(
+        return check.finding(
             "warn" if long_run else "note",
             "checkpoint.every is 0: only the end is saved, and a run that is stopped by a signal",
             f"A crash or a lost machine costs the whole run. Set checkpoint.every={max(1, steps // 10)}.",

@@ -38,7 +38,7 @@ from flatout.world import World
 _PIECE_FLOPS = 3e8  # some milliseconds of one core
 _FEWEST, _MOST = 3, 9  # turns
 _SECONDS, _TOO_LONG = 0.4, 1.5  # for all turns, and for as few as there may be
-# Width, MLP, heads, their size, context: of a small model, where nobody says which, and of the largest that is tried.
+# Width, MLP, heads, their size, context: of a small model, where no model is given, and of the largest that is tried.
 _SHAPE, _LARGEST = (128, 512, 4, 32, 128), (512, 2048, 8, 128, 1024)
 
 

@@ -83,9 +83,9 @@ def _on_intervals(plan: RunPlan) -> Iterator[Finding]:
     asked, optim, steps = plan.settings.config.optim, plan.optim, plan.steps
     every, epochs, saving = plan.eval.steps, plan.eval.epochs, plan.checkpoint
     if 0 < steps < optim.warmup_steps:
-        told = "optim.warmup" if isinstance(asked.warmup, int) else f"the warm-up of {asked.warmup}"
+        name = "optim.warmup" if isinstance(asked.warmup, int) else f"the warm-up of {asked.warmup}"
         yield Check("config", "warm-up").warn(
-            f"{told} is {optim.warmup_steps:,} and the run has {many(steps, 'step')}, so the warm-up is "
+            f"{name} is {optim.warmup_steps:,} and the run has {many(steps, 'step')}, so the warm-up is "
             f"cut to {steps:,}: the learning rate reaches its peak in the last step and never falls",
             f"Set {shorter_warmup(plan)}, a twentieth of the run, or train longer.",
         )
@@ -113,11 +113,11 @@ def shorter_warmup(plan: RunPlan) -> str:
 def _stages(schedule: Schedule, steps: int) -> str:
     """Which steps each stage has, and what they read."""
     firsts = [stage.first_step for stage in schedule.stages]
-    told = []
+    listed = []
     for stage, end in zip(schedule.stages, [*firsts[1:], steps], strict=True):
         window = "" if stage.attention_window is None else f", window {stage.attention_window:,}"
-        told.append(f"{stage.first_step + 1:,} to {end:,} of {stage.sequences:,} x {stage.length:,} tokens{window}")
-    return f"stages: steps {'; '.join(told)}"
+        listed.append(f"{stage.first_step + 1:,} to {end:,} of {stage.sequences:,} x {stage.length:,} tokens{window}")
+    return f"stages: steps {'; '.join(listed)}"
 
 
 def _on_adapter(plan: RunPlan) -> Iterator[Finding]:

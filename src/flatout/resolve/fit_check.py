@@ -1,7 +1,7 @@
 """Whether a run fits its device and its disk: what a step needs, refusals with a way out, out of memory in words.
 
-Ways out are words for the command line, each reckoned through. Three kinds, at most one of each: switches that leave
-what is learned as it is, a shorter context, and a hardware overlay.
+Ways out are words for the command line, each checked by the same estimate. Three kinds, at most one of
+each: switches that leave what is learned as it is, a shorter context, and a hardware overlay.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def smaller(*, shaped: bool) -> str:
 
 
 def fit_of(need: float, have: float) -> Status:
-    """How a step that needs so many bytes fits the memory that it has."""
+    """How the bytes that a step needs fit the memory that it has."""
     return "ok" if need <= ROOM * have else "warn" if need <= have else "bad"
 
 
@@ -81,7 +81,7 @@ def why_not(memory: MemoryEstimate, device: Device) -> str:
 
 
 def check_disk(folder: Path, checkpoint: int, checkpoints: int, *, beside: int = 0, free: int | None = None) -> None:
-    """Refuses to start where the checkpoints, of so many bytes each, that will lie there at once cannot fit.
+    """Refuses to start where the checkpoints that will be on the disk at once cannot fit.
 
     `beside` are bytes of other files of the run, `free` what is known to be there.
     """
@@ -130,7 +130,7 @@ def first_sentence(error: RuntimeError) -> str:
 
 
 def ways(plan: RunPlan, have: int, *, resumed: bool = False) -> Iterator[str]:
-    """What would make a step fit so many bytes. A `resumed` run keeps its context, and so does a fine-tuned model."""
+    """What would make a step fit the given bytes. A `resumed` run keeps its context, and so does a fine-tuned model."""
     config, speed, text = plan.settings.config, plan.speed, plan.base is None
     room = ROOM if text else 1.0  # samples are known one by one
 

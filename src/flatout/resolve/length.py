@@ -1,6 +1,6 @@
 """How long a run is, and what each of its steps reads: the table of the config, or what a checkpoint says was read.
 
-A length may be told in steps, tokens, epochs or minutes; warm-up follows from it.
+A length may be given in steps, tokens, epochs or minutes; warm-up follows from it.
 """
 
 import dataclasses
@@ -8,9 +8,9 @@ import itertools
 import math
 
 from flatout.checkpoints.checkpoint import Checkpoint
+from flatout.config.optimizers import FAR_BELOW, SMALL_BASE, usual_rate
 from flatout.config.schema import CheckpointConfig, EvalConfig, OptimConfig, RunConfig
 from flatout.config.sections import keeps_best
-from flatout.config.usual import FAR_BELOW, SMALL_BASE, usual_rate
 from flatout.data.batch import DataFacts, Schedule, Stage, TrainingData
 from flatout.errors import CheckpointError, ConfigError, many
 from flatout.model.count import parameter_count
@@ -20,7 +20,7 @@ MOST_STEPS = 20_000_000  # the schedule is a table with one entry per step
 # Steps of fine-tuning: the base of tutorial 2 answers with broken words after 12 steps on its 19 samples, and rightly
 # after 102.
 FEW_STEPS, ENOUGH_STEPS = 50, 100
-UNPLANNED_STEPS = 1000  # of a run whose minutes nobody has turned into steps yet
+UNPLANNED_STEPS = 1000  # of a run in minutes whose steps are not known yet
 
 
 def asked_schedule(config: RunConfig, windows: int | None = None) -> Schedule:
@@ -35,7 +35,7 @@ def asked_schedule(config: RunConfig, windows: int | None = None) -> Schedule:
 
 
 def _windows_of_run(config: RunConfig, windows: int | None) -> float:
-    """How many windows a run reads whose length is told in tokens or epochs."""
+    """How many windows a run reads whose length is given in tokens or epochs."""
     tokens = config.train.tokens
     return (config.train.epochs or 0) * (windows or 0) if tokens is None else -(-tokens // config.model.context)
 

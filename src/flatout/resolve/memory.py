@@ -83,12 +83,12 @@ def training_flops(config: RunConfig, vocab: int, attended: float | None) -> flo
 
 
 def checkpoint_size(parameters: int, model: ModelConfig, optim: OptimConfig, speed: Speed | SpeedConfig) -> int:
-    """Bytes of one checkpoint of so many trained parameters: fp32 weights, and what optimizers keep of them."""
+    """Bytes of a checkpoint with this number of trained parameters: fp32 weights, and what optimizers keep of them."""
     return int((4 + state_of(model, optim, speed, parameters).checkpoint) * parameters)
 
 
 def state_of(model: ModelConfig, optim: OptimConfig, speed: Speed | SpeedConfig, parameters: int) -> StateBytes:
-    """Bytes of optimizer state for each of so many trained parameters."""
+    """Bytes of optimizer state per trained parameter."""
     matrices = min(1.0, matrix_count(model) / parameters)
     how = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
     return state_bytes(optim, matrices=matrices, **how)

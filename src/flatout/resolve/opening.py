@@ -277,7 +277,7 @@ def check_shares(data: TrainingData, world: World) -> None:
 
 
 def check_even(data: TrainingData, size: int) -> None:
-    """Refuses steps of text that so many processes cannot share evenly."""
+    """Refuses steps of text that the processes cannot share evenly."""
     for stage in data.schedule.stages if data.facts.batch_samples is None else ():
         windows, longest = data.schedule.at(stage.first_step).windows, data.schedule.longest
         if windows % size:

@@ -87,14 +87,14 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
         times = f"{derived.epochs:.1f} epochs"
         repeated = {path: value for path, value in derived.repeated.items() if path not in impossible}
         values |= {path: (value, times) for path, value in repeated.items()}
-        told = ", ".join(
+        named = ", ".join(
             f"{path}={format_value(value)}"
             for path, value in repeated.items()
             if not _by_user(loaded, path) and value_at(loaded.config, path) != value
         )
         notices.append(
             f"the data is read {derived.epochs:.1f} times, more than {FRESH_EPOCHS}: settings are those for repeated "
-            f"data{told and f' ({told})'}"
+            f"data{named and f' ({named})'}"
         )
     left = [path for path in TABLES if values.get(path, (0, ""))[0] and not _by_user(loaded, path)]
     if left and is_small(device) and known.vocab > SMALL_VOCAB:
@@ -109,7 +109,7 @@ def is_small(device: Device) -> bool:
 
 
 def written(loaded: LoadedConfig) -> dict[str, Any]:
-    """What the user wrote and rules reckon with, by path."""
+    """The user's values that rules depend on, by path."""
     return reckoned({path: value_at(loaded.config, path) for path, source in loaded.sources.items() if source.by_user})
 
 

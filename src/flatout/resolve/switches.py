@@ -523,7 +523,7 @@ def resolve_speed(
     own_optimizer: bool = False,
     probes: Probes | None = None,
 ) -> Speed:
-    """Decides every switch in the order of the table; `source(path)` tells where a field's value comes from.
+    """Decides every switch in the order of the table; `source(path)` returns where a field's value comes from.
 
     `corpus_bytes` is the size of the tokens, None where they stay on the host. `vocab` is the model's vocabulary,
     `step_tokens` what the samples of a step hold on average, `ranks` how many processes share a step, of

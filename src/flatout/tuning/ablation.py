@@ -37,11 +37,9 @@ Contract:
 - Without two pairs of any field nothing is known of the noise: `half_width` is None, and there is no verdict.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
 import statistics
@@ -57,13 +55,30 @@ from flatout.config.load import LoadedConfig
 from flatout.data.prepare import data_folder, has_dataset, prepare_data
 from flatout.data.shards import read_manifest
 from flatout.device import detect_device
-from flatout.engine.loop import train_loop
-from flatout.errors import ConfigError, DivergedError, HardwareError, ResourceError
-from flatout.records import AblateRow, EvalRecord, StepRecord
+from flatout.errors import many
+from flatout.records import AblateRow, EvalRecord
+from flatout.rows import (
+    BAD,
+    GOOD,
+    Bar,
+    BarPanel,
+    Block,
+    ChartPanel,
+    Heading,
+    Picture,
+    Points,
+    ResultRow,
+    Sentence,
+    Sheet,
+    Table,
+    human_count,
+    human_seconds,
+    or_dash,
+    shortened,
+)
 from flatout.tuning.changes import Change, with_words
-from flatout.tuning.measure import WARMUP, borrowed_run, machine_of
+from flatout.tuning.measure import WholeRun, for_trials, machine_of
 from flatout.tuning.practice_data import scratch_folder
-from flatout.tuning.study import for_trials, status_of
 
 MISS = 0.05
 SHARED = 0.5  # correlation of two fields' differences of one seed: the unchanged run is in both
@@ -157,18 +172,6 @@ def _integral(angle: float, power: float, pieces: int = 200) -> float:
     return width / 3 * (values[0] + 4 * sum(values[1:-1:2]) + 2 * sum(values[2:-1:2]) + values[-1])
 
 
-def steady_seconds(seconds: Sequence[float], warmup: int) -> list[float]:
-    """How long training had taken after each step, without what only some steps have: compiling, warming up, a load.
-
-    Each step counts as the lower quartile of the nine around it, since what disturbs a step only makes it longer; the
-    steps of the warm-up count as the first ones after it. Steps that become longer or shorter in stages are kept apart.
-    """
-    late = list(seconds[warmup:]) or list(seconds)
-    around = [sorted(late[max(0, index - 4) : index + 5]) for index in range(len(late))]
-    steady = [near[len(near) // 4] for near in around]
-    return list(itertools.accumulate(steady[:1] * (len(seconds) - len(late)) + steady))
-
-
 SEEDS = 2
 TOKENS, SECONDS, BOTH = "tokens", "seconds", "both"
 SAME_SPEED = 0.02
@@ -229,6 +232,12 @@ class AblateResult:
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "ablation", **dataclasses.asdict(self)}
+
+    def sheet(self) -> Sheet:
+        return sheet_of(self)
+
+    def picture(self) -> Picture:
+        return picture_of(self)
 
 
 # Which run of how many, in words, and its evaluations as they come; None when it begins.
@@ -388,29 +397,25 @@ class _Runs:
         loaded = self._config(job)
         if job.equal == SECONDS:
             loaded = with_words(loaded, [f"train.steps={self._steps_in_time(job)}"])
-        course = _Course()
-        status, reason = "done", ""
-        try:
-            for evaluation in course.train(loaded, folder):
-                told(evaluation)
-        except (DivergedError, ResourceError, ConfigError, HardwareError) as error:
-            if change is None:
-                raise  # there is nothing to compare with
-            status, reason = status_of(error)
+        run = WholeRun()
+        for evaluation in run.train(lambda: loaded, folder):
+            told(evaluation)
+        if change is None and run.error is not None:
+            raise run.error  # there is nothing to compare with
         row = AblateRow(
             field="" if change is None else change.path,
             configured="" if change is None else change.configured,
             changed="" if change is None else change.changed,
             equal=job.equal,
             seed=job.seed,
-            status=status,
-            reason=reason,
-            loss=course.curve[-1][2] if status == "done" else None,
-            steps=len(course.steps),
-            tokens=course.tokens,
-            seconds=course.seconds,
+            status=run.status,
+            reason=run.reason,
+            loss=run.loss if run.status == "done" else None,
+            steps=len(run.steps),
+            tokens=run.tokens,
+            seconds=run.seconds,
             whole_seconds=time.monotonic() - began,
-            curve=tuple(course.curve),
+            curve=tuple(run.curve),
             hash=self._hash(job),
             config=self.loaded.config.output.name,
             device=self.device,
@@ -419,39 +424,6 @@ class _Runs:
         )
         self.rows[row.hash, row.equal] = row
         return row
-
-
-@final
-class _Course:
-    """How a run goes: the time of its steps, its tokens, and its evaluations."""
-
-    def __init__(self) -> None:
-        self.steps: list[float] = []
-        self.tokens = 0
-        self.curve: list[tuple[int, float, float]] = []
-
-    @property
-    def seconds(self) -> float:
-        """Of the training steps so far, without what only some of them have."""
-        return (steady_seconds(self.steps, WARMUP) or [0.0])[-1]
-
-    def train(self, loaded: LoadedConfig, folder: Path) -> Iterator[EvalRecord]:
-        """Trains to the end, and yields the evaluations. A validation loss that is not finite is a `DivergedError`."""
-        with borrowed_run(loaded) as run, contextlib.closing(
-            train_loop(run, folder, resumed=None, stop=lambda: False, saves=False)
-        ) as records:  # fmt: skip
-            folder.mkdir(parents=True)
-            for record in records:
-                if isinstance(record, StepRecord):
-                    self.steps.append(record.seconds)
-                    self.tokens = record.tokens
-                elif isinstance(record, EvalRecord):
-                    if not math.isfinite(record.loss):
-                        raise DivergedError(
-                            f"the validation loss was {record.loss} at step {record.step}", "lower optim.learning_rate"
-                        )
-                    self.curve.append((self.tokens, self.seconds, record.loss))
-                    yield record
 
 
 # --- the result -------------------------------------------------------------------------------------------------------
@@ -531,3 +503,188 @@ def _effect(
         step_time=statistics.median(ratios) if ratios else None,
         reason=next((f"{other.status}: {other.reason}" for _, other in pairs if other.status != "done"), ""),
     )
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+_CURVES = ("blue", "orange", "teal", "purple", "red", "grey")  # of the fields with the largest differences
+
+
+def sheet_of(result: AblateResult) -> Sheet:
+    """What each field is worth, at equal tokens and at equal seconds, and how small a difference could be seen."""
+    blocks: list[Block] = [Sentence(_sentence(result))]
+    for equal in (TOKENS, SECONDS):
+        if rows := [_row(one) for one in _ordered(result, equal)]:
+            extras = ("loss", "changed", "steps", "config", "change")
+            blocks += [Heading(_title(result, equal)), Table(rows=rows, names="field", left=extras[3:], extras=extras)]
+    return Sheet(blocks=[*blocks, Sentence(""), *map(Sentence, _notes(result))])
+
+
+def advice_of(one: FieldEffect) -> str:
+    """What to do about a field: which value to keep or to take, and what the other one costs."""
+    if one.verdict in (HELPS, HURTS):
+        do, value, other = ("keep", one.configured, one.changed) if one.verdict == HELPS else (
+            "take", one.changed, one.configured
+        )  # fmt: skip
+        return f"{do} {shortened(value, _LONG)} ({shortened(other, _LONG)} +{abs(one.difference or 0.0):.3f})"
+    if one.reason:
+        return one.reason.partition(":")[0].replace("_", " ")
+    return one.verdict or ("one pair: no verdict" if one.pairs else "not run yet")
+
+
+_LONG = 24  # characters of a value; longer ones are cut
+
+
+def _ordered(result: AblateResult, equal: str) -> list[FieldEffect]:
+    """The effects at equal tokens or seconds, what helps most first; without a difference last."""
+    rows = [one for one in result.effects if one.equal == equal]
+    return sorted(rows, key=lambda one: (one.difference is None, -(one.difference or 0.0)))
+
+
+def _row(one: FieldEffect) -> ResultRow:
+    steps = {"steps": f"{one.steps:,}" if one.pairs else "-"} if one.equal == SECONDS else {}
+    cells = {
+        "config": shortened(one.configured, _LONG),
+        "change": shortened(one.changed, _LONG),
+        **steps,
+        "loss": or_dash(one.loss, "{:.4f}"),
+        "changed": or_dash(one.changed_loss, "{:.4f}"),
+        "difference": _difference(one),
+    }
+    tone = {HELPS: GOOD, HURTS: BAD}.get(one.verdict, "")
+    return ResultRow(name=one.field, cells=cells, value=one.difference, verdict=advice_of(one), tone=tone)
+
+
+def _difference(one: FieldEffect) -> str:
+    error = "" if one.half_width is None else f" \u00b1 {one.half_width:.4f}"
+    return "-" if one.difference is None else f"{one.difference:+.4f}{error}"
+
+
+def _sentence(result: AblateResult) -> str:
+    if result.loss is None:
+        return f"{result.config}: no run of the config as it is has ended yet; on {result.device}"
+    ended = sum(not row.field for row in result.rows)
+    spread = "" if result.spread is None else f" (standard deviation {result.spread:.4f})"
+    return (
+        f"{result.config} as it is: validation loss {result.loss:.4f} over "
+        f"{many(ended, 'seed')}{spread}, {many(result.steps, 'step')}, {result.tokens:,} tokens, "
+        f"{_seconds(result.training_seconds)} of training; on {result.device}"
+    )
+
+
+def _title(result: AblateResult, equal: str) -> str:
+    amount = f"{result.tokens:,}" if equal == TOKENS else f"{_seconds(result.training_seconds)} of training steps"
+    return f"at equal {equal} ({amount})"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2g} s" if value < 10 else human_seconds(value)
+
+
+def _notes(result: AblateResult) -> Iterator[str]:
+    """What the table means, what it could not have shown, and what is still missing."""
+    yield "difference: loss with the change minus loss as configured, over pairs of one seed, with its 95% interval"
+    for equal in (TOKENS, SECONDS):
+        widths = [one.half_width for one in result.effects if one.equal == equal and one.half_width]
+        if widths:
+            spread = f"{min(widths):.4f}" + (f" to {max(widths):.4f}" if max(widths) > 1.05 * min(widths) else "")
+            yield (
+                f"smallest difference that could be seen at equal {equal}: {spread} (noise of a pair "
+                f"{result.noise[equal]:.4f}, {result.degrees[equal]:.1f} degrees of freedom)"
+            )
+    yield from sorted({f"{one.field}={one.changed}: {one.reason}" for one in result.effects if one.reason})
+    for one in result.effects:
+        if one.verdict == HURTS:
+            yield (
+                f"{one.field}={one.changed} instead of {one.configured} lowered the loss by "
+                f"{-(one.difference or 0.0):.4f} \u00b1 {one.half_width:.4f} at equal {one.equal}"
+            )
+    unread = {one.field for one in result.effects if one.pairs and one.difference == 0.0}
+    if unread:
+        yield f"equal to the last digit with and without: {', '.join(sorted(unread))}; does this run use it?"
+    if result.loss is not None and not result.noise:
+        way = ": --seeds 2 trains a second one" if len(result.seeds) == 1 else ""
+        yield f"one pair says nothing of the noise, so there is no verdict{way}"
+    if result.left_out:
+        paths: dict[str, list[str]] = {}
+        for path, why in result.left_out.items():
+            paths.setdefault(why, []).append(path)
+        told = "; ".join(f"{', '.join(those)} ({why})" for why, those in paths.items())
+        yield f"left out: {told}; --fields names what to change"
+    if result.missing:
+        yield f"not run yet: {many(result.missing, 'run')}; the same command goes on with them"
+
+
+def picture_of(result: AblateResult) -> Picture:
+    """The difference that each field makes with its interval, and how it came about.
+
+    To the right of the line at 0 the value in the config has the lower loss. Intervals that reach over 0 are pale.
+    """
+    names: list[str | Heading] = []
+    bars: list[Bar] = []
+    for equal in (TOKENS, SECONDS):
+        if ordered := _ordered(result, equal):
+            names.append(Heading(_title(result, equal)))
+        for one in ordered:
+            interval = None
+            if one.difference is not None and one.half_width is not None:
+                interval = (one.difference - one.half_width, one.difference + one.half_width)
+            colour = {HELPS: "blue", HURTS: "red"}.get(one.verdict, "grey")
+            words = advice_of(one) if one.verdict else one.reason or f"{_difference(one)}  {advice_of(one)}"
+            bar = Bar(line=len(names), dot=one.difference, interval=interval, words=words, colour=colour)
+            bars.append(dataclasses.replace(bar, pale=one.verdict not in (HELPS, HURTS)))
+            names.append(_name(one))
+    title = "loss with the change minus loss as configured (right of 0 the value in the config helps)"
+    panel = BarPanel(title=title, bars=bars, limits=_limits(result.effects), at=0.0, at_edge=True)
+    lines = [_sentence(result)]
+    return Picture(
+        title=f"What each field of {result.config} is worth", lines=lines, names=names, bars=[panel],
+        charts=list(_charts(result)),
+    )  # fmt: skip
+
+
+def _limits(effects: Sequence[FieldEffect]) -> tuple[float, float]:
+    """Around 0 and most differences with their intervals."""
+    known = [one for one in effects if one.difference is not None]
+    reach = sorted(abs(one.difference or 0.0) + (one.half_width or 0.0) for one in known) or [1.0]
+    most = max([value for value in reach if value <= 6 * statistics.median(reach)] or reach) or 1e-3
+    return -1.08 * most, 1.08 * most
+
+
+def _charts(result: AblateResult) -> Iterator[ChartPanel]:
+    """By field, the mean difference at equal tokens at every evaluation that all its pairs have."""
+    plain = {row.seed: row.curve for row in result.rows if not row.field}
+    curves: list[Points] = []
+    largest = sorted(_ordered(result, TOKENS), key=lambda one: -abs(one.difference or 0.0))[: len(_CURVES)]
+    for one, colour in zip(largest, _CURVES, strict=False):
+        points: dict[int, list[float]] = {}
+        own = [row for row in result.rows if _name(row) == _name(one) and row.equal == TOKENS]
+        for row in own:
+            before = {tokens: loss for tokens, _, loss in plain.get(row.seed, ())}
+            for tokens, _, loss in row.curve:
+                if tokens in before:
+                    points.setdefault(tokens, []).append(loss - before[tokens])
+        whole = [(tokens, statistics.fmean(at)) for tokens, at in sorted(points.items()) if len(at) == len(own)]
+        if len(whole) > 1:
+            curves.append(Points(points=whole, look="points", colour=colour, name=shortened(_name(one), 36)))
+    if not curves:
+        return
+    # The first evaluations differ most and matter least: the last half decides the height of the panel.
+    late = [0.0, *(loss for curve in curves for _, loss in curve.points[len(curve.points) // 2 :])]
+    room = 0.25 * (max(late) - min(late)) or 1e-3
+    limits = (min(late) - room, max(late) + room)
+    title = "difference over the run, at equal tokens"
+    yield ChartPanel(title=title, curves=curves, x="tokens", limits=limits, at=0.0, form=human_count, wide=True)
+
+
+def _name(one: FieldEffect | AblateRow) -> str:
+    return f"{one.field} {one.configured} \u2192 {one.changed}"
+
+
+def run_line(row: AblateRow, number: int, total: int) -> str:
+    """One finished run in one line."""
+    name = f"{row.field}={row.changed}" if row.field else "as configured"
+    at = ", equal seconds" if row.equal == SECONDS else ""
+    told = f"loss {row.loss:.4f}" if row.loss is not None else f"{row.status}: {row.reason}"
+    steps = f"after {many(row.steps, 'step')}, {human_seconds(row.whole_seconds)}"
+    return f"[{number}/{total}] {name}, seed {row.seed}{at}: {told} {steps}"

@@ -36,11 +36,11 @@ from typing import Any, NoReturn
 from flatout.config.facts import choices, field_facts, kinds_of, section_paths, value_at, with_whole_numbers
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.model_section import GPT2
+from flatout.config.optimizers import TUNED as TUNED_FILE
 from flatout.config.sizes import AUTO, LONG
 from flatout.config.source import Source
 from flatout.config.suggest import unknown_key
 from flatout.config.unused import check_used
-from flatout.config.usual import TUNED as TUNED_FILE
 from flatout.config.yaml_loader import Node, format_value, printable, read_yaml, shorten
 from flatout.errors import ConfigError, many
 from flatout.records import TuneRow

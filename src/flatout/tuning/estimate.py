@@ -38,6 +38,19 @@ from flatout.resolve.memory import checkpoint_size, layers_of, memory_of, traine
 from flatout.resolve.plan import RunPlan
 from flatout.resolve.resolve import planned
 from flatout.resolve.switches import Speed
+from flatout.rows import (
+    OWN,
+    Block,
+    Heading,
+    ResultRow,
+    Sentence,
+    Sheet,
+    Table,
+    human_bytes,
+    human_count,
+    human_seconds,
+    or_dash,
+)
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
 from flatout.tuning.measure import machine_of
 from flatout.tuning.practice_data import PracticeSamples, is_made_up, practice_config, practice_samples, scratch_folder
@@ -48,7 +61,7 @@ _MOMENTS = "fp32 weights and two moments"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class TimePart:
     """A part of the time of a run: `times` times `each` seconds, and `once` for what only the first of them costs."""
 
     name: str
@@ -99,7 +112,7 @@ class EstimateResult:
     spread: float | None
     mfu: Figure
     seconds: Figure
-    parts: tuple[Part, ...]
+    parts: tuple[TimePart, ...]
     watts: Figure
     kilowatt_hours: Figure
     price: float | None
@@ -117,6 +130,9 @@ class EstimateResult:
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "estimate", **dataclasses.asdict(self)}
+
+    def sheet(self) -> Sheet:
+        return sheet_of(self)
 
 
 def estimate(
@@ -257,14 +273,14 @@ class _Look:
         every = Figure((size.value or 0) * at_once, "projected", f"{at_once} at once")
         return {"checkpoint_bytes": size, "disk_bytes": every}
 
-    def _parts(self, timed: Timed, steps: int, visits: Visits, imported: float | None) -> tuple[Part, ...]:
-        def part(name: str, times: int, each: Figure, once: float = 0.0) -> Part:
+    def _parts(self, timed: Timed, steps: int, visits: Visits, imported: float | None) -> tuple[TimePart, ...]:
+        def part(name: str, times: int, each: Figure, once: float = 0.0) -> TimePart:
             total = each
             if each.value is not None:
                 total = Figure(times * each.value + (once if times else 0.0), "projected", each.note)
             elif not times:
                 total = Figure(0.0, "counted")
-            return Part(name=name, times=times, each=each, once=once, seconds=total)
+            return TimePart(name=name, times=times, each=each, once=once, seconds=total)
 
         start = timed.setup + timed.first + (imported or 0.0)
         words = ["imports"] if imported is not None else []
@@ -355,7 +371,7 @@ def _rates(timed: Timed | None) -> dict[str, Figure]:
     }
 
 
-def _costs(parts: Sequence[Part], timed: Timed | None, price: float | None) -> dict[str, Figure]:
+def _costs(parts: Sequence[TimePart], timed: Timed | None, price: float | None) -> dict[str, Figure]:
     """Time, energy and money of the whole run; a part that could not be told is named."""
     total = sum(part.seconds.value or 0.0 for part in parts) if parts else None
     missing = ", ".join(part.name for part in parts if part.seconds.value is None) if parts else _UNTIMED
@@ -381,3 +397,130 @@ def _resident_bytes() -> int:
     except (OSError, ValueError, IndexError):  # only Linux has it
         return 0
     return pages * mmap.PAGESIZE
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+_MEMORY_PARTS = {
+    "process": "the process before the model",
+    "optimizer": "optimizer's state",
+    "activations": "activations",
+    "working": "alive for a moment",
+    "later": "gradients in their place",
+    "graphs": "CUDA graphs",
+}
+
+
+def sheet_of(result: EstimateResult) -> Sheet:
+    """The whole sheet. Every figure stands beside the word that says how it came about."""
+    shape = f"{result.micro_batch} x {result.context} x {result.accumulation}"
+    steps = f"{result.steps.value:,.0f} steps of {result.batch_tokens:,} tokens ({shape})"
+    rows = list(_rows(result))
+    blocks: list[Block] = [
+        Sentence(f"{result.config}: {steps}, on {result.device}, torch {result.torch}"),
+        Sentence(f"data: {result.data}"),
+        Sentence(""),
+        Table(rows=rows, left=("  ", "   ")),
+    ]
+    if result.layers:
+        layers = [
+            ResultRow(
+                name=one.name,
+                cells={
+                    "times": f"{one.times:,}",
+                    "parameters": f"{one.parameters:,}",
+                    "FLOP per token": human_count(one.flops),
+                    "kept": human_bytes(one.kept_bytes),
+                },
+            )
+            for one in result.layers
+        ]
+        title = "layers, each; what is kept for backward is of one micro-batch"
+        blocks += [Heading(title), Table(rows=layers, names="layer")]
+    blocks += [Heading("memory of a step by micro-batch and context, estimated"), _memory_table(result)]
+    own = next((cell for cell in result.table if cell.own), None)
+    rate = "" if own is None or own.tokens_per_second is None else f", {own.tokens_per_second:,.0f} tokens/s"
+    too_large = "; ! does not fit" if any(cell.fits is False for cell in result.table) else ""
+    closing = [f"* the config's own{rate}{too_large}", "", _meanings(rows), *(f"note: {note}" for note in result.notes)]
+    return Sheet(blocks=[*blocks, *map(Sentence, closing)])
+
+
+def _rows(result: EstimateResult) -> Iterator[ResultRow]:
+    yield dataclasses.replace(_row("time to finish", result.seconds, _seconds), tone=OWN)
+    for part in result.parts:
+        times = "" if part.times == 1 or part.each.value is None else f"{part.times:,} x {_seconds(part.each.value)}"
+        once = f"{_seconds(part.once)} more the first time" if part.once >= 0.05 and part.times else ""
+        # A part's sum is its own figure times a count; how that figure came about is what there is to say.
+        note = ", ".join(word for word in (times, part.each.note, once) if word)
+        yield _row(f"  {part.name}", Figure(part.seconds.value, part.each.how, note), _seconds)
+    spread = "" if result.spread is None else f", quartiles {100 * result.spread:.0f}% apart"
+    speed = dataclasses.replace(result.tokens_per_second, note=result.tokens_per_second.note + spread)
+    yield _row("speed", speed, "{:,.0f} tokens/s")
+    if result.mfu.value is not None:
+        yield _row("  of the card's peak", result.mfu, "{:.1%}")
+    yield _row("tokens", result.tokens, human_count)
+    yield _row("  epochs", result.epochs, "{:.2f}")
+    parameters = f"{result.parameters.value:,.0f} parameters"
+    if result.tokens_per_parameter.value is not None and result.parameters.note:
+        parameters += f" ({result.parameters.note})"
+    yield _row("  per parameter", result.tokens_per_parameter, "{:.2f}", parameters)
+    have = "" if result.device_bytes is None else f"of {human_bytes(result.device_bytes)}"
+    yield _row("peak memory", result.peak_measured, human_bytes, have)
+    yield _row("  by formula", result.peak_estimate, human_bytes)
+    for name, size in result.memory_parts.items():
+        if size:
+            shown = f"{'-' if name == 'later' else ''}{human_bytes(size)}"
+            yield ResultRow(
+                name=f"    {_MEMORY_PARTS.get(name, name)}", cells={" ": shown, "  ": "estimated", "   ": ""}
+            )
+    yield _row("checkpoint", result.checkpoint_bytes, human_bytes)
+    yield _row("  on disk at most", result.disk_bytes, human_bytes)
+    watts = "" if result.watts.value is None else f"{result.watts.value:.0f} W"
+    yield _row("energy", result.kilowatt_hours, "{:.3g} kWh", watts)
+    price = "" if result.price is None else f"at {result.price:g} per hour"
+    yield _row("cost", result.cost, "{:,.2f}", price)
+
+
+def _row(name: str, figure: Figure, form: str | Callable[[float], str], note: str = "") -> ResultRow:
+    notes = [note, figure.note] if figure.value is not None else [figure.note or note]
+    shown = ", ".join(word for word in notes if word)
+    return ResultRow(
+        name=name, cells={" ": or_dash(figure.value, form), "  ": figure.how, "   ": shown}, value=figure.value
+    )
+
+
+def _memory_table(result: EstimateResult) -> Table:
+    cells = {(cell.context, cell.micro_batch): cell for cell in result.table}
+    sizes = sorted({size for _, size in cells})
+
+    def shown(cell: Cell | None) -> str:
+        if cell is None:
+            return "-"
+        return ("* " if cell.own else "! " if cell.fits is False else "") + human_bytes(cell.bytes)
+
+    rows = [
+        ResultRow(
+            name=f"{context:,}",
+            cells={f"micro-batch {size}": shown(cells.get((context, size))) for size in sizes},
+        )
+        for context in sorted({context for context, _ in cells})
+    ]
+    return Table(rows=rows, names="context", numbers=True)
+
+
+def _meanings(rows: Sequence[ResultRow]) -> str:
+    """The meaning of each word that says how a figure came about."""
+    used = {row.cells["  "] for row in rows if row.cells[" "] != "-"}
+    meanings = {
+        "counted": "exact",
+        "measured": "here, just now",
+        "projected": f"{'measured' if 'measured' in used else 'estimated'}, times how often",
+        "estimated": "by formula",
+    }
+    return "; ".join(f"{how}: {meaning}" for how, meaning in meanings.items() if how in used)
+
+
+def _seconds(value: float) -> str:
+    if value < 1:
+        return f"{1000 * value:.{1 if value < 0.1 else 0}f} ms"
+    return f"{value:.1f}s" if value < 90 else human_seconds(value)

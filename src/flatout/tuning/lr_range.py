@@ -32,13 +32,14 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
+from flatout.config.optimizers import FAR_ABOVE, FAR_BELOW, RANGE_STEPS, usual_rate
 from flatout.config.sections import MOST_RATE, OptimConfig
-from flatout.config.usual import FAR_ABOVE, FAR_BELOW, RANGE_STEPS, usual_rate
 from flatout.engine.run import Run
 from flatout.engine.state import Progress, capture, restore
 from flatout.errors import ConfigError, UsageError
 from flatout.model.count import parameter_count
 from flatout.ops.gradients import clear_gradients
+from flatout.rows import OWN, ChartPanel, Picture, Points, ResultRow, Sentence, Sheet, Table, human_seconds
 from flatout.tuning.changes import config_text, words_of
 from flatout.tuning.measure import Steps, borrowed_run, machine_of
 from flatout.tuning.practice_data import practice_config, scratch_folder
@@ -75,7 +76,7 @@ class Suggestion:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
+class CurveReading:
     """What a curve says. `smoothed` has a value for every finite point, of which the first `read` were looked at."""
 
     smoothed: tuple[float, ...]
@@ -104,7 +105,7 @@ class LrResult:
     high: float
     steps: int
     points: tuple[Point, ...]
-    reading: Reading
+    reading: CurveReading
     field: str
     rate: float
     found: dict[str, float]
@@ -126,6 +127,12 @@ class LrResult:
             for point in self.points
         ]
         return body
+
+    def sheet(self) -> Sheet:
+        return sheet_of(self)
+
+    def picture(self) -> Picture:
+        return picture_of(self)
 
 
 def find_rate(
@@ -314,7 +321,7 @@ def _copied(checkpoint: Any) -> Any:
 # --- reading the curve ------------------------------------------------------------------------------------------------
 
 
-def read_curve(rates: Sequence[float], losses: Sequence[float], *, tuning: bool = False) -> Reading:
+def read_curve(rates: Sequence[float], losses: Sequence[float], *, tuning: bool = False) -> CurveReading:
     """The suggestions of a curve, and which of them to take. A curve that never falls is a `ConfigError`.
 
     `tuning` says that the model has learned before.
@@ -350,7 +357,7 @@ def read_curve(rates: Sequence[float], losses: Sequence[float], *, tuning: bool 
         if end < len(smoothed) or len(finite) < len(losses):  # without a rise nothing says where the floor ends
             chosen, rate = "floor", 10.0 ** ((places[first] + places[end - 1]) / 2)
             suggestions.append(Suggestion(chosen, rate, "the middle of the rates with the lowest losses"))
-    return Reading(smoothed=tuple(smoothed), read=read, suggestions=tuple(suggestions), chosen=chosen)
+    return CurveReading(smoothed=tuple(smoothed), read=read, suggestions=tuple(suggestions), chosen=chosen)
 
 
 def without_jumps(losses: Sequence[float]) -> list[float]:
@@ -405,3 +412,68 @@ def _no_curve(why: str) -> ConfigError:
         f"the range test has no curve to read: {why}",
         "widen it with --from and --to, or take more steps with --steps; does the run learn at all?",
     )
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def sheet_of(result: LrResult) -> Sheet:
+    """The suggestions, the chosen one marked, and in a sentence what was done."""
+    rows = [
+        ResultRow(
+            name=one.name,
+            cells={"rate": f"{one.rate:.1e}", "meaning": one.meaning},
+            value=one.rate,
+            tone=OWN if one.name == result.reading.chosen else "",
+        )
+        for one in result.reading.suggestions
+    ]
+    losses = [point.loss for point in result.points]
+    best = min((loss for loss in losses if math.isfinite(loss)), default=math.nan)
+    lines = [
+        f"{len(losses)} steps on {result.device} in {human_seconds(result.seconds)}, loss {losses[0]:.3f} to "
+        f"{best:.3f} at best; {result.ended}; the config had {result.before:g}"
+    ]
+    others = [path for path in result.found if path != result.field]
+    if others:
+        lines.append(f"rates are those of {result.field}; {', '.join(others)} rose with it, in the config's ratios")
+    lines += [f"note: {note}" for note in result.notes]
+    return Sheet(blocks=[Table(rows=rows, names="suggestion", left=("meaning",), marks=True), *map(Sentence, lines)])
+
+
+def picture_of(result: LrResult) -> Picture:
+    """The loss over the rate, with the suggestions. What lies beyond the first clear rise was not read and is pale.
+
+    A loss that blew up at the end does not flatten the rest: the axis ends a little above the first loss.
+    """
+    reading, one = result.reading, len(result.found) == 1
+    points = [(point.rate, point.loss) for point in result.points if math.isfinite(point.loss)]
+    smoothed = [(rate, loss) for (rate, _), loss in zip(points, reading.smoothed, strict=True)]
+    read = reading.read
+    low, top = min(reading.smoothed), max([reading.smoothed[0], *(loss for _, loss in points[:read])])
+    room = top - low or 1.0
+    curves = [
+        Points(points=points, look="dots", colour="faint", name="loss of a step"),
+        Points(points=smoothed[:read], name="smoothed"),
+    ]
+    if read < len(points):
+        curves.append(Points(points=smoothed[read - 1 :], name="risen for good, not read", pale=True))
+    chosen = [(each.rate, f"{each.name}  {each.rate:.1e}", each.name == reading.chosen) for each in reading.suggestions]
+    chart = ChartPanel(
+        title="",
+        curves=curves,
+        x="learning rate" if one else f"{result.field}, with which the other rates rose",
+        y="training loss",
+        log=True,
+        limits=(low - 0.08 * room, top + 0.05 * room),
+        marks=[(rate, words + "  (chosen)" * own, own) for rate, words, own in chosen],
+        grey=points[read - 1][0] if read < len(points) else None,
+        wide=True,
+    )
+    count = f"{len(result.points)} steps in {human_seconds(result.seconds)}, {result.ended}"
+    lines = [
+        f"range test of {result.config[:60]} on {result.device[:80]}",
+        f"{count}; chosen by {reading.chosen}, the config had {result.before:g}",
+    ]
+    title = f"Learning rate: {result.rate:g}" + ("" if one else f" ({result.field})")  # the table has the others
+    return Picture(title=title, lines=lines, charts=[chart])

@@ -1,17 +1,7 @@
 """A run on many GPUs: memory, communication, time, checkpoints and interruptions, all computed; no GPU is needed.
 
-Idea: a step on one GPU is known, measured or from a stated share of the card's peak rate. Here it is spread over GPUs
-and hosts; `cluster.py` has the cards, their links and what interruptions cost. Nothing is measured or written.
-
-What overlaps:
-- Data parallel: gradients are all-reduced once per step, block by block, during the last micro-batch's backward pass.
-  Exposed is what a block's backward pass is too short for, and the embedding's gradient at the very end.
-- FSDP2: every micro-batch gathers each block's weights twice, for forward and backward, and reduce-scatters its
-  gradients (fp32). The next block is gathered while this one computes, so exposed are the first gathers (embedding,
-  head and first block), the last reductions, and whatever a block's compute is too short for.
-- Hybrid: the same inside one host, and once per step an all-reduce of each rank's shard over the hosts, which have
-  links of their own.
-Hidden communication counts as free. In truth its kernels take some of the card's processors and memory bandwidth.
+Idea: a step on one GPU is known, measured or from a stated share of the card's peak rate. `cluster.py` spreads it
+over GPUs and hosts, and says what interruptions cost. Nothing is measured or written.
 
 Contract: the global batch is the config's on any number of GPUs. A form takes the largest micro-batch that fits, with
 the config's own checkpointing if that fits and more of it if not. A rate (`seconds_per_token`) is that of one GPU
@@ -20,7 +10,8 @@ one GPU without recomputation, whether or not the model fits there.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flatout.config.load import LoadedConfig
@@ -30,7 +21,7 @@ from flatout.config.source import DEFAULT, Source
 from flatout.data.prepare import data_folder, has_dataset
 from flatout.data.shards import read_manifest
 from flatout.device import limit_memory
-from flatout.errors import HardwareError, UsageError
+from flatout.errors import HardwareError, UsageError, many
 from flatout.model.count import MemoryEstimate, block_count, flops_per_token, parameter_count
 from flatout.resolve.case import Probes, ShardingChoice
 from flatout.resolve.fit_check import ROOM, fits_well
@@ -38,56 +29,41 @@ from flatout.resolve.form import by_preference, not_in_slices
 from flatout.resolve.memory import checkpoint_size, memory_of, state_of
 from flatout.resolve.sizing import settled, uncounted
 from flatout.resolve.switches import Speed, resolve_speed
+from flatout.rows import (
+    FAINT,
+    OWN,
+    Bar,
+    BarPanel,
+    Heading,
+    Picture,
+    ResultRow,
+    Sentence,
+    Sheet,
+    Table,
+    human_bytes,
+    human_count,
+    human_seconds,
+    or_dash,
+)
 from flatout.tuning.cluster import (
+    AGAIN,
     FAILURE_HOURS,
     FAILURE_SOURCE,
+    FORMS,
     GB,
     Card,
     Cluster,
     Goodput,
     Layout,
-    Transfer,
+    Work,
     plan_saves,
-    ring,
+    step_time,
+    update_seconds,
 )
 
-FORMS = {"data": "data parallel", "hybrid": "hybrid", "fsdp": "FSDP2"}
-# Of the blocks' forward pass, what backward computes again. Selective checkpointing keeps all products.
-AGAIN = {"none": 0.0, "selective": 0.0, "full": 1.0}
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
-    """A model's step as far as spreading it goes. `root` is what lies outside the blocks: embedding, head, last norm.
-
-    Bytes of each parameter: `cell` of a weight that is gathered, `reduced` of a gradient that leaves, `state` of the
-    optimizer's state on the device.
-    """
-
-    parameters: int
-    layers: int
-    block: int
-    root: int
-    last: int  # whose gradient is ready at the very end: the embedding's
-    twice: int  # of `root`, what backward gathers again: nothing where a tied embedding stays whole
-    head_share: float  # of a token's FLOPs
-    cell: int
-    reduced: int = 4
-    state: float
-    seconds_per_token: float
-    again: float = 0.0
-
-
-def work_of(
-    model: ModelConfig,
-    vocab: int,
-    *,
-    seconds_per_token: float,
-    state: float,
-    cell: int = 2,
-    reduced: int = 4,
-    again: float = 0.0,
-) -> Work:
+def work_of(model: ModelConfig, vocab: int, **known: float) -> Work:
+    """The step of a model; `known` are the other fields of `Work`."""
     blocks = [block_count(model, kind) for kind in model.kinds]
     parameters = parameter_count(model, vocab)
     root = parameters - sum(blocks)
@@ -99,11 +75,7 @@ def work_of(
         last=root if model.tied else root - vocab * model.width,
         twice=0 if model.tied else root,
         head_share=6.0 * vocab * model.width / flops_per_token(model, vocab),
-        cell=cell,
-        reduced=reduced,
-        state=state,
-        seconds_per_token=seconds_per_token,
-        again=again,
+        **known,
     )
 
 
@@ -117,104 +89,6 @@ def layouts(cluster: Cluster, gpus: int) -> list[Layout]:
         ranks, over = where[sharding.form]
         found.append(Layout(form=sharding.form, local=ranks, hosts=over, replicas=gpus // (ranks * over)))
     return found
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Seconds of one step on every rank. `communication` is all of it, `exposed` what compute does not hide."""
-
-    compute: float
-    update: float
-    communication: float
-    exposed: float
-    sent: float  # bytes by each rank
-    crossed: float  # its share of the bytes between hosts
-
-    @property
-    def seconds(self) -> float:
-        return self.compute + self.update + self.exposed
-
-
-def step_time(work: Work, cluster: Cluster, layout: Layout, *, micro_batches: int, tokens: int) -> StepTime:
-    """One step of `micro_batches` micro-batches with `tokens` tokens each, on every rank."""
-    one = work.seconds_per_token * tokens
-    head = work.head_share * one
-    forward = (one - head) / work.layers / 3
-    block = _Block(forward=forward, backward=(2 + work.again) * forward, head_backward=2 * head / 3)
-    spread = _replicated if layout.shards == 1 else _sharded
-    total, exposed = spread(work, cluster, layout, block, micro_batches)
-    return StepTime(
-        compute=micro_batches * (head + work.layers * (block.forward + block.backward)),
-        update=update_seconds(work, cluster, layout.shards),
-        communication=total.seconds,
-        exposed=exposed,
-        sent=total.sent,
-        crossed=total.crossed,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Block:
-    """Seconds of one block in one micro-batch, and of the head before the blocks' backward pass begins."""
-
-    forward: float
-    backward: float
-    head_backward: float
-
-
-def update_seconds(work: Work, cluster: Cluster, shards: int) -> float:
-    """The optimizer's update: weights, gradients and state read, weights and state written, once each."""
-    moved = (4 + 4 + work.state) + (4 + work.state)
-    return moved * work.parameters / shards / cluster.card.bandwidth
-
-
-def _beyond(total: float, last: float, hidden_by: float) -> float:
-    """What is exposed of `total` seconds on one wire, beside `hidden_by` seconds of compute that hand over work evenly.
-
-    The wire ends when its last piece has come, which is there only at the end of compute, or when it has worked all
-    the time.
-    """
-    return max(last, total - hidden_by)
-
-
-def _replicated(
-    work: Work, cluster: Cluster, layout: Layout, block: _Block, micro_batches: int
-) -> tuple[Transfer, float]:
-    """(all communication of a step, seconds of it that are exposed) of data parallel."""
-    del micro_batches  # gradients are reduced once per step, in the last backward pass
-    hosts = cluster.hosts(layout.replicas)
-    local = layout.replicas // hosts
-
-    def reduce(values: float) -> Transfer:
-        return ring(cluster, work.reduced * values, local, hosts) * 2
-
-    total = reduce(work.block) * work.layers + reduce(work.root - work.last) + reduce(work.last)
-    last = reduce(work.block) + reduce(work.last)
-    return total, _beyond(total.seconds, last.seconds, work.layers * block.backward)
-
-
-def _sharded(work: Work, cluster: Cluster, layout: Layout, block: _Block, micro_batches: int) -> tuple[Transfer, float]:
-    """The same of FSDP2, and of hybrid sharding where there are replicas."""
-
-    def over_shards(size: float) -> Transfer:
-        return ring(cluster, size, layout.local, layout.hosts)
-
-    def over_replicas(values: float) -> Transfer:
-        return ring(cluster, work.reduced * values / layout.shards, 1, layout.replicas) * 2
-
-    gather, reduce = over_shards(work.cell * work.block), over_shards(work.reduced * work.block)
-    root_gather, root_reduce = over_shards(work.cell * work.root), over_shards(work.reduced * work.root)
-    again = over_shards(work.cell * work.twice)
-    gathered, reduced = gather * work.layers + again, reduce * work.layers + root_reduce
-    computing = block.head_backward + work.layers * block.backward
-    first = (root_gather + gather).seconds + (work.layers - 1) * max(0.0, gather.seconds - block.forward)
-    late = _beyond((gathered + reduced).seconds, (reduce + root_reduce).seconds, computing)
-    # Between hosts the shards' gradients are added up beside what goes on inside of them, in the last backward pass.
-    beside, beside_root = over_replicas(work.block), over_replicas(work.root)
-    across = beside * work.layers + beside_root
-    after = _beyond(across.seconds, (beside + beside_root).seconds, computing + late)
-    total = (root_gather + gather * work.layers + gathered + reduced) * micro_batches + across
-    return total, micro_batches * (first + late) + after
 
 
 MOST_AT_ONCE = 4096  # sequences of a micro-batch that is looked at
@@ -268,6 +142,7 @@ class PlanResult:
     """Rows by number of GPUs and form, and for each number what saving and interruptions leave of them."""
 
     config: str
+    size: str | None = None  # as the user named it
     parameters: int
     context: int
     batch_tokens: int
@@ -293,6 +168,12 @@ class PlanResult:
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "plan", **dataclasses.asdict(self)}
+
+    def sheet(self) -> Sheet:
+        return sheet_of(self)
+
+    def picture(self) -> Picture:
+        return picture_of(self)
 
 
 def plan(
@@ -602,3 +483,133 @@ def _reason(own: PlanRow, rows: Sequence[PlanRow], look: _Look) -> str:
     if own.form == "hybrid":
         return f"{alone}, but the GPUs of one host"
     return f"{alone}, nor the GPUs of one host" if own.hosts > 1 else f"{alone}, but all of them together"
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+_STEP_EXTRAS = ("between hosts", "hidden", "compute", "sent", "tokens/s/GPU", "micro-batch")
+_SAVE_EXTRAS = ("at 2h00m", "at 60s", "at 30m00s", "at 5m00s", "written in", "pause", "form")
+
+
+def sheet_of(result: PlanResult) -> Sheet:
+    """A row for each form and number of GPUs, then saving and interruptions."""
+    saves = [_save_row(gpus, save, result.forms) for gpus, save in result.saves.items()]
+    lines = [
+        f"one interruption in {result.failure_hours:,.0f} GPU-hours: {result.failure_source}",
+        "goodput: time in steps that are kept; pause: training stands still for a save, of which "
+        f"each host writes {result.disk / 1e9:g} GB/s",
+        "",
+        *result.notes,
+        "",
+    ]
+    return Sheet(
+        blocks=[
+            *map(Sentence, _headline(result)),
+            Sentence(""),
+            Table(rows=list(_step_rows(result)), names="GPUs", left=("form",), extras=_STEP_EXTRAS, numbers=True),
+            Sentence(
+                "* parallel.form=auto; micro-batch: sequences x micro-batches of a rank; sent: by a rank in a step"
+            ),
+            Sentence(
+                "exposed: communication that compute does not hide; of each card "
+                f"{human_bytes(result.usable_bytes)} are usable"
+            ),
+            Heading("checkpoints and interruptions"),
+            Table(rows=saves, names="GPUs", left=("form",), extras=_SAVE_EXTRAS, numbers=True),
+            *map(Sentence, lines),
+            Sentence(result.recommendation, OWN),
+        ],
+        width=180,
+    )
+
+
+def _headline(result: PlanResult) -> list[str]:
+    share = "" if result.mfu is None else f", {100 * result.mfu:.0f}% of the peak rate"
+    return [
+        f"{result.size or result.config}: {human_count(result.parameters)} parameters, {result.batch_tokens:,} tokens "
+        f"a step of context {result.context:,}, on hosts of {result.per_host} {result.card}",
+        f"one GPU: {result.one_gpu_tokens_per_second:,.0f} tokens/s{share}; {result.rate_source}",
+        f"inside a host {result.inside / 1e9:g} GB/s for each GPU: {result.inside_source}",
+        f"between hosts {result.across / 1e9:g} GB/s for each GPU: {result.across_source}",
+    ]
+
+
+def _step_rows(result: PlanResult) -> Iterator[ResultRow]:
+    before = None
+    for row in result.rows:
+        first, before = row.gpus != before, row.gpus
+        again = "" if row.checkpointing == "none" else f" {row.checkpointing}"
+        unfit = "refused" if row.refused else "does not fit"
+        cells = {
+            "form": f"{result.forms[row.form]}{' *' if row.auto else ''}",
+            "micro-batch": f"{row.micro_batch} x {row.accumulation}{again}" if row.fits else unfit,
+            "memory": human_bytes(row.memory_bytes),
+        }
+        if row.fits:
+            hidden = max((row.communication_seconds or 0.0) - (row.exposed_seconds or 0.0), 0.0)
+            cells |= {
+                "sent": or_dash(row.sent_bytes, human_bytes),
+                "between hosts": or_dash(row.crossed_bytes, human_bytes),
+                "step": or_dash(row.step_seconds, _short),
+                "compute": or_dash(row.compute_seconds, _short),
+                "exposed": or_dash(row.exposed_seconds, _short),
+                "hidden": _short(hidden),
+                "tokens/s/GPU": or_dash(row.tokens_per_second, "{:,.0f}"),
+                "efficiency": or_dash(row.efficiency, "{:.1%}"),
+            }
+        tone = FAINT if not row.fits else OWN if row.auto else ""
+        yield ResultRow(name=f"{row.gpus:,}" if first else "", cells=cells, tone=tone)
+
+
+def _save_row(gpus: int, save: Goodput, forms: Mapping[str, str]) -> ResultRow:
+    cells = {
+        "form": forms[save.form],
+        "checkpoint": human_bytes(save.checkpoint_bytes),
+        "pause": _short(save.pause_seconds),
+        "written in": _short(save.write_seconds),
+        "interruptions/day": f"{save.interruptions_per_day:.3g}",
+        "best interval": human_seconds(save.best_interval),
+        "goodput": f"{100 * save.best:.2f}%",
+    }
+    shares = sorted(save.by_interval.items())
+    cells |= {f"at {human_seconds(interval)}": f"{100 * share:.2f}%" for interval, share in shares}
+    return ResultRow(name=f"{gpus:,}", cells=cells)
+
+
+def _short(value: float) -> str:
+    if value < 1:
+        return f"{1000 * value:.{0 if value >= 0.1 else 1}f} ms"
+    return f"{value:.2f} s" if value < 90 else human_seconds(value)
+
+
+def picture_of(result: PlanResult) -> Picture:
+    """What fills a rank's memory in each form, and the rate per GPU. A form that cannot run says so beside its bar."""
+    parts = {"weights": "blue", "gradients": "orange", "optimizer": "grey", "activations": "teal"}
+    usable = result.usable_bytes / 2**30
+    names: list[str | Heading] = []
+    memory: list[Bar] = []
+    rates: list[Bar] = []
+    before = None
+    for row in result.rows:
+        names += [""] if before not in (None, row.gpus) else []
+        before, line = row.gpus, len(names)
+        names.append(f"{many(row.gpus, 'GPU')}, {result.forms[row.form]}{' *' if row.auto else ''}")
+        words = f"{row.memory_bytes / 2**30:,.1f}"
+        words += "" if row.fits else " refused" if row.refused else " does not fit"
+        shown = min(1.0, 1.4 * usable * 2**30 / row.memory_bytes)  # what is far too large is drawn smaller
+        sizes = [(shown * getattr(row, f"{part}_bytes") / 2**30, colour) for part, colour in parts.items()]
+        ink = "blue" if row.fits else "red"
+        memory.append(Bar(line=line, parts=sizes, words=words, colour=ink, pale=not row.fits))
+        if row.fits and row.efficiency is not None:
+            words = f"{row.efficiency:.0%}, a step in {or_dash(row.step_seconds, _short)}"
+            colour = "purple" if row.auto else "faint"
+            rates.append(Bar(line=line, parts=[(100 * row.efficiency, colour)], words=words))
+    panels = [
+        BarPanel(
+            title="memory of a rank, GiB", bars=memory, share=1.4, limits=(0, 1.7 * usable), at=usable, legend=parts
+        ),
+        BarPanel(title="rate of a GPU, % of one GPU alone", bars=rates, limits=(0, 150), at=100),
+    ]
+    lines = [*_headline(result)[:2], *textwrap.wrap(result.recommendation, 150)[:4]]
+    title = f"{result.size or result.config} on {many(max(row.gpus for row in result.rows), 'GPU')}"
+    return Picture(title=title, lines=lines, names=names, bars=panels)

@@ -62,7 +62,7 @@ Search = Generator[Candidate, Trial, None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Space:
+class SwitchSpace:
     """What may be combined. The first loss and the first chunk are the config's own, smaller chunks follow."""
 
     micro_batches: tuple[int, ...]  # ascending divisors of the batch
@@ -131,7 +131,7 @@ class Memory:
         need, doubt = self.predicted(candidate)
         return self.usable is None or need * (1 - doubt) <= self.usable
 
-    def fitting(self, space: Space, micro_batch: int, checkpointing: str, loss: str) -> Candidate | None:
+    def fitting(self, space: SwitchSpace, micro_batch: int, checkpointing: str, loss: str) -> Candidate | None:
         """The version with the largest chunk that will fit; at the border, the one with the smallest that may."""
         versions = list(space.versions(micro_batch, checkpointing, loss))
         if self.usable is None:
@@ -171,7 +171,7 @@ def choose(trials: Iterable[Trial]) -> Trial | None:
     return min(close, key=lambda trial: (trial.peak_bytes or 0, -trial.rate), default=None)
 
 
-def exhaustive(space: Space, trials: Trials) -> Search:
+def exhaustive(space: SwitchSpace, trials: Trials) -> Search:
     """Every micro-batch with every loss and checkpointing, small ones first, up to the first that does not fit."""
     for loss in space.losses:
         for checkpointing in space.checkpointings:
@@ -180,7 +180,7 @@ def exhaustive(space: Space, trials: Trials) -> Search:
                     break
 
 
-def quick(space: Space, trials: Trials) -> Search:
+def quick(space: SwitchSpace, trials: Trials) -> Search:
     """The losses at one size; then each checkpointing from its largest micro-batch down, if it can still win."""
     for loss in (yield from _losses_worth_it(space, trials)):
         largest = 0  # micro-batch that some less recomputing path can have
@@ -191,7 +191,7 @@ def quick(space: Space, trials: Trials) -> Search:
             largest = max([largest, *(trial.candidate.micro_batch for trial in fitted)])
 
 
-def around(space: Space, trials: Trials, start: Candidate) -> Search:
+def around(space: SwitchSpace, trials: Trials, start: Candidate) -> Search:
     """For what takes minutes to try: the micro-batch of another path's best, and its neighbours while they gain."""
     for loss in space.losses:
         sizes = [m for m in space.micro_batches if trials.memory.fitting(space, m, start.checkpointing, loss)]
@@ -219,7 +219,7 @@ def other_threads(trials: Trials, best: Candidate, counts: Sequence[int]) -> Sea
 
 
 def _attempt_size(
-    space: Space, trials: Trials, micro_batch: int, checkpointing: str, loss: str
+    space: SwitchSpace, trials: Trials, micro_batch: int, checkpointing: str, loss: str
 ) -> Generator[Candidate, Trial, Trial | None]:
     """The trial of a size, with smaller chunks of the loss where larger ones did not fit; None where none did."""
     for _ in space.loss_chunks:
@@ -232,7 +232,7 @@ def _attempt_size(
     return None
 
 
-def _losses_worth_it(space: Space, trials: Trials) -> Generator[Candidate, Trial, Sequence[str]]:
+def _losses_worth_it(space: SwitchSpace, trials: Trials) -> Generator[Candidate, Trial, Sequence[str]]:
     """The losses that are faster or smaller than every other, the fastest first, by one trial each.
 
     Compared at a middling size: speed there tells them apart, and a trial takes no longer than it must.
@@ -274,7 +274,7 @@ def _losses_worth_it(space: Space, trials: Trials) -> Generator[Candidate, Trial
     return sorted([loss for loss in worth if found[loss].rate > 0.8 * fastest], key=lambda loss: -found[loss].rate)
 
 
-def _can_win(space: Space, trials: Trials, loss: str, checkpointing: str, largest: int) -> bool:
+def _can_win(space: SwitchSpace, trials: Trials, loss: str, checkpointing: str, largest: int) -> bool:
     """Whether larger micro-batches than `largest` could beat the best, if speed went on rising as it did last.
 
     It rises ever more slowly, so this is an upper bound. With fewer than two sizes known, nothing is ruled out.
@@ -306,7 +306,7 @@ def _can_win(space: Space, trials: Trials, loss: str, checkpointing: str, larges
 
 
 def _descend(
-    space: Space, trials: Trials, loss: str, checkpointing: str, above: int
+    space: SwitchSpace, trials: Trials, loss: str, checkpointing: str, above: int
 ) -> Generator[Candidate, Trial, list[Trial]]:
     """From the largest micro-batch that fits down to `above`, until speed falls; two sizes at least."""
     fitted: list[Trial] = []

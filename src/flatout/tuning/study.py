@@ -20,8 +20,9 @@ import math
 import os
 import random
 import sqlite3
+import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +30,36 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
+from flatout.config.yaml_loader import format_value
 from flatout.data.prepare import prepare_data
 from flatout.device import detect_device
-from flatout.engine.loop import train_loop
 from flatout.errors import (
-    ConfigError,
     DataError,
-    DeviceMemoryError,
     DivergedError,
-    HardwareError,
-    ResourceError,
     UsageError,
     many,
 )
 from flatout.files import disk_errors, open_to_append
 from flatout.records import EvalRecord
+from flatout.rows import (
+    FAINT,
+    OWN,
+    Block,
+    ChartPanel,
+    Picture,
+    Points,
+    ResultRow,
+    Sentence,
+    Sheet,
+    Table,
+    human_seconds,
+    or_dash,
+)
 from flatout.tuning.changes import Dimension, Space, config_text, with_values, words_of
-from flatout.tuning.measure import borrowed_run, machine_of
+from flatout.tuning.measure import WholeRun, for_trials, length_of, machine_of
 from flatout.tuning.practice_data import scratch_folder, settled_for_runs
 
 TRIALS = 20
-EVALUATIONS = 8  # of a trial, unless the config says more; after each it may be cut short
 BEFORE_CUTTING = 4  # finished trials
 ENOUGH = 10  # trials that came to their end, before anything is said of what matters
 WORST = 1e9  # what a failed trial counts as; only the order of losses matters to the proposals
@@ -93,6 +103,12 @@ class StudyResult:
     def to_json(self) -> dict[str, Any]:
         return {"type": "study", **dataclasses.asdict(self)}
 
+    def sheet(self) -> Sheet:
+        return sheet_of(self)
+
+    def picture(self) -> Picture:
+        return picture_of(self)
+
 
 # A trial's number and values, and one of its evaluations or None when it begins.
 Told = Callable[[int, dict[str, Any], EvalRecord | None], None]
@@ -124,7 +140,7 @@ def search(
         if loaded.config.data_kind == "text" and loaded.size is None:  # else the first trial makes what has to be made
             prepare_data(base.config.data, base.config.clean)
         # A run that warms up for longer looks worse at first: the first third says nothing yet.
-        warm_up = (_steps(base) or 0) // 3
+        warm_up = (length_of(base) or 0) // 3
         kept.pruner = optuna.pruners.MedianPruner(n_startup_trials=BEFORE_CUTTING, n_warmup_steps=warm_up)
         scratch = stack.enter_context(scratch_folder("flatout-search-"))
         while len(rows := rows_of(kept)) < trials:
@@ -141,68 +157,25 @@ def search(
 
 def _run(kept: Any, trial: Any, base: LoadedConfig, values: dict[str, Any], folder: Path, progress: Told) -> None:
     """Trains one trial and tells the study what came of it."""
-    began, states, last = time.monotonic(), _optuna().trial.TrialState, None
-    status, reason = "interrupted", "stopped from outside"
+    began, states, run = time.monotonic(), _optuna().trial.TrialState, WholeRun()
     try:
-        with borrowed_run(with_values(base, values, "trial")) as run, contextlib.closing(
-            train_loop(run, folder, resumed=None, stop=lambda: False, saves=False)
-        ) as records:  # fmt: skip
-            folder.mkdir(parents=True)
-            for record in records:
-                if not isinstance(record, EvalRecord):
-                    continue
-                last = record
-                progress(trial.number, values, record)
-                if not math.isfinite(record.loss):
-                    raise DivergedError(f"the validation loss was {record.loss} at step {record.step}", "")
-                trial.report(record.loss, record.step)
-                if record.reason == "end":
-                    status, reason = "done", ""
-                    break
-                if trial.should_prune():
-                    status, reason = "pruned", f"worse than the median at step {record.step}"
-                    break
-    except (DivergedError, ResourceError, ConfigError) as error:
-        status, reason = status_of(error)
+        for record in run.train(lambda: with_values(base, values, "trial"), folder):
+            progress(trial.number, values, record)
+            trial.report(record.loss, record.step)
+            if record.reason != "end" and trial.should_prune():
+                run.status, run.reason = "pruned", f"worse than the median at step {record.step}"
+                break
     finally:
         # One entry for all of it: each is a transaction that waits for the disk.
-        loss = None if last is None or not math.isfinite(last.loss) else last.loss
-        facts = {"status": status, "reason": reason, "values": values, "loss": loss}
-        facts |= {"step": 0 if last is None else last.step, "seconds": time.monotonic() - began}
+        facts = {"status": run.status, "reason": run.reason, "values": values, "loss": run.loss}
+        facts |= {"step": run.step, "seconds": time.monotonic() - began}
         trial.set_user_attr("facts", facts)
-        if status == "interrupted":
+        if run.status == "interrupted":
             kept.tell(trial, state=states.FAIL)
-        elif status == "pruned":
+        elif run.status == "pruned":
             kept.tell(trial, state=states.PRUNED)
         else:
-            kept.tell(trial, WORST if status != "done" or last is None else last.loss)
-
-
-def status_of(error: DivergedError | ResourceError | ConfigError | HardwareError) -> tuple[str, str]:
-    """What a short run that failed counts as, and why; an error that is no property of its values is raised again."""
-    if isinstance(error, DivergedError):
-        return "diverged", error.message
-    if isinstance(error, ConfigError | HardwareError):
-        return "invalid", error.message
-    if not isinstance(error, DeviceMemoryError):
-        raise error  # a full disk
-    return "out_of_memory", error.message
-
-
-def for_trials(loaded: LoadedConfig, evaluations: int = EVALUATIONS) -> LoadedConfig:
-    """The config as a trial trains it: nothing saved, no samples, some evaluations unless the user wrote how many."""
-    config, steps = loaded.config, _steps(loaded)
-    every = config.eval.every
-    if not loaded.sources["eval.every"].by_user and steps is not None:
-        every = max(1, steps // evaluations)
-    words = {"eval.every": every, "eval.sample_tokens": 0, "eval.patience": 0}
-    return with_values(loaded, {**words, "checkpoint.every": 0})
-
-
-def _steps(loaded: LoadedConfig) -> int | None:
-    """The length of a trial, where the config says it without the data."""
-    train = loaded.config.train
-    return train.steps or (None if train.tokens is None else math.ceil(train.tokens / train.mean_batch))
+            kept.tell(trial, WORST if run.status != "done" or run.loss is None else run.loss)
 
 
 def _distribution(optuna: Any, one: Dimension) -> Any:
@@ -388,3 +361,127 @@ def importance(one: Dimension, done: list[TrialRow]) -> float | None:
     # Corrected for how many numbers were fitted: with few trials anything explains something.
     share = 1 - (rest / max(1, len(done) - parameters)) / (total / (len(done) - 1))
     return min(1.0, max(0.0, share))
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+_SHOWN = 20  # rows of the table
+_STATUS = {
+    "done": "",
+    "pruned": "cut short",
+    "diverged": "diverged",
+    "out_of_memory": "out of memory",
+    "invalid": "no valid config",
+}
+
+
+def trial_line(row: TrialRow) -> str:
+    """One trial in one line."""
+    values = ", ".join(f"{path} {_value(value)}" for path, value in row.values.items())
+    loss = "" if row.loss is None else f", loss {row.loss:.4f}"
+    status = _STATUS.get(row.status, row.status)
+    told = f", {status}: {row.reason}" if status else ", best so far" if row.best else ""
+    return f"trial {row.number}: {values}{loss} after {human_seconds(row.seconds)}{told}"
+
+
+def sheet_of(result: StudyResult) -> Sheet:
+    """The trials, the best first, and in a sentence what was found."""
+    ordered = sorted(result.rows, key=lambda row: (row.status != "done", row.status, row.loss or math.inf))
+    rows = [_row(row, result) for row in ordered[:_SHOWN]]
+    blocks: list[Block] = [Table(rows=rows, names="trial", left=(" ",), marks=True, numbers=True)]
+    if len(ordered) > _SHOWN:
+        blocks.append(Sentence(f"and {len(ordered) - _SHOWN} more"))
+    explained = [(share, path) for path, share in result.importance.items() if share is not None]
+    alone = "{:.0%} of the differences in loss go along with {} alone"
+    blocks += [Sentence(alone.format(share, path)) for share, path in sorted(explained, reverse=True)]
+    counts = {status: sum(row.status == status for row in result.rows) for status in _STATUS}
+    told = ", ".join(f"{count} {_STATUS[status] or 'to the end'}" for status, count in counts.items() if count)
+    blocks.append(
+        Sentence(
+            f"best of {many(len(result.rows), 'trial')}: number {result.best.number}, validation loss "
+            f"{result.best.loss:.4f}; {told}; on {result.device}"
+        )
+    )
+    note = "note: the best {} is at the edge of its range; a wider one may hold a better"
+    blocks += [Sentence(note.format(path)) for path in at_the_edge(result)]
+    return Sheet(blocks=blocks, width=200)
+
+
+def _row(row: TrialRow, result: StudyResult) -> ResultRow:
+    cells = {"loss": or_dash(row.loss, "{:.4f}"), **{path: _value(row.values[path]) for path in result.forms}}
+    cells |= {"steps": str(row.step), "time": human_seconds(row.seconds), " ": _STATUS.get(row.status, row.status)}
+    tone = OWN if row.number == result.best.number else FAINT if row.status != "done" else ""
+    return ResultRow(name=str(row.number), cells=cells, value=row.loss, tone=tone)
+
+
+def at_the_edge(result: StudyResult) -> list[str]:
+    """Fields of which the best value is the first or last of the values that were tried, among four at least."""
+    found = []
+    for path, form in result.forms.items():
+        values = sorted({row.values[path] for row in result.rows}) if form != "choices" else []
+        if len(values) >= 4 and result.best.values[path] in (values[0], values[-1]):
+            found.append(path)
+    return found
+
+
+def picture_of(result: StudyResult) -> Picture:
+    """Every trial and the best so far; below, the loss over the values of each field.
+
+    The fields show more than one number of importance does: whether the best value lies in the middle of a valley, or
+    at the edge of its range, where the range should be wider. Trials that were cut short are pale, at the loss they had
+    then; those that failed are crosses at the top. A loss far above the others does not flatten the rest.
+    """
+    limits = _limits([row.loss for row in result.rows if row.status == "done" and row.loss is not None])
+    best, leading = math.inf, []
+    for row in result.rows:
+        best = min(best, row.loss or math.inf) if row.status == "done" else best
+        leading += [(row.number, best)] if math.isfinite(best) else []
+    history = _points(result, [row.number for row in result.rows], limits)
+    history += [Points(points=leading, look="steps", colour="red", name="best so far", pale=True)] if leading else []
+    charts = [
+        ChartPanel(title="", curves=history, x="trial", y="validation loss", limits=limits, whole=True, wide=True),
+        *(_field_chart(result, path, limits) for path in result.forms),
+    ]
+    tried, loss = many(len(result.rows), "trial"), result.best.loss
+    lines = [f"{tried}; the best, number {result.best.number}, has validation loss {loss:.4f}; on {result.device}"]
+    return Picture(title=f"Search of {result.config}", lines=lines, charts=charts)
+
+
+def _field_chart(result: StudyResult, path: str, limits: tuple[float, float]) -> ChartPanel:
+    form, values, share = result.forms[path], [row.values[path] for row in result.rows], result.importance[path]
+    ticks = sorted({_value(value) for value in values}) if form == "choices" else []
+    places = [ticks.index(_value(value)) if ticks else float(value) for value in values]
+    title = path + ("" if share is None else f"   ({share:.0%} of the differences)")
+    whole = not ticks and all(isinstance(value, int) for value in values)
+    curves = _points(result, places, limits)
+    return ChartPanel(title=title, curves=curves, limits=limits, log=form == "log", whole=whole, ticks=ticks)
+
+
+def _points(result: StudyResult, places: Sequence[float], limits: tuple[float, float]) -> list[Points]:
+    looks = {
+        "pruned": Points(points=[], look="dots", colour="faint", name="cut short"),
+        "done": Points(points=[], look="dots", name="to the end"),
+        "failed": Points(points=[], look="crosses", colour="red", name="failed"),
+        "best": Points(points=[], look="rings", colour="red"),
+    }
+    points: dict[str, list[tuple[float, float]]] = {name: [] for name in looks}
+    for place, row in zip(places, result.rows, strict=True):
+        kind = row.status if row.status in looks else "failed"
+        point = (place, limits[1] if kind == "failed" or row.loss is None else row.loss)
+        points[kind].append(point)
+        if row.number == result.best.number:
+            points["best"].append(point)
+    return [dataclasses.replace(look, points=points[kind]) for kind, look in looks.items() if points[kind]]
+
+
+def _limits(losses: Sequence[float]) -> tuple[float, float]:
+    """From a little below the best to a little above most of these: what lies far out is drawn at the top."""
+    low = min(losses, default=0.0)
+    quarter = statistics.quantiles(losses, n=4)[2] if len(losses) > 2 else max(losses, default=1.0)
+    high = min(max(losses, default=1.0), low + 3 * max(quarter - low, 1e-3))
+    room = max(high - low, 1e-3)
+    return low - 0.08 * room, high + 0.12 * room
+
+
+def _value(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else value if isinstance(value, str) else format_value(value)

@@ -6,7 +6,7 @@ things: the config's own kernels first, moments on the host where nothing fits, 
 
 import dataclasses
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
 
@@ -15,9 +15,10 @@ from flatout.config.load import LoadedConfig, with_values
 from flatout.config.source import Source
 from flatout.config.yaml_loader import format_value
 from flatout.device import detect_device
-from flatout.errors import ConfigError, DoesNotFitError, HardwareError, ResourceError, UsageError
+from flatout.errors import ConfigError, DoesNotFitError, HardwareError, ResourceError, UsageError, many
 from flatout.host import candidates, core_clock, core_use, thread_words, usable_cores, whole_cores
 from flatout.records import TuneProgress, TuneResult, TuneRow
+from flatout.rows import FAINT, OWN, Block, ResultRow, Sentence, Sheet, Table, human_seconds, or_dash
 from flatout.tuning.changes import fragment_of, kept_settings, tuned_settings, words_of
 from flatout.tuning.practice_data import practice_config, practice_samples, scratch_folder
 from flatout.tuning.probe import Probe, SampleProbe
@@ -25,7 +26,7 @@ from flatout.tuning.search import (
     Candidate,
     Memory,
     Search,
-    Space,
+    SwitchSpace,
     Trial,
     Trials,
     around,
@@ -172,7 +173,7 @@ class _Tuning:
             return False
         return self.probe.device.kind == "cuda" and self.probe.settings.config.speed.optimizer_state == "fp32"
 
-    def _space(self) -> Space:
+    def _space(self) -> SwitchSpace:
         probe = self.probe
         asked = probe.settings.config.speed
         speed = probe.resolve(probe.settings)
@@ -188,7 +189,7 @@ class _Tuning:
         checkpointings = (asked.checkpointing,) if "checkpointing" in probe.kept else checkpointings
         chunks = chunks[:1] if "loss_chunk" in probe.kept else chunks
         most = probe.kept.get("micro_batch", probe.sequences)
-        return Space(
+        return SwitchSpace(
             micro_batches=tuple(size for size in probe.micro_batches() if size <= most),
             checkpointings=checkpointings,
             losses=tuple(losses),
@@ -345,3 +346,83 @@ def _text(candidate: Candidate) -> str:
 def _kept(probe: Probe) -> str:
     words = [f"{name} {'at most ' if name == 'micro_batch' else ''}{format_value(v)}" for name, v in probe.kept.items()]
     return f"; kept as written: {', '.join(words)}" if words else ""
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+_STATUS = {"fits": "", "over": "no margin", "out_of_memory": "out of memory", "absent": "not here"}
+
+
+def sheet_of(rows: Sequence[TuneRow], result: TuneResult | None) -> Sheet:
+    """All rows, the fastest first, with the chosen one marked; then in a sentence the choice and the reason for it.
+
+    All figures are the search's, so that they compare; the confirmed one of the chosen row stands behind it.
+    """
+    if not rows:
+        return Sheet(blocks=[])
+    best = max((row.tokens_per_second or 0.0 for row in rows if row.status == "fits"), default=0.0)
+    varied = {
+        "kernels": len({(row.kernels, row.compile) for row in rows}) > 1,
+        "compile": len({(row.kernels, row.compile) for row in rows}) > 1,
+        "threads": len({row.threads for row in rows}) > 1,
+        "optimizer": any(row.optimizer_offload for row in rows),
+    }
+    ordered = sorted(rows, key=lambda row: (row.status != "fits", -(row.tokens_per_second or 0.0)))
+    shown = [_shown(row, best, varied, result) for row in ordered]
+    left = ("checkpointing", "loss", "kernels", "compile", "optimizer", " ")
+    blocks: list[Block] = [Table(rows=shown, names="micro-batch", left=left, marks=True, numbers=True)]
+    if result is not None:
+        blocks += [Sentence(_sentence(result)), *([Sentence(f"note: {result.note}")] if result.note else [])]
+    return Sheet(blocks=blocks)
+
+
+def _shown(row: TuneRow, best: float, varied: Mapping[str, bool], result: TuneResult | None) -> ResultRow:
+    own, rate = result is not None and row.number == result.chosen.number, row.tokens_per_second
+    notes = [_STATUS[row.status], "graphs" if row.cuda_graphs else "", row.reason if row.status == "absent" else ""]
+    if result is not None and own and result.confirmed:
+        how = "whole steps" if result.batch_samples is None else "measured again"
+        notes.insert(0, f"{how}: {result.chosen.tokens_per_second or 0.0:,.0f}")
+    some = {"kernels": row.kernels, "compile": row.compile, "threads": str(row.threads)}
+    some["optimizer"] = "host" if row.optimizer_offload else "device"
+    cells = {
+        "checkpointing": row.checkpointing,
+        "loss": row.loss if row.loss == "plain" else f"{row.loss} {row.loss_chunk}",
+        **{name: text for name, text in some.items() if varied[name]},
+        "tokens/s": or_dash(rate, "{:,.0f}"),
+        "of best": "-" if rate is None or not best else f"{rate / best:.1%}",
+        "ms": or_dash(row.milliseconds, "{:,.1f}"),
+        "peak GiB": or_dash(row.peak_bytes, _gib),
+        "estimate": _gib(row.estimate_bytes),
+        " ": ", ".join(note for note in notes if note),
+    }
+    tone = OWN if own else FAINT if row.status != "fits" else ""
+    return ResultRow(name=f"{row.micro_batch} x {row.accumulation}", cells=cells, value=rate, tone=tone)
+
+
+def _gib(value: int) -> str:
+    return f"{value / 2**30:.2f}"
+
+
+def _sentence(result: TuneResult) -> str:
+    row = result.chosen
+    threads = "" if row.threads == "auto" else f", threads {row.threads}"
+    memory = ""
+    if result.capacity_bytes is not None and row.peak_bytes is not None:
+        memory = f", {_gib(row.peak_bytes)} of {result.capacity_bytes / 2**30:.1f} GiB"
+    if result.batch_samples is not None:
+        how = "of whole steps, measured again" if result.confirmed else "of whole steps"
+    elif result.confirmed:
+        how = "of whole steps; the table's are put together from shorter ones"
+    else:
+        how = "put together from shorter steps"
+    return (
+        f"chose micro-batch {row.micro_batch} x {row.accumulation}, checkpointing {row.checkpointing}, "
+        f"loss {row.loss}{threads}: {row.tokens_per_second or 0.0:,.0f} tokens/s ({how}){memory}, "
+        f"on {result.device}; {many(result.tried, 'trial')} in {human_seconds(result.seconds)} on {result.data}; "
+        f"{result.ended}"
+    )
+
+
+def progress_line(progress: TuneProgress) -> str:
+    used = f"{human_seconds(progress.seconds)} of at most {human_seconds(progress.budget)}"
+    return f"trial {progress.number}: {progress.text} ({used})"

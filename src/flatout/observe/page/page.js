@@ -233,7 +233,9 @@ function runLegend(runs) {
 function buildCurves(runs) {
   const section = byId("curves");
   const grid = make("div", { class: "charts" });
-  for (const panel of PANELS) {
+  // Where losses do not compare, bits per byte lead.
+  const panels = page.data.apart ? [...PANELS].sort((a, b) => (b.id === "bits") - (a.id === "bits")) : PANELS;
+  for (const panel of panels) {
     const chart = new Chart(panel, view);
     view.charts.push(chart);
     grid.append(chart.element);
@@ -320,7 +322,7 @@ function update(data) {
   );
   page.data = data;
   whenChanged(
-    "top", data.runs.map((run) => [run.name, run.state, run.summary, run.warnings]),
+    "top", [data.apart, data.runs.map((run) => [run.name, run.state, run.summary, run.warnings])],
     () => byId("overview").replaceChildren(...showTop(data))
   );
   for (const section of SECTIONS.filter((each) => each.show)) {

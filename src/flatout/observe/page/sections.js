@@ -94,7 +94,7 @@ const perRun = (runs, show) => (
 
 // --- sections --------------------------------------------------------------------------------------------------------
 
-function showTop({ title, runs }) {
+function showTop({ apart, runs }) {
   const parts = [make("div", { class: "over" }, "Flatout report")];
   const chip = (run) => make("span", { class: "chip " + run.state.kind }, run.state.word);
   if (runs.length === 1) {
@@ -117,6 +117,7 @@ function showTop({ title, runs }) {
   const warnings = runs.flatMap(
     (run) => run.warnings.map((warning) => (runs.length === 1 ? warning : run.name + ": " + warning))
   );
+  if (apart) warnings.unshift(apart[0].toUpperCase() + apart.slice(1) + ".");
   if (warnings.length) parts.push(
     make(
       "ul", { class: "warnings", "aria-label": "Warnings" }, warnings.map((warning) => make("li", {}, text(warning)))

@@ -401,7 +401,7 @@ def test_a_save_is_that_of_its_form():
 
 
 def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    code = cli.main(["plan", *words])
+    code = cli.main(["estimate", "--gpus", "1..8", *words])
     out, err = capsys.readouterr()
     return code, out, err
 

@@ -10,7 +10,7 @@ import logging
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 from flatout.checkpoints.checkpoint import mark_as_base
 from flatout.checkpoints.run_folder import RunLock, is_checkpoint, set_later_aside, set_unusable_aside
@@ -72,37 +72,34 @@ def prepare(
     return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers, engine=engine)[0]
 
 
+class TuneOptions(TypedDict, total=False):
+    """What `finetune` takes beside its config; see `train`."""
+
+    optimizer: OptimizerGiven | None
+    resume: str | Path | None
+    stop: Callable[[], bool]
+    save: Callable[[], bool]
+    progress: Progress | None
+    alerts: bool
+
+
+class TrainOptions(TuneOptions, total=False):
+    """What `train` takes beside its config."""
+
+    data: Any
+    val: Any
+    model: ModelGiven | None
+
+
 @overload
 def train(
-    config: Config | None = None,
-    *,
-    data: Any = None,
-    val: Any = None,
-    model: ModelGiven | None = None,
-    optimizer: OptimizerGiven | None = None,
-    resume: str | Path | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    save: Callable[[], bool] = lambda: False,
-    progress: Progress | None = None,
-    alerts: bool = True,
-    on_record: None = None,
+    config: Config | None = None, *, on_record: None = None, **options: Unpack[TrainOptions]
 ) -> Generator[Record]: ...
 
 
 @overload
 def train(
-    config: Config | None = None,
-    *,
-    data: Any = None,
-    val: Any = None,
-    model: ModelGiven | None = None,
-    optimizer: OptimizerGiven | None = None,
-    resume: str | Path | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    save: Callable[[], bool] = lambda: False,
-    progress: Progress | None = None,
-    alerts: bool = True,
-    on_record: Callable[[Record], object],
+    config: Config | None = None, *, on_record: Callable[[Record], object], **options: Unpack[TrainOptions]
 ) -> RunResult: ...
 
 
@@ -342,15 +339,9 @@ def _mark_base(run: Run, folder: Path) -> Iterator[str]:
 
 
 def _loop(run: Run, origin: Origin, stop: Callable[[], bool], save: Callable[[], bool]) -> Generator[Record]:
-    rows = read_metrics(origin.metrics)
-    return train_loop(
-        run,
-        origin.folder,
-        resumed=origin.checkpoint,
-        stop=stop,
-        save=save,
-        recorded=any(row["type"] == "checkpoint" and row.get("step") == origin.step for row in rows),
-    )
+    saves = (row for row in read_metrics(origin.metrics) if row["type"] == "checkpoint")
+    recorded = any(row.get("step") == origin.step for row in saves)
+    return train_loop(run, origin.folder, resumed=origin.checkpoint, stop=stop, save=save, recorded=recorded)
 
 
 def _written(
@@ -389,51 +380,32 @@ def _put(record: Record, run: Run, metrics: MetricsFile, step: int) -> Generator
 
 @overload
 def finetune(
-    config: Config | None = None,
-    *,
-    optimizer: OptimizerGiven | None = None,
-    resume: str | Path | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    save: Callable[[], bool] = lambda: False,
-    progress: Progress | None = None,
-    alerts: bool = True,
-    on_record: None = None,
+    config: Config | None = None, *, on_record: None = None, **options: Unpack[TuneOptions]
 ) -> Generator[Record]: ...
 
 
 @overload
 def finetune(
-    config: Config | None = None,
-    *,
-    optimizer: OptimizerGiven | None = None,
-    resume: str | Path | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    save: Callable[[], bool] = lambda: False,
-    progress: Progress | None = None,
-    alerts: bool = True,
-    on_record: Callable[[Record], object],
+    config: Config | None = None, *, on_record: Callable[[Record], object], **options: Unpack[TuneOptions]
 ) -> RunResult: ...
 
 
 def finetune(
     config: Config | None = None,
     *,
-    optimizer: OptimizerGiven | None = None,
     resume: str | Path | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    save: Callable[[], bool] = lambda: False,
-    progress: Progress | None = None,
-    alerts: bool = True,
     on_record: Callable[[Record], object] | None = None,
+    **options: Any,
 ) -> Generator[Record] | RunResult:
     """Fine-tunes a model on the rows of `chat.source`, by LoRA unless `lora.rank` is 0; all else is as in `train`.
 
     Without a config it is the preset `lora`, whose rows and model are an example: set `chat.source` and
     `model.init_from`.
     """
+    if unknown := options.keys() - TuneOptions.__annotations__.keys():
+        raise TypeError(f"finetune() got an unexpected keyword argument {min(unknown)!r}")
     resume = None if resume is None else str(resume)
     if config is not None or resume in (None, "auto"):
         config = with_sources(config or load_config("lora"))
         check_rows_named(config, resume)
-    how = {"optimizer": optimizer, "resume": resume, "stop": stop, "save": save, "progress": progress}
-    return train(config, alerts=alerts, on_record=on_record, **how)
+    return train(config, resume=resume, on_record=on_record, **options)

@@ -22,7 +22,7 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 53_533,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "lines of code": 53_530,  # all Python outside tests: no blank lines, no comments, no docstrings
     "statements": 42_449,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 107,  # all Python outside tests
     "modules": 229,  # of src/flatout, as all the following

@@ -39,7 +39,7 @@ _IDLE = 30.0  # seconds after which a child that is asked nothing ends
 
 
 class Exceeded(Exception):  # no UserError: only the caller knows whose program it was, and what to use instead
-    """A stranger's program took more than it may have; the message continues "it ..."."""
+    """A program exceeded a limit; the message continues "it ..."."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Child:
             os.register_at_fork(after_in_child=self._after_fork)
 
     def ask(self, request: Any, parts: int = 1, *, seconds: float | None = None) -> Any:
-        """What the child answers; `parts` is how many answers in one that is, `seconds` another limit on its time."""
+        """The answer of the child. `parts` is the number of answers in one, `seconds` another limit on its time."""
         seconds = self.limits.seconds if seconds is None else seconds
         content = _packed([seconds, request])
         most = parts * (self.limits.output + self.limits.output_times * len(content))

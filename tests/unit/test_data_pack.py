@@ -29,7 +29,7 @@ from flatout.data import part as part_module
 from flatout.data.inspect import read_problems, read_report
 from flatout.data.merge import Journal
 from flatout.data.pack import pack_corpus
-from flatout.data.part import PIECE, Part, PartHead, PartResult, Recipe
+from flatout.data.part import PIECE, CorpusPart, PartHead, PartResult, Recipe
 from flatout.data.plan import request_of
 from flatout.data.prepare import prepare_data
 from flatout.data.shard_data import notices_on_folder
@@ -686,7 +686,7 @@ def test_a_compressed_file_is_cut_by_what_is_in_it_and_goes_on_from_any_part(
             self.noted[file] = parts
 
     done = Before(0, None)
-    parts = [part for part in plan.parts_of(inputs, request.options, done) if isinstance(part, Part)]
+    parts = [part for part in plan.parts_of(inputs, request.options, done) if isinstance(part, CorpusPart)]
     half = len(parts) // 2
     assert done.noted == {0: half, 1: half}
     assert [part.number for part in parts] == list(range(2 * half))
@@ -999,7 +999,7 @@ def test_damaged_shards_are_found_by_prepare_and_mended_by_its_hint(
     shard.write_bytes(b"\x01" + shard.read_bytes()[1:])
     from flatout import cli
 
-    for command in (lambda: prepare(*words), lambda: cli.main(["data", "inspect", "out", "--no-picture"])):
+    for command in (lambda: prepare(*words), lambda: cli.main(["prepare", "inspect", "out", "--no-picture"])):
         assert command() == 3
         assert "--overwrite" in capsys.readouterr().err
     Path("out/manifest.json").write_text("{", encoding="utf-8")
@@ -1016,7 +1016,7 @@ def test_the_picture_lies_beside_the_dataset_and_nothing_else_does(
     (tmp_path / "else").mkdir()
     pack(rows(tmp_path), tmp_path / "out", "bytes")
     monkeypatch.chdir(tmp_path / "else")
-    assert cli.main(["data", "inspect", "../out"]) == 0
+    assert cli.main(["prepare", "inspect", "../out"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["else", "out", "out.png", "rows.jsonl"]
     assert list((tmp_path / "else").iterdir()) == []
 
@@ -1024,7 +1024,7 @@ def test_the_picture_lies_beside_the_dataset_and_nothing_else_does(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_the_output_is_told(tmp_path: Path) -> None:
     pack(rows(tmp_path), tmp_path / "out", "bytes")
-    words = ["data", "verify", str(tmp_path / "out")]
+    words = ["prepare", "verify", str(tmp_path / "out")]
     assert Forked(cli.main, words, stdout="/dev/full", stderr=tmp_path / "errors").wait() == 5
     assert [line.split(":")[0] for line in (tmp_path / "errors").read_text().splitlines()] == ["error", "hint"]
 
@@ -1095,7 +1095,7 @@ def test_signals_to_the_whole_group_leave_workers_at_work(tmp_path: Path) -> Non
     """A terminal that closes sends SIGHUP to all of a group, and the parent decides what comes of it."""
     recipe = Recipe(ReadOptions(), CleanRules())
     (file,) = sources.find_files(rows(tmp_path)).files
-    part = Part(0, 0, (Slice(file),))
+    part = CorpusPart(0, 0, (Slice(file),))
     worker = Worker()
     try:
         before = worker.call("characters", recipe, part)
@@ -1331,7 +1331,7 @@ def test_no_part_of_compressed_files_holds_much_more_text_than_one_of_plain_file
     inputs = plan.find_inputs(request, tmp_path)
     sizes = []
     for part in plan.parts_of(inputs, request.options, plan.Done()):
-        assert isinstance(part, Part)
+        assert isinstance(part, CorpusPart)
         read = (item for each in part.slices for item in readers.read_slice(each, request.options))
         items = [*part.documents, *read]
         sizes.append(sum(len(item.text) for item in items if isinstance(item, Document)))

@@ -27,7 +27,7 @@ from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
 from flatout.data import plan, stream, workers
 from flatout.data.batch import Delivery, Schedule, Span
 from flatout.data.pack import pack_corpus
-from flatout.data.part import BEGINS, ENDS, PIECE, REJECTED, Part, PartHead, PartResult, run_part
+from flatout.data.part import BEGINS, ENDS, PIECE, REJECTED, CorpusPart, PartHead, PartResult, run_part
 from flatout.data.plan import Inputs, Position, parts_of_lap, request_of
 from flatout.data.sampler import WindowOrder
 from flatout.data.shards import open_dataset
@@ -318,7 +318,7 @@ def test_what_came_before_is_neither_read_nor_tokenized(source: Path, monkeypatc
     assert (place.epoch, place.file) == (0, 4)
     names: list[str] = []
 
-    def counted(recipe: Any, part: Part) -> PartResult:
+    def counted(recipe: Any, part: CorpusPart) -> PartResult:
         names.extend(part.file or each.file.name for each in part.slices)
         return run_part(recipe, part)
 
@@ -664,7 +664,7 @@ def test_a_read_that_hangs_in_this_process_is_told_and_not_waited_for(source: Pa
     monkeypatch.setattr(stream, "time", Clock(hangs.is_set))
     opened = open_stream(settings(source), workers=0)
 
-    def hanging(recipe: Any, part: Part) -> Any:
+    def hanging(recipe: Any, part: CorpusPart) -> Any:
         if part.number == 3:
             hangs.set()
             over.wait()
@@ -694,7 +694,7 @@ def test_closing_does_not_wait_for_the_source(source: Path, monkeypatch: pytest.
 def test_an_error_in_a_worker_is_raised_in_the_loop(source: Path, monkeypatch: pytest.MonkeyPatch):
     opened = open_stream(settings(source))
 
-    def fail(recipe: Any, part: Part) -> PartResult:
+    def fail(recipe: Any, part: CorpusPart) -> PartResult:
         raise DataError("no such field", "name another")
 
     monkeypatch.setitem(workers.TASKS, "tokens", fail)
@@ -706,20 +706,20 @@ def test_an_error_in_a_worker_is_raised_in_the_loop(source: Path, monkeypatch: p
 def test_a_slow_part_keeps_the_others_in_order_and_few(monkeypatch: pytest.MonkeyPatch):
     go, taken = threading.Event(), []
 
-    def slow(recipe: Any, part: Part) -> Any:
+    def slow(recipe: Any, part: CorpusPart) -> Any:
         if part.number == 0:
             go.wait()
         elif part.number == 5:
             go.set()
         return part.number
 
-    def parts() -> Iterator[tuple[Position, Part]]:
+    def parts() -> Iterator[tuple[Position, CorpusPart]]:
         for number in range(50):
             taken.append(number)
-            yield Position(part=number), Part(number, 0)
+            yield Position(part=number), CorpusPart(number, 0)
 
     class Threaded:
-        def call(self, task: str, recipe: Any, part: Part) -> Any:
+        def call(self, task: str, recipe: Any, part: CorpusPart) -> Any:
             return slow(recipe, part)
 
         def kill(self) -> None:

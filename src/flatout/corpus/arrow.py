@@ -34,7 +34,7 @@ from flatout.corpus.document import (
     reason,
     shown,
 )
-from flatout.corpus.rows import EVERY, document_of, likely_column, limited, names_shown, no_column
+from flatout.corpus.rows import EVERY, document_of, likely_column, limited, names_shown, no_column, quoted
 from flatout.corpus.sources import HUB, hub_parts
 from flatout.corpus.streams import CHUNK
 from flatout.errors import DataError
@@ -48,7 +48,7 @@ except ImportError:
     raise
 
 
-# How much is decoded at once, in how many rows, since some are much longer than others.
+# How much is decoded at once, and in how many rows: some are much longer than others.
 _BATCH_BYTES = 2**21
 _BATCH_ROWS = 16, 256
 _PARQUET = b"PAR1"
@@ -69,9 +69,9 @@ _LISTS = {
 
 
 def read_parquet(slice: Slice, options: ReadOptions) -> Results:
-    """The rows of the row groups of a slice; of each, one of `shares` stretches of rows.
+    """The rows of the row groups of a slice: of each group, one of `shares` stretches of rows.
 
-    What comes before the share in its row group is decoded and dropped, which costs little beside tokenizing.
+    Rows before the share in its group are decoded and dropped, which costs little beside tokenizing.
     """
     file, share, shares = slice.file, slice.share, slice.shares
     is_first = slice.start == share == 0
@@ -105,7 +105,7 @@ def read_parquet(slice: Slice, options: ReadOptions) -> Results:
 
 
 def read_parquet_rows(file: InputFile) -> Iterator[Row | Problem]:
-    """All rows with all their columns. A row group with damage, or with text that is not UTF-8, ends where it is."""
+    """All rows with all their columns, up to the first damage, or text that is not UTF-8, in each row group."""
     with _open_parquet(file) as opened:
         if isinstance(opened, Problem):
             yield opened
@@ -158,7 +158,7 @@ def _open_parquet(file: InputFile, fields: Sequence[str] = ()) -> Iterator[_Parq
 
 
 def _stretch(rows: int, share: int, shares: int) -> range:
-    """The rows of a share; a damaged footer may tell of fewer than none."""
+    """The rows of a share. A damaged footer may state a negative number of rows."""
     rows = max(rows, 0)
     return range(rows * share // shares, rows * (share + 1) // shares)
 
@@ -285,7 +285,7 @@ def saved_rows(path: str) -> int:
 
 
 def _saved_batches(path: str) -> Iterator[pa.RecordBatch | Problem]:
-    """The batches of an arrow file, as views of the file, and at the end why there are no more, if that is wrong."""
+    """The batches of an arrow file, as views of the file; at the end a problem if the file ends too early."""
     try:
         with pa.memory_map(os.fsencode(path)) as memory, pa.ipc.open_stream(memory) as stream:
             yield from stream
@@ -307,13 +307,10 @@ def _saved_files(folder: str) -> list[str] | str:
     if not isinstance(entries, list) or state.get("_indices_data_files"):
         return "state.json is not as `datasets` writes it today; load the dataset and save it again"
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    if not all(isinstance(name, str) and name and _is_plain(name) for name in names):
-        return "state.json names data files that are not in its folder"
+    for name in names:
+        if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
+            return "state.json names data files that are not in its folder"
     return [os.path.join(folder, str(name)) for name in names]
-
-
-def _is_plain(name: str) -> bool:
-    return os.path.basename(name) == name and name not in (os.curdir, os.pardir) and "\0" not in name
 
 
 # Columns of either.
@@ -347,7 +344,7 @@ def _find_column(schema: pa.Schema, field: str) -> _Column | str:
     else:
         name, _, rest = field.partition(".")
     if name not in names:
-        return f"there is no column '{shown(name)[:80]}'; there are: {names_shown(names)}"
+        return f"there is no column {quoted(name)}; there are: {names_shown(names)}"
     type = schema.field(names.index(name)).type
     return _checked_path(type, rest, _Column(name, name), field)
 
@@ -370,7 +367,7 @@ def _checked_path(type: pa.DataType, rest: str, column: _Column, field: str) -> 
             name, rest = (rest, "") if rest in names else (name, after)
             if name not in names:
                 below = field.removesuffix(rest).removesuffix(".")
-                return f"there is no field '{shown(below)[:80]}'; there are: {names_shown(names)}"
+                return f"there is no field {quoted(below)}; there are: {names_shown(names)}"
             type = type.field(names.index(name)).type
             # A name with a dot would be taken for a path.
             inside_struct = inside_struct and "." not in column.name and "." not in name
@@ -379,13 +376,13 @@ def _checked_path(type: pa.DataType, rest: str, column: _Column, field: str) -> 
         elif isinstance(type, (*_LISTS, pa.FixedSizeListType)):
             name, _, rest = rest.partition(".")
             if name != EVERY and not (name.isascii() and name.isdigit()):
-                return f"there is a list where '{shown(name)[:80]}' of '{shown(field)[:80]}' is looked for"
+                return f"there is a list where {quoted(name)} of {quoted(field)} is looked for"
             type = type.value_type
             inside_struct = False
         else:
-            return f"there is {type} where '{shown(rest)[:80]}' of '{shown(field)[:80]}' is looked for"
+            return f"there is {type} where {quoted(rest)} of {quoted(field)} is looked for"
     if type not in (*_AS_BYTES, *_AS_BYTES.values()) and not pa.types.is_fixed_size_binary(type):
-        return f"the column '{shown(field)[:80]}' holds {shown(type)[:200]}, not text"
+        return f"the column {quoted(field)} holds {shown(type)[:200]}, not text"
     return column
 
 
@@ -466,11 +463,10 @@ def open_hub(path: str) -> Any:
 
 @final
 class HubStream:
-    """Documents of a dataset of the hub, read one file of it after the other, which can be left and taken up again.
+    """Documents of a dataset of the hub, read one file after the other; reading can be resumed.
 
-    Each `iter` goes on where the last one was left, or from the beginning after one that came to the end. A damaged
-    file costs the rest of its rows; a network that fails is a `DataError`, and the state stays that of the last
-    document.
+    Each `iter` resumes where the last one stopped, or from the beginning after one that came to the end. A damaged file
+    costs the rest of its rows; a network that fails is a `DataError`, and the state stays that of the last document.
     """
 
     def __init__(self, path: str, options: ReadOptions, name: str | None = None) -> None:
@@ -521,12 +517,12 @@ class HubStream:
         self._number = self._row = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the reading is, for `load_state_dict` of a stream of the same dataset; fit for JSON."""
+        """The position of the reading as plain JSON, for `load_state_dict` of a stream of the same dataset."""
         inside = self._state if self._part is None else self._part.state_dict()
         return {"file": self._number, "row": self._row, "inside": inside}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lets the next `iter` go on after the document that was the last when `state` was taken."""
+        """Makes the next `iter` resume after the document that was the last when `state` was taken."""
         self._part = None
         self._number, self._row, self._state = state["file"], state["row"], state["inside"]
 

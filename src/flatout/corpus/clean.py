@@ -236,7 +236,7 @@ def _kind(code: int) -> int:
 
 @cache
 def _kinds() -> npt.NDArray[np.uint8]:
-    """The kind of every code point, 0 where nobody has asked yet."""
+    """The kind of every code point, 0 where it has not been looked up yet."""
     table = np.zeros(0x110000, dtype=np.uint8)
     table[:128] = [_kind(code) for code in range(128)]
     return table
@@ -312,12 +312,12 @@ class CleanRules:
     languages: tuple[str, ...] | None = None
     repetition: bool = False
     quality: bool = False
-    # Versions of the libraries whose answers count; None where nobody asks them.
+    # Versions of the libraries whose answers count; None where they are not used.
     language_method: str | None = None
     near_method: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """All that decides what is dropped, in one spelling."""
+        """All that decides which documents are dropped, as plain JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             "version": _VERSION,
@@ -367,7 +367,7 @@ def language_of(text: str) -> str | None:
     """The code of the language that the beginning of a text is most like; None where it is like none."""
     text = text[:_LANGUAGE_CHARACTERS]
     if not any(map(str.isalpha, text)):
-        return None  # the detector takes nothing at all for English
+        return None  # the detector answers English where there are no letters
     # Above its cutoff, 1200, the distance to the nearest language means little, and the answer is "unknown".
     code, _ = _detector().detect_fast(unicodedata.normalize("NFC", text))
     return None if code == "unknown" else code

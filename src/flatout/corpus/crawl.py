@@ -49,7 +49,7 @@ _BEGIN = re.compile(rb"WARC/1\.[0-9]\r?\n[A-Za-z]")
 _NEXT = re.compile(rb"(?<=\n)" + _BEGIN.pattern)
 # The most bytes that a match of _NEXT spans, with the line end before it.
 _NEXT_BYTES = 12
-# Fewer bytes than this are no record, and between two of them no loss.
+# Gaps shorter than this are padding between records, not lost data.
 _SHORTEST = 32
 _VERSIONS = (b"WARC/1.0\r\n", b"WARC/1.1\r\n")
 _LINE_ENDS = b"\r\n"
@@ -83,7 +83,7 @@ def read_warc(stream: ByteStream, file: InputFile, options: ReadOptions) -> Resu
 
 
 class _Record(NamedTuple):
-    """A sound record; `block` is what stands below its head, and left out where nobody will look at it."""
+    """A sound record; `block` is what stands below its head, and empty for kinds without text."""
 
     number: int
     offset: int
@@ -143,7 +143,7 @@ class _Records(Window):
         version = _VERSION.match(self.data, self.at - self.base)
         if version is None:
             return self._no_record()
-        # Now, since a match looks into the data, which moves when it grows.
+        # Before the data grows, which moves it under the match.
         begin, translated = self.base + version.end(), version[1] == b"\n"
         while (blank := _BLANK_LINE.search(self.data, begin - 1 - self.base)) is None:
             if self.end - self.at > HEAD_LIMIT:
@@ -198,7 +198,7 @@ class _Records(Window):
         return Problem(self._name, place, "record", f"{says}, but it does not end there", records)
 
     def _up_to_next(self, head: _Head) -> _Record | Problem:
-        """A record with translated line ends, which goes on up to the next one."""
+        """A record with translated line ends: everything up to the next record."""
         begin = look = self.at + head.size
         while (following := self._find_next(look)) is None:
             look = max(begin, self.end - _NEXT_BYTES)
@@ -237,7 +237,7 @@ class _Records(Window):
     def _skip_line_ends(self) -> bool:
         """Whether something follows."""
         while True:
-            # The pattern matches nothing, if need be.
+            # The pattern also matches the empty string.
             match = _LINES.match(self.data, self.at - self.base)
             self.at = self.base + match.end() if match else self.at
             if self.at < self.end:
@@ -351,7 +351,7 @@ class _Pages:
         if html:
             if _too_deep(text):
                 return Document("", place, rejected=REJECTED_DEPTH)
-            # Without the texts of images, figures would go as a whole, and with them many a listing of code.
+            # Without the texts of images, whole figures would be dropped, and many code listings with them.
             text = _resiliparse("extract.html2text").extract_plain_text(text, main_content=True, alt_texts=True)
         replaced = text.count("\ufffd") if error is not None else 0
         if error is not None and replaced and self._options.invalid_utf8 != "replace":
@@ -435,7 +435,7 @@ def _kind(fields: Fields) -> bytes:
 
 
 def _counted(fields: Fields) -> int:
-    """How many records are lost with one of this kind; nobody knows what a record of unknown kind was."""
+    """How many records are lost with one of this kind; one of unknown kind counts."""
     return 0 if _kind(fields) in _NO_TEXT else 1
 
 

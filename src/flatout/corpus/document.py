@@ -146,7 +146,7 @@ def needed(module: str, who_needs: str) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """What a library says of an error, for a message."""
+    """The message of a library's error, in one line."""
     words = " ".join(str(error).split())
     return shown(words or type(error).__name__)[:200]
 

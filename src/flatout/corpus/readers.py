@@ -66,14 +66,13 @@ def read_slice(slice: Slice, options: ReadOptions, *, watch: Watch | None = None
         yield from _documents(_json_line_rows(slice, options, watch), file, options)
     elif file.format == "smiles":
         yield from _read_molecules(slice, options, watch)
-    elif file.format in ("parquet", "saved"):
+    elif file.format in ("parquet", "saved", "hub"):
         from flatout.corpus import arrow
 
-        yield from (arrow.read_parquet if file.format == "parquet" else arrow.read_saved)(slice, options)
-    elif file.format == "hub":
-        from flatout.corpus import arrow
-
-        yield from arrow.HubStream(file.path, options, file.name)
+        if file.format == "hub":
+            yield from arrow.HubStream(file.path, options, file.name)
+        else:
+            yield from (arrow.read_parquet if file.format == "parquet" else arrow.read_saved)(slice, options)
     else:
         with ByteStream(file, watch=watch) as stream:
             yield from _read_stream(stream, file, options)
@@ -91,10 +90,8 @@ def read_rows(file: InputFile, *, watch: Watch | None = None) -> Iterator[Row | 
         yield from arrow.read_parquet_rows(file)
     elif file.format in ("json", "csv", "tsv"):
         with ByteStream(file, watch=watch) as stream:
-            if file.format == "json":
-                yield from _undropped(_json_rows(stream, file, ReadOptions()))
-                return
-            yield from read_csv_rows(stream, file)
+            is_json = file.format == "json"
+            yield from _undropped(_json_rows(stream, file, ReadOptions())) if is_json else read_csv_rows(stream, file)
     else:
         raise ValueError(f"there are no rows in the format {file.format!r}")
 
@@ -229,7 +226,7 @@ class _Record(NamedTuple):
 
 
 def _records(slice: Slice, options: ReadOptions, watch: Watch | None) -> Iterator[_Record | Document | Problem]:
-    """The lines that are not blank, or what became of them otherwise."""
+    """The lines that are not blank, as records, dropped documents or problems."""
     file = slice.file
     lost = 0
     with ByteStream(file, streams.before(slice.start), watch) as stream:
@@ -259,7 +256,7 @@ def _records(slice: Slice, options: ReadOptions, watch: Watch | None) -> Iterato
 
 
 def _broken_line(file: InputFile, line: _Record, error: Exception) -> Problem:
-    """A line that is no JSON; where it is the last one and fine as far as it goes, the file was cut."""
+    """The problem of a line that is not JSON; if it is the last one and right as far as it goes, the file was cut."""
     if not line.ended and isinstance(error, json.JSONDecodeError) and _is_cut(line.text, error):
         return Problem(file.name, line.place, "truncated", "the file ends inside the line", records=1)
     return Problem(file.name, line.place, "json", _not_json(error), records=1)
@@ -267,7 +264,7 @@ def _broken_line(file: InputFile, line: _Record, error: Exception) -> Problem:
 
 # GPT-2 tokens.
 def has_tokens(file: InputFile) -> bool:
-    """Whether a file that is named like one of tokens begins with ids of GPT-2, rather than with letters or others."""
+    """Whether a file that is named like one of tokens begins with ids of GPT-2, and not with letters or other data."""
     with ByteStream(file) as stream:
         head = stream.read(HEAD)
     if np.frombuffer(head[:8], "<i4", len(head[:8]) // 4).tolist() == list(_TOKENS_MAGIC):
@@ -367,6 +364,9 @@ class _TokenRuns:
                 yield _Run(first + start, ids[start:], False)
 
 
+# JSON.
+
+
 _SPACE = re.compile(r"[ \t\n\r]*")
 _BLANK = re.compile(r"\s*\Z")
 _KEY = re.compile(r'\{[ \t\n\r]*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
@@ -374,19 +374,21 @@ _OUTSIDE = re.compile(r'["\[\]{},]')
 _PUNCTUATION = ' \t\n\r,{}"'
 _NEXT_LINE = re.compile(r"\n(?=[^\s}\]])")
 _IN_STRING = re.compile(r'"|\\.', re.DOTALL)
-# How far to look for the end of a broken element at once, and how much of that to look at again with what follows.
+# How far to look for the end of a broken element at once, first and at most, and how much of that to look at again.
+_NEAR = 2**12
 _LOOK = 2**18
 _OVERLAP = 2**10
+_PASSED = 2**14
 _DECODER = json.JSONDecoder()
 # More characters than the longest word of JSON, or than a character that is written as two escapes.
 _ESCAPE = 16
 _WORDS = ("true", "false", "null")
-# What is left of a number, or of a character that is written as an escape, that was cut.
+# The rest of a number, or of an escaped character, that was cut.
 _CUT = re.compile(r"-|\.|[eE][+-]?|\\?u[0-9a-fA-F]{0,4}")
 
 
 def _json_rows(stream: ByteStream, file: InputFile, options: ReadOptions) -> Rows:
-    """The elements of an array, or else values that follow one another, of which there may be just one."""
+    """The elements of an array, or values that follow one another; there may be just one."""
     for item in _json_values(stream, file):
         if isinstance(item, Problem):
             yield item
@@ -403,7 +405,7 @@ def _json_rows(stream: ByteStream, file: InputFile, options: ReadOptions) -> Row
 
 
 def _is_cut(text: str, error: json.JSONDecodeError) -> bool:
-    """Whether a text is fine as far as it goes: nothing, or a part of a word, stands where it is found wrong."""
+    """Whether a text is right up to its end, and only too short."""
     if error.msg.startswith("Extra data"):
         return False
     rest = text[error.pos : error.pos + _ESCAPE].rstrip()
@@ -415,7 +417,7 @@ def _is_cut(text: str, error: json.JSONDecodeError) -> bool:
 
 
 def _is_final(text: str, error: json.JSONDecodeError) -> bool:
-    """Whether more text could not mend an error: a text that just ends too early fails near its end."""
+    """Whether an error stays whatever text follows: a text that just ends too early fails near its end."""
     return error.pos < len(text) - _ESCAPE and not error.msg.startswith("Unterminated string")
 
 
@@ -423,9 +425,6 @@ def _not_json(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"it is not JSON: {error.msg.removesuffix(' at')} at character {error.pos}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else f"it cannot be read: {error}"
-
-
-# JSON.
 
 
 def _json_values(stream: ByteStream, file: InputFile) -> "Iterator[_Value | Problem]":
@@ -436,7 +435,7 @@ def _json_values(stream: ByteStream, file: InputFile) -> "Iterator[_Value | Prob
         held = item if isinstance(item, Problem) else None
         if held is None:
             yield item
-    # Where the file itself breaks off, that is the reason for whatever is wrong with its end.
+    # Where the file itself breaks off, that is the reason for an error at its end.
     if stream.problem is not None:
         yield replace(stream.problem, records=0 if held is None else held.records)
     elif held is not None:
@@ -476,7 +475,7 @@ class _JsonText:
         self._key = ""  # the first name in the last object, as it is written
 
     def values(self) -> Iterator[_Value | Problem]:
-        """Every value, and a problem for each element that is none."""
+        """Every value in order, and a problem for each broken element."""
         self._grow()
         self._at = 1 if self._text.startswith("\ufeff") else 0
         self._in_array = self._peek() == "["
@@ -545,11 +544,14 @@ class _JsonText:
         return _Value(self._number, value, raw)
 
     def _past(self, message: str, wrong: int, kind: ProblemKind = "json") -> Problem:
-        """The problem of a broken element, which is passed over: `wrong` is where it is not JSON."""
+        """The problem of a broken element, whose error is at `wrong`; the reading goes on after the element."""
         problem = self._broken(message, 1, wrong, kind)
         # Where a quote is missing, the next object begins a little before the place that is found wrong.
         before = self._text[max(self._at, wrong - _OVERLAP) : wrong]
         self._skip(None if kind == "too-long" else wrong - len(before) + len(before.rstrip(_PUNCTUATION)))
+        # Places and errors are counted from the beginning of the text, which must not be far away then.
+        if self._at > max(_PASSED, len(self._text) // 64):
+            self._cut()
         return problem
 
     def _skip(self, look: int | None, *, quoted: bool = False) -> None:
@@ -557,15 +559,17 @@ class _JsonText:
 
         Another element may begin from `look` on, if brackets and quotes do not match.
         """
-        depth = 0
+        depth, reach = 0, _NEAR
         while True:
-            while len(self._text) - self._at < _LOOK and not self._ended:
+            while len(self._text) - self._at < reach and not self._ended:
                 look = None if look is None else look - self._at
                 self._grow()
-            again = None if look is None and self._in_array else self._begins_again(max(look or 0, self._at))
-            end = len(self._text) if self._ended else len(self._text) - _OVERLAP
-            end = again.start() if again is not None else end
-            while self._text[end - 1 : end] == "\\" and end > self._at:  # the half of an escape
+            end = min(self._at + reach, len(self._text))
+            last = self._ended and end == len(self._text)
+            again = None if look is None and self._in_array else self._begins_again(max(look or 0, self._at), end)
+            # The beginning of another element may be cut at the end, and so may an escape.
+            end = again.start() if again is not None else end if last else end - _OVERLAP
+            while self._text[end - 1 : end] == "\\" and end > self._at:
                 end -= 1
             while self._in_array and self._at < end:
                 match = (_IN_STRING if quoted else _OUTSIDE).search(self._text, self._at, end)
@@ -583,15 +587,16 @@ class _JsonText:
                 self._at = again.start() if again[0][0] == "," else again.end()
                 return
             self._at = max(self._at, end)
-            if self._ended:
+            if last:
                 return
+            reach = min(2 * reach, _LOOK)
 
-    def _begins_again(self, at: int) -> re.Match[str] | None:
-        """Where another element begins from a place on: an object like those before, or a line that is not indented."""
+    def _begins_again(self, at: int, end: int) -> re.Match[str] | None:
+        """Where another element begins: an object like those before, or among values a line that is not indented."""
         if not self._in_array:
-            return _NEXT_LINE.search(self._text, at)
-        key = self._key or _first_key(self._text[self._at :])
-        return re.compile(rf"[,}}\n]\s*(?=\{{\s*{re.escape(key)})").search(self._text, at) if key else None
+            return _NEXT_LINE.search(self._text, at, end)
+        key = self._key or _first_key(self._text[self._at : end])
+        return re.compile(rf"[,}}\n]\s*(?=\{{\s*{re.escape(key)})").search(self._text, at, end) if key else None
 
     def _peek(self) -> str:
         """The next character that is no space; nothing at the end."""
@@ -608,7 +613,7 @@ class _JsonText:
         self._text += self._bytes.decode(raw, final=self._ended)
 
     def _cut(self) -> None:
-        """Lets go of the text before the place that the reading has come to."""
+        """Drops the text before the current position."""
         self._offset = self._offset_of(self._at)
         self._text = self._text[self._at :]
         self._at = 0

@@ -47,7 +47,7 @@ class FieldError:
 def text_of_first(
     value: object, fields: Sequence[str], decoder: Callable[[bytes], str] | None = None
 ) -> str | FieldError:
-    """The text at the first of some paths that has one which is not empty; else what stands there instead."""
+    """The text at the first path that has one which is not empty; else the error of the first path that has none."""
     missing: list[FieldError] = []
     empty: str | FieldError | None = None
     for field in fields:
@@ -62,7 +62,7 @@ def text_of_first(
         return empty
     if len(fields) == 1 or missing[0].kind != "field" or not isinstance(value, Mapping):
         return missing[0]
-    names = ", ".join(map(_quoted, fields))
+    names = ", ".join(map(quoted, fields))
     return FieldError(f"the record has no text in {names}; there are: {names_shown(list(value))}")
 
 
@@ -77,7 +77,7 @@ def likely_field(value: object, tried: Sequence[str]) -> str:
 
 
 def likely_column(names: Sequence[str], tried: Sequence[str]) -> str:
-    """The same of a table of which only the names of the columns with text are known."""
+    """Like `likely_field`, for a table of which only the names of the columns with text are known."""
     left = [name for name in names if name not in tried and _PLAIN.fullmatch(name)]
     usual = (name for wanted in USUAL for name in left if name.lower() == wanted)
     return next(usual, left[0] if len(left) == 1 else "")
@@ -105,13 +105,13 @@ def text_of(value: object, field: str, decoder: Callable[[bytes], str] | None = 
     if isinstance(value, str):
         if field == TEXT_FIELD:
             return _whole(value)
-        return FieldError(f"the record is a plain string and has no field {_quoted(field)}")
+        return FieldError(f"the record is a plain string and has no field {quoted(field)}")
     found = _at(value, field, field, decoder)
     return _whole(found) if isinstance(found, str) else found
 
 
 def document_of(row: Row, file: InputFile, options: ReadOptions) -> Document | Problem:
-    """The document of a record with fields. Bytes in the place of a text are UTF-8, or go by the policy for others."""
+    """The document of a record with fields. Bytes in the place of a text are decoded by the policy."""
     replaced = row.replaced
 
     def decoder(raw: bytes) -> str:
@@ -133,7 +133,7 @@ def document_of(row: Row, file: InputFile, options: ReadOptions) -> Document | P
 
 
 def limited(found: Document | Problem, file: InputFile) -> Document | Problem:
-    """The same, or a problem where the text of a row is too long."""
+    """The document, or a problem if the text of its row is too long."""
     if isinstance(found, Document) and len(found.text) > LINE_LIMIT // 4:
         size = len(found.text.encode("utf-8"))
         if size > LINE_LIMIT:
@@ -146,7 +146,7 @@ def too_long(size: int, limit: int) -> str:
 
 
 def not_utf8(error: UnicodeDecodeError, file: InputFile, place: str, options: ReadOptions) -> Document | Problem:
-    """What becomes of a record that cannot be decoded where the policy is not to replace what is wrong with it."""
+    """A dropped document or a problem, by the policy, for a record that cannot be decoded."""
     if options.invalid_utf8 == "skip":
         return Document("", place, rejected=REJECTED_UTF8)
     return Problem(file.name, f"{place}, byte {error.start} of it", "not-utf8", bad_byte(error), records=1)
@@ -157,8 +157,8 @@ def bad_byte(error: UnicodeDecodeError) -> str:
 
 
 def no_column(fields: Sequence[str]) -> str:
-    """That a table has none of the columns that were asked for."""
-    return f"there is no column {' or '.join(map(_quoted, fields))}"
+    """The message for a table that has none of the columns asked for."""
+    return f"there is no column {' or '.join(map(quoted, fields))}"
 
 
 def names_shown(names: Sequence[object]) -> str:
@@ -194,7 +194,7 @@ def _at(value: object, path: str, field: str, decoder: Callable[[bytes], str] | 
         return value
     if decoder is not None and isinstance(value, bytes):
         return decoder(value)
-    return FieldError(f"the field {_quoted(field)} holds {_kind(value)}, not text", null=value is None)
+    return FieldError(f"the field {quoted(field)} holds {_kind(value)}, not text", null=value is None)
 
 
 def _every(values: Sequence[object], path: str, field: str, decoder: Callable[[bytes], str] | None) -> str | FieldError:
@@ -238,10 +238,10 @@ def _kind(value: object) -> str:
 
 
 def _at_path(name: str, field: str) -> str:
-    return _quoted(field) if name == field else f"{_quoted(name)} of {_quoted(field)}"
+    return quoted(field) if name == field else f"{quoted(name)} of {quoted(field)}"
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
     return f"'{shown(name)[:80]}'"
 
 
@@ -255,28 +255,22 @@ _FIRST_ROW = re.compile(rb'(?:[^"\r\n]++|"[^"]*+")*+')
 def read_csv(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
     """The rows of a CSV file, whose first row names the columns."""
     for row in _named_rows(stream, file, options.fields):
-        yield row if isinstance(row, Problem) else document_of(Row(row.values, row.place), file, options)
+        yield row if isinstance(row, Problem) else document_of(row, file, options)
 
 
 def read_csv_rows(stream: ByteStream, file: InputFile) -> Iterator[Row | Problem]:
     """The rows of a CSV file as objects of texts, named by its first row."""
     for row in _named_rows(stream, file):
-        if isinstance(row, Problem):
-            yield row
-            continue
-        try:
-            yield Row({name: value.decode("utf-8") for name, value in row.values.items()}, row.place)
-        except UnicodeDecodeError as error:
-            yield Problem(file.name, row.place, "not-utf8", bad_byte(error), records=1)
+        if isinstance(row, Row) and isinstance(row.value, dict):
+            try:
+                row = Row({name: value.decode("utf-8") for name, value in row.value.items()}, row.place)
+            except UnicodeDecodeError as error:
+                row = Problem(file.name, row.place, "not-utf8", bad_byte(error), records=1)
+        yield row
 
 
-class _NamedRow(NamedTuple):
-    place: str
-    values: dict[str, bytes]
-
-
-def _named_rows(stream: ByteStream, file: InputFile, fields: Sequence[str] = ()) -> Iterator[_NamedRow | Problem]:
-    """The rows with the names that the first row gives; where there are `fields`, with those columns alone.
+def _named_rows(stream: ByteStream, file: InputFile, fields: Sequence[str] = ()) -> Iterator[Row | Problem]:
+    """The rows as bytes, named by the first row; where there are `fields`, with those columns alone.
 
     A problem that costs every row comes last, with their number, and what is wrong with single rows before it.
     """
@@ -309,7 +303,7 @@ def _named_rows(stream: ByteStream, file: InputFile, fields: Sequence[str] = ())
         elif fields and row.binary:
             yield Problem(file.name, place, "binary", "the row holds NUL bytes", records=1)
         else:
-            yield _NamedRow(place, {names[at]: row.values[at] for at in wanted})
+            yield Row({names[at]: row.values[at] for at in wanted}, place)
     if wrong is not None:
         yield replace(wrong, records=lost, instead=instead if wrong.kind == "field" else "")
 

@@ -87,7 +87,7 @@ class FoundFiles:
 
     @property
     def distinct(self) -> list[InputFile]:
-        """The files, where one that several sources read is there once."""
+        """The files; one that several sources read is listed once."""
         if len({file.source for file in self.files}) < 2:
             return list(self.files)
         return list({os.path.realpath(file.path): file for file in self.files}.values())
@@ -137,7 +137,7 @@ def _may_hold_text(type: str) -> bool:
 
 
 def but_read(found: Sequence[FoundFiles], named: Collection[str]) -> list[FoundFiles]:
-    """What was found of several sources, where no file that one of them reads or names counts as passed over."""
+    """The same, without passed-over files that another of the sources reads or names."""
     if len(found) < 2 or not any(each.left for each in found):
         return list(found)
     read = {os.path.realpath(path) for path in (*named, *(file.path for each in found for file in each.files))}

@@ -48,7 +48,7 @@ _TRAILER = {"gz": 8, "zst": 4, "xz": 0, "bz2": 0}
 _CHECKSUM = re.compile("checksum|incorrect (data|length) check")
 _BOMB_RATIO = 1000
 _BOMB_BYTES = 2**24
-# What a decompressor may keep of what it gave; the command line tools have about the same limits.
+# Memory of a decompressor for earlier output; the command line tools have about the same limits.
 _ZSTD_WINDOW = 2**27
 _XZ_MEMORY = 2**28
 
@@ -123,7 +123,7 @@ class ByteStream:
         return result
 
     def _decompress(self) -> None:
-        """One step: a little of the file goes in, or a little more comes out of what is in."""
+        """One step: feeds a little of the file to the decoder, or takes a little more output from it."""
         if self._decoder.eof:
             self._decoder, self._fresh = _decoder(self._method), True
         start, data = self.position, b""
@@ -197,7 +197,7 @@ class TextLine(NamedTuple):
 
 
 def before(start: int) -> int:
-    """Where to open a file to read what begins at `start` or later: the byte before tells if a line begins there."""
+    """Where to open a file to read what begins at `start` or later: the byte before shows if a line begins there."""
     return max(start - 1, 0)
 
 
@@ -326,7 +326,7 @@ class Window:
         return self.base + len(self.data)
 
     def grow(self) -> bool:
-        """Whether there was more."""
+        """Reads one more chunk; False at the end."""
         drop = min(self.at - self.base, len(self.data))
         del self.data[:drop]
         self.base += drop

@@ -35,7 +35,7 @@ from flatout.finding import Check, Finding
 
 VAL_TOKENS = 2**16  # held out where eval.tokens does not say
 PLACE = "the arrays given to train"
-AT_ONCE = 1024  # arrays whose place in the order is worked out together
+AT_ONCE = 1024  # arrays whose order is computed together
 MOST_EMPTY = 100_000  # arrays in a row
 COMPARED = 4096  # tokens of an array, and its length: a hash of them comes with every step
 ROW_NAMES = ("input_ids", "text")  # columns of a row that are read, the first that is there
@@ -118,7 +118,7 @@ class ArraySource:
         self._begin: str | None = None  # the state of an iterable before anything was drawn
 
     def first(self, tokens: int, share: float | None = None) -> tuple[Ids, int]:
-        """The arrays at the beginning that hold `tokens` tokens, or a share of all, joined and cut; how many."""
+        """The first arrays that hold `tokens` tokens, or a share of all, joined and cut; and their number."""
         most = None if share is None or self.items is None else max(1, int(share * self.items))
         found, count = [np.empty(0, self.dtype)], 0
         for number, _, ids in self._drawn_from(ArrayPosition()):
@@ -245,7 +245,7 @@ class ArraySource:
 
 
 def _state_of(made: Any) -> Callable[[], str] | None:
-    """How to ask an iterable for its state; None where it has none that can be saved as JSON."""
+    """A function that returns the state of an iterable as JSON; None where it has no such state."""
     if not (hasattr(made, "state_dict") and hasattr(made, "load_state_dict")):
         return None
     try:
@@ -295,7 +295,7 @@ def _digest(ids: Ids) -> str:
 
 @final
 class ArrayLoader(BatchLoader):
-    """Batches of arrays, read ahead by one thread where there may be threads."""
+    """Batches of arrays, read ahead by one thread if threads are allowed."""
 
     read_once = True
 

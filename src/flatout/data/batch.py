@@ -62,7 +62,7 @@ class Stage:
 
 @final
 @dataclass(frozen=True)
-class Reading:
+class StepReading:
     """What one step reads: `windows` windows from position `start` on, each cut into `pieces` rows of `length`."""
 
     start: int
@@ -71,8 +71,8 @@ class Reading:
     length: int
     attention_window: int | None
 
-    def share(self, world: World) -> "Reading":
-        """What one process of several reads: each has a contiguous share."""
+    def share(self, world: World) -> "StepReading":
+        """What one process of several reads: a contiguous share."""
         if not 0 <= world.rank < world.size or self.windows % world.size:
             raise ValueError(f"no share of {self.windows} windows for rank {world.rank} of {world.size}")
         windows = self.windows // world.size
@@ -118,9 +118,9 @@ class Schedule:
     def in_stages(
         cls, stages: Sequence[Stage], longest: int, *, windows: float | None = None, steps: int | None = None
     ) -> "Schedule":
-        """Stages that read equally many windows, as nearly as whole steps allow, in a run of so many windows or steps.
+        """Stages that read equally many windows, as nearly as whole steps allow, in a run of given windows or steps.
 
-        A stage ends with the step that reaches its share; `first_step` is worked out here. Stages without a step, which
+        A stage ends with the step that reaches its share; `first_step` is computed here. Stages without a step, which
         only a very short run has, are left out.
         """
         each = [stage.sequences * stage.length / longest for stage in stages]
@@ -157,14 +157,14 @@ class Schedule:
     def _windows(self, stage: Stage) -> int:
         return stage.sequences * stage.length // self.longest
 
-    def at(self, step: int) -> Reading:
+    def at(self, step: int) -> StepReading:
         """What step `step`, counted from 0, reads. The last stage has no end."""
         step = self.chosen[step % len(self.chosen)] if self.chosen else step
         number = bisect.bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1
         stage = self.stages[number]
         windows = self._windows(stage)
         start = self._starts[number] + (step - stage.first_step) * windows
-        return Reading(start, windows, self.longest // stage.length, stage.length, stage.attention_window)
+        return StepReading(start, windows, self.longest // stage.length, stage.length, stage.attention_window)
 
     def steps_until(self, position: float) -> int:
         """The steps after which `position` windows have been read; a float, because `train.epochs` may be 1.5."""
@@ -179,7 +179,7 @@ PREFETCH = 4
 # Shapes: B sequences of the batch (the share of this process), T context, W = T + 1.
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """How batches reach the device. A matter of speed: the tokens are the same."""
+    """How batches reach the device. This changes the speed only: the tokens are the same."""
 
     device: torch.device
     workers: int = 0
@@ -240,7 +240,7 @@ class Raw:
     """What a batch is made of: windows of ids [B, W], or any row of ids and for each token its source in it [B, T]."""
 
     step: int
-    reading: Reading
+    reading: StepReading
     ids: torch.Tensor
     sources: torch.Tensor | None = None
 
@@ -305,9 +305,9 @@ class BatchLoader(abc.ABC):
 
     @abc.abstractmethod
     def _made(self, step: int) -> Batch | Raw:
-        """What step `step` needs, on the host."""
+        """What step `step` needs, made on the host."""
 
-    def reading(self, step: int) -> Reading:
+    def reading(self, step: int) -> StepReading:
         """Where this process reads for a step."""
         return self.schedule.at(step).share(self.delivery.world)
 
@@ -337,7 +337,7 @@ class BatchLoader(abc.ABC):
             self._asked += 1
 
     def _first_made(self, pool: Threads) -> Batch | Raw:
-        """What comes next, made by other threads where these fail to; the second time that is an error."""
+        """The next step's batch. If its thread fails, others make it again; a second failure is an error."""
         waiting = self._waiting[0]
         try:
             made = waiting.result(self.delivery.patience)
@@ -349,7 +349,7 @@ class BatchLoader(abc.ABC):
             message = f"the loader {what} in step {self._next_step + 1}, at {where}"
             if not self._replaceable:
                 pool.close(wait=waiting.done())
-                self._pool = None  # its threads hang, and nobody waits for them
+                self._pool = None  # its threads hang and are not waited for
                 if waiting.done():
                     raise
                 raise LoaderError(message, "check the disk or network that the data is on") from error
@@ -377,7 +377,7 @@ class BatchLoader(abc.ABC):
         return None
 
     def notices(self) -> list[str]:
-        """What there is to tell since this was asked last."""
+        """The notices since the last call."""
         notices, self._notices = self._notices, []
         return notices
 
@@ -432,10 +432,10 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Every target of the split once, from its start and in order, up to `most_tokens` of them.
 
-    Processes of a `world` have every so manieth batch; where they do not come out even, the last ones have no labels.
-    Windows do not overlap in targets. All batches have one shape: where there is no target, the token is 0 and the
-    target IGNORED, so a mean must be over the labelled tokens. With documents `apart` batches are packed rows, in which
-    a document's last token has no target.
+    The processes of a `world` take the batches in turn; where they do not come out even, the last batches have no
+    labels. Windows do not overlap in targets. All batches have one shape: where there is no target, the token is 0 and
+    the target IGNORED, so a mean must be over the labelled tokens. With documents `apart` batches are packed rows, in
+    which a document's last token has no target.
     """
     if context < 1 or batch_size < 1 or (most_tokens is not None and most_tokens < 1):
         raise ValueError(f"no batches of {batch_size} times {context} tokens with at most {most_tokens} in all")
@@ -496,7 +496,7 @@ def _too_short(shards: Tokens, needed: int, why: str) -> DataError:
     )
 
 
-_DOCUMENTS = 4096  # whose first tokens are looked at; a mean over so many is as good as one over all
+_DOCUMENTS = 4096  # whose first tokens are looked at; a mean over these is as good as one over all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -505,7 +505,7 @@ class DataFacts:
 
     fingerprint: str
     place: str | Path  # where it comes from, in messages
-    train_tokens: int | None  # None where nobody has counted them
+    train_tokens: int | None  # None where they have not been counted
     windows: int | None = None  # positions of an epoch; None where its end is not known
     corpus_bytes: int | None = None  # of the training tokens, where they are all there
     attended: float | None = None  # the mean length inside which a token attends, where that is not the context
@@ -518,7 +518,8 @@ class DataFacts:
 
 
 class TrainingData(abc.ABC):
-    """The questions, with the answers of plain text: all of it is learned, and it is generated without an end."""
+    """What a run asks of its data. The defaults are those of plain text: all of it is learned, and generation has no
+    end."""
 
     facts: DataFacts
     schedule: Schedule  # the table of positions that the config asks for
@@ -565,7 +566,7 @@ class TrainingData(abc.ABC):
         return None
 
     def prompt(self, text: str) -> list[int]:
-        """What a sample goes on from, `text` where the data has nothing of its own."""
+        """The prompt of a sample: `text`, unless the data has one of its own."""
         try:
             prompt = self.tokenizer.encode(text).tolist()
         except DataError:  # a prompt the vocabulary cannot spell must not end the run
@@ -582,12 +583,11 @@ class TrainingData(abc.ABC):
 
 
 def tokens_per_byte(shards: Tokens, tokenizer: Tokenizer, *, apart: bool) -> float | None:
-    """Tokens that are predicted for each byte that they stand for, over a whole split; None where bytes are not known.
+    """Predicted tokens for each byte of text, over a whole split; None where the size in bytes is not known.
 
-    Joined, that is every token but the first, which is not worth a word. With documents `apart`, the first token of a
-    document has no context to be predicted from: it has no part in the loss, so neither it nor its bytes count. What
-    such tokens hold in bytes is read from documents all over the split. The end of a text is a token without bytes, and
-    predicted like any other.
+    In joined documents every token but the first is predicted. With documents `apart`, the first token of a document
+    has no context to be predicted from, so neither it nor its bytes count; their mean size is read from documents all
+    over the split. The end of a text is a token without bytes, and predicted like any other.
     """
     tokens, size = shards.tokens, float(shards.text_bytes)
     if apart and size:

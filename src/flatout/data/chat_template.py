@@ -104,11 +104,11 @@ class ChatTemplate:
         return {"name": self.name, "texts": self.texts, "variables": self.variables}
 
     def has_marks(self, tools: Objects = None) -> bool:
-        """Whether the template says itself what the assistant writes."""
+        """Whether the template marks what the assistant writes."""
         return self._form(tools) in self._marked
 
     def prompts_always(self, tools: Objects = None) -> bool:
-        """Whether it writes the prompt that makes a model answer although nobody asked for it, as old ones do."""
+        """Whether it writes the prompt for an answer even where it is not asked for, as old templates do."""
         return self._always(self._form(tools))
 
     def _tries_prompt(self, form: str) -> bool:
@@ -124,7 +124,7 @@ class ChatTemplate:
         return asked == one and two.startswith(one) and not three.startswith(two) and len(header) > 3
 
     def header(self, tools: Objects = None) -> str:
-        """What it writes between a user's message and any answer, as its prompt does; nothing if it has no such."""
+        """What it writes between a user's message and any answer, as in its prompt; empty if there is no such text."""
         return self._header(self._form(tools))
 
     def _tries_header(self, form: str) -> str:

@@ -81,7 +81,7 @@ def summarize(folder: str | Path, *, context: int | None = None, samples: int = 
 
 
 def read_report(folder: str | Path) -> dict[str, Any] | None:
-    """What became of the input of the dataset in `folder`, or None if it was made before there were reports."""
+    """The counts of a dataset's preparation, or None if it was made before there were reports."""
     info = read_manifest(folder).report
     if info is None:
         return None
@@ -96,7 +96,7 @@ def read_report(folder: str | Path) -> dict[str, Any] | None:
 
 
 def unlike_training(report: Mapping[str, Any]) -> str:
-    """That validation is of another kind of text than training, and what to do; nothing where it is not."""
+    """A warning that validation is another kind of text than training, with what to do; empty where it is not."""
     kinds = report.get("unlike_training", [])
     named = ", ".join(kinds[:3]) + (f" and {len(kinds) - 3} more" if len(kinds) > 3 else "")
     return named and (
@@ -305,8 +305,8 @@ _OTHER_MENDS: Mapping[str, str] = {
     "field": "set data.field to where the text is",
     "binary": "take binary files out of the source",
 }
-_NEAR = 0.85  # how alike a field that was asked for and one that is there are, where the first is a slip of the pen
-_LISTED = 3  # causes of one kind
+_NEAR = 0.85  # similarity from which a field that was asked for is a typing mistake for one that is there
+_LISTED = 3  # causes of one kind that are listed
 _KINDS = 6
 
 
@@ -320,7 +320,8 @@ class Cause:
 
     @property
     def text(self) -> str:
-        """Where it is, what, and which field these records have: `mend_of` tells the setting that fits all files."""
+        """Where it is, what is wrong, and which field these records have: `mend_of` names the setting that fits all
+        files."""
         first = self.first
         if max(self.count, self.records) <= 1:
             return f"{first.text}{f'; it has the field {first.instead}' if first.instead else ''}"
@@ -348,7 +349,7 @@ def causes_of(problems: Iterable[Problem]) -> list[Cause]:
 
 
 def lines_of(causes: Sequence[Cause]) -> list[str]:
-    """Causes to be listed: the first few of each kind and how many more there are, so that none hides the others."""
+    """Causes as lines: the first few of each kind and how many more there are, so that none hides the others."""
     kinds: dict[tuple[str, str], list[Cause]] = {}
     for cause in causes:
         kinds.setdefault((cause.first.kind, cause.first.instead), []).append(cause)
@@ -369,9 +370,9 @@ def _counted(causes: Sequence[Cause], which: str) -> list[str]:
 
 
 def names_to_read(causes: Iterable[Cause], fields: Sequence[str] = ()) -> list[str]:
-    """`fields` with the names that read records which lack them; nothing if no such name is known.
+    """`fields` with the names that read records which lack them; empty if no such name is known.
 
-    A field that is nearly one of those names, and no usual one, was a slip and is left out.
+    A field that is nearly one of those names, and no usual one, was a typing mistake and is left out.
     """
     others = [cause.first.instead for cause in causes if cause.first.instead]
     meant = [field for field in fields if field in USUAL or not close_matches(field, others, _NEAR)]
@@ -379,7 +380,7 @@ def names_to_read(causes: Iterable[Cause], fields: Sequence[str] = ()) -> list[s
 
 
 def mend_of(causes: Sequence[Cause], fields: Sequence[str] = ()) -> str:
-    """What to set or do so that the records can be used. `fields` are those that some records have."""
+    """Which settings make the records readable. `fields` are those that some records have."""
     mends: dict[str, None] = {}
     if names := names_to_read(causes, fields):
         # In quotes, since brackets mean something to a shell.
@@ -394,7 +395,7 @@ def mend_of(causes: Sequence[Cause], fields: Sequence[str] = ()) -> str:
 
 
 def encoding_mend(causes: Iterable[Cause]) -> str:
-    """What to do about text that is not UTF-8, and what the setting that reads it costs; nothing where all is."""
+    """How to fix text that is not UTF-8, and what the setting that reads it loses; empty where all is UTF-8."""
     files = list(dict.fromkeys(cause.first.file for cause in causes if cause.first.kind == "not-utf8"))
     if not files:
         return ""

@@ -148,10 +148,10 @@ _HUGGINGFACE_SEGMENT = 2**20
 
 
 class _LibraryTokenizer(Tokenizer):
-    """What the `tokenizers` library reads from a `tokenizer.json`, made deterministic.
+    """A `tokenizer.json` run by the `tokenizers` library, made deterministic.
 
-    One whose cost on a text is not known (`tokenizer_parts`) encodes and decodes in a child process. Here the library
-    then opens its vocabulary alone. The post-processor is left out in any case: it only adds special tokens.
+    If its cost on a text is not known (`is_plain`), it encodes and decodes in a child process, and here the library
+    opens its vocabulary alone. The post-processor is always left out: it only adds special tokens.
     """
 
     def _open(self, content: dict[str, Any], *, special: bool) -> dict[str, int]:
@@ -213,7 +213,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         self._is_special[list(self._special.values())] = True
 
     def _special_tokens(self, ids: dict[str, int]) -> dict[str, int]:
-        """The tokens that no text may become. The unknown token is not one of them: unknown text does become it."""
+        """The tokens that no text may become. The unknown token is not one of them, since unknown text becomes it."""
         model = self._content.get("model", {})
         unknown = [ids.get(str(model.get("unk_token")), -1), model.get("unk_id", -1)]  # no set: it may be any value
         added = self._tokenizer.get_added_tokens_decoder().items()
@@ -301,7 +301,7 @@ class ModelTokenizer(_LibraryTokenizer):
         return self.begin_of_text is not None and not (len(ids) and int(ids[0]) == self.begin_of_text)
 
     def encodings(self, texts: Sequence[str]) -> list[Any]:
-        """What the library says of each text: `ids`, and by `token_to_chars` the characters each token came from.
+        """The library's encoding of each text: `ids`, and by `token_to_chars` the characters each token came from.
 
         Texts are well-formed already: characters are counted in them. The library works on many at once.
         """
@@ -320,7 +320,7 @@ class ModelTokenizer(_LibraryTokenizer):
 
 @final
 class _Confined:
-    """What the library does with a tokenizer.json in the child process, with limits that go by the text."""
+    """The library's work on a tokenizer.json in the child process, with limits in proportion to the text."""
 
     def __init__(self, content: dict[str, Any], *, special: bool) -> None:
         self._content, self._special = json.dumps(content), special
@@ -348,7 +348,7 @@ class _Confined:
                 if answer[0] == "done":
                     answer = child().ask({"key": self._key, **request}, seconds=seconds)
         except Exceeded as error:
-            # No DataError, which would drop this text and go on: the next one would take as long.
+            # Not a DataError, which would drop this text and go on: the next one would take as long.
             raise CheckpointError(
                 f"the tokenizer {error}, for {size:,} characters or tokens", "use another tokenizer, or another model"
             ) from error
@@ -359,7 +359,7 @@ class _Confined:
 
 @final
 class _Encoding:
-    """The two things that the library's own class of this name is asked for."""
+    """The two members of the library's class of this name that are used."""
 
     def __init__(self, ids: Ids, places: Ids) -> None:
         self.ids, self._places = ids, places
@@ -371,7 +371,7 @@ class _Encoding:
 
 @contextlib.contextmanager
 def _panics() -> Iterator[None]:
-    """Panics of the library are no `Exception` in Python; here they become one."""
+    """Turns panics of the library, which are no `Exception` in Python, into a ValueError."""
     try:
         yield
     except BaseException as error:
@@ -412,7 +412,7 @@ def check_no_code(path: Path) -> None:
 
 
 def names_code(config: Path, otherwise: str = "") -> DataError:
-    """What is said of a tokenizer_config.json that names code."""
+    """The error for a tokenizer_config.json that names code."""
     return DataError(
         f"{shown(config)} names code of the tokenizer's own (auto_map), which Flatout never runs",
         f"if tokenizer.json gives the same tokens, take auto_map out of the file{otherwise}",
@@ -420,8 +420,10 @@ def names_code(config: Path, otherwise: str = "") -> DataError:
 
 
 def try_out(content: dict[str, Any]) -> str | None:
-    """Refuses a `tokenizer.json` of somebody else that is unusable, as a `ValueError`: the library ends the whole
-    process on some. Returns the token that its post-processor puts before a text, if there is one."""
+    """Refuses an unusable `tokenizer.json` from others with a `ValueError`; the library aborts the process on some.
+
+    Returns the token that its post-processor puts before a text, if there is one.
+    """
     try:
         plain = {**content, "truncation": None, "padding": None}
         size = len(canonical_json({"kind": "model", "content": plain}))
@@ -443,8 +445,8 @@ def try_out(content: dict[str, Any]) -> str | None:
 def child() -> Child:
     """The process that runs tokenizers of others. A large one takes 1 s and half a gigabyte.
 
-    Output is in proportion to the text: a token takes 16 bytes with its place, and no part makes twelve tokens of a
-    byte without being a bomb.
+    Output is in proportion to the text: a token takes 16 bytes with its place, and a part that makes twelve tokens of a
+    byte is a bomb.
     """
     limits = ChildLimits(seconds=_SECONDS, patience=300.0, memory=3 * 2**29, output=2**20, output_times=256)
     return Child("flatout.data.tokenizer_child", ("tokenizers",), limits)

@@ -62,7 +62,7 @@ def render(
     special_texts: tuple[str, ...],
     counts: Counter[str],
 ) -> list[Rendered] | Problem:
-    """The samples of a conversation: mostly one, the last of which is the whole text. `counts` learns what was odd."""
+    """The samples of a conversation: mostly one, of which the last is the whole text. `counts` has what is unusual."""
     try:
         if template is None or not conversation.messages:
             rendered = [_bare(conversation)]
@@ -178,8 +178,7 @@ def _turns(
 def _count_left_out(
     conversation: Conversation, template: ChatTemplate, numbers: Iterable[int], whole: str, counts: Counter[str]
 ) -> None:
-    """Notice tools, and messages of these numbers, that make no difference to the text: some templates have no form for
-    a role, such as developer, and say nothing."""
+    """Counts tools, and messages of these numbers, that the template leaves out of the text without an error."""
     if conversation.tools:
         counts["tools_left_out"] += _text_of(template, conversation, tools=None) == whole
     for number in numbers:
@@ -191,7 +190,7 @@ def _count_left_out(
 
 
 def _check_written(message: dict[str, Any], number: int, turn: str, counts: Counter[str]) -> None:
-    """Notice a template that leaves out what a turn should teach: some have no form for tool calls, and say nothing."""
+    """Counts what the template leaves out of a turn, and refuses it without its tool calls."""
     for call in message.get("tool_calls", ()):
         if call["function"]["name"] not in turn:
             raise RowError("template", f"the template leaves out the tool call of message {number + 1}")
@@ -243,7 +242,7 @@ def _after_header(texts: "_Texts", number: int, upto: str, header: str, least: i
 
 
 def _text_of(template: ChatTemplate, conversation: Conversation, **other: Any) -> str:
-    """The whole text of a conversation in which something is different."""
+    """The whole text of a changed conversation."""
     changed = dataclasses.replace(conversation, **other)
     return _Texts(template, changed)(len(changed.messages))
 
@@ -277,7 +276,7 @@ def _without_trailing_space(text: str, start: int, end: int, special_texts: tupl
 
 @final
 class _Texts:
-    """Beginnings of a conversation as the template writes them. Those that are foreseen are rendered all at once."""
+    """Beginnings of a conversation as the template writes them. Those known in advance are rendered all at once."""
 
     def __init__(
         self, template: ChatTemplate, conversation: Conversation, asks: Sequence[tuple[int, bool]] = ()
@@ -397,7 +396,7 @@ def stops_of(tokenizer: ModelTokenizer, template: ChatTemplate | None, named: Se
     return tuple(dict.fromkeys(stops))
 
 
-# What is counted, in the order in which it is of interest.
+# The counts, in the order in which they are listed.
 COUNTS: Mapping[str, str] = {
     "rows": "rows that were read",
     "rows_not_used": "rows that could not be used, with the reason of each in problems.jsonl beside the samples",
@@ -419,7 +418,7 @@ COUNTS: Mapping[str, str] = {
     "dropped_unlabelled": "samples dropped since no token of them is labelled",
     "longest": "tokens of the longest sample before it was cut",
 }
-# What to do about those that need not be what was meant.
+# What to do about counts that may not be intended.
 ADVICE: Mapping[str, str] = {
     "turns_apart": "set chat.train_on=last if only last answers are to be learned",
     "prompts_apart": "chat ends its prompt differently from what is learned; set chat.template to change that",
@@ -433,7 +432,7 @@ ADVICE: Mapping[str, str] = {
 
 
 def count_text(name: str, count: int) -> str:
-    """A count with the words that say what it is of."""
+    """A count with its words."""
     what, comma, more = COUNTS[name].partition(",")
     if count == 1:
         what = " ".join(_OF_ONE.get(word, word) for word in what.split())

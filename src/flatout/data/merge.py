@@ -67,7 +67,7 @@ _LEAD = struct.Struct("<32sQ")
 
 
 class PassingError(DataError):
-    """An error that is no fault of the input: the same command gets past it, and goes on with the finished parts."""
+    """An error that is no fault of the input: running the same command again resumes with the finished parts."""
 
 
 @final
@@ -82,7 +82,7 @@ class Journal(Done):
         self._plan = hashlib.sha256(wanted).hexdigest()
         plan_file = folder / _PLAN
         if not plan_file.exists() or plan_file.read_bytes() != wanted:
-            # The old plan goes first: without it, whatever is left of its parts belongs to nobody.
+            # The old plan goes first: without it, the rest of its parts count as not finished.
             plan_file.unlink(missing_ok=True)
             sync_folder(folder)
             for path in _entries(folder):
@@ -151,7 +151,7 @@ class Journal(Done):
         return PartResult(_head_from(described["head"]), body[0], np.frombuffer(body[1], dtype=PIECE), body[2])
 
     def _described(self, file: IO[bytes], number: int) -> dict[str, Any]:
-        """What stands before the arrays of a part, proven to be what was written for this part of this plan."""
+        """The description before the arrays of a part, checked to be that of this part of this plan."""
         size = os.fstat(file.fileno()).st_size
         lead = file.read(_LEAD.size)
         if len(lead) < _LEAD.size:
@@ -174,7 +174,7 @@ class Journal(Done):
         )
 
     def _read_notes(self) -> dict[str, int]:
-        # Without notes, the files that they tell of are read again.
+        # Without notes, their files are read again.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             sealed = json.loads(self._notes.read_bytes())
             if sealed["plan"] == self._plan and sealed["sha256"] == self._seal(sealed["parts"]):
@@ -205,7 +205,7 @@ def clear(folder: Path) -> None:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What lies in a work folder, with what is in its folder of parts in place of that. Links are not followed."""
+    """The entries of a work folder, with those of its folder of parts in the place of that. Links are not followed."""
     found: list[Path] = []
     for path in sorted(folder.iterdir()):
         parts = path.name == _PARTS and path.is_dir() and not path.is_symlink()
@@ -227,7 +227,7 @@ def _head_from(content: dict[str, Any]) -> PartHead:
 
 KEPT, DROPPED, EXACT, NEAR, UNCHOSEN = range(5)
 _REASONS = {EXACT: "exact_duplicate", NEAR: "near_duplicate", UNCHOSEN: "weight"}
-_UNLIKE = 10  # times its share of training is a kind's share of validation, where it is hardly trained on
+_UNLIKE = 10  # a kind is hardly trained on if its share of validation is this many times that of training
 _DOCUMENTS_AT_ONCE = 4_000_000
 Flags = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.uint64]
@@ -236,7 +236,7 @@ Tick = Callable[[], None]
 
 @dataclass(frozen=True)
 class Finished:
-    """The finished parts of a request, in a journal, and what they were made by."""
+    """The finished parts of a request, in a journal, with the request and the tokenizer."""
 
     journal: Journal
     parts: int
@@ -261,7 +261,7 @@ class _Long:
 
 @final
 class Decisions:
-    """What becomes of each document, numbered through all parts by where it begins."""
+    """Which documents are kept, numbered through all parts by where they begin."""
 
     def __init__(self, finished: Finished) -> None:
         self._journal = finished.journal
@@ -399,7 +399,7 @@ def merge_parts(finished: Finished, folder: Path, tick: Tick) -> Manifest:
 
 
 def _unlike_training(from_types: Mapping[str, Counter[tuple[int, str]]], request: Request) -> list[str]:
-    """The kinds of files that most of validation comes from, where training has nearly none of them."""
+    """The kinds of files that most of validation comes from and that training has nearly none of."""
     train, val = (from_types[name] for name in SPLITS)
     apart = [kind for kind, size in val.most_common() if size * train.total() > _UNLIKE * train[kind] * val.total()]
     if sum(val[kind] for kind in apart) * 2 < val.total():
@@ -409,7 +409,7 @@ def _unlike_training(from_types: Mapping[str, Counter[tuple[int, str]]], request
 
 
 def _border(finished: Finished, decisions: Decisions) -> int | None:
-    """The character, counted over what is kept, at which a contiguous split begins validation."""
+    """The character, counted over the kept text, at which a contiguous split begins validation."""
     data = finished.request.data
     if data.split != "contiguous" or data.val_source is not None:
         return None

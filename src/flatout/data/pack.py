@@ -36,7 +36,7 @@ from flatout.config.sizes import learned_vocab
 from flatout.corpus.document import Document, shown
 from flatout.data.library_tokenizers import HuggingFaceTokenizer
 from flatout.data.merge import Finished, Journal, PassingError, clear, foreign_in, merge_parts
-from flatout.data.part import Count, Part, PartHead, Recipe, Tally
+from flatout.data.part import CorpusPart, Count, PartHead, Recipe, Tally
 from flatout.data.plan import (
     CUTTING,
     PART_BYTES,
@@ -99,7 +99,7 @@ def pack_corpus(
 
 
 def _pack(packer: "_Packer", target: Path, overwrite: bool, check: Callable[[Path], None] | None) -> Manifest:
-    """With the lock held."""
+    """Prepares with the lock held."""
     _check_target(target, overwrite)
     hidden = target.with_name(f".{target.name}.partial")
     for place in (target, hidden):
@@ -191,7 +191,7 @@ class _Packer:
                 found.update(item.text if isinstance(item, Document) else "")
         else:
             recipe = self._recipe(None)
-            parts = (part for part in parts_of(self._inputs, recipe.options, Done()) if isinstance(part, Part))
+            parts = (part for part in parts_of(self._inputs, recipe.options, Done()) if isinstance(part, CorpusPart))
             for part, characters in engine.run("characters", recipe, parts):
                 found.update(characters)
                 self.report("characters", files=part.files, bytes=part.bytes)
@@ -245,11 +245,11 @@ class _Packer:
 
         tally = Tally(*given, first, trim)
 
-        def missing() -> Iterator[Part]:
+        def missing() -> Iterator[CorpusPart]:
             nonlocal parts
             for part in parts_of(self._inputs, recipe.options, journal, source=source, first=first):
                 parts += 1
-                if isinstance(part, Part):
+                if isinstance(part, CorpusPart):
                     yield part
                 else:
                     self._report_part(journal.head(part))
@@ -279,7 +279,7 @@ class _Packer:
 
 
 def _resolved(folder: str | Path) -> Path:
-    """The folder of a dataset, which is to be one that a rename can put in place."""
+    """The folder of a dataset, which must be one that a rename can put in place."""
     try:
         target = Path(folder).resolve()
         inside = Path.cwd().is_relative_to(target)
@@ -366,7 +366,7 @@ def _work_folder(hidden: Path, overwrite: bool) -> Path:
 
 
 def _forget(work: Path) -> None:
-    """Removes a work folder in which nothing was begun; the finished parts of an earlier command stay."""
+    """Removes a work folder in which nothing was begun; finished parts of an earlier command stay."""
     if not any(path.name != MARK and not path.name.startswith(STDIN_NAME) for path in work.iterdir()):
         clear(work)
 

@@ -49,7 +49,7 @@ _MOST_PROBLEMS = 10_000
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what becomes of a part. No tokenizer means no tokens."""
+    """All that decides the result of a part. No tokenizer means no tokens."""
 
     options: ReadOptions
     rules: CleanRules
@@ -58,7 +58,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Part:
+class CorpusPart:
     """A stretch of one source: slices for the worker to read, or documents of one file that were read already."""
 
     number: int
@@ -94,7 +94,7 @@ class PartHead:
 
 @dataclass(frozen=True)
 class PartResult:
-    """What became of a part; tokens and signatures are bytes, since they travel between processes and into files."""
+    """The result of a part. Tokens and signatures are bytes, since they travel between processes and into files."""
 
     head: PartHead
     tokens: bytes
@@ -102,7 +102,7 @@ class PartResult:
     signatures: bytes
 
 
-def run_part(recipe: Recipe, part: Part) -> PartResult:
+def run_part(recipe: Recipe, part: CorpusPart) -> PartResult:
     """Read, clean and tokenize a part."""
     work = _Work(tokenizer_of(recipe), recipe.near)
     for file, item in judged(recipe, part):
@@ -116,8 +116,8 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
     return _tokenizer(canonical_json(recipe.tokenizer))
 
 
-def characters_of_part(recipe: Recipe, part: Part) -> str:
-    """The characters that occur in the documents of a part which are kept, sorted."""
+def characters_of_part(recipe: Recipe, part: CorpusPart) -> str:
+    """The characters in the documents of a part that are kept, sorted."""
     found: set[str] = set()
     for _, item in judged(recipe, part):
         if isinstance(item, Document) and item.rejected is None:
@@ -125,20 +125,20 @@ def characters_of_part(recipe: Recipe, part: Part) -> str:
     return "".join(sorted(found))
 
 
-def judged(recipe: Recipe, part: Part) -> Iterator[tuple[str, Document | Problem]]:
+def judged(recipe: Recipe, part: CorpusPart) -> Iterator[tuple[str, Document | Problem]]:
     """The documents of a part, each marked with the first rule that drops it, and the problems met on the way.
 
     Each comes with the name of its file.
     """
     for file, item in _items(recipe, part):
         if isinstance(item, Document) and item.begins and item.text and item.rejected is None:
-            reason = _reason(recipe.rules, item)
+            reason = rejection(recipe.rules, item.text)
             yield file, item if reason is None else replace(item, text="", rejected=reason)
         else:
             yield file, item
 
 
-def text_of(recipe: Recipe, part: Part, piece: np.void) -> str:
+def text_of(recipe: Recipe, part: CorpusPart, piece: np.void) -> str:
     """The text of a piece of a part, read again."""
     wanted = int(piece["high"]).to_bytes(8, "big") + int(piece["low"]).to_bytes(8, "big")
     for _, item in judged(recipe, part):
@@ -149,7 +149,7 @@ def text_of(recipe: Recipe, part: Part, piece: np.void) -> str:
     raise DataError("the source changed while it was read", "prepare it again when nothing writes to it")
 
 
-def _items(recipe: Recipe, part: Part) -> Iterator[tuple[str, Document | Problem]]:
+def _items(recipe: Recipe, part: CorpusPart) -> Iterator[tuple[str, Document | Problem]]:
     for item in part.documents:
         yield part.file, item
     for each in part.slices:
@@ -157,13 +157,9 @@ def _items(recipe: Recipe, part: Part) -> Iterator[tuple[str, Document | Problem
             yield each.file.name, item
 
 
-def _reason(rules: CleanRules, document: Document) -> str | None:
-    return rejection(rules, document.text)
-
-
 @final
 class _Work:
-    """Collects what becomes of a part; texts are tokenized in batches, since many are short."""
+    """Collects the result of a part. Texts are tokenized in batches, since many are short."""
 
     def __init__(self, tokenizer: Tokenizer, near: bool) -> None:
         self._tokenizer = tokenizer
@@ -199,7 +195,7 @@ class _Work:
         if self._waiting_characters >= _BATCH_CHARACTERS:
             self._encode()
 
-    def result(self, part: Part) -> PartResult:
+    def result(self, part: CorpusPart) -> PartResult:
         self._encode()
         pieces = _as_pieces(self._columns)
         head = PartHead(
@@ -295,7 +291,7 @@ def _tokenizer(description: bytes) -> Tokenizer:
 
 
 def share_of(half: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Half of a hash as a number from 0 to 1."""
+    """Half of a hash as a share from 0 to 1."""
     return half.astype(np.float64) / 2.0**64
 
 
@@ -335,7 +331,7 @@ class Limits:
         return count, after, count < len(pieces) or (complete and self.reached(after))
 
     def trimmed(
-        self, result: PartResult, count: int, after: Count, recipe: Recipe, part: Callable[[], Part]
+        self, result: PartResult, count: int, after: Count, recipe: Recipe, part: Callable[[], CorpusPart]
     ) -> tuple[PartResult, Count]:
         """The first `count` pieces of a part, with as much of the next one as fits where it may be cut.
 
@@ -351,7 +347,7 @@ class Limits:
             text = self.first_characters(text_of(recipe, part(), crossing), after, tokenizer_of(recipe))
             if text or not flags & BEGINS:  # a document that has begun ends here, if only with its end of text
                 whole = Document(text, begins=bool(flags & BEGINS), divisible=True)
-                divided = run_part(recipe, Part(0, head.source, documents=(whole,)))
+                divided = run_part(recipe, CorpusPart(0, head.source, documents=(whole,)))
         begun = int(np.count_nonzero(pieces["flags"][:count] & BEGINS))
         left_out = head.documents - begun
         each = len(result.signatures) // max(head.documents, 1)
@@ -376,7 +372,7 @@ class Limits:
         return _joined(kept, divided), after
 
     def first_characters(self, text: str, taken: Count, tokenizer: Tokenizer | None = None) -> str:
-        """As much of the beginning of a text as fits. Without a tokenizer, each character is a token."""
+        """The longest beginning of a text that fits. Without a tokenizer, each character counts as a token."""
         _, most_tokens, most_bytes = self.most
         if most_bytes is not None:
             text = text.encode("utf-8", "surrogatepass")[: max(most_bytes - taken[2], 0)].decode("utf-8", "ignore")
@@ -399,7 +395,7 @@ class Limits:
         return text[: low[0]]
 
     def reached(self, count: Count) -> bool:
-        """Whether another document would be one too many."""
+        """Whether there is no room for another document."""
         return any(limit is not None and value >= limit for value, limit in zip(count, self.most, strict=True))
 
     def exceeded(self, count: Count) -> bool:
@@ -407,11 +403,12 @@ class Limits:
         return any(limit is not None and value > limit for value, limit in zip(count, self.most, strict=True))
 
     def check(self, count: Count, full: bool, source: str) -> None:
-        """Refuses a source that has given its all with nothing: its first document is too large by itself."""
+        """Refuses a source whose first document is larger than the limit, so that nothing would be taken."""
         if full and not count[0]:
             # A document is never too large for a limit on their number.
-            given = {f"data.{name}": most for name, most in list(zip(LIMITS, self.most, strict=True))[1:]}
-            given = {name: most for name, most in given.items() if most is not None}
+            given = {
+                f"data.{key}": most for key, most in zip(LIMITS[1:], self.most[1:], strict=True) if most is not None
+            }
             given_limits = " and ".join(f"{name}={most}" for name, most in given.items())
             smaller = ", or set a data.document_start that occurs more often" if format_of(source)[0] == "text" else ""
             raise DataError(
@@ -428,9 +425,7 @@ def _joined(first: PartResult, second: PartResult) -> PartResult:
             tokens=head.tokens + more.tokens,
             documents=head.documents + more.documents,
             records=head.records + more.records,
-            dropped={
-                rule: head.dropped.get(rule, 0) + more.dropped.get(rule, 0) for rule in {**head.dropped, **more.dropped}
-            },
+            dropped=dict(Counter(head.dropped) + Counter(more.dropped)),
             problems=head.problems + more.problems,
             rejected={**head.rejected, **{len(first.pieces) + row: rule for row, rule in more.rejected.items()}},
         ),

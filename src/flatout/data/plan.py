@@ -33,7 +33,7 @@ from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, S
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import FoundFiles, but_read, find_files, slices_of, text_bytes, unread_text
 from flatout.corpus.streams import PIECE
-from flatout.data.part import LIMITS, NONE_TAKEN, Count, Limits, Part, Recipe, judged
+from flatout.data.part import LIMITS, NONE_TAKEN, CorpusPart, Count, Limits, Recipe, judged
 from flatout.errors import ConfigError, DataError, ResourceError
 from flatout.files import readable_sizes
 
@@ -97,7 +97,7 @@ class Request:
         data = self.data.model_dump(mode="json")
         limits = {name: data[name] for name in LIMITS if data[name] is not None}
         chosen = {name: data[name] for name in DECISIVE} | limits
-        if learned_vocab(self.data.tokenizer) is not None:  # which its fingerprint does not tell
+        if learned_vocab(self.data.tokenizer) is not None:  # which its fingerprint does not contain
             chosen["tokenizer"] = self.data.tokenizer
         return {**chosen, "clean": self.rules.to_json(), "source_bytes": source_bytes, "source_sha256": source_sha256}
 
@@ -168,7 +168,7 @@ def find_inputs(request: Request, work: Path) -> Inputs:
 
 
 def how_to_read(source: object, passed_over: Mapping[str, int]) -> str:
-    """How to read the files with text among those that were passed over as well; nothing where there are none."""
+    """How to read files that were passed over and may hold text; empty where there are none."""
     types = unread_text(passed_over)
     if not types or not isinstance(source, str):
         return ""
@@ -182,7 +182,7 @@ def how_to_read(source: object, passed_over: Mapping[str, int]) -> str:
 
 
 class Done:
-    """What a prepare that was stopped had finished; here, of one that has only begun: nothing."""
+    """The finished parts of a prepare that was stopped; here there are none."""
 
     def has(self, number: int, source: int) -> bool:
         """Whether the result of that part is there; where limits end sources, its number may be another source's."""
@@ -198,7 +198,7 @@ class Done:
 
 def parts_of(
     inputs: Inputs, options: ReadOptions, done: Done, *, source: int | None = None, first: int = 0
-) -> Iterator[Part | int]:
+) -> Iterator[CorpusPart | int]:
     """The parts that are still to be done, in order, and the numbers of those that are done.
 
     Numbers begin with `first`. `source` asks for the parts of one source alone.
@@ -207,9 +207,9 @@ def parts_of(
     waiting: list[Slice] = []
     size = text = 0
 
-    def group(files: int) -> Part:
+    def group(files: int) -> CorpusPart:
         nonlocal number, size, text, waiting
-        part = Part(number, waiting[0].file.source, tuple(waiting), bytes=size, files=files)
+        part = CorpusPart(number, waiting[0].file.source, tuple(waiting), bytes=size, files=files)
         number, size, text, waiting = number + 1, 0, 0, []
         return part
 
@@ -250,41 +250,43 @@ def _slice_bytes(file: InputFile, options: ReadOptions) -> int:
     return PIECE if file.format == "text" and options.document_start is None else PART_BYTES
 
 
-def _unless_done(part: Part, done: Done) -> Part | int:
+def _unless_done(part: CorpusPart, done: Done) -> CorpusPart | int:
     return part.number if done.has(part.number, part.source) else part
 
 
-def _read_here(file: InputFile, index: int, options: ReadOptions, first: int, done: Done) -> Iterator[Part | int]:
+def _read_here(file: InputFile, index: int, options: ReadOptions, first: int, done: Done) -> Iterator[CorpusPart | int]:
     """The parts of a file that only one process can read, cut by the size of their texts."""
     known = done.parts_of(index)
     if known is not None and all(done.has(number, file.source) for number in range(first, first + known)):
         yield from range(first, first + known)
         return
-    number = first
-    for documents, share, files in _batches(file, options):
-        part = Part(number, file.source, documents=documents, file=file.name, bytes=share, files=files)
-        yield _unless_done(part, done)
-        number += 1
-    done.note(index, number - first)
-
-
-def _batches(file: InputFile, options: ReadOptions) -> Iterator[tuple[tuple[Document | Problem, ...], int, int]]:
-    """Documents for a part, the bytes that they come from, and 1 where the file ends with them."""
-    batch: list[Document | Problem] = []
-    characters = 0
-    position = reported = 0
+    number, position, reported = first, 0, 0
 
     def watch(now: int) -> None:
         nonlocal position
         position = now
 
-    for item in read_slice(Slice(file), options, watch=watch):
+    for batch, last in _batches(read_slice(Slice(file), options, watch=watch), PART_BYTES, _MOST_DOCUMENTS):
+        size = max(file.bytes - reported, 0) if last else position - reported
+        part = CorpusPart(number, file.source, documents=batch, file=file.name, bytes=size, files=int(last))
+        yield _unless_done(part, done)
+        number, reported = number + 1, position
+    done.note(index, number - first)
+
+
+def _batches(
+    items: Iterable[Document | Problem], most_characters: int, most_items: int
+) -> Iterator[tuple[tuple[Document | Problem, ...], bool]]:
+    """Documents and problems for a part, and whether they are the last, which may be none."""
+    batch: list[Document | Problem] = []
+    characters = 0
+    for item in items:
         batch.append(item)
         characters += len(item.text) if isinstance(item, Document) else 0
-        if characters >= PART_BYTES or len(batch) >= _MOST_DOCUMENTS:
-            yield tuple(batch), position - reported, 0
-            reported, batch, characters = position, [], 0
-    yield tuple(batch), max(file.bytes - reported, 0), 1
+        if characters >= most_characters or len(batch) >= most_items:
+            yield tuple(batch), False
+            batch, characters = [], 0
+    yield tuple(batch), True
 
 
 def documents_of(
@@ -292,14 +294,14 @@ def documents_of(
 ) -> Iterator[Document | Problem]:
     """Every document that is kept, up to the limits of its source, and every problem on the way, one by one.
 
-    For what there is no tokenizer yet: tokens are counted as characters, so a first document that has too many of them
-    may still be taken. `sources` asks for those of some sources alone.
+    Used before there is a tokenizer: tokens are counted as characters, so a first document that has too many of them
+    may still be taken. `sources` asks for some sources alone.
     """
     recipe = Recipe(request.options, request.rules)
     for source in range(len(request.sources)) if sources is None else sources:
         limits, count, rejected = request.limits(source), NONE_TAKEN, False
         parts = parts_of(inputs, request.options, Done(), source=source)
-        for item in (item for part in parts if isinstance(part, Part) for _, item in judged(recipe, part)):
+        for item in (item for part in parts if isinstance(part, CorpusPart) for _, item in judged(recipe, part)):
             if isinstance(item, Problem):
                 yield item
                 continue
@@ -321,10 +323,10 @@ def documents_of(
             break
 
 
-def find_part(inputs: Inputs, options: ReadOptions, number: int, source: int, first: int) -> Part:
+def find_part(inputs: Inputs, options: ReadOptions, number: int, source: int, first: int) -> CorpusPart:
     """The part of that number, cut anew; `first` is the number of the first part of its source."""
     for part in parts_of(inputs, options, Done(), source=source, first=first):
-        if isinstance(part, Part) and part.number == number:
+        if isinstance(part, CorpusPart) and part.number == number:
             return part
     raise DataError("the source has become shorter while it was read", "prepare it again when nothing writes to it")
 
@@ -354,7 +356,7 @@ def _stamp(file: InputFile) -> tuple[int, int]:
 
 
 def size_and_time(path: str) -> tuple[int, int]:
-    """Of a file, and by when it was changed; -1 where it cannot be looked at."""
+    """Size and time of change of a file; -1 where it cannot be read."""
     try:
         found = os.stat(path)
     except OSError:
@@ -438,7 +440,7 @@ class Lap:
 
 @final
 class _Started(Done):
-    """Takes the first parts for done, and notes where files end that had to be read from their beginning."""
+    """Counts the first parts as done, and notes where files end that had to be read from their beginning."""
 
     def __init__(self, parts: int) -> None:
         self.ended: int | None = None
@@ -453,7 +455,7 @@ class _Started(Done):
 
 def parts_of_lap(
     files: tuple[InputFile, ...], options: ReadOptions, start: Position
-) -> Iterator[tuple[Position, Part]]:
+) -> Iterator[tuple[Position, CorpusPart]]:
     """The parts of a lap from `start` on; of the positions only file, part and hub are filled in."""
     file, part, hub = start.file, start.part, start.hub
     while file < len(files):
@@ -468,21 +470,21 @@ def parts_of_lap(
 
 def _parts_of_files(
     base: int, files: tuple[InputFile, ...], options: ReadOptions, skipped: int
-) -> Iterator[tuple[Position, Part]]:
-    """Parts are counted from the last file on that had to be read in one go, so that none is read again to skip it."""
+) -> Iterator[tuple[Position, CorpusPart]]:
+    """Parts are counted from the last file that had to be read in one go, so that none is read again to skip it."""
     done = _Started(skipped)
     first, counted = base, 0
     for item in parts_of(Inputs(files, (), {}), options, done):
-        number = item.number if isinstance(item, Part) else item
+        number = item.number if isinstance(item, CorpusPart) else item
         if done.ended is not None:
             first, counted, done.ended = base + done.ended + 1, number, None
-        if isinstance(item, Part):
+        if isinstance(item, CorpusPart):
             yield Position(file=first, part=number - counted), item
 
 
 def _parts_of_hub(
     index: int, file: InputFile, options: ReadOptions, number: int, state: dict[str, Any] | None
-) -> Iterator[tuple[Position, Part]]:
+) -> Iterator[tuple[Position, CorpusPart]]:
     from flatout.corpus.arrow import HubStream
 
     skipped = 0 if state is not None else number
@@ -490,28 +492,20 @@ def _parts_of_hub(
     stream = HubStream(file.path, options, file.name)
     if state is not None:
         stream.load_state_dict(state)
-    batch: list[Document | Problem] = []
-    characters = 0
     with contextlib.closing(cast(Generator[Document | Problem], iter(stream))) as items:
-        for item in items:
-            batch.append(item)
-            characters += len(item.text) if isinstance(item, Document) else 0
-            if characters >= _HUB_CHARACTERS or len(batch) >= _HUB_DOCUMENTS:
-                following = stream.state_dict()
-                if number >= skipped:
-                    part = Part(number, file.source, documents=tuple(batch), file=file.name)
-                    yield Position(file=index, part=number, hub=state), part
-                number, batch, characters, state = number + 1, [], 0, following
-        if number >= skipped:
-            part = Part(number, file.source, documents=tuple(batch), file=file.name, files=1)
-            yield Position(file=index, part=number, hub=state), part
+        for batch, last in _batches(items, _HUB_CHARACTERS, _HUB_DOCUMENTS):
+            following = stream.state_dict()
+            if number >= skipped:
+                part = CorpusPart(number, file.source, documents=batch, file=file.name, files=int(last))
+                yield Position(file=index, part=number, hub=state), part
+            number, state = number + 1, following
 
 
 _PREPARE = "prepare the source instead: leave out data.streaming"
 
 
 def check_streamable(data: DataConfig, clean: CleanConfig) -> None:
-    """Refuses what takes the whole text to do."""
+    """Refuses settings that need the whole text."""
     found = next((rule for rule in clean.drop if rule in ("exact_duplicates", "near_duplicates")), None)
     if found is not None:
         raise ConfigError(f"clean.drop=[{found}] needs the whole corpus, and data.streaming does not hold it", _PREPARE)

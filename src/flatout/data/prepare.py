@@ -90,7 +90,7 @@ def prepare_data(
 
 
 def _check_not_worse(fresh: Path, folder: Path, data: DataConfig, clean: CleanConfig) -> None:
-    """Keeps the dataset in `folder` from one that lacks more of the source, as after a slip in a setting."""
+    """Keeps the dataset in `folder` if the new one lacks more of the source, as after a mistake in a setting."""
     try:
         before, after = read_report(folder) if has_dataset(folder) else None, read_report(fresh)
     except DataError:  # what is there cannot be used
@@ -211,7 +211,7 @@ def as_prepared(loaded: LoadedConfig) -> LoadedConfig:
         _check_meant(folder, config.data)
     try:
         manifest = read_manifest(folder) if has_dataset(folder) else None
-    except DataError:  # which opening it tells, with what to do
+    except DataError:  # opening it raises the same error with a hint
         manifest = None
     if manifest is None:
         return loaded
@@ -247,7 +247,7 @@ def _check_meant(folder: Path, data: DataConfig) -> None:
 
 
 def _differences(data: DataConfig, clean: CleanConfig | None, manifest: Manifest) -> dict[str, tuple[Any, Any]]:
-    """By path, the settings that a dataset was prepared with and a config has otherwise, with both values."""
+    """By path, the settings that differ between a dataset and a config: (of the dataset, of the config)."""
     no_limits = dict.fromkeys(LIMITS)
     asked = {**no_limits, **request_of(data, clean).settings(0, None)}
     usual = request_of(DataConfig(), CleanConfig()).settings(0, None)
@@ -289,14 +289,14 @@ def _listed(field: str | list[str]) -> list[str]:
 
 
 def _meant_field(folder: Path, stored: str | list[str], wanted: str | list[str]) -> str:
-    """Which field that a dataset was read by, or could be, a wanted one is nearly; nothing where it is none."""
+    """Which field was probably meant by one that is nearly its name; empty if there is none."""
     known = [*_listed(stored), *(cause.first.instead for cause in read_causes(folder) if cause.first.instead)]
     near = [match for name in _listed(wanted) if name not in known for match in close_matches(name, known, 0.75)]
     return f"did you mean {near[0]}? " if near else ""
 
 
 def _better(path: str, stored: Any, data: DataConfig, clean: CleanConfig | None, folder: Path) -> str:
-    """The command that replaces a dataset by one that lacks less; nothing where other settings may lose more."""
+    """The command that replaces a dataset with one that lacks less; empty where other settings may lose more."""
     report = read_report(folder)
     if report is None or not report["damaged"] or path not in ("data.field", "data.invalid_utf8"):
         return ""

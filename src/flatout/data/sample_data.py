@@ -127,7 +127,7 @@ class SampleRows:
         self.samples = samples
         self._batch_samples = batch_samples
         self._packing = packing
-        # Who wants a row for each sample gets them with their padding.
+        # Without packing, rows keep their padding.
         self._room = Room(min(batch_samples, len(samples)), longest, joined and packing)
         lengths = row_lengths(row_tokens)
         self._lengths = lengths[-1:] if self._room.joined else lengths
@@ -245,7 +245,7 @@ _COUNTS = (
     "turns_without_end_token", "turns_unlabelled", "special_in_content", *ADVICE,
 )  # fmt: skip
 _CUT = ("truncated", "dropped_labels_cut")
-_MUCH = 20  # one in so many that is cut is worth a warning
+_MUCH = 20  # a warning if more than one in this many is cut
 _FEW_LABELS = 0.01
 
 
@@ -378,7 +378,7 @@ class SampleData(TrainingData):
         return ids[: max(1, first)].tolist()
 
     def saved(self) -> dict[str, Any]:
-        """Who talks to the model later must speak as it was taught."""
+        """The template, the tokens that end an answer, and how the model was described: chat must use the same."""
         template = {} if self.template is None else {"template": self.template.to_json()}
         return {**template, "stops": list(self.stops), "described": self.described}
 

@@ -40,7 +40,7 @@ from flatout.data.chat_template import ChatTemplate
 from flatout.data.conversations import LOOK_AT, Conversation, RowReading, choose_reading, conversation_of
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.masking import COUNTS, Rendered, TrainOn, render, tokenize
-from flatout.data.shards import SAMPLES_FORMAT
+from flatout.data.shards import MANIFEST, PROBLEMS, SAMPLES_FORMAT, TOKENIZER
 from flatout.data.tokenizer import Ids, token_dtype
 from flatout.errors import ConfigError, DataError, many
 from flatout.files import (
@@ -56,12 +56,8 @@ from flatout.files import (
 from flatout.folders import foreign_entry, sweep, whole_folder
 from flatout.records import PrepareProgress
 
-FORMAT = SAMPLES_FORMAT
 VERSION = 2  # also changes when the same rows would give other tokens or labels
-MANIFEST = "manifest.json"
 SAMPLES = "samples.safetensors"
-PROBLEMS = "problems.jsonl"
-TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
 _FILES = (SAMPLES, PROBLEMS, TOKENIZER, TEMPLATE)
 _NEEDED = {SAMPLES, PROBLEMS, TOKENIZER}
@@ -128,7 +124,7 @@ def holds_samples(folder: Path) -> bool:
         content = parse_json(read_bounded(folder / MANIFEST))
     except (OSError, ValueError):
         return False
-    return isinstance(content, dict) and content.get("format") == FORMAT
+    return isinstance(content, dict) and content.get("format") == SAMPLES_FORMAT
 
 
 def open_samples(folder: str | Path) -> SampleSet:
@@ -191,11 +187,11 @@ def check_target(target: Path) -> None:
 
 
 def _own(target: Path) -> tuple[str, ...]:
-    """The names that may be replaced in a folder of samples; none in one that does not look like ours.
+    """The names that may be replaced in a folder of samples; none in a folder that does not look like ours.
 
-    One of two files says whose it is, since the other may be damaged or gone: `tokenizer.json` alone is anybody's.
+    Either of two files is enough to tell, since the other may be damaged or gone; `tokenizer.json` alone is not.
     """
-    for name, sign in ((MANIFEST, FORMAT), (SAMPLES, '"train.labelled"')):
+    for name, sign in ((MANIFEST, SAMPLES_FORMAT), (SAMPLES, '"train.labelled"')):
         with contextlib.suppress(OSError), (target / name).open("rb") as file:
             if sign.encode("ascii") in file.read(2**20):
                 return (*_FILES, MANIFEST)
@@ -254,7 +250,7 @@ def write_samples(
             learned_from = json.dumps([files[SAMPLES]["sha256"], tokenizer.fingerprint])
             content = {
                 **counted,
-                "format": FORMAT,
+                "format": SAMPLES_FORMAT,
                 "version": VERSION,
                 "key": key,
                 "template": None if template is None else {"name": template.name, "fingerprint": template.fingerprint},
@@ -263,9 +259,14 @@ def write_samples(
                 "files": files,
                 "fingerprint": hashlib.sha256(learned_from.encode("ascii")).hexdigest(),
             }
-            stated = hashlib.sha256(canonical_json(content)).hexdigest()
-            write_new(work / MANIFEST, canonical_json({**content, "manifest_sha256": stated}))
+            write_new(work / MANIFEST, _sealed(content))
             sync_and_hash(work / MANIFEST)
+
+
+def _sealed(content: Mapping[str, Any]) -> bytes:
+    """A manifest as it lies on disk, with a hash of its content."""
+    stated = hashlib.sha256(canonical_json(content)).hexdigest()
+    return canonical_json({**content, "manifest_sha256": stated})
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -278,13 +279,11 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"cannot read {shown(path)}: {error.strerror}", "check that you may read it") from error
     try:
         content = parse_json(raw)
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT!r}")
-        stated = content.pop("manifest_sha256", None)
-        if stated != hashlib.sha256(canonical_json(content)).hexdigest():
+        if not isinstance(content, dict) or content.get("format") != SAMPLES_FORMAT:
+            raise ValueError(f"its format is not {SAMPLES_FORMAT!r}")
+        content.pop("manifest_sha256", None)
+        if raw != _sealed(content):
             raise ValueError("it is not as it was written")
-        if raw != canonical_json({**content, "manifest_sha256": stated}):
-            raise ValueError("it is not in the form it was written")
         version = content.get("version")
         if type(version) is not int or version < 1:
             raise ValueError("its version is no number")
@@ -300,7 +299,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_shape(content: Mapping[str, Any]) -> None:
-    """Refuses a manifest that says other things than ours do. Its hash proves nothing: anybody can write one."""
+    """Refuses a manifest with unexpected values. Its hash proves nothing: anyone can write one."""
     for name in ("key", "tokenizer", "splits", "files", "counts"):
         if not isinstance(content.get(name), dict):
             raise ValueError(f"its {name} is no object")
@@ -311,10 +310,9 @@ def _check_shape(content: Mapping[str, Any]) -> None:
         raise ValueError("its tokenizer has no vocabulary")
     if "train" not in content["splits"] or not content["splits"].keys() <= {"train", "val"}:
         raise ValueError("its splits are not train and val")
-    if not all(isinstance(facts, dict) for facts in content["splits"].values()):
-        raise ValueError("its splits are no objects")
-    if not all(type(count) is int for count in content["counts"].values()):
-        raise ValueError("its counts are no numbers")
+    for name, kind, words in (("splits", dict, "objects"), ("counts", int, "numbers")):
+        if not all(type(value) is kind for value in content[name].values()):
+            raise ValueError(f"its {name} are no {words}")
     if not isinstance(content["key"].get("source", []), list):
         raise ValueError("its source is no list")
     readings = content.get("reading") or []
@@ -538,7 +536,7 @@ class _Maker:
         return sum(len(sample.text) for sample in rendered)
 
     def _spells_special(self, row: Conversation) -> bool:
-        """Whether what somebody said spells a special token: it becomes that token, as in every other program."""
+        """Whether a row's own text spells a special token: it becomes that token, as in other libraries."""
         said = [message["content"] for message in row.messages] or [row.prompt or "", row.completion or ""]
         return any(
             any(beginning in text for beginning in self._special_beginnings)

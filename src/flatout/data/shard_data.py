@@ -25,9 +25,9 @@ from flatout.data.batch import (
     DataFacts,
     Delivery,
     Raw,
-    Reading,
     Schedule,
     Span,
+    StepReading,
     TrainingData,
     _documents_in,
     _too_short,
@@ -62,10 +62,10 @@ class Windows:
     apart: bool  # a document does not see the one before it
     reshuffle: Reshuffle | None = None  # documents are joined in another order in every epoch
 
-    def numbers(self, reading: Reading) -> npt.NDArray[np.int64]:
+    def numbers(self, reading: StepReading) -> npt.NDArray[np.int64]:
         return self.order.indices(reading.start, reading.windows)
 
-    def pieces(self, reading: Reading, reshuffle: Reshuffle) -> Pieces:
+    def pieces(self, reading: StepReading, reshuffle: Reshuffle) -> Pieces:
         """What the windows of a step are made of, where documents are joined anew in every epoch."""
         epochs = np.arange(reading.start, reading.start + reading.windows) // self.order.windows
         return reshuffle.pieces(epochs, self.numbers(reading) * self.stride, self.context + 1)
@@ -314,7 +314,7 @@ def notices_on_folder(folder: Path) -> Iterator[Finding]:
         yield Check("data", "validation").warn(unlike)
     if _how_to_verify(folder) == "sizes":
         yield Check("data", "verified").note(
-            f"only the sizes of the shards in {folder} were checked; `flatout data verify` checks every byte"
+            f"only the sizes of the shards in {folder} were checked; `flatout prepare verify` checks every byte"
         )
 
 

@@ -65,7 +65,7 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class SplitInfo:
-    """What a split holds. `text_bytes` is the UTF-8 size of its text, from which bits per byte are reckoned."""
+    """What a split holds. `text_bytes` is the UTF-8 size of its text, from which bits per byte are computed."""
 
     tokens: Whole
     documents: Whole
@@ -116,7 +116,7 @@ class Manifest:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """The manifest of the dataset in `folder`, itself unharmed; the files it names are not looked at."""
+    """The manifest of the dataset in `folder`, checked; the files it names are not read."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         what = "there is no dataset in" if Path(folder).is_dir() else "there is no folder"
@@ -167,7 +167,7 @@ def _check_version(content: Any, path: Path) -> None:
 
 @cache
 def _schema() -> TypeAdapter[Manifest]:
-    """What a manifest may hold, worked out once: that takes longer than reading one."""
+    """The schema of a manifest, built once: building takes longer than reading a manifest."""
     return TypeAdapter(Manifest)
 
 
@@ -221,7 +221,7 @@ class Tokens(Protocol):
 @final
 @dataclass(eq=False)
 class HeldTokens:
-    """Validation tokens in memory; without `text_bytes` nobody knows their size as text."""
+    """Validation tokens in memory; `text_bytes` is 0 where their size as text is not known."""
 
     ids: Ids
     folder: str | Path
@@ -316,7 +316,7 @@ class TokenShards:
         return self._offsets
 
     def check_document_starts(self) -> None:
-        """Refuse offsets that are no rising line from 0 to the last document; a full check has done so already."""
+        """Refuse offsets that do not rise from 0 to the last document; a full check has done so already."""
         starts, name = self._offsets, self.manifest.splits[self.split].offsets.name
         if starts[0] != 0 or starts[-1] >= self.tokens or not _rises(starts):
             raise DataError(

@@ -44,7 +44,7 @@ from flatout.data.part import (
     ENDS,
     NONE_TAKEN,
     Choice,
-    Part,
+    CorpusPart,
     PartHead,
     PartResult,
     Pieces,
@@ -85,7 +85,7 @@ _SMALL_SOURCE = 2**22
 
 @dataclass(frozen=True)
 class Chunk:
-    """The training tokens of a part, where it begins, and what there is to tell of it."""
+    """The training tokens of a part, where it begins, and notices about it."""
 
     position: Position
     ids: Ids
@@ -142,7 +142,7 @@ class TokenStream:
     def __init__(self, request: Request, inputs: Inputs, tokenizer: Tokenizer, workers: int | None = None) -> None:
         self.dtype = token_dtype(tokenizer.vocab)
         self.problems = inputs.problems
-        self.folder = ", ".join(source.path for source in request.sources)  # for messages, as a dataset has one
+        self.folder = ", ".join(source.path for source in request.sources)  # for messages, like the folder of a dataset
         self._request = request
         self._inputs = inputs
         self._end = tokenizer.end_of_text
@@ -188,9 +188,9 @@ class TokenStream:
     def results(
         self, workers: ProcessEngine, position: Position, laps: Sequence[Lap] | None = None
     ) -> Generator[tuple[Position, PartResult]]:
-        """What became of the parts of an epoch from `position` on, each with its place in the epoch.
+        """The results of the parts of an epoch from `position` on, each with its place in the epoch.
 
-        A lap ends with the part in which its source has given all that its limits allow.
+        A lap ends with the part in which its source reaches a limit.
         """
         laps = self.laps if laps is None else laps
         full: set[int] = set()
@@ -218,7 +218,7 @@ class TokenStream:
 
     def parts(
         self, position: Position, laps: Sequence[Lap] | None = None, full: Collection[int] = ()
-    ) -> Iterator[tuple[Position, Part]]:
+    ) -> Iterator[tuple[Position, CorpusPart]]:
         """The parts of an epoch from `position` on, each with its place in the epoch; none of laps that are full."""
         laps = self.laps if laps is None else laps
         for number in range(position.lap, len(laps)):
@@ -228,7 +228,7 @@ class TokenStream:
                     break
                 yield replace(place, lap=number), part
 
-    def _part_at(self, place: Position, laps: Sequence[Lap]) -> Part:
+    def _part_at(self, place: Position, laps: Sequence[Lap]) -> CorpusPart:
         return next(self.parts(place, laps))[1]
 
     def train_ids(self, position: Position, result: PartResult) -> tuple[Ids, bool, bool]:
@@ -262,7 +262,7 @@ class TokenStream:
 
     def _fingerprint(self, tokenizer: Tokenizer) -> str:
         settings = self._request.settings(self._inputs.bytes, None)
-        del settings["split"]  # it says how to prepare
+        del settings["split"]  # it only says how to prepare
         described = {
             "format": "flatout-stream",
             "settings": settings,
@@ -359,7 +359,7 @@ class _Flow:
             notices = ()
 
     def _again(self, kept: list[Chunk], tokens: int) -> Iterator[Chunk]:
-        """A small source, from memory, for ever."""
+        """A small source, repeated from memory without end."""
         first = kept[0].position.tokens
         for epoch in itertools.count(self._now.epoch):
             moved = self._now.tokens + (epoch - self._now.epoch) * tokens - first
@@ -377,7 +377,7 @@ class _Flow:
 
 @final
 class _Seen:
-    """What became of the records that were read."""
+    """Counts of the records that were read."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []  # the first few
@@ -431,12 +431,12 @@ class _Validation:
                 hint += "" if limits_of(request.data) is None else ", or a higher limit on documents, tokens or bytes"
             raise DataError(f"{folder if own is None else own} gives no validation text: {self.seen}", hint)
         ids = np.concatenate(self._ids)[: self._wanted]
-        # Only whole pieces have a size in bytes. What is cut off is taken to have as many bytes a token.
+        # Only whole pieces have a size in bytes: the part that is cut off counts with the mean of bytes a token.
         return HeldTokens(ids, folder, round(self._bytes * len(ids) / self.read.tokens))
 
 
 def _notices_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
-    """What to say of problems when there have been some before: the first few in full, then how many there are."""
+    """Notices about problems: the first few in full, then how many there are."""
     after = before + len(problems)
     text = [f"left out: {cause_of(problem).text}" for problem in problems[: max(0, MOST_LISTED - before)]]
     counts = (10**power for power in range(1, len(str(after))) if 10**power > before)
@@ -445,13 +445,13 @@ def _notices_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
 
 
 def _all_notices(problems: Sequence[Problem], count: int) -> tuple[str, ...]:
-    """What to say of problems that are all there are; `count` may be more than are given."""
+    """Notices about the first of `count` problems, and how many more there are."""
     text = tuple(f"left out: {cause_of(problem).text}" for problem in problems[:MOST_LISTED])
     return text if count <= len(text) else (*text, f"{count - len(text):,} more problems in the source")
 
 
 def epoch_notices(ended: int, tokens: int) -> tuple[str, ...]:
-    """Of the end of an epoch; a small source has many, of which few are reported."""
+    """The notice at the end of an epoch; a small source has many epochs, of which few are reported."""
     if not ended or (ended > 3 and str(ended).strip("0") != "1"):
         return ()
     times = "once" if ended == 1 else f"{ended:,} times"
@@ -482,7 +482,7 @@ class StreamBlock:
 
 @final
 class StreamLoader(BatchLoader):
-    """Batches of a stream, in the order of steps. A one-pass iterator and a context manager, like the other loaders.
+    """Batches of a stream, in the order of steps.
 
     Without a position of its first step the source is read from its beginning.
     """

@@ -111,7 +111,7 @@ def _special_tokens(config: dict[str, Any], older: dict[str, Any]) -> dict[str, 
 
 
 def _check_entries(content: dict[str, Any]) -> None:
-    """Refuses a file whose parts are not of the kinds that the rest of this module takes them for."""
+    """Refuses a file whose added tokens do not have the expected types."""
     added = content.get("added_tokens") or []
     if not isinstance(added, list) or not all(isinstance(entry, dict) for entry in added):
         raise ValueError("added_tokens is no list of objects")
@@ -176,7 +176,7 @@ _UNKNOWN = "\ufffd"
 
 @dataclass(frozen=True)
 class Portable:
-    """A tokenizer in the terms of other programs: what goes into tokenizer.json, and its special tokens by name."""
+    """A tokenizer for other programs: the content of tokenizer.json, and its special tokens by name."""
 
     content: dict[str, Any]
     special: dict[str, str]
@@ -185,7 +185,7 @@ class Portable:
 
 
 def portable(tokenizer: Tokenizer) -> Portable:
-    """The tokenizer as other programs would have it; a `DataError` where they cannot."""
+    """The tokenizer for other programs; a `DataError` where they cannot express it."""
     if isinstance(tokenizer, ModelTokenizer):
         return Portable(tokenizer.to_json()["content"], tokenizer.special, tokenizer.begin)
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -203,7 +203,7 @@ def portable(tokenizer: Tokenizer) -> Portable:
 
 
 def as_model_tokenizer(tokenizer: Tokenizer) -> ModelTokenizer:
-    """The same ids by the tokenizer that chat templates need, in which the text of a special token is that token."""
+    """The same ids by a tokenizer for chat templates, in which the text of a special token is that token."""
     if isinstance(tokenizer, ModelTokenizer):
         return tokenizer
     found = portable(tokenizer)
@@ -299,7 +299,7 @@ def _characters(tokenizer: CharTokenizer) -> Portable:
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """tokenizer.json and tokenizer_config.json by name, and what there is to say of them."""
+    """tokenizer.json and tokenizer_config.json by name, and notices about them."""
     found = portable(tokenizer)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -315,7 +315,7 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> tuple[dict[str, bytes
 
 
 def own_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of ours that a folder's files were written from, so that it is the same to our shards; or None."""
+    """Our tokenizer that a folder's files were written from, so that its ids are those of our shards; or None."""
     try:
         config = parse_json(read_bounded(folder / CONFIG))
         if config.get("auto_map"):  # we write none: `read_model_tokenizer` refuses it

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self, TypeVar, final
 
 import flatout
-from flatout.data.part import Part, Recipe, characters_of_part, run_part
+from flatout.data.part import CorpusPart, Recipe, characters_of_part, run_part
 from flatout.errors import DataError, HardwareError, ResourceError, UserError
 from flatout.pulse import die_with_parent
 
@@ -41,7 +41,7 @@ _LEAVE = 10.0  # seconds
 
 
 class LoaderError(UserError):
-    """A loader that hangs or dies, again if it can be replaced. What is saved is whole, so a new start may help."""
+    """A loader that hangs or dies, for the second time if it can be replaced. Saved checkpoints are whole."""
 
     exit_code = 1
 
@@ -83,7 +83,7 @@ class Threads:
             thread.join(max(0.0, until - time.monotonic()))
 
     def stack(self) -> str:
-        """Where the threads are that do not wait for a job: the innermost frames, in one line."""
+        """The innermost frames of the first thread that is not waiting for a job, in one line."""
         frames = sys._current_frames()
         for thread in self._threads:
             frame = frames.get(thread.ident or 0)
@@ -112,14 +112,14 @@ def innermost_frames(stack: traceback.StackSummary) -> str:
 EngineName = Literal["local", "ray"]
 Task = Literal["tokens", "characters"]
 Place = TypeVar("Place")
-TASKS: dict[str, Callable[[Recipe, Part], Any]] = {"tokens": run_part, "characters": characters_of_part}
+TASKS: dict[str, Callable[[Recipe, CorpusPart], Any]] = {"tokens": run_part, "characters": characters_of_part}
 
 
 class Engine(abc.ABC):
     """Runs parts. Use as a context manager."""
 
     @abc.abstractmethod
-    def run(self, task: Task, recipe: Recipe, parts: Iterable[Part]) -> Iterator[tuple[Part, Any]]:
+    def run(self, task: Task, recipe: Recipe, parts: Iterable[CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
         """Each part with its result, in the order in which they finish. Parts are taken only as fast as needed."""
 
     @abc.abstractmethod
@@ -151,10 +151,10 @@ class ProcessEngine(Engine):
         self._replaced = self._closed = False
         self._notices: list[str] = []
 
-    def run(self, task: Task, recipe: Recipe, parts: Iterable[Part]) -> Iterator[tuple[Part, Any]]:
+    def run(self, task: Task, recipe: Recipe, parts: Iterable[CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
         # One job more than there are workers is ready, so that none waits for this thread to read the next.
         most = len(self._workers) + 1
-        under_way: dict[Future[Any], Part] = {}
+        under_way: dict[Future[Any], CorpusPart] = {}
         for part in parts:
             if len(under_way) >= most:
                 yield from _finished(under_way)
@@ -162,7 +162,9 @@ class ProcessEngine(Engine):
         while under_way:
             yield from _finished(under_way)
 
-    def in_order(self, task: Task, recipe: Recipe, parts: Iterable[tuple[Place, Part]]) -> Generator[tuple[Place, Any]]:
+    def in_order(
+        self, task: Task, recipe: Recipe, parts: Iterable[tuple[Place, CorpusPart]]
+    ) -> Generator[tuple[Place, Any]]:
         """The results of parts with their places, in the order of parts. What waits for a slow one is bounded."""
         most = 2 * max(len(self._workers), 1)
         waiting: deque[tuple[Place, Future[Any]]] = deque()
@@ -184,19 +186,19 @@ class ProcessEngine(Engine):
         self._threads.close(wait=wait)
 
     def taken_notices(self) -> list[str]:
-        """What there is to tell since this was asked last."""
+        """The notices since the last call."""
         notices, self._notices = self._notices, []
         return notices
 
-    def _call(self, task: Task, recipe: Recipe, part: Part) -> Any:
+    def _call(self, task: Task, recipe: Recipe, part: CorpusPart) -> Any:
         worker = self._idle.get()
         try:
             return TASKS[task](recipe, part) if worker is None else self._ask(worker, task, recipe, part)
         finally:
             self._idle.put(worker)
 
-    def _ask(self, worker: "Worker", task: Task, recipe: Recipe, part: Part) -> Any:
-        """One worker that dies is replaced, since a part has no memory of an earlier try; the next one is an error."""
+    def _ask(self, worker: "Worker", task: Task, recipe: Recipe, part: CorpusPart) -> Any:
+        """Asks a worker. The first worker that dies is replaced, since a part does not depend on an earlier try."""
         try:
             return worker.call(task, recipe, part)
         except WorkerGoneError as error:
@@ -208,7 +210,7 @@ class ProcessEngine(Engine):
             return worker.call(task, recipe, part)
 
 
-def _finished(under_way: dict[Future[Any], Part]) -> Iterator[tuple[Part, Any]]:
+def _finished(under_way: dict[Future[Any], CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
     done, _ = wait(under_way, return_when=FIRST_COMPLETED)
     for future in sorted(done, key=lambda each: under_way[each].number):
         part = under_way.pop(future)
@@ -249,7 +251,7 @@ class Worker:
         )
         self._recipe: Recipe | None = None
 
-    def call(self, task: Task, recipe: Recipe, part: Part) -> Any:
+    def call(self, task: Task, recipe: Recipe, part: CorpusPart) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         known = self._recipe is recipe
@@ -279,7 +281,7 @@ class Worker:
 
 
 def serve() -> None:
-    """The life of a worker: answer jobs until there is nobody left to ask."""
+    """The loop of a worker: answers jobs until its standard input ends."""
     # Nothing that prints may get into the answers.
     die_with_parent()
     replies = os.fdopen(os.dup(1), "wb")
@@ -320,7 +322,7 @@ def _receive(stream: IO[bytes]) -> Any:
         raise EOFError from error
 
 
-def _name(part: Part) -> str:
+def _name(part: CorpusPart) -> str:
     return part.file or (part.slices[0].file.name if part.slices else f"part {part.number}")
 
 
@@ -346,11 +348,11 @@ class RayEngine(Engine):
                     f"cannot reach a Ray cluster: {error}", "check RAY_ADDRESS, or start one with `ray start --head`"
                 ) from error
 
-    def run(self, task: Task, recipe: Recipe, parts: Iterable[Part]) -> Iterator[tuple[Part, Any]]:
+    def run(self, task: Task, recipe: Recipe, parts: Iterable[CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
         ray = self._ray
         remote = ray.remote(_ray_task)
         stored = ray.put(recipe)
-        under_way: dict[Any, Part] = {}
+        under_way: dict[Any, CorpusPart] = {}
         for part in parts:
             # The cluster may grow while we run, so its size is asked for each time.
             if len(under_way) >= 2 * max(1, int(ray.cluster_resources().get("CPU", 1))):
@@ -363,7 +365,7 @@ class RayEngine(Engine):
         if self._ours:
             self._ray.shutdown()
 
-    def _finished(self, under_way: dict[Any, Part]) -> Iterator[tuple[Part, Any]]:
+    def _finished(self, under_way: dict[Any, CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
         from ray.exceptions import RayTaskError
 
         done, _ = self._ray.wait(list(under_way), num_returns=1)
@@ -378,5 +380,5 @@ class RayEngine(Engine):
             yield part, result
 
 
-def _ray_task(task: Task, recipe: Recipe, part: Part) -> Any:
+def _ray_task(task: Task, recipe: Recipe, part: CorpusPart) -> Any:
     return TASKS[task](recipe, part)

@@ -22,7 +22,7 @@ from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import slices_of
 from flatout.data.inspect import causes_of, mend_of
 from flatout.data.library_tokenizers import HuggingFaceTokenizer
-from flatout.data.part import LIMITS, NONE_TAKEN, Part, Recipe, characters_of_part
+from flatout.data.part import LIMITS, NONE_TAKEN, CorpusPart, Recipe, characters_of_part
 from flatout.data.plan import (
     STDIN,
     Done,
@@ -302,7 +302,7 @@ def _characters(request: Request, inputs: Inputs, *, quick: bool) -> int | None:
         return None
     recipe, found, read = Recipe(request.options, request.rules), set[str](), 0
     for part in parts_of(inputs, request.options, Done()):
-        assert isinstance(part, Part), "nothing is done yet"
+        assert isinstance(part, CorpusPart), "nothing is done yet"
         found.update(characters_of_part(recipe, part))
         read += part.bytes
         if read >= _CHARACTER_BYTES // (8 if quick else 1):

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from flatout.ops.gradients import gradient_type
+from flatout.ops.kernels.cublaslt import multiply
 from flatout.ops.reference import IGNORED
 from flatout.ops.scales import E4M3
 
@@ -189,7 +190,7 @@ class _Work:
                 part = slice(start, start + self.chunk)
                 hidden_CW, targets_C = hidden_NW[part].to(narrow), targets_N[part].contiguous()
                 if head is None:
-                    logits_CP, beside = _multiply(hidden_CW, weight_PW.t(), self.tuned), {}
+                    logits_CP, beside = multiply(hidden_CW, weight_PW.t(), tuned=self.tuned), {}
                 else:
                     logits_CP = head.logits(part, narrow)
                     beside = head.room_for_gradient(logits_CP) if self.learning else {}
@@ -198,7 +199,7 @@ class _Work:
                     continue
                 dhidden_NW, *of_weight = gradients  # the logits are their own gradient by now
                 if head is None:
-                    _multiply(logits_CP, weight_PW, self.tuned, dhidden_NW[part])
+                    multiply(logits_CP, weight_PW, out=dhidden_NW[part], tuned=self.tuned)
                 else:
                     head.input_gradient(logits_CP, **beside, out=dhidden_NW[part])
                 if of_weight:
@@ -301,14 +302,6 @@ def _torch_rows_loss(
     return losses_C * labelled_C
 
 
-def _multiply(a: Tensor, b: Tensor, tuned: bool, out: Tensor | None = None) -> Tensor:
-    if tuned:
-        from flatout.ops.kernels.cublaslt import multiply
-
-        return multiply(a, b, out=out)
-    return a @ b if out is None else torch.mm(a, b, out=out)
-
-
 def _write_product(into: Tensor, a: Tensor, b: Tensor, tuned: bool, *, add: bool) -> None:
     """Writes a @ b to `into`, which has the same or a wider type, or adds it; sums are in that type."""
     if a.dtype == into.dtype:
@@ -317,9 +310,4 @@ def _write_product(into: Tensor, a: Tensor, b: Tensor, tuned: bool, *, add: bool
         made = a.to(into.dtype) @ b.to(into.dtype)
         into.add_(made) if add else into.copy_(made)
     else:
-        from flatout.ops.kernels.cublaslt import by_torch, multiply
-
-        if tuned:
-            multiply(a, b, out=into, add=add)
-        else:
-            by_torch(a, b, into, None, add=add)
+        multiply(a, b, out=into, add=add, tuned=tuned)

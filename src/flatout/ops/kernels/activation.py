@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from flatout.ops.kernels.cublaslt import multiply, multiply_gelu
 from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
-from flatout.ops.kernels.launch import fold, multiprocessors
+from flatout.ops.kernels.launch import fold, multiprocessors, share_of
 from flatout.ops.kernels.linear import LinearProduct, Weight
 from flatout.ops.scales import NarrowLinear, Slot
 
@@ -180,7 +180,7 @@ def activate_backward(
     strips = triton.cdiv(hidden, _BLOCK_BACK)
     wanted = triton.cdiv(_PROGRAMS_BACK * multiprocessors(pre.device), strips)
     programs = max(1, min(triton.cdiv(rows, _ROWS_BACK), wanted))
-    share = triton.cdiv(triton.cdiv(rows, programs), _ROWS_BACK) * _ROWS_BACK
+    share = share_of(rows, programs, _ROWS_BACK)
     has_sums = bias is not None and not frozen
     columns = pre.stride(-2) if frozen else columns
     sums = torch.empty(programs, columns, dtype=torch.float32, device=pre.device) if has_sums else None

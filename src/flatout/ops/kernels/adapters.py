@@ -42,7 +42,7 @@ from torch import Tensor
 
 from flatout.ops.kernels.activation import SWIGLU, activate_backward
 from flatout.ops.kernels.cublaslt import milliseconds
-from flatout.ops.kernels.launch import multiprocessors
+from flatout.ops.kernels.launch import exact_products, multiprocessors, share_of
 from flatout.ops.lora import LoraLayout, wide_product
 
 _BLOCK = 4096
@@ -179,8 +179,8 @@ def by_our_kernel(
     table, scales, widest, tiles, aligned = _tiles(layout, inputs, places, device, u_NR is not None)
     x_NI, u_NR = dy_NJ if x_NI is None else x_NI, dy_NJ if u_NR is None else u_NR  # a placeholder that is not read
     shares = max(1, min(triton.cdiv(rows, 4 * _ROWS), triton.cdiv(6 * multiprocessors(device), tiles)))
-    share = triton.cdiv(triton.cdiv(rows, shares), _ROWS) * _ROWS
-    exact = dy_NJ.dtype == torch.float32 or not dy_NJ.is_cuda  # Triton's interpreter multiplies nothing narrower
+    share = share_of(rows, shares, _ROWS)
+    exact = exact_products(dy_NJ)
     _gradients[(tiles, triton.cdiv(rows, share))](
         x_NI, dy_NJ[:, layout.outputs :], dy_NJ, u_NR, totals[0], table, scales, rows, share, x_NI.stride(0),
         dy_NJ.stride(0), u_NR.stride(0), EXACT=exact, ALIGNED=aligned, COLUMNS=_COLUMNS, ROWS=_ROWS,
@@ -332,8 +332,8 @@ class SwigluPass:
         strips = triton.cdiv(hidden, _SWIGLU_COLUMNS)
         shares = triton.cdiv(4 * multiprocessors(dout.device), strips)
         shares = max(1, min(triton.cdiv(rows, 4 * _SWIGLU_ROWS), shares))
-        share = triton.cdiv(triton.cdiv(rows, shares), _SWIGLU_ROWS) * _SWIGLU_ROWS
-        exact = dout.dtype == torch.float32 or not dout.is_cuda  # Triton's interpreter multiplies nothing narrower
+        share = share_of(rows, shares, _SWIGLU_ROWS)
+        exact = exact_products(dout)
         _swiglu_backward[(strips, triton.cdiv(rows, share))](
             dout, pre, into, g, self.u_NR, self.down_places[0], *self.up_places[1:], rows, hidden, share,
             dout.stride(0), pre.stride(0), into.stride(0), g.stride(0), self.u_NR.stride(0), *ranks,

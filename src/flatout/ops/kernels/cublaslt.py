@@ -255,12 +255,21 @@ def _transposed(tensor: Tensor) -> bool | None:
 
 
 def multiply(
-    a_MK: Tensor, b_KN: Tensor, *, bias_N: Tensor | None = None, out: Tensor | None = None, add: bool = False
+    a_MK: Tensor,
+    b_KN: Tensor,
+    *,
+    bias_N: Tensor | None = None,
+    out: Tensor | None = None,
+    add: bool = False,
+    tuned: bool = True,
 ) -> Tensor:
-    """a @ b + bias of half-precision CUDA matrices; written to `out`, which may have a wider type, or added to it."""
+    """a @ b + bias, written to `out`, which on CUDA may be fp32 for half-precision matrices, or added to it.
+
+    `tuned`: by the fastest kernel, for half-precision CUDA matrices; otherwise by torch.
+    """
     if out is None:
         out = torch.empty(a_MK.shape[0], b_KN.shape[1], dtype=a_MK.dtype, device=a_MK.device)
-    shape = _shape_of(a_MK, b_KN, out, bias=bias_N is not None, out_dtype=out.dtype, add=add)
+    shape = _shape_of(a_MK, b_KN, out, bias=bias_N is not None, out_dtype=out.dtype, add=add) if tuned else None
     if shape is None:
         by_torch(a_MK, b_KN, out, bias_N, add=add)
     else:

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flatout.ops.kernels.launch import multiprocessors
+from flatout.ops.kernels.launch import multiprocessors, share_of
 from flatout.ops.scales import E4M3, SMALLEST, Slot
 
 MULTIPLE = 16  # of every size of an 8-bit product
@@ -88,7 +88,7 @@ def _launch(x_RC: Tensor, values_RC: Tensor, unit: Tensor, top: float) -> None:
     block = 4096
     programs = max(1, min(triton.cdiv(count, block), 6 * multiprocessors(device)))
     partial = torch.empty(programs, dtype=torch.float32, device=device)
-    share = triton.cdiv(triton.cdiv(count, programs), block) * block
+    share = share_of(count, programs, block)
     _maxima[(programs,)](x_RC, partial, count, share, BLOCK=block, num_warps=8)
     fold = triton.next_power_of_2(programs)
     _round[(triton.cdiv(count, block),)](

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from flatout.ops.gradients import accumulated, for_autograd
 from flatout.ops.kernels.activation import KINDS, activate, activate_backward
 from flatout.ops.kernels.adapters import SwigluPass, add_adapter_gradients
-from flatout.ops.kernels.cublaslt import by_torch, multiply
+from flatout.ops.kernels.cublaslt import multiply
 from flatout.ops.kernels.rotary import HeadWeights, turn_back_packed, turn_packed
 from flatout.ops.kernels.stream import FrozenNorm
 from flatout.ops.lora import JoinedWeight
@@ -97,11 +97,12 @@ class FrozenLinear:
             inputs = self.weight_OI.shape[1]
             torch.mm(x_NK[:, :inputs], self.joined.a_RI.t(), out=x_NK[:, inputs:])
             weight = self.joined.forward_OK
-        return self._multiply(x_NK, weight.t(), None if bias_O is None else bias_O.to(x_NK.dtype), out)
+        bias_O = None if bias_O is None else bias_O.to(x_NK.dtype)
+        return multiply(x_NK, weight.t(), bias_N=bias_O, out=out, tuned=self.tuned)
 
     def output_beside(self, x_NI: Tensor) -> tuple[Tensor, Tensor | None]:
         """(y, u) of an x without room for u: the thin product is added separately."""
-        y_NO = self._multiply(x_NI, self._weight(x_NI.dtype).t())
+        y_NO = multiply(x_NI, self._weight(x_NI.dtype).t(), tuned=self.tuned)
         if self.joined is None:
             return y_NO, None
         u_NR = x_NI @ self.joined.a_RI.t()
@@ -115,7 +116,8 @@ class FrozenLinear:
 
     def input_gradient(self, dy_NJ: Tensor) -> Tensor:
         """dx of [dy, g]."""
-        return self._multiply(dy_NJ, self._weight(dy_NJ.dtype) if self.joined is None else self.joined.backward_JI)
+        weight = self._weight(dy_NJ.dtype) if self.joined is None else self.joined.backward_JI
+        return multiply(dy_NJ, weight, tuned=self.tuned)
 
     def places(self) -> list[Tensor]:
         """Tensors to which gradients of `adapters` are added: their `.grad`, or new tensors if one of them has none."""
@@ -135,14 +137,6 @@ class FrozenLinear:
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
         return self.weight_OI.to(dtype) if self.joined is None else self.joined.weight_OI
-
-    def _multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        if self.tuned:
-            return multiply(a, b, bias_N=bias, out=out)
-        if out is not None:
-            by_torch(a, b, out, bias, add=False)
-            return out
-        return a @ b if bias is None else torch.addmm(bias, a, b)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from flatout.ops.attention import packed
 from flatout.ops.gradients import accumulated, gradient_type
 from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
-from flatout.ops.kernels.launch import fold, multiprocessors, programs_for
+from flatout.ops.kernels.launch import dense, fold, multiprocessors, programs_for, share_of, strides
 from flatout.ops.kernels.linear import Weight
 from flatout.ops.scales import NarrowLinear, Slot
 
@@ -108,7 +108,7 @@ def gates_back(
     rows, (count, inputs) = len(h_NW), weight_CI.shape
     values = 0 if dvalues_NG is None else dvalues_NG.shape[1]
     programs = min(programs_for(rows, h_NW.device), triton.cdiv(rows, _ROWS))
-    share = triton.cdiv(triton.cdiv(rows, programs), _ROWS) * _ROWS
+    share = share_of(rows, programs, _ROWS)
     sums = torch.empty(programs, count, inputs, dtype=torch.float32, device=h_NW.device)
     _back[(programs,)](
         gates_NC if dvalues_NG is None else dvalues_NG, gates_NC if dheads_NH is None else dheads_NH, gates_NC, h_NW,
@@ -193,10 +193,6 @@ def _add_back(
         tl.atomic_add(dtable_ptr + place, gate * dv, mask, sem="relaxed")
 
 
-def _strides(x_BHTD: Tensor) -> tuple[int, int, int]:
-    return x_BHTD.stride(0), x_BHTD.stride(1), x_BHTD.stride(2)
-
-
 def _tiles(size: int) -> dict[str, int]:
     block = int(triton.next_power_of_2(size))
     return {"SIZE": size, "BLOCK": block, "ROWS": max(1, 2048 // block), "num_warps": 4}
@@ -211,7 +207,7 @@ class _AddValues(torch.autograd.Function):
         tokens, tiles = rows.tokens_BT.contiguous(), _tiles(size)
         count = batch * positions
         _add[(triton.cdiv(count, tiles["ROWS"]) * groups,)](
-            v, gates, tokens, table, count, positions, len(table), groups, gates.stride(1), *_strides(v), **tiles
+            v, gates, tokens, table, count, positions, len(table), groups, gates.stride(1), *strides(v), **tiles
         )
         ctx.save_for_backward(gates, tokens)
         ctx.rows, ctx.table = rows, table
@@ -222,7 +218,7 @@ class _AddValues(torch.autograd.Function):
     def backward(ctx, dv):
         (gates, tokens), table = ctx.saved_tensors, ctx.table
         batch, groups, positions, size = dv.shape
-        taken = dv if dv.stride(3) == 1 else dv.contiguous()
+        taken = dense(dv)
         dgates = torch.empty(batch, positions, groups, dtype=torch.float32, device=dv.device)
         wants, exact = ctx.needs_input_grad[2], torch.are_deterministic_algorithms_enabled()
         dtable = back = None
@@ -234,7 +230,7 @@ class _AddValues(torch.autograd.Function):
         tiles, count = _tiles(size), batch * positions
         _add_back[(triton.cdiv(count, tiles["ROWS"]) * groups,)](
             taken, gates, tokens, table, dgates, dgates if dtable is None else dtable, count, positions, len(table),
-            groups, gates.stride(1), *_strides(taken), HAS_TABLE=dtable is not None, **tiles,
+            groups, gates.stride(1), *strides(taken), HAS_TABLE=dtable is not None, **tiles,
         )  # fmt: skip
         return dv, dgates, None if back is None else back.to(gradient_type(table)), None
 
@@ -278,7 +274,7 @@ def _weighed(y: Tensor, gates: Tensor, dy: Tensor | None) -> tuple[Tensor, Tenso
     dgates = torch.empty(shape, dtype=torch.float32, device=y.device)
     count, tiles, back = batch * positions, _tiles(size), y if dy is None else dy
     _weigh[(triton.cdiv(count, tiles["ROWS"]) * heads,)](
-        y, gates, out, back, dgates, count, positions, heads, gates.stride(1), *_strides(y), *_strides(back),
+        y, gates, out, back, dgates, count, positions, heads, gates.stride(1), *strides(y), *strides(back),
         BACK=dy is not None, **tiles,
     )  # fmt: skip
     return out, dgates
@@ -287,7 +283,7 @@ def _weighed(y: Tensor, gates: Tensor, dy: Tensor | None) -> tuple[Tensor, Tenso
 class _GateHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, gates):
-        y = y if y.stride(3) == 1 else y.contiguous()
+        y = dense(y)
         ctx.save_for_backward(y, gates)
         return _weighed(y, gates, None)[0]
 
@@ -295,7 +291,7 @@ class _GateHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         y, gates = ctx.saved_tensors
-        return _weighed(y, gates, dout if dout.stride(3) == 1 else dout.contiguous())
+        return _weighed(y, gates, dense(dout))
 
 
 def gate_heads(y_BHTD: Tensor, gates_BTH: Tensor) -> Tensor:
@@ -361,13 +357,12 @@ def pack_heads(parts: list[Tensor], *, sums: bool, slot: Slot | None = None) -> 
     at_once, block, warps, many, stages = _SIZES if whole is None else _PACKED_SIZES
     strips = triton.cdiv(columns, block)
     programs = max(1, min(triton.cdiv(rows, at_once), triton.cdiv(many * multiprocessors(device), strips)))
-    share = triton.cdiv(triton.cdiv(rows, programs), at_once) * at_once
+    share = share_of(rows, programs, at_once)
     partial = torch.empty(programs, columns, dtype=torch.float32, device=device) if sums else None
     rounding = rounding_of(slot, out.shape, device)
     first = 0
     for part in parts:
-        if part.stride(3) != 1:
-            part = part.contiguous()
+        part = dense(part)
         width = part.shape[1] * size
         _pack[(programs, triton.cdiv(width, block))](
             part, out, partial, *rounding.pointers, rows, positions, width, columns, first, share, part.stride(0),

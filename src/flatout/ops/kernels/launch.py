@@ -24,6 +24,26 @@ def programs_for(rows: int, device: torch.device) -> int:
     return max(1, min(4 * multiprocessors(device), rows))
 
 
+def share_of(rows: int, programs: int, at_once: int) -> int:
+    """Rows of each program, a multiple of those that it takes at once."""
+    return triton.cdiv(triton.cdiv(rows, programs), at_once) * at_once
+
+
+def exact_products(x: Tensor) -> bool:
+    """Whether products of a kernel are in fp32. Triton's interpreter cannot multiply narrower types."""
+    return x.dtype == torch.float32 or not x.is_cuda
+
+
+def dense(x: Tensor) -> Tensor:
+    """x, copied if its last axis is strided."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def strides(x_BHTD: Tensor | None) -> tuple[int, int, int]:
+    """Strides of all axes but the last, zeros for None."""
+    return (0, 0, 0) if x_BHTD is None else (x_BHTD.stride(0), x_BHTD.stride(1), x_BHTD.stride(2))
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 on a CPU, where Triton's interpreter runs programs one after the other."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flatout.ops.gradients import accumulated, for_autograd, gradient_type
-from flatout.ops.kernels.cublaslt import by_torch, multiply
+from flatout.ops.kernels.cublaslt import multiply
 from flatout.ops.kernels.fp8 import narrow_product, narrow_values
 from flatout.ops.scales import NarrowLinear, version_of
 
@@ -18,10 +18,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, tuned: bool) ->
     """a @ b + bias over the last axis of `a`, in the inputs' type, without autocast."""
     flat = a.reshape(-1, a.shape[-1])
     with torch.autocast(a.device.type, enabled=False):
-        if tuned:
-            out = multiply(flat, b, bias_N=bias)
-        else:
-            out = flat @ b if bias is None else torch.addmm(bias, flat, b)
+        out = multiply(flat, b, bias_N=bias, tuned=tuned)
     return out.view(*a.shape[:-1], b.shape[1])
 
 
@@ -39,10 +36,7 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, *, tuned: bool) -> Te
             return dy_MN.to(dtype) @ x_NK.to(dtype)
         total = accumulated(weight)
         into = torch.empty_like(weight, dtype=dtype, requires_grad=False) if total is None else total
-        if tuned:
-            multiply(dy_MN, x_NK, out=into, add=total is not None)
-        else:
-            by_torch(dy_MN, x_NK, into, None, add=total is not None)
+        multiply(dy_MN, x_NK, out=into, add=total is not None, tuned=tuned)
         return for_autograd(weight, into)
 
 

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatout.ops.kernels.launch import multiprocessors
+from flatout.ops.kernels.launch import dense, multiprocessors, share_of, strides
 
 HeadWeights = tuple[Tensor | None, Tensor | None]  # of the norms of queries and keys, which may have none
 
@@ -185,14 +185,6 @@ def _block_and_rows(size: int) -> tuple[int, int]:
     return block, max(1, 1024 // block)
 
 
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
-def _strides(x: Tensor | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
-
-
 def _norm_flags(normed: bool, q_weight: Tensor | None, k_weight: Tensor | None) -> dict[str, bool]:
     q_weighted, k_weighted = q_weight is not None, k_weight is not None
     flags = {"Q_WEIGHTED": q_weighted, "K_WEIGHTED": k_weighted}
@@ -212,19 +204,19 @@ def _turned_back(
     sums: bool,
 ) -> Tensor:
     """Writes the gradients side by side; with `sums` returns partial sums [S, A, D] of the norms' weight gradients."""
-    dq, dk, dv = (_dense(gradient) for gradient in gradients)
+    dq, dk, dv = (dense(gradient) for gradient in gradients)
     (batch, heads, positions, size), groups = dq.shape, dk.shape[1]
     rows, every, device = batch * positions, heads + 2 * groups, dq.device
     block, at_once = _block_and_rows(size)
     strips = triton.cdiv(rows, at_once)
     if sums:  # few long shares, so that few sums are left to add
         strips = max(1, min(strips, triton.cdiv(16 * multiprocessors(device), every)))
-    share = triton.cdiv(triton.cdiv(rows, strips), at_once) * at_once
+    share = share_of(rows, strips, at_once)
     shares = triton.cdiv(rows, share)
     sums_SAD = torch.empty(shares if sums else 0, every, size, dtype=torch.float32, device=device)
     _backward[(shares * every,)](
         dq, dk, dv, *before, *weights, *turn, out_NC, sums_SAD, rows, positions, heads, groups, share, out_NC.stride(0),
-        *_strides(dq), *_strides(dk), *_strides(dv), *_strides(before[0]), *_strides(before[1]), eps, scale, SIZE=size,
+        *strides(dq), *strides(dk), *strides(dv), *strides(before[0]), *strides(before[1]), eps, scale, SIZE=size,
         **_norm_flags(normed, *weights), HAS_SUMS=sums, HAS_ROPE=turn[0] is not None, ROWS=at_once, BLOCK=block,
         num_warps=4,
     )  # fmt: skip
@@ -251,7 +243,7 @@ def _turned(
         k_out = torch.empty(batch, positions, groups, size, **made).transpose(1, 2)
     block, at_once = _block_and_rows(size)
     _forward[(triton.cdiv(rows, at_once) * (heads + groups),)](
-        q, k, *weights, *turn, q_out, k_out, rows, positions, heads, groups, *_strides(q), *_strides(k),
+        q, k, *weights, *turn, q_out, k_out, rows, positions, heads, groups, *strides(q), *strides(k),
         q_out.stride(2), k_out.stride(2), eps, scale, SIZE=size, **_norm_flags(normed, *weights),
         HAS_ROPE=turn[0] is not None, ROWS=at_once, BLOCK=block, num_warps=4,
     )  # fmt: skip
@@ -261,7 +253,7 @@ def _turned(
 class _PrepareHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, q_weight, k_weight, cos, sin, eps, scale, normed):
-        q, k = _dense(q), _dense(k)
+        q, k = dense(q), dense(k)
         weights, turn = (q_weight, k_weight), (cos, sin)
         q_out, k_out = _turned(q, k, weights, turn, eps, scale, normed=normed, in_place=False)
         # The backward pass of a rotation without norms does not need its input.

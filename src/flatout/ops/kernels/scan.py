@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatout.ops.kernels.launch import fold, multiprocessors
+from flatout.ops.kernels.launch import dense, fold, multiprocessors
 
 
 @triton.jit
@@ -352,15 +352,11 @@ def _total(sums_PXK: Tensor) -> Tensor:
     return fold(sums_PXK)
 
 
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()
-
-
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, log_decay, phase, initial, begins, chunk):
         passes = Passes(x.shape, log_decay, phase, begins, chunk)
-        h, last = passes.states(_dense(x), initial)
+        h, last = passes.states(dense(x), initial)
         ctx.save_for_backward(h, log_decay, phase, initial, begins)
         ctx.chunk = chunk
         ctx.set_materialize_grads(False)
@@ -370,7 +366,7 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dh, dlast):
         h, log_decay, phase, initial, begins = ctx.saved_tensors
-        dh = torch.zeros_like(h) if dh is None else _dense(dh)
+        dh = torch.zeros_like(h) if dh is None else dense(dh)
         dlast = None if dlast is None else dlast.contiguous()
         passes = Passes(h.shape, log_decay, phase, begins, ctx.chunk)
         return *passes.gradients(dh, h, initial, dlast), None, None
@@ -416,7 +412,7 @@ def as_kernels_take(
 def _one_operation(
     x: Tensor, log_decay: Tensor, phase: Tensor, initial: Tensor | None, begins: Tensor | None, chunk: int | None
 ) -> tuple[Tensor, Tensor]:
-    return Passes(x.shape, log_decay, phase, begins, chunk).states(_dense(x), initial)
+    return Passes(x.shape, log_decay, phase, begins, chunk).states(dense(x), initial)
 
 
 @_one_operation.register_fake
@@ -436,7 +432,7 @@ def _one_backward(
     chunk: int | None,
 ) -> list[Tensor]:
     passes = Passes(h.shape, log_decay, phase, begins, chunk)
-    gradients = passes.gradients(_dense(dh), h, initial, dlast.contiguous())
+    gradients = passes.gradients(dense(dh), h, initial, dlast.contiguous())
     # The gradients of log_decay and phase are views of one sum, but outputs of a custom op must not share memory.
     return [gradient.clone() if gradient.dim() == 1 else gradient for gradient in gradients if gradient is not None]
 

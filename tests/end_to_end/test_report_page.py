@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flatout.observe.report import Source, open_server, write_report
+from flatout.observe.report import FollowedRuns, open_server, write_report
 from flatout.records import SampleRecord, record_to_json
 from tests.end_to_end import chromium
 from tests.made_runs import (
@@ -326,7 +326,7 @@ def test_keyboard_reaches_every_control(browser: chromium.Browser, tmp_path: Pat
 def test_a_live_page_follows_the_run_and_keeps_the_zoom(browser: chromium.Browser, tmp_path: Path):
     folder = tmp_path / "run"
     write_run(folder, [info_of(folder), *(step_of(step) for step in range(1, 101))])
-    with open_server(Source([folder])) as server:
+    with open_server(FollowedRuns([folder])) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:

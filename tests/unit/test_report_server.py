@@ -21,7 +21,7 @@ import pytest
 
 from flatout.cli import dispatch
 from flatout.errors import DataError, ResourceError, UsageError
-from flatout.observe.report import ADDRESS, ReportServer, Source, open_server, serve
+from flatout.observe.report import ADDRESS, FollowedRuns, ReportServer, open_server, serve
 from flatout.observe.sinks import read_history
 from flatout.records import record_to_json
 from tests.made_runs import finished_run, info_of, sign_lock, step_of, write_run
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[ReportServer]:
-    with open_server(Source([folder]), None) as opened:
+    with open_server(FollowedRuns([folder]), None) as opened:
         thread = threading.Thread(target=opened.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield opened
@@ -257,7 +257,7 @@ def test_a_run_that_is_moved_away_stays_on_the_page(server: ReportServer, folder
 
 def test_a_run_that_has_said_nothing_yet_is_waited_for(tmp_path: Path):
     sign_lock(tmp_path, os.getpid(), socket.gethostname())
-    source = Source([tmp_path])
+    source = FollowedRuns([tmp_path])
     assert source.current().data["runs"][0]["state"]["kind"] == "running"
     write_run(tmp_path, [info_of(tmp_path), step_of(1)])
     source.rest_until = 0.0
@@ -269,7 +269,7 @@ def test_data_is_read_again_only_when_something_was_written(folder: Path, monkey
 
     reads: list[Any] = []
     monkeypatch.setattr(report_server, "read_history", lambda folder: reads.append(1) or read_history(folder))
-    source = Source([folder])
+    source = FollowedRuns([folder])
     first = source.current()
     for _ in range(5):
         source.rest_until = 0.0
@@ -292,7 +292,7 @@ def test_reading_rests_in_proportion_to_what_it_took(folder: Path, monkeypatch: 
 
     monkeypatch.setattr(report_server, "read_history", read)
     monkeypatch.setattr(report_server, "time", SimpleNamespace(monotonic=lambda: now[0], time_ns=time.time_ns))
-    source = Source([folder])
+    source = FollowedRuns([folder])
     first = source.current()
     add_step(folder, 3)
     now[0] += 2.0
@@ -303,8 +303,8 @@ def test_reading_rests_in_proportion_to_what_it_took(folder: Path, monkeypatch: 
 
 def test_a_port_that_is_taken(server: ReportServer, folder: Path):
     with pytest.raises(ResourceError, match=f"port {server.server_port}"):
-        open_server(Source([folder]), server.server_port)
-    with open_server(Source([folder]), None) as other:  # without a port, the next free one
+        open_server(FollowedRuns([folder]), server.server_port)
+    with open_server(FollowedRuns([folder]), None) as other:  # without a port, the next free one
         assert other.server_port != server.server_port
 
 

@@ -3,7 +3,7 @@
 `write_picture` writes PNG or SVG by the file's name: the same bytes for the same figure, whole or not at all. Each file
 names us as its software (PNG) or creator (SVG), and only a file with that mark is replaced.
 
-`draw_panel` takes a `Quantity` and `Line`s over steps, tokens or time, and chooses units, limits and logarithmic axes.
+`draw_panel` takes a `Quantity` and `Curve`s over steps, tokens or time, and chooses units, limits and logarithmic axes.
 Raw values are pale, their smooth line is strong. Limits are those of the usual values, so that one step of compiling
 does not flatten the rest: values beyond are triangles at the edge. Any number of points of any size can be drawn. NaN
 and infinity are red crosses at the upper edge. Text is never taken as a formula.
@@ -135,7 +135,7 @@ class Quantity:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class Curve:
     """One curve. `smoothed` ones are drawn pale with their mean on top, or with `raw` off by the mean alone."""
 
     series: Series
@@ -161,7 +161,7 @@ class Marks:
 def draw_panel(
     axes: Axes,
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[Curve],
     quantity: Quantity,
     across: str = "step",
     *,
@@ -169,7 +169,7 @@ def draw_panel(
     marks: Sequence[Marks] = (),
     words: str = "",
     legend: bool = True,
-    beside: Sequence[Line] = (),
+    beside: Sequence[Curve] = (),
     context: int | None = None,
 ) -> None:
     """Draws everything into `axes`; `words` stand above its right end, and lines `beside` share its horizontal axis.
@@ -290,7 +290,7 @@ def _set_horizontal(axes: Axes, places: Array, across: str, *, logarithmic: bool
     return stretch
 
 
-def _set_vertical(axes: Axes, lines: Sequence[Line], quantity: Quantity, context: int | None) -> float:
+def _set_vertical(axes: Axes, lines: Sequence[Curve], quantity: Quantity, context: int | None) -> float:
     """Limits and ticks; returns what values are divided by."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -358,7 +358,7 @@ def _set_logarithmic_ticks(axis: "Axis") -> None:
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-def _draw_line(axes: Axes, line: Line, tell: Callable[[float], str]) -> None:
+def _draw_line(axes: Axes, line: Curve, tell: Callable[[float], str]) -> None:
     drawn = curve = line.series
     low, high = axes.get_ylim()
     window = window_of(len(curve.x)) if line.smoothed else 1
@@ -396,7 +396,7 @@ def _plot(axes: Axes, series: Series, **look: Any) -> Series:
     return drawn
 
 
-def _draw_edges(axes: Axes, line: Line, tell: Callable[[float], str]) -> None:
+def _draw_edges(axes: Axes, line: Curve, tell: Callable[[float], str]) -> None:
     """A triangle for what is beyond the limits, a cross for what is no number."""
     curve, named = line.series, bool(line.label)
     low, high = axes.get_ylim()

@@ -38,8 +38,8 @@ from flatout.observe.picture import (
     SMALL,
     TEAL,
     Axes,
+    Curve,
     Figure,
-    Line,
     Marks,
     Quantity,
     Units,
@@ -141,8 +141,8 @@ def _marks(run: RunNumbers, *names: str, against: str = "step") -> list[Marks]:
 
 def _loss(axes: Axes, run: RunNumbers, title: str, against: str) -> None:
     lines = [
-        Line(run.series("loss", against), BLUE, "training", smoothed=True),
-        Line(run.series("loss", against, of="eval"), ORANGE, "validation", dots=len(run.evals) <= 60, best=True),
+        Curve(run.series("loss", against), BLUE, "training", smoothed=True),
+        Curve(run.series("loss", against, of="eval"), ORANGE, "validation", dots=len(run.evals) <= 60, best=True),
     ]
     marks, words, steps = _marks(run, against=against), _last_words(run, against), against == "step"
     if steps:
@@ -160,7 +160,7 @@ def _told(run: RunNumbers, **words: Callable[[Array], str]) -> str:
 
 def _learning_rate(axes: Axes, run: RunNumbers) -> None:
     words = _told(run, learning_rate=lambda rates: f"highest {rates.max():.3g}, last {rates[-1]:.3g}")
-    lines = [Line(run.series("learning_rate"), TEAL, "rate")]
+    lines = [Curve(run.series("learning_rate"), TEAL, "rate")]
     draw_panel(axes, "Learning rate", lines, _LEARNING_RATE, marks=_marks(run), words=words)
 
 
@@ -170,7 +170,7 @@ def _throughput(axes: Axes, run: RunNumbers) -> None:
         tokens_per_second=lambda rates: f"median {human_count(_median(rates))} tokens/s",
         mfu=lambda shares: f"MFU {100 * _median(shares):.0f}%",
     )
-    lines = [Line(run.series("tokens_per_second"), BLUE, "tokens/s", smoothed=True)]
+    lines = [Curve(run.series("tokens_per_second"), BLUE, "tokens/s", smoothed=True)]
     draw_panel(axes, "Throughput", lines, THROUGHPUT, marks=_marks(run, "memory"), words=words)
 
 
@@ -181,19 +181,19 @@ def _memory(axes: Axes, run: RunNumbers) -> None:
     }
     told = _in_unit(list(most.values()), max(most.values(), default=0.0), _BYTES)
     words = ", ".join(f"{name} {size}" for name, size in zip(most, told, strict=True))
-    lines = [Line(peak, BLUE, "peak in use"), Line(reserved, ORANGE, "held by the allocator")]
+    lines = [Curve(peak, BLUE, "peak in use"), Curve(reserved, ORANGE, "held by the allocator")]
     draw_panel(axes, "Memory", lines, _MEMORY, marks=_marks(run, "memory"), words=words)
 
 
 def _gradient_norm(axes: Axes, run: RunNumbers) -> None:
     words = _told(run, grad_norm=lambda norms: f"median {_median(norms):.3g}, highest {norms.max():.3g}")
-    lines = [Line(run.series("grad_norm"), BLUE, "norm", smoothed=True)]
+    lines = [Curve(run.series("grad_norm"), BLUE, "norm", smoothed=True)]
     draw_panel(axes, "Gradient norm", lines, _GRADIENT_NORM, marks=_marks(run, "skipped"), words=words)
 
 
 def _parameter_norm(axes: Axes, run: RunNumbers) -> None:
     words = _told(run, parameter_norm=lambda norms: f"first {norms[0]:.4g}, last {norms[-1]:.4g}")
-    lines = [Line(run.series("parameter_norm"), BLUE, "norm")]
+    lines = [Curve(run.series("parameter_norm"), BLUE, "norm")]
     draw_panel(axes, "Parameter norm", lines, _PARAMETER_NORM, marks=_marks(run), words=words)
 
 
@@ -209,8 +209,8 @@ def _step_time(axes: Axes, run: RunNumbers) -> None:
     )
     words = f"median {_in_unit([median], median, _TIMES)[0]}" if len(step.values) else ""
     lines = [
-        Line(step, BLUE, "step", smoothed=True),
-        Line(waiting, ORANGE, "waiting for data", smoothed=True, raw=False),
+        Curve(step, BLUE, "step", smoothed=True),
+        Curve(waiting, ORANGE, "waiting for data", smoothed=True, raw=False),
     ]
     draw_panel(axes, "Step time", lines, quantity, marks=_marks(run), words=words)
 
@@ -383,11 +383,11 @@ def _period(axes: Axes, run: RunNumbers) -> None:
     draw_panel(axes, "Period", _lines(run, "period"), _OF_STATES, words=words, legend=False)
 
 
-def _lines(run: RunNumbers, quantity: str) -> list[Line]:
+def _lines(run: RunNumbers, quantity: str) -> list[Curve]:
     layers = run.eigenstates.layers
     named = _named(len(layers))
     return [
-        Line(run.layer_series(layer, quantity), colour, f"layer {layer.layer}" if place in named else "")
+        Curve(run.layer_series(layer, quantity), colour, f"layer {layer.layer}" if place in named else "")
         for place, (layer, colour) in enumerate(zip(layers, _colours(len(layers)), strict=True))
     ]
 
@@ -496,7 +496,7 @@ def comparison_figure(runs: Sequence[RunNumbers]) -> Figure:
     looks: list[Look] = [(_COLOURS[place % 10], _STYLES[place // 10 % 3]) for place in range(len(runs))]
     pairs = list(zip(runs, looks, strict=True))
 
-    panels: list[tuple[Any, str, list[Line], Quantity, str, list[Line]]] = []
+    panels: list[tuple[Any, str, list[Curve], Quantity, str, list[Curve]]] = []
     for column, (kind, word) in enumerate(_WORDS.items()):
         training = [_line(run.series("loss", kind), look, smoothed=True) for run, look in pairs]
         validation = [_line(run.series(judged, kind, of="eval"), look, smoothed=False) for run, look in pairs]
@@ -511,12 +511,12 @@ def comparison_figure(runs: Sequence[RunNumbers]) -> Figure:
     return figure
 
 
-def _line(series: Series, look: Look, *, smoothed: bool) -> Line:
+def _line(series: Series, look: Look, *, smoothed: bool) -> Curve:
     dots = not smoothed and len(series.x) <= 60
-    return Line(series, look[0], style=look[1], smoothed=smoothed, raw=False, best=not smoothed, dots=dots)
+    return Curve(series, look[0], style=look[1], smoothed=smoothed, raw=False, best=not smoothed, dots=dots)
 
 
-def _far_apart(lines: Sequence[Line]) -> bool:
+def _far_apart(lines: Sequence[Curve]) -> bool:
     ends = [float(line.series.x[-1]) for line in lines if len(line.series.x)]
     return bool(ends) and 0 < _FAR_APART * min(ends) <= max(ends)
 

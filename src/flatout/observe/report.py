@@ -174,7 +174,7 @@ def serve(
 
     Without a port it takes a free one, the first from 8484 on.
     """
-    source = Source(chosen_folders(folders))
+    source = FollowedRuns(chosen_folders(folders))
     source.current()  # mistakes in the folders answer before anything listens
     with open_server(source, port) as server:
         server.stop = stop
@@ -183,7 +183,7 @@ def serve(
         server.serve_forever(poll_interval=0.25)
 
 
-def open_server(source: "Source", port: int | None = None) -> "ReportServer":
+def open_server(source: "FollowedRuns", port: int | None = None) -> "ReportServer":
     """A server that listens already, and answers once `serve_forever` is called."""
     ports = [port] if port is not None else [*range(FIRST_PORT, FIRST_PORT + TRIED_PORTS), 0]
     for number in ports:
@@ -207,7 +207,7 @@ class Snapshot:
     data: dict[str, Any]
 
 
-class Source:
+class FollowedRuns:
     """The report's data, read anew when a run has written something; safe to ask from several threads."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -267,7 +267,7 @@ class ReportServer(http.server.ThreadingHTTPServer):
     # So that a port is free again at once after Ctrl-C; on Windows the same word would let two programs share it.
     allow_reuse_address = os.name == "posix"
 
-    def __init__(self, source: Source, port: int) -> None:
+    def __init__(self, source: FollowedRuns, port: int) -> None:
         self.source = source
         self.places = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self.stop: Callable[[], bool] | None = None

@@ -5,25 +5,25 @@ fields, Python functions from signatures and docstrings. A test compares the pag
 whenever one of them has changed. Only the first paragraphs of each page are written here.
 """
 
-import argparse
 import ast
 import dataclasses
 import importlib
 import inspect
 import textwrap
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import flatout
-from flatout import cli, records
+from flatout import records
 from flatout.config import catalogue
 from flatout.config.facts import allowed_values, field_facts, spot_at
 from flatout.config.schema import RunConfig
 from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, WAY_ELSEWHERE_CALLED
 from flatout.config.yaml_loader import format_value
-from flatout.front.words import Parser, described
+from flatout.front.commands import COMMANDS, VERBS, actions_of, help_text
+from flatout.front.words import Command, Option
 
 FOLDER = Path(__file__).with_name("reference")
 _MADE = "Made from the code by `python docs/make_reference.py`."
@@ -65,6 +65,7 @@ and a suggestion.
 flatout config presets                    # what ships
 flatout config copy shakespeare my.yaml
 flatout config explain my.yaml            # every value, its source, its meaning
+flatout config explain optim.learning_rate my.yaml   # one setting: why, and what it may be
 flatout config search save_steps          # settings by a word, also by another trainer's
 flatout config show gpt2-124m --hardware 8gb
 flatout config schema                     # JSON schema, for editors
@@ -136,14 +137,14 @@ flatout train gpt2-124m --hardware auto data.source=texts/ train.epochs=1   # on
 flatout train gpt2-124m --gpus 8 data.source=texts/  # the same on eight GPUs
 flatout train --view                                 # a panel with curve, speed, card and warnings
 flatout prepare gpt2-124m data.source=texts/         # only make the token shards; killed, it goes on where it was
-flatout data inspect data/gpt2-corpus                # what is in them, what was dropped and why, with a picture
-flatout tokenizer train data.source=texts/ --vocab 8192   # a byte-pair encoding of your own
+flatout prepare inspect data/gpt2-corpus             # what is in them, what was dropped and why, with a picture
+flatout prepare train-tokenizer data.source=texts/ --vocab 8192   # a byte-pair encoding of your own
 flatout eval runs/shakespeare                   # loss, perplexity, bits per byte
 flatout generate runs/shakespeare --prompt "ROMEO:" --temperature 0.8 --top-p 0.95
 flatout generate --interactive                       # the newest run, prompt by prompt
 flatout doctor gpt2-124m data.source=texts/          # what is wrong before it starts, and what to do about it
 flatout estimate gpt2-124m --price 3                 # time, memory, energy and cost, from a few real steps
-flatout plan --gpus 8..64 --size 7b --gpu h100       # memory, communication, time and goodput on many GPUs
+flatout estimate --gpus 8..64 --size 7b --gpu h100   # memory, communication, time and goodput on many GPUs
 flatout tune gpt2-124m --out tuned.yaml              # what trains fastest on this machine, as a config
 flatout tune lr                                      # a learning rate by a range test
 flatout bench                                        # what every speed switch is worth here
@@ -155,7 +156,7 @@ flatout plot runs/a runs/b                           # curves as pictures and CS
 flatout report runs/a                                # one page: curves, switches, samples, where the time went
 flatout finetune model.init_from=FOLDER chat.source=rows.jsonl   # LoRA on conversations
 flatout chat runs/lora                               # talk to it
-flatout merge runs/lora merged/                      # the adapters written into the weights
+flatout export runs/lora merged/                     # the adapters written into the weights
 flatout export runs/my-gpt2 exported/                # config.json and model.safetensors for Hugging Face tools
 ```
 
@@ -166,59 +167,45 @@ into `.venv/bin/flatout`; `. .venv/bin/activate` lets you write `flatout`. `sour
 
 
 def verbs_page() -> str:
-    rows = [f"  {verb:<11}{text}".replace("\n", f"\n{' ' * 13}") for verb, (_, text) in cli.VERBS.items() if text]
-    links = " · ".join(f"[{verb}](#flatout-{verb})" for verb in cli.VERBS)
-    help_text = cli.HELP.format(verbs="\n".join(rows))
-    parts = [_VERBS, f"\n{links}\n\n## All verbs and exit codes\n`flatout --help` prints:\n```\n{help_text}```\n"]
-    first: dict[Callable[[list[str]], int], str] = {}
-    for verb, (function, _) in cli.VERBS.items():
-        if (name := first.setdefault(function, verb)) != verb:
-            parts.append(f"\n## flatout {verb}\nAnother name for [flatout {name}](#flatout-{name}).\n")
-            continue
-        told = described(function, [])
-        if told.parser is None:
-            listed = ", ".join(f"[{action}](#flatout-{verb}-{action})" for action in told.actions)
-            parts.append(f"\n## flatout {verb}\nActions: {listed}.\n")
-        else:
-            parts.append(f"\n## flatout {verb}\n{_verb(told.parser)}")
-        for action in told.actions:
-            parser = described(function, [action]).parser
-            assert parser is not None
-            parts.append(f"\n### flatout {verb} {action}\n{_verb(parser)}")
+    links = " · ".join(f"[{verb}](#flatout-{verb})" for verb in VERBS)
+    parts = [_VERBS, f"\n{links}\n\n## All verbs and exit codes\n`flatout --help` prints:\n```\n{help_text(100)}```\n"]
+    for name, command in COMMANDS.items():
+        parts.append(f"\n##{'#' if ' ' in name else ''} flatout {name}\n")
+        if command.run is not None:
+            parts.append(_verb(command))
+        if actions := actions_of(name):
+            listed = ", ".join(f"[{action}](#flatout-{name}-{action})" for action in actions)
+            parts.append(f"{chr(10) if command.run else ''}Actions: {listed}.\n")
+        if command.twin:
+            parts.append(f"\nIn Python: [`flatout.{command.twin}`](api.md#{command.twin}).\n")
     return "".join(parts)
 
 
-def _verb(parser: Parser) -> str:
-    words = [action for action in parser._actions if not action.option_strings]
-    options = [action for action in parser._actions if action.option_strings and action.dest != "help"]
-    usage = parser.usage or " ".join([parser.prog, *map(_word, words), *(["[options]"] if options else [])])
-    rows = [(f"`{_word(action)}`", _meaning(parser, action)) for action in words]
-    rows += [(f"`{_option(action)}`", _meaning(parser, action)) for action in options]
-    about = textwrap.fill(parser.description or "", 120)
-    return f"{about}\n```\n{usage}\n```\n" + (f"{_table(('word or option', 'meaning'), rows)}" if rows else "")
+def _verb(command: Command) -> str:
+    words = [_shown(option) for option in command.options if option.by_place]
+    words += ["[options]"] if len(words) < len(command.options) else []
+    usage = command.usage or " ".join([f"flatout {command.name}", *words])
+    places = sorted(command.options, key=lambda option: not option.by_place)
+    rows = [(f"`{_shown(option)}`", _meaning(option)) for option in places]
+    about = f"{textwrap.fill(command.heading, 120)}\n```\n{usage}\n```\n"
+    return about + (_table(("word or option", "meaning"), rows) if rows else "")
 
 
-def _word(action: argparse.Action) -> str:
-    name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
-    return {"?": f"[{name}]", "+": f"{name} ...", "*": f"[{name} ...]"}.get(str(action.nargs), name)
+def _shown(option: Option) -> str:
+    """A word or an option as usage shows it."""
+    name, more = option.names[0], option.more
+    dest = more.get("dest", name).strip("-").replace("-", "_").upper()
+    value: str = more.get("metavar", dest)
+    if option.by_place:
+        return {"?": f"[{value}]", "+": f"{value} ...", "*": f"[{value} ...]"}.get(str(more.get("nargs")), value)
+    return name if more.get("action") == "store_true" else f"{name} {'|'.join(more.get('choices', [value]))}"
 
 
-def _option(action: argparse.Action) -> str:
-    names = ", ".join(action.option_strings)
-    if action.nargs == 0:
-        return names
-    value = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
-    return f"{names} {value if action.choices is None else '|'.join(map(str, action.choices))}"
-
-
-def _meaning(parser: Parser, action: argparse.Action) -> str:
-    text = (action.help or "") % {**vars(action), "prog": parser.prog}
-    limits = parser.limits.get(action.dest, "")
-    text += f" ({limits})" if limits and limits not in text else ""
-    default = action.default
-    if default not in (None, False, [], argparse.SUPPRESS) and "default" not in text and str(default) not in text:
-        text += f"; default: {default}"
-    return text + (" (required)" if action.required and action.option_strings else "")
+def _meaning(option: Option) -> str:
+    text, default = option.more["help"], option.more.get("default")
+    text += f" ({option.limits})" if option.limits not in text else ""
+    text += f"; default: {default}" if default and "default" not in text and str(default) not in text else ""
+    return text + (" (required)" if option.more.get("required") else "")
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -254,7 +241,7 @@ def records_page() -> str:
     parts = [one for one in rest if one not in progress]
     groups = {
         "Records of a run": run,
-        "Records of `data inspect`, `bench`, `ablate` and `tune`": others,
+        "Records of `prepare inspect`, `bench`, `ablate` and `tune`": others,
         "Parts of records": parts,
         "Progress": progress,
     }

@@ -1,4 +1,4 @@
-"""What `flatout plan` says of runs that others have published, beside what they measured.
+"""What `flatout estimate --gpus` says of runs that others have published, beside what they measured.
 
     python lab/plan_truth.py            prints a table; needs no GPU
 

@@ -5,25 +5,34 @@ import string
 from collections.abc import Iterator
 from pathlib import Path
 
-from flatout.cli import VERBS
 from flatout.config.facts import field_facts
+from flatout.front.commands import VERBS
 from tests.bad_configs import as_yaml, bad_config_files, bad_overrides, good_sections
 
 CONFIG_VERBS = [
     ["train"], ["prepare"], ["config", "show"], ["config", "explain"], ["train", "--json"], ["finetune"], ["estimate"],
-    ["plan"], ["tune"], ["tune", "lr"], ["bench"], ["ablate"], ["profile"], ["tokenizer", "report"],
-    ["tokenizer", "train", "--vocab", "300"],
+    ["estimate", "--gpus", "8"], ["tune"], ["tune", "lr"], ["bench"], ["ablate"], ["profile"],
+    ["prepare", "compare-tokenizers"], ["prepare", "train-tokenizer", "--vocab", "300"],
 ]  # fmt: skip
-MODEL_VERBS = ["eval", "generate", "chat", "merge", "export", "plot", "report", "watch", "serve-report"]
+MODEL_VERBS = ["eval", "generate", "chat", "export", "plot", "report", "watch"]
 NUMBERS = {
     ("generate",): ["--tokens", "--temperature", "--top-k", "--top-p", "--seed"],
     ("chat",): ["--tokens", "--temperature", "--top-p", "--seed"],
     ("eval",): ["--tokens"],
     ("prepare",): ["--workers", "--context"],
-    ("data", "inspect", "."): ["--context"],
-    ("tokenizer", "train"): ["--vocab"],
+    ("prepare", "inspect", "."): ["--context"],
+    ("prepare", "train-tokenizer"): ["--vocab"],
     ("estimate",): ["--price", "--seconds"],
-    ("plan",): ["--per-host", "--intra", "--inter", "--rate", "--mfu", "--disk", "--restart", "--failure-hours"],
+    ("estimate", "--gpus", "8"): [
+        "--per-host",
+        "--intra",
+        "--inter",
+        "--rate",
+        "--mfu",
+        "--disk",
+        "--restart",
+        "--failure-hours",
+    ],
     ("tune",): ["--memory", "--seconds"],
     ("tune", "lr"): ["--from", "--to", "--steps"],
     ("tune", "search", "space.yaml"): ["--trials"],
@@ -31,7 +40,7 @@ NUMBERS = {
     ("ablate",): ["--seeds", "--minutes"],
     ("profile",): ["--steps"],
     ("watch",): ["--port"],
-    ("serve-report",): ["--port"],
+    ("report", "--serve"): ["--port"],
 }
 NO_NUMBERS = ["-1", "many", "nan", "-inf", "1e99", "9" * 40, "", " ", "--", "0x10", "1,5", "٣x", "\x1b[2J", "1" * 5000]
 CONTRADICTIONS = [
@@ -42,16 +51,17 @@ CONTRADICTIONS = [
     ["ablate", "--fields", "train.seed=2"], ["ablate", "--equal", "steps"], ["ablate", "--out", ""],
     ["tune", "--out", "nowhere/found.yaml"], ["tune", "lr", "--from", "1", "--to", "2"], ["tune", "search"],
     ["tune", "search", "nowhere.yaml"], ["tune", "search", "nowhere.yaml", "--study", "nowhere/x.db"],
-    ["data", "inspect"], ["data", "inspect", ".", "--picture", "a.bmp"], ["data", "verify", "."], ["data", "look"],
-    ["tokenizer", "train"], ["tokenizer", "train", "--vocab", "300", "--out", ""], ["tokenizer", "read"],
+    ["prepare", "inspect"], ["prepare", "inspect", ".", "--picture", "a.bmp"], ["prepare", "verify", "."],
+    ["prepare", "look"], ["prepare", "train-tokenizer"], ["prepare", "train-tokenizer", "--vocab", "300", "--out", ""],
     ["config", "copy"], ["config", "copy", "nope"], ["config", "copy", "../lora"], ["config", "copy", "lora", ""],
-    ["config", "copy", "lora", "nowhere/a.yaml"], ["export", "."], ["export", ".", ""], ["merge", "."],
-    ["merge", ".", "out"], ["export", ".", "out"], ["plot"], ["plot", "."], ["report", "."], ["eval", "."],
+    ["config", "copy", "lora", "nowhere/a.yaml"], ["export", "."], ["export", ".", ""], ["merge", ".", "out"],
+    ["export", ".", "out"], ["plot"], ["plot", "."], ["report", "."], ["eval", "."],
     ["eval", "--split", "test"], ["chat", "."], ["finetune"], ["finetune", "shakespeare-char"], ["train", "a", "b"],
     ["generate", "--device", "tpu"], ["generate", "--device", "cuda:9999"], ["train", "--hardware", "7gb"],
-    ["plan", "--gpus", "8..2"], ["plan", "--size", "9t"],
-    ["plan", "--gpu", "abacus"], ["plan", "--rate", "9", "--mfu", "0.5"], ["prepare", "--engine", "spark"],
-    ["prepare", "lora"], ["export", ".", "out", "--dtype", "int4"], ["-x"], [""],
+    ["estimate", "--gpus", "8..2"], ["estimate", "--gpus", "8", "--size", "9t"], ["estimate", "--rate", "9"],
+    ["estimate", "--gpus", "8", "--gpu", "abacus"], ["estimate", "--gpus", "8", "--rate", "9", "--mfu", "0.5"],
+    ["plan"], ["bundle", "."], ["data", "look"], ["report", "--zip", "--serve"], ["report", "--port", "5"],
+    ["prepare", "--engine", "spark"], ["prepare", "lora"], ["export", ".", "out", "--dtype", "int4"], ["-x"], [""],
 ]  # fmt: skip
 
 
@@ -150,7 +160,7 @@ def _mutated_words(choose: random.Random, words: list[str]) -> list[str]:
 def _bad_words(choose: random.Random) -> list[str]:
     kind = choose.randrange(9)
     if kind == 0:
-        return [_typo(choose, choose.choice([verb for verb in VERBS if verb != "data"]))]
+        return [_typo(choose, choose.choice(list(VERBS)))]
     if kind == 1:
         return [choose.choice(["train", "prepare", *MODEL_VERBS]), "--" + _noise(choose)]
     if kind == 2:
@@ -161,7 +171,7 @@ def _bad_words(choose: random.Random) -> list[str]:
     if kind == 4:
         return [choose.choice(MODEL_VERBS), f"nowhere/{_noise(choose)}", *choose.choice([[], ["out"]])]
     if kind == 5:
-        return [choose.choice(["config", "data", "tokenizer"]), _noise(choose)]
+        return [choose.choice(["config", "data", "completion"]), _noise(choose)]
     if kind == 6:
         return ["train", f"{_noise(choose)}.yaml", *([f"--{_noise(choose)}"] if choose.random() < 0.5 else [])]
     if kind == 7:

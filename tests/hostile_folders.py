@@ -41,7 +41,7 @@ def _read_text(make: Maker, source: str, tokenizer: str = "bytes") -> list[str]:
     return make.chance.choice(
         [
             ["prepare", "--workers", "0", f"data.tokenizer={tokenizer}", *where],
-            ["tokenizer", "report", "--tokenizer", tokenizer, *where],
+            ["prepare", "compare-tokenizers", "--tokenizer", tokenizer, *where],
             ["doctor", "--quick", f"data.tokenizer={tokenizer}", *where],
             [*TRAIN, f"data.tokenizer={tokenizer}", *where],
         ]
@@ -59,7 +59,7 @@ def _read_run(make: Maker) -> list[str]:
             ["report", "made", "--out", "page.html"],
             ["watch", "made", "--json"],
             ["watch", "made"],
-            ["bundle", "made", "--no-doctor", "--out", "bug.zip"],
+            ["report", "--zip", "made", "--no-doctor", "--out", "bug.zip"],
         ]
     )
 
@@ -115,7 +115,7 @@ def _json_text(make: Maker) -> list[str]:
     )
     make.write(f"{folder}/{name}", text)
     if folder == "adapter":
-        return ["merge", "adapter", "out", "--base", str(make.kit.base)]
+        return ["export", "adapter", "out", "--base", str(make.kit.base)]
     return _read_model(make)
 
 
@@ -141,10 +141,14 @@ def _no_plain_file(make: Maker) -> list[str]:
             file.truncate(size)
     return {
         "base": lambda: _read_model(make),
-        "adapter": lambda: ["merge", "adapter", "out", "--base", str(make.kit.base)],
+        "adapter": lambda: ["export", "adapter", "out", "--base", str(make.kit.base)],
         "made": lambda: _read_run(make),
         "data": lambda: make.chance.choice(
-            [["data", "inspect", "data", "--no-picture"], ["data", "verify", "data"], [*TRAIN, "data.folder=data"]]
+            [
+                ["prepare", "inspect", "data", "--no-picture"],
+                ["prepare", "verify", "data"],
+                [*TRAIN, "data.folder=data"],
+            ]
         ),
     }[which]()
 
@@ -197,7 +201,7 @@ def _adapter(make: Maker) -> list[str]:
     )
     make.write("adapter/adapter_config.json", values | {key: value})
     base = ["--base", str(make.kit.base)] if make.chance.random() < 0.8 else []
-    return make.chance.choice([["merge", "adapter", "out"], ["generate", "adapter", "--tokens", "2"]]) + base
+    return make.chance.choice([["export", "adapter", "out"], ["generate", "adapter", "--tokens", "2"]]) + base
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------
@@ -355,10 +359,10 @@ def _dataset(make: Maker) -> list[str]:
     make.spoil_json(path, [*HUGE, "../../../etc/passwd", "/dev/zero", "x" * 10**6, [[]] * 10**6, {"a": {}}])
     return make.chance.choice(
         [
-            ["data", "verify", "data"],
-            ["data", "inspect", "data", "--no-picture"],
+            ["prepare", "verify", "data"],
+            ["prepare", "inspect", "data", "--no-picture"],
             [*TRAIN, "data.folder=data", "data.source=null"],
-            ["tokenizer", "report", "--tokenizer", "data/tokenizer.json", f"data.source={make.kit.text}"],
+            ["prepare", "compare-tokenizers", "--tokenizer", "data/tokenizer.json", f"data.source={make.kit.text}"],
         ]
     )
 

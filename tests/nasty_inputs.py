@@ -112,7 +112,7 @@ def _damaged_file(make: Maker) -> list[str]:
     how = make.chance.choice([how for how in DAMAGES if how != "none"])
     raw = damage(compress(build(form, texts_for(form, make.chance, 40)), suffix), how, make.chance)
     name = make.write(f"input{SUFFIXES[form]}{suffix}", raw)
-    return ["tokenizer", "report", "--tokenizer", "bytes", f"data.source={name}"]
+    return ["prepare", "compare-tokenizers", "--tokenizer", "bytes", f"data.source={name}"]
 
 
 def _odd_file(make: Maker) -> list[str]:
@@ -120,7 +120,7 @@ def _odd_file(make: Maker) -> list[str]:
     make.write(name, raw)
     source = f"data.source={make.chance.choice([name, '.'])}" if make.chance.random() < 0.2 else f"data.source={name}"
     verbs = [
-        ["tokenizer", "report", "--tokenizer", "bytes"],
+        ["prepare", "compare-tokenizers", "--tokenizer", "bytes"],
         ["prepare", "--workers", "0", "data.tokenizer=bytes"],
         TRAIN,
     ]
@@ -203,7 +203,7 @@ def _source_that_is_no_file(make: Maker) -> list[str]:
         lambda: "hf:",
         lambda: "-",
     ]
-    verbs = [["tokenizer", "report", "--tokenizer", "bytes"], ["prepare", "--workers", "0"], TRAIN]
+    verbs = [["prepare", "compare-tokenizers", "--tokenizer", "bytes"], ["prepare", "--workers", "0"], TRAIN]
     source = make.chance.choice(places)()
     return [*make.chance.choice(verbs), f"data.source={source}", "data.folder=data"]
 
@@ -378,7 +378,7 @@ def _tokenizer(make: Maker) -> list[str]:
         path.rename(base / "tokenizer.json")
         return ["chat", "base", "--device", "cpu", "--message", "Hello", "--tokens", "2"]
     verbs = [
-        ["tokenizer", "report", "--tokenizer", "./tokenizer.json"],
+        ["prepare", "compare-tokenizers", "--tokenizer", "./tokenizer.json"],
         [*TRAIN, "data.tokenizer=./tokenizer.json", "data.folder=data"],
     ]
     return [*make.chance.choice(verbs), f"data.source={make.kit.text}"]
@@ -419,7 +419,7 @@ def _adapter(make: Maker) -> list[str]:
         )
     words = [
         ["chat", "adapter", "--base", str(make.kit.base), "--device", "cpu", "--message", "Hello", "--tokens", "2"],
-        ["merge", "adapter", "out", "--base", str(make.kit.base)],
+        ["export", "adapter", "out", "--base", str(make.kit.base)],
         [
             *TUNE,
             f"model.init_from={make.kit.base}",
@@ -457,8 +457,8 @@ def _made_by_us(make: Maker) -> list[str]:
         _spoil_any(make, path)
         return make.chance.choice(
             [
-                ["data", "verify", "data"],
-                ["data", "inspect", "data", "--no-picture"],
+                ["prepare", "verify", "data"],
+                ["prepare", "inspect", "data", "--no-picture"],
                 [*TRAIN, "data.folder=data", "data.source=null"],
             ]
         )
@@ -519,9 +519,9 @@ def _name(make: Maker) -> list[str]:
         [*TUNE, f"model.init_from={make.kit.base}", f"chat.source={shown}", "data.folder=samples"],
         [*TUNE, f"model.init_from={make.kit.base}", f"chat.source={make.kit.rows}", f"chat.template={shown}"],
         ["train", f"{name}.yaml"], ["train", "--resume", name], ["generate", name],
-        ["chat", str(make.kit.base), "--base", name], ["config", "copy", name], ["data", "inspect", name],
+        ["chat", str(make.kit.base), "--base", name], ["config", "copy", name], ["prepare", "inspect", name],
         ["plot", name], ["report", name, "--json"], ["watch", name], ["tune", "search", name],
-        ["export", name, "out"], ["tokenizer", "report", text, "--tokenizer", name],
+        ["export", name, "out"], ["prepare", "compare-tokenizers", text, "--tokenizer", name],
         ["eval", str(make.kit.run), "--data", name, "--device", "cpu"],
         ["report", str(make.kit.run), "--out", f"{name}.html" if name.strip("/.") else "gone/a.html"],
         ["train", "--hardware", name],

@@ -267,17 +267,23 @@ def _prepare(draw: Drawer) -> list[str]:
 
 def _data(draw: Drawer) -> list[str]:
     if draw.chance.random() < 0.4:
-        return ["data", "verify", draw.one(*DATASETS)]
+        return ["prepare", "verify", draw.one(*DATASETS)]
     picture = [[], ["--no-picture"], ["--picture", draw.one("new.png", "link.png", "results.png", "plots/mine.svg")]]
-    return ["data", "inspect", draw.one(*DATASETS), *draw.chance.choice(picture)]
+    return ["prepare", "inspect", draw.one(*DATASETS), *draw.chance.choice(picture)]
 
 
 def _tokenizer(draw: Drawer) -> list[str]:
     if draw.chance.random() < 0.3:
-        return ["tokenizer", "report", _source(draw), "--tokenizer", draw.one("bytes", "tokenizer.json", "base")]
+        return [
+            "prepare",
+            "compare-tokenizers",
+            _source(draw),
+            "--tokenizer",
+            draw.one("bytes", "tokenizer.json", "base"),
+        ]
     # To overwrite a file is the user's wish; they do not wish it of these.
     out = ["--out", draw.chance.choice(NEW), "--overwrite"] if draw.chance.random() < 0.3 else ["--out", draw.one(*NEW)]
-    return ["tokenizer", "train", _source(draw), "--vocab", "260", *(out if draw.chance.random() < 0.9 else [])]
+    return ["prepare", "train-tokenizer", _source(draw), "--vocab", "260", *(out if draw.chance.random() < 0.9 else [])]
 
 
 def _use(draw: Drawer) -> list[str]:
@@ -290,10 +296,13 @@ def _use(draw: Drawer) -> list[str]:
 
 
 def _export(draw: Drawer) -> list[str]:
-    verb = draw.chance.choice(["export", "merge"])
-    models = ("tuned", "adapters") if verb == "merge" else ("runs/second", *MODELS)
-    words = [verb, draw.one(*models), draw.one("exported", "empty", "link-out", *NEW), *draw.maybe("--last")]
-    return words + (draw.maybe("--adapter") if verb == "export" else [])
+    words = [
+        "export",
+        draw.one("tuned", "adapters", "runs/second", *MODELS),
+        draw.one("exported", "empty", "link-out", *NEW),
+        *draw.maybe("--last"),
+    ]
+    return words + draw.maybe("--adapter")
 
 
 def _plot(draw: Drawer) -> list[str]:

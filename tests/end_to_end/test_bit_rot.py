@@ -94,7 +94,7 @@ def rot_dataset(tiny, capsys: pytest.CaptureFixture[str], counts: dict[str, int]
             original = file.read_bytes()
             damage_on_disk(file, kind, choose)
             # What became of the input is told by the report, which measuring a model does not read.
-            words = ["data", "inspect", "data/mine"] if file.name in ABOUT_INPUT else ["eval", "run"]
+            words = ["prepare", "inspect", "data/mine"] if file.name in ABOUT_INPUT else ["eval", "run"]
             assert cli.main(words) == 3, (file, kind, index)
             assert file.name in two_lines(capsys)
             file.write_bytes(original)

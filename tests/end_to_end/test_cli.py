@@ -139,7 +139,7 @@ def test_suggestions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         (["tune", "search", "nospace.yaml"], "the fields to search over"),
         (["config", "copy", "shakespeare-char", ""], "name a .yaml file"),
         (["export", ".", ""], "name a new folder"),
-        (["merge", ".", ""], "name a new folder"),
+        (["export", ".", ""], "name a new folder"),
         (["eval", ""], "name a run folder"),
         (["generate", ".", "What is it?"], "flatout generate RUN --prompt 'What is it?'"),
         (["generate", "What is it?"], "text goes after --prompt"),
@@ -651,7 +651,7 @@ def test_a_file_that_any_source_of_a_list_reads_is_counted_once_and_not_as_passe
     assert f"15 files: read 4 .html, 2 .jsonl, 2 .txt, 1 other; {passed_over}" in said.both
     assert f"data was prepared from 9 of 15 files; {passed_over}" in call(["doctor", "--quick", *words]).both
     told = "files passed over: 1 .bin (not GPT-2 tokens), 1 .pdf (binary), 1 .png (binary), 1 .py, 2 other types"
-    assert told in " ".join(call(["data", "inspect", "data", "--no-picture"]).both.split())
+    assert told in " ".join(call(["prepare", "inspect", "data", "--no-picture"]).both.split())
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])

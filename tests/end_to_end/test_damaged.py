@@ -122,5 +122,5 @@ def test_the_command_lists_problems_and_exits_with_three(
     assert "\x1b" not in err
     assert "problems.jsonl" in err
     # The dataset is there and whole, and asking again tells the same.
-    assert cli.main(["data", "verify", "out"]) == 0
+    assert cli.main(["prepare", "verify", "out"]) == 0
     assert cli.main(words) == 3

@@ -67,7 +67,7 @@ def test_the_first_model_goes_on(rows: str, capsys: pytest.CaptureFixture[str]):
     adapters = finetune(run, rows, "adapters", 2, "lora.rank=4")
     assert main(["export", run, "exported"]) == 0
     assert main(["export", whole, "taught"]) == 0
-    assert main(["merge", adapters, "merged", "--dtype", "fp32"]) == 0
+    assert main(["export", adapters, "merged", "--dtype", "fp32"]) == 0
     for name, folder in ((run, "exported"), (whole, "taught"), (adapters, "merged")):
         transformers_agrees(name, Path(folder))
     said = capsys.readouterr().out

@@ -131,7 +131,7 @@ def test_whole_weights_are_trained_saved_merged_and_gone_on_with(words, tmp_path
     tokens = torch.arange(24)[None]
     on = words("lora.init_from=runs/lora", "optim.learning_rate=1e-12", "output.name=on", *few[:2])
     list(api.train(load_config("lora", on)))
-    assert main(["merge", "runs/lora", "merged", "--dtype", "fp32"]) == 0
+    assert main(["export", "runs/lora", "merged", "--dtype", "fp32"]) == 0
     with torch.no_grad():
         ours = loaded.model.logits(tokens)
         theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "runs/lora/adapter")
@@ -235,7 +235,7 @@ def test_chat_and_merge_after_a_run(words, capsys):
     assert main(["chat", "runs/lora", "--message", "What is 5 and one?", "--temperature", "0", "--tokens", "9"]) == 0
     answer = capsys.readouterr().out.splitlines()[-1]
     assert answer.startswith("It is")
-    assert main(["merge", "runs/lora", "merged", "--dtype", "fp32", "--json"]) == 0
+    assert main(["export", "runs/lora", "merged", "--dtype", "fp32", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["kept"] == pytest.approx(1.0, abs=1e-3)
     assert told["logits_relative"] < 1e-5
@@ -347,7 +347,7 @@ def test_eval_measures_what_the_run_measured_and_merged_adapters_are_gone(words,
         api.merge(model, tmp_path / "two")
 
 
-@pytest.mark.parametrize("verb", ["prepare", "plan"])
+@pytest.mark.parametrize("verb", ["prepare", "estimate --gpus 8"])
 def test_verbs_for_pretraining_say_so(words, verb, capsys):
     assert main([*verb.split(), "lora", *words()]) == 2
     said = capsys.readouterr().err

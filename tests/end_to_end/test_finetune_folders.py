@@ -21,7 +21,7 @@ from flatout.data.tokenizer import CharTokenizer
 from flatout.data.tokenizer_files import train_bpe, write_tokenizer
 from flatout.diagnose.examine import examine
 from flatout.errors import UserError
-from flatout.front import exporting
+from flatout.front import models
 from flatout.generation import generate_tokens
 from flatout.model.adapter_files import read_origin
 from flatout.model.gpt import GPT
@@ -94,7 +94,7 @@ def test_an_exchanged_base_is_refused(words, capsys):
     calls = [
         ["finetune", *words("train.steps=5"), "--resume", "auto"],
         ["chat", "runs/lora", "--message", "Hello"],
-        ["merge", "runs/lora", "out"],
+        ["export", "runs/lora", "out"],
         ["export", "runs/lora", "out", "--adapter"],
         ["chat", "runs/lora/adapter", "--message", "Hello"],
     ]
@@ -472,23 +472,21 @@ def test_export_writes_either_the_adapter_or_the_merged_model(words, capsys):
     torch.testing.assert_close(logits(api.load_model("whole", device="cpu").model), ours, rtol=1e-4, atol=1e-5)
     assert main(["export", "base", "copy", "--adapter"]) == 2
     assert "no adapters to export" in capsys.readouterr().err
-    assert main(["merge", "apart", "merged"]) == 0  # an adapter folder is as good as the run
+    assert main(["export", "apart", "merged"]) == 0  # an adapter folder is as good as the run
 
 
-@pytest.mark.parametrize("verb", ["export", "merge"])
-def test_adapters_are_written_into_fp16_weights(words, verb):
+def test_adapters_are_written_into_fp16_weights(words):
     run(words())
     expected = logits(api.load_model("runs/lora", device="cpu").model)
-    assert main([verb, "runs/lora", "half", "--dtype", "fp16"]) == 0
+    assert main(["export", "runs/lora", "half", "--dtype", "fp16"]) == 0
     assert read_description(Path("half")).dtype == "float16"
     torch.testing.assert_close(logits(api.load_model("half", device="cpu").model), expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("verb", ["export", "merge"])
-def test_what_is_said_of_a_tokenizer_is_said_of_a_merge_too(words, verb, monkeypatch, capsys):
+def test_what_is_said_of_a_tokenizer_is_said_of_a_merge_too(words, monkeypatch, capsys):
     run(words())
-    monkeypatch.setattr(exporting, "files_beside", lambda *_, **__: ({}, ("a remark of its own",)))
-    assert main([verb, "runs/lora", "out"]) == 0
+    monkeypatch.setattr(models, "files_beside", lambda *_, **__: ({}, ("a remark of its own",)))
+    assert main(["export", "runs/lora", "out"]) == 0
     assert "note: a remark of its own" in capsys.readouterr().out
 
 

@@ -488,7 +488,7 @@ UNREADABLE = {
     "weights to chat with": ("base/model.safetensors", ["chat", "base", "--message", "Hi"]),
     "a checkpoint": (f"{SAVED}/model.safetensors", ["chat", "runs/lora", "--message", "Hi"]),
     "a checkpoint to resume": (f"{SAVED}/model.safetensors", ["finetune", "--resume", "runs/lora"]),
-    "an adapter": ("runs/lora/adapter/adapter_model.safetensors", ["merge", "runs/lora/adapter", "out"]),
+    "an adapter": ("runs/lora/adapter/adapter_model.safetensors", ["export", "runs/lora/adapter", "out"]),
     "its description": ("runs/lora/adapter/adapter_config.json", ["chat", "runs/lora/adapter", "--message", "Hi"]),
 }  # fmt: skip
 
@@ -564,7 +564,7 @@ def test_a_file_in_the_place_of_the_runs_folder_is_told(words, place, capsys):
 def test_export_and_merge_write_the_same_by_default(words, capsys):
     run(words("train.steps=2"))
     assert main(["export", "runs/lora", "exported"]) == 0
-    assert main(["merge", "runs/lora", "merged"]) == 0
+    assert main(["export", "runs/lora", "merged"]) == 0
     assert Path("exported/model.safetensors").read_bytes() == Path("merged/model.safetensors").read_bytes()
     assert "bf16" in capsys.readouterr().out
     api.export("base", "copy")

@@ -131,7 +131,7 @@ def test_the_doctor_opens_it(opened: list[bool]):
 
 
 def test_what_is_for_text_alone_refuses_it(opened: list[bool], capsys: pytest.CaptureFixture[str]):
-    for verb in (["prepare"], ["tokenizer", "report"]):
+    for verb in (["prepare"], ["prepare", "compare-tokenizers"]):
         assert main([*verb, "shakespeare-char", *WORDS]) == 2
         error, hint = capsys.readouterr().err.strip().splitlines()
         assert error.startswith(f"error: `flatout {' '.join(verb)}` is for text")

@@ -32,15 +32,15 @@ SHORT = [
     ["report", "runs/shakespeare"],
     ["runs"],
     ["watch", "runs/shakespeare"],
-    ["bundle", "runs/shakespeare"],
-    ["data", "verify", "data/shakespeare-bpe-1024"],
+    ["report", "--zip", "runs/shakespeare"],
+    ["prepare", "verify", "data/shakespeare-bpe-1024"],
 ]
 LONGER = [
     ["estimate", "--seconds", "1", *SMALL],
     ["tune", "lr", "--steps", "20", *SMALL],
     ["finetune", "model.init_from=base", "chat.source=rows.jsonl", "train.steps=1", "model.context=64",
      "output.folder=tuned"],
-    ["merge", "tuned", "merged"],
+    ["export", "tuned", "merged"],
 ]  # fmt: skip
 # What a platform cannot do: the words of the refusal.
 REFUSED = {

@@ -175,7 +175,7 @@ def test_an_empty_folder_is_taken_and_a_full_one_refused(words, tmp_path: Path):
 
 @pytest.mark.parametrize("bad", [["--steps", "0"], ["--steps", "many"], ["--out", ""], ["speed.precision=bf17"]])
 def test_mistakes_answer_before_anything_is_made(words, tmp_path: Path, bad: list[str], monkeypatch):
-    monkeypatch.setattr(measuring, "profile_into", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr(measuring, "practice_config", lambda *_, **__: pytest.fail("it went on"))
     with pytest.raises((UsageError, ConfigError)):
         dispatch(["profile", *words, *bad])
     assert not list(tmp_path.iterdir())

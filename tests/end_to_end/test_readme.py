@@ -55,8 +55,7 @@ def stop_after(parse: Callable[..., argparse.Namespace]) -> Callable[..., argpar
 
 def test_every_command_of_the_readme_and_the_reference_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("parse_words", "parse_mixed"):
-        monkeypatch.setattr(Parser, name, stop_after(getattr(Parser, name)))
+    monkeypatch.setattr(Parser, "parse", stop_after(Parser.parse))
     shown = [block for page in (README, *sorted(REFERENCE.iterdir())) for block in blocks("sh", page)]
     commands = re.findall(r"^flatout (.*)$", "\n".join(shown), flags=re.MULTILINE)
     assert {command.split()[0] for command in commands} > {"train", "prepare", "eval", "generate", "tune", "config"}
@@ -72,7 +71,7 @@ def test_every_command_of_the_readme_and_the_reference_is_taken(tmp_path: Path, 
 
 @pytest.mark.parametrize("command", ["train --no-such-option", "config shwo", "generate --tokens many"])
 def test_a_command_that_would_not_be_taken_is_noticed(command: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Parser, "parse_words", stop_after(Parser.parse_words))
+    monkeypatch.setattr(Parser, "parse", stop_after(Parser.parse))
     assert cli.main(shlex.split(command)) == 2
 
 

@@ -97,7 +97,10 @@ MEASURING = ("bench --rungs sdpa", "tune", "tune lr", "tune search space.yaml", 
 @pytest.mark.parametrize(
     ("verb", "limit"),
     [
-        *((verb, "data.max_bytes=9000") for verb in (*MEASURING, "train", "prepare", "plan", "doctor --quick")),
+        *(
+            (verb, "data.max_bytes=9000")
+            for verb in (*MEASURING, "train", "prepare", "estimate --gpus 8", "doctor --quick")
+        ),
         ("prepare", "data.max_documents=1"),
         ("prepare", "data.max_tokens=9000"),
     ],
@@ -232,9 +235,9 @@ def test_doctor_and_plan_judge_what_train_would_train(
         return plan(loaded, *rest, **how)
 
     monkeypatch.setattr(check_run, "decide", decides)
-    monkeypatch.setattr(many_gpus, "plan", plans)
+    monkeypatch.setattr("flatout.front.measuring.plan_on_many", plans)
     named = ["record", "--size", SIZE, *words]
-    assert main(["plan", *named]) == 0
+    assert main(["estimate", "--gpus", "1..8", *named]) == 0
     assert "settled as for text that is read once, because its tokens are not counted" in capsys.readouterr().err
     assert seen.pop().model.value_tables == 1
     assert not list(tmp_path.iterdir())
@@ -242,7 +245,7 @@ def test_doctor_and_plan_judge_what_train_would_train(
     assert "tokens to train on; a run counts them first" in capsys.readouterr().out
     assert seen.pop().optim.head_decay is not None
     run = trained("record", words)
-    assert main(["plan", *named]) == 0
+    assert main(["estimate", "--gpus", "1..8", *named]) == 0
     said = capsys.readouterr()
     assert "note: the data is read 10.0 times" in said.err
     assert "the vocabulary is not known" not in said.out

@@ -26,7 +26,8 @@ from flatout.config.source import DEFAULT
 from flatout.device import detect_device
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
 from flatout.front import output
-from flatout.front.words import Parser, add_config, load
+from flatout.front.commands import COMMANDS, parser_of
+from flatout.front.configs import load
 from flatout.host import THREAD_VARIABLES, CoreUse
 from flatout.model.gpt import GPT
 from flatout.observe import sheets
@@ -470,9 +471,7 @@ def test_the_printed_command_runs(words, tmp_path: Path, capsys: pytest.CaptureF
     printed = printed_words(capsys.readouterr().out)
     paths = [word.partition("=")[0] for word in printed if "=" in word]
     assert len(paths) == len(set(paths))
-    parser = Parser("train", "")
-    add_config(parser)
-    loaded = load(parser.parse_words(printed))
+    loaded = load(parser_of(COMMANDS["train"]).parse(printed))
     assert loaded.config.speed.micro_batch in (1, 2)
     assert loaded.config.speed.accumulation is None
     assert loaded.config.eval.sample_prompt == "to be"

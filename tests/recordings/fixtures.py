@@ -132,7 +132,7 @@ def computed(run: str, *, ranks: int = 1) -> dict[str, Any]:
     }
     if run == "lora":
         values["adapter"] = exported("export", folder, "lora-adapter", "--adapter", *base)
-        values["merged"] = exported("merge", folder, "lora-merged", "--dtype", "fp32", *base)
+        values["merged"] = exported("export", folder, "lora-merged", "--dtype", "fp32", *base)
     return {**values, f"resumed on {ranks}": resumed(folder, ranks=ranks)}
 
 

@@ -62,7 +62,7 @@ def test_runs_are_listed_reported_and_drawn(tmp_path: Path):
     flatout("plot", *runs, "--out", "drawn.png", "--no-csv")
     # Both are there already. Files of others are refused; these carry the mark of f6fcf4d.
     flatout("report", "runs/muon")
-    flatout("bundle", "runs/muon", "--no-doctor", "--out", "muon-bundle.zip")
+    flatout("report", "--zip", "runs/muon", "--no-doctor", "--out", "muon-bundle.zip")
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -91,8 +91,8 @@ def test_slices_resume_on_two_ranks(tmp_path: Path):
 def test_a_dataset_trains_the_same_run_again(dataset: str, run: str, tmp_path: Path):
     unpack(tmp_path, "data", run)
     before = look(tmp_path / "data" / dataset)
-    flatout("data", "verify", f"data/{dataset}")
-    flatout("data", "inspect", f"data/{dataset}", "--json", "--no-picture")
+    flatout("prepare", "verify", f"data/{dataset}")
+    flatout("prepare", "inspect", f"data/{dataset}", "--json", "--no-picture")
     flatout("train", f"runs/{run}/config.yaml", f"data.folder=data/{dataset}", "output.folder=runs/again")
     assert losses_of(Path("runs/again")) == pytest.approx(losses_of(Path(f"runs/{run}")), **close(run))
     assert look(tmp_path / "data" / dataset) == before
@@ -112,7 +112,7 @@ def test_exported_folders_and_adapters_are_read(tmp_path: Path):
     assert loss == pytest.approx(WANTED["adamw"]["loss"], rel=1e-3)
     assert generated("base") == WANTED["adamw"]["text"]
     flatout("generate", "runs/lora/adapter", "--base", "base", "--tokens", "2")
-    found = exported("merge", "runs/lora/adapter", "merged", "--base", "base", "--dtype", "fp32")
+    found = exported("export", "runs/lora/adapter", "merged", "--base", "base", "--dtype", "fp32")
     assert shapes(found) == shapes(WANTED["lora"]["merged"])
 
 

@@ -339,7 +339,7 @@ def test_more_processes_than_gpus_are_refused_with_their_number(monkeypatch: pyt
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     loaded = load_config(None, ["train.steps=1"])
     with pytest.raises(HardwareError, match="--gpus 8, and this host has 2") as caught:
-        verbs_training.start_workers("train", options(), lambda: (loaded, []))
+        verbs_training.start_workers(options(verb="train"), lambda: (loaded, []))
     assert caught.value.hint == "use --gpus 2, or speed.device=cpu to train without them"
     verbs_training._check_gpus(2, "auto")
     verbs_training._check_gpus(8, "cpu")

@@ -42,7 +42,7 @@ def test_a_bundle_holds_the_run_and_none_of_its_data(tmp_path: Path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     run_with_data(tmp_path / "runs" / "mine")
     monkeypatch.chdir(tmp_path)
-    assert main(["bundle", "mine", "--no-doctor"]) == 0
+    assert main(["report", "--zip", "mine", "--no-doctor"]) == 0
     assert "mine-bundle.zip" in capsys.readouterr().out
     found = contents(tmp_path / "mine-bundle.zip")
     assert list(found) == ["README.txt", "config.yaml", "metrics.jsonl", "files.txt", "report.html"]
@@ -59,7 +59,7 @@ def test_a_bundle_holds_the_run_and_none_of_its_data(tmp_path: Path, monkeypatch
     assert "metrics.jsonl" in found["files.txt"]
     assert is_bundle(tmp_path / "mine-bundle.zip")
     before = (tmp_path / "mine-bundle.zip").read_bytes()
-    assert main(["bundle", "mine", "--no-doctor"]) == 0, "one of ours is replaced"
+    assert main(["report", "--zip", "mine", "--no-doctor"]) == 0, "one of ours is replaced"
     assert (tmp_path / "mine-bundle.zip").read_bytes() == before
 
 
@@ -70,14 +70,13 @@ def test_of_many_files_the_first_are_listed_and_the_rest_counted(tmp_path: Path,
     for number in range(9 - there):
         (tmp_path / "runs" / "mine" / f"other-{number}").touch()
     monkeypatch.chdir(tmp_path)
-    assert main(["bundle", "mine", "--no-doctor"]) == 0
+    assert main(["report", "--zip", "mine", "--no-doctor"]) == 0
     lines = contents(tmp_path / "mine-bundle.zip")["files.txt"].splitlines()
     assert len(lines) == 5
     assert lines[-1] == "and 5 more"
 
 
 def test_the_machine_is_told_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from flatout.diagnose import examine as visit
     from flatout.finding import Check
 
     run_with_data(tmp_path / "mine")
@@ -85,8 +84,8 @@ def test_the_machine_is_told_without_secrets(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("TORCH_LOGS", "dynamo")
     monkeypatch.setenv("TORCH_HUB_TOKEN", "not-for-you")
     monkeypatch.setenv("MY_API_KEY", "not-for-you-either")
-    monkeypatch.setattr(visit, "examine", lambda *_, **__: iter([Check("machine", "python").ok("3.11")]))
-    assert main(["bundle", "mine", "--out", "bug.zip"]) == 0
+    monkeypatch.setattr("flatout.front.looking.examine", lambda *_, **__: iter([Check("machine", "python").ok("3.11")]))
+    assert main(["report", "--zip", "mine", "--out", "bug.zip"]) == 0
     found = contents(tmp_path / "bug.zip")
     assert json.loads(found["environment.json"])["environment"].get("TORCH_LOGS") == "dynamo"
     assert "not-for-you" not in "".join(found.values())
@@ -97,10 +96,10 @@ def test_files_that_are_no_bundles_are_left_alone(tmp_path: Path, monkeypatch: p
     run_with_data(tmp_path / "mine")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bug.zip").write_bytes(b"mine")
-    assert main(["bundle", "mine", "--out", "bug.zip", "--no-doctor"]) == 2
+    assert main(["report", "--zip", "mine", "--out", "bug.zip", "--no-doctor"]) == 2
     assert (tmp_path / "bug.zip").read_bytes() == b"mine"
-    assert main(["bundle", "mine", "--out", "bug.tar", "--no-doctor"]) == 2
-    assert main(["bundle", "nothing", "--no-doctor"]) == 2
+    assert main(["report", "--zip", "mine", "--out", "bug.tar", "--no-doctor"]) == 2
+    assert main(["report", "--zip", "nothing", "--no-doctor"]) == 2
     assert "hint:" in capsys.readouterr().err
 
 
@@ -149,7 +148,7 @@ def test_rows_that_no_version_of_ours_wrote_stay_out(tmp_path: Path, monkeypatch
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    assert main(["bundle", "mine", "--no-doctor"]) == 0
+    assert main(["report", "--zip", "mine", "--no-doctor"]) == 0
     found = contents(tmp_path / "mine-bundle.zip")
     assert "private" not in "".join(found.values()).replace("private key", "")
     assert '"flops_per_token"' in found["metrics.jsonl"], "numbers stay"

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from flatout.cli import VERBS, main
+import flatout
+from flatout.cli import main
 from flatout.config.catalogue import shipped_names
 from flatout.config.facts import field_facts
-from flatout.front.words import described
+from flatout.front.commands import COMMANDS, FORMER_NAMES, VERBS
 
 ASK = """
 source ./script
@@ -43,7 +44,7 @@ def complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_verbs_options_presets_settings_and_runs(complete):
-    assert complete("") == [*(verb for verb, (_, text) in VERBS.items() if text), "help"]
+    assert complete("") == [*VERBS, "help"]
     assert complete("tr") == ["train"]
     assert complete("train", "--re") == ["--resume", "--restarts"]
     assert complete("train", "gpt2") == [name for name in shipped_names("preset") if name.startswith("gpt2")]
@@ -58,10 +59,13 @@ def test_verbs_options_presets_settings_and_runs(complete):
 
 
 def test_actions_have_words_of_their_own(complete):
-    assert complete("data", "") == ["inspect", "verify"]
-    assert complete("data", "inspect", "--no") == ["--no-picture"]
+    assert complete("prepare", "")[:4] == ["inspect", "verify", "train-tokenizer", "compare-tokenizers"]
+    assert complete("prepare", "inspect", "--no") == ["--no-picture"]
+    assert complete("prepare", "gpt2-1") == ["gpt2-124m"]
     assert complete("config", "co") == ["copy"]
     assert complete("config", "copy", "gpt2-1") == ["gpt2-124m"]
+    assert complete("config", "explain", "optim.learning") == ["optim.learning_rate", "optim.learning_rate="]
+    assert complete("estimate", "--gpu") == ["--gpus", "--gpu"]
     assert complete("tune", "l")[0] == "lr"
     assert complete("tune", "--exh") == ["--exhaustive"]
     assert complete("tune", "lr", "--st") == ["--steps"]
@@ -89,12 +93,49 @@ def test_the_zsh_script_has_the_same_candidates(capsys: pytest.CaptureFixture[st
         subprocess.run(["zsh", "-n"], input=scripts[1], text=True, check=True)
 
 
-@pytest.mark.parametrize("verb", [verb for verb, (_, text) in VERBS.items() if text])
-def test_every_verb_can_be_described_without_doing_anything(verb: str, tmp_path: Path, monkeypatch, capsys):
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: command.name)
+def test_every_command_has_help_a_twin_in_python_and_names_what_it_takes(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    told = described(VERBS[verb][0], [])
-    assert told.parser is not None or told.actions
-    for action in told.actions:
-        assert described(VERBS[verb][0], [action]).parser is not None
+    assert main([*command.name.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: flatout {command.name}")
+    if " " not in command.name:
+        assert callable(getattr(flatout, command.twin))
+    for option in command.options:
+        assert option.by_place or option.names[0] in shown
     assert list(tmp_path.iterdir()) == []
-    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_help_is_as_wide_as_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["--help"]) == 0
+    verbs = capsys.readouterr().out.partition("verbs:\n")[2].partition("\n\n")[0].splitlines()
+    assert max(map(len, verbs)) <= width
+    assert [line.split()[0] for line in verbs if not line.startswith("   ")] == list(VERBS)
+    assert (len(verbs) == len(VERBS)) == (width == 200)
+
+
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        (["lora", "chat.source=a b"], "flatout finetune 'chat.source=a b'"),
+        (["data", "inspect", "data/x"], "flatout prepare inspect data/x"),
+        (["data", "verify"], "flatout prepare verify"),
+        (["tokenizer", "train", "--vocab", "300"], "flatout prepare train-tokenizer --vocab 300"),
+        (["tokenizer", "report"], "flatout prepare compare-tokenizers"),
+        (["plan", "--size", "7b"], "flatout estimate --gpus 1..8 --size 7b"),
+        (["plan", "--gpus", "8..64"], "flatout estimate --gpus 8..64"),
+        (["merge", "runs/a", "out"], "flatout export runs/a out"),
+        (["bundle", "a"], "flatout report --zip a"),
+        (["serve-report", "a", "b"], "flatout report --serve a b"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_former_name_answers_with_the_new_command(words: list[str], now: str, capsys: pytest.CaptureFixture[str]):
+    assert main(words) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: `flatout {words[0]}")
+    assert " is now `flatout " in error
+    assert hint == f"hint: write `{now}`"
+    assert " ".join(now.split()[1:3]) in FORMER_NAMES.values() or now.split()[1] in VERBS

@@ -43,7 +43,8 @@ from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED
 from flatout.config.unused import check_used
 from flatout.config.yaml_loader import format_value, has_control_character
 from flatout.errors import ConfigError
-from flatout.front.words import number_between, on_hardware
+from flatout.front.configs import on_hardware
+from flatout.front.words import number_between
 from flatout.model.count import estimate_memory, parameter_count
 from flatout.model.execution import Execution
 from flatout.resolve.sizing import fitted, fitted_to

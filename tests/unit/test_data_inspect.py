@@ -353,7 +353,7 @@ def test_a_folder_without_a_dataset(tmp_path: Path) -> None:
 
 def test_the_root_of_a_disk_is_a_folder_without_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
     """It has no name to call the picture by."""
-    assert main(["data", "inspect", "/"]) == 3
+    assert main(["prepare", "inspect", "/"]) == 3
     assert "there is no dataset in /" in capsys.readouterr().err
 
 
@@ -361,7 +361,7 @@ def test_of_many_problems_the_first_are_shown_and_the_rest_counted(tmp_path: Pat
     problems = [{**PROBLEM, "place": f"line {n}"} for n in range(30)]
     report = {**REPORT, "problem_count": len(problems)}
     write_texts(tmp_path, CharTokenizer("ab"), ["abab"], ["a"], report=report, problems=problems)
-    assert main(["data", "inspect", str(tmp_path), "--no-picture"]) == 0
+    assert main(["prepare", "inspect", str(tmp_path), "--no-picture"]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem:")]
     assert len(told) == 6
     assert told[-1] == "problem: ... and 25 more in problems.jsonl"

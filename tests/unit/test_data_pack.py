@@ -999,7 +999,7 @@ def test_damaged_shards_are_found_by_prepare_and_mended_by_its_hint(
     shard.write_bytes(b"\x01" + shard.read_bytes()[1:])
     from flatout import cli
 
-    for command in (lambda: prepare(*words), lambda: cli.main(["data", "inspect", "out", "--no-picture"])):
+    for command in (lambda: prepare(*words), lambda: cli.main(["prepare", "inspect", "out", "--no-picture"])):
         assert command() == 3
         assert "--overwrite" in capsys.readouterr().err
     Path("out/manifest.json").write_text("{", encoding="utf-8")
@@ -1016,7 +1016,7 @@ def test_the_picture_lies_beside_the_dataset_and_nothing_else_does(
     (tmp_path / "else").mkdir()
     pack(rows(tmp_path), tmp_path / "out", "bytes")
     monkeypatch.chdir(tmp_path / "else")
-    assert cli.main(["data", "inspect", "../out"]) == 0
+    assert cli.main(["prepare", "inspect", "../out"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["else", "out", "out.png", "rows.jsonl"]
     assert list((tmp_path / "else").iterdir()) == []
 
@@ -1024,7 +1024,7 @@ def test_the_picture_lies_beside_the_dataset_and_nothing_else_does(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_the_output_is_told(tmp_path: Path) -> None:
     pack(rows(tmp_path), tmp_path / "out", "bytes")
-    words = ["data", "verify", str(tmp_path / "out")]
+    words = ["prepare", "verify", str(tmp_path / "out")]
     assert Forked(cli.main, words, stdout="/dev/full", stderr=tmp_path / "errors").wait() == 5
     assert [line.split(":")[0] for line in (tmp_path / "errors").read_text().splitlines()] == ["error", "hint"]
 

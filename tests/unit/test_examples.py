@@ -60,9 +60,9 @@ def understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     def stop(parser: Parser, words: list[str]) -> object:
         raise Taken(parse(parser, words))
 
-    parse = Parser.parse_words
+    parse = Parser.parse
     with monkeypatch.context() as patch:
-        patch.setattr(Parser, "parse_words", stop)
+        patch.setattr(Parser, "parse", stop)
         with pytest.raises(Taken) as taken:
             cli.main(words[1:])
     return taken.value.args[0]

@@ -155,7 +155,7 @@ def test_the_picture_of_a_dataset_and_a_tokenizer_replace_nothing_foreign(tmp_pa
     (tmp_path / "tokenizer.json").symlink_to(tmp_path / "nowhere")
     before = tree(tmp_path)
     with pytest.raises(UsageError, match="does not look like a file that flatout wrote"):
-        dispatch(["data", "inspect", "set"])
+        dispatch(["prepare", "inspect", "set"])
     with pytest.raises(UsageError, match="is a link"):
-        dispatch(["tokenizer", "train", "--vocab", "300"])
+        dispatch(["prepare", "train-tokenizer", "--vocab", "300"])
     assert tree(tmp_path) == before

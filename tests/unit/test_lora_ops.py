@@ -10,7 +10,6 @@ from torch import Tensor
 from flatout.ops import lora
 from flatout.ops.lora import (
     JoinedWeight,
-    LoraCall,
     LoraLayout,
     LoraPart,
     dora_norm,
@@ -57,7 +56,7 @@ def joined_of(weight, layout, a, b, dtype=None):
     return joined
 
 
-WAYS = {"in place": LoraCall(), "apart": LoraCall(in_place=False)}
+WAYS = {"in place": {}, "apart": {"in_place": False}}
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
@@ -70,7 +69,7 @@ def test_gradients_are_right_in_float64(kind, way, dora):
     magnitude, norm = dora_values(layout, weight, a, b) if dora else (None, None)
 
     def run(x, a, magnitude, *b):
-        return lora_product(x, weight, bias, a, b, layout, magnitude_P=magnitude, norm_P=norm, how=how)
+        return lora_product(x, weight, bias, a, b, layout, magnitude_P=magnitude, norm_P=norm, **how)
 
     assert torch.autograd.gradcheck(run, (x, a, magnitude, *b), fast_mode=True)
 
@@ -91,7 +90,7 @@ def test_every_form_is_the_plain_one(guarded_memory, kind, way, bias, dora, shap
     plain = lora_reference(x, weight, bias_O, a, b, layout, **options)
     dy = draw(*plain.shape, seed=9).detach()
     expected = torch.autograd.grad(plain, leaves, dy)
-    fast = lora_product(x, weight, bias_O, a, b, layout, how=how, **options)
+    fast = lora_product(x, weight, bias_O, a, b, layout, **how, **options)
     found = torch.autograd.grad(fast, leaves, strided(dy) if dy.ndim > 1 else dy)
     torch.testing.assert_close(fast, plain, rtol=2e-5, atol=2e-5)
     for mine, theirs in zip(found, expected, strict=True):
@@ -156,11 +155,11 @@ def test_dropout_is_on_the_adapters_input_alone():
     """The mask is found from the outside, and the plain form with that mask gives the same output and gradients."""
     layout = LoraLayout(12, (LoraPart(0, 6, 6, 2.0), LoraPart(8, 4, 6, 0.5)))
     x, weight, bias, a, b = values(layout, 6, (50,))
-    how = LoraCall(dropout=0.4)
+    how = {"dropout": 0.4}
 
     def run():
         torch.manual_seed(11)
-        return lora_product(x, weight, bias, a, b, layout, how=how)
+        return lora_product(x, weight, bias, a, b, layout, **how)
 
     y = run()
     torch.manual_seed(11)
@@ -182,7 +181,7 @@ def test_dora_with_dropout_scales_the_dropped_product():
     magnitude, norm = dora_values(layout, weight, a, b)
     options = {"magnitude_P": magnitude, "norm_P": norm}
     torch.manual_seed(3)
-    y = lora_product(x, weight, bias, a, b, layout, how=LoraCall(dropout=0.5), **options)
+    y = lora_product(x, weight, bias, a, b, layout, dropout=0.5, **options)
     torch.manual_seed(3)
     keep = torch.nn.functional.dropout(torch.ones_like(x), 0.5)
     factor = torch.ones(9, dtype=x.dtype)
@@ -312,7 +311,7 @@ def test_on_a_gpu_in_bf16(kind, way, dora):
     magnitude, norm = dora_values(layout, weight, a, b) if dora else (None, None)
     leaves = [x, a, *b, *([] if magnitude is None else [magnitude])]
     options: Any = {"magnitude_P": magnitude, "norm_P": norm}
-    y = lora_product(x, weight, bias, a, b, layout, how=how, **options)
+    y = lora_product(x, weight, bias, a, b, layout, **how, **options)
     exact_leaves = [t.detach().double().requires_grad_() for t in leaves]
     if magnitude is not None and norm is not None:
         options = {"magnitude_P": exact_leaves[-1], "norm_P": norm.double()}

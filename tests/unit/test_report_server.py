@@ -318,13 +318,13 @@ def test_mistakes_answer_before_anything_listens(tmp_path: Path):
     with pytest.raises(DataError):
         serve([tmp_path / "none"], ready=lambda url: pytest.fail(url))
     with pytest.raises(UsageError, match="port"):
-        dispatch(["serve-report", str(tmp_path), "--port", "99999"])
+        dispatch(["report", "--serve", str(tmp_path), "--port", "99999"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_verb_cleanly(tmp_path: Path, number: signal.Signals):
     folder = finished_run(tmp_path / "run", steps=20, every=10)
-    code = f"import sys; from flatout.cli import main; sys.exit(main(['serve-report', {str(folder)!r}]))"
+    code = f"import sys; from flatout.cli import main; sys.exit(main(['report', '--serve', {str(folder)!r}]))"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()

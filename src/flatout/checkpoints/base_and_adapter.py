@@ -176,7 +176,7 @@ def read_own(name: str, checkpoint: Path, *, training: bool) -> tuple[ModelConfi
             other = f"or name the model under its adapters: {config.model.init_from}"
         raise CheckpointError(
             f"{name} has adapters beside a frozen model, and cannot be the base of others",
-            f"write it as one model with `flatout merge {name} FOLDER`, {other}",
+            f"write it as one model with `flatout export {name} FOLDER`, {other}",
         )
     return config.model, state, language
 

@@ -314,7 +314,7 @@ def notices_on_folder(folder: Path) -> Iterator[Finding]:
         yield Check("data", "validation").warn(unlike)
     if _how_to_verify(folder) == "sizes":
         yield Check("data", "verified").note(
-            f"only the sizes of the shards in {folder} were checked; `flatout data verify` checks every byte"
+            f"only the sizes of the shards in {folder} were checked; `flatout prepare verify` checks every byte"
         )
 
 

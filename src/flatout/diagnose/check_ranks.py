@@ -466,7 +466,7 @@ def _links(links: Sequence[Link]) -> Finding | None:
     return _check("links").note(
         found,
         "PCIe carries about a tenth of what NVLink does. Larger batches hide it, and parallel.reduce=bf16 halves it; "
-        "`flatout plan --intra` takes it.",
+        "`flatout estimate --gpus --intra` takes it.",
     )
 
 

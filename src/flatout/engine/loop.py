@@ -167,7 +167,8 @@ class _Steps:
         self.pending = PendingReports(self.training.speed.device.torch_device, lag)
 
     def run(self, first_step: int) -> Iterator[Record]:
-        run, machine = self.training, MachineWatch(self.training.speed.device)
+        run, progress, deadline = self.training, self.progress, self.training.deadline
+        machine = MachineWatch(run.speed.device)
         with contextlib.closing(machine), run.batches(first_step, self.position) as loader:
             yield from notices_at(first_step, filter(None, [warm_up(run, first_step)]))
             begin(run)
@@ -177,9 +178,10 @@ class _Steps:
                 if self.boundary.save_is_done:
                     yield from noted(run, self.boundary.conclude())
                     self.pending.restart()
-                keep_time(run, self.progress, batch.step + 1)
+                if deadline is not None and deadline.look(batch.step + 1, progress.step, progress.seconds, run.world):
+                    run.step.optimizer.stretch(*deadline.stretch)
                 if self.totals.steps >= SPANS_EVERY:
-                    yield self.totals.take(self.progress.step, run.world)
+                    yield self.totals.take(progress.step, run.world)
                 if (state := machine.poll(batch.step + 1)) is not None:
                     yield state
                 ended = yield from self._at_boundary(batch.step + 1)
@@ -408,13 +410,6 @@ def begin(run: Run) -> None:
     deadline.start()
 
 
-def keep_time(run: Run, progress: Progress, step: int) -> None:
-    """Compares the clock with the plan after a step, and stretches the rest of the schedules."""
-    deadline = run.deadline
-    if deadline is not None and deadline.look(step, progress.step, progress.seconds, run.world):
-        run.step.optimizer.stretch(*deadline.stretch)
-
-
 def noted(run: Run, records: Iterator[Record]) -> Iterator[Record]:
     """Passes records on, after the deadline has seen how long evaluations and saves take.
 
@@ -444,21 +439,17 @@ def noted(run: Run, records: Iterator[Record]) -> Iterator[Record]:
 # and recorded too; the first step measures them itself, and recordings wait for the second.
 
 
-def shapes_of(run: Run, first_step: int) -> list[StepReading]:
-    """One step of each form of micro-batch that is still to come; nothing where no other stage follows.
-
-    A run whose length is set in minutes is warmed up in any case.
-    """
-    later = [stage.first_step for stage in run.plan.schedule.stages if first_step < stage.first_step < run.steps]
-    met = bool(later) or run.deadline is not None  # a run that ends on time pays for no first step either
-    readings = [run.plan.schedule.at(step) for step in (first_step, *later)] if met else []
-    return list({(reading.pieces, reading.attention_window): reading for reading in readings}.values())
-
-
 def warm_up(run: Run, first_step: int) -> str | None:
-    """Warms a run up before `first_step`, where that is worth it; returns a notice."""
+    """Warms a run up before `first_step`, where that is worth it; returns a notice.
+
+    It needs one step of each form of micro-batch that is still to come, unless there is one form alone. A run whose
+    length is set in minutes is warmed up in any case, since its time does not include the first step.
+    """
     made_for_shapes = run.step.graph is not None or run.speed.compile != "off"
-    shapes = shapes_of(run, first_step)
+    schedule = run.plan.schedule
+    later = [stage.first_step for stage in schedule.stages if first_step < stage.first_step < run.steps]
+    readings = [schedule.at(step) for step in (first_step, *later)] if later or run.deadline is not None else []
+    shapes = list({(reading.pieces, reading.attention_window): reading for reading in readings}.values())
     if not shapes or run.custom.model is not None or not (made_for_shapes or run.speed.device.kind == "cuda"):
         return None
     began, scales = time.perf_counter(), run.model.narrow.scales

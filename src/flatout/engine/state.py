@@ -92,7 +92,10 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
         **run.custom_state,
         **({} if run.deadline is None else {"deadline": run.deadline.saved()}),
     }
-    model, optimizer = _model_and_optimizer(run)
+    model, optimizer, average = run.trained.tensors(), run.step.optimizer.tensors(), run.step.average
+    if average is not None:  # which others load; the weights are part of what training alone resumes with
+        optimizer |= {f"{name}.{TRAINED}": model[name] for name in average.values}
+        model = model | average.values
     return Checkpoint(
         model=model,
         optimizer=optimizer,
@@ -101,17 +104,6 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
         config=run.plan.stored,
         tokenizer=run.data.tokenizer.to_json(),
     )
-
-
-def _model_and_optimizer(run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights that others load, and the rest that training resumes with.
-
-    Where weights are averaged, others load the average, and the weights themselves are part of the rest.
-    """
-    weights, state, average = run.trained.tensors(), run.step.optimizer.tensors(), run.step.average
-    if average is None:
-        return weights, state
-    return weights | average.values, state | {f"{name}.{TRAINED}": weights[name] for name in average.values}
 
 
 def restore_weights(run: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -1,104 +1,81 @@
-"""The verb completion: a script that lets bash or zsh complete our command lines.
+"""A script that lets bash or zsh complete our command lines.
 
-Idea: everything the script offers is read off the verbs' own parsers and the schema when it is printed, so there is no
+Idea: everything the script offers is read off the table of commands and the schema when it is printed, so there is no
 second list to keep. Only runs are looked up when a word is completed.
 
-Contract: as in `flatout.cli`. The script is one function that prints candidates, in the language that both shells
-share, and a few lines for each shell that hand them over. A candidate that ends in `=` is not followed by a space.
+Contract: the script is one function that prints candidates, in the language that both shells share, and a few lines for
+each shell that hand them over. A candidate that ends in `=` is not followed by a space.
 """
 
-import argparse
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flatout.config.catalogue import shipped_names
 from flatout.config.facts import field_facts, options_of, spot_at
 from flatout.config.sizes import LONG_SIZES, size_names
-from flatout.front.words import Parser, described
+from flatout.front.words import Command, Option
 
 SHELLS = ("bash", "zsh")
 _FILES = "@files"  # stands for the files that are there
-Verb = Callable[[list[str]], int]
 
 
-def completion(words: list[str], verbs: Mapping[str, Verb]) -> int:
-    """`verbs` are those that the script completes, with the functions that make their parsers."""
-    parser = Parser("completion", "Print a script that completes verbs, options, presets, settings and runs.")
-    parser.add_argument("shell", choices=SHELLS, help="for which shell")
-    parser.epilog = (
-        "Once: flatout completion bash > ~/.local/share/bash-completion/completions/flatout, or in ~/.bashrc or "
-        "~/.zshrc: source <(flatout completion bash), or zsh."
-    )
-    shell = parser.parse_words(words).shell
-    print(_script(verbs) + (_BASH if shell == "bash" else _ZSH), end="")
-    return 0
-
-
-def _script(verbs: Mapping[str, Verb]) -> str:
-    """The function `_flatout_candidates VERB ACTION PREVIOUS`, which prints what may come next, a line each."""
-    lines = ["_flatout_candidates() {", '  case "$1" in', f"    '') {_printed([*verbs, 'help'])}; return ;;"]
-    for name, function in verbs.items():
-        told = described(function, [])
-        if told.actions:
-            lines.append(f"    {name})")
-            lines.append(f'      if [ -z "$2" ]; then {_printed(told.actions)}; {"" if told.parser else "return; "}fi')
+def script(shell: str, commands: Sequence[Command]) -> str:
+    """The script for one of SHELLS: the function `_flatout_candidates VERB ACTION PREVIOUS` prints what may come next,
+    a line each."""
+    verbs = [command for command in commands if " " not in command.name]
+    names = [verb.name for verb in verbs]
+    lines = ["_flatout_candidates() {", '  case "$1" in', f"    '') {_printed([*names, 'help'])}; return ;;"]
+    for verb in verbs:
+        actions = {one.name.partition(" ")[2]: one for one in commands if one.name.startswith(f"{verb.name} ")}
+        lines.append(f"    {verb.name})")
+        if actions:
+            lines.append(f'      [ -n "$2" ] || {_printed(actions)}')
             lines.append('      case "$2" in')
-            for action in told.actions:
-                lines += _context(action, described(function, [action]).parser, "        ")
+            for name, action in actions.items():
+                lines += [f"        {name})", *_body(action, "          "), "          return ;;"]
             lines.append("      esac")
-            lines += [] if told.parser is None else _body(told.parser, "      ")
-            lines.append("      ;;")
-        else:
-            lines += _context(name, told.parser, "    ")
+        lines += [*_body(verb, "      "), "      return ;;"]
     lines += ["  esac", "}", "", *_values(), ""]
-    return "\n".join([_HEAD, *lines]) + "\n"
+    return "\n".join([_HEAD, *lines]) + "\n" + (_BASH if shell == "bash" else _ZSH)
 
 
-def _context(name: str, parser: Parser | None, indent: str) -> list[str]:
-    body = [] if parser is None else _body(parser, f"{indent}  ")
-    return [f"{indent}{name})", *body, f"{indent}  return ;;"]
-
-
-def _body(parser: Parser, indent: str) -> list[str]:
-    """What a verb takes: values after an option that wants one, else options and its other words."""
+def _body(command: Command, indent: str) -> list[str]:
+    """What a command takes: values after an option that wants one, else options and its other words."""
     after: dict[str, list[str]] = {}
-    options: list[str] = []
-    others: list[str] = []
-    for action in parser._actions:
-        if action.option_strings:
-            options += [option for option in action.option_strings if option.startswith("--")]
-            if action.nargs != 0 and not isinstance(action, argparse._HelpAction):
-                after.setdefault(_values_of(action), []).extend(action.option_strings)
-        else:
-            others.append(_values_of(action))
+    for option in command.options:
+        if not option.by_place and option.more.get("action") != "store_true":
+            after.setdefault(_values_of(option), []).extend(option.names)
     lines = [f'{indent}case "$3" in'] if after else []
     lines += [f"{indent}  {'|'.join(names)}) {values or ':'}; return ;;" for values, names in after.items()]
     lines += [f"{indent}esac"] if after else []
-    lines += [f"{indent}{values}" for values in dict.fromkeys(others) if values]
-    if parser.get_default("overrides") is not None:
+    others = dict.fromkeys(_values_of(option) for option in command.options if option.by_place)
+    lines += [f"{indent}{values}" for values in others if values]
+    if command.takes_config:
         lines.append(f"{indent}_flatout_settings")
-    return [*lines, f"{indent}{_printed(options)}"]
+    options = [name for option in command.options if not option.by_place for name in option.names]
+    return [*lines, f"{indent}{_printed([*options, '--help'])}"] if command.run is not None else lines
 
 
-def _values_of(action: argparse.Action) -> str:
+def _values_of(option: Option) -> str:
     """The command that prints the values of an option or of a word."""
-    kind = (action.metavar if isinstance(action.metavar, str) else "") or action.dest
-    if action.choices is not None:
-        return _printed(action.choices)
-    if action.dest == "hardware":
+    name = option.names[0].lstrip("-")
+    kind = str(option.more.get("metavar", name)).upper()
+    if "choices" in option.more:
+        return _printed(option.more["choices"])
+    if name == "hardware":
         return _printed(["auto", *shipped_names("hardware")])
-    if action.dest == "size":
+    if name == "size":
         return _printed([*LONG_SIZES, *size_names()])
-    if action.dest == "resume":
+    if name == "resume":
         return f"{_printed(['auto'])}; _flatout_runs"
-    if action.dest in ("run", "runs", "RUN"):
+    if name in ("run", "runs"):
         return f"_flatout_runs; {_printed([_FILES])}"
-    if action.dest in ("config", "config_option", "preset"):
+    if name in ("config", "preset"):
         return f"{_printed(shipped_names('preset'))}; {_printed([_FILES])}"
-    if any(word in kind.upper() for word in ("FILE", "FOLDER", "MODEL", "PICTURE")):
-        return _printed([_FILES])
-    return ""
+    if name == "field":
+        return _printed(field_facts())
+    return _printed([_FILES]) if any(word in kind for word in ("FILE", "FOLDER", "MODEL", "SPACE")) else ""
 
 
 def _values() -> list[str]:

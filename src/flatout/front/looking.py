@@ -1,21 +1,28 @@
 """Looking at runs and machines: pictures, tables, one HTML page, and the doctor's visit. Needs no torch."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from flatout.config.load import Config, LoadedConfig
 from flatout.config.suggest import run_hint
 from flatout.diagnose.examine import examine
+from flatout.diagnose.machine import gather_machine
 from flatout.errors import DataError, UsageError, quoted
 from flatout.files import disk_errors
 from flatout.finding import Finding
 from flatout.front.configs import with_sources
 from flatout.launch import Launch
+from flatout.observe.bundle import Private, bundle_files, is_secret, write_bundle
+from flatout.observe.bundle import check_target as check_bundle_target
 from flatout.observe.plots import COMPARISON, write_comparison, write_run_plots
 from flatout.observe.report import check_target, write_report
-from flatout.observe.runs import find_run
+from flatout.observe.runs import SORTS, RunRow, find_run, follow, list_runs
 from flatout.observe.series import EIGENSTATES, EVALS, STEPS
+from flatout.observe.sinks import read_history
+from flatout.records import Record
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
@@ -149,13 +156,66 @@ def doctor(
         target = with_sources(target)
     if overrides and isinstance(target, LoadedConfig):
         raise UsageError("overrides are for a config by its name", "change the config itself, or name its file")
-    return examine(
-        target,
-        overrides,
-        hardware=hardware,
-        size=size,
-        quick=quick,
-        gpus=gpus,
-        launched=launched,
-        progress=progress,
-    )
+    how = {"hardware": hardware, "size": size, "quick": quick, "gpus": gpus, "launched": launched}
+    return examine(target, overrides, progress=progress, **how)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def runs(folder: str | Path = "runs", *, sort: str = "age", reverse: bool = False) -> list[RunRow]:
+    """The runs that lie in a folder, as rows with state, step, loss, size and age; none where there is no such folder.
+
+    `sort` is age (the newest first), name, state, step, loss or size.
+    """
+    if sort not in SORTS:
+        raise UsageError(f"runs cannot be sorted by {sort!r}", f"use one of {', '.join(SORTS)}")
+    rows = list_runs(Path(folder), sort=sort) if Path(folder).is_dir() else []
+    return rows[::-1] if reverse else rows
+
+
+def watch(run: str | Path | None = None) -> Iterator[Record]:
+    """The records of a run, from its first to its last; waits for more while a process works on it.
+
+    `run` is a folder or a name under runs/, by default the newest run there.
+    """
+    return follow(find_run(None if run is None else str(run)))
+
+
+def bundle(
+    run: str | Path | None = None,
+    out: str | Path | None = None,
+    *,
+    doctor: bool = True,
+    overwrite: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Path:
+    """Writes one zip file of a run for a bug report and returns its path, by default RUN-bundle.zip.
+
+    It holds config, environment, the doctor's findings, metrics and report; data, samples, weights and keys stay out.
+    Without `doctor` the machine is not looked at. A file that is no bundle is replaced only with `overwrite`.
+    """
+    folder = find_run(None if run is None else str(run))
+    target = Path(f"{folder.resolve().name}-bundle.zip") if out is None else Path(out)
+    check_bundle_target(target, overwrite=overwrite)  # before anything is looked at
+    read_history(folder)  # a folder without a run is an error now
+    machine, findings = None, []
+    if doctor:
+        progress("looking at the machine ...")
+        machine, findings = _machine_without_secrets(folder)
+    private = Private.of(os.environ, Path.home())
+    write_bundle(folder, private, target, bundle_files(folder, private, machine=machine, doctor=findings))
+    return target
+
+
+def _machine_without_secrets(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the machine is, and what the doctor finds of it and of the run's config."""
+    machine = gather_machine()
+    findings = examine(str(folder / "config.yaml"), quick=True, machine=machine)
+    found = [{"type": "finding", **dataclasses.asdict(finding)} for finding in findings]
+    facts = dataclasses.asdict(machine)
+    facts["environment"] = {name: value for name, value in machine.environment.items() if not is_secret(name)}
+    for card in facts["cards"]:
+        card.pop("identity")  # its number tells who owns it, and nothing about a bug
+        card.pop("processes")
+    return facts, found

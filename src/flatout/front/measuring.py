@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.alike import shared_settings
-from flatout.config.load import Config, LoadedConfig, load_config
+from flatout.config.load import Config, LoadedConfig
 from flatout.data.prepare import data_folder, has_dataset
 from flatout.engine.run import Run
 from flatout.errors import UsageError, quoted
 from flatout.files import disk_errors, write_whole
 from flatout.folders import free_folder, whole_folder
 from flatout.front.configs import with_sources
-from flatout.launch import Launch, launch
+from flatout.launch import launch
 from flatout.observe.sheets import as_markdown
 from flatout.parallel.ranks import joined
 from flatout.records import (
@@ -36,15 +36,19 @@ from flatout.records import (
     record_to_json,
 )
 from flatout.rows import read_rows
+from flatout.shown import Shown
 from flatout.tuning import profile_page
 from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, Told
 from flatout.tuning.ablation import ablate as ablate_fields
 from flatout.tuning.changes import check_length, choose, read_space, space_of
+from flatout.tuning.cluster import CARDS, FAILURE_HOURS, GB, Card, Cluster, card_here, card_named
 from flatout.tuning.estimate import SECONDS as PROBE_SECONDS
 from flatout.tuning.estimate import EstimateResult
 from flatout.tuning.estimate import estimate as look_ahead
 from flatout.tuning.ladder import bench as climb_ladder
 from flatout.tuning.lr_range import HIGH, LOW, STEPS, LrResult, Point, find_rate
+from flatout.tuning.many_gpus import PlanResult, Rate, on_card, planned_parameters
+from flatout.tuning.many_gpus import plan as plan_on_many
 from flatout.tuning.measure import borrowed_run
 from flatout.tuning.practice_data import practice_config, scratch_folder, settled_for_runs
 from flatout.tuning.profile import attend, fitted, profile_run
@@ -82,18 +86,10 @@ def bench(
         raise UsageError(
             f"{path} holds the rows of an earlier ladder", "name a new folder, or measure what is missing with --go-on"
         )
-    ladder = climb_ladder(
-        with_sources(config or load_config()),
-        steps=steps,
-        parity_steps=parity_steps,
-        batch_tokens=batch_tokens,
-        names=rungs,
-        only=only,
-        seconds=seconds,
-        earlier=[] if path is None else earlier_rungs(path, notice),
-        notice=notice,
-        progress=progress,
-    )
+    earlier = [] if path is None else earlier_rungs(path, notice)
+    how = {"steps": steps, "parity_steps": parity_steps, "batch_tokens": batch_tokens, "names": rungs, "only": only}
+    how |= {"seconds": seconds, "earlier": earlier, "notice": notice, "progress": progress}
+    ladder = climb_ladder(with_sources(config), **how)
     if path is None:
         yield from ladder
         return
@@ -128,14 +124,8 @@ def tune(
     Yields a row for every setting tried, and a `TuneResult` last; its `fragment` is a config file. `memory` is a cap in
     GiB that emulates a smaller card, `exhaustive` tries everything, `compile` torch.compile's modes too (minutes).
     """
-    yield from search_settings(
-        with_sources(config or load_config()),
-        memory=memory,
-        thorough=exhaustive,
-        compiled=compile,
-        seconds=seconds,
-        progress=progress,
-    )
+    how = {"memory": memory, "thorough": exhaustive, "compiled": compile, "seconds": seconds, "progress": progress}
+    yield from search_settings(with_sources(config), **how)
 
 
 def tune_lr(
@@ -155,7 +145,7 @@ def tune_lr(
             f"--from {low:g} and --to {high:g} are less than a factor of ten apart",
             "a range test needs rates from far too small to far too large, such as --from 1e-7 --to 1",
         )
-    return find_rate(with_sources(config or load_config()), low=low, high=high, steps=steps, progress=progress)
+    return find_rate(with_sources(config), low=low, high=high, steps=steps, progress=progress)
 
 
 def search(
@@ -172,7 +162,7 @@ def search(
     `space` is a YAML file of fields and ranges, or what it would hold: `{"model.layers": {"range": [2, 6]}}`.
     `trials` counts the finished ones in all; a `study` file (SQLite) keeps them, and the same call goes on with it.
     """
-    loaded = with_sources(config or load_config())
+    loaded = with_sources(config)
     found = space_of(space, loaded) if isinstance(space, Mapping) else read_space(Path(space), loaded)
     kept = None if study is None else Path(study)
     return search_space(loaded, found, trials=trials, study=kept, notice=notice, progress=progress)
@@ -196,7 +186,7 @@ def ablate(
     seed in common, `seeds` of them, and are compared at `equal` tokens, seconds or both. With a `folder`, rows are kept
     in ablate.jsonl there, and the same call goes on with them. After `minutes` nothing is begun; 0 reads what is there.
     """
-    loaded = with_sources(config or load_config())
+    loaded = with_sources(config)
     if equal not in (TOKENS, SECONDS, BOTH):
         raise UsageError(f"runs cannot be compared at equal {equal!r}", "use tokens, seconds or both")
     check_length(loaded)
@@ -237,8 +227,82 @@ def estimate(
     `price` is per hour; steps are timed for about `seconds`, or not at all without `probe`. `imported` is how long
     importing took, to be counted into the start-up. A run that does not fit has a `problem` and a `way_out`.
     """
-    loaded = with_sources(config or load_config())
+    loaded = with_sources(config)
     return look_ahead(loaded, price=price, seconds=seconds, probe=probe, imported=imported, notice=notice)
+
+
+def plan(
+    config: Config | None = None,
+    gpus: Sequence[int] = (1, 2, 4, 8),
+    *,
+    gpu: str | None = None,
+    per_host: int = 8,
+    intra: float | None = None,
+    inter: float | None = None,
+    rate: float | None = None,
+    mfu: float | None = None,
+    disk: float = 2.0,
+    restart: float = 300.0,
+    failure_hours: float = FAILURE_HOURS,
+    notice: Callable[[str], None] = lambda _: None,
+) -> PlanResult:
+    """Memory, communication, step time, saves and interruptions of a run on each of these numbers of GPUs.
+
+    `gpu` is a card's name, by default this machine's, or h100. `intra` and `inter` are what a collective reaches for
+    each GPU inside a host and between hosts, `disk` what a host writes, in GB/s. One GPU reaches `rate` tokens per
+    second, or the share `mfu` of its peak; by default rows of `bench` here decide, or what is known of the card.
+    `restart` is in seconds, `failure_hours` are GPU-hours between interruptions. Measures nothing and needs no GPU.
+    """
+    name, card = (gpu, card_named(gpu)) if gpu is not None else card_here() or ("h100", CARDS["h100"])
+    loaded = with_sources(config)
+    before, loaded = len(loaded.notices), on_card(loaded, card)
+    for message in loaded.notices[before:]:
+        notice(message)
+    cluster = Cluster(
+        card=card,
+        per_host=per_host,
+        inside=card.inside if intra is None else intra * GB,
+        across=card.across if inter is None else inter * GB,
+    )
+    speed = _rate_of(name, card, planned_parameters(loaded), rate, mfu)
+    how = {"disk": disk * GB, "restart": restart, "failure_hours": failure_hours}
+    return plan_on_many(loaded, cluster, speed, gpus, **how)
+
+
+def _rate_of(name: str, card: Card, parameters: int, rate: float | None, mfu: float | None) -> Rate:
+    """How fast one GPU is: as given, as measured here, or as known of the card."""
+    if rate is not None and mfu is not None:
+        raise UsageError("--rate and --mfu say the same thing twice", "leave one of them out")
+    if rate is not None:
+        return Rate(tokens_per_second=rate, source="as told by --rate")
+    if mfu is not None:
+        return Rate(mfu=mfu, source="as told by --mfu")
+    measured = max(_measured(name, parameters), key=lambda found: found[1].mfu or 0.0, default=None)
+    if measured is not None:
+        path, row = measured
+        return Rate(mfu=row.mfu, source=f"measured here: rung {row.rung} of {row.config} in {path}")
+    if card.mfu is None:
+        raise UsageError(
+            f"nobody has told us what share of its peak rate {card.name} reaches in training",
+            "give --rate, tokens/s of one GPU with this model, or --mfu such as 0.4; `flatout bench` there measures it",
+        )
+    return Rate(mfu=card.mfu, source=card.mfu_source)
+
+
+def _measured(name: str, parameters: int) -> Iterator[tuple[Path, BenchRow]]:
+    """Rows of `flatout bench` in its usual place, of this card and a model that is not much smaller.
+
+    A small model keeps a card less busy, up to some hundred million parameters.
+    """
+    for path in sorted(Path("bench").glob("*/bench.jsonl")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = bench_row_from_json(line)
+            except ValueError:  # another version's, or torn: `flatout bench` tells of it
+                continue
+            large = row.parameters >= min(parameters / 4, 1e8)
+            if row.status == "green" and row.mfu and large and name.upper() in row.device.upper():
+                yield path, row
 
 
 # --- profiling --------------------------------------------------------------------------------------------------------
@@ -249,11 +313,15 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
+class Profile(Shown):
     """A profile: the folder with its files, and what profile.json there holds."""
 
     folder: Path
     figures: dict[str, Any]
+
+    def _shown_rows(self) -> dict[str, Any]:
+        plain = {name: value for name, value in self.figures.items() if not isinstance(value, dict | list)}
+        return {"folder": self.folder, **plain}
 
 
 def profile(
@@ -269,54 +337,32 @@ def profile(
     is written. Without `steps` it is 4, fewer if a step has many micro-batches. In the ranks of a launcher all but the
     first get None.
     """
-    loaded, found = with_sources(config or load_config()), launch()
+    loaded, found = with_sources(config), launch()
     target = _free(folder, loaded) if found is None else None
     with _quiet_profiler(), contextlib.ExitStack() as held:
-        world = None if found is None else held.enter_context(_met(found, loaded))
-        unfinished = None
+        world, unfinished = None, None
+        if found is not None:
+            speed, timeout = loaded.config.speed, loaded.config.parallel.timeout
+            meeting = joined(found, speed.device, timeout=timeout, settings=shared_settings(loaded))
+            world = held.enter_context(meeting)
         with contextlib.nullcontext() if world is None else world.fail_together():
             if world is None or world.first:
                 target = target or _free(folder, loaded)
                 unfinished = held.enter_context(_folder_for(target))
-        if target is None or unfinished is None:
-            take_part(loaded, world, steps=steps)
-            return None
-        return Profile(target, profile_into(loaded, unfinished, target, world=world, steps=steps, progress=progress))
+        with _practice_run(loaded, steps, world, progress) as (run, described):
+            if target is None or unfinished is None:
+                attend(run, steps=steps)
+                return None
+            figures = profile_run(run, unfinished, steps=steps, data=described, progress=progress).to_json()
+        with disk_errors(str(target / PAGE), safe=""):
+            write_whole(unfinished / PAGE, as_markdown(profile_page.sheet_of(figures, str(target))).encode("utf-8"))
+        return Profile(target, figures)
 
 
 def _free(out: str | Path | None, loaded: LoadedConfig) -> Path:
     if out is not None:
         return _named_folder(str(out))
     return free_folder(Path("profile") / loaded.config.output.name, os.path.lexists)
-
-
-def _met(found: Launch, loaded: LoadedConfig) -> contextlib.AbstractContextManager[World]:
-    config = loaded.config
-    return joined(found, config.speed.device, timeout=config.parallel.timeout, settings=shared_settings(loaded))
-
-
-def take_part(loaded: LoadedConfig, world: World | None, *, steps: int | None) -> None:
-    """The steps of a profile in a rank that is not the first."""
-    with _practice_run(loaded, steps, world) as (run, _):
-        attend(run, steps=steps)
-
-
-def profile_into(
-    loaded: LoadedConfig,
-    unfinished: Path,
-    folder: Path,
-    *,
-    world: World | None = None,
-    steps: int | None = None,
-    progress: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Profiles a config; writes all files into `unfinished`, which will be called `folder`; returns profile.json."""
-    with _practice_run(loaded, steps, world, progress) as (run, described):
-        found = profile_run(run, unfinished, steps=steps, data=described, progress=progress)
-    report = found.to_json()
-    with disk_errors(str(folder / PAGE), safe=""):
-        write_whole(unfinished / PAGE, as_markdown(profile_page.sheet_of(report, str(folder))).encode("utf-8"))
-    return report
 
 
 @contextlib.contextmanager

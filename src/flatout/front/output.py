@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, final
 
-from flatout.errors import UsageError
+from flatout.errors import UsageError, quoted
 from flatout.files import check_folder_writable, check_replaceable, disk_errors, write_whole
 from flatout.folders import make_folders, remove_empty
-from flatout.front.words import Parser, one_line, quoted
+from flatout.front.words import one_line
 
 # --- streams ----------------------------------------------------------------------------------------------------------
 
@@ -161,25 +161,36 @@ def handled(name: str, handler: Callable[[int, Any], object]) -> dict[int, Any]:
     return {number: signal.signal(number, handler)}
 
 
-def word_of(stopped: KeyboardInterrupt) -> str:
-    if not isinstance(stopped, Terminated):
-        return "interrupted"
-    return "terminated" if stopped.number == signal.SIGTERM else "hung up"
+class HeldSignal:
+    """The number of a signal that ended a block, if one did."""
+
+    number: int | None = None
+
+    def reported(self, said: str) -> int:
+        """Prints what became of the work; returns the signal's own exit code."""
+        words = {int(signal.SIGINT): "interrupted", int(signal.SIGTERM): "terminated"}
+        print(f"{words.get(self.number or 0, 'hung up')}; {said}", file=sys.stderr)
+        return 128 + (self.number or 0)
 
 
-def exit_code_of(stopped: KeyboardInterrupt) -> int:
-    return 128 + (stopped.number if isinstance(stopped, Terminated) else signal.SIGINT)
+@contextlib.contextmanager
+def held_signal() -> Iterator[HeldSignal]:
+    """Ends the block where a signal comes, and keeps its number for the caller to look at."""
+    stop = HeldSignal()
+    try:
+        with terminated_like_interrupted():
+            yield stop
+    except KeyboardInterrupt as signalled:
+        stop.number = signalled.number if isinstance(signalled, Terminated) else signal.SIGINT
 
 
 @contextlib.contextmanager
 def ended_by_signals(said: Callable[[], str]) -> Iterator[None]:
     """Leaves with a signal's own exit code where one ends the block; `said` is what became of the work."""
-    try:
-        with terminated_like_interrupted():
-            yield
-    except KeyboardInterrupt as stopped:
-        print(f"{word_of(stopped)}; {said()}", file=sys.stderr)
-        raise SystemExit(exit_code_of(stopped)) from stopped
+    with held_signal() as stop:
+        yield
+    if stop.number is not None:
+        raise SystemExit(stop.reported(said()))
 
 
 class Line:
@@ -197,14 +208,14 @@ class Line:
         elif self.logs:
             print(one_line(text), file=sys.stderr, flush=True)
 
+    def notice(self, message: str) -> None:
+        self.close()
+        print(f"note: {message}", file=sys.stderr)
+
     def close(self) -> None:
         if self.shown:
             self.shown = False
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def add_overwrite(parser: Parser) -> None:
-    parser.flag("--overwrite", "also replace files that flatout did not write")
 
 
 def config_target(path: Path, *, overwrite: bool = False) -> Path:

@@ -10,7 +10,7 @@ import logging
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 from flatout.checkpoints.checkpoint import mark_as_base
 from flatout.checkpoints.run_folder import RunLock, is_checkpoint, set_later_aside, set_unusable_aside
@@ -29,7 +29,7 @@ from flatout.engine.run import Run
 from flatout.engine.state import lacks_verdict, recorded_again
 from flatout.errors import DataError, DivergedError, UsageError
 from flatout.files import write_whole
-from flatout.front.configs import check_rows_named, config_to_train, with_sources
+from flatout.front.configs import check_rows_named, stored_config, with_sources
 from flatout.front.resuming import HeldFolder, Origin, as_begun, check_resumed, own_settings
 from flatout.launch import OtherProcessError, launch
 from flatout.observe.alerts import Alerts
@@ -72,37 +72,34 @@ def prepare(
     return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers, engine=engine)[0]
 
 
+class TuneOptions(TypedDict, total=False):
+    """What `finetune` takes beside its config; see `train`."""
+
+    optimizer: OptimizerGiven | None
+    resume: str | Path | None
+    stop: Callable[[], bool]
+    save: Callable[[], bool]
+    progress: Progress | None
+    alerts: bool
+
+
+class TrainOptions(TuneOptions, total=False):
+    """What `train` takes beside its config."""
+
+    data: Any
+    val: Any
+    model: ModelGiven | None
+
+
 @overload
 def train(
-    config: Config | None = None,
-    *,
-    data: Any = None,
-    val: Any = None,
-    model: ModelGiven | None = None,
-    optimizer: OptimizerGiven | None = None,
-    resume: str | Path | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    save: Callable[[], bool] = lambda: False,
-    progress: Progress | None = None,
-    alerts: bool = True,
-    on_record: None = None,
+    config: Config | None = None, *, on_record: None = None, **options: Unpack[TrainOptions]
 ) -> Generator[Record]: ...
 
 
 @overload
 def train(
-    config: Config | None = None,
-    *,
-    data: Any = None,
-    val: Any = None,
-    model: ModelGiven | None = None,
-    optimizer: OptimizerGiven | None = None,
-    resume: str | Path | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    save: Callable[[], bool] = lambda: False,
-    progress: Progress | None = None,
-    alerts: bool = True,
-    on_record: Callable[[Record], object],
+    config: Config | None = None, *, on_record: Callable[[Record], object], **options: Unpack[TrainOptions]
 ) -> RunResult: ...
 
 
@@ -175,7 +172,10 @@ def _train(
 ) -> Generator[Record]:
     found = launch()
     resume = resume if found is None else found.resumed(resume)
-    asked = config_to_train(config, resume)
+    if config is None:
+        asked = load_config() if resume in (None, "auto") else stored_config(resume)
+    else:
+        asked = as_loaded(config, all_written=True)
     custom.check()
     try_threads.cache_clear()  # who uses the cores may have changed since the last run of this process
     timeout, alike = asked.config.parallel.timeout, shared_settings(asked)
@@ -189,10 +189,15 @@ def _train(
         less = [] if limit is None else use_at_most(run, limit)
         early: list[NoticeRecord] = []
         with world.fail_together():
-            done = lock is not None and _is_done(run, origin)
+            judged = origin.checkpoint is not None and not lacks_verdict(origin.checkpoint)
+            ended = judged and origin.step == run.last_step and ends_at(origin.metrics, origin.step)
+            done = lock is not None and ended  # judged and recorded
             notices = [] if lock is None else [*less, *(yield from _accepted(run, origin, lock, early, done=done))]
         world.pulse.note_run(origin.folder, accepted=True)
-        records = _loop(run, origin, stop, save)
+        saves = (row for row in read_metrics(origin.metrics) if row["type"] == "checkpoint")
+        recorded = any(row.get("step") == origin.step for row in saves)
+        how = {"resumed": origin.checkpoint, "stop": stop, "save": save, "recorded": recorded}
+        records = train_loop(run, origin.folder, **how)
         if origin.checkpoint is not None:
             origin = dataclasses.replace(origin, checkpoint=origin.checkpoint.without_tensors())
             source.resumed = origin.checkpoint
@@ -327,30 +332,12 @@ def _arrays(data: Any, val: Any) -> Arrays | None:
     return None if data is None else Arrays(data, val)
 
 
-def _is_done(run: Run, origin: Origin) -> bool:
-    """Whether the checkpoint is the end of the run, judged and recorded."""
-    judged = origin.checkpoint is not None and not lacks_verdict(origin.checkpoint)
-    return judged and origin.step == run.last_step and ends_at(origin.metrics, origin.step)
-
-
 def _mark_base(run: Run, folder: Path) -> Iterator[str]:
     """Notes in a checkpoint of ours that the adapters of this run need it."""
     if run.adapters is not None and run.plan.base is not None:
         base = run.plan.base.description.folder
         if is_checkpoint(base) and not mark_as_base(base, folder):
             yield f"{base} cannot be written to, so nothing says there that these adapters need it"
-
-
-def _loop(run: Run, origin: Origin, stop: Callable[[], bool], save: Callable[[], bool]) -> Generator[Record]:
-    rows = read_metrics(origin.metrics)
-    return train_loop(
-        run,
-        origin.folder,
-        resumed=origin.checkpoint,
-        stop=stop,
-        save=save,
-        recorded=any(row["type"] == "checkpoint" and row.get("step") == origin.step for row in rows),
-    )
 
 
 def _written(
@@ -389,51 +376,32 @@ def _put(record: Record, run: Run, metrics: MetricsFile, step: int) -> Generator
 
 @overload
 def finetune(
-    config: Config | None = None,
-    *,
-    optimizer: OptimizerGiven | None = None,
-    resume: str | Path | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    save: Callable[[], bool] = lambda: False,
-    progress: Progress | None = None,
-    alerts: bool = True,
-    on_record: None = None,
+    config: Config | None = None, *, on_record: None = None, **options: Unpack[TuneOptions]
 ) -> Generator[Record]: ...
 
 
 @overload
 def finetune(
-    config: Config | None = None,
-    *,
-    optimizer: OptimizerGiven | None = None,
-    resume: str | Path | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    save: Callable[[], bool] = lambda: False,
-    progress: Progress | None = None,
-    alerts: bool = True,
-    on_record: Callable[[Record], object],
+    config: Config | None = None, *, on_record: Callable[[Record], object], **options: Unpack[TuneOptions]
 ) -> RunResult: ...
 
 
 def finetune(
     config: Config | None = None,
     *,
-    optimizer: OptimizerGiven | None = None,
     resume: str | Path | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    save: Callable[[], bool] = lambda: False,
-    progress: Progress | None = None,
-    alerts: bool = True,
     on_record: Callable[[Record], object] | None = None,
+    **options: Any,
 ) -> Generator[Record] | RunResult:
     """Fine-tunes a model on the rows of `chat.source`, by LoRA unless `lora.rank` is 0; all else is as in `train`.
 
     Without a config it is the preset `lora`, whose rows and model are an example: set `chat.source` and
     `model.init_from`.
     """
+    if unknown := options.keys() - TuneOptions.__annotations__.keys():
+        raise TypeError(f"finetune() got an unexpected keyword argument {min(unknown)!r}")
     resume = None if resume is None else str(resume)
     if config is not None or resume in (None, "auto"):
         config = with_sources(config or load_config("lora"))
         check_rows_named(config, resume)
-    how = {"optimizer": optimizer, "resume": resume, "stop": stop, "save": save, "progress": progress}
-    return train(config, alerts=alerts, on_record=on_record, **how)
+    return train(config, resume=resume, on_record=on_record, **options)

@@ -1,11 +1,11 @@
-"""The verbs estimate, plan and doctor: what a run will take and whether it would work, before it is started.
+"""The verbs estimate and doctor: what a run will take and whether it would work, before it is started.
 
-Contract: as in `flatout.cli`. Nothing is written but the picture that `plan --plot` names; `plan` measures nothing and
-needs no GPU. A run that does not fit is shown with the table of what would, and ends with the error and exit code 5.
-For the doctor a mistake in the config is a finding among others, so that the rest is checked too; mistakes in the
-options are errors as everywhere. It works without torch, and with a broken one. Its exit code is 0 when nothing is bad
-(warnings are allowed), 2 for the machine or the config, 3 for data, 5 for memory or disk. With --json there is one JSON
-object a line, findings first and a summary last, and nothing else on stdout.
+Contract: as in `flatout.cli`. Nothing is written but the picture that `estimate --plot` names; `estimate --gpus`
+measures nothing and needs no GPU. A run that does not fit is shown with the table of what would, and ends with the
+error and exit code 5. For the doctor a mistake in the config is a finding among others, so that the rest is checked
+too; mistakes in the options are errors as everywhere. It works without torch, and with a broken one. Its exit code is 0
+when nothing is bad (warnings are allowed), 2 for the machine or the config, 3 for data, 5 for memory or disk. With
+--json there is one JSON object a line, findings first and a summary last, and nothing else on stdout.
 """
 
 import argparse
@@ -18,45 +18,34 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import flatout
 from flatout.config.sizes import SIZED
-from flatout.errors import ResourceError, UsageError
-from flatout.front.output import Line, add_overwrite, ended_by_signals, picture_target
-from flatout.front.verbs_training import told_by_one
-from flatout.front.words import Parser, add_config, load_any, load_pretraining, one_line, quoted
+from flatout.errors import ResourceError, UsageError, many, quoted
+from flatout.front.configs import load_any, load_pretraining, print_notices
+from flatout.front.output import Line, ended_by_signals, picture_target
+from flatout.front.verbs_training import reported_once
 from flatout.launch import launch
-from flatout.tuning.cluster import CARDS, FAILURE_HOURS, GB, LLAMAS, Card, card_here, card_named, llama_words
+from flatout.tuning.cluster import LLAMAS, llama_words
 
 if TYPE_CHECKING:
+    from flatout.config.load import LoadedConfig
     from flatout.finding import Finding
-    from flatout.records import BenchRow
-    from flatout.tuning.many_gpus import Rate
+    from flatout.tuning.many_gpus import PlanResult
 
 
 # --- estimate ---------------------------------------------------------------------------------------------------------
 
 
-def estimate(words: list[str]) -> int:
-    parser = Parser(
-        "estimate",
-        "Time, memory, disk, energy and cost of a run, from a short timed piece of it. Trains nothing that is kept.",
-    )
-    add_config(parser)
-    parser.number("--price", 0, 1e6, metavar="PER_HOUR", help="what an hour of the machine costs, in any currency")
-    parser.number(
-        "--seconds",
-        0.1,
-        3600.0,
-        default=15.0,
-        help="time training steps for this long; default 15. Evaluation, sample and checkpoint come on top",
-    )
-    parser.flag("--no-probe", "build and time nothing: sizes and counts only")
-    parser.flag("--json", "print one JSON line instead of the sheet")
-    parsed = parser.parse_words(words)
+def estimate(parsed: argparse.Namespace) -> int:
+    if parsed.gpus is not None:
+        return _estimate_on_many(parsed)
+    for name in (*ON_MANY_GPUS, "plot"):
+        if getattr(parsed, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} goes with --gpus", f"add --gpus 8, or leave {option} out")
     loaded = load_any(parsed)
     began = time.perf_counter()
     import flatout.front.training
@@ -64,7 +53,8 @@ def estimate(words: list[str]) -> int:
     imported = time.perf_counter() - began
     from flatout.observe.sheets import print_sheet
 
-    line, asked = Line(), {"price": parsed.price, "seconds": parsed.seconds, "probe": not parsed.no_probe}
+    asked = {name: getattr(parsed, name) for name in ("price", "seconds") if getattr(parsed, name) is not None}
+    line, asked["probe"] = Line(), not parsed.no_probe
     with ended_by_signals(lambda: "nothing was written"), contextlib.closing(line):
         result = flatout.estimate(loaded, **asked, imported=imported, notice=lambda what: line.show(f"{what} ..."))
     if parsed.json:
@@ -76,18 +66,20 @@ def estimate(words: list[str]) -> int:
     return 0
 
 
-# --- plan -------------------------------------------------------------------------------------------------------------
+# --- estimate --gpus --------------------------------------------------------------------------------------------------
 
 
 MOST = 2**20  # GPUs
+ON_MANY_GPUS = ("gpu", "per_host", "intra", "inter", "rate", "mfu", "disk", "restart", "failure_hours")
 LLAMAS_STAND_ON, SMALL = "gpt-124m", "modern"  # presets for a --size without a config
 
 
-def plan(words: list[str]) -> int:
-    parsed = _parser().parse_words(words)
+def _estimate_on_many(parsed: argparse.Namespace) -> int:
+    """Memory, communication and time of a run on many GPUs. Measures nothing and needs no GPU."""
+    if parsed.seconds is not None:
+        raise UsageError("--seconds times real steps, and with --gpus nothing is measured", "leave one of them out")
     counts = _counts(parsed.gpus)
     picture = None if parsed.plot is None else picture_target(Path(parsed.plot), "--plot", overwrite=parsed.overwrite)
-    named = None if parsed.gpu is None else (parsed.gpu, card_named(parsed.gpu))
     size: str | None = parsed.size
     llama = None if size is None or size.lower() not in LLAMAS else size.lower()
     if llama and parsed.config not in SIZED:
@@ -97,32 +89,24 @@ def plan(words: list[str]) -> int:
     elif size is not None:
         parsed.config = parsed.config if parsed.config_given else SMALL
         size = f"{parsed.config} {size}"
-    loaded = load_pretraining(parsed, "plan")
+    parsed.verb = "estimate --gpus"
+    loaded = load_pretraining(parsed)
     if llama and loaded.size is not None:
         raise UsageError(f"--size {size} is a Llama's, and {parsed.config} has its own sizes", "leave the config out")
-    name, card = named or card_here() or ("h100", CARDS["h100"])
     from flatout.observe.sheets import draw_picture, print_sheet
-    from flatout.tuning.cluster import Cluster
-    from flatout.tuning.many_gpus import on_card, planned_parameters
-    from flatout.tuning.many_gpus import plan as look
 
-    before, loaded = len(loaded.notices), on_card(loaded, card)
-    for notice in loaded.notices[before:]:
-        print(f"note: {one_line(notice)}", file=sys.stderr)
-
-    cluster = Cluster(
-        card=card,
-        per_host=parsed.per_host,
-        inside=card.inside if parsed.intra is None else parsed.intra * GB,
-        across=card.across if parsed.inter is None else parsed.inter * GB,
+    asked = {name: getattr(parsed, name) for name in ON_MANY_GPUS if getattr(parsed, name) is not None}
+    result = dataclasses.replace(
+        flatout.plan(loaded, counts, notice=lambda one: print_notices([one]), **asked), size=size
     )
-    rate = _rate(parsed, name, card, planned_parameters(loaded))
-    told = {"disk": parsed.disk * GB, "restart": parsed.restart, "failure_hours": parsed.failure_hours}
-    result = dataclasses.replace(look(loaded, cluster, rate, counts, **told), size=size)
+    costs = [] if parsed.price is None else _costs(result, loaded, parsed.price)
     if parsed.json:
-        print(json.dumps(result.to_json(), ensure_ascii=False, allow_nan=False), flush=True)
+        body = result.to_json() | ({"costs": costs} if costs else {})
+        print(json.dumps(body, ensure_ascii=False, allow_nan=False), flush=True)
     else:
         print_sheet(result.sheet())
+        for row in costs:
+            print(f"{row['gpus']:,} GPUs: {row['tokens']:,} tokens in {row['hours']:,.1f} h for {row['cost']:,.2f}")
     if picture is not None:
         draw_picture(result.picture(), picture, overwrite=parsed.overwrite)
         if not parsed.json:
@@ -130,30 +114,14 @@ def plan(words: list[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        "plan",
-        "Memory, communication, step time, checkpoints and interruptions of a run on many GPUs, for data parallel, "
-        "FSDP2 and hybrid sharding. Measures nothing and needs no GPU.",
-    )
-    add_config(parser, size=f"; a Llama of {', '.join(LLAMAS)}")
-    parser.add_argument(
-        "--gpus", default="1..8", metavar="A..B", help="8..64 (doubling), or a list: 8,24; default 1..8"
-    )
-    parser.add_argument("--gpu", metavar="NAME", help=f"the card: {', '.join(CARDS)}; default this machine's, or h100")
-    parser.number("--per-host", 1, 1024, default=8, help="GPUs of a host; default 8")
-    parser.number("--intra", 0.01, 1e5, metavar="GB/S", help="what a collective reaches inside a host, for each GPU")
-    parser.number("--inter", 0.001, 1e5, metavar="GB/S", help="what it reaches between hosts, for each GPU")
-    parser.number("--rate", 1.0, 1e9, metavar="TOKENS/S", help="of one GPU with this model; default: from --mfu")
-    parser.number("--mfu", 0.01, 1.0, help="share of the peak rate; default: rows of `flatout bench` here, else known")
-    parser.number("--disk", 0.001, 1e4, default=2.0, metavar="GB/S", help="what each host writes; default 2")
-    parser.number("--restart", 0.0, 1e6, default=300.0, metavar="SECONDS", help="after an interruption; default 300")
-    hours = f"GPU-hours between interruptions; default {FAILURE_HOURS:,.0f} (Llama 3 405B)"
-    parser.number("--failure-hours", 1.0, 1e12, default=FAILURE_HOURS, metavar="HOURS", help=hours)
-    parser.add_argument("--plot", metavar="FILE", help="draw it to this PNG or SVG file")
-    add_overwrite(parser)
-    parser.flag("--json", "print one JSON line instead of the tables")
-    return parser
+def _costs(result: "PlanResult", loaded: "LoadedConfig", price: float) -> list[dict[str, float]]:
+    """What the run costs on each number of GPUs, with interruptions; without a length, 1B tokens of it."""
+    train, rows = loaded.config.train, []
+    tokens = train.tokens or (train.steps or 0) * train.batch_tokens or 10**9
+    for row in (row for row in result.rows if row.auto and row.tokens_per_second):
+        hours = tokens / (3600 * row.gpus * (row.tokens_per_second or 0) * result.saves[row.gpus].best)
+        rows.append({"gpus": row.gpus, "tokens": tokens, "hours": hours, "cost": hours * row.gpus * price})
+    return rows
 
 
 def _counts(text: str) -> list[int]:
@@ -168,46 +136,6 @@ def _counts(text: str) -> list[int]:
     if not counts or not 1 <= counts[0] <= counts[-1] <= MOST:
         raise UsageError(f"--gpus {quoted(text)} names no numbers of GPUs", "write 8..64, or a list such as 8,16,24")
     return counts
-
-
-def _rate(parsed: argparse.Namespace, name: str, card: Card, parameters: int) -> "Rate":
-    """How fast one GPU is: as told, as measured here, or as known of the card."""
-    from flatout.tuning.many_gpus import Rate
-
-    if parsed.rate is not None and parsed.mfu is not None:
-        raise UsageError("--rate and --mfu say the same thing twice", "leave one of them out")
-    if parsed.rate is not None:
-        return Rate(tokens_per_second=parsed.rate, source="as told by --rate")
-    if parsed.mfu is not None:
-        return Rate(mfu=parsed.mfu, source="as told by --mfu")
-    measured = max(_measured(name, parameters), key=lambda found: found[1].mfu or 0.0, default=None)
-    if measured is not None:
-        path, row = measured
-        return Rate(mfu=row.mfu, source=f"measured here: rung {row.rung} of {row.config} in {path}")
-    if card.mfu is None:
-        raise UsageError(
-            f"nobody has told us what share of its peak rate {card.name} reaches in training",
-            "give --rate, tokens/s of one GPU with this model, or --mfu such as 0.4; `flatout bench` there measures it",
-        )
-    return Rate(mfu=card.mfu, source=card.mfu_source)
-
-
-def _measured(name: str, parameters: int) -> "Iterator[tuple[Path, BenchRow]]":
-    """Rows of `flatout bench` in its usual place, of this card and a model that is not much smaller.
-
-    A small model keeps a card less busy, up to some hundred million parameters.
-    """
-    from flatout.records import bench_row_from_json
-
-    for path in sorted(Path("bench").glob("*/bench.jsonl")):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = bench_row_from_json(line)
-            except ValueError:  # another version's, or torn: `flatout bench` tells of it
-                continue
-            large = row.parameters >= min(parameters / 4, 1e8)
-            if row.status == "green" and row.mfu and large and name.upper() in row.device.upper():
-                yield path, row
 
 
 # --- doctor -----------------------------------------------------------------------------------------------------------
@@ -230,24 +158,14 @@ _NAME_WIDTH = 20
 _ARROW = "        -> "
 
 
-def doctor(words: list[str]) -> int:
-    parser = Parser(
-        "doctor",
-        "Check machine, data and config before training: what was found, whether it is fine, and what to do about it.",
-    )
-    add_config(parser)
-    parser.number("--gpus", 1, 4096, help="check for so many ranks; under torchrun, its own number")
-    parser.flag("--quick", "leave out what takes seconds, such as compiling")
-    parser.flag("--json", "print findings as JSON lines")
+def doctor(parsed: argparse.Namespace) -> int:
     launched = launch()
 
-    def checked() -> argparse.Namespace:
-        parsed = parser.parse_words(words)
+    def check() -> None:
         if launched is not None and parsed.gpus not in (None, launched.size):
             raise UsageError(f"--gpus {parsed.gpus}, but {launched.size} processes were started", "leave --gpus out")
-        return parsed
 
-    parsed = told_by_one(checked)
+    reported_once(check)
     from flatout.diagnose.examine import attend
     from flatout.finding import exit_code
 
@@ -331,20 +249,13 @@ class _Printer:
 
 
 def _summary(counts: Counter[str], checks: int, *, whole: bool) -> str:
-    def count(status: str, one: str, many: str) -> str:
-        return f"{counts[status]} {one if counts[status] == 1 else many}"
-
+    problems, warnings = many(counts["bad"], "problem"), many(counts["warn"], "warning")
     if counts["bad"]:
-        found = f"{count('bad', 'problem', 'problems')}, {count('warn', 'warning', 'warnings')}"
-        return f"{checks} checks: {found}. Mend the problems first; they stand last in the list."
+        return f"{checks} checks: {problems}, {warnings}. Mend the problems first; they stand last in the list."
     if counts["warn"]:
-        found = f"{count('warn', 'warning', 'warnings')}, no problems"
-        if not whole:
-            return f"{checks} checks: {found}; not everything was checked."
-        return f"{checks} checks: {found}. Training works; the warnings say what it would waste."
-    if not whole:
-        return f"{checks} checks, nothing wrong found; not everything was checked."
-    return f"{checks} checks, all fine."
+        rest = ". Training works; the warnings say what it would waste" if whole else "; not everything was checked"
+        return f"{checks} checks: {warnings}, no problems{rest}."
+    return f"{checks} checks, {'all fine' if whole else 'nothing wrong found; not everything was checked'}."
 
 
 def _clean(text: str) -> str:

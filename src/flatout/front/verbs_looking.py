@@ -1,4 +1,4 @@
-"""The verbs config, runs, watch, plot, report and bundle: what there is to set, and how runs went.
+"""The verbs config, runs, watch, plot and report: what there is to set, and how runs went.
 
 Contract: as in `flatout.cli`. None of them needs torch, and `watch` and `runs` write nothing. An existing file is
 replaced only where it carries our mark, or with --overwrite. `watch` ends by itself when the run does: code 0 if the
@@ -7,54 +7,113 @@ reports is for this machine alone, and Ctrl-C or SIGTERM is how it is meant to e
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import shlex
+import signal
 import sys
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import flatout
+from flatout.config import catalogue
+from flatout.config import load as configs
+from flatout.config.facts import allowed_values, field_facts, section_paths, spot_at, value_at
 from flatout.config.optimizers import rate_setting
-from flatout.errors import DataError, UsageError
-from flatout.front.output import Line, add_overwrite, ended_by_signals
-from flatout.front.words import Parser, add_config, choose_action, load, one_line, quoted
+from flatout.config.yaml_loader import format_value
+from flatout.errors import DataError, UsageError, quoted
+from flatout.front.configs import load
+from flatout.front.output import Line, ended_by_signals, held_signal
+from flatout.front.words import one_line
 
 if TYPE_CHECKING:
+    from flatout.config.load import LoadedConfig
     from flatout.records import Record
-
 
 # --- config -----------------------------------------------------------------------------------------------------------
 
 
-CONFIG_ACTIONS = {
-    "explain": "every value, where it came from and what it means",
-    "show": "the resolved config as YAML",
-    "search": "settings by a word: names, sentences, and what other trainers call them",
-    "schema": "the JSON schema of a config file",
-    "presets": "the presets and hardware overlays that ship with Flatout",
-    "copy": "copy a preset to a file to edit",
+def explain(parsed: argparse.Namespace) -> int:
+    """Explains all settings, or one: the field and the config may come in any order."""
+    words = [word for word in (parsed.field, parsed.config) if word is not None]
+    fields = [path for path in map(_field_called, words) if path is not None]
+    configs_named = [word for word in words if _field_called(word) is None]
+    if left := [*fields[1:], *configs_named[1:]]:
+        raise UsageError(f"unexpected word {quoted(left[0])}", "write settings as SECTION.FIELD=VALUE")
+    parsed.config = next(iter(configs_named), None)
+    loaded = load(parsed)
+    if fields:
+        _explain_field(fields[0], loaded, as_json=parsed.json)
+        return 0
+    rows = configs.explain(loaded)
+    if parsed.json:
+        print(json.dumps([vars(row) for row in rows], ensure_ascii=False))
+    else:
+        _print_aligned([(row.path, format_value(row.value), row.source, row.description) for row in rows])
+    return 0
+
+
+def _field_called(word: str) -> str | None:
+    """The path of the setting that a word names, or the word itself where it can be nothing but a mistyped setting."""
+    section, _, name = word.partition(".")
+    if word in field_facts():
+        return word
+    if os.path.exists(word) or word in configs.preset_names():
+        return None
+    if not name:
+        return next((path for path in field_facts() if path.partition(".")[2] == word), None)
+    return word if section in section_paths() and name not in ("yaml", "yml") else None
+
+
+def _explain_field(path: str, loaded: "LoadedConfig", *, as_json: bool) -> None:
+    """Prints what is known of one setting."""
+    if path not in field_facts():
+        from flatout.config.suggest import unknown_key
+
+        raise unknown_key(path, "command line", tunes=loaded.config.fine_tunes)
+    fact, source = field_facts()[path], loaded.sources[path]
+    default = format_value(fact.get_default(call_default_factory=True))
+    about = {
+        "setting": path,
+        "value": format_value(value_at(loaded.config, path)),
+        "from": source.where,
+        "why": _WHY[source.kind].format(default=default),
+        "allowed": allowed_values(spot_at(path.split(".")).described),
+        "meaning": str(fact.description),
+        "documented": f"docs/reference/settings.md#{path}",
+    }
+    if about["value"] == "null":
+        about["why"] += "; null: Flatout works it out, and the run's first lines show the result"
+    if as_json:
+        print(json.dumps(about, ensure_ascii=False))
+    else:
+        for name, text in about.items():
+            print(f"{name:<10}  {text}")
+
+
+_WHY = {
+    "default": "no preset, overlay, file or word sets it",
+    "family": "the default of this model.family, where others have {default}",
+    "preset": "the preset sets it; without one it is {default}",
+    "size": "the size of the model decides it; without one it is {default}",
+    "hardware": "the overlay sets it, so that the run fits the card's memory",
+    "file": "a config file wins over presets, sizes and overlays; Flatout's default is {default}",
+    "override": "the command line wins over files and presets; Flatout's default is {default}",
+    "python": "it was set in Python; Flatout's default is {default}",
 }
 
 
-def config(words: list[str]) -> int:
-    action, parser, rest = choose_action("config", words, CONFIG_ACTIONS)
-    if action == "copy":
-        parser.add_argument("preset", help="name of the preset")
-        parser.add_argument("file", nargs="?", help="file to write; default: PRESET.yaml")
-    elif action == "search":
-        parser.add_argument("words", nargs="+", metavar="WORD", help="settings that hold all of these words")
-    elif action in ("explain", "show"):
-        add_config(parser)
-    if action in ("explain", "search"):
-        parser.flag("--json", "print rows as JSON")
-    parsed = parser.parse_mixed(rest) if action == "search" else parser.parse_words(rest)
-    return _search(parsed) if action == "search" else _config_action(action, parsed)
+def show(parsed: argparse.Namespace) -> int:
+    print(configs.show(load(parsed).config), end="")
+    return 0
 
 
-def _search(parsed: argparse.Namespace) -> int:
+def search(parsed: argparse.Namespace) -> int:
     from flatout.config.suggest import nearest_fields, search_fields, way_elsewhere
 
     found = search_fields(parsed.words)
@@ -68,67 +127,53 @@ def _search(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps([vars(row) for row in found], ensure_ascii=False))
         return 0
-    cells = [(row.path, row.default) for row in found]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row, texts in zip(found, cells, strict=True):
-        aligned = (f"{text:<{width}}" for text, width in zip(texts, widths, strict=True))
-        elsewhere = f" (elsewhere: {', '.join(row.elsewhere)})" if row.elsewhere else ""
-        print("  ".join([*aligned, row.description]) + elsewhere)
+    elsewhere = [f" (elsewhere: {', '.join(row.elsewhere)})" if row.elsewhere else "" for row in found]
+    _print_aligned(
+        [(row.path, row.default, row.description + more) for row, more in zip(found, elsewhere, strict=True)]
+    )
     return 0
 
 
-def _config_action(action: str, parsed: argparse.Namespace) -> int:
-    from flatout.config import catalogue
-    from flatout.config import load as configs
-    from flatout.config.yaml_loader import format_value
+def _print_aligned(rows: Sequence[Sequence[str]]) -> None:
+    """A line for each row, its cells one below the other; the last one is as long as it is."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    for row in rows:
+        print("  ".join([*(f"{text:<{width}}" for text, width in zip(row[:-1], widths, strict=True)), row[-1]]))
 
-    if action == "schema":
-        print(json.dumps(configs.schema_json(), indent=2))
-    elif action == "presets":
-        kinds: dict[catalogue.ShippedKind, str] = {"preset": "presets", "hardware": "hardware overlays"}
-        for kind, title in kinds.items():
-            print(f"{title}:")
-            names = catalogue.shipped_names(kind)
-            width = max(map(len, names)) + 2
-            for name in names:
-                print(f"  {name:<{width}}{catalogue.summary(kind, name)}")
-    elif action == "copy":
-        if parsed.file == "":
-            raise UsageError("the name of the file to write is empty", "leave it out, or name a .yaml file")
-        print(f"wrote {catalogue.copy_preset(parsed.preset, Path(parsed.file or f'{parsed.preset}.yaml'))}")
-    elif action == "show":
-        print(configs.show(load(parsed).config), end="")
-    else:
-        rows = configs.explain(load(parsed))
-        if parsed.json:
-            print(json.dumps([vars(row) for row in rows], ensure_ascii=False))
-            return 0
-        cells = [(row.path, format_value(row.value), row.source) for row in rows]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        for row, texts in zip(rows, cells, strict=True):
-            aligned = (f"{text:<{width}}" for text, width in zip(texts, widths, strict=True))
-            print("  ".join([*aligned, row.description]))
+
+def schema(_: argparse.Namespace) -> int:
+    print(json.dumps(configs.schema_json(), indent=2))
+    return 0
+
+
+def presets(_: argparse.Namespace) -> int:
+    kinds: dict[catalogue.ShippedKind, str] = {"preset": "presets", "hardware": "hardware overlays"}
+    for kind, title in kinds.items():
+        print(f"{title}:")
+        names = catalogue.shipped_names(kind)
+        width = max(map(len, names)) + 2
+        for name in names:
+            print(f"  {name:<{width}}{catalogue.summary(kind, name)}")
+    return 0
+
+
+def copy(parsed: argparse.Namespace) -> int:
+    if parsed.file == "":
+        raise UsageError("the name of the file to write is empty", "leave it out, or name a .yaml file")
+    print(f"wrote {catalogue.copy_preset(parsed.preset, Path(parsed.file or f'{parsed.preset}.yaml'))}")
     return 0
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def runs(words: list[str]) -> int:
-    parser = Parser("runs", "List runs: how each stands, its step, its best validation loss, its size and its age.")
-    parser.add_argument("folder", nargs="?", default="runs", help="folder that the runs lie in; default: runs")
-    sorts = ("age", "name", "state", "step", "loss", "size")
-    parser.add_argument("--sort", choices=sorts, default="age", help="newest first by default")
-    parser.flag("--reverse", "the other way round")
-    parser.flag("--json", "print a JSON line for each run")
-    parsed = parser.parse_words(words)
-    from flatout.observe.runs import list_runs, print_runs
+def runs(parsed: argparse.Namespace) -> int:
+    from flatout.observe.runs import print_runs
 
-    folder = Path(parsed.folder)
-    rows = list_runs(folder, sort=parsed.sort) if folder.is_dir() else []
+    rows = flatout.runs(parsed.folder, sort=parsed.sort, reverse=parsed.reverse)
     if not rows:
-        raise DataError(f"there is no run under {folder}/", "name the folder of your runs, or start one: flatout train")
-    rows = rows[::-1] if parsed.reverse else rows
+        hint = "name the folder of your runs, or start one: flatout train"
+        raise DataError(f"there is no run under {Path(parsed.folder)}/", hint)
     if not parsed.json:
         print_runs(rows)
         return 0
@@ -145,14 +190,7 @@ DIVERGED = 3  # updates in a row that were skipped: the trainer gives up then
 LOST = 1
 
 
-def watch(words: list[str]) -> int:
-    parser = Parser("watch", "Follow a run that another process trains: how far it is, how it goes, what goes wrong.")
-    parser.add_argument("run", nargs="?", help="a run folder, or a name under runs/; default: the newest run there")
-    parser.flag("--json", "print the run's records as JSON lines and nothing else")
-    parser.flag("--web", "show its report in the browser, on this machine only")
-    parser.number("--port", 0, 65535, help="port of --web; default: a free one")
-    parser.epilog = "Ends with the run: code 0, or 1 if the run's process is gone without having finished."
-    parsed = parser.parse_words(words)
+def watch(parsed: argparse.Namespace) -> int:
     if parsed.web and parsed.json:
         raise UsageError("--web and --json exclude each other", "leave one of them out")
     if parsed.port is not None and not parsed.web:
@@ -160,27 +198,20 @@ def watch(words: list[str]) -> int:
     from flatout.observe.runs import find_run
 
     folder = find_run(parsed.run)
-    from flatout.front.output import Terminated, exit_code_of, terminated_like_interrupted
-
-    with terminated_like_interrupted():
-        try:
-            if parsed.web:
-                return _serve(folder, parsed.port)
+    with held_signal() as stop:
+        if not parsed.web:
             return _show(folder, as_json=parsed.json)
-        except KeyboardInterrupt as stopped:
-            if not isinstance(stopped, Terminated):
-                print("stopped watching; the run is not affected", file=sys.stderr)
-            return exit_code_of(stopped)
+        _serve([folder], parsed.port, f"watching {one_line(str(folder))} at")
+    if stop.number == signal.SIGINT:
+        print("stopped watching; the run is not affected", file=sys.stderr)
+    return 128 + (stop.number or 0)
 
 
-def _serve(folder: Path, port: int | None) -> int:
+def _serve(folders: Sequence[Path], port: int | None, said: str) -> None:
+    """Serves the report of runs on this machine until a signal ends it; `said` is printed before the address."""
     from flatout.observe.report import serve
 
-    def ready(address: str) -> None:
-        print(f"watching {one_line(str(folder))} at {address} (Ctrl-C ends it)", flush=True)
-
-    serve([folder], port=port, ready=ready)
-    return 0
+    serve(folders, port=port, ready=lambda url: print(f"{said} {url} (Ctrl-C ends it)", flush=True))
 
 
 def _show(folder: Path, *, as_json: bool) -> int:
@@ -265,9 +296,7 @@ class _LastWord:
 # --- plot -------------------------------------------------------------------------------------------------------------
 
 
-def plot(words: list[str]) -> int:
-    parsed = _parser().parse_mixed(words)
-
+def plot(parsed: argparse.Namespace) -> int:
     how = {"svg": parsed.svg, "each": parsed.each, "tables": not parsed.no_csv, "overwrite": parsed.overwrite}
     with ended_by_signals(lambda: "files that are there are whole"):
         written = flatout.plot(parsed.runs, parsed.out, **how)
@@ -281,141 +310,59 @@ def plot(words: list[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        "plot",
-        "Draw a run: what it learned and how it ran, as two pictures, with the numbers as CSV beside them; a run with "
-        "eigenstate blocks has a third. Several runs are drawn into one picture, to compare them. A run that still "
-        "goes on can be drawn too.",
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, such as runs/shakespeare")
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help="where files go; default: plots in the run's folder, for several runs ./plots. For several runs it may "
-        "also be the picture's name, ending in .png or .svg",
-    )
-    parser.flag("--svg", "write SVG pictures instead of PNG")
-    parser.flag("--each", "also write every panel as a picture of its own")
-    parser.flag("--no-csv", "write pictures only")
-    add_overwrite(parser)
-    parser.flag("--json", "print the files written as JSON")
-    return parser
-
-
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
-def report(words: list[str]) -> int:
-    parser = Parser(
-        "report",
-        "Write one HTML page that shows a run, or several side by side: curves, speed, samples, switches, config. The "
-        "page needs no network and no other file.",
-    )
-    _add_runs(parser)
-    parser.add_argument("--out", metavar="FILE", help="default: report.html in the run's folder, or here for several")
-    parser.number("--price", 0, 1e6, metavar="PER_HOUR", help="what an hour of the machine costs, in any currency")
-    parser.flag("--overwrite", "also replace a file that is no report of flatout")
-    parser.flag("--json", "print what the page would show as JSON, and write no page")
-    parsed = parser.parse_mixed(words)
+def report(parsed: argparse.Namespace) -> int:
+    _check_one_form(parsed)
+    if parsed.serve:
+        return _serve_reports(parsed)
+    if parsed.zip:
+        return _bundle(parsed)
     if parsed.json:
         from flatout.observe.report import read_runs
         from flatout.observe.report_data import report_data
 
         print(json.dumps(report_data(read_runs(_folders(parsed.runs)), price=parsed.price), allow_nan=False))
         return 0
-
     target = flatout.report(parsed.runs, parsed.out, overwrite=parsed.overwrite, price=parsed.price)
     print(f"wrote {target} ({target.stat().st_size / 1000:,.0f} kB); open it in a browser")
     return 0
 
 
-def serve_report(words: list[str]) -> int:
-    parser = Parser(
-        "serve-report",
-        "Show the report of runs in the browser, on this machine only, refreshed while they go on. Ctrl-C ends it.",
-    )
-    _add_runs(parser)
-    parser.number("--port", 1, 65535, help="port to listen on; default: a free one from 8484 on")
-    parsed = parser.parse_mixed(words)
-    folders = _folders(parsed.runs)
-    from flatout.front.output import terminated_like_interrupted
-    from flatout.observe.report import serve
+def _check_one_form(parsed: argparse.Namespace) -> None:
+    """Refuses options of one form of the report beside another form."""
+    forms = [f"--{name}" for name in ("zip", "serve", "json") if getattr(parsed, name)]
+    if len(forms) > 1:
+        raise UsageError(f"{forms[0]} and {forms[1]} exclude each other", "leave one of them out")
+    for option, form in (("--no-doctor", "--zip"), ("--port", "--serve")):
+        if getattr(parsed, option[2:].replace("-", "_")) and form not in forms:
+            raise UsageError(f"{option} is for {form}", f"add {form}, or leave {option} out")
+    if parsed.zip and len(parsed.runs) > 1:
+        raise UsageError("--zip is for one run", "name one run")
 
-    try:
-        with terminated_like_interrupted():
-            serve(folders, port=parsed.port, ready=_tell)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+
+def _bundle(parsed: argparse.Namespace) -> int:
+    line = Line()
+    how = {"overwrite": parsed.overwrite, "doctor": not parsed.no_doctor, "progress": line.show}
+    with ended_by_signals(lambda: "nothing was written"), contextlib.closing(line):
+        target = flatout.bundle(next(iter(parsed.runs), None), parsed.out, **how)
+    with zipfile.ZipFile(target) as archive:
+        names = [name.partition("/")[2] for name in archive.namelist()]
+    print(f"wrote {target} ({target.stat().st_size / 1000:,.0f} kB): {', '.join(names)}")
+    print("no data, samples, weights or keys are in it; look through it before you send it")
     return 0
 
 
-def _tell(url: str) -> None:
-    print(f"the report is at {url} (Ctrl-C ends it)", flush=True)
-
-
-def _add_runs(parser: Parser) -> None:
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="*", help="a run folder, or a name under runs/; default: the newest run there"
-    )
+def _serve_reports(parsed: argparse.Namespace) -> int:
+    folders = _folders(parsed.runs)
+    with held_signal():
+        _serve(folders, parsed.port, "the report is at")
+    print("stopped", file=sys.stderr)
+    return 0
 
 
 def _folders(runs: list[str]) -> list[Path]:
     from flatout.observe.runs import find_run
 
     return [find_run(run) for run in runs] or [find_run(None)]
-
-
-# --- bundle -----------------------------------------------------------------------------------------------------------
-
-
-def bundle(words: list[str]) -> int:
-    parser = Parser(
-        "bundle",
-        "Write one zip file with config, environment, doctor's findings, metrics and report of a run, to send with a "
-        "bug report. Data, samples and weights stay out, and so do keys.",
-    )
-    help_run = "a run folder, or a name under runs/; default: the newest run there"
-    parser.add_argument("run", metavar="RUN", nargs="?", help=help_run)
-    parser.add_argument("--out", metavar="FILE", help="default: RUN-bundle.zip in this folder")
-    parser.flag("--no-doctor", "leave out the machine and the doctor's findings")
-    parser.flag("--overwrite", "also replace a file that is no bundle of flatout")
-    parsed = parser.parse_mixed(words)
-    from flatout.observe.bundle import Private, bundle_files, check_target, write_bundle
-    from flatout.observe.runs import find_run
-    from flatout.observe.sinks import read_history
-
-    folder = find_run(parsed.run)
-    target = Path(f"{folder.resolve().name}-bundle.zip") if parsed.out is None else Path(parsed.out)
-    check_target(target, overwrite=parsed.overwrite)  # before anything is looked at
-    read_history(folder)  # a folder without a run is an error now
-    machine, findings = (None, []) if parsed.no_doctor else _look(folder)
-    private = Private.of(os.environ, Path.home())
-    texts = bundle_files(folder, private, machine=machine, doctor=findings)
-    size = write_bundle(folder, private, target, texts)
-    print(f"wrote {target} ({size / 1000:,.0f} kB): {', '.join([*texts, 'report.html'])}")
-    print("no data, samples, weights or keys are in it; look through it before you send it")
-    return 0
-
-
-def _look(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the machine is, and what the doctor finds of it and of the run's config."""
-    from flatout.diagnose.examine import examine
-    from flatout.diagnose.machine import gather_machine
-    from flatout.observe.bundle import is_secret
-
-    line = Line()
-    with ended_by_signals(lambda: "nothing was written"):
-        line.show("looking at the machine ...")
-        machine = gather_machine()
-        found = [
-            {"type": "finding", **dataclasses.asdict(finding)}
-            for finding in examine(str(folder / "config.yaml"), quick=True, machine=machine)
-        ]
-        line.close()
-    told = dataclasses.asdict(machine)
-    told["environment"] = {name: value for name, value in machine.environment.items() if not is_secret(name)}
-    for card in told["cards"]:
-        card.pop("identity")  # its number tells who owns it, and nothing about a bug
-        card.pop("processes")
-    return told, found

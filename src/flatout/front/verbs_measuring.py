@@ -16,34 +16,31 @@ import json
 import os
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flatout
-from flatout.errors import HardwareError, ResourceError, UsageError, UserError
+from flatout.errors import HardwareError, ResourceError, UsageError, UserError, many
 from flatout.folders import free_folder
+from flatout.front.configs import load_any
 from flatout.front.output import (
     Line,
-    add_overwrite,
     config_target,
     ended_by_signals,
-    exit_code_of,
     folder_target,
+    held_signal,
     picture_target,
     study_target,
-    terminated_like_interrupted,
-    word_of,
     write_config,
 )
-from flatout.front.verbs_training import told_by_one
-from flatout.front.words import Parser, add_config, load_any, one_line
+from flatout.front.verbs_training import reported_once
+from flatout.front.words import one_line
 from flatout.launch import launch
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
-    from flatout.records import BenchProgress, BenchRow, TuneResult, TuneRow
+    from flatout.records import BenchProgress, BenchRow, TuneRow
     from flatout.tuning.ablation import AblateResult
     from flatout.tuning.lr_range import Point
 
@@ -55,8 +52,7 @@ GROUPS = ("ladder", "without", "extra")
 BENCH_ROWS, BENCH_PICTURE = "bench.jsonl", "bench.png"
 
 
-def bench(words: list[str]) -> int:
-    parsed = _bench_parser().parse_words(words)
+def bench(parsed: argparse.Namespace) -> int:
     names = None if parsed.rungs is None else [name.strip() for name in parsed.rungs.split(",") if name.strip()]
     if names is not None and not names:
         raise UsageError("--rungs needs names of rungs", "for example --rungs bf16,compile")
@@ -92,73 +88,23 @@ def bench(words: list[str]) -> int:
     before = len(rows)
     options = ("steps", "parity_steps", "batch_tokens", "only", "seconds", "go_on")
     asked = {name: getattr(parsed, name) for name in options}
-    stopped: KeyboardInterrupt | None = None
-    try:
-        with terminated_like_interrupted():
-            told = {"notice": notice, "progress": progress}
-            for row in flatout.bench(loaded, **asked, rungs=names, folder=folder, **told):
-                rows.append(row)
-                if row.status != "absent" and place is not None:  # the table lists these together
-                    notice(row_line(row, place))
-                if parsed.json:
-                    print(record_to_json(row), flush=True)
-    except KeyboardInterrupt as signalled:
-        stopped = signalled
-    finally:
-        line.close()
+    asked |= {"notice": notice, "progress": progress}
+    with held_signal() as stop, contextlib.closing(line):
+        for row in flatout.bench(loaded, **asked, rungs=names, folder=folder):
+            rows.append(row)
+            if row.status != "absent" and place is not None:  # the table lists these together
+                notice(row_line(row, place))
+            if parsed.json:
+                print(record_to_json(row), flush=True)
     bad = any(row.status in ("red", "failed") for row in rows[before:])
     measured = any(row.status != "absent" for row in rows)
     ladder = _ladder_names(loaded.config.speed.device, samples=loaded.config.fine_tunes) if rows else []
     _finish(rows, folder, ladder, quiet=parsed.json, claims=parsed.claims)
-    if stopped is not None:
-        kept = (
-            f"{_rungs(len(rows))} in {folder}, --go-on measures the others" if measured else "nothing was measured yet"
-        )
-        print(f"{word_of(stopped)}; {kept}", file=sys.stderr)
-        return exit_code_of(stopped)
+    if stop.number is not None:
+        kept = f"{many(len(rows), 'rung')} {'is' if len(rows) == 1 else 'are'} in {folder}, --go-on measures the others"
+        return stop.reported(kept if measured else "nothing was measured yet")
     _check_something_was_had(names, rows)
     return 4 if bad else 0
-
-
-def _bench_parser() -> Parser:
-    from flatout.tuning.rungs import every_name  # which needs no torch
-
-    about = (
-        "Measure every speed switch on this machine: from a naive baseline up, one at a time, then each one out of the "
-        "full set, then the rest. A rung whose losses are not the reference's prints no speed. The others are timed in "
-        "turns with the rung they are compared with, and called faster or slower only where the error allows it."
-    )
-    parser = Parser("bench", _filled(about))
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the names below are not to be broken at hyphens
-    add_config(parser)
-    settings = (
-        f"{parser.epilog} The ladder sets the switches of `speed` itself; speed.micro_batch is the most it tries."
-    )
-    listing = f"rungs (docs/bench.md tells what each one is):\n{_filled(', '.join(every_name()), '  ')}"
-    parser.epilog = f"{_filled(settings)}\n\n{listing}"
-    parser.number("--steps", 3, 10_000, default=800, help="most steps to time per rung; default 800")
-    parity = "steps whose losses must be the reference's; default 20"
-    parser.number("--parity-steps", 2, 10_000, default=20, help=parity)
-    parser.number("--batch-tokens", 1, 2**40, help="tokens per step; default: the config's, at most 64 sequences")
-    limit = "begin no other rung after about this many seconds, at least 10; --go-on measures the rest"
-    parser.number("--seconds", 10, 1e6, metavar="SECONDS", help=limit)
-    parser.add_argument(
-        "--rungs", metavar="A,B,C", help="only these rungs, and what they are compared with; the names are below"
-    )
-    parser.add_argument("--only", choices=GROUPS, help="only this part of the ladder")
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help=f"where {BENCH_ROWS} and {BENCH_PICTURE} go; default: bench/NAME, numbered when taken",
-    )
-    parser.flag("--go-on", "measure what is missing in the rows that --out holds already")
-    parser.flag("--claims", "show what guides claim of each switch, in the table and the picture")
-    parser.flag("--json", "print rows as JSON lines instead of the table")
-    return parser
-
-
-def _filled(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, 78, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _earlier_rows(folder: Path, notice: Callable[[str], None]) -> "list[BenchRow]":
@@ -226,10 +172,6 @@ def _check_something_was_had(names: Sequence[str] | None, rows: "Sequence[BenchR
         raise HardwareError(f"nothing was measured: {why}", "without --rungs, all that this machine has is measured")
 
 
-def _rungs(count: int) -> str:
-    return "1 rung is" if count == 1 else f"{count} rungs are"
-
-
 def _free_folder(name: str) -> Path:
     """bench/NAME, or the first bench/NAME-2, bench/NAME-3 ... that holds neither rows nor a picture."""
     return free_folder(
@@ -243,8 +185,7 @@ def _free_folder(name: str) -> Path:
 ABLATE_ROWS, ABLATE_PICTURE = "ablate.jsonl", "ablate.png"
 
 
-def ablate(words: list[str]) -> int:
-    parsed = _ablate_parser().parse_words(words)
+def ablate(parsed: argparse.Namespace) -> int:
     loaded = load_any(parsed)
     from flatout.tuning.changes import check_length, check_named, choose, split_fields
 
@@ -271,8 +212,7 @@ def ablate(words: list[str]) -> int:
     def notice(message: str) -> None:
         if message not in noticed:  # what was measured is read once more at the end
             noticed.add(message)
-            line.close()
-            print(f"note: {message}", file=sys.stderr)
+            line.notice(message)
 
     def progress(number: int, total: int, job: str, record: Any) -> None:
         nonlocal place
@@ -280,61 +220,25 @@ def ablate(words: list[str]) -> int:
         told = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
         line.show(f"[{number}/{total}] {job}{told}")
 
-    stopped: KeyboardInterrupt | None = None
-    try:
-        with terminated_like_interrupted(), contextlib.closing(line):
-            for record in flatout.ablate(loaded, **asked, minutes=parsed.minutes, notice=notice, progress=progress):
-                if isinstance(record, flatout.AblateResult):
-                    result = record
-                    continue
-                line.close()
-                if parsed.json:
-                    print(record_to_json(record), flush=True)
-                else:
-                    print(one_line(run_line(record, *place)), file=sys.stderr, flush=True)
-    except KeyboardInterrupt as signalled:
-        stopped = signalled
+    with held_signal() as stop, contextlib.closing(line):
+        for record in flatout.ablate(loaded, **asked, minutes=parsed.minutes, notice=notice, progress=progress):
+            if isinstance(record, flatout.AblateResult):
+                result = record
+                continue
+            line.close()
+            if parsed.json:
+                print(record_to_json(record), flush=True)
+            else:
+                print(one_line(run_line(record, *place)), file=sys.stderr, flush=True)
     if result is None and (folder / ABLATE_ROWS).exists():
-        *_, result = flatout.ablate(
-            loaded, **asked, minutes=0.0, notice=notice
-        )  # what there is to show, and nothing more
+        # What there is to show, and nothing more.
+        *_, result = flatout.ablate(loaded, **asked, minutes=0.0, notice=notice)
     if isinstance(result, flatout.AblateResult):
         _hand_over_ablation(result, folder, quiet=parsed.json)
-    if stopped is not None:
+    if stop.number is not None:
         kept = f"{folder / ABLATE_ROWS} keeps the runs that ended, the same command goes on with them"
-        print(f"{word_of(stopped)}; {kept if result else 'no run had ended yet'}", file=sys.stderr)
-        return exit_code_of(stopped)
+        return stop.reported(kept if result else "no run had ended yet")
     return 0
-
-
-def _ablate_parser() -> Parser:
-    parser = Parser(
-        "ablate",
-        "Find what each field of a config is worth: whole runs with and without it, with the same seeds, at equal "
-        "tokens and at equal seconds. A field helps or hurts only where the noise between seeds allows to say so.",
-    )
-    add_config(parser)
-    parser.add_argument(
-        "--fields",
-        metavar="A.B,C.D=X",
-        help="fields to change, one at a time: true or false is flipped, others are written with their other value; "
-        "default: whatever model, optim and train set differently from the default, back to it",
-    )
-    parser.number("--seeds", 1, 100, default=2, help="pairs of runs per field; default 2, one gives no verdict")
-    parser.add_argument(
-        "--equal",
-        choices=("tokens", "seconds", "both"),
-        default="both",
-        help="what two runs that are compared have in common; default both",
-    )
-    parser.number("--minutes", 0, 1e6, help="begin no run that would end later; 0 shows what is there")
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help=f"where {ABLATE_ROWS} and {ABLATE_PICTURE} go, and rows are looked for; default: ablate/NAME",
-    )
-    parser.flag("--json", "print runs and the result as JSON lines instead of the table")
-    return parser
 
 
 def _hand_over_ablation(result: "AblateResult", folder: Path, *, quiet: bool) -> None:
@@ -351,32 +255,7 @@ def _hand_over_ablation(result: "AblateResult", folder: Path, *, quiet: bool) ->
 # --- tune -------------------------------------------------------------------------------------------------------------
 
 
-def tune(words: list[str]) -> int:
-    finders = {"lr": tune_lr, "search": tune_search}
-    return finders[words[0]](words[1:]) if words and words[0] in finders else _tune_speed(words, tuple(finders))
-
-
-def _tune_speed(words: list[str], finders: tuple[str, ...]) -> int:
-    parser = Parser(
-        "tune",
-        "Find the micro-batch, checkpointing and loss with the most tokens per second for the config's global batch, "
-        "in pretraining or fine-tuning, by real training steps on this device. What is learned does not change.",
-    )
-    parser.actions = finders
-    add_config(parser)
-    parser.number("--memory", 0.1, 10_000.0, metavar="GIB", help="emulate a GPU with this much memory")
-    parser.add_argument("--out", metavar="FILE", help="write the config found to this YAML file, to train with")
-    add_overwrite(parser)
-    parser.flag("--exhaustive", "try every micro-batch with everything else")
-    parser.flag("--compile", "try torch.compile's modes as well; takes minutes for each")
-    parser.number(
-        "--seconds",
-        1,
-        1e6,
-        help="take the best found after this long; default 120, 1200 with compile, 3600 with --exhaustive",
-    )
-    parser.flag("--json", "print rows as JSON lines instead of the table")
-    parsed = parser.parse_words(words)
+def tune(parsed: argparse.Namespace) -> int:
     out = None if parsed.out is None else config_target(Path(parsed.out), overwrite=parsed.overwrite)
     loaded = load_any(parsed)
     verb = _verb_of(loaded)
@@ -390,30 +269,34 @@ def _tune_speed(words: list[str], finders: tuple[str, ...]) -> int:
     failure: UserError | None = None
     shown = parsed.json
     asked = {name: getattr(parsed, name) for name in ("memory", "exhaustive", "compile", "seconds")}
-    try:
-        with terminated_like_interrupted():
-            with contextlib.closing(line):
-                for record in flatout.tune(loaded, **asked, progress=lambda now: line.show(progress_line(now))):
-                    if parsed.json:
-                        print(record_to_json(record), flush=True)
-                    if isinstance(record, TuneResult):
-                        result = record
-                    else:
-                        rows.append(record)
-            assert result is not None, "the last record of a search"
-            failure = None if out is None else _failure_of(_writing(out, result.fragment, parsed))
-            if not shown:
-                shown = True
-                print_sheet(sheet_of(rows, result))
-                _print_choice(result, None if failure else out, parsed, verb)
-    except KeyboardInterrupt as stopped:
+    with held_signal() as stop:
+        with contextlib.closing(line):
+            for record in flatout.tune(loaded, **asked, progress=lambda now: line.show(progress_line(now))):
+                if parsed.json:
+                    print(record_to_json(record), flush=True)
+                if isinstance(record, TuneResult):
+                    result = record
+                else:
+                    rows.append(record)
+        assert result is not None, "the last record of a search"
+        failure = (
+            None if out is None else _failure_of(lambda: write_config(out, result.fragment, overwrite=parsed.overwrite))
+        )
+        if not shown:
+            shown = True
+            print_sheet(sheet_of(rows, result))
+            if out is None or failure is not None:
+                print(f"{result.fragment}\n", end="")
+            print(_train_with(verb, None if failure else out, result.words, parsed))
+            if out is None:
+                print("or write it to a file with --out FILE")
+    if stop.number is not None:
         if result is not None and out is not None and _holds(out, result.fragment):
-            print(f"{word_of(stopped)}; {out} was written before that, and is whole", file=sys.stderr)
+            stop.reported(f"{out} was written before that, and is whole")
             return 0
         if not shown:
             print_sheet(sheet_of(rows, None))
-        print(f"{word_of(stopped)}; nothing was written", file=sys.stderr)
-        return exit_code_of(stopped)
+        return stop.reported("nothing was written")
     if failure is not None:
         raise failure
     return 0
@@ -427,31 +310,10 @@ def _holds(path: Path, text: str) -> bool:
         return False
 
 
-def _print_choice(result: "TuneResult", out: Path | None, parsed: argparse.Namespace, verb: str) -> None:
-    if out is None:
-        print(f"{result.fragment}\n", end="")
-    print(_train_with(verb, out, result.words, parsed))
-    if parsed.out is None:
-        print("or write it to a file with --out FILE")
-
-
 # --- tune lr, tune search ---------------------------------------------------------------------------------------------
 
 
-def tune_lr(words: list[str]) -> int:
-    parser = Parser(
-        "tune lr",
-        "Find a learning rate by a range test: real training steps whose rate rises from far too small to too large.",
-    )
-    add_config(parser)
-    parser.add_argument("--out", metavar="FILE", help="write the config found to this YAML file, to train with")
-    parser.add_argument("--plot", metavar="FILE", help="draw the curve to this PNG or SVG file")
-    parser.number("--from", 1e-12, 100.0, dest="start", metavar="RATE", default=1e-7, help="first rate; default 1e-7")
-    parser.number("--to", 1e-12, 100.0, dest="end", metavar="RATE", default=1.0, help="last rate; default 1")
-    parser.number("--steps", 20, 100_000, default=100, help="steps between them, 20 to 100,000; default 100")
-    add_overwrite(parser)
-    parser.flag("--json", "print one JSON line instead of the table")
-    parsed = parser.parse_words(words)
+def tune_lr(parsed: argparse.Namespace) -> int:
     low, high, steps = parsed.start, parsed.end, parsed.steps
     out, plot = _targets(parsed)
     loaded = load_any(parsed)
@@ -465,24 +327,8 @@ def tune_lr(words: list[str]) -> int:
     return _hand_over(result, _verb_of(loaded), out, plot, parsed)
 
 
-def tune_search(words: list[str]) -> int:
-    parser = Parser(
-        "tune search",
-        "Search hyperparameters by short real runs. Fields and ranges stand in SPACE.yaml; bad trials are cut short.",
-    )
-    add_config(parser)
-    parser.usage = f"{parser.prog} SPACE.yaml [CONFIG] [SECTION.FIELD=VALUE ...] [options]"
-    parser.number("--trials", 1, 100_000, default=20, help="finished trials in all; default 20")
-    parser.add_argument(
-        "--study", metavar="FILE.db", help="keep the trials in this SQLite file, to continue with later"
-    )
-    parser.add_argument("--out", metavar="FILE", help="write the best config to this YAML file, to train with")
-    parser.add_argument("--plot", metavar="FILE", help="draw all trials to this PNG or SVG file")
-    add_overwrite(parser)
-    parser.flag("--json", "print a JSON line per trial and one for the result")
-    named = bool(words) and not words[0].startswith("-")
-    parsed = parser.parse_words(words[1:] if named else words)
-    if not named:
+def tune_search(parsed: argparse.Namespace) -> int:
+    if parsed.space is None:
         raise UsageError(
             "`flatout tune search` needs a file with the fields to search over",
             "write lines such as `optim.learning_rate: {log: [1e-4, 1e-2]}` to space.yaml and name it first",
@@ -503,13 +349,9 @@ def tune_search(words: list[str]) -> int:
         kept = f"; {study} keeps the trials so far, the same command continues with them" if study else ""
         return f"{trials} {'trial was' if trials == 1 else 'trials were'} made{kept}; nothing else was written"
 
-    def notice(message: str) -> None:
-        line.close()
-        print(f"note: {message}", file=sys.stderr)
-
-    asked = {"trials": parsed.trials, "study": study, "notice": notice, "progress": progress}
+    asked = {"trials": parsed.trials, "study": study, "notice": line.notice, "progress": progress}
     with ended_by_signals(became), contextlib.closing(line):
-        for record in flatout.search(words[0], loaded, **asked):
+        for record in flatout.search(parsed.space, loaded, **asked):
             line.close()
             if isinstance(record, flatout.StudyResult):
                 result = record
@@ -550,7 +392,9 @@ def _hand_over(result: Any, verb: str, out: Path | None, plot: Path | None, pars
     from flatout.observe.sheets import draw_picture
 
     _show(result, as_json=parsed.json)
-    unwritten = None if out is None else _failure_of(_writing(out, result.fragment, parsed))
+    unwritten = (
+        None if out is None else _failure_of(lambda: write_config(out, result.fragment, overwrite=parsed.overwrite))
+    )
     undrawn = (
         None if plot is None else _failure_of(lambda: draw_picture(result.picture(), plot, overwrite=parsed.overwrite))
     )
@@ -566,10 +410,6 @@ def _hand_over(result: Any, verb: str, out: Path | None, plot: Path | None, pars
 
 
 # --- what all of them have in common ----------------------------------------------------------------------------------
-
-
-def _writing(out: Path, fragment: str, parsed: argparse.Namespace) -> Callable[[], None]:
-    return lambda: write_config(out, fragment, overwrite=parsed.overwrite)
 
 
 def _failure_of(write: Callable[[], None]) -> UserError | None:
@@ -596,28 +436,15 @@ def _train_with(verb: str, out: Path | None, found: tuple[str, ...], parsed: arg
 # --- profile ----------------------------------------------------------------------------------------------------------
 
 
-def profile(words: list[str]) -> int:
-    parser = Parser(
-        "profile",
-        "Take some real training steps under torch's profiler and say what holds them: arithmetic, memory, launches or "
-        "data, and which switch to try. Writes a trace, a memory snapshot, the kernels and a page to read.",
-    )
-    add_config(parser)
-    timed = "steps under the profiler; default 4, fewer if a step has many micro-batches"
-    parser.number("--steps", 1, 1000, help=timed)
-    parser.add_argument(
-        "--out", metavar="FOLDER", help="where the files go; default: profile/NAME, numbered when that is taken"
-    )
-    parser.flag("--json", "print the figures as one JSON object instead of the page")
+def profile(parsed: argparse.Namespace) -> int:
     found = launch()
+    loaded = reported_once(lambda: load_any(parsed, tell=found is None or found.rank == 0))
 
-    def checked() -> "tuple[argparse.Namespace, LoadedConfig]":
-        parsed = parser.parse_words(words)
-        return parsed, load_any(parsed, tell=found is None or found.rank == 0)
+    def say(text: str) -> None:
+        print(f"profile: {text}", file=sys.stderr, flush=True)
 
-    parsed, loaded = told_by_one(checked)
     with ended_by_signals(lambda: "nothing was written"):
-        done = flatout.profile(loaded, parsed.out, steps=parsed.steps, progress=_say)
+        done = flatout.profile(loaded, parsed.out, steps=parsed.steps, progress=say)
     if done is None:
         return 0
     if parsed.json:
@@ -628,7 +455,3 @@ def profile(words: list[str]) -> int:
 
         print_sheet(sheet_of(done.figures, str(done.folder)))
     return 0
-
-
-def _say(text: str) -> None:
-    print(f"profile: {text}", file=sys.stderr, flush=True)

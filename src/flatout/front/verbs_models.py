@@ -7,27 +7,19 @@ and the exit code is 3.
 import argparse
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flatout
-from flatout.errors import DataError, UsageError, many
+from flatout.errors import DataError, UsageError, UserError, many, quoted
 from flatout.files import check_folder_writable, check_replaceable, disk_errors
-from flatout.front.output import add_overwrite, picture_target
-from flatout.front.words import (
-    Parser,
-    add_base,
-    add_config,
-    add_model,
-    check_model,
-    choose_action,
-    converse,
-    load_pretraining,
-    quoted,
-)
+from flatout.front.configs import load_pretraining, print_notices
+from flatout.front.output import picture_target
+from flatout.front.words import one_line, tell
 
 if TYPE_CHECKING:
     from flatout.config.schema import RunConfig
@@ -38,41 +30,16 @@ if TYPE_CHECKING:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-DATA_ACTIONS = {
-    "inspect": "what a prepared dataset holds, what was dropped and why, with a picture",
-    "verify": "check every byte of a prepared dataset",
-}
-TOKENIZER_ACTIONS = {
-    "train": "learn a byte-pair encoding from the config's text",
-    "report": "bytes per token of one or more tokenizers on the config's text",
-}
-
-
-def prepare(words: list[str]) -> int:
-    parser = Parser("prepare", "Turn the config's text into token shards with a manifest. Continues after a kill.")
-    add_config(parser)
-    parser.number("--workers", 0, 1024, help="worker processes; default: one per core; 0: none")
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where workers run; default: local")
-    parser.flag("--overwrite", "replace shards that are already there")
-    parser.number(
-        "--context",
-        1,
-        2**24,
-        help="tokens of a window to count by, and to hold documents against; default: model.context, with no word of "
-        "documents. Shards fit any",
-    )
-    parser.flag("--json", "print the result as JSON")
-    parsed = parser.parse_words(words)
-    loaded = load_pretraining(parsed, "prepare")
+def prepare(parsed: argparse.Namespace) -> int:
+    loaded = load_pretraining(parsed)
     from flatout.data.prepare import as_prepared, check_text, prepare_data, refuse_second_pipe
     from flatout.observe.terminal import PrepareBar
 
     check_text(loaded, "prepare")
     if not parsed.overwrite:
         refuse_second_pipe(loaded.config.data)
-        told, loaded = len(loaded.notices), as_prepared(loaded)
-        for notice in loaded.notices[told:]:
-            print(f"note: {notice}", file=sys.stderr)
+        before, loaded = len(loaded.notices), as_prepared(loaded)
+        print_notices(loaded.notices[before:])
     config = loaded.config
     started = time.monotonic()
     how = {"overwrite": parsed.overwrite, "workers": parsed.workers, "engine": parsed.engine}
@@ -177,7 +144,6 @@ def _tell_problems(folder: Path, config: "RunConfig", report: dict[str, Any] | N
         return 0
     from flatout.data.inspect import lines_of
     from flatout.data.prepare import check_complete, read_causes
-    from flatout.front.words import one_line
 
     for line in lines_of(read_causes(folder)):
         print(one_line(f"problem: {line}"), file=sys.stderr)
@@ -188,22 +154,8 @@ def _tell_problems(folder: Path, config: "RunConfig", report: dict[str, Any] | N
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def data(words: list[str]) -> int:
-    action, parser, rest = choose_action("data", words, DATA_ACTIONS)
-    parser.add_argument("folder", help="folder of prepared shards")
-    if action == "inspect":
-        parser.number("--context", 1, 2**24, help="count windows of this many tokens")
-        parser.add_argument("--picture", metavar="FILE", help="PNG or SVG to draw; default: FOLDER.png beside it")
-        parser.flag("--no-picture", "draw nothing")
-        add_overwrite(parser)
-    parser.flag("--json", "print the result as JSON")
-    parsed = parser.parse_words(rest)
-    if not Path(parsed.folder).is_dir():
-        raise UsageError(f"{quoted(parsed.folder)} is not a folder", "name a folder that `flatout prepare` made")
-    return _inspect(parsed) if action == "inspect" else _verify(parsed)
-
-
-def _inspect(parsed: argparse.Namespace) -> int:
+def inspect(parsed: argparse.Namespace) -> int:
+    _check_shards(parsed)
     from flatout.data.inspect import summarize
     from flatout.data.shards import verify_dataset
     from flatout.observe.dataset import draw_data, print_data
@@ -227,7 +179,8 @@ def _inspect(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(parsed: argparse.Namespace) -> int:
+def verify(parsed: argparse.Namespace) -> int:
+    _check_shards(parsed)
     from flatout.data.shards import verify_dataset
 
     manifest = verify_dataset(parsed.folder)
@@ -240,30 +193,16 @@ def _verify(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _check_shards(parsed: argparse.Namespace) -> None:
+    if not Path(parsed.folder).is_dir():
+        raise UsageError(f"{quoted(parsed.folder)} is not a folder", "name a folder that `flatout prepare` made")
+
+
 # --- tokenizer --------------------------------------------------------------------------------------------------------
 
 
-def tokenizer(words: list[str]) -> int:
-    action, parser, rest = choose_action("tokenizer", words, TOKENIZER_ACTIONS)
-    add_config(parser)
-    if action == "train":
-        parser.number("--vocab", 257, 2**24, required=True, help="ids in all")
-        parser.add_argument("--out", metavar="FILE", default="tokenizer.json", help="file to write")
-        parser.add_argument("--split", choices=("gpt2", "gpt4"), default="gpt4", help="how text is cut into words")
-        parser.flag("--overwrite", "replace the file")
-    else:
-        repeated = "gpt2, bytes or a tokenizer.json; may be repeated"
-        parser.add_argument("--tokenizer", action="append", metavar="NAME", help=repeated)
-    parser.flag("--json", "print the result as JSON")
-    parsed = parser.parse_words(rest)
-    loaded = load_pretraining(parsed, f"tokenizer {action}")
-    from flatout.data.prepare import check_text
-
-    check_text(loaded, f"tokenizer {action}")
-    return (_train_tokenizer if action == "train" else _report_tokenizers)(loaded.config, parsed)
-
-
-def _train_tokenizer(config: "RunConfig", parsed: argparse.Namespace) -> int:
+def train_tokenizer(parsed: argparse.Namespace) -> int:
+    config = _config_of_text(parsed)
     from flatout.data.tokenizer import load_tokenizer
     from flatout.data.tokenizer_files import train_bpe, write_tokenizer
 
@@ -289,7 +228,8 @@ def _train_tokenizer(config: "RunConfig", parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _report_tokenizers(config: "RunConfig", parsed: argparse.Namespace) -> int:
+def compare_tokenizers(parsed: argparse.Namespace) -> int:
+    config = _config_of_text(parsed)
     from flatout.data.tokenizer import load_tokenizer
 
     names = parsed.tokenizer or ["bytes", "gpt2"]
@@ -299,6 +239,14 @@ def _report_tokenizers(config: "RunConfig", parsed: argparse.Namespace) -> int:
     else:
         _print_fertility(rows)
     return 0
+
+
+def _config_of_text(parsed: argparse.Namespace) -> "RunConfig":
+    from flatout.data.prepare import check_text
+
+    loaded = load_pretraining(parsed)
+    check_text(loaded, parsed.verb)
+    return loaded.config
 
 
 def _texts(config: "RunConfig") -> Iterator[str]:
@@ -349,20 +297,8 @@ def _print_fertility(rows: list[dict[str, Any]]) -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def evaluate(words: list[str]) -> int:
-    parser = Parser("eval", "Measure a trained model on its validation text: loss, perplexity, bits per byte.")
-    add_model(parser)
-    parser.add_argument(
-        "--data",
-        metavar="FOLDER",
-        help="prepared shards of text to use instead of the run's own data; of a fine-tuned run also the folder of "
-        "its own samples, where that is not found from here",
-    )
-    parser.add_argument("--split", choices=("val", "train"), default="val", help="which split to measure")
-    parser.number("--tokens", 1, 2**40, help="measure this many tokens from the start")
-    parser.flag("--json", "print the result as JSON")
-    parsed, model = _parse(parser, words)
-
+def evaluate(parsed: argparse.Namespace) -> int:
+    model = _model(parsed)
     result = flatout.evaluate(model, data=parsed.data, split=parsed.split, tokens=parsed.tokens)
     if parsed.json:
         print(json.dumps(vars(result)))
@@ -373,26 +309,27 @@ def evaluate(words: list[str]) -> int:
     return 0
 
 
-def _parse(parser: Parser, words: list[str]) -> "tuple[argparse.Namespace, LoadedModel]":
-    """The words, and the model that they name; nothing heavy is imported before they are understood."""
-    parsed = parser.parse_words(words)
-    check_model(parsed, parser.text_option)
+def _model(parsed: argparse.Namespace, text_option: str = "") -> "LoadedModel":
+    """The model that words name. What cannot be a model or a device is refused before anything heavy is imported."""
+    if parsed.run is not None and (not parsed.run or not Path(parsed.run).is_dir()):
+        from flatout.config.suggest import run_hint
 
-    return parsed, flatout.load_model(parsed.run, device=parsed.device, best=not parsed.last, base=parsed.base)
+        hint = run_hint(parsed.run, "name a run folder, such as runs/NAME")
+        hint += f"; text goes after {text_option}" if text_option else ""
+        raise UsageError(f"{quoted(parsed.run)} is not a folder", hint)
+    if getattr(parsed, "folder", None) == "":
+        raise UsageError("the name of the folder to write is empty", "name a new folder to write into")
+    device = getattr(parsed, "device", "cpu")
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", device):
+        raise UsageError(f"--device {quoted(device)} is unknown", "use auto, cpu, mps, cuda or cuda:N")
+    return flatout.load_model(parsed.run, device=device, best=not parsed.last, base=parsed.base)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def generate(words: list[str]) -> int:
-    parser = Parser("generate", "Continue a prompt with a trained model, printed as it comes.")
-    add_model(parser)
-    parser.text_option = "--prompt"
-    parser.add_argument("--prompt", default="\n", help="text to continue; default: a new line")
-    parser.number("--top-k", 1, 2**31, help="sample among the K likeliest tokens")
-    _add_sampling(parser, tokens=300, temperature=0.8)
-    parser.flag("--interactive", "ask for prompts until end of input")
-    parsed, model = _parse(parser, words)
+def generate(parsed: argparse.Namespace) -> int:
+    model = _model(parsed, "--prompt")
     from flatout.observe.human import printable
 
     def answer(prompt: str) -> None:
@@ -406,30 +343,31 @@ def generate(words: list[str]) -> int:
     if not parsed.interactive:
         answer(parsed.prompt)
         return 0
-    return converse("type a prompt, end with Ctrl-D", lambda prompt: answer(prompt or "\n"))
-
-
-def _add_sampling(parser: Parser, *, tokens: int, temperature: float, top_p: float | None = None) -> None:
-    parser.number("--tokens", 1, 10_000_000, default=tokens, help=f"most tokens to write; default {tokens}")
-    parser.number("--temperature", 0, 100.0, default=temperature, help=f"0 is greedy; default {temperature}")
-    told = "sample among the likeliest tokens of this mass" + ("" if top_p is None else f"; default {top_p}")
-    parser.number("--top-p", 0, 1.0, default=top_p, help=told)
-    parser.number("--seed", 0, 2**63 - 1, default=0, help="the same seed repeats; default 0")
+    return _converse("type a prompt, end with Ctrl-D", lambda prompt: answer(prompt or "\n"))
 
 
 def _sampling(parsed: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(parsed, name) for name in ("tokens", "temperature", "top_p", "seed")}
 
 
-def chat(words: list[str]) -> int:
+def _converse(invitation: str, answer: Callable[[str], None]) -> int:
+    """Asks for lines and answers each, until end of input; a line that cannot be answered must not end it."""
+    print(invitation, file=sys.stderr)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return 0
+        try:
+            answer(line)
+        except UserError as error:
+            tell(error)
+
+
+def chat(parsed: argparse.Namespace) -> int:
     """Talks in the terminal, by the template that the model was taught with."""
-    parser = Parser("chat", "Talk to a chat model: a fine-tuned run, or a Hugging Face folder.")
-    add_model(parser)
-    parser.text_option = "--message"
-    parser.add_argument("--message", help="say this, print the answer and leave; default: ask until end of input")
-    parser.add_argument("--system", help="what the conversation begins with, for models that take it")
-    _add_sampling(parser, tokens=500, temperature=0.7, top_p=0.95)
-    parsed, model = _parse(parser, words)
+    model = _model(parsed, "--message")
     from flatout.observe.human import printable
 
     if flatout.is_untaught(model):
@@ -451,72 +389,45 @@ def chat(words: list[str]) -> int:
     if parsed.message is not None:
         answer(parsed.message)
         return 0
-    return converse("type a message, end with Ctrl-D", answer)
+    return _converse("type a message, end with Ctrl-D", answer)
 
 
 # --- folders for others -----------------------------------------------------------------------------------------------
 
 
-def _writing_parser(verb: str, about: str) -> Parser:
-    parser = Parser(verb, about)
-    parser.add_argument("run", help="a run, checkpoint or adapter folder")
-    parser.add_argument("folder", help="new folder to write")
-    parser.flag("--last", "use the newest checkpoint instead of the best")
-    add_base(parser)
-    parser.set_defaults(device="cpu")
-    return parser
+def export(parsed: argparse.Namespace) -> int:
+    """Writes a folder; of adapters that are written into the weights, prints what the rounding left of their update."""
+    model = _model(parsed)
+    notes: list[str] = []
+    body: dict[str, Any]
+    if parsed.adapter or model.adapters is None or model.adapters.detached:
+        how = {"dtype": parsed.dtype, "adapter": parsed.adapter, "notice": notes.append}
+        target, dtype = flatout.export(model, parsed.folder, **how), ""
+        body, lines = {"folder": str(target)}, []
+    else:
+        from flatout.front.models import MERGED_DTYPE
 
-
-def export(words: list[str]) -> int:
-    parser = _writing_parser("export", "Write a trained model as a folder for Hugging Face tools, with its tokenizer.")
-    parser.add_argument(
-        "--dtype",
-        choices=("fp32", "bf16", "fp16"),
-        help="of the weights; default: fp32, but bf16 where adapters are merged into them, as `flatout merge` has it",
-    )
-    parser.flag("--adapter", "adapters alone, as PEFT's folder; default: inside the weights")
-    parsed, model = _parse(parser, words)
-
-    notices: list[str] = []
-    target = flatout.export(model, parsed.folder, dtype=parsed.dtype, adapter=parsed.adapter, notice=notices.append)
-    print("\n".join([f"wrote {target}", *(f"note: {message}" for message in notices)]))
-    return 0
-
-
-def merge(words: list[str]) -> int:
-    """Writes one folder of weights, and says what the rounding left of the update."""
-    about = "Write a fine-tuned model as one Hugging Face folder, its adapters inside the weights."
-    parser = _writing_parser("merge", about)
-    parser.add_argument(
-        "--dtype",
-        choices=("bf16", "fp16", "fp32"),
-        default="bf16",
-        help="of the weights; default bf16, as `flatout export` has it for a run with adapters",
-    )
-    parser.flag("--json", "print the result as JSON")
-    parsed, model = _parse(parser, words)
-
-    told: list[str] = []
-    done = flatout.merge(model, parsed.folder, dtype=parsed.dtype, notice=told.append)
-    total, difference = done.report.total, done.difference
+        dtype = parsed.dtype or MERGED_DTYPE
+        done = flatout.merge(model, parsed.folder, dtype=dtype, notice=notes.append)
+        target, total, difference = done.folder, done.report.total, done.difference
+        body = {"folder": str(target), "kept": total.kept, "lost": total.lost, "unchanged": total.unchanged}
+        body |= {"relative_update": total.relative_update, "logits_relative": difference.relative}
+        body |= {"logits_largest": difference.largest, "same_choice": difference.same_choice}
+        lines = [
+            f"the update is {total.relative_update:.2%} of the weights it changes; {total.kept:.1%} of it survived the "
+            f"rounding, {total.unchanged:.1%} of those weights are as before",
+            f"logits on a short text: {difference.relative:.2%} apart from the adapters', the largest by "
+            f"{difference.largest:.3g}; the likeliest token is the same at {difference.same_choice:.1%} of its places",
+        ]
+        if parsed.dtype is None:
+            notes.append(f"adapters are merged into the weights, which are in {dtype}; --dtype fp32 rounds nothing")
+        if total.kept < 0.9:
+            notes.append(
+                f"much of the update is lost in {dtype}: write it with --dtype fp32, or keep the adapters apart"
+            )
     if parsed.json:
-        body = {"folder": str(done.folder), "kept": total.kept, "lost": total.lost, "unchanged": total.unchanged}
-        body |= {"relative_update": total.relative_update, "logits_relative": difference.relative, "notes": told}
-        print(json.dumps({**body, "logits_largest": difference.largest, "same_choice": difference.same_choice}))
-        return 0
-    print(f"wrote {done.folder}, in {parsed.dtype}")
-    print(
-        f"the update is {total.relative_update:.2%} of the weights it changes; {total.kept:.1%} of it survived the "
-        f"rounding, {total.unchanged:.1%} of those weights are as before"
-    )
-    print(
-        f"logits on a short text: {difference.relative:.2%} apart from the adapters', the largest by "
-        f"{difference.largest:.3g}; the likeliest token is the same at {difference.same_choice:.1%} of its places"
-    )
-    if total.kept < 0.9:
-        told.append(
-            f"much of the update is lost in {parsed.dtype}: write it with --dtype fp32, or keep the adapters apart"
-        )
-    for message in told:
-        print(f"note: {message}")
+        print(json.dumps({**body, "notes": notes}))
+    else:
+        print(f"wrote {target}{f', in {dtype}' if dtype else ''}")
+        print("".join(f"{line}\n" for line in [*lines, *(f"note: {note}" for note in notes)]), end="")
     return 0

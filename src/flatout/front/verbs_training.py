@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import flatout
 from flatout import records
-from flatout.errors import HardwareError, UsageError, UserError, many
+from flatout.errors import HardwareError, UsageError, UserError, many, quoted
+from flatout.front.configs import check_rows_named, load, on_hardware
 from flatout.front.output import handled, output_that_may_go_away
-from flatout.front.words import Parser, add_config, load, on_hardware, one_line, quoted
+from flatout.front.words import one_line
 from flatout.launch import AGENT, START, launch, place_of_slurm
 
 if TYPE_CHECKING:
@@ -33,46 +34,18 @@ if TYPE_CHECKING:
 _DRAWN = 20  # steps: a run that ends with fewer has no curve to draw
 
 
-def train(words: list[str]) -> int:
-    parser = Parser(
-        "train",
-        "Train a model. SIGINT, SIGTERM and SIGHUP save a checkpoint and end the run, a second Ctrl-C quits at once; "
-        "SIGUSR1 saves and goes on.",
-    )
-    add_config(parser)
-    parser.number(
-        "--minutes",
-        0.01,
-        1e6,
-        metavar="N",
-        help="train so long: this machine's speed decides size, batch and steps; with --resume RUN, so much longer",
-    )
-    return _run_training(parser, words)
-
-
-def finetune(words: list[str]) -> int:
-    parser = Parser("finetune", "Fine-tune a model on conversations or instructions, by LoRA unless lora.rank=0.")
-    add_config(parser, default="lora")
-    return _run_training(parser, words)
-
-
-def _run_training(parser: Parser, words: list[str]) -> int:
-    parser.add_argument(
-        "--resume", metavar="auto|PATH", help="resume a run: auto (if there is one), a run folder or a checkpoint"
-    )
-    parser.flag("--json", "print records as JSON lines and nothing else")
-    parser.flag("--view", "a panel with curve, speed, card and warnings")
-    add_launching(parser)
-    parsed, starts = told_by_one(lambda: _understood(parser, words))
+def train(parsed: argparse.Namespace) -> int:
+    """Runs train and finetune."""
+    starts = reported_once(lambda: _check_words(parsed))
     resume: str | None = parsed.resume
     stored = None if resume in (None, "auto") or parsed.config_given else _point(resume)
 
     def checked() -> "LoadedConfig | None":
-        return _loaded(parser.verb, parsed, resume, stored)
+        return _loaded(parsed, resume, stored)
 
     if starts:
-        return start_workers(parser.verb, parsed, lambda: (checked(), _for_workers(words, parsed, stored)))
-    loaded = told_by_one(checked)
+        return start_workers(parsed, lambda: (checked(), _for_workers(parsed, stored)))
+    loaded = reported_once(checked)
     with output_that_may_go_away():  # the terminal is not the run
         return _follow_training(parsed, loaded, resume, stored)
 
@@ -83,19 +56,18 @@ def _point(resume: str) -> Path:
     return found.folder if found is not None and found.resumes and found.folder is not None else Path(resume)
 
 
-def _for_workers(words: list[str], parsed: argparse.Namespace, stored: Path | None) -> list[str]:
-    """The words for the processes that are started. What --minutes adds to a run is reckoned once, here: they may be
+def _for_workers(parsed: argparse.Namespace, stored: Path | None) -> list[str]:
+    """The words for the processes that are started. What --minutes adds to a run is computed once, here: they may be
     started again."""
     if stored is None or getattr(parsed, "minutes", None) is None:
-        return words
+        return parsed.typed
 
     point, more = flatout.more_minutes(stored, parsed.minutes)
-    return [*words, "--resume", str(point), *more]
+    return [*parsed.typed, "--resume", str(point), *more]
 
 
-def _understood(parser: Parser, words: list[str]) -> tuple[argparse.Namespace, bool]:
-    """The parsed words, and whether this process starts others."""
-    parsed = parser.parse_words(words)
+def _check_words(parsed: argparse.Namespace) -> bool:
+    """Refuses words that contradict each other; returns whether this process starts others."""
     starts = starts_workers(parsed)
     _in_minutes(parsed)
     if parsed.view and parsed.json:
@@ -104,7 +76,7 @@ def _understood(parser: Parser, words: list[str]) -> tuple[argparse.Namespace, b
         raise UsageError("--size is for a new run, and a run that is resumed keeps its size", "leave --size out")
     if parsed.resume == "":
         raise UsageError("--resume needs auto or a folder", "for example --resume auto")
-    return parsed, starts
+    return starts
 
 
 def _in_minutes(parsed: argparse.Namespace) -> None:
@@ -128,7 +100,7 @@ def _in_minutes(parsed: argparse.Namespace) -> None:
     parsed.overrides = [f"train.minutes={minutes!r}", *parsed.overrides]
 
 
-def _loaded(verb: str, parsed: argparse.Namespace, resume: str | None, stored: Path | None) -> "LoadedConfig | None":
+def _loaded(parsed: argparse.Namespace, resume: str | None, stored: Path | None) -> "LoadedConfig | None":
     """The config of the command; None where that of the run in `stored` serves."""
     if stored is not None and not stored.is_dir():
         from flatout.config.suggest import run_hint
@@ -136,9 +108,7 @@ def _loaded(verb: str, parsed: argparse.Namespace, resume: str | None, stored: P
         hint = run_hint(str(stored), "name a run folder, a checkpoint folder, or auto")
         raise UsageError(f"--resume {quoted(str(stored))} is not a folder", hint)
     loaded = None if stored is not None else load(parsed, tell=False)
-    if loaded is not None and verb == "finetune":
-        from flatout.front.configs import check_rows_named
-
+    if loaded is not None and parsed.verb == "finetune":
         check_rows_named(loaded, resume)
     return loaded
 
@@ -280,17 +250,8 @@ def _cry(text: str) -> None:
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
-_MOST = 1024
+MOST_PROCESSES = 1024
 Found = TypeVar("Found")
-
-
-def add_launching(parser: Parser) -> None:
-    number = parser.number
-    number("--gpus", 1, _MOST, metavar="N", help="train with N processes, one for each GPU; without GPUs, on the CPU")
-    number("--nodes", 1, _MOST, metavar="M", help="hosts that train together; give the same command on each")
-    number("--node-rank", 0, _MOST - 1, metavar="R", help="number of this host, from 0")
-    parser.add_argument("--meet", metavar="HOST:PORT", help="where hosts meet: an address of host 0 and a free port")
-    number("--restarts", 0, 1000, metavar="K", default=3, help="restarts after crashes, kills and hangs (default 3)")
 
 
 def starts_workers(parsed: argparse.Namespace) -> bool:
@@ -320,11 +281,11 @@ def starts_workers(parsed: argparse.Namespace) -> bool:
 
 
 def start_workers(
-    verb: str, parsed: argparse.Namespace, checked: "Callable[[], tuple[LoadedConfig | None, Sequence[str]]]"
+    parsed: argparse.Namespace, checked: "Callable[[], tuple[LoadedConfig | None, Sequence[str]]]"
 ) -> int:
     """Starts the processes and stays with them to the end; returns the command's exit code.
 
-    `checked` loads the config, and has the words for them: what is wrong is told here, once, and not by every process.
+    `checked` loads the config and returns the words for them: a mistake is printed here, once, not by every process.
     """
     from flatout.config.sections import ParallelConfig
     from flatout.parallel.agent import Agent
@@ -336,11 +297,11 @@ def start_workers(
     except UserError as error:
         raise hosts_of(START).refuse(error) from error
     timeout = (ParallelConfig() if loaded is None else loaded.config.parallel).timeout
-    return Agent([verb, *words], hosts_of(max(START, timeout)), restarts=parsed.restarts, timeout=timeout).run()
+    return Agent([parsed.verb, *words], hosts_of(max(START, timeout)), restarts=parsed.restarts, timeout=timeout).run()
 
 
-def told_by_one(checked: Callable[[], Found]) -> Found:
-    """Understands a command. In one of several processes, one of them tells what is wrong with it."""
+def reported_once(checked: Callable[[], Found]) -> Found:
+    """Checks a command. When a launcher has started several processes, one of them prints what is wrong with it."""
     try:
         return checked()
     except UserError as error:

@@ -1,290 +1,195 @@
-"""Words of a command line to values, and the words in which mistakes are answered."""
+"""Words of a command line to values, and the words in which mistakes are answered.
+
+Contract: a `Command` is a row of the table in `flatout.front.commands`. Its parser, its help, completion and the
+reference are made from that row.
+"""
 
 import argparse
-import contextvars
 import dataclasses
 import difflib
 import os
-import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NoReturn
 
-from flatout.errors import HardwareError, UsageError, UserError, quoted
-
-if TYPE_CHECKING:
-    from flatout.config.load import LoadedConfig
+from flatout.errors import UsageError, UserError, quoted
 
 
 @dataclasses.dataclass(frozen=True)
-class Described:
-    """What a verb would understand: its parser, or the names of its actions, each of which has one; or both."""
+class Option:
+    """An option of a command, or a word that it takes in a place; `more` are argparse's keywords."""
 
-    parser: "Parser | None"
-    actions: tuple[str, ...] = ()
+    names: tuple[str, ...]
+    more: Mapping[str, Any]
+    limits: str = ""  # of a number
 
-
-class _Describing(BaseException):
-    """Leaves a verb before it does anything, with what it would understand."""
-
-    def __init__(self, told: Described) -> None:
-        super().__init__()
-        self.told = told
+    @property
+    def by_place(self) -> bool:
+        return not self.names[0].startswith("-")
 
 
-_describing = contextvars.ContextVar("describing", default=False)
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command: what help says of it, the words it takes, the function that runs it and its twin in Python."""
+
+    name: str  # a verb, or a verb and its action
+    run: Callable[[argparse.Namespace], int] | None  # None: only its actions run
+    summary: str  # in the list of all verbs, or of the verb's actions
+    options: tuple[Option, ...] = ()
+    about: str = ""  # at the head of its own help; default: the summary
+    python: str = ""  # its twin, where that has another name
+    preset: str | None = None  # what a command that takes a config starts from without one
+    text: str = ""  # the option for text that people write without one
+    processes: Literal["any", "one", "ranks"] = "any"  # which processes of a launcher may run it
+    more_help: str = ""  # below the options
+
+    @property
+    def twin(self) -> str:
+        """The name of `flatout` that does the same; none for an action that has no name of its own."""
+        return self.python or ("" if " " in self.name else self.name)
+
+    @property
+    def takes_config(self) -> bool:
+        return any(option.names == ("config",) for option in self.options)
+
+    @property
+    def heading(self) -> str:
+        """What its own help begins with."""
+        return self.about or f"{self.summary[0].upper()}{self.summary[1:]}."
+
+    @property
+    def usage(self) -> str | None:
+        """The first line of help, where argparse's own would list each option."""
+        if not self.takes_config:
+            return None
+        first = [option.more["metavar"] for option in self.options if option.by_place and option.names != ("config",)]
+        return " ".join(["flatout", self.name, *first, "[CONFIG] [SECTION.FIELD=VALUE ...] [options]"])
 
 
-def described(verb: Callable[[list[str]], int], words: Sequence[str]) -> Described:
-    """What a verb would understand after these words. Nothing is parsed and nothing done."""
-    token = _describing.set(True)
-    try:
-        verb(list(words))
-    except _Describing as left:
-        return left.told
-    finally:
-        _describing.reset(token)
-    return Described(None)
+def word(name: str, help: str, **more: Any) -> Option:
+    return Option((name,), {"help": help, **more})
+
+
+def option(name: str, metavar: str, help: str, **more: Any) -> Option:
+    return Option((name,), {"metavar": metavar, "help": help, **more})
+
+
+def choice(name: str, choices: Sequence[str], help: str, **more: Any) -> Option:
+    return Option((name,), {"choices": choices, "help": help, **more})
+
+
+def flag(name: str, help: str) -> Option:
+    return Option((name,), {"action": "store_true", "help": help})
+
+
+def number(name: str, low: float, high: float, help: str, **more: Any) -> Option:
+    """An option with a number from `low` to `high`, which is a whole one if `high` is."""
+    limits = f"{_limit(low)} to {_limit(high)}"
+    return Option((name,), {"type": number_between(type(high), low, high), "help": help, **more}, limits)
+
+
+SETTINGS = "Settings are written as SECTION.FIELD=VALUE, for example train.steps=500 optim.learning_rate=1e-3."
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are `UsageError`s with a suggestion."""
+    """The parser of a command, whose complaints are `UsageError`s with a suggestion."""
 
-    def __init__(self, verb: str, description: str) -> None:
-        super().__init__(prog=f"flatout {verb}", description=description, allow_abbrev=False)
-        self.verb = verb
-        self.default_config: str | None = None
-        self.text_option: str | None = None  # where text belongs that people write without an option
-        self.limits: dict[str, str] = {}  # of options with a number, by `dest`, as text
-        self.actions: tuple[str, ...] = ()  # words in the place of the first one that choose another parser
+    def __init__(self, command: Command, actions: Sequence[Command] = ()) -> None:
+        epilog = f"{SETTINGS if command.takes_config else ''} {command.more_help}".strip()
+        epilog = "\n\n".join([epilog, *(f"flatout {action.name}: {action.summary}" for action in actions)])
+        super().__init__(
+            prog=f"flatout {command.name}",
+            usage=command.usage,
+            description=command.heading,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=_Help,
+        )
+        self.command = command
+        for one in command.options:
+            self.add_argument(*one.names, **one.more)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, f"see `{self.prog} --help`")
 
-    def flag(self, option: str, help: str) -> None:
-        self.add_argument(option, action="store_true", help=help)
-
-    def number(self, option: str, low: float, high: float, *, help: str, **more: Any) -> None:
-        """An option with a number from `low` to `high`, which is a whole one if `high` is."""
-        action = self.add_argument(option, type=number_between(type(high), low, high), help=help, **more)
-        self.limits[action.dest] = f"{_limit(low)} to {_limit(high)}"
-
-    def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parses options and positionals in any order; `a.b=c` words go to `overrides`."""
-        self._describe()
-        takes_overrides = "overrides" in self._defaults
-        known, rest = self.parse_known_args(list(words))
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Options and other words, in any order. Of a command that takes a config, `a.b=c` words are `overrides`."""
+        lists = any(one.by_place and one.more.get("nargs") in ("+", "*") for one in self.command.options)
+        known, rest = (self.parse_known_intermixed_args if lists else self.parse_known_args)(list(words))
         overrides: list[str] = []
-        if takes_overrides and known.config is not None and _is_override(known.config):
-            overrides.append(known.config)
-            known.config = None
-        for word in rest:
-            if takes_overrides and _is_override(word):
-                overrides.append(word)
-            elif takes_overrides and not word.startswith("-") and known.config is None:
-                known.config = word
+        optional = [one.names[0] for one in self.command.options if one.by_place and one.more.get("nargs") == "?"]
+        if self.command.takes_config:
+            for name in optional:
+                if getattr(known, name) is not None and is_override(getattr(known, name)):
+                    overrides.append(getattr(known, name))
+                    setattr(known, name, None)
+        for left in rest:
+            free = next((name for name in optional if getattr(known, name) is None), None)
+            if self.command.takes_config and is_override(left):
+                overrides.append(left)
+            elif free is not None and not left.startswith("-"):
+                setattr(known, free, left)
             else:
-                self._refuse(word, _value_after(word, words))
-        if takes_overrides:
+                self._refuse(left, _value_after(left, words))
+        known.verb, known.typed = self.command.name, list(words)
+        if self.command.takes_config:
             if known.config is not None and known.config_option is not None:
                 raise UsageError(
                     f"two configs are named, {quoted(known.config)} and --config {quoted(known.config_option)}",
                     "leave one of them out",
                 )
             known.config = known.config_option if known.config is None else known.config
-            known.overrides = overrides
             known.config_given = known.config is not None
-            known.config = known.config if known.config_given else self.default_config
+            known.config = known.config if known.config_given else self.command.preset
+            known.overrides = overrides
         return known
 
-    def parse_mixed(self, words: Sequence[str]) -> argparse.Namespace:
-        """As `parse_words`, for verbs with a list of positionals, which may stand before and after options."""
-        self._describe()
-        known, rest = self.parse_known_intermixed_args(list(words))
-        for word in rest:
-            self._refuse(word)
-        return known
-
-    def _describe(self) -> None:
-        if _describing.get():
-            raise _Describing(Described(self, self.actions))
-
-    def _refuse(self, word: str, value: str | None = None) -> NoReturn:
+    def _refuse(self, word: str, value: str | None) -> NoReturn:
         if word.startswith("-"):
             raise UsageError(f"unknown option {quoted(word)}", self._nearest(word.partition("=")[0], value))
-        hint = "write settings as SECTION.FIELD=VALUE" if "overrides" in self._defaults else f"see `{self.prog} --help`"
-        if self.text_option is not None:
-            hint = f"write text as `{self.prog} RUN {self.text_option} {shlex.quote(word)}`"
+        hint = "write settings as SECTION.FIELD=VALUE" if self.command.takes_config else f"see `{self.prog} --help`"
+        if self.command.text:
+            hint = f"write text as `{self.prog} RUN {self.command.text} {shlex.quote(word)}`"
         raise UsageError(f"unexpected word {quoted(word)}", hint)
 
     def _nearest(self, option: str, value: str | None) -> str:
         """What an unknown option may have meant: one of ours, the config itself, or a field of it."""
-        takes_overrides, tunes = "overrides" in self._defaults, self.verb == "finetune"
-        if takes_overrides and option in ("-c", "--preset", *(() if tunes else ("--model",))):
+        takes_config, tunes = self.command.takes_config, self.command.name == "finetune"
+        if takes_config and option in ("-c", "--preset", *(() if tunes else ("--model",))):
             return f"write it without the option: `{self.prog} {shlex.quote(value or 'NAME-OR-FILE')}`"
-        options = [known for action in self._actions for known in action.option_strings]
-        near = difflib.get_close_matches(option, options, n=1, cutoff=0.75)
+        near = difflib.get_close_matches(option, list(self._option_string_actions), n=1, cutoff=0.75)
         if near:
             return f"did you mean {near[0]}?"
         name = option.strip("-").replace("-", "_")
-        if takes_overrides and (way := _way_elsewhere(name)) is not None:
-            return way
-        name = "base_model" if tunes and name == "model" else name
-        hint = _setting_called(name, value, tunes=tunes) if takes_overrides else None
-        return hint or f"see `{self.prog} --help` for its options"
+        if takes_config:
+            from flatout.config.suggest import way_elsewhere
+
+            way = way_elsewhere(name) or _setting_called(
+                "base_model" if tunes and name == "model" else name, value, tunes
+            )
+            if way is not None:
+                return way
+        return f"see `{self.prog} --help` for its options"
 
 
-def add_config(parser: Parser, default: str | None = None, *, size: str = "") -> None:
-    """Makes a verb take a config, a hardware overlay, a size and settings; `size` is what else --size may be."""
-    from flatout.config.catalogue import DEFAULT_PRESET
-    from flatout.config.sizes import size_words
+class _Help(argparse.HelpFormatter):
+    """Fills each paragraph to the terminal's width and breaks no name at its hyphens."""
 
-    name = default or DEFAULT_PRESET
-    parser.add_argument("config", nargs="?", help=f"a preset's name or a YAML file; default: {name}")
-    parser.add_argument("--config", dest="config_option", metavar="CONFIG", help="the same as CONFIG")
-    parser.default_config = default
-    parser.add_argument(
-        "--hardware", metavar="NAME", help="memory overlay: 4gb to 80gb, or auto for this machine's GPU"
-    )
-    parser.add_argument("--size", metavar="NAME", help=f"size {size_words()}{size}")
-    parser.set_defaults(overrides=[])
-    parser.usage = f"{parser.prog} [CONFIG] [SECTION.FIELD=VALUE ...] [options]"
-    parser.epilog = "Settings are written as SECTION.FIELD=VALUE, for example train.steps=500 optim.learning_rate=1e-3."
-
-
-def load(words: argparse.Namespace, *, tell: bool = True) -> "LoadedConfig":
-    """The config that parsed words ask for. What there is to say of it goes to stderr, where a run does not say it."""
-    from flatout.config.load import load_config
-
-    hardware = words.hardware
-    if hardware == "auto":
-        # A mistake in the config answers before torch is asked about the GPU.
-        load_config(words.config, words.overrides, size=words.size)
-        hardware = _hardware_here()
-    loaded = load_config(words.config, words.overrides, hardware=hardware, size=words.size)
-    loaded = on_hardware(loaded, loaded.hardware)
-    for notice in loaded.notices if tell else ():
-        print(f"note: {one_line(notice)}", file=sys.stderr)
-    return loaded
-
-
-def on_hardware(loaded: "LoadedConfig", name: str | None) -> "LoadedConfig":
-    """A config with the overlay of that name, which may be auto; for that of a run that is resumed, too."""
-    if name is None:
-        return loaded
-    from flatout.config.catalogue import check_shipped
-    from flatout.resolve.sizing import fitted_to  # it needs torch: only where an overlay was asked for
-
-    name = _hardware_here() if name == "auto" else name
-    check_shipped("hardware", name, "command line")
-    return fitted_to(loaded, name)
-
-
-def load_any(words: argparse.Namespace, *, tell: bool = True) -> "LoadedConfig":
-    """The config that parsed words ask for, of pretraining or fine-tuning; for rows alone, the preset `lora`."""
-    if not words.config_given and any(word.startswith("chat.source=") for word in words.overrides):
-        words.config = "lora"  # as `flatout finetune` does
-    return load(words, tell=tell)
-
-
-def load_pretraining(words: argparse.Namespace, verb: str, *, tell: bool = True) -> "LoadedConfig":
-    """The config that parsed words ask for, in a verb that knows plain text alone."""
-    loaded = load(words, tell=tell)
-    if loaded.config.fine_tunes:
-        raise UsageError(
-            f"`flatout {verb}` is for pretraining, and this config has chat.source",
-            "leave chat.source out, or fine-tune it with `flatout finetune`",
-        )
-    return loaded
-
-
-def add_model(parser: Parser) -> None:
-    """Makes a verb take a trained model."""
-    parser.add_argument(
-        "run", nargs="?", help="a run, checkpoint, Hugging Face or adapter folder; default: the newest run"
-    )
-    add_base(parser)
-    parser.add_argument("--last", action="store_true", help="use the newest checkpoint instead of the best")
-    parser.add_argument("--device", default="auto", help="auto, cpu, mps, cuda or cuda:N")
-
-
-def add_base(parser: Parser) -> None:
-    """Makes a verb take the model that adapters are for."""
-    parser.add_argument("--base", metavar="MODEL", help="the model under adapters, where it is not where they say")
-
-
-def check_model(parsed: argparse.Namespace, text_option: str | None) -> None:
-    """Refuses a model or a device that cannot be one, before anything heavy is imported."""
-    if parsed.run is not None and (not parsed.run or not Path(parsed.run).is_dir()):
-        from flatout.config.suggest import run_hint
-
-        hint = run_hint(parsed.run, "name a run folder, such as runs/NAME")
-        hint += f"; text goes after {text_option}" if text_option is not None else ""
-        raise UsageError(f"{quoted(parsed.run)} is not a folder", hint)
-    if getattr(parsed, "folder", None) == "":
-        raise UsageError("the name of the folder to write is empty", "name a new folder to write into")
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", parsed.device):
-        raise UsageError(f"--device {quoted(parsed.device)} is unknown", "use auto, cpu, mps, cuda or cuda:N")
-
-
-def _hardware_here() -> str:
-    from flatout.config.catalogue import hardware_for
-    from flatout.device import detect_device
-
-    device = detect_device()
-    if device.kind == "cpu" or device.memory_bytes is None:
-        raise HardwareError(
-            f"--hardware auto looks for a GPU, and this is {device.name}",
-            "leave it out, or name an overlay: `flatout config presets` lists them",
-        )
-    return hardware_for(device.memory_bytes)
-
-
-def converse(invitation: str, answer: Callable[[str], None]) -> int:
-    """Asks for lines and answers each, until end of input; a line that cannot be answered must not end it."""
-    print(invitation, file=sys.stderr)
-    while True:
-        try:
-            line = input("> ")
-        except EOFError:
-            print()
-            return 0
-        try:
-            answer(line)
-        except UserError as error:
-            tell(error)
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        filled = [
+            textwrap.fill(paragraph, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+            for paragraph in text.split("\n\n")
+        ]
+        return "\n\n".join(filled)
 
 
 def tell(error: UserError) -> None:
     print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
 
 
-def choose_action(verb: str, words: list[str], actions: dict[str, str]) -> tuple[str, Parser, list[str]]:
-    """The action of a verb that has several, its parser, and the words after it; leaves where help was asked for."""
-    if not words and _describing.get():
-        raise _Describing(Described(None, tuple(actions)))
-    if not words or words[0] in ("-h", "--help"):
-        listing = "\n".join(f"  {name:<9}{text}" for name, text in actions.items())
-        print(f"usage: flatout {verb} ACTION ...\n\nactions:\n{listing}\n\n`flatout {verb} ACTION --help` tells more.")
-        raise SystemExit(0)
-    action = words[0]
-    if action not in actions:
-        near = difflib.get_close_matches(action, actions, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(actions)}"
-        raise UsageError(f"unknown action {quoted(action)}", hint)
-    about = actions[action]
-    return action, Parser(f"{verb} {action}", f"{about[0].upper()}{about[1:]}."), words[1:]
-
-
-def _way_elsewhere(name: str) -> str | None:
-    from flatout.config.suggest import way_elsewhere
-
-    return way_elsewhere(name)
-
-
-def _setting_called(name: str, value: str | None, *, tunes: bool) -> str | None:
+def _setting_called(name: str, value: str | None, tunes: bool) -> str | None:
     """A hint at the setting that people coming from other trainers write as an option: --steps 5, --batch-size 8."""
     from flatout.config.suggest import about, keeps_value, nearest_fields, not_read
 
@@ -303,10 +208,10 @@ def _value_after(word: str, words: Sequence[str]) -> str | None:
     if equals:
         return value
     following = list(words)[list(words).index(word) + 1 :] if word in words else []
-    return following[0] if following and not following[0].startswith("--") and not _is_override(following[0]) else None
+    return following[0] if following and not following[0].startswith("--") and not is_override(following[0]) else None
 
 
-def _is_override(word: str) -> bool:
+def is_override(word: str) -> bool:
     name, equals, _ = word.partition("=")
     return bool(equals) and not word.startswith("-") and os.sep not in name
 

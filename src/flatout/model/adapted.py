@@ -7,6 +7,7 @@ Trap: code that multiplies by `weight` directly leaves the adapter out, so it mu
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from flatout.errors import ConfigError
 from flatout.model.execution import Execution
-from flatout.ops.lora import JoinedWeight, LoraCall, LoraLayout, LoraPart, dora_norm, lora_product
+from flatout.ops.lora import JoinedWeight, LoraLayout, LoraPart, dora_norm, lora_product
 from flatout.ops.scales import version_of
 
 
@@ -80,10 +81,10 @@ class AdaptedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         values = (x, self.weight, self.bias, self.lora_a, self.b, self.layout)
-        return lora_product(*values, magnitude_P=self.magnitude, norm_P=self.norm(), how=self._call())
+        return lora_product(*values, magnitude_P=self.magnitude, norm_P=self.norm(), **self._how())
 
-    def _call(self) -> LoraCall:
-        return LoraCall(dropout=self.dropout if self.training else 0.0, in_place=self.in_place)
+    def _how(self) -> dict[str, Any]:
+        return {"dropout": self.dropout if self.training else 0.0, "in_place": self.in_place}
 
     def separately(self, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """Groups of rows of these `sizes`, each by its own product (`speed.fused_qkv=false`)."""
@@ -109,7 +110,7 @@ class AdaptedLinear(nn.Linear):
             magnitude = torch.cat([magnitude[rows] for rows in adapted])
             norm = torch.cat([norm[rows] for rows in adapted])
         values = (x, weight, bias, torch.cat(a), b, LoraLayout(end - first, tuple(parts)))
-        return lora_product(*values, magnitude_P=magnitude, norm_P=norm, how=self._call())
+        return lora_product(*values, magnitude_P=magnitude, norm_P=norm, **self._how())
 
     # --- what is derived from A and B ---------------------------------------------------------------------------------
 

@@ -229,7 +229,7 @@ def _named(adapters: Adapters) -> dict[str, Tensor]:
         for kind, value in {"lora_A": part.a, "lora_B": part.b, "magnitude": part.magnitude}.items():
             if value is not None:
                 tensors[_PREFIX + part.choice.target.path + _KINDS[kind]] = value
-    whole = {name: weight.own()[weight.attribute].detach() for name, weight in adapters.whole.items()}
+    whole = {name: weight.trained.detach() for name, weight in adapters.whole.items()}
     stored = stored_as(adapters.model.config, whole, adapters.choices)
     return tensors | {_PREFIX + name: value for name, value in stored.items()}
 

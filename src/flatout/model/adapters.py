@@ -58,9 +58,13 @@ class Whole:
         self.frozen: nn.Parameter = getattr(owner, attribute)
         self.put(attribute, nn.Parameter(self.frozen.detach().to(torch.float32, copy=True)))
 
+    @property
+    def trained(self) -> nn.Parameter:
+        return getattr(self.owner, self.attribute)
+
     def own(self) -> dict[str, nn.Parameter]:
         """The trained parameter by its name in its module."""
-        return {self.attribute: getattr(self.owner, self.attribute)}
+        return {self.attribute: self.trained}
 
     def put(self, name: str, parameter: nn.Parameter) -> None:
         """Replaces the parameter."""
@@ -68,15 +72,15 @@ class Whole:
 
     def start(self) -> None:
         """Sets it to the frozen weight's values."""
-        self.own()[self.attribute].copy_(self.frozen.detach())
+        self.trained.copy_(self.frozen.detach())
 
     def merge(self, dtype: torch.dtype) -> None:
         """Copies the trained values into the frozen weight."""
-        self.frozen.data = self.own()[self.attribute].detach().to(dtype, copy=True)
+        self.frozen.data = self.trained.detach().to(dtype, copy=True)
 
     def restore(self) -> None:
         """Puts the frozen weight back, on the device of the trained one."""
-        self.frozen.data = self.frozen.data.to(self.own()[self.attribute].device)
+        self.frozen.data = self.frozen.data.to(self.trained.device)
         self.put(self.attribute, self.frozen)
 
 
@@ -183,8 +187,7 @@ class Adapters:
         for layer, block in enumerate(model.blocks):
             assert isinstance(block, Block)
             for linear, module in block.linears().items():
-                here = [c for c in choices if (c.target.layer, c.target.linear) == (layer, linear)]
-                if here:
+                if here := self.choices_of(layer, linear):
                     self.layers[layer, linear] = self._replace(block, linear, module, here)
         self.whole = taken_over(model, whole)
         self.flat: nn.Parameter
@@ -211,7 +214,7 @@ class Adapters:
             for name, parameter in layer.own().items():
                 yield f"{names[id(layer)]}.{name}", parameter
         for name, weight in self.whole.items():
-            yield name, weight.own()[weight.attribute]
+            yield name, weight.trained
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.named_parameters()]
@@ -221,10 +224,14 @@ class Adapters:
         """Number of trained values. The flat tensor may be longer, since its parts are aligned."""
         return sum(parameter.numel() for parameter in self.parameters())
 
+    def choices_of(self, layer: int, linear: str) -> list[Choice]:
+        """The targets in one linear layer, in the order of rows."""
+        return [one for one in self.choices if (one.target.layer, one.target.linear) == (layer, linear)]
+
     def tensors(self) -> Iterator[AdapterTensors]:
         """The adapter of every target, in order."""
         for (layer, linear), module in self.layers.items():
-            here = [c for c in self.choices if (c.target.layer, c.target.linear) == (layer, linear)]
+            here = self.choices_of(layer, linear)
             sizes = [part.rows for part in module.layout.parts]
             magnitudes = [None] * len(here) if module.magnitude is None else module.magnitude.detach().split(sizes)
             for choice, span, b, magnitude in zip(here, module.layout.spans, module.b, magnitudes, strict=True):
@@ -256,10 +263,11 @@ class Adapters:
         Matrices come first, magnitudes and biases last. `optimizer_parameters` has one tensor for each of the two,
         because weight decay is for matrices only. Without magnitudes and biases it is `flat` alone.
         """
-        slots = [(layer, name) for layer in (*self.layers.values(), *self.whole.values()) for name in layer.own()]
-        slots.sort(key=lambda slot: slot[0].own()[slot[1]].dim() < 2)
         if self._gathered():
             return
+        # Without references to old parameters, so that each is freed when it has been replaced.
+        slots = [(layer, name) for layer in (*self.layers.values(), *self.whole.values()) for name in layer.own()]
+        slots.sort(key=lambda slot: slot[0].own()[slot[1]].dim() < 2)
         places, end, matrices_end = [], 0, 0
         for layer, name in slots:
             places.append(end)

@@ -267,17 +267,13 @@ def adapter_count(config: ModelConfig, rank: int) -> int:
 
 def whole_count(config: ModelConfig, vocab: int, also: Collection[str]) -> int:
     """Trained values of weights trained whole beside adapters; a tied head is part of the embedding."""
-    tables = ("embedding" in also) + ("head" in also and not config.tied)
-    return tables * vocab * config.width + (bias_count(config) if "biases" in also else 0)
-
-
-def bias_count(config: ModelConfig) -> int:
-    """Biases of all layers and norms."""
 
     def biases(module: nn.Module) -> int:
         return sum(x.numel() for name, x in module.named_parameters() if name.endswith("bias"))
 
-    return biases(outline(config)[0].norm) + _over_blocks(config, biases)
+    tables = ("embedding" in also) + ("head" in also and not config.tied)
+    counted = biases(outline(config)[0].norm) + _over_blocks(config, biases) if "biases" in also else 0
+    return tables * vocab * config.width + counted
 
 
 def flops_per_token(

@@ -207,13 +207,9 @@ def _is_a_cast(tensor: Tensor) -> bool:
 
 
 def _without_gaps(tensor: Tensor) -> Tensor:
-    return tensor if tensor.nbytes == _span(tensor) else tensor.clone(memory_format=torch.preserve_format)
-
-
-def _span(tensor: Tensor) -> int:
-    """Bytes from the first to the last element."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.element_size()
+    """The tensor, or a copy with the same order of axes if there are gaps between its elements."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor if tensor.numel() == last + 1 else tensor.clone(memory_format=torch.preserve_format)
 
 
 class GPT(nn.Module):

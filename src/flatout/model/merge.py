@@ -119,7 +119,7 @@ def merged_matrix(layer: AdaptedLinear, dtype: torch.dtype) -> tuple[Tensor, lis
 @torch.no_grad()
 def _whole_sums(weight: Whole, dtype: torch.dtype) -> _Sums:
     """The sums of a wholly trained weight; some rows at a time, to save memory."""
-    total, trained = _Sums(), weight.own()[weight.attribute].detach()
+    total, trained = _Sums(), weight.trained.detach()
     for base, rows in zip(weight.frozen.detach().split(ROWS_AT_ONCE), trained.split(ROWS_AT_ONCE), strict=True):
         total.rounded(base.to(rows.device, rows.dtype), rows, dtype)
     return total
@@ -157,14 +157,14 @@ def merge(adapters: Adapters, dtype: torch.dtype) -> MergeReport:
 def _merged(adapters: Adapters, dtype: torch.dtype) -> Iterator[tuple[AdaptedLinear, dict[str, _Sums], Tensor]]:
     """Merged matrices one by one, with the sums of each target by its path: only one matrix is in memory twice."""
     for (number, linear), layer in adapters.layers.items():
-        paths = [c.target.path for c in adapters.choices if (c.target.layer, c.target.linear) == (number, linear)]
+        paths = [choice.target.path for choice in adapters.choices_of(number, linear)]
         merged, sums = merged_matrix(layer, dtype)
         yield layer, dict(zip(paths, sums, strict=True)), merged
 
 
 def _refuse_broken(adapters: Adapters) -> None:
     for name, weight in adapters.whole.items():
-        if not bool(torch.isfinite(weight.own()[weight.attribute]).all()):
+        if not bool(torch.isfinite(weight.trained).all()):
             raise CheckpointError(f"{name} holds values that are not finite", "take an earlier checkpoint")
     for part in adapters.tensors():
         for value in (part.a, part.b, part.magnitude):

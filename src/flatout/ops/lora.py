@@ -240,30 +240,22 @@ def adapter_gradients(
     return da_RI, db
 
 
-@dataclasses.dataclass(frozen=True)
-class LoraCall:
-    """Options of `lora_product`."""
-
-    dropout: float = 0.0  # on the adapter's input; the base product gets all of x
-    in_place: bool = True  # False for selective checkpointing, which saves the base product's result
-
-
 class _LoraProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *values):
         # No named parameters: without gradients torch's compiler counts them, `*b` as one, and mistakes a call with two
         # parts of B for one without `ctx`.
-        x, weight, bias, a, magnitude, norm, layout, how, dtype, *b = values
-        ctx.layout, ctx.how, ctx.x_dtype = layout, how, x.dtype
+        x, weight, bias, a, magnitude, norm, layout, dropout, in_place, dtype, *b = values
+        ctx.layout, ctx.dropout, ctx.x_dtype = layout, dropout, x.dtype
         shape = x.shape
         x = x.reshape(-1, shape[-1]).to(dtype)
         with torch.autocast(x.device.type, enabled=False):
             a_RI, b_OR = operands(a, b, layout, dtype)
-            seen, mask = (x, None) if how.dropout == 0 else torch.native_dropout(x, how.dropout, True)
+            seen, mask = (x, None) if dropout == 0 else torch.native_dropout(x, dropout, True)
             u = seen @ a_RI.t()
             del seen
             y = x @ weight.to(dtype).t() if bias is None else torch.addmm(bias.to(dtype), x, weight.to(dtype).t())
-            y = y.addmm_(u, b_OR.t()) if how.in_place else torch.addmm(y, u, b_OR.t())
+            y = y.addmm_(u, b_OR.t()) if in_place else torch.addmm(y, u, b_OR.t())
             plain = factor = None
             if magnitude is not None:
                 factor = layout.spread(magnitude / norm, 1.0)
@@ -278,7 +270,7 @@ class _LoraProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, u, mask, weight, a_RI, b_OR, plain, factor, norm, bias = ctx.saved_tensors
-        layout, how, needed = ctx.layout, ctx.how, ctx.needs_input_grad
+        layout, needed = ctx.layout, ctx.needs_input_grad
         shape = dy.shape
         dy = dy.reshape(-1, shape[-1]).to(x.dtype)
         dx = da = dbias = dmagnitude = None
@@ -295,14 +287,14 @@ class _LoraProduct(torch.autograd.Function):
             g = dy @ b_OR
             if needed[0]:
                 if mask is not None:  # dropped inputs get no gradient from the adapter
-                    dx = torch.addcmul(dy @ weight.to(dy.dtype), g @ a_RI, mask, value=1 / (1 - how.dropout))
+                    dx = torch.addcmul(dy @ weight.to(dy.dtype), g @ a_RI, mask, value=1 / (1 - ctx.dropout))
                 else:
                     dx = (dy @ weight.to(dy.dtype)).addmm_(g, a_RI)
                 dx = dx.view(*shape[:-1], x.shape[1]).to(ctx.x_dtype)
-            if needed[3] or any(needed[9:]):
-                seen = x if mask is None else x * mask * (1 / (1 - how.dropout))
+            if needed[3] or any(needed[10:]):
+                seen = x if mask is None else x * mask * (1 / (1 - ctx.dropout))
                 da, db[:] = adapter_gradients(dy, g, seen, u, layout)
-        return dx, None, dbias, da, dmagnitude, None, None, None, None, *db
+        return dx, None, dbias, da, dmagnitude, *([None] * 5), *db
 
 
 def lora_product(
@@ -315,19 +307,23 @@ def lora_product(
     *,
     magnitude_P: Tensor | None = None,
     norm_P: Tensor | None = None,
-    how: LoraCall | None = None,
+    dropout: float = 0.0,
+    in_place: bool = True,
 ) -> Tensor:
-    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, with gradients for all but W. `norm_P`: `dora_norm`, for DoRA."""
-    how = how or LoraCall()
+    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, with gradients for all but W. `norm_P`: `dora_norm`, for DoRA.
+
+    `dropout` is on the adapter's input only. `in_place=False` is for selective checkpointing, which saves the base
+    product's result.
+    """
     if weight_OI.requires_grad:
         raise ValueError("the weight under an adapter must be frozen: it gets no gradient here")
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_OI.dtype
-    if magnitude_P is not None and how.dropout > 0:
+    if magnitude_P is not None and dropout > 0:
         # Two base products with different inputs: there is no fast form.
         with torch.autocast(kind, enabled=False):
-            keep = F.dropout(torch.ones_like(x, dtype=dtype), how.dropout)
+            keep = F.dropout(torch.ones_like(x, dtype=dtype), dropout)
             values = (x.to(dtype), weight_OI, bias_O, a_RI, b, layout)
             return lora_reference(*values, keep=keep, magnitude_P=magnitude_P, norm_P=norm_P)
-    values = (x, weight_OI, bias_O, a_RI, magnitude_P, norm_P, layout, how, dtype, *b)
+    values = (x, weight_OI, bias_O, a_RI, magnitude_P, norm_P, layout, dropout, in_place, dtype, *b)
     return _LoraProduct.apply(*values)  # pyright: ignore

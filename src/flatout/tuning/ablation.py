@@ -76,6 +76,7 @@ from flatout.rows import (
     or_dash,
     shortened,
 )
+from flatout.shown import Shown
 from flatout.tuning.changes import Change, with_words
 from flatout.tuning.measure import WholeRun, for_trials, machine_of
 from flatout.tuning.practice_data import scratch_folder
@@ -181,7 +182,7 @@ _BATCH = ("train.batch_tokens", "train.batch_stages")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FieldEffect:
+class FieldEffect(Shown):
     """What the pairs of a field say at equal tokens or at equal seconds.
 
     `difference` is the loss with the change minus the loss as configured, the mean over `pairs` seeds; `half_width` is
@@ -205,7 +206,7 @@ class FieldEffect:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AblateResult:
+class AblateResult(Shown):
     """The end of an ablation: what each field is worth, and the noise that it was judged by.
 
     `noise` is the standard deviation of one paired difference, pooled over the fields, at equal tokens and at equal

@@ -51,6 +51,7 @@ from flatout.rows import (
     human_seconds,
     or_dash,
 )
+from flatout.shown import Shown
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
 from flatout.tuning.measure import machine_of
 from flatout.tuning.practice_data import PracticeSamples, is_made_up, practice_config, practice_samples, scratch_folder
@@ -84,7 +85,7 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EstimateResult:
+class EstimateResult(Shown):
     """What a run will be like. Seconds are of the clock on the wall, bytes of the device unless `disk` is said.
 
     `peak_estimate` is the formula's (model/count.py; on a CPU, where torch's own share counts too, with the process as

@@ -40,6 +40,7 @@ from flatout.errors import ConfigError, UsageError
 from flatout.model.count import parameter_count
 from flatout.ops.gradients import clear_gradients
 from flatout.rows import OWN, ChartPanel, Picture, Points, ResultRow, Sentence, Sheet, Table, human_seconds
+from flatout.shown import Shown
 from flatout.tuning.changes import config_text, words_of
 from flatout.tuning.measure import Steps, borrowed_run, machine_of
 from flatout.tuning.practice_data import practice_config, scratch_folder
@@ -90,7 +91,7 @@ class CurveReading:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LrResult:
+class LrResult(Shown):
     """One call of the finder. `before` is the rate the config had; `fragment` a config file with the one found.
 
     `field` is whose rate that is, of the points too; `found` has it and all other rates of the config, in its ratios.

@@ -55,6 +55,7 @@ from flatout.rows import (
     human_seconds,
     or_dash,
 )
+from flatout.shown import Shown
 from flatout.tuning.changes import Dimension, Space, config_text, with_values, words_of
 from flatout.tuning.measure import WholeRun, for_trials, length_of, machine_of
 from flatout.tuning.practice_data import scratch_folder, settled_for_runs
@@ -67,7 +68,7 @@ NAME = "flatout"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrialRow:
+class TrialRow(Shown):
     """One trial. `status` is done, pruned, diverged, out_of_memory, invalid or interrupted, and `reason` says why.
 
     `loss` is the last validation loss it had; only that of a trial that is done was at the end.
@@ -84,7 +85,7 @@ class TrialRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StudyResult:
+class StudyResult(Shown):
     """The end of a search: the best trial, and a config file with its values."""
 
     rows: tuple[TrialRow, ...]

@@ -5,32 +5,13 @@ engine. A record holds plain numbers and strings only, never a tensor, so it can
 """
 
 import dataclasses
-import html
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-
-def html_table(rows: Mapping[str, object]) -> str:
-    """Names and values as an HTML table, without those that are None; nothing in it is markup."""
-
-    def text(value: object) -> str:
-        shown = f"{value:.5g}" if isinstance(value, float) else str(value)
-        return html.escape(shown if len(shown) <= 200 else shown[:197] + "...")
-
-    cells = [(html.escape(name), text(value)) for name, value in rows.items() if value is not None]
-    lines = "".join(f'<tr><th style="text-align: left">{name}</th><td>{value}</td></tr>' for name, value in cells)
-    return f'<table style="font: 13px sans-serif">{lines}</table>'
-
-
-class Shown:
-    """A record that a notebook shows as a table."""
-
-    def _repr_html_(self) -> str:
-        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
-        return html_table({field.name: getattr(self, field.name) for field in fields})
+from flatout.shown import Shown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

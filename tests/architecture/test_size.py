@@ -22,18 +22,18 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 53_533,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 42_449,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 53_513,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 42_439,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 107,  # all Python outside tests
     "modules": 229,  # of src/flatout, as all the following
-    "modules with one importer": 39,
+    "modules with one importer": 38,
     "settings": 148,  # leaves of RunConfig, and environment variables of our own
     "verbs": 19,
     "class names with two meanings": 2,
     "modules that import RunConfig": 0,  # besides config, resolve and the command line
     "modules that engine/setup.py imports": 19,  # of our own
 }
-LONGEST_MODULE = 694  # physical lines, in src; at most
+LONGEST_MODULE = 692  # physical lines, in src; at most
 LONGEST_LINE = 120
 
 ROOT = Path(__file__).parents[2]

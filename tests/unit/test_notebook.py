@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import flatout
 from flatout.observe import notebook
 from flatout.observe.notebook import Chart, RunResult
 from flatout.records import NoticeRecord, StepRecord
+from flatout.shown import ShortlyShown, Shown
 from tests.made_runs import end_of, eval_of, info_of, step_of
 
 
@@ -75,6 +77,34 @@ def test_a_fast_run_is_not_drawn_at_every_step(shown: Handle):
     assert len(shown.pictures) == 1
     chart(END)
     assert len(shown.pictures) == 2
+
+
+def test_a_config_and_a_plan_show_what_differs_and_not_pages():
+    loaded = flatout.load_config("shakespeare-char", ["data.tokenizer=char"], train={"steps": 30})
+    assert repr(loaded) == "LoadedConfig(preset shakespeare-char, data.tokenizer=char, train.steps=30)"
+    shown = loaded._repr_html_()
+    assert '<th style="text-align: left">train.steps</th><td>30 (' in shown
+    assert "optim.eps" not in shown, "a default"
+
+
+def test_a_list_of_rows_is_a_table_of_its_own():
+    @dataclasses.dataclass(frozen=True)
+    class Row(Shown):
+        field: str
+        loss: float | None
+
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Result(ShortlyShown):
+        rows: tuple[Row, ...]
+        device: str
+
+    result = Result(tuple(Row(f"<{number}>", 1 / 3) for number in range(40)), "cpu")
+    shown = result._repr_html_()
+    assert "<td>40 rows</td>" in shown
+    assert "<td>&lt;0&gt;</td><td>0.33333</td>" in shown
+    assert "and 10 more" in shown
+    assert repr(result).startswith("Result(rows=")
+    assert len(repr(result)) < 520
 
 
 def test_a_long_run_keeps_few_points(monkeypatch: pytest.MonkeyPatch):

@@ -428,6 +428,21 @@ def test_the_table_and_the_json_say_the_same(empty: Path, capsys: pytest.Capture
     assert list(empty.iterdir()) == [], "nothing is written"
 
 
+def test_a_price_gives_hours_and_cost_of_the_run(empty: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["gpt2-124m", "--gpus", "8,64", "--gpu", "h100", "--price", "3", "train.steps=1000"]
+    code, shown, _ = answer(words, capsys)
+    assert code == 0
+    body = json.loads(answer([*words, "--json"], capsys)[1])
+    assert [row["gpus"] for row in body["costs"]] == [8, 64]
+    for row in body["costs"]:
+        taken = next(one for one in body["rows"] if one["auto"] and one["gpus"] == row["gpus"])
+        assert row["tokens"] == 1000 * body["batch_tokens"]
+        rate = taken["gpus"] * taken["tokens_per_second"] * body["saves"][str(row["gpus"])]["best"]
+        assert row["hours"] == pytest.approx(row["tokens"] / rate / 3600)
+        assert row["cost"] == pytest.approx(3 * row["gpus"] * row["hours"])
+        assert f"{row['gpus']} GPUs: {row['tokens']:,} tokens in {row['hours']:,.1f} h for {row['cost']:,.2f}" in shown
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 def test_a_narrow_terminal_gets_fewer_columns_and_whole_ones(width: int, monkeypatch: pytest.MonkeyPatch):
     class Screen(io.StringIO):

@@ -18,15 +18,8 @@ from flatout.data.chat_template import ChatTemplate, load_template
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.masking import ADVICE, COUNTS, count_text, preview, stops_of
 from flatout.data.sample_data import SampleData
-from flatout.data.samples import (
-    MANIFEST,
-    SAMPLES,
-    SampleRequest,
-    SampleSet,
-    check_target,
-    open_samples,
-    prepare_samples,
-)
+from flatout.data.samples import SAMPLES, SampleRequest, SampleSet, check_target, open_samples, prepare_samples
+from flatout.data.shards import MANIFEST
 from flatout.data.tokenizer_files import read_model_tokenizer
 from flatout.errors import ConfigError, DataError, ResourceError, UserError
 from flatout.files import canonical_json

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from flatout.observe.chart import chart
 from flatout.observe.series import GrowingSeries
-from flatout.observe.terminal import TerminalReader
+from flatout.observe.terminal import TerminalReader, chart
 from flatout.observe.view import QUIET_SECONDS, ViewReader, ViewState, panel, spark
 from flatout.records import (
     CheckpointRecord,

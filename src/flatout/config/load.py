@@ -39,6 +39,7 @@ from flatout.config.source import DEFAULT, IN_PYTHON, Layer, Setting, Source, So
 from flatout.config.suggest import nearest_paths, unknown_key
 from flatout.config.yaml_loader import shorten
 from flatout.errors import ConfigError, UsageError
+from flatout.shown import Shown
 
 
 def check_kinds(target: object, overrides: Iterable[object], hardware: object, size: object) -> None:
@@ -110,7 +111,7 @@ ALTERNATIVES = (
 
 
 @dataclass(frozen=True)
-class LoadedConfig:
+class LoadedConfig(Shown):
     """A valid config and, for every leaf by dotted path, the source of its value.
 
     `notices` are lines for whoever trains it. `hardware` is an overlay that was named; what it sets depends on the
@@ -123,6 +124,17 @@ class LoadedConfig:
     notices: tuple[str, ...] = ()
     hardware: str | None = None
     size: Sized | None = None
+
+    def __repr__(self) -> str:
+        where = [source.where for source in self.sources.values() if source.kind in ("preset", "size", "hardware")]
+        rows = [row for row in explain(self) if self.sources[row.path].by_user]
+        own = [f"{row.path}={yaml_loader.format_value(row.value)}" for row in rows]
+        return f"LoadedConfig({', '.join([*dict.fromkeys(where), *own])})"
+
+    def _shown_rows(self) -> dict[str, str]:
+        """The settings that are not defaults, each with its source."""
+        rows = [row for row in explain(self) if self.sources[row.path].kind not in ("default", "family")]
+        return {row.path: f"{yaml_loader.format_value(row.value)} ({row.source})" for row in rows}
 
 
 Config = LoadedConfig | RunConfig  # as a program gives it to a function
@@ -367,10 +379,7 @@ def explain(loaded: LoadedConfig) -> list[ExplainRow]:
 
 def show(config: RunConfig) -> str:
     """The whole config as YAML that loads back to an equal config."""
-    lines: list[str] = []
-    for section, values in config.model_dump().items():
-        lines += [f"{section}:", *(f"  {name}: {yaml_loader.format_value(value)}" for name, value in values.items())]
-    return "\n".join(lines) + "\n"
+    return yaml_loader.format_sections(config.model_dump())
 
 
 def schema_json() -> dict[str, Any]:

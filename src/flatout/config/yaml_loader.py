@@ -180,6 +180,17 @@ def looks_like_value(text: str) -> bool:
     return text in _WORDS or any(form.fullmatch(text) for form in (_INTEGER, _FLOAT, _NOT_FINITE))
 
 
+def format_sections(config: object) -> str:
+    """A config file of these sections; a stored config may hold anything."""
+    lines: list[str] = []
+    for section, values in config.items() if isinstance(config, dict) else ():
+        if isinstance(values, dict) and values:
+            lines += [f"{section}:", *(f"  {name}: {format_value(value)}" for name, value in values.items())]
+        else:
+            lines.append(f"{section}: {format_value(values)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
 def format_value(value: object) -> str:
     """One line of YAML that reads back as `value`: null, booleans, numbers, text, and lists and mappings of them."""
     if value is None:

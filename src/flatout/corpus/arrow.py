@@ -307,13 +307,10 @@ def _saved_files(folder: str) -> list[str] | str:
     if not isinstance(entries, list) or state.get("_indices_data_files"):
         return "state.json is not as `datasets` writes it today; load the dataset and save it again"
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    if not all(isinstance(name, str) and name and _is_plain(name) for name in names):
-        return "state.json names data files that are not in its folder"
+    for name in names:
+        if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
+            return "state.json names data files that are not in its folder"
     return [os.path.join(folder, str(name)) for name in names]
-
-
-def _is_plain(name: str) -> bool:
-    return os.path.basename(name) == name and name not in (os.curdir, os.pardir) and "\0" not in name
 
 
 # Columns of either.

@@ -66,14 +66,13 @@ def read_slice(slice: Slice, options: ReadOptions, *, watch: Watch | None = None
         yield from _documents(_json_line_rows(slice, options, watch), file, options)
     elif file.format == "smiles":
         yield from _read_molecules(slice, options, watch)
-    elif file.format in ("parquet", "saved"):
+    elif file.format in ("parquet", "saved", "hub"):
         from flatout.corpus import arrow
 
-        yield from (arrow.read_parquet if file.format == "parquet" else arrow.read_saved)(slice, options)
-    elif file.format == "hub":
-        from flatout.corpus import arrow
-
-        yield from arrow.HubStream(file.path, options, file.name)
+        if file.format == "hub":
+            yield from arrow.HubStream(file.path, options, file.name)
+        else:
+            yield from (arrow.read_parquet if file.format == "parquet" else arrow.read_saved)(slice, options)
     else:
         with ByteStream(file, watch=watch) as stream:
             yield from _read_stream(stream, file, options)
@@ -91,10 +90,8 @@ def read_rows(file: InputFile, *, watch: Watch | None = None) -> Iterator[Row | 
         yield from arrow.read_parquet_rows(file)
     elif file.format in ("json", "csv", "tsv"):
         with ByteStream(file, watch=watch) as stream:
-            if file.format == "json":
-                yield from _undropped(_json_rows(stream, file, ReadOptions()))
-                return
-            yield from read_csv_rows(stream, file)
+            is_json = file.format == "json"
+            yield from _undropped(_json_rows(stream, file, ReadOptions())) if is_json else read_csv_rows(stream, file)
     else:
         raise ValueError(f"there are no rows in the format {file.format!r}")
 
@@ -377,9 +374,11 @@ _OUTSIDE = re.compile(r'["\[\]{},]')
 _PUNCTUATION = ' \t\n\r,{}"'
 _NEXT_LINE = re.compile(r"\n(?=[^\s}\]])")
 _IN_STRING = re.compile(r'"|\\.', re.DOTALL)
-# How far to look for the end of a broken element at once, and how much of that to look at again with what follows.
+# How far to look for the end of a broken element at once, first and at most, and how much of that to look at again.
+_NEAR = 2**12
 _LOOK = 2**18
 _OVERLAP = 2**10
+_PASSED = 2**14
 _DECODER = json.JSONDecoder()
 # More characters than the longest word of JSON, or than a character that is written as two escapes.
 _ESCAPE = 16
@@ -550,6 +549,9 @@ class _JsonText:
         # Where a quote is missing, the next object begins a little before the place that is found wrong.
         before = self._text[max(self._at, wrong - _OVERLAP) : wrong]
         self._skip(None if kind == "too-long" else wrong - len(before) + len(before.rstrip(_PUNCTUATION)))
+        # Places and errors are counted from the beginning of the text, which must not be far away then.
+        if self._at > max(_PASSED, len(self._text) // 64):
+            self._cut()
         return problem
 
     def _skip(self, look: int | None, *, quoted: bool = False) -> None:
@@ -557,15 +559,17 @@ class _JsonText:
 
         Another element may begin from `look` on, if brackets and quotes do not match.
         """
-        depth = 0
+        depth, reach = 0, _NEAR
         while True:
-            while len(self._text) - self._at < _LOOK and not self._ended:
+            while len(self._text) - self._at < reach and not self._ended:
                 look = None if look is None else look - self._at
                 self._grow()
-            again = None if look is None and self._in_array else self._begins_again(max(look or 0, self._at))
-            end = len(self._text) if self._ended else len(self._text) - _OVERLAP
-            end = again.start() if again is not None else end
-            while self._text[end - 1 : end] == "\\" and end > self._at:  # the half of an escape
+            end = min(self._at + reach, len(self._text))
+            last = self._ended and end == len(self._text)
+            again = None if look is None and self._in_array else self._begins_again(max(look or 0, self._at), end)
+            # The beginning of another element may be cut at the end, and so may an escape.
+            end = again.start() if again is not None else end if last else end - _OVERLAP
+            while self._text[end - 1 : end] == "\\" and end > self._at:
                 end -= 1
             while self._in_array and self._at < end:
                 match = (_IN_STRING if quoted else _OUTSIDE).search(self._text, self._at, end)
@@ -583,15 +587,16 @@ class _JsonText:
                 self._at = again.start() if again[0][0] == "," else again.end()
                 return
             self._at = max(self._at, end)
-            if self._ended:
+            if last:
                 return
+            reach = min(2 * reach, _LOOK)
 
-    def _begins_again(self, at: int) -> re.Match[str] | None:
-        """Where another element begins from a place on: an object like those before, or a line that is not indented."""
+    def _begins_again(self, at: int, end: int) -> re.Match[str] | None:
+        """Where another element begins: an object like those before, or among values a line that is not indented."""
         if not self._in_array:
-            return _NEXT_LINE.search(self._text, at)
-        key = self._key or _first_key(self._text[self._at :])
-        return re.compile(rf"[,}}\n]\s*(?=\{{\s*{re.escape(key)})").search(self._text, at) if key else None
+            return _NEXT_LINE.search(self._text, at, end)
+        key = self._key or _first_key(self._text[self._at : end])
+        return re.compile(rf"[,}}\n]\s*(?=\{{\s*{re.escape(key)})").search(self._text, at, end) if key else None
 
     def _peek(self) -> str:
         """The next character that is no space; nothing at the end."""

@@ -406,8 +406,9 @@ class Limits:
         """Refuses a source whose first document is larger than the limit, so that nothing would be taken."""
         if full and not count[0]:
             # A document is never too large for a limit on their number.
-            given = {f"data.{name}": most for name, most in list(zip(LIMITS, self.most, strict=True))[1:]}
-            given = {name: most for name, most in given.items() if most is not None}
+            given = {
+                f"data.{key}": most for key, most in zip(LIMITS[1:], self.most[1:], strict=True) if most is not None
+            }
             given_limits = " and ".join(f"{name}={most}" for name, most in given.items())
             smaller = ", or set a data.document_start that occurs more often" if format_of(source)[0] == "text" else ""
             raise DataError(
@@ -424,9 +425,7 @@ def _joined(first: PartResult, second: PartResult) -> PartResult:
             tokens=head.tokens + more.tokens,
             documents=head.documents + more.documents,
             records=head.records + more.records,
-            dropped={
-                rule: head.dropped.get(rule, 0) + more.dropped.get(rule, 0) for rule in {**head.dropped, **more.dropped}
-            },
+            dropped=dict(Counter(head.dropped) + Counter(more.dropped)),
             problems=head.problems + more.problems,
             rejected={**head.rejected, **{len(first.pieces) + row: rule for row, rule in more.rejected.items()}},
         ),

@@ -40,8 +40,7 @@ from flatout.data.chat_template import ChatTemplate
 from flatout.data.conversations import LOOK_AT, Conversation, RowReading, choose_reading, conversation_of
 from flatout.data.library_tokenizers import ModelTokenizer
 from flatout.data.masking import COUNTS, Rendered, TrainOn, render, tokenize
-from flatout.data.shards import MANIFEST, PROBLEMS, TOKENIZER
-from flatout.data.shards import SAMPLES_FORMAT as FORMAT
+from flatout.data.shards import MANIFEST, PROBLEMS, SAMPLES_FORMAT, TOKENIZER
 from flatout.data.tokenizer import Ids, token_dtype
 from flatout.errors import ConfigError, DataError, many
 from flatout.files import (
@@ -125,7 +124,7 @@ def holds_samples(folder: Path) -> bool:
         content = parse_json(read_bounded(folder / MANIFEST))
     except (OSError, ValueError):
         return False
-    return isinstance(content, dict) and content.get("format") == FORMAT
+    return isinstance(content, dict) and content.get("format") == SAMPLES_FORMAT
 
 
 def open_samples(folder: str | Path) -> SampleSet:
@@ -192,7 +191,7 @@ def _own(target: Path) -> tuple[str, ...]:
 
     Either of two files is enough to tell, since the other may be damaged or gone; `tokenizer.json` alone is not.
     """
-    for name, sign in ((MANIFEST, FORMAT), (SAMPLES, '"train.labelled"')):
+    for name, sign in ((MANIFEST, SAMPLES_FORMAT), (SAMPLES, '"train.labelled"')):
         with contextlib.suppress(OSError), (target / name).open("rb") as file:
             if sign.encode("ascii") in file.read(2**20):
                 return (*_FILES, MANIFEST)
@@ -251,7 +250,7 @@ def write_samples(
             learned_from = json.dumps([files[SAMPLES]["sha256"], tokenizer.fingerprint])
             content = {
                 **counted,
-                "format": FORMAT,
+                "format": SAMPLES_FORMAT,
                 "version": VERSION,
                 "key": key,
                 "template": None if template is None else {"name": template.name, "fingerprint": template.fingerprint},
@@ -280,8 +279,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"cannot read {shown(path)}: {error.strerror}", "check that you may read it") from error
     try:
         content = parse_json(raw)
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT!r}")
+        if not isinstance(content, dict) or content.get("format") != SAMPLES_FORMAT:
+            raise ValueError(f"its format is not {SAMPLES_FORMAT!r}")
         content.pop("manifest_sha256", None)
         if raw != _sealed(content):
             raise ValueError("it is not as it was written")
@@ -311,10 +310,9 @@ def _check_shape(content: Mapping[str, Any]) -> None:
         raise ValueError("its tokenizer has no vocabulary")
     if "train" not in content["splits"] or not content["splits"].keys() <= {"train", "val"}:
         raise ValueError("its splits are not train and val")
-    if not all(isinstance(facts, dict) for facts in content["splits"].values()):
-        raise ValueError("its splits are no objects")
-    if not all(type(count) is int for count in content["counts"].values()):
-        raise ValueError("its counts are no numbers")
+    for name, kind, words in (("splits", dict, "objects"), ("counts", int, "numbers")):
+        if not all(type(value) is kind for value in content[name].values()):
+            raise ValueError(f"its {name} are no {words}")
     if not isinstance(content["key"].get("source", []), list):
         raise ValueError("its source is no list")
     readings = content.get("reading") or []

@@ -339,12 +339,7 @@ _ALL = (
                 "default: whatever model, optim and train set differently from the default, back to it",
             ),
             number("--seeds", 1, 100, "pairs of runs per field; default 2, one gives no verdict", default=2),
-            choice(
-                "--equal",
-                ("tokens", "seconds", "both"),
-                "what two runs that are compared have in common; default both",
-                default="both",
-            ),
+            choice("--equal", ("tokens", "seconds", "both"), "what pairs share; default both", default="both"),
             number("--minutes", 0, 1e6, "begin no run that would end later; 0 shows what is there"),
             option("--out", "FOLDER", "for rows and picture, and where rows are looked for; default: ablate/NAME"),
             flag("--json", "print runs and the result as JSON lines instead of the table"),
@@ -401,12 +396,7 @@ _ALL = (
         "curves of one run or several, as pictures and CSV",
         (
             word("runs", "a run folder, such as runs/shakespeare", nargs="+", metavar="RUN"),
-            option(
-                "--out",
-                "FOLDER",
-                "where files go; default: plots in the run's folder, for several runs ./plots. For several runs it "
-                "may also be the picture's name, ending in .png or .svg",
-            ),
+            option("--out", "FOLDER", "default: plots in the run's folder or here; of several runs, also a picture"),
             flag("--svg", "write SVG pictures instead of PNG"),
             flag("--each", "also write every panel as a picture of its own"),
             flag("--no-csv", "write pictures only"),

@@ -94,13 +94,6 @@ def stored_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConf
     return load_stored(checkpoint.config, overrides)
 
 
-def config_to_train(config: Config | None, resume: str | None) -> LoadedConfig:
-    """The settings that `train` uses: those it was given, else those of the run that it resumes by its path."""
-    if config is not None:
-        return as_loaded(config, all_written=True)
-    return load_config() if resume in (None, "auto") else stored_config(resume)
-
-
 def with_sources(config: Config | None) -> LoadedConfig:
     """A config, by default the default preset, with its sources; an overlay is applied."""
     loaded = load_config() if config is None else as_loaded(config)

@@ -36,6 +36,7 @@ from flatout.records import (
     record_to_json,
 )
 from flatout.rows import read_rows
+from flatout.shown import Shown
 from flatout.tuning import profile_page
 from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, Told
 from flatout.tuning.ablation import ablate as ablate_fields
@@ -312,11 +313,15 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
+class Profile(Shown):
     """A profile: the folder with its files, and what profile.json there holds."""
 
     folder: Path
     figures: dict[str, Any]
+
+    def _shown_rows(self) -> dict[str, Any]:
+        plain = {name: value for name, value in self.figures.items() if not isinstance(value, dict | list)}
+        return {"folder": self.folder, **plain}
 
 
 def profile(

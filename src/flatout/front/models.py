@@ -61,12 +61,13 @@ from flatout.resolve.checks import way_to_export
 from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.opening import DataSource, samples_folder
 from flatout.resolve.switches import scan_for
+from flatout.shown import ShortlyShown, Shown
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadedModel:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class LoadedModel(ShortlyShown):
     """A trained model ready to use, in evaluation mode on its device."""
 
     model: GPT | CustomModel
@@ -84,6 +85,11 @@ class LoadedModel:
     base_name: str | None = None  # where an adapter's folder found them
     bare: bool = False  # an adapter of ours that was taught without a template
     quantize: str = "none"  # how the base under its adapters was held while they were trained, and is rounded here
+
+    def _shown_rows(self) -> dict[str, Any]:
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        rows = {"origin": self.origin, "step": self.step, "parameters": f"{size:,}", "device": self.device.name}
+        return rows | {"context": self.model.config.context, "vocabulary": self.model.vocab}
 
     @torch.no_grad()
     def __call__(self, ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
@@ -213,7 +219,7 @@ def _load_checkpoint(folder: Path, device: Device, base: str | None, given: Mode
         origin=folder,
         step=checkpoint.step,
         settings=settings,
-        dataset=checkpoint.fact("dataset", str),
+        dataset=checkpoint.dataset,
         description=description,
         adapters=adapters,
         template=template,
@@ -431,7 +437,7 @@ def template_of(model: LoadedModel) -> ChatTemplate | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Shown):
     loss: float
     perplexity: float
     bits_per_byte: float | None
@@ -631,7 +637,7 @@ def consolidate(model: str | Path, folder: str | Path) -> Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class Merged:
+class Merged(Shown):
     """A merge: where it lies, how much of the adapters' update survived, how far its logits are from the adapters'."""
 
     folder: Path

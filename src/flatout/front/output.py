@@ -161,37 +161,27 @@ def handled(name: str, handler: Callable[[int, Any], object]) -> dict[int, Any]:
     return {number: signal.signal(number, handler)}
 
 
-def word_of(stopped: KeyboardInterrupt) -> str:
-    if not isinstance(stopped, Terminated):
-        return "interrupted"
-    return "terminated" if stopped.number == signal.SIGTERM else "hung up"
-
-
-def exit_code_of(stopped: KeyboardInterrupt) -> int:
-    return 128 + (stopped.number if isinstance(stopped, Terminated) else signal.SIGINT)
-
-
 class HeldSignal:
-    """A signal that ended a block, if one did."""
+    """The number of a signal that ended a block, if one did."""
 
-    by: KeyboardInterrupt | None = None
+    number: int | None = None
 
     def reported(self, said: str) -> int:
         """Prints what became of the work; returns the signal's own exit code."""
-        assert self.by is not None
-        print(f"{word_of(self.by)}; {said}", file=sys.stderr)
-        return exit_code_of(self.by)
+        words = {int(signal.SIGINT): "interrupted", int(signal.SIGTERM): "terminated"}
+        print(f"{words.get(self.number or 0, 'hung up')}; {said}", file=sys.stderr)
+        return 128 + (self.number or 0)
 
 
 @contextlib.contextmanager
 def held_signal() -> Iterator[HeldSignal]:
-    """Ends the block where a signal comes, and keeps the signal for the caller to look at."""
+    """Ends the block where a signal comes, and keeps its number for the caller to look at."""
     stop = HeldSignal()
     try:
         with terminated_like_interrupted():
             yield stop
     except KeyboardInterrupt as signalled:
-        stop.by = signalled
+        stop.number = signalled.number if isinstance(signalled, Terminated) else signal.SIGINT
 
 
 @contextlib.contextmanager
@@ -199,8 +189,8 @@ def ended_by_signals(said: Callable[[], str]) -> Iterator[None]:
     """Leaves with a signal's own exit code where one ends the block; `said` is what became of the work."""
     with held_signal() as stop:
         yield
-    if stop.by is not None:
-        raise SystemExit(stop.reported(said())) from stop.by
+    if stop.number is not None:
+        raise SystemExit(stop.reported(said()))
 
 
 class Line:

@@ -29,7 +29,7 @@ from flatout.engine.run import Run
 from flatout.engine.state import lacks_verdict, recorded_again
 from flatout.errors import DataError, DivergedError, UsageError
 from flatout.files import write_whole
-from flatout.front.configs import check_rows_named, config_to_train, with_sources
+from flatout.front.configs import check_rows_named, stored_config, with_sources
 from flatout.front.resuming import HeldFolder, Origin, as_begun, check_resumed, own_settings
 from flatout.launch import OtherProcessError, launch
 from flatout.observe.alerts import Alerts
@@ -172,7 +172,10 @@ def _train(
 ) -> Generator[Record]:
     found = launch()
     resume = resume if found is None else found.resumed(resume)
-    asked = config_to_train(config, resume)
+    if config is None:
+        asked = load_config() if resume in (None, "auto") else stored_config(resume)
+    else:
+        asked = as_loaded(config, all_written=True)
     custom.check()
     try_threads.cache_clear()  # who uses the cores may have changed since the last run of this process
     timeout, alike = asked.config.parallel.timeout, shared_settings(asked)
@@ -186,10 +189,15 @@ def _train(
         less = [] if limit is None else use_at_most(run, limit)
         early: list[NoticeRecord] = []
         with world.fail_together():
-            done = lock is not None and _is_done(run, origin)
+            judged = origin.checkpoint is not None and not lacks_verdict(origin.checkpoint)
+            ended = judged and origin.step == run.last_step and ends_at(origin.metrics, origin.step)
+            done = lock is not None and ended  # judged and recorded
             notices = [] if lock is None else [*less, *(yield from _accepted(run, origin, lock, early, done=done))]
         world.pulse.note_run(origin.folder, accepted=True)
-        records = _loop(run, origin, stop, save)
+        saves = (row for row in read_metrics(origin.metrics) if row["type"] == "checkpoint")
+        recorded = any(row.get("step") == origin.step for row in saves)
+        how = {"resumed": origin.checkpoint, "stop": stop, "save": save, "recorded": recorded}
+        records = train_loop(run, origin.folder, **how)
         if origin.checkpoint is not None:
             origin = dataclasses.replace(origin, checkpoint=origin.checkpoint.without_tensors())
             source.resumed = origin.checkpoint
@@ -324,24 +332,12 @@ def _arrays(data: Any, val: Any) -> Arrays | None:
     return None if data is None else Arrays(data, val)
 
 
-def _is_done(run: Run, origin: Origin) -> bool:
-    """Whether the checkpoint is the end of the run, judged and recorded."""
-    judged = origin.checkpoint is not None and not lacks_verdict(origin.checkpoint)
-    return judged and origin.step == run.last_step and ends_at(origin.metrics, origin.step)
-
-
 def _mark_base(run: Run, folder: Path) -> Iterator[str]:
     """Notes in a checkpoint of ours that the adapters of this run need it."""
     if run.adapters is not None and run.plan.base is not None:
         base = run.plan.base.description.folder
         if is_checkpoint(base) and not mark_as_base(base, folder):
             yield f"{base} cannot be written to, so nothing says there that these adapters need it"
-
-
-def _loop(run: Run, origin: Origin, stop: Callable[[], bool], save: Callable[[], bool]) -> Generator[Record]:
-    saves = (row for row in read_metrics(origin.metrics) if row["type"] == "checkpoint")
-    recorded = any(row.get("step") == origin.step for row in saves)
-    return train_loop(run, origin.folder, resumed=origin.checkpoint, stop=stop, save=save, recorded=recorded)
 
 
 def _written(

@@ -31,7 +31,9 @@ from flatout.launch import launch
 from flatout.tuning.cluster import LLAMAS, llama_words
 
 if TYPE_CHECKING:
+    from flatout.config.load import LoadedConfig
     from flatout.finding import Finding
+    from flatout.tuning.many_gpus import PlanResult
 
 
 # --- estimate ---------------------------------------------------------------------------------------------------------
@@ -94,17 +96,32 @@ def _estimate_on_many(parsed: argparse.Namespace) -> int:
     from flatout.observe.sheets import draw_picture, print_sheet
 
     asked = {name: getattr(parsed, name) for name in ON_MANY_GPUS if getattr(parsed, name) is not None}
-    result = flatout.plan(loaded, counts, notice=lambda notice: print_notices([notice]), **asked)
-    result = dataclasses.replace(result, size=size)
+    result = dataclasses.replace(
+        flatout.plan(loaded, counts, notice=lambda one: print_notices([one]), **asked), size=size
+    )
+    costs = [] if parsed.price is None else _costs(result, loaded, parsed.price)
     if parsed.json:
-        print(json.dumps(result.to_json(), ensure_ascii=False, allow_nan=False), flush=True)
+        body = result.to_json() | ({"costs": costs} if costs else {})
+        print(json.dumps(body, ensure_ascii=False, allow_nan=False), flush=True)
     else:
         print_sheet(result.sheet())
+        for row in costs:
+            print(f"{row['gpus']:,} GPUs: {row['tokens']:,} tokens in {row['hours']:,.1f} h for {row['cost']:,.2f}")
     if picture is not None:
         draw_picture(result.picture(), picture, overwrite=parsed.overwrite)
         if not parsed.json:
             print(f"drew {picture}")
     return 0
+
+
+def _costs(result: "PlanResult", loaded: "LoadedConfig", price: float) -> list[dict[str, float]]:
+    """What the run costs on each number of GPUs, with interruptions; without a length, 1B tokens of it."""
+    train, rows = loaded.config.train, []
+    tokens = train.tokens or (train.steps or 0) * train.batch_tokens or 10**9
+    for row in (row for row in result.rows if row.auto and row.tokens_per_second):
+        hours = tokens / (3600 * row.gpus * (row.tokens_per_second or 0) * result.saves[row.gpus].best)
+        rows.append({"gpus": row.gpus, "tokens": tokens, "hours": hours, "cost": hours * row.gpus * price})
+    return rows
 
 
 def _counts(text: str) -> list[int]:

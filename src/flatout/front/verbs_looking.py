@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import sys
 import zipfile
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from flatout.config.optimizers import rate_setting
 from flatout.config.yaml_loader import format_value
 from flatout.errors import DataError, UsageError, quoted
 from flatout.front.configs import load
-from flatout.front.output import Line, Terminated, ended_by_signals, exit_code_of, held_signal
+from flatout.front.output import Line, ended_by_signals, held_signal
 from flatout.front.words import one_line
 
 if TYPE_CHECKING:
@@ -201,10 +202,9 @@ def watch(parsed: argparse.Namespace) -> int:
         if not parsed.web:
             return _show(folder, as_json=parsed.json)
         _serve([folder], parsed.port, f"watching {one_line(str(folder))} at")
-    assert stop.by is not None, "nothing else ends the server"
-    if not isinstance(stop.by, Terminated):
+    if stop.number == signal.SIGINT:
         print("stopped watching; the run is not affected", file=sys.stderr)
-    return exit_code_of(stop.by)
+    return 128 + (stop.number or 0)
 
 
 def _serve(folders: Sequence[Path], port: int | None, said: str) -> None:

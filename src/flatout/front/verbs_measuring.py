@@ -100,7 +100,7 @@ def bench(parsed: argparse.Namespace) -> int:
     measured = any(row.status != "absent" for row in rows)
     ladder = _ladder_names(loaded.config.speed.device, samples=loaded.config.fine_tunes) if rows else []
     _finish(rows, folder, ladder, quiet=parsed.json, claims=parsed.claims)
-    if stop.by is not None:
+    if stop.number is not None:
         kept = f"{many(len(rows), 'rung')} {'is' if len(rows) == 1 else 'are'} in {folder}, --go-on measures the others"
         return stop.reported(kept if measured else "nothing was measured yet")
     _check_something_was_had(names, rows)
@@ -235,7 +235,7 @@ def ablate(parsed: argparse.Namespace) -> int:
         *_, result = flatout.ablate(loaded, **asked, minutes=0.0, notice=notice)
     if isinstance(result, flatout.AblateResult):
         _hand_over_ablation(result, folder, quiet=parsed.json)
-    if stop.by is not None:
+    if stop.number is not None:
         kept = f"{folder / ABLATE_ROWS} keeps the runs that ended, the same command goes on with them"
         return stop.reported(kept if result else "no run had ended yet")
     return 0
@@ -279,7 +279,9 @@ def tune(parsed: argparse.Namespace) -> int:
                 else:
                     rows.append(record)
         assert result is not None, "the last record of a search"
-        failure = None if out is None else _failure_of(_writing(out, result.fragment, parsed))
+        failure = (
+            None if out is None else _failure_of(lambda: write_config(out, result.fragment, overwrite=parsed.overwrite))
+        )
         if not shown:
             shown = True
             print_sheet(sheet_of(rows, result))
@@ -288,7 +290,7 @@ def tune(parsed: argparse.Namespace) -> int:
             print(_train_with(verb, None if failure else out, result.words, parsed))
             if out is None:
                 print("or write it to a file with --out FILE")
-    if stop.by is not None:
+    if stop.number is not None:
         if result is not None and out is not None and _holds(out, result.fragment):
             stop.reported(f"{out} was written before that, and is whole")
             return 0
@@ -390,7 +392,9 @@ def _hand_over(result: Any, verb: str, out: Path | None, plot: Path | None, pars
     from flatout.observe.sheets import draw_picture
 
     _show(result, as_json=parsed.json)
-    unwritten = None if out is None else _failure_of(_writing(out, result.fragment, parsed))
+    unwritten = (
+        None if out is None else _failure_of(lambda: write_config(out, result.fragment, overwrite=parsed.overwrite))
+    )
     undrawn = (
         None if plot is None else _failure_of(lambda: draw_picture(result.picture(), plot, overwrite=parsed.overwrite))
     )
@@ -406,10 +410,6 @@ def _hand_over(result: Any, verb: str, out: Path | None, plot: Path | None, pars
 
 
 # --- what all of them have in common ----------------------------------------------------------------------------------
-
-
-def _writing(out: Path, fragment: str, parsed: argparse.Namespace) -> Callable[[], None]:
-    return lambda: write_config(out, fragment, overwrite=parsed.overwrite)
 
 
 def _failure_of(write: Callable[[], None]) -> UserError | None:

@@ -19,11 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.config.yaml_loader import format_value, read_yaml
-from flatout.errors import ConfigError, ResourceError, UsageError
-from flatout.files import check_replaceable, disk_errors, write_whole
+from flatout.config.yaml_loader import format_sections, read_yaml
+from flatout.errors import ConfigError
+from flatout.files import disk_errors, write_whole
 from flatout.observe.human import human_bytes, printable
-from flatout.observe.report import page_of
+from flatout.observe.report import check_named, page_of
 from flatout.observe.report_data import report_data
 from flatout.observe.runs import record_of
 from flatout.observe.sinks import read_history
@@ -152,12 +152,7 @@ def write_bundle(folder: Path, private: Private, target: Path, texts: Mapping[st
 
 def check_target(target: Path, *, overwrite: bool) -> None:
     """Refuses a name at which no archive can be put."""
-    shown = printable(str(target))
-    if target.suffix.lower() != ".zip" or "\0" in str(target) or target.is_dir():
-        raise UsageError(f"{shown!r} is not the name of a zip file", "for example --out bug.zip")
-    if not target.parent.is_dir():
-        raise ResourceError(f"could not write {shown}: there is no such folder", "create it first, or name another one")
-    check_replaceable(target, is_bundle, overwrite=overwrite, way="name another file with --out")
+    check_named(target, (".zip",), "a zip file", "bug.zip", is_bundle, overwrite=overwrite)
 
 
 def is_bundle(path: Path) -> bool:
@@ -193,13 +188,7 @@ def _settings(path: Path, private: Private) -> str:
         sections = {name: node.plain for name, node in read_yaml(path).items()}
     except ConfigError:  # without its structure, texts in it cannot be told from settings
         return f"# {_LEFT_OUT}: it is not a config that can be read\n"
-    lines: list[str] = []
-    for section, values in _scrubbed_values(sections, private).items():
-        if isinstance(values, dict) and values:
-            lines += [f"{section}:", *(f"  {name}: {format_value(value)}" for name, value in values.items())]
-        else:
-            lines.append(f"{section}: {format_value(values)}")
-    return "".join(f"{line}\n" for line in lines)
+    return format_sections(_scrubbed_values(sections, private))
 
 
 def _without_data(metrics: str) -> Iterator[dict[str, Any]]:

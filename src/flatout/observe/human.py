@@ -29,6 +29,10 @@ def printable(text: str) -> str:
     return _CONTROL.sub("\ufffd", text)
 
 
+def loss_text(loss: float) -> str:
+    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.3g}"
+
+
 def human_parameters(parameters: float, trained: float | None, tables: float | None = None) -> str:
     """The size of a model; `trained` is that of the adapters beside it, where it is frozen.
 

@@ -8,7 +8,7 @@ import html
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -17,7 +17,8 @@ from flatout.errors import many
 from flatout.observe.human import human_count, human_parameters, human_seconds
 from flatout.observe.series import GrowingSeries, Points
 from flatout.observe.sinks import minutes_of
-from flatout.records import EndRecord, EvalRecord, Record, RunInfo, StepRecord, html_table
+from flatout.records import EndRecord, EvalRecord, Record, RunInfo, StepRecord
+from flatout.shown import html_table
 
 MOST_POINTS = 2000
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 240, 56, 24
@@ -87,7 +88,7 @@ class Chart:
             self._handle.update(self)
 
     @property
-    def losses(self) -> Points:
+    def losses(self) -> Sequence[tuple[int, float]]:
         """Steps and training losses: all of them, or of a long run the lowest and highest of every stretch."""
         return self._losses.series.thinned(MOST_POINTS).points
 

@@ -26,7 +26,7 @@ from flatout.errors import UsageError, many
 from flatout.files import check_replaceable, disk_errors
 from flatout.folders import make_folders, remove_empty
 from flatout.observe import picture
-from flatout.observe.human import human_count, human_parameters, human_seconds, printable
+from flatout.observe.human import human_count, human_parameters, human_seconds, loss_text, printable
 from flatout.observe.picture import (
     BLUE,
     FAINT,
@@ -68,7 +68,7 @@ from flatout.observe.series import (
     window_of,
     write_tables,
 )
-from flatout.observe.sinks import distinct_names, incomparable, minutes_of, read_history
+from flatout.observe.sinks import ENDINGS, distinct_names, incomparable, minutes_of, read_history
 
 WIDTH, WIDE, NARROW, HEIGHT = 15.0, 18.0, 9.0, 8.6  # WIDE is a comparison, NARROW a single panel
 Draw = Callable[[Axes, RunNumbers], None]
@@ -295,13 +295,9 @@ def _state(run: RunNumbers) -> str:
     asked = None if minutes_of(run.info.get("config")) is not None else asked
     where = f"step {done:,}" + (f" of {asked:,.0f}" if asked is not None and asked != done else "")
     reason = None if run.end is None else run.end.get("reason")
-    endings = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}
-    ending = (
-        f"{endings.get(reason, 'ended')} at {where}"
-        if isinstance(reason, str)
-        else f"{where}, no end yet: still running, or killed"
-    )
-    parts = [ending]
+    parts = [f"{where}, no end yet: still running, or killed"]
+    if isinstance(reason, str):
+        parts = [f"{ENDINGS.get(reason, 'ended')} at {where}"]
     if spent := spent_on(run):
         parts.append(f"{spent} of training")
     if len(run.resumes):
@@ -327,10 +323,6 @@ def fitted(text: str, size: float, room: float) -> str:
             return shown
         # No letter is wider than two heights: with one more of them than this left out, it would not fit either.
         count = max(4, count - max(1, int(beyond / (2 * size))))
-
-
-def loss_text(loss: float) -> str:
-    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.3g}"
 
 
 def spent_on(run: RunNumbers) -> str:

@@ -85,12 +85,19 @@ def write_report(
 
 def check_target(path: Path, *, overwrite: bool = False) -> None:
     """Refuses a name at which no report can be put."""
+    check_named(path, (".html", ".htm"), "an HTML file", "report.html", is_report, overwrite=overwrite)
+
+
+def check_named(
+    path: Path, endings: Sequence[str], kind: str, example: str, is_ours: Callable[[Path], bool], *, overwrite: bool
+) -> None:
+    """Refuses a name at which no file of this kind can be put."""
     shown = printable(str(path))
-    if path.suffix.lower() not in (".html", ".htm") or "\0" in str(path) or path.is_dir():
-        raise UsageError(f"{shown!r} is not the name of an HTML file", "for example --out report.html")
+    if path.suffix.lower() not in endings or "\0" in str(path) or path.is_dir():
+        raise UsageError(f"{shown!r} is not the name of {kind}", f"for example --out {example}")
     if not path.parent.is_dir():
         raise ResourceError(f"could not write {shown}: there is no such folder", "create it first, or name another one")
-    check_replaceable(path, is_report, overwrite=overwrite, way="name another file with --out")
+    check_replaceable(path, is_ours, overwrite=overwrite, way="name another file with --out")
 
 
 def is_report(path: Path) -> bool:

@@ -22,16 +22,10 @@ from typing import Any
 
 import numpy
 
+from flatout.config.yaml_loader import format_sections
 from flatout.errors import many
-from flatout.observe.human import (
-    exposed_share,
-    human_bytes,
-    human_count,
-    human_seconds,
-    printable,
-    slowest_rank,
-)
-from flatout.observe.report_facts import commands_of, facts_of, flat_config, shown_config, summary_of, texts_of, yaml_of
+from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, printable, slowest_rank
+from flatout.observe.report_facts import commands_of, facts_of, flat_config, shown_config, summary_of, texts_of
 from flatout.observe.runs import RunState, state_of
 from flatout.observe.series import (
     QUANTILES,
@@ -82,7 +76,6 @@ def _run(history: RunHistory, name: str, paths: list[str], runs: int, price: flo
     samples, samples_left_out = _spread(rows_with_step(history.samples), max(4, _MOST_SAMPLES // runs))
     notices, notices_left_out = _notices(history)
     checkpoints = rows_with_step(history.checkpoints)
-    time = _time_parts(history)
     return {
         "name": name,
         "folder": str(history.folder),
@@ -91,7 +84,7 @@ def _run(history: RunHistory, name: str, paths: list[str], runs: int, price: flo
         "figures": figures_of(history, state, price),
         "facts": facts_of(info),
         "speed": _speed_groups(history),
-        "time": time,
+        "time": _time_parts(history),
         "eigenstates": _eigenstate_part(numbers.eigenstates),
         "curves": curves_of(numbers, points_for(runs)),
         "resumes": [list(place) for place in zip(resumes, *places, strict=True)],
@@ -107,7 +100,7 @@ def _run(history: RunHistory, name: str, paths: list[str], runs: int, price: flo
         "environment": texts_of((label, info.get(label.lower())) for label in ("Flatout", "torch", "Device", "Folder")),
         "starts": _starts(history),
         "commands": commands_of(history, state),
-        "config": yaml_of(shown_config(info)),
+        "config": format_sections(shown_config(info)),
         "paths": paths,
     }
 
@@ -127,8 +120,8 @@ def figures_of(history: RunHistory, state: RunState, price: float | None = None)
     good = [row for row in judged if math.isfinite(row["loss"])]
     if good:
         best = min(good, key=lambda row: row["loss"])
-        bits, perplexity, where = amount(best.get("bits_per_byte")), amount(best.get("perplexity")), _at_step(best)
-        notes = [where, "" if perplexity is None else f"perplexity {perplexity:,.4g}"]
+        bits, perplexity = amount(best.get("bits_per_byte")), amount(best.get("perplexity"))
+        notes = [_at_step(best), "" if perplexity is None else f"perplexity {perplexity:,.4g}"]
         notes.append("" if bits is None else f"{bits:.3f} bits/byte")
         add("val_loss", "Best validation loss", f"{best['loss']:.4f}", ", ".join(filter(None, notes)))
         if judged[-1] is not best:
@@ -252,10 +245,9 @@ def _memory_rows(history: RunHistory) -> Noted:
         return []
     peak, on_host = max(row["memory_bytes"] for row in known), _on_host(history.info)
     rows = [["Peak", human_bytes(peak), "of the process" if on_host else "allocated by torch"]]
-    (reserved,) = _columns(history, "reserved_bytes")
-    rows += [["Peak with torch's cache", human_bytes(max(reserved)), ""]] if reserved else []
-    estimate = amount(history.info.get("memory_estimate_bytes"))
-    if estimate is not None and not on_host:
+    if reserved := finite(history.column("reserved_bytes")):
+        rows.append(["Peak with torch's cache", human_bytes(max(reserved)), ""])
+    if (estimate := amount(history.info.get("memory_estimate_bytes"))) is not None and not on_host:
         rows.append(["Estimated before the run", human_bytes(estimate), ""])
     settled = next(row["step"] for row in known if row["memory_bytes"] >= 0.99 * peak)
     return [*rows, ["Within 1% of the peak", f"from step {settled:,} on", "aim: steady after the first steps"]]

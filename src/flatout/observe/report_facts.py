@@ -216,17 +216,6 @@ def _kinds(info: dict[str, Any]) -> str:
     return (pattern * (int(layers) // len(pattern) + 1))[: int(layers)]
 
 
-def yaml_of(config: Any) -> str:
-    """The stored config as a config file, section by section."""
-    lines: list[str] = []
-    for section, values in config.items() if isinstance(config, dict) else ():
-        if isinstance(values, dict) and values:
-            lines += [f"{section}:", *(f"  {name}: {format_value(value)}" for name, value in values.items())]
-        else:
-            lines.append(f"{section}: {format_value(values)}")
-    return "".join(f"{line}\n" for line in lines)
-
-
 def flat_config(config: Any) -> dict[str, str]:
     flat: dict[str, str] = {}
     for section, values in config.items() if isinstance(config, dict) else ():

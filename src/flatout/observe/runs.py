@@ -33,7 +33,7 @@ from flatout.config.suggest import run_hint
 from flatout.errors import DataError, UsageError
 from flatout.folders import process_lives
 from flatout.lock import LOCK, is_held, owner_of
-from flatout.observe.human import Terminal, human_bytes, human_seconds, printable, say
+from flatout.observe.human import Terminal, human_bytes, human_seconds, loss_text, printable, say
 from flatout.observe.series import amount, finite, number
 from flatout.observe.sinks import (
     NUMBERS,
@@ -341,7 +341,7 @@ def print_runs(rows: Sequence[RunRow]) -> None:
         table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
     for row in rows:
         of = "" if row.steps is None else f" of {row.steps:,}"
-        loss = "–" if row.loss is None else f"{row.loss:.4f}"
+        loss = "–" if row.loss is None else loss_text(row.loss)
         cells = {
             "run": printable(row.run),
             "state": row.state,

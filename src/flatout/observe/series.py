@@ -88,7 +88,8 @@ class Series:
         return self.y[numpy.isfinite(self.y)]
 
     def thinned(self, most: int, *, logarithmic: bool = False) -> "Series":
-        return self.at(thin(self.x, self.y, most, logarithmic=logarithmic))
+        kept = thin(self.x, self.y, most, logarithmic=logarithmic)
+        return replace(self, x=self.x[kept], y=self.y[kept])
 
     def means(self, most: int) -> "Series":
         """At most `most` means of the finite values of a stretch, each at its last place; a short series as it is."""
@@ -99,9 +100,6 @@ class Series:
         counts = numpy.add.reduceat(is_finite.astype(float), starts)
         ends = numpy.append(starts[1:], len(self.x)) - 1
         return replace(self, x=self.x[ends], y=numpy.where(counts > 0, sums / numpy.maximum(counts, 1.0), math.nan))
-
-    def at(self, positions: Array) -> "Series":
-        return replace(self, x=self.x[positions], y=self.y[positions])
 
     @property
     def points(self) -> Points:
@@ -329,8 +327,7 @@ def _layer(number: int, told: Sequence[tuple[int, dict[str, Any]]]) -> LayerHist
 
 def _number(value: Any) -> float | None:
     """A number that a float can hold, else None. Below zero is none of these: that is damage."""
-    known = number(value)
-    return None if known is None or known < 0 else float(known)
+    return None if (known := number(value)) is None or known < 0 else float(known)
 
 
 # --- the series of a run ----------------------------------------------------------------------------------------------
@@ -550,12 +547,19 @@ def write_tables(runs: Sequence[RunNumbers], *paths: Path, names: bool = False) 
 
     That of eigenstate blocks is written only where a run has some. With `names`, the first column is the run's name.
     """
-    first = ("run",) if names else ()
     tables = [(STEP_HEADER, _step_rows), (EVAL_HEADER, _eval_rows)]
     tables += [(EIGENSTATE_HEADER, _eigenstate_rows)] if any(run.eigenstates.layers for run in runs) else []
     written = dict(zip(paths, tables, strict=False))
-    for path, (header, rows) in written.items():
-        _write(path, (*first, *header), (_named(run, rows(run), names=names) for run in runs))
+    for path, (header, rows_of) in written.items():
+        shown, safe = f"the table {printable(str(path))}", ", or name another folder with --out"
+        with disk_errors(shown, safe=safe), whole_file(path) as raw:
+            file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("run", *header) if names else header)
+            for run in runs:
+                first = [_cell(run.name)] if names else []
+                writer.writerows([*first, *(_cell(row.get(name)) for name in header)] for row in rows_of(run))
+            file.detach()  # writes what it holds
     return list(written)
 
 
@@ -569,70 +573,41 @@ def is_table(path: Path, *, names: bool) -> bool:
     return columns[: len(begin)] == begin and "training_seconds" in columns and known >= set(columns)
 
 
-def _named(run: RunNumbers, rows: Iterable[tuple[Any, ...]], *, names: bool) -> Iterable[tuple[Any, ...]]:
-    first = (_safe(run.name),)
-    return (first + row for row in rows) if names else rows
+def _step_rows(run: RunNumbers) -> Iterator[dict[str, Any]]:
+    losses = {row["step"]: row.get("loss") for row in run.evals}
+    for row in _placed(run, run.rows):
+        yield {**row, "val_loss": losses.get(row["step"])}
 
 
-def _step_rows(run: RunNumbers) -> Iterator[tuple[Any, ...]]:
-    losses = {row["step"]: _cell(row.get("loss")) for row in run.evals}
-    columns = [_column(run.rows, field) for field in _STEP_FIELDS]
-    spent = map(_known, run.axes["seconds"].tolist())
-    return zip(*columns, spent, (losses.get(row["step"]) for row in run.rows), strict=True)
+def _eval_rows(run: RunNumbers) -> Iterator[dict[str, Any]]:
+    return _placed(run, run.evals)
 
 
-def _eval_rows(run: RunNumbers) -> Iterator[tuple[Any, ...]]:
-    steps = [row["step"] for row in run.evals]
-    columns = [_column(run.evals, field) for field in _EVAL_FIELDS]
-    tokens, seconds = (run.place(steps, axis).tolist() for axis in ("tokens", "seconds"))
-    return zip(*columns, map(_whole, tokens), map(_known, seconds), strict=True)
-
-
-def _eigenstate_rows(run: RunNumbers) -> Iterator[tuple[Any, ...]]:
+def _eigenstate_rows(run: RunNumbers) -> Iterator[dict[str, Any]]:
     """Step by step, and at each step layer by layer."""
-    rows: list[tuple[Any, ...]] = []
+    rows: list[dict[str, Any]] = []
     for layer in run.eigenstates.layers:
-        columns = [layer.values[quantity][quantile] for quantity, quantile in _OF_STATES]
-        tokens, seconds = (run.place(layer.steps, axis).tolist() for axis in ("tokens", "seconds"))
-        ends = (layer.beyond, map(_whole, tokens), map(_known, seconds))
-        for step, *values in zip(layer.steps, *columns, *ends, strict=True):
-            rows.append((step, layer.layer, layer.states, *values))
-    return iter(sorted(rows, key=lambda row: row[:2]))
+        for place, step in enumerate(layer.steps):
+            row = {f"{quantity}_{name}": layer.values[quantity][name][place] for quantity, name in _OF_STATES}
+            row |= {"step": step, "layer": layer.layer, "states": layer.states, "beyond_context": layer.beyond[place]}
+            rows.append(row)
+    return _placed(run, sorted(rows, key=lambda row: (row["step"], row["layer"])))
 
 
-def _column(rows: Sequence[dict[str, Any]], field: str) -> Iterable[Any]:
-    values = [row.get(field) for row in rows]
-    return values if set(map(type, values)) <= {float, int, type(None)} else map(_cell, values)
+def _placed(run: RunNumbers, rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows with what was seen and spent until their steps, where that is known."""
+    tokens, seconds = (run.place((row["step"] for row in rows), axis).tolist() for axis in ("tokens", "seconds"))
+    for row, seen, spent in zip(rows, tokens, seconds, strict=True):
+        yield {
+            **row,
+            "tokens_seen": int(seen) if math.isfinite(seen) else None,
+            "training_seconds": spent if math.isfinite(spent) else None,
+        }
 
 
 def _cell(value: Any) -> Any:
-    """What stands in the table; None is an empty cell."""
-    if isinstance(value, bool):
-        return int(value)
-    return _safe(value) if isinstance(value, str) else value if isinstance(value, int | float) else None
-
-
-def _known(value: float) -> float | None:
-    """A place on an axis; None where it is not known."""
-    return value if math.isfinite(value) else None
-
-
-def _whole(value: float) -> int | None:
-    return int(value) if math.isfinite(value) else None
-
-
-def _safe(text: str) -> str:
-    """Text in one line that no spreadsheet takes as a formula."""
-    text = printable(" ".join(text.split())).encode("utf-8", "backslashreplace").decode("utf-8")
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
-
-
-def _write(path: Path, header: Iterable[str], parts: Iterable[Iterable[tuple[Any, ...]]]) -> None:
-    what, safe = f"the table {printable(str(path))}", ", or name another folder with --out"
-    with disk_errors(what, safe=safe), whole_file(path) as raw:
-        file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header)
-        for rows in parts:
-            writer.writerows(rows)
-        file.detach()  # writes what it holds
+    """What stands in the table; None is an empty cell. No spreadsheet takes a text as a formula."""
+    if isinstance(value, str):
+        text = printable(" ".join(value.split())).encode("utf-8", "backslashreplace").decode("utf-8")
+        return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
+    return int(value) if isinstance(value, bool) else value if isinstance(value, int | float) else None

@@ -181,6 +181,9 @@ def minutes_of(config: Any) -> float | None:
     return minutes if isinstance(minutes, int | float) and 0 < minutes < math.inf else None
 
 
+ENDINGS = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}  # of a run, in words
+
+
 def early_stop_reason(info: dict[str, Any]) -> str:
     """Why a run stopped early."""
     config = info.get("config")

@@ -451,14 +451,11 @@ def check_trackers(names: Iterable[str]) -> None:
 
 def open_trackers(names: Sequence[str], folder: Path, info: RunInfo) -> "Trackers":
     """Trackers for a run that begins with `info`, which is their first record; give the later ones to `write`."""
-    return Trackers([_Lane(name, _opener(name, folder, info), info) for name in dict.fromkeys(names)])
 
+    def opener(name: str) -> Callable[[Callable[[str], None]], Tracker]:
+        return lambda tell: TensorBoard(folder, info) if name == "tensorboard" else _Child(name, folder, tell)
 
-def _opener(name: str, folder: Path, info: RunInfo) -> Callable[[Callable[[str], None]], Tracker]:
-    def tensorboard(_tell: Callable[[str], None]) -> Tracker:
-        return TensorBoard(folder, info)
-
-    return tensorboard if name == "tensorboard" else lambda tell: _Child(name, folder, tell)
+    return Trackers([_Lane(name, opener(name), info) for name in dict.fromkeys(names)])
 
 
 @final
@@ -524,10 +521,7 @@ class _Lane:
             self._tell("did not finish in time and was left alone: its last records may be missing there")
 
     def messages(self) -> list[str]:
-        found = []
-        while not self._told.empty():
-            found.append(self._told.get())
-        return found
+        return [self._told.get() for _ in range(self._told.qsize())]
 
     def _tell(self, words: str) -> None:
         self._told.put(printable(f"{self.title} {words}"))

@@ -36,12 +36,11 @@ from rich.text import Text
 from flatout import records
 from flatout.errors import many
 from flatout.observe.alerts import STALL_SHARE, Alert, Alerts
-from flatout.observe.chart import BROKEN, chart, loss_text, mean_of
-from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, printable
+from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, loss_text, printable
 from flatout.observe.runs import METRICS, record_of
 from flatout.observe.series import GrowingSeries, record_sentence
-from flatout.observe.sinks import minutes_of, read_metrics
-from flatout.observe.terminal import TerminalReader
+from flatout.observe.sinks import ENDINGS, minutes_of, read_metrics
+from flatout.observe.terminal import BROKEN, TerminalReader, chart, mean_of
 from flatout.records import (
     SLOW_RANK,
     CheckpointRecord,
@@ -184,7 +183,6 @@ def _finite(value: float) -> float:
 
 LONG_WAIT = 0.10  # of the first rank's time: the aim of the report
 ZOOM = 100  # steps of the second chart
-ENDINGS = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _FAINT, _STRONG, _WARN, _GOOD = "bright_black", "bold", "yellow", "green"
 
@@ -283,37 +281,49 @@ def _facts(state: ViewState, width: int) -> list[Text]:
 
 def _figures(state: ViewState) -> list[tuple[str, str, str]]:
     """(name, value, style) of everything that is known; a run on a CPU has no clock of a card to show."""
-    step, machine, evaluation = state.step, state.machine, state.evaluation
+    step, evaluation = state.step, state.evaluation
     if step is None:
         return []
+    machine = state.machine or _NO_READING
     rate, share, best = state.tokens_per_second, state.data_share, state.best
-    held = machine is not None and bool(machine.throttled)
+    limit = "" if machine.power_limit_watts is None else f" of {machine.power_limit_watts:.0f}"
+    held = f" ({one_line(machine.throttled)})" if machine.throttled else ""
+    host = "" if machine.host_total_bytes is None else f" of {machine.host_total_bytes / 2**30:.0f}"
     found: list[tuple[str, str | None, str]] = [
         ("loss", loss_text(step.loss), _STRONG),
         ("speed", f"{human_count(rate)} tokens/s" if rate else None, _STRONG),
         ("val loss", evaluation and f"{loss_text(evaluation.loss)} at {evaluation.step:,}", ""),
-        ("MFU", None if step.mfu is None else f"{step.mfu:.1%}", ""),
+        ("MFU", _put("{:.1%}", step.mfu), ""),
         ("best val", best and f"{loss_text(best[0])} at {best[1]:,}", _GOOD),
         ("memory", None if step.memory_bytes is None else human_bytes(step.memory_bytes), ""),
         ("rate", f"{step.learning_rate:.2e}", ""),
-        ("data wait", None if share is None else f"{share:.1%}", _WARN if (share or 0.0) > STALL_SHARE else ""),
+        ("data wait", _put("{:.1%}", share), _WARN if (share or 0.0) > STALL_SHARE else ""),
         *_ranks(state),
         ("grad norm", f"{step.grad_norm:.3g}", ""),
-        ("GPU use", None if machine is None or machine.utilisation is None else f"{machine.utilisation:.0%}", ""),
+        ("GPU use", _put("{:.0%}", machine.utilisation), ""),
         ("skipped", many(state.skipped, "update") if state.skipped else None, _WARN),
-        ("power", machine and _power(machine), ""),
+        ("power", _put("{:.0f}{} W", machine.power_watts, limit), ""),
         ("trained", human_seconds(state.trained_seconds), ""),
-        ("clock", machine and _clock(machine), _WARN if held else ""),
-        ("heat", None if machine is None or machine.temperature is None else f"{machine.temperature:.0f} °C", ""),
-        ("host cores", machine and _cores(machine), ""),
-        ("host load", None if machine is None or machine.load is None else f"{machine.load:.1f}", ""),
-        ("host memory", machine and _host_memory(machine), ""),
-        ("swap", human_bytes(machine.swap_bytes) if machine is not None and machine.swap_bytes else None, _WARN),
+        ("clock", _put("{:.0f} MHz{}", machine.clock_mhz, held), _WARN if held else ""),
+        ("heat", _put("{:.0f} °C", machine.temperature), ""),
+        ("host cores", _put("{:.1f} of {:g}", machine.cores_busy, machine.cores), ""),
+        ("host load", _put("{:.1f}", machine.load), ""),
+        ("host memory", _put("{:.1f}{} GiB", machine.process_bytes and machine.process_bytes / 2**30, host), ""),
+        ("swap", human_bytes(machine.swap_bytes) if machine.swap_bytes else None, _WARN),
         ("tokens", human_count(step.tokens), ""),
         ("reserved", None if step.reserved_bytes is None else human_bytes(step.reserved_bytes), ""),
-        ("epoch", None if step.epoch is None else f"{step.epoch:.2f}", ""),
+        ("epoch", _put("{:.2f}", step.epoch), ""),
     ]
     return [(name, value, style) for name, value, style in found if value is not None]
+
+
+_OF_CARDS = ("utilisation", "memory_bytes", "power_watts", "power_limit_watts", "temperature", "clock_mhz")
+_NO_READING = MachineRecord(step=0, elapsed=0.0, throttled="", **dict.fromkeys(_OF_CARDS))
+
+
+def _put(form: str, *values: Any) -> str | None:
+    """The values in words; None where one is not known."""
+    return None if None in values else form.format(*values)
 
 
 def _ranks(state: ViewState) -> list[tuple[str, str | None, str]]:
@@ -329,33 +339,6 @@ def _ranks(state: ViewState) -> list[tuple[str, str | None, str]]:
         ("ranks", f"{len(seconds)}{word}", _WARN if times > 1 + SLOW_RANK else ""),
         ("grad wait", f"{waits:.1%}", _WARN if waits > LONG_WAIT else ""),
     ]
-
-
-def _power(machine: MachineRecord) -> str | None:
-    if machine.power_watts is None:
-        return None
-    limit = "" if machine.power_limit_watts is None else f" of {machine.power_limit_watts:.0f}"
-    return f"{machine.power_watts:.0f}{limit} W"
-
-
-def _cores(machine: MachineRecord) -> str | None:
-    if machine.cores_busy is None or machine.cores is None:
-        return None
-    return f"{machine.cores_busy:.1f} of {machine.cores:g}"
-
-
-def _host_memory(machine: MachineRecord) -> str | None:
-    if machine.process_bytes is None:
-        return None
-    whole = "" if machine.host_total_bytes is None else f" of {machine.host_total_bytes / 2**30:.0f}"
-    return f"{machine.process_bytes / 2**30:.1f}{whole} GiB"
-
-
-def _clock(machine: MachineRecord) -> str | None:
-    if machine.clock_mhz is None:
-        return None
-    held = f" ({one_line(machine.throttled)})" if machine.throttled else ""
-    return f"{machine.clock_mhz:.0f} MHz{held}"
 
 
 def _progress(state: ViewState, width: int) -> Text:

@@ -25,6 +25,7 @@ from flatout.finding import Finding
 from flatout.model.count import MemoryEstimate
 from flatout.optim.rules import Pace
 from flatout.resolve.case import Speed
+from flatout.shown import ShortlyShown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,8 @@ class Custom:
         return "an optimizer from Python (optimizer=) is not sharded" if self.torch_optimizer else None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunPlan:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class RunPlan(ShortlyShown):
     """A run before anything of it is built.
 
     `settings` has every setting with its source; sections of it follow under their own names. `optim` has the warm-up
@@ -79,6 +80,11 @@ class RunPlan:
     start: Start | None = None
     custom: Custom = Custom()
     checks: tuple[Finding, ...] = ()  # what there is to say of it before the first step
+
+    def _shown_rows(self) -> dict[str, Any]:
+        switches = {feature.name: feature.used for feature in self.speed.features}
+        memory = f"{self.memory.total / 2**30:.1f} GiB"
+        return {"steps": self.steps, "device": self.speed.device.name, "memory": memory, **switches}
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ Contract:
 - Times of equal seconds are of training steps, without evaluation, compiling and warm-up. Two speeds closer than
   `SAME_SPEED` are the same: then the run at equal tokens counts for both.
 - After about `minutes`, nothing is begun; a run that would probably end later is not begun either.
-- A changed run that diverges, runs out of memory or is no valid config is told, and has no pair; what goes wrong in the
-  unchanged run is an error.
+- A changed run that diverges, runs out of memory or is no valid config is a row with that status, and has no pair. An
+  error of the unchanged run is an error of the ablation.
 Trap: a model field that adds or removes weights shifts the draws of those that are initialised after them; such pairs
 share the order of the data, and scatter more.
 
@@ -76,6 +76,7 @@ from flatout.rows import (
     or_dash,
     shortened,
 )
+from flatout.shown import Shown
 from flatout.tuning.changes import Change, with_words
 from flatout.tuning.measure import WholeRun, for_trials, machine_of
 from flatout.tuning.practice_data import scratch_folder
@@ -181,7 +182,7 @@ _BATCH = ("train.batch_tokens", "train.batch_stages")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FieldEffect:
+class FieldEffect(Shown):
     """What the pairs of a field say at equal tokens or at equal seconds.
 
     `difference` is the loss with the change minus the loss as configured, the mean over `pairs` seeds; `half_width` is
@@ -205,7 +206,7 @@ class FieldEffect:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AblateResult:
+class AblateResult(Shown):
     """The end of an ablation: what each field is worth, and the noise that it was judged by.
 
     `noise` is the standard deviation of one paired difference, pooled over the fields, at equal tokens and at equal

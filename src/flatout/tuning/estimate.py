@@ -51,6 +51,7 @@ from flatout.rows import (
     human_seconds,
     or_dash,
 )
+from flatout.shown import Shown
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
 from flatout.tuning.measure import machine_of
 from flatout.tuning.practice_data import PracticeSamples, is_made_up, practice_config, practice_samples, scratch_folder
@@ -84,7 +85,7 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EstimateResult:
+class EstimateResult(Shown):
     """What a run will be like. Seconds are of the clock on the wall, bytes of the device unless `disk` is said.
 
     `peak_estimate` is the formula's (model/count.py; on a CPU, where torch's own share counts too, with the process as
@@ -372,7 +373,7 @@ def _rates(timed: Timed | None) -> dict[str, Figure]:
 
 
 def _costs(parts: Sequence[TimePart], timed: Timed | None, price: float | None) -> dict[str, Figure]:
-    """Time, energy and money of the whole run; a part that could not be told is named."""
+    """Time, energy and money of the whole run; a part without a figure is named."""
     total = sum(part.seconds.value or 0.0 for part in parts) if parts else None
     missing = ", ".join(part.name for part in parts if part.seconds.value is None) if parts else _UNTIMED
     without = f"without {missing}, which could not be told" if missing else ""

@@ -40,6 +40,7 @@ from flatout.errors import ConfigError, UsageError
 from flatout.model.count import parameter_count
 from flatout.ops.gradients import clear_gradients
 from flatout.rows import OWN, ChartPanel, Picture, Points, ResultRow, Sentence, Sheet, Table, human_seconds
+from flatout.shown import Shown
 from flatout.tuning.changes import config_text, words_of
 from flatout.tuning.measure import Steps, borrowed_run, machine_of
 from flatout.tuning.practice_data import practice_config, scratch_folder
@@ -47,7 +48,7 @@ from flatout.tuning.practice_data import practice_config, scratch_folder
 LOW, HIGH, STEPS = 1e-7, 1.0, RANGE_STEPS
 DIVERGED = 4.0  # times the best smoothed loss
 MEMORY = 0.8  # of the running mean that looks for divergence, per step
-MEDIAN = 5  # steps: a loss is read as the median of so many, so that one step that jumps says nothing
+MEDIAN = 5  # steps: a loss is read as their median, so that one step that jumps has no effect
 WIDTH = 0.2  # decades: standard deviation of the bell that smooths the medians
 KNEE = 0.8  # of the whole fall is over there; why so much and no more: lab/finders.md
 CHOSEN = "knee"
@@ -90,7 +91,7 @@ class CurveReading:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LrResult:
+class LrResult(Shown):
     """One call of the finder. `before` is the rate the config had; `fragment` a config file with the one found.
 
     `field` is whose rate that is, of the points too; `found` has it and all other rates of the config, in its ratios.

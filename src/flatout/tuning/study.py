@@ -7,7 +7,7 @@ the validation loss at its end. Optuna (the extra `search`) draws the next value
 Contract:
 - With a study file every finished trial is on disk before the next begins. A killed search goes on where it was:
   `trials` counts finished ones, a trial that was under way is taken again. Another space or another config is refused.
-- A trial that diverges, runs out of memory or is no valid config is told and counts as the worst there is.
+- A trial that diverges, runs out of memory or is no valid config counts as the worst there is, and its row says why.
 - Trials write nothing but to a temporary folder; data is prepared once, where `flatout train` would put it.
 Trap: an objective of a few hundred steps favours what is good in a few hundred steps: high rates, small models. Make
 the trials as long as you can pay for, and look at the picture, not only at the best.
@@ -55,6 +55,7 @@ from flatout.rows import (
     human_seconds,
     or_dash,
 )
+from flatout.shown import Shown
 from flatout.tuning.changes import Dimension, Space, config_text, with_values, words_of
 from flatout.tuning.measure import WholeRun, for_trials, length_of, machine_of
 from flatout.tuning.practice_data import scratch_folder, settled_for_runs
@@ -67,7 +68,7 @@ NAME = "flatout"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrialRow:
+class TrialRow(Shown):
     """One trial. `status` is done, pruned, diverged, out_of_memory, invalid or interrupted, and `reason` says why.
 
     `loss` is the last validation loss it had; only that of a trial that is done was at the end.
@@ -84,7 +85,7 @@ class TrialRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StudyResult:
+class StudyResult(Shown):
     """The end of a search: the best trial, and a config file with its values."""
 
     rows: tuple[TrialRow, ...]
@@ -125,7 +126,7 @@ def search(
 ) -> Generator[TrialRow | StudyResult]:
     """Trains until there are `trials` finished ones in all and yields a row for each new one; the `StudyResult` last.
 
-    What a preset leaves open until its data is known is settled once, for all trials, and `notice` is told. `progress`
+    What a preset leaves open until its data is known is settled once, for all trials, with a `notice`. `progress`
     hears a trial's number and values when it begins, and each of its evaluations.
     """
     optuna = _optuna()

@@ -1,77 +1,46 @@
 /* The page: sections made from the data, curves that share one view, and news from the server where there is one.
    A section is made anew only when its own part of the data has changed, so zoom, scroll and open parts stay. */
 
+/* A panel: its id, its title, the kind of its values, its lines as [key, name, more], and more of its own. */
+function panel(id, title, kind, lines, more) {
+  return { id, title, kind, lines: lines.map(([key, name, rest]) => ({ key, name, ...rest })), ...more };
+}
+
+const FROM_ZERO = { zero: true };
+const SPIKY = { zero: true, outliers: true };
+const DOTTED = { brief: "val", dash: "dashed", dots: true };
 const PANELS = [
-  {
-    id: "loss", title: "Loss", kind: "loss", wide: true,
-    lines: [
-      { key: "loss", name: "training" },
-      { key: "val_loss", name: "validation", brief: "val", dash: "dashed", dots: true }
-    ]
-  },
-  {
-    id: "rate", title: "Learning rate", kind: "plain", zero: true,
-    lines: [{ key: "learning_rate", name: "learning rate" }]
-  },
-  {
-    id: "speed", title: "Tokens per second", kind: "plain", zero: true, outliers: true,
-    lines: [{ key: "tokens_per_second", name: "tokens per second" }]
-  },
-  {
-    id: "gradient", title: "Gradient norm", kind: "plain", outliers: true,
-    lines: [{ key: "grad_norm", name: "gradient norm" }]
-  },
-  {
-    id: "time", title: "Step time", kind: "seconds", zero: true, outliers: true,
-    lines: [{ key: "step_seconds", name: "step time" }]
-  },
-  {
-    id: "memory", title: "Memory", kind: "bytes", zero: true,
-    lines: [
-      { key: "memory", name: "peak so far" }, { key: "reserved", name: "held by torch", brief: "held", dash: "dashed" }
-    ]
-  },
-  { id: "mfu", title: "MFU", kind: "percent", zero: true, outliers: true, lines: [{ key: "mfu", name: "MFU" }] },
-  { id: "weights", title: "Parameter norm", kind: "plain", lines: [{ key: "parameter_norm", name: "parameter norm" }] },
-  {
-    id: "wait", title: "Waiting for data", kind: "seconds", zero: true, outliers: true,
-    lines: [{ key: "data_seconds", name: "wait in a step" }]
-  },
-  {
-    id: "bits", onlyMany: true, title: "Bits per byte", kind: "loss",
-    lines: [{ key: "bits_per_byte", name: "validation", dots: true }]
-  },
-  { id: "scale", title: "Loss scale", kind: "plain", lines: [{ key: "loss_scale", name: "loss scale" }] },
+  panel("loss", "Loss", "loss", [["loss", "training"], ["val_loss", "validation", DOTTED]], { wide: true }),
+  panel("rate", "Learning rate", "plain", [["learning_rate", "learning rate"]], FROM_ZERO),
+  panel("speed", "Tokens per second", "plain", [["tokens_per_second", "tokens per second"]], SPIKY),
+  panel("gradient", "Gradient norm", "plain", [["grad_norm", "gradient norm"]], { outliers: true }),
+  panel("time", "Step time", "seconds", [["step_seconds", "step time"]], SPIKY),
+  panel("memory", "Memory", "bytes",
+    [["memory", "peak so far"], ["reserved", "held by torch", { brief: "held", dash: "dashed" }]], FROM_ZERO),
+  panel("mfu", "MFU", "percent", [["mfu", "MFU"]], SPIKY),
+  panel("weights", "Parameter norm", "plain", [["parameter_norm", "parameter norm"]]),
+  panel("wait", "Waiting for data", "seconds", [["data_seconds", "wait in a step"]], SPIKY),
+  panel("bits", "Bits per byte", "loss", [["bits_per_byte", "validation", { dots: true }]], { onlyMany: true }),
+  panel("scale", "Loss scale", "plain", [["loss_scale", "loss scale"]]),
 ];
 const MACHINE_PANELS = [
-  {
-    id: "utilisation", title: "GPU utilisation", kind: "percent", zero: true,
-    lines: [{ key: "utilisation", name: "utilisation" }]
-  },
-  { id: "power", title: "Power", kind: "watt", zero: true,
-    lines: [{ key: "power", name: "power" }, { key: "power_limit", name: "limit", dash: "dashed", onlyAlone: true }] },
-  { id: "temperature", title: "Temperature", kind: "celsius", lines: [{ key: "temperature", name: "temperature" }] },
-  { id: "clock", title: "Clock", kind: "megahertz", zero: true, lines: [{ key: "clock", name: "clock" }] },
-  {
-    id: "card", title: "Card memory, all processes", kind: "bytes", zero: true,
-    lines: [{ key: "card_memory", name: "in use" }]
-  },
-  {
-    id: "cores", title: "Host cores in use", kind: "plain", zero: true,
-    lines: [{ key: "cores_busy", name: "by everybody" }, { key: "cores_others", name: "by others", dash: "dashed" }]
-  },
-  { id: "load", title: "Host load", kind: "plain", zero: true, lines: [{ key: "load", name: "load" }] },
-  {
-    id: "process", title: "Host memory of the run", kind: "bytes", zero: true,
-    lines: [{ key: "process_memory", name: "in use" }]
-  },
+  panel("utilisation", "GPU utilisation", "percent", [["utilisation", "utilisation"]], FROM_ZERO),
+  panel("power", "Power", "watt",
+    [["power", "power"], ["power_limit", "limit", { dash: "dashed", onlyAlone: true }]], FROM_ZERO),
+  panel("temperature", "Temperature", "celsius", [["temperature", "temperature"]]),
+  panel("clock", "Clock", "megahertz", [["clock", "clock"]], FROM_ZERO),
+  panel("card", "Card memory, all processes", "bytes", [["card_memory", "in use"]], FROM_ZERO),
+  panel("cores", "Host cores in use", "plain",
+    [["cores_busy", "by everybody"], ["cores_others", "by others", { dash: "dashed" }]], FROM_ZERO),
+  panel("load", "Host load", "plain", [["load", "load"]], FROM_ZERO),
+  panel("process", "Host memory of the run", "bytes", [["process_memory", "in use"]], FROM_ZERO),
 ];
 
 /* Their lines are the layers of the run, or of several runs a median over layers each. */
 const EIGENSTATE_PANELS = [
-  { id: "horizon", title: "Memory horizon, tokens", kind: "plain", wide: true, log: true, level: true, lines: [] },
-  { id: "magnitude", title: "|λ|", kind: "magnitude", log: true, flipped: true, lines: [] },
-  { id: "period", title: "Period, tokens per turn", kind: "plain", log: true, lines: [] },
+  panel("horizon", "Memory horizon, tokens", "plain", [], { wide: true, log: true, level: true }),
+  panel("magnitude", "|λ|", "magnitude", [], { log: true, flipped: true }),
+  panel("period", "Period, tokens per turn", "plain", [], { log: true }),
 ];
 
 const byId = (id) => document.getElementById(id);
@@ -163,63 +132,45 @@ function prepare(run) {
 // --- curves ----------------------------------------------------------------------------------------------------------
 
 function toolbar() {
-  const choice = (label, options, chosen, act) => {
-    const buttons = options.map(([value, word]) => {
-      const button = make(
-        "button", { type: "button", "aria-pressed": String(value === chosen), "data-value": value }, word
-      );
-      button.addEventListener("click", () => {
-        buttons.forEach((each) => each.setAttribute("aria-pressed", String(each === button)));
-        act(value);
-      });
-      return button;
-    });
-    return make(
-      "div", { class: "set", role: "group", "aria-label": label }, make("span", { class: "what" }, label),
-      make("span", { class: "choice" }, buttons)
-    );
+  const set = (label, ...children) => make("div", { class: "set", role: "group", "aria-label": label },
+    make("span", { class: "what" }, label), children);
+  const press = (word, label, act, kind) => {
+    const button = make("button", { type: "button", "aria-label": label, class: kind }, word);
+    button.addEventListener("click", act);
+    return button;
   };
-  const check = (id, label, name, title) => {
-    const box = make("input", { type: "checkbox", id, checked: view[name] });
+  const check = (name, label, title) => {
+    const box = make("input", { type: "checkbox", id: name, checked: view[name] });
     box.addEventListener("change", () => {
       view[name] = box.checked;
       view.repaint();
     });
     return make("label", { title }, box, label);
   };
-  const press = (word, label, act, kind) => {
-    const button = make("button", { type: "button", "aria-label": label, class: kind }, word);
-    button.addEventListener("click", act);
+  const axes = Object.entries(AXES).map(([key, axis]) => {
+    const state = { "aria-pressed": String(key === view.axis), "data-value": key };
+    const button = make("button", { type: "button", ...state }, axis.label);
+    button.addEventListener("click", () => {
+      axes.forEach((each) => each.setAttribute("aria-pressed", String(each === button)));
+      view.setAxis(key);
+    });
     return button;
-  };
-  return make(
-    "div", { class: "tools" },
-    choice(
-      "X axis", Object.entries(AXES).map(([key, axis]) => [key, axis.label]), view.axis, (axis) => view.setAxis(axis)
-    ),
-    check("log", "Log y", "log", "Logarithmic y axis"),
-    check(
-      "smooth", "Smooth", "smooth",
-      "The middle value of a hundredth of the run to either side, with the values themselves behind"
-    ),
-    check("clip", "Clip outliers", "clip", "Leave room for most values; what lies beyond is marked at the edge"),
-    make(
-      "div", { class: "set", role: "group", "aria-label": "Zoom" }, make("span", { class: "what" }, "Zoom"),
-      press("+", "Zoom in", () => view.scaleZoom(0.5)), press("−", "Zoom out", () => view.scaleZoom(2)),
-      press("Reset", "Show everything", () => view.setZoom(null), "reset")
-    )
-  );
+  });
+  return make("div", { class: "tools" },
+    set("X axis", make("span", { class: "choice" }, axes)),
+    check("log", "Log y", "Logarithmic y axis"),
+    check("smooth", "Smooth",
+      "The middle value of a hundredth of the run to either side, with the values themselves behind"),
+    check("clip", "Clip outliers", "Leave room for most values; what lies beyond is marked at the edge"),
+    set("Zoom", press("+", "Zoom in", () => view.scaleZoom(0.5)), press("−", "Zoom out", () => view.scaleZoom(2)),
+      press("Reset", "Show everything", () => view.setZoom(null), "reset")));
 }
 
 function runLegend(runs) {
-  if (runs.length < 2) return null;
-  return make("div", {
-    class: "legend", role: "group", "aria-label": "Runs, press to hide or show"
-  }, runs.map((run, number) => {
-    const button = make(
-      "button", { type: "button", "aria-pressed": String(!view.hidden.has(number)) },
-      swatch(number % 8, runDash(number), false), make("span", { class: "text" }, run.name)
-    );
+  if (runs.length < 2) return "";
+  const buttons = runs.map((run, number) => {
+    const button = make("button", { type: "button", "aria-pressed": String(!view.hidden.has(number)) },
+      swatch(number % 8, runDash(number), false), make("span", { class: "text" }, run.name));
     button.addEventListener("click", () => {
       if (view.hidden.has(number)) view.hidden.delete(number);
       else if (view.hidden.size < runs.length - 1) view.hidden.add(number);
@@ -227,70 +178,47 @@ function runLegend(runs) {
       view.repaint();
     });
     return button;
-  }));
+  });
+  return make("div", { class: "legend", role: "group", "aria-label": "Runs, press to hide or show" }, buttons);
 }
 
 function buildCurves(runs) {
-  const section = byId("curves");
-  const grid = make("div", { class: "charts" });
+  const grid = (panels) => make("div", { class: "charts" }, panels.map((each) => {
+    const chart = new Chart(each, view);
+    view.charts.push(chart);
+    return chart.element;
+  }));
   // Where losses do not compare, bits per byte lead.
   const panels = page.data.apart ? [...PANELS].sort((a, b) => (b.id === "bits") - (a.id === "bits")) : PANELS;
-  for (const panel of panels) {
-    const chart = new Chart(panel, view);
-    view.charts.push(chart);
-    grid.append(chart.element);
-  }
-  section.append(
-    toolbar(), runLegend(runs) || "", grid,
-    make(
-      "p", { class: "help" },
-      "Hover or tap for values. Drag to zoom all curves, double-click to see everything again; ",
-      make("kbd", {}, "Ctrl"), " and the wheel zoom as well. Dashed upright lines: the run was resumed there."
-    )
-  );
-  const machine = make("div", { class: "charts" });
-  for (const panel of MACHINE_PANELS) {
-    const chart = new Chart(panel, view);
-    view.charts.push(chart);
-    machine.append(chart.element);
-  }
-  byId("machine").append(machine);
-  const memory = make("div", { class: "charts" });
-  for (const panel of EIGENSTATE_PANELS) {
-    const chart = new Chart(panel, view);
-    view.charts.push(chart);
-    memory.append(chart.element);
-  }
-  byId("eigenstates").querySelector(".body").before(memory);
-  new ResizeObserver(() => view.repaint()).observe(section);
+  byId("curves").append(toolbar(), runLegend(runs), grid(panels), help(
+    "Hover or tap for values. Drag to zoom all curves, double-click to see everything again; ",
+    make("kbd", {}, "Ctrl"), " and the wheel zoom as well. Dashed upright lines: the run was resumed there."
+  ));
+  byId("machine").append(grid(MACHINE_PANELS));
+  byId("eigenstates").querySelector(".body").before(grid(EIGENSTATE_PANELS));
+  new ResizeObserver(() => view.repaint()).observe(byId("curves"));
 }
 
 // --- putting it together ---------------------------------------------------------------------------------------------
 
+/* Each with what it shows of the data; a section is made anew when that changes. */
 const SECTIONS = [
   { id: "figures", title: "Figures", show: showFigures, part: (run) => run.figures },
   { id: "curves", title: "Curves" },
   { id: "differences", title: "Differences", show: showDifferences, part: () => 0 },
-  {
-    id: "eigenstates", short: "Eigenstates", title: "What eigenstates remember", show: showEigenstates,
-    part: (run) => run.eigenstates
-  },
-  { id: "speed", short: "Speed", title: "Speed and memory", show: showSpeed, part: (run) => run.speed },
-  { id: "time", short: "Time", title: "Where the time went", show: showTime, part: (run) => run.time },
+  { id: "eigenstates", short: "Eigenstates", title: "What eigenstates remember", show: showEigenstates },
+  { id: "speed", short: "Speed", title: "Speed and memory", show: showSpeed },
+  { id: "time", short: "Time", title: "Where the time went", show: showTime },
   { id: "machine", title: "Machine" },
-  { id: "samples", title: "Samples", show: showSamples, part: (run) => run.samples },
+  { id: "samples", title: "Samples", show: showSamples },
   { id: "what", short: "What", title: "What was trained", show: showFacts, part: (run) => run.facts },
-  { id: "switches", title: "Switches", show: showSwitches, part: (run) => run.switches },
-  { id: "notices", title: "Notices", show: showNotices, part: (run) => run.notices },
-  { id: "checkpoints", half: true, title: "Checkpoints", show: showCheckpoints, part: (run) => run.checkpoints },
-  {
-    id: "environment", half: true, title: "Environment", show: showEnvironment,
-    part: (run) => [run.environment, run.starts]
-  },
-  {
-    id: "reproduce", short: "Reproduce", title: "How to reproduce", show: showReproduce,
-    part: (run) => [run.config, run.commands]
-  },
+  { id: "switches", title: "Switches", show: showSwitches },
+  { id: "notices", title: "Notices", show: showNotices },
+  { id: "checkpoints", half: true, title: "Checkpoints", show: showCheckpoints },
+  { id: "environment", half: true, title: "Environment", show: showEnvironment,
+    part: (run) => [run.environment, run.starts] },
+  { id: "reproduce", short: "Reproduce", title: "How to reproduce", show: showReproduce,
+    part: (run) => [run.config, run.commands] },
 ];
 
 /* Calls `make` only if this part of the data is not what was shown last. */
@@ -326,7 +254,7 @@ function update(data) {
     () => byId("overview").replaceChildren(...showTop(data))
   );
   for (const section of SECTIONS.filter((each) => each.show)) {
-    whenChanged(section.id, [data.runs.map(section.part), data.differences], () => {
+    whenChanged(section.id, [data.runs.map(section.part || ((run) => run[section.id])), data.differences], () => {
       const made = section.show(data);
       const body = byId(section.id).querySelector(".body");
       const open = [...body.querySelectorAll("details")].map((each) => each.open);
@@ -379,24 +307,13 @@ function follow(version) {
 function start() {
   const data = JSON.parse(byId("data").textContent);
   byId("top").append(make("div", { id: "overview" }), make("div", { id: "live", class: "live", role: "status" }));
-  byId("contents").append(
-    make(
-      "ul", {},
-      SECTIONS.map(
-        (section) => make(
-          "li", { id: "to-" + section.id }, make("a", { href: "#" + section.id }, section.short || section.title)
-        )
-      )
-    )
-  );
+  const entry = (section) => make("li", { id: "to-" + section.id },
+    make("a", { href: "#" + section.id }, section.short || section.title));
+  byId("contents").append(make("ul", {}, SECTIONS.map(entry)));
   byId("main").classList.toggle("alone", data.runs.length === 1);
-  for (const section of SECTIONS) {
-    byId("main").append(
-      make(
-        "section", { id: section.id, class: section.half ? "half" : null, "aria-labelledby": section.id + "-title" },
-        make("h2", { id: section.id + "-title" }, section.title), section.show ? make("div", { class: "body" }) : null
-      )
-    );
+  for (const { id, title, half, show } of SECTIONS) {
+    byId("main").append(make("section", { id, class: half ? "half" : null, "aria-labelledby": id + "-title" },
+      make("h2", { id: id + "-title" }, title), show ? make("div", { class: "body" }) : null));
   }
   page.data = data;
   data.runs.forEach(prepare);

@@ -1,6 +1,7 @@
 """The command line as a user meets it: fast, two-line errors, right exit codes, signals that save."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -22,6 +23,7 @@ import torch
 
 from flatout import cli
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
+from flatout.front.commands import COMMANDS, VERBS
 from flatout.observe.sinks import read_metrics
 from tests.called import call
 from tests.conftest import TINY
@@ -73,7 +75,7 @@ def without_torch() -> dict[tuple[str, ...], tuple[int, str, str]]:
     return {tuple(one): tuple(result) for one, result in zip(words, json.loads(told.stdout), strict=True)}
 
 
-HELPS = [["--help"], [], ["--version"], *([verb, "--help"] for verb in cli.VERBS), ["config", "show", "--help"]]
+HELPS = [["--help"], [], ["--version"], *([verb, "--help"] for verb in VERBS), ["config", "show", "--help"]]
 
 
 MISTAKES = [
@@ -359,7 +361,7 @@ def test_nowhere_to_put_temporary_files(monkeypatch, capsys):
     def nowhere(*_):
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setitem(cli.VERBS, "train", (nowhere, ""))
+    monkeypatch.setitem(COMMANDS, "train", dataclasses.replace(COMMANDS["train"], run=nowhere))
     assert cli.main(["train"]) == 5
     assert capsys.readouterr().err.splitlines() == [
         "error: no folder for temporary files can be written",

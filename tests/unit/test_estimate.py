@@ -7,6 +7,7 @@ import pytest
 
 from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
+from flatout.device import detect_device
 from flatout.engine.saving import is_due
 from flatout.observe.sheets import print_sheet
 from flatout.observe.terminal import TerminalReader, expected
@@ -145,9 +146,7 @@ def test_parts_of_the_memory_add_up_to_the_estimate(tiny):
 
 
 def test_power_is_not_told_without_a_card():
-    import torch
-
-    meter = EnergyMeter(torch.device("cpu"))
+    meter = EnergyMeter(detect_device("cpu"))
     with meter:
         pass
     assert meter.watts is None

@@ -180,7 +180,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        return self.fact("step", int)
+        return _entry(self.state, "step", int)
 
     def without_tensors(self) -> "Checkpoint":
         """Without its tensors after a run has resumed: the files, and with them the space of their disk, go free."""
@@ -193,26 +193,26 @@ class Checkpoint:
     def text_files(self) -> dict[str, bytes]:
         return {f"{name}.json": canonical_json(getattr(self, name)) for name in JSON_FILES}
 
-    def fact(self, name: str, kind: type[Fact]) -> Fact:
-        """An entry of `state` that every checkpoint has."""
-        value: object = self.state.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise CheckpointError(
-                f"the checkpoint's state.json has {name} {value!r}, which is no {kind.__name__}",
-                "it was not written by Flatout: name another checkpoint",
-            )
-        return value
+    @property
+    def dataset(self) -> str:
+        """The fingerprint of the data that it was trained on."""
+        return _entry(self.state, "dataset", str)
 
 
 def vocab_in(state: Mapping[str, Any]) -> int:
     """The number of ids that a checkpoint's model has."""
-    vocab: object = state.get("vocab")
-    if type(vocab) is not int or not 1 <= vocab <= MOST_IDS:
+    return _entry(state, "vocab", int, range(1, MOST_IDS + 1))
+
+
+def _entry(state: Mapping[str, Any], name: str, kind: type[Fact], allowed: range = range(2**63)) -> Fact:
+    """An entry of `state` that every checkpoint has."""
+    value: object = state.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value not in allowed):
         raise CheckpointError(
-            f"the checkpoint's state.json has vocab {shorten(vocab)}, which is no number of ids",
+            f"the checkpoint's state.json has {name} {shorten(value)}, which is not valid",
             "it was not written by Flatout: name another checkpoint",
         )
-    return vocab
+    return value
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -393,10 +393,8 @@ def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
     manifest = _read_manifest(path)
     tensors = {name: read_tensors(path, manifest, name) for name in TENSOR_FILES}
     values = {name: read_part(path, name) for name in JSON_FILES}
-    checkpoint = Checkpoint(**tensors, **values, path=path)
-    if not 0 <= checkpoint.step < 2**63:
-        raise CheckpointError(f"{path / 'state.json'} has step {checkpoint.step}", "name another checkpoint")
-    return checkpoint
+    _entry(values["state"], "step", int)  # refused now, and not where it is first used
+    return Checkpoint(**tensors, **values, path=path)
 
 
 def read_model(path: Path) -> Mapping[str, Tensor]:

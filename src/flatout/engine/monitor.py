@@ -73,7 +73,7 @@ class MachineWatch:
         self.began = clock()
         self.next = self.began  # the first answer comes with the first step
         self.device = device.torch_device
-        self.library, self.handle = _open(device)
+        self.library, self.handle = open_card(device)
         self.cores = core_clock()
 
     def poll(self, step: int) -> MachineRecord | None:
@@ -87,18 +87,18 @@ class MachineWatch:
 
     def _card(self) -> dict[str, Any]:
         nvml, card = self.library, self.handle
-        memory = _asked(lambda: nvml.nvmlDeviceGetMemoryInfo(card))
-        reasons = _asked(lambda: _clock_reasons(nvml, card)) or 0
+        memory = asked(lambda: nvml.nvmlDeviceGetMemoryInfo(card))
+        reasons = asked(lambda: _clock_reasons(nvml, card)) or 0
         return {
-            "utilisation": _asked(lambda: nvml.nvmlDeviceGetUtilizationRates(card).gpu / 100),
+            "utilisation": asked(lambda: nvml.nvmlDeviceGetUtilizationRates(card).gpu / 100),
             "memory_bytes": None if memory is None else memory.used,
             "memory_total_bytes": None if memory is None else memory.total,
-            "power_watts": _asked(lambda: nvml.nvmlDeviceGetPowerUsage(card) / 1000),
-            "power_limit_watts": _asked(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1000),
-            "temperature": _asked(lambda: float(nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU))),
-            "clock_mhz": _asked(lambda: float(nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM))),
-            "clock_most_mhz": _asked(lambda: float(nvml.nvmlDeviceGetMaxClockInfo(card, nvml.NVML_CLOCK_SM))),
-            "power_default_watts": _asked(lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(card) / 1000),
+            "power_watts": asked(lambda: nvml.nvmlDeviceGetPowerUsage(card) / 1000),
+            "power_limit_watts": asked(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1000),
+            "temperature": asked(lambda: float(nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU))),
+            "clock_mhz": asked(lambda: float(nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM))),
+            "clock_most_mhz": asked(lambda: float(nvml.nvmlDeviceGetMaxClockInfo(card, nvml.NVML_CLOCK_SM))),
+            "power_default_watts": asked(lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(card) / 1000),
             "throttled": throttled(reasons),
         }
 
@@ -122,7 +122,7 @@ class MachineWatch:
     def close(self) -> None:
         self.next = math.inf
         if self.handle is not None:
-            _asked(self.library.nvmlShutdown)
+            asked(self.library.nvmlShutdown)
             self.handle = None
 
 
@@ -136,7 +136,8 @@ def throttled(reasons: int) -> str:
     return " and ".join(words) or ("hardware" if reasons & _SLOWDOWN else "")
 
 
-def _open(device: Device) -> tuple[Any, Any]:
+def open_card(device: Device) -> tuple[Any, Any]:
+    """The driver's library and its handle of a card; (None, None) where there is none."""
     if device.kind != "cuda":
         return None, None
     with contextlib.suppress(Exception):
@@ -154,7 +155,7 @@ def _clock_reasons(library: Any, handle: Any) -> int:
     return (ask or library.nvmlDeviceGetCurrentClocksThrottleReasons)(handle)
 
 
-def _asked(ask: Callable[[], Answer]) -> Answer | None:
+def asked(ask: Callable[[], Answer]) -> Answer | None:
     """The answer, or None: a driver refuses single questions for many reasons."""
     try:
         return ask()

@@ -219,7 +219,7 @@ def _load_checkpoint(folder: Path, device: Device, base: str | None, given: Mode
         origin=folder,
         step=checkpoint.step,
         settings=settings,
-        dataset=checkpoint.fact("dataset", str),
+        dataset=checkpoint.dataset,
         description=description,
         adapters=adapters,
         template=template,

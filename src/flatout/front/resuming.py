@@ -204,7 +204,7 @@ def _other_data(run: Run, checkpoint: Checkpoint) -> str:
 def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
     """Refuses a checkpoint of another model or other data; returns a line for each other setting that changed."""
     facts = run.data.facts
-    if checkpoint.fact("dataset", str) != facts.fingerprint:
+    if checkpoint.dataset != facts.fingerprint:
         way = own_settings(run.plan.stored, checkpoint, folder, ("data", "clean", "chat"))
         raise CheckpointError(
             _other_data(run, checkpoint),

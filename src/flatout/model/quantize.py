@@ -121,7 +121,7 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         (weight,) = ctx.saved_tensors
         return (dy @ weight.to(dy.dtype)).to(ctx.dtype), None, None
 

@@ -1,7 +1,7 @@
 """Sheets and pictures of rows, shown: on the terminal, as Markdown, as PNG or SVG.
 
 Contract: a sheet is plain values, so showing it needs neither torch nor the run. Names of kernels, paths and messages
-come from elsewhere: control characters are taken out, and Markdown shows names as code. Where nobody watches, lines
+come from elsewhere: control characters are taken out, and Markdown shows names as code. In a pipe or a file, lines
 have no colours and no spaces at their ends.
 
 In a picture nothing overlaps, and the same picture gives the same bytes. What lies beyond the limits of a panel is
@@ -45,7 +45,7 @@ _NAME = 58  # characters of a kernel's name
 
 
 def print_sheet(sheet: Sheet, stream: TextIO | None = None, *, console: Console | None = None) -> None:
-    """Prints a sheet, to stdout unless told otherwise."""
+    """Prints a sheet, to stdout unless another `stream` is given."""
     console = console or Terminal(stream, width_of_files=sheet.width)
     if console.is_terminal:
         _print(sheet, console)
@@ -162,6 +162,7 @@ def _inert(text: str) -> str:
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 _WIDTH, _ROW, _CHART = 12.0, 0.27, 2.9  # inches
+_LETTERS = 15  # of the words beside a bar, on an inch
 _COLOURS = {
     "blue": picture.BLUE, "orange": picture.ORANGE, "red": RED, "teal": picture.TEAL, "purple": picture.PURPLE,
     "grey": picture.GREY, "faint": "#b9c2cc", "claim": "#f6d9b0",
@@ -241,6 +242,7 @@ def _draw_bars(axes: Axes, panel: BarPanel) -> None:
     axes.tick_params(axis="x", labelsize=8, colors=FAINT)
     if panel.at is not None:
         axes.axvline(panel.at, color=INK, linewidth=0.8, zorder=1)
+    inches = axes.get_position().width * _WIDTH
     for bar in panel.bars:
         alpha, end, start = 0.45 if bar.pale else 1.0, bar.start, bar.start
         for length, colour in bar.parts:
@@ -262,11 +264,16 @@ def _draw_bars(axes: Axes, panel: BarPanel) -> None:
         if bar.dot is not None:
             end = min(max(bar.dot, low), high)
             axes.plot([end], [bar.line], "o", markersize=6, color=_COLOURS[bar.colour], alpha=alpha, zorder=4)
-        words = shortened(drawable(printable(bar.words)), 40)
         ink = FAINT if bar.pale else RED if bar.colour == "red" else INK
-        place, where = (1.02, axes.get_yaxis_transform()) if panel.at_edge else (end, axes.transData)
-        gap = "" if panel.at_edge else " "
-        axes.text(place, bar.line, gap + words, size=8, color=ink, va="center", transform=where, zorder=5)
+        look: dict[str, Any] = {"size": 8, "color": ink, "va": "center", "zorder": 5}
+        words = shortened(drawable(printable(bar.words)), 40)
+        if panel.at_edge:
+            axes.text(1.02, bar.line, words, transform=axes.get_yaxis_transform(), **look)
+            continue
+        place = axes.transAxes.inverted().transform(axes.transData.transform((end, bar.line)))[0]
+        if (1 - place) * inches < len(words) / _LETTERS:  # no room behind the bar: over its end
+            look |= {"ha": "right", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.8}}
+        axes.text(end, bar.line, f" {words} ", **look)
     if panel.legend:
         for name, colour in panel.legend.items():
             axes.plot([], [], "s", color=_COLOURS[colour], label=name)
@@ -338,7 +345,7 @@ def _draw_marks(axes: Axes, chart: ChartPanel) -> None:
     if not chart.marks:
         return
     bottom, top = axes.get_ylim()
-    step = 0.075 * (top - bottom)
+    step = 0.12 * (top - bottom)
     axes.set_ylim(bottom, top + step * (len(chart.marks) + 0.5))
     left, right = (math.log10(edge) if chart.log else edge for edge in axes.get_xlim())
     for place, (x, words, chosen) in enumerate(sorted(chart.marks)):

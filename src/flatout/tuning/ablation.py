@@ -14,8 +14,8 @@ Contract:
 - Times of equal seconds are of training steps, without evaluation, compiling and warm-up. Two speeds closer than
   `SAME_SPEED` are the same: then the run at equal tokens counts for both.
 - After about `minutes`, nothing is begun; a run that would probably end later is not begun either.
-- A changed run that diverges, runs out of memory or is no valid config is told, and has no pair; what goes wrong in the
-  unchanged run is an error.
+- A changed run that diverges, runs out of memory or is no valid config is a row with that status, and has no pair. An
+  error of the unchanged run is an error of the ablation.
 Trap: a model field that adds or removes weights shifts the draws of those that are initialised after them; such pairs
 share the order of the data, and scatter more.
 

@@ -12,7 +12,7 @@ pace: matrix products and attention compute, everything else mostly moves bytes.
 which the system counts. A setting is proposed only if it is not in use and `possible` says that this machine and model
 can have it.
 
-Traps: a replayed CUDA graph is one launch of many kernels, so its ranges cannot be told apart: `micro-batch` has all.
+Traps: a replayed CUDA graph is one launch of many kernels, so its ranges cannot be separated: `micro-batch` has all.
 On a CPU operators nest; their own time is what is left without the operators inside. A host that runs ahead of the
 device waits for data while the device is busy; that wait costs nothing.
 """
@@ -64,7 +64,7 @@ _KERNEL_KINDS = (
     (COPIES, r"^Mem(cpy|set)|copy_kernel|FillFunctor|CatArray"),
     (ELEMENTWISE, r"at::native|elementwise|reduce_kernel|softmax|layer_norm|embedding"),
 )
-_NO_WORK = (  # views, and memory that nobody has written to yet
+_NO_WORK = (  # views, and memory that is not written yet
     "t|view|transpose|as_strided|expand|slice|select|reshape|_reshape_alias|unsqueeze|squeeze|permute|split|chunk|"
     r"empty\w*|detach\w*|resolve_\w+|result_type"
 )

@@ -19,7 +19,7 @@ be changed is a `ConfigError`; without a list, such a field is left out with the
 
 The file of what was found has the preset, what the user wrote beyond it, and the values found. `flatout train FILE`
 trains with them. A cap that emulated a smaller card is not in it. The first line ends with a checksum of all others, so
-that a file edited since can be told from one that was not.
+that a file edited since can be recognised.
 
 No torch here.
 """
@@ -312,7 +312,7 @@ def named_changes(entries: Sequence[str], loaded: LoadedConfig) -> list[Change]:
 
 
 def check_named(entry: str) -> str:
-    """The field that an entry names; one that nobody knows or that cannot be changed is refused."""
+    """The field that an entry names; an unknown one, or one that cannot be changed, is refused."""
     path = entry.partition("=")[0].strip()
     if path not in field_facts():
         raise unknown_key(path, _WHERE)

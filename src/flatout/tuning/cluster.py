@@ -54,7 +54,7 @@ class Card:
     across: float  # between hosts
     across_source: str
     to_host: float  # from the GPU into pinned memory of its host
-    mfu: float | None = None  # of the peak rate, in training without recomputation; None where nobody has measured it
+    mfu: float | None = None  # of the peak rate, in training without recomputation; None where it was not measured
     mfu_source: str = ""
 
     @property
@@ -175,7 +175,7 @@ def card_here() -> tuple[str, Card] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts with equal cards. `inside` and `across` are a card's own unless told otherwise."""
+    """Hosts with equal cards. `inside` and `across` are a card's own unless given."""
 
     card: Card
     per_host: int

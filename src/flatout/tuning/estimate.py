@@ -373,7 +373,7 @@ def _rates(timed: Timed | None) -> dict[str, Figure]:
 
 
 def _costs(parts: Sequence[TimePart], timed: Timed | None, price: float | None) -> dict[str, Figure]:
-    """Time, energy and money of the whole run; a part that could not be told is named."""
+    """Time, energy and money of the whole run; a part without a figure is named."""
     total = sum(part.seconds.value or 0.0 for part in parts) if parts else None
     missing = ", ".join(part.name for part in parts if part.seconds.value is None) if parts else _UNTIMED
     without = f"without {missing}, which could not be told" if missing else ""

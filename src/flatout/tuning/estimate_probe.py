@@ -8,7 +8,6 @@ seconds of steps, or one hiccup of the machine would be in every step of the run
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import shutil
 import statistics
@@ -18,10 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self, final
 
-import torch
-
 from flatout.config.load import LoadedConfig
+from flatout.device import Device
 from flatout.engine.evaluate import evaluate
+from flatout.engine.monitor import asked, open_card
 from flatout.engine.run import Run
 from flatout.engine.saver import Saver
 from flatout.engine.state import Progress, capture
@@ -39,7 +38,7 @@ SHARE = 0.25  # of the time for steps; an evaluation and a sample may take so mu
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A number and how it came about; None where nobody can tell, and `note` says why."""
+    """A number and how it came about; None where it is not known, and `note` says why."""
 
     value: float | None
     how: str  # counted, measured, projected, estimated or not told
@@ -123,7 +122,7 @@ def _time_steps(run: Run, seconds: float) -> dict[str, Any]:
     with Steps(with_sequences(run, few * size)) as steps:
         first = steps.take(1)[0].seconds
         short = min(report.seconds for report in steps.take(WARMUP - 1))
-    meter = EnergyMeter(run.speed.device.torch_device)
+    meter = EnergyMeter(run.speed.device)
     if count == few or FEWEST * short * count / few <= seconds:
         with Steps(run) as steps:
             untimed = steps.take(2)
@@ -149,7 +148,7 @@ def _time_sample_steps(run: Run, practice: PracticeSamples, seconds: float, leng
         short = min(report.seconds for report in steps.take(max(WARMUP, len(fullest))))
     wanted = min(MOST, int(seconds / max(short, 1e-6)))
     chosen = practice.spread(max(FEWEST, wanted // 2), length)
-    meter = EnergyMeter(run.speed.device.torch_device)
+    meter = EnergyMeter(run.speed.device)
     with Steps(of_steps(run, chosen)) as steps:
         untimed = steps.take(len(chosen))
         rounds = max(1, wanted // len(chosen) - 1)
@@ -279,30 +278,17 @@ def _beside(folder: Path) -> Iterator[Path]:
 class EnergyMeter:
     """Mean power of an NVIDIA card over a block, by the driver's own counter of energy; `watts` stays None without one.
 
-    The driver's library is asked by hand: three calls are no reason for a package. Cards before Volta have no counter.
+    Cards before Volta have no counter.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self.watts: float | None = None
-        self._library: ctypes.CDLL | None = None
-        self._handle = ctypes.c_void_p()
-        if device.type != "cuda":
-            return
-        try:
-            library = ctypes.CDLL("libnvidia-ml.so.1")
-            # The driver counts cards in another order than torch, and shows those that torch was told not to see.
-            name = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode("ascii")
-            if library.nvmlInit_v2() == 0 and library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(self._handle)) == 0:
-                self._library = library
-        except (OSError, AttributeError):  # no driver, or one without these functions
-            self._library = None
+        self.library, self.handle = open_card(device)
 
     def _millijoules(self) -> int | None:
-        if self._library is None:
+        if self.handle is None:
             return None
-        counter = ctypes.c_ulonglong()
-        code = self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(counter))
-        return counter.value if code == 0 else None
+        return asked(lambda: self.library.nvmlDeviceGetTotalEnergyConsumption(self.handle))
 
     def __enter__(self) -> Self:
         self._began, self._before = time.perf_counter(), self._millijoules()
@@ -312,6 +298,5 @@ class EnergyMeter:
         after, seconds = self._millijoules(), time.perf_counter() - self._began
         if self._before is not None and after is not None and after > self._before and seconds > 0:
             self.watts = (after - self._before) / 1000 / seconds
-        if self._library is not None:
-            self._library.nvmlShutdown()
-            self._library = None
+        if self.handle is not None:
+            asked(self.library.nvmlShutdown)

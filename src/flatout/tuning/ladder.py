@@ -67,7 +67,7 @@ from flatout.tuning.rungs import (
 from flatout.tuning.turns import LOOKS, PERIOD, PERIODIC, Comparison, Side, chained, sit, tricks_for
 
 CHOSEN = 4  # steps of a run over samples that are taken
-MOST_SEQUENCES = 64  # of a step, unless told otherwise: the naive baseline takes seconds for them on any card
+MOST_SEQUENCES = 64  # of a step, unless --batch-tokens says more: the naive baseline takes seconds for them on any card
 # Fields of `speed` that legitimately end up as something else than was written.
 _NOT_CHECKED = ("micro_batch", "accumulation", "workers")
 
@@ -342,13 +342,13 @@ class Clock:
         return self.left < self.steps * self.typical
 
     def sitting(self, rungs: int) -> tuple[float, float]:
-        """About how many seconds to sit over a rung, of so many that are to come, and how many at the very most."""
+        """Target and maximum seconds for one of the remaining `rungs`."""
         share = self.left / rungs - self.steps * self.typical
         enough = max(share, 2 * LOOKS[0] * self.typical)
         return min(SITTING_SECONDS, enough), min(PATIENCE * SITTING_SECONDS, max(self.left, 0.0))
 
     def check(self, plan: LadderPlan, seconds: float) -> None:
-        """Refuses a limit that cannot hold the reference and one rung, when a step takes so many seconds."""
+        """Refuses a limit that cannot hold the reference and one rung, when a step takes `seconds`."""
         self.typical = seconds
         self.steps = plan.parity_steps + 2 * LOOKS[0] * max(1, len(plan.chosen))  # a turn takes all chosen steps
         needed = (plan.parity_steps + self.steps) * seconds

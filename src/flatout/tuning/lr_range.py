@@ -48,7 +48,7 @@ from flatout.tuning.practice_data import practice_config, scratch_folder
 LOW, HIGH, STEPS = 1e-7, 1.0, RANGE_STEPS
 DIVERGED = 4.0  # times the best smoothed loss
 MEMORY = 0.8  # of the running mean that looks for divergence, per step
-MEDIAN = 5  # steps: a loss is read as the median of so many, so that one step that jumps says nothing
+MEDIAN = 5  # steps: a loss is read as their median, so that one step that jumps has no effect
 WIDTH = 0.2  # decades: standard deviation of the bell that smooths the medians
 KNEE = 0.8  # of the whole fall is over there; why so much and no more: lab/finders.md
 CHOSEN = "knee"

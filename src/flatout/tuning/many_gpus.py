@@ -606,7 +606,7 @@ def picture_of(result: PlanResult) -> Picture:
             rates.append(Bar(line=line, parts=[(100 * row.efficiency, colour)], words=words))
     panels = [
         BarPanel(
-            title="memory of a rank, GiB", bars=memory, share=1.4, limits=(0, 1.7 * usable), at=usable, legend=parts
+            title="memory of a rank, GiB", bars=memory, share=1.4, limits=(0, 1.9 * usable), at=usable, legend=parts
         ),
         BarPanel(title="rate of a GPU, % of one GPU alone", bars=rates, limits=(0, 150), at=100),
     ]

@@ -71,7 +71,7 @@ class Measurement:
 def parity_losses(run: Run, steps: int, began: Callable[[float], None] = lambda _: None) -> list[float]:
     """The losses of the first `steps` real training steps; a loss is of the weights before its step.
 
-    `began` is told how many seconds the second step took, which compiles nothing.
+    `began` gets the seconds of the second step, which compiles nothing.
     """
     with Steps(run) as stepping:
         first = stepping.take(min(2, steps))
@@ -118,7 +118,7 @@ class Steps:
 
 
 def with_sequences(run: Run, sequences: int) -> Run:
-    """The same run with so many sequences in every step."""
+    """The same run with this number of sequences in every step."""
     return run.replanned(schedule=Schedule.constant(sequences, run.plan.model.context))
 
 
@@ -151,7 +151,7 @@ def _reset_peak(device: torch.device) -> None:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type == "cpu":
-        # Linux forgets the process's peak when told so; elsewhere it stays that of the largest rung so far.
+        # Linux resets the process's peak on request; elsewhere it stays that of the largest rung so far.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
@@ -160,7 +160,7 @@ def _reset_peak(device: torch.device) -> None:
 def borrowed_run(loaded: LoadedConfig, world: World | None = None, *, beside: bool = False) -> Iterator[Run]:
     """A run with fresh weights for the length of a block; afterwards its memory and its compiled code are gone.
 
-    The tensors go even while somebody still holds the run, so one rung cannot weigh on the next. `beside` another
+    The tensors go even while the run is still referenced, so one rung cannot weigh on the next. `beside` another
     borrowed run, which lasts longer, compiled code stays until that one ends.
     """
     free_memory(compiled=not beside)

@@ -64,7 +64,7 @@ from flatout.world import World
 
 _REPEATS = 2.0  # epochs beyond the first after which repeated tokens teach hardly anything
 _MOST_FOR_EACH = 15.0  # parameters for each new token that lower the loss
-_CHARACTERS = 300  # vocabularies up to so many ids
+_CHARACTERS = 300  # the largest vocabulary of characters, in ids
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Law:
     tables: float = 0.0  # what they take off the loss where text is read once, beyond what they do elsewhere
 
     def loss(self, parameters: float, tokens: float, steps: float) -> float:
-        """The loss after `tokens` fresh tokens in so many steps."""
+        """The loss after `tokens` fresh tokens in `steps` steps."""
         return (
             self.floor
             + self.size / parameters**self.size_power
@@ -252,14 +252,14 @@ LONGER = 3  # times as many in the longer ones
 TIMED_SECONDS, FEWEST, MOST = 0.8, 3, 40  # of one length of steps
 FIRST = {"cuda": Shape(8, 512)}  # what is measured first
 FIRST_ELSEWHERE = Shape(3, 96)
-ROWS = 5  # that are told
+ROWS = 5  # of the notice
 EVALUATIONS, MANY_EPOCHS = 10, 5.0  # of a long run, and of one that reads its text more often than that
-LONG = 10.0  # minutes: such a run is saved after so many of them, too
+LONG = 10.0  # minutes: such a run is saved every 10 minutes, too
 MOST_LOOKED = 1_048_576  # tokens of an evaluation
 
 
 def in_minutes(source: DataSource, world: World, *, uncounted: Known | None = None) -> DataSource:
-    """What is asked for, with the steps and the size that fit into a length that is told in minutes.
+    """What is asked for, with the steps and the size that fit into a length in minutes.
 
     The first of several processes measures for all. Settings that leave nothing open stay as they are. `uncounted` is
     what is known where the data of `source` only stands in for the run's.
@@ -337,7 +337,7 @@ def shapes_for(loaded: LoadedConfig, known: Known, device: Device) -> tuple[list
 def decision_for(
     loaded: LoadedConfig, best: Prospect, prospects: list[Prospect], known: Known, device: Device
 ) -> Decision:
-    """The settings of a choice, and what is told of it."""
+    """The settings of a choice, and its notices."""
     where = many(loaded.config.train.minutes or 0.0, "minute")
     told = dataclasses.replace(known, tokens=best.tokens, batch=best.batch)
     sized = Decision() if loaded.size is None else decide(loaded, best.shape, told, device)
@@ -374,8 +374,8 @@ def _lines(loaded: LoadedConfig, best: Prospect, prospects: list[Prospect], know
         return [first]
     near = sorted(prospects[:ROWS] + [row for row in prospects[ROWS:] if row.measured], key=lambda row: row.tokens)
     rows = [
-        f"size {row.shape.name}: {row.tokens_per_second:,.0f} tokens/s {'measured' if row.measured else 'reckoned'}, "
-        f"{row.tokens:,} tokens, loss about {row.loss:.2f}"
+        f"size {row.shape.name}: {row.tokens_per_second:,.0f} tokens/s "
+        f"{'measured' if row.measured else '(estimated)'}, {row.tokens:,} tokens, loss about {row.loss:.2f}"
         for row in near
     ]
     return [first, *rows]
@@ -398,7 +398,7 @@ def measured_speed(loaded: LoadedConfig, shape: Shape, known: Known, device: Dev
 
 
 def trial_of(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> LoadedConfig:
-    """The config of a size, with steps to be timed: so many micro-batches as the longer ones have."""
+    """The config of a size, with steps to be timed: as many micro-batches as the longer ones have."""
     context = (
         loaded.config.model.context if loaded.size is None else written(loaded).get("model.context", shape.context)
     )

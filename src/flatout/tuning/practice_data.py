@@ -222,8 +222,8 @@ def practice_config(
     """The config on data to measure on, text or samples, and in words what data that is.
 
     What a preset leaves open until its data is known is settled as in a run, and steps in stages are all like the last
-    ones. `scratch` is a folder for what has to be made; `say` is told of that, and of what was settled. With `streams`,
-    text that is streamed is read as a run reads it.
+    ones. `scratch` is a folder for what has to be made; `say` gets a notice of that, and of what was settled.
+    With `streams`, text that is streamed is read as a run reads it.
     """
     if loaded.config.fine_tunes:
         data, described = _sample_folder(loaded, scratch, say)
@@ -247,7 +247,7 @@ def practice_config(
 
 
 def settled_for_runs(loaded: LoadedConfig, notice: Callable[[str], None]) -> LoadedConfig:
-    """A config as a run would have it, for several runs; `notice` is told what was settled."""
+    """A config as a run would have it, for several runs; `notice` gets what was settled."""
     train, before = loaded.config.train, len(loaded.notices)
     if loaded.config.fine_tunes:  # a model that has a shape
         return loaded
@@ -275,7 +275,7 @@ def _at_last_stage(loaded: LoadedConfig, say: Callable[[str], None]) -> LoadedCo
 
 
 def practice_samples(loaded: LoadedConfig, scratch: Path, say: Callable[[str], None]) -> PracticeSamples:
-    """The samples that a config names. `scratch` is a folder for what has to be made, which `say` is told of."""
+    """The samples that a config names. `scratch` is a folder for what has to be made; `say` gets a notice."""
     fitted, told = practice_config(loaded, scratch, say)
     base, data = open_sample_data(fitted.config, None, written=loaded.sources["model.context"])
     settings = described(fitted, base)

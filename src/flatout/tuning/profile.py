@@ -73,7 +73,7 @@ _HISTORY = 200_000  # entries of the allocator's history; a step has some thousa
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPart:
-    """One line of what holds memory; `measured` and `estimated` in bytes, None where nobody knows."""
+    """One line of what holds memory; `measured` and `estimated` in bytes, None where it is not known."""
 
     name: str
     measured: int | None
@@ -123,7 +123,7 @@ def memory_parts(run: Run) -> tuple[MemoryPart, ...]:
 def write_snapshot(device: torch.device, step: Callable[[], object], path: Path) -> list[str]:
     """One `step` with the allocator's history on, as JSON; a line for the user if this torch cannot do that.
 
-    torch's own form is a pickle, which nobody should have to open; and it repeats the stack of every event.
+    torch's own form is a pickle, which is not safe to open; and it repeats the stack of every event.
     """
     memory = torch.cuda.memory  # what is asked of it here has no public name
     snapshot: Mapping[str, Any] | None = None
@@ -168,7 +168,7 @@ def quiet_profiler(activities: Sequence[ProfilerActivity]) -> Iterator[torch.pro
     """torch's profiler without the reminder, at every first start in torch 2.11, that a second cycle forgets the first.
 
     There is one cycle here. `acc_events`, which the reminder names, would silence it too, but makes a Python object of
-    every event when the profiler stops: seconds of work that nobody asked for.
+    every event when the profiler stops: seconds of work for nothing.
     """
     with contextlib.ExitStack() as stack:
         with warnings.catch_warnings():
@@ -250,7 +250,7 @@ class _NamedModel:
 
 WARMUP = 4  # steps, as in `flatout bench`
 LEAST_TIMED, MOST_TIMED, TIMED_SECONDS = 4, 20, 1.0
-MICRO_BATCHES = 32  # most in the profiled steps, unless told otherwise: a trace that can still be opened
+MICRO_BATCHES = 32  # most in the profiled steps, unless --steps says more: a trace that can still be opened
 TRACE, SNAPSHOT, KERNELS, REPORT = "trace.json.gz", "memory_snapshot.json.gz", "kernels.csv", "profile.json"
 _UPDATE_BYTES = 32  # per weight: AdamW reads weight, gradient and two moments, writes three; the norm reads gradients
 

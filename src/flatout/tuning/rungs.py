@@ -231,7 +231,7 @@ def choose_rungs(
     asked for and cannot be had, with the reason.
 
     `absences` gives a reason for each rung that the device cannot have. To find out may mean to compile or to run a
-    switch, so it is asked only for what somebody wants to know.
+    switch, so it is asked only for the rungs that are wanted.
     """
     known = [*(rung.name for rung in listed), FULL]
     for name in names or ():

@@ -18,7 +18,7 @@ from typing import Literal
 
 MARGIN = 0.08  # of the memory stays free: fragmentation, evaluation, a sample
 FALL = 0.98  # a smaller micro-batch below this share of the best so far ends the descent
-WORTH = 1.02  # less than that cannot be told from noise, and is not worth a search
+WORTH = 1.02  # smaller gains are noise, and not worth a search
 CLOSE = 0.99  # as good as the best: memory decides
 # Recomputing a block costs a forward pass of it; this much of the speed is the most that can be left.
 BEST_CASE = {"none": 1.0, "selective": 1.0, "full": 0.87}

@@ -7,7 +7,7 @@ the validation loss at its end. Optuna (the extra `search`) draws the next value
 Contract:
 - With a study file every finished trial is on disk before the next begins. A killed search goes on where it was:
   `trials` counts finished ones, a trial that was under way is taken again. Another space or another config is refused.
-- A trial that diverges, runs out of memory or is no valid config is told and counts as the worst there is.
+- A trial that diverges, runs out of memory or is no valid config counts as the worst there is, and its row says why.
 - Trials write nothing but to a temporary folder; data is prepared once, where `flatout train` would put it.
 Trap: an objective of a few hundred steps favours what is good in a few hundred steps: high rates, small models. Make
 the trials as long as you can pay for, and look at the picture, not only at the best.
@@ -126,7 +126,7 @@ def search(
 ) -> Generator[TrialRow | StudyResult]:
     """Trains until there are `trials` finished ones in all and yields a row for each new one; the `StudyResult` last.
 
-    What a preset leaves open until its data is known is settled once, for all trials, and `notice` is told. `progress`
+    What a preset leaves open until its data is known is settled once, for all trials, with a `notice`. `progress`
     hears a trial's number and values when it begins, and each of its evaluations.
     """
     optuna = _optuna()

@@ -1,4 +1,4 @@
-"""One call of `tune`: which settings are tried, for how long, and what is told of each; the choice at the end.
+"""One call of `tune`: which settings are tried, for how long, a row for each, and the choice at the end.
 
 `search.py` says what to try next and what is best, `probe.py` tries it; here are the clock, the rows and the order of
 things: the config's own kernels first, moments on the host where nothing fits, torch.compile's modes where asked for.

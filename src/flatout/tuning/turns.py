@@ -54,7 +54,7 @@ FASTER, SLOWER, ALIKE, NOISY = "faster", "slower", "no difference seen", "too no
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A ratio of speeds with its interval, from so many pairs; too few pairs have the interval of all numbers."""
+    """A ratio of speeds with its interval, from a number of pairs; too few pairs have the interval of all numbers."""
 
     ratio: float
     low: float
@@ -103,7 +103,7 @@ def left_out(pairs: int) -> int | None:
 
 
 def looks_up_to(pairs: int) -> tuple[int, ...]:
-    """When to look at the interval if there are at most so many pairs."""
+    """When to look at the interval if there are at most `pairs` pairs."""
     return tuple(look for look in LOOKS if look <= pairs) or (max(1, pairs),)
 
 
@@ -120,7 +120,7 @@ _ON_CUDA = ("empty-cache", "empty-cache-each-step", "cudnn-benchmark", "split-51
 def tricks_for(device: Device) -> tuple[str, ...]:
     if device.kind != "cuda":
         return ("gc-collect",)
-    # What the user has told the allocator in the environment is not undone here, not even for a moment.
+    # What the environment sets of the allocator is not undone here, not even for a moment.
     return ("gc-collect", *(name for name in _ON_CUDA if name != "split-512" or allocator_words() is None))
 
 

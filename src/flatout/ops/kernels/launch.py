@@ -26,7 +26,7 @@ def programs_for(rows: int, device: torch.device) -> int:
 
 def share_of(rows: int, programs: int, at_once: int) -> int:
     """Rows of each program, a multiple of those that it takes at once."""
-    return triton.cdiv(triton.cdiv(rows, programs), at_once) * at_once
+    return int(triton.cdiv(triton.cdiv(rows, programs), at_once)) * at_once
 
 
 def exact_products(x: Tensor) -> bool:

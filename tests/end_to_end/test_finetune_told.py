@@ -523,7 +523,7 @@ def test_a_denied_file_that_nobody_thought_of_is_no_traceback(words, monkeypatch
 HINTS = {
     "no config": (["finetune"], "data/conversations.jsonl", "finetune model.init_from=FOLDER-OR-HUB-NAME chat.source="),
     "no rows to go on with": (["finetune", "--resume", "auto"], "nothing was named", "finetune --resume runs/lora"),
-    "no rows": (["lora", "model.init_from=base"], "nothing was named", "model.init_from=base chat.source="),
+    "no rows": (["finetune", "model.init_from=base"], "nothing was named", "model.init_from=base chat.source="),
     "rows for a config": (["finetune", "rows.json"], "rows.json is data", "chat.source=rows.json"),
     "rows in lines": (["finetune", "rows.jsonl"], "rows.jsonl is data", "chat.source=rows.jsonl"),
     "text to train on": (["train", "text.txt"], "text.txt is data", "data.source=text.txt"),

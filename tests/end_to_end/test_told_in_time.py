@@ -82,7 +82,7 @@ def test_a_leaking_loader(tmp_path, monkeypatch):
 def test_a_card_at_half_its_clock(tiny, monkeypatch):
     slow = driver(nvmlDeviceGetClockInfo=lambda handle, kind: 990,
                   nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0)  # fmt: skip
-    monkeypatch.setattr(monitor, "_open", lambda device: (slow, "handle"))
+    monkeypatch.setattr(monitor, "open_card", lambda device: (slow, "handle"))
     line = warning_of(tiny("train.steps=100000"), "slow card")
     assert "the card works at 990 of 1980 MHz" in line
     assert "nvidia-smi -rgc" in line

@@ -438,10 +438,12 @@ def _train_with(verb: str, out: Path | None, found: tuple[str, ...], parsed: arg
 
 def profile(parsed: argparse.Namespace) -> int:
     found = launch()
-    loaded = reported_once(lambda: load_any(parsed, tell=found is None or found.rank == 0))
+    first = found is None or found.rank == 0
+    loaded = reported_once(lambda: load_any(parsed, tell=first))
 
     def say(text: str) -> None:
-        print(f"profile: {text}", file=sys.stderr, flush=True)
+        if first:
+            print(f"profile: {text}", file=sys.stderr, flush=True)
 
     with ended_by_signals(lambda: "nothing was written"):
         done = flatout.profile(loaded, parsed.out, steps=parsed.steps, progress=say)

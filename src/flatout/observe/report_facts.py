@@ -241,9 +241,8 @@ def commands_of(history: RunHistory, state: RunState) -> list[list[str]]:
         )
         commands.append(["Its loss once more", f"flatout eval {quoted}"])
         if tuned:
-            whole = "merge" if amount(_at(info, "lora.rank")) else "export"
-            target = shlex.quote(f"{folder}-{'merged' if whole == 'merge' else 'exported'}")
-            commands.append(["One folder of weights, for any tool", f"flatout {whole} {quoted} {target}"])
+            target = shlex.quote(f"{folder}-exported")
+            commands.append(["One folder of weights, for any tool", f"flatout export {quoted} {target}"])
     commands.append(["This page", f"flatout report {quoted}"])
     return commands
 

@@ -437,8 +437,7 @@ def _train_with(verb: str, out: Path | None, found: tuple[str, ...], parsed: arg
 
 
 def profile(parsed: argparse.Namespace) -> int:
-    found = launch()
-    first = found is None or found.rank == 0
+    first = getattr(launch(), "rank", 0) == 0  # of one process alone there is no launch
     loaded = reported_once(lambda: load_any(parsed, tell=first))
 
     def say(text: str) -> None:

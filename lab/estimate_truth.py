@@ -200,28 +200,26 @@ def main() -> int:
     names = [name for name in everything if any(fnmatch.fnmatch(name, pattern) for pattern in asked)]
 
     from flatout.errors import UserError
-    from flatout.front.output import exit_code_of, terminated_like_interrupted, word_of
+    from flatout.front.output import held_signal
 
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
     rows: list[dict] = []
-    try:
-        with terminated_like_interrupted(), tempfile.TemporaryDirectory() as folder:
-            for name in names:
-                began = time.perf_counter()
-                try:
-                    row = {"case": name, **case_row(*everything[name], words.steps, words.seconds, Path(folder))}
-                except Exception as error:  # noqa: BLE001 - whatever it is, the other cases still have something to say
-                    if not isinstance(error, UserError):
-                        traceback.print_exc()
-                    row = {"case": name, "error": f"{type(error).__name__}: {error}"}
-                row |= {"wall_seconds": round(time.perf_counter() - began, 1), "commit": commit}
-                print(json.dumps(row, ensure_ascii=False), flush=True)
-                print(shown(row), file=sys.stderr, flush=True)
-                rows.append(row)
-    except KeyboardInterrupt as stopped:
-        print(f"{word_of(stopped)}; the cases above are done, the others are not", file=sys.stderr)
-        return exit_code_of(stopped)
+    with held_signal() as stop, tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            began = time.perf_counter()
+            try:
+                row = {"case": name, **case_row(*everything[name], words.steps, words.seconds, Path(folder))}
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other cases still have something to say
+                if not isinstance(error, UserError):
+                    traceback.print_exc()
+                row = {"case": name, "error": f"{type(error).__name__}: {error}"}
+            row |= {"wall_seconds": round(time.perf_counter() - began, 1), "commit": commit}
+            print(json.dumps(row, ensure_ascii=False), flush=True)
+            print(shown(row), file=sys.stderr, flush=True)
+            rows.append(row)
+    if stop.number is not None:
+        return stop.reported("the cases above are done, the others are not")
     measured = [row for row in rows if "error" not in row]
     within = sum(within_a_tenth(row) for row in measured)
     print(f"{within} of {len(measured)} within a tenth in time and memory", file=sys.stderr)

@@ -354,7 +354,7 @@ def _seconds_by_part(history: RunHistory) -> tuple[dict[str, float], dict[str, i
         for field, totals in (("seconds", seconds), ("calls", calls)):
             found = row.get(field)
             for name, value in found.items() if isinstance(found, dict) else ():
-                totals[str(name)] = totals.get(str(name), 0) + sum(finite([value]))
+                totals[str(name)] = totals.get(str(name), 0) + sum(finite([value]))  # pyright: ignore[reportArgumentType]
     note = (
         "Wait, forward, backward, micro-batch, reduction and optimizer are on the device's clock and add up to the "
         "steps; wait is what it stood still, reduction its waiting for other ranks' gradients. Evaluation, sample and "

@@ -22,8 +22,8 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 53_513,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 42_439,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 53_511,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 42_438,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 107,  # all Python outside tests
     "modules": 229,  # of src/flatout, as all the following
     "modules with one importer": 38,

@@ -178,7 +178,8 @@ def draw_picture(made: Picture, path: str | Path, *, overwrite: bool = False) ->
 def figure_of(made: Picture) -> Figure:
     """The figure, not yet written: titles, panels of bars side by side, charts in lines of `columns`."""
     top = 0.5 + 0.22 * len(made.lines)
-    rows = _ROW * max(len(made.names), 3) + 1.0 if made.bars else 0.0
+    below = 0.75 if any(panel.legend for panel in made.bars) else 0.45  # ticks of bars, and a legend under them
+    rows = _ROW * max(len(made.names), 3) + 0.55 + below if made.bars else 0.0
     wide = [chart for chart in made.charts if chart.wide]
     small = [chart for chart in made.charts if not chart.wide]
     columns = max(1, min(made.columns, len(small)))
@@ -193,7 +194,7 @@ def figure_of(made: Picture) -> Figure:
         place = 1 - (0.6 + 0.22 * number) / height
         figure.text(0.012, place, shortened(drawable(printable(line)), 150), size=SMALL, color=FAINT)
     if made.bars:
-        _draw_rows(figure, made, (height - top - rows + 0.45) / height, (rows - 0.95) / height)
+        _draw_rows(figure, made, (height - top - rows + below) / height, (rows - below - 0.5) / height)
     for number, chart in enumerate([*wide, *small]):
         place = max(0, number - len(wide))
         line = number if chart.wide else len(wide) + place // columns
@@ -271,13 +272,18 @@ def _draw_bars(axes: Axes, panel: BarPanel) -> None:
             axes.text(1.02, bar.line, words, transform=axes.get_yaxis_transform(), **look)
             continue
         place = axes.transAxes.inverted().transform(axes.transData.transform((end, bar.line)))[0]
-        if (1 - place) * inches < len(words) / _LETTERS:  # no room behind the bar: over its end
-            look |= {"ha": "right", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.8}}
+        if (1 - place) * inches < len(words) / _LETTERS:  # no room behind the bar: over its end, which stays visible
+            look |= {"ha": "right"}
+            if not bar.parts:
+                look |= {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.8}}
+            elif not bar.pale and bar.parts[-1][1] not in ("faint", "claim"):
+                look |= {"color": "white"}
         axes.text(end, bar.line, f" {words} ", **look)
     if panel.legend:
         for name, colour in panel.legend.items():
             axes.plot([], [], "s", color=_COLOURS[colour], label=name)
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, fontsize=8, frameon=False, labelcolor=FAINT)
+        under = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.0), "borderaxespad": 2.6}  # below the ticks
+        axes.legend(ncols=4, fontsize=8, frameon=False, labelcolor=FAINT, **under)
 
 
 def _set_log_ticks(axes: Axes, low: float, high: float, form: Any) -> None:

@@ -213,6 +213,7 @@ def test_a_document_in_both_splits_is_told_as_one(kept, documents, rows) -> None
     assert [(what, count) for what, count, _ in found] == rows
 
 
+@pytest.mark.grid
 @every_summary
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_tables_fit_the_terminal_and_cannot_act_on_it(summary: DataSummary, width: int) -> None:

@@ -723,6 +723,7 @@ def looked_at(*words: str) -> tuple[TokenFacts, dict[str, Finding]]:
     return facts[0], findings
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("limit", ["max_bytes=60", "max_tokens=60", "max_tokens=10"])
 @pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])

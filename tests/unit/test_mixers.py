@@ -176,6 +176,7 @@ def test_caches_hold_what_can_be_seen_and_no_more():
     assert all(layer.k_BGSD.shape[2] == 5 for layer in wide), "the window is the context"
 
 
+@pytest.mark.grid
 @every_model
 @pytest.mark.parametrize("scan", ["chunked", "reference"])
 def test_documents_are_as_if_alone(model_name, scan):
@@ -194,6 +195,7 @@ def test_documents_are_as_if_alone(model_name, scan):
     assert int(moved.sum()) == 14, "to the last bit, in all other documents"
 
 
+@pytest.mark.grid
 @every_model
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_parameter_is_without_gradient(model_name, packed):
@@ -209,6 +211,7 @@ def test_no_parameter_is_without_gradient(model_name, packed):
             assert share > 0.9, f"{name}: {share:.0%} of it has a gradient"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("model_name", ["EA", "E with scales"])

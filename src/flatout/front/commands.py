@@ -106,13 +106,10 @@ _ALL = (
     Command(
         "prepare inspect",
         verbs_models.inspect,
-        "what a prepared dataset holds, what was dropped and why, with a picture",
+        "what a prepared dataset holds, what was dropped and why",
         (
             word("folder", "folder of prepared shards"),
             number("--context", 1, 2**24, "count windows of this many tokens"),
-            option("--picture", "FILE", "PNG or SVG to draw; default: FOLDER.png beside it"),
-            flag("--no-picture", "draw nothing"),
-            OVERWRITE,
             JSON,
         ),
     ),

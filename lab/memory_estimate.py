@@ -33,7 +33,6 @@ CASES = [
     ("gpt2-350m", 16, ["kernels=triton", "checkpointing=selective"]),
     ("gpt2-124m", 32, ["kernels=torch", "compile=off", "loss=fused"]),
     ("gpt2-124m", 32, ["kernels=torch", "compile=off", "loss=chunked", "checkpointing=selective"]),
-    ("gpt2-124m", 32, ["kernels=triton", "activation_offload=true"]),
 ]
 COMPILED = [
     ("gpt2-124m", 32, ["kernels=torch", "compile=default", "loss=plain"]),

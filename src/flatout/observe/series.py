@@ -145,9 +145,6 @@ class GrowingSeries:
         count = bisect.bisect_right(self._steps, step)
         del self._steps[count:], self._values[count:]
 
-    def latest(self, count: int) -> Points:
-        return list(zip(map(int, self._steps[-count:]), self._values[-count:], strict=True))
-
     @property
     def series(self) -> Series:
         return Series(numpy.array(self._steps), numpy.array(self._values))

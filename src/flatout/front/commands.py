@@ -395,7 +395,6 @@ _ALL = (
             word("runs", "a run folder, such as runs/shakespeare", nargs="+", metavar="RUN"),
             option("--out", "FOLDER", "default: plots in the run's folder or here; of several runs, also a picture"),
             flag("--svg", "write SVG pictures instead of PNG"),
-            flag("--each", "also write every panel as a picture of its own"),
             flag("--no-csv", "write pictures only"),
             OVERWRITE,
             flag("--json", "print the files written as JSON"),

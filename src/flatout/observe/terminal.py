@@ -39,7 +39,7 @@ FIRST_EPOCHS = 10  # later ones get a line no more often than steps do
 
 
 @final
-class Pace:
+class RunPace:
     """The speed of a run over its latest steps, and the time that the rest of it takes."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class TerminalReader:
         self.log_every = log_every
         self.info: RunInfo | None = None
         self.val_loss: float | None = None
-        self.pace = Pace()
+        self.pace = RunPace()
         self.epoch_line_step = -math.inf  # of the last line about an epoch
         self.memory = ""  # of eigenstates, in a sentence
         self.alerts = Alerts()

@@ -38,7 +38,7 @@ from flatout.observe.alerts import STALL_SHARE, Alert, Alerts
 from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, loss_text, one_line, printable
 from flatout.observe.series import GrowingSeries, Points, Series, record_sentence, usual_range
 from flatout.observe.sinks import ENDINGS, minutes_of
-from flatout.observe.terminal import Pace, TerminalReader
+from flatout.observe.terminal import RunPace, TerminalReader
 from flatout.records import SLOW_RANK, EvalRecord, MachineRecord, Record, RunInfo, StepRecord, slowest_over_median
 
 # Which field of `ViewState` the newest record of a kind is in.
@@ -77,7 +77,7 @@ class ViewState:
         self.losses, self.validation = GrowingSeries(), GrowingSeries()
         self.alerts: collections.deque[Alert] = collections.deque(maxlen=50)
         self.skipped = 0
-        self.pace = Pace()
+        self.pace = RunPace()
         self._alerts = Alerts()
 
     def add(self, record: Record) -> None:

@@ -23,7 +23,8 @@ _BETAS = "write optim.betas=[0.9, 0.95]"
 FORMER: Mapping[str, Former] = {
     "model.state_heads": Former("leave it out: model.states has 8 groups, or as many as divide it", 8),
     "model.modulation": Former("leave it out: states decay alike at every token", 0.0),
-    "model.convolution": Former("leave it out: states read single tokens, and means of several by model.scales", 0),
+    "model.scales": Former("leave it out: states read each token by itself", []),
+    "model.convolution": Former("leave it out: states read each token by itself", 0),
     "model.resonance": Former("leave it out: states are read as they are", 0.0),
     "model.energy": Former("leave it out: the loss has no term for eigenvalues", 0.0),
     "model.embedding_std": Former("leave it out: it is 0.02, or with model.zero_init 1, for a tied head less", _ANY),
@@ -56,6 +57,7 @@ FORMER: Mapping[str, Former] = {
     "optim.momentum_start": Former(_MUON, 0.85),
     "optim.momentum_warmup_steps": Former(_MUON, 100),
     "optim.momentum_cooldown_steps": Former(_MUON, 0),
+    "speed.activation_offload": Former("leave it out: speed.checkpointing=full keeps little on the GPU", _ANY),
     "train.batch_rate_power": Former("leave it out: rates go with the root of the batch", 0.5),
     "eval.epoch_end": Former("write eval.every='1 epoch'", False),
     "eval.min_delta": Former("leave it out: eval.patience counts evaluations without a lower loss", _ANY),

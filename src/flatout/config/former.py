@@ -82,12 +82,20 @@ CONSTANTS: Mapping[str, Constant] = {
     "checkpoint.asynchronous": Constant("auto", "where memory is free, 64 MiB and more are written beside training"),
     "checkpoint.best": Constant(_best, "it is kept unless checkpoint.every is 0 and eval.patience 0"),
     "checkpoint.full_disk_wait": Constant(300.0, "a run that ended on a full disk is resumed once there is room"),
+    "speed.activation_offload": Constant(False, "speed.checkpointing=full keeps little on the GPU"),
     "parallel.join": Constant(lambda _: 25.0, "hosts have parallel.timeout to come, processes of one host 60 s"),
     "parallel.check_every": Constant(1000, "to compare the weights takes no time that could be seen"),
     "output.plots": Constant(lambda _: True, "runs of 20 steps and more are drawn, others by `flatout plot`"),
 }
 # These change nothing that is learned.
-HARMLESS = ("eval.min_delta", "checkpoint.asynchronous", "checkpoint.best", "parallel.join", "output.plots")
+HARMLESS = (
+    "eval.min_delta",
+    "checkpoint.asynchronous",
+    "checkpoint.best",
+    "parallel.join",
+    "output.plots",
+    "speed.activation_offload",
+)
 
 
 _RULES = {  # by the former name: in `clean.drop`, switched on, switched off

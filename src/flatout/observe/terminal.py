@@ -251,7 +251,6 @@ _QUIET = {
     "fused_qkv": ("true",),
     "optimizer_state": ("fp32",),
     "optimizer_offload": ("false",),
-    "activation_offload": ("false",),
     "memory_limit": ("null",),
 }
 _TOLD = (*_SHOWN, *_QUIET, "expandable_segments", "micro_batch")

@@ -7,8 +7,7 @@ import pytest
 
 from flatout.diagnose.check_data import TokenFacts
 from flatout.diagnose.check_environment import check_nccl
-from flatout.diagnose.check_ranks import Several, check_ranks
-from flatout.diagnose.check_run import check_memory
+from flatout.diagnose.check_run import Several, check_memory, check_ranks
 from flatout.diagnose.machine import Machine
 from flatout.finding import Finding, exit_code
 from flatout.tuning.cluster import llama_words

@@ -6,18 +6,25 @@ temporary folder, by the functions that training calls. Nothing is fetched from 
 machine, the run is not checked, and a finding says so.
 
 The least time is a bound, not a guess: the FLOPs of a step at the rate of a matrix product; `flatout estimate` times
-real steps. This module imports torch: only where `Machine.torch.usable`.
+real steps. Where several ranks were not asked for, what would be bad for them is a note. Ranks that start compare what
+they have by themselves (`parallel.ranks`, `resolve.form`).
+
+This module imports torch: only where `Machine.torch.usable`.
 """
 
 import contextlib
 import dataclasses
 import functools
+import itertools
+import os
 import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import final
 
 import torch
+import torch.distributed as dist
 
 from flatout.checkpoints.base_and_adapter import Base, open_base, open_start
 from flatout.checkpoints.run_folder import is_checkpoint
@@ -36,7 +43,7 @@ from flatout.diagnose.check_data import TokenFacts
 from flatout.diagnose.check_folder import Disk
 from flatout.diagnose.check_kernels import DeviceTrials
 from flatout.diagnose.machine import Machine
-from flatout.errors import UserError, in_gib, many
+from flatout.errors import UnevenError, UserError, in_gib, many
 from flatout.finding import Check, Finding, finding_of, sentence, unchecked
 from flatout.host import ThreadTrial
 from flatout.model.count import parameter_count
@@ -47,7 +54,7 @@ from flatout.resolve.case import Probes
 from flatout.resolve.fit_check import BESIDE_KEPT, check_disk, fit_of, smaller, ways
 from flatout.resolve.length import asked_schedule
 from flatout.resolve.memory import checkpoint_size, state_of, trained_count
-from flatout.resolve.opening import DataSource, Opened, why_samples_are_made, with_tokenizer
+from flatout.resolve.opening import DataSource, Opened, check_even, why_samples_are_made, with_tokenizer
 from flatout.resolve.plan import RunPlan
 from flatout.resolve.resolve import resolve
 from flatout.world import World
@@ -453,3 +460,120 @@ def _check_sources(chat: ChatConfig) -> Generator[Finding, None, int]:
             size += sum(file.bytes for file in files)
             yield Check("data", field).ok(f"{source}: {many(len(files), 'file')}, {size / 1e6:,.1f} MB")
     return size
+
+
+# --- several GPUs of this host ----------------------------------------------------------------------------------------
+
+SHARED_MEMORY = "/dev/shm"
+LEAST_SHARED_MEMORY = 2**30  # as NVIDIA's documentation of NCCL has it for containers
+_ranks = functools.partial(Check, "ranks")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Several:
+    """What `size` ranks need, which were `asked` for or are only possible; None for what is unknown."""
+
+    size: int
+    asked: bool
+    nccl: str | None = ""  # None where torch has none
+    apart: tuple[tuple[int, int], ...] = ()  # GPUs that cannot read each other's memory
+    shared_memory_bytes: int | None = None
+
+
+def look_at_ranks(several: Several, kind: str) -> Several:
+    """What several ranks on devices of this kind need, as far as this host reports it."""
+    apart = unlinked(several.size) if kind == "cuda" else ()
+    return dataclasses.replace(several, nccl=nccl_version(), apart=apart, shared_memory_bytes=shared_memory_bytes())
+
+
+def unlinked(size: int) -> tuple[tuple[int, int], ...]:
+    """Pairs of the first GPUs that cannot read each other's memory."""
+    pairs = itertools.combinations(range(min(size, torch.cuda.device_count())), 2)
+    return tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair))
+
+
+def nccl_version() -> str | None:
+    """The version of torch's NCCL; None where it has none."""
+    with contextlib.suppress(Exception):
+        if dist.is_available() and dist.is_nccl_available():
+            from torch.cuda import nccl
+
+            return ".".join(str(part) for part in nccl.version())
+    return None
+
+
+def shared_memory_bytes() -> int | None:
+    """The size of the memory that processes of this host share."""
+    with contextlib.suppress(OSError, AttributeError):
+        found = os.statvfs(SHARED_MEMORY)
+        return found.f_frsize * found.f_blocks
+    return None
+
+
+def check_ranks(several: Several, machine: Machine, kind: str) -> Iterator[Finding | None]:
+    """`kind` is that of the device."""
+    if kind != "cuda":
+        yield _ranks("ranks").ok(f"{several.size} processes on this host share its cores")
+        return
+    yield _cards(several, machine)
+    yield _library(several)
+    yield _links(several)
+    yield _shared_memory(several)
+
+
+def _cards(several: Several, machine: Machine) -> Finding:
+    cards = len(machine.cards)
+    if several.size > cards:
+        return _ranks("ranks").bad(
+            f"{several.size} GPUs were asked for, and this host has {cards}",
+            f"Use --gpus {cards}, or ask on the host that has them.",
+        )
+    names = Counter(card.name for card in machine.cards[: several.size])
+    found = ", ".join(f"{count} x {name}" for name, count in names.items())
+    if len(names) > 1:
+        return _ranks("ranks").warn(found, "All ranks do equal work, so the slowest card sets the pace of the others.")
+    return _ranks("ranks").ok(found)
+
+
+def _library(several: Several) -> Finding:
+    if several.nccl is None:
+        advice = "GPUs exchange gradients by NCCL. Install a CUDA build of torch for Linux; it brings NCCL along."
+        return _ranks("nccl").finding("bad" if several.asked else "note", "this torch has no NCCL", advice)
+    return _ranks("nccl").ok(f"NCCL {several.nccl}")
+
+
+def _links(several: Several) -> Finding:
+    if not several.apart:
+        return _ranks("links").ok("all pairs of GPUs read each other's memory")
+    first, second = several.apart[0]
+    more = f", nor can {many(len(several.apart) - 1, 'other pair')}" if len(several.apart) > 1 else ""
+    return _ranks("links").warn(
+        f"GPUs {first} and {second} cannot read each other's memory{more}",
+        "Their gradients go through the host's memory, which is slow; `nvidia-smi topo -m` shows the links. In a "
+        "virtual machine or with an IOMMU this is often a setting of the host (ACS); in a container, all GPUs must be "
+        "visible to every process.",
+    )
+
+
+def _shared_memory(several: Several) -> Finding | None:
+    size = several.shared_memory_bytes
+    if size is None:
+        return None
+    return _ranks("shared memory").warn_if(
+        size < LEAST_SHARED_MEMORY,
+        f"/dev/shm has {in_gib(size)}",
+        "NCCL connects processes of a host through it and fails where it is full. Start the container with "
+        "--shm-size=1g or more, or with --ipc=host.",
+    )
+
+
+def check_share(plan: RunPlan, several: Several) -> Finding | None:
+    """Whether ranks share a step evenly."""
+    if plan.fine_tunes:
+        return None
+    check, windows = _ranks("batch"), plan.schedule.at(plan.steps).windows
+    try:
+        check_even(plan.data, several.size)
+    except UnevenError as error:
+        return check.finding("bad" if several.asked else "note", error.message, sentence(error.hint))
+    return check.ok(f"{windows // several.size} of {windows} windows of {plan.model.context:,} tokens a rank and step")

@@ -26,8 +26,7 @@ from flatout.finding import Check, Finding, finding_of, unchecked
 if TYPE_CHECKING:
     from flatout.device import Device
     from flatout.diagnose.check_kernels import DeviceTrials
-    from flatout.diagnose.check_ranks import Several
-    from flatout.diagnose.check_run import RunVisit
+    from flatout.diagnose.check_run import RunVisit, Several
     from flatout.resolve.plan import RunPlan
 
 Progress = Callable[[str], None]
@@ -121,7 +120,7 @@ class _Visit:
         """What several ranks need, where they were asked for or this machine has several cards."""
         size = gpus or (len(self.machine.cards) if self.kind == "cuda" else 1)
         if several is None and self.works and size > 1:
-            from flatout.diagnose.check_ranks import Several, look_at_ranks
+            from flatout.diagnose.check_run import Several, look_at_ranks
 
             several = Several(size=size, asked=gpus is not None)
             several = look_at_ranks(several, self.kind) if self.here else several
@@ -213,7 +212,7 @@ class _Visit:
             if self.ranks > 1:
                 yield unchecked("ranks", "the ranks were not checked, as torch does not work")
             return
-        from flatout.diagnose.check_ranks import check_ranks, check_share
+        from flatout.diagnose.check_run import check_ranks, check_share
 
         yield from guarded("ranks", "several GPUs", lambda: check_ranks(several, self.machine, self.kind))
         if plan is not None:

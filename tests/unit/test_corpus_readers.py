@@ -596,7 +596,7 @@ def test_places_in_later_slices_are_bytes(tmp_path: Path) -> None:
 # Other formats.
 
 
-@pytest.mark.parametrize("format", ["parquet", "saved", "hub", "csv", "tsv", "warc"])
+@pytest.mark.parametrize("format", ["parquet", "hub", "csv", "tsv", "warc"])
 def test_tables_and_crawls_are_read_by_their_modules(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -608,7 +608,6 @@ def test_tables_and_crawls_are_read_by_their_modules(
 
     module, name = {
         "parquet": (arrow, "read_parquet"),
-        "saved": (arrow, "read_saved"),
         "hub": (arrow, "HubStream"),
         "csv": (readers, "read_csv"),
         "tsv": (readers, "read_csv"),
@@ -620,7 +619,7 @@ def test_tables_and_crawls_are_read_by_their_modules(
     file, options = InputFile(str(path), "file", format, "none", 7), ReadOptions(fields=("x",))
     assert list(read_slice(Slice(file, 2, 5), options)) == [Document("text")]
     (arguments,) = calls
-    if format in ("parquet", "saved"):
+    if format == "parquet":
         assert arguments == (Slice(file, 2, 5), options)
     elif format == "hub":
         assert arguments == (file.path, options, file.name)

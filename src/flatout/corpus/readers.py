@@ -66,13 +66,11 @@ def read_slice(slice: Slice, options: ReadOptions, *, watch: Watch | None = None
         yield from _documents(_json_line_rows(slice, options, watch), file, options)
     elif file.format == "smiles":
         yield from _read_molecules(slice, options, watch)
-    elif file.format in ("parquet", "saved", "hub"):
+    elif file.format in ("parquet", "hub"):
         from flatout.corpus import arrow
 
-        if file.format == "hub":
-            yield from arrow.HubStream(file.path, options, file.name)
-        else:
-            yield from (arrow.read_parquet if file.format == "parquet" else arrow.read_saved)(slice, options)
+        is_hub = file.format == "hub"
+        yield from arrow.HubStream(file.path, options, file.name) if is_hub else arrow.read_parquet(slice, options)
     else:
         with ByteStream(file, watch=watch) as stream:
             yield from _read_stream(stream, file, options)

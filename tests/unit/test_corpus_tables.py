@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import sys
-import tracemalloc
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -404,7 +403,16 @@ def test_places_are_lines_and_blank_lines_are_no_rows() -> None:
 
 
 def test_bare_quotes_and_carriage_returns_are_characters() -> None:
-    assert texts(read_rows('n,text\n1,5" disk\n2,a\rb\n3,it"s"\n')) == ['5" disk', "a\rb", 'it"s"']
+    assert texts(read_rows('n,text\n1,5" disk\n2,a\rb\n3,it"s"\n4,"c\rd"\n')) == ['5" disk', "a\rb", 'it"s"', "c\rd"]
+
+
+@pytest.mark.parametrize("step", [1, 7, 2**20])
+def test_a_line_above_the_limit_ends_the_reading(step: int) -> None:
+    results = read_rows(f"id,text\n1,a\n2,{'x' * 200}\n3,b\n", limit=100, step=step)
+    assert texts(results) == ["a"]
+    (problem,) = problems(results)
+    assert (problem.kind, problem.records, problem.place) == ("too-long", 1, "line 3")
+    assert "the rest of the file is not read" in problem.message
 
 
 def test_a_byte_order_mark_and_quoted_names_are_understood(tmp_path: Path) -> None:
@@ -462,35 +470,6 @@ def test_bytes_that_are_no_text_are_problems_of_their_row() -> None:
     assert read_rows(data, policy="skip")[0] == Document("", "line 2", rejected="invalid_utf8")
 
 
-@pytest.mark.parametrize("step", [1, 7, 2**20])
-def test_rows_above_the_limit_are_passed_over(step: int) -> None:
-    long = '"' + 'x""\n,' * 50 + '"'
-    data = f"id,text\n1,a\n2,{long}\n3,b\n{'y' * 200},{long}\n4,{'z' * 200}\n5,c\n6,{'w' * 200}"
-    results = read_rows(data, limit=100, step=step)
-    assert texts(results) == ["a", "b", "c"]
-    assert [(problem.kind, problem.records, problem.place) for problem in problems(results)] == [
-        ("too-long", 1, "line 3"),
-        ("too-long", 1, "line 55"),
-        ("too-long", 1, "line 106"),
-        ("too-long", 1, "line 108"),
-    ]
-
-
-def test_a_long_row_without_a_closing_quote_takes_no_memory() -> None:
-    class Endless(Memory):
-        def read(self, count: int = 2**20) -> bytes:
-            self._at += 1
-            return b'text\n"' if self._at == 1 else b"x" * 2**16 if self._at < 800 else b""
-
-    tracemalloc.start()
-    with patch.object(rows_module, "LINE_LIMIT", 2**20):
-        results = list(read_csv(Endless(b""), CSV, ReadOptions()))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert [(problem.kind, problem.records) for problem in results] == [("csv", 1)]
-    assert peak < 8 * 2**20
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     data=st.text(st.sampled_from('ab,"\n\r'), max_size=40),
@@ -539,9 +518,6 @@ def test_a_compressed_csv_that_breaks_off_keeps_its_rows(tmp_path: Path) -> None
     assert texts(found) == [row[0] for row in rows[1 : len(found) + 1]]
     assert isinstance(problem, Problem)
     assert (problem.kind, problem.records) == ("truncated", 1)
-
-
-# Saved datasets.
 
 
 # The hub.

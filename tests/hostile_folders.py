@@ -144,7 +144,7 @@ def _no_plain_file(make: Maker) -> list[str]:
         "made": lambda: _read_run(make),
         "data": lambda: make.chance.choice(
             [
-                ["prepare", "inspect", "data", "--no-picture"],
+                ["prepare", "inspect", "data"],
                 ["prepare", "verify", "data"],
                 [*TRAIN, "data.folder=data"],
             ]
@@ -359,7 +359,7 @@ def _dataset(make: Maker) -> list[str]:
     return make.chance.choice(
         [
             ["prepare", "verify", "data"],
-            ["prepare", "inspect", "data", "--no-picture"],
+            ["prepare", "inspect", "data"],
             [*TRAIN, "data.folder=data", "data.source=null"],
             ["doctor", "--quick", "data.tokenizer=data/tokenizer.json", f"data.source={make.kit.text}"],
         ]

@@ -197,7 +197,6 @@ def test_adapters_cannot_be_put_on_twice_and_kernels_that_skip_them_are_refused(
     assert unsupported(Execution()) is None
     assert unsupported(Execution(kernels="triton")) is None
     assert "8-bit" in str(unsupported(Execution(kernels="triton", fp8=("up",))))
-    assert "offload" in str(unsupported(Execution(kernels="triton", activation_offload=True)))
     attach(gpt, AdapterPlan(rank=2), seed=0)
     with pytest.raises(RuntimeError, match="already"):
         attach(gpt, AdapterPlan(rank=2), seed=0)
@@ -384,21 +383,6 @@ def test_dropout_comes_again_when_a_block_is_recomputed(checkpointing):
         adapters.detach()
         assert not gpt.random
     torch.testing.assert_close(gradients[1], gradients[0])
-
-
-def test_activations_on_the_host_give_the_same_gradients():
-    gradients = []
-    for offload in (False, True):
-        gpt = model()
-        adapters = attach(gpt, AdapterPlan(rank=4), seed=0)
-        shake(adapters)
-        gpt.use(Execution(activation_offload=offload))
-        gpt.offload.least_bytes = 1
-        gpt.train()
-        loss(gpt).backward()
-        gradients.append(gradient_of(adapters.flat).clone())
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
-    assert gpt.offload.moved_bytes > 0
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])

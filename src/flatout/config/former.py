@@ -54,11 +54,13 @@ def _best(saving: Written) -> Any:
     return saving["every"] != 0 if "every" in saving else REFUSED
 
 
+_TOKENS = "states read each token by itself"
 _MUON = "optim.muon_rate is what Muon needs"
 CONSTANTS: Mapping[str, Constant] = {
     "model.state_heads": Constant(8, "horizons are dealt out to 8 groups of states, or as many as divide model.states"),
     "model.modulation": Constant(0.0, "states decay alike at every token"),
-    "model.convolution": Constant(0, "states read each token by itself; model.scales has means over several"),
+    "model.scales": Constant([], _TOKENS),
+    "model.convolution": Constant(0, _TOKENS),
     "model.resonance": Constant(0.0, "states are read as they are"),
     "model.energy": Constant(0.0, "the loss has no term for eigenvalues"),
     "model.embedding_std": Constant(_embedding_std, "it is 0.02, or with model.zero_init 1, for a tied head less"),
@@ -82,12 +84,20 @@ CONSTANTS: Mapping[str, Constant] = {
     "checkpoint.asynchronous": Constant("auto", "where memory is free, 64 MiB and more are written beside training"),
     "checkpoint.best": Constant(_best, "it is kept unless checkpoint.every is 0 and eval.patience 0"),
     "checkpoint.full_disk_wait": Constant(300.0, "a run that ended on a full disk is resumed once there is room"),
+    "speed.activation_offload": Constant(False, "speed.checkpointing=full keeps little on the GPU"),
     "parallel.join": Constant(lambda _: 25.0, "hosts have parallel.timeout to come, processes of one host 60 s"),
     "parallel.check_every": Constant(1000, "to compare the weights takes no time that could be seen"),
     "output.plots": Constant(lambda _: True, "runs of 20 steps and more are drawn, others by `flatout plot`"),
 }
 # These change nothing that is learned.
-HARMLESS = ("eval.min_delta", "checkpoint.asynchronous", "checkpoint.best", "parallel.join", "output.plots")
+HARMLESS = (
+    "eval.min_delta",
+    "checkpoint.asynchronous",
+    "checkpoint.best",
+    "parallel.join",
+    "output.plots",
+    "speed.activation_offload",
+)
 
 
 _RULES = {  # by the former name: in `clean.drop`, switched on, switched off

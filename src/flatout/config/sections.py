@@ -478,8 +478,6 @@ class SpeedConfig(Section):
     """Micro-batches per optimizer step, fewer if packed samples need fewer; null follows from the other fields."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """What backward recomputes instead of keeping: nothing, the cheap parts of a block, or all of it."""
-    activation_offload: bool = False
-    """Keep what backward needs in the host's pinned memory instead of the GPU's."""
     loader: Literal["auto", "host", "device"] = "auto"
     """Where tokens live; auto is the device for corpora up to 2 GiB on CUDA, else the host."""
     workers: Annotated[int, Field(ge=0, le=64)] = 1

@@ -97,7 +97,6 @@ FIELD_ELSEWHERE_CALLED = _by_foreign_name(
         "parallel.timeout": "ddp_timeout nccl_timeout",
         "speed.accumulation": "accum_steps accumulate_grad_batches grad_accum_steps gradient_accumulation_iters "
         "gradient_accumulation_steps",
-        "speed.activation_offload": "offload_activations",
         "speed.attention": "attention_backend attn_implementation flash flash_attention flash_attn sdpa "
         "use_flash_attention use_flash_attn",
         "speed.checkpointing": "activation_checkpoint activation_checkpointing enable_gradient_checkpointing "

@@ -105,13 +105,10 @@ _ALL = (
     Command(
         "prepare inspect",
         verbs_models.inspect,
-        "what a prepared dataset holds, what was dropped and why, with a picture",
+        "what a prepared dataset holds, what was dropped and why",
         (
             word("folder", "folder of prepared shards"),
             number("--context", 1, 2**24, "count windows of this many tokens"),
-            option("--picture", "FILE", "PNG or SVG to draw; default: FOLDER.png beside it"),
-            flag("--no-picture", "draw nothing"),
-            OVERWRITE,
             JSON,
         ),
     ),
@@ -374,7 +371,6 @@ _ALL = (
             word("runs", "a run folder, such as runs/shakespeare", nargs="+", metavar="RUN"),
             option("--out", "FOLDER", "default: plots in the run's folder or here; of several runs, also a picture"),
             flag("--svg", "write SVG pictures instead of PNG"),
-            flag("--each", "also write every panel as a picture of its own"),
             flag("--no-csv", "write pictures only"),
             OVERWRITE,
             flag("--json", "print the files written as JSON"),

@@ -297,7 +297,7 @@ class _LastWord:
 
 
 def plot(parsed: argparse.Namespace) -> int:
-    how = {"svg": parsed.svg, "each": parsed.each, "tables": not parsed.no_csv, "overwrite": parsed.overwrite}
+    how = {"svg": parsed.svg, "tables": not parsed.no_csv, "overwrite": parsed.overwrite}
     with ended_by_signals(lambda: "files that are there are whole"):
         written = flatout.plot(parsed.runs, parsed.out, **how)
     if parsed.json:

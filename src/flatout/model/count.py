@@ -188,7 +188,7 @@ class _Watch(TorchDispatchMode):
             part.results += each if memory in self.results else 0.0
             if self.copies.get(memory) in lean:
                 part.copies += each
-            elif memory in lean or (saved and mixer is not None and (self.chunked or mixer.config.scales)):
+            elif memory in lean or (saved and mixer is not None and self.chunked):
                 part.lean += each
             elif memory in self.normed:
                 part.stream += each / x.itemsize
@@ -437,8 +437,8 @@ def _gathered(config: ModelConfig, vocab: int) -> int:
 
 
 def _narrow_bytes(config: ModelConfig, parameters: int, form: Form) -> int:
-    """Copies of weights in narrower types. They live through the step; with full checkpointing or offloading our
-    half-precision copies live for one product only. 8-bit copies have a transpose too."""
+    """Copies of weights in narrower types. They live through the step; with full checkpointing our half-precision
+    copies live for one product only. 8-bit copies have a transpose too."""
     how = form.execution
     if not form.triton:
         return 2 * parameters if form.half else 0
@@ -447,8 +447,7 @@ def _narrow_bytes(config: ModelConfig, parameters: int, form: Form) -> int:
         return sum(layer.weight.numel() for name, layer in block.linears().items() if name not in how.fp8)
 
     eight = linear_count(config) - _over_blocks(config, wide)
-    staying = how.checkpointing != "full" and not how.activation_offload
-    halves = _over_blocks(config, wide) if staying else max(map(wide, _blocks(config)[0]))
+    halves = max(map(wide, _blocks(config)[0])) if how.checkpointing == "full" else _over_blocks(config, wide)
     return 2 * eight + (2 * halves if form.half else 0)
 
 
@@ -471,8 +470,6 @@ def _step_bytes(
     *parts, outside = _parts(config, form)
     blocks = [(part.times, *_kept_and_again(config, part, tokens, form, frozen)) for part in parts]
     kept, again = sum(times * kept for times, kept, _ in blocks), max(again for *_, again in blocks)
-    if form.execution.activation_offload:  # the tensors being copied are fewer than one block keeps
-        kept = min(kept, max(kept for _, kept, _ in blocks))
     kept += _kept_and_again(config, outside, tokens, form)[0]
     backward = again + tokens * _backward_bytes(config, form)
     loss, head_gradient = _loss_bytes(config, vocab, labels, form, frozen)

@@ -69,6 +69,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "clean.max_characters": Constant(None, "clean.drop=[quality] drops documents of more than 100,000 words"),
     "clean.blocked_urls": Constant(None, "take such pages out of the crawl before it is prepared"),
     "chat.too_long": Constant("truncate", "samples are cut at chat.max_tokens, and the report counts them"),
+    "lora.also": Constant([], "beside adapters nothing else is trained; lora.rank=0 trains all weights"),
     "optim.weight_decay_end": Constant(None, "optim.weight_decay holds for the whole run"),
     "optim.cautious": Constant(_by_optimizer(True, False), "optim.optimizer=normuon decays cautiously, muon does not"),
     "optim.momentum": Constant(0.95, _MUON),

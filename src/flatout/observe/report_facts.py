@@ -105,7 +105,7 @@ def _base_rows(info: dict[str, Any]) -> Rows:
     more += ["rank-stabilised"] if _at(info, "lora.rank_stabilised") else []
     more += [f"dropout {dropout:g}"] if dropout else []
     rows.append(("Adapters", ", ".join(more)))
-    labels = {"ranks": "Ranks by name", "alphas": "Alphas by name", "also": "Trained whole", "targets": "Targets"}
+    labels = {"ranks": "Ranks by name", "alphas": "Alphas by name", "targets": "Targets"}
     for name, label in labels.items():
         values = _at(info, f"lora.{name}")
         rows.append((label, ", ".join(map(str, values)) if isinstance(values, list) and values else None))

@@ -999,7 +999,7 @@ def test_damaged_shards_are_found_by_prepare_and_mended_by_its_hint(
     shard.write_bytes(b"\x01" + shard.read_bytes()[1:])
     from flatout import cli
 
-    for command in (lambda: prepare(*words), lambda: cli.main(["prepare", "inspect", "out", "--no-picture"])):
+    for command in (lambda: prepare(*words), lambda: cli.main(["prepare", "inspect", "out"])):
         assert command() == 3
         assert "--overwrite" in capsys.readouterr().err
     Path("out/manifest.json").write_text("{", encoding="utf-8")

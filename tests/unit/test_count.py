@@ -44,7 +44,7 @@ VARIANTS = [
     {"bias": True, "qkv_bias": False, "qk_norm": False, "head_size": 6, "mlp": "gelu"},
     {"value_tables": 1, "head_gate": True, "kv_heads": 2, "bigram_rows": 50, "first_mix": True},
     {"pattern": "E", "states": 24, "bias": True},
-    {"pattern": "EEA", "states": 40, "scales": [1, 4]},
+    {"pattern": "EEA", "states": 40},
     {"norm": "plain-rmsnorm", "qk_norm": 1.2, "embedding_norm": True, "tied": False, "mlp": "relu2"},
     {"norm": "plain-rmsnorm", "bias": True, "qk_norm": False, "mlp": "gelu"},
 ]
@@ -248,9 +248,10 @@ def _switches(row: dict) -> dict:
 
 
 MEASURED = Path(__file__).parents[2] / "lab" / "memory_estimate.jsonl"
+GONE = '"activation_offload": true'  # a switch that rows were measured with and that is gone
 
 
-@pytest.mark.parametrize("line", MEASURED.read_text().splitlines())
+@pytest.mark.parametrize("line", [line for line in MEASURED.read_text().splitlines() if GONE not in line])
 def test_memory_estimate_is_within_a_tenth_of_what_a_gpu_measured(line):
     row = json.loads(line)
     model = load_config(row["preset"]).config.model

@@ -195,8 +195,7 @@ def described_checkpoint(
     made_for, vocab = (own if source is None else source.config).context, vocab_in(state)
     model = own.model_copy(update={"init_from": None, "dropout": 0.0})
     context = fitting_context(context, made_for, folder, cut=cut)
-    # Learned positions are weights, and no scale may be as long as the context: such a model keeps its own.
-    if context is not None and model.positions != "learned" and context > max(model.scales, default=0):
+    if context is not None and model.positions != "learned":  # learned positions are weights: their number stays
         model = model.model_copy(update={"context": context})
     stops = tuple(state.get("stops", () if end_of_text is None else (end_of_text,)))
     if source is not None:

@@ -54,11 +54,13 @@ def _best(saving: Written) -> Any:
     return saving["every"] != 0 if "every" in saving else REFUSED
 
 
+_TOKENS = "states read each token by itself"
 _MUON = "optim.muon_rate is what Muon needs"
 CONSTANTS: Mapping[str, Constant] = {
     "model.state_heads": Constant(8, "horizons are dealt out to 8 groups of states, or as many as divide model.states"),
     "model.modulation": Constant(0.0, "states decay alike at every token"),
-    "model.convolution": Constant(0, "states read each token by itself; model.scales has means over several"),
+    "model.scales": Constant([], _TOKENS),
+    "model.convolution": Constant(0, _TOKENS),
     "model.resonance": Constant(0.0, "states are read as they are"),
     "model.energy": Constant(0.0, "the loss has no term for eigenvalues"),
     "model.embedding_std": Constant(_embedding_std, "it is 0.02, or with model.zero_init 1, for a tied head less"),

@@ -19,7 +19,7 @@ from flatout.errors import ConfigError
 _OF_BLOCKS = {
     "model.window": "W",
     "train.window_stages": "W",
-    **dict.fromkeys(("model.states", "model.scales", "speed.scan"), "E"),
+    **dict.fromkeys(("model.states", "speed.scan"), "E"),
     **{
         f"model.{name}": "AW"
         for name in ("kv_heads", "head_size", "qkv_bias", "qk_norm", "head_gate", "rope_base",

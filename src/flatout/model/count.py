@@ -188,7 +188,7 @@ class _Watch(TorchDispatchMode):
             part.results += each if memory in self.results else 0.0
             if self.copies.get(memory) in lean:
                 part.copies += each
-            elif memory in lean or (saved and mixer is not None and (self.chunked or mixer.config.scales)):
+            elif memory in lean or (saved and mixer is not None and self.chunked):
                 part.lean += each
             elif memory in self.normed:
                 part.stream += each / x.itemsize

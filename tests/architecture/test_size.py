@@ -22,10 +22,10 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 51_993,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 41_198,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 99,  # all Python outside tests
-    "modules": 229,  # of src/flatout, as all the following
+    "lines of code": 50_887,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 40_361,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 98,  # all Python outside tests
+    "modules": 228,  # of src/flatout, as all the following
     "modules with one importer": 38,
     "settings": 146,  # leaves of RunConfig, and environment variables of our own
     "verbs": 19,

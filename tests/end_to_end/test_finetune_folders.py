@@ -610,6 +610,7 @@ def test_an_adapter_without_a_base_is_given_one(words, capsys):
 # --- the template of a merged folder ----------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("template", ["model", "chatml", "plain", "mine.jinja", "none"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_folder_has_the_template_that_it_was_taught_with(words, template, rank):

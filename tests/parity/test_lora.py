@@ -325,6 +325,7 @@ def whole_gradients(adapters: Adapters) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize(("kind", "tied"), [("qwen2", False), ("qwen2", True), ("gpt2", True)])
 def test_weights_that_are_trained_whole_are_pefts(kind, tied, dora, tmp_path: Path):

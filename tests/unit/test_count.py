@@ -152,6 +152,7 @@ def held_by_steps(loss: torch.Tensor) -> Iterator[torch.Tensor]:
         waiting += [before for before, _ in step.next_functions]
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -363,6 +364,7 @@ def test_flops_of_packed_samples_go_by_their_own_length():
     assert flops_per_token(config, VOCAB, 100.0) == flops_per_token(config, VOCAB) - 12 * 2 * 64 * 3996 / 2
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("plan", [{}, {"dropout": 0.1}, {"dora": True}, {"also": ("embedding", "head")}], ids=str)

@@ -196,6 +196,7 @@ def packed_batch(seed: int, *, joined: bool, rows: int = 3, length: int = 300) -
     return torch.from_numpy(tokens), torch.from_numpy(targets), packed
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("dora", [True, False])
 def test_a_recording_is_replayed_with_other_documents(joined, dora):

@@ -22,8 +22,8 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 50_887,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 40_361,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 50_709,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 40_201,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 98,  # all Python outside tests
     "modules": 228,  # of src/flatout, as all the following
     "modules with one importer": 38,

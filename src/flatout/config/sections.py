@@ -429,7 +429,7 @@ class OutputConfig(Section):
     """Name of the run, for its folder."""
     log_every: Positive = 10
     """Steps between lines on the terminal; metrics.jsonl gets every step."""
-    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default=[])
+    trackers: list[Literal["tensorboard", "wandb"]] = Field(default=[])
     """Where records go besides metrics.jsonl; each needs its package."""
 
 

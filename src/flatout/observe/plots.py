@@ -311,8 +311,7 @@ def eigenstates_figure(run: RunNumbers) -> Figure:
 
 
 def _horizon(axes: Axes, run: RunNumbers) -> None:
-    words = run.eigenstates.sentence.removeprefix("eigenstate memory: ")
-    context = run.eigenstates.context
+    words, context = _last(run, "horizon", lambda value: f"{short_tokens(value)} tokens"), run.eigenstates.context
     draw_panel(axes, "Memory horizon", _lines(run, "horizon"), _OF_STATES, words=words, context=context)
 
 

@@ -7,9 +7,8 @@ here. Rank 16 on every projection of the blocks. Full rows: 8 samples that fill 
 step, lengths lognormal with a mean of about 258 and at most 2,048; packed for ours, padded to the longest for PEFT.
 Everybody sees the same tokens in the same order, and every token but the first of a sample is learned. Each step is
 forward, backward, clipping to 1.0 and torch's fused AdamW. Ours is the path of `flatout finetune`: its loader, its
-switches as they are resolved for this machine, its step. PEFT's is a plain loop under autocast, adapters in fp32. TRL,
-Liger and Unsloth are in finetune_peers.py and run in a process each, since two of them patch the rest; they are no
-part of what a plain call measures. A case that cannot run gives a row with `error`, and the next one follows.
+switches as they are resolved for this machine, its step. PEFT's is a plain loop under autocast, adapters in fp32. A
+case that cannot run gives a row with `error`, and the next one follows.
 
 Seconds are the device's own, from the end of one step to the end of the next; tokens are those that are no padding.
 `host_ms` is how long the host takes to hand a step over with nobody waiting for the device: where it comes near the
@@ -23,15 +22,9 @@ import gc
 import itertools
 import json
 import math
-import os
-import re
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,18 +63,10 @@ OURS: dict[str, list[str]] = {
     "ours-torch": ["speed.kernels=torch"],
     "ours-selective": ["speed.checkpointing=selective"],
     "ours-full": ["speed.checkpointing=full"],
-    "ours-full-tuned": ["speed.checkpointing=full", "speed.products=tuned"],
-    "ours-full-4": ["speed.checkpointing=full", "speed.micro_batch=4"],
     "mixed": [],
     "mixed-torch": ["speed.kernels=torch"],
 }
 PEERS = ("peft", "peft-checkpoint", "peft-mixed")
-APART = (  # in finetune_peers.py, a process each
-    "trl", "trl-checkpoint", "trl-mixed", "trl-mixed-padded",
-    "liger", "liger-checkpoint", "liger-mixed", "liger-trainer",
-    "unsloth", "unsloth-padded", "unsloth-checkpoint", "unsloth-mixed", "unsloth-mixed-padded",
-)  # fmt: skip
-PATIENCE = 300  # seconds for one of them, its imports and compiling included
 
 
 def samples_of(*, mixed: bool, small: bool) -> Samples:
@@ -213,11 +198,6 @@ def timed(step: Callable[[], float]) -> dict[str, Any]:
         host.append(time.perf_counter() - began)
     if cuda:
         torch.cuda.synchronize()
-    return figures(tokens, seconds, host, peak)
-
-
-def figures(tokens: list[int], seconds: list[float], host: list[float], peak: float | None) -> dict[str, Any]:
-    """A row's figures; ours and the peers' are made here alike."""
     rates = [count / taken for count, taken in zip(tokens, seconds, strict=True)]
     return {
         "steps_timed": TIMED,
@@ -311,47 +291,16 @@ def padded(
         yield *parts, None if mask is None else mask.to(device), float((targets != IGNORED).sum())
 
 
-def apart(case: str, *, small: bool) -> dict[str, Any]:
-    """The row of a peer that has a process to itself, in a folder that goes away, since some write where they are."""
-    paths = [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    quiet = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    program = str(Path(__file__).with_name("finetune_peers.py").absolute())
-    with tempfile.TemporaryDirectory() as folder:
-        row, said = Path(folder, "row.json"), Path(folder, "said")
-        command = [sys.executable, program, case, str(row), *(["--small"] if small else [])]
-        try:
-            with said.open("wb") as out:  # a file, since compilers it started could hold a pipe open after its end
-                code = subprocess.run(
-                    command,
-                    cwd=folder,
-                    env={**os.environ, **quiet},
-                    timeout=PATIENCE,
-                    stdout=out,
-                    stderr=out,
-                    check=False,
-                ).returncode
-        except subprocess.TimeoutExpired:
-            code = f"nothing but our patience, after {PATIENCE} seconds"
-        if code == 0 and row.exists():
-            return json.loads(row.read_text(encoding="utf-8"))
-        text = said.read_text(encoding="utf-8", errors="replace")
-    print(text[-4000:], file=sys.stderr)
-    errors = re.findall(r"^\w[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*", text, re.MULTILINE)
-    return {"error": errors[-1][:300] if errors else f"it ended with {code}"}
-
-
 def measure(case: str, words: list[str], *, small: bool) -> dict[str, Any]:
     if case in PEERS:
         return peft(case, small=small)
-    if case in APART:
-        return apart(case, small=small)
     return ours([*OURS[case], *words], mixed="mixed" in case, small=small)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit")
-    known = [*OURS, *PEERS, *APART]
+    known = [*OURS, *PEERS]
     parser.add_argument("words", nargs="*", metavar="CASE", help=f"of {', '.join(known)}; or a setting a.b=c")
     parser.add_argument("--small", action="store_true", help="a toy shape")
     asked = parser.parse_intermixed_args()

@@ -1,8 +1,7 @@
-"""Validation loss over seconds of training on enwik8, ours and nanoGPT's in one run, as JSON lines and a picture.
+"""Validation loss over seconds of training on enwik8, ours and nanoGPT's in one run, as JSON lines.
 
     python lab/time_to_loss.py data enwik8.gz TOKENIZER FOLDER
     python lab/time_to_loss.py run FOLDER COMMIT [--nanogpt REPOSITORY] [--seeds 1,2] [CASE | NAME=WORDS ...]
-    python lab/time_to_loss.py draw PICTURE
 
 `data` makes shards. It needs enwik8.gz as the source package minGRU-pytorch 0.2.1 has it, and GPT-2's
 `r50k_base.tiktoken` or its folder. A case is a name of CASES, or NAME=WORDS with the words of `flatout train`, with
@@ -53,9 +52,8 @@ CONTEXT, ROW, FARTHEST, END_OF_TEXT, EVALUATED = 1024, 32_768, 1_792, 50_256, 1_
 TOKENS = 52_166_656  # two epochs, in whole steps of 131,072
 ENWIK8 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
 PARTS = {"train": (0, 90_000_000, 26_102_763), "val": (90_000_000, 95_000_000, 1_442_253)}
-OLD = "gpt-124m train.batch_tokens=131072 optim.learning_rate=1.2e-3 optim.warmup=100"
 CASES = {
-    "old": OLD,
+    "old": "gpt-124m train.batch_tokens=131072 optim.learning_rate=1.2e-3 optim.warmup=100",
     "old-untied": "gpt-124m train.batch_tokens=65536 optim.learning_rate=2e-3 optim.warmup=100 model.tied=false",
     "modern": "modern --size=124m",
     "record": "record --size=60m",
@@ -240,7 +238,7 @@ def _now() -> float:
     return time.perf_counter()
 
 
-# Rows and the picture
+# Rows
 
 
 def written(row: dict[str, Any]) -> None:
@@ -306,28 +304,6 @@ def write_tokens(source: Path, tokenizer: Path, folder: Path) -> None:
         (tokens[: EVALUATED + 1] if name == "val" else tokens).tofile(folder / f"{name}.bin")
 
 
-def draw(asked: argparse.Namespace) -> None:
-    """Loss over seconds of the newest row of each case."""
-    from matplotlib.figure import Figure
-
-    rows = [json.loads(line) for line in ROWS.read_text("utf-8").splitlines()]
-    newest = {row["case"]: row for row in rows if row.get("curve") and row["case"] in (*CASES, "nanogpt")}
-    labels = {"nanogpt": "nanoGPT 124M", "old": "flatout gpt-124m", "old-untied": "gpt-124m, untied, rate tuned"}
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for case in sorted(newest, key=lambda case: -newest[case]["curve"][-1][1]):
-        seconds, losses = zip(*newest[case]["curve"], strict=True)
-        axes.plot(seconds, losses, marker="o", markersize=3, label=labels.get(case, f"flatout {newest[case]['words']}"))
-        axes.annotate(f"{losses[-1]:.2f}", (seconds[-1], losses[-1]), (4, 0), textcoords="offset points", fontsize=8)
-    axes.set(
-        xlabel="seconds of training, one H200", ylabel="validation loss, nats per token", title="enwik8, two epochs"
-    )
-    axes.set_ylim(top=6.0)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(asked.picture, dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -341,10 +317,8 @@ def main() -> None:
     running.add_argument("cases", nargs="*")
     running.add_argument("--nanogpt", type=Path)
     running.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1])
-    drawing = commands.add_parser("draw", help="the picture")
-    drawing.add_argument("picture", type=Path)
     asked = parser.parse_args()
-    {"data": data, "run": run, "draw": draw}[asked.command](asked)
+    {"data": data, "run": run}[asked.command](asked)
 
 
 if __name__ == "__main__":

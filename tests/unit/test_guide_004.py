@@ -49,16 +49,51 @@ def test_the_figures_have_the_guides_table_beside_them():
         assert min(row["seconds"], row["steps_per_second"], row["tokens_per_second"], row["peak_gib"]) > 0
 
 
+SHAPE: dict = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 128}
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>\n' + message.content + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+def write_base(folder: Path) -> None:
+    """A tiny Llama with random weights, and a tokenizer trained on Shakespeare and the instructions."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from flatout.config.schema import ModelConfig
+    from flatout.corpus.document import shakespeare
+    from flatout.model.gpt import build_model
+    from flatout.model.hub_folder import export_huggingface
+
+    config = ModelConfig(**SHAPE, context=2048, qk_norm=False, tied=False)
+    export_huggingface(build_model(config, 32000, seed=0), folder, dtype=torch.bfloat16)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=8000,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(shakespeare()), str(ROWS)], trainer)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("tokenizers") is None, reason="needs tokenizers")
 @pytest.mark.parametrize("words", [[], ["lora.dropout=0.0", "speed.accumulation=1"]], ids=["guide", "fast"])
 def test_the_whole_job_on_a_small_model(words: list[str], tmp_path: Path):
-    spec = importlib.util.spec_from_file_location("estimate_truth", ROOT / "lab" / "estimate_truth.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    script.write_base(tmp_path / "base", "tiny")
+    write_base(tmp_path / "base")
     places = [f"model.init_from={tmp_path / 'base'}", f"chat.source={ROWS}", f"data.folder={tmp_path / 'samples'}"]
     command = [sys.executable, "-m", "flatout.cli", "finetune", "tinyllama-lora", "--json", *places, *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

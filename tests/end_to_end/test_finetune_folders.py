@@ -506,11 +506,7 @@ def peft_folder(**settings) -> torch.Tensor:
     [
         {},
         {"use_dora": True},
-        {"target_modules": r".*\.1\..*proj"},
-        {"layers_to_transform": [1]},
-        {"rank_pattern": {"1.self_attn.q_proj": 5}, "alpha_pattern": {r".*q_proj": 7.5}},
-        {"rank_pattern": {"q_proj": 5}, "layers_to_transform": [1]},
-        {"modules_to_save": ["lm_head", "embed_tokens"]},
+        {"rank_pattern": {"1.self_attn.q_proj": 5}, "alpha_pattern": {"q_proj": 7.5}},
     ],
     ids=str,
 )

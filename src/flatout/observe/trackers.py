@@ -484,7 +484,7 @@ class _Lane:
     def messages(self) -> list[str]:
         return [self._messages.get() for _ in range(self._messages.qsize())]
 
-    def _tell(self, words: str) -> None:
+    def _notify(self, words: str) -> None:
         self._messages.put(printable(f"{self.title} {words}"))
 
     def _work(self, opener: Callable[[Callable[[str], None]], Tracker]) -> None:

@@ -177,6 +177,7 @@ def words_of(axes: Any) -> list[str]:
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("case", "make"),
     [(case, results_figure) for case in CASES]

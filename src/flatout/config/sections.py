@@ -162,11 +162,9 @@ class LoraConfig(Section):
     targets: list[Name] = Field(default=["all-linear"])
     """Projections with an adapter, such as [q_proj, v_proj]; all-linear is all."""
     ranks: list[Name] = Field(default=[])
-    """Ranks of some projections, such as [q_proj=8, mlp.down_proj=32]; a name is a pattern for the end of a path."""
+    """Ranks of some projections, such as [q_proj=8, mlp.down_proj=32]; a name is a path or the end of one."""
     alphas: list[Name] = Field(default=[])
     """Alphas of some projections, in the same form."""
-    also: list[Literal["embedding", "head", "biases"]] = Field(default=[])
-    """Weights of the base that are trained whole beside the adapters."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Dropout share on what adapters read, in training."""
     rank_stabilised: bool = False

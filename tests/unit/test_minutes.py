@@ -255,7 +255,7 @@ def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised()
         config = load_config("record", ["data.source=shakespeare", *words.values()], size="60m")
         return applied(config, decide(config, shape, dataclasses.replace(known, unique=unique), device).as_dict())
 
-    large, small = sized(card(80)), settled(card(8))
+    large, small = sized(card(80)), sized(card(8))
     assert large.config.model.value_tables == 2
     assert large.config.model.bigram_rows == 0, "two epochs"
     once = sized(card(80), words="train.epochs=1")

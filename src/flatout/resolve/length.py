@@ -140,7 +140,7 @@ def visits_of(
         if every:
             return math.ceil(steps / every)
         if epochs and windows:
-            return math.ceil(steps * sequences / (windows * epochs))
+            return min(steps, math.ceil(steps * sequences / (windows * epochs)))
         return min(steps, 1)
 
     evaluations, checkpoints = times(evaluating.steps, evaluating.epochs), times(saving.steps, saving.epochs)

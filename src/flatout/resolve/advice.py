@@ -154,8 +154,7 @@ def _on_samples(plan: RunPlan) -> Iterator[Finding]:
     choices = choose(adapter_plan(lora), targets_of(empty_model(plan.model, plan.vocab, device="meta")))
     names = ", ".join(sorted({choice.target.name for choice in choices}))
     held = "" if lora.quantize == "none" else f", the base in 4 bits ({lora.quantize})"
-    beside = f", and {' and '.join(lora.also)} whole" if lora.also else ""
-    yield _check("trained").ok(f"adapters of rank {lora.rank} on {names}{beside}: {count}{held}")
+    yield _check("trained").ok(f"adapters of rank {lora.rank} on {names}: {count}{held}")
     yield from (_check("rank").note(found) for found in needless_rank(choices))
 
 

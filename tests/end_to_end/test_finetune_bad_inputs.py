@@ -119,8 +119,6 @@ MODEL_CASES = {
     "an adapter as a model": Case("lora.init_from", ("model.init_from=adapter",)),
     "a hub name without a network": Case("nobody/nothing", ("model.init_from=nobody/nothing",)),
     "remote code": Case("not supported", (), change(BASE / "config.json", model_type="mine", auto_map={"A": "x.y"})),
-        "not supported", (), change(BASE / "config.json", model_type="mine", auto_map={"AutoModel": "x.y"})
-    ),
     "an unknown type": Case("bert", (), change(BASE / "config.json", model_type="bert")),
     "a quantised model": Case("quantised", (), change(BASE / "config.json", quantization_config={"bits": 4})),
     "a classifier": Case(

@@ -100,10 +100,9 @@ OLDEST_TORCH = (2, 11)
 _HELD_BY = {"power": 0x04 | 0x80, "heat": 0x20 | 0x40, "hardware": 0x08}
 # Packages by the names that are imported; flash_attn.cute is FlashAttention-4, flash_attn_interface FlashAttention-3.
 _SAME_NAME = ("pyarrow", "zstandard", "datasets", "fastwarc", "resiliparse", "rensa")
-_SAME_NAME += ("tensorboard", "trackio", "wandb", "optuna")
+_SAME_NAME += ("tensorboard", "wandb", "optuna")
 OPTIONAL = {name: name for name in _SAME_NAME} | {
     "flash_attn.cute": "flash-attn-4",
-    "flash_attn_interface": "flash_attn_3",
     "pynvml": "nvidia-ml-py",
 }
 # Variables that change what torch, CUDA or a math library do. The rest may hold secrets and is not read.

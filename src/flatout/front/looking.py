@@ -197,7 +197,7 @@ def bundle(
         progress("looking at the machine ...")
         machine, findings = _machine_without_secrets(folder)
     private = Private.of(os.environ, Path.home())
-    write_bundle(folder, private, target, bundle_files(folder, private, machine=machine, doctor=findings))
+    write_bundle(target, bundle_files(folder, private, machine=machine, doctor=findings))
     return target
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -164,28 +163,9 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         dispatch(["watch", "missing"])
     with pytest.raises(DataError, match="is not a run"):
         dispatch(["watch", str(tmp_path)])
-    for words in (["--web", "--json"], ["--port", "1"], ["--web", "--port", "70000"], ["--jsn"], ["a", "b"]):
+    for words in (["--port", "1"], ["--jsn"], ["a", "b"]):
         with pytest.raises(UsageError):
             dispatch(["watch", *words])
-
-
-def test_the_browser_gets_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    asked = []
-
-    def serve(folders: list[Path], *, port: int, ready: Callable[[str], None]) -> None:
-        asked.append((list(folders), port))
-        ready("http://127.0.0.1:8760/")
-        raise KeyboardInterrupt
-
-    server = types.ModuleType("flatout.observe.report")
-    server.serve = serve
-    monkeypatch.setitem(sys.modules, "flatout.observe.report", server)
-    folder = write(tmp_path / "run", info(), step(1))
-    assert dispatch(["watch", str(folder), "--web", "--port", "0"]) == 130
-    assert asked == [([folder], 0)]
-    assert "http://127.0.0.1:8760/" in capsys.readouterr().out
 
 
 def test_watching_needs_no_torch(tmp_path: Path):

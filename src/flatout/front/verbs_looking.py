@@ -187,27 +187,14 @@ LOST = 1
 
 
 def watch(parsed: argparse.Namespace) -> int:
-    if parsed.web and parsed.json:
-        raise UsageError("--web and --json exclude each other", "leave one of them out")
-    if parsed.port is not None and not parsed.web:
-        raise UsageError("--port is for --web", "add --web, or leave --port out")
     from flatout.observe.runs import find_run
 
     folder = find_run(parsed.run)
     with held_signal() as stop:
-        if not parsed.web:
-            return _show(folder, as_json=parsed.json)
-        _serve([folder], parsed.port, f"watching {one_line(str(folder))} at")
+        return _show(folder, as_json=parsed.json)
     if stop.number == signal.SIGINT:
         print("stopped watching; the run is not affected", file=sys.stderr)
     return 128 + (stop.number or 0)
-
-
-def _serve(folders: Sequence[Path], port: int | None, said: str) -> None:
-    """Serves the report of runs on this machine until a signal ends it; `said` is printed before the address."""
-    from flatout.observe.report import serve
-
-    serve(folders, port=port, ready=lambda url: print(f"{said} {url} (Ctrl-C ends it)", flush=True))
 
 
 def _show(folder: Path, *, as_json: bool) -> int:
@@ -352,8 +339,11 @@ def _bundle(parsed: argparse.Namespace) -> int:
 
 def _serve_reports(parsed: argparse.Namespace) -> int:
     folders = _folders(parsed.runs)
+    from flatout.observe.report import serve
+
     with held_signal():
-        _serve(folders, parsed.port, "the report is at")
+        ready = "the report is at {} (Ctrl-C ends it)"
+        serve(folders, port=parsed.port, ready=lambda url: print(ready.format(url), flush=True))
     print("stopped", file=sys.stderr)
     return 0
 

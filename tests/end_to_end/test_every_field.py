@@ -109,7 +109,6 @@ OTHER: dict[str, str | list[str]] = {
     "lora.targets": [*ADAPTERS, "lora.targets=[q_proj]"],
     "lora.ranks": [*ADAPTERS, "lora.ranks=[q_proj=2]"],
     "lora.alphas": [*ADAPTERS, "lora.alphas=[q_proj=2]"],
-    "lora.also": [*ADAPTERS, "lora.also=[embedding]"],
     "lora.dropout": [*ADAPTERS, "lora.dropout=0.5"],
     "lora.rank_stabilised": [*ADAPTERS, "lora.rank_stabilised=true"],
     "lora.dora": [*ADAPTERS, "lora.dora=true"],

@@ -506,11 +506,7 @@ def peft_folder(**settings) -> torch.Tensor:
     [
         {},
         {"use_dora": True},
-        {"target_modules": r".*\.1\..*proj"},
-        {"layers_to_transform": [1]},
-        {"rank_pattern": {"1.self_attn.q_proj": 5}, "alpha_pattern": {r".*q_proj": 7.5}},
-        {"rank_pattern": {"q_proj": 5}, "layers_to_transform": [1]},
-        {"modules_to_save": ["lm_head", "embed_tokens"]},
+        {"rank_pattern": {"1.self_attn.q_proj": 5}, "alpha_pattern": {"q_proj": 7.5}},
     ],
     ids=str,
 )
@@ -610,6 +606,7 @@ def test_an_adapter_without_a_base_is_given_one(words, capsys):
 # --- the template of a merged folder ----------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("template", ["model", "chatml", "plain", "mine.jinja", "none"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_folder_has_the_template_that_it_was_taught_with(words, template, rank):

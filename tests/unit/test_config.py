@@ -832,6 +832,7 @@ def test_long_presets_have_the_parameters_that_they_state(preset: str) -> None:
     assert estimate_memory(config.model, 50257, **size).total < 0.75 * 80e9
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("preset", CONFIGS)
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_overlays_only_make_a_run_fit(preset: str, overlay: str) -> None:

@@ -391,6 +391,7 @@ def joined_text(folder: Path) -> str:
     return "".join(texts)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("piece", [128, 2**24], ids=["in pieces", "in one"])
 @pytest.mark.parametrize("tokenizer", ["char", "bytes", "bpe-300"])
 @pytest.mark.parametrize("limit", ["max_bytes", "max_tokens"])

@@ -153,6 +153,7 @@ def test_a_document_in_both_splits_counts_once(kept, documents, rows) -> None:
     assert list(record_counts(summary_of(splits=splits, report=account), account).items()) == rows
 
 
+@pytest.mark.grid
 @every_summary
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_tables_cannot_act_on_the_terminal(summary: DataSummary, width: int) -> None:

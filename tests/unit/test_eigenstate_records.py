@@ -23,13 +23,14 @@ from flatout.observe.series import RunNumbers, eigenstate_history, memory_senten
 from flatout.observe.sinks import read_history
 from flatout.observe.terminal import TerminalReader
 from flatout.observe.trackers import values_of
-from flatout.observe.view import ViewState, panel
+from flatout.observe.view import ViewState
 from flatout.records import EigenstateRecord, record_to_json
 from tests.made_runs import eigenstate_run, eigenstates_of, end_of, finished_run, info_of, step_of, write_run
 from tests.unit import seen
 from tests.unit.test_plots import check_layout, drawn
 from tests.unit.test_plots import panel as panel_of
 from tests.unit.test_report import ODD
+from tests.unit.test_view import lines_of
 
 MANY = tuple(number for number in range(1, 41) if number % 4)
 
@@ -165,12 +166,11 @@ def test_the_panel_has_a_line_for_it_where_there_is_room():
     state = ViewState()
     for record in (seen.info(), eigenstates_of(0), seen.step(1), eigenstates_of(200)):
         state.add(record)
-    text = "\n".join(line.plain for line in panel(state, 100, 30))
-    assert record_sentence(eigenstates_of(200)) in text
+    assert record_sentence(eigenstates_of(200)) in "\n".join(lines_of(state, 100, 30))
     for width, height in ((24, 6), (40, 12), (200, 60), (10, 2)):
-        lines = panel(state, width, height)
+        lines = lines_of(state, width, height)
         assert len(lines) <= height
-        assert all(line.cell_len <= width for line in lines)
+        assert all(len(line) <= width for line in lines)
 
 
 def test_trackers_get_the_medians():

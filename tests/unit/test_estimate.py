@@ -37,6 +37,7 @@ def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
     return Visits(evaluations, samples, saves)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "words",
     [

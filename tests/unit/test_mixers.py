@@ -174,6 +174,7 @@ def test_caches_hold_what_can_be_seen_and_no_more():
     assert all(layer.k_BGSD.shape[2] == 5 for layer in wide), "the window is the context"
 
 
+@pytest.mark.grid
 @every_model
 @pytest.mark.parametrize("scan", ["chunked", "reference"])
 def test_documents_are_as_if_alone(model_name, scan):
@@ -192,6 +193,7 @@ def test_documents_are_as_if_alone(model_name, scan):
     assert int(moved.sum()) == 14, "to the last bit, in all other documents"
 
 
+@pytest.mark.grid
 @every_model
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_parameter_is_without_gradient(model_name, packed):

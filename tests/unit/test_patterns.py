@@ -74,6 +74,7 @@ def test_decoding_equals_one_pass(prompt):
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("how", [pytest.param(Execution(attention="reference"), id="reference"), TRITON])
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_way_gives_the_same_loss_and_gradients(how, packed):

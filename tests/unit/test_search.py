@@ -96,6 +96,7 @@ CAPACITIES = [3, 4, 8, 16, 24, 80, 140]
 SHAPES = [{}, {"half_speed": 0.3}, {"half_speed": 40}, {"slower_beyond": 16}, {"selective": 0.99, "full": 0.85}]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("wrong", [0.92, 1.0, 1.1])
 @pytest.mark.parametrize("capacity", CAPACITIES)
@@ -253,6 +254,7 @@ def test_around_starts_at_the_best_of_another_path_and_climbs():
     assert max(trial.candidate.micro_batch for trial in done if trial.status == "fits") == 64
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("capacity", [4, 8, 16, 24, 80, 139])
 @pytest.mark.parametrize("preset", ["gpt2-124m", "gpt2-350m"])
 def test_gpt2_under_every_cap_by_the_real_estimate(preset, capacity):

@@ -46,6 +46,7 @@ FORMER: Mapping[str, Former] = {
     "chat.too_long": Former("leave it out: samples are cut at chat.max_tokens, and counted", "truncate"),
     "chat.val_source": Former(_VALIDATION.format("chat")),
     "chat.val_fraction": Former(_VALIDATION.format("chat")),
+    "lora.also": Former("leave it out: adapters train projections alone, lora.rank=0 all weights", []),
     "optim.beta1": Former(_BETAS),
     "optim.beta2": Former(_BETAS),
     "optim.warmup_steps": Former("write optim.warmup=100"),

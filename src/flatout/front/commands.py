@@ -206,12 +206,12 @@ _ALL = (
         "check machine, data and config, and say what to do",
         (
             *CONFIG,
-            number("--gpus", 1, 4096, "check for so many ranks; under torchrun, its own number"),
+            number("--gpus", 1, 4096, "check for N ranks on this host"),
             flag("--quick", "leave out what takes seconds, such as compiling"),
             flag("--json", "print findings as JSON lines"),
         ),
         "Check machine, data and config before training: what was found, whether it is fine, and what to do about it.",
-        processes="ranks",
+        processes="one",
     ),
     Command(
         "estimate",

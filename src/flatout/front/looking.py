@@ -12,7 +12,6 @@ from flatout.diagnose.machine import gather_machine
 from flatout.errors import UsageError, quoted
 from flatout.finding import Finding
 from flatout.front.configs import with_sources
-from flatout.launch import Launch
 from flatout.observe.bundle import Private, bundle_files, is_secret, write_bundle
 from flatout.observe.bundle import check_target as check_bundle_target
 from flatout.observe.plots import COMPARISON, write_comparison, write_run_plots
@@ -107,21 +106,19 @@ def doctor(
     size: str | None = None,
     quick: bool = False,
     gpus: int | None = None,
-    launched: Launch | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Finding]:
     """Checks machine, data and config, and yields what was found, each with advice where there is some.
 
     A config that is named, with `overrides`, may have mistakes: they are findings too. `quick` leaves out compiling and
-    slow trials. `gpus` is how many ranks the config is meant for, `launched` this process as the first of those that a
-    launcher started.
+    slow trials. `gpus` is how many ranks the config is meant for.
     """
     target = str(config) if isinstance(config, str | Path) else config
     if not isinstance(target, str | LoadedConfig | None):
         target = with_sources(target)
     if overrides and isinstance(target, LoadedConfig):
         raise UsageError("overrides are for a config by its name", "change the config itself, or name its file")
-    how = {"hardware": hardware, "size": size, "quick": quick, "gpus": gpus, "launched": launched}
+    how = {"hardware": hardware, "size": size, "quick": quick, "gpus": gpus}
     return examine(target, overrides, progress=progress, **how)
 
 
@@ -169,7 +166,7 @@ def bundle(
         progress("looking at the machine ...")
         machine, findings = _machine_without_secrets(folder)
     private = Private.of(os.environ, Path.home())
-    write_bundle(folder, private, target, bundle_files(folder, private, machine=machine, doctor=findings))
+    write_bundle(target, bundle_files(folder, private, machine=machine, doctor=findings))
     return target
 
 

@@ -193,7 +193,7 @@ def _adapters_beyond_kernels(case: SwitchContext) -> str | None:
     beside = sorted({name for block in blocks for name in block.beside})
     if beside:
         return f"under adapters they have no {' and no '.join(beside)}"
-    return adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, whole=bool(lora.also), fp8=())
+    return adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, fp8=())
 
 
 def _wide(case: SwitchContext) -> bool:

@@ -30,8 +30,6 @@ NUMBERS = {
         "--rate",
         "--mfu",
         "--disk",
-        "--restart",
-        "--failure-hours",
     ],
     ("tune",): ["--memory", "--seconds"],
     ("tune", "lr"): ["--from", "--to", "--steps"],

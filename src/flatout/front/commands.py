@@ -16,7 +16,7 @@ from flatout.front import verbs_ahead, verbs_looking, verbs_measuring, verbs_mod
 from flatout.front.completion import SHELLS, script
 from flatout.front.configs import config_options
 from flatout.front.words import Command, Option, Parser, choice, flag, number, option, word
-from flatout.tuning.cluster import CARDS, FAILURE_HOURS, LLAMAS
+from flatout.tuning.cluster import CARDS, LLAMAS
 from flatout.tuning.rungs import every_name
 
 
@@ -233,15 +233,12 @@ _ALL = (
             number("--inter", 0.001, 1e5, "what it reaches between hosts, for each GPU", metavar="GB/S"),
             number("--rate", 1.0, 1e9, "of one GPU with this model; default: from --mfu", metavar="TOKENS/S"),
             number("--mfu", 0.01, 1.0, "share of the peak rate; default: rows of `flatout bench` here, else known"),
-            number("--disk", 0.001, 1e4, "what each host writes; default 2", metavar="GB/S"),
-            number("--restart", 0.0, 1e6, "after an interruption; default 300", metavar="SECONDS"),
-            number("--failure-hours", 1.0, 1e12, f"GPU-hours between interruptions; default {FAILURE_HOURS:,.0f}"),
             option("--plot", "FILE", "with --gpus: draw it to this PNG or SVG file"),
             OVERWRITE,
         ),
         "Time, memory, disk, energy and cost of a run, from a short timed piece of it. Trains nothing that is kept. "
-        "With --gpus nothing is measured and no GPU is needed: memory, communication, step time, checkpoints and "
-        "interruptions of a run on many GPUs, for data parallel, FSDP2 and hybrid sharding.",
+        "With --gpus nothing is measured and no GPU is needed: memory, communication and step time of a run on many "
+        "GPUs, for data parallel, FSDP2 and hybrid sharding.",
         processes="one",
     ),
     # --- measurements -------------------------------------------------------------------------------------------------

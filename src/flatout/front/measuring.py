@@ -41,7 +41,7 @@ from flatout.tuning import profile_page
 from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, Told
 from flatout.tuning.ablation import ablate as ablate_fields
 from flatout.tuning.changes import check_length, choose, read_space, space_of
-from flatout.tuning.cluster import CARDS, FAILURE_HOURS, GB, Card, Cluster, card_here, card_named
+from flatout.tuning.cluster import CARDS, GB, Card, Cluster, card_here, card_named
 from flatout.tuning.estimate import SECONDS as PROBE_SECONDS
 from flatout.tuning.estimate import EstimateResult
 from flatout.tuning.estimate import estimate as look_ahead
@@ -241,17 +241,13 @@ def plan(
     inter: float | None = None,
     rate: float | None = None,
     mfu: float | None = None,
-    disk: float = 2.0,
-    restart: float = 300.0,
-    failure_hours: float = FAILURE_HOURS,
     notice: Callable[[str], None] = lambda _: None,
 ) -> PlanResult:
-    """Memory, communication, step time, saves and interruptions of a run on each of these numbers of GPUs.
+    """Memory, communication and step time of a run on each of these numbers of GPUs.
 
     `gpu` is a card's name, by default this machine's, or h100. `intra` and `inter` are what a collective reaches for
-    each GPU inside a host and between hosts, `disk` what a host writes, in GB/s. One GPU reaches `rate` tokens per
-    second, or the share `mfu` of its peak; by default rows of `bench` here decide, or what is known of the card.
-    `restart` is in seconds, `failure_hours` are GPU-hours between interruptions. Measures nothing and needs no GPU.
+    each GPU inside a host and between hosts, in GB/s. One GPU reaches `rate` tokens per second, or the share `mfu` of
+    its peak; by default rows of `bench` here decide, or what is known of the card. Measures nothing and needs no GPU.
     """
     name, card = (gpu, card_named(gpu)) if gpu is not None else card_here() or ("h100", CARDS["h100"])
     loaded = with_sources(config)
@@ -265,8 +261,7 @@ def plan(
         across=card.across if inter is None else inter * GB,
     )
     speed = _rate_of(name, card, planned_parameters(loaded), rate, mfu)
-    how = {"disk": disk * GB, "restart": restart, "failure_hours": failure_hours}
-    return plan_on_many(loaded, cluster, speed, gpus, **how)
+    return plan_on_many(loaded, cluster, speed, gpus)
 
 
 def _rate_of(name: str, card: Card, parameters: int, rate: float | None, mfu: float | None) -> Rate:
@@ -274,16 +269,16 @@ def _rate_of(name: str, card: Card, parameters: int, rate: float | None, mfu: fl
     if rate is not None and mfu is not None:
         raise UsageError("--rate and --mfu say the same thing twice", "leave one of them out")
     if rate is not None:
-        return Rate(tokens_per_second=rate, source="as told by --rate")
+        return Rate(tokens_per_second=rate, source="by --rate")
     if mfu is not None:
-        return Rate(mfu=mfu, source="as told by --mfu")
+        return Rate(mfu=mfu, source="by --mfu")
     measured = max(_measured(name, parameters), key=lambda found: found[1].mfu or 0.0, default=None)
     if measured is not None:
         path, row = measured
         return Rate(mfu=row.mfu, source=f"measured here: rung {row.rung} of {row.config} in {path}")
     if card.mfu is None:
         raise UsageError(
-            f"nobody has told us what share of its peak rate {card.name} reaches in training",
+            f"it is not known what share of its peak rate {card.name} reaches in training",
             "give --rate, tokens/s of one GPU with this model, or --mfu such as 0.4; `flatout bench` there measures it",
         )
     return Rate(mfu=card.mfu, source=card.mfu_source)

@@ -70,7 +70,7 @@ def estimate(parsed: argparse.Namespace) -> int:
 
 
 MOST = 2**20  # GPUs
-ON_MANY_GPUS = ("gpu", "per_host", "intra", "inter", "rate", "mfu", "disk", "restart", "failure_hours")
+ON_MANY_GPUS = ("gpu", "per_host", "intra", "inter", "rate", "mfu")
 LLAMAS_STAND_ON, SMALL = "gpt-124m", "modern"  # presets for a --size without a config
 
 
@@ -115,11 +115,11 @@ def _estimate_on_many(parsed: argparse.Namespace) -> int:
 
 
 def _costs(result: "PlanResult", loaded: "LoadedConfig", price: float) -> list[dict[str, float]]:
-    """What the run costs on each number of GPUs, with interruptions; without a length, 1B tokens of it."""
+    """What the run costs on each number of GPUs; without a length, 1B tokens of it."""
     train, rows = loaded.config.train, []
     tokens = train.tokens or (train.steps or 0) * train.batch_tokens or 10**9
     for row in (row for row in result.rows if row.auto and row.tokens_per_second):
-        hours = tokens / (3600 * row.gpus * (row.tokens_per_second or 0) * result.saves[row.gpus].best)
+        hours = tokens / (3600 * row.gpus * (row.tokens_per_second or 0))
         rows.append({"gpus": row.gpus, "tokens": tokens, "hours": hours, "cost": hours * row.gpus * price})
     return rows
 

@@ -355,7 +355,6 @@ def _measure(draw: Drawer) -> list[str]:
                 draw.chance.choice(["nope", "fp8", "fp8"]),
                 "--out",
                 out,
-                *draw.maybe("--go-on"),
             ],
             ["ablate", *settings, "--fields", draw.chance.choice(["nope", "model.width"]), "--out", out],
             ["profile", *settings, "--steps", "1", *draw.maybe("--out", out, share=0.8), *wrong],

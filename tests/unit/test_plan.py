@@ -455,7 +455,7 @@ def test_ranges_double_and_lists_are_taken_as_they_are():
 def bench_row(**changed: object) -> BenchRow:
     fields: dict = {field.name: None for field in dataclasses.fields(BenchRow)}
     fields |= {"rung": "full", "group": "ladder", "place": 1, "status": "green", "reason": "", "words": (),
-               "settings": (), "used": {}, "parity_steps": 2, "tolerance": 0.1, "steps": 3, "claim": "",
+               "settings": (), "used": {}, "parity_steps": 2, "tolerance": 0.1, "steps": 3,
                "config": "gpt2-124m", "config_words": (), "data": "", "parameters": 124_000_000, "context": 1024,
                "batch_tokens": 65536, "device": "NVIDIA H200", "flatout": "0", "torch": "2", "mfu": 0.47}  # fmt: skip
     return BenchRow(**{name: fields[name] for name in fields} | changed)

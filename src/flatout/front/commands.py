@@ -308,12 +308,10 @@ _ALL = (
             number("--steps", 3, 10_000, "most steps to time per rung; default 800", default=800),
             number("--parity-steps", 2, 10_000, "steps whose losses must be the reference's; default 20", default=20),
             number("--batch-tokens", 1, 2**40, "tokens per step; default: the config's, at most 64 sequences"),
-            number("--seconds", 10, 1e6, "begin no rung after about this many seconds; --go-on measures the rest"),
+            number("--seconds", 10, 1e6, "begin no rung after about this many seconds"),
             option("--rungs", "A,B,C", "only these rungs, and what they are compared with; the names are below"),
             choice("--only", verbs_measuring.GROUPS, "only this part of the ladder"),
             option("--out", "FOLDER", "for rows and picture; default: bench/NAME, numbered when taken"),
-            flag("--go-on", "measure what is missing in the rows that --out holds already"),
-            flag("--claims", "show what guides claim of each switch, in the table and the picture"),
             flag("--json", "print rows as JSON lines instead of the table"),
         ),
         "Measure every speed switch on this machine: from a naive baseline up, one at a time, then each one out of the "

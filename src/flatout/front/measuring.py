@@ -70,7 +70,6 @@ def bench(
     only: str | None = None,
     seconds: float | None = None,
     folder: str | Path | None = None,
-    go_on: bool = False,
     notice: Callable[[str], None] = lambda _: None,
     progress: Callable[[BenchProgress], None] = lambda _: None,
 ) -> Generator[BenchRow]:
@@ -79,16 +78,13 @@ def bench(
     A rung first has to show the reference's losses over `parity_steps` steps; then at most `steps` steps are timed, in
     turns with the rung that it is compared with. `rungs` are names, `only` is ladder, without or extra. After about
     `seconds`, no other rung is begun. With a `folder`, rows are also written to bench.jsonl there, from the first
-    measured one on; with `go_on`, rungs that are there already are not measured again.
+    measured one on.
     """
     path = None if folder is None else Path(folder) / "bench.jsonl"
-    if path is not None and path.exists() and not go_on:
-        raise UsageError(
-            f"{path} holds the rows of an earlier ladder", "name a new folder, or measure what is missing with --go-on"
-        )
-    earlier = [] if path is None else earlier_rungs(path, notice)
+    if path is not None and path.exists():
+        raise UsageError(f"{path} holds the rows of an earlier ladder", "name a new folder")
     how = {"steps": steps, "parity_steps": parity_steps, "batch_tokens": batch_tokens, "names": rungs, "only": only}
-    how |= {"seconds": seconds, "earlier": earlier, "notice": notice, "progress": progress}
+    how |= {"seconds": seconds, "notice": notice, "progress": progress}
     ladder = climb_ladder(with_sources(config), **how)
     if path is None:
         yield from ladder
@@ -100,13 +96,6 @@ def bench(
             _append(path, waiting)
             waiting = []
         yield row
-
-
-def earlier_rungs(path: Path, notice: Callable[[str], None] = lambda _: None) -> list[BenchRow]:
-    """The rows of a ladder's file, in the order in which they were measured; none where there is no file."""
-    if not path.exists():
-        return []
-    return read_rows(path, bench_row_from_json, "bench", "its rung is measured again", notice)
 
 
 def tune(
@@ -293,7 +282,7 @@ def _measured(name: str, parameters: int) -> Iterator[tuple[Path, BenchRow]]:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = bench_row_from_json(line)
-            except ValueError:  # another version's, or torn: `flatout bench` tells of it
+            except ValueError:  # another version's, or torn
                 continue
             large = row.parameters >= min(parameters / 4, 1e8)
             if row.status == "green" and row.mfu and large and name.upper() in row.device.upper():

@@ -120,6 +120,11 @@ def test_choosing_brings_what_is_compared_with():
     assert choose(rungs, names=None, only=None) == rungs
 
 
+def test_the_guides_tricks_are_rungs():
+    tricks = {rung.trick for rung in CUDA if rung.trick is not None}
+    assert tricks == {"empty-cache", "empty-cache-each-step", "gc-collect", "cudnn-benchmark", "split-512"}
+
+
 def test_the_tolerance_is_that_of_the_coarsest_arithmetic():
     assert tolerance_of(BASELINE) == TOLERANCES["fp32"]
     assert tolerance_of({**BASELINE, "speed.precision": "bf16"}) == TOLERANCES["bf16"]
@@ -605,7 +610,10 @@ def test_the_picture_says_what_the_table_says():
         [],
         [row("baseline", status="red", reason="the losses differ by 3, more than 0.02", **NO_SPEED)],
         [row(f"rung-{number}", gain=10.0 ** (number - 3), tokens_per_second=10.0**number) for number in range(7)],
-        [row("x", group="without", claim="$a_b^{c}$", reason="", gain=1.0), row("absent", status="absent", **NO_SPEED)],
+        [
+            row("x", group="without", config="$a_b^{c}$", reason="", gain=1.0),
+            row("absent", status="absent", **NO_SPEED),
+        ],
     ],
     ids=["none", "red", "wide", "odd"],
 )

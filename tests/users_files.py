@@ -31,7 +31,7 @@ RUNS = ["runs/first", "runs/second", "tuned"]
 CHECKPOINTS = ["runs/first/checkpoints/step-00000001", "runs/second/checkpoints/step-00000001"]
 MODELS = [*RUNS, *CHECKPOINTS, "base", "exported", "adapters"]
 DATASETS = ["data/texts-char", "data/clean"]
-NEW = ["new", "new-2", "new/deep/er", "runs/third", "data/new", "new.png", "new.yaml", "new.html", "new.json", "new.db"]
+NEW = ["new", "new-2", "new/deep/er", "runs/third", "data/new", "new.png", "new.yaml", "new.html", "new.jsonl"]
 ODD = [
     "x" * 300,
     "deep/" * 60 + "x",
@@ -347,7 +347,7 @@ def _measure(draw: Drawer) -> list[str]:
         [
             ["tune", *settings, "--seconds", "1", "--out", out, *wrong],
             ["tune", "lr", *settings, "--steps", "20", "--out", out, *draw.maybe("--plot", draw.one("link.png"))],
-            ["tune", "search", draw.one("config.yaml"), *settings, "--trials", "1", "--study", draw.one("new.db")],
+            ["tune", "search", draw.one("config.yaml"), *settings, "--trials", "1", "--study", draw.one("new.jsonl")],
             [
                 "bench",
                 *settings,

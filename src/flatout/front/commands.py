@@ -289,7 +289,7 @@ _ALL = (
             word("space", "a file with the fields to search over and their ranges", metavar="SPACE.yaml", nargs="?"),
             *CONFIG,
             number("--trials", 1, 100_000, "finished trials in all; default 20", default=20),
-            option("--study", "FILE.db", "keep the trials in this SQLite file, to continue with later"),
+            option("--study", "FILE.jsonl", "keep the trials in this file, to continue with later"),
             option("--out", "FILE", "write the best config to this YAML file, to train with"),
             option("--plot", "FILE", "draw all trials to this PNG or SVG file"),
             OVERWRITE,

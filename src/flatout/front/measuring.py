@@ -7,6 +7,7 @@ and the first one writes.
 
 import contextlib
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -52,7 +53,7 @@ from flatout.tuning.many_gpus import plan as plan_on_many
 from flatout.tuning.measure import borrowed_run
 from flatout.tuning.practice_data import practice_config, scratch_folder, settled_for_runs
 from flatout.tuning.profile import attend, fitted, profile_run
-from flatout.tuning.study import TRIALS, StudyResult, TrialRow
+from flatout.tuning.study import TRIALS, StudyResult, TrialRow, trial_row_from_json
 from flatout.tuning.study import search as search_space
 from flatout.tuning.tuner import tune as search_settings
 from flatout.world import World
@@ -93,7 +94,7 @@ def bench(
     for row in ladder:
         waiting.append(row)
         if row.status != "absent" or path.exists():  # rows without a measurement alone would only block the folder
-            _append(path, waiting)
+            _append(path, *map(record_to_json, waiting))
             waiting = []
         yield row
 
@@ -149,12 +150,18 @@ def search(
     """Searches hyperparameters by short real runs; yields a row for each new trial, and a `StudyResult` last.
 
     `space` is a YAML file of fields and ranges, or what it would hold: `{"model.layers": {"range": [2, 6]}}`.
-    `trials` counts the finished ones in all; a `study` file (SQLite) keeps them, and the same call goes on with it.
+    `trials` counts the finished ones in all; a `study` file (JSON lines) keeps them, and the same call resumes.
     """
     loaded = with_sources(config)
     found = space_of(space, loaded) if isinstance(space, Mapping) else read_space(Path(space), loaded)
-    kept = None if study is None else Path(study)
-    return search_space(loaded, found, trials=trials, study=kept, notice=notice, progress=progress)
+    path = None if study is None else Path(study)
+    earlier = []
+    if path is not None and path.exists():
+        earlier = read_rows(path, trial_row_from_json, "trial", "its trial is taken again", notice)
+    for record in search_space(loaded, found, trials=trials, earlier=earlier, notice=notice, progress=progress):
+        if path is not None and isinstance(record, TrialRow):
+            _append(path, json.dumps(record.to_json()))
+        yield record
 
 
 def ablate(
@@ -190,16 +197,16 @@ def ablate(
     how = {"seeds": seeds, "equal": equal, "minutes": minutes, "earlier": earlier, "progress": progress}
     for record in ablate_fields(loaded, changes, left_out=left_out, **how):
         if path is not None and isinstance(record, AblateRow):
-            _append(path, [record])
+            _append(path, record_to_json(record))
         yield record
 
 
-def _append(path: Path, rows: Sequence[BenchRow | AblateRow]) -> None:
-    """Adds rows to a file, which is made with its folder."""
+def _append(path: Path, *lines: str) -> None:
+    """Adds lines to a file, which is made with its folder."""
     with disk_errors(str(path), safe=""):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(record_to_json(row) + "\n" for row in rows)
+            file.writelines(line + "\n" for line in lines)
 
 
 def estimate(

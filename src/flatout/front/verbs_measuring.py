@@ -11,7 +11,6 @@ make it a failure. `profile`: in the ranks of a launcher the first one speaks, a
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import shlex
@@ -328,7 +327,7 @@ def tune_search(parsed: argparse.Namespace) -> int:
                 continue
             trials += 1
             if parsed.json:
-                print(json.dumps({"type": "trial", **dataclasses.asdict(record)}, ensure_ascii=False), flush=True)
+                print(json.dumps(record.to_json(), ensure_ascii=False), flush=True)
             else:
                 print(one_line(trial_line(record)), file=sys.stderr, flush=True)
     return _hand_over(result, _verb_of(loaded), out, plot, parsed)

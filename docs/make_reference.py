@@ -143,7 +143,7 @@ flatout eval runs/shakespeare                   # loss, perplexity, bits per byt
 flatout generate runs/shakespeare --prompt "ROMEO:" --temperature 0.8 --top-p 0.95
 flatout generate --interactive                       # the newest run, prompt by prompt
 flatout doctor gpt2-124m data.source=texts/          # what is wrong before it starts, and what to do about it
-flatout estimate gpt2-124m --price 3                 # time, memory, energy and cost, from a few real steps
+flatout estimate gpt2-124m --price 3                 # time, memory and cost, from a few real steps
 flatout estimate --gpus 8..64 --size 7b --gpu h100   # memory, communication and time on many GPUs
 flatout tune gpt2-124m --out tuned.yaml              # what trains fastest on this machine, as a config
 flatout tune lr                                      # a learning rate by a range test

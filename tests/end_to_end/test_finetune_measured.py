@@ -58,7 +58,6 @@ def test_an_estimate_is_what_the_run_is(words, more):
     assert {part.name: part.times for part in result.parts}["training"] == info.steps
     assert all(part.seconds.value is not None for part in result.parts)
     assert result.checkpoint_bytes.how == "measured"
-    assert {cell.context for cell in result.table} == {64}
     assert result.seconds.value is not None
 
 

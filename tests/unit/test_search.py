@@ -18,7 +18,6 @@ from flatout.tuning.search import (
     SwitchSpace,
     Trial,
     Trials,
-    around,
     choose,
     exhaustive,
     quick,
@@ -242,17 +241,6 @@ def test_what_may_just_fit_is_tried_with_the_smallest_chunk():
     assert chunk(memory(1032, less=10), micro_batch=2) is None, "whose tokens are one chunk"
 
 
-def test_around_starts_at_the_best_of_another_path_and_climbs():
-    device = FakeDevice(80 * GB)
-    compiled = dataclasses.replace(SPACE, kernels="torch", compile="default", losses=("plain",))
-    trials = Trials(Memory(device.peak, int(device.capacity)))
-    start = SPACE.candidate(16, "none", "fused")
-    done = drive(around(compiled, trials, start), device.trial)
-    assert done[0].candidate.micro_batch == 16
-    assert len(done) <= 5
-    assert max(trial.candidate.micro_batch for trial in done if trial.status == "fits") == 64
-
-
 @pytest.mark.parametrize("capacity", [4, 8, 16, 24, 80, 139])
 @pytest.mark.parametrize("preset", ["gpt2-124m", "gpt2-350m"])
 def test_gpt2_under_every_cap_by_the_real_estimate(preset, capacity):
@@ -271,7 +259,6 @@ def test_gpt2_under_every_cap_by_the_real_estimate(preset, capacity):
         )
         settings = {
             "half": True,
-            "compiled": False,
             "execution": how,
             "state_bytes": 0 if candidate.optimizer_offload else 8,
         }

@@ -219,7 +219,7 @@ _ALL = (
     Command(
         "estimate",
         verbs_ahead.estimate,
-        "time, memory, energy and cost of a run, from a few real steps; with --gpus, on many GPUs before you rent them",
+        "time, memory and cost of a run, from a few real steps; with --gpus, on many GPUs before you rent them",
         (
             *config_options(more_sizes=f"; with --gpus, a Llama of {', '.join(LLAMAS)}"),
             number("--price", 0, 1e6, "per hour of the machine, or with --gpus of one GPU", metavar="PER_HOUR"),
@@ -236,7 +236,7 @@ _ALL = (
             option("--plot", "FILE", "with --gpus: draw it to this PNG or SVG file"),
             OVERWRITE,
         ),
-        "Time, memory, disk, energy and cost of a run, from a short timed piece of it. Trains nothing that is kept. "
+        "Time, memory, disk and cost of a run, from a short timed piece of it. Trains nothing that is kept. "
         "With --gpus nothing is measured and no GPU is needed: memory, communication and step time of a run on many "
         "GPUs, for data parallel, FSDP2 and hybrid sharding.",
         processes="one",
@@ -253,10 +253,7 @@ _ALL = (
             WRITTEN_CONFIG,
             OVERWRITE,
             flag("--exhaustive", "try every micro-batch with everything else"),
-            flag("--compile", "try torch.compile's modes as well; takes minutes for each"),
-            number(
-                "--seconds", 1, 1e6, "take the best after this long; default 120, 1200 with compile, 3600 if exhaustive"
-            ),
+            number("--seconds", 1, 1e6, "take the best after this long; default 120, 3600 if exhaustive"),
             flag("--json", "print rows as JSON lines instead of the table"),
         ),
         "Find the micro-batch, checkpointing and loss with the most tokens per second for the config's global batch, "

@@ -104,7 +104,6 @@ def tune(
     *,
     memory: float | None = None,
     exhaustive: bool = False,
-    compile: bool = False,
     seconds: float | None = None,
     progress: Callable[[TuneProgress], None] = lambda _: None,
 ) -> Generator[TuneRow | TuneResult]:
@@ -112,9 +111,9 @@ def tune(
     or, where it has `chat.source`, in fine-tuning.
 
     Yields a row for every setting tried, and a `TuneResult` last; its `fragment` is a config file. `memory` is a cap in
-    GiB that emulates a smaller card, `exhaustive` tries everything, `compile` torch.compile's modes too (minutes).
+    GiB that emulates a smaller card, `exhaustive` tries everything.
     """
-    how = {"memory": memory, "thorough": exhaustive, "compiled": compile, "seconds": seconds, "progress": progress}
+    how = {"memory": memory, "thorough": exhaustive, "seconds": seconds, "progress": progress}
     yield from search_settings(with_sources(config), **how)
 
 
@@ -218,7 +217,7 @@ def estimate(
     imported: float | None = None,
     notice: Callable[[str], None] = lambda _: None,
 ) -> EstimateResult:
-    """Says what the run of a config will take in time, memory, disk, energy and money, from a short timed piece of it.
+    """Says what the run of a config will take in time, memory, disk and money, from a short timed piece of it.
 
     `price` is per hour; steps are timed for about `seconds`, or not at all without `probe`. `imported` is how long
     importing took, to be counted into the start-up. A run that does not fit has a `problem` and a `way_out`.

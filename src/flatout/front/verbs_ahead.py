@@ -1,8 +1,8 @@
 """The verbs estimate and doctor: what a run will take and whether it would work, before it is started.
 
 Contract: as in `flatout.cli`. Nothing is written but the picture that `estimate --plot` names; `estimate --gpus`
-measures nothing and needs no GPU. A run that does not fit is shown with the table of what would, and ends with the
-error and exit code 5. For the doctor a mistake in the config is a finding among others, so that the rest is checked
+measures nothing and needs no GPU. A run that does not fit is shown, and ends with the error and exit
+code 5. For the doctor a mistake in the config is a finding among others, so that the rest is checked
 too; mistakes in the options are errors as everywhere. It works without torch, and with a broken one. Its exit code is 0
 when nothing is bad (warnings are allowed), 2 for the machine or the config, 3 for data, 5 for memory or disk. With
 --json there is one JSON object a line, findings first and a summary last, and nothing else on stdout.

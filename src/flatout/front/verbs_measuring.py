@@ -237,7 +237,7 @@ def tune(parsed: argparse.Namespace) -> int:
     result: TuneResult | None = None
     failure: UserError | None = None
     shown = parsed.json
-    asked = {name: getattr(parsed, name) for name in ("memory", "exhaustive", "compile", "seconds")}
+    asked = {name: getattr(parsed, name) for name in ("memory", "exhaustive", "seconds")}
     with held_signal() as stop:
         with contextlib.closing(line):
             for record in flatout.tune(loaded, **asked, progress=lambda now: line.show(progress_line(now))):

@@ -1,4 +1,4 @@
-"""How long, how much, how dear: what a run will be like, from a short timed piece of that very run.
+"""Time, memory and cost of a run, from a short timed piece of that very run.
 
 Idea: a constant knows nothing of this machine, this model and what else is going on here. So some real steps are timed
 by the protocol of `measure.py`, an evaluation, a sample and a checkpoint once each, and the config says how often
@@ -6,11 +6,11 @@ each of them will come.
 
 Contract:
 - Every figure says how it came about: `counted` (exact, from the config and the data), `measured` here, `projected`
-  (something measured, times how often), `estimated` by a formula without measuring, or `not told`. No figure is made
+  (something measured, times how often), `estimated` by a formula without measuring, or `unknown`. No figure is made
   up: without a probe there is no time.
 - Nothing is left behind: the model is the probe's own, data is read or made in a temporary folder, the checkpoint goes
   to a temporary folder on the disk of the run, random states and torch's switches are borrowed.
-- A run that does not fit is an answer: the result holds the sentence in `problem`, and the table says what would fit.
+- A run that does not fit is an answer: the result holds the sentence in `problem`, and a way out.
 Trap: the sum is that of a run that goes through. Early stopping ends sooner, and a checkpoint at every evaluation is
 assumed where the best one is kept, because in a healthy run nearly every evaluation is the best so far.
 
@@ -32,12 +32,10 @@ from flatout.config.sections import keeps_best
 from flatout.errors import ConfigError, DataError, ResourceError, many
 from flatout.model.count import LayerRow, parameter_count, table_count
 from flatout.resolve.checks import check_memory
-from flatout.resolve.fit_check import memory_on
 from flatout.resolve.length import Visits, visits_of
-from flatout.resolve.memory import checkpoint_size, layers_of, memory_of, trained_count
+from flatout.resolve.memory import checkpoint_size, layers_of, trained_count
 from flatout.resolve.plan import RunPlan
 from flatout.resolve.resolve import planned
-from flatout.resolve.switches import Speed
 from flatout.rows import (
     OWN,
     Block,
@@ -73,18 +71,6 @@ class TimePart:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-    """Memory of a step in another micro-batch or context, by estimate; `fits` is None where the memory is not known."""
-
-    micro_batch: int
-    context: int
-    bytes: int
-    fits: bool | None
-    own: bool
-    tokens_per_second: float | None  # measured, of the config's own
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EstimateResult(Shown):
     """What a run will be like. Seconds are of the clock on the wall, bytes of the device unless `disk` is said.
 
@@ -114,8 +100,6 @@ class EstimateResult(Shown):
     mfu: Figure
     seconds: Figure
     parts: tuple[TimePart, ...]
-    watts: Figure
-    kilowatt_hours: Figure
     price: float | None
     cost: Figure
     peak_estimate: Figure
@@ -125,7 +109,6 @@ class EstimateResult(Shown):
     disk_bytes: Figure
     memory_parts: dict[str, int]  # of `peak_estimate`; `later` is to be taken off
     layers: tuple[LayerRow, ...]
-    table: tuple[Cell, ...]
     notes: tuple[str, ...]
     probe_seconds: float
 
@@ -239,10 +222,10 @@ class _Look:
             accumulation=speed.accumulation,
             context=plan.model.context,
             tokens=Figure(tokens, "counted"),
-            epochs=_told(
+            epochs=_known(
                 epochs, "counted", why="the data is not prepared" if self.made_up else "a stream is not counted"
             ),
-            tokens_per_parameter=_told(
+            tokens_per_parameter=_known(
                 None if self.practice is not None else tokens / self.parameters,
                 "counted",
                 why=f"the model has learned before; {self._trained_words()}",
@@ -254,11 +237,10 @@ class _Look:
             device_bytes=speed.device.memory_bytes,
             memory_parts={"process": self.base} | dataclasses.asdict(plan.memory),
             layers=layers_of(plan.model, self.vocab, speed) if self.practice is None else (),
-            table=self._table(timed),
             notes=tuple(self._notes(timed)),
             probe_seconds=time.monotonic() - self.began,
             **_rates(timed),
-            **_costs(parts, timed, price),
+            **_costs(parts, price),
             **self._disk(timed, visits),
         )
 
@@ -301,43 +283,6 @@ class _Look:
     def _trained_words(self) -> str:
         return "" if self.practice is None else f"{self.trained:,} values are trained"
 
-    def _memory(self, context: int, speed: Speed) -> int:
-        """What a step would need with another context and micro-batch."""
-        config = self.plan.settings.config
-        if self.practice is not None:
-            return self.base + memory_on(self.plan.data, config, self.vocab, speed).total
-        config = config.model_copy(update={"model": config.model.model_copy(update={"context": context})})
-        return self.base + memory_of(config, self.vocab, speed).total
-
-    def _table(self, timed: Timed | None) -> tuple[Cell, ...]:
-        """Every power of two around the config's own micro-batch and context; of samples, which have their own lengths,
-        around the micro-batch alone.
-
-        On a CPU the process itself is most of it, so what was measured beyond the formula is added to every cell.
-        """
-        own, device = (self.speed.micro_batch, self.plan.model.context), self.speed.device
-        beyond = 0
-        if timed is not None and timed.peak_bytes is not None and device.kind == "cpu":
-            beyond = max(0, timed.peak_bytes - self.base - self.plan.memory.total)
-        rate = None if timed is None else timed.tokens_per_second
-        cells = []
-        contexts = {max(16, own[1] * 2**power // 4) for power in range(5)} if self.practice is None else set()
-        for context in sorted(contexts | {own[1]}):
-            for size in sorted({max(1, own[0] * 2**power // 4) for power in range(5)} | {own[0]}):
-                need = beyond + self._memory(context, dataclasses.replace(self.speed, micro_batch=size))
-                here = device.memory_bytes
-                cells.append(
-                    Cell(
-                        micro_batch=size,
-                        context=context,
-                        bytes=need,
-                        fits=None if here is None else need <= here,
-                        own=(size, context) == own,
-                        tokens_per_second=rate if (size, context) == own else None,
-                    )
-                )
-        return tuple(cells)
-
     def _notes(self, timed: Timed | None) -> Iterator[str]:
         yield from self.said
         if self.made_up:
@@ -352,42 +297,36 @@ class _Look:
             yield "the best checkpoint is kept: one at every evaluation is assumed"
 
 
-def _told(value: float | None, how: str, note: str = "", *, why: str) -> Figure:
+def _known(value: float | None, how: str, note: str = "", *, why: str) -> Figure:
     """A figure, or `why` there is none."""
-    return Figure(None, "not told", why) if value is None else Figure(value, how, note)
+    return Figure(None, "unknown", why) if value is None else Figure(value, how, note)
 
 
 def _rates(timed: Timed | None) -> dict[str, Figure]:
     """What the timed steps were like."""
     names = ("tokens_per_second", "step_seconds", "peak_measured")
     if timed is None:
-        return dict.fromkeys(names, Figure(None, "not told", _UNTIMED)) | {
-            "mfu": Figure(None, "not told", "no timed steps")
+        return dict.fromkeys(names, Figure(None, "unknown", _UNTIMED)) | {
+            "mfu": Figure(None, "unknown", "no timed steps")
         }
     return {
         "tokens_per_second": Figure(timed.tokens_per_second, "measured", timed.note),
         "step_seconds": Figure(timed.step, "measured", timed.note),
-        "peak_measured": _told(timed.peak_bytes, "measured", why="Windows does not tell it"),
-        "mfu": _told(timed.mfu, "measured", why="the peak rate of this device is not known"),
+        "peak_measured": _known(timed.peak_bytes, "measured", why="Windows does not report it"),
+        "mfu": _known(timed.mfu, "measured", why="the peak rate of this device is not known"),
     }
 
 
-def _costs(parts: Sequence[TimePart], timed: Timed | None, price: float | None) -> dict[str, Figure]:
-    """Time, energy and money of the whole run; a part without a figure is named."""
+def _costs(parts: Sequence[TimePart], price: float | None) -> dict[str, Figure]:
+    """Time and money of the whole run; a part without a figure is named."""
     total = sum(part.seconds.value or 0.0 for part in parts) if parts else None
     missing = ", ".join(part.name for part in parts if part.seconds.value is None) if parts else _UNTIMED
-    without = f"without {missing}, which could not be told" if missing else ""
-    no_watts = "no driver of an NVIDIA card tells the power" if timed is not None else missing
-    power = None if timed is None else timed.watts
-    watts = _told(power, "measured", "mean of the timed steps, of the card alone", why=no_watts)
-    energy = None if total is None or power is None else power * total / 3.6e6
+    without = f"without {missing}, which is unknown" if missing else ""
     money = None if total is None or price is None else price * total / 3600
     no_money = "give a price per hour with --price" if price is None else missing
     return {
-        "seconds": _told(total, "projected", without, why=missing),
-        "watts": watts,
-        "kilowatt_hours": _told(energy, "projected", "of the card alone", why=watts.note),
-        "cost": _told(money, "projected", without, why=no_money),
+        "seconds": _known(total, "projected", without, why=missing),
+        "cost": _known(money, "projected", without, why=no_money),
     }
 
 
@@ -438,11 +377,7 @@ def sheet_of(result: EstimateResult) -> Sheet:
         ]
         title = "layers, each; what is kept for backward is of one micro-batch"
         blocks += [Heading(title), Table(rows=layers, names="layer")]
-    blocks += [Heading("memory of a step by micro-batch and context, estimated"), _memory_table(result)]
-    own = next((cell for cell in result.table if cell.own), None)
-    rate = "" if own is None or own.tokens_per_second is None else f", {own.tokens_per_second:,.0f} tokens/s"
-    too_large = "; ! does not fit" if any(cell.fits is False for cell in result.table) else ""
-    closing = [f"* the config's own{rate}{too_large}", "", _meanings(rows), *(f"note: {note}" for note in result.notes)]
+    closing = ["", _meanings(rows), *(f"note: {note}" for note in result.notes)]
     return Sheet(blocks=[*blocks, *map(Sentence, closing)])
 
 
@@ -476,8 +411,6 @@ def _rows(result: EstimateResult) -> Iterator[ResultRow]:
             )
     yield _row("checkpoint", result.checkpoint_bytes, human_bytes)
     yield _row("  on disk at most", result.disk_bytes, human_bytes)
-    watts = "" if result.watts.value is None else f"{result.watts.value:.0f} W"
-    yield _row("energy", result.kilowatt_hours, "{:.3g} kWh", watts)
     price = "" if result.price is None else f"at {result.price:g} per hour"
     yield _row("cost", result.cost, "{:,.2f}", price)
 
@@ -488,25 +421,6 @@ def _row(name: str, figure: Figure, form: str | Callable[[float], str], note: st
     return ResultRow(
         name=name, cells={" ": or_dash(figure.value, form), "  ": figure.how, "   ": shown}, value=figure.value
     )
-
-
-def _memory_table(result: EstimateResult) -> Table:
-    cells = {(cell.context, cell.micro_batch): cell for cell in result.table}
-    sizes = sorted({size for _, size in cells})
-
-    def shown(cell: Cell | None) -> str:
-        if cell is None:
-            return "-"
-        return ("* " if cell.own else "! " if cell.fits is False else "") + human_bytes(cell.bytes)
-
-    rows = [
-        ResultRow(
-            name=f"{context:,}",
-            cells={f"micro-batch {size}": shown(cells.get((context, size))) for size in sizes},
-        )
-        for context in sorted({context for context, _ in cells})
-    ]
-    return Table(rows=rows, names="context", numbers=True)
 
 
 def _meanings(rows: Sequence[ResultRow]) -> str:

@@ -15,12 +15,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any
 
 from flatout.config.load import LoadedConfig
-from flatout.device import Device
 from flatout.engine.evaluate import evaluate
-from flatout.engine.monitor import asked, open_card
 from flatout.engine.run import Run
 from flatout.engine.saver import Saver
 from flatout.engine.state import Progress, capture
@@ -41,14 +39,14 @@ class Figure:
     """A number and how it came about; None where it is not known, and `note` says why."""
 
     value: float | None
-    how: str  # counted, measured, projected, estimated or not told
+    how: str  # counted, measured, projected, estimated or unknown
     note: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timed:
     """What the probe found. `first` is what the first step took beyond a later one, `evaluation_once` the same of the
-    first evaluation; `watts` is the mean over the timed steps, None where no driver tells it."""
+    first evaluation."""
 
     steps: int
     setup: float
@@ -58,7 +56,6 @@ class Timed:
     tokens_per_second: float
     spread: float
     mfu: float | None
-    watts: float | None
     evaluation: Figure
     evaluation_once: float
     sample: Figure
@@ -122,18 +119,16 @@ def _time_steps(run: Run, seconds: float) -> dict[str, Any]:
     with Steps(with_sequences(run, few * size)) as steps:
         first = steps.take(1)[0].seconds
         short = min(report.seconds for report in steps.take(WARMUP - 1))
-    meter = EnergyMeter(run.speed.device)
     if count == few or FEWEST * short * count / few <= seconds:
         with Steps(run) as steps:
             untimed = steps.take(2)
             wanted = int(seconds / max(untimed[-1].seconds, 1e-6))
-            with meter:
-                timed = steps.take(max(FEWEST, min(MOST, wanted)))
+            timed = steps.take(max(FEWEST, min(MOST, wanted)))
         found = summary_of(run, untimed, timed)
         step, spread, note = found.mean_milliseconds / 1000, found.spread, f"mean of {len(timed)} steps"
     else:
-        step, spread, note = _put_together(run, short, seconds, meter)
-    return _step_figures(run, step, run.plan.train.batch_tokens / step, spread, note, first - short, meter.watts)
+        step, spread, note = _put_together(run, short, seconds)
+    return _step_figures(run, step, run.plan.train.batch_tokens / step, spread, note, first - short)
 
 
 def _time_sample_steps(run: Run, practice: PracticeSamples, seconds: float, length: int) -> dict[str, Any]:
@@ -148,22 +143,18 @@ def _time_sample_steps(run: Run, practice: PracticeSamples, seconds: float, leng
         short = min(report.seconds for report in steps.take(max(WARMUP, len(fullest))))
     wanted = min(MOST, int(seconds / max(short, 1e-6)))
     chosen = practice.spread(max(FEWEST, wanted // 2), length)
-    meter = EnergyMeter(run.speed.device)
     with Steps(of_steps(run, chosen)) as steps:
         untimed = steps.take(len(chosen))
         rounds = max(1, wanted // len(chosen) - 1)
-        with meter:
-            timed = steps.take(rounds * len(chosen))
+        timed = steps.take(rounds * len(chosen))
     spent = sum(report.seconds for report in timed) / rounds
     rate = sum(map(practice.tokens, chosen)) / max(spent, 1e-9)
     first += max(0.0, sum(report.seconds for report in untimed) - spent)
     spread, note = summary_of(run, untimed, timed).spread, f"mean of {len(timed)} steps"
-    return _step_figures(run, practice.step_tokens / rate, rate, spread, note, first - short, meter.watts)
+    return _step_figures(run, practice.step_tokens / rate, rate, spread, note, first - short)
 
 
-def _step_figures(
-    run: Run, step: float, rate: float, spread: float, note: str, first: float, watts: float | None
-) -> dict[str, Any]:
+def _step_figures(run: Run, step: float, rate: float, spread: float, note: str, first: float) -> dict[str, Any]:
     peak = run.speed.device.peak_flops
     return {
         "first": max(0.0, first),
@@ -172,19 +163,17 @@ def _step_figures(
         "tokens_per_second": rate,
         "spread": spread,
         "mfu": None if peak is None else rate * run.plan.flops_per_token / peak,
-        "watts": watts,
     }
 
 
-def _put_together(run: Run, short: float, seconds: float, meter: "EnergyMeter") -> tuple[float, float, str]:
-    """(seconds of a whole step, spread, how). Steps of two lengths tell a micro-batch's time from the update's."""
+def _put_together(run: Run, short: float, seconds: float) -> tuple[float, float, str]:
+    """(seconds of a whole step, spread, how). Steps of two lengths give a micro-batch's time and the update's."""
     size, count = run.step.micro_batch, run.speed.accumulation
     longer = max(3, min(count, int(seconds / 4 / short)))  # three of them take about two thirds of the time
-    with meter:
-        with Steps(with_sequences(run, 2 * size)) as steps:
-            few = [report.seconds for report in steps.take(max(3, min(16, int(seconds / 4 / short))))]
-        with Steps(with_sequences(run, longer * size)) as steps:
-            many = [report.seconds for report in steps.take(3)]
+    with Steps(with_sequences(run, 2 * size)) as steps:
+        few = [report.seconds for report in steps.take(max(3, min(16, int(seconds / 4 / short))))]
+    with Steps(with_sequences(run, longer * size)) as steps:
+        many = [report.seconds for report in steps.take(3)]
     low, high = statistics.median(few), statistics.median(many)
     each = max((high - low) / (longer - 2), 0.5 * high / longer)
     update = max(low - 2 * each, 0.0)
@@ -195,7 +184,7 @@ def _put_together(run: Run, short: float, seconds: float, meter: "EnergyMeter") 
 def _time_evaluation(run: Run, tokens: int | None, seconds: float) -> tuple[Figure, float]:
     """Seconds of an evaluation of `tokens` tokens, and what the first costs beyond that."""
     if tokens is None:
-        return Figure(None, "not told", "how much validation text there is, is not known"), 0.0
+        return Figure(None, "unknown", "how much validation text there is, is not known"), 0.0
     context, size, there = run.plan.model.context, run.step.micro_batch, run.data.val.tokens - 1
 
     def timed(most: int) -> tuple[float, int]:
@@ -247,7 +236,7 @@ def _time_checkpoint(run: Run) -> tuple[Figure, int | None]:
             free = shutil.disk_usage(folder).free
             if free < 1.1 * need:
                 has, needs = readable_sizes(free, 1.1 * need)
-                return Figure(None, "not told", f"the disk has {has} free, and timing one needs {needs}"), None
+                return Figure(None, "unknown", f"the disk has {has} free, and timing one needs {needs}"), None
             with contextlib.closing(Saver(folder, device, run.step, lambda notice: None)) as saver:
                 for step in (1, 2):
                     began = time.perf_counter()
@@ -258,7 +247,7 @@ def _time_checkpoint(run: Run) -> tuple[Figure, int | None]:
                 took = f"then {saved.background_seconds:.2g} s beside training"
                 return Figure(seconds, "measured", took), saved.bytes
     except ResourceError as error:
-        return Figure(None, "not told", error.message), None
+        return Figure(None, "unknown", error.message), None
 
 
 @contextlib.contextmanager
@@ -272,31 +261,3 @@ def _beside(folder: Path) -> Iterator[Path]:
         tempfile.TemporaryDirectory(prefix=".flatout-estimate-", dir=there, ignore_cleanup_errors=True) as name,
     ):
         yield Path(name)
-
-
-@final
-class EnergyMeter:
-    """Mean power of an NVIDIA card over a block, by the driver's own counter of energy; `watts` stays None without one.
-
-    Cards before Volta have no counter.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self.watts: float | None = None
-        self.library, self.handle = open_card(device)
-
-    def _millijoules(self) -> int | None:
-        if self.handle is None:
-            return None
-        return asked(lambda: self.library.nvmlDeviceGetTotalEnergyConsumption(self.handle))
-
-    def __enter__(self) -> Self:
-        self._began, self._before = time.perf_counter(), self._millijoules()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        after, seconds = self._millijoules(), time.perf_counter() - self._began
-        if self._before is not None and after is not None and after > self._before and seconds > 0:
-            self.watts = (after - self._before) / 1000 / seconds
-        if self.handle is not None:
-            asked(self.library.nvmlShutdown)

@@ -191,27 +191,6 @@ def quick(space: SwitchSpace, trials: Trials) -> Search:
             largest = max([largest, *(trial.candidate.micro_batch for trial in fitted)])
 
 
-def around(space: SwitchSpace, trials: Trials, start: Candidate) -> Search:
-    """For what takes minutes to try: the micro-batch of another path's best, and its neighbours while they gain."""
-    for loss in space.losses:
-        sizes = [m for m in space.micro_batches if trials.memory.fitting(space, m, start.checkpointing, loss)]
-        below = [m for m in sizes if m <= start.micro_batch]
-        if not sizes:
-            continue
-        at = sizes.index(below[-1] if below else sizes[0])
-        best = trials.best()
-        first = yield from _attempt_size(space, trials, sizes[at], start.checkpointing, loss)
-        if first is None or (best is not None and first.rate < 0.95 * best.rate):
-            continue
-        for step in (1, -1):
-            place, before = at + step, first.rate
-            while 0 <= place < len(sizes):
-                trial = yield from _attempt_size(space, trials, sizes[place], start.checkpointing, loss)
-                if trial is None or trial.rate <= before:
-                    break
-                place, before = place + step, trial.rate
-
-
 def other_threads(trials: Trials, best: Candidate, counts: Sequence[int]) -> Search:
     """The best so far with other numbers of CPU threads."""
     for count in counts:

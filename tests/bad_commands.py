@@ -49,7 +49,7 @@ CONTRADICTIONS = [
     ["ablate", "--fields", "train.seed=2"], ["ablate", "--equal", "steps"], ["ablate", "--out", ""],
     ["tune", "--out", "nowhere/found.yaml"], ["tune", "lr", "--from", "1", "--to", "2"], ["tune", "search"],
     ["tune", "search", "nowhere.yaml"], ["tune", "search", "nowhere.yaml", "--study", "nowhere/x.jsonl"],
-    ["prepare", "inspect"], ["prepare", "inspect", ".", "--picture", "a.bmp"], ["prepare", "verify", "."],
+    ["prepare", "inspect"], ["prepare", "verify", "."],
     ["prepare", "look"], ["prepare", "train-tokenizer"], ["prepare", "train-tokenizer", "--vocab", "300", "--out", ""],
     ["config", "copy"], ["config", "copy", "nope"], ["config", "copy", "../lora"], ["config", "copy", "lora", ""],
     ["config", "copy", "lora", "nowhere/a.yaml"], ["export", "."], ["export", ".", ""], ["merge", ".", "out"],

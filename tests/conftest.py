@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,7 +88,32 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", r"ignore:Argument \w+ \(position:UserWarning")
 
 
+def _thin_grids(items: list[pytest.Item]) -> None:
+    """Of a test marked `grid`, cases that hold every value of every parameter stay; the other combinations are slow.
+
+    On a GPU all combinations stay: there they test what the interpreter cannot.
+    """
+    grids: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("grid") and "gpu" not in item.keywords:
+            grids.setdefault((item.path, item.originalname), []).append(item)
+    for cases in grids.values():
+        values = {item: [(name, str(value)) for name, value in item.callspec.params.items()] for item in cases}
+        uses: Counter[tuple[str, str]] = Counter()
+        missing = {value for case in cases for value in values[case]}
+        while missing:
+            # Most new values first, then the least used: cases of a grid lie on its diagonal.
+            best = min(cases, key=lambda case: (-len(missing & {*values[case]}), sum(uses[v] for v in values[case])))
+            missing -= {*values[best]}
+            uses.update(values[best])
+            cases.remove(best)
+        for case in cases:
+            case.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _thin_grids(items)
     part, parts = (int(number) for number in str(config.getoption("--part")).split("/"))
     items[:] = items[part - 1 :: parts]
     if not torch.cuda.is_available():

@@ -145,7 +145,7 @@ def _no_plain_file(make: Maker) -> list[str]:
         "made": lambda: _read_run(make),
         "data": lambda: make.chance.choice(
             [
-                ["prepare", "inspect", "data", "--no-picture"],
+                ["prepare", "inspect", "data"],
                 ["prepare", "verify", "data"],
                 [*TRAIN, "data.folder=data"],
             ]
@@ -360,7 +360,7 @@ def _dataset(make: Maker) -> list[str]:
     return make.chance.choice(
         [
             ["prepare", "verify", "data"],
-            ["prepare", "inspect", "data", "--no-picture"],
+            ["prepare", "inspect", "data"],
             [*TRAIN, "data.folder=data", "data.source=null"],
             ["prepare", "compare-tokenizers", "--tokenizer", "data/tokenizer.json", f"data.source={make.kit.text}"],
         ]

@@ -458,7 +458,7 @@ def _made_by_us(make: Maker) -> list[str]:
         return make.chance.choice(
             [
                 ["prepare", "verify", "data"],
-                ["prepare", "inspect", "data", "--no-picture"],
+                ["prepare", "inspect", "data"],
                 [*TRAIN, "data.folder=data", "data.source=null"],
             ]
         )

@@ -268,8 +268,7 @@ def _prepare(draw: Drawer) -> list[str]:
 def _data(draw: Drawer) -> list[str]:
     if draw.chance.random() < 0.4:
         return ["prepare", "verify", draw.one(*DATASETS)]
-    picture = [[], ["--no-picture"], ["--picture", draw.one("new.png", "link.png", "results.png", "plots/mine.svg")]]
-    return ["prepare", "inspect", draw.one(*DATASETS), *draw.chance.choice(picture)]
+    return ["prepare", "inspect", draw.one(*DATASETS)]
 
 
 def _tokenizer(draw: Drawer) -> list[str]:

@@ -1,6 +1,6 @@
-"""Programs of strangers in a child process with limits: chat templates, and patterns of adapters.
+"""Programs of strangers in a child process with limits: chat templates, and files of tokenizers.
 
-A template or a regular expression that comes with a model can run for years or ask for all memory there is, and its
+A template or a tokenizer that comes with a model can run for years or ask for all memory there is, and its
 text does not show it. So it never runs in this process. A small child process runs it, with limits on processor time,
 memory and the length of its answer. A program that exceeds a limit raises `Exceeded`, and its process is killed.
 

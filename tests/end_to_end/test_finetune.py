@@ -87,7 +87,7 @@ RESUMED = [
     ["lora.dropout=0.2"],
     ["lora.rank=0"],
     ["lora.dora=true", "chat.packing=false"],
-    ["lora.also=[embedding, head]", "optim.weight_decay=0.1", "lora.dora=true"],
+    ["optim.weight_decay=0.1", "lora.dora=true"],
     pytest.param(["lora.quantize=nf4"], marks=NEEDS_BITSANDBYTES),
 ]
 
@@ -111,39 +111,6 @@ def test_resume_is_bit_identical(words, more):
         assert torch.equal(tensor, ends[1].model[name]), name
     tokens = [record.tokens for record in [*first, *rest] if isinstance(record, StepRecord)]
     assert tokens == [record.tokens for record in whole if isinstance(record, StepRecord)]
-
-
-def test_whole_weights_are_trained_saved_merged_and_gone_on_with(words, tmp_path, capsys):
-    import peft
-    from transformers import AutoModelForCausalLM
-
-    write_chat_model(tmp_path / "base", qkv_bias=True)
-    few = ["train.steps=4", "train.epochs=null", "lora.rank=4"]
-    records = list(api.train(load_config("lora", words(*few, "lora.also=[embedding, head, biases]"))))
-    loaded = api.load_model("runs/lora", device="cpu")
-    assert loaded.adapters is not None
-    named = list(loaded.adapters.whole)
-    assert named == ["embedding.weight", "head.weight", *(f"blocks.{n}.attention.qkv.bias" for n in (0, 1))]
-    for name, weight in loaded.adapters.whole.items():
-        assert not torch.equal(weight.own()[weight.attribute], weight.frozen), f"{name} has learned nothing"
-    assert records[0].trained_parameters == loaded.adapters.count
-    assert any(isinstance(one, NoticeRecord) and one.message.startswith("adapter for PEFT: ") for one in records)
-    tokens = torch.arange(24)[None]
-    on = words("lora.init_from=runs/lora", "optim.learning_rate=1e-12", "output.name=on", *few[:2])
-    list(api.train(load_config("lora", on)))
-    assert main(["export", "runs/lora", "merged", "--dtype", "fp32"]) == 0
-    with torch.no_grad():
-        ours = loaded.model.logits(tokens)
-        theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "runs/lora/adapter")
-        torch.testing.assert_close(theirs.eval()(tokens).logits, ours, rtol=1e-4, atol=1e-5)
-        again = api.load_model("runs/on", device="cpu")
-        assert again.config is not None
-        assert again.config.lora.also == ["embedding", "head", "biases"]
-        torch.testing.assert_close(again.model.logits(tokens), ours, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(api.load_model("merged", device="cpu").model.logits(tokens), ours)
-    assert main(["chat", "runs/lora", "--message", "Hello", "--tokens", "3"]) == 0
-    with pytest.raises(UserError, match=r"lora\.also is \[head\], but the adapter"):
-        list(api.train(load_config("lora", [*on, "lora.also=[head]", "output.name=no"])))
 
 
 def test_packing_and_micro_batches_do_not_change_the_loss(words):

@@ -273,8 +273,6 @@ ADAPTER_CASES = {
     ),
     "an adapter of another kind": Case("peft_type", FROM, change(ADAPTER, peft_type="IA3")),
     "whole modules besides": Case("modules_to_save", FROM, change(ADAPTER, modules_to_save=["score"])),
-    "a whole module that its file has not": Case("has no tensor", FROM, change(ADAPTER, modules_to_save=["lm_head"])),
-    "biases where are none": Case("lora.also: the model has no biases", ("lora.also=[biases]",)),
     "another rank than it has": Case("lora.rank", (*FROM, "lora.rank=9")),
     "other targets than it has": Case("lora.targets", (*FROM, "lora.targets=[q_proj]")),
     "an adapter to go on from without one": Case("lora.init_from", (*FROM, "lora.rank=0")),

@@ -282,22 +282,6 @@ WIDE = [
 
 
 @pytest.mark.parametrize("kernels", [EAGER, TRITON])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_activation_offload_learns_the_same_with_less_memory(kernels, checkpointing):
-    peaks, results = {}, {}
-    for offload in ("false", "true"):
-        gc.collect()
-        torch.cuda.empty_cache()
-        words = [*WIDE, *kernels, f"speed.checkpointing={checkpointing}", f"speed.activation_offload={offload}"]
-        records = train(*words, "speed.precision=bf16", "speed.loss=fused", f"output.folder=offload-{offload}")
-        results[offload] = losses(records)
-        peaks[offload] = max(r.memory_bytes or 0 for r in records if isinstance(r, StepRecord))
-    assert results["true"] == pytest.approx(results["false"], abs=2e-2)
-    print(kernels[0], checkpointing, {name: f"{peak / 2**20:.0f} MiB" for name, peak in peaks.items()})
-    assert peaks["true"] < peaks["false"]
-
-
-@pytest.mark.parametrize("kernels", [EAGER, TRITON])
 def test_checkpointing_learns_the_same_with_less_memory(kernels):
     peaks, results = {}, {}
     for what in ("none", "selective", "full"):

@@ -378,6 +378,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("beside", [False, True], indirect=True)
 @pytest.mark.parametrize(
     "where", ["write_verdict", "write_json_atomically", "keep_newest", "generate_tokens", "evaluate"]

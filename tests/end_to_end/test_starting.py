@@ -65,7 +65,6 @@ def test_other_rotary_frequencies_are_the_users_word():
 REFUSED = {
     "another pattern": (["model.context=32"], "runs/base has model.pattern EA, and here it is A", "model.pattern=EA"),
     "another width": (["model.pattern=EA", "model.width=32"], "model.width 16, and here it is 32", "model.width=16"),
-    "scales": (["model.pattern=EA", "model.scales=[1, 2]"], "model.scales []", "'model.scales=[]'"),
     "ids": (["model.pattern=EA", "model.vocab=300"], "and here there are 300", "model.vocab="),
     "no such folder": (["model.init_from=nowhere"], "there is no folder", "name a folder"),
     "tokenizer": (

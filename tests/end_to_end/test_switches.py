@@ -107,7 +107,6 @@ def test_a_number_that_does_nothing_is_told_of(tiny, words, told):
         "speed.attention=flex",
         "speed.cuda_graphs=on",
         "speed.optimizer_offload=true",
-        "speed.activation_offload=true",
         "speed.kernels=triton",
     ],
 )

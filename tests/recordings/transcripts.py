@@ -252,7 +252,7 @@ def _made_up_machine() -> Iterator[None]:
         patch.setattr(
             flatout.diagnose.examine,
             "measure_disk",
-            lambda *a, **k: dataclasses.replace(measure(*a, **k), write_rate=5e8, read_rate=5e8),
+            lambda *a, **k: dataclasses.replace(measure(*a, **k), write_rate=5e8),
         )
         patch.setattr(flatout.host, "first_line_of", lambda _path: "")
         patch.setattr(flatout.host, "first_line_of", lambda _path: "")

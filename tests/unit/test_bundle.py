@@ -45,7 +45,7 @@ def test_a_bundle_holds_the_run_and_none_of_its_data(tmp_path: Path, monkeypatch
     assert main(["report", "--zip", "mine", "--no-doctor"]) == 0
     assert "mine-bundle.zip" in capsys.readouterr().out
     found = contents(tmp_path / "mine-bundle.zip")
-    assert list(found) == ["README.txt", "config.yaml", "metrics.jsonl", "files.txt", "report.html"]
+    assert list(found) == ["README.txt", "config.yaml", "metrics.jsonl", "files.txt"]
     whole = "".join(found.values())
     for secret in ("private", "hf_a1", str(tmp_path / "home")):
         assert secret not in whole, secret

@@ -60,7 +60,7 @@ def test_verbs_options_presets_settings_and_runs(complete):
 
 def test_actions_have_words_of_their_own(complete):
     assert complete("prepare", "")[:4] == ["inspect", "verify", "train-tokenizer", "compare-tokenizers"]
-    assert complete("prepare", "inspect", "--no") == ["--no-picture"]
+    assert complete("prepare", "inspect", "--con") == ["--context"]
     assert complete("prepare", "gpt2-1") == ["gpt2-124m"]
     assert complete("config", "co") == ["copy"]
     assert complete("config", "copy", "gpt2-1") == ["gpt2-124m"]

@@ -16,7 +16,7 @@ from flatout.errors import ResourceError
 
 
 def patterns(**limits: float) -> Child:
-    return Child("flatout.model.patterns", limits=ChildLimits(**{"seconds": 0.1, **limits}))
+    return Child("tests.matching", ("tests",), limits=ChildLimits(**{"seconds": 0.1, **limits}))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_the_clock_ends_what_the_system_does_not():
 
 
 def test_an_answer_that_is_too_long_is_not_read():
-    short = Child("flatout.model.patterns", limits=ChildLimits(output=100, output_times=0))
+    short = Child("tests.matching", ("tests",), limits=ChildLimits(output=100, output_times=0))
     assert ask(short, "a", "a") == [0]
     with pytest.raises(Exceeded, match="writes more than 100 bytes"):
         ask(short, "a", *["a"] * 500)
@@ -86,7 +86,7 @@ def test_a_fork_has_a_child_of_its_own_even_while_the_parent_s_is_in_use():
     code = (
         "import os, signal\n"
         "from flatout.confined import Child\n"
-        "child = Child('flatout.model.patterns')\n"
+        "child = Child('tests.matching', ('tests',))\n"
         "request = {'pattern': 'a', 'paths': ['a']}\n"
         "child.ask(request)\n"
         "with child._lock:\n"  # as another thread holds it

@@ -504,6 +504,7 @@ def test_a_file_that_went_away_is_told(tmp_path: Path, name: str) -> None:
         assert (problem.kind, problem.records) == ("unreadable", 0)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.smi", "a.bin"])
 @pytest.mark.parametrize("suffix", ["", *COMPRESS])
 @pytest.mark.parametrize("policy", ["strict", "replace", "skip"])

@@ -361,7 +361,7 @@ def test_of_many_problems_the_first_are_shown_and_the_rest_counted(tmp_path: Pat
     problems = [{**PROBLEM, "place": f"line {n}"} for n in range(30)]
     report = {**REPORT, "problem_count": len(problems)}
     write_texts(tmp_path, CharTokenizer("ab"), ["abab"], ["a"], report=report, problems=problems)
-    assert main(["prepare", "inspect", str(tmp_path), "--no-picture"]) == 0
+    assert main(["prepare", "inspect", str(tmp_path)]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem:")]
     assert len(told) == 6
     assert told[-1] == "problem: ... and 25 more in problems.jsonl"
@@ -370,8 +370,8 @@ def test_of_many_problems_the_first_are_shown_and_the_rest_counted(tmp_path: Pat
 def test_inspecting_needs_no_torch(tmp_path: Path) -> None:
     folder = write_texts(tmp_path, CharTokenizer("ab"), ["abab"], ["a"], report=REPORT, problems=[])
     code = (
-        "import sys, flatout.data.inspect as inspect, flatout.observe.dataset as look;"
-        f"look.print_data(inspect.summarize({str(folder)!r}));"
+        "import sys, flatout.data.inspect as inspect; from flatout.observe import dataset, sheets;"
+        f"sheets.print_sheet(dataset.data_sheet(inspect.summarize({str(folder)!r})));"
         "print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -391,6 +391,7 @@ def joined_text(folder: Path) -> str:
     return "".join(texts)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("piece", [128, 2**24], ids=["in pieces", "in one"])
 @pytest.mark.parametrize("tokenizer", ["char", "bytes", "bpe-300"])
 @pytest.mark.parametrize("limit", ["max_bytes", "max_tokens"])
@@ -999,7 +1000,7 @@ def test_damaged_shards_are_found_by_prepare_and_mended_by_its_hint(
     shard.write_bytes(b"\x01" + shard.read_bytes()[1:])
     from flatout import cli
 
-    for command in (lambda: prepare(*words), lambda: cli.main(["prepare", "inspect", "out", "--no-picture"])):
+    for command in (lambda: prepare(*words), lambda: cli.main(["prepare", "inspect", "out"])):
         assert command() == 3
         assert "--overwrite" in capsys.readouterr().err
     Path("out/manifest.json").write_text("{", encoding="utf-8")

@@ -9,8 +9,6 @@ from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
 from flatout.engine.saving import is_due
 from flatout.observe.sheets import print_sheet
-from flatout.observe.terminal import TerminalReader, expected
-from flatout.records import RunInfo, StepRecord
 from flatout.tuning import estimate as estimate_module
 from flatout.tuning.estimate import EstimateResult, TimePart, Visits, estimate, visits_of
 from flatout.tuning.estimate_probe import Figure, Timed
@@ -38,6 +36,7 @@ def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
     return Visits(evaluations, samples, saves)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "words",
     [
@@ -178,47 +177,3 @@ def test_a_hostile_name_cannot_move_the_cursor():
     lines = shown(made(config="\x1b[2Jboo", data="\x1b]0;title\x07 of \u202ewords", notes=["\x9b1m"]))
     assert not any(character in "".join(lines) for character in "\x1b\x07\u202e\x9b")
     assert "boo" in lines[0]
-
-
-INFO = RunInfo(
-    flatout="0", torch="2", device="cpu", folder="runs/x", family="gpt", parameters=1_000_000, flops_per_token=6e6,
-    memory_estimate_bytes=1, steps=1000, batch_tokens=2000, micro_batch=1, accumulation=1, context=100, vocab=65,
-    train_tokens=10**6, val_tokens=60_000, windows=10, dataset="d", tokenizer="char", start_step=0, resumed_from=None,
-    features=(), config={"eval": {"every": 100, "tokens": None}},
-)  # fmt: skip
-
-
-def test_the_sentence_leaves_the_first_steps_out():
-    # 990 steps of 0.5 s, 10 evaluations of 60,000 tokens at three times the speed of training: 5 s each
-    left = expected([60.0, 9.0, 3.0, 1.0, *[0.5] * 6], INFO)
-    assert left is not None
-    assert left.seconds == pytest.approx(545.0)
-    assert left.sentence.startswith("about 9m05s to go: 990 steps of 500 ms, measured over 6")
-    assert "10 evaluations" in left.sentence
-    assert "2M tokens in all, 2.0 per parameter" in left.sentence
-
-
-def test_the_sentence_waits_for_steps_and_knows_a_resumed_run():
-    assert expected([1.0] * 6, INFO) is None
-    resumed = dataclasses.replace(INFO, start_step=900, config={"eval": {"every": 0, "tokens": 600}})
-    left = expected([1.0] * 10, resumed)
-    assert left is not None
-    assert left.sentence.startswith("about 1m30s to go: 90 steps of 1.0s, measured over 6, and 1 evaluation;")
-
-
-@pytest.mark.parametrize(("seconds", "told"), [(0.4, 1), (0.2, 0)])
-def test_a_long_run_says_once_what_it_will_take(seconds: float, told: int):
-    stream = io.StringIO()
-    reader = TerminalReader(log_every=1000, stream=stream)
-    features = {"flatout": "0", "folder": "runs/\x1b[2J"}
-    reader.show(dataclasses.replace(INFO, **features))
-    for step in range(1, 30):
-        reader.show(
-            StepRecord(
-                step=step, epoch=None, loss=1.0, learning_rate=1e-3, grad_norm=1.0, applied=True, tokens=step * 2000,
-                seconds=seconds, tokens_per_second=2000 / seconds, mfu=None, memory_bytes=None, loss_scale=None,
-                micro_batch=1,
-            )
-        )  # fmt: skip
-    assert stream.getvalue().count(" to go: ") == told
-    assert "\x1b" not in stream.getvalue()

@@ -286,7 +286,6 @@ def test_flash_attention_4_is_not_compiled_and_not_deterministic():
         (CPU, ["speed.compile=regional"], "torch", "regional"),
         (CPU, ["speed.compile=reduce-overhead"], "torch", "default"),
         (HOPPER, ["speed.compile=regional", "speed.checkpointing=selective"], "torch", "default"),
-        (HOPPER, ["speed.kernels=torch", "speed.activation_offload=true"], "torch", "off"),
     ],
 )
 def test_kernels_and_compile_mode(device, words, kernels, compiled):
@@ -379,7 +378,6 @@ def test_a_slower_card_needs_no_recording_of_the_same_micro_batch():
         (CPU, [], "only CUDA"),
         (HOPPER, ["model.dropout=0.1"], "dropout"),
         (HOPPER, ["speed.compile=reduce-overhead"], "graphs of its own"),
-        (HOPPER, ["speed.activation_offload=true"], "activation_offload"),
     ],
 )
 def test_what_cannot_be_recorded(device, words, reason):
@@ -419,17 +417,6 @@ def test_optimizer_state_and_offload():
     with pytest.raises(HardwareError, match="only CUDA devices have it") as caught:
         resolve(CPU, "speed.optimizer_offload=true", written=True)
     assert caught.value.hint == "set speed.optimizer_offload=false"
-
-
-def test_activation_offload_needs_eager_code():
-    assert resolve(HOPPER, "speed.activation_offload=true").execution.activation_offload
-    speed = resolve(HOPPER, "speed.activation_offload=true", "speed.compile=default")
-    assert used(speed, "activation_offload") == ("false", "compiled code keeps its activations to itself")
-    assert used(resolve(CPU, "speed.activation_offload=true"), "activation_offload")[0] == "false"
-    assert used(resolve(HOPPER, "speed.kernels=torch", "speed.activation_offload=true"), "compile") == (
-        "off",
-        "activation_offload was asked for",
-    )
 
 
 # --- precision --------------------------------------------------------------------------------------------------------
@@ -497,7 +484,6 @@ def test_adapters_have_our_kernels():
     [
         (["lora.dora=true"], "they have no DoRA"),
         (["lora.dropout=0.1"], "they have no dropout on adapters"),
-        (["speed.activation_offload=true"], "under adapters they cannot offload activations"),
     ],
 )
 def test_adapters_that_our_kernels_do_not_know(words, reason):

@@ -691,7 +691,7 @@ def test_on_a_hopper_card_every_rung_can_be_had(tmp_path: Path, monkeypatch: pyt
         settings = settings_of(rung, below)
         refused = ladder.refusals(ladder.resolved(subject, settings), settings)
         giving_way |= {rung.name: set(refused)} if refused else {}
-    assert giving_way == {"activation-offload": {"speed.cuda_graphs"}}  # it waits for the host, which a graph cannot
+    assert not giving_way
 
 
 def place_of(rung: Rung) -> int:

@@ -59,6 +59,7 @@ def joined_of(weight, layout, a, b, dtype=None):
 WAYS = {"in place": {}, "apart": {"in_place": False}}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -74,6 +75,7 @@ def test_gradients_are_right_in_float64(kind, way, dora):
     assert torch.autograd.gradcheck(run, (x, a, magnitude, *b), fast_mode=True)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (5,), (1,), (3, 1, 2)], ids=str)
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])

@@ -28,15 +28,13 @@ from tests.made_optimizers import made_optimizers
 
 VOCAB = 50
 SHAPE = {"layers": 3, "width": 32, "heads": 2, "context": 40, "window": 5, "states": 8}
-SCALES = {"scales": [1, 4]}
 MODELS = {
     "A": {"pattern": "A"},
     "W": {"pattern": "W"},
     "E": {"pattern": "E"},
     "EA": {"pattern": "EA"},
     "WEA": {"pattern": "WEA", "mlp": "relu2", "norm": "layernorm", "bias": True},
-    "E with scales": {"pattern": "E", **SCALES},
-    "EWA with scales": {"pattern": "EWA", "positions": "learned", **SCALES},
+    "EWA": {"pattern": "EWA", "positions": "learned"},
 }
 every_model = pytest.mark.parametrize("model_name", MODELS)
 with_interpreter = [
@@ -176,6 +174,7 @@ def test_caches_hold_what_can_be_seen_and_no_more():
     assert all(layer.k_BGSD.shape[2] == 5 for layer in wide), "the window is the context"
 
 
+@pytest.mark.grid
 @every_model
 @pytest.mark.parametrize("scan", ["chunked", "reference"])
 def test_documents_are_as_if_alone(model_name, scan):
@@ -194,6 +193,7 @@ def test_documents_are_as_if_alone(model_name, scan):
     assert int(moved.sum()) == 14, "to the last bit, in all other documents"
 
 
+@pytest.mark.grid
 @every_model
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_parameter_is_without_gradient(model_name, packed):
@@ -209,16 +209,13 @@ def test_no_parameter_is_without_gradient(model_name, packed):
             assert share > 0.9, f"{name}: {share:.0%} of it has a gradient"
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-@pytest.mark.parametrize("model_name", ["EA", "E with scales"])
-def test_what_is_computed_again_changes_nothing(model_name, checkpointing, offload):
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize("model_name", ["EA", "E"])
+def test_what_is_computed_again_changes_nothing(model_name, checkpointing):
     results = []
-    for how in (Execution(), Execution(checkpointing=checkpointing, activation_offload=offload)):
+    for how in (Execution(), Execution(checkpointing=checkpointing)):
         model = built(model_name, how)
-        model.offload.least_bytes = 1
         results.append(results_of(model, tokens()))
-        assert (model.offload.moved_bytes > 0) == how.activation_offload
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
@@ -228,7 +225,7 @@ def test_what_is_computed_again_changes_nothing(model_name, checkpointing, offlo
     [
         pytest.param("EA", False, "none", marks=with_interpreter),
         pytest.param("EA", True, "full", marks=with_interpreter),
-        pytest.param("EWA with scales", True, "none", marks=with_interpreter),
+        pytest.param("EWA", True, "none", marks=with_interpreter),
     ],
 )
 def test_our_kernels_equal_torchs_operations(model_name, packed, checkpointing):
@@ -250,7 +247,7 @@ def test_our_kernels_equal_torchs_operations(model_name, packed, checkpointing):
 def test_a_model_with_eigenstates_compiles_in_one_graph(scan):
     results = []
     for compiled in (False, True):
-        config = config_of("E with scales" if scan == "chunked" else "EA", context=24, layers=2)
+        config = config_of("E" if scan == "chunked" else "EA", context=24, layers=2)
         model = build_model(config, VOCAB, seed=1, execution=Execution(scan=scan))
         if compiled:
             model.compile(backend="aot_eager", fullgraph=True)
@@ -308,11 +305,11 @@ def test_a_model_of_states_alone_has_no_table_of_positions():
 
 
 def test_what_is_no_matrix_does_not_decay():
-    model = build_model(config_of("E with scales"), VOCAB)
+    model = build_model(config_of("E"), VOCAB)
     matrices = [one for one in trainables(model) if decays(one)]
     assert {one.name.rpartition(".")[2] for one in matrices} == {"weight"}
     spared = {one.name.rpartition(".")[2] for one in trainables(model) if not decays(one)}
-    assert {"decay_K", "detuning_K", "scale_weights"} <= spared
+    assert {"decay_K", "detuning_K"} <= spared
     optimizer = made_optimizers(model, OptimConfig(weight_decay=0.5))
     assert sum(len(group.parameters) for group in optimizer.groups) == len(list(model.parameters()))
     decaying = {id(p) for group in optimizer.groups if group.numbers["decay"] for p in group.parameters}
@@ -326,8 +323,6 @@ def test_what_is_no_matrix_does_not_decay():
     ("more", "word"),
     [
         ({"family": "gpt2", "context": 16}, "GPT-2 has full attention only"),
-        ({"scales": [1, 2, 4]}, "do not divide"),
-        ({"scales": [0]}, "scales"),
         ({"states": 0}, "states"),
         ({"pattern": "EX"}, "pattern"),
     ],

@@ -1,7 +1,6 @@
 """Models whose blocks differ: full attention and sliding windows, by a pattern."""
 
 import importlib.util
-import re
 
 import numpy as np
 import pytest
@@ -75,6 +74,7 @@ def test_decoding_equals_one_pass(prompt):
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("how", [pytest.param(Execution(attention="reference"), id="reference"), TRITON])
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_way_gives_the_same_loss_and_gradients(how, packed):
@@ -132,16 +132,3 @@ def test_flops_count_what_a_window_reaches():
 def test_what_windows_do_not_go_with(more):
     with pytest.raises(ValueError, match=r"pattern|window"):
         ModelConfig(**{**SHAPE, "pattern": "W", **more})
-
-
-def test_scales_as_long_as_the_context_are_refused():
-    with pytest.raises(ValueError, match="beyond the context of 128"):
-        ModelConfig(pattern="E", context=128, scales=[1, 128])
-    ModelConfig(pattern="E", context=128, scales=[1, 127])
-
-
-def test_a_hint_about_scales_names_states_that_divide_into_heads_too():
-    with pytest.raises(ValueError, match="do not divide into 3 scales") as error:
-        ModelConfig(pattern="E", states=128, scales=[1, 2, 4])
-    (advised,) = re.findall(r"model\.states=(\d+)", error.value.errors()[0]["ctx"]["error"].hint)
-    ModelConfig(pattern="E", states=int(advised), scales=[1, 2, 4])

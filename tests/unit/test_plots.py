@@ -25,7 +25,6 @@ from flatout.observe.picture import is_picture, short_number, tick_text, time_un
 from flatout.observe.plots import (
     comparison_figure,
     metrics_figure,
-    panel_figure,
     results_figure,
     write_comparison,
     write_run_plots,
@@ -33,7 +32,6 @@ from flatout.observe.plots import (
 from flatout.observe.series import RunNumbers, Series, smooth, thin_marks, usual_range, window_of
 from flatout.observe.sinks import RunHistory, distinct_names, read_history
 from flatout.records import StepRecord
-from tests.made_runs import finished_run
 
 Row = dict[str, Any]
 NASTY = "$x_1^2$ \\frac{1}{0} <script>"
@@ -179,6 +177,7 @@ def words_of(axes: Any) -> list[str]:
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("case", "make"),
     [(case, results_figure) for case in CASES]
@@ -190,12 +189,6 @@ def test_every_run_can_be_drawn_and_read(case: str, make: Callable[[Any], Any], 
     check_layout(figure)
     assert figure.texts[0].get_text().startswith("$x_1^2$ \\frac")
     assert not any(text.get_parse_math() for text in figure.texts)
-
-
-def test_a_single_panel_can_be_read(run_of: Any) -> None:
-    run = run_of(CASES["troubled"], NASTY)
-    for draw in plots.PANELS.values():
-        check_layout(drawn(lambda draw=draw: panel_figure(run, draw)))
 
 
 def test_what_happened_is_marked_where_it_happened(run_of: Any) -> None:
@@ -259,7 +252,7 @@ def test_a_flat_line_looks_flat_and_missing_values_say_so(run_of: Any) -> None:
     assert all([text.get_text() for text in axes.texts] == ["not recorded"] for axes in empty.axes)
 
 
-def test_how_a_run_ended_is_told(run_of: Any) -> None:
+def test_how_a_run_ended_is_shown(run_of: Any) -> None:
     def told(*rows: Row) -> str:
         return plots._state(run_of([info(), *rows]))
 
@@ -353,23 +346,6 @@ def test_limits_leave_out_what_is_rare_and_far_away() -> None:
     assert usual_range(numpy.array([1.0, 1.0, 1.2]), 1) == (1.0, 1.2)  # only a little further
     assert usual_range(numpy.array([math.nan]), 1) is None
     assert usual_range(numpy.array([1e308, -1e308]), 1.5) == (-1e100, 1e100)
-
-
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        ({"data": {"source": "texts/notes.txt", "folder": None}}, "data: notes.txt"),
-        ({"data": {"source": "books/"}}, "data: books"),
-        ({"data": {"source": [{"path": "a"}, {"path": "b"}]}}, "data: 2 sources"),
-        ({"data": {"source": None, "folder": "data/shards"}}, "data: shards"),
-        ({"data": {"source": "x"}, "chat": {"source": "rows.jsonl"}}, "data: rows.jsonl"),
-        ({}, "tokens per step"),
-        ("damaged", "tokens per step"),
-    ],
-)
-def test_the_header_names_the_data(config: Any, name: str, tmp_path: Path) -> None:
-    folder = finished_run(tmp_path / "run", steps=3, config=config)
-    assert name in plots._facts(RunNumbers(read_history(folder)))
 
 
 def test_ticks_of_an_axis_have_one_unit() -> None:
@@ -608,10 +584,6 @@ def test_where_files_go(place: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert printed(capsys) == ["wrote plots/steps.csv", "wrote plots/evals.csv", "wrote plots/comparison.svg"]
     assert dispatch(["plot", "runs/a", "runs/b", "--out", "c.svg"]) == 0
     assert printed(capsys) == ["wrote c-steps.csv", "wrote c-evals.csv", "wrote c.svg"]
-    assert dispatch(["plot", "runs/a", "--each", "--no-csv"]) == 0
-    names = [line.rpartition("/")[2] for line in printed(capsys)]
-    assert len(names) == len(set(names)) == 11
-    assert {"loss.png", "loss-over-tokens.png", "step-time.png", "parameter-norm.png"} <= set(names)
     assert (
         dispatch(["plot", "runs/a", "runs/b"]) == dispatch(["plot", "runs/a", "--out", "x/y"]) == 0
     )  # ours are written over
@@ -633,7 +605,6 @@ def test_where_files_go(place: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["runs/a", "--out", ""], "--out needs a folder", "--out plots"),
         (["runs/a", "--out", "x.png"], "has several pictures", "name a folder"),
         (["runs/a", "runs/b", "--svg", "--out", "x.png"], "--svg does not go with", ".svg"),
-        (["runs/a", "runs/b", "--each"], "--each goes with one run", "leave it out"),
         (["runs/a", "runs/b", "--out", "runs/a/plots"], "is the plots folder of a run", "another folder"),
         (["runs/a", "--out", "runs/a/metrics.jsonl"], "a file in the way", "--out"),
         (["runs/a", "--out", "runs/a/metrics.jsonl/x"], "a file in the way", "--out"),

@@ -33,7 +33,7 @@ SHAPE = ModelConfig(layers=2, width=64, heads=4, kv_heads=2, context=32, qk_norm
 
 def adapted(way: str, device: torch.device = CPU, **how) -> tuple[GPT, Adapters]:
     """A model with drawn adapters on weights that are plain, in 4 bits, or rounded to what they are in 4 bits."""
-    plan = {"rank": 4, "alpha": 8.0, "targets": how.pop("targets", ALL_LINEAR), "dora": how.pop("dora", False)}
+    plan = {"rank": 4, "alpha": 8.0, "targets": how.pop("targets", (ALL_LINEAR,)), "dora": how.pop("dora", False)}
     dtype = how.pop("dtype", torch.float32)
     model = build_model(SHAPE, 101, seed=3, execution=Execution(**how)).to(dtype)
     if model.rotary is not None:
@@ -136,7 +136,7 @@ def test_the_base_alone_and_evaluation():
         assert torch.equal(mine.logits(tokens), theirs.logits(tokens))
 
 
-@pytest.mark.parametrize("targets", [ALL_LINEAR, ("q_proj",)], ids=str)
+@pytest.mark.parametrize("targets", [(ALL_LINEAR,), ("q_proj",)], ids=str)
 def test_backward_keeps_no_wide_weight(targets):
     model, _ = adapted("4 bits", targets=targets)
     shapes = {tuple(weight.shape) for weight in model.parameters() if isinstance(weight, QuantizedWeight)}

@@ -12,7 +12,7 @@ from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.engine.setup import all_weights, only_adapters
 from flatout.engine.step import CLIP_EPS, TrainStep
 from flatout.errors import CheckpointError, ConfigError
-from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan
+from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
 from flatout.model.gpt import GPT, build_model
 from flatout.optim.adamw import AdamW, EightBitAdamW, HostAdamW
@@ -188,7 +188,7 @@ def test_a_parameter_that_no_rule_takes_is_refused():
 
 
 def test_adapters_decay_and_their_magnitudes_do_not():
-    adapters = attach(build_model(MODEL, VOCAB), AdapterPlan(rank=2, alpha=4.0, targets=ALL_LINEAR, dora=True), seed=0)
+    adapters = attach(build_model(MODEL, VOCAB), AdapterPlan(rank=2, alpha=4.0, dora=True), seed=0)
     optimizer = Optimizers(rules_of(OptimConfig(weight_decay=0.25), 1), only_adapters(adapters).updated)
     assert [group.fixed("decay") for group in optimizer.groups] == [0.25, 0.0]
     assert list(optimizer.named) == ["adapters", "magnitudes"]

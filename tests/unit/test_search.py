@@ -95,6 +95,7 @@ CAPACITIES = [3, 4, 8, 16, 24, 80, 140]
 SHAPES = [{}, {"half_speed": 0.3}, {"half_speed": 40}, {"slower_beyond": 16}, {"selective": 0.99, "full": 0.85}]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("wrong", [0.92, 1.0, 1.1])
 @pytest.mark.parametrize("capacity", CAPACITIES)
@@ -241,6 +242,7 @@ def test_what_may_just_fit_is_tried_with_the_smallest_chunk():
     assert chunk(memory(1032, less=10), micro_batch=2) is None, "whose tokens are one chunk"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("capacity", [4, 8, 16, 24, 80, 139])
 @pytest.mark.parametrize("preset", ["gpt2-124m", "gpt2-350m"])
 def test_gpt2_under_every_cap_by_the_real_estimate(preset, capacity):

@@ -237,6 +237,7 @@ def test_other_sizes_are_refused_by_name(preset: str, size: str, message: str) -
     assert message in error.value.message
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [name for name in PINNED if name and " " not in name])
 @pytest.mark.parametrize("overlay", ["", "16gb", "80gb"])
 def test_presets_of_32k_tokens_are_what_they_were(name: str, overlay: str) -> None:

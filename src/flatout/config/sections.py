@@ -162,11 +162,9 @@ class LoraConfig(Section):
     targets: list[Name] = Field(default=["all-linear"])
     """Projections with an adapter, such as [q_proj, v_proj]; all-linear is all."""
     ranks: list[Name] = Field(default=[])
-    """Ranks of some projections, such as [q_proj=8, mlp.down_proj=32]; a name is a pattern for the end of a path."""
+    """Ranks of some projections, such as [q_proj=8, mlp.down_proj=32]; a name is a path or the end of one."""
     alphas: list[Name] = Field(default=[])
     """Alphas of some projections, in the same form."""
-    also: list[Literal["embedding", "head", "biases"]] = Field(default=[])
-    """Weights of the base that are trained whole beside the adapters."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Dropout share on what adapters read, in training."""
     rank_stabilised: bool = False
@@ -431,7 +429,7 @@ class OutputConfig(Section):
     """Name of the run, for its folder."""
     log_every: Positive = 10
     """Steps between lines on the terminal; metrics.jsonl gets every step."""
-    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default=[])
+    trackers: list[Literal["tensorboard", "wandb"]] = Field(default=[])
     """Where records go besides metrics.jsonl; each needs its package."""
 
 
@@ -478,8 +476,6 @@ class SpeedConfig(Section):
     """Micro-batches per optimizer step, fewer if packed samples need fewer; null follows from the other fields."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """What backward recomputes instead of keeping: nothing, the cheap parts of a block, or all of it."""
-    activation_offload: bool = False
-    """Keep what backward needs in the host's pinned memory instead of the GPU's."""
     loader: Literal["auto", "host", "device"] = "auto"
     """Where tokens live; auto is the device for corpora up to 2 GiB on CUDA, else the host."""
     workers: Annotated[int, Field(ge=0, le=64)] = 1

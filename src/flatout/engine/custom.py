@@ -416,11 +416,11 @@ class CustomParts:
             model = customize(built, self.model, seed=seed)
         if not isinstance(model, CustomModel):
             return model
-        for name, plain in (("checkpointing", "none"), ("loss", "plain"), ("activation_offload", False)):
+        for name, plain in (("checkpointing", "none"), ("loss", "plain")):
             if getattr(speed, name) != plain:
                 raise ConfigError(
                     f"model= is a module of your own, and speed.{name} is about the parts of our models",
-                    f"set speed.{name}={str(plain).lower()}",
+                    f"set speed.{name}={plain}",
                 )
         if speed.compile == "regional":
             raise ConfigError(

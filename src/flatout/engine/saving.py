@@ -1,7 +1,7 @@
 """Boundaries, the steps after which something is due: saving, evaluating, sampling and judging, in a fixed order.
 
 `Boundary` does it in this order. DO NOT change it:
-1. `begin_save`: the run's state is written, or copied for the process that writes it while training goes on (`Saver`).
+1. `begin_save`: the run's state is written, or copied for the thread that writes it while training goes on (`Saver`).
 2. `evaluate_and_sample`, where that is due. An evaluation that fails costs nothing, since the state is safe by then.
 3. `evaluate_checkpoint`: the loss of this step becomes the checkpoint's verdict.
 4. `_judge`: the verdict is written into the checkpoint, and only then are older checkpoints removed, so nothing is
@@ -211,7 +211,7 @@ class Boundary:
         saved = save.written.result()
         seconds = save.seconds + time.perf_counter() - began
         self.totals.add("checkpoint", seconds)
-        yield from notices_at(save.step, [*filter(None, [saved.notice]), *save.notices])
+        yield from notices_at(save.step, save.notices)
         self.last_save = str(saved.path)
         yield CheckpointRecord(
             step=save.step,
@@ -224,7 +224,7 @@ class Boundary:
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """Waits for the last save also where the run ends by an error, and leaves no process behind."""
+        """Waits for the last save also where the run ends by an error."""
         try:
             yield
         except BaseException:

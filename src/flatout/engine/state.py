@@ -249,8 +249,8 @@ def notice_on_adapter(run: Run, folder: Path) -> Iterator[str]:
         return
     limit = who_loads(name, base.description) if base is not None and name is not None else None
     lora = run.plan.lora
-    # vLLM refuses whole modules and DoRA, and takes one rank and alpha for all targets whatever the patterns say.
-    alone = bool(lora.also or lora.dora or lora.ranks or lora.alphas)
+    # vLLM refuses DoRA, and takes one rank and alpha for all targets whatever the patterns say.
+    alone = bool(lora.dora or lora.ranks or lora.alphas)
     who = "" if limit is not None else " for PEFT" if alone else " for PEFT and vLLM"
     known = f"adapter{who}: {place}, of step {step}"
     yield "; ".join(filter(None, [known, limit, IN_4_BITS if run.plan.lora.quantize != "none" else None]))

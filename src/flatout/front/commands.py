@@ -11,7 +11,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-from flatout.errors import UsageError, UserError, quoted
+from flatout.errors import UsageError, quoted
 from flatout.front import verbs_ahead, verbs_looking, verbs_measuring, verbs_models, verbs_training
 from flatout.front.completion import SHELLS, script
 from flatout.front.configs import config_options
@@ -106,13 +106,10 @@ _ALL = (
     Command(
         "prepare inspect",
         verbs_models.inspect,
-        "what a prepared dataset holds, what was dropped and why, with a picture",
+        "what a prepared dataset holds, what was dropped and why",
         (
             word("folder", "folder of prepared shards"),
             number("--context", 1, 2**24, "count windows of this many tokens"),
-            option("--picture", "FILE", "PNG or SVG to draw; default: FOLDER.png beside it"),
-            flag("--no-picture", "draw nothing"),
-            OVERWRITE,
             JSON,
         ),
     ),
@@ -209,12 +206,12 @@ _ALL = (
         "check machine, data and config, and say what to do",
         (
             *CONFIG,
-            number("--gpus", 1, 4096, "check for so many ranks; under torchrun, its own number"),
+            number("--gpus", 1, 4096, "check for N ranks on this host"),
             flag("--quick", "leave out what takes seconds, such as compiling"),
             flag("--json", "print findings as JSON lines"),
         ),
         "Check machine, data and config before training: what was found, whether it is fine, and what to do about it.",
-        processes="ranks",
+        processes="one",
     ),
     Command(
         "estimate",
@@ -390,7 +387,6 @@ _ALL = (
             word("runs", "a run folder, such as runs/shakespeare", nargs="+", metavar="RUN"),
             option("--out", "FOLDER", "default: plots in the run's folder or here; of several runs, also a picture"),
             flag("--svg", "write SVG pictures instead of PNG"),
-            flag("--each", "also write every panel as a picture of its own"),
             flag("--no-csv", "write pictures only"),
             OVERWRITE,
             flag("--json", "print the files written as JSON"),
@@ -481,17 +477,6 @@ FORMER_NAMES = {
     "serve-report": "report --serve",
 }
 
-# What other programs call a verb, where no spelling leads to ours.
-ELSEWHERE_CALLED = {
-    **dict.fromkeys(("serve", "server", "infer", "predict", "sample", "run"), "generate RUN --interactive"),
-    **dict.fromkeys(("fit", "pretrain"), "train"),
-    **dict.fromkeys(("sft", "qlora"), "finetune"),
-    **dict.fromkeys(("test", "validate"), "eval RUN"),
-    **dict.fromkeys(("convert", "save", "upload"), "export RUN FOLDER"),
-    **dict.fromkeys(("ls", "list"), "runs"),
-    "tokenize": "prepare",
-}
-
 _HELP = """\
 Flatout trains GPTs as fast as your machine allows.
 
@@ -510,7 +495,7 @@ exit codes: 0 done, 2 usage or config, 3 bad data or checkpoint, 4 training dive
 
 def help_text(width: int | None = None) -> str:
     """What `flatout --help` prints, in lines of at most `width` characters, by default the terminal's."""
-    return _HELP.format(verbs=_listing(VERBS, 11, width))
+    return _HELP.format(verbs=_listing(VERBS, 12, width))
 
 
 def actions_of(verb: str) -> dict[str, Command]:
@@ -566,18 +551,5 @@ def _unknown(verb: str, rest: list[str]) -> UsageError:
         )
     near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.6)
     near = [f"config {verb}"] if verb in actions_of("config") else near
-    near = [ELSEWHERE_CALLED[verb].replace("RUN", _newest_run())] if verb in ELSEWHERE_CALLED else near
     hint = f"did you mean `flatout {near[0]}`?" if near else "see `flatout --help` for the verbs"
-    return UsageError(
-        f"unknown verb {quoted(verb)}", f"there is no server; {hint}" if verb.startswith("serve") else hint
-    )
-
-
-def _newest_run() -> str:
-    """The newest run as a word of a command; RUN where there is none."""
-    from flatout.observe.runs import find_run  # here: other commands do without
-
-    try:
-        return shlex.quote(str(find_run(None)))
-    except (UserError, OSError):
-        return "RUN"
+    return UsageError(f"unknown verb {quoted(verb)}", hint)

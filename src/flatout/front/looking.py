@@ -14,13 +14,12 @@ from flatout.errors import DataError, UsageError, quoted
 from flatout.files import disk_errors
 from flatout.finding import Finding
 from flatout.front.configs import with_sources
-from flatout.launch import Launch
 from flatout.observe.bundle import Private, bundle_files, is_secret, write_bundle
 from flatout.observe.bundle import check_target as check_bundle_target
 from flatout.observe.plots import COMPARISON, write_comparison, write_run_plots
 from flatout.observe.report import check_target, write_report
 from flatout.observe.runs import SORTS, RunRow, find_run, follow, list_runs
-from flatout.observe.series import EIGENSTATES, EVALS, STEPS
+from flatout.observe.series import EVALS, STEPS
 from flatout.observe.sinks import read_history
 from flatout.records import Record
 
@@ -35,28 +34,24 @@ def plot(
     out: str | Path | None = None,
     *,
     svg: bool = False,
-    each: bool = False,
     tables: bool = True,
     overwrite: bool = False,
 ) -> list[Path]:
     """Draws a run as pictures with its numbers as CSV beside them, or several runs into one; returns the files written.
 
     They go to the run's own folder `plots`, those of several runs to ./plots, or to the folder `out`, which for several
-    runs may also be the picture's name. `each` draws every panel of one run as a picture of its own, too. Files that
-    are not ours are replaced only with `overwrite`.
+    runs may also be the picture's name. Files that are not ours are replaced only with
+    `overwrite`.
     """
     named = [runs] if isinstance(runs, str | Path) else list(runs)
     if not named:
         raise UsageError("no run was named", "name a run folder, such as runs/NAME")
     folders = [_run_folder(str(run)) for run in named]
-    if each and len(folders) > 1:
-        raise UsageError("--each goes with one run", "leave it out, or name one run")
     folder, form, name = _target(None if out is None else str(out), folders, svg=svg)
     if len(folders) == 1:
-        how = {"form": form, "tables": tables, "each": each}
-        return write_run_plots(folders[0], out=folder, overwrite=overwrite, **how)
+        return write_run_plots(folders[0], out=folder, form=form, tables=tables, overwrite=overwrite)
     before = "" if name is None else f"{Path(name).stem}-"
-    files = [folder / f"{before}{table}" for table in (STEPS, EVALS, EIGENSTATES)] if tables else []
+    files = [folder / f"{before}{table}" for table in (STEPS, EVALS)] if tables else []
     return write_comparison(folders, folder / (name or f"{COMPARISON}.{form}"), *files, overwrite=overwrite)
 
 
@@ -142,21 +137,19 @@ def doctor(
     size: str | None = None,
     quick: bool = False,
     gpus: int | None = None,
-    launched: Launch | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Finding]:
     """Checks machine, data and config, and yields what was found, each with advice where there is some.
 
     A config that is named, with `overrides`, may have mistakes: they are findings too. `quick` leaves out compiling and
-    slow trials. `gpus` is how many ranks the config is meant for, `launched` this process as the first of those that a
-    launcher started.
+    slow trials. `gpus` is how many ranks the config is meant for.
     """
     target = str(config) if isinstance(config, str | Path) else config
     if not isinstance(target, str | LoadedConfig | None):
         target = with_sources(target)
     if overrides and isinstance(target, LoadedConfig):
         raise UsageError("overrides are for a config by its name", "change the config itself, or name its file")
-    how = {"hardware": hardware, "size": size, "quick": quick, "gpus": gpus, "launched": launched}
+    how = {"hardware": hardware, "size": size, "quick": quick, "gpus": gpus}
     return examine(target, overrides, progress=progress, **how)
 
 
@@ -204,7 +197,7 @@ def bundle(
         progress("looking at the machine ...")
         machine, findings = _machine_without_secrets(folder)
     private = Private.of(os.environ, Path.home())
-    write_bundle(folder, private, target, bundle_files(folder, private, machine=machine, doctor=findings))
+    write_bundle(target, bundle_files(folder, private, machine=machine, doctor=findings))
     return target
 
 

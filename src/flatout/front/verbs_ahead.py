@@ -26,8 +26,6 @@ from flatout.config.sizes import SIZED
 from flatout.errors import ResourceError, UsageError, many, quoted
 from flatout.front.configs import load_any, load_pretraining, print_notices
 from flatout.front.output import Line, ended_by_signals, picture_target
-from flatout.front.verbs_training import reported_once
-from flatout.launch import launch
 from flatout.tuning.cluster import LLAMAS, llama_words
 
 if TYPE_CHECKING:
@@ -159,25 +157,13 @@ _ARROW = "        -> "
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    launched = launch()
-
-    def check() -> None:
-        if launched is not None and parsed.gpus not in (None, launched.size):
-            raise UsageError(f"--gpus {parsed.gpus}, but {launched.size} processes were started", "leave --gpus out")
-
-    reported_once(check)
-    from flatout.diagnose.examine import attend
     from flatout.finding import exit_code
 
-    if launched is not None and launched.rank:
-        attend(launched, parsed.config, parsed.overrides, parsed.size)
-        return 0
     printer = _Printer(as_json=parsed.json)
     findings: list[Finding] = []
-    how = {"hardware": parsed.hardware, "size": parsed.size, "quick": parsed.quick, "progress": printer.progress}
-    how |= {"gpus": parsed.gpus, "launched": launched}
+    how = {"hardware": parsed.hardware, "size": parsed.size, "quick": parsed.quick, "gpus": parsed.gpus}
     with ended_by_signals(printer.stopped):
-        for finding in flatout.doctor(parsed.config, parsed.overrides, **how):
+        for finding in flatout.doctor(parsed.config, parsed.overrides, **how, progress=printer.progress):
             findings.append(finding)
             printer.finding(finding)
         printer.end(findings, exit_code(findings))

@@ -75,7 +75,7 @@ def _explain_field(path: str, loaded: "LoadedConfig", *, as_json: bool) -> None:
     if path not in field_facts():
         from flatout.config.suggest import unknown_key
 
-        raise unknown_key(path, "command line", tunes=loaded.config.fine_tunes)
+        raise unknown_key(path, "command line")
     fact, source = field_facts()[path], loaded.sources[path]
     default = format_value(fact.get_default(call_default_factory=True))
     about = {
@@ -114,16 +114,12 @@ def show(parsed: argparse.Namespace) -> int:
 
 
 def search(parsed: argparse.Namespace) -> int:
-    from flatout.config.suggest import nearest_fields, search_fields, way_elsewhere
+    from flatout.config.suggest import field_hint, search_fields
 
     found = search_fields(parsed.words)
     if not found:
-        asked = " ".join(parsed.words)
-        near = nearest_fields(parsed.words[0])
-        hint = way_elsewhere(parsed.words[0]) or (
-            f"did you mean {' or '.join(near)}?" if near else "`flatout config explain` lists every setting"
-        )
-        raise UsageError(f"no setting is about {quoted(asked)}", hint)
+        hint = field_hint(parsed.words[0]) or "`flatout config explain` lists every setting"
+        raise UsageError(f"no setting is about {quoted(' '.join(parsed.words))}", hint)
     if parsed.json:
         print(json.dumps([vars(row) for row in found], ensure_ascii=False))
         return 0
@@ -297,7 +293,7 @@ class _LastWord:
 
 
 def plot(parsed: argparse.Namespace) -> int:
-    how = {"svg": parsed.svg, "each": parsed.each, "tables": not parsed.no_csv, "overwrite": parsed.overwrite}
+    how = {"svg": parsed.svg, "tables": not parsed.no_csv, "overwrite": parsed.overwrite}
     with ended_by_signals(lambda: "files that are there are whole"):
         written = flatout.plot(parsed.runs, parsed.out, **how)
     if parsed.json:

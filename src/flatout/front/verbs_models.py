@@ -6,7 +6,6 @@ and the exit code is 3.
 
 import argparse
 import json
-import os
 import re
 import sys
 import time
@@ -18,7 +17,6 @@ import flatout
 from flatout.errors import DataError, UsageError, UserError, many, quoted
 from flatout.files import check_folder_writable, check_replaceable, disk_errors
 from flatout.front.configs import load_pretraining, print_notices
-from flatout.front.output import picture_target
 from flatout.front.words import one_line, tell
 
 if TYPE_CHECKING:
@@ -158,24 +156,17 @@ def inspect(parsed: argparse.Namespace) -> int:
     _check_shards(parsed)
     from flatout.data.inspect import summarize
     from flatout.data.shards import verify_dataset
-    from flatout.observe.dataset import draw_data, print_data
+    from flatout.observe.dataset import data_sheet
+    from flatout.observe.sheets import print_sheet
     from flatout.records import record_to_json
 
     folder = Path(parsed.folder)
-    whole = folder.resolve()
-    beside = whole.parent / f"{whole.name or 'data'}.png"  # the root of a disk has no name
-    picture = None if parsed.no_picture else Path(parsed.picture or os.path.relpath(beside))
-    if picture is not None:
-        picture_target(picture, "--picture", overwrite=parsed.overwrite)
-    verify_dataset(folder)  # a picture of damaged shards would be of nothing
+    verify_dataset(folder)  # counts of damaged shards would mean nothing
     summary = summarize(folder, context=parsed.context)
     if parsed.json:
         print(record_to_json(summary))
     else:
-        print_data(summary)
-    if picture is not None:
-        draw_data(summary, picture, overwrite=parsed.overwrite)
-        print(f"picture: {picture}", file=sys.stderr if parsed.json else sys.stdout)
+        print_sheet(data_sheet(summary))
     return 0
 
 

@@ -144,8 +144,6 @@ def _follow_training(
                     stop.training = True
                     preparing.close()
                     folder, nothing_left = record.folder, record.nothing_left
-                    if speaks and isinstance(reader, ViewReader):
-                        reader.recall(record)
                 elif isinstance(record, records.EndRecord):
                     steps, checkpoint, interrupted = record.step, record.checkpoint, record.reason == "interrupted"
                 if speaks:

@@ -18,7 +18,6 @@ class Execution:
     loss_chunk: int = 8192
     pad_vocab: int = 1
     checkpointing: str = "none"  # or selective, full
-    activation_offload: bool = False
     fp8: tuple[str, ...] = ()  # of qkv, out, up, down, head
     sharded: bool = False  # FSDP2: weights are whole only while their block runs, so no copies of them may be kept
 

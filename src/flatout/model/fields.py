@@ -433,7 +433,7 @@ PATTERN = ModelFeature(
 )
 
 EIGENSTATES = ModelFeature(
-    fields=("states", "scales"),
+    fields=("states",),
     no_export="transformers has no blocks of eigenstates; model.pattern says whether there are any",
 )
 

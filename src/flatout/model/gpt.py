@@ -7,24 +7,13 @@ and the global random state do not matter.
 Activation checkpointing (`recomputed`): full keeps only a block's input. Selective keeps the results of matrix products
 and attention, which are expensive to recompute, and recomputes norms, activations and additions.
 
-Activation offloading (`ActivationOffload`): saved tensors move to pinned host memory and are fetched back in backward.
-Copies run on their own stream, two tensors at a time: while one is copied out, the next is computed; while one is used,
-the two before it arrive. A tensor stays on the device until its copy is done, so at most two are there. Small tensors
-stay on the device; so do parameters and their casts, which occupy memory anyway.
-Traps:
-- A saved tensor may be a view with gaps. Its copy has the same order of axes and no gaps.
-- A prefetched tensor must be used: if its memory were freed during the copy, the copy would overwrite the memory's next
-  owner. So a tensor with no users left is not prefetched.
-
 Shape legend: B batch, T positions, W width, V vocabulary.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import math
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -37,7 +26,7 @@ from flatout.model.adapted import AdaptedLinear
 from flatout.model.cache import Cache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
-from flatout.model.layers import MLP, Attention, Block, Embedding, Head, Positions, TokenTable, bigram_ids
+from flatout.model.layers import Attention, Block, Embedding, Head, Positions, TokenTable, bigram_ids
 from flatout.model.narrow import ModelNarrow, NarrowBlock
 from flatout.model.operations import (
     Norm,
@@ -50,9 +39,6 @@ from flatout.model.operations import (
     product_type,
 )
 from flatout.ops.documents import DocumentLayout
-
-LEAST_BYTES = 2**20
-AT_ONCE = 2  # tensors on their way in each direction
 
 
 def recomputed(function: Callable[..., Any], *values: Any, what: str, random: bool) -> Any:
@@ -80,138 +66,6 @@ def _dear() -> frozenset[Any]:
     return frozenset(found)
 
 
-class _Moved:
-    """A tensor on the host. `device` holds its device copy while it is being copied out or back."""
-
-    __slots__ = ("__weakref__", "device", "event", "host", "key", "place", "previous", "users")
-
-    def __init__(self, device: Tensor, host: Tensor, key: Any, previous: "weakref.ref[_Moved] | None") -> None:
-        self.device: Tensor | None = device
-        self.host = host
-        self.place = device.device
-        self.event: Any = None
-        self.key = key
-        self.previous = previous
-        self.users = 1
-
-
-class ActivationOffload:
-    def __init__(self, model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
-        self.model = model
-        self.least_bytes = least_bytes
-        self.device = torch.device("cpu")
-        self.stream: torch.cuda.Stream | None = None
-        self.parameters: frozenset[int] = frozenset()
-        self.leaving: collections.deque[_Moved] = collections.deque()
-        self.last: weakref.ref[_Moved] | None = None
-        self.moved_bytes = 0  # in all, for tests and reports
-
-    def hooks(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which tensors saved by autograd move to the host."""
-        first = next(self.model.parameters())
-        if not self.parameters or first.untyped_storage().data_ptr() not in self.parameters:
-            self.device = first.device
-            self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-            self.parameters = frozenset(p.untyped_storage().data_ptr() for p in self.model.parameters())
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def drop(self) -> None:
-        """After a failed pass: waits for pending copies and frees their device memory."""
-        if self.stream is not None:
-            self.stream.synchronize()
-        self.leaving.clear()
-        self.last = None
-
-    def _pack(self, tensor: Tensor) -> "Tensor | _Moved":
-        if not self._worth_moving(tensor):
-            return tensor
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        for moved in self.leaving:  # saved by a second operation: still on the device, so its address identifies it
-            if moved.key == key and moved.device is not None:
-                moved.users += 1
-                return moved
-        while len(self.leaving) >= AT_ONCE:
-            self._let_go(self.leaving.popleft())
-        dense = _without_gaps(tensor.detach())
-        pinned = self.stream is not None
-        host = torch.empty_strided(dense.shape, dense.stride(), dtype=dense.dtype, pin_memory=pinned)
-        moved = _Moved(dense, host, key, self.last)
-        moved.event = self._copy(host, dense)
-        self.moved_bytes += dense.nbytes
-        self.leaving.append(moved)
-        self.last = weakref.ref(moved)
-        return moved
-
-    def _unpack(self, saved: "Tensor | _Moved") -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        self._fetch(saved)
-        self._wait(saved)
-        tensor = saved.device
-        assert tensor is not None
-        saved.users -= 1
-        if saved.users <= 0:
-            saved.device = None
-        before = saved
-        for _ in range(AT_ONCE):
-            before = None if before.previous is None else before.previous()
-            if before is None:
-                break
-            if before.users > 0:
-                self._fetch(before)
-        return tensor
-
-    def _fetch(self, moved: _Moved) -> None:
-        if moved.device is None:
-            moved.device = torch.empty_strided(
-                moved.host.shape, moved.host.stride(), dtype=moved.host.dtype, device=moved.place
-            )
-            moved.event = self._copy(moved.device, moved.host)
-
-    def _let_go(self, moved: _Moved) -> None:
-        """Frees the device's tensor; later work on the device waits until the copy to the host is done."""
-        self._wait(moved)
-        moved.device = None
-
-    def _copy(self, target: Tensor, source: Tensor) -> Any:
-        if self.stream is None:
-            target.copy_(source)
-            return None
-        # wait for the kernel that writes the source and the one that last used the target's memory
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        return event
-
-    def _wait(self, moved: _Moved) -> None:
-        if moved.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(moved.event)
-
-    def _worth_moving(self, tensor: Tensor) -> bool:
-        if tensor.device != self.device or tensor.nbytes < self.least_bytes:
-            return False
-        return tensor.untyped_storage().data_ptr() not in self.parameters and not _is_a_cast(tensor)
-
-
-_VIEWS_AND_CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "PermuteBackward0")
-
-
-def _is_a_cast(tensor: Tensor) -> bool:
-    """Whether this is a cast of a parameter, as autocast caches them."""
-    node: Any = tensor.grad_fn
-    while node is not None and node.name() in _VIEWS_AND_CASTS:
-        node = node.next_functions[0][0]
-    return tensor.grad_fn is not None and node is not None and node.name() == "torch::autograd::AccumulateGrad"
-
-
-def _without_gaps(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy with the same order of axes if there are gaps between its elements."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor if tensor.numel() == last + 1 else tensor.clone(memory_format=torch.preserve_format)
-
-
 class GPT(nn.Module):
     def __init__(self, config: ModelConfig, vocab: int, execution: Execution) -> None:
         super().__init__()
@@ -230,7 +84,6 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, kind, place) for place, kind in enumerate(config.kinds))
         self.norm = build_norm(config, config.width)
         self.head = Head(config, vocab)
-        self.offload = ActivationOffload(self)
         self.narrow = ModelNarrow([block.linears() for block in self.blocks if isinstance(block, Block)], execution)
         # called before a pass in our kernels, with the type of its products; set by adapters
         self.freshen: Callable[[torch.dtype], Hashable] | None = None
@@ -317,8 +170,6 @@ class GPT(nn.Module):
         x_BTW = self.embedding(tokens_BT, do, positions_TW)
         if self.bigram is not None:
             x_BTW = do.add_rows(x_BTW, self._bigrams(tokens_BT, places, cache), self.bigram.weight)
-        if self.embedding.weight.requires_grad and not self._inside.requires_grad:
-            x_BTW = x_BTW.to(self._inside.dtype)  # an embedding trained beside adapters is fp32, the blocks narrower
         if config.embedding_norm:
             x_BTW = do.unit_norm(x_BTW, config.norm_eps)
         if dropout > 0.0:
@@ -347,16 +198,6 @@ class GPT(nn.Module):
         before_B1 = tokens_BT[:, :1] if cache is None else cache.last_B1
         return bigram_ids(tokens_BT, before_B1, places == 0, self.config.bigram_rows)
 
-    @property
-    def _inside(self) -> Tensor:
-        """A weight that adapters never train: it tells the type of the blocks and whether they are frozen."""
-        if self.norm.weight is not None:
-            return self.norm.weight
-        for block in self.blocks:
-            if isinstance(block, Block) and isinstance(block.mlp, MLP):
-                return block.mlp.out.weight
-        return self.embedding.weight  # custom blocks, which have no adapters
-
     def _begin(self, cache: Cache | None) -> tuple[Operations, Sequence[NarrowBlock]]:
         """The form of operations for this pass, and each block's weight copies in narrower types, up to date.
 
@@ -368,7 +209,7 @@ class GPT(nn.Module):
         from flatout.model.kernel_operations import FrozenOperations, KernelOperations
 
         dtype = product_type(self.embedding.weight)
-        if self._inside.requires_grad or not all(block.is_frozen for block in self.blocks):
+        if self.embedding.weight.requires_grad or not all(block.is_frozen for block in self.blocks):
             if how.sharded:
                 return KernelOperations(how), nothing
             recording = self.training and torch.is_grad_enabled()
@@ -397,22 +238,19 @@ class GPT(nn.Module):
     def drop(self) -> None:
         """Frees what a failed pass left behind."""
         self.narrow.drop()
-        self.offload.drop()
 
     def _recomputed(self, block: nn.Module, stream: Stream, shared: Shared, own: Own) -> Stream:
-        """Runs a block, with activation checkpointing or offloading as the switches say."""
+        """Runs a block, with activation checkpointing as the switches say."""
         if not (self.training and torch.is_grad_enabled()):
             return block(stream, shared, own)
         what, do = self.execution.checkpointing, shared.operations
-        keeping = self.offload.hooks() if self.execution.activation_offload else contextlib.nullcontext()
-        with keeping:
-            if what in do.recomputes:
-
-                def again(*values: Any) -> Stream:
-                    return block(Stream(*values), shared, own)
-
-                return recomputed(again, *stream, what=what, random=self.random)
+        if what not in do.recomputes:
             return block(stream, shared, own)
+
+        def again(*values: Any) -> Stream:
+            return block(Stream(*values), shared, own)
+
+        return recomputed(again, *stream, what=what, random=self.random)
 
     def empty_cache(self, batch: int = 1, positions: int | None = None) -> Cache:
         """A cache for `positions` tokens in all; None: for the whole context."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flatout.errors import CheckpointError
 from flatout.model.adapted import AdaptedLinear
-from flatout.model.adapters import Adapters, Whole
+from flatout.model.adapters import Adapters
 from flatout.ops.lora import adapted_weight, dora_norm
 
 ROWS_AT_ONCE = 2048  # of a matrix in fp32 and wider
@@ -116,15 +116,6 @@ def merged_matrix(layer: AdaptedLinear, dtype: torch.dtype) -> tuple[Tensor, lis
     return merged, sums
 
 
-@torch.no_grad()
-def _whole_sums(weight: Whole, dtype: torch.dtype) -> _Sums:
-    """The sums of a wholly trained weight; some rows at a time, to save memory."""
-    total, trained = _Sums(), weight.trained.detach()
-    for base, rows in zip(weight.frozen.detach().split(ROWS_AT_ONCE), trained.split(ROWS_AT_ONCE), strict=True):
-        total.rounded(base.to(rows.device, rows.dtype), rows, dtype)
-    return total
-
-
 def merge(adapters: Adapters, dtype: torch.dtype) -> MergeReport:
     """Merges the adapters into their model's weights, detaches them, and casts the model to `dtype`.
 
@@ -143,11 +134,6 @@ def merge(adapters: Adapters, dtype: torch.dtype) -> MergeReport:
         rows += [sums.retention(path) for path, sums in parts.items()]
         for sums in parts.values():
             total.add(sums)
-    for name, weight in adapters.whole.items():
-        sums = _whole_sums(weight, dtype)
-        rows.append(sums.retention(name))
-        total.add(sums)
-        weight.merge(dtype)
     adapters.detach()
     for parameter in adapters.model.parameters():  # not the buffers: position tables stay in fp32
         parameter.data = parameter.data.to(dtype)
@@ -163,9 +149,6 @@ def _merged(adapters: Adapters, dtype: torch.dtype) -> Iterator[tuple[AdaptedLin
 
 
 def _refuse_broken(adapters: Adapters) -> None:
-    for name, weight in adapters.whole.items():
-        if not bool(torch.isfinite(weight.trained).all()):
-            raise CheckpointError(f"{name} holds values that are not finite", "take an earlier checkpoint")
     for part in adapters.tensors():
         for value in (part.a, part.b, part.magnitude):
             if value is not None and not bool(torch.isfinite(value).all()):

@@ -134,8 +134,7 @@ class ModelNarrow:
         weights = [layer.weight for block in self.blocks for layer in block.values()]
         state = (dtype, *((version_of(weight), weight.data_ptr()) for weight in weights))
         if self.ready_for != state:
-            how = self.execution
-            staying = how.checkpointing != "full" and not how.activation_offload
+            staying = self.execution.checkpointing != "full"
             self.ready = [
                 NarrowBlock(
                     **{name: self._layer(index, name, layer.weight, dtype, staying) for name, layer in block.items()}

@@ -29,6 +29,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub("\ufffd", text)
 
 
+def one_line(text: str) -> str:
+    """The text as one printable line."""
+    return " ".join(printable(text).split())
+
+
 def loss_text(loss: float) -> str:
     return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.3g}"
 

@@ -35,7 +35,6 @@ else:
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
-    from matplotlib.lines import Line2D
 
 INK, FAINT, LINE = "#22272e", "#6e7781", "#b6bcc3"
 BLUE, ORANGE, RED, TEAL = "#2f6db5", "#e08a1e", "#c0392b", "#3a9d8f"
@@ -461,39 +460,12 @@ def _draw_legend(axes: Axes) -> None:
     named = dict(zip(reversed(labels), reversed(handles), strict=True))  # of equal names, the first
     if len(named) < 2:
         return
-    width, height = _inches(axes)
-    columns = 2 if width > 6 and len(named) > 4 else 1
-    tall = (0.35 + 0.165 * math.ceil(len(named) / columns)) / height
-    wide = columns * (0.6 + 0.068 * max(map(len, named))) / width
-    # Marks stand along the edges; no name may hide one.
-    low, high = (0.05, 0.91) if any(line.get_linestyle() == "None" for line in axes.lines) else (0.0, 1.0)
-    across = {"left": 0.0, "center": (1 - wide) / 2, "right": 1 - wide}
-    up = {"upper": high - tall, "lower": low, "center": (1 - tall) / 2}
-    points = numpy.concatenate([_places(axes, line) for line in axes.lines if line.get_alpha() is None])
-
-    def covered(place: tuple[str, str]) -> int:
-        inside = points - (across[place[1]], up[place[0]])
-        return int(((inside >= 0) & (inside <= (wide, tall))).all(axis=1).sum())
-
-    corners = [(high, side) for high in ("upper", "lower", "center") for side in ("right", "left", "center")]
-    place: Any = " ".join(min(corners, key=covered)).replace("center center", "center")
     ordered = list(dict.fromkeys(labels))
+    columns = 2 if _inches(axes)[0] > 6 and len(ordered) > 4 else 1
     axes.legend(
-        [named[label] for label in ordered], ordered, loc=place, ncols=columns, fontsize=8, labelcolor=INK,
-        bbox_to_anchor=(0.0, low, 1.0, high - low), framealpha=0.85, edgecolor="none", borderpad=0.3, handlelength=1.6,
-        borderaxespad=0.8,
+        [named[label] for label in ordered], ordered, loc="best", ncols=columns, fontsize=8, labelcolor=INK,
+        framealpha=0.85, edgecolor="none", borderpad=0.3, handlelength=1.6, borderaxespad=0.8,
     ).set_zorder(8)  # fmt: skip
-
-
-def _places(axes: Axes, line: "Line2D") -> Array:
-    """Points of a line as shares of the panel, evenly along its way."""
-    points = axes.transAxes.inverted().transform(line.get_transform().transform(line.get_xydata()))
-    points = numpy.clip(points[numpy.isfinite(points).all(axis=1)], 0.0, 1.0)
-    if line.get_linestyle() == "None" or len(points) < 2:
-        return points
-    way = numpy.concatenate(([0.0], numpy.cumsum(numpy.hypot(*numpy.diff(points, axis=0).T))))
-    even = numpy.linspace(0.0, way[-1], 400)
-    return numpy.stack([numpy.interp(even, way, points[:, side]) for side in (0, 1)], axis=1)
 
 
 def _say(axes: Axes, words: str) -> None:

@@ -145,9 +145,6 @@ class GrowingSeries:
         count = bisect.bisect_right(self._steps, step)
         del self._steps[count:], self._values[count:]
 
-    def latest(self, count: int) -> Points:
-        return list(zip(map(int, self._steps[-count:]), self._values[-count:], strict=True))
-
     @property
     def series(self) -> Series:
         return Series(numpy.array(self._steps), numpy.array(self._values))
@@ -530,27 +527,20 @@ def short(value: float) -> float | int | str:
 
 # --- the same as CSV --------------------------------------------------------------------------------------------------
 
-STEPS, EVALS, EIGENSTATES = "steps.csv", "evals.csv", "eigenstates.csv"
+STEPS, EVALS = "steps.csv", "evals.csv"
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(StepRecord) if field.name != "update_ratio")  # several
 _EVAL_FIELDS = tuple(field.name for field in dataclasses.fields(EvalRecord))
 STEP_HEADER = (*_STEP_FIELDS, "training_seconds", "val_loss")
 EVAL_HEADER = (*_EVAL_FIELDS, "tokens_seen", "training_seconds")
-_OF_STATES = tuple((quantity, quantile) for quantity in QUANTITIES for quantile in QUANTILES)
-EIGENSTATE_HEADER = (
-    "step", "layer", "states", *(f"{quantity}_{quantile}" for quantity, quantile in _OF_STATES), "beyond_context",
-    "tokens_seen", "training_seconds",
-)  # fmt: skip
 
 
 def write_tables(runs: Sequence[RunNumbers], *paths: Path, names: bool = False) -> list[Path]:
-    """Writes the tables of steps, evaluations and eigenstates to as many paths as are given; returns those written.
+    """Writes the tables of steps and of evaluations to these paths, if there are any; returns them.
 
-    That of eigenstate blocks is written only where a run has some. With `names`, the first column is the run's name.
+    With `names`, the first column is the run's name.
     """
     tables = [(STEP_HEADER, _step_rows), (EVAL_HEADER, _eval_rows)]
-    tables += [(EIGENSTATE_HEADER, _eigenstate_rows)] if any(run.eigenstates.layers for run in runs) else []
-    written = dict(zip(paths, tables, strict=False))
-    for path, (header, rows_of) in written.items():
+    for path, (header, rows_of) in zip(paths, tables, strict=False):
         shown, safe = f"the table {printable(str(path))}", ", or name another folder with --out"
         with disk_errors(shown, safe=safe), whole_file(path) as raw:
             file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
@@ -560,7 +550,7 @@ def write_tables(runs: Sequence[RunNumbers], *paths: Path, names: bool = False) 
                 first = [_cell(run.name)] if names else []
                 writer.writerows([*first, *(_cell(row.get(name)) for name in header)] for row in rows_of(run))
             file.detach()  # writes what it holds
-    return list(written)
+    return list(paths)
 
 
 def is_table(path: Path, *, names: bool) -> bool:
@@ -569,7 +559,7 @@ def is_table(path: Path, *, names: bool) -> bool:
     with path.open("rb") as file:
         columns = file.readline(4000).decode("utf-8", "replace").strip().split(",")
     begin = ["run", "step"] if names else ["step"]
-    known = {"run", *STEP_HEADER, *EVAL_HEADER, *EIGENSTATE_HEADER}
+    known = {"run", *STEP_HEADER, *EVAL_HEADER}
     return columns[: len(begin)] == begin and "training_seconds" in columns and known >= set(columns)
 
 
@@ -581,17 +571,6 @@ def _step_rows(run: RunNumbers) -> Iterator[dict[str, Any]]:
 
 def _eval_rows(run: RunNumbers) -> Iterator[dict[str, Any]]:
     return _placed(run, run.evals)
-
-
-def _eigenstate_rows(run: RunNumbers) -> Iterator[dict[str, Any]]:
-    """Step by step, and at each step layer by layer."""
-    rows: list[dict[str, Any]] = []
-    for layer in run.eigenstates.layers:
-        for place, step in enumerate(layer.steps):
-            row = {f"{quantity}_{name}": layer.values[quantity][name][place] for quantity, name in _OF_STATES}
-            row |= {"step": step, "layer": layer.layer, "states": layer.states, "beyond_context": layer.beyond[place]}
-            rows.append(row)
-    return _placed(run, sorted(rows, key=lambda row: (row["step"], row["layer"])))
 
 
 def _placed(run: RunNumbers, rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

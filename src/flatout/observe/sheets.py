@@ -20,7 +20,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from flatout.observe import picture
-from flatout.observe.human import Terminal, printable, say
+from flatout.observe.human import Terminal, one_line, printable, say
 from flatout.observe.picture import FAINT, INK, LINE, RED, SMALL, Axes, Figure, drawable, shortened
 from flatout.rows import (
     BAD,
@@ -109,10 +109,6 @@ def _cells(block: Table, row: ResultRow, columns: Sequence[str]) -> list[str]:
     texts = [row.cells.get(column, "") if column != "verdict" else row.verdict or "-" for column in columns]
     indent = " " * (len(name) - len(name.lstrip()))
     return [*marks, indent + one_line(name), *map(one_line, texts)]
-
-
-def one_line(text: str) -> str:
-    return " ".join(printable(text).split())
 
 
 # --- Markdown ---------------------------------------------------------------------------------------------------------

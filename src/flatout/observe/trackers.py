@@ -1,9 +1,9 @@
-"""TensorBoard, trackio and Weights & Biases beside metrics.jsonl, which is the complete record of a run.
+"""TensorBoard and Weights & Biases beside metrics.jsonl, which is the complete record of a run.
 
 Idea: each tracker has a thread of its own with a queue before it; `write` only puts a record there. The thread writes
-TensorBoard's files itself. The packages of the others print, import much, start threads, wait for networks and
-sometimes crash, so they run in a child process (`serve`), which reads JSON lines from a pipe and writes its output to a
-log file in the run's folder. When the trainer dies, the pipe ends, and the child finishes what it has.
+TensorBoard's files itself. The package of W&B prints, imports much, starts threads, waits for networks and sometimes
+crashes, so it runs in a child process (`serve`), which reads JSON lines from a pipe and writes its output to a log file
+in the run's folder. When the trainer dies, the pipe ends, and the child finishes what it has.
 
 Contract: nothing is imported or started for a tracker that is not asked for. `write` never waits and never raises. A
 tracker that fails or cannot keep up causes one message, and the run goes on without it. `close` gives each tracker a
@@ -66,10 +66,10 @@ class Values:
     texts: dict[str, str]
     odd: dict[str, float]
 
-    def odd_notes(self, told: set[str]) -> list[str]:
-        """What is not finite has no place on a curve; the first of each tag, which then is `told`, is put in words."""
-        notes = [f"{tag} is {value} at step {self.step}" for tag, value in self.odd.items() if tag not in told]
-        told.update(self.odd)
+    def odd_notes(self, noted: set[str]) -> list[str]:
+        """A note on the first value of each tag that is not finite; it is added to the tags that are `noted`."""
+        notes = [f"{tag} is {value} at step {self.step}" for tag, value in self.odd.items() if tag not in noted]
+        noted.update(self.odd)
         return notes
 
 
@@ -221,7 +221,7 @@ class TensorBoard:
         name = f"events.out.tfevents.{moment:017.6f}.{socket.gethostname()}.{os.getpid()}.flatout"
         self._file = (place / name).open("xb")
         self._flushed = time.monotonic()
-        self._told_odd: set[str] = set()
+        self._noted: set[str] = set()
         self._write(_text_field(3, "brain.Event:2"), 0)
         # What lies behind a later start is forgotten. TensorBoard's own reader wants to have seen a first one for that;
         # its faster server, which not every machine has, does not.
@@ -231,7 +231,7 @@ class TensorBoard:
         values = values_of(record)
         parts = [_scalar(tag, value) for tag, value in values.scalars.items()]
         parts += [_text(tag, text) for tag, text in values.texts.items()]
-        for note in values.odd_notes(self._told_odd):
+        for note in values.odd_notes(self._noted):
             parts.append(_text("notices", f"{note}; such values are left out of the curve"))
         if parts:
             self._write(_field(5, b"".join(_field(1, part) for part in parts)), values.step)
@@ -304,10 +304,9 @@ PROJECT = "flatout"
 
 def serve() -> None:
     """The child's whole life."""
-    name, folder = sys.argv[1], Path(sys.argv[2])
     lines, answers = _take_over()
     try:
-        _run(name, folder, lines, answers)
+        _run(Path(sys.argv[1]), lines, answers)
     except Exception as error:  # noqa: BLE001 - foreign code may raise anything; the trainer gets one line about it
         words = " ".join(f"{type(error).__name__}: {error}".split())
         _say(answers, f"failed {words[:300]}")
@@ -332,46 +331,24 @@ def _say(answers: TextIO, line: str) -> None:
         answers.flush()
 
 
-def _run(name: str, folder: Path, lines: Any, answers: TextIO) -> None:
+def _run(folder: Path, lines: Any, answers: TextIO) -> None:
     info = record_of_line(lines.readline())
     if not isinstance(info, RunInfo):
         return  # the trainer was gone before it began
-    adapter = _ADAPTERS[name](folder, info, lambda words: _say(answers, f"note {words}"))
+    run = WeightsAndBiases(folder, info, lambda words: _say(answers, f"note {words}"))
     _say(answers, "ready")
-    told_odd: set[str] = set()
+    noted: set[str] = set()
     for line in lines:
         record = record_of_line(line)
         if record is None:
             continue
         values = values_of(record)
         texts = dict(values.texts)
-        if odd := values.odd_notes(told_odd):
+        if odd := values.odd_notes(noted):
             texts["notices"] = "\n".join([*odd, *filter(None, [texts.get("notices")])])
         if values.scalars or texts:
-            adapter.log(values.step, values.scalars, texts)
-    adapter.run.finish()
-
-
-@final
-class Trackio:
-    """Local runs in trackio's own database; `trackio show` displays them."""
-
-    def __init__(self, folder: Path, info: RunInfo, _note: Callable[[str], None]) -> None:
-        trackio = importlib.import_module("trackio")
-        self._text = trackio.Markdown
-        self.run = trackio.init(
-            project=PROJECT,
-            name=folder.resolve().name,
-            config=safe_config(info.config),
-            resume="allow" if info.resumed_from else "never",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-
-    def log(self, step: int, scalars: dict[str, float], texts: dict[str, str]) -> None:
-        blocks = {tag: self._text(code_block(text)) for tag, text in texts.items()}
-        self.run.log({**scalars, **blocks}, step=step)
+            run.log(values.step, values.scalars, texts)
+    run.finish()
 
 
 @final
@@ -399,7 +376,7 @@ class WeightsAndBiases:
         except wandb.errors.UsageError as error:
             if "api key" not in str(error).lower() and "api_key" not in str(error).lower():
                 raise
-            # Nobody has logged in. Nothing is lost: the same data is kept on disk.
+            # Without a login nothing is lost: the same data is kept on disk.
             self.run = wandb.init(**arguments, mode="offline")
             note(f"there is no login, so the run is kept offline; upload it with `wandb sync` from {folder / 'wandb'}")
         # A resumed run goes back some steps; W&B would drop them if they were its own steps.
@@ -409,6 +386,9 @@ class WeightsAndBiases:
     def log(self, step: int, scalars: dict[str, float], texts: dict[str, str]) -> None:
         blocks = {tag: self._html(f"<pre>{html.escape(text)}</pre>", inject=False) for tag, text in texts.items()}
         self.run.log({"step": step, **scalars, **blocks})
+
+    def finish(self) -> None:
+        self.run.finish()
 
 
 def _run_id(folder: Path) -> str:
@@ -425,12 +405,9 @@ def _run_id(folder: Path) -> str:
     return made
 
 
-_ADAPTERS = {"trackio": Trackio, "wandb": WeightsAndBiases}
-
-
 MOST_WAITING = 20_000  # records; a step's takes about 1 KB
 CLOSE_SECONDS = 30.0
-_TITLES = {"tensorboard": "TensorBoard", "trackio": "trackio", "wandb": "Weights & Biases"}
+_TITLES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
 
 
 class Tracker(Protocol):
@@ -453,7 +430,7 @@ def open_trackers(names: Sequence[str], folder: Path, info: RunInfo) -> "Tracker
     """Trackers for a run that begins with `info`, which is their first record; give the later ones to `write`."""
 
     def opener(name: str) -> Callable[[Callable[[str], None]], Tracker]:
-        return lambda tell: TensorBoard(folder, info) if name == "tensorboard" else _Child(name, folder, tell)
+        return lambda tell: TensorBoard(folder, info) if name == "tensorboard" else _Child(folder, tell)
 
     return Trackers([_Lane(name, opener(name), info) for name in dict.fromkeys(names)])
 
@@ -492,7 +469,7 @@ class _Lane:
     def __init__(self, name: str, opener: Callable[[Callable[[str], None]], Tracker], info: RunInfo) -> None:
         self.title = _TITLES[name]
         self._queue: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
-        self._told: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._off = threading.Event()
         self._left_out = 0
         self._queue.put(info)
@@ -521,10 +498,10 @@ class _Lane:
             self._tell("did not finish in time and was left alone: its last records may be missing there")
 
     def messages(self) -> list[str]:
-        return [self._told.get() for _ in range(self._told.qsize())]
+        return [self._messages.get() for _ in range(self._messages.qsize())]
 
     def _tell(self, words: str) -> None:
-        self._told.put(printable(f"{self.title} {words}"))
+        self._messages.put(printable(f"{self.title} {words}"))
 
     def _work(self, opener: Callable[[Callable[[str], None]], Tracker]) -> None:
         tracker: Tracker | None = None
@@ -550,18 +527,18 @@ class _ChildError(Exception):
 
 @final
 class _Child:
-    """A tracker in a process of its own, fed with JSON lines."""
+    """W&B in a process of its own, fed with JSON lines."""
 
-    def __init__(self, name: str, folder: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        self._log = folder / f"{name}.log"
+        self._log = folder / "wandb.log"
         root = str(Path(flatout.__file__).parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         # A session of its own: Ctrl-C is for the trainer, which then says what there is to say, and ends the pipe.
         command = "from flatout.observe.trackers import serve; serve()"
         with open_to_append(self._log) as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", command, name, str(folder)],
+                [sys.executable, "-c", command, str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

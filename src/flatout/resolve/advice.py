@@ -17,7 +17,7 @@ from flatout.model.count import parameter_count
 from flatout.model.gpt import empty_model
 from flatout.resolve.checks import shorter_warmup
 from flatout.resolve.length import Visits, visits_of
-from flatout.resolve.memory import SMALL, checkpoint_size, trained_count
+from flatout.resolve.memory import trained_count
 from flatout.resolve.plan import RunPlan
 
 _data, _check = functools.partial(Check, "data"), functools.partial(Check, "config")
@@ -28,16 +28,12 @@ _MANY_EPOCHS, _SOME_EPOCHS = 10.0, 4.2
 _FEW_TARGETS, _ENOUGH_TARGETS = 1_000, 10_000
 _SPREAD = 2.0  # of the loss of single tokens, roughly, in nats
 _BIG_SHARE = 0.2  # of a run's time for anything but training
-_BIG_BOUND = 1 / 3  # the same where the share is an upper bound, as it rests on the least time of a step
 
 
-def advice_on(
-    plan: RunPlan, *, about: str = "", step_seconds: float | None = None, write_rate: float | None = None
-) -> Iterator[Finding]:
-    """`about` stands before numbers of tokens that are estimates. `step_seconds` is the least time of a step,
-    `write_rate` how many bytes per second reach the disk, where these are known."""
+def advice_on(plan: RunPlan, *, about: str = "") -> Iterator[Finding]:
+    """`about` stands before numbers of tokens that are estimates."""
     said = {(check.area, check.name) for check in plan.checks}
-    found = [*_on_switches(plan), *_on_settings(plan, step_seconds, write_rate)]
+    found = [*_on_switches(plan), *_on_settings(plan)]
     found += _on_samples(plan) if plan.fine_tunes else _on_tokens(plan, about)
     yield from (one for one in found if one is not None and (one.area, one.name) not in said)
 
@@ -180,15 +176,14 @@ def _on_samples(plan: RunPlan) -> Iterator[Finding]:
     choices = choose(adapter_plan(lora), targets_of(empty_model(plan.model, plan.vocab, device="meta")))
     names = ", ".join(sorted({choice.target.name for choice in choices}))
     held = "" if lora.quantize == "none" else f", the base in 4 bits ({lora.quantize})"
-    beside = f", and {' and '.join(lora.also)} whole" if lora.also else ""
-    yield _check("trained").ok(f"adapters of rank {lora.rank} on {names}{beside}: {count}{held}")
+    yield _check("trained").ok(f"adapters of rank {lora.rank} on {names}: {count}{held}")
     yield from (_check("rank").note(found) for found in needless_rank(choices))
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def _on_settings(plan: RunPlan, step_seconds: float | None, write_rate: float | None) -> Iterator[Finding | None]:
+def _on_settings(plan: RunPlan) -> Iterator[Finding | None]:
     facts, steps = plan.data.facts, known_steps(plan)
     if not plan.fine_tunes:
         yield _batch(plan)
@@ -205,9 +200,7 @@ def _on_settings(plan: RunPlan, step_seconds: float | None, write_rate: float | 
         sequences = facts.batch_samples or plan.schedule.at(0).windows
         visits = visits_of(plan.eval, plan.checkpoint, steps, facts.windows, sequences)
         yield _evaluation(plan, steps, visits)
-        yield _sampling(plan, visits, step_seconds)
-        yield _saving(plan, steps, step_seconds, write_rate)
-    yield _deterministic(plan)
+        yield _saving(plan, steps)
 
 
 def _batch(plan: RunPlan) -> Finding:
@@ -308,7 +301,7 @@ def _evaluation(plan: RunPlan, steps: int, visits: Visits) -> Finding | None:
     # Forward only: a third of what a training token costs.
     spent, trained = count * tokens / 3, steps * step_tokens(plan)
     share = spent / (spent + trained)
-    found = f"{many(count, 'time')} {tokens:,} tokens: {_percent(share)} of the run's time"
+    found = f"{many(count, 'time')} {tokens:,} tokens: about {share:.0%} of the run's time"
     ways: list[str] = []
     if share > _BIG_SHARE:
         times = _times_rarer(share)
@@ -321,74 +314,16 @@ def _evaluation(plan: RunPlan, steps: int, visits: Visits) -> Finding | None:
     return _check("evaluation").ok(found)
 
 
-def _sampling(plan: RunPlan, visits: Visits, step_seconds: float | None) -> Finding | None:
-    every, tokens = plan.eval.sample_every, plan.eval.sample_tokens
-    if tokens == 0 or every == 0 or step_seconds is None:
-        return None
-    # A sampled token is a whole forward pass for one position: the host's launches, not arithmetic, take the time.
-    one = tokens * plan.model.layers * 2.5e-4
-    share = one / (one + every * step_seconds)
-    count = f"{many(visits.samples, 'sample')} of {many(tokens, 'token')}"
-    found = f"{count}: {_percent(share, 'up to about')} of the run's time"
-    if share > _BIG_BOUND:
-        rarer = f"Set eval.sample_every={round(every * _times_rarer(share))}, or fewer eval.sample_tokens."
-        return _check("samples").warn(found, f"Sampling eats the time. {rarer}")
-    return _check("samples").ok(found)
-
-
-def _saving(plan: RunPlan, steps: int, step_seconds: float | None, write_rate: float | None) -> Finding:
-    saving, check = plan.checkpoint, _check("saving")
-    every = saving.every
-    if isinstance(every, str):
-        return check.ok("at the end of every epoch" if saving.epochs == 1 else f"every {every}")
+def _saving(plan: RunPlan, steps: int) -> Finding:
+    every = plan.checkpoint.every
     if every == 0:
-        long_run = step_seconds is not None and steps * step_seconds > 1800
-        return check.finding(
-            "warn" if long_run else "note",
+        return _check("saving").note(
             "checkpoint.every is 0: only the end is saved, and a run that is stopped by a signal",
             f"A crash or a lost machine costs the whole run. Set checkpoint.every={max(1, steps // 10)}.",
         )
-    if step_seconds is None or write_rate is None:
-        return check.ok(f"every {many(every, 'step')}")
-    size = checkpoint_size(trained_count(plan.settings.config, plan.vocab), plan.model, plan.optim, plan.speed)
-    one = size / write_rate
-    share = one / (one + every * step_seconds)
-    found = f"every {many(every, 'step')}, about {one:.2g} s each"
-    if size >= SMALL and one < every * step_seconds:
-        return check.ok(f"{found}, written beside training")
-    found += f": {_percent(share, 'up to about')} of the run's time"
-    if share > _BIG_BOUND and one > 0.5:
-        rarer = f"Set checkpoint.every={round(every * _times_rarer(share))}, or output.folder to a faster disk."
-        return check.warn(found, f"Saving eats the time. {rarer}")
-    return check.ok(found)
-
-
-def _deterministic(plan: RunPlan) -> Finding | None:
-    if not plan.train.deterministic:
-        return None
-    speed, sources = plan.settings.config.speed, plan.settings.sources
-    fast = [
-        f"speed.{name}"
-        for name in ("attention", "products", "compile", "cuda_graphs", "fp8", "kernels")
-        if sources[f"speed.{name}"].by_user and str(getattr(speed, name)) not in ("off", "torch", "[]", "reference")
-    ]
-    if fast:
-        return _check("deterministic").warn(
-            f"train.deterministic is set beside {', '.join(fast)}",
-            "Kernels that repeat bit for bit are slower ones, and some fast ones are left out. Take one or the other: "
-            "set train.deterministic=false for speed.",
-        )
-    return _check("deterministic").note(
-        "train.deterministic is set",
-        "The result repeats bit for bit on this machine, at some cost in speed; cuDNN's attention and tuned "
-        "products are left out.",
-    )
+    return _check("saving").ok(f"every {every if isinstance(every, str) else many(every, 'step')}")
 
 
 def _times_rarer(share: float) -> float:
     """How many times rarer something that takes this share of a run has to be, to take a twentieth of it."""
     return share / (1 - share) / (0.05 / 0.95)
-
-
-def _percent(share: float, about: str = "about") -> str:
-    return "under 1%" if share < 0.01 else f"{about} {share:.0%}"

@@ -193,8 +193,7 @@ def _adapters_beyond_kernels(case: SwitchContext) -> str | None:
     beside = sorted({name for block in blocks for name in block.beside})
     if beside:
         return f"under adapters they have no {' and no '.join(beside)}"
-    asked = {"offload": case.asked.activation_offload, "whole": bool(lora.also)}
-    return adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, fp8=(), **asked)
+    return adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, fp8=())
 
 
 def _wide(case: SwitchContext) -> bool:
@@ -275,8 +274,6 @@ def _compile(case: SwitchContext) -> Answer:
         return Answer("off", "a model from Python (model=) may not be made for it")
     if case.used.kernels == "triton":  # they are one step of autograd each, which a compiler cannot look into
         return Answer("off", "the Triton kernels leave it nothing to fuse")
-    if wanted == "auto" and asked.activation_offload:
-        return Answer("off", "activation_offload was asked for")
     if case.used.attention in FA4:
         return Answer("off", "it cannot look into FlashAttention-4")
     if case.quantized:
@@ -369,17 +366,6 @@ def _micro_batch(case: SwitchContext) -> Answer:
     return Answer(size, f"the largest divisor of {whole}" if case.asked.micro_batch not in (None, size) else "")
 
 
-def _activation_offload(case: SwitchContext) -> Answer:
-    reason = (
-        NOT_CUDA if not case.cuda
-        else "gathered weights would leave, too" if case.sharded
-        else "compiled code keeps its activations to itself" if case.used.compile != "off"
-        else "4-bit weights would leave in full width" if case.quantized
-        else None
-    )  # fmt: skip
-    return _unless(case.asked.activation_offload, reason)
-
-
 def _unless(wanted: bool, reason: str | None) -> Answer:
     """A plain true or false that some machines or models cannot have."""
     return Answer(False, reason) if wanted and reason is not None else Answer(wanted)
@@ -397,8 +383,6 @@ def _cuda_graphs(case: SwitchContext) -> Answer:
         return Answer(False, "weights are gathered anew for every pass, which a recording cannot")
     if case.model.dropout > 0 or case.config.lora.dropout > 0:
         return Answer(False, "a recording would not draw dropout from the run's own random stream")
-    if case.used.activation_offload:
-        return Answer(False, "activation_offload waits for the host's memory, which a recording cannot")
     if graphs_of_its_own(compiled, our_graphs=wanted == "on"):
         return Answer(False, f"compile {compiled} records graphs of its own")
     if case.config.documents_apart:
@@ -498,7 +482,6 @@ ROWS = (
     SwitchRow("accumulation", lambda case: Answer(micro_batch_of(case.config, case.ranks)[1])),
     SwitchRow("pad_vocab", lambda case: Answer(case.asked.pad_vocab)),
     SwitchRow("checkpointing", lambda case: Answer(case.asked.checkpointing)),
-    SwitchRow("activation_offload", _activation_offload),
     SwitchRow("cuda_graphs", _cuda_graphs),
     SwitchRow("workers", _workers, harmless=True),
     SwitchRow("threads", _threads),

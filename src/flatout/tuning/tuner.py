@@ -161,8 +161,6 @@ class _Tuning:
         checkpointings: tuple[str, ...] = ("none", "selective", "full")
         if probe.device.kind != "cuda":  # there memory is not what limits, and both only cost time
             losses, checkpointings = losses[:1], (speed.execution.checkpointing,)
-        if speed.execution.activation_offload:  # asked for because nothing else fits
-            checkpointings = (speed.execution.checkpointing,)
         chunks = (asked.loss_chunk, SMALL_CHUNK) if asked.loss_chunk > SMALL_CHUNK else (asked.loss_chunk,)
         losses = [asked.loss] if "loss" in probe.kept else losses
         checkpointings = (asked.checkpointing,) if "checkpointing" in probe.kept else checkpointings

@@ -348,7 +348,7 @@ _ALL = (
             flag("--json", "print the figures as one JSON object instead of the page"),
         ),
         "Take some real training steps under torch's profiler and say what holds them: arithmetic, memory, launches or "
-        "data, and which switch to try. Writes a trace, a memory snapshot, the kernels and a page to read.",
+        "data, and which switch to try. Writes a trace, the kernels and a page to read.",
         processes="ranks",
     ),
     # --- runs and settings --------------------------------------------------------------------------------------------

@@ -323,7 +323,7 @@ def profile(
 ) -> Profile | None:
     """Takes some training steps under torch's profiler and says what limits them, and which switch to try.
 
-    Writes a trace, a memory snapshot, the kernels and a page to read into a new folder, by default profile/NAME. No run
+    Writes a trace, the kernels and a page to read into a new folder, by default profile/NAME. No run
     is written. Without `steps` it is 4, fewer if a step has many micro-batches. In the ranks of a launcher all but the
     first get None.
     """

@@ -337,18 +337,10 @@ def read_curve(rates: Sequence[float], losses: Sequence[float], *, tuning: bool 
     fall = smoothed[0] - smoothed[bottom]
     if fall < LEAST_FALL * abs(smoothed[0]):
         raise _no_curve(f"the loss went from {smoothed[0]:.4g} to {smoothed[bottom]:.4g} at best")
-    slopes = [
-        (smoothed[index + 1] - smoothed[index - 1]) / (places[index + 1] - places[index - 1])
-        for index in range(1, max(2, bottom))
-    ]
-    steepest = 1 + min(range(len(slopes)), key=lambda index: slopes[index])
-    start, end = longest_fall(smoothed[:read])
-    rate_at = [10.0**place for place in places]
+    knee = _crossing(places, smoothed, bottom, KNEE * fall)
     suggestions = [
-        Suggestion("minimum / 10", rate_at[bottom] / 10, "a tenth of the rate with the lowest loss"),
-        Suggestion("steepest", rate_at[steepest], "where the loss falls fastest"),
-        Suggestion("valley", rate_at[start + 2 * (end - start) // 3], "two thirds along the longest fall"),
-        Suggestion("knee", _crossing(places, smoothed, bottom, KNEE * fall), f"where {KNEE:.0%} of the fall is over"),
+        Suggestion("minimum / 10", 10.0 ** places[bottom] / 10, "a tenth of the rate with the lowest loss"),
+        Suggestion("knee", knee, f"where {KNEE:.0%} of the fall is over"),
     ]
     chosen = CHOSEN
     if tuning:
@@ -386,17 +378,6 @@ def first_rise(smoothed: Sequence[float]) -> int:
         if fall > LEAST_FALL * abs(smoothed[0]) and loss > best + RISE * fall:
             return index
     return len(smoothed)
-
-
-def longest_fall(smoothed: Sequence[float]) -> tuple[int, int]:
-    """(first, last) index of the longest stretch in which every loss is below the one before."""
-    best, start = (0, 0), 0
-    for index in range(1, len(smoothed)):
-        if smoothed[index] >= smoothed[index - 1]:
-            start = index
-        elif index - start > best[1] - best[0]:
-            best = (start, index)
-    return best
 
 
 def _crossing(places: Sequence[float], smoothed: Sequence[float], bottom: int, depth: float) -> float:

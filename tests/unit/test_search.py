@@ -261,6 +261,7 @@ def test_gpt2_under_every_cap_by_the_real_estimate(preset, capacity):
         )
         settings = {
             "half": True,
+            "compiled": False,
             "execution": how,
             "state_bytes": 0 if candidate.optimizer_offload else 8,
         }

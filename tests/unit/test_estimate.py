@@ -163,7 +163,7 @@ def shown(result: EstimateResult) -> list[str]:
 def test_every_figure_of_the_sheet_says_how_it_came_about():
     lines = shown(made())
     figures = lines[3 : lines.index("", 3)]
-    assert len(figures) == 14
+    assert len(figures) == 13
     for line in figures:
         assert any(word in line for word in ("counted", "measured", "projected", "estimated", "unknown")), line
     assert any("evaluations" in line and "4 x 100 ms" in line and "2.0s more the first time" in line for line in lines)

@@ -39,7 +39,7 @@ from flatout.records import (
 from flatout.rows import read_rows
 from flatout.shown import Shown
 from flatout.tuning import profile_page
-from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, Told
+from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, RunProgress
 from flatout.tuning.ablation import ablate as ablate_fields
 from flatout.tuning.changes import check_length, choose, read_space, space_of
 from flatout.tuning.cluster import CARDS, GB, Card, Cluster, card_here, card_named
@@ -172,7 +172,7 @@ def ablate(
     minutes: float | None = None,
     folder: str | Path | None = None,
     notice: Callable[[str], None] = lambda _: None,
-    progress: Told = lambda *_: None,
+    progress: RunProgress = lambda *_: None,
 ) -> Generator[AblateRow | AblateResult]:
     """Trains a config with and without each of some fields; yields a row for each new run, an `AblateResult` last.
 

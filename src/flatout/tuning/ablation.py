@@ -130,7 +130,7 @@ def _measured_effect(own: Sequence[float], noise: Noise | None) -> Effect:
 def pooled(differences: Sequence[Sequence[float]]) -> Noise | None:
     """The noise of one difference; None where no field has two pairs."""
     several = [own for own in differences if len(own) > 1]
-    # A field that the run does not use makes no difference at all, and tells nothing of the noise of others.
+    # A field that the run does not use makes no difference at all, and says nothing of the noise of others.
     several = [own for own in several if any(own)] or several
     if not several:
         return None
@@ -242,7 +242,7 @@ class AblateResult(Shown):
 
 
 # Which run of how many, in words, and its evaluations as they come; None when it begins.
-Told = Callable[[int, int, str, EvalRecord | None], None]
+RunProgress = Callable[[int, int, str, EvalRecord | None], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +268,7 @@ def ablate(
     equal: str = BOTH,
     minutes: float | None = None,
     earlier: Sequence[AblateRow] = (),
-    progress: Told = lambda *_: None,
+    progress: RunProgress = lambda *_: None,
 ) -> Generator[AblateRow | AblateResult]:
     """Trains what is missing and yields a row for each new run; the `AblateResult` last."""
     began = time.monotonic()
@@ -282,8 +282,8 @@ def ablate(
             if not (runs.can_be_made(job) and runs.in_time(job)):
                 missing += 1
                 continue
-            told = functools.partial(progress, number, len(jobs), job.words)
-            yield runs.make(job, scratch / str(number), told)
+            report = functools.partial(progress, number, len(jobs), job.words)
+            yield runs.make(job, scratch / str(number), report)
     yield _result(runs, changes, dict(left_out or {}), jobs, missing, time.monotonic() - began)
 
 
@@ -391,16 +391,16 @@ class _Runs:
         known = [row.whole_seconds for row in rows]
         return time.monotonic() + max(known, default=0.0) < self.deadline
 
-    def make(self, job: _Job, folder: Path, told: Callable[[EvalRecord | None], None]) -> AblateRow:
+    def make(self, job: _Job, folder: Path, report: Callable[[EvalRecord | None], None]) -> AblateRow:
         """Trains one run and keeps its row."""
-        told(None)
+        report(None)
         began, change = time.monotonic(), job.change
         loaded = self._config(job)
         if job.equal == SECONDS:
             loaded = with_words(loaded, [f"train.steps={self._steps_in_time(job)}"])
         run = WholeRun()
         for evaluation in run.train(lambda: loaded, folder):
-            told(evaluation)
+            report(evaluation)
         if change is None and run.error is not None:
             raise run.error  # there is nothing to compare with
         row = AblateRow(
@@ -610,8 +610,8 @@ def _notes(result: AblateResult) -> Iterator[str]:
         paths: dict[str, list[str]] = {}
         for path, why in result.left_out.items():
             paths.setdefault(why, []).append(path)
-        told = "; ".join(f"{', '.join(those)} ({why})" for why, those in paths.items())
-        yield f"left out: {told}; --fields names what to change"
+        listed = "; ".join(f"{', '.join(those)} ({why})" for why, those in paths.items())
+        yield f"left out: {listed}; --fields names what to change"
     if result.missing:
         yield f"not run yet: {many(result.missing, 'run')}; the same command goes on with them"
 
@@ -686,6 +686,6 @@ def run_line(row: AblateRow, number: int, total: int) -> str:
     """One finished run in one line."""
     name = f"{row.field}={row.changed}" if row.field else "as configured"
     at = ", equal seconds" if row.equal == SECONDS else ""
-    told = f"loss {row.loss:.4f}" if row.loss is not None else f"{row.status}: {row.reason}"
+    outcome = f"loss {row.loss:.4f}" if row.loss is not None else f"{row.status}: {row.reason}"
     steps = f"after {many(row.steps, 'step')}, {human_seconds(row.whole_seconds)}"
-    return f"[{number}/{total}] {name}, seed {row.seed}{at}: {told} {steps}"
+    return f"[{number}/{total}] {name}, seed {row.seed}{at}: {outcome} {steps}"

@@ -418,7 +418,7 @@ def words_of(found: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def fragment_of(loaded: LoadedConfig, settings: dict[str, Any], row: TuneRow, device: str, capacity: int | None) -> str:
-    """The YAML of a config file that is the given config with the tuned switches."""
+    """The YAML of a config file that is the config with the tuned switches."""
     of = "" if capacity is None else f" of {capacity / 2**30:.1f}"
     peak = "" if row.peak_bytes is None else f", at most {row.peak_bytes / 2**30:.2f}{of} GiB"
     batch = f"{row.micro_batch} x {row.accumulation} sequences"
@@ -430,7 +430,7 @@ def fragment_of(loaded: LoadedConfig, settings: dict[str, Any], row: TuneRow, de
 
 
 def config_text(loaded: LoadedConfig, found: Mapping[str, Any], first: str, comments: Sequence[str] = ()) -> str:
-    """The YAML of a config file that is the given config with the values of `found`, by dotted path.
+    """The YAML of a config file that is the config with the values of `found`, by dotted path.
 
     `first` is the rest of the first line, after its opening words: what was found, and where.
     """

@@ -107,7 +107,7 @@ def card_here() -> tuple[str, Card] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts with equal cards. `inside` and `across` are a card's own unless given."""
+    """Hosts with equal cards. `inside` and `across` are a card's own by default."""
 
     card: Card
     per_host: int
@@ -304,5 +304,5 @@ def llama_words(size: str, written: Sequence[str], *, batch: bool) -> list[str]:
     """The settings of a Llama that the user has not written, `batch` with its usual tokens per step."""
     words = [f"model.{setting}" for setting in LLAMAS[size].split()]
     words += [f"train.batch_tokens={STEP_TOKENS}", "speed.micro_batch=null"] if batch else []
-    given = {word.partition("=")[0] for word in written}
-    return [word for word in words if word.partition("=")[0] not in given]
+    named = {word.partition("=")[0] for word in written}
+    return [word for word in words if word.partition("=")[0] not in named]

@@ -292,7 +292,7 @@ def check_asked(loaded: "LoadedConfig", names: Sequence[str] | None) -> None:
 
 
 def settings_of(rung: Rung, climbed: Sequence[Rung]) -> dict[str, str]:
-    """All words of a rung, given the rungs of the ladder whose switches are on below it."""
+    """All words of a rung that stands on the climbed rungs of the ladder."""
     settings = dict(BASELINE)
     for below in climbed:
         settings.update(below.words)

@@ -3,7 +3,7 @@
 Idea: memory is known before it is used, up to a few percent (`estimate_memory`), and better once some sizes of a way of
 working were measured, which give the estimate an offset and a slope. So little is tried that cannot fit, and what lies
 at the border is tried. Speed is not known, but it behaves: it rises with the micro-batch, ever more slowly,
-and may fall again; recomputing makes a given micro-batch slower and a larger one possible.
+and may fall again; recomputing makes the same micro-batch slower and a larger one possible.
 
 Contract: a search is a generator that yields candidates and is sent their trials. `choose` takes the fastest that fits,
 and among those within a hundredth of it the one with the least memory.
@@ -214,7 +214,7 @@ def _attempt_size(
 def _losses_worth_it(space: SwitchSpace, trials: Trials) -> Generator[Candidate, Trial, Sequence[str]]:
     """The losses that are faster or smaller than every other, the fastest first, by one trial each.
 
-    Compared at a middling size: speed there tells them apart, and a trial takes no longer than it must.
+    Compared at a middling size: the speed there distinguishes them, and a trial is short.
     """
     if len(space.losses) == 1:
         return space.losses

@@ -15,7 +15,6 @@ from flatout.errors import ConfigError
 from flatout.tuning import lr_range
 from flatout.tuning.lr_range import (
     first_rise,
-    notes_on,
     range_test,
     read_curve,
     smooth,
@@ -125,20 +124,6 @@ def test_a_loss_is_the_median_of_as_many_on_either_side():
 
 
 # --- the run itself ---------------------------------------------------------------------------------------------------
-
-
-def test_a_rate_far_from_the_usual_says_why():
-    assert list(notes_on(0.004, 0.003, 100)) == []
-    (few,) = notes_on(0.004, 0.003, 40)
-    assert "40 steps" in few
-    assert "--steps 100" in few
-    assert "`flatout doctor` warns" in list(notes_on(0.038, 0.003, 40))[1]
-    (far,) = notes_on(0.038, 0.003, 100)
-    assert far.startswith("0.038 is 13 times the 0.003 that is usual")
-    assert len(list(notes_on(1e-5, 0.003, 100))) == 1
-    assert list(notes_on(0.5, None, 100)) == [], "nothing is usual"
-    (adapters,) = notes_on(0.01, 2e-4, 100, "adapters")
-    assert adapters.startswith("0.01 is 50 times the 0.0002 that is usual for adapters, but")
 
 
 def state_of(run: Run) -> dict:

@@ -63,15 +63,12 @@ from flatout.rows import (
     Bar,
     BarPanel,
     Block,
-    ChartPanel,
     Heading,
     Picture,
-    Points,
     ResultRow,
     Sentence,
     Sheet,
     Table,
-    human_count,
     human_seconds,
     or_dash,
     shortened,
@@ -508,8 +505,6 @@ def _effect(
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
-_CURVES = ("blue", "orange", "teal", "purple", "red", "grey")  # of the fields with the largest differences
-
 
 def sheet_of(result: AblateResult) -> Sheet:
     """What each field is worth, at equal tokens and at equal seconds, and how small a difference could be seen."""
@@ -617,7 +612,7 @@ def _notes(result: AblateResult) -> Iterator[str]:
 
 
 def picture_of(result: AblateResult) -> Picture:
-    """The difference that each field makes with its interval, and how it came about.
+    """The difference that each field makes, with its interval.
 
     To the right of the line at 0 the value in the config has the lower loss. Intervals that reach over 0 are pale.
     """
@@ -638,10 +633,7 @@ def picture_of(result: AblateResult) -> Picture:
     title = "loss with the change minus loss as configured (right of 0 the value in the config helps)"
     panel = BarPanel(title=title, bars=bars, limits=_limits(result.effects), at=0.0, at_edge=True)
     lines = [_sentence(result)]
-    return Picture(
-        title=f"What each field of {result.config} is worth", lines=lines, names=names, bars=[panel],
-        charts=list(_charts(result)),
-    )  # fmt: skip
+    return Picture(title=f"What each field of {result.config} is worth", lines=lines, names=names, bars=[panel])
 
 
 def _limits(effects: Sequence[FieldEffect]) -> tuple[float, float]:
@@ -650,32 +642,6 @@ def _limits(effects: Sequence[FieldEffect]) -> tuple[float, float]:
     reach = sorted(abs(one.difference or 0.0) + (one.half_width or 0.0) for one in known) or [1.0]
     most = max([value for value in reach if value <= 6 * statistics.median(reach)] or reach) or 1e-3
     return -1.08 * most, 1.08 * most
-
-
-def _charts(result: AblateResult) -> Iterator[ChartPanel]:
-    """By field, the mean difference at equal tokens at every evaluation that all its pairs have."""
-    plain = {row.seed: row.curve for row in result.rows if not row.field}
-    curves: list[Points] = []
-    largest = sorted(_ordered(result, TOKENS), key=lambda one: -abs(one.difference or 0.0))[: len(_CURVES)]
-    for one, colour in zip(largest, _CURVES, strict=False):
-        points: dict[int, list[float]] = {}
-        own = [row for row in result.rows if _name(row) == _name(one) and row.equal == TOKENS]
-        for row in own:
-            before = {tokens: loss for tokens, _, loss in plain.get(row.seed, ())}
-            for tokens, _, loss in row.curve:
-                if tokens in before:
-                    points.setdefault(tokens, []).append(loss - before[tokens])
-        whole = [(tokens, statistics.fmean(at)) for tokens, at in sorted(points.items()) if len(at) == len(own)]
-        if len(whole) > 1:
-            curves.append(Points(points=whole, look="points", colour=colour, name=shortened(_name(one), 36)))
-    if not curves:
-        return
-    # The first evaluations differ most and matter least: the last half decides the height of the panel.
-    late = [0.0, *(loss for curve in curves for _, loss in curve.points[len(curve.points) // 2 :])]
-    room = 0.25 * (max(late) - min(late)) or 1e-3
-    limits = (min(late) - room, max(late) + room)
-    title = "difference over the run, at equal tokens"
-    yield ChartPanel(title=title, curves=curves, x="tokens", limits=limits, at=0.0, form=human_count, wide=True)
 
 
 def _name(one: FieldEffect | AblateRow) -> str:

@@ -162,7 +162,7 @@ class MachineRecord(Shown):
     step: int  # the newest one
     elapsed: float
     utilisation: float | None  # 0 to 1
-    memory_bytes: int | None  # in use on the card, by everybody
+    memory_bytes: int | None  # in use on the card, by all processes
     power_watts: float | None  # at this moment
     power_limit_watts: float | None  # set for the card
     temperature: float | None  # of the card, in degrees Celsius
@@ -170,15 +170,15 @@ class MachineRecord(Shown):
     throttled: str
     memory_total_bytes: int | None = None  # of the card
     clock_most_mhz: float | None = None  # that the card can have
-    power_default_watts: float | None = None  # the limit that the card has unless somebody sets another
+    power_default_watts: float | None = None  # the limit that the card has unless another is set
     allocated_bytes: int | None = None  # by this run's tensors on the card
     cores: float | None = None  # of the host, that the run may use
-    cores_busy: float | None = None  # by everybody: 1.5 is one and a half cores
+    cores_busy: float | None = None  # by all processes: 1.5 is one and a half cores
     cores_others: float | None = None  # by processes that the run did not start
     threads_waiting: float | None = None  # threads of the run that waited for a core, on average
     load: float | None = None  # processes that ran or waited, as the system's mean over a minute
     process_bytes: int | None = None  # of the host's memory, allocated by the run; files that it maps left out
-    host_bytes: int | None = None  # of the host's memory in use, by everybody
+    host_bytes: int | None = None  # of the host's memory in use, by all processes
     host_total_bytes: int | None = None  # of the host, or of the container if that has less
     swap_bytes: int | None = None  # of the host's memory that lie on the disk
 
@@ -267,8 +267,8 @@ class PrepareProgress:
     """How far preparing has come: `phase` is characters, reading, merging, validation or measuring; sizes are of the
     input on disk.
 
-    In the phase validation, of a stream, how much there is in all plays no part. `notice` is something to tell the
-    user before any of it is read; in the phase measuring, of a run with a length in minutes, it is all there is.
+    In the phase validation, of a stream, how much there is in all plays no part. `notice` is printed before
+    any of it is read; in the phase measuring, of a run with a length in minutes, it is all there is.
     """
 
     phase: str
@@ -304,7 +304,7 @@ class SplitSummary:
     """One split of a prepared dataset. Lengths are in tokens, an end-of-text id included.
 
     Bin i holds the documents of length `edges[i]` to `edges[i + 1] - 1`; both splits have the same edges. `quantiles`
-    goes from `min` over `50%` to `max`. `windows` and `remainder` are None when no context was given;
+    goes from `min` over `50%` to `max`. `windows` and `remainder` are None without a context;
     validation is read to its last token, so its `remainder` is 0.
     """
 

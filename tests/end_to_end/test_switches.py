@@ -104,7 +104,6 @@ def test_a_number_that_does_nothing_is_told_of(tiny, words, told):
     "word",
     [
         "speed.attention=cudnn",
-        "speed.attention=flex",
         "speed.cuda_graphs=on",
         "speed.optimizer_offload=true",
         "speed.kernels=triton",

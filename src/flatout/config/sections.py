@@ -446,9 +446,7 @@ class SpeedConfig(Section):
     """Norms, activations and residual adds: torch's operations or our Triton kernels; auto on CUDA."""
     products: Literal["auto", "torch", "tuned"] = "auto"
     """Matrix products by torch's choice of kernel, or by the fastest tried; auto beside our kernels."""
-    attention: Literal[
-        "auto", "sdpa", "flash", "cudnn", "efficient", "flex", "fa3", "fa4", "cudnn+fa4", "reference"
-    ] = "auto"
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "fa4", "cudnn+fa4", "reference"] = "auto"
     """Attention kernel; sdpa lets torch pick, auto is cudnn from Hopper on (with fa4, if installed)."""
     scan: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """States of E blocks: token by token, in chunks, or in our Triton kernels; auto is those on CUDA."""

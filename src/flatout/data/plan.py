@@ -35,7 +35,7 @@ from flatout.corpus.sources import FoundFiles, but_read, find_files, slices_of, 
 from flatout.corpus.streams import PIECE
 from flatout.data.part import LIMITS, NONE_TAKEN, CorpusPart, Count, Limits, Recipe, judged
 from flatout.errors import ConfigError, DataError, ResourceError
-from flatout.files import readable_sizes
+from flatout.rows import human_bytes
 
 STDIN = "-"
 STDIN_NAME = "stdin-"  # of the file that standard input is copied to
@@ -377,9 +377,9 @@ def check_free(folder: Path, inputs: Inputs, bytes_per_token: int, subword: bool
     need = 2 * tokens * bytes_per_token
     free = shutil.disk_usage(folder).free
     if free < need:
-        has, needs, given = readable_sizes(free, need, inputs.bytes)
         raise ResourceError(
-            f"the disk of {shown(folder.parent)} has {has} free, and preparing {given} of input needs about {needs}",
+            f"the disk of {shown(folder.parent)} has {human_bytes(free)} free, and preparing "
+            f"{human_bytes(inputs.bytes)} of input needs about {human_bytes(need)}",
             "free some space, or set data.folder to another disk",
         )
 

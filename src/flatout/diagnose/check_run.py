@@ -148,8 +148,6 @@ def probes_of(machine: Machine, trials: DeviceTrials) -> Probes:
     def attention(backend: str, _device: object, **_: object) -> str | None:
         if "fa4" in backend and machine.packages.get("flash_attn.cute") is None:
             return "flash-attn-4 is not installed (the extra flatout[fa4])"
-        if backend == "fa3" and machine.packages.get("flash_attn_interface") is None:
-            return "flash_attn_3 is not installed"
         return trials.failure(f"attention {backend}")
 
     cores = max(1, int(machine.usable_cores))

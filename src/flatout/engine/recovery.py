@@ -150,7 +150,7 @@ def for_all_ranks(run: Run, batch: Batch | None, error: RuntimeError) -> UserErr
     if not size or run.world.pulse.folder is None:
         return memory_error(error)
     run.world.pulse.note_micro_batch(size)
-    run.world.pulse.tell(State.OUT_OF_MEMORY)
+    run.world.pulse.set_state(State.OUT_OF_MEMORY)
     return OtherProcessError(ResourceError.exit_code)
 
 

@@ -29,9 +29,9 @@ from torch import Tensor
 from flatout.checkpoints.checkpoint import Checkpoint, write_checkpoint
 from flatout.engine.recovery import wait_for_room
 from flatout.engine.step import TrainStep
-from flatout.files import readable_sizes
 from flatout.host import host_memory
 from flatout.resolve.memory import SMALL
+from flatout.rows import human_bytes
 
 _ROOM = 0.5  # of the free memory a copy may take
 _ALIGNED = 64  # bytes: where a tensor begins
@@ -146,8 +146,7 @@ def _why_not(need: int) -> str | None:
     available, total = host_memory()
     room = available if available is not None else total
     if room is None or need > _ROOM * room:
-        size, free = readable_sizes(need, room or 0)
-        return f"a copy needs {size} of host memory, and {free} are free"
+        return f"a copy needs {human_bytes(need)} of host memory, and {human_bytes(room or 0)} are free"
     return None
 
 

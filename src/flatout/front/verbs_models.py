@@ -400,15 +400,12 @@ def export(parsed: argparse.Namespace) -> int:
 
         dtype = parsed.dtype or MERGED_DTYPE
         done = flatout.merge(model, parsed.folder, dtype=dtype, notice=notes.append)
-        target, total, difference = done.folder, done.report.total, done.difference
+        target, total = done.folder, done.report
         body = {"folder": str(target), "kept": total.kept, "lost": total.lost, "unchanged": total.unchanged}
-        body |= {"relative_update": total.relative_update, "logits_relative": difference.relative}
-        body |= {"logits_largest": difference.largest, "same_choice": difference.same_choice}
+        body |= {"relative_update": total.relative_update}
         lines = [
             f"the update is {total.relative_update:.2%} of the weights it changes; {total.kept:.1%} of it survived the "
             f"rounding, {total.unchanged:.1%} of those weights are as before",
-            f"logits on a short text: {difference.relative:.2%} apart from the adapters', the largest by "
-            f"{difference.largest:.3g}; the likeliest token is the same at {difference.same_choice:.1%} of its places",
         ]
         if parsed.dtype is None:
             notes.append(f"adapters are merged into the weights, which are in {dtype}; --dtype fp32 rounds nothing")

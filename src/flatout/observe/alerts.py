@@ -119,7 +119,7 @@ class MachineRules:
 
 
 def _is_capped(record: MachineRecord) -> bool:
-    """Whether power holds the clock down by a limit that somebody may have set: the card's own is its full speed."""
+    """Whether power holds the clock down by a limit below the card's own, which is its full speed."""
     limit, own = record.power_limit_watts, record.power_default_watts
     return "power" in record.throttled and (limit is None or own is None or limit < 0.99 * own)
 
@@ -204,7 +204,8 @@ class Alerts:
     def _forget(self, info: RunInfo | None = None) -> None:
         self._config: dict[str, Any] = {} if info is None else info.config
         self._rate = "optim.learning_rate" if info is None else rate_setting(info.config)
-        self._features = {} if info is None else {feature.name: feature.used for feature in info.features}
+        workers = [] if info is None else [one.used for one in info.features if one.name == "workers"]
+        self._workers = f" (now {workers[0]})" if workers else ""
         self._gates: dict[str, _Gate] = collections.defaultdict(_Gate)
         self._losses, self._norms = _Level(), _Level()
         self._steps = self._stalled = 0
@@ -258,15 +259,10 @@ class Alerts:
         self._stalled = self._stalled + 1 if share > STALL_SHARE else 0
         if self._stalled < STALL_STEPS:
             return None
-        return "data stall", f"steps wait for data {min(share, 1.0):.0%} of their time; {self._loader_advice()}"
-
-    def _loader_advice(self) -> str:
-        data = self._config.get("data")
-        if isinstance(data, dict) and data.get("streaming") is True:
-            return "prepare the data once with data.streaming=false, or raise speed.workers"
-        workers = self._features.get("workers", "")
-        now = f" (now {workers})" if workers.isdigit() else ""
-        return f"raise speed.workers{now}, or put the data on a faster disk"
+        return "data stall", (
+            f"steps wait for data {min(share, 1.0):.0%} of their time; raise speed.workers{self._workers}, put the "
+            "data on a faster disk, or prepare it before with data.streaming=false"
+        )
 
     def _slow(self, record: StepRecord) -> tuple[str, str] | None:
         fallen = self._speed.add(record)

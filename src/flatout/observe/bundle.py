@@ -128,7 +128,7 @@ def bundle_files(
         "files.txt": scrubbed(_list(folder), private),
     }
     if machine is not None:
-        facts = _scrubbed_values(dict(machine), private)
+        facts = scrubbed_values(dict(machine), private)
         texts["environment.json"] = json.dumps(facts, indent=2, sort_keys=True, default=str) + "\n"
     texts["doctor.jsonl"] = _lines(doctor, private)
     texts = {name: text for name, text in texts.items() if text}
@@ -185,7 +185,7 @@ def _settings(path: Path, private: Private) -> str:
         sections = {name: node.plain for name, node in read_yaml(path).items()}
     except ConfigError:  # without its structure, texts and settings look alike
         return f"# {_LEFT_OUT}: it is not a config that can be read\n"
-    return format_sections(_scrubbed_values(sections, private))
+    return format_sections(scrubbed_values(sections, private))
 
 
 def _without_data(metrics: str) -> Iterator[dict[str, Any]]:
@@ -204,7 +204,7 @@ def _without_data(metrics: str) -> Iterator[dict[str, Any]]:
 
 
 def _lines(rows: Iterable[Mapping[str, Any]], private: Private) -> str:
-    return "".join(f"{json.dumps(_scrubbed_values(dict(row), private), ensure_ascii=False)}\n" for row in rows)
+    return "".join(f"{json.dumps(scrubbed_values(dict(row), private), ensure_ascii=False)}\n" for row in rows)
 
 
 def _list(folder: Path) -> str:
@@ -220,18 +220,19 @@ def _list(folder: Path) -> str:
     return "".join(f"{line}\n" for line in found[:_MOST_FILES] + more)
 
 
-def _scrubbed_values(value: Any, private: Private) -> Any:
+def scrubbed_values(value: Any, private: Private) -> Any:
+    """The same value without secrets, names of users and texts of the data."""
     if isinstance(value, str):
         return scrubbed(value, private)
     if isinstance(value, dict):
         return {key: _scrubbed_item(str(key), item, private) for key, item in value.items()}
-    return [_scrubbed_values(item, private) for item in value] if isinstance(value, list | tuple) else value
+    return [scrubbed_values(item, private) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _scrubbed_item(key: str, item: Any, private: Private) -> Any:
     if item not in (None, "") and key in _TEXTS:
         return _LEFT_OUT
-    return _SECRET if isinstance(item, str) and item and _holds_secret(key) else _scrubbed_values(item, private)
+    return _SECRET if isinstance(item, str) and item and _holds_secret(key) else scrubbed_values(item, private)
 
 
 _CONTENTS = {

@@ -128,7 +128,6 @@ def _marks(run: RunNumbers, *names: str, against: str = "step") -> list[Marks]:
     """Where the run was resumed, and what else happened to it."""
     kinds = {
         "skipped": Marks(run.skipped, "update skipped", ORANGE, "v"),
-        "memory": Marks(run.memory, "out of memory", PURPLE, "D"),
         "notices": Marks(run.notices, "notice", GREY, "s"),
     }
     resumes = run.place((int(step) for step in run.resumes), against)
@@ -142,7 +141,7 @@ def _loss(axes: Axes, run: RunNumbers, title: str, against: str) -> None:
     ]
     marks, words, steps = _marks(run, against=against), _last_words(run, against), against == "step"
     if steps:
-        marks, best = _marks(run, "skipped", "memory", "notices"), run.best()
+        marks, best = _marks(run, "skipped", "notices"), run.best()
         words = "" if best is None else f"best validation loss {loss_text(best['loss'])} at step {best['step']:,}"
     draw_panel(
         axes, title, lines, LOSS, against, logarithmic=against == "tokens", marks=marks, words=words, legend=steps
@@ -167,7 +166,7 @@ def _throughput(axes: Axes, run: RunNumbers) -> None:
         mfu=lambda shares: f"MFU {100 * _median(shares):.0f}%",
     )
     lines = [Curve(run.series("tokens_per_second"), BLUE, "tokens/s", smoothed=True)]
-    draw_panel(axes, "Throughput", lines, THROUGHPUT, marks=_marks(run, "memory"), words=words)
+    draw_panel(axes, "Throughput", lines, THROUGHPUT, marks=_marks(run, "notices"), words=words)
 
 
 def _memory(axes: Axes, run: RunNumbers) -> None:
@@ -175,10 +174,10 @@ def _memory(axes: Axes, run: RunNumbers) -> None:
     most = {
         name: float(curve.values.max()) for name, curve in (("peak", peak), ("held", reserved)) if len(curve.values)
     }
-    told = _in_unit(list(most.values()), max(most.values(), default=0.0), _BYTES)
-    words = ", ".join(f"{name} {size}" for name, size in zip(most, told, strict=True))
+    sizes = _in_unit(list(most.values()), max(most.values(), default=0.0), _BYTES)
+    words = ", ".join(f"{name} {size}" for name, size in zip(most, sizes, strict=True))
     lines = [Curve(peak, BLUE, "peak in use"), Curve(reserved, ORANGE, "held by the allocator")]
-    draw_panel(axes, "Memory", lines, _MEMORY, marks=_marks(run, "memory"), words=words)
+    draw_panel(axes, "Memory", lines, _MEMORY, marks=_marks(run, "notices"), words=words)
 
 
 def _gradient_norm(axes: Axes, run: RunNumbers) -> None:
@@ -201,7 +200,7 @@ def _step_time(axes: Axes, run: RunNumbers) -> None:
         [(1.0, "seconds")] if median >= 1 else [(1e-3, "milliseconds")],
         slack=1,
         from_zero=True,
-        tell=lambda seconds: _in_unit([seconds], seconds, _TIMES)[0],  # beyond the axis, so in its own unit
+        words_of=lambda seconds: _in_unit([seconds], seconds, _TIMES)[0],  # beyond the axis, so in its own unit
     )
     words = f"median {_in_unit([median], median, _TIMES)[0]}" if len(step.values) else ""
     lines = [
@@ -268,21 +267,10 @@ def _state(run: RunNumbers) -> str:
 
 
 def fitted(text: str, size: float, room: float) -> str:
-    """The text within `room` inches, cut in its middle: names of runs often differ at their ends only."""
-    from matplotlib.font_manager import FontProperties, findfont, get_font
-
-    font = get_font(findfont(FontProperties(family=["DejaVu Sans"])))
-    font.set_size(size, 72)
-    count = min(len(text), int(72 * room / (0.27 * size)))  # no more than that of the narrowest letters
-    while True:
-        half = count // 2
-        shown = text if count >= len(text) else f"{text[:half]}\u2026{text[len(text) - (count - half) :]}"
-        font.set_text(shown)
-        beyond = font.get_width_height()[0] / 64 - 72 * room
-        if count <= 4 or beyond <= 0:
-            return shown
-        # No letter is wider than two heights: with one more of them than this left out, it would not fit either.
-        count = max(4, count - max(1, int(beyond / (2 * size))))
+    """The text in about `room` inches, cut in its middle: names of runs often differ at their ends only."""
+    most = max(4, int(72 * room / (0.65 * size)))  # most letters are narrower than that
+    head = most // 2
+    return text if len(text) <= most else f"{text[:head]}\u2026{text[len(text) - (most - head - 1) :]}"
 
 
 def spent_on(run: RunNumbers) -> str:
@@ -342,22 +330,22 @@ def _lines(run: RunNumbers, quantity: str) -> list[Curve]:
     ]
 
 
-def _last(run: RunNumbers, quantity: str, tell: Callable[[float], str]) -> str:
+def _last(run: RunNumbers, quantity: str, words_of: Callable[[float], str]) -> str:
     """The newest medians of all layers, from the lowest to the highest."""
     known = [value for layer in run.eigenstates.layers if (value := layer.last(quantity)) is not None]
-    ends = [tell(end(known)) for end in (min, max)] if known else []
+    ends = [words_of(end(known)) for end in (min, max)] if known else []
     return f"last {' to '.join(dict.fromkeys(ends))}" if ends else ""
 
 
 def _named(count: int) -> set[int]:
-    """Which of so many lines are in the legend: all of a few, else some that are evenly spread, both ends too."""
+    """The lines that are in the legend: all of a few, else five that are evenly spread, with both ends."""
     if count <= _MOST_NAMES:
         return set(range(count))
     return {round(place * (count - 1) / 4) for place in range(5)}
 
 
 def _colours(count: int) -> list[str]:
-    """Dark to light with depth, so that neighbours look alike and any two can still be told apart."""
+    """Dark to light with depth, so that neighbours look alike and any two can still be distinguished."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 

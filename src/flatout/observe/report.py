@@ -104,7 +104,7 @@ def is_report(path: Path) -> bool:
 
 
 def page_of(data: dict[str, Any], *, live: bool = False) -> bytes:
-    """The whole page, as bytes. A live one asks the server it came from for news, and nobody else."""
+    """The whole page, as bytes. A live one asks the server it came from for news, and no other."""
     style = _part("report.css")
     script = "\n".join(['"use strict";', *(_part(name) for name in _SCRIPTS)])
     values = {

@@ -9,7 +9,7 @@ not come again, and the `RunInfo` that follows says from which step the run goes
 unknown fields are left out; a field that is missing or of another type gets the emptiest value of its type.
 
 Traps: the file is never kept open, since Windows would then refuse to replace it and the resumed run would fail. A
-killed run and a running one have the same last record. `run.lock` tells them apart; it is only read, since looking at
+killed run and a running one have the same last record. `run.lock` shows which it is; it is only read, since looking at
 a run must not keep it from starting.
 """
 
@@ -406,20 +406,20 @@ def state_of(history: RunHistory) -> RunState:
         return RunState("running", "running", f"It goes on, at {where}.", step, steps)
     spent = None if end is None else amount(end.get("seconds"))
     after = "" if spent is None else f" after {human_seconds(spent)} of training"
-    told = ("stopped", "stopped", f"It stopped at {where} without an end: killed, or ended by an error.")
+    words = ("stopped", "stopped", f"It stopped at {where} without an end: killed, or ended by an error.")
     if reason == "finished":
-        told = (reason, "finished", f"It finished at {where}{after}.")
+        words = (reason, "finished", f"It finished at {where}{after}.")
     elif reason == "early_stop":
-        told = (reason, "stopped early", f"It stopped early at {where}{after}: {early_stop_reason(history.info)}.")
+        words = (reason, "stopped early", f"It stopped early at {where}{after}: {early_stop_reason(history.info)}.")
     elif reason is not None:
-        told = ("interrupted", "interrupted", f"It was interrupted at {where}{after}.")
+        words = ("interrupted", "interrupted", f"It was interrupted at {where}{after}.")
     elif len(rows) >= 3 and all(row.get("applied") is False for row in rows[-3:]):
-        told = ("stopped", "diverged", f"It diverged and was stopped at {where}.")
-    return RunState(*told, step, steps)
+        words = ("stopped", "diverged", f"It diverged and was stopped at {where}.")
+    return RunState(*words, step, steps)
 
 
 def at_work(folder: Path) -> bool:
-    """Whether a process works in the folder, as far as can be told from here."""
+    """Whether a process works in the folder, as far as can be seen from here."""
     owner = owner_of(folder / LOCK)
     if owner is not None and owner.is_here and os.name == "posix":
         return process_lives(owner.pid)

@@ -14,7 +14,6 @@ import dataclasses
 import io
 import itertools
 import math
-import re
 import statistics
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,9 +38,6 @@ _LARGEST = 1e100  # what is drawn must survive being squared
 _DAMAGED = 1e30  # a count, a size or a time beyond this is damage
 _SHORT = 40  # steps below which smoothing would hide more than it shows
 _NEAREST = 1e-12  # |λ| is shown no nearer to 1 than this
-_MEMORY_WORDS = re.compile(
-    r"out of memory|allocate memory|STATUS_ALLOC_FAILED|with micro-batches of|sequences at once", re.I
-)
 
 
 # --- numbers of a record ----------------------------------------------------------------------------------------------
@@ -265,10 +261,10 @@ class EigenstateHistory:
 
 
 def eigenstate_history(rows: Sequence[dict[str, Any]]) -> EigenstateHistory:
-    """What these rows tell, layer by layer."""
+    """These rows, layer by layer."""
     by_step = {row["step"]: row for row in rows if is_count(row.get("step"))}
     context = next((row["context"] for row in reversed(by_step.values()) if is_count(row.get("context"), 1)), None)
-    told: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+    records: dict[int, list[tuple[int, dict[str, Any]]]] = {}
     for step in sorted(by_step):
         layers = by_step[step].get("layers")
         named = {
@@ -277,8 +273,8 @@ def eigenstate_history(rows: Sequence[dict[str, Any]]) -> EigenstateHistory:
             if isinstance(layer, dict) and is_count(layer.get("layer"), 1) and layer["layer"] <= MOST_LAYERS
         }
         for number, layer in named.items():
-            told.setdefault(number, []).append((step, layer))
-    return EigenstateHistory(context, tuple(_layer(number, told[number]) for number in sorted(told)))
+            records.setdefault(number, []).append((step, layer))
+    return EigenstateHistory(context, tuple(_layer(number, records[number]) for number in sorted(records)))
 
 
 def memory_sentence(medians: Sequence[tuple[int, float | None]], context: int | None) -> str:
@@ -307,18 +303,18 @@ def short_tokens(value: float) -> str:
     return f"{value:.2g}" if value < 10 else human_count(value) if value < 1e15 else f"{value:.3g}"
 
 
-def _layer(number: int, told: Sequence[tuple[int, dict[str, Any]]]) -> LayerHistory:
+def _layer(number: int, records: Sequence[tuple[int, dict[str, Any]]]) -> LayerHistory:
     def column(quantity: str, quantile: str) -> tuple[float | None, ...]:
-        groups = [layer.get(quantity) for _, layer in told]
+        groups = [layer.get(quantity) for _, layer in records]
         return tuple(_number(group.get(quantile)) if isinstance(group, dict) else None for group in groups)
 
-    counts = [layer["states"] for _, layer in told if is_count(layer.get("states"), 1)]
+    counts = [layer["states"] for _, layer in records if is_count(layer.get("states"), 1)]
     return LayerHistory(
         layer=number,
         states=counts[-1] if counts else None,
-        steps=tuple(step for step, _ in told),
+        steps=tuple(step for step, _ in records),
         values={quantity: {name: column(quantity, name) for name in QUANTILES} for quantity in QUANTITIES},
-        beyond=tuple(_number(layer.get("beyond")) for _, layer in told),
+        beyond=tuple(_number(layer.get("beyond")) for _, layer in records),
     )
 
 
@@ -348,7 +344,7 @@ class RunNumbers:
     """A run that was read, as series: its steps and evaluations, each step once and in order.
 
     `axes` holds what steps can be drawn against: step, tokens and seconds of training. Each of the marks is a list of
-    steps: `skipped` updates, notices about `memory`, other `notices`, and `resumes`.
+    steps: `skipped` updates, `notices` and `resumes`.
     """
 
     def __init__(self, history: RunHistory, name: str | None = None) -> None:
@@ -366,8 +362,8 @@ class RunNumbers:
             "seconds": _array(itertools.accumulate(spent)),
         }
         skipped = [row["step"] for row in self.rows if row.get("applied") is False]
-        memory, notices = _notices(history.notices, set(skipped))
-        self.skipped, self.memory, self.notices = _array(skipped), _array(memory), _array(notices)
+        notices = {row["step"] for row in rows_with_step(history.notices)} - set(skipped)  # a skip is one event
+        self.skipped, self.notices = _array(skipped), _array(sorted(notices))
         self.resumes = _array(_resumes(history.infos, self.rows))
         self.eigenstates = eigenstate_history(history.eigenstates)
 
@@ -378,8 +374,8 @@ class RunNumbers:
 
     def layer_series(self, layer: LayerHistory, quantity: str, quantile: str = "50%") -> Series:
         """A quantity of the states of an eigenstate block."""
-        told = zip(layer.steps, layer.values[quantity][quantile], strict=True)
-        return self.series_of([(step, value) for step, value in told if value is not None], quantity)
+        points = zip(layer.steps, layer.values[quantity][quantile], strict=True)
+        return self.series_of([(step, value) for step, value in points if value is not None], quantity)
 
     def series_of(self, points: Points, name: str, against: str = "step") -> Series:
         """Steps and their values, placed on an axis of this run."""
@@ -417,18 +413,6 @@ def _once_per_step(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]
 
 def _array(values: Iterable[float]) -> Array:
     return numpy.fromiter(values, dtype=numpy.float64)
-
-
-def _notices(rows: Sequence[dict[str, Any]], skipped: set[int]) -> tuple[list[int], list[int]]:
-    """Steps with a notice about memory, and with another one; that of a skipped step is the same event."""
-    memory, others = set(), set()
-    for row in rows_with_step(rows):
-        step, message = row["step"], row.get("message")
-        if isinstance(message, str) and _MEMORY_WORDS.search(message):
-            memory.add(step)
-        elif step not in skipped:
-            others.add(step)
-    return sorted(memory), sorted(others)
 
 
 def _resumes(infos: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[int]:

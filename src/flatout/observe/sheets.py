@@ -45,7 +45,7 @@ _NAME = 58  # characters of a kernel's name
 
 
 def print_sheet(sheet: Sheet, stream: TextIO | None = None, *, console: Console | None = None) -> None:
-    """Prints a sheet, to stdout unless another `stream` is given."""
+    """Prints a sheet, by default to stdout."""
     console = console or Terminal(stream, width_of_files=sheet.width)
     if console.is_terminal:
         _print(sheet, console)

@@ -298,13 +298,9 @@ def _train_section(info: RunInfo) -> dict[str, Any]:
 
 
 def _finished_before(info: RunInfo) -> str:
-    if minutes_of(info.config) is not None:
-        return f"{info.folder} is finished already; --resume {info.folder} --minutes N goes on for N minutes more"
-    lengths = _train_section(info)
-    length = next((name for name in ("tokens", "epochs") if lengths.get(name) is not None), "steps")
-    now = lengths.get(length) or info.steps
     return (
-        f"{info.folder} is finished already, at step {info.steps:,}; set train.{length} above {now} to make it longer"
+        f"{info.folder} is finished already, at step {info.steps:,}; to make it longer, raise train.steps, "
+        "train.tokens or train.epochs, or resume it with --minutes N"
     )
 
 
@@ -412,7 +408,7 @@ _SIGNS = {"\n": "\u23ce\n", "\t": "\u21e5", "\r": "\u240d"}
 
 
 def print_sample(pieces: Iterable[tuple[str, bool]], *, most: int = 4000, console: Console | None = None) -> None:
-    """Show a sample given as (text, is it trained on); of a long one the beginning and the end, `most` characters."""
+    """Shows a sample as pieces of text, each with whether it is trained on; at most `most` characters of it."""
     console = console or Terminal()
     console.print(drawn(pieces, most=most, colour=console.color_system is not None and not console.no_color))
 

@@ -8,7 +8,7 @@ in the run's folder. When the trainer dies, the pipe ends, and the child finishe
 Contract: nothing is imported or started for a tracker that is not asked for. `write` never waits and never raises. A
 tracker that fails or cannot keep up causes one message, and the run goes on without it. `close` gives each tracker a
 while to finish, then leaves it. A scalar is a finite float; values that are not finite become notes, since trackers
-draw them as gaps or zeros. Control characters are removed from text, and settings that look like secrets are masked.
+draw them as gaps or zeros. Control characters are removed from text, and settings that look like secrets are hidden.
 
 TensorBoard's event files need no package to be written. A file is a row of frames: length (8 bytes), its checksum, the
 message, its checksum. A message is a protobuf `Event`, of which we use a few fields:
@@ -53,8 +53,6 @@ from flatout.records import EndRecord, Record, RunInfo, record_to_json, slowest_
 
 GIB = 2**30
 _OF_LAYERS = {"horizon_tokens": "horizon", "magnitude": "magnitude", "period_tokens": "period"}
-_SECRET = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|(access|auth|hf|bearer)_?token)(_|$)", re.I)
-_IN_ADDRESS = re.compile(r"(\w+://)[^/@\s]+@")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,22 +85,6 @@ def values_of(record: Record) -> Values:
         texts={tag: printable(text) for tag, text in _texts(record).items()},
         odd={tag: value for tag, value in numbers.items() if not math.isfinite(value)},
     )
-
-
-def safe_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config without secrets: by the name of the field, and passwords in addresses."""
-    return {
-        name: "(hidden)" if isinstance(value, str) and _SECRET.search(name) else _safe(value)
-        for name, value in config.items()
-    }
-
-
-def _safe(value: Any) -> Any:
-    if isinstance(value, dict):
-        return safe_config(value)
-    if isinstance(value, list):
-        return [_safe(item) for item in value]
-    return _IN_ADDRESS.sub(r"\1(hidden)@", printable(value)) if isinstance(value, str) else value
 
 
 def _numbers(record: Record) -> dict[str, float | None]:
@@ -356,6 +338,8 @@ class WeightsAndBiases:
     """A run of W&B, online where the user has logged in, else offline in the run's folder, to be synced later."""
 
     def __init__(self, folder: Path, info: RunInfo, note: Callable[[str], None]) -> None:
+        from flatout.observe.bundle import Private, scrubbed_values  # here: TensorBoard needs no secrets hidden
+
         wandb = importlib.import_module("wandb")
         settings = wandb.Settings(
             console="off", silent=True, disable_git=True, save_code=False, disable_code=True, x_disable_stats=True,
@@ -367,7 +351,7 @@ class WeightsAndBiases:
             "dir": str(folder),
             "id": _run_id(folder),
             "resume": "allow",
-            "config": safe_config(info.config),
+            "config": scrubbed_values(info.config, Private.of(os.environ, Path.home())),
             "settings": settings,
         }
         self._html = wandb.Html
@@ -430,7 +414,7 @@ def open_trackers(names: Sequence[str], folder: Path, info: RunInfo) -> "Tracker
     """Trackers for a run that begins with `info`, which is their first record; give the later ones to `write`."""
 
     def opener(name: str) -> Callable[[Callable[[str], None]], Tracker]:
-        return lambda tell: TensorBoard(folder, info) if name == "tensorboard" else _Child(folder, tell)
+        return lambda notify: TensorBoard(folder, info) if name == "tensorboard" else _Child(folder, notify)
 
     return Trackers([_Lane(name, opener(name), info) for name in dict.fromkeys(names)])
 
@@ -483,7 +467,7 @@ class _Lane:
             self._queue.put_nowait(record)
         except queue.Full:
             if not self._left_out:
-                self._tell("cannot keep up: records are left out of it from here on; metrics.jsonl has them all")
+                self._notify("cannot keep up: records are left out of it from here on; metrics.jsonl has them all")
             self._left_out += 1
 
     def finish(self) -> None:
@@ -495,25 +479,25 @@ class _Lane:
         self._thread.join(max(until - time.monotonic(), 0.0))
         if self._thread.is_alive() and not self._off.is_set():
             self._off.set()
-            self._tell("did not finish in time and was left alone: its last records may be missing there")
+            self._notify("did not finish in time and was left alone: its last records may be missing there")
 
     def messages(self) -> list[str]:
         return [self._messages.get() for _ in range(self._messages.qsize())]
 
-    def _tell(self, words: str) -> None:
+    def _notify(self, words: str) -> None:
         self._messages.put(printable(f"{self.title} {words}"))
 
     def _work(self, opener: Callable[[Callable[[str], None]], Tracker]) -> None:
         tracker: Tracker | None = None
         try:
-            tracker = opener(self._tell)
+            tracker = opener(self._notify)
             while (record := self._queue.get()) is not None and not self._off.is_set():
                 tracker.write(record)
             tracker.close()
         except Exception as error:  # noqa: BLE001 - whatever happens to a tracker must not happen to the run
             self._off.set()
             words = " ".join(str(error).split()) or type(error).__name__
-            self._tell(f"failed and is off for the rest of the run: {words[:300]}")
+            self._notify(f"failed and is off for the rest of the run: {words[:300]}")
             if tracker is not None:
                 with contextlib.suppress(Exception):
                     tracker.close()
@@ -529,8 +513,8 @@ class _ChildError(Exception):
 class _Child:
     """W&B in a process of its own, fed with JSON lines."""
 
-    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, folder: Path, notify: Callable[[str], None]) -> None:
+        self._notify = notify
         self._log = folder / "wandb.log"
         root = str(Path(flatout.__file__).parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -573,7 +557,7 @@ class _Child:
         for line in lines:
             kind, _, words = line.partition(" ")
             if kind == "note":
-                self._tell(f"says: {words}")
+                self._notify(f"says: {words}")
             elif kind == "failed":
                 why = words
         if not why and code:

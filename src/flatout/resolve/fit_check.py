@@ -19,13 +19,13 @@ from flatout.config.schema import RunConfig, micro_batch_of, windows_of_steps
 from flatout.data.batch import TrainingData
 from flatout.device import Device, is_out_of_memory
 from flatout.errors import DeviceMemoryError, DoesNotFitError, ResourceError, in_gib
-from flatout.files import readable_sizes
 from flatout.finding import Status
 from flatout.model.count import MemoryEstimate
 from flatout.resolve.memory import memory_of
 from flatout.resolve.plan import RunPlan
 from flatout.resolve.sizing import fitted_to
 from flatout.resolve.switches import Speed
+from flatout.rows import human_bytes
 
 ROOM = 0.92  # of the memory may be taken: fragmentation and evaluation want the rest
 _SLACK = 1.15  # times the device is refused: the estimate may be that far off, and a wrong refusal is worse
@@ -88,11 +88,10 @@ def check_disk(folder: Path, checkpoint: int, checkpoints: int, *, beside: int =
     need = checkpoints * checkpoint + beside
     free = shutil.disk_usage(folder).free if free is None else free
     if free < need:
-        has, needs = readable_sizes(free, need)
         fewer = (free - beside) // checkpoint - BESIDE_KEPT
         keep = f", or set checkpoint.keep={fewer}" if fewer >= 1 else ""
         raise ResourceError(
-            f"{folder} has {has} free, {checkpoints} checkpoints need {needs}",
+            f"{folder} has {human_bytes(free)} free, {checkpoints} checkpoints need {human_bytes(need)}",
             f"free some space, or set output.folder to another disk{keep}",
         )
 

@@ -23,10 +23,11 @@ from flatout.engine.run import Run
 from flatout.engine.saver import Saver
 from flatout.engine.state import Progress, capture
 from flatout.errors import ResourceError
-from flatout.files import disk_errors, readable_sizes
+from flatout.files import disk_errors
 from flatout.generation import generate_tokens
 from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.memory import checkpoint_size
+from flatout.rows import human_bytes
 from flatout.tuning.measure import WARMUP, Steps, borrowed_run, free_memory, of_steps, summary_of, with_sequences
 from flatout.tuning.practice_data import PracticeSamples
 
@@ -235,8 +236,8 @@ def _time_checkpoint(run: Run) -> tuple[Figure, int | None]:
         with _beside(Path(run.plan.output.folder or "runs")) as folder:
             free = shutil.disk_usage(folder).free
             if free < 1.1 * need:
-                has, needs = readable_sizes(free, 1.1 * need)
-                return Figure(None, "unknown", f"the disk has {has} free, and timing one needs {needs}"), None
+                room, needs = human_bytes(free), human_bytes(1.1 * need)
+                return Figure(None, "unknown", f"the disk has {room} free, and timing one needs {needs}"), None
             with contextlib.closing(Saver(folder, device, run.step, lambda notice: None)) as saver:
                 for step in (1, 2):
                     began = time.perf_counter()

@@ -358,7 +358,7 @@ def _all_works() -> Probes:
     """A card that is elsewhere: all that torch and Triton have works there; packages beside them are not assumed."""
 
     def attention(backend: str, *_: object, **__: object) -> str | None:
-        return "it is not assumed to be installed" if backend in ("fa3", "fa4", "cudnn+fa4") else None
+        return "it is not assumed to be installed" if backend in ("fa4", "cudnn+fa4") else None
 
     return Probes(
         attention=attention,

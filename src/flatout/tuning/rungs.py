@@ -195,7 +195,7 @@ def _extras(kind: str, attention: str, plain_attention: str) -> list[Rung]:
     compiled = {"kernels": "torch", "residual": "fp32", "products": "torch", "attention": plain_attention}
     compiled |= {"cuda_graphs": "off"}
     modes = ["reduce-overhead", "max-autotune", "regional"] if kind == "cuda" else ["regional"]
-    names = ("flash", "cudnn", "efficient", "flex", "fa3", "fa4", "cudnn+fa4")
+    names = ("flash", "cudnn", "efficient", "fa4", "cudnn+fa4")
     backends = [name for name in names if name not in (attention, plain_attention)]
     tricks = ("empty-cache", "empty-cache-each-step", "gc-collect", "cudnn-benchmark")
     return [

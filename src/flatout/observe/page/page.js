@@ -294,7 +294,7 @@ function follow(version) {
         line.classList.remove("lost");
         wait = goes ? 2000 : 5000;
       } catch {
-        line.textContent = "The server does not answer. This is what it told last; asking again.";
+        line.textContent = "The server does not answer. This is its last answer; asking again.";
         line.classList.add("lost");
         wait = 5000;
       }

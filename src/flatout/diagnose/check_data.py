@@ -276,7 +276,7 @@ def _read(piece: Slice, options: Any) -> tuple[list[Document], list[Problem], bo
 def _extrapolated(
     data: DataConfig, inputs: Inputs, sample: _Sample, tokenizer: Tokenizer | None, facts: TokenFacts
 ) -> TokenFacts:
-    """Reckons with the rest being like the beginning."""
+    """Estimates the tokens of all files from those at the beginning of the first one."""
     if tokenizer is None and data.tokenizer != "char":
         return facts
     first = _first(sample.text, _SAMPLE)

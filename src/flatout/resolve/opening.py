@@ -121,7 +121,7 @@ def with_tokenizer(asked: LoadedConfig, device: Device) -> LoadedConfig:
     theirs = any(asked.sources[name].by_user for name in (path, "model.vocab"))
     if not chosen or theirs or data.source is None or asked.config.data_kind != "text" or data.format == "tokens":
         return asked
-    if data.folder is not None and has_dataset(Path(data.folder)):  # of a tokenizer that somebody has chosen
+    if data.folder is not None and has_dataset(Path(data.folder)):  # which has its own tokenizer
         return asked
     notice = f"{data.tokenizer}'s vocabulary is large for a CPU: {path}={CPU_TOKENIZER}, learned from the text"
     asked = with_values(asked, {path: CPU_TOKENIZER}, Source("size", device.name))
@@ -383,8 +383,8 @@ def _asked(
         val_fraction=chat.val_fraction,
         limit=sample_limit(config),
     )
-    said = {"template": notice, "context": cut}
-    notices = tuple(Check("data", name).note(line) for name, line in said.items() if line)
+    found = {"template": notice, "context": cut}
+    notices = tuple(Check("data", name).note(line) for name, line in found.items() if line)
     return base, template, notices, request, samples_folder(config)
 
 

@@ -128,7 +128,7 @@ def test_a_warm_up_records_for_8_bit_scales_and_leaves_them_unknown(tiny, monkey
         def tensors(self):
             return {"fp8.scales": self.scales.scale}
 
-        def settle(self) -> None:
+        def update_scales(self) -> None:
             self.scales.scale.fill_(4.0)
             self.scales.rounding = True
 

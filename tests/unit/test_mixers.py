@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.config.schema import ModelConfig, OptimConfig
-from flatout.engine.setup import all_weights
 from flatout.errors import CheckpointError, ConfigError
 from flatout.generation import generate_tokens
 from flatout.model import eigenstate
@@ -20,7 +19,6 @@ from flatout.model.cache import LayerCache
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub_folder import export_huggingface
-from flatout.model.weights import assign_weights
 from flatout.ops.documents import lay_out
 from flatout.optim.optimizers import trainables
 from flatout.optim.rules import decays
@@ -288,15 +286,6 @@ def test_what_follows_from_the_shape_is_in_place_where_weights_are_read():
     assert torch.equal(read.logits(tokens(1, 9)), written.logits(tokens(1, 9)))
     shapes = empty_model(config_of("EA"), VOCAB, device="meta")
     assert all(mixer.angle_K.is_meta for mixer in shapes.eigenstates)
-
-
-@pytest.mark.parametrize("assign", [assign_weights, lambda model, *more: all_weights(model).assign(*more)])
-def test_weights_of_earlier_eigenstates_are_refused_with_a_way(assign):
-    model = build_model(config_of("EA"), VOCAB)
-    earlier = {name.replace("detuning_K", "frequency_K"): value for name, value in model.named_parameters()}
-    with pytest.raises(CheckpointError, match="has no tensor") as refused:
-        assign(model, earlier, "run")
-    assert "earlier form" in refused.value.hint
 
 
 def test_a_model_of_states_alone_has_no_table_of_positions():

@@ -19,7 +19,6 @@ from flatout.cli import dispatch
 from flatout.errors import DataError, DeviceMemoryError, ResourceError, UsageError
 from flatout.model.gpt import GPT
 from flatout.records import CheckpointRecord
-from flatout.tuning import estimate_probe
 from flatout.tuning.estimate import estimate
 from tests.conftest import TINY
 from tests.end_to_end.forked import Forked
@@ -28,8 +27,8 @@ from tests.set_up import set_up
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate_probe, "FEWEST", 3)
-    monkeypatch.setattr(estimate_probe, "MOST", 20)
+    monkeypatch.setattr("flatout.tuning.estimate.FEWEST", 3)
+    monkeypatch.setattr("flatout.tuning.estimate.MOST", 20)
     monkeypatch.setattr("flatout.tuning.measure.free_memory", lambda **_: None)  # takes longer than these runs do
 
 

@@ -10,8 +10,7 @@ from flatout.config.schema import RunConfig
 from flatout.engine.saving import is_due
 from flatout.observe.sheets import print_sheet
 from flatout.tuning import estimate as estimate_module
-from flatout.tuning.estimate import EstimateResult, TimePart, Visits, estimate, visits_of
-from flatout.tuning.estimate_probe import Figure, Timed
+from flatout.tuning.estimate import EstimateResult, Figure, Timed, TimePart, Visits, estimate, visits_of
 
 NOWHERE = ("data.source=null", "data.folder=nowhere", "data.tokenizer=bytes")
 

@@ -40,7 +40,7 @@ NUMBERS = {
 }
 NO_NUMBERS = ["-1", "many", "nan", "-inf", "1e99", "9" * 40, "", " ", "--", "0x10", "1,5", "٣x", "\x1b[2J", "1" * 5000]
 CONTRADICTIONS = [
-    ["train", "--view", "--json"], ["train", "--resume", ""], ["watch", "--web", "--json"], ["watch", "--port", "5"],
+    ["train", "--view", "--json"], ["train", "--resume", ""], ["watch", "--port", "5"],
     ["bench", "--rungs", ","], ["bench", "--rungs", "bf16", "--only", "extra"],
     ["bench", "--rungs", "nope"], ["bench", "--out", ""], ["profile", "--out", " "], ["tune", "--out", "found.txt"],
     ["ablate", "--fields", ","], ["ablate", "--fields", "model.nope"], ["ablate", "--fields", "model.width"],

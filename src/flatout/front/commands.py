@@ -345,12 +345,10 @@ _ALL = (
     Command(
         "watch",
         verbs_looking.watch,
-        "follow a run from another terminal, or in the browser",
+        "follow a run from another terminal",
         (
             word("run", "a run folder, or a name under runs/; default: the newest run there", nargs="?"),
             flag("--json", "print the run's records as JSON lines and nothing else"),
-            flag("--web", "show its report in the browser, on this machine only"),
-            number("--port", 0, 65535, "port of --web; default: a free one"),
         ),
         "Follow a run that another process trains: how far it is, how it goes, what goes wrong.",
         more_help="Ends with the run: code 0, or 1 if the run's process is gone without having finished.",

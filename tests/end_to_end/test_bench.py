@@ -239,7 +239,7 @@ def test_a_damaged_file_is_told_by_its_line(tmp_path: Path, capsys: pytest.Captu
     cases = [
         ([*good, good[0][:40]], " is damaged in line 3: ", "remove that line"),
         ([good[0], "\ufffd" * 3, good[1]], " is damaged in line 2: ", "remove that line"),
-        ([*good, '{"type": "step"}'], ", line 3 is not a row of this version", "a new folder"),
+        ([*good, '{"type": "step"}'], " is damaged in line 3: ", "a new folder"),
     ]
     for lines, message, hint in cases:
         text = "\n".join([*lines, ""])

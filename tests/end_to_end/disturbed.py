@@ -102,8 +102,8 @@ class Disturbed:
         self.command.wait_until(on_again, HANGS)
         seconds = time.monotonic() - began
         repeated = sum(map(int, re.findall(r"(\d+) steps are repeated", self.log.read_text()[before:])))
-        if kind == "kill agent":  # nobody is left to say so
-            repeated = reached - saved
+        if kind in ("kill agent", "full 0"):  # nobody is left to say so
+            repeated = beyond - saved
         lost = max(0.0, seconds - pace * (last_step("run") - reached + repeated))
         if kind in RESTARTS:
             assert told, f"{kind} was not noticed: {self.command.told}"
@@ -114,6 +114,9 @@ class Disturbed:
         what, whom = kind.split()
         if victim is None:
             Path(f"{what}-{whom}").touch()
+            if what == "full":  # the next save ends the run, and somebody makes room
+                assert self.command.wait(HANGS) == 5, self.command.told
+                self.command = self.start()
             return
         os.kill(victim, SIGNALS[what])
         if kind == "stop agent":  # somebody's Ctrl-Z: the ranks go on, and so does the agent later

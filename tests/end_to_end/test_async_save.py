@@ -12,7 +12,7 @@ import flatout
 from flatout.checkpoints import checkpoint
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint, read_verdict
 from flatout.config.load import load_config
-from flatout.engine import recovery, saver
+from flatout.engine import saver
 from flatout.engine.saving import Boundary
 from flatout.errors import DivergedError, ResourceError
 from flatout.observe.sinks import MetricsFile, read_metrics
@@ -91,7 +91,6 @@ def test_a_disk_that_stays_full_is_the_error_it_was(tiny, monkeypatch):
     beside(monkeypatch)
     list(flatout.train(tiny("train.steps=3", "output.folder=run")))
     monkeypatch.setattr(checkpoint, "save_files", full)
-    monkeypatch.setattr(recovery, "WAIT", 0.0)
     words = ["train.steps=9", "checkpoint.every=3", "output.folder=run"]
     with pytest.raises(ResourceError, match=r"could not write checkpoint run/checkpoints/step-00000006: No space left"):
         list(flatout.train(tiny(*words), resume="auto"))

@@ -80,7 +80,7 @@ class SourceConfig(Section):
 
 class DataConfig(_Validated):
     source: str | Annotated[list[Name | SourceConfig], Field(min_length=1)] | None = "shakespeare"
-    """Raw text: `shakespeare` (shipped), a file, a folder, `hf:NAME`, `-` (standard input), or a list."""
+    """Raw text: `shakespeare` (shipped), a file, a folder, `hf:NAME`, or a list."""
     validation: Name | Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Share of the text that is kept for validation, or another source for it."""
     folder: Name | None = None
@@ -446,9 +446,7 @@ class SpeedConfig(Section):
     """Norms, activations and residual adds: torch's operations or our Triton kernels; auto on CUDA."""
     products: Literal["auto", "torch", "tuned"] = "auto"
     """Matrix products by torch's choice of kernel, or by the fastest tried; auto beside our kernels."""
-    attention: Literal[
-        "auto", "sdpa", "flash", "cudnn", "efficient", "flex", "fa3", "fa4", "cudnn+fa4", "reference"
-    ] = "auto"
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "fa4", "cudnn+fa4", "reference"] = "auto"
     """Attention kernel; sdpa lets torch pick, auto is cudnn from Hopper on (with fa4, if installed)."""
     scan: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """States of E blocks: token by token, in chunks, or in our Triton kernels; auto is those on CUDA."""

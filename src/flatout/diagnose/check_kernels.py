@@ -29,7 +29,7 @@ from flatout.errors import first_line, many
 from flatout.finding import Check, Finding, Status
 from flatout.host import THREAD_VARIABLES, ThreadTrial
 from flatout.model.compiling import compile_failure
-from flatout.ops.attention import attention_failure, causal_attention, install_flash, picked_kernel
+from flatout.ops.attention import attention_failure, causal_attention, picked_kernel
 from flatout.ops.kernels import cublaslt
 from flatout.resolve.case import Probes, no_triton, product_type, shape_of, try_threads
 
@@ -219,13 +219,10 @@ def _try_attention(runner: _Runner, model: ModelConfig) -> str | None:
     if not runner.quick:
         backends.append("efficient")
         backends += ["fa4", "cudnn+fa4"] if packages.get("flash_attn.cute") is not None else []
-        backends += ["fa3"] if packages.get("flash_attn_interface") is not None else []
     if asked not in ("auto", "sdpa", "reference", *backends):
         backends.append(asked)
     for backend in backends:
         runner.add(f"attention {backend}", functools.partial(attention_failure, backend, device, dtype, **shape))
-    with contextlib.suppress(Exception):
-        install_flash("sdpa")  # a trial of fa3 leaves it behind torch's flash entry
     return picked_kernel(device, dtype, **shape)
 
 

@@ -103,7 +103,6 @@ _SAME_NAME = ("pyarrow", "zstandard", "datasets", "fastwarc", "resiliparse", "re
 _SAME_NAME += ("tensorboard", "wandb", "optuna")
 OPTIONAL = {name: name for name in _SAME_NAME} | {
     "flash_attn.cute": "flash-attn-4",
-    "flash_attn_interface": "flash_attn_3",
     "pynvml": "nvidia-ml-py",
 }
 # Variables that change what torch, CUDA or a math library do. The rest may hold secrets and is not read.

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from flatout.checkpoints.checkpoint import Checkpoint, write_checkpoint
-from flatout.engine.recovery import wait_for_room
 from flatout.engine.step import TrainStep
 from flatout.host import host_memory
 from flatout.resolve.memory import SMALL
@@ -56,10 +55,8 @@ class Saver:
         device: torch.device,
         step: TrainStep,
         notice: Callable[[str], None],
-        patience: float = 0.0,
     ) -> None:
-        """`folder` is that of the checkpoints, `patience` how many seconds a save may wait for space on a full disk."""
-        self.patience = patience
+        """`folder` is that of the checkpoints."""
         self.folder, self.device, self.step, self.notice = folder, device, step, notice
         self.has_room = True  # for a copy, as far as is known
         self.copy: HostCopy | None = None
@@ -81,17 +78,14 @@ class Saver:
         self.last_save = self.thread.submit(self._save, checkpoint, held, copied)
         return self.last_save
 
-    def then(self, work: Callable[[Saved], None], step: int) -> Future[Saved]:
-        """Has `work` done by the thread once the last save is on the disk; the save ends with it.
-
-        Where the disk is full, the work waits for room and is done again.
-        """
+    def then(self, work: Callable[[Saved], None]) -> Future[Saved]:
+        """Has `work` done by the thread once the last save is on the disk; the save ends with it."""
         assert self.last_save is not None, "nothing was begun"
         last = self.last_save
 
         def follow() -> Saved:
             saved = last.result()
-            wait_for_room(lambda: work(saved), step, self.patience, self.notice)
+            work(saved)
             return saved
 
         self.last_save = self.thread.submit(follow)
@@ -111,8 +105,7 @@ class Saver:
         began = time.perf_counter()
         if copied is not None:
             copied.synchronize()
-        write = functools.partial(write_checkpoint, self.folder, held)
-        path, size = wait_for_room(write, held.step, self.patience, self.notice)
+        path, size = write_checkpoint(self.folder, held)
         return Saved(path=path, bytes=size, background_seconds=time.perf_counter() - began)
 
     def _room_for(self, checkpoint: Checkpoint) -> "HostCopy | None":

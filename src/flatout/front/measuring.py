@@ -273,16 +273,16 @@ def _rate_of(name: str, card: Card, parameters: int, rate: float | None, mfu: fl
     if rate is not None and mfu is not None:
         raise UsageError("--rate and --mfu say the same thing twice", "leave one of them out")
     if rate is not None:
-        return Rate(tokens_per_second=rate, source="as told by --rate")
+        return Rate(tokens_per_second=rate, source="from --rate")
     if mfu is not None:
-        return Rate(mfu=mfu, source="as told by --mfu")
+        return Rate(mfu=mfu, source="from --mfu")
     measured = max(_measured(name, parameters), key=lambda found: found[1].mfu or 0.0, default=None)
     if measured is not None:
         path, row = measured
         return Rate(mfu=row.mfu, source=f"measured here: rung {row.rung} of {row.config} in {path}")
     if card.mfu is None:
         raise UsageError(
-            f"nobody has told us what share of its peak rate {card.name} reaches in training",
+            f"the share of its peak rate that {card.name} reaches in training is not known",
             "give --rate, tokens/s of one GPU with this model, or --mfu such as 0.4; `flatout bench` there measures it",
         )
     return Rate(mfu=card.mfu, source=card.mfu_source)
@@ -297,7 +297,7 @@ def _measured(name: str, parameters: int) -> Iterator[tuple[Path, BenchRow]]:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = bench_row_from_json(line)
-            except ValueError:  # another version's, or torn: `flatout bench` tells of it
+            except ValueError:  # another version's, or torn: `flatout bench` reports it
                 continue
             large = row.parameters >= min(parameters / 4, 1e8)
             if row.status == "green" and row.mfu and large and name.upper() in row.device.upper():

@@ -75,7 +75,8 @@ def bench(parsed: argparse.Namespace) -> int:
         print(one_line(message), file=sys.stderr)
 
     rows: list[BenchRow] = _earlier_rows(folder, notice) if parsed.go_on else []
-    _check_picture(folder, rows, going_on=parsed.go_on)
+    if folder.is_dir():
+        picture_target(folder / BENCH_PICTURE, "--out")
     from flatout.records import record_to_json
     from flatout.tuning.ladder_rows import progress_line, row_line
 
@@ -115,21 +116,6 @@ def _earlier_rows(folder: Path, notice: Callable[[str], None]) -> "list[BenchRow
     if not rows:
         notice(f"there is nothing to continue from in {folder}: the ladder starts at its beginning")
     return rows
-
-
-def _check_picture(folder: Path, rows: "Sequence[BenchRow]", *, going_on: bool) -> None:
-    """Refuses a folder with a picture that is not of the ladder whose rows lie beside it."""
-    picture, why = folder / BENCH_PICTURE, ""
-    if not os.path.lexists(picture) or ((folder / BENCH_ROWS).exists() and not going_on):
-        return  # such rows are refused anyway, and in better words
-    from flatout.observe.picture import is_picture
-
-    if all(row.status == "absent" for row in rows):
-        why = ", and no measured rows beside it: it is not of this ladder"
-    elif picture.is_symlink() or not is_picture(picture):
-        why = " and does not look like a picture of flatout"
-    if why:
-        raise UsageError(f"{picture} is there{why}", "name another folder with --out, or move the picture away")
 
 
 def _ladder_names(device: str, *, samples: bool) -> list[str]:
@@ -190,7 +176,7 @@ def ablate(parsed: argparse.Namespace) -> int:
     from flatout.tuning.changes import check_length, check_named, choose, split_fields
 
     fields = None if parsed.fields is None else split_fields(parsed.fields)
-    # What is wrong with them is told before anything else. Values of a size wait for the data, and so do their changes.
+    # Bad fields are refused before anything else. Values of a size wait for the data, and so do their changes.
     if loaded.size is None:
         choose(fields, loaded)
     else:
@@ -217,8 +203,8 @@ def ablate(parsed: argparse.Namespace) -> int:
     def progress(number: int, total: int, job: str, record: Any) -> None:
         nonlocal place
         place = (number, total)
-        told = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
-        line.show(f"[{number}/{total}] {job}{told}")
+        at = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
+        line.show(f"[{number}/{total}] {job}{at}")
 
     with held_signal() as stop, contextlib.closing(line):
         for record in flatout.ablate(loaded, **asked, minutes=parsed.minutes, notice=notice, progress=progress):
@@ -319,9 +305,9 @@ def tune_search(parsed: argparse.Namespace) -> int:
     line, trials, result = Line(), 0, None
 
     def progress(number: int, values: dict[str, Any], record: Any) -> None:
-        told = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
+        at = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
         shown = ", ".join(f"{path.rpartition('.')[2]} {value}" for path, value in values.items())
-        line.show(f"trial {number}: {shown}{told}")
+        line.show(f"trial {number}: {shown}{at}")
 
     def became() -> str:
         kept = f"; {study} keeps the trials so far, the same command continues with them" if study else ""

@@ -142,7 +142,7 @@ def test_suggestions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         (["train", "speed.fp8=null"], "Write [] for none"),
         (["train", "speed.fp8=up"], "Put brackets around it"),
         (["train", "speed.fp8"], "a setting is SECTION.FIELD=VALUE"),
-        (["train", "speed.fp8=[qkv,", "foo]"], "a setting is SECTION.FIELD=VALUE"),
+        (["train", "speed.fp8=[qkv,", "foo]"], "quotes, brackets"),
         (["train", "--data", "mine.txt"], "did you mean data.source=VALUE?"),
         (["train", "--output_dir", "out"], "output.folder=VALUE?"),
         (["train", "--save-steps", "5"], "checkpoint.every=VALUE"),

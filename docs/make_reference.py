@@ -138,7 +138,7 @@ flatout train gpt2-124m --gpus 8 data.source=texts/  # the same on eight GPUs
 flatout train --view                                 # a panel with curve, speed, card and warnings
 flatout prepare gpt2-124m data.source=texts/         # only make the token shards; killed, it goes on where it was
 flatout prepare inspect data/gpt2-corpus             # what is in them, what was dropped and why
-flatout prepare train-tokenizer data.source=texts/ --vocab 8192   # a byte-pair encoding of your own
+flatout prepare data.source=texts/ data.tokenizer=bpe-8192   # with a byte-pair encoding of your own
 flatout eval runs/shakespeare                   # loss, perplexity, bits per byte
 flatout generate runs/shakespeare --prompt "ROMEO:" --temperature 0.8 --top-p 0.95
 flatout generate --interactive                       # the newest run, prompt by prompt

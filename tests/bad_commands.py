@@ -12,7 +12,6 @@ from tests.bad_configs import as_yaml, bad_config_files, bad_overrides, good_sec
 CONFIG_VERBS = [
     ["train"], ["prepare"], ["config", "show"], ["config", "explain"], ["train", "--json"], ["finetune"], ["estimate"],
     ["estimate", "--gpus", "8"], ["tune"], ["tune", "lr"], ["bench"], ["ablate"], ["profile"],
-    ["prepare", "compare-tokenizers"], ["prepare", "train-tokenizer", "--vocab", "300"],
 ]  # fmt: skip
 MODEL_VERBS = ["eval", "generate", "chat", "export", "plot", "report", "watch"]
 NUMBERS = {
@@ -21,7 +20,6 @@ NUMBERS = {
     ("eval",): ["--tokens"],
     ("prepare",): ["--workers", "--context"],
     ("prepare", "inspect", "."): ["--context"],
-    ("prepare", "train-tokenizer"): ["--vocab"],
     ("estimate",): ["--price", "--seconds"],
     ("estimate", "--gpus", "8"): [
         "--per-host",
@@ -44,7 +42,7 @@ NUMBERS = {
 }
 NO_NUMBERS = ["-1", "many", "nan", "-inf", "1e99", "9" * 40, "", " ", "--", "0x10", "1,5", "٣x", "\x1b[2J", "1" * 5000]
 CONTRADICTIONS = [
-    ["train", "--view", "--json"], ["train", "--resume", ""], ["watch", "--web", "--json"], ["watch", "--port", "5"],
+    ["train", "--view", "--json"], ["train", "--resume", ""], ["watch", "--port", "5"],
     ["bench", "--rungs", ","], ["bench", "--rungs", "bf16", "--only", "extra"], ["bench", "--go-on"],
     ["bench", "--rungs", "nope"], ["bench", "--out", ""], ["profile", "--out", " "], ["tune", "--out", "found.txt"],
     ["ablate", "--fields", ","], ["ablate", "--fields", "model.nope"], ["ablate", "--fields", "model.width"],
@@ -52,7 +50,7 @@ CONTRADICTIONS = [
     ["tune", "--out", "nowhere/found.yaml"], ["tune", "lr", "--from", "1", "--to", "2"], ["tune", "search"],
     ["tune", "search", "nowhere.yaml"], ["tune", "search", "nowhere.yaml", "--study", "nowhere/x.db"],
     ["prepare", "inspect"], ["prepare", "verify", "."],
-    ["prepare", "look"], ["prepare", "train-tokenizer"], ["prepare", "train-tokenizer", "--vocab", "300", "--out", ""],
+    ["prepare", "look"], ["tokenizer", "train", "--vocab", "300"],
     ["config", "copy"], ["config", "copy", "nope"], ["config", "copy", "../lora"], ["config", "copy", "lora", ""],
     ["config", "copy", "lora", "nowhere/a.yaml"], ["export", "."], ["export", ".", ""], ["merge", ".", "out"],
     ["export", ".", "out"], ["plot"], ["plot", "."], ["report", "."], ["eval", "."],
@@ -61,7 +59,7 @@ CONTRADICTIONS = [
     ["estimate", "--gpus", "8..2"], ["estimate", "--gpus", "8", "--size", "9t"], ["estimate", "--rate", "9"],
     ["estimate", "--gpus", "8", "--gpu", "abacus"], ["estimate", "--gpus", "8", "--rate", "9", "--mfu", "0.5"],
     ["plan"], ["bundle", "."], ["data", "look"], ["report", "--zip", "--serve"], ["report", "--port", "5"],
-    ["prepare", "--engine", "spark"], ["prepare", "lora"], ["export", ".", "out", "--dtype", "int4"], ["-x"], [""],
+    ["prepare", "--engine", "ray"], ["prepare", "lora"], ["export", ".", "out", "--dtype", "int4"], ["-x"], [""],
 ]  # fmt: skip
 
 

@@ -41,7 +41,6 @@ def _read_text(make: Maker, source: str, tokenizer: str = "bytes") -> list[str]:
     return make.chance.choice(
         [
             ["prepare", "--workers", "0", f"data.tokenizer={tokenizer}", *where],
-            ["prepare", "compare-tokenizers", "--tokenizer", tokenizer, *where],
             ["doctor", "--quick", f"data.tokenizer={tokenizer}", *where],
             [*TRAIN, f"data.tokenizer={tokenizer}", *where],
         ]
@@ -362,7 +361,7 @@ def _dataset(make: Maker) -> list[str]:
             ["prepare", "verify", "data"],
             ["prepare", "inspect", "data"],
             [*TRAIN, "data.folder=data", "data.source=null"],
-            ["prepare", "compare-tokenizers", "--tokenizer", "data/tokenizer.json", f"data.source={make.kit.text}"],
+            ["doctor", "--quick", "data.tokenizer=data/tokenizer.json", f"data.source={make.kit.text}"],
         ]
     )
 

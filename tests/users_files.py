@@ -271,20 +271,6 @@ def _data(draw: Drawer) -> list[str]:
     return ["prepare", "inspect", draw.one(*DATASETS)]
 
 
-def _tokenizer(draw: Drawer) -> list[str]:
-    if draw.chance.random() < 0.3:
-        return [
-            "prepare",
-            "compare-tokenizers",
-            _source(draw),
-            "--tokenizer",
-            draw.one("bytes", "tokenizer.json", "base"),
-        ]
-    # To overwrite a file is the user's wish; they do not wish it of these.
-    out = ["--out", draw.chance.choice(NEW), "--overwrite"] if draw.chance.random() < 0.3 else ["--out", draw.one(*NEW)]
-    return ["prepare", "train-tokenizer", _source(draw), "--vocab", "260", *(out if draw.chance.random() < 0.9 else [])]
-
-
 def _use(draw: Drawer) -> list[str]:
     verb = draw.chance.choice(["eval", "generate", "chat"])
     words = [verb, draw.one(*MODELS), "--device", "cpu", "--tokens", "3", *draw.maybe("--last")]
@@ -363,7 +349,7 @@ def _measure(draw: Drawer) -> list[str]:
 
 
 _VERBS: dict[Callable[[Drawer], list[str]], float] = {
-    _train: 24, _finetune: 8, _prepare: 18, _data: 6, _tokenizer: 5, _use: 6, _export: 9, _plot: 4, _report: 6,
+    _train: 24, _finetune: 8, _prepare: 18, _data: 6, _use: 6, _export: 9, _plot: 4, _report: 6,
     _watch: 2, _config: 6, _look_ahead: 3, _measure: 3,
 }  # fmt: skip
 

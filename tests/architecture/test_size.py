@@ -22,8 +22,8 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 49_931,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 39_544,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 48_976,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 38_787,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 97,  # all Python outside tests
     "modules": 226,  # of src/flatout, as all the following
     "modules with one importer": 36,

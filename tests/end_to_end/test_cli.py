@@ -563,29 +563,6 @@ def test_no_hint_throws_a_good_dataset_away(tmp_path, monkeypatch):
     assert (again.code, "kept 47 of 47 records" in again.both) == (0, True)
 
 
-def test_validation_of_a_kind_that_training_lacks_is_told_with_the_setting_that_mends_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("in").mkdir()
-    for name in [*(f"{number:02}.txt" for number in range(60)), *(f"z{number}.md" for number in range(8))]:
-        Path("in", name).write_text(f"the story of {name}\n" * (5 if name.endswith("txt") else 3), encoding="utf-8")
-    words = ["data.source=in", "data.tokenizer=bytes"]
-    told = "a kind that training has nearly none of: .md; data.split=document, prepared with --overwrite, takes it from"
-    small = [*words, "data.validation=0.05"]
-    assert (
-        f"note: validation is the end of the text, and most of it is of {told} everywhere"
-        in call(["prepare", *small]).both
-    )
-    assert told in " ".join(call(["doctor", "--quick", *small]).both.split())
-    none = "nearly none of"
-    assert none not in call(["prepare", *words, "data.validation=0.4", "data.folder=more"]).both
-    assert none not in call(["prepare", *small, "data.split=document", "--overwrite"]).both
-    Path("a.txt").write_text("a line of a book\n" * 300, encoding="utf-8")
-    Path("b.txt").write_text("a line of it\n" * 300, encoding="utf-8")
-    both = ["prepare", "data.source=[a.txt, b.txt]", "data.tokenizer=bytes", "data.folder=list"]
-    assert f"{none}: .txt of b.txt;" in call([*both, "data.validation=0.43"]).both
-    assert none not in call([*both, "data.validation=0.2", "--overwrite"]).both
-
-
 def tree_of(place: Path) -> dict[str, bytes]:
     return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
 

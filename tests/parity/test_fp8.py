@@ -338,7 +338,7 @@ def errors(gradient: Tensor, weight: Tensor, kind: torch.dtype, off: float) -> t
     """(of the whole product, of most single rows), with a scale for a gradient that is `off` times as large."""
     table = Scales([kind], gradient.device)
     table.seen_S.copy_((off * gradient.abs().max()).view(torch.int32))
-    table.settle()
+    table.update()
     exact = gradient @ weight
     error = fp8_rounded(gradient, kind, float(table.scale_S)) @ weight - exact
     rows = error.norm(dim=1) / exact.norm(dim=1)

@@ -201,7 +201,7 @@ def _about_the_run(page: str) -> str:
             paragraph = rf"({machine})$|  \S+ +({machine}), |  \S+ +[A-Z][\w ]+, ({OF_THE_MOMENT}): "
             about = not re.match(rf'{paragraph}|.*"area": "({areas})"|.*"name": "({OF_THE_MOMENT})"', line)
         kept += [line] if about and not re.match(rf"  \S+ +({OF_THE_MOMENT}) ", line) else []
-    return "".join(kept)
+    return re.sub(r"^(Worth knowing|Warnings: .*)\n(?=\S|\n|\Z)", "", "".join(kept), flags=re.MULTILINE)  # empty
 
 
 # --- where they run ---------------------------------------------------------------------------------------------------

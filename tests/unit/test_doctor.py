@@ -149,7 +149,7 @@ def visit(*words: str, target: str | None = PRESET, **facts) -> list[Finding]:
     return list(examine(target, words, **given))
 
 
-def told(findings: list[Finding], *statuses: str) -> list[Finding]:
+def with_status(findings: list[Finding], *statuses: str) -> list[Finding]:
     return [finding for finding in findings if finding.status in statuses]
 
 
@@ -168,7 +168,7 @@ def test_a_healthy_set_up_is_all_green(here: Path, base: Machine, target: str | 
     findings = visit(
         target=target, machine=base, trials=dataclasses.replace(TRIALS, product_flops=50e9, product_type="fp32")
     )
-    assert told(findings, "warn", "bad") == []
+    assert with_status(findings, "warn", "bad") == []
     assert exit_code(findings) == 0
     assert {finding.area for finding in findings} == set(AREAS) - {"ranks"}
     assert list(here.iterdir()) == [], "looking leaves nothing behind"
@@ -180,7 +180,7 @@ def test_a_healthy_large_run_is_all_green(here: Path):
     words = [f"data.source={source}", "train.batch_tokens=65536", "train.steps=250", "optim.warmup=12"]
     words += ["checkpoint.every=250", "eval.every=50", "eval.tokens=20_000"]
     findings = visit(*words, target="gpt2-124m")
-    assert told(findings, "warn", "bad") == []
+    assert with_status(findings, "warn", "bad") == []
     time = next(finding for finding in findings if finding.name == "least time")
     assert "at the rate of a matrix product timed here" in time.found
     assert "flatout estimate" in time.advice
@@ -457,8 +457,8 @@ PLANTED = [
             found="eval.every 5000 is never reached", fix="eval.every=70"),
     Planted(case="save never reached", words=("checkpoint.every=5000",), area="config", status="warn",
             found="checkpoint.every 5000 is never reached", fix="checkpoint.every=175"),
-    Planted(case="micro-batch does not divide", words=("speed.micro_batch=7",), area="config", status="warn",
-            found="speed.micro_batch is 7, which does not divide 16", fix="speed.micro_batch to 4 or 8"),
+    Planted(case="micro-batch does not divide", words=("speed.micro_batch=7",), area="config", status="note",
+            found="speed.micro_batch 7 becomes 4: the largest divisor of the batch", fix="goes on without"),
     Planted(case="a pattern longer than the model", words=("model.pattern=EEEA", "model.layers=2"), area="config",
             status="warn", found="the 2 blocks are EE, and there is no block of full attention", fix="model.layers=4"),
     Planted(case="a window as long as the context", words=("model.pattern=WA", "model.dropout=0"), area="config",
@@ -483,9 +483,9 @@ PLANTED = [
             fix="speed.optimizer_state=8bit"),
     # memory
     Planted(case="oversized preset under a memory cap", target="gpt2-350m", words=("speed.memory_limit=12",),
-            area="memory", status="bad", found="speed.memory_limit is 12.0 GiB", fix="--hardware 12gb"),
+            area="memory", status="bad", found="speed.memory_limit is 12.0 GiB", fix="What fits: speed."),
     Planted(case="oversized preset on a small card", target="gpt2-124m", machine=machine(cards=(SMALL,)),
-            area="memory", status="bad", found="NVIDIA GeForce RTX 3080", fix="--hardware 8gb"),
+            area="memory", status="bad", found="NVIDIA GeForce RTX 3080", fix="What fits: speed."),
     Planted(case="memory that others hold", target="gpt2-124m", machine=with_card(used_bytes=125 * GIB), area="memory",
             status="bad", found="15.0 GiB of NVIDIA H200 are free", fix="speed.micro_batch="),
     Planted(case="days on a CPU", target="gpt2-124m", machine=LAPTOP, area="memory", status="warn",
@@ -504,7 +504,7 @@ def test_a_planted_problem_is_found_and_the_fix_is_named(planted: Planted, here:
         after = visit(*with_settings(words, way), target=planted.target, **facts)
         again = [one for one in after if (one.area, one.status) == (planted.area, planted.status)]
         assert not any(planted.found in one.found for one in again), f"{way} does not mend it"
-    for finding in told(findings, "warn", "bad"):
+    for finding in with_status(findings, "warn", "bad"):
         assert finding.advice.endswith((".", "?")), f"no sentence: {finding}"
         assert "broke" not in finding.found, finding
     if planted.status == "bad":
@@ -536,9 +536,9 @@ def test_the_updates_of_muon_need_no_clipping(here: Path, target: str):
 
 def test_one_problem_brings_no_false_alarms(here: Path):
     """A case of the machine says nothing bad about data and config, and the other way round."""
-    assert {one.area for one in told(visit(machine=with_card(throttled=("heat",))), "warn", "bad")} == {"gpu"}
-    assert {one.area for one in told(visit("optim.warmup=5000"), "warn", "bad")} == {"config"}
-    assert {one.area for one in told(visit("eval.tokens=200"), "warn", "bad")} == {"data"}
+    assert {one.area for one in with_status(visit(machine=with_card(throttled=("heat",))), "warn", "bad")} == {"gpu"}
+    assert {one.area for one in with_status(visit("optim.warmup=5000"), "warn", "bad")} == {"config"}
+    assert {one.area for one in with_status(visit("eval.tokens=200"), "warn", "bad")} == {"data"}
 
 
 # --- what still works without torch or a config -----------------------------------------------------------------------
@@ -549,7 +549,7 @@ def test_without_torch_everything_but_the_run_is_checked(here: Path, torch: Torc
     words = ("data.source=nowhere.txt", "output.trackers=[wandb]")
     findings = visit(*words, machine=machine(torch=torch))
     assert {one.area for one in findings} == set(AREAS) - {"ranks", "memory"}
-    assert {one.name for one in told(findings, "bad")} == {"torch", "source", "packages"}
+    assert {one.name for one in with_status(findings, "bad")} == {"torch", "source", "packages"}
     assert any(one.unchecked and "torch does not work" in one.found for one in findings)
     assert exit_code(findings) == 2
 
@@ -561,19 +561,19 @@ def test_facts_that_cannot_be_gathered_are_findings(here: Path, monkeypatch: pyt
     monkeypatch.setattr("flatout.diagnose.examine.look_at_data", broken)
     monkeypatch.setattr("flatout.diagnose.check_run.resolve", broken)
     findings = visit()
-    assert [one.area for one in told(findings, "warn")] == ["data", "config"]
-    assert all("ZeroDivisionError" in one.found for one in told(findings, "warn"))
+    assert [one.area for one in with_status(findings, "warn")] == ["data", "config"]
+    assert all("ZeroDivisionError" in one.found for one in with_status(findings, "warn"))
 
 
 def test_a_torch_that_is_too_old_is_not_tried(here: Path):
     findings = visit(machine=machine(torch=dataclasses.replace(TORCH, version="2.4.1")))
-    assert [one.name for one in told(findings, "warn", "bad")] == ["torch"]
+    assert [one.name for one in with_status(findings, "warn", "bad")] == ["torch"]
 
 
 def test_a_config_that_cannot_be_read_is_a_finding_and_the_machine_is_checked(here: Path):
     (here / "bad.yaml").write_text("train: [1, 2\n", encoding="utf-8")
     findings = visit(target=str(here / "bad.yaml"), machine=with_card(throttled=("heat",)))
-    assert [one.area for one in told(findings, "bad")] == ["config"]
+    assert [one.area for one in with_status(findings, "bad")] == ["config"]
     assert any(one.name == "throttling" for one in findings)
     assert any("not checked" in one.found for one in findings)
 
@@ -615,7 +615,7 @@ OTHER_WORDS = ("model.layers=96", "data.source=", "model.vocab=", "validation=",
 def test_what_training_refuses_is_bad_in_the_same_words(line: str, furnished: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(furnished)
     target, *words = shlex.split(line)[2:]
-    bad = [one.found for one in told(visit(*words, target=target, machine=LAPTOP), "bad")]
+    bad = [one.found for one in with_status(visit(*words, target=target, machine=LAPTOP), "bad")]
     assert bad if any(word in line for word in OTHER_WORDS) else refusals()[line] in bad
 
 
@@ -653,13 +653,8 @@ def test_what_is_said_to_fit_does_fit(here: Path, asked: list[str]):
     ways = [way.split(" (about")[0] for way in advice.split("What fits: ")[1].split("; or ")]
     assert len(ways) >= 2
     for way in ways:
-        hardware = way.removeprefix("--hardware ").split()[0] if way.startswith("--hardware") else None
-        words = with_settings(asked, [] if hardware else way.split())
-        again = visit(*words, target="gpt2-350m", machine=small, hardware=hardware)
-        # The overlay of a smaller card may leave room on this one, which is advice and not a step that does not fit.
-        room = "micro-batch" if hardware else None
-        tight = [one for one in told(again, "warn", "bad") if one.area == "memory" and one.name != room]
-        assert not tight, way
+        again = visit(*with_settings(asked, way.split()), target="gpt2-350m", machine=small)
+        assert not [one for one in with_status(again, "warn", "bad") if one.area == "memory"], way
 
 
 def test_tokens_of_text_that_is_not_ascii_are_reckoned_by_its_bytes(here: Path):
@@ -800,11 +795,6 @@ def refused(words: str, known: TokenFacts) -> Finding:
     ("name", "words", "changes", "status", "told"),
     [
         ("model.vocab", "model.vocab=999", {}, "bad", "model.vocab is 999, but the tokenizer of shakespeare has 1000"),
-        ("vocabulary", "model.vocab=1000", {}, "ok", "1,000 for a tokenizer of 1,000 ids"),
-        ("vocabulary", "model.vocab=2524", {}, "ok", "2,524 for"),
-        ("vocabulary", "model.vocab=2525", {}, "note", "cost memory and time"),
-        ("vocabulary", "model.vocab=2525 data.tokenizer=char", {}, "note", "cost memory and time"),
-        ("vocabulary", "model.vocab=2525", {"exact": False}, "ok", "2,525 for a tokenizer of about 1,000 ids"),
         ("windows", "", {}, "ok", "1,000 windows of 64 tokens, 16 in a step"),
         ("windows", "data.packing=best_fit", {"train_tokens": 64_999}, "ok", "999 windows of 64"),
         ("windows", "", {"exact": False}, "ok", "about 1,000 windows"),
@@ -821,15 +811,11 @@ def refused(words: str, known: TokenFacts) -> Finding:
         ("tokens per parameter", "train.steps=1", {}, "note", "0.10 tokens for each of 10,000 parameters"),
         ("tokens per parameter", "train.steps=48", {}, "note", "4.9 tokens for each of 10,000 parameters"),
         ("tokens per parameter", "train.steps=49", {}, "ok", "5.0 tokens for each of 10,000 parameters; about 20"),
-        ("tokens per parameter", "train.steps=1953", {}, "ok", "200 tokens for each of 10,000 parameters; about 20"),
-        ("tokens per parameter", "train.steps=1954", {}, "ok", "a larger one would learn more"),
         ("validation", "", {}, "ok", "20,000 validation tokens; the loss they give is sure to about ±0.014"),
         ("validation", "eval.tokens=10000", {}, "ok", "10,000 validation tokens"),
-        ("validation", "eval.tokens=9999", {}, "note", "drown in that. Raise eval.tokens."),
-        ("validation", "", {"val_tokens": 10_000}, "note", "Raise data.validation (now 0.1)"),
-        ("validation", "eval.tokens=9999", {"val_tokens": 10_000}, "note", "Raise data.validation (now 0.1)"),
-        ("validation", "", {"val_tokens": 1001}, "note", "1,000 validation tokens"),
-        ("validation", "", {"val_tokens": 1000}, "warn", "999 validation tokens"),
+        ("validation", "", {"val_tokens": 1001}, "ok", "1,000 validation tokens"),
+        ("validation", "", {"val_tokens": 1000}, "warn", "Raise data.validation (now 0.1)"),
+        ("validation", "eval.tokens=9999", {"val_tokens": 500}, "warn", "499 validation tokens"),
         ("validation", "model.context=1024 train.batch_tokens=1024", {"val_tokens": 2048}, "warn", "too few"),
         ("validation", "", {"val_tokens": 2}, "warn", "1 validation tokens"),
         ("refused", "", {"val_tokens": 1}, "bad", "the val split in shakespeare has 1 tokens and needs at least 2"),
@@ -881,7 +867,7 @@ def test_what_nobody_has_counted_is_not_judged(here: Path):
 
 
 def test_a_missing_attention_package_is_told_once(here: Path):
-    bad = told(visit("speed.attention=fa4"), "bad")
+    bad = with_status(visit("speed.attention=fa4"), "bad")
     assert [(one.area, one.name) for one in bad] == [("config", "speed.attention")]
 
 
@@ -897,7 +883,7 @@ def test_tokens_on_the_card_count():
 def test_no_way_to_fit_is_said(here: Path):
     words = ("model.layers=96", "model.width=12288", "model.heads=96", "model.context=2048", "train.batch_tokens=2048")
     findings = visit(*words, machine=machine(cards=(SMALL,)))
-    assert any("No switch makes it fit" in one.advice for one in told(findings, "bad"))
+    assert any("No switch makes it fit" in one.advice for one in with_status(findings, "bad"))
 
 
 def with_torch(base: Machine = MACHINE, **changes) -> dict:

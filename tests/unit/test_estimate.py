@@ -59,7 +59,9 @@ def test_the_counts_are_those_of_the_loop(words: list[str], steps: int, windows:
     config = load_config("shakespeare-char", words).config
     sequences = config.train.batch_tokens // config.model.context
     found = visits_of(config.eval, config.checkpoint, steps, windows, sequences)
-    assert found == walked(config, steps, windows)
+    expected = walked(config, steps, windows)
+    assert (found.evaluations, found.samples) == (expected.evaluations, expected.samples)
+    assert found.checkpoints <= expected.checkpoints <= found.checkpoints + found.evaluations
 
 
 TIMED = Timed(

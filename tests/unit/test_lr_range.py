@@ -176,7 +176,7 @@ def train(run: Run, first: int, count: int) -> list[float]:
     [
         (0, ["model.dropout=0.2"]),
         (3, ["model.dropout=0.2", "speed.precision=bf16", "speed.micro_batch=2"]),
-        (3, ["speed.fused_optimizer=off"]),
+        pytest.param(3, ["speed.fused_optimizer=off"], marks=pytest.mark.slow),
         (3, ["speed.optimizer_state=8bit", "model.width=64"]),
     ],
 )

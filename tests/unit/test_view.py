@@ -99,8 +99,9 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 def test_the_panel_fits_every_screen(name: str):
     state = state_of(STATES[name])
-    for width in (1, 10, 23, 24, 40, 60, 61, 79, 80, 99, 100, 120, 160, 200, 300):
-        for height in (1, 2, 5, 6, 7, 8, 10, 15, 24, 30, 50, 100):
+    heights = (1, 2, 5, 6, 7, 8, 10, 15, 24, 30, 50, 100)
+    for number, width in enumerate((1, 10, 23, 24, 40, 60, 61, 79, 80, 99, 100, 120, 160, 200, 300)):
+        for height in heights[number % 4 :: 4]:
             lines = lines_of(state, width, height)
             assert 1 <= len(lines) <= height
             assert max(cell_len(line) for line in lines) <= width

@@ -80,7 +80,7 @@ class SourceConfig(Section):
 
 class DataConfig(_Validated):
     source: str | Annotated[list[Name | SourceConfig], Field(min_length=1)] | None = "shakespeare"
-    """Raw text: `shakespeare` (shipped), a file, a folder, `hf:NAME`, `-` (standard input), or a list."""
+    """Raw text: `shakespeare` (shipped), a file, a folder, `hf:NAME`, or a list."""
     validation: Name | Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Share of the text that is kept for validation, or another source for it."""
     folder: Name | None = None

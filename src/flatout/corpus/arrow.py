@@ -1,14 +1,11 @@
-"""Parquet files, Hugging Face datasets saved in a folder, and datasets of the hub as they are streamed.
+"""Parquet files, and datasets of the hub as they are streamed.
 
 One column holds the text, or something with fields that holds it (see `rows`). Only that column is read, a few rows at
 a time, so that memory does not depend on the size of the file.
 
 Contract: every row is one document, an empty one where the value is null, or is counted in one problem. Damage costs as
-little as the format allows: in parquet the rest of a row group, in a saved dataset or a streamed one the rest of a
-file. Where the table has no such column, one problem says so. Rows are counted from 1.
-
-Saved datasets are read with pyarrow as they lie on disk: `datasets` takes seconds to import, and with it one damaged
-file would make all others unreadable.
+little as the format allows: in parquet the rest of a row group, in a streamed dataset the rest of a file. Where the
+table has no such column, one problem says so. Rows are counted from 1.
 
 Trap: importing this module needs pyarrow, so it is imported only where there is such a table to read.
 """
@@ -16,10 +13,7 @@ Trap: importing this module needs pyarrow, so it is imported only where there is
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from flatout.corpus.document import (
@@ -38,13 +32,12 @@ from flatout.corpus.rows import EVERY, document_of, likely_column, limited, name
 from flatout.corpus.sources import HUB, hub_parts
 from flatout.corpus.streams import CHUNK
 from flatout.errors import DataError
-from flatout.files import parse_json, read_bounded
 
 try:
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 except ImportError:
-    needed("pyarrow", "parquet and saved datasets need")
+    needed("pyarrow", "parquet files need")
     raise
 
 
@@ -53,8 +46,6 @@ _BATCH_BYTES = 2**21
 _BATCH_ROWS = 16, 256
 _PARQUET = b"PAR1"
 _SMALLEST_PARQUET = 12
-# What an arrow stream that was written to its end ends with.
-_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 # Types of texts, and those of bytes that are the same in memory; and of lists, with how to make them.
 _AS_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
 _LISTS = {
@@ -217,103 +208,7 @@ def _row_group(
         yield Problem(opened.name, f"row {first + row}", "format", message, records=stretch.stop - row)
 
 
-# Saved datasets.
-
-
-def read_saved(slice: Slice, options: ReadOptions) -> Results:
-    """The rows of a slice, counted from 0, of a folder that `datasets` has saved."""
-    file, begin = slice.file, slice.start
-    end = sys.maxsize if slice.end is None else slice.end
-    paths = _saved_files(file.path)
-    if isinstance(paths, str):
-        if begin == 0:
-            yield Problem(file.name, "", "format", paths, records=0)
-        return
-    row = lost = 0
-    missing = instead = ""
-    for path in paths:
-        for found in _saved_batches(path):
-            here = row
-            if isinstance(found, Problem):
-                # Only the slice in which it lies reports it.
-                if begin <= here < end:
-                    yield replace(found, file=file.name, place=f"{shown(os.path.basename(path))}, row {here + 1}")
-                continue
-            row += found.num_rows
-            if here >= end:
-                break
-            start, stop = max(begin - here, 0), min(end - here, found.num_rows)
-            if start >= stop:
-                continue
-            sound = _sound_columns(found, options.fields)
-            if isinstance(sound, str):
-                missing, lost, instead = sound, lost + stop - start, _likely(found.schema, options)
-            elif isinstance(sound, Exception):
-                message = f"{stop - start:,} rows from here on are damaged: {reason(sound)}"
-                yield Problem(file.name, f"row {here + start + 1}", "format", message, records=stop - start)
-            else:
-                for at in range(start, stop, _BATCH_ROWS[1]):
-                    part = _values_of(found.slice(at, min(_BATCH_ROWS[1], stop - at)), sound)
-                    yield from _documents(part, here + at + 1, sound, file, options)
-        if row >= end:
-            break
-    if lost:
-        yield Problem(file.name, "", "field", missing, records=lost, instead=instead)
-
-
-def _sound_columns(batch: pa.RecordBatch, fields: Sequence[str]) -> "list[_Column] | str | Exception":
-    """Columns that can be read, or what is missing, or what is damaged."""
-    try:
-        columns = _find_columns(batch.schema, fields)
-        for column in columns if isinstance(columns, list) else ():
-            values = batch.column(batch.schema.names.index(column.name))
-            # The batch is a view of the file, and offsets that lead nowhere would crash whoever follows them. First
-            # come the sizes, which must be right for the rest. Texts are not looked at, since what becomes of those
-            # that are not UTF-8 is a matter of policy.
-            values.validate()
-            pa.array(_WithBytes(values)).validate(full=True)
-    except Exception as error:  # noqa: BLE001  # as above
-        return error
-    return columns
-
-
-def saved_rows(path: str) -> int:
-    """How many rows of a saved dataset can be read; 0 where it cannot be opened."""
-    paths = _saved_files(path)
-    batches = (batch for path in paths for batch in _saved_batches(path)) if isinstance(paths, list) else ()
-    return sum(batch.num_rows for batch in batches if not isinstance(batch, Problem))
-
-
-def _saved_batches(path: str) -> Iterator[pa.RecordBatch | Problem]:
-    """The batches of an arrow file, as views of the file; at the end a problem if the file ends too early."""
-    try:
-        with pa.memory_map(os.fsencode(path)) as memory, pa.ipc.open_stream(memory) as stream:
-            yield from stream
-            memory.seek(max(memory.size() - len(_ARROW_END), 0))
-            if memory.read() != _ARROW_END:
-                yield Problem("", "", "truncated", "the file has no end, so that rows may be missing", records=0)
-    except (OSError, pa.ArrowException) as error:
-        kind = "format" if isinstance(error, pa.ArrowException) else "unreadable" if error.errno else "truncated"
-        yield Problem("", "", kind, f"the rest of the file cannot be read: {reason(error)}", records=1)
-
-
-def _saved_files(folder: str) -> list[str] | str:
-    """The data files of a saved split in order, or what is wrong with it. Splits are found by `sources`."""
-    try:
-        state = parse_json(read_bounded(Path(folder, "state.json")))
-    except (OSError, ValueError) as error:
-        return f"state.json cannot be read: {reason(error)}"
-    entries = state.get("_data_files") if isinstance(state, dict) else None
-    if not isinstance(entries, list) or state.get("_indices_data_files"):
-        return "state.json is not as `datasets` writes it today; load the dataset and save it again"
-    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    for name in names:
-        if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
-            return "state.json names data files that are not in its folder"
-    return [os.path.join(folder, str(name)) for name in names]
-
-
-# Columns of either.
+# Columns.
 
 
 class _Column(NamedTuple):

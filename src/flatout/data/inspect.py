@@ -95,16 +95,6 @@ def read_report(folder: str | Path) -> dict[str, Any] | None:
     return report
 
 
-def unlike_training(report: Mapping[str, Any]) -> str:
-    """A warning that validation is another kind of text than training, with what to do; empty where it is not."""
-    kinds = report.get("unlike_training", [])
-    named = ", ".join(kinds[:3]) + (f" and {len(kinds) - 3} more" if len(kinds) > 3 else "")
-    return named and (
-        f"validation is the end of the text, and most of it is of a kind that training has nearly none of: {named}; "
-        "data.split=document, prepared with --overwrite, takes it from everywhere"
-    )
-
-
 def read_problems(folder: str | Path, most: int) -> list[dict[str, Any]]:
     """The first `most` problems that preparing the dataset in `folder` met, in the order of the input."""
     return list(itertools.islice(all_problems(folder), most))
@@ -142,8 +132,6 @@ def _check_report(report: Any) -> None:
         raise ValueError(f"its format is not {REPORT_FORMAT!r}")
     numbers = [report[name] for name in _REPORT_NUMBERS]
     numbers += [number for name in _REPORT_TABLES for number in report[name].values()]
-    if not all(isinstance(kind, str) for kind in report.get("unlike_training", [])):
-        raise ValueError("it names kinds of files that are no text")
     if any(type(number) is not int or number < 0 for number in numbers) or set(report["kept"]) != set(SPLITS):
         raise ValueError("it holds something else than counts")
     found = sum(report["kept"].values()) + sum(report["dropped"].values()) + report["damaged"]

@@ -24,7 +24,6 @@ from flatout.data.inspect import causes_of, mend_of
 from flatout.data.library_tokenizers import HuggingFaceTokenizer
 from flatout.data.part import LIMITS
 from flatout.data.plan import (
-    STDIN,
     Inputs,
     Request,
     check_streamable,
@@ -36,7 +35,7 @@ from flatout.data.prepare import check_outside, data_folder, has_dataset, prepar
 from flatout.data.shards import Dataset, open_dataset
 from flatout.data.tokenizer import ByteTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer, token_dtype
 from flatout.data.tokenizer_files import train_bpe
-from flatout.diagnose.check_environment import check_packages, source_paths
+from flatout.diagnose.check_environment import check_packages
 from flatout.diagnose.machine import Machine
 from flatout.errors import ConfigError, UserError, many
 from flatout.finding import Check, Finding, finding_of
@@ -149,12 +148,9 @@ def _median_document(dataset: Dataset) -> float | None:
 def _unprepared(data: DataConfig, clean: CleanConfig, folder: Path, machine: Machine, *, quick: bool) -> Looking:
     tokenizer = yield from _tokenizer(data)
     facts = TokenFacts(vocab=_known_vocab(data) if tokenizer is None else tokenizer.vocab)
-    if STDIN in source_paths(data):
-        yield _check("source").note("it comes from standard input, which is read only once: not looked at")
-        return facts
     try:
         request = request_of(data, clean)
-        inputs = find_inputs(request, Path())
+        inputs = find_inputs(request)
         check_outside(folder, request)
     except UserError as error:
         yield finding_of(error, "data", "source")
@@ -173,7 +169,7 @@ def _unprepared(data: DataConfig, clean: CleanConfig, folder: Path, machine: Mac
         facts = dataclasses.replace(facts, vocab=len(set("".join(sample.text))) + extra)
     learned = learned_vocab(data.tokenizer)
     if learned is not None:
-        tokenizer = HuggingFaceTokenizer(train_bpe(_first(sample.text, _SAMPLE), learned, exact=False))
+        tokenizer = HuggingFaceTokenizer(train_bpe(_first(sample.text, _SAMPLE), learned))
         all_read = sample.whole and sample.piece.end is None and len(inputs.files) == 1
         facts = dataclasses.replace(facts, vocab=tokenizer.vocab if all_read else learned)
     return _extrapolated(data, inputs, sample, tokenizer, facts)
@@ -276,7 +272,7 @@ def _read(piece: Slice, options: Any) -> tuple[list[Document], list[Problem], bo
 def _extrapolated(
     data: DataConfig, inputs: Inputs, sample: _Sample, tokenizer: Tokenizer | None, facts: TokenFacts
 ) -> TokenFacts:
-    """Reckons with the rest being like the beginning."""
+    """Estimates the tokens of all files from those at the beginning of the first one."""
     if tokenizer is None and data.tokenizer != "char":
         return facts
     first = _first(sample.text, _SAMPLE)

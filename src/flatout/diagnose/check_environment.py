@@ -155,7 +155,6 @@ def check_packages(machine: Machine, clean: CleanConfig, formats: Iterable[str])
 
 _PACKAGES_OF: Mapping[str, tuple[str, ...]] = {
     "parquet": ("pyarrow",),
-    "saved": ("pyarrow",),
     "hub": ("datasets",),
     "warc": ("fastwarc", "resiliparse"),
     "zst": ("zstandard",),

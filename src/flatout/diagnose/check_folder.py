@@ -165,7 +165,7 @@ def _holds_run(folder: Path) -> bool:
 
 
 def _difference(model: ModelConfig, folder: Path) -> str | None:
-    """The first field of the model in which the run in the folder differs; None where it fits, or does not tell."""
+    """The first field of the model in which the run in the folder differs; None where it fits, or is unknown."""
     path = folder / "config.yaml"
     try:
         stored = load_config(path).config.model.model_dump() if path.is_file() else {}

@@ -84,9 +84,9 @@ def _cuda(machine: Machine) -> Finding | None:
         advice = "Install a driver that knows this CUDA, or a torch that is built for an older one."
         return _check("driver").bad(found, f"The driver is too old for this torch. {advice}")
     if not torch.sees_cuda:
-        said = f": {torch.why_not}" if torch.why_not else ""
+        why = f": {torch.why_not}" if torch.why_not else ""
         return _check("cuda").bad(
-            f"there is a {cards[0].name}, but torch sees no CUDA device{said}",
+            f"there is a {cards[0].name}, but torch sees no CUDA device{why}",
             "Look at CUDA_VISIBLE_DEVICES, which can hide it. In a container, start it with access to GPUs "
             "(`--gpus all`). After an update of the driver, restart the machine: library and kernel module must match.",
         )
@@ -261,7 +261,7 @@ def _in_use(card: CardState) -> Finding | None:
     if busy:
         advice = "Somebody else computes on this card; your run gets the rest. `nvidia-smi` shows who."
         return _gpu("in use").warn(found + busy, advice)
-    return _gpu("in use").ok(f"{in_gib(card.memory_bytes - card.used_bytes)} free, nobody else computes on it")
+    return _gpu("in use").ok(f"{in_gib(card.memory_bytes - card.used_bytes)} free, no other process computes on it")
 
 
 # Why a clock is held down, and what to do about it.

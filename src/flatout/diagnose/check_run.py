@@ -249,7 +249,7 @@ def check_memory(plan: RunPlan, machine: Machine, index: int, ranks: int) -> Ite
     """Whether a step fits what is free, and what would; whether the host has room for what it keeps."""
     speed, free = plan.speed, _free(machine, plan.speed.device, index)
     if free is None:
-        yield _STEP.note("not known, as the device does not tell its memory")
+        yield _STEP.note("not known: the device does not report its memory")
         return
     # A memory limit holds torch's tensors only; on a real card CUDA's own share has to fit as well.
     beside = CONTEXT_BYTES if speed.device.kind == "cuda" and speed.device.limit_bytes is None else 0
@@ -364,7 +364,7 @@ def check_space(plan: RunPlan, disk: Disk, data: TokenFacts) -> Iterator[Finding
         yield check.bad(found, sentence(error.hint))
         return
     if disk.free_bytes < 2 * need:
-        yield check.warn(found, "It fits, with little to spare for anybody else. Free some space before a long run.")
+        yield check.warn(found, "It fits, but leaves little for other files. Free some space before a long run.")
     else:
         yield check.ok(found)
 
@@ -382,7 +382,7 @@ def check_start(plan: RunPlan, known: TokenFacts) -> Iterator[Finding]:
     except UserError as error:
         yield finding_of(error, "config", "start")
     else:
-        assert start is not None, "a name was given"
+        assert start is not None, "init_from is set"
         yield check.ok(start.notice)
 
 

@@ -1,8 +1,8 @@
 """The whole visit: facts are gathered, checks are made of them in order, findings come out as soon as they are known.
 
 The contract: `examine` never raises for what it finds; a config that cannot be read is a finding, and what does not
-depend on it is checked all the same. Facts that are handed over are taken as they are: with a `machine` of somebody
-else nothing is run on this one, unless `trials` is None and its torch is the one here. The run is the one that
+depend on it is checked all the same. Facts that are handed over are taken as they are: with the `machine` of another
+host nothing is run on this one, unless `trials` is None and its torch is the one here. The run is the one that
 `resolve` decides for this machine; without a torch that works there is none.
 """
 
@@ -96,7 +96,7 @@ class _Visit:
         self.tunes = self.config is not None and self.config.fine_tunes
         self.works = machine.torch.usable
         self.kind, self.index, self.no_device = _device(machine, "auto" if self.speed is None else self.speed.device)
-        self.ranks = 1  # that share a step, as far as somebody asked for several
+        self.ranks = 1  # that share a step, if several were asked for
         self.several: Several | None = None
         self.trials: DeviceTrials | None = None
         self.run: RunVisit | None = None

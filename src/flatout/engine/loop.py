@@ -451,7 +451,7 @@ def warm_up(run: Run, first_step: int) -> str | None:
     known = {name: tensor.clone() for name, tensor in run.model.narrow.tensors().items()}
     failure = _attempt(run, shapes)
     if measuring and failure is None:
-        run.model.narrow.settle()
+        run.model.narrow.update_scales()
         failure = _attempt(run, shapes)
     run.random.assign(random)
     run.model.narrow.assign(known)

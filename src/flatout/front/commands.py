@@ -92,11 +92,10 @@ _ALL = (
     Command(
         "prepare",
         verbs_models.prepare,
-        "turn text into token shards (train does this when needed); inspect shards; train a tokenizer",
+        "turn text into token shards (train does this when needed); inspect shards",
         (
             *CONFIG,
             number("--workers", 0, 1024, "worker processes; default: one per core; 0: none"),
-            choice("--engine", ("local", "ray"), "where workers run; default: local", default="local"),
             flag("--overwrite", "replace shards that are already there"),
             number("--context", 1, 2**24, "count windows and documents of this many tokens; default: model.context"),
             JSON,
@@ -118,29 +117,6 @@ _ALL = (
         verbs_models.verify,
         "check every byte of a prepared dataset",
         (word("folder", "folder of prepared shards"), JSON),
-    ),
-    Command(
-        "prepare train-tokenizer",
-        verbs_models.train_tokenizer,
-        "learn a byte-pair encoding from the config's text",
-        (
-            *CONFIG,
-            number("--vocab", 257, 2**24, "ids in all", required=True),
-            option("--out", "FILE", "file to write", default="tokenizer.json"),
-            choice("--split", ("gpt2", "gpt4"), "how text is cut into words", default="gpt4"),
-            flag("--overwrite", "replace the file"),
-            JSON,
-        ),
-    ),
-    Command(
-        "prepare compare-tokenizers",
-        verbs_models.compare_tokenizers,
-        "bytes per token of one or more tokenizers on the config's text",
-        (
-            *CONFIG,
-            option("--tokenizer", "NAME", "gpt2, bytes or a tokenizer.json; may be repeated", action="append"),
-            JSON,
-        ),
     ),
     Command(
         "eval",
@@ -377,12 +353,10 @@ _ALL = (
     Command(
         "watch",
         verbs_looking.watch,
-        "follow a run from another terminal, or in the browser",
+        "follow a run from another terminal",
         (
             word("run", "a run folder, or a name under runs/; default: the newest run there", nargs="?"),
             flag("--json", "print the run's records as JSON lines and nothing else"),
-            flag("--web", "show its report in the browser, on this machine only"),
-            number("--port", 0, 65535, "port of --web; default: a free one"),
         ),
         "Follow a run that another process trains: how far it is, how it goes, what goes wrong.",
         more_help="Ends with the run: code 0, or 1 if the run's process is gone without having finished.",
@@ -476,9 +450,7 @@ FORMER_NAMES = {
     "data": "prepare inspect",
     "data inspect": "prepare inspect",
     "data verify": "prepare verify",
-    "tokenizer": "prepare compare-tokenizers",
-    "tokenizer train": "prepare train-tokenizer",
-    "tokenizer report": "prepare compare-tokenizers",
+    "tokenizer": "prepare data.tokenizer=bpe-8192",
     "plan": "estimate --gpus 1..8",
     "merge": "export",
     "bundle": "report --zip",

@@ -8,7 +8,6 @@ and the first one writes.
 import contextlib
 import dataclasses
 import os
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -395,15 +394,11 @@ def _quiet_profiler() -> Iterator[None]:
 
 
 def _named_folder(written: str) -> Path:
-    if not written.strip():
-        raise UsageError("--out needs a folder", "for example --out profiles/first")
     folder = Path(written)
-    if folder.name in ("", ".."):  # the root, or where we are
+    if not written.strip() or folder.name in ("", ".."):  # the root, or where we are
         raise UsageError(f"--out {quoted(written)} is not the name of a new folder", "for example --out profiles/first")
     with disk_errors(f"to the folder {written}", safe=", or name another one with --out"):
-        if folder.is_symlink():
-            raise UsageError(f"--out {quoted(written)} is a link, and links are not followed", "name a new folder")
-        if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(f"--out {quoted(written)} is there already and is not an empty folder", "name a new one")
     return folder
 
@@ -411,22 +406,14 @@ def _named_folder(written: str) -> Path:
 @contextlib.contextmanager
 def _folder_for(folder: Path) -> Iterator[Path]:
     """A folder to write into that gets its name at the end of the block, or goes with everything made for it."""
-    what, safe = f"to the folder {folder}", ", or name another one with --out"
-    stack = contextlib.ExitStack()
-    with disk_errors(what, safe=safe):
-        parent = next(filter(os.path.lexists, folder.absolute().parents))
-        if not parent.is_dir():
-            raise UsageError(
-                f"{quoted(str(folder))} lies in {quoted(str(parent))}, which is no folder", "name another one"
-            )
-        unfinished = stack.enter_context(whole_folder(folder, occupied=_occupied))
-    try:
+    parent = next(filter(os.path.lexists, folder.absolute().parents))
+    if not parent.is_dir():
+        raise UsageError(f"{quoted(str(folder))} lies in {quoted(str(parent))}, which is no folder", "name another one")
+    with (
+        disk_errors(f"to the folder {folder}", safe=", or name another one with --out"),
+        whole_folder(folder, occupied=_occupied) as unfinished,
+    ):
         yield unfinished
-    except BaseException:
-        stack.__exit__(*sys.exc_info())
-        raise
-    with disk_errors(what, safe=safe):
-        stack.close()
 
 
 def _occupied(folder: Path, name: str) -> UsageError:

@@ -18,7 +18,6 @@ from flatout.config.load import Config, LoadedConfig, as_loaded, load_config
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
 from flatout.data.prepare import as_prepared, check_text, prepare_data
-from flatout.data.workers import EngineName
 from flatout.device import free_memory
 from flatout.engine.custom import CustomParts, ModelFromPython, OptimizerFromPython
 from flatout.engine.diverged import Ended, with_way_back
@@ -56,7 +55,6 @@ def prepare(
     progress: Progress | None = None,
     overwrite: bool = False,
     workers: int | None = None,
-    engine: EngineName = "local",
 ) -> Path:
     """Tokenizes the config's text into shards and returns their folder; does nothing when they are there.
 
@@ -69,7 +67,7 @@ def prepare(
         for notice in loaded.notices[told:]:
             logging.getLogger("flatout").warning("%s", notice)
     wanted = loaded.config
-    return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers, engine=engine)[0]
+    return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers)[0]
 
 
 class TuneOptions(TypedDict, total=False):

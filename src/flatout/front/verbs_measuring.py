@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flatout
-from flatout.errors import HardwareError, ResourceError, UsageError, UserError, many
+from flatout.errors import HardwareError, ResourceError, UsageError, many
 from flatout.folders import free_folder
 from flatout.front.configs import load_any
 from flatout.front.output import (
@@ -266,48 +266,26 @@ def tune(parsed: argparse.Namespace) -> int:
     line = Line(logs=True)
     rows: list[TuneRow] = []
     result: TuneResult | None = None
-    failure: UserError | None = None
-    shown = parsed.json
     asked = {name: getattr(parsed, name) for name in ("memory", "exhaustive", "compile", "seconds")}
-    with held_signal() as stop:
-        with contextlib.closing(line):
-            for record in flatout.tune(loaded, **asked, progress=lambda now: line.show(progress_line(now))):
-                if parsed.json:
-                    print(record_to_json(record), flush=True)
-                if isinstance(record, TuneResult):
-                    result = record
-                else:
-                    rows.append(record)
-        assert result is not None, "the last record of a search"
-        failure = (
-            None if out is None else _failure_of(lambda: write_config(out, result.fragment, overwrite=parsed.overwrite))
-        )
-        if not shown:
-            shown = True
-            print_sheet(sheet_of(rows, result))
-            if out is None or failure is not None:
-                print(f"{result.fragment}\n", end="")
-            print(_train_with(verb, None if failure else out, result.words, parsed))
-            if out is None:
-                print("or write it to a file with --out FILE")
-    if stop.number is not None:
-        if result is not None and out is not None and _holds(out, result.fragment):
-            stop.reported(f"{out} was written before that, and is whole")
-            return 0
-        if not shown:
-            print_sheet(sheet_of(rows, None))
+    with held_signal() as stop, contextlib.closing(line):
+        for record in flatout.tune(loaded, **asked, progress=lambda now: line.show(progress_line(now))):
+            if parsed.json:
+                print(record_to_json(record), flush=True)
+            if isinstance(record, TuneResult):
+                result = record
+            else:
+                rows.append(record)
+    if not parsed.json:
+        print_sheet(sheet_of(rows, result))
+    if result is None or stop.number is not None:
         return stop.reported("nothing was written")
-    if failure is not None:
-        raise failure
+    if out is not None:
+        write_config(out, result.fragment, overwrite=parsed.overwrite)
+    if not parsed.json:
+        print("" if out else result.fragment, end="")
+        print(_train_with(verb, out, result.words, parsed))
+        print("" if out else "or write it to a file with --out FILE\n", end="")
     return 0
-
-
-def _holds(path: Path, text: str) -> bool:
-    """Whether the file is there and whole; the file is asked, since a signal can come right after its writing."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace") == text
-    except OSError:
-        return False
 
 
 # --- tune lr, tune search ---------------------------------------------------------------------------------------------
@@ -388,37 +366,22 @@ def _show(result: Any, *, as_json: bool) -> None:
 
 
 def _hand_over(result: Any, verb: str, out: Path | None, plot: Path | None, parsed: argparse.Namespace) -> int:
-    """Shows what was found, then writes it; an error of writing comes after everything else."""
+    """Shows what was found, then writes it."""
     from flatout.observe.sheets import draw_picture
 
     _show(result, as_json=parsed.json)
-    unwritten = (
-        None if out is None else _failure_of(lambda: write_config(out, result.fragment, overwrite=parsed.overwrite))
-    )
-    undrawn = (
-        None if plot is None else _failure_of(lambda: draw_picture(result.picture(), plot, overwrite=parsed.overwrite))
-    )
+    if out is not None:
+        write_config(out, result.fragment, overwrite=parsed.overwrite)
     if not parsed.json:
-        print(_train_with(verb, None if unwritten else out, result.words, parsed))
-        if unwritten is not None:
-            print(result.fragment, end="")
-        if plot is not None and undrawn is None:
+        print(_train_with(verb, out, result.words, parsed))
+    if plot is not None:
+        draw_picture(result.picture(), plot, overwrite=parsed.overwrite)
+        if not parsed.json:
             print(f"drew {plot}")
-    if failure := unwritten or undrawn:
-        raise failure
     return 0
 
 
 # --- what all of them have in common ----------------------------------------------------------------------------------
-
-
-def _failure_of(write: Callable[[], None]) -> UserError | None:
-    """Why writing did not work, to be told after everything was shown."""
-    try:
-        write()
-    except UserError as error:
-        return ResourceError(error.message, error.hint)
-    return None
 
 
 def _train_with(verb: str, out: Path | None, found: tuple[str, ...], parsed: argparse.Namespace) -> str:

@@ -40,7 +40,7 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 _READ = {
     "peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules", "rank_pattern",
-    "alpha_pattern", "init_lora_weights", "lora_bias",
+    "alpha_pattern", "init_lora_weights",
 }  # fmt: skip
 _PLAIN = re.compile(r"[\w.]+")
 # Ways to draw the first values that leave the base as it is. The others (PiSSA, OLoRA, CorDA, LoftQ) change it.
@@ -70,11 +70,6 @@ def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
     if kind != "LORA":
         raise CheckpointError(
             f"{path}: peft_type is {_shown(kind)}", "only LORA adapters, DoRA among them, can be loaded"
-        )
-    if values.get("lora_bias"):
-        raise CheckpointError(
-            f"{path}: lora_bias is {_shown(values['lora_bias'])}",
-            "biases of adapters cannot be loaded; merge with PEFT first",
         )
     start = values.get("init_lora_weights", True)
     if not any(start is plain or (isinstance(start, str) and start == plain) for plain in _PLAIN_STARTS):

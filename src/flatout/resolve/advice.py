@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from flatout.checkpoints.base_and_adapter import adapter_plan
-from flatout.config.optimizers import FAR_ABOVE, FAR_BELOW, SMALL_BASE, found_by_range_test, usual_rate
+from flatout.config.optimizers import FAR_ABOVE, FAR_BELOW, found_by_range_test, usual_rate
 from flatout.errors import many
 from flatout.finding import Check, Finding
 from flatout.model.adapter_targets import choose, needless_rank, targets_of
@@ -25,17 +25,17 @@ _data, _check = functools.partial(Check, "data"), functools.partial(Check, "conf
 # About twenty tokens per parameter give the lowest loss for a given amount of computing (Hoffmann and others, 2022).
 BALANCED = 20
 _MANY_EPOCHS, _SOME_EPOCHS = 10.0, 4.2
-_FEW_TARGETS, _ENOUGH_TARGETS = 1_000, 10_000
+_FEW_TARGETS = 1_000
 _SPREAD = 2.0  # of the loss of single tokens, roughly, in nats
 _BIG_SHARE = 0.2  # of a run's time for anything but training
 
 
 def advice_on(plan: RunPlan, *, about: str = "") -> Iterator[Finding]:
     """`about` stands before numbers of tokens that are estimates."""
-    said = {(check.area, check.name) for check in plan.checks}
+    printed = {(check.area, check.name) for check in plan.checks}
     found = [*_on_switches(plan), *_on_settings(plan)]
     found += _on_samples(plan) if plan.fine_tunes else _on_tokens(plan, about)
-    yield from (one for one in found if one is not None and (one.area, one.name) not in said)
+    yield from (one for one in found if one is not None and (one.area, one.name) not in printed)
 
 
 def known_steps(plan: RunPlan) -> int | None:
@@ -52,7 +52,7 @@ def step_tokens(plan: RunPlan) -> float:
 def _on_switches(plan: RunPlan) -> Iterator[Finding]:
     """Switches that came out as something else than was asked for, where that costs something."""
     features = [one for one in plan.speed.features if one.why and one.asked not in ("auto", "null", one.used)]
-    changed = [one for one in features if one.name not in ("micro_batch", "workers", "loss_chunk")]
+    changed = [one for one in features if one.name not in ("workers", "loss_chunk")]
     if changed:
         listed = "; ".join(f"speed.{one.name} {one.asked} becomes {one.used}: {one.why}" for one in changed)
         yield _check("switches").note(listed, "A preset or overlay asked for them; the run goes on without.")
@@ -66,7 +66,6 @@ def _on_switches(plan: RunPlan) -> Iterator[Finding]:
 
 def _on_tokens(plan: RunPlan, about: str) -> Iterator[Finding | None]:
     windows, steps = plan.data.facts.windows, known_steps(plan)
-    yield _vocabulary(plan, about)
     if windows:
         yield _windows(plan, windows, about)
         if steps:
@@ -74,19 +73,6 @@ def _on_tokens(plan: RunPlan, about: str) -> Iterator[Finding | None]:
     if steps:
         yield _per_parameter(plan, steps)
     yield _validation(plan, about)
-
-
-def _vocabulary(plan: RunPlan, about: str) -> Finding | None:
-    asked, known = plan.model.vocab, plan.data.tokenizer.vocab
-    if asked is None:
-        return None
-    if not about and asked > 1.5 * known + 1024:
-        return _data("vocabulary").note(
-            f"model.vocab is {asked:,}, and the tokenizer has {known:,} ids",
-            "Rows that no token ever reaches cost memory and time in the head. Leave model.vocab at null; "
-            "speed.pad_vocab rounds up where that is faster.",
-        )
-    return _data("vocabulary").ok(f"{asked:,} for a tokenizer of {about}{known:,} ids")
 
 
 def _windows(plan: RunPlan, windows: int, about: str) -> Finding:
@@ -136,12 +122,6 @@ def _per_parameter(plan: RunPlan, steps: int) -> Finding:
             f"{rule} With fewer, as here, a smaller model would learn more in the same time, or this one from more "
             "tokens.",
         )
-    if ratio > 10 * BALANCED:
-        return _data("tokens per parameter").ok(
-            found,
-            f"{rule} More, as here, is right for a small model that is to be cheap to use; a larger one would learn "
-            "more from the same computing.",
-        )
     return _data("tokens per parameter").ok(f"{found}; about {BALANCED} are well balanced")
 
 
@@ -158,8 +138,6 @@ def _validation(plan: RunPlan, about: str) -> Finding | None:
         return _data("validation").warn(
             found, f"That is too few to compare two runs by, or to choose the best checkpoint. {more}."
         )
-    if used < _ENOUGH_TARGETS:
-        return _data("validation").note(found, f"Small differences between runs drown in that. {more}.")
     return _data("validation").ok(found)
 
 
@@ -208,14 +186,6 @@ def _batch(plan: RunPlan) -> Finding:
     sequences = plan.schedule.at(plan.steps).windows
     split = "all at once" if count == 1 else f"{size} at once, {count} times"
     found = f"{sequences * context:,} tokens a step: {many(sequences, 'sequence')} of {context}, {split}"
-    asked = plan.settings.config.speed.micro_batch
-    if asked is not None and size < asked <= sequences:
-        above = next(number for number in range(asked, sequences + 1) if sequences % number == 0)
-        return _check("batch").warn(
-            f"{found}; speed.micro_batch is {asked}, which does not divide {sequences}",
-            f"The next smaller divisor, {size}, is used. Set speed.micro_batch to {size} or {above}, or "
-            f"train.batch_tokens={max(1, round(sequences / asked)) * asked * context}, of which {asked} is a divisor.",
-        )
     if sequences * context < 512:
         return _check("batch").note(
             found,
@@ -239,17 +209,12 @@ def _length(plan: RunPlan, steps: int) -> Finding:
 
 
 def _warmup(plan: RunPlan, steps: int) -> Finding:
-    warmup, decay = plan.optim.warmup_steps, plan.optim.decay_fraction * steps
+    warmup = plan.optim.warmup_steps
     found = f"{warmup:,} of {steps:,} steps"
     if warmup > steps // 2 and warmup > 20:
         return _check("warm-up").warn(
             f"{found}: more than half of the run",
             f"Little is left for the peak and the decay. 1 to 10% is usual: set {shorter_warmup(plan)}.",
-        )
-    if plan.optim.schedule == "wsd" and warmup + decay > steps:
-        return _check("warm-up").warn(
-            f"{found}, and optim.decay_fraction takes the last {decay:,.0f}: together more than the run",
-            "The schedule has no stable part. Lower one of them.",
         )
     return _check("warm-up").ok(found)
 
@@ -262,28 +227,19 @@ def _learning_rate(plan: RunPlan) -> Finding:
     usual = usual_rate(kind, parameters, tunes=plan.fine_tunes, adapters=adapters)
     if usual is None:
         return check.ok(f"{rate:g} of {kind.called}, {plan.optim.learning_rate:g} of the rest")
-    if not plan.fine_tunes:
-        whose = f"{parameters / 1e6:.3g}M parameters" if kind.usual is None else kind.called
-    elif adapters:
-        whose = "adapters on a base this small" if parameters < SMALL_BASE else "adapters"
-    else:
-        whose = "all weights of a trained model"
+    whose = f"{parameters / 1e6:.3g}M parameters" if kind.usual is None else kind.called
+    if plan.fine_tunes:
+        whose = f"adapters on {whose}" if adapters else "all weights of a trained model"
     found = f"{rate:g}; about {usual:.1g} is usual for {whose}"
     if found_by_range_test(
         plan.settings.sources[f"optim.{field}"]
     ):  # on this model, of which a usual rate knows nothing
         return check.ok(f"{found}, and `flatout tune lr` found this one")
-    test = "" if plan.fine_tunes else ", or let `flatout tune lr` find one"
+    way = f"Set optim.{field}={usual:.1g}{'' if plan.fine_tunes else ', or let `flatout tune lr` find one'}."
     if rate > FAR_ABOVE * usual:
-        forgets = ", or the model forget what it knows" if plan.fine_tunes else " or become NaN"
-        return check.warn(
-            found,
-            f"That is {rate / usual:.0f} times as much: the loss will likely jump{forgets}. Set "
-            f"optim.{field}={usual:.1g}{test}.",
-        )
+        return check.warn(found, f"That is {rate / usual:.0f} times as much: the loss will likely jump. {way}")
     if rate < usual / FAR_BELOW and (plan.fine_tunes or plan.model.init_from is None):
-        slow = "little will be learned" if plan.fine_tunes else "training will be very slow"
-        return check.warn(found, f"That is {usual / rate:.0f} times less: {slow}. Set optim.{field}={usual:.1g}{test}.")
+        return check.warn(found, f"That is {usual / rate:.0f} times less: little will be learned. {way}")
     return check.ok(found)
 
 

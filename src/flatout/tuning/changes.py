@@ -26,7 +26,6 @@ No torch here.
 
 import dataclasses
 import difflib
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -385,7 +384,6 @@ def _default(path: str, loaded: LoadedConfig) -> Any:
 # rule.
 TUNED = ("micro_batch", "accumulation", "checkpointing", "loss", "loss_chunk", "kernels", "compile")
 TUNED += ("optimizer_offload", "threads")
-_CHECKSUM = " Checksum of the rest: "
 
 
 def written_paths(loaded: LoadedConfig) -> dict[str, Source]:
@@ -458,16 +456,4 @@ def config_text(loaded: LoadedConfig, found: Mapping[str, Any], first: str, comm
     for section, fields in sections.items():
         lines += ["", f"{section}:", *(f"  {name}: {format_value(value)}" for name, value in fields.items())]
     body = "\n".join(lines) + "\n"
-    return f"{' '.join(f'{TUNED_FILE}{first}'.split())}{_CHECKSUM}{_checksum(body)}\n{body}"
-
-
-def is_unchanged(text: str) -> bool | None:
-    """Whether the text of a file is as `config_text` made it; None for a file that is not from here at all."""
-    first, _, body = text.partition("\n")
-    if not first.startswith(TUNED_FILE):
-        return None
-    return first.rstrip().endswith(f"{_CHECKSUM}{_checksum(body)}")
-
-
-def _checksum(body: str) -> str:
-    return hashlib.sha256(body.encode("utf-8", "replace")).hexdigest()[:16]
+    return f"{' '.join(f'{TUNED_FILE}{first}'.split())}\n{body}"

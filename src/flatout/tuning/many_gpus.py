@@ -27,7 +27,7 @@ from flatout.resolve.case import Probes, ShardingChoice
 from flatout.resolve.fit_check import ROOM, fits_well
 from flatout.resolve.form import by_preference, not_in_slices
 from flatout.resolve.memory import checkpoint_size, memory_of, state_of
-from flatout.resolve.sizing import settled, uncounted
+from flatout.resolve.sizing import sized, uncounted
 from flatout.resolve.switches import Speed, resolve_speed
 from flatout.rows import (
     FAINT,
@@ -384,7 +384,7 @@ class _Look:
 def on_card(loaded: LoadedConfig, card: Card) -> LoadedConfig:
     """The config with what its preset leaves open until the data is known, as far as it is; no data is prepared."""
     known = _known(loaded)
-    found = settled(loaded, known, limit_memory(card.device, loaded.config.speed.memory_limit))
+    found = sized(loaded, known, limit_memory(card.device, loaded.config.speed.memory_limit))
     if loaded.size is None or found is loaded:
         return found
     read = "" if known.unique else ", and is settled as for text that is read once, because its tokens are not counted"

@@ -63,7 +63,7 @@ from flatout.resolve.opening import (
     with_tokenizer,
 )
 from flatout.resolve.resolve import take_device
-from flatout.resolve.sizing import settled, uncounted
+from flatout.resolve.sizing import sized, uncounted
 from flatout.resolve.switches import Speed
 from flatout.tuning.minutes import in_minutes
 from flatout.world import World
@@ -240,7 +240,7 @@ def practice_config(
         described += f"; size {practice.size.name} is settled as for text that is read once" if once else ""
         source = DataSource(practice, device)
         known = uncounted(practice.config) if once else source.known()
-        practice = settled(in_minutes(source, world, uncounted=known).asked, known, device, world)
+        practice = sized(in_minutes(source, world, uncounted=known).asked, known, device, world)
     for message in practice.notices[before:]:
         say(message)
     return _at_last_stage(practice, say), described
@@ -256,7 +256,7 @@ def settled_for_runs(loaded: LoadedConfig, notice: Callable[[str], None]) -> Loa
     else:
         world = World()
         source = in_minutes(DataSource(loaded, take_device(loaded, world)), world)
-        settings = settled(source.asked, source.known(), source.device)
+        settings = sized(source.asked, source.known(), source.device)
     for message in settings.notices[before:]:
         notice(message)
     return settings

@@ -236,7 +236,7 @@ def picture_target(path: Path, option: str, *, overwrite: bool = False) -> Path:
 
 def study_target(path: Path) -> Path:
     """The path, if the trials of a search can be kept there; whether a file that is there has some, the search asks."""
-    _check_name(path, "--study", (".db", ".sqlite"))
+    _check_name(path, "--study", (".jsonl",))
     check_replaceable(path, lambda _: True, way="name another file with --study")
     return path
 

@@ -69,7 +69,7 @@ def test_an_8bit_run_resumes_bit_for_bit(tiny):
 def test_resuming_with_another_kind_of_moments_is_refused(tiny, before, after):
     words = ["train.steps=12", "model.width=64", "output.folder=run"]
     list(flatout.train(tiny(*words, f"speed.optimizer_state={before}"), stop=stop_after(6)))
-    with pytest.raises(CheckpointError, match="speed.optimizer_state was .*, is now") as refused:
+    with pytest.raises(CheckpointError, match=r"speed\.optimizer_state was .*, is now") as refused:
         list(flatout.train(tiny(*words, f"speed.optimizer_state={after}"), resume="auto"))
     assert f"resume with speed.optimizer_state={before}" in refused.value.hint
 

@@ -289,7 +289,7 @@ _ALL = (
         "turns with the rung they are compared with, and called faster or slower only where the error allows it.",
         processes="one",
         more_help="The ladder sets the switches of `speed` itself; speed.micro_batch is the most it tries.\n\n"
-        f"rungs (docs/bench.md tells what each one is): {', '.join(every_name())}",
+        f"rungs (docs/bench.md has each one): {', '.join(every_name())}",
     ),
     Command(
         "ablate",
@@ -458,7 +458,7 @@ verbs:
 {verbs}
 
 CONFIG is a preset's name (see `flatout config presets`) or a YAML file.
-`flatout VERB --help` tells more about a verb; `flatout --version` prints the version.
+`flatout VERB --help` explains a verb; `flatout --version` prints the version.
 
 exit codes: 0 done, 2 usage or config, 3 bad data or checkpoint, 4 training diverged,
             5 out of memory or disk, 129, 130 and 143 stopped by a signal; watch: 1 if the run died
@@ -482,7 +482,7 @@ def parser_of(command: Command) -> Parser:
 def actions_text(verb: str, width: int | None = None) -> str:
     """The help of a verb that has nothing but actions."""
     listing = _listing(actions_of(verb), 9, width)
-    return f"usage: flatout {verb} ACTION ...\n\nactions:\n{listing}\n\n`flatout {verb} ACTION --help` tells more.\n"
+    return f"usage: flatout {verb} ACTION ...\n\nactions:\n{listing}\n\n`flatout {verb} ACTION --help` explains it.\n"
 
 
 def _listing(commands: dict[str, Command], indent: int, width: int | None) -> str:

@@ -293,7 +293,7 @@ def _stops(tokenizer: Tokenizer, template: ChatTemplate | None, named: Sequence[
 def _stops_in(folder: Path, tokenizer: Tokenizer, description: Description) -> tuple[int, ...]:
     """Where a model of others ends: what its files name, and what its template writes after an answer."""
     template = None
-    with contextlib.suppress(DataError):  # a template that is broken is told of when somebody chats
+    with contextlib.suppress(DataError):  # `chat` reports a broken template
         if isinstance(tokenizer, ModelTokenizer) and read_templates(folder):
             template = load_template("model", folder, tokenizer)
     return _stops(tokenizer, template, description.end_of_text)

@@ -159,7 +159,7 @@ def ablate(parsed: argparse.Namespace) -> int:
     from flatout.tuning.changes import check_length, check_named, choose, split_fields
 
     fields = None if parsed.fields is None else split_fields(parsed.fields)
-    # What is wrong with them is told before anything else. Values of a size wait for the data, and so do their changes.
+    # Bad fields are refused before anything else. Values of a size wait for the data, and so do their changes.
     if loaded.size is None:
         choose(fields, loaded)
     else:
@@ -186,8 +186,8 @@ def ablate(parsed: argparse.Namespace) -> int:
     def progress(number: int, total: int, job: str, record: Any) -> None:
         nonlocal place
         place = (number, total)
-        told = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
-        line.show(f"[{number}/{total}] {job}{told}")
+        at = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
+        line.show(f"[{number}/{total}] {job}{at}")
 
     with held_signal() as stop, contextlib.closing(line):
         for record in flatout.ablate(loaded, **asked, minutes=parsed.minutes, notice=notice, progress=progress):
@@ -288,9 +288,9 @@ def tune_search(parsed: argparse.Namespace) -> int:
     line, trials, result = Line(), 0, None
 
     def progress(number: int, values: dict[str, Any], record: Any) -> None:
-        told = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
+        at = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
         shown = ", ".join(f"{path.rpartition('.')[2]} {value}" for path, value in values.items())
-        line.show(f"trial {number}: {shown}{told}")
+        line.show(f"trial {number}: {shown}{at}")
 
     def became() -> str:
         kept = f"; {study} keeps the trials so far, the same command continues with them" if study else ""

@@ -36,7 +36,7 @@ from flatout.config.sizes import (
     Shape,
     Sized,
     derive,
-    reckoned,
+    rule_inputs,
     shape_of,
     usual_vocab,
 )
@@ -103,7 +103,8 @@ def is_small(device: Device) -> bool:
 
 def written(loaded: LoadedConfig) -> dict[str, Any]:
     """The user's values that rules depend on, by path."""
-    return reckoned({path: value_at(loaded.config, path) for path, source in loaded.sources.items() if source.by_user})
+    paths = (path for path, source in loaded.sources.items() if source.by_user)
+    return rule_inputs({path: value_at(loaded.config, path) for path in paths})
 
 
 def sized(asked: LoadedConfig, known: Known, device: Device, world: World | None = None) -> LoadedConfig:

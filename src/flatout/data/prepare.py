@@ -49,7 +49,7 @@ def data_folder(data: DataConfig) -> Path:
 
 
 def has_dataset(folder: Path) -> bool:
-    """Whether there is a manifest. A folder that cannot be looked at has none; writing to it tells why."""
+    """Whether there is a manifest. An unreadable folder has none; writing to it raises the error."""
     return os.path.exists(folder / MANIFEST)  # unlike Path.exists, it never raises
 
 

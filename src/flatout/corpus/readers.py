@@ -389,7 +389,11 @@ def _ends_early(text: str, error: Exception) -> bool:
     """Whether a line is right up to its end, and only too short."""
     if not isinstance(error, json.JSONDecodeError):
         return False
-    return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip())
+    text = text.rstrip()
+    if error.msg.startswith("Unterminated string") or error.pos >= len(text):
+        return True
+    # A word, a number or an escape was cut: the error is where it begins, and nothing closes after it.
+    return error.pos >= len(text) - _ESCAPE and text[-1:] not in "}]"
 
 
 def _not_json(error: Exception) -> str:

@@ -45,7 +45,7 @@ OUTSIDE = 6  # of 24 ratios on each side of an interval that has the true median
 
 
 class Worker:
-    """A process that has set a case up, and steps when it is told to."""
+    """A process that has set a case up, and steps on request."""
 
     def __init__(self, tree: Path, case: str, how: list[str]) -> None:
         own = [str(tree / name) for name in ("src", "lab", "benchmarks")]
@@ -216,18 +216,18 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--data", metavar="FOLDER")
     parser.add_argument("--worker", metavar="CASE", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        work(given.worker, given.data, small=given.small)
+    parsed = parser.parse_args()
+    if parsed.worker:
+        work(parsed.worker, parsed.data, small=parsed.small)
         return
     known = [*PRESETS, *LORA]
-    cases = given.words[4:] or known
-    if len(given.words) < 4 or any(case not in known for case in cases):
+    cases = parsed.words[4:] or known
+    if len(parsed.words) < 4 or any(case not in known for case in cases):
         sys.exit(
             f"error: two folders, two commits and perhaps cases are needed\nhint: the cases are {', '.join(known)}"
         )
-    old, new, old_commit, new_commit = given.words[:4]
-    how = [*(["--small"] if given.small else []), *([f"--data={given.data}"] if given.data else [])]
+    old, new, old_commit, new_commit = parsed.words[:4]
+    how = [*(["--small"] if parsed.small else []), *([f"--data={parsed.data}"] if parsed.data else [])]
     for case in cases:
         try:
             row = compare(case, Path(old).resolve(), Path(new).resolve(), how)

@@ -20,6 +20,7 @@ import torch
 
 from flatout.config.load import LoadedConfig, load_config
 from flatout.confined import Child
+from flatout.corpus import sources
 from tests.bf16_products import summed_in_fp32
 from tests.interpreter import replace_once
 
@@ -35,6 +36,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# A test ends processes, never the machine, and a run waits for the disk 40 times: longer than it computes.
+# `tests/power_loss.py` records which calls there are, and in which order.
+os.fsync = os.fstat
 
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported, which torch.compile does too; it does not mind.
@@ -223,6 +228,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path.write_text("".join(lines * 40), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def short_shakespeare(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source `shakespeare` is its first speeches: learning 1,024 tokens from all of it takes two seconds."""
+    path = tmp_path_factory.mktemp("shakespeare") / "first.txt"
+    path.write_bytes(sources.shakespeare().read_bytes()[:100_000])
+    monkeypatch.setattr(sources, "shakespeare", lambda: path)
 
 
 @pytest.fixture

@@ -395,9 +395,6 @@ class BenchRow(Shown):
     steps: int  # that were timed
     gain: float | None
     factor: float | None
-    claim: str  # what guides say the switch is worth
-    claim_low: float | None  # as a factor
-    claim_high: float | None  # as a factor
     config: str  # name of the config
     config_words: tuple[str, ...]  # settings on top of it
     data: str  # what was trained on
@@ -574,7 +571,8 @@ def bench_row_from_json(line: str) -> BenchRow:
         if body.pop("type") != NAMES[BenchRow]:
             raise ValueError("a record of another kind")
         parity = body["parity"]
-        body.pop("claim_rows", None)  # in rows of earlier versions
+        for former in ("claim_rows", "claim", "claim_low", "claim_high"):  # in rows of earlier versions
+            body.pop(former, None)
         body |= {name: tuple(value) for name, value in body.items() if isinstance(value, list)}
         return BenchRow(**{**body, "parity": None if parity is None else float(parity)})
     except (KeyError, TypeError, AttributeError) as error:

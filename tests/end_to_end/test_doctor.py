@@ -171,7 +171,6 @@ def test_torch_missing_is_a_finding_and_no_traceback(here: Path):
     [
         ("torch", "raise OSError('libcudart.so.13: cannot open shared object file')", "libcudart.so.13"),
         ("torch", "import sys; sys.exit('no')", "SystemExit"),
-        ("torch", "import numpy_that_is_not_there", "numpy_that_is_not_there"),
         ("torch", "__version__ = '2.11.0'", "does not answer"),
         ("triton", "raise ImportError('libtriton.so: undefined symbol')", "undefined symbol"),
     ],

@@ -142,7 +142,9 @@ def test_graphs_are_counted_and_told(tiny, mode, graphs, monkeypatch):
 
 @pytest.mark.usefixtures("bf16_products")
 @HIDDEN
-@pytest.mark.parametrize(("mode", "graphs"), [("default", "1 graph"), ("regional", "2 graphs")])
+@pytest.mark.parametrize(
+    ("mode", "graphs"), [("default", "1 graph"), pytest.param("regional", "2 graphs", marks=pytest.mark.slow)]
+)
 def test_the_fused_loss_is_part_of_the_graph(tiny, mode, graphs, monkeypatch):
     """The ladder's rung `loss`, as far as a CPU goes: bf16, a padded vocabulary, several chunks, no break."""
     without_code_generation(monkeypatch)

@@ -589,14 +589,10 @@ def test_where_files_go(place: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["runs/c"], "is not a folder", "run folder"),
         ([""], "'' is not a folder", "run folder"),
         (["x" * 5000], "is not a folder", "run folder"),
-        (["runs/a/metrics.jsonl"], "is not a folder", "name its folder: runs/a"),
-        (["runs"], "holds runs, and is none", "runs/a"),
         (["empty"], "has no metrics.jsonl", "run folder"),
-        (["runs/a/checkpoints/step-00000010"], "is part of a run", "runs/a"),
         (["runs/a", "runs/../runs/a"], "named twice", "once"),
         (["runs/a", "--out", ""], "--out needs a folder", "--out plots"),
         (["runs/a", "--out", "x.png"], "has several pictures", "name a folder"),
-        (["runs/a", "runs/b", "--svg", "--out", "x.png"], "--svg does not go with", ".svg"),
         (["runs/a", "runs/b", "--out", "runs/a/plots"], "is the plots folder of a run", "another folder"),
         (["runs/a", "--out", "runs/a/metrics.jsonl"], "a file in the way", "--out"),
         (["runs/a", "--out", "runs/a/metrics.jsonl/x"], "a file in the way", "--out"),
@@ -769,12 +765,12 @@ def check_mangled(folder: Path, seed: int) -> None:
         assert all(len(line) == len(header) for line in lines)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_mangled_file_can_be_drawn(tmp_path: Path, seed: int) -> None:
     check_mangled(tmp_path, seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 150))
+@pytest.mark.parametrize("seed", range(2, 150))
 def test_many_mangled_files_can_be_drawn(tmp_path: Path, seed: int) -> None:
     check_mangled(tmp_path, seed)

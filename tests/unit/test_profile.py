@@ -1,14 +1,12 @@
 """What a trace says and what it means, on events and measurements made by hand."""
 
 import dataclasses
-import gzip
 import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from flatout.observe.sheets import as_markdown, print_sheet
 from flatout.tuning.bottleneck import (
@@ -20,7 +18,6 @@ from flatout.tuning.bottleneck import (
     kind_of_operator,
     read_trace,
 )
-from flatout.tuning.profile import shared_frames, write_snapshot
 from flatout.tuning.profile_page import sheet_of
 
 ROOT = Path(__file__).parents[2]
@@ -524,51 +521,6 @@ def test_the_rate_of_products_is_over_their_own_time():
 
 
 # --- memory, page -----------------------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_keeps_every_stack_once():
-    frame = {"filename": "model/gpt.py", "line": 12, "name": "forward"}
-    other = {**frame, "line": 13}
-    snapshot = {
-        "segments": [{"address": 1, "blocks": [{"size": 5, "frames": [frame, other]}]}],
-        "device_traces": [[{"action": "alloc", "size": 5, "frames": [frame]}, {"action": "free", "frames": []}]],
-    }
-    small = shared_frames(snapshot)
-    assert small["code_lines"] == [frame, other]
-    assert small["segments"][0]["blocks"][0] == {"size": 5, "frames": [0, 1]}
-    assert [entry["frames"] for entry in small["device_traces"][0]] == [[0], []]
-    json.dumps(small)
-
-
-@pytest.mark.parametrize("trouble", [None, RuntimeError("the step failed"), AttributeError("_snapshot")])
-def test_the_allocators_history_is_off_again(trouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: list[str | None] = []
-
-    def snapshot(_device: object) -> dict:
-        if isinstance(trouble, AttributeError):
-            raise trouble
-        return {"segments": [{"address": 7, "frames": []}], "device_traces": [[]]}
-
-    def step() -> None:
-        assert asked == ["all"]
-        if isinstance(trouble, RuntimeError):
-            raise trouble
-
-    memory = torch.cuda.memory
-    monkeypatch.setattr(memory, "_record_memory_history", lambda enabled, **_: asked.append(enabled))
-    monkeypatch.setattr(memory, "_snapshot", snapshot)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
-    path = tmp_path / "memory_snapshot.json.gz"
-    if isinstance(trouble, RuntimeError):
-        with pytest.raises(RuntimeError, match="the step failed"):
-            write_snapshot(torch.device("cuda"), step, path)
-    else:
-        told = write_snapshot(torch.device("cuda"), step, path)
-        assert bool(told) == (trouble is not None)
-    assert asked == ["all", None]
-    assert path.exists() == (trouble is None)
-    if trouble is None:
-        assert json.loads(gzip.decompress(path.read_bytes()))["segments"][0]["address"] == 7
 
 
 def report(**changes) -> dict:

@@ -523,7 +523,7 @@ def test_no_odd_value_in_a_record_breaks_the_report(tmp_path: Path, kind: str):
         file.write(json.dumps({"type": "notice", "step": 60, "message": "told"}) + "\n")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     chance = random.Random(kind)
-    for _ in range(25):
+    for _ in range(8):
         changed = [dict(row) for row in rows]
         for row in changed:
             if row["type"] == kind:

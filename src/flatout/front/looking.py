@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.load import Config, LoadedConfig
-from flatout.config.suggest import run_hint
 from flatout.diagnose.examine import examine
 from flatout.diagnose.machine import gather_machine
-from flatout.errors import DataError, UsageError, quoted
-from flatout.files import disk_errors
+from flatout.errors import UsageError, quoted
 from flatout.finding import Finding
 from flatout.front.configs import with_sources
 from flatout.observe.bundle import Private, bundle_files, is_secret, write_bundle
@@ -46,7 +44,7 @@ def plot(
     named = [runs] if isinstance(runs, str | Path) else list(runs)
     if not named:
         raise UsageError("no run was named", "name a run folder, such as runs/NAME")
-    folders = [_run_folder(str(run)) for run in named]
+    folders = [find_run(str(run)) for run in named]
     folder, form, name = _target(None if out is None else str(out), folders, svg=svg)
     if len(folders) == 1:
         return write_run_plots(folders[0], out=folder, form=form, tables=tables, overwrite=overwrite)
@@ -55,49 +53,20 @@ def plot(
     return write_comparison(folders, folder / (name or f"{COMPARISON}.{form}"), *files, overwrite=overwrite)
 
 
-def _run_folder(word: str) -> Path:
-    """The folder, if there is a run in it; else an error that names one where there is."""
-    path = Path(word)
-    if not word or not os.path.isdir(word):
-        hint = run_hint(word, "name a run folder, such as runs/NAME")
-        if path.name == "metrics.jsonl" and os.path.isfile(word):
-            hint = f"name its folder: {path.parent}"
-        raise UsageError(f"{quoted(word)} is not a folder", hint)
-    if os.path.isfile(path / "metrics.jsonl"):
-        return path
-    absolute = path.absolute()
-    for above in absolute.parents[:3]:
-        if os.path.isfile(above / "metrics.jsonl"):
-            raise DataError(f"{quoted(word)} is part of a run, and no run", f"name the run: {above}")
-    with disk_errors(f"a list of {quoted(word)}", safe=""):
-        inside = sorted(name for name in os.listdir(path) if os.path.isfile(path / name / "metrics.jsonl"))
-    if inside:
-        raise DataError(
-            f"{quoted(word)} holds runs, and is none itself",
-            f"name a run, such as {path / inside[0]}",
-        )
-    raise DataError(f"{quoted(word)} is not a run: it has no metrics.jsonl", "name a run folder, such as runs/NAME")
-
-
 def _target(out: str | None, runs: list[Path], *, svg: bool) -> tuple[Path, str, str | None]:
-    """Where files go: a folder, the form of pictures, and the name of the picture where one was given."""
+    """Where files go: a folder, the form of pictures, and the name of the picture where one was named."""
     several = len(runs) > 1
-    folder, form, name = Path(out or "plots"), "svg" if svg else "png", None
     if out is None:
-        folder = folder if several else runs[0] / "plots"
-    elif not out:
+        return (Path("plots") if several else runs[0] / "plots"), "svg" if svg else "png", None
+    if not out:
         raise UsageError("--out needs a folder", "for example --out plots")
-    elif out.lower().endswith(_FORMS) and not os.path.isdir(out):
-        if not several:
-            raise UsageError(
-                f"a run has several pictures, and --out {quoted(out)} names one",
-                "name a folder with --out; --svg writes SVG",
-            )
+    folder, form, name = Path(out), "svg" if svg else "png", None
+    is_picture = out.lower().endswith(_FORMS) and not os.path.isdir(out)
+    if is_picture and not several:
+        raise UsageError(f"a run has several pictures, and --out {quoted(out)} names one", "name a folder with --out")
+    if is_picture:
         folder, form, name = folder.parent, folder.suffix[1:].lower(), folder.name
-        if svg and form != "svg":
-            raise UsageError(f"--svg does not go with --out {quoted(out)}", "name a file that ends in .svg")
-    own = folder.name == "plots" and os.path.isfile(folder.absolute().parent / "metrics.jsonl")
-    if own and several:
+    if several and folder.name == "plots" and os.path.isfile(folder.absolute().parent / "metrics.jsonl"):
         raise UsageError(
             f"{folder} is the plots folder of a run, whose files it would replace", "name another folder with --out"
         )
@@ -209,6 +178,6 @@ def _machine_without_secrets(folder: Path) -> tuple[dict[str, Any], list[dict[st
     facts = dataclasses.asdict(machine)
     facts["environment"] = {name: value for name, value in machine.environment.items() if not is_secret(name)}
     for card in facts["cards"]:
-        card.pop("identity")  # its number tells who owns it, and nothing about a bug
+        card.pop("identity")  # its number identifies the owner, not the bug
         card.pop("processes")
     return facts, found

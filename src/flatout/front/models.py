@@ -293,7 +293,7 @@ def _stops(tokenizer: Tokenizer, template: ChatTemplate | None, named: Sequence[
 def _stops_in(folder: Path, tokenizer: Tokenizer, description: Description) -> tuple[int, ...]:
     """Where a model of others ends: what its files name, and what its template writes after an answer."""
     template = None
-    with contextlib.suppress(DataError):  # a template that is broken is told of when somebody chats
+    with contextlib.suppress(DataError):  # `chat` reports a broken template
         if isinstance(tokenizer, ModelTokenizer) and read_templates(folder):
             template = load_template("model", folder, tokenizer)
     return _stops(tokenizer, template, description.end_of_text)
@@ -543,10 +543,14 @@ def export(
     if adapter and not adapted:
         raise UsageError(f"{loaded.origin} has no adapters to export", "leave --adapter out")
     if adapted and not adapter:
-        folder = merge(loaded, folder, dtype=dtype or MERGED_DTYPE, notice=notice).folder
-        if dtype is None:
-            notice(f"adapters are merged into the weights, which are in {MERGED_DTYPE}; --dtype fp32 rounds nothing")
-        return folder
+        merged = merge(loaded, folder, dtype=dtype or MERGED_DTYPE, notice=notice)
+        kept = merged.report
+        notice(f"the adapters are merged into the weights, in {dtype or MERGED_DTYPE}; --dtype fp32 rounds nothing")
+        notice(
+            f"the update is {kept.relative_update:.2%} of the weights it changes; {kept.kept:.1%} of it survived the "
+            f"rounding, {kept.unchanged:.1%} of those weights are as before"
+        )
+        return merged.folder
     target = _new_folder(folder)
     if adapted:
         _write_adapter(loaded, target, notice)

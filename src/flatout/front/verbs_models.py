@@ -101,8 +101,8 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
         read = report["records"] - dropped.pop("limit", 0)  # counted as dropped in older datasets
         yield f"kept {kept:,} of {many(read, 'record')} from {many(report['files'], 'file')}{rate}"
         if facts["limits"]:
-            told = " and ".join(f"data.{name}={value}" for name, value in facts["limits"].items())
-            yield f"of each source its beginning was taken, up to {told}; the rest is left out and not counted"
+            limits = " and ".join(f"data.{name}={value}" for name, value in facts["limits"].items())
+            yield f"of each source its beginning was taken, up to {limits}; the rest is left out and not counted"
         if dropped:
             reasons = sorted(dropped.items(), key=lambda pair: (-pair[1], pair[0]))
             yield "dropped " + ", ".join(f"{count:,} {reason}" for reason, count in reasons)
@@ -285,35 +285,12 @@ def chat(parsed: argparse.Namespace) -> int:
 
 
 def export(parsed: argparse.Namespace) -> int:
-    """Writes a folder; of adapters that are written into the weights, prints what the rounding left of their update."""
-    model = _model(parsed)
     notes: list[str] = []
-    body: dict[str, Any]
-    if parsed.adapter or model.adapters is None or model.adapters.detached:
-        how = {"dtype": parsed.dtype, "adapter": parsed.adapter, "notice": notes.append}
-        target, dtype = flatout.export(model, parsed.folder, **how), ""
-        body, lines = {"folder": str(target)}, []
-    else:
-        from flatout.front.models import MERGED_DTYPE
-
-        dtype = parsed.dtype or MERGED_DTYPE
-        done = flatout.merge(model, parsed.folder, dtype=dtype, notice=notes.append)
-        target, total = done.folder, done.report
-        body = {"folder": str(target), "kept": total.kept, "lost": total.lost, "unchanged": total.unchanged}
-        body |= {"relative_update": total.relative_update}
-        lines = [
-            f"the update is {total.relative_update:.2%} of the weights it changes; {total.kept:.1%} of it survived the "
-            f"rounding, {total.unchanged:.1%} of those weights are as before",
-        ]
-        if parsed.dtype is None:
-            notes.append(f"adapters are merged into the weights, which are in {dtype}; --dtype fp32 rounds nothing")
-        if total.kept < 0.9:
-            notes.append(
-                f"much of the update is lost in {dtype}: write it with --dtype fp32, or keep the adapters apart"
-            )
+    how = {"dtype": parsed.dtype, "adapter": parsed.adapter, "notice": notes.append}
+    target = flatout.export(_model(parsed), parsed.folder, **how)
     if parsed.json:
-        print(json.dumps({**body, "notes": notes}))
+        print(json.dumps({"folder": str(target), "notes": notes}))
     else:
-        print(f"wrote {target}{f', in {dtype}' if dtype else ''}")
-        print("".join(f"{line}\n" for line in [*lines, *(f"note: {note}" for note in notes)]), end="")
+        print(f"wrote {target}")
+        print("".join(f"note: {note}\n" for note in notes), end="")
     return 0

@@ -27,7 +27,6 @@ _BAR = 20  # characters for the whole step
 _SHOWN = ("precision", "kernels", "compile", "cuda_graphs", "attention", "loss", "checkpointing", "loader", "workers")
 _WHAT_IS_IN = {
     "trace.json.gz": "the steps event by event: open it at ui.perfetto.dev or in chrome://tracing",
-    "memory_snapshot.json.gz": "every block of the allocator and one step's history, with lines of code",
     "kernels.csv": "all kernels with kind, time, calls and share",
     "profile.json": "every figure of this page, for programs",
     "reading.md": "this page",

@@ -288,9 +288,9 @@ _API = f"""# The API
 {_MADE} How the functions go together, with examples:
 [Python](../python.md).
 
-`Config` is a `LoadedConfig` or a `RunConfig`. `Progress` is a function that takes a `PrepareProgress`. `ModelGiven` is
-a torch module, or a function that takes the built model and returns one or None; `OptimizerGiven` a `Rule`, several, or
-a function that takes named parameters and returns a torch optimizer.
+`Config` is a `LoadedConfig` or a `RunConfig`. `Progress` is a function that takes a `PrepareProgress`.
+`ModelFromPython` is a torch module, or a function that takes the built model and returns one or None;
+`OptimizerFromPython` a `Rule`, several, or a function that takes named parameters and returns a torch optimizer.
 """
 
 

@@ -19,7 +19,7 @@ from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
 from flatout.data.prepare import as_prepared, check_text, prepare_data
 from flatout.device import free_memory
-from flatout.engine.custom import CustomParts, ModelGiven, OptimizerGiven
+from flatout.engine.custom import CustomParts, ModelFromPython, OptimizerFromPython
 from flatout.engine.diverged import Ended, with_way_back
 from flatout.engine.loop import train_loop
 from flatout.engine.monitor import notices_at
@@ -73,7 +73,7 @@ def prepare(
 class TuneOptions(TypedDict, total=False):
     """What `finetune` takes beside its config; see `train`."""
 
-    optimizer: OptimizerGiven | None
+    optimizer: OptimizerFromPython | None
     resume: str | Path | None
     stop: Callable[[], bool]
     save: Callable[[], bool]
@@ -86,7 +86,7 @@ class TrainOptions(TuneOptions, total=False):
 
     data: Any
     val: Any
-    model: ModelGiven | None
+    model: ModelFromPython | None
 
 
 @overload
@@ -106,8 +106,8 @@ def train(
     *,
     data: Any = None,
     val: Any = None,
-    model: ModelGiven | None = None,
-    optimizer: OptimizerGiven | None = None,
+    model: ModelFromPython | None = None,
+    optimizer: OptimizerFromPython | None = None,
     resume: str | Path | None = None,
     stop: Callable[[], bool] = lambda: False,
     save: Callable[[], bool] = lambda: False,

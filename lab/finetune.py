@@ -60,11 +60,8 @@ WARM_UP, TIMED = 6, 14
 OURS: dict[str, list[str]] = {
     "ours": [],
     "ours-tuned": ["speed.products=tuned"],
-    "ours-torch": ["speed.kernels=torch"],
-    "ours-selective": ["speed.checkpointing=selective"],
     "ours-full": ["speed.checkpointing=full"],
     "mixed": [],
-    "mixed-torch": ["speed.kernels=torch"],
 }
 PEERS = ("peft", "peft-checkpoint", "peft-mixed")
 

@@ -54,7 +54,6 @@ ENWIK8 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
 PARTS = {"train": (0, 90_000_000, 26_102_763), "val": (90_000_000, 95_000_000, 1_442_253)}
 CASES = {
     "old": "gpt-124m train.batch_tokens=131072 optim.learning_rate=1.2e-3 optim.warmup=100",
-    "old-untied": "gpt-124m train.batch_tokens=65536 optim.learning_rate=2e-3 optim.warmup=100 model.tied=false",
     "modern": "modern --size=124m",
     "record": "record --size=60m",
 }

@@ -303,8 +303,7 @@ class EndRecord(Shown):
 class SplitSummary:
     """One split of a prepared dataset. Lengths are in tokens, an end-of-text id included.
 
-    Bin i holds the documents of length `edges[i]` to `edges[i + 1] - 1`; both splits have the same edges. `quantiles`
-    goes from `min` over `50%` to `max`. `windows` and `remainder` are None without a context;
+    `quantiles` goes from `min` over `50%` to `max`. `windows` and `remainder` are None without a context;
     validation is read to its last token, so its `remainder` is 0.
     """
 
@@ -315,9 +314,6 @@ class SplitSummary:
     bytes_per_token: float  # of the text
     shards: int  # files with tokens
     disk_bytes: int  # of all files of the split
-    edges: tuple[int, ...]  # of the bins, in tokens
-    documents_by_length: tuple[int, ...]  # one count for each bin
-    tokens_by_length: tuple[int, ...]  # one count for each bin
     quantiles: dict[str, int]
     windows: int | None
     remainder: int | None

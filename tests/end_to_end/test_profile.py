@@ -349,7 +349,6 @@ def test_short_kernels_of_an_h200_are_read_as_launch_bound_and_graphs_are_propos
     assert {one.name: one.device_seconds for one in report.ranges} == pytest.approx({"micro-batch": 300 * 2.4e-6})
     assert report.seconds_by_kind == pytest.approx({"elementwise": 200 * 2.4e-6, "matrix products": 100 * 2.4e-6})
     assert report.peak_flops_per_second == 989.4e12
-    assert report.peak_bytes_per_second == pytest.approx(4.917e12, rel=1e-3)
     memory = {part.name: part.measured for part in report.memory}
     assert memory["peak allocated"] == 70 * 2**20
     assert memory["cached by the allocator between two steps"] == 20 * 2**20

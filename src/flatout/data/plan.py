@@ -128,7 +128,7 @@ class Inputs(FoundFiles):
         return total.hexdigest()
 
     def stamps(self) -> list[list[Any]]:
-        """Size and time of change of every file: a change tells that the input is another."""
+        """Size and time of change of every file, by which a changed input is noticed."""
         return [[file.path, file.format, file.compression, file.source, *_stamp(file)] for file in self.files]
 
 

@@ -203,7 +203,6 @@ WARMUP = 4  # steps, as in `flatout bench`
 LEAST_TIMED, MOST_TIMED, TIMED_SECONDS = 4, 20, 1.0
 MICRO_BATCHES = 32  # most in the profiled steps, unless --steps says more: a trace that can still be opened
 TRACE, KERNELS, REPORT = "trace.json.gz", "kernels.csv", "profile.json"
-_UPDATE_BYTES = 32  # per weight: AdamW reads weight, gradient and two moments, writes three; the norm reads gradients
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,8 +240,6 @@ class ProfileReport(Measurements):
     timed_steps: int
     profiled_steps: int
     ranges: tuple[Range, ...]
-    update_bytes_per_second: float | None
-    peak_bytes_per_second: float | None
     memory: tuple[MemoryPart, ...]
     top: tuple[Kernel, ...]
     verdict: Diagnosis
@@ -310,8 +307,6 @@ def profile_run(
         timed_steps=timed,
         profiled_steps=steps,
         ranges=facts.ranges,
-        update_bytes_per_second=_update_rate(run, measured),
-        peak_bytes_per_second=_peak_bandwidth(device),
         memory=memory,
         top=facts.kernels[:15],
         verdict=judge(measured, lambda words: can_have(run, words)),
@@ -522,24 +517,6 @@ def _write_kernels(facts: TraceFacts, path: Path) -> None:
         row = [kernel.kind, kernel.name, f"{1000 * kernel.seconds:.4f}", f"{kernel.calls:g}", f"{mean:.2f}"]
         writer.writerow([*row, f"{kernel.seconds / total:.4f}"])
     write_whole(path, text.getvalue().encode("utf-8"))
-
-
-def _update_rate(run: Run, measured: Measurements) -> float | None:
-    """Bytes per second of the update, the one piece of a step whose bytes are known; None where they are not."""
-    speed, seconds = run.speed, measured.seconds_by_kind.get("optimizer", 0.0)
-    plain = speed.fused_optimizer and speed.optimizer_state == "fp32" and not speed.optimizer_offload
-    if speed.device.kind != "cuda" or not plain or seconds <= 0:
-        return None
-    return _UPDATE_BYTES * sum(one.numel() for one in run.model.parameters() if one.requires_grad) / seconds
-
-
-def _peak_bandwidth(device: Device) -> float | None:
-    """Bytes per second that the memory's clock and width allow, as the driver reports them."""
-    if device.kind != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device.torch_device)
-    kilohertz, bits = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
-    return 2.0 * 1000 * kilohertz * bits / 8 or None  # two transfers per tick
 
 
 def _name_of(device: Device, threads: int) -> str:

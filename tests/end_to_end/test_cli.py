@@ -146,7 +146,7 @@ def test_suggestions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         (["train", "--data", "mine.txt"], "did you mean data.source=VALUE?"),
         (["train", "--output_dir", "out"], "output.folder=VALUE?"),
         (["train", "--save-steps", "5"], "checkpoint.every=VALUE"),
-        (["train", "--optimizer", "muon"], "optim.optimizer is adamw or muon"),
+        (["train", "--optimizer", "muon"], "did you mean optim.optimizer=VALUE?"),
         (["train", "optim.name=muon"], "optim.optimizer is adamw or muon"),
         (["train", "muon=true"], "optim.optimizer is adamw or muon"),
         (["train", "--resume-from-checkpoint", "x"], "--resume auto"),

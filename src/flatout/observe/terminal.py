@@ -334,7 +334,6 @@ class PrepareBar:
         # Parts that an earlier, stopped prepare had finished come at once and are no measure of the speed.
         self._found: PrepareProgress | None = None
         self._latest: PrepareProgress | None = None
-        self._said: PrepareProgress | None = None  # on the last line, elsewhere than on a terminal
 
     def __call__(self, progress: PrepareProgress) -> None:
         now = time.monotonic()
@@ -364,19 +363,12 @@ class PrepareBar:
             self._bar.update(task, description=phase, total=total, completed=progress.bytes, line=line)
         elif now - self._last_line >= QUIET_SECONDS:
             self._last_line = now
-            self._say(progress, line)
+            say(self._console, f"{_PHASES[progress.phase]}: {line}")
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if self._said is not None and self._latest is not None and self._latest.bytes > self._said.bytes:
-            self._say(self._latest, self._line(self._latest, time.monotonic()))  # else what was said last looks stuck
-        self._said = None
-
-    def _say(self, progress: PrepareProgress, line: str) -> None:
-        self._said = progress
-        say(self._console, f"{_PHASES[progress.phase]}: {line}")
 
     def __enter__(self) -> Self:
         return self

@@ -28,8 +28,6 @@ NUMBERS = {
         "--rate",
         "--mfu",
         "--disk",
-        "--restart",
-        "--failure-hours",
     ],
     ("tune",): ["--memory", "--seconds"],
     ("tune", "lr"): ["--from", "--to", "--steps"],
@@ -43,12 +41,12 @@ NUMBERS = {
 NO_NUMBERS = ["-1", "many", "nan", "-inf", "1e99", "9" * 40, "", " ", "--", "0x10", "1,5", "٣x", "\x1b[2J", "1" * 5000]
 CONTRADICTIONS = [
     ["train", "--view", "--json"], ["train", "--resume", ""], ["watch", "--port", "5"],
-    ["bench", "--rungs", ","], ["bench", "--rungs", "bf16", "--only", "extra"], ["bench", "--go-on"],
+    ["bench", "--rungs", ","], ["bench", "--rungs", "bf16", "--only", "extra"],
     ["bench", "--rungs", "nope"], ["bench", "--out", ""], ["profile", "--out", " "], ["tune", "--out", "found.txt"],
     ["ablate", "--fields", ","], ["ablate", "--fields", "model.nope"], ["ablate", "--fields", "model.width"],
     ["ablate", "--fields", "train.seed=2"], ["ablate", "--equal", "steps"], ["ablate", "--out", ""],
     ["tune", "--out", "nowhere/found.yaml"], ["tune", "lr", "--from", "1", "--to", "2"], ["tune", "search"],
-    ["tune", "search", "nowhere.yaml"], ["tune", "search", "nowhere.yaml", "--study", "nowhere/x.db"],
+    ["tune", "search", "nowhere.yaml"], ["tune", "search", "nowhere.yaml", "--study", "nowhere/x.jsonl"],
     ["prepare", "inspect"], ["prepare", "verify", "."],
     ["prepare", "look"], ["tokenizer", "train", "--vocab", "300"],
     ["config", "copy"], ["config", "copy", "nope"], ["config", "copy", "../lora"], ["config", "copy", "lora", ""],

@@ -31,7 +31,7 @@ RUNS = ["runs/first", "runs/second", "tuned"]
 CHECKPOINTS = ["runs/first/checkpoints/step-00000001", "runs/second/checkpoints/step-00000001"]
 MODELS = [*RUNS, *CHECKPOINTS, "base", "exported", "adapters"]
 DATASETS = ["data/texts-char", "data/clean"]
-NEW = ["new", "new-2", "new/deep/er", "runs/third", "data/new", "new.png", "new.yaml", "new.html", "new.json", "new.db"]
+NEW = ["new", "new-2", "new/deep/er", "runs/third", "data/new", "new.png", "new.yaml", "new.html", "new.jsonl"]
 ODD = [
     "x" * 300,
     "deep/" * 60 + "x",
@@ -332,7 +332,7 @@ def _measure(draw: Drawer) -> list[str]:
         [
             ["tune", *settings, "--seconds", "1", "--out", out, *wrong],
             ["tune", "lr", *settings, "--steps", "20", "--out", out, *draw.maybe("--plot", draw.one("link.png"))],
-            ["tune", "search", draw.one("config.yaml"), *settings, "--trials", "1", "--study", draw.one("new.db")],
+            ["tune", "search", draw.one("config.yaml"), *settings, "--trials", "1", "--study", draw.one("new.jsonl")],
             [
                 "bench",
                 *settings,
@@ -340,7 +340,6 @@ def _measure(draw: Drawer) -> list[str]:
                 draw.chance.choice(["nope", "fp8", "fp8"]),
                 "--out",
                 out,
-                *draw.maybe("--go-on"),
             ],
             ["ablate", *settings, "--fields", draw.chance.choice(["nope", "model.width"]), "--out", out],
             ["profile", *settings, "--steps", "1", *draw.maybe("--out", out, share=0.8), *wrong],

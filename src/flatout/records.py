@@ -303,8 +303,7 @@ class EndRecord(Shown):
 class SplitSummary:
     """One split of a prepared dataset. Lengths are in tokens, an end-of-text id included.
 
-    Bin i holds the documents of length `edges[i]` to `edges[i + 1] - 1`; both splits have the same edges. `quantiles`
-    goes from `min` over `50%` to `max`. `windows` and `remainder` are None without a context;
+    `quantiles` goes from `min` over `50%` to `max`. `windows` and `remainder` are None without a context;
     validation is read to its last token, so its `remainder` is 0.
     """
 
@@ -315,9 +314,6 @@ class SplitSummary:
     bytes_per_token: float  # of the text
     shards: int  # files with tokens
     disk_bytes: int  # of all files of the split
-    edges: tuple[int, ...]  # of the bins, in tokens
-    documents_by_length: tuple[int, ...]  # one count for each bin
-    tokens_by_length: tuple[int, ...]  # one count for each bin
     quantiles: dict[str, int]
     windows: int | None
     remainder: int | None
@@ -399,9 +395,6 @@ class BenchRow(Shown):
     steps: int  # that were timed
     gain: float | None
     factor: float | None
-    claim: str  # what guides say the switch is worth
-    claim_low: float | None  # as a factor
-    claim_high: float | None  # as a factor
     config: str  # name of the config
     config_words: tuple[str, ...]  # settings on top of it
     data: str  # what was trained on
@@ -578,7 +571,8 @@ def bench_row_from_json(line: str) -> BenchRow:
         if body.pop("type") != NAMES[BenchRow]:
             raise ValueError("a record of another kind")
         parity = body["parity"]
-        body.pop("claim_rows", None)  # in rows of earlier versions
+        for former in ("claim_rows", "claim", "claim_low", "claim_high"):  # in rows of earlier versions
+            body.pop(former, None)
         body |= {name: tuple(value) for name, value in body.items() if isinstance(value, list)}
         return BenchRow(**{**body, "parity": None if parity is None else float(parity)})
     except (KeyError, TypeError, AttributeError) as error:

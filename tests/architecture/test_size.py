@@ -22,10 +22,10 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 48_985,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 38_790,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 97,  # all Python outside tests
-    "modules": 226,  # of src/flatout, as all the following
+    "lines of code": 48_063,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 38_155,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 96,  # all Python outside tests
+    "modules": 225,  # of src/flatout, as all the following
     "modules with one importer": 36,
     "settings": 145,  # leaves of RunConfig, and environment variables of our own
     "verbs": 19,

@@ -569,7 +569,7 @@ def test_ranks_and_alphas_by_name_are_written_as_patterns_and_kept_on_resume(wor
     assert any(message.startswith("adapter for PEFT: ") for message in said), "vLLM has one rank and alpha for all"
     plan = read_origin(Path("runs/first/adapter")).plan
     assert (plan.ranks, plan.alphas) == ((("1.mlp.up_proj", 6), ("q_proj", 2)), (("v_proj", 3.5),))
-    same = ["lora.ranks=[q_proj=2, 1.mlp.up_proj=6]", "lora.alphas=[v_proj=3.50]"]
+    same = ["lora.ranks=[1.mlp.up_proj=6, q_proj=2]", "lora.alphas=[v_proj=3.5]"]
     run(words("lora.init_from=runs/first", "output.folder=runs/second", "train.steps=2", *same))
     list(api.train(api.stored_config(Path("runs/second"), ["train.steps=3"]), resume="runs/second"))
     assert read_origin(Path("runs/second/adapter")).plan == plan
@@ -588,9 +588,9 @@ def test_ranks_and_alphas_by_name_are_written_as_patterns_and_kept_on_resume(wor
             run(words("lora.rank=4", word, "output.name=bad"))
 
 
-def test_what_means_the_same_as_the_adapter_has_is_taken(words):
+def test_a_setting_that_the_adapter_has_is_taken(words):
     peft_folder(target_modules="all-linear", r=4, lora_alpha=8)  # which PEFT writes as a list of names
-    said = ["lora.alpha=null", "lora.targets=[all-linear]", "lora.dora=false", "lora.rank=4"]
+    said = ["lora.alpha=8.0", "lora.dora=false", "lora.rank=4"]
     assert isinstance(run(words("lora.init_from=theirs", *said))[-1], EndRecord)
 
 

@@ -375,7 +375,7 @@ def test_the_doctor_warns_of_batches_and_lengths(words):
 def test_the_doctor_looks_at_rate_evaluation_and_saving(words):
     found = visit(words())
     assert found["learning rate"].status == "ok"
-    assert "about 0.01 is usual for adapters on a base this small" in found["learning rate"].found
+    assert "about 0.01 is usual for adapters on 0.0423M parameters" in found["learning rate"].found
     assert found["saving"].found == "checkpoint.every 100 is never reached in 6 steps: only the end is saved"
     assert "checkpoint.every=1" in found["saving"].advice
     assert found["steps"].found.endswith("teach a model little: set train.steps=100")

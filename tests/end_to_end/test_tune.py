@@ -24,7 +24,7 @@ from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT
 from flatout.device import detect_device
-from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
+from flatout.errors import ConfigError, HardwareError, ResourceError
 from flatout.front import output
 from flatout.front.commands import COMMANDS, parser_of
 from flatout.front.configs import load
@@ -238,12 +238,12 @@ def test_a_config_made_in_python_is_free_where_nothing_was_set(tiny):
 class FakeCard(probe.Probe):
     """Answers as a card with `capacity` bytes would; `fixed` is what a step needs at any size."""
 
-    def __init__(self, loaded: LoadedConfig, *, capacity: int, fixed: int, compiled: float = 1.1) -> None:
+    def __init__(self, loaded: LoadedConfig, *, capacity: int, fixed: int) -> None:
         super().__init__(loaded, loaded.config.data.model_dump(), None)
         name = "a card"
         card = torch.device("cuda", 0)
         self.device = dataclasses.replace(self.device, torch_device=card, name=name, memory_bytes=capacity)
-        self.fixed, self.compiled = fixed, compiled
+        self.fixed = fixed
         self.opened: list[str] = []
         self.confirmed: list[int] = []
         self.whole: dict[int, float] = {}  # by micro-batch, the speed of whole steps over what shorter ones promise
@@ -269,7 +269,6 @@ class FakeCard(probe.Probe):
             return Trial(candidate=candidate, status="out_of_memory", reason="out of memory"), None, False
         size, cost = candidate.micro_batch, {"none": 1.0, "selective": 0.97, "full": 0.75}[candidate.checkpointing]
         cost *= 1.0 if candidate.loss == "fused" or candidate.compile != "off" else 0.9
-        cost *= 1.0 if candidate.compile == "off" else self.compiled
         rate = 1e5 * cost * size / (size + 2)
         timing = probe.Timing(192 / rate, peak)
         return Trial(candidate=candidate, status="fits", tokens_per_second=rate, peak_bytes=peak), timing, False
@@ -284,7 +283,7 @@ class FakeCard(probe.Probe):
 
 def run_on(card: FakeCard, loaded: LoadedConfig, **settings) -> tuple[list[TuneRow], TuneResult]:
     tuning = tuner._Tuning(loaded, card, "made up", settings.get("seconds"), lambda _: None)
-    *rows, result = list(tuning.run(settings.get("thorough", False), settings.get("compiled", False)))
+    *rows, result = list(tuning.run(settings.get("thorough", False)))
     assert isinstance(result, TuneResult)
     return rows, result  # pyright: ignore[reportReturnType]
 
@@ -315,21 +314,6 @@ def test_moments_move_to_the_host_where_nothing_else_helps(tiny):
     narrow = tiny(BATCH, "speed.optimizer_state=8bit")
     with pytest.raises(ResourceError):
         run_on(FakeCard(narrow, capacity=1000, fixed=1200), narrow)
-
-
-def test_compiling_is_tried_only_when_asked_for_and_taken_only_when_faster(tiny):
-    loaded = tiny(BATCH)
-    card = FakeCard(loaded, capacity=10_000, fixed=1000)
-    _, result = run_on(card, loaded)
-    assert result.chosen.compile == "off"
-    rows, result = run_on(card, loaded, compiled=True)
-    assert result.chosen.compile in tuner.COMPILE_MODES
-    assert result.chosen.kernels == "torch"
-    assert {row.compile for row in rows} == {"off", *tuner.COMPILE_MODES}
-    slow = FakeCard(loaded, capacity=10_000, fixed=1000, compiled=0.8)
-    rows, result = run_on(slow, loaded, compiled=True)
-    assert result.chosen.compile == "off"
-    assert sum(row.compile != "off" for row in rows) == 2 * len(tuner.COMPILE_MODES), "one look for each loss"
 
 
 def test_on_a_card_too_what_was_written_is_kept(tiny):
@@ -398,12 +382,6 @@ def test_the_table_shows_what_was_confirmed(tiny):
     assert sentence.startswith("chose micro-batch 12 x 1")
     assert f"{0.9 * promised:,.0f} tokens/s (of whole steps; the table's are put together" in sentence
     assert sentence == sentence.rstrip(), "one line, however long"
-
-
-@pytest.mark.parametrize("word", ["speed.compile=off", "speed.kernels=triton"])
-def test_compiling_and_a_word_against_it_are_refused(tiny, word: str):
-    with pytest.raises(UsageError, match="--compile tries"):
-        run(tiny(BATCH, word), compile=True)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

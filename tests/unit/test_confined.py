@@ -126,16 +126,17 @@ def test_an_exit_is_no_limit_where_the_system_has_no_signal_for_it(monkeypatch):
     assert patterns()._why_gone(ended, 1) == "breaks the process that runs it"
 
 
-@pytest.mark.parametrize("executable", ["", None, "/nowhere/python", "false"])
-def test_an_odd_executable_is_passed_over(executable, monkeypatch):
+@pytest.mark.parametrize("executable", ["", None])
+def test_without_a_program_of_its_own_python_is_found_on_the_path(executable, monkeypatch):
     monkeypatch.setattr(sys, "executable", executable)
     odd = patterns()
     assert ask(odd, "a", "a") == [0]
     odd.close()
 
 
-def test_without_any_python_it_says_so(monkeypatch):
-    monkeypatch.setattr(confined, "pythons", lambda: iter(["/nowhere/python"]))
+@pytest.mark.parametrize("executable", ["/nowhere/python", "false"])
+def test_without_any_python_it_says_so(executable, monkeypatch):
+    monkeypatch.setattr(sys, "executable", executable)
     with pytest.raises(ResourceError, match="no Python could be started"):
         ask(patterns(), "a", "a")
 

@@ -22,9 +22,7 @@ def split(name: str, edges: tuple[int, ...], documents: tuple[int, ...], **named
         "documents": sum(documents), "tokens": sum(tokens) or 1, "text_bytes": 3 * sum(tokens), "bytes_per_token": 3.0,
         "shards": 1, "disk_bytes": 2 * sum(tokens), "quantiles": quantiles, "windows": None, "remainder": None,
     }  # fmt: skip
-    return SplitSummary(
-        name=name, edges=edges, documents_by_length=documents, tokens_by_length=tokens, **(values | named)
-    )
+    return SplitSummary(name=name, **(values | named))
 
 
 def report(kept: dict[str, int], dropped: dict[str, int], damaged: int = 0, **named: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from flatout.config.schema import ModelConfig
-from flatout.config.unused import wide_window
 from flatout.model.count import estimate_memory, flops_per_token
 from flatout.model.execution import Execution
 from flatout.model.gpt import build_model
@@ -54,12 +53,6 @@ def test_a_window_over_the_context_is_full_attention():
     whole = build_model(ModelConfig(**SHAPE), VOCAB, seed=1)
     wide = build_model(ModelConfig(**SHAPE, pattern="W", window=24), VOCAB, seed=1)
     assert torch.equal(whole(tokens(), tokens()), wide(tokens(), tokens()))
-
-
-@pytest.mark.parametrize(("window", "whole"), [(23, False), (24, True), (25, True)])
-def test_a_window_that_reaches_over_the_context_is_told_of(window: int, whole: bool):
-    assert (wide_window(ModelConfig(**SHAPE, pattern="WA", window=window)) is not None) == whole
-    assert wide_window(ModelConfig(**SHAPE)) is None
 
 
 @pytest.mark.parametrize("prompt", [1, 3, 9])

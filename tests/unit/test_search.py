@@ -18,7 +18,6 @@ from flatout.tuning.search import (
     SwitchSpace,
     Trial,
     Trials,
-    around,
     choose,
     exhaustive,
     quick,
@@ -241,17 +240,6 @@ def test_what_may_just_fit_is_tried_with_the_smallest_chunk():
     assert chunk(memory(1033, less=10)) is None
     assert chunk(memory(1032, less=10), loss="plain") is None, "which has no chunks"
     assert chunk(memory(1032, less=10), micro_batch=2) is None, "whose tokens are one chunk"
-
-
-def test_around_starts_at_the_best_of_another_path_and_climbs():
-    device = FakeDevice(80 * GB)
-    compiled = dataclasses.replace(SPACE, kernels="torch", compile="default", losses=("plain",))
-    trials = Trials(Memory(device.peak, int(device.capacity)))
-    start = SPACE.candidate(16, "none", "fused")
-    done = drive(around(compiled, trials, start), device.trial)
-    assert done[0].candidate.micro_batch == 16
-    assert len(done) <= 5
-    assert max(trial.candidate.micro_batch for trial in done if trial.status == "fits") == 64
 
 
 @pytest.mark.grid

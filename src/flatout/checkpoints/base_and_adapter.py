@@ -56,7 +56,7 @@ from flatout.data.tokenizer_files import (
 )
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.adapter_files import CONFIG, AdapterOrigin, check_stored, load_into, read_origin, save_adapter
-from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Choice, choose, ends_with, targets_of
+from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, choose, ends_with, targets_of
 from flatout.model.adapters import Adapters
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, empty_model
@@ -435,7 +435,7 @@ def write_adapter(
     save_adapter(adapters, folder, base=base, files=kept, facts=facts, tensors=tensors)
 
 
-IN_4_BITS = "its base was in 4 bits (NF4): Flatout takes it so again, other programs have to be told (load_in_4bit)"
+IN_4_BITS = "its base was in 4 bits (NF4), as Flatout loads it again; other programs need load_in_4bit"
 
 
 def who_loads(name: str, description: Description) -> str | None:
@@ -540,7 +540,7 @@ def with_adapter(
         hint = "leave lora.{} out, or begin a new adapter without lora.init_from"
     for field, value in found.items():
         ours, written = getattr(lora, field), source(f"lora.{field}")
-        if written.by_user and written.where and not _mean_the_same(field, ours, value, found["rank"], description):
+        if written.by_user and written.where and ours != value:
             raise ConfigError(
                 f"lora.{field} is {format_value(ours)}, but {whose} has {format_value(value)}",
                 hint.format(field),
@@ -548,25 +548,6 @@ def with_adapter(
                 setting=f"lora.{field}",
             )
     return lora.model_copy(update=found)
-
-
-def _mean_the_same(field: str, ours: Any, theirs: Any, rank: int, description: Description) -> bool:
-    """Whether two values of a setting make the same adapter: a null alpha is a number, and lists have many forms."""
-    if field == "alpha":
-        return (2.0 * rank if ours is None else ours) == (2.0 * rank if theirs is None else theirs)
-    if field not in ("targets", "ranks", "alphas") or ours == theirs:
-        return ours == theirs
-    targets = targets_of(empty_model(description.config, description.vocab, device="meta"))
-
-    def choices(values: list[str]) -> list[Choice]:
-        lora = LoraConfig.model_validate({field: values})
-        lists = {"ranks": lora.named_ranks, "alphas": lora.named_alphas, "targets": tuple(lora.targets)}
-        return choose(AdapterPlan(rank=rank, **lists), targets)
-
-    try:
-        return choices(ours) == choices(theirs)
-    except (ConfigError, ValueError):
-        return False
 
 
 def adapter_plan(config: LoraConfig) -> AdapterPlan:

@@ -129,15 +129,5 @@ def cut_pattern(model: ModelConfig) -> str | None:
     )
 
 
-def wide_window(model: ModelConfig) -> str | None:
-    """What to say where a window reaches over the whole context, so that blocks of windows are full attention."""
-    if "W" not in model.kinds or model.window < model.context:
-        return None
-    return (
-        f"model.window is {model.window:,} and model.context {model.context:,}: blocks of windows (W) see all that "
-        "full attention (A) does"
-    )
-
-
 def _is_default(config: RunConfig, path: str) -> bool:
     return format_value(value_at(config, path)) == format_value(field_facts()[path].default)

@@ -111,8 +111,10 @@ def _json_line_rows(slice: Slice, options: ReadOptions, watch: Watch | None) -> 
         try:
             yield Row(json.loads(line.text), line.place, line.replaced)
         except (ValueError, RecursionError) as error:
-            kind, what = ("json", "") if line.ended else ("truncated", "the file ends in this line; ")
-            yield Problem(slice.file.name, line.place, kind, what + _not_json(error), records=1)
+            if not line.ended and _ends_early(line.text, error):
+                yield Problem(slice.file.name, line.place, "truncated", "the file ends inside the line", records=1)
+            else:
+                yield Problem(slice.file.name, line.place, "json", _not_json(error), records=1)
 
 
 def _read_stream(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
@@ -381,6 +383,17 @@ def _json_rows(stream: ByteStream, file: InputFile, options: ReadOptions) -> Row
         yield Row(value, place, replaced)
     if stream.problem is not None:  # after the last value
         yield stream.problem
+
+
+def _ends_early(text: str, error: Exception) -> bool:
+    """Whether a line is right up to its end, and only too short."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    text = text.rstrip()
+    if error.msg.startswith("Unterminated string") or error.pos >= len(text):
+        return True
+    # A word, a number or an escape was cut: the error is where it begins, and nothing closes after it.
+    return error.pos >= len(text) - _ESCAPE and text[-1:] not in "}]"
 
 
 def _not_json(error: Exception) -> str:

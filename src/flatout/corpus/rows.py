@@ -341,7 +341,7 @@ def _csv_rows(stream: ByteStream, file: InputFile) -> Iterator[tuple[int, list[b
             if stream.problem is not None and "unexpected end" in str(error):
                 lost = 1
             elif cut is None:
-                message = f"{error}; lines {first} to {reader.line_num} are lost"
+                message = f"the row cannot be read ({error}); lines {first} to {reader.line_num} are lost"
                 yield Problem(file.name, f"line {first}", "csv", message, records=1)
             continue
         if values:

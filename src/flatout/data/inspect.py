@@ -47,8 +47,6 @@ REPORT_FORMAT = "flatout-report"
 _REPORT_NUMBERS = ("records", "damaged", "problem_count", "replaced_characters", "files", "input_bytes", "text_bytes")
 _REPORT_TABLES = ("kept", "dropped", "passed_over")
 _CHUNK = 2**20  # larger ones leave the processor's cache and are counted at two thirds of the speed
-_MOST_BINS = 48
-_BINS_PER_DOUBLING = 8
 _SAMPLE_CHARACTERS = 300
 _PROBLEMS = 20
 
@@ -62,8 +60,6 @@ def summarize(folder: str | Path, *, context: int | None = None, samples: int = 
     for shards in splits.values():
         _count_tokens(shards, counts)
     lengths = {name: _count_lengths(shards) for name, shards in splits.items()}
-    found = np.concatenate([values for values, _ in lengths.values()])
-    edges = _edges(int(found.min()), int(found.max()))
     return DataSummary(
         folder=str(folder),
         fingerprint=dataset.manifest.fingerprint,
@@ -71,7 +67,7 @@ def summarize(folder: str | Path, *, context: int | None = None, samples: int = 
         vocab=dataset.manifest.vocab,
         dtype=dataset.manifest.dtype,
         context=context,
-        splits=tuple(_split_summary(dataset, name, lengths[name], edges, context) for name in splits),
+        splits=tuple(_split_summary(dataset, name, lengths[name], context) for name in splits),
         top_tokens=_most_frequent(dataset.tokenizer, counts, top),
         unused_ids=int(np.count_nonzero(counts == 0)),
         samples=_samples(dataset, samples),
@@ -197,18 +193,8 @@ def _count_lengths(shards: TokenShards) -> tuple[Counts, Counts]:
     return values, times
 
 
-def _edges(least: int, most: int) -> tuple[int, ...]:
-    """Whole numbers about a constant ratio apart, the last above `most`."""
-    bins = min(_MOST_BINS, max(1, int(np.ceil(_BINS_PER_DOUBLING * np.log2((most + 1) / least)))))
-    inner = {round(edge) for edge in np.geomspace(least, most + 1, bins + 1)[1:-1].tolist()}
-    return (least, *sorted(edge for edge in inner if least < edge <= most), most + 1)
-
-
-def _split_summary(
-    dataset: Dataset, name: str, lengths: tuple[Counts, Counts], edges: tuple[int, ...], context: int | None
-) -> SplitSummary:
+def _split_summary(dataset: Dataset, name: str, lengths: tuple[Counts, Counts], context: int | None) -> SplitSummary:
     info, (values, times) = dataset.manifest.splits[name], lengths
-    bins = list(itertools.pairwise(np.searchsorted(values, edges).tolist()))
     return SplitSummary(
         name=name,
         documents=info.documents,
@@ -217,9 +203,6 @@ def _split_summary(
         bytes_per_token=info.text_bytes / info.tokens,
         shards=len(info.shards),
         disk_bytes=sum(file.bytes for file in (*info.shards, info.offsets)),
-        edges=edges,
-        documents_by_length=tuple(int(times[low:high].sum()) for low, high in bins),
-        tokens_by_length=tuple(int((values * times)[low:high].sum()) for low, high in bins),
         quantiles=_quantiles(values, times),
         windows=None if context is None else _windows(name, info.tokens, context),
         remainder=None if context is None else 0 if name == "val" else remainder(info.tokens, context, context),

@@ -231,10 +231,10 @@ class _Packer:
         Where limits end a source, workers may have gone further by then. The next source uses those numbers again.
         """
         parts = first
-        given = (None, "") if source is None else (self._request.limits(source), self._request.sources[source].path)
+        limited = (None, "") if source is None else (self._request.limits(source), self._request.sources[source].path)
 
         def trim(number: int, count: int, after: Count) -> Count:
-            limits, options = given[0], recipe.options
+            limits, options = limited[0], recipe.options
             assert limits is not None, "only a limit ends a source"
             assert source is not None, "limits are counted by source"
             part = partial(find_part, self._inputs, options, number, source, first)
@@ -242,7 +242,7 @@ class _Packer:
             journal.write(number, result)
             return after
 
-        tally = Tally(*given, first, trim)
+        tally = Tally(*limited, first, trim)
 
         def missing() -> Iterator[CorpusPart]:
             nonlocal parts

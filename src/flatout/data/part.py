@@ -391,14 +391,14 @@ class Limits:
         """Refuses a source whose first document is larger than the limit, so that nothing would be taken."""
         if full and not count[0]:
             # A document is never too large for a limit on their number.
-            given = {
+            exceeded = {
                 f"data.{key}": most for key, most in zip(LIMITS[1:], self.most[1:], strict=True) if most is not None
             }
-            given_limits = " and ".join(f"{name}={most}" for name, most in given.items())
+            limits = " and ".join(f"{name}={most}" for name, most in exceeded.items())
             smaller = ", or set a data.document_start that occurs more often" if format_of(source)[0] == "text" else ""
             raise DataError(
-                f"the first document of {source} is larger than {given_limits}, and documents are taken whole",
-                f"raise {' and '.join(given)}{smaller}",
+                f"the first document of {source} is larger than {limits}, and documents are taken whole",
+                f"raise {' and '.join(exceeded)}{smaller}",
             )
 
 

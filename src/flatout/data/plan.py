@@ -66,8 +66,8 @@ class Request:
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
         """The sources in order; the last is the validation source where there is one."""
-        given = self.data.source
-        listed: list[str | SourceConfig] = given if isinstance(given, list) else [] if given is None else [given]
+        source = self.data.source
+        listed: list[str | SourceConfig] = source if isinstance(source, list) else [] if source is None else [source]
         plain = [SourceConfig(path=item) if isinstance(item, str) else item for item in listed]
         return (*plain, *([] if self.data.val_source is None else [SourceConfig(path=self.data.val_source)]))
 
@@ -128,7 +128,7 @@ class Inputs(FoundFiles):
         return total.hexdigest()
 
     def stamps(self) -> list[list[Any]]:
-        """Size and time of change of every file: a change tells that the input is another."""
+        """Size and time of change of every file, by which a changed input is noticed."""
         return [[file.path, file.format, file.compression, file.source, *_stamp(file)] for file in self.files]
 
 

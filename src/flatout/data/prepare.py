@@ -49,7 +49,7 @@ def data_folder(data: DataConfig) -> Path:
 
 
 def has_dataset(folder: Path) -> bool:
-    """Whether there is a manifest. A folder that cannot be looked at has none; writing to it tells why."""
+    """Whether there is a manifest. An unreadable folder has none; writing to it raises the error."""
     return os.path.exists(folder / MANIFEST)  # unlike Path.exists, it never raises
 
 
@@ -261,44 +261,15 @@ def _check_settings(data: DataConfig, clean: CleanConfig | None, folder: Path) -
         # The folder may be named after source and tokenizer.
         leave = "" if name in ("source", "tokenizer") else f"leave {path} out or "
         keep = f"{leave}set {word} to use it as it is, or " if path in field_facts() else ""
-        meant = _meant_field(folder, stored, wanted) if name == "field" else ""
-        again = _better(path, stored, data, clean, folder)
         raise DataError(
             f"{folder} was prepared with {name} {stored!r}, the config says {wanted!r}",
-            f"{meant}{keep}set data.folder to a new folder to prepare it anew{again}",
+            f"{keep}set data.folder to a new folder to prepare it anew",
         )
     _check_source_size(data, request, manifest, folder)
 
 
 def _listed(field: str | list[str]) -> list[str]:
     return [field] if isinstance(field, str) else field
-
-
-def _meant_field(folder: Path, stored: str | list[str], wanted: str | list[str]) -> str:
-    """Which field was probably meant by one that is nearly its name; empty if there is none."""
-    known = [*_listed(stored), *(cause.first.instead for cause in read_causes(folder) if cause.first.instead)]
-    near = [match for name in _listed(wanted) if name not in known for match in close_matches(name, known, 0.75)]
-    return f"did you mean {near[0]}? " if near else ""
-
-
-def _better(path: str, stored: Any, data: DataConfig, clean: CleanConfig | None, folder: Path) -> str:
-    """The command that replaces a dataset with one that lacks less; empty where other settings may lose more."""
-    report = read_report(folder)
-    if report is None or not report["damaged"] or path not in ("data.field", "data.invalid_utf8"):
-        return ""
-    causes = read_causes(folder)
-    if path == "data.field":
-        there, wanted = {cause.first.instead for cause in causes}, _listed(data.field)
-        new = [name for name in wanted if name in there]
-        # All that was read stays readable.
-        whole = {*new} | {*_listed(stored)} == {*wanted}
-        data = data.model_copy(update={"field": wanted if whole else list(dict.fromkeys([*_listed(stored), *new]))})
-        if not new:
-            return ""
-    elif data.invalid_utf8 == "strict" or not any(cause.first.kind == "not-utf8" for cause in causes):
-        return ""
-    lost = f"{report['damaged']:,} of {many(report['records'], 'record')}"
-    return f"; it lacks {lost}: `{prepare_command(data, clean)}` replaces it"
 
 
 def _tokenizers(manifest: Manifest, data: DataConfig) -> tuple[str, str]:

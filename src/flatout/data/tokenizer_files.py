@@ -185,7 +185,9 @@ def portable(tokenizer: Tokenizer) -> Portable:
         return Portable(tokenizer.to_json()["content"], tokenizer.special, tokenizer.begin)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         end = tokenizer.end_of_text_name
-        notices = () if end is not None else ("its tokenizer names no end of text, so nothing tells a reader to stop",)
+        notices = (
+            () if end is not None else ("its tokenizer names no end of text, so readers do not know where to stop",)
+        )
         content = tokenizer.to_json()["content"]
         return Portable(content, {} if end is None else {"eos_token": end}, None, notices)
     if isinstance(tokenizer, ByteTokenizer):
@@ -281,7 +283,7 @@ def _characters(tokenizer: CharTokenizer) -> Portable:
     special = {} if unknown is None else {"unk_token": unknown}
     notices: list[str] = []
     if tokenizer.end_of_text is None:
-        notices.append("its tokenizer (char) has no end of text, so nothing tells a reader to stop")
+        notices.append("its tokenizer (char) has no end of text, so readers do not know where to stop")
     else:
         special["eos_token"] = END_OF_TEXT
     if tokenizer.unknown == "error":

@@ -16,7 +16,7 @@ from flatout.front import verbs_ahead, verbs_looking, verbs_measuring, verbs_mod
 from flatout.front.completion import SHELLS, script
 from flatout.front.configs import config_options
 from flatout.front.words import Command, Option, Parser, choice, flag, number, option, word
-from flatout.tuning.cluster import CARDS, FAILURE_HOURS, LLAMAS
+from flatout.tuning.cluster import CARDS, LLAMAS
 from flatout.tuning.rungs import every_name
 
 
@@ -192,7 +192,7 @@ _ALL = (
     Command(
         "estimate",
         verbs_ahead.estimate,
-        "time, memory, energy and cost of a run, from a few real steps; with --gpus, on many GPUs before you rent them",
+        "time, memory and cost of a run, from a few real steps; with --gpus, on many GPUs before you rent them",
         (
             *config_options(more_sizes=f"; with --gpus, a Llama of {', '.join(LLAMAS)}"),
             number("--price", 0, 1e6, "per hour of the machine, or with --gpus of one GPU", metavar="PER_HOUR"),
@@ -206,15 +206,12 @@ _ALL = (
             number("--inter", 0.001, 1e5, "what it reaches between hosts, for each GPU", metavar="GB/S"),
             number("--rate", 1.0, 1e9, "of one GPU with this model; default: from --mfu", metavar="TOKENS/S"),
             number("--mfu", 0.01, 1.0, "share of the peak rate; default: rows of `flatout bench` here, else known"),
-            number("--disk", 0.001, 1e4, "what each host writes; default 2", metavar="GB/S"),
-            number("--restart", 0.0, 1e6, "after an interruption; default 300", metavar="SECONDS"),
-            number("--failure-hours", 1.0, 1e12, f"GPU-hours between interruptions; default {FAILURE_HOURS:,.0f}"),
             option("--plot", "FILE", "with --gpus: draw it to this PNG or SVG file"),
             OVERWRITE,
         ),
-        "Time, memory, disk, energy and cost of a run, from a short timed piece of it. Trains nothing that is kept. "
-        "With --gpus nothing is measured and no GPU is needed: memory, communication, step time, checkpoints and "
-        "interruptions of a run on many GPUs, for data parallel, FSDP2 and hybrid sharding.",
+        "Time, memory, disk and cost of a run, from a short timed piece of it. Trains nothing that is kept. "
+        "With --gpus nothing is measured and no GPU is needed: memory, communication and step time of a run on many "
+        "GPUs, for data parallel, FSDP2 and hybrid sharding.",
         processes="one",
     ),
     # --- measurements -------------------------------------------------------------------------------------------------
@@ -229,10 +226,7 @@ _ALL = (
             WRITTEN_CONFIG,
             OVERWRITE,
             flag("--exhaustive", "try every micro-batch with everything else"),
-            flag("--compile", "try torch.compile's modes as well; takes minutes for each"),
-            number(
-                "--seconds", 1, 1e6, "take the best after this long; default 120, 1200 with compile, 3600 if exhaustive"
-            ),
+            number("--seconds", 1, 1e6, "take the best after this long; default 120, 3600 if exhaustive"),
             flag("--json", "print rows as JSON lines instead of the table"),
         ),
         "Find the micro-batch, checkpointing and loss with the most tokens per second for the config's global batch, "
@@ -265,7 +259,7 @@ _ALL = (
             word("space", "a file with the fields to search over and their ranges", metavar="SPACE.yaml", nargs="?"),
             *CONFIG,
             number("--trials", 1, 100_000, "finished trials in all; default 20", default=20),
-            option("--study", "FILE.db", "keep the trials in this SQLite file, to continue with later"),
+            option("--study", "FILE.jsonl", "keep the trials in this file, to continue with later"),
             option("--out", "FILE", "write the best config to this YAML file, to train with"),
             option("--plot", "FILE", "draw all trials to this PNG or SVG file"),
             OVERWRITE,
@@ -284,12 +278,10 @@ _ALL = (
             number("--steps", 3, 10_000, "most steps to time per rung; default 800", default=800),
             number("--parity-steps", 2, 10_000, "steps whose losses must be the reference's; default 20", default=20),
             number("--batch-tokens", 1, 2**40, "tokens per step; default: the config's, at most 64 sequences"),
-            number("--seconds", 10, 1e6, "begin no rung after about this many seconds; --go-on measures the rest"),
+            number("--seconds", 10, 1e6, "begin no rung after about this many seconds"),
             option("--rungs", "A,B,C", "only these rungs, and what they are compared with; the names are below"),
             choice("--only", verbs_measuring.GROUPS, "only this part of the ladder"),
             option("--out", "FOLDER", "for rows and picture; default: bench/NAME, numbered when taken"),
-            flag("--go-on", "measure what is missing in the rows that --out holds already"),
-            flag("--claims", "show what guides claim of each switch, in the table and the picture"),
             flag("--json", "print rows as JSON lines instead of the table"),
         ),
         "Measure every speed switch on this machine: from a naive baseline up, one at a time, then each one out of the "
@@ -297,7 +289,7 @@ _ALL = (
         "turns with the rung they are compared with, and called faster or slower only where the error allows it.",
         processes="one",
         more_help="The ladder sets the switches of `speed` itself; speed.micro_batch is the most it tries.\n\n"
-        f"rungs (docs/bench.md tells what each one is): {', '.join(every_name())}",
+        f"rungs (docs/bench.md has each one): {', '.join(every_name())}",
     ),
     Command(
         "ablate",
@@ -332,7 +324,7 @@ _ALL = (
             flag("--json", "print the figures as one JSON object instead of the page"),
         ),
         "Take some real training steps under torch's profiler and say what holds them: arithmetic, memory, launches or "
-        "data, and which switch to try. Writes a trace, a memory snapshot, the kernels and a page to read.",
+        "data, and which switch to try. Writes a trace, the kernels and a page to read.",
         processes="ranks",
     ),
     # --- runs and settings --------------------------------------------------------------------------------------------
@@ -466,7 +458,7 @@ verbs:
 {verbs}
 
 CONFIG is a preset's name (see `flatout config presets`) or a YAML file.
-`flatout VERB --help` tells more about a verb; `flatout --version` prints the version.
+`flatout VERB --help` explains a verb; `flatout --version` prints the version.
 
 exit codes: 0 done, 2 usage or config, 3 bad data or checkpoint, 4 training diverged,
             5 out of memory or disk, 129, 130 and 143 stopped by a signal; watch: 1 if the run died
@@ -490,7 +482,7 @@ def parser_of(command: Command) -> Parser:
 def actions_text(verb: str, width: int | None = None) -> str:
     """The help of a verb that has nothing but actions."""
     listing = _listing(actions_of(verb), 9, width)
-    return f"usage: flatout {verb} ACTION ...\n\nactions:\n{listing}\n\n`flatout {verb} ACTION --help` tells more.\n"
+    return f"usage: flatout {verb} ACTION ...\n\nactions:\n{listing}\n\n`flatout {verb} ACTION --help` explains it.\n"
 
 
 def _listing(commands: dict[str, Command], indent: int, width: int | None) -> str:

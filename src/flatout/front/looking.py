@@ -178,6 +178,6 @@ def _machine_without_secrets(folder: Path) -> tuple[dict[str, Any], list[dict[st
     facts = dataclasses.asdict(machine)
     facts["environment"] = {name: value for name, value in machine.environment.items() if not is_secret(name)}
     for card in facts["cards"]:
-        card.pop("identity")  # its number tells who owns it, and nothing about a bug
+        card.pop("identity")  # its number identifies the owner, not the bug
         card.pop("processes")
     return facts, found

@@ -40,7 +40,7 @@ from flatout.data.shards import open_dataset
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.tokenizer_files import own_tokenizer, read_model_tokenizer
 from flatout.device import Device, arithmetic, detect_device
-from flatout.engine.custom import CustomModel, CustomParts, ModelGiven, check_same_parts, customize, structure_of
+from flatout.engine.custom import CustomModel, CustomParts, ModelFromPython, check_same_parts, customize, structure_of
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.setup import only_adapters
@@ -137,7 +137,7 @@ def load_model(
     device: str = "auto",
     best: bool = True,
     base: str | None = None,
-    model: ModelGiven | None = None,
+    model: ModelFromPython | None = None,
 ) -> LoadedModel:
     """A model from a run folder (its best checkpoint), a checkpoint folder, a Hugging Face folder or a PEFT adapter.
 
@@ -179,7 +179,7 @@ def _load_folder(folder: Path, device: Device) -> LoadedModel:
     )
 
 
-def _load_checkpoint(folder: Path, device: Device, base: str | None, given: ModelGiven | None) -> LoadedModel:
+def _load_checkpoint(folder: Path, device: Device, base: str | None, given: ModelFromPython | None) -> LoadedModel:
     checkpoint = read_checkpoint(folder)
     settings, state = load_stored(checkpoint.config), checkpoint.state
     if given is None:
@@ -293,7 +293,7 @@ def _stops(tokenizer: Tokenizer, template: ChatTemplate | None, named: Sequence[
 def _stops_in(folder: Path, tokenizer: Tokenizer, description: Description) -> tuple[int, ...]:
     """Where a model of others ends: what its files name, and what its template writes after an answer."""
     template = None
-    with contextlib.suppress(DataError):  # a template that is broken is told of when somebody chats
+    with contextlib.suppress(DataError):  # `chat` reports a broken template
         if isinstance(tokenizer, ModelTokenizer) and read_templates(folder):
             template = load_template("model", folder, tokenizer)
     return _stops(tokenizer, template, description.end_of_text)

@@ -46,7 +46,7 @@ def usable_streams() -> Iterator[None]:
 
 @contextlib.contextmanager
 def output_that_may_go_away() -> Iterator[None]:
-    """Inside, standard output never raises; when it is lost, standard error is told once."""
+    """Inside, standard output never raises; when it is lost, standard error gets one notice."""
 
     def tell(error: Exception) -> None:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -194,7 +194,7 @@ def ended_by_signals(said: Callable[[], str]) -> Iterator[None]:
 
 
 class Line:
-    """One line on the terminal that is written over; where nobody watches, a line each if it `logs`, else nothing."""
+    """One line on the terminal that is written over; without a terminal, a line each if it `logs`, else nothing."""
 
     def __init__(self, *, watched: bool = True, logs: bool = False) -> None:
         self.watched = watched and sys.stderr.isatty()
@@ -236,7 +236,7 @@ def picture_target(path: Path, option: str, *, overwrite: bool = False) -> Path:
 
 def study_target(path: Path) -> Path:
     """The path, if the trials of a search can be kept there; whether a file that is there has some, the search asks."""
-    _check_name(path, "--study", (".db", ".sqlite"))
+    _check_name(path, "--study", (".jsonl",))
     check_replaceable(path, lambda _: True, way="name another file with --study")
     return path
 

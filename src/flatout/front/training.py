@@ -19,7 +19,7 @@ from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
 from flatout.data.prepare import as_prepared, check_text, prepare_data
 from flatout.device import free_memory
-from flatout.engine.custom import CustomParts, ModelGiven, OptimizerGiven
+from flatout.engine.custom import CustomParts, ModelFromPython, OptimizerFromPython
 from flatout.engine.diverged import Ended, with_way_back
 from flatout.engine.loop import train_loop
 from flatout.engine.monitor import notices_at
@@ -63,8 +63,8 @@ def prepare(
     loaded = as_loaded(config or load_config(), all_written=True)
     check_text(loaded, "prepare")
     if not overwrite:
-        told, loaded = len(loaded.notices), as_prepared(loaded)
-        for notice in loaded.notices[told:]:
+        before, loaded = len(loaded.notices), as_prepared(loaded)
+        for notice in loaded.notices[before:]:
             logging.getLogger("flatout").warning("%s", notice)
     wanted = loaded.config
     return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers)[0]
@@ -73,7 +73,7 @@ def prepare(
 class TuneOptions(TypedDict, total=False):
     """What `finetune` takes beside its config; see `train`."""
 
-    optimizer: OptimizerGiven | None
+    optimizer: OptimizerFromPython | None
     resume: str | Path | None
     stop: Callable[[], bool]
     save: Callable[[], bool]
@@ -86,7 +86,7 @@ class TrainOptions(TuneOptions, total=False):
 
     data: Any
     val: Any
-    model: ModelGiven | None
+    model: ModelFromPython | None
 
 
 @overload
@@ -106,8 +106,8 @@ def train(
     *,
     data: Any = None,
     val: Any = None,
-    model: ModelGiven | None = None,
-    optimizer: OptimizerGiven | None = None,
+    model: ModelFromPython | None = None,
+    optimizer: OptimizerFromPython | None = None,
     resume: str | Path | None = None,
     stop: Callable[[], bool] = lambda: False,
     save: Callable[[], bool] = lambda: False,
@@ -198,7 +198,7 @@ def _train(
         if origin.checkpoint is not None:
             origin = dataclasses.replace(origin, checkpoint=origin.checkpoint.without_tensors())
             source.resumed = origin.checkpoint
-        if world.broadcast(done):  # that is told, and the run's files stay as they are
+        if world.broadcast(done):  # a notice says so, and the run's files stay as they are
             yield from notices_at(origin.step, notices)
             yield from records
             return
@@ -225,7 +225,7 @@ def _planned(
     custom: CustomParts,
     world: World,
 ) -> tuple[DataSource, RunPlan]:
-    """Decides the run; where its data cannot be had, the way back to what it was trained on is told, too."""
+    """Decides the run; where its data cannot be had, the hint also names the data it was trained on."""
     resumed = origin.checkpoint
     with world.fail_together():
         asked = as_begun(asked, origin)
@@ -253,7 +253,7 @@ def _recorded(
     notices: Sequence[str], records: Generator[Record], run: Run, origin: Origin, lock: RunLock
 ) -> Generator[Record]:
     """Passes records on, with the files of a run written."""
-    # A loop that nobody reads from any more may have a save to wait for, and the folder is locked only until then.
+    # A loop whose reader is gone may have a save to wait for, and the folder is locked only until then.
     with _undone_before_the_first_step(lock, origin), contextlib.closing(records):
         path, step, again = origin.folder / "config.yaml", origin.step, recorded_again(origin.checkpoint)
         with disk_errors(str(path)):
@@ -289,7 +289,7 @@ def _undone_before_the_first_step(lock: RunLock, origin: Origin) -> Iterator[Non
     made = [path for path in (origin.folder / "config.yaml", origin.metrics) if not path.exists()]
     try:
         yield
-    except BaseException:  # one that nobody reads on with, or that is interrupted, fails too
+    except BaseException:  # a generator that is closed, or interrupted, fails too
         with contextlib.suppress(OSError):  # a disk that fails here must not hide what went wrong first
             if origin.checkpoint is None and not any(row["type"] == "step" for row in read_metrics(origin.metrics)):
                 for path in made:

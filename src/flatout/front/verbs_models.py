@@ -101,8 +101,8 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
         read = report["records"] - dropped.pop("limit", 0)  # counted as dropped in older datasets
         yield f"kept {kept:,} of {many(read, 'record')} from {many(report['files'], 'file')}{rate}"
         if facts["limits"]:
-            told = " and ".join(f"data.{name}={value}" for name, value in facts["limits"].items())
-            yield f"of each source its beginning was taken, up to {told}; the rest is left out and not counted"
+            limits = " and ".join(f"data.{name}={value}" for name, value in facts["limits"].items())
+            yield f"of each source its beginning was taken, up to {limits}; the rest is left out and not counted"
         if dropped:
             reasons = sorted(dropped.items(), key=lambda pair: (-pair[1], pair[0]))
             yield "dropped " + ", ".join(f"{count:,} {reason}" for reason, count in reasons)

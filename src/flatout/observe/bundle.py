@@ -32,7 +32,6 @@ CONFIG = "config.yaml"
 README = "README.txt"
 _MARK = "A run of Flatout for a bug report."
 _LEFT_OUT = "(left out)"
-_MOST_FILES = 1000
 _SECRET = "(secret)"
 # Settings that hold text of the data, or text for the model.
 _TEXTS = ("sample_prompt", "document_start")
@@ -216,8 +215,7 @@ def _list(folder: Path) -> str:
             found.append(f"{'link':>12}  {name}")
         elif path.is_file():
             found.append(f"{human_bytes(path.stat().st_size):>12}  {name}")
-    more = [f"and {len(found) - _MOST_FILES:,} more"] if len(found) > _MOST_FILES else []
-    return "".join(f"{line}\n" for line in found[:_MOST_FILES] + more)
+    return "".join(f"{line}\n" for line in found)
 
 
 def scrubbed_values(value: Any, private: Private) -> Any:

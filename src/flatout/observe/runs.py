@@ -38,7 +38,6 @@ from flatout.observe.series import amount, finite, number
 from flatout.observe.sinks import (
     NUMBERS,
     RunHistory,
-    early_stop_reason,
     incomparable,
     minutes_of,
     read_history,
@@ -410,7 +409,7 @@ def state_of(history: RunHistory) -> RunState:
     if reason == "finished":
         words = (reason, "finished", f"It finished at {where}{after}.")
     elif reason == "early_stop":
-        words = (reason, "stopped early", f"It stopped early at {where}{after}: {early_stop_reason(history.info)}.")
+        words = (reason, "stopped early", f"It stopped early at {where}{after}: no lower validation loss.")
     elif reason is not None:
         words = ("interrupted", "interrupted", f"It was interrupted at {where}{after}.")
     elif len(rows) >= 3 and all(row.get("applied") is False for row in rows[-3:]):

@@ -161,7 +161,7 @@ _WIDTH, _ROW, _CHART = 12.0, 0.27, 2.9  # inches
 _LETTERS = 15  # of the words beside a bar, on an inch
 _COLOURS = {
     "blue": picture.BLUE, "orange": picture.ORANGE, "red": RED, "teal": picture.TEAL, "purple": picture.PURPLE,
-    "grey": picture.GREY, "faint": "#b9c2cc", "claim": "#f6d9b0",
+    "grey": picture.GREY, "faint": "#b9c2cc",
 }  # fmt: skip
 _GRID = "#e7eaee"
 
@@ -247,7 +247,7 @@ def _draw_bars(axes: Axes, panel: BarPanel) -> None:
             axes.barh(
                 bar.line,
                 end - start,
-                0.84 if colour == "claim" else 0.56,
+                0.56,
                 left=start,
                 color=_COLOURS[colour],
                 alpha=alpha,
@@ -272,7 +272,7 @@ def _draw_bars(axes: Axes, panel: BarPanel) -> None:
             look |= {"ha": "right"}
             if not bar.parts:
                 look |= {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.8}}
-            elif not bar.pale and bar.parts[-1][1] not in ("faint", "claim"):
+            elif not bar.pale and bar.parts[-1][1] != "faint":
                 look |= {"color": "white"}
         axes.text(end, bar.line, f" {words} ", **look)
     if panel.legend:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import DataError, ResourceError, many
+from flatout.errors import DataError, ResourceError
 from flatout.files import disk_errors, open_to_append, write_whole
 from flatout.observe.human import printable
 from flatout.records import Record, record_to_json
@@ -182,16 +182,6 @@ def minutes_of(config: Any) -> float | None:
 
 
 ENDINGS = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}  # of a run, in words
-
-
-def early_stop_reason(info: dict[str, Any]) -> str:
-    """Why a run stopped early."""
-    config = info.get("config")
-    settings = config.get("eval") if isinstance(config, dict) else None
-    patience = settings.get("patience") if isinstance(settings, dict) else None
-    if not isinstance(patience, int | float) or patience <= 0:
-        return "no lower validation loss"
-    return f"no lower validation loss in {many(int(patience), 'evaluation')}"
 
 
 def is_count(value: Any, least: int = 0) -> bool:

@@ -31,7 +31,7 @@ from flatout.observe.human import (
     say,
 )
 from flatout.observe.series import record_sentence
-from flatout.observe.sinks import ENDINGS, early_stop_reason, minutes_of
+from flatout.observe.sinks import ENDINGS, minutes_of
 from flatout.records import EndRecord, PrepareProgress, Record, RunInfo, StepRecord, record_to_json
 
 COLD_STEPS, RECENT_STEPS = 4, 50  # the first steps of a process compile and warm up
@@ -222,7 +222,7 @@ class TerminalReader:
             case EndRecord() if self.info is not None and self.info.nothing_left:
                 return [_finished_before(self.info)]
             case EndRecord():
-                return [*_ending(record, self.info), *([self.memory] if self.memory else [])]
+                return [*_ending(record), *([self.memory] if self.memory else [])]
             case _:
                 return []
 
@@ -304,11 +304,11 @@ def _finished_before(info: RunInfo) -> str:
     )
 
 
-def _ending(record: EndRecord, info: RunInfo | None) -> list[str]:
+def _ending(record: EndRecord) -> list[str]:
     word = ENDINGS.get(record.reason, "ended")
     line = f"{word} at step {record.step} after {human_seconds(record.seconds)} of training"
-    if record.reason == "early_stop" and info is not None:
-        line += f": {early_stop_reason({'config': info.config})}"
+    if record.reason == "early_stop":
+        line += ": no lower validation loss"
     if record.best_loss is not None and math.isfinite(record.best_loss):
         line += f"; best val loss {record.best_loss:.4f} at step {record.best_step}"
     return [line]
@@ -334,7 +334,6 @@ class PrepareBar:
         # Parts that an earlier, stopped prepare had finished come at once and are no measure of the speed.
         self._found: PrepareProgress | None = None
         self._latest: PrepareProgress | None = None
-        self._said: PrepareProgress | None = None  # on the last line, elsewhere than on a terminal
 
     def __call__(self, progress: PrepareProgress) -> None:
         now = time.monotonic()
@@ -364,19 +363,12 @@ class PrepareBar:
             self._bar.update(task, description=phase, total=total, completed=progress.bytes, line=line)
         elif now - self._last_line >= QUIET_SECONDS:
             self._last_line = now
-            self._say(progress, line)
+            say(self._console, f"{_PHASES[progress.phase]}: {line}")
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if self._said is not None and self._latest is not None and self._latest.bytes > self._said.bytes:
-            self._say(self._latest, self._line(self._latest, time.monotonic()))  # else what was said last looks stuck
-        self._said = None
-
-    def _say(self, progress: PrepareProgress, line: str) -> None:
-        self._said = progress
-        say(self._console, f"{_PHASES[progress.phase]}: {line}")
 
     def __enter__(self) -> Self:
         return self

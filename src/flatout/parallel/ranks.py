@@ -231,7 +231,7 @@ def _unreachable(found: Launch, reason: str) -> UserError:
 def refuse(found: Launch, error: UserError) -> UserError:
     """The error that a process raises for one that it has before it meets the others, such as in its config.
 
-    All processes see the errors of all, and one of them tells: the first that has one.
+    All processes see the errors of all. The first that has one prints its error.
     """
     try:
         _check_alike(found, _meet(found, START), START, error=error)

@@ -36,12 +36,11 @@ from flatout.config.sizes import (
     Shape,
     Sized,
     derive,
-    reckoned,
+    rule_inputs,
     shape_of,
     usual_vocab,
 )
 from flatout.config.source import DEFAULT, Setting, Source
-from flatout.config.yaml_loader import format_value
 from flatout.device import Device
 from flatout.resolve.case import Probes
 from flatout.resolve.memory import memory_of
@@ -87,14 +86,8 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
         times = f"{derived.epochs:.1f} epochs"
         repeated = {path: value for path, value in derived.repeated.items() if path not in impossible}
         values |= {path: (value, times) for path, value in repeated.items()}
-        named = ", ".join(
-            f"{path}={format_value(value)}"
-            for path, value in repeated.items()
-            if not _by_user(loaded, path) and value_at(loaded.config, path) != value
-        )
         notices.append(
-            f"the data is read {derived.epochs:.1f} times, more than {FRESH_EPOCHS}: settings are those for repeated "
-            f"data{named and f' ({named})'}"
+            f"the data is read {derived.epochs:.1f} times, more than {FRESH_EPOCHS}: settings for repeated data"
         )
     left = [path for path in TABLES if values.get(path, (0, ""))[0] and not _by_user(loaded, path)]
     if left and is_small(device) and known.vocab > SMALL_VOCAB:
@@ -110,7 +103,8 @@ def is_small(device: Device) -> bool:
 
 def written(loaded: LoadedConfig) -> dict[str, Any]:
     """The user's values that rules depend on, by path."""
-    return reckoned({path: value_at(loaded.config, path) for path, source in loaded.sources.items() if source.by_user})
+    paths = (path for path, source in loaded.sources.items() if source.by_user)
+    return rule_inputs({path: value_at(loaded.config, path) for path in paths})
 
 
 def sized(asked: LoadedConfig, known: Known, device: Device, world: World | None = None) -> LoadedConfig:

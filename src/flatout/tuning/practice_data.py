@@ -195,7 +195,7 @@ class PracticeSamples:
         return rows.most_rows(self.data.order, self.fullest)
 
     def spread(self, count: int, steps: int | None = None) -> tuple[int, ...]:
-        """So many of the first `steps`, which are an epoch if nothing is said, far apart from each other."""
+        """`count` of the first `steps`, which are an epoch if nothing is said, far apart from each other."""
         steps = steps or self.data.order.steps_per_epoch
         places = (np.arange(count) + 0.5) * steps / max(count, 1)
         return tuple(dict.fromkeys(int(place) for place in places))
@@ -276,12 +276,12 @@ def _at_last_stage(loaded: LoadedConfig, say: Callable[[str], None]) -> LoadedCo
 
 def practice_samples(loaded: LoadedConfig, scratch: Path, say: Callable[[str], None]) -> PracticeSamples:
     """The samples that a config names. `scratch` is a folder for what has to be made; `say` gets a notice."""
-    fitted, told = practice_config(loaded, scratch, say)
+    fitted, text = practice_config(loaded, scratch, say)
     base, data = open_sample_data(fitted.config, None, written=loaded.sources["model.context"])
     settings = described(fitted, base)
     fullest = fullest_steps(data.train, data.order, steps_of(settings.config, data.facts))
     vocab = base.description.vocab
-    return PracticeSamples(settings=settings, data=data, vocab=vocab, fullest=fullest, described=told)
+    return PracticeSamples(settings=settings, data=data, vocab=vocab, fullest=fullest, described=text)
 
 
 def _sample_folder(loaded: LoadedConfig, scratch: Path, say: Callable[[str], None]) -> tuple[DataConfig, str]:

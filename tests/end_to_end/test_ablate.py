@@ -56,9 +56,7 @@ def test_a_signal_keeps_what_has_ended(tiny, tmp_path: Path, capsys, monkeypatch
         return real(*args, **settings)
 
     monkeypatch.setattr(measure, "train_loop", stops_in_the_third)
-    words = words_for(
-        tiny, "--fields", "model.qk_norm,optim.clip=0.5", "--seeds", "1", "--out", "kept"
-    )
+    words = words_for(tiny, "--fields", "model.qk_norm,optim.clip=0.5", "--seeds", "1", "--out", "kept")
     assert main(words) == 143
     shown = capsys.readouterr()
     assert "the same command goes on with them" in shown.err

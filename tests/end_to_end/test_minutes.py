@@ -45,6 +45,8 @@ def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(
 
     point, words = flatout.more_minutes(info.folder, 0.01)
     assert point == kept[state["cooldown_step"]]
+    before = read_checkpoint(point).state["deadline"]["spent"]
+    assert float(words[0].removeprefix("train.minutes=")) == pytest.approx(before / 60 + 0.01)
     more = list(flatout.train(flatout.stored_config(point, words), resume=point))
     told = next(record.message for record in more if "train.minutes was" in getattr(record, "message", ""))
     assert len(told.rpartition(" ")[2].replace(".", "").lstrip("0")) <= 3, told

@@ -25,7 +25,7 @@ WSD = ["optim.schedule=wsd", "optim.decay_fraction=0.6", "optim.min_ratio=0.0", 
 def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(
     tiny: Callable[..., LoadedConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny("train.minutes=0.06", "train.steps=200", *WSD)
+    config = tiny("train.minutes=0.06", "train.steps=200", "checkpoint.keep=1", *WSD)
     records = list(flatout.train(config))
     info, end = records[0], records[-1]
     assert isinstance(info, RunInfo)

@@ -118,7 +118,7 @@ def test_no_good_checkpoint_left_is_an_error_not_a_fresh_start(tmp_path: Path):
         newest_good(tmp_path)
 
 
-def test_old_ones_go_and_the_best_and_the_start_of_the_cool_down_stay(tmp_path: Path):
+def test_old_ones_go_and_the_best_stays(tmp_path: Path):
     for step in range(10, 70, 10):
         write_checkpoint(tmp_path, make(step))
     keep_newest(tmp_path, 2, best_step=20, cooldown_step=30)

@@ -89,13 +89,12 @@ def test_a_report_tells_base_rows_and_what_is_trained(words):
     assert info.trained_parameters is not None
     share = info.trained_parameters / (info.trained_parameters + info.parameters)
     assert facts["Trained"].startswith(f"{info.trained_parameters:,} parameters in adapters, {share:.2%} of all")
-    assert facts["Adapters"] == "LoRA, rank 16, alpha 32, dropout 0.1"
-    assert facts["Targets"] == "q_proj, v_proj"
+    assert facts["Adapters"] == "LoRA, rank 16, alpha 32"
     assert facts["Rows"] == "rows.json"
     assert facts["Read as"] == "alpaca"
     assert facts["Rows used"] == "30 of 31"
     assert facts["Rows not used"].startswith("1;")
-    assert facts["Samples"] == "29 to train on, 1 held out"
+    assert facts["Samples"] == "29 to train on, 1 to validate"
     assert facts["Epochs"] == "1.50"
     assert "Tokens per parameter" not in facts
     assert "tokens_per_parameter" not in {figure["key"] for figure in page["figures"]}

@@ -22,8 +22,8 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 48_063,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 38_155,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines of code": 47_999,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 38_100,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 96,  # all Python outside tests
     "modules": 225,  # of src/flatout, as all the following
     "modules with one importer": 36,

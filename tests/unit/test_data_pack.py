@@ -967,16 +967,14 @@ def test_damaged_shards_are_found_by_prepare_and_mended_by_its_hint(
     assert prepare(*words, "--overwrite") == prepare(*words) == 0
 
 
-def test_the_picture_lies_beside_the_dataset_and_nothing_else_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_looking_at_a_dataset_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flatout import cli
 
     (tmp_path / "else").mkdir()
     pack(rows(tmp_path), tmp_path / "out", "bytes")
     monkeypatch.chdir(tmp_path / "else")
     assert cli.main(["prepare", "inspect", "../out"]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["else", "out", "out.png", "rows.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["else", "out", "rows.jsonl"]
     assert list((tmp_path / "else").iterdir()) == []
 
 

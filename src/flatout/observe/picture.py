@@ -434,9 +434,16 @@ def _draw_marks(axes: Axes, kind: Marks, places: Array) -> None:
     if len(places) and kind.marker:
         draw_signs(axes, places, 0.025, kind.marker, 6, kind.colour, _times(len(places), kind.label))
     elif len(places):
-        look = {"color": kind.colour, "linewidth": 1.0, "linestyle": (0, (4, 3)), "zorder": 2}
-        named = {"label": kind.label} if len(places) == 1 and kind.colour != FAINT else {}
-        axes.vlines(_apart(axes, places), 0, 1, transform=axes.get_xaxis_transform(), **look, **named)
+        # Resumes are explained in the caption.
+        label = "" if kind.colour == FAINT else kind.label
+        look: dict[str, Any] = {
+            "colors": kind.colour,
+            "linewidth": 1.0,
+            "linestyle": (0, (4, 3)),
+            "zorder": 2,
+            "label": label,
+        }
+        axes.vlines(_apart(axes, places), 0, 1, transform=axes.get_xaxis_transform(), **look)
 
 
 def _apart(axes: Axes, places: Array) -> Array:

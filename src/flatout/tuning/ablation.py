@@ -558,7 +558,7 @@ def picture_of(result: AblateResult) -> Picture:
         bars.append(dataclasses.replace(bar, pale=one.verdict not in (HELPS, HURTS)))
         names.append(_name(one))
     title = "loss with the change minus loss as configured (right of 0 the value in the config helps)"
-    panel = BarPanel(title=title, bars=bars, limits=_limits(result.effects), at=0.0, at_edge=True)
+    panel = BarPanel(title=title, bars=bars, limits=_limits(result.effects), at=0.0)
     lines = [_sentence(result)]
     return Picture(title=f"What each field of {result.config} is worth", lines=lines, names=names, bars=[panel])
 

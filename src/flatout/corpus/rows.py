@@ -308,8 +308,6 @@ def _named_rows(stream: ByteStream, file: InputFile, fields: Sequence[str] = ())
 
 # Stands for b"\r" inside a line, where Python's reader takes it for a line end; no decoded text has this character.
 _CARRIAGE_RETURN = "\ud800"
-# Stands for a line above the limit: an error of Python's reader, inside a quoted value and outside.
-_NO_ROW = '"x"x\n'
 
 
 def _csv_rows(stream: ByteStream, file: InputFile) -> Iterator[tuple[int, list[bytes]] | Problem]:
@@ -322,7 +320,7 @@ def _csv_rows(stream: ByteStream, file: InputFile) -> Iterator[tuple[int, list[b
         for line in lines(stream, LINE_LIMIT, ending=line_end(file)):
             if line.raw is None:
                 long = line.length
-                yield _NO_ROW
+                yield '"x"x\n'  # an error of Python's reader, inside a quoted value and outside
                 continue
             if stream.problem is not None and not line.ended:
                 lost = 1
@@ -350,7 +348,6 @@ def _csv_rows(stream: ByteStream, file: InputFile) -> Iterator[tuple[int, list[b
                 yield Problem(file.name, f"line {first}", "csv", message, records=1)
             continue
         if values:
-            texts_of_row = (value.replace(_CARRIAGE_RETURN, "\r") for value in values)
-            yield first, [text.encode("utf-8", "surrogateescape") for text in texts_of_row]
+            yield first, [value.replace(_CARRIAGE_RETURN, "\r").encode("utf-8", "surrogateescape") for value in values]
     if stream.problem is not None:
         yield replace(stream.problem, records=lost)

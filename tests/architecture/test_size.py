@@ -23,7 +23,7 @@ from flatout.front.commands import VERBS
 
 HELD = {
     "lines of code": 47_935,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 38_027,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "statements": 38_026,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
     "lines that the formatter skips": 95,  # all Python outside tests
     "modules": 225,  # of src/flatout, as all the following
     "modules with one importer": 36,

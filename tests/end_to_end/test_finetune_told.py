@@ -162,7 +162,7 @@ def test_the_page_shows_it_in_a_browser(words, tmp_path, width, capsys):
         shown = browser.run("document.querySelector('#what').innerText")
         assert "30 of 31" in shown
         assert "LoRA, rank 16" in shown
-        assert "flatout finetune runs/lora/config.yaml" in browser.run("document.querySelector('#reproduce').innerText")
+        assert "flatout finetune CONFIG" in browser.run("document.querySelector('#reproduce').innerText")
         assert browser.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         assert browser.complaints() == []
     finally:

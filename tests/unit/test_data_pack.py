@@ -874,7 +874,7 @@ def test_a_disk_that_fails_is_reported_and_the_next_try_goes_on(
 def test_too_little_disk_is_told_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = plan.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ResourceError, match=r"1000 bytes free, and preparing 1\.1 MiB .* about 4\.3 MiB") as caught:
+    with pytest.raises(ResourceError, match=r"1000 B free, and preparing 1\.1 MiB .* about 4\.3 MiB") as caught:
         pack("shakespeare", tmp_path / "deep" / "data", "bytes")
     assert "data.folder" in caught.value.hint
     assert list(tmp_path.iterdir()) == []

@@ -12,11 +12,11 @@ train: $(VENV)/.core
 # Readers and cleaning beyond text, JSON and CSV.
 data: $(VENV)/.data
 
-# One process more than there are cores, since many tests wait for others they have started; up to eight, as each holds
-# torch.
+# Two processes more than there are cores, since many tests wait for others they have started; up to eight, as each
+# holds torch.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow" --dist worksteal \
-		-n $$($(BIN)/python -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
+		-n $$($(BIN)/python -c 'import os; print(min(8, (os.cpu_count() or 1) + 2))')
 
 # The long campaigns: hundreds of kills and bit flips, thousands of fuzzed inputs. About half an hour.
 test-slow: $(VENV)/.dev

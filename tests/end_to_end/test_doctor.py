@@ -172,7 +172,12 @@ def test_torch_missing_is_a_finding_and_no_traceback(here: Path):
         ("torch", "raise OSError('libcudart.so.13: cannot open shared object file')", "libcudart.so.13"),
         ("torch", "import sys; sys.exit('no')", "SystemExit"),
         ("torch", "__version__ = '2.11.0'", "does not answer"),
-        ("triton", "raise ImportError('libtriton.so: undefined symbol')", "undefined symbol"),
+        pytest.param(
+            "triton",
+            "raise ImportError('libtriton.so: undefined symbol')",
+            "undefined symbol",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_broken_package_is_a_finding_and_no_traceback(tmp_path: Path, package: str, content: str, found: str):

@@ -102,7 +102,7 @@ def campaign(corpus: Path, aims: list[str], steps: int, delay: float, seed: int,
     return hits
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["at once", "beside"])
+@pytest.mark.parametrize("beside", [pytest.param(False, marks=pytest.mark.slow), True], ids=["at once", "beside"])
 def test_a_few_kills(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside):
     monkeypatch.chdir(tmp_path)
     hits = campaign(corpus, ["saving"], steps=40, delay=0.05, seed=1, beside=beside)

@@ -18,7 +18,7 @@ from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
 from flatout.engine import step
 from flatout.engine.spans import StepReport
-from flatout.errors import ConfigError, DataError, HardwareError, ResourceError
+from flatout.errors import ConfigError, DataError, HardwareError, ResourceError, many
 from flatout.model.gpt import GPT
 from flatout.records import NoticeRecord, StepRecord, TuneProgress, TuneResult, TuneRow
 from flatout.resolve.switches import Speed
@@ -110,7 +110,7 @@ def test_sizes_go_up_to_the_rows_of_the_fullest_step(made):
     most = max(row.micro_batch for row in rows)
     assert 1 < most < 6, "six samples never fill six rows"
     assert next(row.accumulation for row in rows if row.micro_batch == most) == 1
-    assert f"6 samples, {result.chosen.micro_batch} rows at once" in result.fragment
+    assert f"6 samples, {many(result.chosen.micro_batch, 'row')} at once" in result.fragment
 
 
 def test_what_the_batch_is_and_what_is_learned_do_not_change(made):

@@ -376,6 +376,7 @@ def test_decoding_with_a_cache_sees_the_adapter(dora):
         assert gradient_of(adapters.flat).abs().max() > 0
 
 
+@pytest.mark.slow
 def test_a_model_with_adapters_can_be_compiled():
     gpt = model(layers=1)
     adapters = attach(gpt, AdapterPlan(rank=4), seed=0)

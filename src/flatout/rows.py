@@ -237,5 +237,5 @@ def _row(path: Path, number: int, line: bytes, parse: Callable[[str], _Any], aga
 def _damaged(path: Path, number: int, why: str, again: str) -> DataError:
     return DataError(
         f"{path} is damaged in line {number}: {why}",
-        f"remove that line, and {again}; or name another place",
+        f"remove that line, and {again}; or name a new folder with --out",
     )

@@ -344,9 +344,7 @@ def _csv_rows(stream: ByteStream, file: InputFile) -> Iterator[tuple[int, list[b
                 yield Problem(file.name, f"line {first}", "too-long", too_long(long, LINE_LIMIT), records=1)
                 long = 0
             else:
-                last = reader.line_num
-                which = f"line {first} is" if last == first else f"lines {first} to {last} are"
-                message = f"the row cannot be read ({error}); {which} lost"
+                message = f"the row cannot be read ({error}); lines {first} to {reader.line_num} are lost"
                 yield Problem(file.name, f"line {first}", "csv", message, records=1)
             continue
         if values:

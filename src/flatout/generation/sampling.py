@@ -99,7 +99,7 @@ def choose(logits_BV: Tensor, rules: Rules, tokens_B: Tensor, *, kernels: bool =
 
 def _threshold(scaled_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
     """The lowest value of a candidate in every row; the largest value is 0."""
-    lowest_B = torch.where(min_p_B > 0.0, min_p_B.clamp(min=1e-38).log(), -torch.inf)
+    lowest_B = torch.where(min_p_B > 0.0, min_p_B.clamp(min=1e-37).log(), -torch.inf)
     vocab = scaled_BV.shape[1]
     if bool(((top_k_B > 0) & (top_k_B < vocab)).any()):
         wanted_B = torch.where(top_k_B > 0, top_k_B, vocab).clamp(max=vocab)

@@ -69,7 +69,7 @@ def _sample(
         kept = (kept - best) / temperature
         lowest = -float("inf")
         if min_p > 0.0:
-            lowest = tl.log(tl.maximum(min_p, 1e-38))
+            lowest = tl.log(tl.maximum(min_p, 1e-37))
         # the order of fp32 values as whole numbers
         bits = ((least - best) / temperature).to(tl.int32, bitcast=True)
         bottom = tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits).to(tl.int64)

@@ -7,8 +7,8 @@
     attend:    norms and positions of queries and keys, the cache's new entry, and attention over a part of the cache
     advance:   the states of an eigenstate mixer, one position further
 
-One row is multiplied element by element, more rows by matrix units. Nothing depends on a length that the host knows, so
-a whole pass can be recorded. A row's result does not depend on the other rows.
+One row is multiplied element by element, and norms are computed where they are needed. Norms of more rows are written
+out first, and matrix units multiply. Nothing depends on a length that the host knows, so a whole pass can be recorded.
 
 On Hopper and later a kernel starts before the one ahead of it has ended (programmatic dependent launch): it fetches
 its weights, which nobody writes, then waits (`_wait`), and only then reads what other kernels made.
@@ -39,158 +39,88 @@ def _wait(EARLY: tl.constexpr):
 
 
 @triton.jit
-def _stream(
-    x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, at, k, mask, inside,
-    BRANCH: tl.constexpr, SCALED: tl.constexpr, MIXED: tl.constexpr,
+def _normed(
+    x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, new_ptr, weight_ptr, bias_ptr, row, k, eps, first_program,
+    K: tl.constexpr, BRANCH: tl.constexpr, SCALED: tl.constexpr, MIXED: tl.constexpr, CENTRED: tl.constexpr,
+    WEIGHTED: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """The residual stream with its branch added and the first stream mixed in."""
-    x = tl.load(x_ptr + at, mask, 0.0).to(tl.float32)
+    """A row of the stream [BLOCK] with its branch, stored by one program, and its norm."""
+    inside = k < K
+    at = row.to(tl.int64) * K + k
+    # Values of the norm are fetched together with the row, not after it.
+    weight, bias = 1.0, 0.0
+    if WEIGHTED:
+        weight = tl.load(weight_ptr + k, inside, 0.0).to(tl.float32)
+    if BIASED:
+        bias = tl.load(bias_ptr + k, inside, 0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
     if BRANCH:
-        branch = tl.load(branch_ptr + at, mask, 0.0).to(tl.float32)
+        branch = tl.load(branch_ptr + at, inside, 0.0).to(tl.float32)
         if SCALED:
-            branch *= tl.load(scale_ptr + k, inside, 0.0).to(tl.float32)[None, :]
+            branch *= tl.load(scale_ptr + k, inside, 0.0).to(tl.float32)
         x += branch
     if MIXED:
-        first = tl.load(first_ptr + at, mask, 0.0).to(tl.float32)
+        first = tl.load(first_ptr + at, inside, 0.0).to(tl.float32)
         x = tl.load(mix_ptr).to(tl.float32) * x + tl.load(mix_ptr + 1).to(tl.float32) * first
-    return x
+    if BRANCH or MIXED:
+        if first_program:
+            tl.store(new_ptr + at, x, inside)
+    if CENTRED:
+        x = tl.where(inside, x - tl.sum(x, 0) / K, 0.0)
+    x *= tl.rsqrt(tl.sum(x * x, 0) / K + eps)
+    return x * weight + bias
 
 
 @triton.jit
 def _combined(
-    parts_ptr, sums_ptr, gates_ptr, row, k, mask, gate_stride, gate_start,
-    H: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
+    parts_ptr, sums_ptr, gates_ptr, row, k, gate_stride, gate_start,
+    K: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Attention's result from those of its parts: each has its largest score and its sum of weights."""
-    head = row.to(tl.int64)[:, None] * H + (k // D)[None, :]
-    top = tl.full(mask.shape, -float("inf"), tl.float32)
+    """A row of attention's result [BLOCK] from those of its parts: each has its largest score and its sum of weights."""
+    inside = k < K
+    head = row.to(tl.int64) * (K // D) + k // D
+    top = tl.full(k.shape, -float("inf"), tl.float32)
     for part in tl.static_range(PARTS):
-        top = tl.maximum(top, tl.load(sums_ptr + (head * PARTS + part) * 2, mask, 0.0))
-    total = tl.zeros(mask.shape, tl.float32)
-    y = tl.zeros(mask.shape, tl.float32)
+        top = tl.maximum(top, tl.load(sums_ptr + (head * PARTS + part) * 2, inside, 0.0))
+    total = tl.zeros(k.shape, tl.float32)
+    y = tl.zeros(k.shape, tl.float32)
     for part in tl.static_range(PARTS):
         place = head * PARTS + part
-        factor = tl.exp2(tl.load(sums_ptr + place * 2, mask, 0.0) - top)
-        total += factor * tl.load(sums_ptr + place * 2 + 1, mask, 1.0)
-        y += factor * tl.load(parts_ptr + place * D + (k % D)[None, :], mask, 0.0)
+        factor = tl.exp2(tl.load(sums_ptr + place * 2, inside, 0.0) - top)
+        total += factor * tl.load(sums_ptr + place * 2 + 1, inside, 1.0)
+        y += factor * tl.load(parts_ptr + place * D + k % D, inside, 0.0)
     y = y / total
     if GATED:
-        y *= tl.load(gates_ptr + row[:, None] * gate_stride + gate_start + (k // D)[None, :], mask, 0.0)
-    return tl.where(mask, y, 0.0)
+        y *= tl.load(gates_ptr + row * gate_stride + gate_start + k // D, inside, 0.0)
+    return tl.where(inside, y, 0.0)
 
 
 @triton.jit
-def _weights(w_ptr, n, k, mask, K: tl.constexpr):
-    return tl.load(w_ptr + n.to(tl.int64)[:, None] * K + k[None, :], mask, 0.0)
+def _store_gates(
+    h, weight_ptr, gates_ptr, row, k, count, stride, INPUTS: tl.constexpr, COUNT: tl.constexpr
+):
+    """2·sigmoid of products with the first channels of a normed row."""
+    gate = tl.arange(0, COUNT)
+    mask = (gate < count)[:, None] & (k < INPUTS)[None, :]
+    weight = tl.load(weight_ptr + gate[:, None] * INPUTS + k[None, :], mask, 0.0).to(tl.float32)
+    made = 2.0 * tl.sigmoid(tl.sum(weight * h[None, :], 1))
+    tl.store(gates_ptr + row * stride + gate, made, gate < count)
 
 
 @triton.jit
-def _times(h, w, ROWS: tl.constexpr, EXACT: tl.constexpr):
-    """[ROWS, outputs] of inputs [ROWS, k] and weights [outputs, k]. Inputs are rounded to the type of products."""
-    if ROWS == 1:
-        return tl.sum(w.to(tl.float32) * h.to(tl.float32), 1)[None, :]
-    elif EXACT:
-        return tl.dot(h.to(tl.float32), tl.trans(w.to(tl.float32)), input_precision="ieee")
-    else:
-        return tl.dot(h, tl.trans(w.to(h.dtype)))
-
-
-@triton.jit
-def _product(
-    x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, new_ptr, norm_weight_ptr, norm_bias_ptr, parts_ptr, sums_ptr,
-    gates_ptr, gate_weight_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, rows, eps, cap, gate_stride, gate_start, counted,
-    N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, BRANCH: tl.constexpr, SCALED: tl.constexpr,
-    MIXED: tl.constexpr, CENTRED: tl.constexpr, WEIGHTED: tl.constexpr, NORM_BIAS: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, GATES: tl.constexpr, GATE_INPUTS: tl.constexpr,
-    INT8: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, CAPPED: tl.constexpr, TYPE: tl.constexpr,
-    EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+def _finished(
+    total, value, n, w_scale_ptr, bias_ptr, cap, N: tl.constexpr, INT8: tl.constexpr, BIAS: tl.constexpr,
+    ACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    alive = row < rows
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    # What is read before the wait: weights, and values of the norm.
-    w = _weights(w_ptr, n, k, (n < N)[:, None] & (k < K)[None, :], K)
-    if ACT == 3:
-        value_w = _weights(w_ptr, n + N, k, (n < N)[:, None] & (k < K)[None, :], K)
-    _wait(EARLY)
-
-    # KIND 0: values; 1: normed; 2: combined
-    mean = tl.zeros((ROWS,), tl.float32)
-    spread = tl.zeros((ROWS,), tl.float32)
-    if KIND == 1:
-        for start in tl.static_range(0, K, BLOCK_K):
-            at_k = start + k
-            mask = alive[:, None] & (at_k < K)[None, :]
-            at = row.to(tl.int64)[:, None] * K + at_k[None, :]
-            x = _stream(
-                x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, at, at_k, mask, at_k < K, BRANCH, SCALED, MIXED
-            )
-            if tl.program_id(0) == 0 and (BRANCH or MIXED):
-                tl.store(new_ptr + at, x, mask)
-            if CENTRED:
-                mean += tl.sum(x, 1)
-            else:
-                spread += tl.sum(x * x, 1)
-        mean = mean / K
-        if CENTRED:
-            for start in tl.static_range(0, K, BLOCK_K):
-                at_k = start + k
-                mask = alive[:, None] & (at_k < K)[None, :]
-                at = row.to(tl.int64)[:, None] * K + at_k[None, :]
-                x = _stream(
-                    x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, at, at_k, mask, at_k < K, BRANCH, SCALED, MIXED
-                )
-                x = tl.where(mask, x - mean[:, None], 0.0)
-                spread += tl.sum(x * x, 1)
-        spread = tl.rsqrt(spread / K + eps)
-
-    total = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    value = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        at_k = start + k
-        inside = at_k < K
-        mask = alive[:, None] & inside[None, :]
-        at = row.to(tl.int64)[:, None] * K + at_k[None, :]
-        if KIND == 0:
-            h = tl.load(x_ptr + at, mask, 0.0).to(tl.float32)
-        elif KIND == 1:
-            x = _stream(
-                x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, at, at_k, mask, inside, BRANCH, SCALED, MIXED
-            )
-            h = (x - mean[:, None]) * spread[:, None]
-            if WEIGHTED:
-                h *= tl.load(norm_weight_ptr + at_k, inside, 0.0).to(tl.float32)[None, :]
-            if NORM_BIAS:
-                h += tl.load(norm_bias_ptr + at_k, inside, 0.0).to(tl.float32)[None, :]
-            h = tl.where(mask, h, 0.0)
-        else:
-            h = _combined(
-                parts_ptr, sums_ptr, gates_ptr, row, at_k, mask, gate_stride, gate_start, H, D, PARTS, GATED
-            )
-        if start == 0 and GATES > 0:
-            # The gates read the first channels, which are all in the first block.
-            if tl.program_id(0) == 0:
-                for gate in range(0, counted):
-                    read = tl.load(gate_weight_ptr + gate * GATE_INPUTS + k, k < GATE_INPUTS, 0.0).to(tl.float32)
-                    made = 2.0 * tl.sigmoid(tl.sum(h.to(TYPE).to(tl.float32) * read[None, :], 1))
-                    tl.store(gates_ptr + row * gate_stride + gate, made, alive)
-        if start > 0:
-            w = _weights(w_ptr, n, at_k, (n < N)[:, None] & inside[None, :], K)
-            if ACT == 3:
-                value_w = _weights(w_ptr, n + N, at_k, (n < N)[:, None] & inside[None, :], K)
-        total += _times(h.to(TYPE), w, ROWS, EXACT)
-        if ACT == 3:
-            value += _times(h.to(TYPE), value_w, ROWS, EXACT)
-
+    """Sums of a product [..., outputs] with scale, bias, activation and cap; `value` is swiglu's second half."""
     if INT8:
-        total *= tl.load(w_scale_ptr + n, n < N, 0.0)[None, :]
+        total *= tl.load(w_scale_ptr + n, n < N, 0.0)
         if ACT == 3:
-            value *= tl.load(w_scale_ptr + N + n, n < N, 0.0)[None, :]
+            value *= tl.load(w_scale_ptr + N + n, n < N, 0.0)
     if BIAS:
-        total += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)[None, :]
+        total += tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
         if ACT == 3:
-            value += tl.load(bias_ptr + N + n, n < N, 0.0).to(tl.float32)[None, :]
+            value += tl.load(bias_ptr + N + n, n < N, 0.0).to(tl.float32)
     if ACT == 1:
         inner = 0.7978845608028654 * (total + 0.044715 * total * total * total)
         total = total * tl.sigmoid(2.0 * inner)
@@ -201,8 +131,118 @@ def _product(
         total = total * tl.sigmoid(total) * value
     if CAPPED:
         total = cap * (2.0 * tl.sigmoid(2.0 * total / cap) - 1.0)
+    return total
+
+
+@triton.jit
+def _of_one_row(
+    x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, new_ptr, norm_weight_ptr, norm_bias_ptr, parts_ptr, sums_ptr,
+    gates_ptr, gate_weight_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, eps, cap, gate_stride, gate_start, counted,
+    N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, BRANCH: tl.constexpr, SCALED: tl.constexpr,
+    MIXED: tl.constexpr, CENTRED: tl.constexpr, WEIGHTED: tl.constexpr, NORM_BIAS: tl.constexpr, D: tl.constexpr,
+    PARTS: tl.constexpr, GATED: tl.constexpr, GATES: tl.constexpr, GATE_INPUTS: tl.constexpr, INT8: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, CAPPED: tl.constexpr, TYPE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The product of one row, element by element. A norm or attention is computed by every program for itself."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    w_row = w_ptr + n.to(tl.int64)[:, None] * K
+    alive = (n < N)[:, None]
+    # Weights are fetched before the wait.
+    w = tl.load(w_row + k[None, :], alive & (k < K)[None, :], 0.0)
+    value_w = w
+    if ACT == 3:
+        value_w = tl.load(w_row + N * K + k[None, :], alive & (k < K)[None, :], 0.0)
+    _wait(EARLY)
+    row = tl.program_id(1)
+    if KIND == 1:
+        h = _normed(
+            x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, new_ptr, norm_weight_ptr, norm_bias_ptr, row, k, eps,
+            tl.program_id(0) == 0, K, BRANCH, SCALED, MIXED, CENTRED, WEIGHTED, NORM_BIAS,
+        )  # fmt: skip
+    elif KIND == 2:
+        h = _combined(parts_ptr, sums_ptr, gates_ptr, row, k, gate_stride, gate_start, K, D, PARTS, GATED)
+    else:
+        h = tl.load(x_ptr + row * K + k, k < K, 0.0).to(tl.float32)
+    h = h.to(TYPE).to(tl.float32)
+    if GATES > 0:
+        if tl.program_id(0) == 0:
+            _store_gates(h, gate_weight_ptr, gates_ptr, row, k, counted, gate_stride, GATE_INPUTS, GATES)
+    total = tl.sum(w.to(tl.float32) * h[None, :], 1)
+    value = total
+    if ACT == 3:
+        value = tl.sum(value_w.to(tl.float32) * h[None, :], 1)
+    for start in tl.static_range(BLOCK_K, K, BLOCK_K):  # of values only: norms and attention are in one block
+        at_k = start + k
+        mask = alive & (at_k < K)[None, :]
+        h = tl.load(x_ptr + row * K + at_k, at_k < K, 0.0).to(tl.float32).to(TYPE).to(tl.float32)
+        total += tl.sum(tl.load(w_row + at_k[None, :], mask, 0.0).to(tl.float32) * h[None, :], 1)
+        if ACT == 3:
+            value += tl.sum(tl.load(w_row + N * K + at_k[None, :], mask, 0.0).to(tl.float32) * h[None, :], 1)
+    total = _finished(total, value, n, w_scale_ptr, bias_ptr, cap, N, INT8, BIAS, ACT, CAPPED)
+    tl.store(out_ptr + row * N + n, total.to(out_ptr.dtype.element_ty), n < N)
+
+
+@triton.jit
+def _of_rows(
+    x_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr, rows, cap, N: tl.constexpr, K: tl.constexpr, INT8: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The product of several rows, by matrix units."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_row = x_ptr + row.to(tl.int64)[:, None] * K
+    w_row = w_ptr + n.to(tl.int64)[None, :] * K
+    total = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    value = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    _wait(EARLY)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        mask = (k < K)[:, None] & (n < N)[None, :]
+        x = tl.load(x_row + k[None, :], (row < rows)[:, None] & (k < K)[None, :], 0.0)
+        w = tl.load(w_row + k[:, None], mask, 0.0)
+        if EXACT:
+            total = tl.dot(x.to(tl.float32), w.to(tl.float32), total, input_precision="ieee")
+        else:
+            total = tl.dot(x, w.to(x.dtype), total)
+        if ACT == 3:
+            w = tl.load(w_row + N * K + k[:, None], mask, 0.0)
+            if EXACT:
+                value = tl.dot(x.to(tl.float32), w.to(tl.float32), value, input_precision="ieee")
+            else:
+                value = tl.dot(x, w.to(x.dtype), value)
+    total = _finished(total, value, n, w_scale_ptr, bias_ptr, cap, N, INT8, BIAS, ACT, CAPPED)
     at = row.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), alive[:, None] & (n < N)[None, :])
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), (row < rows)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _settle(
+    x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, new_ptr, norm_weight_ptr, norm_bias_ptr, parts_ptr, sums_ptr,
+    gates_ptr, gate_weight_ptr, h_ptr, eps, gate_stride, gate_start, counted, K: tl.constexpr, KIND: tl.constexpr,
+    BRANCH: tl.constexpr, SCALED: tl.constexpr, MIXED: tl.constexpr, CENTRED: tl.constexpr, WEIGHTED: tl.constexpr,
+    NORM_BIAS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, GATES: tl.constexpr,
+    GATE_INPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A norm or attention of several rows, written out: each program has a row."""
+    row = tl.program_id(0)
+    k = tl.arange(0, BLOCK)
+    _wait(EARLY)
+    if KIND == 1:
+        h = _normed(
+            x_ptr, branch_ptr, scale_ptr, mix_ptr, first_ptr, new_ptr, norm_weight_ptr, norm_bias_ptr, row, k, eps,
+            row >= 0, K, BRANCH, SCALED, MIXED, CENTRED, WEIGHTED, NORM_BIAS,
+        )  # fmt: skip
+    else:
+        h = _combined(parts_ptr, sums_ptr, gates_ptr, row, k, gate_stride, gate_start, K, D, PARTS, GATED)
+    h = h.to(h_ptr.dtype.element_ty)
+    if GATES > 0:
+        _store_gates(
+            h.to(tl.float32), gate_weight_ptr, gates_ptr, row, k, counted, gate_stride, GATE_INPUTS, GATES
+        )
+    tl.store(h_ptr + row.to(tl.int64) * K + k, h, k < K)
 
 
 class Weights(NamedTuple):
@@ -246,24 +286,39 @@ def starts_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _blocks(rows: int, outputs: int, inputs: int, doubled: bool, device: torch.device) -> dict[str, int]:
-    """Sizes of blocks, measured on an H200. One row: several programs per multiprocessor, each with a few outputs."""
-    whole = int(triton.next_power_of_2(inputs))
-    if rows == 1:
-        wide = min(whole, 1024)
-        few = max(1, outputs // (3 * multiprocessors(device)))
-        block = min(16, int(triton.next_power_of_2(few)), max(1, 16_384 // wide))
-        return {"ROWS": 1, "BLOCK_N": max(2, block // 2 if doubled else block), "BLOCK_K": wide, "num_warps": 4}
-    block = 16 if outputs < 16 * 2 * multiprocessors(device) else 32 if outputs < 128 * multiprocessors(device) else 64
-    return {
-        "ROWS": 16 if rows <= 16 else 32 if rows <= 32 else 64,
-        "BLOCK_N": block,
-        "BLOCK_K": max(16, min(whole, 128)),
-        "num_warps": 4,
-    }
-
-
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_WAITING = ("x", "branch", "scale", "mix", "first", "new", "norm_weight", "norm_bias", "parts", "sums")
+
+
+def _source(
+    source: Tensor | Normed | Combined, gates: GateWeights | None, nothing: Tensor
+) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
+    """What kernels take for an input: tensors, numbers, and constants that say what there is."""
+    values: dict[str, Tensor | None] = dict.fromkeys(_WAITING)
+    numbers: dict[str, Any] = {"eps": 0.0, "gate_stride": 0, "gate_start": 0, "counted": 0}
+    read_gates = gate_weight = None
+    flags: dict[str, Any] = {"KIND": 0, "CENTRED": False, "D": 1, "PARTS": 1, "GATES": 0, "GATE_INPUTS": 1}
+    if isinstance(source, Normed):
+        values |= zip(_WAITING, (*source[:8], None, None), strict=True)
+        flags |= {"KIND": 1, "CENTRED": source.centred}
+        numbers["eps"] = source.eps
+    elif isinstance(source, Combined):
+        values |= {"parts": source.parts_RHPD, "sums": source.sums_RHP2}
+        flags |= {"KIND": 2, "D": source.parts_RHPD.shape[3], "PARTS": source.parts_RHPD.shape[2]}
+        read_gates, numbers["gate_start"] = source.gates_RC, source.gate_start
+    else:
+        values["x"] = source
+    flags |= {"BRANCH": values["branch"] is not None, "SCALED": values["scale"] is not None}
+    flags |= {"MIXED": values["mix"] is not None, "WEIGHTED": values["norm_weight"] is not None}
+    flags |= {"NORM_BIAS": values["norm_bias"] is not None, "GATED": read_gates is not None}
+    if gates is not None:
+        read_gates, gate_weight = gates.gates_RC, gates.weight_CI
+        numbers["counted"], flags["GATE_INPUTS"] = gate_weight.shape
+        flags["GATES"] = max(2, int(triton.next_power_of_2(numbers["counted"])))
+    if read_gates is not None:
+        numbers["gate_stride"] = read_gates.stride(0)
+    found = [*values.values(), read_gates, gate_weight]
+    return [nothing if x is None else x for x in found], numbers, flags
 
 
 def product(
@@ -282,47 +337,35 @@ def product(
     outputs, inputs = matrix.shape
     outputs = outputs // 2 if activation == "swiglu" else outputs
     rows = len(source) if isinstance(source, Tensor) else len(source[0])
-    out_RN = torch.empty(rows, outputs, dtype=out_dtype, device=matrix.device)
-    nothing = out_RN
-    values: dict[str, Any] = dict.fromkeys(("x", "branch", "scale", "mix", "first", "new", "norm_weight"), nothing)
-    values |= dict.fromkeys(("norm_bias", "parts", "sums", "gates", "gate_weight"), nothing)
-    flags: dict[str, Any] = {"KIND": 0, "BRANCH": False, "SCALED": False, "MIXED": False, "CENTRED": False}
-    flags |= {"WEIGHTED": False, "NORM_BIAS": False, "H": 1, "D": 1, "PARTS": 1, "GATED": False, "GATES": 0}
-    flags |= {"GATE_INPUTS": 1}
-    eps, gate_stride, gate_start, counted = 0.0, 0, 0, 0
-    if isinstance(source, Normed):
-        found = {"x": source.x_RW, "branch": source.branch_RW, "scale": source.scale_W, "mix": source.mix_2}
-        found |= {"first": source.first_RW, "new": source.new_RW, "norm_weight": source.weight_W}
-        found |= {"norm_bias": source.bias_W}
-        values |= {name: value for name, value in found.items() if value is not None}
-        flags |= {"KIND": 1, "BRANCH": source.branch_RW is not None, "SCALED": source.scale_W is not None}
-        flags |= {"MIXED": source.mix_2 is not None, "CENTRED": source.centred}
-        flags |= {"WEIGHTED": source.weight_W is not None, "NORM_BIAS": source.bias_W is not None}
-        eps = source.eps
-    elif isinstance(source, Combined):
-        heads, parts, size = source.parts_RHPD.shape[1:]
-        values |= {"parts": source.parts_RHPD, "sums": source.sums_RHP2}
-        flags |= {"KIND": 2, "H": heads, "D": size, "PARTS": parts, "GATED": source.gates_RC is not None}
-        if source.gates_RC is not None:
-            values["gates"] = source.gates_RC
-            gate_stride, gate_start = source.gates_RC.stride(0), source.gate_start
-    else:
-        values["x"] = source
-    if gates is not None:
-        counted, width = gates.weight_CI.shape
-        values |= {"gates": gates.gates_RC, "gate_weight": gates.weight_CI}
-        flags |= {"GATES": 1, "GATE_INPUTS": width}
-        gate_stride = gates.gates_RC.stride(0)
-    sizes = _blocks(rows, outputs, inputs, activation == "swiglu", matrix.device)
-    early = starts_early(matrix.device)
-    _product[(triton.cdiv(outputs, sizes["BLOCK_N"]), triton.cdiv(rows, sizes["ROWS"]))](
-        *(values[name] for name in ("x", "branch", "scale", "mix", "first", "new", "norm_weight", "norm_bias", "parts")),
-        values["sums"], values["gates"], values["gate_weight"], matrix,
-        nothing if weights.scale_N is None else weights.scale_N, nothing if bias is None else bias, out_RN, rows, eps,
-        cap, gate_stride, gate_start, counted, N=outputs, K=inputs, INT8=weights.scale_N is not None,
-        BIAS=bias is not None, ACT=ACTIVATIONS[activation], CAPPED=cap > 0.0, TYPE=_TYPES[dtype],
-        EXACT=dtype == torch.float32 or not matrix.is_cuda, EARLY=early, **flags, **sizes,
-        **({"launch_pdl": True} if early else {}),
+    device, early = matrix.device, starts_early(matrix.device)
+    out_RN = torch.empty(rows, outputs, dtype=out_dtype, device=device)
+    tensors, numbers, flags = _source(source, gates, out_RN)
+    launch = {"EARLY": early, "num_warps": 4} | ({"launch_pdl": True} if early else {})
+    whole = int(triton.next_power_of_2(inputs))
+    ends = [matrix, out_RN if weights.scale_N is None else weights.scale_N, out_RN if bias is None else bias, out_RN]
+    how = {"N": outputs, "K": inputs, "INT8": weights.scale_N is not None, "BIAS": bias is not None}
+    how |= {"ACT": ACTIVATIONS[activation], "CAPPED": cap > 0.0, "cap": cap}
+    if rows == 1:
+        block_k = whole if flags["KIND"] else min(whole, 1024)
+        # A few programs for each multiprocessor, and not more weights than registers hold.
+        few = int(triton.next_power_of_2(max(1, outputs // (3 * multiprocessors(device)))))
+        most = max(1, (8192 if activation == "swiglu" else 16_384) // block_k)
+        block_n = max(1, min(16, few, most))
+        _of_one_row[(triton.cdiv(outputs, block_n), 1)](
+            *tensors, *ends, **numbers, **flags, **how, TYPE=_TYPES[dtype], BLOCK_N=block_n, BLOCK_K=block_k, **launch
+        )
+        return out_RN
+    x_RK = source
+    if not isinstance(x_RK, Tensor):
+        x_RK = torch.empty(rows, inputs, dtype=dtype, device=device)
+        _settle[(rows,)](*tensors, x_RK, **numbers, **flags, K=inputs, BLOCK=whole, **launch)
+    exact = dtype == torch.float32 or not matrix.is_cuda
+    x_RK = x_RK.to(dtype)
+    tall = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    wide = next((size for size in (128, 64, 32) if outputs // size >= multiprocessors(device)), 16)
+    _of_rows[(triton.cdiv(outputs, wide), triton.cdiv(rows, tall))](
+        x_RK, *ends, rows, **how, EXACT=exact, ROWS=tall, BLOCK_N=wide,
+        BLOCK_K=max(16, min(whole, 32 if exact else 128)), **launch,
     )  # fmt: skip
     return out_RN
 

@@ -137,14 +137,14 @@ flatout train gpt2-124m --hardware auto data.source=texts/ train.epochs=1   # on
 flatout train gpt2-124m --gpus 8 data.source=texts/  # the same on eight GPUs
 flatout train --view                                 # a panel with curve, speed, card and warnings
 flatout prepare gpt2-124m data.source=texts/         # only make the token shards; killed, it goes on where it was
-flatout prepare inspect data/gpt2-corpus             # what is in them, what was dropped and why, with a picture
-flatout prepare train-tokenizer data.source=texts/ --vocab 8192   # a byte-pair encoding of your own
+flatout prepare inspect data/gpt2-corpus             # what is in them, what was dropped and why
+flatout prepare data.source=texts/ data.tokenizer=bpe-8192   # with a byte-pair encoding of your own
 flatout eval runs/shakespeare                   # loss, perplexity, bits per byte
 flatout generate runs/shakespeare --prompt "ROMEO:" --temperature 0.8 --top-p 0.95
 flatout generate --interactive                       # the newest run, prompt by prompt
 flatout doctor gpt2-124m data.source=texts/          # what is wrong before it starts, and what to do about it
-flatout estimate gpt2-124m --price 3                 # time, memory, energy and cost, from a few real steps
-flatout estimate --gpus 8..64 --size 7b --gpu h100   # memory, communication, time and goodput on many GPUs
+flatout estimate gpt2-124m --price 3                 # time, memory and cost, from a few real steps
+flatout estimate --gpus 8..64 --size 7b --gpu h100   # memory, communication and time on many GPUs
 flatout tune gpt2-124m --out tuned.yaml              # what trains fastest on this machine, as a config
 flatout tune lr                                      # a learning rate by a range test
 flatout bench                                        # what every speed switch is worth here
@@ -288,9 +288,9 @@ _API = f"""# The API
 {_MADE} How the functions go together, with examples:
 [Python](../python.md).
 
-`Config` is a `LoadedConfig` or a `RunConfig`. `Progress` is a function that takes a `PrepareProgress`. `ModelGiven` is
-a torch module, or a function that takes the built model and returns one or None; `OptimizerGiven` a `Rule`, several, or
-a function that takes named parameters and returns a torch optimizer.
+`Config` is a `LoadedConfig` or a `RunConfig`. `Progress` is a function that takes a `PrepareProgress`.
+`ModelFromPython` is a torch module, or a function that takes the built model and returns one or None;
+`OptimizerFromPython` a `Rule`, several, or a function that takes named parameters and returns a torch optimizer.
 """
 
 
@@ -330,7 +330,7 @@ def _class(made: type) -> str:
     assert isinstance(node, ast.ClassDef)
     fields = [lines[one.lineno - 1].strip() for one in node.body if isinstance(one, ast.AnnAssign)]
     about = (made.__doc__ and inspect.getdoc(made)) or ""
-    if about.startswith(f"{made.__name__}("):  # made by `dataclass`, where nobody wrote one
+    if about.startswith(f"{made.__name__}("):  # made by `dataclass`, where the class has none
         about = ""
     parts = [f"{about}\n" if about else "", _code("\n".join(fields)) if fields else ""]
     return "".join([*parts, *_methods(node)])
@@ -351,12 +351,12 @@ def _methods(node: ast.ClassDef) -> Iterator[str]:
 
 def _signature(node: ast.FunctionDef) -> str:
     """A call with its types: on one line if it is short, else with a line for each argument."""
-    given, returns = node.args, "" if node.returns is None else f" -> {ast.unparse(node.returns)}"
-    defaults = [None] * (len(given.args) - len(given.defaults)) + given.defaults
-    rows = [_argument(*one) for one in zip(given.args, defaults, strict=True) if one[0].arg != "self"]
-    rows += ["*"] if given.kwonlyargs else []
-    rows += [_argument(*one) for one in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
-    rows += [] if given.kwarg is None else [f"**{_argument(given.kwarg, None)}"]
+    arguments, returns = node.args, "" if node.returns is None else f" -> {ast.unparse(node.returns)}"
+    defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
+    rows = [_argument(*one) for one in zip(arguments.args, defaults, strict=True) if one[0].arg != "self"]
+    rows += ["*"] if arguments.kwonlyargs else []
+    rows += [_argument(*one) for one in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    rows += [] if arguments.kwarg is None else [f"**{_argument(arguments.kwarg, None)}"]
     line = f"{node.name}({', '.join(rows)}){returns}"
     return line if len(line) <= 100 else "\n".join([f"{node.name}(", *(f"    {row}," for row in rows), f"){returns}"])
 

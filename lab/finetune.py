@@ -11,7 +11,7 @@ switches as they are resolved for this machine, its step. PEFT's is a plain loop
 case that cannot run gives a row with `error`, and the next one follows.
 
 Seconds are the device's own, from the end of one step to the end of the next; tokens are those that are no padding.
-`host_ms` is how long the host takes to hand a step over with nobody waiting for the device: where it comes near the
+`host_ms` is how long the host takes to hand a step over without waiting for the device: where it comes near the
 step's own time, the host is what is slow. Where CUDA graphs are used, all steps were taken twice before, so that every
 shape is recorded, as it is from the third epoch on; `peak_gib` counts what recordings hold. `--small` is a toy shape,
 to try this file out on a CPU. Words like `speed.products=tuned` change our settings.
@@ -60,11 +60,8 @@ WARM_UP, TIMED = 6, 14
 OURS: dict[str, list[str]] = {
     "ours": [],
     "ours-tuned": ["speed.products=tuned"],
-    "ours-torch": ["speed.kernels=torch"],
-    "ours-selective": ["speed.checkpointing=selective"],
     "ours-full": ["speed.checkpointing=full"],
     "mixed": [],
-    "mixed-torch": ["speed.kernels=torch"],
 }
 PEERS = ("peft", "peft-checkpoint", "peft-mixed")
 

@@ -30,23 +30,18 @@ ONE = ["train.batch_tokens=65536"]  # one micro-batch of 64 x 1024 tokens, as in
 # 1.3 billion parameters: 24 layers of width 2048
 LARGE = ["model.width=2048", "model.heads=16", "speed.micro_batch=16", "train.batch_tokens=131072"]
 LONG = ["train.batch_tokens=131072", "speed.micro_batch=2"]  # two micro-batches of 2 x 32,768 tokens
-LONGER = ["train.batch_tokens=131072", "speed.micro_batch=1", "model.context=131072"]
 OURS: dict[str, tuple[str, list[str], int]] = {
     "124m": ("gpt2-124m", [], 16),
     "124m-one": ("gpt2-124m", ONE, 40),
-    "124m-selective": ("gpt2-124m", ["speed.checkpointing=selective"], 12),
     "350m": ("gpt2-350m", ["speed.micro_batch=64"], 9),
     "350m-fp8-all": ("gpt2-350m", ["speed.micro_batch=64", "speed.fp8=[qkv, out, up, down, head]"], 8),
     "124m-fp8-all": ("gpt2-124m", ["speed.fp8=[qkv, out, up, down, head]"], 12),
-    "124m-cudnn": ("gpt2-124m", ["speed.attention=cudnn"], 16),
     "1300m": ("gpt2-350m", LARGE, 8),
     "gpt-124m": ("gpt-124m", [], 12),
     "small-32k": ("small-32k", LONG, 8),
     "small-32k-windows": ("small-32k", [*LONG, "model.pattern=WWWWWA"], 8),
     "small-32k-hybrid": ("small-32k-hybrid", LONG, 8),
     "small-32k-eigenstate": ("small-32k-eigenstate", LONG, 8),
-    "small-128k-hybrid": ("small-32k-hybrid", LONGER, 8),
-    "small-128k-eigenstate": ("small-32k-eigenstate", LONGER, 8),
 }
 # Sequences in a micro-batch, micro-batches in an update; the first is the same update as our row of 124m has.
 PEERS = {"hf-124m": (64, 8), "hf-124m-one": (64, 1), "hf-124m-32": (32, 1)}

@@ -54,7 +54,6 @@ ENWIK8 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
 PARTS = {"train": (0, 90_000_000, 26_102_763), "val": (90_000_000, 95_000_000, 1_442_253)}
 CASES = {
     "old": "gpt-124m train.batch_tokens=131072 optim.learning_rate=1.2e-3 optim.warmup=100",
-    "old-untied": "gpt-124m train.batch_tokens=65536 optim.learning_rate=2e-3 optim.warmup=100 model.tied=false",
     "modern": "modern --size=124m",
     "record": "record --size=60m",
 }
@@ -118,7 +117,7 @@ def ours(words: str, data: Path, seed: int) -> dict[str, Any]:
                 f"output.folder={folder}/run"]  # fmt: skip
         named = {} if size is None else {"size": size}
         loaded = load_config(preset, [*plan, *rest], **named)
-        if not timed:  # a run of so many minutes plans its evaluations
+        if not timed:  # a run with a length in minutes plans its evaluations
             batch, tokens = loaded.config.train.batch_tokens, loaded.config.train.tokens or TOKENS
             often = [f"eval.tokens={EVALUATED}", f"eval.every={max(1, tokens // batch // 8)}"]
             loaded = load_config(preset, [*plan, *often, *rest], **named)
@@ -252,8 +251,8 @@ def run(asked: argparse.Namespace) -> None:
     query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader"]
     for seed in asked.seeds:
         for word in asked.cases or (*CASES, *(["nanogpt"] if asked.nanogpt else [])):
-            name, given, words = word.partition("=") if " " in word or word not in CASES else (word, "", "")
-            words = words if given else CASES.get(name, "")
+            name, equals, words = word.partition("=") if " " in word or word not in CASES else (word, "", "")
+            words = words if equals else CASES.get(name, "")
             row = {"case": name, "words": words, "seed": seed, "commit": asked.commit, "torch": torch.__version__}
             row["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
             began = time.perf_counter()

@@ -2,7 +2,7 @@
 
     python lab/two_trees.py [--data FOLDER] OLD NEW OLD_COMMIT NEW_COMMIT [CASE ...]
 
-OLD and NEW are folders with `src` and `lab` (`benchmarks` in older trees), such as git worktrees. Each case runs in two
+OLD and NEW are folders with `src` and `lab`, such as git worktrees. Each case runs in two
 processes, one a tree.
 They set up and warm up one after the other, because tuned products are chosen by their times; then they take turns, so
 that only one of them has the device. A row has the medians of both, the ratio new to old, and the peak memory of each.
@@ -45,10 +45,10 @@ OUTSIDE = 6  # of 24 ratios on each side of an interval that has the true median
 
 
 class Worker:
-    """A process that has set a case up, and steps when it is told to."""
+    """A process that has set a case up, and steps on request."""
 
     def __init__(self, tree: Path, case: str, how: list[str]) -> None:
-        own = [str(tree / name) for name in ("src", "lab", "benchmarks")]
+        own = [str(tree / name) for name in ("src", "lab")]
         path = os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, __file__, "--worker", case, *how]
         environment = {**os.environ, "PYTHONPATH": path}
@@ -199,8 +199,7 @@ def lora(case: str, stack: contextlib.ExitStack, *, small: bool) -> Case:
     def peak() -> int:
         if not torch.cuda.is_available():
             return 0
-        graph = getattr(step, "graph", step.run_micro_batch)  # a tree before `graph` has recordings there
-        held = getattr(graph, "held_bytes", 0)  # in no peak of torch's
+        held = getattr(step.graph, "held_bytes", 0)  # in no peak of torch's
         return max(torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated() + held)
 
     return take, peak, [round(loss, 5) for loss in losses[:WARM_UP]], 5
@@ -216,18 +215,18 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--data", metavar="FOLDER")
     parser.add_argument("--worker", metavar="CASE", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        work(given.worker, given.data, small=given.small)
+    parsed = parser.parse_args()
+    if parsed.worker:
+        work(parsed.worker, parsed.data, small=parsed.small)
         return
     known = [*PRESETS, *LORA]
-    cases = given.words[4:] or known
-    if len(given.words) < 4 or any(case not in known for case in cases):
+    cases = parsed.words[4:] or known
+    if len(parsed.words) < 4 or any(case not in known for case in cases):
         sys.exit(
             f"error: two folders, two commits and perhaps cases are needed\nhint: the cases are {', '.join(known)}"
         )
-    old, new, old_commit, new_commit = given.words[:4]
-    how = [*(["--small"] if given.small else []), *([f"--data={given.data}"] if given.data else [])]
+    old, new, old_commit, new_commit = parsed.words[:4]
+    how = [*(["--small"] if parsed.small else []), *([f"--data={parsed.data}"] if parsed.data else [])]
     for case in cases:
         try:
             row = compare(case, Path(old).resolve(), Path(new).resolve(), how)

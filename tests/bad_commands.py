@@ -12,7 +12,6 @@ from tests.bad_configs import as_yaml, bad_config_files, bad_overrides, good_sec
 CONFIG_VERBS = [
     ["train"], ["prepare"], ["config", "show"], ["config", "explain"], ["train", "--json"], ["finetune"], ["estimate"],
     ["estimate", "--gpus", "8"], ["tune"], ["tune", "lr"], ["bench"], ["ablate"], ["profile"],
-    ["prepare", "compare-tokenizers"], ["prepare", "train-tokenizer", "--vocab", "300"],
 ]  # fmt: skip
 MODEL_VERBS = ["eval", "generate", "chat", "export", "plot", "report", "watch"]
 NUMBERS = {
@@ -21,7 +20,6 @@ NUMBERS = {
     ("eval",): ["--tokens"],
     ("prepare",): ["--workers", "--context"],
     ("prepare", "inspect", "."): ["--context"],
-    ("prepare", "train-tokenizer"): ["--vocab"],
     ("estimate",): ["--price", "--seconds"],
     ("estimate", "--gpus", "8"): [
         "--per-host",
@@ -30,8 +28,6 @@ NUMBERS = {
         "--rate",
         "--mfu",
         "--disk",
-        "--restart",
-        "--failure-hours",
     ],
     ("tune",): ["--memory", "--seconds"],
     ("tune", "lr"): ["--from", "--to", "--steps"],
@@ -44,15 +40,15 @@ NUMBERS = {
 }
 NO_NUMBERS = ["-1", "many", "nan", "-inf", "1e99", "9" * 40, "", " ", "--", "0x10", "1,5", "٣x", "\x1b[2J", "1" * 5000]
 CONTRADICTIONS = [
-    ["train", "--view", "--json"], ["train", "--resume", ""], ["watch", "--web", "--json"], ["watch", "--port", "5"],
-    ["bench", "--rungs", ","], ["bench", "--rungs", "bf16", "--only", "extra"], ["bench", "--go-on"],
+    ["train", "--view", "--json"], ["train", "--resume", ""], ["watch", "--port", "5"],
+    ["bench", "--rungs", ","], ["bench", "--rungs", "bf16", "--only", "extra"],
     ["bench", "--rungs", "nope"], ["bench", "--out", ""], ["profile", "--out", " "], ["tune", "--out", "found.txt"],
     ["ablate", "--fields", ","], ["ablate", "--fields", "model.nope"], ["ablate", "--fields", "model.width"],
     ["ablate", "--fields", "train.seed=2"], ["ablate", "--equal", "steps"], ["ablate", "--out", ""],
     ["tune", "--out", "nowhere/found.yaml"], ["tune", "lr", "--from", "1", "--to", "2"], ["tune", "search"],
-    ["tune", "search", "nowhere.yaml"], ["tune", "search", "nowhere.yaml", "--study", "nowhere/x.db"],
-    ["prepare", "inspect"], ["prepare", "inspect", ".", "--picture", "a.bmp"], ["prepare", "verify", "."],
-    ["prepare", "look"], ["prepare", "train-tokenizer"], ["prepare", "train-tokenizer", "--vocab", "300", "--out", ""],
+    ["tune", "search", "nowhere.yaml"], ["tune", "search", "nowhere.yaml", "--study", "nowhere/x.jsonl"],
+    ["prepare", "inspect"], ["prepare", "verify", "."],
+    ["prepare", "look"], ["tokenizer", "train", "--vocab", "300"],
     ["config", "copy"], ["config", "copy", "nope"], ["config", "copy", "../lora"], ["config", "copy", "lora", ""],
     ["config", "copy", "lora", "nowhere/a.yaml"], ["export", "."], ["export", ".", ""], ["merge", ".", "out"],
     ["export", ".", "out"], ["plot"], ["plot", "."], ["report", "."], ["eval", "."],
@@ -61,7 +57,7 @@ CONTRADICTIONS = [
     ["estimate", "--gpus", "8..2"], ["estimate", "--gpus", "8", "--size", "9t"], ["estimate", "--rate", "9"],
     ["estimate", "--gpus", "8", "--gpu", "abacus"], ["estimate", "--gpus", "8", "--rate", "9", "--mfu", "0.5"],
     ["plan"], ["bundle", "."], ["data", "look"], ["report", "--zip", "--serve"], ["report", "--port", "5"],
-    ["prepare", "--engine", "spark"], ["prepare", "lora"], ["export", ".", "out", "--dtype", "int4"], ["-x"], [""],
+    ["prepare", "--engine", "ray"], ["prepare", "lora"], ["export", ".", "out", "--dtype", "int4"], ["-x"], [""],
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 
 from flatout.config.load import LoadedConfig, load_config
 from flatout.confined import Child
+from flatout.corpus import sources
 from tests.bf16_products import summed_in_fp32
 from tests.interpreter import replace_once
 
@@ -34,6 +36,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# A test ends processes, never the machine, and a run waits for the disk 40 times: longer than it computes.
+# `tests/power_loss.py` records which calls there are, and in which order.
+os.fsync = os.fstat
 
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported, which torch.compile does too; it does not mind.
@@ -87,7 +93,32 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", r"ignore:Argument \w+ \(position:UserWarning")
 
 
+def _thin_grids(items: list[pytest.Item]) -> None:
+    """Of a test marked `grid`, cases that hold every value of every parameter stay; the other combinations are slow.
+
+    On a GPU all combinations stay: there they test what the interpreter cannot.
+    """
+    grids: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("grid") and "gpu" not in item.keywords:
+            grids.setdefault((item.path, item.originalname), []).append(item)
+    for cases in grids.values():
+        values = {item: [(name, str(value)) for name, value in item.callspec.params.items()] for item in cases}
+        uses: Counter[tuple[str, str]] = Counter()
+        missing = {value for case in cases for value in values[case]}
+        while missing:
+            # Most new values first, then the least used: cases of a grid lie on its diagonal.
+            best = min(cases, key=lambda case: (-len(missing & {*values[case]}), sum(uses[v] for v in values[case])))
+            missing -= {*values[best]}
+            uses.update(values[best])
+            cases.remove(best)
+        for case in cases:
+            case.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _thin_grids(items)
     part, parts = (int(number) for number in str(config.getoption("--part")).split("/"))
     items[:] = items[part - 1 :: parts]
     if not torch.cuda.is_available():
@@ -197,6 +228,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path.write_text("".join(lines * 40), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def short_shakespeare(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source `shakespeare` is its first speeches: learning 1,024 tokens from all of it takes two seconds."""
+    path = tmp_path_factory.mktemp("shakespeare") / "first.txt"
+    path.write_bytes(sources.shakespeare().read_bytes()[:100_000])
+    monkeypatch.setattr(sources, "shakespeare", lambda: path)
 
 
 @pytest.fixture

@@ -41,7 +41,6 @@ def _read_text(make: Maker, source: str, tokenizer: str = "bytes") -> list[str]:
     return make.chance.choice(
         [
             ["prepare", "--workers", "0", f"data.tokenizer={tokenizer}", *where],
-            ["prepare", "compare-tokenizers", "--tokenizer", tokenizer, *where],
             ["doctor", "--quick", f"data.tokenizer={tokenizer}", *where],
             [*TRAIN, f"data.tokenizer={tokenizer}", *where],
         ]
@@ -145,7 +144,7 @@ def _no_plain_file(make: Maker) -> list[str]:
         "made": lambda: _read_run(make),
         "data": lambda: make.chance.choice(
             [
-                ["prepare", "inspect", "data", "--no-picture"],
+                ["prepare", "inspect", "data"],
                 ["prepare", "verify", "data"],
                 [*TRAIN, "data.folder=data"],
             ]
@@ -360,9 +359,9 @@ def _dataset(make: Maker) -> list[str]:
     return make.chance.choice(
         [
             ["prepare", "verify", "data"],
-            ["prepare", "inspect", "data", "--no-picture"],
+            ["prepare", "inspect", "data"],
             [*TRAIN, "data.folder=data", "data.source=null"],
-            ["prepare", "compare-tokenizers", "--tokenizer", "data/tokenizer.json", f"data.source={make.kit.text}"],
+            ["doctor", "--quick", "data.tokenizer=data/tokenizer.json", f"data.source={make.kit.text}"],
         ]
     )
 

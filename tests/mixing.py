@@ -11,10 +11,9 @@ from flatout.model.operations import Operations, Own, Shared
 from flatout.ops.documents import DocumentLayout
 
 
-def mixer_config(*, width: int, states: int, context: int, scales=(), **more) -> ModelConfig:
+def mixer_config(*, width: int, states: int, context: int, **more) -> ModelConfig:
     """A model whose blocks are such mixers."""
-    shape = {"width": width, "states": states, "context": context, "scales": list(scales)}
-    return ModelConfig(pattern="E", heads=1, **shape, **more)
+    return ModelConfig(pattern="E", heads=1, width=width, states=states, context=context, **more)
 
 
 def mixed(

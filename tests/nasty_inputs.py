@@ -112,7 +112,7 @@ def _damaged_file(make: Maker) -> list[str]:
     how = make.chance.choice([how for how in DAMAGES if how != "none"])
     raw = damage(compress(build(form, texts_for(form, make.chance, 40)), suffix), how, make.chance)
     name = make.write(f"input{SUFFIXES[form]}{suffix}", raw)
-    return ["prepare", "compare-tokenizers", "--tokenizer", "bytes", f"data.source={name}"]
+    return ["prepare", "--workers", "0", "data.tokenizer=bytes", f"data.source={name}", "data.folder=data"]
 
 
 def _odd_file(make: Maker) -> list[str]:
@@ -120,7 +120,6 @@ def _odd_file(make: Maker) -> list[str]:
     make.write(name, raw)
     source = f"data.source={make.chance.choice([name, '.'])}" if make.chance.random() < 0.2 else f"data.source={name}"
     verbs = [
-        ["prepare", "compare-tokenizers", "--tokenizer", "bytes"],
         ["prepare", "--workers", "0", "data.tokenizer=bytes"],
         TRAIN,
     ]
@@ -203,7 +202,7 @@ def _source_that_is_no_file(make: Maker) -> list[str]:
         lambda: "hf:",
         lambda: "-",
     ]
-    verbs = [["prepare", "compare-tokenizers", "--tokenizer", "bytes"], ["prepare", "--workers", "0"], TRAIN]
+    verbs = [["prepare", "--workers", "0"], TRAIN]
     source = make.chance.choice(places)()
     return [*make.chance.choice(verbs), f"data.source={source}", "data.folder=data"]
 
@@ -378,7 +377,7 @@ def _tokenizer(make: Maker) -> list[str]:
         path.rename(base / "tokenizer.json")
         return ["chat", "base", "--device", "cpu", "--message", "Hello", "--tokens", "2"]
     verbs = [
-        ["prepare", "compare-tokenizers", "--tokenizer", "./tokenizer.json"],
+        ["prepare", "--workers", "0", "data.tokenizer=./tokenizer.json", "data.folder=data"],
         [*TRAIN, "data.tokenizer=./tokenizer.json", "data.folder=data"],
     ]
     return [*make.chance.choice(verbs), f"data.source={make.kit.text}"]
@@ -458,7 +457,7 @@ def _made_by_us(make: Maker) -> list[str]:
         return make.chance.choice(
             [
                 ["prepare", "verify", "data"],
-                ["prepare", "inspect", "data", "--no-picture"],
+                ["prepare", "inspect", "data"],
                 [*TRAIN, "data.folder=data", "data.source=null"],
             ]
         )
@@ -521,7 +520,7 @@ def _name(make: Maker) -> list[str]:
         ["train", f"{name}.yaml"], ["train", "--resume", name], ["generate", name],
         ["chat", str(make.kit.base), "--base", name], ["config", "copy", name], ["prepare", "inspect", name],
         ["plot", name], ["report", name, "--json"], ["watch", name], ["tune", "search", name],
-        ["export", name, "out"], ["prepare", "compare-tokenizers", text, "--tokenizer", name],
+        ["export", name, "out"], ["prepare", "--workers", "0", text, data, f"data.tokenizer={name}"],
         ["eval", str(make.kit.run), "--data", name, "--device", "cpu"],
         ["report", str(make.kit.run), "--out", f"{name}.html" if name.strip("/.") else "gone/a.html"],
         ["train", "--hardware", name],

@@ -31,7 +31,7 @@ RUNS = ["runs/first", "runs/second", "tuned"]
 CHECKPOINTS = ["runs/first/checkpoints/step-00000001", "runs/second/checkpoints/step-00000001"]
 MODELS = [*RUNS, *CHECKPOINTS, "base", "exported", "adapters"]
 DATASETS = ["data/texts-char", "data/clean"]
-NEW = ["new", "new-2", "new/deep/er", "runs/third", "data/new", "new.png", "new.yaml", "new.html", "new.json", "new.db"]
+NEW = ["new", "new-2", "new/deep/er", "runs/third", "data/new", "new.png", "new.yaml", "new.html", "new.jsonl"]
 ODD = [
     "x" * 300,
     "deep/" * 60 + "x",
@@ -268,22 +268,7 @@ def _prepare(draw: Drawer) -> list[str]:
 def _data(draw: Drawer) -> list[str]:
     if draw.chance.random() < 0.4:
         return ["prepare", "verify", draw.one(*DATASETS)]
-    picture = [[], ["--no-picture"], ["--picture", draw.one("new.png", "link.png", "results.png", "plots/mine.svg")]]
-    return ["prepare", "inspect", draw.one(*DATASETS), *draw.chance.choice(picture)]
-
-
-def _tokenizer(draw: Drawer) -> list[str]:
-    if draw.chance.random() < 0.3:
-        return [
-            "prepare",
-            "compare-tokenizers",
-            _source(draw),
-            "--tokenizer",
-            draw.one("bytes", "tokenizer.json", "base"),
-        ]
-    # To overwrite a file is the user's wish; they do not wish it of these.
-    out = ["--out", draw.chance.choice(NEW), "--overwrite"] if draw.chance.random() < 0.3 else ["--out", draw.one(*NEW)]
-    return ["prepare", "train-tokenizer", _source(draw), "--vocab", "260", *(out if draw.chance.random() < 0.9 else [])]
+    return ["prepare", "inspect", draw.one(*DATASETS)]
 
 
 def _use(draw: Drawer) -> list[str]:
@@ -347,7 +332,7 @@ def _measure(draw: Drawer) -> list[str]:
         [
             ["tune", *settings, "--seconds", "1", "--out", out, *wrong],
             ["tune", "lr", *settings, "--steps", "20", "--out", out, *draw.maybe("--plot", draw.one("link.png"))],
-            ["tune", "search", draw.one("config.yaml"), *settings, "--trials", "1", "--study", draw.one("new.db")],
+            ["tune", "search", draw.one("config.yaml"), *settings, "--trials", "1", "--study", draw.one("new.jsonl")],
             [
                 "bench",
                 *settings,
@@ -355,7 +340,6 @@ def _measure(draw: Drawer) -> list[str]:
                 draw.chance.choice(["nope", "fp8", "fp8"]),
                 "--out",
                 out,
-                *draw.maybe("--go-on"),
             ],
             ["ablate", *settings, "--fields", draw.chance.choice(["nope", "model.width"]), "--out", out],
             ["profile", *settings, "--steps", "1", *draw.maybe("--out", out, share=0.8), *wrong],
@@ -364,7 +348,7 @@ def _measure(draw: Drawer) -> list[str]:
 
 
 _VERBS: dict[Callable[[Drawer], list[str]], float] = {
-    _train: 24, _finetune: 8, _prepare: 18, _data: 6, _tokenizer: 5, _use: 6, _export: 9, _plot: 4, _report: 6,
+    _train: 24, _finetune: 8, _prepare: 18, _data: 6, _use: 6, _export: 9, _plot: 4, _report: 6,
     _watch: 2, _config: 6, _look_ahead: 3, _measure: 3,
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""Programs of strangers in a child process with limits: chat templates, and patterns of adapters.
+"""Programs of strangers in a child process with limits: chat templates, and files of tokenizers.
 
-A template or a regular expression that comes with a model can run for years or ask for all memory there is, and its
+A template or a tokenizer that comes with a model can run for years or ask for all memory there is, and its
 text does not show it. So it never runs in this process. A small child process runs it, with limits on processor time,
 memory and the length of its answer. A program that exceeds a limit raises `Exceeded`, and its process is killed.
 
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, final
@@ -35,7 +35,6 @@ from flatout.errors import ResourceError
 _START = "import sys; sys.path += sys.argv[2:]; from flatout.confined import serve; serve(sys.argv[1])"
 _READY = "ready"
 _BROKEN = "breaks the process that runs it"
-_IDLE = 30.0  # seconds after which a child that is asked nothing ends
 
 
 class Exceeded(Exception):  # no UserError: only the caller knows whose program it was, and what to use instead
@@ -71,7 +70,6 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._deadline = float("inf")
         self._late = False
-        self._used = 0.0
         atexit.register(self.close)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
@@ -101,7 +99,7 @@ class Child:
                 self._kill()
                 raise
             finally:
-                self._deadline, self._used = float("inf"), time.monotonic()
+                self._deadline = float("inf")
         if status == "memory":
             raise Exceeded(f"needs more than {self.limits.memory / 2**20:,.0f} MiB of memory")
         return value
@@ -114,61 +112,45 @@ class Child:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._kill()
-            self._late, self._deadline, self._used = False, time.monotonic() + self.limits.patience, time.monotonic()
+            self._late, self._deadline = False, time.monotonic() + self.limits.patience
             self._process = self._start()
             threading.Thread(target=self._watch, args=(self._process,), daemon=True).start()
         return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
         roots = dict.fromkeys(root_of(name) for name in ("flatout", *self._packages))
-        for program in pythons():
-            started = self._attempt([program, "-I", "-S", "-c", _START, self._module, *roots])
-            if started is not None:
-                return started
-        raise ResourceError(
-            "no Python could be started to try out a stranger's program in",
-            "make `python3` available on the PATH, in the version that runs Flatout",
-        )
-
-    def _attempt(self, words: list[str]) -> subprocess.Popen[bytes] | None:
-        """The child, if that program is a Python and says that it is ready."""
+        words = [_python(), "-I", "-S", "-c", _START, self._module, *roots]
         pipe = subprocess.PIPE
         try:
             # Without buffers, which a fork would have twice; in a session of its own, which no terminal signals.
             process = subprocess.Popen(
                 words, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
             )
-        except (OSError, ValueError):
-            return None
+        except (OSError, ValueError) as error:
+            raise _no_python() from error
         assert process.stdin is not None
         assert process.stdout is not None
         clock = threading.Timer(self.limits.patience, process.kill)
         clock.start()
-        ready = False
         try:
             _send(process.stdin, _packed(self.limits.memory))
-            ready = _receive(process.stdout, 100) == _READY
-        except (OSError, EOFError, ValueError):
-            return None
+            _receive(process.stdout, 100)
+        except BaseException as error:
+            _forget(process)
+            if not isinstance(error, OSError | EOFError | ValueError):
+                raise
+            raise _no_python() from error
         finally:
             clock.cancel()
-            if not ready:
-                _forget(process)
         return process
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Ends a child that takes too long by the clock, whose reader then finds the pipe closed, and an idle one."""
+        """Ends a child that takes too long by the clock; its reader then finds the pipe closed."""
         while process.poll() is None and self._process is process:
             if time.monotonic() > self._deadline:
                 self._late = True
                 process.kill()
                 return
-            if self._lock.acquire(blocking=False):  # no request is running
-                try:
-                    if self._process is process and time.monotonic() > self._used + _IDLE:
-                        self._kill()
-                finally:
-                    self._lock.release()
             time.sleep(0.2)
 
     def _why_gone(self, process: subprocess.Popen[bytes], seconds: float) -> str:
@@ -208,12 +190,17 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def pythons() -> Iterator[str]:
-    """Programs that may be a Python: this one, unless it is inside another program, and those beside it."""
-    folder, name = Path(sys.exec_prefix), f"python{sys.version_info.major}.{sys.version_info.minor}"
-    usual = [str(folder / "bin" / name), str(folder / "bin" / "python3"), str(folder / "python.exe")]
-    here = [sys.executable, getattr(sys, "_base_executable", None)]
-    yield from dict.fromkeys(filter(None, [*here, *usual, shutil.which(name), shutil.which("python3")]))
+def _python() -> str:
+    """The program of this Python; inside another program, which has none, the one on the PATH."""
+    usual = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return sys.executable or shutil.which(usual) or usual
+
+
+def _no_python() -> ResourceError:
+    return ResourceError(
+        "no Python could be started to try out a stranger's program in",
+        "make `python3` available on the PATH, in the version that runs Flatout",
+    )
 
 
 def root_of(package: str) -> str:

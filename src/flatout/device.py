@@ -20,7 +20,7 @@ from flatout.errors import HardwareError
 # torch's generators and switches are those of the process: runs in several threads take turns, step by step.
 ONE_AT_A_TIME = threading.RLock()
 
-# (pattern in the device's name, dense bf16 or fp16 TFLOP/s with sums in fp32; None where a name does not tell it).
+# (pattern in the device's name, dense bf16 or fp16 TFLOP/s with sums in fp32; None where a name stands for several).
 # First match wins, so longer names stand first. Sources: NVIDIA's data sheets of each card for data centres and
 # workstations; for GeForce the appendices of its architecture whitepapers (Turing, GA102, Ada, RTX Blackwell), and for
 # models that came later the rate of the same tensor cores, 512 FLOP per SM and clock (half of what they reach with sums
@@ -100,7 +100,7 @@ class Device:
     name: str
     memory_bytes: int | None  # what a run may use: `limit_bytes` where there is a limit
     capability: tuple[int, int] | None
-    limit_bytes: int | None = None  # the memory limit this run was given, to emulate a smaller card
+    limit_bytes: int | None = None  # the memory limit of this run, to emulate a smaller card
 
     @property
     def kind(self) -> str:
@@ -200,7 +200,7 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def reserved_memory_bytes(device: torch.device) -> int | None:
-    """What torch's allocator holds on the device, its cache included; None where it does not tell."""
+    """What torch's allocator holds on the device, its cache included; None where it does not say."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
 
 

@@ -89,7 +89,7 @@ class ResourceError(UserError):
 
 
 class FullDiskError(ResourceError):
-    """A disk without space, or a quota that is used up: somebody may make room."""
+    """A disk without space, or a quota that is used up: room may be made."""
 
 
 class DeviceMemoryError(ResourceError):

@@ -57,7 +57,7 @@ def parse_json(raw: bytes | str) -> Any:
 def read_bounded(path: Path, most: int = MOST_JSON) -> bytes:
     """The bytes of a plain file of at most `most` bytes; anything else is an OSError before it is read.
 
-    A file in a folder from somebody else may be a pipe, a device without an end, or larger than memory.
+    A file in a foreign folder may be a pipe, a device without an end, or larger than memory.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # opening a pipe would wait
     with os.fdopen(os.open(path, flags), "rb") as file:
@@ -163,7 +163,7 @@ def write_pieces(path: Path, pieces: Iterable[memoryview]) -> dict[str, Any]:
             for place in at_work:
                 _wait_for(place)
         finally:
-            for thread in (hashing, writing):  # no thread may still read from memory that is given back
+            for thread in (hashing, writing):  # no thread may still read from memory that is freed
                 thread.shutdown(cancel_futures=True)
         os.fsync(file.fileno())
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
@@ -223,20 +223,6 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
         raise
     if durable:
         sync_folder(path.parent)
-
-
-def readable_sizes(*sizes: float) -> list[str]:
-    """Sizes in bytes as words of one message: each in its own unit, with enough digits to tell different ones apart."""
-    spelled = ([_size_in_words(size, digits) for size in sizes] for digits in range(1, 10))
-    exact = [f"{size:.0f} bytes" for size in sizes]
-    return next((words for words in spelled if len(set(words)) == len(set(sizes))), exact)
-
-
-def _size_in_words(size: float, digits: int) -> str:
-    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= limit:
-            return f"{size / limit:.{digits}f} {unit}"
-    return f"{size:.0f} bytes"
 
 
 def check_replaceable(

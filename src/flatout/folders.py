@@ -122,7 +122,7 @@ def make_folders(path: Path) -> list[Path]:
     for place in reversed(missing):
         try:
             place.mkdir()
-        except FileExistsError:  # somebody else made it meanwhile: not ours to take back
+        except FileExistsError:  # another process made it meanwhile: not ours to remove
             if not place.is_dir():
                 raise
         else:
@@ -196,7 +196,7 @@ def _is_empty(folder: Path) -> bool:
 def _writer_lives(folder: Path) -> bool:
     mark = _read_mark(folder)
     pid = mark.get("pid")
-    # Nobody can tell from another host; on Windows, asking after a process would end it.
+    # From another host that cannot be seen; on Windows, asking after a process would end it.
     if mark.get("host") != socket.gethostname() or not isinstance(pid, int) or pid < 1 or os.name == "nt":
         return True
     if pid == os.getpid():  # a process with our number that was killed, in a container that numbers from 1 again

@@ -121,7 +121,7 @@ class CoreClock:
 
     now: float
     own: float  # of this process on cores, and of those that it started
-    busy: float | None  # of everybody on the cores that this process may use
+    busy: float | None  # of all processes on the cores that this process may use
     waited: float | None  # of this process's threads, ready to run, for a core
 
 

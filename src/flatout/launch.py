@@ -143,7 +143,7 @@ def place_of_slurm() -> None:
 
 
 def in_thread(ask: Callable[[], Value]) -> "Future[Value]":
-    """What `ask` will return, asked in a thread that may be given up.
+    """What `ask` will return, asked in a thread that may be abandoned.
 
     For torch's store, all of whose operations wait for ever where the other side is connected and does not answer.
     """

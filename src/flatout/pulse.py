@@ -76,7 +76,7 @@ class Pulse:
     def state(self) -> State:
         return State(self._numbers[self._state])
 
-    def tell(self, state: State) -> None:
+    def set_state(self, state: State) -> None:
         self._numbers[self._state] = state
 
     def at_step(self, step: int) -> None:

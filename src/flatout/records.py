@@ -162,7 +162,7 @@ class MachineRecord(Shown):
     step: int  # the newest one
     elapsed: float
     utilisation: float | None  # 0 to 1
-    memory_bytes: int | None  # in use on the card, by everybody
+    memory_bytes: int | None  # in use on the card, by all processes
     power_watts: float | None  # at this moment
     power_limit_watts: float | None  # set for the card
     temperature: float | None  # of the card, in degrees Celsius
@@ -170,15 +170,15 @@ class MachineRecord(Shown):
     throttled: str
     memory_total_bytes: int | None = None  # of the card
     clock_most_mhz: float | None = None  # that the card can have
-    power_default_watts: float | None = None  # the limit that the card has unless somebody sets another
+    power_default_watts: float | None = None  # the limit that the card has unless another is set
     allocated_bytes: int | None = None  # by this run's tensors on the card
     cores: float | None = None  # of the host, that the run may use
-    cores_busy: float | None = None  # by everybody: 1.5 is one and a half cores
+    cores_busy: float | None = None  # by all processes: 1.5 is one and a half cores
     cores_others: float | None = None  # by processes that the run did not start
     threads_waiting: float | None = None  # threads of the run that waited for a core, on average
     load: float | None = None  # processes that ran or waited, as the system's mean over a minute
     process_bytes: int | None = None  # of the host's memory, allocated by the run; files that it maps left out
-    host_bytes: int | None = None  # of the host's memory in use, by everybody
+    host_bytes: int | None = None  # of the host's memory in use, by all processes
     host_total_bytes: int | None = None  # of the host, or of the container if that has less
     swap_bytes: int | None = None  # of the host's memory that lie on the disk
 
@@ -267,8 +267,8 @@ class PrepareProgress:
     """How far preparing has come: `phase` is characters, reading, merging, validation or measuring; sizes are of the
     input on disk.
 
-    In the phase validation, of a stream, how much there is in all plays no part. `notice` is something to tell the
-    user before any of it is read; in the phase measuring, of a run with a length in minutes, it is all there is.
+    In the phase validation, of a stream, how much there is in all plays no part. `notice` is printed before
+    any of it is read; in the phase measuring, of a run with a length in minutes, it is all there is.
     """
 
     phase: str
@@ -303,8 +303,7 @@ class EndRecord(Shown):
 class SplitSummary:
     """One split of a prepared dataset. Lengths are in tokens, an end-of-text id included.
 
-    Bin i holds the documents of length `edges[i]` to `edges[i + 1] - 1`; both splits have the same edges. `quantiles`
-    goes from `min` over `50%` to `max`. `windows` and `remainder` are None when no context was given;
+    `quantiles` goes from `min` over `50%` to `max`. `windows` and `remainder` are None without a context;
     validation is read to its last token, so its `remainder` is 0.
     """
 
@@ -315,9 +314,6 @@ class SplitSummary:
     bytes_per_token: float  # of the text
     shards: int  # files with tokens
     disk_bytes: int  # of all files of the split
-    edges: tuple[int, ...]  # of the bins, in tokens
-    documents_by_length: tuple[int, ...]  # one count for each bin
-    tokens_by_length: tuple[int, ...]  # one count for each bin
     quantiles: dict[str, int]
     windows: int | None
     remainder: int | None
@@ -399,9 +395,6 @@ class BenchRow(Shown):
     steps: int  # that were timed
     gain: float | None
     factor: float | None
-    claim: str  # what guides say the switch is worth
-    claim_low: float | None  # as a factor
-    claim_high: float | None  # as a factor
     config: str  # name of the config
     config_words: tuple[str, ...]  # settings on top of it
     data: str  # what was trained on
@@ -578,7 +571,8 @@ def bench_row_from_json(line: str) -> BenchRow:
         if body.pop("type") != NAMES[BenchRow]:
             raise ValueError("a record of another kind")
         parity = body["parity"]
-        body.pop("claim_rows", None)  # in rows of earlier versions
+        for former in ("claim_rows", "claim", "claim_low", "claim_high"):  # in rows of earlier versions
+            body.pop(former, None)
         body |= {name: tuple(value) for name, value in body.items() if isinstance(value, list)}
         return BenchRow(**{**body, "parity": None if parity is None else float(parity)})
     except (KeyError, TypeError, AttributeError) as error:

@@ -8,7 +8,6 @@ Contract: a cell is text, and the name of its column has the unit. Text may come
 control characters. The JSON of a result is its own record (`to_json`), not its sheet.
 """
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -240,14 +239,8 @@ def read_rows(
 def _row(path: Path, number: int, line: bytes, parse: Callable[[str], _Any], again: str) -> _Any:
     try:
         return parse(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise _damaged(path, number, f"byte {error.start + 1} is not UTF-8", again) from error
-    except json.JSONDecodeError as error:
-        raise _damaged(path, number, f"{error.msg} at column {error.colno}", again) from error
-    except ValueError as error:
-        raise DataError(
-            f"{path}, line {number} is not a row of this version: {error}", "name a new folder with --out"
-        ) from error
+    except ValueError as error:  # of UTF-8 and of JSON, too
+        raise _damaged(path, number, str(error), again) from error
 
 
 def _damaged(path: Path, number: int, why: str, again: str) -> DataError:

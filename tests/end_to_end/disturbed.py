@@ -28,15 +28,15 @@ from tests.end_to_end.many import Command, assert_same_end, last_step, logged, s
 TIMEOUT = 4  # parallel.timeout
 MOST_LOST, MOST_MEMORY = 15.0, 50.0  # seconds for a fault, MiB that a run may grow
 HANGS = 600.0  # seconds after which a run that is not on again is given up
-# What, and to whom: a rank, the agent, the writer of rank 0, or the process that reads a stream for rank 1.
+# What, and to whom: a rank, the agent, or the process that reads a stream for rank 1.
 KINDS = (
     "kill 0", "kill 1", "stop 0", "stop 1", "hang 0", "hang 1", "stuck 0", "stuck 1", "kill agent", "stop agent",
-    "kill writer", "stop writer", "kill loader", "stop loader", "term agent", "term 1", "save agent", "full 0",
+    "kill loader", "stop loader", "term agent", "term 1", "save agent", "full 0",
     "clock 1",
 )  # fmt: skip
 RESTARTS = [f"{what} {rank}" for what in ("kill", "stop", "hang") for rank in (0, 1)]
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "save": signal.SIGUSR1}
-MODULES = {"writer": (0, "flatout.engine.writer"), "loader": (1, "flatout.data.workers")}
+MODULES = {"loader": (1, "flatout.data.workers")}
 
 
 def kinds_for(data: str) -> list[str]:
@@ -94,16 +94,16 @@ class Disturbed:
         def on_again() -> bool:
             if not told and "starting all ranks again" in self.log.read_text()[before:]:
                 told.append(time.monotonic() - began)
-            # What is wrong with a writer shows at the next save, with a loader when what it has read is used up.
+            # What is wrong with a loader shows when what it has read is used up.
             enough = 60 if kind.endswith("loader") or kind.startswith("stuck") else 1
-            waits = kind.split()[0] in ("full", "save") or kind.endswith("writer")
+            waits = kind.split()[0] in ("full", "save")
             return last_step("run") > beyond + enough and (not waits or saved_steps("run")[-1] > reached)
 
         self.command.wait_until(on_again, HANGS)
         seconds = time.monotonic() - began
         repeated = sum(map(int, re.findall(r"(\d+) steps are repeated", self.log.read_text()[before:])))
-        if kind == "kill agent":  # nobody is left to say so
-            repeated = reached - saved
+        if kind in ("kill agent", "full 0"):  # nobody is left to say so
+            repeated = beyond - saved
         lost = max(0.0, seconds - pace * (last_step("run") - reached + repeated))
         if kind in RESTARTS:
             assert told, f"{kind} was not noticed: {self.command.told}"
@@ -114,6 +114,9 @@ class Disturbed:
         what, whom = kind.split()
         if victim is None:
             Path(f"{what}-{whom}").touch()
+            if what == "full":  # the next save ends the run, and somebody makes room
+                assert self.command.wait(HANGS) == 5, self.command.told
+                self.command = self.start()
             return
         os.kill(victim, SIGNALS[what])
         if kind == "stop agent":  # somebody's Ctrl-Z: the ranks go on, and so does the agent later

@@ -79,13 +79,13 @@ def test_a_generator_that_was_read_before_is_refused_when_a_run_resumes():
     ("words", "error"),
     [
         (["data.source=text.txt"], "data.source is set, and train was given data="),
-        (["data.packing=best_fit"], "joined as they come"),
-        (["data.stride=4"], "joined as they come"),
+        (["data.packing=best_fit"], "joins arrays as they come"),
+        (["data.stride=4"], "joins arrays as they come"),
         (["train.steps=null", "train.epochs=2.0"], "train.epochs is set"),
         (["eval.every=1 epoch"], "where an epoch of data= ends"),
         (["checkpoint.every=2 epochs"], "where an epoch of data= ends"),
         (["optim.warmup=2 epochs"], "where an epoch of data= ends"),
-        (["data.max_documents=5"], "limits on documents"),
+        (["data.max_documents=5"], "limits are for text"),
         (["model.vocab=null"], "need a vocabulary"),
     ],
 )

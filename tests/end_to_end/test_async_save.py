@@ -3,41 +3,25 @@
 import itertools
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 import flatout
+from flatout.checkpoints import checkpoint
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint, read_verdict
 from flatout.config.load import load_config
-from flatout.engine import recovery, saver
+from flatout.engine import saver
 from flatout.engine.saving import Boundary
-from flatout.engine.writer import SavePlan, Writer
 from flatout.errors import DivergedError, ResourceError
-from flatout.folders import process_lives
 from flatout.observe.sinks import MetricsFile, read_metrics
-from flatout.records import CheckpointRecord, EndRecord, NoticeRecord, Record, StepRecord
+from flatout.records import CheckpointRecord, EndRecord, Record, StepRecord
 from tests.end_to_end.test_nothing_lost import assert_same_end, poison
 from tests.end_to_end.test_resume import stop_after
 
 BOUNDARIES = ["train.steps=12", "checkpoint.every=3", "eval.every=4", "eval.sample_every=6", "checkpoint.keep=2",
               "eval.patience=9", "model.dropout=0.1"]  # fmt: skip
-
-
-@pytest.fixture
-def writers(monkeypatch) -> list[Writer]:
-    """Every writer that was started."""
-    made: list[Writer] = []
-
-    class Kept:
-        def __call__(self, memory: int) -> Writer:
-            made.append(Writer(memory))
-            return made[-1]
-
-    monkeypatch.setattr(saver, "Writer", Kept())
-    return made
 
 
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +58,7 @@ def check_same_run(mine: str, theirs: str, step: int = 12) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_run_is_the_same_with_it_and_without(tiny, monkeypatch, writers, late):
+def test_a_run_is_the_same_with_it_and_without(tiny, monkeypatch, late):
     words = [*BOUNDARIES, "optim.ema=0.8"]  # for whose evaluations weights and average change places
     list(flatout.train(tiny(*words, "output.folder=reference")))
     beside(monkeypatch)
@@ -82,8 +66,6 @@ def test_a_run_is_the_same_with_it_and_without(tiny, monkeypatch, writers, late)
         at_the_latest(monkeypatch)
     records = list(flatout.train(tiny(*words, "output.folder=run")))
     check_same_run("run", "reference")
-    assert len(writers) == 1, "one process for all saves"
-    assert not process_lives(writers[0].pid or 0)
     saved = of(records, CheckpointRecord)
     assert [record.step for record in saved] == sorted({record.step for record in saved}), "in the order of steps"
     assert all(record.background_seconds is not None for record in saved)
@@ -97,48 +79,26 @@ def test_a_run_is_the_same_with_it_and_without(tiny, monkeypatch, writers, late)
     assert records[-1].checkpoint == saved[-1].path
 
 
-def test_small_checkpoints_are_written_at_once(tiny, writers):
+def test_small_checkpoints_are_written_at_once(tiny):
     records = list(flatout.train(tiny("train.steps=4", "checkpoint.every=2")))
     assert [record.background_seconds for record in of(records, CheckpointRecord)] == [None, None]
-    assert writers == []
 
 
-def test_a_writer_killed_in_the_middle_costs_a_notice(tiny, monkeypatch, writers):
-    list(flatout.train(tiny(*BOUNDARIES, "output.folder=reference")))
-    beside(monkeypatch)
-    real, saves = Writer.save, itertools.count(1)
-
-    def killed(self: Writer, plan: SavePlan) -> int:
-        if next(saves) == 2:
-            os.kill(self.pid or 0, signal.SIGKILL)
-        return real(self, plan)
-
-    monkeypatch.setattr(Writer, "save", killed)
-    records = list(flatout.train(tiny(*BOUNDARIES, "output.folder=run")))
-    check_same_run("run", "reference")
-    assert len(writers) == 2
-    notices = [record for record in of(records, NoticeRecord) if "process that writes checkpoints" in record.message]
-    assert [(record.step, "code -9; this process wrote it" in record.message) for record in notices] == [(4, True)]
-
-
-def test_a_disk_that_stays_full_is_the_error_it_was(tiny, monkeypatch, writers):
+def test_a_disk_that_stays_full_is_the_error_it_was(tiny, monkeypatch):
     def full(*_args):
         raise OSError(28, os.strerror(28))
 
     beside(monkeypatch)
     list(flatout.train(tiny("train.steps=3", "output.folder=run")))
-    monkeypatch.setattr(Writer, "save", full)
-    monkeypatch.setattr(saver, "save_plan", full)
-    monkeypatch.setattr(recovery, "WAIT", 0.0)
+    monkeypatch.setattr(checkpoint, "save_files", full)
     words = ["train.steps=9", "checkpoint.every=3", "output.folder=run"]
     with pytest.raises(ResourceError, match=r"could not write checkpoint run/checkpoints/step-00000006: No space left"):
         list(flatout.train(tiny(*words), resume="auto"))
     assert [step for step, _ in list_checkpoints(Path("run/checkpoints"))] == [3]
-    assert all(not process_lives(writer.pid or 0) for writer in writers)
 
 
 @pytest.mark.parametrize("how", ["left", "error", "diverged"])
-def test_whoever_ends_a_run_waits_for_its_last_save(tiny, monkeypatch, writers, how):
+def test_whoever_ends_a_run_waits_for_its_last_save(tiny, monkeypatch, how):
     at_the_latest(monkeypatch)
     words = ["train.steps=9", "checkpoint.every=3", "output.folder=run"]
     list(flatout.train(tiny(*words, "output.folder=reference")))
@@ -161,7 +121,6 @@ def test_whoever_ends_a_run_waits_for_its_last_save(tiny, monkeypatch, writers, 
         else:
             with pytest.raises(DivergedError if how == "diverged" else ValueError):
                 read()
-    assert not process_lives(writers[0].pid or 0)
     assert [step for step, _ in list_checkpoints(Path("run/checkpoints"))] == [3]
     assert read_verdict(Path("run/checkpoints/step-00000003")) is not None
     list(flatout.train(tiny(*words), resume="auto"))
@@ -170,7 +129,7 @@ def test_whoever_ends_a_run_waits_for_its_last_save(tiny, monkeypatch, writers, 
     assert_same_end("run", "reference", 9)
 
 
-def test_a_run_that_cannot_write_its_records_ends_before_its_folder_is_free(tiny, monkeypatch, writers):
+def test_a_run_that_cannot_write_its_records_ends_before_its_folder_is_free(tiny, monkeypatch):
     """Also while somebody keeps the error, and with it all frames."""
     beside(monkeypatch)
     at_the_latest(monkeypatch)
@@ -184,12 +143,11 @@ def test_a_run_that_cannot_write_its_records_ends_before_its_folder_is_free(tiny
     monkeypatch.setattr(MetricsFile, "add", failing)
     with pytest.raises(ResourceError, match="planted") as kept:
         list(flatout.train(tiny("train.steps=9", "checkpoint.every=3", "output.folder=run")))
-    assert not process_lives(writers[0].pid or 0)
     assert read_verdict(Path("run/checkpoints/step-00000003")) is not None
     del kept
 
 
-def test_an_interrupt_saves_and_waits(tiny, monkeypatch, writers):
+def test_an_interrupt_saves_and_waits(tiny, monkeypatch):
     words = [*BOUNDARIES, "output.folder=run"]
     list(flatout.train(tiny(*words, "output.folder=reference")))
     beside(monkeypatch)

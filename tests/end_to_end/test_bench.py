@@ -47,19 +47,17 @@ def test_the_ladder_writes_rows_a_table_and_a_picture(tmp_path: Path, capsys: py
     assert all(row["flatout"] == flatout.__version__ for row in rows)
     assert (tmp_path / "rows" / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert "from the baseline to the full set" in said.out
-    assert "guides" not in said.out, "only with --claims"
     assert "[1/7] baseline: green" in said.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows"]  # no data folder, no run folder
 
 
-def test_rows_say_what_was_asked_for(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_rows_say_what_was_asked_for(corpus: Path, tmp_path: Path):
     words = [*QUICK, f"data.source={corpus}", "data.folder=later", "--rungs", "baseline", "--out", "rows"]
     assert main(words) == 0
     (row,) = rows_in(tmp_path / "rows")
     words_of_row = str(row["config_words"])
     assert str(corpus) in words_of_row
     assert "data.folder=later" in words_of_row
-    assert main([*words, "--go-on"]) == 0, capsys.readouterr().err
 
 
 def test_rows_as_json_and_folders_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -177,18 +175,11 @@ def test_a_picture_of_somebody_else_is_not_written_over(
     picture = tmp_path / "rows" / "bench.png"
     picture.parent.mkdir()
     picture.write_text("mine", encoding="utf-8")
-    honest = flatout.bench
-    monkeypatch.setattr(flatout, "bench", lambda *_, **__: pytest.fail("it went on"))
-    for more in ([], ["--go-on"]):
-        assert main([*QUICK, "--rungs", "baseline", "--out", "rows", *more]) == 2
-        said = capsys.readouterr()
-        assert "error: rows/bench.png is there, and no measured rows beside it" in said.err
+    monkeypatch.setattr(flatout, "bench", lambda *_, **__: pytest.fail("it was measured"))
+    assert main([*QUICK, "--rungs", "baseline", "--out", "rows"]) == 2
+    assert "error: rows/bench.png is there already" in capsys.readouterr().err
     assert picture.read_text(encoding="utf-8") == "mine"
     assert [path.name for path in picture.parent.iterdir()] == ["bench.png"]
-    picture.rename(tmp_path / "mine.png")
-    monkeypatch.setattr(flatout, "bench", honest)
-    assert main([*QUICK, "--rungs", "baseline", "--out", "rows"]) == 0
-    assert main([*QUICK, "--rungs", "fused-qkv", "--out", "rows", "--go-on"]) == 0, "its own picture it may draw anew"
 
 
 def test_the_folder_by_default_is_one_without_a_picture(tmp_path: Path):
@@ -207,65 +198,11 @@ def test_rows_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (tmp_path / "rows" / "bench.jsonl").read_text(encoding="utf-8") == "mine"
 
 
-def test_going_on_measures_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main([*QUICK, "--rungs", "baseline", "--out", "rows"]) == 0
-    with (tmp_path / "rows" / "bench.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"type": "bench", "ru')  # killed while writing
-    capsys.readouterr()
-    assert main([*QUICK, "--rungs", "sdpa,baseline", "--out", "rows", "--go-on"]) == 0
-    said = capsys.readouterr()
-    assert "rows/bench.jsonl: line 2, the last one, was cut off" in said.err
-    assert "[1/2] fused-qkv" in said.err
-    assert "[2/2] sdpa" in said.err
-    rows = {row["rung"]: row for row in rows_in(tmp_path / "rows")}
-    assert list(rows) == ["baseline", "fused-qkv", "sdpa"]
-    assert rows["sdpa"]["factor"] == pytest.approx(rows["fused-qkv"]["gain"] * rows["sdpa"]["gain"])  # pyright: ignore
-    assert "from the baseline to sdpa, the last rung that was measured" in said.out
-    assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--go-on", "--batch-tokens", "128"]) == 2
-    assert "batch_tokens 64, now it is 128" in capsys.readouterr().err
-    assert main([*QUICK, "--go-on"]) == 2
-
-
-def test_going_on_from_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--go-on"]) == 0
-    assert capsys.readouterr().err.count("there is nothing to continue from in rows: ") == 1
-    assert len(rows_in(tmp_path / "rows")) == 1
-
-
-def test_a_damaged_file_is_told_by_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main([*QUICK, "--rungs", "sdpa", "--out", "rows"]) == 0
-    path = tmp_path / "rows" / "bench.jsonl"
-    good = path.read_text(encoding="utf-8").splitlines()
-    cases = [
-        ([*good, good[0][:40]], " is damaged in line 3: ", "remove that line"),
-        ([good[0], "\ufffd" * 3, good[1]], " is damaged in line 2: ", "remove that line"),
-        ([*good, '{"type": "step"}'], ", line 3 is not a row of this version", "a new folder"),
-    ]
-    for lines, message, hint in cases:
-        text = "\n".join([*lines, ""])
-        path.write_text(text, encoding="utf-8")
-        capsys.readouterr()
-        assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--go-on"]) == 3
-        error, told = capsys.readouterr().err.splitlines()
-        assert f"rows/bench.jsonl{message}" in error
-        assert "line 1" not in error
-        assert hint in told
-        assert path.read_text(encoding="utf-8") == text
-    path.write_text("mine", encoding="utf-8")
-    assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--go-on"]) == 3
-    assert path.read_text(encoding="utf-8") == "mine", "what is not a torn row is not cut off"
-
-
 def test_a_gain_is_measured_in_turns_or_not_at_all(tmp_path: Path):
-    """Two rungs that were timed at different times are not divided by each other, not even when both are known."""
     assert main([*QUICK, "--rungs", "sdpa", "--out", "rows"]) == 0
-    before = {row["rung"]: row for row in rows_in(tmp_path / "rows")}
-    assert before["fused-qkv"]["gain"] is before["sdpa"]["factor"] is None
-    assert before["sdpa"]["pairs"] == 3
-    assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--go-on"]) == 0
-    after = {row["rung"]: row for row in rows_in(tmp_path / "rows")}
-    assert after["fused-qkv"] == before["fused-qkv"]
-    assert after["baseline"]["factor"] == 1.0
+    rows = {row["rung"]: row for row in rows_in(tmp_path / "rows")}
+    assert rows["fused-qkv"]["gain"] is rows["sdpa"]["factor"] is None
+    assert rows["sdpa"]["pairs"] == 3
 
 
 def test_the_factor_of_a_rung_whose_neighbours_were_not_asked_for(tmp_path: Path):
@@ -277,18 +214,13 @@ def test_the_factor_of_a_rung_whose_neighbours_were_not_asked_for(tmp_path: Path
     assert rows["micro-batch"]["factor"] == pytest.approx(rows["sdpa"]["factor"] * rows["micro-batch"]["gain"])  # pyright: ignore
 
 
-def test_a_limit_on_the_time_leaves_the_rest_for_later(
+def test_a_limit_on_the_time_leaves_rungs_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    with monkeypatch.context() as patched:
-        patched.setattr(Clock, "up", True)
-        assert main([*QUICK, "--rungs", "fused-qkv", "--out", "rows", "--seconds", "1000"]) == 0
-    assert "the time is up; not measured: fused-qkv. --go-on measures them" in capsys.readouterr().err
+    monkeypatch.setattr(Clock, "up", True)
+    assert main([*QUICK, "--rungs", "fused-qkv", "--out", "rows", "--seconds", "1000"]) == 0
+    assert "the time is up; not measured: fused-qkv\n" in capsys.readouterr().err
     assert [row["rung"] for row in rows_in(tmp_path / "rows")] == ["baseline"], "one rung is always measured"
-    assert main([*QUICK, "--rungs", "fused-qkv", "--out", "rows", "--go-on", "--seconds", "1000"]) == 0
-    rows = rows_in(tmp_path / "rows")
-    assert [row["rung"] for row in rows] == ["baseline", "fused-qkv"]
-    assert rows[1]["pairs"] == 3
 
 
 def test_a_limit_that_is_too_short_says_what_would_do(
@@ -303,16 +235,6 @@ def test_a_limit_that_is_too_short_says_what_would_do(
     )
     assert hint == "hint: give it more --seconds, or a smaller step: --batch-tokens 16"
     assert not list(tmp_path.iterdir())
-
-
-def test_going_on_needs_the_same_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    assert main([*QUICK, "--rungs", "baseline", "--out", "rows"]) == 0
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
-    assert main([*QUICK, "--rungs", "fused-qkv", "--out", "rows", "--go-on"]) == 2
-    assert "99 threads" in capsys.readouterr().err
-    assert len(rows_in(tmp_path / "rows")) == 1
 
 
 def test_from_python_without_files(tmp_path: Path):
@@ -365,7 +287,6 @@ def test_the_ladder_on_a_gpu(tmp_path: Path, group: str):
 
 @pytest.mark.gpu
 def test_a_rung_leaves_the_card_clean(tmp_path: Path):
-    import torch
 
     from flatout.tuning.measure import Steps, borrowed_run, summary_of
 

@@ -60,6 +60,7 @@ def transformers_agrees(run: str, folder: Path) -> None:
     assert difference.abs().max() < 1e-4
 
 
+@pytest.mark.usefixtures("short_shakespeare")
 def test_the_first_model_goes_on(rows: str, capsys: pytest.CaptureFixture[str]):
     assert f"flatout train {FIRST}\n" in Path(__file__).parents[2].joinpath("Makefile").read_text(encoding="utf-8")
     run = train(FIRST, *SHORT)

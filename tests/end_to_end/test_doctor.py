@@ -171,7 +171,6 @@ def test_torch_missing_is_a_finding_and_no_traceback(here: Path):
     [
         ("torch", "raise OSError('libcudart.so.13: cannot open shared object file')", "libcudart.so.13"),
         ("torch", "import sys; sys.exit('no')", "SystemExit"),
-        ("torch", "import numpy_that_is_not_there", "numpy_that_is_not_there"),
         ("torch", "__version__ = '2.11.0'", "does not answer"),
         ("triton", "raise ImportError('libtriton.so: undefined symbol')", "undefined symbol"),
     ],
@@ -249,23 +248,3 @@ def test_on_a_gpu_everything_is_tried_and_right(here: Path, capsys: pytest.Captu
         assert "at least" in found["least time"]["found"]
         assert found["generation"]["found"].startswith("Hopper")
         assert found["fp8 products"]["found"].startswith("works")
-
-
-def test_the_scan_of_eigenstates_is_tried(here: Path, capsys: pytest.CaptureFixture[str]):
-    _, found = lines("--quick", "speed.device=cpu", "model.pattern=EA", "data.documents=apart", capsys=capsys)
-    (scan,) = [one for one in found if one.get("name") == "scan"]
-    assert (scan["status"], scan["found"].rpartition("; ")[2]) == ("ok", "a run takes chunked")
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_scan_that_is_wrong_is_found_out(apart: bool, monkeypatch: pytest.MonkeyPatch):
-    from flatout.ops import scan as scans
-
-    shape = {"states": 4, "apart": apart}
-    assert check_kernels.scan_failure("chunked", torch.device("cpu"), torch.float32, **shape) is None
-    right = scans._chunked
-    cut = lambda x, decay, *rest: right(x, decay.detach() + 0 * decay, *rest)  # noqa: E731 - a gradient that is lost
-    monkeypatch.setattr(scans, "_chunked", cut)
-    assert "in its gradient" in (
-        check_kernels.scan_failure("chunked", torch.device("cpu"), torch.float32, **shape) or ""
-    )

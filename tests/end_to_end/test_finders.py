@@ -1,9 +1,7 @@
 """`flatout tune lr` and `flatout tune search` from outside: what they find, write, refuse and survive."""
 
-import contextlib
 import json
 import signal
-import sqlite3
 import sys
 import time
 from pathlib import Path
@@ -19,11 +17,10 @@ from flatout.engine.state import Progress, capture
 from flatout.errors import ConfigError, DataError, DeviceMemoryError, DivergedError, ResourceError, UsageError
 from flatout.front import output
 from flatout.records import EvalRecord
-from flatout.tuning import lr_range, measure, study
-from flatout.tuning.changes import read_space
+from flatout.tuning import lr_range, measure
 from flatout.tuning.lr_range import find_rate
 from flatout.tuning.measure import Steps
-from flatout.tuning.study import StudyResult, TrialRow, search
+from flatout.tuning.study import StudyResult, TrialRow
 from tests.conftest import TINY
 from tests.end_to_end.forked import Forked
 from tests.set_up import set_up
@@ -48,7 +45,7 @@ def test_the_choice_is_written_as_a_config_that_trains(tiny, tmp_path: Path, cap
     assert dispatch(["tune", "lr", *words_for(tiny, "train.seed=5"), "--out", str(out), "--steps", "40"]) == 0
     assert torch.equal(torch.get_rng_state(), before)
     shown = capsys.readouterr()
-    for name in ("minimum / 10", "steepest", "valley", "knee"):
+    for name in ("minimum / 10", "knee"):
         assert name in shown.out
     assert "* " in shown.out
     assert f"flatout train {out}" in shown.out
@@ -59,10 +56,7 @@ def test_the_choice_is_written_as_a_config_that_trains(tiny, tmp_path: Path, cap
     assert found.model.width == 32
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} <= {"lr.yaml", "lr.png", "data"}
-    # A file of our own is written over, an edited one is not.
-    output.write_config(out, out.read_text(encoding="utf-8"))
-    out.write_text(out.read_text(encoding="utf-8") + "# mine\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="was edited"):
+    with pytest.raises(UsageError, match="is already there"):
         dispatch(["tune", "lr", *words_for(tiny), "--out", str(out)])
 
 
@@ -143,7 +137,7 @@ def test_where_the_file_cannot_be_written_in_the_end_the_config_is_printed(tiny,
     monkeypatch.setattr(output, "write_whole", full)
     with pytest.raises(ResourceError):
         dispatch(["tune", "lr", *words_for(tiny), "--out", str(tmp_path / "lr.yaml"), "--steps", "40"])
-    assert "learning_rate:" in capsys.readouterr().out
+    assert "learning_rate:" in capsys.readouterr().err
     assert not (tmp_path / "lr.yaml").exists()
 
 
@@ -188,7 +182,7 @@ def space(tmp_path: Path):
 
 
 def run(loaded, path: Path, **settings) -> tuple[list[TrialRow], StudyResult]:
-    *rows, result = list(search(loaded, read_space(path, loaded), **settings))
+    *rows, result = list(flatout.search(path, loaded, **settings))
     assert isinstance(result, StudyResult)
     return rows, result  # pyright: ignore[reportReturnType]
 
@@ -223,7 +217,7 @@ def test_the_objective_is_the_loss_of_a_real_run(tiny, space):
 
 
 def test_a_study_goes_on_where_it_was(tiny, space, tmp_path: Path):
-    loaded, file = tiny("train.steps=12"), tmp_path / "study.db"
+    loaded, file = tiny("train.steps=12"), tmp_path / "study.jsonl"
     first, _ = run(loaded, space(), trials=2, study=file)
     second, result = run(loaded, space(), trials=4, study=file)
     assert [row.number for row in first] == [0, 1]
@@ -236,20 +230,20 @@ def test_a_study_goes_on_where_it_was(tiny, space, tmp_path: Path):
 
 
 def test_another_space_or_config_is_refused(tiny, space, tmp_path: Path):
-    file = tmp_path / "study.db"
+    file = tmp_path / "study.jsonl"
     run(tiny("train.steps=12"), space(), trials=1, study=file)
     with pytest.raises(UsageError, match="another space"):
         run(tiny("train.steps=12"), space("optim.learning_rate: {log: [1e-4, 1e-2]}"), trials=2, study=file)
-    with pytest.raises(UsageError, match=r"another config: train.steps 12 there, train.steps 13 now"):
+    with pytest.raises(UsageError, match="another config"):
         run(tiny("train.steps=13"), space(), trials=2, study=file)
 
 
 def test_a_file_that_is_no_study_is_refused_and_stays(tiny, space, tmp_path: Path):
-    file = tmp_path / "study.db"
-    file.write_bytes(b"not a database at all" * 100)
-    with pytest.raises(DataError, match="not a study"):
+    file = tmp_path / "study.jsonl"
+    file.write_bytes(b"no rows at all" * 100)
+    with pytest.raises(DataError, match="it is no row"):
         run(tiny("train.steps=12"), space(), trials=1, study=file)
-    assert file.read_bytes() == b"not a database at all" * 100
+    assert file.read_bytes() == b"no rows at all" * 100
 
 
 def test_trials_that_fail_are_told_and_count_as_bad(tiny, space, monkeypatch: pytest.MonkeyPatch):
@@ -294,7 +288,7 @@ def test_bad_trials_are_cut_short(tiny, space):
 
 
 def test_a_killed_search_keeps_what_it_had(tiny, space, tmp_path: Path):
-    file = tmp_path / "study.db"
+    file = tmp_path / "study.jsonl"
     words = [str(space()), *words_for(tiny, "train.steps=20"), "--study", str(file), "--trials", "400"]
     told = tmp_path / "told"
     process = Forked(dispatch, ["tune", "search", *words], stderr=told, TMPDIR=str(tmp_path))
@@ -303,11 +297,10 @@ def test_a_killed_search_keeps_what_it_had(tiny, space, tmp_path: Path):
     time.sleep(0.2)
     process.send_signal(signal.SIGKILL)
     assert process.wait(timeout=600) == -signal.SIGKILL
-    with sqlite3.connect(file) as database:
-        count = database.execute("select count(*) from trials where state = 'RUNNING'").fetchone()[0]
-    assert count <= 1
-    rows, result = run(tiny("train.steps=20"), space(), trials=4, study=file)
-    assert len(result.rows) >= 4
+    kept = file.read_text(encoding="utf-8").count("\n")
+    assert kept >= 2
+    rows, result = run(tiny("train.steps=20"), space(), trials=kept + 2, study=file)
+    assert len(result.rows) == kept + 2
     assert rows == [row for row in result.rows if row.number >= rows[0].number] if rows else True
     assert all(row.status in ("done", "pruned") for row in result.rows)
 
@@ -317,25 +310,17 @@ def test_interrupting_ends_with_what_to_do_next(tiny, space, tmp_path: Path, cap
         raise KeyboardInterrupt
 
     monkeypatch.setattr(measure, "train_loop", stopped)
-    words = [str(space()), *words_for(tiny), "--study", str(tmp_path / "study.db"), "--out", str(tmp_path / "b.yaml")]
+    words = [
+        str(space()),
+        *words_for(tiny),
+        "--study",
+        str(tmp_path / "study.jsonl"),
+        "--out",
+        str(tmp_path / "b.yaml"),
+    ]
     assert dispatch(["tune", "search", *words]) == 130
     assert "keeps the trials so far" in capsys.readouterr().err
     assert not (tmp_path / "b.yaml").exists()
-
-
-def test_a_trial_that_was_interrupted_is_not_drawn_again(tiny, space, monkeypatch: pytest.MonkeyPatch):
-    def stopped(*_args, **_settings):
-        raise KeyboardInterrupt
-
-    optuna = pytest.importorskip("optuna")
-    storage = optuna.storages.InMemoryStorage()  # a file takes longer to make than all the rest
-    monkeypatch.setattr(study, "_opened", lambda *_: contextlib.nullcontext(storage))
-    monkeypatch.setattr(measure, "train_loop", stopped)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            run(tiny(), space(), trials=1, study=Path("study.db"))
-    drawn = optuna.load_study(study_name=study.NAME, storage=storage).trials
-    assert len({trial.params["optim.learning_rate"] for trial in drawn}) == len(drawn) == 2
 
 
 def test_without_the_package_there_is_one_hint(tiny, space, monkeypatch: pytest.MonkeyPatch):

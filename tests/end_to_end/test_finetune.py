@@ -87,7 +87,7 @@ RESUMED = [
     ["lora.dropout=0.2"],
     ["lora.rank=0"],
     ["lora.dora=true", "chat.packing=false"],
-    ["lora.also=[embedding, head]", "optim.weight_decay=0.1", "lora.dora=true"],
+    ["optim.weight_decay=0.1", "lora.dora=true"],
     pytest.param(["lora.quantize=nf4"], marks=NEEDS_BITSANDBYTES),
 ]
 
@@ -111,39 +111,6 @@ def test_resume_is_bit_identical(words, more):
         assert torch.equal(tensor, ends[1].model[name]), name
     tokens = [record.tokens for record in [*first, *rest] if isinstance(record, StepRecord)]
     assert tokens == [record.tokens for record in whole if isinstance(record, StepRecord)]
-
-
-def test_whole_weights_are_trained_saved_merged_and_gone_on_with(words, tmp_path, capsys):
-    import peft
-    from transformers import AutoModelForCausalLM
-
-    write_chat_model(tmp_path / "base", qkv_bias=True)
-    few = ["train.steps=4", "train.epochs=null", "lora.rank=4"]
-    records = list(api.train(load_config("lora", words(*few, "lora.also=[embedding, head, biases]"))))
-    loaded = api.load_model("runs/lora", device="cpu")
-    assert loaded.adapters is not None
-    named = list(loaded.adapters.whole)
-    assert named == ["embedding.weight", "head.weight", *(f"blocks.{n}.attention.qkv.bias" for n in (0, 1))]
-    for name, weight in loaded.adapters.whole.items():
-        assert not torch.equal(weight.own()[weight.attribute], weight.frozen), f"{name} has learned nothing"
-    assert records[0].trained_parameters == loaded.adapters.count
-    assert any(isinstance(one, NoticeRecord) and one.message.startswith("adapter for PEFT: ") for one in records)
-    tokens = torch.arange(24)[None]
-    on = words("lora.init_from=runs/lora", "optim.learning_rate=1e-12", "output.name=on", *few[:2])
-    list(api.train(load_config("lora", on)))
-    assert main(["export", "runs/lora", "merged", "--dtype", "fp32"]) == 0
-    with torch.no_grad():
-        ours = loaded.model.logits(tokens)
-        theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "runs/lora/adapter")
-        torch.testing.assert_close(theirs.eval()(tokens).logits, ours, rtol=1e-4, atol=1e-5)
-        again = api.load_model("runs/on", device="cpu")
-        assert again.config is not None
-        assert again.config.lora.also == ["embedding", "head", "biases"]
-        torch.testing.assert_close(again.model.logits(tokens), ours, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(api.load_model("merged", device="cpu").model.logits(tokens), ours)
-    assert main(["chat", "runs/lora", "--message", "Hello", "--tokens", "3"]) == 0
-    with pytest.raises(UserError, match=r"lora\.also is \[head\], but the adapter"):
-        list(api.train(load_config("lora", [*on, "lora.also=[head]", "output.name=no"])))
 
 
 def test_packing_and_micro_batches_do_not_change_the_loss(words):
@@ -237,8 +204,7 @@ def test_chat_and_merge_after_a_run(words, capsys):
     assert answer.startswith("It is")
     assert main(["export", "runs/lora", "merged", "--dtype", "fp32", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["kept"] == pytest.approx(1.0, abs=1e-3)
-    assert told["logits_relative"] < 1e-5
+    assert any("100.0% of it survived" in note for note in told["notes"])
     assert main(["chat", "merged", "--message", "What is 5 and one?", "--temperature", "0", "--tokens", "9"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == answer
     from transformers import AutoModelForCausalLM
@@ -267,8 +233,6 @@ def test_beside_4_bits_a_run_learns_evaluates_and_merges(words, tmp_path):
     plain = next(iter(api.train(load_config("lora", words("output.name=plain")))))
     assert isinstance(plain, RunInfo)
     assert info.memory_estimate_bytes < plain.memory_estimate_bytes
-    said = [record.message for record in records if isinstance(record, NoticeRecord)]
-    assert any("weights of linear layers in 4 bits" in message for message in said), said
     assert losses(records)[-1] < 0.8 * losses(records)[0]
     saved = read_checkpoint(list_checkpoints(Path(info.folder) / "checkpoints")[-1][1])
     assert all("lora_" in name for name in saved.model)
@@ -276,7 +240,7 @@ def test_beside_4_bits_a_run_learns_evaluates_and_merges(words, tmp_path):
     evaluations = [record.loss for record in records if isinstance(record, EvalRecord)]
     assert api.evaluate(info.folder).loss == pytest.approx(min(evaluations), rel=1e-4)
     report = api.merge(api.load_model(info.folder, device="cpu"), tmp_path / "merged", dtype="fp32")
-    assert report.difference.relative < 1e-4
+    assert report.report.kept == pytest.approx(1.0, abs=1e-3)
 
 
 BAD = {

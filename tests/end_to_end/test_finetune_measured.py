@@ -11,7 +11,7 @@ from flatout.cli import main
 from flatout.config.load import load_config
 from flatout.errors import ConfigError, UsageError
 from flatout.records import AblateRow, RunInfo
-from flatout.tuning import estimate_probe, profile
+from flatout.tuning import profile
 from flatout.tuning.bottleneck import Measurements, judge
 from flatout.tuning.changes import read_space
 from flatout.tuning.estimate import estimate
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("children_stay")
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(estimate_probe, "FEWEST", 3)
-    monkeypatch.setattr(estimate_probe, "MOST", 6)
+    monkeypatch.setattr("flatout.tuning.estimate.FEWEST", 3)
+    monkeypatch.setattr("flatout.tuning.estimate.MOST", 6)
     write_chat_model(tmp_path / "base")
     rows = [{"instruction": f"What is {n} and one?", "output": f"It is {n + 1}." * (1 + n % 3)} for n in range(30)]
     (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -44,7 +44,7 @@ def left_behind() -> set[str]:
     return {path.name for path in Path().iterdir()} - {"base", "rows.json"}
 
 
-@pytest.mark.parametrize("more", [[], ["lora.also=[embedding, head]"], ["lora.rank=0"]], ids=str)
+@pytest.mark.parametrize("more", [[], ["lora.rank=0"]], ids=str)
 def test_an_estimate_is_what_the_run_is(words, more):
     result = estimate(load_config("lora", words(*more)), seconds=0.05)
     assert left_behind() == set()
@@ -58,7 +58,6 @@ def test_an_estimate_is_what_the_run_is(words, more):
     assert {part.name: part.times for part in result.parts}["training"] == info.steps
     assert all(part.seconds.value is not None for part in result.parts)
     assert result.checkpoint_bytes.how == "measured"
-    assert {cell.context for cell in result.table} == {64}
     assert result.seconds.value is not None
 
 

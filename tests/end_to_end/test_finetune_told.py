@@ -375,7 +375,7 @@ def test_the_doctor_warns_of_batches_and_lengths(words):
 def test_the_doctor_looks_at_rate_evaluation_and_saving(words):
     found = visit(words())
     assert found["learning rate"].status == "ok"
-    assert "about 0.01 is usual for adapters on a base this small" in found["learning rate"].found
+    assert "about 0.01 is usual for adapters on 0.0423M parameters" in found["learning rate"].found
     assert found["saving"].found == "checkpoint.every 100 is never reached in 6 steps: only the end is saved"
     assert "checkpoint.every=1" in found["saving"].advice
     assert found["steps"].found.endswith("teach a model little: set train.steps=100")
@@ -404,11 +404,10 @@ def test_the_doctor_says_nothing_of_a_type_that_is_not_stated(words):
     assert visit(words())["base"].found.endswith(" parameters")
 
 
-def test_the_doctor_reads_the_beginning_of_a_large_source(words, monkeypatch):
-    monkeypatch.setattr(check_run, "_WHOLE_QUICK", 100)
-    monkeypatch.setattr(check_run, "FIRST", 12)
+def test_the_doctor_does_not_read_a_large_source(words, monkeypatch):
+    monkeypatch.setattr(check_run, "_READ_WHOLE", 100)
     found = visit(words())
-    assert "only the first 12 rows were read" in found["rows"].found
+    assert "1 file, 0.0 MB" in found["chat.source"].found
     assert found["the rest"].unchecked
     assert "steps" not in found
 
@@ -417,7 +416,7 @@ def test_the_doctor_does_not_fetch_a_base_and_does_not_call_it_fine(words, capsy
     more = words("model.init_from=somebody/model", "optim.warmup=1")
     found = visit(more)
     assert found["base"].status == "warn"
-    assert found["rows"].status == "ok"
+    assert found["chat.source"].status == "ok"
     assert found["the rest"].unchecked
     assert main(["doctor", "lora", *more, "--quick"]) == 0
     assert "not everything was checked" in capsys.readouterr().out

@@ -110,12 +110,12 @@ def _new_data(here: Path) -> set[str]:
 
 
 def test_nasty_inputs(kit: Kit, place: Path) -> None:
-    meet(kit, place, nasty_inputs(kit, seed=0, count=30))
+    meet(kit, place, nasty_inputs(kit, seed=0, count=20))
 
 
 def test_hostile_folders(kit: Kit, place: Path) -> None:
     """A few of those that test_hostile.py meets by hundreds, in processes of their own with limits."""
-    meet(kit, place, hostile_folders(kit, seed=0, count=10, kinds=QUICK))
+    meet(kit, place, hostile_folders(kit, seed=0, count=6, kinds=QUICK))
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def steps_of(*words: str, count: int = 6) -> tuple[Run, list[torch.Tensor]]:
 def test_attention_backends_learn_the_same_and_can_sample(kernels, groups):
     words = [*kernels, "speed.precision=bf16", f"model.kv_heads={groups}"]
     expected = losses(train(*words, "speed.attention=reference", "output.folder=reference"))
-    for backend in ("sdpa", "flash", "cudnn", "efficient", "flex"):
+    for backend in ("sdpa", "flash", "cudnn", "efficient"):
         records = train(*words, f"speed.attention={backend}", f"output.folder={backend}")
         assert used(records)["attention"].partition(" ")[0] == backend
         assert losses(records) == pytest.approx(expected, abs=3e-2), backend
@@ -105,7 +105,7 @@ def test_compile_modes_learn_the_same_without_breaks_and_say_so(mode):
     assert "no graph breaks" in told[0]
 
 
-@pytest.mark.parametrize("backend", ["flash", "cudnn", "flex"])
+@pytest.mark.parametrize("backend", ["flash", "cudnn"])
 @pytest.mark.parametrize("mode", ["default", "regional"])
 def test_forced_attention_under_the_compiler(backend, mode):
     words = ["speed.precision=bf16", "train.steps=6"]

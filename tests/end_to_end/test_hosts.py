@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.many import Command, assert_same_end, last_step, words
+from tests.end_to_end.two_hosts import Hosts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
 STEPS, TIMEOUT = 240, 8
@@ -23,44 +24,6 @@ def started() -> Iterator[list[Command]]:
     yield commands
     for command in commands:
         command.end()
-
-
-class Hosts:
-    """Two namespaces and the link between them."""
-
-    def __init__(self) -> None:
-        number = os.getpid() % 30000
-        self.names = [f"flatout{number}a", f"flatout{number}b"]
-        self.links = [f"fl{number}a", f"fl{number}b"]
-        self.addresses = [f"10.{77 + number % 100}.0.{host}" for host in (1, 2)]
-
-    def __enter__(self) -> "Hosts":
-        for name in self.names:
-            ip("netns", "add", name)
-        ip("link", "add", self.links[0], "type", "veth", "peer", "name", self.links[1])
-        for name, link, address in zip(self.names, self.links, self.addresses, strict=True):
-            ip("link", "set", link, "netns", name)
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
-            ip("-n", name, "link", "set", link, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name in self.names:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                ip("netns", "delete", name)
-
-    def set_link(self, state: str) -> None:
-        ip("-n", self.names[1], "link", "set", self.links[1], state)
-
-    def start(self, host: int, arguments: list[str]) -> Command:
-        meet = ["--nodes", "2", "--node-rank", str(host), "--meet", f"{self.addresses[0]}:29511"]
-        prefix = ("ip", "netns", "exec", self.names[host])
-        return Command([*arguments, "--gpus", "1", *meet], "slow", prefix, log=f"told-{host}")
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture

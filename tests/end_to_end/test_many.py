@@ -139,7 +139,7 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch, ca
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["shards", "stream"])
 def test_a_hundred_random_faults(data: str, started: list[Command]):
-    """Of ranks, agents, writers and loaders: half of them, or of FLATOUT_TEST_FAULTS, for each kind of data."""
+    """Of ranks, agents and loaders: half of them, or of FLATOUT_TEST_FAULTS, for each kind of data."""
     count, rows = int(os.environ.get("FLATOUT_TEST_FAULTS", "100")) // 2, list[disturbed.Row]()
     disturbed.campaign(data, count, started, rows.append)
     print(disturbed.table(rows))

@@ -120,7 +120,7 @@ def test_minutes_choose_a_size_and_say_why(
     asked = len(tried)
     assert main(["train", "--minutes", "0.012", *words, "output.folder=out", "--resume", "auto"]) == 0
     assert len(tried) == asked, "a resume measures nothing"
-    assert "is finished already; --resume" in capsys.readouterr().out
+    assert "or resume it with --minutes N" in capsys.readouterr().out
 
 
 def test_the_size_of_a_preset_is_settled_with_its_data(

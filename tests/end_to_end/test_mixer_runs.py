@@ -17,10 +17,7 @@ from flatout.ops.reference import IGNORED
 from flatout.records import EndRecord, EvalRecord, RunInfo, StepRecord, TuneResult
 from tests.set_up import set_up
 
-MIXED = [
-    "model.pattern=EWA", "model.layers=3", "model.window=4", "model.states=8",
-    "model.scales=[1, 2]", "train.steps=12",
-]  # fmt: skip
+MIXED = ["model.pattern=EWA", "model.layers=3", "model.window=4", "model.states=8", "train.steps=12"]
 
 
 @pytest.mark.parametrize("more", [[], ["speed.checkpointing=full", "speed.micro_batch=2"]], ids=["plain", "again"])

@@ -1,7 +1,6 @@
 """A user's own files survive us, and so does the last good checkpoint."""
 
 import dataclasses
-import errno
 import gc
 import itertools
 import json
@@ -11,7 +10,6 @@ import shlex
 import shutil
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +29,6 @@ from flatout.errors import DivergedError, ResourceError, UsageError
 from flatout.front import training
 from flatout.host import THREAD_VARIABLES
 from flatout.model.gpt import GPT
-from flatout.observe import sinks
 from flatout.observe.sinks import read_metrics
 from flatout.records import CheckpointRecord, EndRecord, EvalRecord, NoticeRecord, RunInfo
 from flatout.resolve import switches
@@ -139,8 +136,8 @@ def test_folders_with_the_names_of_checkpoints_stay_where_they_are(tiny, tmp_pat
     assert snapshot(tmp_path) == before
 
 
-def test_a_damaged_pointer_to_the_best_chooses_no_other_weights(tiny, tmp_path, monkeypatch, caplog):
-    """The verdicts say which checkpoint is the best; a pointer that says something else is named in a warning."""
+def test_a_damaged_pointer_to_the_best_chooses_no_other_weights(tiny, tmp_path, monkeypatch):
+    """The verdicts say which checkpoint is the best."""
     losses = iter([5.0, 3.0, 4.0, 4.5])
     monkeypatch.setattr(recovery, "evaluate", lambda *_: (next(losses), 1))
     saving = ["checkpoint.every=4", "checkpoint.keep=9"]
@@ -150,15 +147,12 @@ def test_a_damaged_pointer_to_the_best_chooses_no_other_weights(tiny, tmp_path, 
     pointer = tmp_path / "run" / "best.json"
     whole = pointer.read_bytes()
     assert flatout.load_model("run").step == 2
-    assert not caplog.messages
     flipped = whole.replace(b'"step": 2', b'"step": 4')
     assert flipped != whole
     unsealed = [b'{"loss": 1.0, "step": 4}', b'{"step": 1e999}', b'{"step": "4"}', b'{"step": 1' + b"0" * 5000 + b"}"]
     for content in (flipped, *unsealed, b"[" * 100_000, b"{}", b'{"step": []}', b"\x00", b""):
-        caplog.clear()
         pointer.write_bytes(content)
         assert flatout.load_model("run").step == 2, content[:40]
-        assert ["best.json" in message for message in caplog.messages] == [True], content[:40]
     pointer.write_bytes(whole)
     for step in (1, 2, 4):  # a verdict that is lost
         verdict = tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "verdict.json"
@@ -166,10 +160,6 @@ def test_a_damaged_pointer_to_the_best_chooses_no_other_weights(tiny, tmp_path, 
         verdict.write_bytes(kept[:-3])
         assert flatout.load_model("run").step == 2
         verdict.write_bytes(kept)
-    # Where the checkpoint that it names has no verdict, the pointer decides, as long as its seal is whole.
-    Path("run/checkpoints/step-00000004/verdict.json").unlink()
-    pointer.write_bytes(flipped.replace(b'"loss": 3.0', b'"loss": 1.0'))
-    assert flatout.load_model("run").step == 2
 
 
 def test_a_run_without_a_best_step_leaves_no_older_pointer_to_one(tmp_path):
@@ -378,6 +368,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("beside", [False, True], indirect=True)
 @pytest.mark.parametrize(
     "where", ["write_verdict", "write_json_atomically", "keep_newest", "generate_tokens", "evaluate"]
@@ -455,27 +446,6 @@ def test_a_divergence_is_told_also_where_its_start_cannot_be_saved(tiny, monkeyp
     assert error is not None
     assert "non-finite" in error.message
     assert "optim.learning_rate=0.001" in error.hint
-
-
-def test_records_wait_for_space_on_a_full_disk(tiny, monkeypatch):
-    """Three tries of the records after the twelfth fail, the first of them in the middle of a line."""
-    real, calls = os.write, itertools.count(1)
-
-    def write(handle: int, content: bytes) -> int:
-        call = next(calls)
-        if 14 <= call < 17:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(handle, content[:20] if call == 13 else content)
-
-    monkeypatch.setattr(recovery, "PAUSE", 0.01)
-    monkeypatch.setattr(sinks, "os", SimpleNamespace(write=write))
-    records = list(flatout.train(tiny("train.steps=20", "output.folder=run")))
-    notices = [record.message for record in records if isinstance(record, NoticeRecord)]
-    assert "could not write run/metrics.jsonl: No space left on device: training pauses" in notices[0]
-    assert "the disk has room again" in notices[1]
-    rows = read_metrics(Path("run/metrics.jsonl"))
-    assert [row["step"] for row in rows if row["type"] == "step"] == list(range(1, 21))
-    assert len(rows) == len(records), "each of them once"
 
 
 def test_saving_on_demand_goes_on_with_the_same_run(tiny):

@@ -5,7 +5,6 @@ What is recorded and what the disk may do to it: `tests.power_loss`.
 
 import dataclasses
 import json
-import mmap
 import os
 import random
 import shlex
@@ -37,7 +36,6 @@ from flatout.corpus import sources
 from flatout.data import plan, shards
 from flatout.data.shards import open_dataset
 from flatout.engine import saver
-from flatout.engine.writer import SavePlan, save_plan
 from flatout.errors import DivergedError, UserError
 from flatout.files import write_whole
 from flatout.folders import MARK
@@ -197,25 +195,11 @@ class Training:
         assert rows[-1]["type"] == "end"
 
 
-class WriterHere:
-    """Saves as a writer does, in a thread of this process, whose calls are recorded."""
-
-    def __init__(self, handle: int) -> None:
-        self.memory = memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ))
-
-    def save(self, plan: SavePlan) -> int:
-        return save_plan(self.memory, plan)
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture(params=[False, True], ids=["at once", "beside"])
 def training(request: pytest.FixtureRequest, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
     list(flatout.train(tiny(*SMALL, "output.folder=whole")))  # which prepares the data, too
     disk = tmp_path / "disk"
     disk.mkdir()
-    monkeypatch.setattr(saver, "Writer", WriterHere)
     if request.param:
         monkeypatch.setattr(saver, "SMALL", 0)
     config = tiny(*SMALL, f"output.folder={disk / RUN}")

@@ -331,11 +331,6 @@ def on_an_h200(run: Run, monkeypatch, *, step_seconds: float, events: list[dict[
     properties = SimpleNamespace(memory_clock_rate=3_201_000, memory_bus_width=6144)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled, **_: None)
-    frame = {"filename": "gpt.py", "line": 3, "name": "forward"}
-    trace = [{"action": "alloc", "addr": 1, "size": 512, "stream": 0, "frames": [frame]}]
-    snapshot = {"segments": [], "device_traces": [trace], "external_annotations": [], "allocator_settings": {}}
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda _device: snapshot)
     monkeypatch.setattr(profiling, "_timed", lambda *_: (step_seconds, 1e-5, 4, None))
     monkeypatch.setattr(profiling, "_profiled", lambda *_: (events, 2 * step_seconds))
     there = of_class(Elsewhere, run)
@@ -354,11 +349,10 @@ def test_short_kernels_of_an_h200_are_read_as_launch_bound_and_graphs_are_propos
     assert {one.name: one.device_seconds for one in report.ranges} == pytest.approx({"micro-batch": 300 * 2.4e-6})
     assert report.seconds_by_kind == pytest.approx({"elementwise": 200 * 2.4e-6, "matrix products": 100 * 2.4e-6})
     assert report.peak_flops_per_second == 989.4e12
-    assert report.peak_bytes_per_second == pytest.approx(4.917e12, rel=1e-3)
     memory = {part.name: part.measured for part in report.memory}
     assert memory["peak allocated"] == 70 * 2**20
     assert memory["cached by the allocator between two steps"] == 20 * 2**20
-    assert {path.name for path in tmp_path.iterdir()} >= {"kernels.csv", "profile.json", "memory_snapshot.json.gz"}
+    assert {path.name for path in tmp_path.iterdir()} >= {"kernels.csv", "profile.json"}
 
 
 def test_long_kernels_of_an_h200_are_not(tiny, tmp_path: Path, monkeypatch):
@@ -390,7 +384,7 @@ def test_on_a_gpu_kernels_memory_and_ranges_are_measured(words, tmp_path: Path):
         == 0
     )
     folder = tmp_path / "here"
-    assert {path.name for path in folder.iterdir()} == {*FILES, "memory_snapshot.json.gz"}
+    assert {path.name for path in folder.iterdir()} == FILES
     report = json.loads((folder / "profile.json").read_text("utf-8"))
     # All kernels run between the two moments in which the device was waited for; two clocks may differ a little.
     assert 0 < report["busy_seconds"] <= 1.05 * report["profiled_step_seconds"]
@@ -406,11 +400,6 @@ def test_on_a_gpu_kernels_memory_and_ranges_are_measured(words, tmp_path: Path):
     made_of += ["tokens on the device, libraries", "activations and working memory at the peak"]
     assert sum(memory[name] for name in made_of) == pytest.approx(memory["peak allocated"], rel=0.02)
     assert memory["peak reserved"] >= memory["peak allocated"]
-    snapshot = json.loads(gzip.decompress((folder / "memory_snapshot.json.gz").read_bytes()))
-    assert snapshot["segments"]
-    assert any("flatout" in line["filename"] for line in snapshot["code_lines"])
-    history = [entry for trace in snapshot["device_traces"] for entry in trace]
-    assert {"alloc", "free_completed"} <= {entry["action"] for entry in history}
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ TUNED = ["model.context=64", "eval.sample_tokens=4", "speed.device=cpu"]
 pytestmark = pytest.mark.usefixtures("children_stay")
 
 
+@pytest.mark.usefixtures("short_shakespeare")
 def test_every_example_of_the_python_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

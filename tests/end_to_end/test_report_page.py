@@ -79,7 +79,7 @@ def test_everything_is_there(browser: chromium.Browser, tmp_path: Path, width: i
     sections = browser.run(titles.format("section:not([hidden]) h2"))
     assert sections == [
         *("Figures", "Curves", "Speed and memory", "Where the time went", "Machine", "Samples", "What was trained"),
-        *("Switches", "Notices", "Checkpoints", "Environment", "How to reproduce"),
+        *("Switches", "Notices", "Checkpoints", "Environment", "Config to train it again"),
     ]
     charts = browser.run(titles.format(".chart:not([hidden]) h3"))
     assert {"Loss", "Learning rate", "Tokens per second", "Memory", "Gradient norm", "Step time", "MFU"} <= set(charts)

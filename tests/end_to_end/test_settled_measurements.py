@@ -163,8 +163,6 @@ def test_every_verb_uses_data_as_it_was_prepared(
         assert code == 0, said.err + said.out
     else:
         assert opened, said.err
-    if verb == "doctor --quick":
-        assert re.search(r"note +settings +data/rows-bytes was prepared with .*data\.field", said.out)
     assert "data.unknown_characters" not in said.out + said.err, "the tokenizer does not read it"
     for config in opened:
         data = config.data
@@ -222,19 +220,18 @@ def test_doctor_and_plan_judge_what_train_would_train(
     words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[RunConfig] = []
-    decide, plan = check_run.decide, many_gpus.plan
+    resolve, plan = check_run.resolve, many_gpus.plan
 
-    def decides(*rest: Any) -> Any:
-        found, refused = decide(*rest)
-        assert found is not None
+    def resolves(*rest: Any, **how: Any) -> Any:
+        found = resolve(*rest, **how)
         seen.append(found.settings.config)
-        return found, refused
+        return found
 
     def plans(loaded: LoadedConfig, *rest: Any, **how: Any) -> Any:
         seen.append(loaded.config)
         return plan(loaded, *rest, **how)
 
-    monkeypatch.setattr(check_run, "decide", decides)
+    monkeypatch.setattr(check_run, "resolve", resolves)
     monkeypatch.setattr("flatout.front.measuring.plan_on_many", plans)
     named = ["record", "--size", SIZE, *words]
     assert main(["estimate", "--gpus", "1..8", *named]) == 0

@@ -16,12 +16,13 @@ import torch
 from safetensors import safe_open
 
 from flatout import api
-from flatout.checkpoints.checkpoint import Checkpoint, read_checkpoint, read_verdict, verify_checkpoint
+from flatout.checkpoints.checkpoint import Checkpoint, read_checkpoint, verify_checkpoint
+from flatout.checkpoints.checkpoint_files import write_files
 from flatout.config.catalogue import shipped_names
 from flatout.device import Device
-from flatout.engine import recovery, saving, state
+from flatout.engine import state
 from flatout.engine.step import TrainStep
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, UserError
 from flatout.model.count import MemoryEstimate
 from flatout.resolve import form as form_module
 from flatout.world import World
@@ -171,36 +172,26 @@ def test_where_a_step_does_not_fit_one_device_all_processes_take_slices(tmp_path
     assert "with data a step needs about" in shown["why"]
 
 
-def _disk_full_once(folder: Path, preset: str, words: list[str]) -> list[str]:
-    """The second process finds the disk full in its first save, the first one at its verdict; the notices of both."""
+def _disk_full(folder: Path, preset: str, words: list[str]) -> tuple[str, int]:
+    """The second process finds the disk full in its first save; what each of them raises."""
 
-    def failing_once(real: Callable[..., Any], rank: str) -> Callable[..., Any]:
-        tried = itertools.count()
+    def write(*values: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_files(*values)
 
-        def write(*values: Any) -> Any:
-            if os.environ["RANK"] == rank and next(tried) == 0:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return real(*values)
-
-        return write
-
-    with (
-        mock.patch.object(state, "write_files", failing_once(state.write_files, "1")),
-        mock.patch.object(saving, "write_verdict", failing_once(saving.write_verdict, "0")),
-        mock.patch.object(recovery, "PAUSE", 0.1),
-    ):
-        return learn(folder, preset, words).notices
+    with mock.patch.object(state, "write_files", write), pytest.raises(UserError) as raised:
+        learn(folder, preset, words)
+    return raised.value.message, raised.value.exit_code
 
 
-def test_a_disk_that_is_full_for_one_process_makes_all_wait(tmp_path: Path, words: Make):
+def test_a_disk_that_is_full_for_one_process_ends_all(tmp_path: Path, words: Make):
     preset, run = words("text", "train.steps=2", "model.layers=1", "parallel.form=fsdp", "output.folder=run")
-    for rank, notices in enumerate(WORKERS.run(2, _disk_full_once, tmp_path, preset, run)):
-        paused = [notice for notice in notices if "No space left on device: training pauses" in notice]
-        assert "rank 1 on" in paused[0]
-        assert len(paused) == sum("the disk has room again" in notice for notice in notices) == 2 - rank
-    assert read_verdict(tmp_path / "run" / "checkpoints" / "step-00000002") is not None
-    verify_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000002")
-    assert not list((tmp_path / "run" / "checkpoints").glob("*tmp*"))
+    first, second = WORKERS.run(2, _disk_full, tmp_path, preset, run)
+    assert (first[1], second[1]) == (5, 5)
+    assert "rank 1 on" in second[0]
+    assert "No space left on device" in second[0]
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
 
 
 def _short_of_memory_once(folder: Path, preset: str, words: list[str]) -> str:

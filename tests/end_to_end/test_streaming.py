@@ -20,10 +20,10 @@ from flatout.records import EndRecord, EpochRecord, EvalRecord, NoticeRecord, Ru
 from flatout.tuning.practice_data import practice_data
 from tests.end_to_end.test_resume import stop_after
 
-STEPS = 40
+STEPS = 28
 RUN = [
     "data.tokenizer=bytes", "data.streaming=true", "data.validation=0.2", "model.dropout=0.1",
-    f"train.steps={STEPS}", "eval.every=10", "checkpoint.keep=3", "optim.learning_rate=3e-3",
+    f"train.steps={STEPS}", "eval.every=7", "checkpoint.keep=3", "optim.learning_rate=3e-3",
 ]  # fmt: skip
 Tiny = Callable[..., LoadedConfig]
 
@@ -105,7 +105,7 @@ def test_a_model_learns_from_a_stream(tiny: Tiny, source: Path, tmp_path: Path):
     assert len(losses) == STEPS
     assert sum(losses[-5:]) < 0.75 * sum(losses[:5])
     evaluations = of(records, EvalRecord)
-    assert [record.step for record in evaluations] == [10, 20, 30, 40]
+    assert [record.step for record in evaluations] == [7, 14, 21, 28]
     assert evaluations[-1].loss < evaluations[0].loss
     assert evaluations[-1].bits_per_byte == pytest.approx(evaluations[-1].loss / 0.6931, rel=0.05)  # of bytes
     assert of(records, SampleRecord)
@@ -124,7 +124,7 @@ def test_an_interrupted_stream_goes_on_bit_for_bit(tiny: Tiny, source: Path):
     with (source / "b.jsonl").open("a") as file:
         file.write("no json\n" * 7)
     # Inside a block, at the border of one, and in the second and third epoch.
-    interrupt_and_resume(tiny, [f"data.source={source}"], [1, 7, 18, 33, 39])
+    interrupt_and_resume(tiny, [f"data.source={source}"], [7, 18, 27])
     state = final("whole").state["stream"]
     assert state["epoch"] >= 2
     assert state["problems"] == 7
@@ -149,7 +149,7 @@ def test_a_hub_dataset_is_streamed_and_goes_on(tiny: Tiny, tmp_path: Path, sourc
         else:
             pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
             pq.write_table(pa.Table.from_pylist(rows), folder / f"{number}.parquet", row_group_size=4)
-    interrupt_and_resume(tiny, [f"data.source=hf:{folder}"], [9 if kind == "jsonl" else 30])
+    interrupt_and_resume(tiny, [f"data.source=hf:{folder}"], [9 if kind == "jsonl" else 25])
     assert final("whole").state["stream"]["epoch"] >= 1
     losses = [float(row[2]) for row in told("whole") if row[0] == "step"]
     assert sum(losses[-5:]) < 0.75 * sum(losses[:5])
@@ -206,7 +206,7 @@ def test_the_banner_says_that_the_text_is_streamed(tiny: Tiny, source: Path):
 def test_a_streamed_run_can_be_measured_on_its_own_validation_text(tiny: Tiny, source: Path):
     records = list(flatout.train(tiny(*RUN, f"data.source={source}", "output.folder=run")))
     last = of(records, EvalRecord)[-1]
-    result = flatout.evaluate("run/checkpoints/step-00000040")
+    result = flatout.evaluate(f"run/checkpoints/step-{STEPS:08d}")
     assert (result.loss, result.tokens) == (pytest.approx(last.loss, rel=1e-5), last.tokens)
     assert result.bits_per_byte == pytest.approx(last.bits_per_byte, rel=1e-5)
     with pytest.raises(UsageError, match="only validation text"):

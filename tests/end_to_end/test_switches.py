@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.errors import HardwareError
+from flatout.errors import CheckpointError, HardwareError
 from flatout.model.compiling import compile_counts
 from flatout.observe.terminal import TerminalReader
 from flatout.records import NoticeRecord, RunInfo, StepRecord
@@ -63,16 +63,15 @@ def test_an_8bit_run_resumes_bit_for_bit(tiny):
     first = list(flatout.train(config, stop=stop_after(9)))
     second = list(flatout.train(config, resume="auto"))
     assert losses(first) + losses(second) == whole
-    assert not any("8 bits" in message for message in notices(second))
 
 
-@pytest.mark.parametrize(("before", "after", "told"), [("fp32", "8bit", "quantised"), ("8bit", "fp32", "widened")])
-def test_resuming_with_another_kind_of_moments_converts_and_says_so(tiny, before, after, told):
+@pytest.mark.parametrize(("before", "after"), [("fp32", "8bit"), ("8bit", "fp32")])
+def test_resuming_with_another_kind_of_moments_is_refused(tiny, before, after):
     words = ["train.steps=12", "model.width=64", "output.folder=run"]
     list(flatout.train(tiny(*words, f"speed.optimizer_state={before}"), stop=stop_after(6)))
-    records = list(flatout.train(tiny(*words, f"speed.optimizer_state={after}"), resume="auto"))
-    assert len(losses(records)) == 6
-    assert [message for message in notices(records) if told in message]
+    with pytest.raises(CheckpointError, match=r"speed\.optimizer_state was .*, is now") as refused:
+        list(flatout.train(tiny(*words, f"speed.optimizer_state={after}"), resume="auto"))
+    assert f"resume with speed.optimizer_state={before}" in refused.value.hint
 
 
 def test_the_run_says_which_attention_kernel_sdpa_takes(tiny):
@@ -104,7 +103,6 @@ def test_a_number_that_does_nothing_is_told_of(tiny, words, told):
     "word",
     [
         "speed.attention=cudnn",
-        "speed.attention=flex",
         "speed.cuda_graphs=on",
         "speed.optimizer_offload=true",
         "speed.kernels=triton",
@@ -143,7 +141,9 @@ def test_graphs_are_counted_and_told(tiny, mode, graphs, monkeypatch):
 
 @pytest.mark.usefixtures("bf16_products")
 @HIDDEN
-@pytest.mark.parametrize(("mode", "graphs"), [("default", "1 graph"), ("regional", "2 graphs")])
+@pytest.mark.parametrize(
+    ("mode", "graphs"), [("default", "1 graph"), pytest.param("regional", "2 graphs", marks=pytest.mark.slow)]
+)
 def test_the_fused_loss_is_part_of_the_graph(tiny, mode, graphs, monkeypatch):
     """The ladder's rung `loss`, as far as a CPU goes: bf16, a padded vocabulary, several chunks, no break."""
     without_code_generation(monkeypatch)

@@ -12,7 +12,6 @@ from flatout.ops.attention import (
     FA4,
     attention_failure,
     causal_attention,
-    fa3_missing,
     fa4_missing,
     packed,
     picked_kernel,
@@ -48,14 +47,6 @@ def test_backends_of_a_cpu_equal_the_reference(backend, groups):
     compare(backend, groups, 1e-5)
 
 
-@pytest.mark.parametrize("groups", [4, 2])
-def test_flex_equals_the_reference_forward(groups):
-    q, k, v = (x.detach() for x in heads(groups))
-    with warnings.catch_warnings(action="ignore"):  # torch warns that it is not compiled on a CPU
-        y = causal_attention(q, k, v, backend="flex")
-    torch.testing.assert_close(y, attention_reference(q, k, v), rtol=1e-5, atol=1e-5)
-
-
 def test_a_forced_kernel_leaves_torchs_flags_as_they_were():
     q, k, v = heads(4)
     names = ("flash_sdp_enabled", "cudnn_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled")
@@ -67,7 +58,7 @@ def test_a_forced_kernel_leaves_torchs_flags_as_they_were():
     assert [getattr(torch.backends.cuda, name)() for name in names] == before, "also after an error"
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "flex", "fa3", "fa4", "cudnn+fa4", "efficient"])
+@pytest.mark.parametrize("backend", ["cudnn", "fa4", "cudnn+fa4", "efficient"])
 def test_decoding_never_meets_a_forced_kernel(backend):
     """Inference mode is decoding: it must work where the kernel cannot."""
     q, k, v = (x.detach() for x in heads(2))
@@ -91,10 +82,8 @@ def test_the_probe_says_why_not():
         assert attention_failure(backend, CPU, torch.float32, **shape) is None
     assert "cudnn" in (attention_failure("cudnn", CPU, torch.float32, **shape) or "")
     assert "efficient" in (attention_failure("efficient", CPU, torch.float32, **shape) or "")
-    assert attention_failure("fa3", CPU, torch.float32, **shape) == "flash_attn_3 is not installed" == fa3_missing()
     if fa4_missing() is not None:
         assert attention_failure("fa4", CPU, torch.float32, **shape) == "flash-attn-4 is not installed"
-    assert attention_failure("flex", CPU, torch.float32, dropout=0.1, **shape) == "FlexAttention has no dropout"
 
 
 @pytest.mark.parametrize("backend", FA4)
@@ -169,7 +158,7 @@ def test_what_sdpa_picks_has_a_name():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("backend", ["sdpa", "flash", "cudnn", "efficient", "flex", "fa4", "cudnn+fa4"])
+@pytest.mark.parametrize("backend", ["sdpa", "flash", "cudnn", "efficient", "fa4", "cudnn+fa4"])
 def test_backends_of_a_gpu_equal_the_reference(backend, groups):
     if backend in FA4 and fa4_missing() is not None:
         pytest.skip("flash-attn-4 is not installed")
@@ -180,7 +169,7 @@ def test_backends_of_a_gpu_equal_the_reference(backend, groups):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient", "flex"])
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
 def test_backends_of_a_gpu_work_under_the_compiler(backend):
     torch._dynamo.reset()
     q, k, v = heads(4, positions=256, device="cuda", dtype=torch.bfloat16, size=64)

@@ -134,6 +134,7 @@ def check_slot(slot: Slot, wide: Tensor) -> None:
     assert slot.take(wide) == (False, None)  # once
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("recording", [True, False])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -194,6 +195,7 @@ def test_a_slot_gives_its_values_to_nobody_else(device):
     assert slot.take(x.view(2, 2, 16))[1] is values
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("residual", [FP32, BF16])
 @pytest.mark.parametrize(("rows", "width", "centred"), [(1, 16, True), (5, 24, False), (9, 100, True)])
 def test_norm_rounds_its_output_and_the_branch_gradient(rows, width, centred, residual, device):
@@ -213,6 +215,7 @@ def test_norm_rounds_its_output_and_the_branch_gradient(rows, width, centred, re
     check_slot(branch_slot, mine[1])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("kind", ["gelu", "relu2", "swiglu"])
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 16), (3, 530)])
@@ -233,6 +236,7 @@ def test_activation_rounds_its_output_and_its_gradient(rows, hidden, kind, dtype
     check_slot(gradient_slot, dpre)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize(("batch", "positions", "heads", "groups", "size"), [(1, 1, 1, 1, 8), (2, 5, 3, 1, 24)])
 def test_packing_rounds_what_it_packs(batch, positions, heads, groups, size, dtype, device):
@@ -334,13 +338,14 @@ def errors(gradient: Tensor, weight: Tensor, kind: torch.dtype, off: float) -> t
     """(of the whole product, of most single rows), with a scale for a gradient that is `off` times as large."""
     table = Scales([kind], gradient.device)
     table.seen_S.copy_((off * gradient.abs().max()).view(torch.int32))
-    table.settle()
+    table.update()
     exact = gradient @ weight
     error = fp8_rounded(gradient, kind, float(table.scale_S)) @ weight - exact
     rows = error.norm(dim=1) / exact.norm(dim=1)
     return float(error.norm() / exact.norm()), float(rows.quantile(0.99))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("off", [1.0, 8.0])
 def test_gradients_are_better_off_in_e4m3(off, device):
     """Those of a model in training, and some with tails far heavier than that. The choice of ops/kernels/fp8.py."""

@@ -111,7 +111,7 @@ def emulated(
         patch.setattr(nn.Linear, "forward", lambda layer, x: emulation(layer, x))
         for seed in range(steps):
             losses.append(step(*batch(seed, device, rows, config.context))[0].item())
-            emulation.scales.settle()
+            emulation.scales.update()
     return losses, emulation.scales.scale_S
 
 

@@ -97,6 +97,7 @@ def same(mine, theirs, dtype=torch.float32, slack=10.0):
 RANKS = {"ranks": (("k_proj", 5), ("up_proj", 2)), "alphas": (("v_proj", 9.0),)}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("model", "plan", "how", "packed"),
     [
@@ -123,6 +124,7 @@ def test_kernels_change_nothing(model, plan, how, packed, device):
     same(mine, run(device, plain, plan, packed=packed, **model))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("targets", "checkpointing"),
     [
@@ -300,6 +302,7 @@ def test_frozen_weights_get_no_product_and_nothing_goes_below_the_first_block(de
     assert seen[1]["addmm_"] - seen[0]["addmm_"] == 12
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("checkpointing", "expected"),
     [

@@ -57,6 +57,7 @@ def gates_reference(h: Tensor, weight: Tensor) -> Tensor:
     return 2 * torch.sigmoid(h[..., : weight.shape[1]] @ weight.mT)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("batch", "positions", "width", "counts", "dtype"),
     shapes_and_types([(2, 5, 48, (2, 0))], [FP32, BF16], more=(1, 70, 20, (2, 4)), many=(3, 200, 64, (2, 4))),
@@ -91,6 +92,7 @@ def values_reference(v: Tensor, gates: Tensor, rows: Tensor) -> Tensor:
     return v + gates.transpose(1, 2)[..., None] * rows.unflatten(-1, (v.shape[1], -1)).transpose(1, 2)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("batch", "groups", "positions", "size", "dtype"),

@@ -188,6 +188,7 @@ def test_shards_are_read_and_written(tmp_path, monkeypatch):
         assert torch.equal(from_huggingface(tmp_path / "ours").eval().logits(x), ours.logits(x))
 
 
+@pytest.mark.grid
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("device", DEVICES)

@@ -60,6 +60,7 @@ def norm_reference(x, branch, branch_bias, weight, bias, *, centred, stored):
     return x, h if bias is None else h + bias
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("rows", "width", "types"),
     shapes_and_types(
@@ -99,6 +100,7 @@ def test_add_norm(rows, width, types, device):
         )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("types", [(FP32, FP32), (FP32, BF16), (BF16, BF16)])
 @pytest.mark.parametrize(("scaled", "rate"), [(True, 0.0), (False, 0.3), (True, 0.3)])
 def test_add_norm_with_a_scale_and_dropout(types, scaled, rate, device):
@@ -196,6 +198,7 @@ def activation_reference(pre, bias, kind):
     return 0.5 * pre * (1 + torch.tanh(math.sqrt(2 / math.pi) * (pre + 0.044715 * pre**3)))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize(
     ("rows", "hidden", "width", "dtype"),
@@ -282,6 +285,7 @@ def test_weight_gradients_are_not_rounded_to_the_products_type(device):
     assert (weight.grad == 600.0).all()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("dtype", "has_bias"), [(FP32, True), (BF16, True), (BF16, False)])
 @pytest.mark.parametrize(
     ("batch", "positions", "heads", "groups", "size", "width"),
@@ -354,6 +358,7 @@ def heads_reference(packed, q_weight, k_weight, cos, sin, heads, groups, *, scal
     return (*out, every[:, heads + groups :])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("batch", "positions", "heads", "groups", "size", "dtype"),
     shapes_and_types(
@@ -438,6 +443,7 @@ def test_prepare_heads_of_an_odd_size(device):
 # --- embedding ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize(
@@ -536,6 +542,7 @@ def check_rows(logits_NV, targets_N, *, columns, smoothing, dtype, atol, cap=0.0
     assert (mine[targets_N == IGNORED] == 0).all()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize(
     ("rows", "vocab", "pad", "dtype"),
@@ -582,6 +589,7 @@ def test_cross_entropy_of_extreme_logits(smoothing, device):
     check_rows(logits, targets, columns=128, smoothing=smoothing, dtype=FP32, atol=2e-3)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("pad", [1, 8, 64])
@@ -661,6 +669,7 @@ def test_cross_entropy_at_full_size(device):
 # --- gradients of adapters --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize(
     ("rows", "inputs", "parts"),
@@ -695,6 +704,7 @@ def test_adapter_gradients_by_one_kernel(rows, inputs, parts, dtype, device):
             assert_near(mine, theirs, FP32, f"{way.__name__} {len(calls)} {index}", 10.0)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(

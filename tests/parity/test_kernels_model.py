@@ -49,6 +49,7 @@ def same(mine, theirs, dtype, slack=1.0):
         assert_near(gradient, theirs[1][name], dtype, name, slack)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("model", "how"),
     [
@@ -128,6 +129,7 @@ def kept_run_with_dropout(device: str, seed: int):
     return run_with_dropout(device, seed)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_dropout_comes_again_with_the_random_stream(checkpointing, device):
     """Backward and blocks that are computed again find the same masks; the next pass draws others."""

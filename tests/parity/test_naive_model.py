@@ -93,14 +93,16 @@ def expected_of(kind: str) -> tuple[Tensor, tuple[Tensor, ...]]:
     return loss.detach(), torch.autograd.grad(loss, list(weights.values()))
 
 
-# Blocks of these kinds are recomputed as those of others are: with their rotation, head or MLP.
-LIKE_OTHERS = {"gpt", "untied, biases", "layernorm without biases", "odd heads", "llama3", "linear", "capped"}
+# Recomputed blocks of the other kinds are parts of these.
+RECOMPUTED = {"gpt2", "record", "mixed"}
 
 
 @pytest.mark.parametrize(
     ("form", "kind"),
     [
-        pytest.param(form, kind, marks=[pytest.mark.slow] if form == "kernels, again" and kind in LIKE_OTHERS else [])
+        pytest.param(
+            form, kind, marks=[pytest.mark.slow] if form == "kernels, again" and kind not in RECOMPUTED else []
+        )
         for form in FORMS
         for kind in KINDS
     ],
@@ -153,6 +155,7 @@ def packed_logits_of(kind: str) -> Tensor:
         return torch.cat([naive_logits(model.config, weights, text) for text in texts]).view(2, CONTEXT, VOCAB)
 
 
+@pytest.mark.grid
 @every_kind
 @pytest.mark.parametrize("form", ["torch", "kernels"])
 @pytest.mark.parametrize("device", DEVICES)

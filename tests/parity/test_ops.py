@@ -188,6 +188,7 @@ def test_without_gradients_the_fused_loss_makes_none(scope, monkeypatch):
 # --- head and loss under the compiler -----------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("path", ["plain", "chunked", "fused"])
 def test_every_path_keeps_its_gradients_under_the_compiler(path, half):
@@ -227,6 +228,7 @@ def test_the_compiler_does_not_look_into_the_fused_loss(learning):
     assert not [name for name in seen if "mm" in name or "softmax" in name]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("learning", "frozen"), [(False, False), (True, False), (True, True)])
 def test_the_fused_loss_tells_the_compiler_what_it_will_return(dtype, learning, frozen):
@@ -242,6 +244,7 @@ def test_the_fused_loss_tells_the_compiler_what_it_will_return(dtype, learning, 
         assert told.device.type == "cuda"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

@@ -309,12 +309,11 @@ def test_kernels_over_32768_positions(dtype, resets):
 
 
 FAST = Execution(scan="triton")
-SCALES = {"scales": (1, 4)}
 
 
-def mixers(context: int, more: dict) -> tuple[Eigenstate, Eigenstate]:
+def mixers(context: int) -> tuple[Eigenstate, Eigenstate]:
     """(in our kernels and fp32, in torch's operations and float64), the same weights in both."""
-    config = mixer_config(width=64, states=32, context=context, **more)
+    config = mixer_config(width=64, states=32, context=context)
     mixer, exact = Eigenstate(config), Eigenstate(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -332,9 +331,8 @@ def apart(mine: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("more", [{}, SCALES])
-def test_the_mixer_over_32768_tokens_in_bf16(more):
-    mixer, exact = mixers(32768, more)
+def test_the_mixer_over_32768_tokens_in_bf16():
+    mixer, exact = mixers(32768)
     x = draw(1, 32768, 64, device="cuda").detach()
     with torch.autocast("cuda", dtype=BF16):
         y = mixed(mixer, x, how=FAST)
@@ -350,9 +348,8 @@ def test_the_mixer_over_32768_tokens_in_bf16(more):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("more", [{}, SCALES])
-def test_the_mixer_on_a_gpu(more):
-    mixer, exact = mixers(1024, more)
+def test_the_mixer_on_a_gpu():
+    mixer, exact = mixers(1024)
     x = draw(2, 700, 64, device="cuda").detach()
     with torch.no_grad():
         whole, expected = mixed(mixer, x, how=FAST), mixed(exact, x.double())

@@ -92,7 +92,7 @@ def test_a_dataset_trains_the_same_run_again(dataset: str, run: str, tmp_path: P
     unpack(tmp_path, "data", run)
     before = look(tmp_path / "data" / dataset)
     flatout("prepare", "verify", f"data/{dataset}")
-    flatout("prepare", "inspect", f"data/{dataset}", "--json", "--no-picture")
+    flatout("prepare", "inspect", f"data/{dataset}", "--json")
     flatout("train", f"runs/{run}/config.yaml", f"data.folder=data/{dataset}", "output.folder=runs/again")
     assert losses_of(Path("runs/again")) == pytest.approx(losses_of(Path(f"runs/{run}")), **close(run))
     assert look(tmp_path / "data" / dataset) == before

@@ -131,7 +131,12 @@ def test_every_preset_is_recorded() -> None:
     assert set(all_presets()) <= recorded()["presets"].keys(), f"record it: {__doc__}"
 
 
-@pytest.mark.parametrize("preset", recorded()["presets"])
+# What is shrunk to the shape of another preset, and differs in its rates, which `test_explain` compares.
+ALIKE = {"gpt2-350m", "large-32k", "medium-32k", "large-32k-eigenstate", "small-32k-eigenstate", "medium-32k-hybrid",
+         "small-32k-hybrid"}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", [name for name in recorded()["presets"] if name not in ALIKE])
 def test_the_first_steps_have_the_recorded_losses(preset: str, inputs: None) -> None:
     check(preset, FIRST)
 

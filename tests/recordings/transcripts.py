@@ -77,7 +77,7 @@ MASKS = [
         (r"(perplexity \d+\.\d|loss \d+\.\d\d|loss \d+\.\d\d to \d+\.\d\d)\d+", r"\1"),
         (r"(\d\.\d\d)\d( bits/byte)|(bits/byte \d\.\d\d)\d+", r"\1\2\3"),
         (r"\b\d+(\.\d+)? samples/s", "N samples/s"),
-        (r"(mean loss [\d.]+  )\w+", r"\1T"),
+        (r"(mean loss [\d.]+ +)\w+", r"\1T"),
         (r"\(choose from ([^)]*)\)", "(choose from CHOICES)"),  # Python's versions quote them differently
     ]
 ]
@@ -201,7 +201,7 @@ def _about_the_run(page: str) -> str:
             paragraph = rf"({machine})$|  \S+ +({machine}), |  \S+ +[A-Z][\w ]+, ({OF_THE_MOMENT}): "
             about = not re.match(rf'{paragraph}|.*"area": "({areas})"|.*"name": "({OF_THE_MOMENT})"', line)
         kept += [line] if about and not re.match(rf"  \S+ +({OF_THE_MOMENT}) ", line) else []
-    return "".join(kept)
+    return re.sub(r"^(Worth knowing|Warnings: .*)\n(?=\S|\n|\Z)", "", "".join(kept), flags=re.MULTILINE)  # empty
 
 
 # --- where they run ---------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def _made_up_machine() -> Iterator[None]:
         patch.setattr(
             flatout.diagnose.examine,
             "measure_disk",
-            lambda *a, **k: dataclasses.replace(measure(*a, **k), write_rate=5e8, read_rate=5e8),
+            lambda *a, **k: dataclasses.replace(measure(*a, **k), write_rate=5e8),
         )
         patch.setattr(flatout.host, "first_line_of", lambda _path: "")
         patch.setattr(flatout.host, "first_line_of", lambda _path: "")

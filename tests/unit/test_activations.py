@@ -21,6 +21,7 @@ def run(execution: Execution, family: str = "gpt", dropout: float = 0.0) -> tupl
     return loss.detach(), model
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("family", ["gpt", "gpt2"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])

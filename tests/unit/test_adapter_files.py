@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flatout.config.schema import ModelConfig
-from flatout.confined import ChildLimits
 from flatout.errors import CheckpointError, ResourceError
 from flatout.files import canonical_json
 from flatout.folders import _write_mark
-from flatout.model import adapter_files, patterns
+from flatout.model import adapter_files
 from flatout.model.adapter_files import (
     CONFIG,
     WEIGHTS,
@@ -70,9 +69,7 @@ def ours(tmp_path: Path) -> Path:
         {},
         {"dora": True, "rank_stabilised": True},
         {"targets": ("v_proj", "q_proj"), "ranks": (("v_proj", 7),), "alphas": (("q_proj", 3.5),)},
-        {"targets": r".*\.1\..*proj", "exclude": r".*down.*"},
-        {"layers": (1,), "exclude": ("gate_proj",), "dropout": 0.1},
-        {"also": ("embedding", "head"), "dora": True},
+        {"targets": ("1.self_attn.q_proj", "up_proj"), "dropout": 0.1},
     ],
     ids=str,
 )
@@ -84,24 +81,23 @@ def test_what_is_written_comes_back_bit_for_bit(tmp_path, plan):
     assert torch.equal(all_values(again), all_values(adapters))
     assert torch.equal(again.model.eval().logits(TOKENS), adapters.model.eval().logits(TOKENS))
     assert origin.folder == tmp_path / "a"
-    for name in ("rank", "alpha", "dropout", "rank_stabilised", "dora", "ranks", "alphas", "layers", "also"):
+    for name in ("rank", "alpha", "dropout", "rank_stabilised", "dora", "ranks", "alphas"):
         assert getattr(origin.plan, name) == getattr(adapters.plan, name), name
     save_adapter(again, tmp_path / "b", base="a/model")
     for name in (CONFIG, WEIGHTS):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_patterns_whose_order_matters_mean_the_same_in_a_file(tmp_path):
-    ranks, alphas = ((r".*q_proj", 2), (r".*1.*_proj", 3)), ((r"v_proj", 2.0), (r".*_proj", 5.0))
-    adapters = trained(ranks=ranks, alphas=alphas)
+def test_names_whose_order_matters_mean_the_same_in_a_file(tmp_path):
+    ranks = (("self_attn.q_proj", 2), ("q_proj", 5), ("1.self_attn.q_proj", 3))
+    adapters = trained(ranks=ranks)
     save_adapter(adapters, tmp_path / "adapter")
     again, origin = load_adapter(model(), tmp_path / "adapter")
     assert again.choices == adapters.choices
-    assert len(origin.plan.ranks) == 2 * 1 + 6
-    other = trained(ranks=ranks[::-1], alphas=alphas[::-1])
+    assert len(origin.plan.ranks) == 2
+    other = trained(ranks=ranks[::-1])
     assert other.choices != adapters.choices
     save_adapter(other, tmp_path / "other")
-    assert read_origin(tmp_path / "other").plan.ranks == tuple(sorted(ranks))
     assert load_adapter(model(), tmp_path / "other")[0].choices == other.choices
 
 
@@ -220,9 +216,6 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "another method": (lambda f: change(f, peft_type="IA3"), "peft_type is 'IA3'"),
     "no method": (lambda f: change(f, peft_type=None), "peft_type is None"),
     "other modules": (lambda f: change(f, modules_to_save=["score"]), "modules_to_save is ['score']"),
-    "modules as a word": (lambda f: change(f, modules_to_save="lm_head"), "modules_to_save is 'lm_head'"),
-    "a tied head alone": (lambda f: change(f, modules_to_save=["lm_head"]), "embedding's own table"),
-    "modules that are not there": (lambda f: change(f, modules_to_save=["lm_head", "embed_tokens"]), "and 1 more"),
     "another kind of biases": (lambda f: change(f, bias="some"), "bias is 'some'"),
     "a bias of its own": (lambda f: change(f, lora_bias=True), "lora_bias is True"),
     "pissa": (lambda f: change(f, init_lora_weights="pissa_niter_4"), "'pissa_niter_4'"),
@@ -239,18 +232,19 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "patterns are a list": (lambda f: change(f, rank_pattern=[1]), "rank_pattern is [1]"),
     "a rank is a word": (lambda f: change(f, rank_pattern={"q_proj": "x"}), "the rank of 'q_proj' is 'x'"),
     "targets are numbers": (lambda f: change(f, target_modules=[1, 2]), "target_modules is [1, 2]"),
-    "no targets": (lambda f: change(f, target_modules=None), "at least one target"),
+    "no targets": (lambda f: change(f, target_modules=None), "target_modules is None"),
     "targets are elsewhere": (lambda f: change(f, target_modules=["query_key_value"]), "choose none"),
-    "targets are broken": (lambda f: change(f, target_modules="(["), "regular expression"),
+    "targets are broken": (lambda f: change(f, target_modules="(["), "not a list of names"),
     "fewer targets": (lambda f: change(f, target_modules=["q_proj"]), "no place"),
-    "layers are words": (lambda f: change(f, layers_to_transform=["a"]), "layers_to_transform is ['a']"),
+    "some layers": (lambda f: change(f, layers_to_transform=[1]), "layers_to_transform is [1]"),
+    "some excluded": (lambda f: change(f, exclude_modules=["q_proj"]), "exclude_modules is ['q_proj']"),
     "without dora": (lambda f: change(f, use_dora=False), "lora_magnitude_vector"),
     "a tensor missing": (lambda f: tensors_with(f, **{B: None}), f"has no tensor {B}"),
     "a magnitude missing": (lambda f: tensors_with(f, **{M: None}), f"has no tensor {M}"),
     "a tensor too many": (lambda f: tensors_with(f, **{LAYER_9: torch.zeros(4, 32)}), f"holds tensor {LAYER_9}"),
     "an embedding's": (
         lambda f: tensors_with(f, **{"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 61)}),
-        "embeddings and of the output head",
+        "embeddings and the output head",
     ),
     "another width": (lambda f: tensors_with(f, **{A: torch.zeros(4, 64)}), "shape (4, 64)"),
     "turned": (lambda f: tensors_with(f, **{B: torch.zeros(4, 32)}), "need (32, 4)"),
@@ -274,10 +268,8 @@ DAMAGE |= {
         lambda f: (f / CONFIG).write_text(f'{{"peft_type": "LORA", "x": {DEEP}}}'),
         "nested more than 100 levels",
     ),
-    "targets that take for ever": (lambda f: change(f, target_modules=SLOW_PATTERN), "processor time"),
-    "ranks that take for ever": (lambda f: change(f, rank_pattern={SLOW_PATTERN: 4}), "processor time"),
-    "a pattern of parentheses": (lambda f: change(f, target_modules="(" * 5000 + ")" * 5000), "regular expression"),
-    "flags in the middle": (lambda f: change(f, rank_pattern={"(?i)q_proj": 4}), "regular expression"),
+    "targets by a pattern": (lambda f: change(f, target_modules=SLOW_PATTERN), "not a list of names"),
+    "ranks by a pattern": (lambda f: change(f, rank_pattern={SLOW_PATTERN: 4}), "only plain names"),
     "code of its own": (lambda f: change(f, auto_map={"AutoModel": "evil.Evil"}), "auto_map"),
     "weights by a link": (lambda f: linked(f / WEIGHTS), "a link that leads out of its folder"),
     "a config by a link": (lambda f: linked(f / CONFIG), "a link that leads out of its folder"),
@@ -288,15 +280,6 @@ def linked(path: Path) -> None:
     elsewhere = path.parent.parent / "elsewhere"
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def impatient():
-    """Patterns with less time than they have otherwise."""
-    patterns.child().limits = ChildLimits(seconds=0.1)
-    yield
-    patterns.child().close()
-    patterns.child.cache_clear()
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -312,7 +295,6 @@ def test_damaged_and_foreign_adapters_are_refused_and_the_model_stays(folder, ki
     assert caught.value.exit_code == 3
     assert torch.equal(gpt.logits(TOKENS), before)
     assert all(parameter.requires_grad for parameter in gpt.parameters())
-    assert patterns.child()._process is None, "no process stays beside the model"
 
 
 @pytest.mark.parametrize(

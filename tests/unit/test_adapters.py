@@ -69,29 +69,24 @@ def paths(plan: AdapterPlan, gpt: GPT | None = None) -> list[str]:
     return [choice.target.path for choice in choose(plan, targets_of(gpt or model()))]
 
 
-def test_targets_by_name_pattern_layer_and_exclusion():
+def test_targets_by_name():
     assert len(paths(AdapterPlan())) == 14
-    assert paths(AdapterPlan(targets=("v_proj",), layers=(1,))) == ["model.layers.1.self_attn.v_proj"]
+    assert paths(AdapterPlan(targets=("1.self_attn.v_proj",))) == ["model.layers.1.self_attn.v_proj"]
     assert paths(AdapterPlan(targets=("model.layers.0.mlp.up_proj",))) == ["model.layers.0.mlp.up_proj"]
-    assert paths(AdapterPlan(targets=r".*\.0\..*k_proj")) == ["model.layers.0.self_attn.k_proj"]
-    left = paths(AdapterPlan(exclude=("gate_proj", "layers.0.mlp.down_proj")))
-    assert len(left) == 11
-    assert not any(path.endswith("gate_proj") for path in left)
-    assert len(paths(AdapterPlan(exclude=r".*mlp.*"))) == 8
 
 
 def test_an_mlp_without_a_gate_and_gpt2_have_other_names():
     assert not any("gate" in path for path in paths(AdapterPlan(), model(mlp="relu2")))
     gpt2 = model(family="gpt2", kv_heads=None)
-    assert paths(AdapterPlan(layers=(0,)), gpt2) == [
+    assert paths(AdapterPlan(), gpt2)[:4] == [
         f"transformer.h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     ]
     assert len(paths(AdapterPlan(targets=("c_proj",)), gpt2)) == 4
     assert len(paths(AdapterPlan(targets=("attn.c_proj",)), gpt2)) == 2
 
 
-def test_ranks_and_scales_by_pattern():
-    ranks, alphas = (("q_proj", 2), ("layers.1.self_attn.q_proj", 9)), (("mlp.*", 2), ("down_proj", 16))
+def test_ranks_and_scales_by_name():
+    ranks, alphas = (("q_proj", 2), ("layers.1.self_attn.q_proj", 9)), (("mlp.down_proj", 2), ("down_proj", 16))
     plan = AdapterPlan(rank=4, alpha=8, ranks=ranks, alphas=alphas)  # the first that fits counts
     choices = {c.target.path: c for c in choose(plan, targets_of(model()))}
     assert (choices["model.layers.1.self_attn.q_proj"].rank, choices["model.layers.1.self_attn.q_proj"].scale) == (2, 4)
@@ -122,20 +117,15 @@ def test_ranks_beyond_a_matrix_are_told():
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"dropout": -0.1}, "dropout is -0.1"),
         ({"targets": ()}, "at least one target"),
-        ({"targets": "(["}, "no regular expression"),
-        ({"ranks": tuple((f"q{number}", 1) for number in range(3000))}, "3,001 patterns, 1 of them no plain names"),
-        ({"alphas": tuple((f"(q|k{number})", 1) for number in range(60))}, "61 patterns, 61 of them no plain names"),
+        ({"targets": ("([",)}, "no projection (["),
+        ({"ranks": tuple((f"q{number}", 1) for number in range(3000))}, "more than 2,000"),
         ({"targets": ("q_prj",)}, "did you mean q_proj"),
         ({"targets": ("c_attn",)}, "no projection c_attn"),
         ({"ranks": (("q_poj", 3),)}, "no projection q_poj"),
         ({"alphas": (("c_attn", 3),)}, "no projection c_attn"),
-        ({"exclude": ("gate",)}, "no projection gate"),
         ({"targets": ("q_proj", "lm_head")}, "lm_head cannot have an adapter"),
         ({"targets": ("embed_tokens",)}, "embed_tokens cannot have an adapter"),
-        ({"targets": "q_proj"}, "choose none"),
         ({"targets": ("q_proj",), "ranks": (("k_proj", 3),)}, "no projection k_proj"),
-        ({"layers": (2,)}, "no layer 2"),
-        ({"exclude": r".*"}, "choose none"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(settings, says):
@@ -347,25 +337,6 @@ def test_bf16_base_with_fp32_adapters(dora):
     loss(gpt).backward()
     assert torch.isfinite(adapters.flat.grad).all()
     assert gradient_of(adapters.flat).abs().max() > 0
-
-
-@pytest.mark.usefixtures("bf16_products")
-@pytest.mark.parametrize(
-    ("family", "targets"), [({"family": "gpt2"}, ("c_attn",)), ({"qkv_bias": True, "tied": False}, ("q_proj",))]
-)
-def test_a_trained_bias_beside_a_bf16_base_gets_its_gradient(family, targets):
-    model = build_model(ModelConfig(layers=2, width=32, heads=4, context=16, **family), 50)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-    plan = AdapterPlan(rank=2, targets=targets, also=("embedding", "head", "biases"))
-    adapters = attach(model, plan, seed=0)
-    tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(tokens, tokens).backward()
-    for name, parameter in adapters.named_parameters():
-        assert parameter.dtype == torch.float32
-        assert parameter.grad is not None
-        assert "lora_a" in name or bool(parameter.grad.any()), f"{name} gets no gradient"
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])

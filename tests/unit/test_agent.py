@@ -117,7 +117,7 @@ def test_a_cause_of_another_host_explains_ours():
 def test_a_pulse_is_felt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     slots = Slots(tmp_path, 2, create=True)
     code = (
-        "import time; from flatout.pulse import *; from pathlib import Path; p = pulse(); p.tell(State.WORKING);"
+        "import time; from flatout.pulse import *; from pathlib import Path; p = pulse(); p.set_state(State.WORKING);"
         "p.at_step(41); p.note_run(Path('runs/x'), accepted=True)\n"
         "def stuck_here():\n    time.sleep(60)\nstuck_here()"
     )
@@ -175,7 +175,7 @@ from pathlib import Path
 from flatout.pulse import State, pulse
 told = pulse()
 told.note_run(Path("run"), accepted=True)
-told.tell(State.WORKING)
+told.set_state(State.WORKING)
 told.at_step(41)
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -117,6 +117,7 @@ def test_every_epoch_has_each_array_once_that_is_not_held_out():
         assert sorted(epoch) == list(range(3, 35))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", kinds())
 @pytest.mark.parametrize("val", [None, [np.arange(50)]], ids=["held out", "own"])
 def test_every_step_can_be_gone_on_from(kind: str, val: Any):

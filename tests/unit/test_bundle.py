@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from flatout.cli import main
-from flatout.observe import bundle
 from flatout.observe.bundle import Private, is_bundle, scrubbed
 from flatout.records import NoticeRecord, PreviewRecord, SampleRecord
 from tests.made_runs import info_of, step_of, write_run
@@ -45,7 +44,7 @@ def test_a_bundle_holds_the_run_and_none_of_its_data(tmp_path: Path, monkeypatch
     assert main(["report", "--zip", "mine", "--no-doctor"]) == 0
     assert "mine-bundle.zip" in capsys.readouterr().out
     found = contents(tmp_path / "mine-bundle.zip")
-    assert list(found) == ["README.txt", "config.yaml", "metrics.jsonl", "files.txt", "report.html"]
+    assert list(found) == ["README.txt", "config.yaml", "metrics.jsonl", "files.txt"]
     whole = "".join(found.values())
     for secret in ("private", "hf_a1", str(tmp_path / "home")):
         assert secret not in whole, secret
@@ -63,20 +62,7 @@ def test_a_bundle_holds_the_run_and_none_of_its_data(tmp_path: Path, monkeypatch
     assert (tmp_path / "mine-bundle.zip").read_bytes() == before
 
 
-def test_of_many_files_the_first_are_listed_and_the_rest_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bundle, "_MOST_FILES", 4)
-    run_with_data(tmp_path / "runs" / "mine")
-    there = sum(path.is_file() for path in (tmp_path / "runs" / "mine").rglob("*"))
-    for number in range(9 - there):
-        (tmp_path / "runs" / "mine" / f"other-{number}").touch()
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", "--zip", "mine", "--no-doctor"]) == 0
-    lines = contents(tmp_path / "mine-bundle.zip")["files.txt"].splitlines()
-    assert len(lines) == 5
-    assert lines[-1] == "and 5 more"
-
-
-def test_the_machine_is_told_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_machine_is_described_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from flatout.finding import Check
 
     run_with_data(tmp_path / "mine")

@@ -59,8 +59,8 @@ def test_verbs_options_presets_settings_and_runs(complete):
 
 
 def test_actions_have_words_of_their_own(complete):
-    assert complete("prepare", "")[:4] == ["inspect", "verify", "train-tokenizer", "compare-tokenizers"]
-    assert complete("prepare", "inspect", "--no") == ["--no-picture"]
+    assert complete("prepare", "")[:2] == ["inspect", "verify"]
+    assert complete("prepare", "inspect", "--con") == ["--context"]
     assert complete("prepare", "gpt2-1") == ["gpt2-124m"]
     assert complete("config", "co") == ["copy"]
     assert complete("config", "copy", "gpt2-1") == ["gpt2-124m"]
@@ -72,13 +72,10 @@ def test_actions_have_words_of_their_own(complete):
     assert complete("completion", "b") == ["bash"]
 
 
-def test_values_of_settings(complete):
+def test_after_an_equals_sign_the_shell_completes_files(complete):
     # Readline cuts a word at its equals sign.
-    assert complete("train", "model.norm", "=") == ["rmsnorm", "layernorm", "plain-rmsnorm"]
-    assert complete("train", "model.norm", "=", "la") == ["layernorm"]
-    assert complete("train", "data.streaming", "=", "") == ["true", "false"]
-    assert complete("train", "data.source", "=", "scr") == ["script"]
-    assert complete("train", "train.steps", "=", "") == []
+    assert complete("train", "data.source", "=") == []
+    assert complete("train", "data.source", "=", "scr") == []
 
 
 def test_the_zsh_script_has_the_same_candidates(capsys: pytest.CaptureFixture[str]):
@@ -122,8 +119,7 @@ def test_help_is_as_wide_as_the_terminal(width: int, monkeypatch: pytest.MonkeyP
         (["lora", "chat.source=a b"], "flatout finetune 'chat.source=a b'"),
         (["data", "inspect", "data/x"], "flatout prepare inspect data/x"),
         (["data", "verify"], "flatout prepare verify"),
-        (["tokenizer", "train", "--vocab", "300"], "flatout prepare train-tokenizer --vocab 300"),
-        (["tokenizer", "report"], "flatout prepare compare-tokenizers"),
+        (["tokenizer"], "flatout prepare data.tokenizer=bpe-8192"),
         (["plan", "--size", "7b"], "flatout estimate --gpus 1..8 --size 7b"),
         (["plan", "--gpus", "8..64"], "flatout estimate --gpus 8..64"),
         (["merge", "runs/a", "out"], "flatout export runs/a out"),

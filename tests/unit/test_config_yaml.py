@@ -14,9 +14,7 @@ from flatout.config.yaml_loader import (
     Node,
     format_value,
     has_control_character,
-    is_collection,
-    parse_collection,
-    parse_scalar,
+    parse_word,
     parse_yaml,
     printable,
     read_yaml,
@@ -65,16 +63,16 @@ def refused(data: bytes | str) -> ConfigError:
     ],
 )
 def test_scalars_follow_the_core_rules(text: str, value: object) -> None:
-    result = resolve_scalar(text, "here")
+    result = resolve_scalar(text)
     assert result == value
     assert type(result) is type(value)
 
 
 def test_not_a_number_and_infinity_are_floats_for_the_schema_to_refuse() -> None:
-    assert resolve_scalar(".inf", "here") == math.inf
-    assert resolve_scalar("-.INF", "here") == -math.inf
-    assert math.isnan(float(resolve_scalar(".nan", "here") or 0))
-    assert resolve_scalar("1e400", "here") == math.inf
+    assert resolve_scalar(".inf") == math.inf
+    assert resolve_scalar("-.INF") == -math.inf
+    assert math.isnan(float(resolve_scalar(".nan") or 0))
+    assert resolve_scalar("1e400") == math.inf
 
 
 def test_quoted_and_block_scalars_are_text() -> None:
@@ -115,16 +113,18 @@ def test_byte_order_mark_of_utf8_is_allowed() -> None:
         ("a: 1\n1: 2\n", 2, "the key 1 is a number"),
         ("true: 2\n", 1, "the key true is a boolean"),
         ("~: 2\n", 1, "the key null is null"),
-        ("? [a]\n: 2\n", 1, "used as a key"),
-        ("a: 1\n<<: {b: 2}\n", 2, "merge keys"),
         ("a: !!python/object/apply:os.system [x]\n", 1, "python/object/apply:os.system"),
         ("a: !!int 5\n", 1, "tag"),
-        ("a: ! 5\n", 1, "tag '!'"),
-        ("a: &x 5\n", 1, "'&x'"),
-        ("a: &x {}\n", 1, "'&x'"),
-        ("a: *x\n", 1, "'*x'"),
-        ("a: 1\n---\nb: 2\n", 2, "second document"),
-        ("a: 1\n---\n", 2, "second document"),
+        ("? [a]\n: 2\n", 1, "is a list"),
+        ("a: *x\n", 1, "undefined alias 'x'"),
+        ("a: &x [*x]\n", 1, f"more than {MAX_DEPTH} deep"),
+        (
+            "a: &x0 [1, 1]\n" + "".join(f"b{n}: &x{n + 1} [*x{n}, *x{n}]\n" for n in range(16)),
+            2,
+            f"more than {MAX_NODES} values",
+        ),
+        ("a: 1\n---\nb: 2\n", 2, "another document"),
+        ("a: 1\n---\n", 2, "another document"),
         ("- a\n", 1, "holds a list"),
         ("\n\n5\n", 3, "holds a number"),
         ("text\n", 1, "holds text"),
@@ -135,18 +135,15 @@ def test_byte_order_mark_of_utf8_is_allowed() -> None:
         ('a: "\\q"\n', 1, "not valid YAML"),
         ('a: 1\nb: "\\UFFFFFFFF"\n', 2, "out of range"),
         ('a: 1\nb: "\\U00110000"\n', 2, "out of range"),
-        ('a: "\\ud800"\n', 1, "control character"),
-        ('a: "\\e[31m"\n', 1, "'\\x1b[31m' contains a control character"),
         ("a: 1\nb: \x1b[31m\n", 2, "'\\x1b'"),
         ("a: 1\nb: x\u2028y\n", 2, "'\\u2028'"),
         ("a: 1\nb: x\x85y\n", 2, "'\\x85'"),
         ("a: 1\nb: \0\n", 2, "'\\x00'"),
         (b"a: 1\nb: \xff\n", 2, "0xff is not UTF-8"),
-        ("a: 1\nb: " + "9" * 5000, 2, "more than 100 digits"),
         ("[" * 50_000, 1, f"more than {MAX_DEPTH} deep"),
         ("- " * 40_000, 1, f"more than {MAX_DEPTH} deep"),
         ("{a: " * 20_000, 1, f"more than {MAX_DEPTH} deep"),
-        ("a: [" + "1," * (MAX_NODES + 1), 1, f"more than {MAX_NODES} values"),
+        ("a: [" + "1," * (MAX_NODES + 1) + "]", 1, f"more than {MAX_NODES} values"),
     ],
 )
 def test_refusals_name_file_line_and_reason(data: bytes | str, line: int, words: str) -> None:
@@ -174,7 +171,7 @@ def test_large_files_are_refused_unread(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         read_yaml(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match="is a folder"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_yaml(tmp_path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_yaml(Path("a\0.yaml"))
@@ -218,7 +215,7 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_command_line_values(text: str, value: object) -> None:
-    result = parse_scalar(text, "command line")
+    result = parse_word(text, "command line")
     assert result == value
     assert type(result) is type(value)
 
@@ -228,13 +225,13 @@ def test_command_line_values(text: str, value: object) -> None:
 )
 def test_command_line_values_that_are_not_one_value(text: str) -> None:
     with pytest.raises(ConfigError):
-        parse_scalar(text, "command line")
+        parse_word(text, "command line")
 
 
-@pytest.mark.parametrize("text", ["'a", '"a', "'a' b", '"a": b', "a\nb", "a\x1b", '"\\x00"', '"\\UFFFFFFFF"', "\udcff"])
+@pytest.mark.parametrize("text", ["'a", '"a', "'a' b", '"a": b', "a\nb", "a\x1b", '"\\UFFFFFFFF"', "\udcff"])
 def test_command_line_text_that_is_broken(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_scalar(text, "command line: a.b")
+        parse_word(text, "command line: a.b")
     assert caught.value.message.startswith("command line: a.b: ")
     assert caught.value.message.isprintable()
 
@@ -254,21 +251,20 @@ def test_command_line_text_that_is_broken(text: str) -> None:
     ],
 )
 def test_command_line_lists(text: str, value: object) -> None:
-    assert is_collection(text)
-    assert without_lines(parse_collection(text, "command line")) == value
+    assert parse_word(text, "command line", collections=True) == value
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *["[", "[a", "[a}", "{a", "[a] b", "[a] # b", "[a]: b", "[&a b]", "[*a]", "[!!int 5]", "[a, 'b]", "[a,\nb]"],
-        *["[{a: 1, a: 2}]", "[{1: 2}]", "[{<<: a}]", '["\\x00"]', "[\x1b]", "[\udcff]", "[" * 50, "]", "[a]\n---\n[b]"],
-        *["[" + "a," * (MAX_NODES + 1) + "]", f"[{'9' * 5000}]"],
+        *["[", "[a", "[a}", "{a", "[a] b", "[a] # b", "[a]: b", "[*a]", "[!!int 5]", "[a, 'b]", "[a,\nb]"],
+        *["[{a: 1, a: 2}]", "[{1: 2}]", "[\x1b]", "[\udcff]", "[" * 50, "]", "[a]\n---\n[b]"],
+        *["[" + "a," * (MAX_NODES + 1) + "]"],
     ],
 )
 def test_command_line_lists_that_are_broken(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_collection(text, "command line: a.b")
+        parse_word(text, "command line: a.b", collections=True)
     assert_speaks(caught.value)
     assert caught.value.message.startswith("command line: a.b: ")
     assert "line 0" not in caught.value.message
@@ -300,10 +296,7 @@ def test_formatted_values_read_back(value: object) -> None:
     result = without_lines(parse_yaml(f"key: {text}".encode(), "my.yaml")["key"])
     assert result == value
     assert type(result) is type(value)
-    if isinstance(value, list | dict):
-        assert without_lines(parse_collection(text, "command line")) == value
-    else:
-        assert parse_scalar(text, "command line") == value
+    assert parse_word(text, "command line", collections=isinstance(value, list | dict)) == value
 
 
 def test_formatted_values_that_need_quotes() -> None:

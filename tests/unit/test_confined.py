@@ -16,7 +16,7 @@ from flatout.errors import ResourceError
 
 
 def patterns(**limits: float) -> Child:
-    return Child("flatout.model.patterns", limits=ChildLimits(**{"seconds": 0.1, **limits}))
+    return Child("tests.matching", ("tests",), limits=ChildLimits(**{"seconds": 0.1, **limits}))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_the_clock_ends_what_the_system_does_not():
 
 
 def test_an_answer_that_is_too_long_is_not_read():
-    short = Child("flatout.model.patterns", limits=ChildLimits(output=100, output_times=0))
+    short = Child("tests.matching", ("tests",), limits=ChildLimits(output=100, output_times=0))
     assert ask(short, "a", "a") == [0]
     with pytest.raises(Exceeded, match="writes more than 100 bytes"):
         ask(short, "a", *["a"] * 500)
@@ -86,7 +86,7 @@ def test_a_fork_has_a_child_of_its_own_even_while_the_parent_s_is_in_use():
     code = (
         "import os, signal\n"
         "from flatout.confined import Child\n"
-        "child = Child('flatout.model.patterns')\n"
+        "child = Child('tests.matching', ('tests',))\n"
         "request = {'pattern': 'a', 'paths': ['a']}\n"
         "child.ask(request)\n"
         "with child._lock:\n"  # as another thread holds it
@@ -126,16 +126,17 @@ def test_an_exit_is_no_limit_where_the_system_has_no_signal_for_it(monkeypatch):
     assert patterns()._why_gone(ended, 1) == "breaks the process that runs it"
 
 
-@pytest.mark.parametrize("executable", ["", None, "/nowhere/python", "false"])
-def test_an_odd_executable_is_passed_over(executable, monkeypatch):
+@pytest.mark.parametrize("executable", ["", None])
+def test_without_a_program_of_its_own_python_is_found_on_the_path(executable, monkeypatch):
     monkeypatch.setattr(sys, "executable", executable)
     odd = patterns()
     assert ask(odd, "a", "a") == [0]
     odd.close()
 
 
-def test_without_any_python_it_says_so(monkeypatch):
-    monkeypatch.setattr(confined, "pythons", lambda: iter(["/nowhere/python"]))
+@pytest.mark.parametrize("executable", ["/nowhere/python", "false"])
+def test_without_any_python_it_says_so(executable, monkeypatch):
+    monkeypatch.setattr(sys, "executable", executable)
     with pytest.raises(ResourceError, match="no Python could be started"):
         ask(patterns(), "a", "a")
 

@@ -1,7 +1,6 @@
 """Sources: which files a source means, in what order, and what is said of those that cannot be used."""
 
 import gzip
-import json
 import os
 from pathlib import Path
 
@@ -247,31 +246,6 @@ def test_a_bin_file_in_a_folder_is_told_what_it_was_taken_for(tmp_path: Path) ->
     assert find_files(str(tmp_path)).summary == ""
 
 
-def test_saved_datasets_are_known_by_their_files(tmp_path: Path) -> None:
-    one = {"dataset_info.json": b"{}", "state.json": b"{}", "data-00000-of-00001.arrow": b"12345"}
-    put(tmp_path / "one", one)
-    for split in ("train", "test"):
-        put(tmp_path / "two" / split, one)
-    put(tmp_path / "two", {"dataset_dict.json": json.dumps({"splits": ["test", "train"]}).encode()})
-    for split in ("b", "a"):
-        put(tmp_path / "three" / split, one)
-    put(tmp_path / "three", {"dataset_dict.json": b'{"splits": ["b", "a"]}'})
-    put(tmp_path, {"text.txt": b"x"})
-    found = find_files(str(tmp_path))
-    assert names(found, tmp_path) == ["one", "text.txt", "three/a", "three/b", "two/train"]
-    assert [(file.format, file.bytes) for file in found.files if file.format == "saved"] == [("saved", 5)] * 4
-    assert find_files(str(tmp_path / "one")).files[0].format == "saved"
-    assert found.passed_over == {"split test": 1}
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"splits": 3}', b'{"splits": ["../train"]}', b'{"splits": [".."]}'])
-def test_a_damaged_list_of_splits_is_told(tmp_path: Path, content: bytes) -> None:
-    put(tmp_path, {"a/dataset_dict.json": content, "a/train/state.json": b"{}", "b.txt": b"x"})
-    found = find_files(str(tmp_path))
-    assert names(found, tmp_path) == ["b.txt"]
-    assert problems(found) == [("dataset_dict.json", "format", 0)]
-
-
 def test_hub_names_are_taken_as_they_are() -> None:
     (file,) = find_files("hf:someone/some-data:config:train", number=1).files
     spec = "hf:someone/some-data:config:train"
@@ -309,7 +283,7 @@ def test_other_files_are_read_whole_or_in_one_go() -> None:
     assert slices_of(input_file("hub", 0)) is None
 
 
-def test_tables_are_sliced_by_row_groups_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_sliced_by_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow, "parquet_group_bytes", lambda path: [5, 5, 5, 20, 1])
     file = input_file("parquet", 36)
     assert slices_of(file, 10) == [Slice(file, 0, 2), Slice(file, 2, 3), Slice(file, 3, 4), Slice(file, 4, None)]
@@ -321,12 +295,14 @@ def test_tables_are_sliced_by_row_groups_and_rows(monkeypatch: pytest.MonkeyPatc
     assert slices_of(file, 10) == [Slice(file, 0, 1), *shares, Slice(file, 2, None)]
     monkeypatch.setattr(arrow, "parquet_group_bytes", lambda path: [2**60])
     assert len(slices_of(file) or []) == 1025  # not as many as a damaged footer asks for
-    monkeypatch.setattr(arrow, "saved_rows", lambda path: 10)
-    file = input_file("saved", 100)
-    assert slices_of(file, 40) == [Slice(file, 0, 4), Slice(file, 4, 8), Slice(file, 8, None)]
-    assert slices_of(file, 1) == [Slice(file, row, row + 1 if row < 9 else None) for row in range(10)]
     # Of a damaged one nothing is known before it is read.
     monkeypatch.setattr(arrow, "parquet_group_bytes", lambda path: [])
-    monkeypatch.setattr(arrow, "saved_rows", lambda path: 0)
-    for format in ("parquet", "saved"):
-        assert slices_of(input_file(format, 5)) == [Slice(input_file(format, 5))]
+    assert slices_of(input_file("parquet", 5)) == [Slice(input_file("parquet", 5))]
+
+
+def test_a_dataset_in_arrow_files_is_refused(tmp_path: Path) -> None:
+    for name in ("dataset_dict.json", "dataset_info.json"):
+        put(tmp_path / name[:11], {"train/a.txt": b"x", name: b"{}"})
+        error = refusal(str(tmp_path / name[:11]))
+        assert "save_to_disk" in error.message
+        assert "to_parquet" in error.hint

@@ -23,7 +23,6 @@ from flatout.model.count import (
     layer_rows,
     parameter_count,
     table_count,
-    whole_count,
 )
 from flatout.model.execution import Execution, Form
 from flatout.model.gpt import GPT, build_model, empty_model
@@ -44,7 +43,7 @@ VARIANTS = [
     {"bias": True, "qkv_bias": False, "qk_norm": False, "head_size": 6, "mlp": "gelu"},
     {"value_tables": 1, "head_gate": True, "kv_heads": 2, "bigram_rows": 50, "first_mix": True},
     {"pattern": "E", "states": 24, "bias": True},
-    {"pattern": "EEA", "states": 40, "scales": [1, 4]},
+    {"pattern": "EEA", "states": 40},
     {"norm": "plain-rmsnorm", "qk_norm": 1.2, "embedding_norm": True, "tied": False, "mlp": "relu2"},
     {"norm": "plain-rmsnorm", "bias": True, "qk_norm": False, "mlp": "gelu"},
 ]
@@ -152,6 +151,7 @@ def held_by_steps(loss: torch.Tensor) -> Iterator[torch.Tensor]:
         waiting += [before for before, _ in step.next_functions]
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -183,7 +183,8 @@ def test_scaled_weights_of_eigenstates_are_counted():
 @pytest.mark.parametrize(
     ("number", "half", "checkpointing"),
     [
-        *((number, True, "none") for number in (0, 2, 4, 5, 7, 8, 9, 10, 11)),
+        *((number, True, "none") for number in (0, 5, 7, 9, 10, 11)),
+        *(pytest.param(number, True, "none", marks=pytest.mark.slow) for number in (2, 4, 8)),
         (0, False, "selective"),
         (5, True, "selective"),
     ],
@@ -248,9 +249,10 @@ def _switches(row: dict) -> dict:
 
 
 MEASURED = Path(__file__).parents[2] / "lab" / "memory_estimate.jsonl"
+GONE = '"activation_offload": true'  # a switch that rows were measured with and that is gone
 
 
-@pytest.mark.parametrize("line", MEASURED.read_text().splitlines())
+@pytest.mark.parametrize("line", [line for line in MEASURED.read_text().splitlines() if GONE not in line])
 def test_memory_estimate_is_within_a_tenth_of_what_a_gpu_measured(line):
     row = json.loads(line)
     model = load_config(row["preset"]).config.model
@@ -322,49 +324,15 @@ def test_flops_beside_frozen_weights_are_what_torch_counts(rank):
     assert stated < flops_per_token(config, VOCAB)
 
 
-def test_flops_beside_a_trained_head_and_embedding_are_what_torch_counts():
-    config = ModelConfig(layers=4, width=48, heads=4, kv_heads=2, context=32, qk_norm=False, tied=False)
-    model = build_model(config, VOCAB, execution=Execution(attention="reference"))
-    plan = AdapterPlan(rank=3, targets=("o_proj", "down_proj"), dropout=0.1, also=("embedding", "head"))
-    adapters = attach(model, plan, seed=0)
-    for layer in adapters.layers.values():
-        layer.in_place = False
-    tokens = torch.randint(VOCAB, (2, config.context))
-    with FlopCounterMode(display=False) as counter:
-        model(tokens, tokens).backward()
-    counted = counter.get_total_flops() / tokens.numel()
-    beside = adapters.count - whole_count(config, VOCAB, plan.also)
-    assert flops_per_token(config, VOCAB, adapters=beside, head=True) == pytest.approx(
-        counted - masked(config), rel=1e-6
-    )
-
-
-@pytest.mark.parametrize(
-    "shape", [{"family": "gpt2"}, {"qkv_bias": True, "tied": False}, {"qkv_bias": True}, {"tied": False}], ids=str
-)
-def test_the_count_of_whole_weights_is_what_is_attached(shape):
-    config = ModelConfig(layers=2, width=32, heads=4, **shape)
-    for also in (("embedding",), ("embedding", "head"), ("biases",), ("embedding", "head", "biases")):
-        adapters = attach(build_model(config, 50), AdapterPlan(rank=3, also=also), seed=0, strict=False)
-        assert adapters.count - adapter_count(config, 3) == whole_count(config, 50, also)
-        how = {"micro_batch": 1, "half": True, "compiled": False, "execution": Execution()}
-        one, other = (
-            estimate_memory(config, 50, **how, frozen=FrozenModel(rank=3, also=frozenset(names)))
-            for names in ((), also)
-        )
-        more = whole_count(config, 50, also)
-        assert (other.weights - one.weights, other.gradients - one.gradients) == (4 * more, 4 * more)
-        assert other.optimizer - one.optimizer == 8 * more
-
-
 def test_flops_of_packed_samples_go_by_their_own_length():
     config = ModelConfig(layers=2, width=64, heads=4, context=4096)
     assert flops_per_token(config, VOCAB, 100.0) == flops_per_token(config, VOCAB) - 12 * 2 * 64 * 3996 / 2
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("plan", [{}, {"dropout": 0.1}, {"dora": True}, {"also": ("embedding", "head")}], ids=str)
+@pytest.mark.parametrize("plan", [{}, {"dropout": 0.1}, {"dora": True}], ids=str)
 @pytest.mark.parametrize("rank", [2, 16])
 def test_activation_estimate_of_adapters_matches_what_autograd_keeps(plan, rank, half):
     config = ModelConfig(layers=6, width=96, heads=4, kv_heads=2, context=66, qk_norm=False, tied=False)
@@ -373,8 +341,7 @@ def test_activation_estimate_of_adapters_matches_what_autograd_keeps(plan, rank,
         parameter.data = parameter.data.to(torch.bfloat16 if half else torch.float32)
     attach(model, AdapterPlan(rank=rank, **plan), seed=0)
     tokens = torch.randint(VOCAB, (4, config.context))
-    whole = frozenset(plan.get("also", ()))
-    frozen = FrozenModel(rank=rank, dora="dora" in plan, dropout="dropout" in plan, also=whole)
+    frozen = FrozenModel(rank=rank, dora="dora" in plan, dropout="dropout" in plan)
     settings = {"micro_batch": 4, "half": half, "compiled": False, "execution": Execution()}
     estimate = estimate_memory(config, VOCAB, **settings, frozen=frozen)
     truth = kept_bytes(model.train(), tokens, half) - tokens.numel() * 4 * VOCAB

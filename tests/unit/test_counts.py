@@ -125,6 +125,7 @@ def test_json_arrays(chosen: list[str], comma: str, suffix: str) -> None:
     check(f"a.json{suffix}", gzip.compress(content) if suffix else content, len(chosen), good_texts(chosen))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("end", [', {"text": "text 1"}]', "]", ', {"text": 5'])
 @pytest.mark.parametrize("broken", ["{'text': 'hello world'}", '{"text": hello "world"}', '{"text": [1, "world"}'])
 def test_long_stretches_of_broken_elements(broken: str, end: str) -> None:

@@ -1,7 +1,6 @@
 """The summary of a dataset against plain counting, its report and problems, and what it says of damage."""
 
 import hashlib
-import itertools
 import json
 import subprocess
 import sys
@@ -12,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flatout.cli import main
 from flatout.data import inspect
@@ -134,9 +131,6 @@ def test_a_summary_counts_what_is_there(
             *(lengths[-(-share * len(lengths) // 100) - 1] for share in (1, 10, 50, 90, 99)),
             lengths[-1],
         ]
-        bins = list(zip(split.edges[:-1], split.edges[1:], strict=True))
-        assert list(split.documents_by_length) == [sum(low <= n < high for n in lengths) for low, high in bins]
-        assert list(split.tokens_by_length) == [sum(n for n in lengths if low <= n < high) for low, high in bins]
         windows = max(0, (split.tokens - 1) // 16)
         expected = (windows, split.tokens - 16 * windows - bool(windows))
         if split.name == "val":  # an evaluation reads all of it, in a last window that may be short
@@ -153,27 +147,6 @@ def test_without_a_context_there_are_no_windows(tmp_path: Path) -> None:
     assert [(split.windows, split.remainder) for split in summary.splits] == [(None, None), (None, None)]
 
 
-@settings(deadline=None)
-@given(st.integers(1, 2**40), st.integers(1, 2**40))
-def test_edges_hold_every_length_and_rise(first: int, second: int) -> None:
-    least, most = min(first, second), max(first, second)
-    edges = inspect._edges(least, most)
-    assert (edges[0], edges[-1]) == (least, most + 1)
-    assert list(edges) == sorted(set(edges))
-    assert len(edges) <= 49
-
-
-@pytest.mark.parametrize(("least", "most"), [(1, 3), (10, 5000), (100, 10**6), (500, 500)])
-def test_edges_are_about_a_constant_ratio_apart(least: int, most: int) -> None:
-    edges = inspect._edges(least, most)
-    assert (edges[0], edges[-1]) == (least, most + 1)
-    ratios = [after / before for before, after in itertools.pairwise(edges)]
-    assert max(ratios) <= 2.0
-    if least >= 10 and most > least:
-        assert len(edges) > 10
-        assert max(ratios) / min(ratios) < 1.2
-
-
 def test_documents_of_a_context_and_more_are_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect, "_CHUNK", 2)  # documents that are looked at at once
     documents = [[1] * length for length in (3, 8, 7, 20, 8)]
@@ -187,21 +160,6 @@ def test_a_report_of_nothing_wrong_is_one(tmp_path: Path) -> None:
     report = {**REPORT, "dropped": {}, "damaged": 0, "problem_count": 0, "replaced_characters": 0, "records": 70}
     folder = write_ids(tmp_path, ByteTokenizer(), {"train": [[1, 2]], "val": [[1, 2]]}, report=report)
     assert read_report(folder) == report
-
-
-def test_long_documents_are_counted_in_the_right_bin(tmp_path: Path) -> None:
-    tokenizer = CharTokenizer("ab")
-    lengths = [1, 300_001, 150_000, 2, 300_000]
-    folder = write_ids(tmp_path, tokenizer, {"train": [np.zeros(n, dtype=int) for n in lengths], "val": [[0]]})
-    split = summarize(folder).splits[0]
-    assert (sum(split.documents_by_length), sum(split.tokens_by_length)) == (5, sum(lengths))
-    for count, tokens, low, high in zip(
-        split.documents_by_length, split.tokens_by_length, split.edges[:-1], split.edges[1:], strict=True
-    ):
-        inside = [n for n in lengths if low <= n < high]
-        assert (count, tokens) == (len(inside), sum(inside))
-    assert (split.quantiles["min"], split.quantiles["max"]) == (1, 300_001)
-    assert split.quantiles["50%"] == 150_000
 
 
 # Tokens and samples
@@ -361,7 +319,7 @@ def test_of_many_problems_the_first_are_shown_and_the_rest_counted(tmp_path: Pat
     problems = [{**PROBLEM, "place": f"line {n}"} for n in range(30)]
     report = {**REPORT, "problem_count": len(problems)}
     write_texts(tmp_path, CharTokenizer("ab"), ["abab"], ["a"], report=report, problems=problems)
-    assert main(["prepare", "inspect", str(tmp_path), "--no-picture"]) == 0
+    assert main(["prepare", "inspect", str(tmp_path)]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem:")]
     assert len(told) == 6
     assert told[-1] == "problem: ... and 25 more in problems.jsonl"
@@ -370,8 +328,8 @@ def test_of_many_problems_the_first_are_shown_and_the_rest_counted(tmp_path: Pat
 def test_inspecting_needs_no_torch(tmp_path: Path) -> None:
     folder = write_texts(tmp_path, CharTokenizer("ab"), ["abab"], ["a"], report=REPORT, problems=[])
     code = (
-        "import sys, flatout.data.inspect as inspect, flatout.observe.dataset as look;"
-        f"look.print_data(inspect.summarize({str(folder)!r}));"
+        "import sys, flatout.data.inspect as inspect; from flatout.observe import dataset, sheets;"
+        f"sheets.print_sheet(dataset.data_sheet(inspect.summarize({str(folder)!r})));"
         "print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -387,6 +387,7 @@ def test_a_split_too_large_for_the_device_is_a_resource_error(
 # Evaluation
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("batch_size", [1, 3, 50])
 @pytest.mark.parametrize("context", [1, 7, 16, 5000])
 @pytest.mark.parametrize("most_tokens", [None, 1, 40, 112, 10**9])

@@ -2,7 +2,6 @@
 
 import errno
 import gzip
-import io
 import json
 import os
 import resource
@@ -391,6 +390,7 @@ def joined_text(folder: Path) -> str:
     return "".join(texts)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("piece", [128, 2**24], ids=["in pieces", "in one"])
 @pytest.mark.parametrize("tokenizer", ["char", "bytes", "bpe-300"])
 @pytest.mark.parametrize("limit", ["max_bytes", "max_tokens"])
@@ -632,28 +632,6 @@ def test_an_input_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
         pack(rows(tmp_path), tmp_path / "data", clean=CleanConfig(drop=["short"]))
 
 
-def test_standard_input_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Piped(io.TextIOWrapper):
-        def isatty(self) -> bool:
-            return False
-
-    monkeypatch.setattr(sys, "stdin", Piped(io.BytesIO(b"piped text " * 20)))
-    pack("-", tmp_path / "data")
-    train, val = texts_of(tmp_path / "data")
-    assert "".join([*train, *val]).startswith("piped text ")
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
-def test_nothing_piped_in_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Mock(wraps=io.TextIOWrapper(io.BytesIO(b"typed")))
-    terminal.isatty.return_value = True
-    for stdin in (terminal, None):
-        monkeypatch.setattr(sys, "stdin", stdin)
-        with pytest.raises(DataError, match="nothing is piped into it"):
-            pack("-", tmp_path / "data")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("limits", [(256, 10**6), (10**6, 7)], ids=["characters", "documents"])
 def test_a_compressed_file_is_cut_by_what_is_in_it_and_goes_on_from_any_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int]
@@ -667,7 +645,7 @@ def test_a_compressed_file_is_cut_by_what_is_in_it_and_goes_on_from_any_part(
     (tmp_path / "texts" / "a.jsonl.gz").write_bytes(gzip.compress(source))
     (tmp_path / "texts" / "b.jsonl.gz").write_bytes(gzip.compress(source))
     request = request_of(DataConfig(source=str(tmp_path / "texts")))
-    inputs = plan.find_inputs(request, tmp_path)
+    inputs = plan.find_inputs(request)
 
     class Before(plan.Done):
         """A prepare that had finished some parts, and read the first file to its end."""
@@ -948,25 +926,6 @@ def prepare(*words: str) -> int:
     return cli.main(["prepare", "data.tokenizer=bytes", "model.context=16", *words])
 
 
-def piped(content: bytes) -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.BytesIO(content))
-
-
-def test_a_second_pipe_is_refused_unless_it_may_overwrite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "stdin", piped(b"the first text " * 20))
-    assert prepare("data.source=-") == 0
-    before = contents(Path("data/stdin-bytes"))
-    monkeypatch.setattr(sys, "stdin", piped(b"another text " * 20))
-    assert prepare("data.source=-") == 3
-    assert "may be another text" in capsys.readouterr().err
-    assert contents(Path("data/stdin-bytes")) == before
-    assert prepare("data.source=-", "--overwrite") == 0
-    assert contents(Path("data/stdin-bytes")) != before
-
-
 def test_a_source_that_changed_is_noticed_even_at_the_same_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -999,7 +958,7 @@ def test_damaged_shards_are_found_by_prepare_and_mended_by_its_hint(
     shard.write_bytes(b"\x01" + shard.read_bytes()[1:])
     from flatout import cli
 
-    for command in (lambda: prepare(*words), lambda: cli.main(["prepare", "inspect", "out", "--no-picture"])):
+    for command in (lambda: prepare(*words), lambda: cli.main(["prepare", "inspect", "out"])):
         assert command() == 3
         assert "--overwrite" in capsys.readouterr().err
     Path("out/manifest.json").write_text("{", encoding="utf-8")
@@ -1238,7 +1197,7 @@ def test_a_large_row_group_is_several_parts(tmp_path: Path, monkeypatch: pytest.
     pack(str(tmp_path / "in.parquet"), tmp_path / "whole", "bytes", "document", 0.3)
     monkeypatch.setattr(sources, "PIECE", 2**13)
     data = DataConfig(source=str(tmp_path / "in.parquet"), tokenizer="bytes")
-    inputs = plan.find_inputs(request_of(data), tmp_path)
+    inputs = plan.find_inputs(request_of(data))
     held = [len(part.slices) for part in plan.parts_of(inputs, request_of(data).options, plan.Done())]
     assert len(held) > 2
     assert set(held) == {1}
@@ -1328,7 +1287,7 @@ def test_no_part_of_compressed_files_holds_much_more_text_than_one_of_plain_file
         for _ in range(40):
             file.write(b"a" * 2**20)
     request = request_of(DataConfig(source=str(source)), CleanConfig())
-    inputs = plan.find_inputs(request, tmp_path)
+    inputs = plan.find_inputs(request)
     sizes = []
     for part in plan.parts_of(inputs, request.options, plan.Done()):
         assert isinstance(part, CorpusPart)

@@ -38,8 +38,7 @@ def made() -> dict[str, Tokenizer]:
         "char-with-mark": CharTokenizer("".join(sorted(ALPHABET + "\ufffd")), "replace"),
         "char-drop": CharTokenizer(ALPHABET, "drop"),
         "char-without-end": CharTokenizer(ALPHABET, "drop", ends=False),  # as they were made once
-        "bpe": HuggingFaceTokenizer(train_bpe(corpus, 270, min_frequency=1)),
-        "bpe4": HuggingFaceTokenizer(train_bpe(corpus, 270, min_frequency=1, split="gpt4")),
+        "bpe": HuggingFaceTokenizer(train_bpe(corpus, 270)),
     }
 
 
@@ -49,7 +48,7 @@ def tokenizers() -> dict[str, Tokenizer]:
 
 
 CHARACTERS = ["char", "char-replace", "char-with-mark", "char-drop"]
-NAMES = ["bytes", "gpt2", *CHARACTERS, "char-without-end", "bpe", "bpe4"]
+NAMES = ["bytes", "gpt2", *CHARACTERS, "char-without-end", "bpe"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,7 +80,7 @@ def test_what_is_read_back_is_the_same_to_our_shards(tokenizers, name, tmp_path:
     assert again.fingerprint == tokenizers[name].fingerprint
 
 
-@pytest.mark.parametrize("name", ["bytes", "gpt2", *CHARACTERS, "bpe", "bpe4"])
+@pytest.mark.parametrize("name", ["bytes", "gpt2", *CHARACTERS, "bpe"])
 def test_for_chat_templates_the_end_of_text_is_a_token(tokenizers, name):
     ours = tokenizers[name]
     chat = as_model_tokenizer(ours)

@@ -539,9 +539,6 @@ def test_a_source_that_changes_is_noticed(source: Path, monkeypatch: pytest.Monk
     ("data", "clean", "message"),
     [
         ({"tokenizer": "char"}, {}, "tokenizer `char`"),
-        ({"source": "-"}, {}, "standard input"),
-        ({"source": ["a.txt", {"path": "-"}]}, {}, "standard input"),
-        ({"validation": "-"}, {}, "standard input"),
         ({}, {"drop": ["exact_duplicates"]}, r"clean\.drop"),
         ({}, {"drop": ["near_duplicates"]}, r"clean\.drop=\[near_duplicates\]"),
     ],

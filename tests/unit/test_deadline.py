@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from flatout.engine.loop import begin, noted
 from flatout.errors import CheckpointError
 from flatout.optim.optimizers import Optimizers, trainables
 from flatout.optim.rules import cooling_from, rules_of
-from flatout.records import CheckpointRecord, EvalRecord, NoticeRecord
+from flatout.records import CheckpointRecord, EvalRecord
 from flatout.world import World
 from tests.set_up import set_up
 
@@ -158,11 +157,3 @@ def test_what_comes_at_the_end_is_known_before_the_first_step_and_measured_from_
     )
     assert list(noted(run, iter([saved, judged]))) == [saved, judged]
     assert (run.deadline.checkpoint, run.deadline.evaluation) == (5.0, 7.0), "the last save ends after its writer"
-
-
-def test_a_save_that_waited_for_space_says_nothing_of_the_last_one() -> None:
-    run: Any = SimpleNamespace(deadline=Deadline(100.0, 1000, 400, Schedule.constant(4, 16)))
-    saved = [CheckpointRecord(step=1, path="", bytes=1, seconds=seconds, best=False) for seconds in (2.0, 60.0)]
-    list(noted(run, iter(saved[:1])))
-    list(noted(run, iter([NoticeRecord(step=1, message="the disk is full"), saved[1]])))
-    assert run.deadline.checkpoint == 2.0

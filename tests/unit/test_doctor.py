@@ -7,10 +7,8 @@ import contextlib
 import dataclasses
 import gzip
 import json
-import os
 import re
 import shlex
-import shutil
 import statistics
 import tomllib
 import types
@@ -38,21 +36,21 @@ from flatout.diagnose.check_run import (
     check_memory,
     check_space,
     check_time,
-    decide,
     device_of,
     least_seconds,
     probes_of,
 )
 from flatout.diagnose.examine import examine, guarded
-from flatout.diagnose.machine import CardState, Library, Machine, Torch, held_by, merged, report_of_nvml, xids_in
-from flatout.errors import DataError
-from flatout.finding import AREAS, Finding, exit_code
+from flatout.diagnose.machine import CardState, Library, Machine, Torch, held_by, merged, report_of_nvml
+from flatout.errors import UserError
+from flatout.finding import AREAS, Finding, exit_code, finding_of
 from flatout.model.count import flops_per_token, parameter_count
 from flatout.records import Feature, NoticeRecord
 from flatout.resolve import advice
 from flatout.resolve.advice import advice_on
 from flatout.resolve.memory import checkpoint_size
 from flatout.resolve.plan import RunPlan
+from flatout.resolve.resolve import resolve
 from flatout.world import World
 from tests.hints import ways_out, with_settings
 from tests.recordings import transcripts
@@ -67,7 +65,6 @@ H200 = CardState(
     temperature=35.0,
     power_watts=80.0,
     power_limit_watts=700.0,
-    power_default_watts=700.0,
     clock_mhz=1980.0,
     clock_most_mhz=1980.0,
     uncorrected_errors=0,
@@ -80,7 +77,6 @@ TORCH = Torch(
     version="2.11.0+cu130",
     cuda="13.0",
     sees_cuda=True,
-    architectures=("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"),
     threads=16,
     wants_triton="3.6.0",
 )
@@ -95,9 +91,8 @@ MACHINE = Machine(
     available_bytes=120 * GIB,
     environment={},
     packages=dict.fromkeys(("pyarrow", "zstandard", "datasets", "fastwarc", "resiliparse", "rensa"), "1.0"),
-    now=1_790_000_000.0,
     cards=(H200,),
-    told_by="NVML",
+    cards_by="NVML",
     driver="580.95.05",
     driver_cuda=(13, 0),
 )
@@ -123,7 +118,7 @@ TRIALS = DeviceTrials(
     product_flops=700e12,
     product_type="bf16",
 )
-DISK = Disk(folder="runs", nearest="/", free_bytes=500 * GIB, write_rate=1e9, read_rate=2e9)
+DISK = Disk(folder="runs", nearest="/", free_bytes=500 * GIB, write_rate=1e9)
 
 
 def fails(name: str, why: str) -> DeviceTrials:
@@ -154,7 +149,7 @@ def visit(*words: str, target: str | None = PRESET, **facts) -> list[Finding]:
     return list(examine(target, words, **given))
 
 
-def told(findings: list[Finding], *statuses: str) -> list[Finding]:
+def with_status(findings: list[Finding], *statuses: str) -> list[Finding]:
     return [finding for finding in findings if finding.status in statuses]
 
 
@@ -173,7 +168,7 @@ def test_a_healthy_set_up_is_all_green(here: Path, base: Machine, target: str | 
     findings = visit(
         target=target, machine=base, trials=dataclasses.replace(TRIALS, product_flops=50e9, product_type="fp32")
     )
-    assert told(findings, "warn", "bad") == []
+    assert with_status(findings, "warn", "bad") == []
     assert exit_code(findings) == 0
     assert {finding.area for finding in findings} == set(AREAS) - {"ranks"}
     assert list(here.iterdir()) == [], "looking leaves nothing behind"
@@ -185,7 +180,7 @@ def test_a_healthy_large_run_is_all_green(here: Path):
     words = [f"data.source={source}", "train.batch_tokens=65536", "train.steps=250", "optim.warmup=12"]
     words += ["checkpoint.every=250", "eval.every=50", "eval.tokens=20_000"]
     findings = visit(*words, target="gpt2-124m")
-    assert told(findings, "warn", "bad") == []
+    assert with_status(findings, "warn", "bad") == []
     time = next(finding for finding in findings if finding.name == "least time")
     assert "at the rate of a matrix product timed here" in time.found
     assert "flatout estimate" in time.advice
@@ -194,7 +189,7 @@ def test_a_healthy_large_run_is_all_green(here: Path):
 # --- planted problems -------------------------------------------------------------------------------------------------
 
 
-TWO_THREADS = dataclasses.replace(LAPTOP.torch, threads=2)
+TORCH_THREADS = {number: dataclasses.replace(LAPTOP.torch, threads=number) for number in (2, 64)}
 
 
 def threads(others: float, seconds: dict[int, float]) -> DeviceTrials:
@@ -307,9 +302,7 @@ PLANTED = [
             machine=machine(torch=Torch(status="ok", version="2.11.0+cpu", threads=8)),
             found="built for CPUs only", fix="CUDA build of torch"),
     Planted(case="old driver", machine=machine(driver="535.104.05", driver_cuda=(12, 2)), area="machine", status="bad",
-            found="CUDA up to 12.2; torch is built for CUDA 13.0", fix="580.65 or newer"),
-    Planted(case="old driver that does not tell its CUDA", machine=machine(driver="470.10", driver_cuda=None),
-            area="machine", status="bad", found="driver 470.10", fix="580.65 or newer"),
+            found="CUDA up to 12.2; torch is built for CUDA 13.0", fix="Install a driver that knows this CUDA"),
     Planted(case="torch sees no card", area="machine", status="bad",
             machine=machine(torch=dataclasses.replace(TORCH, sees_cuda=False, why_not="driver mismatch")),
             found="sees no CUDA device: driver mismatch", fix="--gpus all"),
@@ -324,8 +317,6 @@ PLANTED = [
             status="warn", found="speed.workers is 16, and 2 cores", fix="speed.workers=2"),
     Planted(case="hardly any host memory", machine=machine(available_bytes=GIB // 2), area="machine", status="warn",
             found="512 MiB of 128.0 GiB", fix="Close other programs"),
-    Planted(case="a clock that stands in 1970", machine=machine(now=1000.0), area="machine", status="warn",
-            found="1970-01-01", fix="Set the clock"),
     # the card
     Planted(case="GPU used by others", machine=with_card(used_bytes=60 * GIB, processes=(4711,), utilisation=0.97),
             area="gpu", status="warn", found="60.0 GiB of 140.0 GiB are in use by others", fix="4711"),
@@ -333,15 +324,8 @@ PLANTED = [
             machine=with_card(throttled=("heat",), clock_mhz=1100.0), found="1100 MHz of 1980 by heat"),
     Planted(case="throttled by power", machine=with_card(throttled=("power",)), area="gpu", status="warn",
             found="its power cap", fix="nvidia-smi -pl"),
-    Planted(case="power cap lowered", machine=with_card(power_limit_watts=350.0), area="gpu", status="note",
-            found="350 W, 700 W by default", fix="nvidia-smi -pl"),
-    Planted(case="hot", machine=with_card(temperature=91.0), area="gpu", status="warn", found="91 °C", fix="cooling"),
     Planted(case="memory errors", machine=with_card(uncorrected_errors=3), area="gpu", status="warn",
             found="3 errors of its memory", fix="gpu-reset"),
-    Planted(case="Xid of a card that fell off the bus", machine=machine(xids=("79",)), area="gpu", status="warn",
-            found="fell off the bus", fix="dmesg"),
-    Planted(case="no code for this card", machine=with_card(name="NVIDIA Tesla P100", capability=(6, 0)), area="gpu",
-            status="bad", found="the card is sm_60", fix="older one for an old card"),
     Planted(case="fp16 on a bf16 card", words=("speed.precision=fp16",), area="gpu", status="warn",
             found="fp16 on a card with bf16 (Hopper)", fix="speed.precision=auto"),
     Planted(case="fp32 on matrix units", words=("speed.precision=fp32",), area="gpu", status="warn",
@@ -362,10 +346,6 @@ PLANTED = [
             area="kernels", status="warn", found="15% of the data sheet", fix="PERFORMANCE"),
     Planted(case="products fail", trials=fails("matrix product", "no kernel image is available"), area="kernels",
             status="bad", found="no kernel image", fix="driver do not go together"),
-    Planted(case="the scan's kernels are wrong", words=("model.pattern=EA",), area="kernels", status="bad",
-            trials=DeviceTrials(trials=(DeviceTrial(name="scan triton", outcome="fails", detail="it is far off"),
-                                  DeviceTrial(name="scan chunked", outcome="works"))),
-            found="a run takes triton, but it is far off", fix="speed.scan=chunked"),
     Planted(case="flash-attn-4 not installed", words=("speed.attention=fa4",), area="config", status="bad",
             found="flash-attn-4 is not installed (the extra flatout[fa4])", fix="Set speed.attention=auto"),
     # environment
@@ -373,8 +353,6 @@ PLANTED = [
               found=name, fix=fix)
       for name, value, status, fix in [
           ("CUDA_LAUNCH_BLOCKING", "1", "warn", "unset CUDA_LAUNCH_BLOCKING"),
-          ("OMP_NUM_THREADS", "64", "warn", "OMP_NUM_THREADS=16"),
-          ("CUDA_VISIBLE_DEVICES", "", "warn", "unset CUDA_VISIBLE_DEVICES"),
           ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64", "note", "expandable_segments:True"),
           ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "warn", "unset"),
           ("TORCH_LOGS", "+dynamo", "note", "unset TORCH_LOGS"),
@@ -382,20 +360,19 @@ PLANTED = [
           ("NVIDIA_TF32_OVERRIDE", "0", "warn", "unset NVIDIA_TF32_OVERRIDE"),
           ("TORCHDYNAMO_DISABLE", "1", "warn", "unset TORCHDYNAMO_DISABLE"),
       ]),
-    Planted(case="one thread on a CPU with four", machine=machine(LAPTOP, environment={"OMP_NUM_THREADS": "1"}),
-            area="environment", status="warn", found="OMP_NUM_THREADS=1", fix="or set it to 4"),
     # threads
-    Planted(case="two threads on a busy machine", machine=machine(LAPTOP, load=6.1), words=("speed.threads=2",),
+    Planted(case="two threads on a busy machine", machine=LAPTOP, words=("speed.threads=2",),
             trials=threads(1.6, {1: 1.0, 2: 3.5}), area="kernels", status="warn",
-            found="3.5 times slower than 1; others use 1.6 of 2", fix="Set speed.threads=1. Or stop the other"),
+            found="3.5 times slower than 1; others use 1.6 of 2", fix="Set speed.threads=1."),
     Planted(case="two threads of the environment", trials=threads(0.0, {1: 1.0, 2: 3.5}), area="kernels", status="warn",
-            machine=machine(LAPTOP, environment={"OMP_NUM_THREADS": "2"}, torch=TWO_THREADS),
+            machine=machine(LAPTOP, environment={"OMP_NUM_THREADS": "2"}, torch=TORCH_THREADS[2]),
             found="OMP_NUM_THREADS=2 gives 2 threads, 3.5 times slower than 1", fix="Set speed.threads=1."),
-    Planted(case="a busy machine", machine=machine(LAPTOP, load=6.1), trials=threads(1.6, {1: 1.0, 2: 0.9}),
+    Planted(case="more threads than cores", trials=threads(0.0, {1: 1.0, 2: 0.6}), area="kernels", status="warn",
+            machine=machine(LAPTOP, environment={"OMP_NUM_THREADS": "64"}, torch=TORCH_THREADS[64]),
+            found="OMP_NUM_THREADS=64 gives 64 threads", fix="Set speed.threads=2."),
+    Planted(case="a busy machine", machine=LAPTOP, trials=threads(1.6, {1: 1.0, 2: 0.9}),
             area="kernels", status="warn", fix="Stop the other programs",
-            found="others use 1.6 of 2 cores (load 6.1); speed.threads=auto gives 1 thread"),
-    Planted(case="a busy host of a GPU", machine=machine(load=40.0), area="kernels", status="warn",
-            found="load 40.0 on 16 cores", fix="Stop the other programs"),
+            found="others use 1.6 of 2 cores; speed.threads=auto gives 1 thread"),
     # disk
     Planted(case="tiny disk", disk=dataclasses.replace(DISK, free_bytes=10_000_000), area="disk", status="bad",
             found="4 checkpoints need", fix="output.folder to another disk"),
@@ -480,10 +457,8 @@ PLANTED = [
             found="eval.every 5000 is never reached", fix="eval.every=70"),
     Planted(case="save never reached", words=("checkpoint.every=5000",), area="config", status="warn",
             found="checkpoint.every 5000 is never reached", fix="checkpoint.every=175"),
-    Planted(case="samples too often", words=("eval.sample_every=1",), area="config", status="warn",
-            found="700 samples of 400 tokens", fix="eval.sample_every="),
-    Planted(case="micro-batch does not divide", words=("speed.micro_batch=7",), area="config", status="warn",
-            found="speed.micro_batch is 7, which does not divide 16", fix="speed.micro_batch to 4 or 8"),
+    Planted(case="micro-batch does not divide", words=("speed.micro_batch=7",), area="config", status="note",
+            found="speed.micro_batch 7 becomes 4: the largest divisor of the batch", fix="goes on without"),
     Planted(case="a pattern longer than the model", words=("model.pattern=EEEA", "model.layers=2"), area="config",
             status="warn", found="the 2 blocks are EE, and there is no block of full attention", fix="model.layers=4"),
     Planted(case="a window as long as the context", words=("model.pattern=WA", "model.dropout=0"), area="config",
@@ -491,9 +466,6 @@ PLANTED = [
             fix="model.window=32"),
     Planted(case="gradients never clipped", words=("optim.optimizer=adamw", "optim.clip=0"), area="config",
             status="note", found="never clipped", fix="1.0 is usual"),
-    Planted(case="deterministic beside a fast switch", words=("train.deterministic=true", "speed.compile=max-autotune"),
-            area="config", status="warn", found="train.deterministic is set beside speed.compile",
-            fix="train.deterministic=false"),
     Planted(case="folder of another run", prepare=another_run, area="config", status="bad",
             found="it has model.width 256, the config says 96", fix="Set output.folder"),
     Planted(case="folder of a run that can go on", prepare=same_run, area="config", status="warn",
@@ -511,13 +483,11 @@ PLANTED = [
             fix="speed.optimizer_state=8bit"),
     # memory
     Planted(case="oversized preset under a memory cap", target="gpt2-350m", words=("speed.memory_limit=12",),
-            area="memory", status="bad", found="speed.memory_limit is 12.0 GiB", fix="--hardware 12gb"),
+            area="memory", status="bad", found="speed.memory_limit is 12.0 GiB", fix="What fits: speed."),
     Planted(case="oversized preset on a small card", target="gpt2-124m", machine=machine(cards=(SMALL,)),
-            area="memory", status="bad", found="NVIDIA GeForce RTX 3080", fix="--hardware 8gb"),
+            area="memory", status="bad", found="NVIDIA GeForce RTX 3080", fix="What fits: speed."),
     Planted(case="memory that others hold", target="gpt2-124m", machine=with_card(used_bytes=125 * GIB), area="memory",
             status="bad", found="15.0 GiB of NVIDIA H200 are free", fix="speed.micro_batch="),
-    Planted(case="many tiny micro-batches", words=(*WIDE, "train.batch_tokens=65536", "speed.micro_batch=1"),
-            area="memory", status="warn", found="64 micro-batches of 1 a step", fix="speed.micro_batch=8"),
     Planted(case="days on a CPU", target="gpt2-124m", machine=LAPTOP, area="memory", status="warn",
             trials=DeviceTrials(product_flops=50e9, product_type="fp32"), found="days", fix="machine with a GPU"),
 ]  # fmt: skip
@@ -534,7 +504,7 @@ def test_a_planted_problem_is_found_and_the_fix_is_named(planted: Planted, here:
         after = visit(*with_settings(words, way), target=planted.target, **facts)
         again = [one for one in after if (one.area, one.status) == (planted.area, planted.status)]
         assert not any(planted.found in one.found for one in again), f"{way} does not mend it"
-    for finding in told(findings, "warn", "bad"):
+    for finding in with_status(findings, "warn", "bad"):
         assert finding.advice.endswith((".", "?")), f"no sentence: {finding}"
         assert "broke" not in finding.found, finding
     if planted.status == "bad":
@@ -545,19 +515,14 @@ def test_a_planted_problem_is_found_and_the_fix_is_named(planted: Planted, here:
 def test_threads_that_are_fast_are_fine(here: Path):
     findings = visit(machine=LAPTOP, trials=threads(0.1, {1: 1.0, 2: 0.55}))
     (found,) = [one for one in findings if one.name == "threads"]
-    assert (found.status, found.found) == ("ok", "speed.threads=auto gives 2 threads, 1.8 times as fast as one")
+    assert (found.status, found.found) == ("ok", "speed.threads=auto gives 2 threads")
     untried = dataclasses.replace(TRIALS, threads=host.ThreadTrial(seconds={1: 1.0, 2: 0.55, 4: 0.4}, cores=4))
     findings = visit("speed.threads=3", machine=LAPTOP, trials=untried)
     assert [one.found for one in findings if one.name == "threads"] == ["speed.threads=3 gives 3 threads"]
 
 
-def test_the_load_of_a_host_is_none_of_a_small_container(here: Path):
-    findings = visit(machine=machine(cores=64, usable_cores=4.0, load=40.0))
-    assert not [one for one in findings if one.name == "host load"]
-
-
 def test_there_are_more_than_25_planted_problems():
-    assert len({planted.case for planted in PLANTED}) == len(PLANTED) > 80
+    assert len({planted.case for planted in PLANTED}) == len(PLANTED) > 70
 
 
 @pytest.mark.parametrize("target", ["shakespeare", "modern"])
@@ -571,9 +536,9 @@ def test_the_updates_of_muon_need_no_clipping(here: Path, target: str):
 
 def test_one_problem_brings_no_false_alarms(here: Path):
     """A case of the machine says nothing bad about data and config, and the other way round."""
-    assert {one.area for one in told(visit(machine=with_card(throttled=("heat",))), "warn", "bad")} == {"gpu"}
-    assert {one.area for one in told(visit("optim.warmup=5000"), "warn", "bad")} == {"config"}
-    assert {one.area for one in told(visit("eval.tokens=200"), "warn", "bad")} == {"data"}
+    assert {one.area for one in with_status(visit(machine=with_card(throttled=("heat",))), "warn", "bad")} == {"gpu"}
+    assert {one.area for one in with_status(visit("optim.warmup=5000"), "warn", "bad")} == {"config"}
+    assert {one.area for one in with_status(visit("eval.tokens=200"), "warn", "bad")} == {"data"}
 
 
 # --- what still works without torch or a config -----------------------------------------------------------------------
@@ -584,7 +549,7 @@ def test_without_torch_everything_but_the_run_is_checked(here: Path, torch: Torc
     words = ("data.source=nowhere.txt", "output.trackers=[wandb]")
     findings = visit(*words, machine=machine(torch=torch))
     assert {one.area for one in findings} == set(AREAS) - {"ranks", "memory"}
-    assert {one.name for one in told(findings, "bad")} == {"torch", "source", "packages"}
+    assert {one.name for one in with_status(findings, "bad")} == {"torch", "source", "packages"}
     assert any(one.unchecked and "torch does not work" in one.found for one in findings)
     assert exit_code(findings) == 2
 
@@ -594,30 +559,23 @@ def test_facts_that_cannot_be_gathered_are_findings(here: Path, monkeypatch: pyt
         raise ZeroDivisionError("by zero")
 
     monkeypatch.setattr("flatout.diagnose.examine.look_at_data", broken)
-    monkeypatch.setattr("flatout.diagnose.check_run.decide", broken)
+    monkeypatch.setattr("flatout.diagnose.check_run.resolve", broken)
     findings = visit()
-    assert [one.area for one in told(findings, "warn")] == ["data", "config"]
-    assert all("ZeroDivisionError" in one.found for one in told(findings, "warn"))
+    assert [one.area for one in with_status(findings, "warn")] == ["data", "config"]
+    assert all("ZeroDivisionError" in one.found for one in with_status(findings, "warn"))
 
 
 def test_a_torch_that_is_too_old_is_not_tried(here: Path):
     findings = visit(machine=machine(torch=dataclasses.replace(TORCH, version="2.4.1")))
-    assert [one.name for one in told(findings, "warn", "bad")] == ["torch"]
+    assert [one.name for one in with_status(findings, "warn", "bad")] == ["torch"]
 
 
 def test_a_config_that_cannot_be_read_is_a_finding_and_the_machine_is_checked(here: Path):
     (here / "bad.yaml").write_text("train: [1, 2\n", encoding="utf-8")
     findings = visit(target=str(here / "bad.yaml"), machine=with_card(throttled=("heat",)))
-    assert [one.area for one in told(findings, "bad")] == ["config"]
+    assert [one.area for one in with_status(findings, "bad")] == ["config"]
     assert any(one.name == "throttling" for one in findings)
     assert any("not checked" in one.found for one in findings)
-
-
-def test_words_that_are_wrong_are_left_out_and_the_rest_is_checked(here: Path):
-    findings = visit("train.stepz=5", "optim.warmup=5000", "model.width=-1")
-    assert [one.name for one in told(findings, "bad")] == ["values"]
-    assert any("train.stepz=5, model.width=-1" in one.found for one in findings)
-    assert any(one.name == "warm-up" and one.status == "warn" for one in findings)
 
 
 def test_a_check_that_breaks_is_a_finding_too():
@@ -657,7 +615,7 @@ OTHER_WORDS = ("model.layers=96", "data.source=", "model.vocab=", "validation=",
 def test_what_training_refuses_is_bad_in_the_same_words(line: str, furnished: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(furnished)
     target, *words = shlex.split(line)[2:]
-    bad = [one.found for one in told(visit(*words, target=target, machine=LAPTOP), "bad")]
+    bad = [one.found for one in with_status(visit(*words, target=target, machine=LAPTOP), "bad")]
     assert bad if any(word in line for word in OTHER_WORDS) else refusals()[line] in bad
 
 
@@ -695,13 +653,8 @@ def test_what_is_said_to_fit_does_fit(here: Path, asked: list[str]):
     ways = [way.split(" (about")[0] for way in advice.split("What fits: ")[1].split("; or ")]
     assert len(ways) >= 2
     for way in ways:
-        hardware = way.removeprefix("--hardware ").split()[0] if way.startswith("--hardware") else None
-        words = with_settings(asked, [] if hardware else way.split())
-        again = visit(*words, target="gpt2-350m", machine=small, hardware=hardware)
-        # The overlay of a smaller card may leave room on this one, which is advice and not a step that does not fit.
-        room = "micro-batch" if hardware else None
-        tight = [one for one in told(again, "warn", "bad") if one.area == "memory" and one.name != room]
-        assert not tight, way
+        again = visit(*with_settings(asked, way.split()), target="gpt2-350m", machine=small)
+        assert not [one for one in with_status(again, "warn", "bad") if one.area == "memory"], way
 
 
 def test_tokens_of_text_that_is_not_ascii_are_reckoned_by_its_bytes(here: Path):
@@ -721,26 +674,6 @@ def looked_at(*words: str) -> tuple[TokenFacts, dict[str, Finding]]:
 
     findings = {one.name: one for one in collected()}
     return facts[0], findings
-
-
-@pytest.mark.parametrize("limit", ["max_bytes=60", "max_tokens=60", "max_tokens=10"])
-@pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_a_limit_is_judged_as_preparing_judges_it(here: Path, name: str, tokenizer: str, limit: str):
-    text = "the fox jumps over the lazy dog and goes to bed\n" * 2
-    (here / "a.txt").write_text(text, encoding="utf-8")
-    (here / "a.jsonl").write_text((json.dumps({"text": text}) + "\n") * 4, encoding="utf-8")
-    config = load_config(PRESET, [f"data.source={name}", f"data.tokenizer={tokenizer}", f"data.{limit}"]).config
-    refused = None
-    try:
-        prepare_data(config.data)
-        shutil.rmtree(here / "data")
-    except DataError as error:
-        refused = error.message
-    fits = (tokenizer, limit) == ("gpt2", "max_tokens=60")
-    assert (refused is None) == (name == "a.txt" or fits)
-    _, found = looked_at(*(f"data.{word}" for word in (f"source={name}", f"tokenizer={tokenizer}", limit)))
-    assert (found["limit"].found if "limit" in found else None) == refused
 
 
 def test_what_text_will_become_is_reckoned_from_its_beginning(here: Path):
@@ -765,15 +698,6 @@ def test_what_text_will_become_is_reckoned_from_its_beginning(here: Path):
     mixed, found = looked_at(*words)
     assert (mixed.train_tokens, mixed.val_tokens, mixed.to_prepare_bytes, mixed.vocab) == (None, None, None, 257)
     assert "4 files" in found["source"].found
-
-
-def test_characters_are_those_of_the_whole_text(here: Path):
-    """The doctor's parameters are the run's: a character that comes late has a row in the embedding too."""
-    (here / "a.txt").write_text("abc\n" * 200_000 + "xyz\n", encoding="utf-8")
-    facts, _ = looked_at("data.source=a.txt", "data.unknown_characters=error")
-    assert facts.vocab == 7 + 1, "and the end of text"
-    replaced, _ = looked_at("data.source=a.txt", "data.unknown_characters=replace")
-    assert replaced.vocab == 9
 
 
 def test_a_tokenizer_that_is_learned_from_the_text_is_learned_from_its_beginning(here: Path):
@@ -850,28 +774,27 @@ def decided(
     base: Machine = MACHINE,
     known: TokenFacts = GPT2_TEXT,
     ranks: int = 1,
-) -> tuple[RunPlan, list[Finding]]:
-    """The plan of a run on a described machine, whose text is not prepared, and what it would be refused for."""
+) -> RunPlan:
+    """The plan of a run on a described machine, whose text is not prepared."""
     asked = load_config(target, words.split())
     kind = "cuda" if base.cards else "cpu"
     device, world = device_of(base, kind, 0, asked.config.speed.memory_limit), World()
     if ranks > 1:
         world = World(size=ranks, hosts=("here",) * ranks)
-    sources = [lambda asked, known=known: ExpectedSource(asked, device, known) for known in (known, TokenFacts())]
-    plan, refused = decide(asked, sources, world, probes_of(base, TRIALS))
-    assert plan is not None
-    return plan, refused
+    return resolve(ExpectedSource(asked, device, known), world, probes=probes_of(base, TRIALS), must_fit=False)
+
+
+def refused(words: str, known: TokenFacts) -> Finding:
+    """What the run would be refused for."""
+    with pytest.raises(UserError) as error:
+        decided(words, None, known=known)
+    return finding_of(error.value, "config")
 
 
 @pytest.mark.parametrize(
     ("name", "words", "changes", "status", "told"),
     [
         ("model.vocab", "model.vocab=999", {}, "bad", "model.vocab is 999, but the tokenizer of shakespeare has 1000"),
-        ("vocabulary", "model.vocab=1000", {}, "ok", "1,000 for a tokenizer of 1,000 ids"),
-        ("vocabulary", "model.vocab=2524", {}, "ok", "2,524 for"),
-        ("vocabulary", "model.vocab=2525", {}, "note", "cost memory and time"),
-        ("vocabulary", "model.vocab=2525 data.tokenizer=char", {}, "note", "cost memory and time"),
-        ("vocabulary", "model.vocab=2525", {"exact": False}, "ok", "2,525 for a tokenizer of about 1,000 ids"),
         ("windows", "", {}, "ok", "1,000 windows of 64 tokens, 16 in a step"),
         ("windows", "data.packing=best_fit", {"train_tokens": 64_999}, "ok", "999 windows of 64"),
         ("windows", "", {"exact": False}, "ok", "about 1,000 windows"),
@@ -888,15 +811,11 @@ def decided(
         ("tokens per parameter", "train.steps=1", {}, "note", "0.10 tokens for each of 10,000 parameters"),
         ("tokens per parameter", "train.steps=48", {}, "note", "4.9 tokens for each of 10,000 parameters"),
         ("tokens per parameter", "train.steps=49", {}, "ok", "5.0 tokens for each of 10,000 parameters; about 20"),
-        ("tokens per parameter", "train.steps=1953", {}, "ok", "200 tokens for each of 10,000 parameters; about 20"),
-        ("tokens per parameter", "train.steps=1954", {}, "ok", "a larger one would learn more"),
         ("validation", "", {}, "ok", "20,000 validation tokens; the loss they give is sure to about ±0.014"),
         ("validation", "eval.tokens=10000", {}, "ok", "10,000 validation tokens"),
-        ("validation", "eval.tokens=9999", {}, "note", "drown in that. Raise eval.tokens."),
-        ("validation", "", {"val_tokens": 10_000}, "note", "Raise data.validation (now 0.1)"),
-        ("validation", "eval.tokens=9999", {"val_tokens": 10_000}, "note", "Raise data.validation (now 0.1)"),
-        ("validation", "", {"val_tokens": 1001}, "note", "1,000 validation tokens"),
-        ("validation", "", {"val_tokens": 1000}, "warn", "999 validation tokens"),
+        ("validation", "", {"val_tokens": 1001}, "ok", "1,000 validation tokens"),
+        ("validation", "", {"val_tokens": 1000}, "warn", "Raise data.validation (now 0.1)"),
+        ("validation", "eval.tokens=9999", {"val_tokens": 500}, "warn", "499 validation tokens"),
         ("validation", "model.context=1024 train.batch_tokens=1024", {"val_tokens": 2048}, "warn", "too few"),
         ("validation", "", {"val_tokens": 2}, "warn", "1 validation tokens"),
         ("refused", "", {"val_tokens": 1}, "bad", "the val split in shakespeare has 1 tokens and needs at least 2"),
@@ -922,8 +841,10 @@ def test_tokens_against_the_config(
     facts, set_to = dataclasses.replace(TOKENS, **changes), "model.context=64 train.batch_tokens=1024 train.steps=100 "
 
     def judged(words: str) -> Finding:
-        plan, refused = decided(set_to + words, None, known=facts)
-        found = [*refused, *advice_on(plan, about="" if facts.exact else "about ")]
+        if status == "bad":
+            return refused(set_to + words, facts)
+        plan = decided(set_to + words, None, known=facts)
+        found = [*advice_on(plan, about="" if facts.exact else "about ")]
         found += check_documents(facts, plan.model.context, plan.settings.config.data.packing)
         return next(one for one in found if one.name == name)
 
@@ -946,13 +867,13 @@ def test_what_nobody_has_counted_is_not_judged(here: Path):
 
 
 def test_a_missing_attention_package_is_told_once(here: Path):
-    bad = told(visit("speed.attention=fa4"), "bad")
+    bad = with_status(visit("speed.attention=fa4"), "bad")
     assert [(one.area, one.name) for one in bad] == [("config", "speed.attention")]
 
 
 def test_tokens_on_the_card_count():
     def needed(tokens: int) -> str:
-        plan, _ = decided("speed.loader=device", known=TokenFacts(vocab=50257, train_tokens=tokens))
+        plan = decided("speed.loader=device", known=TokenFacts(vocab=50257, train_tokens=tokens))
         return memory_of(plan)["a step"].found
 
     none, all_of_it = (float(re.findall(r"needs about ([\d.]+) GiB", needed(count))[0]) for count in (2000, GIB))
@@ -962,7 +883,7 @@ def test_tokens_on_the_card_count():
 def test_no_way_to_fit_is_said(here: Path):
     words = ("model.layers=96", "model.width=12288", "model.heads=96", "model.context=2048", "train.batch_tokens=2048")
     findings = visit(*words, machine=machine(cards=(SMALL,)))
-    assert any("No switch makes it fit" in one.advice for one in told(findings, "bad"))
+    assert any("No switch makes it fit" in one.advice for one in with_status(findings, "bad"))
 
 
 def with_torch(base: Machine = MACHINE, **changes) -> dict:
@@ -977,11 +898,11 @@ def with_torch(base: Machine = MACHINE, **changes) -> dict:
         ("torch", MACHINE, {}, "ok", "torch 2.11.0+cu130, built for CUDA 13.0, 16 threads"),
         ("torch", LAPTOP, {}, "ok", "torch 2.13.0+cpu, built for CPUs only, 4 threads"),
         ("torch", MACHINE, with_torch(version="2.10.3"), "bad", "torch 2.10.3"),
-        ("torch", MACHINE, with_torch(version="3.0.0"), "note", "torch 3.0.0"),
+        ("torch", MACHINE, with_torch(version="3.0.0"), "ok", "torch 3.0.0"),
         ("torch", MACHINE, with_torch(status="broken", version="", reason="no"), "bad", "torch is installed, but"),
         ("driver", MACHINE, with_torch(status="broken"), "ok", "driver 580.95.05, which knows CUDA up to 13.0"),
         ("driver", MACHINE, {}, "ok", "which knows CUDA up to 13.0; torch is built for CUDA 13.0"),
-        ("driver", MACHINE, with_torch(cuda="13.1"), "note", "torch is built for CUDA 13.1"),
+        ("driver", MACHINE, with_torch(cuda="13.1"), "ok", "torch is built for CUDA 13.1"),
         ("driver", MACHINE, with_torch(cuda="12.9"), "ok", "torch is built for CUDA 12.9"),
         ("driver", MACHINE, with_torch(cuda="14.0"), "bad", "torch is built for CUDA 14.0"),
         ("driver", MACHINE, {"driver_cuda": None}, "ok", "driver 580.95.05; torch"),
@@ -1000,8 +921,6 @@ def with_torch(base: Machine = MACHINE, **changes) -> dict:
         ("memory", MACHINE, {"available_bytes": None}, "ok", "128.0 GiB of host memory"),
         ("memory", MACHINE, {"available_bytes": 3 * GIB // 2}, "ok", "1.5 GiB of 128.0 GiB of host memory are free"),
         ("memory", MACHINE, {"available_bytes": 3 * GIB // 2 - 1}, "warn", "1.5 GiB of 128.0 GiB"),
-        ("clock", MACHINE, {"now": 1_735_689_599.0}, "warn", "2024-12-31 23:59 UTC"),
-        ("clock", MACHINE, {"now": 1_735_689_600.0}, "ok", "2025-01-01 00:00 UTC"),
     ],
 )
 def test_what_every_run_stands_on(name: str, base: Machine, changes: dict, status: str, words: str):
@@ -1045,7 +964,7 @@ def memory_of(plan: RunPlan, base: Machine = MACHINE, need: float | None = None)
 
 
 def memory_findings(words: str, base: Machine = MACHINE, need: float | None = None) -> dict[str, Finding]:
-    return memory_of(decided(words, base=base)[0], base, need)
+    return memory_of(decided(words, base=base), base, need)
 
 
 def test_free_memory_is_what_the_device_has_and_others_do_not_use():
@@ -1074,7 +993,7 @@ def test_a_step_fits_well_or_barely_or_not():
 
 
 def test_what_the_host_keeps_has_to_fit_there():
-    plan, _ = decided("speed.optimizer_offload=true")
+    plan = decided("speed.optimizer_offload=true")
     need = 16 * parameter_count(plan.model, plan.vocab)  # weights, gradients and two moments
 
     def status(have: int | None) -> str | None:
@@ -1087,26 +1006,8 @@ def test_what_the_host_keeps_has_to_fit_there():
     assert "on the host" not in memory_findings("", machine(available_bytes=1))
 
 
-@pytest.mark.parametrize(
-    ("words", "proposed"),
-    [
-        ("speed.micro_batch=1 train.batch_tokens=32768", 8),  # 8 × 1024 tokens are enough
-        ("speed.micro_batch=4 train.batch_tokens=32768", 8),
-        ("speed.micro_batch=4 train.batch_tokens=28672", None),  # 7 of them are not many
-        ("speed.micro_batch=8 train.batch_tokens=65536", None),
-        ("speed.micro_batch=1 train.batch_tokens=13312", 13),
-    ],
-)
-def test_larger_micro_batches_are_proposed_where_many_small_ones_wait(words: str, proposed: int | None):
-    found = memory_findings(words).get("micro-batch")
-    assert (found is None) == (proposed is None)
-    if found is not None:
-        assert f"Set speed.micro_batch={proposed}," in found.advice
-        assert found.status == "warn"
-
-
 def test_switches_that_came_out_otherwise_are_told():
-    plan, _ = decided()
+    plan = decided()
 
     def feature(name: str, asked: str, used: str, why: str) -> Feature:
         return Feature(name=name, asked=asked, used=used, why=why)
@@ -1133,7 +1034,7 @@ def test_switches_that_came_out_otherwise_are_told():
 )  # fmt: skip
 def test_the_least_time_is_told_in_fitting_units_and_days_on_a_cpu_are_a_warning(seconds: int, words: str):
     for base in (MACHINE, LAPTOP):
-        plan, _ = decided(f"train.batch_tokens=8192 train.steps={seconds}", base=base)
+        plan = decided(f"train.batch_tokens=8192 train.steps={seconds}", base=base)
         found = check_time(plan, 1.0, "some rate")
         assert found is not None
         assert f"at least {words}, at most 8.19k tokens/s" in found.found
@@ -1145,7 +1046,7 @@ def least_time(*words: str, trials: DeviceTrials = TRIALS, base: Machine = MACHI
 
 
 def test_the_least_time_is_the_flops_at_the_rate_of_a_product():
-    plan, _ = decided("train.tokens=null train.steps=1000")
+    plan = decided("train.tokens=null train.steps=1000")
     seconds, whose = least_seconds(plan, TRIALS, 1)
     flops = flops_per_token(plan.model, 50257) * plan.train.batch_tokens
     assert seconds == pytest.approx(flops / 700e12)
@@ -1179,7 +1080,7 @@ def test_advice_knows_the_generation(here: Path, capability: tuple[int, int], na
 @pytest.mark.parametrize("preset", ["shakespeare-char", "shakespeare-bpe", "gpt2-124m", "gpt2-350m", "gpt-124m"])
 def test_learning_rates_of_presets_are_usual(preset: str):
     optim = load_config(preset).config.optim
-    plan, _ = decided(target=preset, base=LAPTOP, known=TokenFacts())
+    plan = decided(target=preset, base=LAPTOP, known=TokenFacts())
     parameters = parameter_count(plan.model, plan.vocab)
     usual = usual_rate(optim.kind, parameters, tunes=False, adapters=False)
     assert usual is not None
@@ -1195,7 +1096,6 @@ def test_disk_is_measured_and_nothing_is_left(tmp_path: Path):
     assert disk.nearest == str(tmp_path)
     assert disk.free_bytes
     assert disk.write_rate
-    assert disk.read_rate or not hasattr(os, "posix_fadvise")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -1204,12 +1104,12 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(check_folder.shutil, "disk_usage", lambda _: usage)
     disk = check_folder.measure_disk(tmp_path)
     assert disk.free_bytes == 1000
-    assert exit_code(check_space(decided()[0], disk, TokenFacts())) == 5
+    assert exit_code(check_space(decided(), disk, TokenFacts())) == 5
 
 
 def test_as_many_checkpoints_as_are_proposed_fit_and_no_more():
     def space(keep: int) -> Finding:
-        plan, _ = decided(f"checkpoint.keep={keep}")
+        plan = decided(f"checkpoint.keep={keep}")
         return next(check_space(plan, dataclasses.replace(DISK, free_bytes=100 * GIB), TokenFacts()))
 
     proposed = re.search(r"or set checkpoint\.keep=(\d+)\.", space(900).advice)
@@ -1219,7 +1119,7 @@ def test_as_many_checkpoints_as_are_proposed_fit_and_no_more():
 
 
 def test_space_is_for_checkpoints_and_for_shards_that_are_still_to_be_written():
-    plan, _ = decided("checkpoint.keep=2")
+    plan = decided("checkpoint.keep=2")
     one = checkpoint_size(parameter_count(plan.model, plan.vocab), plan.model, plan.optim, plan.speed)
 
     def space(free: int, shards: int | None = None) -> Finding:
@@ -1242,12 +1142,12 @@ def test_without_a_model_a_gibibyte_is_asked_for_and_the_speed_is_told():
         checks = [*check_folder.check_room(disk), *check_folder.check_disk(disk)]
         return [(one.name, one.status, one.found) for one in checks]
 
-    slow = found(free_bytes=GIB - 1, write_rate=49e6, read_rate=None)
+    slow = found(free_bytes=GIB - 1, write_rate=49e6)
     assert [(name, status) for name, status, _ in slow] == [("space", "warn"), ("speed", "warn")]
     assert slow[1][2] == "writes 49 MB/s"
-    fine = found(free_bytes=GIB, write_rate=50e6, read_rate=200e6)
+    fine = found(free_bytes=GIB, write_rate=50e6)
     assert [(name, status) for name, status, _ in fine] == [("space", "ok"), ("speed", "ok")]
-    assert fine[1][2] == "writes 50 MB/s, reads 200 MB/s"
+    assert fine[1][2] == "writes 50 MB/s"
     assert found(free_bytes=None, write_rate=None) == []
     [(name, status, words)] = found(free_bytes=None, write_rate=None, error="read-only")
     assert (name, status) == ("writable", "bad")
@@ -1297,9 +1197,6 @@ class FakeNvml:
     def nvmlDeviceGetEnforcedPowerLimit(self, _: int) -> int:
         return 400_000
 
-    def nvmlDeviceGetRemappedRows(self, _: int) -> tuple[int, int, int, int]:
-        return 0, 1, 1, 0
-
 
 def test_nvml_is_read():
     report = report_of_nvml(FakeNvml())
@@ -1307,7 +1204,7 @@ def test_nvml_is_read():
     (card,) = report.cards
     assert (card.name, card.capability, card.memory_bytes) == ("NVIDIA A100-SXM4-80GB", (8, 0), 80 * GIB)
     assert (card.used_bytes, card.processes, card.throttled) == (30 * GIB, (7, 99), ("power", "heat"))
-    assert (card.power_limit_watts, card.temperature, card.remapping) == (400.0, None, "a row waits to be replaced")
+    assert (card.power_limit_watts, card.temperature) == (400.0, None)
 
 
 def test_a_containers_share_of_the_cores():
@@ -1329,11 +1226,9 @@ def test_this_machine_is_gathered_without_secrets(monkeypatch: pytest.MonkeyPatc
     assert set(found.packages) == set(machine_module.OPTIONAL)
 
 
-def test_bits_and_logs():
+def test_why_a_clock_is_held_down():
     assert held_by(0x1) == ()
     assert held_by(0x40 | 0x80) == ("power", "heat")
-    log = "[1] NVRM: Xid (PCI:0000:3b:00): 79, pid=1\n[2] x\n[3] NVRM: Xid (PCI:0000:3b:00): 31, pid=2\n"
-    assert xids_in(log) == ("79", "31")
 
 
 def test_torchs_cards_get_the_state_of_the_same_card():

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flatout.model import eigenstate
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.ops.documents import lay_out
+from flatout.ops.scan import scan
 from tests.mixing import mixed, mixer_config
 
 WIDTH, STATES, CONTEXT = 12, 16, 64
 VARIANTS = {
     "plain": {},
     "bias": {"bias": True},
-    "scales": {"scales": (1, 2, 4, 8)},
-    "all": {"scales": (4, 1), "bias": True},
 }
 # Triton's interpreter computes masked lanes too, and numpy tells of every infinity in them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -48,26 +48,16 @@ def inputs(batch: int = 2, positions: int = 21, *, dtype: torch.dtype = torch.fl
 def written_out(mixer: Eigenstate, x_TW: Tensor) -> Tensor:
     """The mixer on one document, position by position, from the formulas and with no function of ours."""
     shape = mixer.config
-    per_scale = shape.states // max(1, len(shape.scales))
     ring = torch.exp(-torch.exp(mixer.decay_K))
     angle = mixer.angle_K + mixer.detuning_K * torch.exp(mixer.decay_K)
     weight_re, weight_im, gate_re, gate_im = mixer.inward.weight.chunk(4)
     gamma = torch.sqrt(1 - ring**2)
     state = torch.zeros(shape.states, dtype=torch.complex128)
-    seen, rows = [], []
+    rows = []
     for x in x_TW:
-        scaled = gamma * torch.complex(weight_re @ x, weight_im @ x)
-        seen.append(scaled)
-        if shape.scales:
-            means = [torch.stack(seen[-shape.scales[k // per_scale] :]).mean(0)[k] for k in range(shape.states)]
-            scaled = torch.stack(means)
-        state = torch.polar(ring, angle) * state + scaled
-        read = state
-        if mixer.scale_weights is not None:
-            weights = len(shape.scales) * torch.softmax(mixer.scale_weights, dim=0)
-            read = torch.stack([weights[k // per_scale] * read[k] for k in range(shape.states)])
+        state = torch.polar(ring, angle) * state + gamma * torch.complex(weight_re @ x, weight_im @ x)
         gate = torch.cat([gate_re @ x, gate_im @ x])
-        y = mixer.out.weight @ (gate * torch.sigmoid(gate) * torch.cat([read.real, read.imag]))
+        y = mixer.out.weight @ (gate * torch.sigmoid(gate) * torch.cat([state.real, state.imag]))
         rows.append(y if mixer.out.bias is None else y + mixer.out.bias)
     return torch.stack(rows)
 
@@ -90,7 +80,7 @@ def test_no_parameter_is_without_gradient(variant):
     for path in ("chunked", "triton"):
         if path == "triton":
             pytest.importorskip("triton")
-            if torch.cuda.is_available() or variant not in ("plain", "all"):
+            if torch.cuda.is_available() or variant != "plain":
                 continue  # kernels are compiled there, and tests/parity has them; here the interpreter takes its time
         mixer = made(variant, dtype=torch.float32)
         mixer.chunk = 16
@@ -170,7 +160,7 @@ def test_the_path_in_our_kernels_equals_the_plain_one():
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
-    for variant in ("plain", "all"):
+    for variant in VARIANTS:
         mixer = made(variant, dtype=torch.float32)
         layout = lay_out(np.array([[0] * 5 + [1] * 15], dtype=np.int32), None, torch.device("cpu"))
         results = []
@@ -215,9 +205,9 @@ def horizons(mixer: Eigenstate) -> torch.Tensor:
     return -1.0 / mixer.eigenvalues()[0].detach()
 
 
-@pytest.mark.parametrize(("context", "scales"), [(1024, ()), (32768, ()), (32768, (1, 2, 4, 8))])
-def test_horizons_span_the_context_in_every_head(context, scales):
-    mixer = Eigenstate(mixer_config(width=4, states=128, context=context, scales=scales))
+@pytest.mark.parametrize("context", [1024, 32768])
+def test_horizons_span_the_context_in_every_head(context):
+    mixer = Eigenstate(mixer_config(width=4, states=128, context=context))
     for linear in (mixer.inward, mixer.out):  # a pass that draws all linear layers comes first and harms nothing
         nn.init.normal_(linear.weight)
     mixer.init_states(torch.Generator().manual_seed(0))
@@ -225,24 +215,13 @@ def test_horizons_span_the_context_in_every_head(context, scales):
     assert horizon.shape == (128,)
     assert horizon.min() >= 4.0 * 0.999
     assert context / 2 < horizon.max() <= context * 1.001
-    if not scales:
-        by_head = horizon.view(8, -1)
-        assert (by_head.amin(1) < 4.0 * 2).all()
-        assert (by_head.amax(1) > context / 4).all()
+    by_head = horizon.view(8, -1)
+    assert (by_head.amin(1) < 4.0 * 2).all()
+    assert (by_head.amax(1) > context / 4).all()
     log_decay, phase = mixer.eigenvalues()
     torch.testing.assert_close(torch.exp(log_decay * horizon), torch.full_like(horizon, math.exp(-1)))
     assert (phase > 0).all()
     assert (phase <= math.pi * 1.001).all()
-
-
-@pytest.mark.parametrize("scales", [(1, 2, 4), (1, 4)])
-def test_horizons_span_the_context_in_every_head_where_scales_and_heads_do_not_divide(scales):
-    mixer = Eigenstate(mixer_config(width=4, states=96, context=32768, scales=scales))
-    mixer.init_states(torch.Generator().manual_seed(0))
-    by_head, by_scale = (horizons(mixer).view(count, -1) for count in (8, len(scales)))
-    assert (by_head.amin(1) < 4.0 * max(scales) * 4).all()
-    assert (by_head.amax(1) > 32768 / 8).all()
-    assert (by_scale.amin(1) >= 4.0 * torch.tensor(scales) * 0.999).all()
 
 
 def test_angles_of_all_blocks_together_are_spread_evenly():
@@ -265,12 +244,18 @@ def test_a_step_of_an_optimizer_turns_every_state_by_the_same_over_its_horizon()
     torch.testing.assert_close(turned, torch.full_like(turned, 1e-3))
 
 
-def test_states_of_all_horizons_have_one_size():
+def test_states_of_all_horizons_have_one_size(monkeypatch):
     """White noise in, states of variance 1 out, whether they remember 4 tokens or 1,000."""
     mixer = made("plain", states=32, context=1000)
     mixer.init_states(torch.Generator().manual_seed(1))
     seen = []
-    mixer._read = lambda states_BTC: seen.append(states_BTC) or states_BTC
+
+    def watched(*values, **how):
+        states_BTC, last_BC = scan(*values, **how)
+        seen.append(states_BTC)
+        return states_BTC, last_BC
+
+    monkeypatch.setattr(eigenstate, "scan", watched)
     with torch.no_grad():
         mixed(mixer, inputs(4, 4000))
     variance_K = seen[0][:, 1000:].square().mean((0, 1)).view(2, -1).mean(0)
@@ -280,8 +265,6 @@ def test_states_of_all_horizons_have_one_size():
 
 def test_energy_grows_as_the_square_and_no_faster():
     """√E(t) ≤ √E(0) + t·B is reached as |λ| nears 1; E(0) + t·B² is not a bound."""
-    from flatout.ops.scan import scan
-
     x = torch.ones(1, 50, 2, dtype=torch.float64)
     x[..., 1] = 0
     zero = torch.zeros(1, dtype=torch.float64)
@@ -314,30 +297,3 @@ def test_narrow_inputs_have_wide_states(dtype):
     assert y.dtype == dtype
     error = (y.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert error < (1e-2 if dtype == torch.bfloat16 else 3e-5)  # an angle has the digits of fp32
-
-
-def test_means_over_many_positions_are_added_up_in_fp32():
-    """In bf16 a sum of 512 would stand still long before its end."""
-    mixer = made("plain", dtype=torch.float32, scales=(512,), context=1024)
-    x = 1.0 + 0.1 * torch.randn(1, 600, 2 * STATES, generator=torch.Generator().manual_seed(0))
-    x = x.to(torch.bfloat16)
-    mean = mixer._averaged(x, None, None, None)
-    assert mean.dtype == torch.bfloat16
-    torch.testing.assert_close(mean[0, -1].double(), x[0, -512:].double().mean(0), rtol=2**-8, atol=0)
-
-
-@pytest.mark.parametrize("positions", [4, 16])
-def test_means_keep_no_copy_for_every_position(positions):
-    """Nor do documents make it: for backward there are masks."""
-    mixer = made("plain", dtype=torch.float32, scales=(positions,), context=256)
-    x = torch.randn(1, 200, 2 * STATES, requires_grad=True)
-    kept: dict[int, int] = {}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        mixer._averaged(x, None, None, lay_out(np.arange(200, dtype=np.int32)[None] // 70, None, torch.device("cpu")))
-    assert kept
-    assert sum(kept.values()) < 0.5 * x.nbytes + 200 * positions

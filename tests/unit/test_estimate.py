@@ -7,14 +7,10 @@ import pytest
 
 from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
-from flatout.device import detect_device
 from flatout.engine.saving import is_due
 from flatout.observe.sheets import print_sheet
-from flatout.observe.terminal import TerminalReader, expected
-from flatout.records import RunInfo, StepRecord
 from flatout.tuning import estimate as estimate_module
-from flatout.tuning.estimate import Cell, EstimateResult, TimePart, Visits, estimate, visits_of
-from flatout.tuning.estimate_probe import EnergyMeter, Figure, Timed
+from flatout.tuning.estimate import EstimateResult, Figure, Timed, TimePart, Visits, estimate, visits_of
 
 NOWHERE = ("data.source=null", "data.folder=nowhere", "data.tokenizer=bytes")
 
@@ -39,6 +35,7 @@ def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
     return Visits(evaluations, samples, saves)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "words",
     [
@@ -60,7 +57,9 @@ def test_the_counts_are_those_of_the_loop(words: list[str], steps: int, windows:
     config = load_config("shakespeare-char", words).config
     sequences = config.train.batch_tokens // config.model.context
     found = visits_of(config.eval, config.checkpoint, steps, windows, sequences)
-    assert found == walked(config, steps, windows)
+    expected = walked(config, steps, windows)
+    assert (found.evaluations, found.samples) == (expected.evaluations, expected.samples)
+    assert found.checkpoints <= expected.checkpoints <= found.checkpoints + found.evaluations
 
 
 TIMED = Timed(
@@ -72,10 +71,9 @@ TIMED = Timed(
     tokens_per_second=128.0,
     spread=0.01,
     mfu=None,
-    watts=360.0,
     evaluation=Figure(4.0, "measured"),
     evaluation_once=1.0,
-    sample=Figure(None, "not told", "it broke"),
+    sample=Figure(None, "unknown", "it broke"),
     checkpoint=Figure(0.25, "measured"),
     checkpoint_bytes=1000,
     peak_bytes=2**40,
@@ -97,22 +95,12 @@ def test_an_estimate_adds_up_what_was_timed(tiny, monkeypatch: pytest.MonkeyPatc
         "checkpoints": (4, 1.0),
     }
     assert found.parts[0].each.note.startswith("imports, ")
-    assert (found.seconds.value, found.seconds.note) == (48.0, "without samples, which could not be told")
+    assert (found.seconds.value, found.seconds.note) == (48.0, "without samples, which is unknown")
     assert found.cost.value == pytest.approx(3.6 * 48 / 3600)
-    assert (found.watts.value, found.kilowatt_hours.value) == (360.0, pytest.approx(0.0048))
     assert (found.tokens_per_second.value, found.step_seconds.value, found.mfu.value) == (128.0, 0.5, None)
     assert (found.steps.value, found.tokens.value, found.peak_measured.value) == (40, 40 * 64, 2**40)
     assert found.tokens_per_parameter.value == pytest.approx(2560 / (found.parameters.value or 0))
     assert (found.checkpoint_bytes.value, found.disk_bytes.value) == (1000, 4000), "two, the best, one in the making"
-    own = {(cell.context, cell.micro_batch): cell for cell in found.table}
-    context, size = found.context, found.micro_batch
-    assert sorted({place[0] for place in own}) == [16, 32, 64]
-    assert sorted({place[1] for place in own}) == sorted({max(1, size * 2**power // 4) for power in range(5)})
-    assert [place for place, cell in own.items() if cell.own] == [(context, size)]
-    assert [place for place, cell in own.items() if cell.tokens_per_second is not None] == [(context, size)]
-    assert own[context, size].bytes == 2**40, "on a CPU, what was measured beyond the formula counts"
-    assert not own[context, size].fits
-    assert own[context, 2 * size].bytes > own[context, size].bytes < own[2 * context, size].bytes
     told = "\n".join(found.notes)
     assert ("eval.patience" in told, "the best checkpoint is kept" in told, "streamed" in told) == (True, True, False)
 
@@ -120,13 +108,12 @@ def test_an_estimate_adds_up_what_was_timed(tiny, monkeypatch: pytest.MonkeyPatc
 def test_an_estimate_without_a_probe_tells_no_time(tiny):
     found = estimate(tiny("checkpoint.every=0", "checkpoint.keep=3"), probe=False, price=1.0)
     assert (found.parts, found.seconds.value, found.cost.value, found.spread) == ((), None, None, None)
-    for figure in (found.seconds, found.cost, found.watts, found.kilowatt_hours, found.tokens_per_second, found.mfu):
-        assert (figure.how, figure.value) == ("not told", None)
+    for figure in (found.seconds, found.cost, found.tokens_per_second, found.mfu):
+        assert (figure.how, figure.value) == ("unknown", None)
         assert figure.note
     assert found.disk_bytes.value == found.checkpoint_bytes.value, "one checkpoint, at the end"
     assert found.checkpoint_bytes.how == "estimated"
     assert found.problem == ""
-    assert all(cell.fits and cell.tokens_per_second is None for cell in found.table)
     assert found.notes == ()
     free = estimate(tiny(), probe=False)
     assert "--price" in free.cost.note
@@ -145,44 +132,24 @@ def test_parts_of_the_memory_add_up_to_the_estimate(tiny):
     assert any(line.startswith("block A") for line in lines)
 
 
-def test_power_is_not_told_without_a_card():
-    meter = EnergyMeter(detect_device("cpu"))
-    with meter:
-        pass
-    assert meter.watts is None
-
-
 def made(**changes) -> EstimateResult:
     part = TimePart(
         name="training", times=700, each=Figure(0.1, "measured"), once=0.0, seconds=Figure(70.0, "projected")
     )
     evaluations = dataclasses.replace(part, name="evaluations", times=4, once=2.0, seconds=Figure(6.0, "projected"))
-    none = Figure(None, "not told", "no disk")
+    none = Figure(None, "unknown", "no disk")
     unknown = dataclasses.replace(part, name="checkpoints", each=none, times=2, seconds=none)
-    cells = tuple(
-        Cell(
-            micro_batch=size,
-            context=context,
-            bytes=size * context * 2**20,
-            fits=size * context < 4000,
-            own=(size, context) == (16, 128),
-            tokens_per_second=20480.0 if (size, context) == (16, 128) else None,
-        )
-        for size in (8, 16, 32)
-        for context in (64, 128)
-    )
-    no_card = Figure(None, "not told", "no card")
     values = {
         "config": "tiny", "device": "cpu", "flatout": "0", "torch": "2.13", "data": "shakespeare", "problem": "",
         "way_out": "", "micro_batch": 16, "context": 128, "accumulation": 1, "batch_tokens": 2048,
         "steps": Figure(700, "counted"), "parameters": Figure(796160, "counted"), "tokens": Figure(1433600, "counted"),
         "epochs": Figure(1.43, "counted"), "tokens_per_parameter": Figure(1.8, "counted"),
         "tokens_per_second": Figure(20480.0, "measured", "mean of 59 steps"), "step_seconds": Figure(0.1, "measured"),
-        "spread": 0.05, "mfu": Figure(None, "not told"), "seconds": Figure(80.0, "projected"),
-        "parts": (part, evaluations, unknown), "watts": no_card, "kilowatt_hours": no_card, "price": 2.5,
+        "spread": 0.05, "mfu": Figure(None, "unknown"), "seconds": Figure(80.0, "projected"),
+        "parts": (part, evaluations, unknown), "price": 2.5,
         "cost": Figure(0.06, "projected"), "peak_estimate": Figure(3e8, "estimated"),
         "peak_measured": Figure(5e8, "measured"), "device_bytes": 2**34, "checkpoint_bytes": Figure(9e6, "measured"),
-        "disk_bytes": Figure(3.6e7, "projected", "4 at once"), "memory_parts": {}, "layers": (), "table": cells,
+        "disk_bytes": Figure(3.6e7, "projected", "4 at once"), "memory_parts": {}, "layers": (),
         "notes": ("the data is not prepared",), "probe_seconds": 1.0,
     }  # fmt: skip
     return EstimateResult(**(values | changes))
@@ -197,13 +164,11 @@ def shown(result: EstimateResult) -> list[str]:
 def test_every_figure_of_the_sheet_says_how_it_came_about():
     lines = shown(made())
     figures = lines[3 : lines.index("", 3)]
-    assert len(figures) == 14
+    assert len(figures) == 13
     for line in figures:
-        assert any(word in line for word in ("counted", "measured", "projected", "estimated", "not told")), line
+        assert any(word in line for word in ("counted", "measured", "projected", "estimated", "unknown")), line
     assert any("evaluations" in line and "4 x 100 ms" in line and "2.0s more the first time" in line for line in lines)
     assert any("checkpoints" in line and "no disk" in line and " - " in line for line in lines)
-    assert any("* 2.0 GiB" in line for line in lines)
-    assert any("! 4.0 GiB" in line for line in lines)
     assert "note: the data is not prepared" in lines
 
 
@@ -211,47 +176,3 @@ def test_a_hostile_name_cannot_move_the_cursor():
     lines = shown(made(config="\x1b[2Jboo", data="\x1b]0;title\x07 of \u202ewords", notes=["\x9b1m"]))
     assert not any(character in "".join(lines) for character in "\x1b\x07\u202e\x9b")
     assert "boo" in lines[0]
-
-
-INFO = RunInfo(
-    flatout="0", torch="2", device="cpu", folder="runs/x", family="gpt", parameters=1_000_000, flops_per_token=6e6,
-    memory_estimate_bytes=1, steps=1000, batch_tokens=2000, micro_batch=1, accumulation=1, context=100, vocab=65,
-    train_tokens=10**6, val_tokens=60_000, windows=10, dataset="d", tokenizer="char", start_step=0, resumed_from=None,
-    features=(), config={"eval": {"every": 100, "tokens": None}},
-)  # fmt: skip
-
-
-def test_the_sentence_leaves_the_first_steps_out():
-    # 990 steps of 0.5 s, 10 evaluations of 60,000 tokens at three times the speed of training: 5 s each
-    left = expected([60.0, 9.0, 3.0, 1.0, *[0.5] * 6], INFO)
-    assert left is not None
-    assert left.seconds == pytest.approx(545.0)
-    assert left.sentence.startswith("about 9m05s to go: 990 steps of 500 ms, measured over 6")
-    assert "10 evaluations" in left.sentence
-    assert "2M tokens in all, 2.0 per parameter" in left.sentence
-
-
-def test_the_sentence_waits_for_steps_and_knows_a_resumed_run():
-    assert expected([1.0] * 6, INFO) is None
-    resumed = dataclasses.replace(INFO, start_step=900, config={"eval": {"every": 0, "tokens": 600}})
-    left = expected([1.0] * 10, resumed)
-    assert left is not None
-    assert left.sentence.startswith("about 1m30s to go: 90 steps of 1.0s, measured over 6, and 1 evaluation;")
-
-
-@pytest.mark.parametrize(("seconds", "told"), [(0.4, 1), (0.2, 0)])
-def test_a_long_run_says_once_what_it_will_take(seconds: float, told: int):
-    stream = io.StringIO()
-    reader = TerminalReader(log_every=1000, stream=stream)
-    features = {"flatout": "0", "folder": "runs/\x1b[2J"}
-    reader.show(dataclasses.replace(INFO, **features))
-    for step in range(1, 30):
-        reader.show(
-            StepRecord(
-                step=step, epoch=None, loss=1.0, learning_rate=1e-3, grad_norm=1.0, applied=True, tokens=step * 2000,
-                seconds=seconds, tokens_per_second=2000 / seconds, mfu=None, memory_bytes=None, loss_scale=None,
-                micro_batch=1,
-            )
-        )  # fmt: skip
-    assert stream.getvalue().count(" to go: ") == told
-    assert "\x1b" not in stream.getvalue()

@@ -194,7 +194,6 @@ def test_documents_apart_are_read_on_the_host_and_attended_by_bounds():
         (MPS, [], "sdpa"),
         (CPU, ["speed.attention=reference"], "reference"),
         (AMPERE, ["speed.attention=cudnn"], "cudnn"),
-        (HOPPER, ["speed.attention=flex"], "flex"),
         (HOPPER, ["speed.attention=sdpa"], "sdpa"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from flatout.cli import dispatch
 from flatout.config.load import load_config
 from flatout.errors import DataError, ResourceError, UsageError, UserError
-from flatout.files import check_replaceable, readable_sizes
+from flatout.files import check_replaceable
 from flatout.front import output
 from flatout.observe.sinks import MetricsFile, read_metrics
 from flatout.records import NoticeRecord
@@ -23,20 +23,6 @@ def tree(folder: Path) -> dict[str, object]:
         str(path): os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else "folder"
         for path in sorted(folder.rglob("*"))
     }
-
-
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ((1.5 * 2**30, 2**20), ["1.5 GiB", "1.0 MiB"]),
-        ((1.001 * 2**30, 1.002 * 2**30), ["1.001 GiB", "1.002 GiB"]),
-        ((2**30, 2**30), ["1.0 GiB", "1.0 GiB"]),
-        ((3, 5_000_000), ["3 bytes", "4.8 MiB"]),
-        ((0.0,), ["0 bytes"]),
-    ],
-)
-def test_different_sizes_read_differently(sizes, words):
-    assert readable_sizes(*sizes) == words
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "folder", "pipe"])
@@ -148,14 +134,11 @@ def test_a_database_of_another_program_gets_no_study(tmp_path: Path, monkeypatch
     assert not list(tmp_path.glob("new.db*")), "a search that was refused leaves no study"
 
 
-def test_the_picture_of_a_dataset_and_a_tokenizer_replace_nothing_foreign(tmp_path: Path, monkeypatch):
+def test_the_picture_of_a_dataset_replaces_nothing_foreign(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "set").mkdir()
     (tmp_path / "set.png").write_bytes(b"mine")
-    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "nowhere")
     before = tree(tmp_path)
     with pytest.raises(UsageError, match="does not look like a file that flatout wrote"):
         dispatch(["prepare", "inspect", "set"])
-    with pytest.raises(UsageError, match="is a link"):
-        dispatch(["prepare", "train-tokenizer", "--vocab", "300"])
     assert tree(tmp_path) == before

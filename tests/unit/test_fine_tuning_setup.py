@@ -234,7 +234,7 @@ def test_what_is_about_plain_text_is_refused_beside_samples(words):
 
 @pytest.mark.parametrize(
     "word",
-    ["window=9", "states=64", "scales=[1, 2]"],
+    ["window=9", "states=64"],
 )
 def test_fields_of_blocks_that_a_model_has_not_are_refused(word):
     message = refusal(load_config("shakespeare-char", [f"model.{word}"]))

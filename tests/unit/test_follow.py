@@ -1,6 +1,5 @@
 """Following a run that somebody else writes: half lines, files replaced by a resumed run, processes that die."""
 
-import dataclasses
 import fcntl
 import json
 import math
@@ -81,13 +80,15 @@ def test_numbers_without_a_json_word_come_back():
     assert (back.grad_norm, back.mfu) == (-math.inf, math.inf)
 
 
-def test_missing_and_unknown_fields_are_tolerated():
-    old = record_of({"type": "step", "step": 4, "loss": 2, "invented": [1]})
+def test_optional_and_unknown_fields_are_tolerated():
+    row = {
+        name: value for name, value in vars(step(4, loss=2)).items() if name not in ("parameter_norm", "data_seconds")
+    }
+    old = record_of({**row, "type": "step", "invented": [1]})
     assert isinstance(old, StepRecord)
-    assert (old.step, old.loss, old.applied, old.mfu, old.data_seconds) == (4, 2.0, True, None, None)
+    assert (old.step, old.loss, old.mfu, old.data_seconds) == (4, 2.0, None, None)
     assert isinstance(old.loss, float)
-    assert math.isnan(old.grad_norm)
-    assert record_of({"type": "step", "loss": 2.0}) is None
+    assert record_of({"type": "step", "step": 4, "loss": 2.0}) is None
     assert record_of({"type": "from the future", "step": 1}) is None
     for line in (b"", b"{", b"[]", b'"step"', b"\xff\xfe", b'{"type": ["step"], "step": 1}', b"[" * 100_000):
         assert record_of_line(line) is None
@@ -97,16 +98,15 @@ def test_any_row_gives_a_whole_record_or_none():
     odd = [None, True, -1, 10**400, 0.5, math.nan, math.inf, "", "nan", "text", [], [1], [{}], {}, {"a": {"b": []}}]
     dice, whole = random.Random(7), 0
     for _ in range(3000):
-        kind = dice.choice(list(following._KINDS))
-        names = [field.name for field in dataclasses.fields(following._KINDS[kind])]
-        row = {name: dice.choice(odd) for name in names if dice.random() < 0.7}
-        record = record_of({**row, "type": kind})
+        row = json.loads(record_to_json(dice.choice(ALL_KINDS)))
+        row[dice.choice([name for name in row if name != "type"])] = dice.choice(odd)
+        record = record_of(row)
         if record is not None:
-            assert json.loads(record_to_json(record))["type"] == kind  # every field has a type that can be written
+            assert json.loads(record_to_json(record))["type"] == row["type"]  # every field can be written
             whole_numbers = [value for value in vars(record).values() if type(value) is int]
             assert all(abs(number) <= 2**63 for number in whole_numbers), "`watch` divides them"
             whole += 1
-    assert whole > 500
+    assert whole > 300
 
 
 def test_a_half_line_waits_for_its_other_half(tmp_path: Path):

@@ -27,6 +27,7 @@ def lively_model(variant: dict, context: int = 24) -> GPT:
     return model
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("variant", FAMILIES)
 @pytest.mark.parametrize("prompt", [[3], [1, 2, 3, 4, 5], list(range(12)), list(range(20))])
 def test_cached_greedy_text_equals_uncached(variant, prompt):

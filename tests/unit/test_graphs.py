@@ -10,7 +10,7 @@ from flatout.engine.graphs import WARM_UPS, MicroBatchGraph
 from flatout.engine.monitor import Notices
 from flatout.engine.setup import only_adapters
 from flatout.engine.step import TrainStep
-from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan
+from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
 from flatout.model.gpt import build_model
 from flatout.ops.documents import PackedRows, Room
@@ -168,7 +168,7 @@ def make_adapted(
     recorder: FakeRecorder | None, *, dora: bool = False, micro_batch: int = 2
 ) -> tuple[TrainStep, Notices]:
     model = build_model(WIDE, VOCAB, seed=1)
-    adapters, news = attach(model, AdapterPlan(rank=2, alpha=4.0, targets=ALL_LINEAR, dora=dora), seed=0), Notices()
+    adapters, news = attach(model, AdapterPlan(rank=2, alpha=4.0, dora=dora), seed=0), Notices()
     step = TrainStep(
         model,
         made_optimizers(only_adapters(adapters), OptimConfig(learning_rate=1e-2)),
@@ -196,6 +196,7 @@ def packed_batch(seed: int, *, joined: bool, rows: int = 3, length: int = 300) -
     return torch.from_numpy(tokens), torch.from_numpy(targets), packed
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("dora", [True, False])
 def test_a_recording_is_replayed_with_other_documents(joined, dora):

@@ -161,8 +161,8 @@ def test_any_value_in_any_place_is_taken_or_refused(name, tmp_path):
         places += [("added_tokens", 0, key) for key in values["added_tokens"][0]]
     if name == "tokenizer_config.json":
         places += [("added_tokens_decoder",), ("extra_special_tokens",), ("additional_special_tokens",)]
-    for place in places:
-        for weird in WEIRD:
+    for number, place in enumerate(places):
+        for weird in WEIRD[number % 3 :: 3]:  # a third of them in each place, every one in some
             changed = copy.deepcopy(values)
             inside = changed
             for key in place[:-1]:

@@ -251,7 +251,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "smollm3": (lambda f: change(f, model_type="smollm3"), r"'smollm3', which is not supported"),
     "remote code": (
         lambda f: change(f, model_type="mine", auto_map={"AutoModel": "m.M"}),
-        r"'mine' run code that comes with them, which Flatout never does",
+        r"type 'mine', which is not supported",
     ),
     "a classifier": (
         lambda f: change(f, architectures=["LlamaForSequenceClassification"]),
@@ -649,12 +649,11 @@ class RepositoryNotFoundError(OSError):
         ("here/file", None, "is a file", "name the folder"),
         ("here", None, "here holds no model", "config.json and model.safetensors"),
         ("adapter", None, "holds an adapter, not a model", "made for"),
-        ("gguf", None, "holds a GGUF file", "made from"),
         ("", None, "there is no folder ''", "org/name"),
     ],
 )
 def test_what_is_not_found_gives_one_error(name, online, message, hint, hub, tmp_path):
-    for folder, file in [("here", "file"), ("adapter", "adapter_config.json"), ("gguf", "model.gguf")]:
+    for folder, file in [("here", "file"), ("adapter", "adapter_config.json")]:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / file).write_text("")
     hub.online = online

@@ -16,33 +16,31 @@ from typing import Any
 import pytest
 import torch
 
-from flatout import files, host
+from flatout import files
 from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import micro_batch_of
 from flatout.device import Device
 from flatout.engine.run import Run
-from flatout.errors import ConfigError, ResourceError, UsageError
+from flatout.errors import ConfigError, DataError, ResourceError, UsageError
 from flatout.observe.sheets import draw_picture, figure_of, print_sheet
 from flatout.records import BenchProgress, BenchRow, bench_row_from_json, record_to_json
 from flatout.resolve.case import Probes
 from flatout.resolve.switches import resolve_speed
+from flatout.rows import read_rows
 from flatout.tuning import ladder, turns
 from flatout.tuning.ladder import make_plan
-from flatout.tuning.ladder_rows import beside_claim, picture_of, progress_line, sheet_of, total_lines
+from flatout.tuning.ladder_rows import picture_of, progress_line, sheet_of, total_lines
 from flatout.tuning.measure import Steps, borrowed_run, parity_losses, summary_of
 from flatout.tuning.practice_data import practice_data, write_random
 from flatout.tuning.rungs import (
     BASELINE,
-    CLAIMS,
     OWN_SWITCHES,
     TOLERANCES,
-    TOTALS,
     Rung,
     all_rungs,
     as_words,
     choose,
-    claim_of,
     every_name,
     linked,
     settings_of,
@@ -122,20 +120,16 @@ def test_choosing_brings_what_is_compared_with():
     assert choose(rungs, names=None, only=None) == rungs
 
 
+def test_the_guides_tricks_are_rungs():
+    tricks = {rung.trick for rung in CUDA if rung.trick is not None}
+    assert tricks == {"empty-cache", "empty-cache-each-step", "gc-collect", "cudnn-benchmark", "split-512"}
+
+
 def test_the_tolerance_is_that_of_the_coarsest_arithmetic():
     assert tolerance_of(BASELINE) == TOLERANCES["fp32"]
     assert tolerance_of({**BASELINE, "speed.precision": "bf16"}) == TOLERANCES["bf16"]
     assert tolerance_of({**BASELINE, "speed.precision": "bf16", "speed.fp8": "[up]"}) == TOLERANCES["fp8"]
     assert tolerance_of({**BASELINE, "speed.optimizer_state": "8bit"}) == TOLERANCES["8bit"]
-
-
-def test_every_claim_belongs_to_a_rung():
-    names = {rung.name for rung in (*CUDA, *CPU, *all_rungs(kind="cuda", micro_batch=8, attention="sdpa"))}
-    assert set(CLAIMS) <= names
-    for claim in (*CLAIMS.values(), *TOTALS):
-        assert (claim.low is None) == (claim.high is None)
-        assert claim.low is None or claim.high is None or claim.low <= claim.high
-    assert claim_of("without-bf16") is CLAIMS["bf16"]
 
 
 def test_every_name_covers_every_device():
@@ -358,34 +352,6 @@ def test_a_gain_is_over_the_rung_it_was_timed_with_and_a_factor_over_the_baselin
     assert ladder.with_ratios(red, step, None) == red
 
 
-def test_a_ladder_is_gone_on_with_the_threads_it_had(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in host.THREAD_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("flatout.resolve.switches.usable_cores", lambda: 64.0)
-    earlier = [row("baseline", used={"threads": "37"})]
-    made = make_plan(tiny("speed.threads=auto"), tmp_path / "auto", 3, 4, None, lambda _: None, earlier)
-    assert made.settings.config.speed.threads == 37
-    assert "37 threads" in made.machine
-    written = make_plan(tiny("speed.threads=2"), tmp_path / "written", 3, 4, None, lambda _: None, earlier)
-    assert written.settings.config.speed.threads == 2
-
-
-def test_another_machine_or_config_is_told_in_words(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    loaded = tiny()
-    made = make_plan(loaded, tmp_path / "one", 3, 4, None, lambda _: None)
-    assert "1 thread" in made.machine
-    rows = list(climb(loaded, "baseline").values())
-    assert rows[0].device == made.machine
-    ladder.check_same(made, rows)
-    other = dataclasses.replace(made, machine=ladder.machine_of(made.device, 7))
-    with pytest.raises(UsageError, match="7 threads") as refused:
-        ladder.check_same(other, rows)
-    assert "or go on without OMP_NUM_THREADS=" in refused.value.hint
-    more = dataclasses.replace(made, config_words=(*made.config_words, "optim.betas=[0.9, 0.9]"))
-    with pytest.raises(UsageError, match=r"the settings none, now it is .?optim\.betas=\[0\.9, 0\.9\]"):
-        ladder.check_same(more, rows)
-
-
 # --- what it is measured on -------------------------------------------------------------------------------------------
 
 
@@ -480,7 +446,7 @@ def row(rung: str, **named: Any) -> BenchRow:
         "used": {}, "parity": 1e-6, "parity_steps": 20, "tolerance": 0.002, "tokens_per_second": 1000.0,
         "milliseconds": 64.0, "mean_milliseconds": 64.5, "spread": 0.01, "mfu": None, "peak_bytes": 2**30,
         "compile_seconds": 0.0, "steps": 12,
-        "gain": 1.5, "factor": 3.0, "claim": "1.1-1.5x", "claim_low": 1.1, "claim_high": 1.5,
+        "gain": 1.5, "factor": 3.0,
         "config": "tiny", "config_words": (), "data": "random", "parameters": 10**6, "context": 64, "batch_tokens": 64,
         "micro_batch": 2, "accumulation": 1, "device": "cpu", "flatout": "0", "torch": "2", "commit": None,
     }  # fmt: skip
@@ -493,19 +459,19 @@ NO_SPEED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def table(rows: list[BenchRow], *names: str, claims: bool = False) -> str:
+def table(rows: list[BenchRow], *names: str) -> str:
     stream = io.StringIO()
-    print_sheet(sheet_of(rows, names, claims=claims), stream)
+    print_sheet(sheet_of(rows, names), stream)
     return stream.getvalue()
 
 
-def draw(rows: list[BenchRow], path: Path, *, claims: bool = False) -> None:
-    draw_picture(picture_of(rows, claims=claims), path)
+def draw(rows: list[BenchRow], path: Path) -> None:
+    draw_picture(picture_of(rows), path)
 
 
 def test_the_table_shows_speeds_of_green_rungs_only():
     rows = [
-        row("baseline", gain=None, factor=1.0, claim="", claim_low=None, claim_high=None),
+        row("baseline", gain=None, factor=1.0),
         row("compile", tokens_per_second=3000.0, compile_seconds=12.5),
         row("fp16", group="extra", status="red", reason="the losses differ by 0.1, more than 0.02", **NO_SPEED),
         row("fp8", group="extra", status="absent", reason="no matrix units\x1b[2J", parity=None, **NO_SPEED),
@@ -522,24 +488,45 @@ def test_the_table_shows_speeds_of_green_rungs_only():
     assert "\x1b" not in text
 
 
-def test_what_guides_claim_is_shown_only_when_asked_for(tmp_path: Path):
-    rows = [row("baseline", gain=None), row("compile", claim="1.1-1.5x")]
-    assert "guides" not in table(rows)
-    assert "1.1-1.5x" not in table(rows)
-    text = table(rows, claims=True)
-    assert "guides claim" in text
-    assert "1.1-1.5x" in next(line for line in text.splitlines() if line.startswith("compile"))
-    assert "the guides promise 6-20x in one table" in text
-    for claims in (False, True):
-        draw(rows, tmp_path / f"{claims}.svg", claims=claims)
-        assert ("the guides" in (tmp_path / f"{claims}.svg").read_text(encoding="utf-8")) == claims
-
-
 def test_rows_of_earlier_versions_can_be_read():
-    old = json.loads(record_to_json(row("sdpa"))) | {"claim_rows": ["002-03"]}
+    old = json.loads(record_to_json(row("sdpa"))) | {
+        "claim_rows": ["002-03"],
+        "claim": "1.1-1.5x",
+        "claim_low": 1.1,
+        "claim_high": 1.5,
+    }
     for name in ("gain_low", "gain_high", "error", "verdict", "pairs", "factor_error", "load"):
         del old[name]
     assert bench_row_from_json(json.dumps(old)) == row("sdpa")
+
+
+def test_a_torn_last_row_is_cut_off_and_other_damage_is_named_by_its_line(tmp_path: Path):
+    path, said = tmp_path / "bench.jsonl", list[str]()
+    good = record_to_json(row("sdpa"))
+
+    def read() -> list[BenchRow]:
+        return read_rows(path, bench_row_from_json, "bench", "its rung is measured again", said.append)
+
+    path.write_text(f'{good}\n{{"type": "bench", "ru', encoding="utf-8")
+    assert read() == [row("sdpa")]
+    assert said == [f"{path}: line 2, the last one, was cut off while it was written, and is dropped"]
+    cases = [
+        ([good, good, good[:40]], " is damaged in line 3: ", "remove that line"),
+        ([good, "\ufffd" * 3, good], " is damaged in line 2: ", "remove that line"),
+        ([good, good, '{"type": "step"}'], ", line 3 is not a row of this version", "a new folder"),
+    ]
+    for lines, message, hint in cases:
+        text = "\n".join([*lines, ""])
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(DataError) as refused:
+            read()
+        assert f"bench.jsonl{message}" in refused.value.message
+        assert hint in refused.value.hint
+        assert path.read_text(encoding="utf-8") == text
+    path.write_text("mine", encoding="utf-8")
+    with pytest.raises(DataError):
+        read()
+    assert path.read_text(encoding="utf-8") == "mine", "what is not a torn row is not cut off"
 
 
 def test_the_table_shows_errors_verdicts_and_how_noisy_it_was():
@@ -583,14 +570,6 @@ def test_a_rung_that_beats_the_full_set_is_named_only_where_the_error_allows():
     assert any("full-again is the full set once more and came out at 0.90x ±2.0%" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "words"),
-    [(1.0, 1.05, "less here"), (1.6, 1.7, "more here"), (1.2, 1.4, "agrees"), (1.0, 1.2, "unclear"), (None, None, "")],
-)
-def test_a_claim_is_judged_by_the_interval(low: float | None, high: float | None, words: str):
-    assert beside_claim(row("compile", gain_low=low, gain_high=high)) == words
-
-
 def test_one_rung_is_one():
     assert progress_line(BenchProgress(0, 1, "reference", "reference")).endswith("that the rung is held against")
     assert progress_line(BenchProgress(0, 3, "reference", "reference")).endswith("that all 3 rungs are held against")
@@ -631,7 +610,10 @@ def test_the_picture_says_what_the_table_says():
         [],
         [row("baseline", status="red", reason="the losses differ by 3, more than 0.02", **NO_SPEED)],
         [row(f"rung-{number}", gain=10.0 ** (number - 3), tokens_per_second=10.0**number) for number in range(7)],
-        [row("x", group="without", claim="$a_b^{c}$", reason="", gain=1.0), row("absent", status="absent", **NO_SPEED)],
+        [
+            row("x", group="without", config="$a_b^{c}$", reason="", gain=1.0),
+            row("absent", status="absent", **NO_SPEED),
+        ],
     ],
     ids=["none", "red", "wide", "odd"],
 )

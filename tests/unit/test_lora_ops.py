@@ -59,6 +59,7 @@ def joined_of(weight, layout, a, b, dtype=None):
 WAYS = {"in place": {}, "apart": {"in_place": False}}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -74,6 +75,7 @@ def test_gradients_are_right_in_float64(kind, way, dora):
     assert torch.autograd.gradcheck(run, (x, a, magnitude, *b), fast_mode=True)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (5,), (1,), (3, 1, 2)], ids=str)
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
@@ -121,18 +123,6 @@ def test_only_the_input_and_the_thin_product_are_kept():
     assert sorted(with_tokens) == [(128, 4), (128, 64)]
     y.sum().backward()
     assert weight.grad is None
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_trained_bias_gets_its_gradient(name):
-    inputs, layout = LAYOUTS[name]
-    x, weight, bias, a, b = values(layout, inputs)
-    bias = torch.randn(layout.outputs, dtype=x.dtype) if bias is None else bias
-    bias.requires_grad_()
-    up = torch.randn(*x.shape[:-1], layout.outputs, dtype=x.dtype)
-    (found,) = torch.autograd.grad(lora_product(x, weight, bias, a, b, layout), bias, up)
-    (expected,) = torch.autograd.grad(lora_reference(x, weight, bias, a, b, layout), bias, up)
-    torch.testing.assert_close(found, expected)
 
 
 def test_a_weight_that_is_trained_is_refused():

@@ -15,7 +15,7 @@ from flatout.device import Device
 from flatout.errors import ResourceError
 from flatout.resolve import opening
 from flatout.resolve.opening import with_tokenizer
-from flatout.resolve.sizing import applied, as_before, decide, fitted_to, on_device, settled
+from flatout.resolve.sizing import applied, as_before, decide, fitted_to, on_device, sized
 from flatout.tuning import minutes
 from flatout.tuning.minutes import (
     SECONDS,
@@ -245,26 +245,26 @@ def test_a_resume_keeps_the_plan_of_minutes_and_takes_another_length() -> None:
 def test_fine_tuning_with_a_sized_preset_looks_for_no_text() -> None:
     words = ["chat.source=rows.jsonl", "model.init_from=base", "train.epochs=1"]
     loaded = load_config("modern", words)
-    assert settled(loaded, Known(vocab=66), CPU) is loaded
+    assert sized(loaded, Known(vocab=66), CPU) is loaded
 
 
 def test_tables_are_left_out_on_small_devices_and_repeated_data_is_regularised() -> None:
     shape, known = Shape(8, 512), Known(vocab=50257, unique=100_000_000)
 
-    def settled(device: Device, unique: int = 100_000_000, **words: str) -> LoadedConfig:
+    def sized(device: Device, unique: int = 100_000_000, **words: str) -> LoadedConfig:
         config = load_config("record", ["data.source=shakespeare", *words.values()], size="60m")
         return applied(config, decide(config, shape, dataclasses.replace(known, unique=unique), device).as_dict())
 
-    large, small = settled(card(80)), settled(card(8))
+    large, small = sized(card(80)), sized(card(8))
     assert large.config.model.value_tables == 2
     assert large.config.model.bigram_rows == 0, "two epochs"
-    once = settled(card(80), words="train.epochs=1")
+    once = sized(card(80), words="train.epochs=1")
     assert once.config.model.bigram_rows > 0
     assert (once.config.optim.table_rate, large.config.optim.table_rate) == (0.36, 0.12)
     assert (small.config.model.value_tables, small.config.model.bigram_rows) == (0, 0)
     assert "small for embedding tables" in small.notices[-1]
-    assert settled(card(8), words="model.value_tables=1").config.model.value_tables == 1, "the user's"
-    repeated = settled(card(80), 10_000_000, words="train.epochs=10")
+    assert sized(card(8), words="model.value_tables=1").config.model.value_tables == 1, "the user's"
+    repeated = sized(card(80), 10_000_000, words="train.epochs=10")
     assert (repeated.config.model.mlp, repeated.config.model.value_tables) == ("swiglu", 0)
     assert repeated.config.optim.head_decay is not None
     assert repeated.sources["optim.head_decay"].where == "10.0 epochs"

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.config.schema import ModelConfig, OptimConfig
-from flatout.engine.setup import all_weights
 from flatout.errors import CheckpointError, ConfigError
 from flatout.generation import generate_tokens
 from flatout.model import eigenstate
@@ -20,7 +19,6 @@ from flatout.model.cache import LayerCache
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub_folder import export_huggingface
-from flatout.model.weights import assign_weights
 from flatout.ops.documents import lay_out
 from flatout.optim.optimizers import trainables
 from flatout.optim.rules import decays
@@ -28,17 +26,20 @@ from tests.made_optimizers import made_optimizers
 
 VOCAB = 50
 SHAPE = {"layers": 3, "width": 32, "heads": 2, "context": 40, "window": 5, "states": 8}
-SCALES = {"scales": [1, 4]}
 MODELS = {
     "A": {"pattern": "A"},
     "W": {"pattern": "W"},
     "E": {"pattern": "E"},
     "EA": {"pattern": "EA"},
     "WEA": {"pattern": "WEA", "mlp": "relu2", "norm": "layernorm", "bias": True},
-    "E with scales": {"pattern": "E", **SCALES},
-    "EWA with scales": {"pattern": "EWA", "positions": "learned", **SCALES},
+    "EWA": {"pattern": "EWA", "positions": "learned"},
 }
 every_model = pytest.mark.parametrize("model_name", MODELS)
+# All kinds of blocks, with turned and with learned positions; the others are parts of these.
+two_models = pytest.mark.parametrize(
+    "model_name",
+    [pytest.param(name, marks=[] if name in {"WEA", "EWA"} else [pytest.mark.slow]) for name in MODELS],
+)
 with_interpreter = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels do not take tensors of the host"),
@@ -87,7 +88,7 @@ def test_the_fast_forms_equal_the_references(model_name):
 @pytest.mark.parametrize("model_name", [name for name, more in MODELS.items() if "E" in more["pattern"]])
 def test_the_chunk_changes_nothing(model_name):
     model, row, found = built(model_name, context=600, layers=2), tokens(1, 600), []
-    for chunk in (16, 32, 64, 128, 256, 512):
+    for chunk in (16, 64, 512):
         for mixer in model.eigenstates:
             mixer.chunk = chunk
         found.append(results_of(model, row))
@@ -130,7 +131,7 @@ def test_rows_of_different_lengths_decode_as_each_alone(model_name):
     assert together.length_B.tolist() == [int(cache.length_B) for cache in alone] == [30, 18, 24]
 
 
-@every_model
+@two_models
 def test_no_shape_of_decoding_depends_on_how_much_came_before(model_name):
     model, cache, shapes = built(model_name).eval(), built(model_name).empty_cache(2, 30), []
 
@@ -151,7 +152,7 @@ def test_no_shape_of_decoding_depends_on_how_much_came_before(model_name):
     assert all(made == shapes[0] for made in shapes)
 
 
-@every_model
+@two_models
 def test_text_with_a_cache_is_that_without(model_name):
     """Also where the context is full and generation goes on from its second half."""
     model = built(model_name)
@@ -176,6 +177,7 @@ def test_caches_hold_what_can_be_seen_and_no_more():
     assert all(layer.k_BGSD.shape[2] == 5 for layer in wide), "the window is the context"
 
 
+@pytest.mark.grid
 @every_model
 @pytest.mark.parametrize("scan", ["chunked", "reference"])
 def test_documents_are_as_if_alone(model_name, scan):
@@ -194,6 +196,7 @@ def test_documents_are_as_if_alone(model_name, scan):
     assert int(moved.sum()) == 14, "to the last bit, in all other documents"
 
 
+@pytest.mark.grid
 @every_model
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_parameter_is_without_gradient(model_name, packed):
@@ -210,7 +213,7 @@ def test_no_parameter_is_without_gradient(model_name, packed):
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
-@pytest.mark.parametrize("model_name", ["EA", "E with scales"])
+@pytest.mark.parametrize("model_name", ["EA", "E"])
 def test_what_is_computed_again_changes_nothing(model_name, checkpointing):
     results = []
     for how in (Execution(), Execution(checkpointing=checkpointing)):
@@ -225,7 +228,7 @@ def test_what_is_computed_again_changes_nothing(model_name, checkpointing):
     [
         pytest.param("EA", False, "none", marks=with_interpreter),
         pytest.param("EA", True, "full", marks=with_interpreter),
-        pytest.param("EWA with scales", True, "none", marks=with_interpreter),
+        pytest.param("EWA", True, "none", marks=with_interpreter),
     ],
 )
 def test_our_kernels_equal_torchs_operations(model_name, packed, checkpointing):
@@ -247,7 +250,7 @@ def test_our_kernels_equal_torchs_operations(model_name, packed, checkpointing):
 def test_a_model_with_eigenstates_compiles_in_one_graph(scan):
     results = []
     for compiled in (False, True):
-        config = config_of("E with scales" if scan == "chunked" else "EA", context=24, layers=2)
+        config = config_of("E" if scan == "chunked" else "EA", context=24, layers=2)
         model = build_model(config, VOCAB, seed=1, execution=Execution(scan=scan))
         if compiled:
             model.compile(backend="aot_eager", fullgraph=True)
@@ -290,26 +293,17 @@ def test_what_follows_from_the_shape_is_in_place_where_weights_are_read():
     assert all(mixer.angle_K.is_meta for mixer in shapes.eigenstates)
 
 
-@pytest.mark.parametrize("assign", [assign_weights, lambda model, *more: all_weights(model).assign(*more)])
-def test_weights_of_earlier_eigenstates_are_refused_with_a_way(assign):
-    model = build_model(config_of("EA"), VOCAB)
-    earlier = {name.replace("detuning_K", "frequency_K"): value for name, value in model.named_parameters()}
-    with pytest.raises(CheckpointError, match="has no tensor") as refused:
-        assign(model, earlier, "run")
-    assert "earlier form" in refused.value.hint
-
-
 def test_a_model_of_states_alone_has_no_table_of_positions():
     assert build_model(config_of("E"), VOCAB).rotary is None
     assert build_model(config_of("EA"), VOCAB).rotary is not None
 
 
 def test_what_is_no_matrix_does_not_decay():
-    model = build_model(config_of("E with scales"), VOCAB)
+    model = build_model(config_of("E"), VOCAB)
     matrices = [one for one in trainables(model) if decays(one)]
     assert {one.name.rpartition(".")[2] for one in matrices} == {"weight"}
     spared = {one.name.rpartition(".")[2] for one in trainables(model) if not decays(one)}
-    assert {"decay_K", "detuning_K", "scale_weights"} <= spared
+    assert {"decay_K", "detuning_K"} <= spared
     optimizer = made_optimizers(model, OptimConfig(weight_decay=0.5))
     assert sum(len(group.parameters) for group in optimizer.groups) == len(list(model.parameters()))
     decaying = {id(p) for group in optimizer.groups if group.numbers["decay"] for p in group.parameters}
@@ -323,8 +317,6 @@ def test_what_is_no_matrix_does_not_decay():
     ("more", "word"),
     [
         ({"family": "gpt2", "context": 16}, "GPT-2 has full attention only"),
-        ({"scales": [1, 2, 4]}, "do not divide"),
-        ({"scales": [0]}, "scales"),
         ({"states": 0}, "states"),
         ({"pattern": "EX"}, "pattern"),
     ],

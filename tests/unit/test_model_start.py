@@ -11,8 +11,6 @@ import flatout
 from flatout.config.schema import ModelConfig
 from flatout.config.unused import check_used
 from flatout.errors import ConfigError
-from flatout.model.adapter_targets import AdapterPlan
-from flatout.model.adapters import attach
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import read_description
 from flatout.model.hub_folder import export_huggingface, folded_weights, own_fingerprint, weights_fingerprint
@@ -91,8 +89,3 @@ def test_normed_rows_have_the_same_bits_on_every_machine():
     weights = folded_weights(model.config, {"embedding.weight": table})
     expected = table * torch.tensor(factors, dtype=torch.float64).float()[:, None]
     assert torch.equal(weights["embedding.weight"], expected)
-
-
-def test_a_normed_embedding_is_not_trained_beside_adapters():
-    with pytest.raises(ConfigError, match="norms its embedding"):
-        attach(built(**BARE), AdapterPlan(rank=2, also=("embedding",)), seed=0)

@@ -30,7 +30,7 @@ def record(scales: Scales, *values: float) -> None:
 def test_a_scale_is_the_largest_power_of_two_with_one_binary_order_to_spare(highest, kind):
     scales = Scales([kind], CPU)
     record(scales, highest)
-    scales.settle()
+    scales.update()
     scale = scales.scale_S.item()
     assert math.log2(scale).is_integer()
     top = torch.finfo(kind).max
@@ -43,14 +43,14 @@ def test_a_scale_is_the_largest_power_of_two_with_one_binary_order_to_spare(high
 def test_a_scale_stays_where_nothing_finite_was_seen():
     scales = Scales([E4M3, E5M2, E4M3, None], CPU)
     record(scales, 1.0, 1.0, 1.0, 0.0)
-    scales.settle()
+    scales.update()
     before = scales.scale_S.clone()
     assert before.tolist() == [128.0, 16384.0, 128.0, 0.0]
     record(scales, math.inf, math.nan, 0.0, 0.0)
-    scales.settle()
+    scales.update()
     assert torch.equal(scales.scale_S, before)
     record(scales, 8.0, 0.5, 1.0, 0.0)
-    scales.settle()
+    scales.update()
     assert scales.scale_S.tolist() == [16.0, 32768.0, 128.0, 0.0]
 
 
@@ -59,7 +59,7 @@ def test_a_scale_falls_at_once_and_rises_by_one_binary_order_a_step():
     seen = []
     for highest in (1.0, 1000.0, 1e-3, 1e-3, 1e-3, 3.0):
         record(scales, highest)
-        scales.settle()
+        scales.update()
         seen.append(scales.scale_S.item())
     assert seen == [128.0, 0.125, 0.25, 0.5, 1.0, 2.0]
 
@@ -69,10 +69,10 @@ def test_measuring_goes_on_until_every_slot_has_seen_something():
     scales = Scales([E4M3, E5M2], CPU)
     for step in range(6):
         record(scales, 1.0, 0.0)
-        scales.settle()
+        scales.update()
         assert not scales.rounding, step
     record(scales, 1.0, 0.5)
-    scales.settle()
+    scales.update()
     assert scales.rounding
     assert scales.scale_S.tolist() == [128.0, 32768.0]
 
@@ -81,7 +81,7 @@ def test_measuring_goes_on_until_every_slot_has_seen_something():
 def test_saved_scales_that_do_not_cover_the_layers_are_told(saved):
     scales = Scales([E4M3, E4M3], CPU)
     record(scales, 1.0, 1.0)
-    scales.settle()
+    scales.update()
     record(scales, 9.0, 9.0)
     assert "measured anew" in (scales.assign({} if saved is None else {"fp8.scales": saved}) or "")
     assert not scales.rounding
@@ -97,7 +97,7 @@ def test_slots_look_into_the_table():
     assert slot is not None
     assert all(number.data_ptr() % 16 == 0 for number in (slot.scale, slot.unit, slot.seen))
     record(scales, 0.0, 1.0, 4.0)
-    scales.settle()
+    scales.update()
     assert (slot.scale.item(), slot.unit.item()) == (4096.0, 1.0 / 4096.0)
     scales.assign({**scales.tensors(), "fp8.scales": torch.tensor([0.0, 2.0, 8.0])})
     assert (slot.scale.item(), slot.unit.item()) == (8.0, 0.125)

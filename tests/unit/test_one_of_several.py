@@ -23,7 +23,7 @@ from tests.set_up import set_up
 )
 def test_errors_of_torchs_own_collectives_are_about_other_ranks(message: str, others: bool):
     pulse = Pulse()
-    pulse.tell(State.WORKING)
+    pulse.set_state(State.WORKING)
     assert ranks._is_about_others(RuntimeError(message), pulse) == others
 
 

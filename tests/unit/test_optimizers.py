@@ -186,7 +186,7 @@ def test_saved_and_restored_it_goes_on_bit_for_bit(kind):
         for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
             mine.copy_(theirs)
     saved = {name: value.clone() for name, value in step.optimizer.tensors().items()}
-    assert fresh.optimizer.assign(saved, "a file") == []
+    fresh.optimizer.assign(saved, "a file")
     fresh.updates.copy_(step.updates)
     back = fresh.optimizer.tensors()
     assert back.keys() == saved.keys()
@@ -196,27 +196,28 @@ def test_saved_and_restored_it_goes_on_bit_for_bit(kind):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("target", ["fp32", "8bit", "host"])
-@pytest.mark.parametrize("origin", ["fp32", "8bit"])
-def test_state_of_another_kind_is_converted_and_told(origin, target):
-    model, step = make(origin)
+def test_the_host_goes_on_with_moments_of_the_device():
+    model, step = make("fp32")
     for seed in range(3):
         step(*batch(seed))
-    other, fresh = make(target)
-    told = fresh.optimizer.assign(step.optimizer.tensors(), "the checkpoint")
-    if origin == target or {origin, target} == {"fp32", "host"}:
-        assert told == []
-    else:
-        assert len(told) == 1
-        assert ("quantised to 8 bits" if target == "8bit" else "widened to fp32") in told[0]
+    other, fresh = make("host")
+    fresh.optimizer.assign(step.optimizer.tensors(), "the checkpoint")
     fresh.updates.copy_(step.updates)
     with torch.no_grad():
         for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
             mine.copy_(theirs)
-    ours, theirs = fresh(*batch(3)), step(*batch(3))
-    assert torch.equal(ours, theirs), "loss, norm and rate do not depend on moments"
+    assert torch.equal(fresh(*batch(3)), step(*batch(3)))
     for (name, a), b in zip(other.named_parameters(), model.parameters(), strict=True):
-        assert (a - b).abs().max() < 0.02, name  # rates are 0.01 to 0.04: an update differs by a fraction of one
+        assert (a - b).abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize(("origin", "target"), [("fp32", "8bit"), ("8bit", "fp32"), ("8bit", "host")])
+def test_moments_of_another_kind_are_refused(origin, target):
+    _, step = make(origin)
+    step(*batch(0))
+    _, fresh = make(target)
+    with pytest.raises(CheckpointError, match="this optimizer needs"):
+        fresh.optimizer.assign(step.optimizer.tensors(), "the checkpoint")
 
 
 def test_state_of_another_model_is_refused():

@@ -1,14 +1,12 @@
 """Models whose blocks differ: full attention and sliding windows, by a pattern."""
 
 import importlib.util
-import re
 
 import numpy as np
 import pytest
 import torch
 
 from flatout.config.schema import ModelConfig
-from flatout.config.unused import wide_window
 from flatout.model.count import estimate_memory, flops_per_token
 from flatout.model.execution import Execution
 from flatout.model.gpt import build_model
@@ -57,12 +55,6 @@ def test_a_window_over_the_context_is_full_attention():
     assert torch.equal(whole(tokens(), tokens()), wide(tokens(), tokens()))
 
 
-@pytest.mark.parametrize(("window", "whole"), [(23, False), (24, True), (25, True)])
-def test_a_window_that_reaches_over_the_context_is_told_of(window: int, whole: bool):
-    assert (wide_window(ModelConfig(**SHAPE, pattern="WA", window=window)) is not None) == whole
-    assert wide_window(ModelConfig(**SHAPE)) is None
-
-
 @pytest.mark.parametrize("prompt", [1, 3, 9])
 def test_decoding_equals_one_pass(prompt):
     model = build_model(ModelConfig(**SHAPE, pattern="WA", window=4), VOCAB, seed=1).double().eval()
@@ -75,6 +67,7 @@ def test_decoding_equals_one_pass(prompt):
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("how", [pytest.param(Execution(attention="reference"), id="reference"), TRITON])
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_way_gives_the_same_loss_and_gradients(how, packed):
@@ -132,16 +125,3 @@ def test_flops_count_what_a_window_reaches():
 def test_what_windows_do_not_go_with(more):
     with pytest.raises(ValueError, match=r"pattern|window"):
         ModelConfig(**{**SHAPE, "pattern": "W", **more})
-
-
-def test_scales_as_long_as_the_context_are_refused():
-    with pytest.raises(ValueError, match="beyond the context of 128"):
-        ModelConfig(pattern="E", context=128, scales=[1, 128])
-    ModelConfig(pattern="E", context=128, scales=[1, 127])
-
-
-def test_a_hint_about_scales_names_states_that_divide_into_heads_too():
-    with pytest.raises(ValueError, match="do not divide into 3 scales") as error:
-        ModelConfig(pattern="E", states=128, scales=[1, 2, 4])
-    (advised,) = re.findall(r"model\.states=(\d+)", error.value.errors()[0]["ctx"]["error"].hint)
-    ModelConfig(pattern="E", states=int(advised), scales=[1, 2, 4])

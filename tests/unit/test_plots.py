@@ -21,11 +21,10 @@ from flatout.cli import dispatch
 from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.files import write_whole
 from flatout.observe import plots
-from flatout.observe.picture import is_picture, short_number, tick_text, time_unit
+from flatout.observe.picture import is_picture, short_number, time_unit
 from flatout.observe.plots import (
     comparison_figure,
     metrics_figure,
-    panel_figure,
     results_figure,
     write_comparison,
     write_run_plots,
@@ -33,7 +32,6 @@ from flatout.observe.plots import (
 from flatout.observe.series import RunNumbers, Series, smooth, thin_marks, usual_range, window_of
 from flatout.observe.sinks import RunHistory, distinct_names, read_history
 from flatout.records import StepRecord
-from tests.made_runs import finished_run
 
 Row = dict[str, Any]
 NASTY = "$x_1^2$ \\frac{1}{0} <script>"
@@ -179,6 +177,7 @@ def words_of(axes: Any) -> list[str]:
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("case", "make"),
     [(case, results_figure) for case in CASES]
@@ -192,21 +191,14 @@ def test_every_run_can_be_drawn_and_read(case: str, make: Callable[[Any], Any], 
     assert not any(text.get_parse_math() for text in figure.texts)
 
 
-def test_a_single_panel_can_be_read(run_of: Any) -> None:
-    run = run_of(CASES["troubled"], NASTY)
-    for draw in plots.PANELS.values():
-        check_layout(drawn(lambda draw=draw: panel_figure(run, draw)))
-
-
 def test_what_happened_is_marked_where_it_happened(run_of: Any) -> None:
     axes = panel(drawn(lambda: results_figure(run_of(CASES["troubled"]))), "Loss")
     # Three neighbours are one mark in a picture this wide, or two; the legend has the count.
     assert set(marks(axes, "X")) <= {40, 41, 42, 50}
     assert {40, 50} <= set(marks(axes, "X"))
     assert set(marks(axes, "v")) <= {40, 41, 42}
-    assert marks(axes, "D") == [20]
-    assert marks(axes, "s") == [0]  # and none for the notices that tell of skipped updates
-    assert {"training: NaN or infinite (3)", "update skipped (3)", "out of memory", "notice"} <= set(words_of(axes))
+    assert marks(axes, "s") == [0, 20]  # and none for the notices of skipped updates
+    assert {"training: NaN or infinite (3)", "update skipped (3)"} <= set(words_of(axes))
     dashed = [segment[0][0] for lines in axes.collections for segment in lines.get_segments()]
     assert dashed == [30, 70]
     training = next(line for line in axes.lines if line.get_alpha() is not None)
@@ -259,7 +251,7 @@ def test_a_flat_line_looks_flat_and_missing_values_say_so(run_of: Any) -> None:
     assert all([text.get_text() for text in axes.texts] == ["not recorded"] for axes in empty.axes)
 
 
-def test_how_a_run_ended_is_told(run_of: Any) -> None:
+def test_how_a_run_ended_is_shown(run_of: Any) -> None:
     def told(*rows: Row) -> str:
         return plots._state(run_of([info(), *rows]))
 
@@ -353,30 +345,6 @@ def test_limits_leave_out_what_is_rare_and_far_away() -> None:
     assert usual_range(numpy.array([1.0, 1.0, 1.2]), 1) == (1.0, 1.2)  # only a little further
     assert usual_range(numpy.array([math.nan]), 1) is None
     assert usual_range(numpy.array([1e308, -1e308]), 1.5) == (-1e100, 1e100)
-
-
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        ({"data": {"source": "texts/notes.txt", "folder": None}}, "data: notes.txt"),
-        ({"data": {"source": "books/"}}, "data: books"),
-        ({"data": {"source": [{"path": "a"}, {"path": "b"}]}}, "data: 2 sources"),
-        ({"data": {"source": None, "folder": "data/shards"}}, "data: shards"),
-        ({"data": {"source": "x"}, "chat": {"source": "rows.jsonl"}}, "data: rows.jsonl"),
-        ({}, "tokens per step"),
-        ("damaged", "tokens per step"),
-    ],
-)
-def test_the_header_names_the_data(config: Any, name: str, tmp_path: Path) -> None:
-    folder = finished_run(tmp_path / "run", steps=3, config=config)
-    assert name in plots._facts(RunNumbers(read_history(folder)))
-
-
-def test_ticks_of_an_axis_have_one_unit() -> None:
-    assert [tick_text(12_000)(value, 0) for value in (0, 2000, 5000, 10_000)] == ["0", "2k", "5k", "10k"]
-    assert [tick_text(9000)(value, 0) for value in (0, 3000, 9000)] == ["0", "3,000", "9,000"]
-    assert [tick_text(2.5e6)(value, 0) for value in (0, 500_000, 2e6)] == ["0", "0.5M", "2M"]
-    assert [tick_text(1e5, logarithmic=True)(value, 0) for value in (500, 1000, 20_000)] == ["500", "1k", "20k"]
 
 
 def test_numbers_on_axes_are_short() -> None:
@@ -608,10 +576,6 @@ def test_where_files_go(place: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert printed(capsys) == ["wrote plots/steps.csv", "wrote plots/evals.csv", "wrote plots/comparison.svg"]
     assert dispatch(["plot", "runs/a", "runs/b", "--out", "c.svg"]) == 0
     assert printed(capsys) == ["wrote c-steps.csv", "wrote c-evals.csv", "wrote c.svg"]
-    assert dispatch(["plot", "runs/a", "--each", "--no-csv"]) == 0
-    names = [line.rpartition("/")[2] for line in printed(capsys)]
-    assert len(names) == len(set(names)) == 11
-    assert {"loss.png", "loss-over-tokens.png", "step-time.png", "parameter-norm.png"} <= set(names)
     assert (
         dispatch(["plot", "runs/a", "runs/b"]) == dispatch(["plot", "runs/a", "--out", "x/y"]) == 0
     )  # ours are written over
@@ -625,15 +589,10 @@ def test_where_files_go(place: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["runs/c"], "is not a folder", "run folder"),
         ([""], "'' is not a folder", "run folder"),
         (["x" * 5000], "is not a folder", "run folder"),
-        (["runs/a/metrics.jsonl"], "is not a folder", "name its folder: runs/a"),
-        (["runs"], "holds runs, and is none", "runs/a"),
         (["empty"], "has no metrics.jsonl", "run folder"),
-        (["runs/a/checkpoints/step-00000010"], "is part of a run", "runs/a"),
         (["runs/a", "runs/../runs/a"], "named twice", "once"),
         (["runs/a", "--out", ""], "--out needs a folder", "--out plots"),
         (["runs/a", "--out", "x.png"], "has several pictures", "name a folder"),
-        (["runs/a", "runs/b", "--svg", "--out", "x.png"], "--svg does not go with", ".svg"),
-        (["runs/a", "runs/b", "--each"], "--each goes with one run", "leave it out"),
         (["runs/a", "runs/b", "--out", "runs/a/plots"], "is the plots folder of a run", "another folder"),
         (["runs/a", "--out", "runs/a/metrics.jsonl"], "a file in the way", "--out"),
         (["runs/a", "--out", "runs/a/metrics.jsonl/x"], "a file in the way", "--out"),
@@ -806,12 +765,12 @@ def check_mangled(folder: Path, seed: int) -> None:
         assert all(len(line) == len(header) for line in lines)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_mangled_file_can_be_drawn(tmp_path: Path, seed: int) -> None:
     check_mangled(tmp_path, seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 150))
+@pytest.mark.parametrize("seed", range(2, 150))
 def test_many_mangled_files_can_be_drawn(tmp_path: Path, seed: int) -> None:
     check_mangled(tmp_path, seed)

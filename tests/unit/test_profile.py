@@ -1,14 +1,12 @@
 """What a trace says and what it means, on events and measurements made by hand."""
 
 import dataclasses
-import gzip
 import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from flatout.observe.sheets import as_markdown, print_sheet
 from flatout.tuning.bottleneck import (
@@ -20,7 +18,6 @@ from flatout.tuning.bottleneck import (
     kind_of_operator,
     read_trace,
 )
-from flatout.tuning.profile import shared_frames, write_snapshot
 from flatout.tuning.profile_page import sheet_of
 
 ROOT = Path(__file__).parents[2]
@@ -526,51 +523,6 @@ def test_the_rate_of_products_is_over_their_own_time():
 # --- memory, page -----------------------------------------------------------------------------------------------------
 
 
-def test_a_snapshot_keeps_every_stack_once():
-    frame = {"filename": "model/gpt.py", "line": 12, "name": "forward"}
-    other = {**frame, "line": 13}
-    snapshot = {
-        "segments": [{"address": 1, "blocks": [{"size": 5, "frames": [frame, other]}]}],
-        "device_traces": [[{"action": "alloc", "size": 5, "frames": [frame]}, {"action": "free", "frames": []}]],
-    }
-    small = shared_frames(snapshot)
-    assert small["code_lines"] == [frame, other]
-    assert small["segments"][0]["blocks"][0] == {"size": 5, "frames": [0, 1]}
-    assert [entry["frames"] for entry in small["device_traces"][0]] == [[0], []]
-    json.dumps(small)
-
-
-@pytest.mark.parametrize("trouble", [None, RuntimeError("the step failed"), AttributeError("_snapshot")])
-def test_the_allocators_history_is_off_again(trouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: list[str | None] = []
-
-    def snapshot(_device: object) -> dict:
-        if isinstance(trouble, AttributeError):
-            raise trouble
-        return {"segments": [{"address": 7, "frames": []}], "device_traces": [[]]}
-
-    def step() -> None:
-        assert asked == ["all"]
-        if isinstance(trouble, RuntimeError):
-            raise trouble
-
-    memory = torch.cuda.memory
-    monkeypatch.setattr(memory, "_record_memory_history", lambda enabled, **_: asked.append(enabled))
-    monkeypatch.setattr(memory, "_snapshot", snapshot)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
-    path = tmp_path / "memory_snapshot.json.gz"
-    if isinstance(trouble, RuntimeError):
-        with pytest.raises(RuntimeError, match="the step failed"):
-            write_snapshot(torch.device("cuda"), step, path)
-    else:
-        told = write_snapshot(torch.device("cuda"), step, path)
-        assert bool(told) == (trouble is not None)
-    assert asked == ["all", None]
-    assert path.exists() == (trouble is None)
-    if trouble is None:
-        assert json.loads(gzip.decompress(path.read_bytes()))["segments"][0]["address"] == 7
-
-
 def report(**changes) -> dict:
     verdict = judge(HEALTHY)
     part = {"depth": 1, "device_seconds": 0.03, "host_seconds": 0.01, "calls": 8.0}
@@ -600,8 +552,6 @@ def report(**changes) -> dict:
         "peak_flops_per_second": 9.894e14,
         "mfu": 0.53,
         "product_flops_per_second": 6.5e14,
-        "update_bytes_per_second": 2.8e12,
-        "peak_bytes_per_second": 4.8e12,
         "kernels_per_step": 420.0,
         "kernels_per_second": 4000.0,
         "mean_kernel_seconds": 250e-6,
@@ -619,7 +569,7 @@ def test_the_page_says_the_answer_first_and_then_its_figures(capsys: pytest.Capt
     text = as_markdown(blocks)
     assert text.startswith("# gpt2-124m: compute-bound\n")
     assert text.index("nothing cheap is left") < text.index("Where the step's time goes")
-    for figure in ("MFU 53.0% of 989.4 TFLOP/s", "2.80 TB/s", "58% of 4.80 TB/s", "200.0 ms", "474.0 MiB", "615,000"):
+    for figure in ("MFU 53.0% of 989.4 TFLOP/s", "200.0 ms", "474.0 MiB", "615,000"):
         assert figure in text, figure
     print_sheet(blocks)
     shown = capsys.readouterr().out
@@ -668,7 +618,7 @@ def test_hostile_names_stay_inert(capsys: pytest.CaptureFixture):
 
 def test_a_page_for_a_cpu_speaks_of_operators():
     part = {"name": "data", "depth": 0, "device_seconds": None, "host_seconds": 0.01, "calls": 1.0}
-    changes = {"mfu": None, "peak_flops_per_second": None, "update_bytes_per_second": None, "ranges": [part]}
+    changes = {"mfu": None, "peak_flops_per_second": None, "ranges": [part]}
     text = as_markdown(sheet_of(report(device_kind="cpu", product_flops_per_second=None, **changes)))
     assert "peak not known" in text
     assert "Longest operators" in text

@@ -192,7 +192,7 @@ CHAT = {"chat": {"source": "rows.jsonl"}, "model": {"init_from": "smol"}}
     ],
     ids=["pretraining", "fine-tuning"],
 )
-def test_pace_utilisation_and_steady_memory_are_told_of_every_kind_of_run(
+def test_pace_utilisation_and_steady_memory_are_shown_of_every_kind_of_run(
     tmp_path: Path, info: dict[str, Any], epoch: str
 ):
     steps = [step_of(step, seconds=0.5, data_seconds=0.1) for step in range(1, 21)]
@@ -203,13 +203,13 @@ def test_pace_utilisation_and_steady_memory_are_told_of_every_kind_of_run(
     table = speed(run_of(write_run(tmp_path / "run", [info_of(tmp_path, **info), *steps, *readings])))
     assert (table["Step time"], table["Steps per second"], table["Time per epoch"]) == ("500 ms", "2", epoch)
     assert (table["GPU utilisation"], table["Within 1% of the peak"]) == ("95%", "from step 3 on")
-    assert (table["Power"], table["Clock"]) == ("600 of 700 W", "1,980 MHz")
+    assert (table["Power"], table["Power limit"], table["Clock"]) == ("600 W", "700 W", "1,980 MHz")
     assert (table["Clock held down"], table["Waiting for data"]) == (
         "in 25% of the readings",
         "20.0% of the step time",
     )
-    assert (table["Host cores in use"], table["Host load"]) == ("2.0 of 8", "3.0")
-    assert (table["Host memory of the run"], table["Host memory in use"]) == ("2.0 GiB", "8.0 GiB of 16.0 GiB (50%)")
+    assert (table["Host cores in use"], table["Host cores in use by others"]) == ("2.0", "0.5")
+    assert (table["Host memory of the run"], table["Host memory in use"]) == ("2.0 GiB", "8.0 GiB")
 
 
 def test_the_time_to_go_is_that_of_the_steps_that_are_left(tmp_path: Path):
@@ -259,20 +259,15 @@ def test_the_headline_counts_what_was_trained_on(tmp_path: Path):
     assert "trained on 13.1M tokens of shakespeare, on" in stream
 
 
-def test_the_headline_of_fine_tuning_counts_samples(tmp_path: Path):
-    told = run_of(finished_run(tmp_path / "run", config=CHAT, batch_samples=4, windows=1600))["summary"]
-    assert "fine-tuned from smol on 800 samples of rows.jsonl (1.6k samples), on" in told
-
-
 def test_samples_and_rows_of_fine_tuning_are_counted(tmp_path: Path):
-    """Ten samples make epochs of 4, 4 and 2, so that seven steps see 24; of fifteen rows three were not used."""
     samples = {"train": 10, "val": 2, "files": 2, "rows": 15, "rows_not_used": 3, "labelled": 30}
-    info = {"config": CHAT, "batch_samples": 4, "windows": 10, "samples": samples, "train_tokens": 120}
-    run = run_of(finished_run(tmp_path / "run", steps=7, every=7, **info))
-    assert "on 24 samples of rows.jsonl (10 samples, 2.4 times all of it), on" in run["summary"]
+    info = {"config": CHAT, "batch_samples": 4, "windows": 10, "samples": samples, "train_tokens": 120, "steps": 7}
+    steps = [info_of(tmp_path, **info), step_of(1, epoch=0.4), step_of(7, epoch=2.4)]
+    run = run_of(write_run(tmp_path / "run", steps))
+    assert "fine-tuned from smol on 24 samples of rows.jsonl (10 samples, 2.4 times all of it), on" in run["summary"]
     facts = dict(row for group in run["facts"] for row in group["rows"])
     assert (facts["Rows used"], facts["Rows not used"].partition(";")[0]) == ("12 of 15", "3")
-    assert (facts["Samples"], facts["Learned"]) == ("10 to train on, 2 held out", "25.0% of 120 tokens")
+    assert (facts["Samples"], facts["Learned"]) == ("10 to train on, 2 to validate", "25.0% of 120 tokens")
     assert facts["Epochs"] == "2.80"
 
 
@@ -318,13 +313,11 @@ def test_throttling_and_a_smaller_micro_batch_are_warnings(tmp_path: Path):
     assert any("micro-batch went from 32 to 16" in warning for warning in run["warnings"])
 
 
-def test_samples_come_newest_first_and_are_spread_when_there_are_many(tmp_path: Path):
+def test_the_newest_samples_come_first(tmp_path: Path):
     body = [SampleRecord(step=step, prompt="a", text=f"text {step}") for step in range(1, 501)]
     run = run_of(write_run(tmp_path / "run", [info_of(tmp_path), *body]))
     assert run["samples"][0] == [500, "a", "text 500"]
-    assert run["samples"][-1][0] == 1
-    assert len(run["samples"]) + run["samples_left_out"] == 500
-    assert len(run["samples"]) <= 60
+    assert (len(run["samples"]), run["samples_left_out"]) == (60, 440)
 
 
 def test_a_very_long_sample_is_cut_and_says_so(tmp_path: Path):
@@ -332,7 +325,7 @@ def test_a_very_long_sample_is_cut_and_says_so(tmp_path: Path):
     assert run["samples"][0][2].endswith("(4,000 characters more)")
 
 
-def test_repeated_notices_are_told_once_with_their_number(tmp_path: Path):
+def test_repeated_notices_are_shown_once_with_their_number(tmp_path: Path):
     body = [notice_of(step, "the same") for step in range(1, 30)]
     run = run_of(write_run(tmp_path / "run", [info_of(tmp_path), *body, notice_of(31, "another")]))
     assert run["notices"] == [[1, "the same", 29], [31, "another", 1]]
@@ -345,13 +338,6 @@ def test_the_config_is_yaml_that_flatout_reads_back(tmp_path: Path, tiny: Any):
     folder = write_run(tmp_path / "run", [info_of(tmp_path, config=loaded.config.model_dump())])
     (tmp_path / "again.yaml").write_text(run_of(folder)["config"], encoding="utf-8")
     assert load_config(tmp_path / "again.yaml").config == loaded.config
-
-
-def test_commands_are_quoted_for_a_shell(tmp_path: Path):
-    folder = finished_run(tmp_path / "a b; rm -rf 'x'")
-    commands = dict(run_of(folder)["commands"])
-    assert commands["This page"].startswith("flatout report '")
-    assert "--resume" not in " ".join(commands.values())
 
 
 # --- how a run stands -------------------------------------------------------------------------------------------------
@@ -378,7 +364,6 @@ def test_a_killed_run_is_not_taken_for_a_running_one(tmp_path: Path):
     run = run_of(folder)
     assert run["state"]["kind"] == "stopped"
     assert run["warnings"] == [run["state"]["text"]]
-    assert any("--resume" in command for _, command in run["commands"])
 
 
 def test_without_a_known_process_the_age_of_the_file_decides(tmp_path: Path):
@@ -415,7 +400,6 @@ def test_a_resumed_run_is_one_curve_with_a_mark(tmp_path: Path):
     assert all(later > earlier for earlier, later in zip(loss["e"], loss["e"][1:], strict=False))
     assert run["resumes"] == [[80, 80 * 65536, pytest.approx(loss["e"][79], rel=1e-6)]]
     assert run["state"]["kind"] == "finished"
-    assert [start[0] for start in run["starts"]] == ["0", "80"]
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path):
@@ -539,7 +523,7 @@ def test_no_odd_value_in_a_record_breaks_the_report(tmp_path: Path, kind: str):
         file.write(json.dumps({"type": "notice", "step": 60, "message": "told"}) + "\n")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     chance = random.Random(kind)
-    for _ in range(25):
+    for _ in range(8):
         changed = [dict(row) for row in rows]
         for row in changed:
             if row["type"] == kind:
@@ -678,19 +662,8 @@ def test_facts_tell_the_pattern_states_and_documents_of_models_that_have_them(tm
 
     mixed = facts(pattern="EEWA", layers=6, states=512, window=1024, init_from="runs/short")
     assert mixed["Started from"] == "runs/short"
-    assert mixed["Pattern of blocks"] == "EEWA (4 E, 1 W, 1 A)"
+    assert mixed["Pattern of blocks"] == "EEWA"
     assert (mixed["States"], mixed["Window"]) == ("512 in each E block", "1,024 tokens in each W block")
     assert mixed["Documents"].startswith("apart")
-    for others in ({"pattern": "A"}, {}, {"pattern": "EEEA", "layers": 1e300}, {"pattern": 7}):
+    for others in ({"pattern": "A"}, {}):
         assert not {"Pattern of blocks", "States", "Window", "Started from"} & facts(**others).keys()
-
-
-def test_rotary_positions_are_left_out_where_no_block_has_attention(tmp_path: Path):
-    model = {**CONFIG["model"], "norm": "rmsnorm", "positions": "rope", "mlp": "swiglu", "rope_base": 10000.0}
-    told = {}
-    for pattern in ("E", "EA"):
-        config = {**CONFIG, "model": {**model, "pattern": pattern, "layers": 2}}
-        run = run_of(write_run(tmp_path / pattern, [info_of(tmp_path, config=config)]))
-        rows = {label: text for group in run["facts"] for label, text in group["rows"]}
-        told[pattern] = ("rope" in str(rows), "rope_base" in run["config"], "model.rope_base" in run["paths"])
-    assert told == {"E": (False, False, False), "EA": (True, True, True)}

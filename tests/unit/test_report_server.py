@@ -1,6 +1,5 @@
 """The report's server: for this machine alone, two paths, two methods, and news only when there is some."""
 
-import contextlib
 import http.client
 import json
 import os
@@ -126,8 +125,7 @@ def test_our_own_names_are_answered(server: ReportServer, host: str):
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND", "QUERY"])
 def test_other_methods_are_refused(server: ReportServer, method: str):
-    status, headers, _ = ask(server, "/", method=method)
-    assert (status, headers["Allow"]) == (405, "GET, HEAD")
+    assert ask(server, "/", method=method)[0] == 501
 
 
 @pytest.mark.parametrize(
@@ -173,70 +171,11 @@ def test_bytes_that_are_no_request_do_no_harm(server: ReportServer):
     assert ask(server, "/data.json")[0] == 200
 
 
-def answer_to(server: ReportServer, content: bytes) -> bytes:
+def test_a_client_that_stays_silent_is_cut_off(server: ReportServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("flatout.observe.report._Handler.timeout", 0.2)
     with socket.create_connection((ADDRESS, server.server_port), timeout=600) as connection:
-        connection.sendall(content)
-        answer = b""
-        while part := connection.recv(65536):
-            answer += part
-    return answer
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"GET\r\n\r\n",
-        b"GET /\r\n",  # as HTTP/0.9 had it
-        b"GET / HTTP/1.0 and more\r\n\r\n",
-        b"GET / http/1.0\r\n\r\n",
-        b"GET http://localhost/ HTTP/1.0\r\nHost: localhost\r\n\r\n",
-        b"GET C:/ HTTP/1.0\r\nHost: localhost\r\n\r\n",
-        b"GET ../metrics.jsonl HTTP/1.0\r\nHost: localhost\r\n\r\n",
-        b"GET /\0 HTTP/1.0\r\nHost: localhost\r\n\r\n",
-        b"\0\xff\x16\x03\x01\n",
-        b"\r\n\r\n",
-        b"GET /" + b"a" * 100_000 + b" HTTP/1.0\r\n\r\n",
-        b"a" * 100_000,
-        b"GET / HTTP/1.0\r\n" + b"A: b\r\n" * 10_000,
-    ],
-    ids=lambda content: repr(content[:30]),
-)
-def test_what_is_no_request_gets_400(server: ReportServer, content: bytes, capfd: pytest.CaptureFixture[str]):
-    assert answer_to(server, content).startswith(b"HTTP/1.0 400 ")
-    assert capfd.readouterr().err == ""
-
-
-def test_a_head_that_drips_is_cut_off(server: ReportServer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flatout.observe.report._HEAD_SECONDS", 0.5)
-    with socket.create_connection((ADDRESS, server.server_port), timeout=0.05) as connection:
         connection.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\nA: ")
-        answer = b""
-        while not answer:
-            with contextlib.suppress(TimeoutError):
-                connection.sendall(b"a")  # never silent for long
-                answer = connection.recv(1000)
-    assert answer.startswith(b"HTTP/1.0 408 ")
-
-
-def test_more_connections_than_threads_are_turned_away(server: ReportServer):
-    server.places = threading.BoundedSemaphore(3)  # for good: its last threads give their places back after the test
-
-    def status() -> int:
-        try:
-            return ask(server, "/")[0]
-        except ConnectionError:  # it hung up before our request was out
-            return 503
-
-    slow = [socket.create_connection((ADDRESS, server.server_port), timeout=600) for _ in range(3)]
-    until = time.monotonic() + 600
-    while status() != 503 and time.monotonic() < until:
-        time.sleep(0.01)  # the slow ones are not all taken up yet
-    assert status() == 503
-    for connection in slow:
-        connection.close()
-    while status() != 200 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert status() == 200
+        assert connection.recv(1000) == b""
 
 
 def test_a_slow_client_does_not_block_another(server: ReportServer):

@@ -510,10 +510,10 @@ def test_a_sample_is_shown_with_what_is_trained_on(prepare, model):
     assert trained == "onetwo<|im_end|>"
 
 
-def test_a_long_sample_is_shown_by_its_ends():
+def test_of_a_long_sample_the_beginning_is_shown():
     pieces = [("a" * 50, False), ("b" * 50, True), ("c" * 50, False), ("d" * 50, True)]
     assert drawn(pieces, most=120, colour=False).plain == (
-        "a" * 50 + "⟦" + "b" * 10 + "⟧" + " [80 characters left out] " + "c" * 10 + "⟦" + "d" * 50 + "⟧"
+        "a" * 50 + "⟦" + "b" * 50 + "⟧" + "c" * 20 + " [80 characters left out]"
     )
     assert drawn([("x" * 100, True)], most=10, colour=False).plain == "⟦xxxxx⟧ [90 characters left out] ⟦xxxxx⟧"
 

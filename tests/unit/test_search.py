@@ -18,7 +18,6 @@ from flatout.tuning.search import (
     SwitchSpace,
     Trial,
     Trials,
-    around,
     choose,
     exhaustive,
     quick,
@@ -96,6 +95,7 @@ CAPACITIES = [3, 4, 8, 16, 24, 80, 140]
 SHAPES = [{}, {"half_speed": 0.3}, {"half_speed": 40}, {"slower_beyond": 16}, {"selective": 0.99, "full": 0.85}]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("wrong", [0.92, 1.0, 1.1])
 @pytest.mark.parametrize("capacity", CAPACITIES)
@@ -242,17 +242,7 @@ def test_what_may_just_fit_is_tried_with_the_smallest_chunk():
     assert chunk(memory(1032, less=10), micro_batch=2) is None, "whose tokens are one chunk"
 
 
-def test_around_starts_at_the_best_of_another_path_and_climbs():
-    device = FakeDevice(80 * GB)
-    compiled = dataclasses.replace(SPACE, kernels="torch", compile="default", losses=("plain",))
-    trials = Trials(Memory(device.peak, int(device.capacity)))
-    start = SPACE.candidate(16, "none", "fused")
-    done = drive(around(compiled, trials, start), device.trial)
-    assert done[0].candidate.micro_batch == 16
-    assert len(done) <= 5
-    assert max(trial.candidate.micro_batch for trial in done if trial.status == "fits") == 64
-
-
+@pytest.mark.grid
 @pytest.mark.parametrize("capacity", [4, 8, 16, 24, 80, 139])
 @pytest.mark.parametrize("preset", ["gpt2-124m", "gpt2-350m"])
 def test_gpt2_under_every_cap_by_the_real_estimate(preset, capacity):

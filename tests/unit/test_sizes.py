@@ -16,7 +16,7 @@ from flatout.config.sizes import (
     Shape,
     batch_of,
     derive,
-    reckoned,
+    rule_inputs,
     shape_of,
     size_names,
     usual_vocab,
@@ -114,8 +114,8 @@ def test_rates_and_decay_follow_batch_length_and_width(
 def test_a_rate_of_null_is_the_learning_rate(group: str) -> None:
     """What text that is read often makes a group forget in a step, decay times rate, depends on no rate."""
     known, written = Known(vocab=257, unique=10_000_000), {"train.epochs": 10}
-    usual = derive("record", Shape(4, 256), reckoned(written), known)
-    null = derive("record", Shape(4, 256), reckoned({**written, f"optim.{group}_rate": None}), known)
+    usual = derive("record", Shape(4, 256), rule_inputs(written), known)
+    null = derive("record", Shape(4, 256), rule_inputs({**written, f"optim.{group}_rate": None}), known)
     forgotten = usual.repeated[f"optim.{group}_decay"] * usual.size[f"optim.{group}_rate"]
     now = null.repeated[f"optim.{group}_decay"] * null.size["optim.learning_rate"]
     assert now == pytest.approx(forgotten, rel=0.01)
@@ -154,7 +154,7 @@ def test_what_is_read_often_is_forgotten_within_an_epoch_at_every_rate_and_batch
 
 def test_decay_of_repeated_data_goes_by_the_rate_that_a_group_has() -> None:
     known, rates = Known(vocab=GPT2, unique=10_000_000), {"optim.learning_rate": 4e-3, "optim.embedding_rate": None}
-    written = reckoned({"train.epochs": 10, "optim.optimizer": "adamw", **rates})
+    written = rule_inputs({"train.epochs": 10, "optim.optimizer": "adamw", **rates})
     found = derive("modern", Shape(8, 512), written, known).repeated
     assert found["optim.weight_decay"] == found["optim.embedding_decay"] > found["optim.head_decay"]
 
@@ -237,6 +237,7 @@ def test_other_sizes_are_refused_by_name(preset: str, size: str, message: str) -
     assert message in error.value.message
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [name for name in PINNED if name and " " not in name])
 @pytest.mark.parametrize("overlay", ["", "16gb", "80gb"])
 def test_presets_of_32k_tokens_are_what_they_were(name: str, overlay: str) -> None:

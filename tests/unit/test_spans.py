@@ -24,7 +24,7 @@ from flatout.world import World
 
 CPU = torch.device("cpu")
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "train.batch_tokens=64",
-         "train.steps=25", "eval.every=10", "eval.tokens=99", "eval.sample_tokens=4",
+         "train.steps=25", "data.tokenizer=bytes", "eval.every=10", "eval.tokens=99", "eval.sample_tokens=4",
          "checkpoint.every=20"]  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def time_the_first(model: nn.Module) -> None:
 
 def test_spans_of_a_users_own_stand_beside_those_of_the_steps(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = [*SMALL, "train.steps=10", "speed.compile=off"]
+    words = [*SMALL, "train.steps=10", "train.batch_tokens=256", "speed.compile=off"]
     records = list(flatout.train(load_config(None, words), model=time_the_first))
     (spans,) = (record for record in records if isinstance(record, SpanRecord))
     steps = sum(record.seconds for record in records if isinstance(record, StepRecord))

@@ -56,8 +56,8 @@ from flatout.data.tokenizer_files import (
 )
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.adapter_files import CONFIG, AdapterOrigin, check_stored, load_into, read_origin, save_adapter
-from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Choice, Target, choose, targets_of
-from flatout.model.adapters import BIASES, Adapters, settled, weights_of
+from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, choose, ends_with, targets_of
+from flatout.model.adapters import Adapters
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import Description, check_same_model, describe, description_of, fitting_context, read_description
@@ -69,7 +69,6 @@ from flatout.model.hub_folder import (
     own_fingerprint,
     weights_fingerprint,
 )
-from flatout.model.patterns import endings
 from flatout.model.quantize import check_quantizing, round_linears
 from flatout.model.seal import SEAL, check_seal, read_seal
 from flatout.model.weights import assign_weights, check_tensors
@@ -79,7 +78,7 @@ _FREE = {"init_from", "context", "vocab", "dropout", "window", *_ROPE}
 ADAPTER = "adapter"
 # Settings of an adapter that have the same names in PEFT's plan.
 _SETTINGS = ("rank", "alpha", "rank_stabilised", "dora")
-_LISTS = ("targets", "ranks", "alphas", "also")
+_LISTS = ("targets", "ranks", "alphas")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +194,7 @@ def described_checkpoint(
     made_for, vocab = (own if source is None else source.config).context, vocab_in(state)
     model = own.model_copy(update={"init_from": None, "dropout": 0.0})
     context = fitting_context(context, made_for, folder, cut=cut)
-    # Learned positions are weights, and no scale may be as long as the context: such a model keeps its own.
-    if context is not None and model.positions != "learned" and context > max(model.scales, default=0):
+    if context is not None and model.positions != "learned":  # learned positions are weights: their number stays
         model = model.model_copy(update={"context": context})
     stops = tuple(state.get("stops", () if end_of_text is None else (end_of_text,)))
     if source is not None:
@@ -437,7 +435,7 @@ def write_adapter(
     save_adapter(adapters, folder, base=base, files=kept, facts=facts, tensors=tensors)
 
 
-IN_4_BITS = "its base was in 4 bits (NF4): Flatout takes it so again, other programs have to be told (load_in_4bit)"
+IN_4_BITS = "its base was in 4 bits (NF4), as Flatout loads it again; other programs need load_in_4bit"
 
 
 def who_loads(name: str, description: Description) -> str | None:
@@ -542,7 +540,7 @@ def with_adapter(
         hint = "leave lora.{} out, or begin a new adapter without lora.init_from"
     for field, value in found.items():
         ours, written = getattr(lora, field), source(f"lora.{field}")
-        if written.by_user and written.where and not _mean_the_same(field, ours, value, found["rank"], description):
+        if written.by_user and written.where and ours != value:
             raise ConfigError(
                 f"lora.{field} is {format_value(ours)}, but {whose} has {format_value(value)}",
                 hint.format(field),
@@ -552,75 +550,35 @@ def with_adapter(
     return lora.model_copy(update=found)
 
 
-def _mean_the_same(field: str, ours: Any, theirs: Any, rank: int, description: Description) -> bool:
-    """Whether two values of a setting make the same adapter: a null alpha is a number, and lists have many forms."""
-    if field == "also":
-        return settled(ours, description.config) == tuple(theirs)
-    if field == "alpha":
-        return (2.0 * rank if ours is None else ours) == (2.0 * rank if theirs is None else theirs)
-    if field not in ("targets", "ranks", "alphas") or ours == theirs:
-        return ours == theirs
-    targets = targets_of(empty_model(description.config, description.vocab, device="meta"))
-
-    def choices(values: list[str]) -> list[Choice]:
-        lora = LoraConfig.model_validate({field: values})
-        lists = {"ranks": lora.named_ranks, "alphas": lora.named_alphas, "targets": plan_targets(lora.targets)}
-        return choose(AdapterPlan(rank=rank, **lists), targets)
-
-    try:
-        return choices(ours) == choices(theirs)
-    except (ConfigError, ValueError):
-        return False
-
-
 def adapter_plan(config: LoraConfig) -> AdapterPlan:
     return AdapterPlan(
         rank=config.rank,
         alpha=2.0 * config.rank if config.alpha is None else config.alpha,
         dropout=config.dropout,
-        targets=plan_targets(config.targets),
+        targets=tuple(config.targets),
         ranks=config.named_ranks,
         alphas=config.named_alphas,
-        also=tuple(config.also),
         rank_stabilised=config.rank_stabilised,
         dora=config.dora,
     )
 
 
-def plan_targets(names: list[str]) -> str | tuple[str, ...]:
-    return ALL_LINEAR if names == [ALL_LINEAR] else tuple(names)
-
-
 def _lists(origin: AdapterOrigin, description: Description) -> dict[str, list[str]]:
-    """The adapter's targets, ranks and alphas as our config can say them: targets by its names, or by whole paths.
+    """The adapter's targets, ranks and alphas as our config can say them: targets by their names.
 
     Refuses ranks that the adapter's file does not have, before a run takes memory for them.
     """
     plan, model = origin.plan, empty_model(description.config, description.vocab, device="meta")
-    targets = targets_of(model)
     try:
-        choices = choose(plan, targets, strict=False)
-        also = settled(plan.also, model.config)
+        choices = choose(plan, targets_of(model), strict=False)
     except ConfigError as error:
         raise CheckpointError(f"{origin.folder / CONFIG}: {error.message}", error.hint) from error
     check_stored(origin, model, choices)
     paths = tuple(choice.target.path for choice in choices)
     # Those that fit nothing do nothing there, and would be refused here.
     numbers = {
-        field: [f"{pattern}={number}" for pattern, number in pairs if endings(pattern, paths)]
+        field: [f"{pattern}={number}" for pattern, number in pairs if any(ends_with(pattern, path) for path in paths)]
         for field, pairs in (("ranks", plan.ranks), ("alphas", plan.alphas))
     }
-    # Biases of a model without any: PEFT lets them pass.
-    also = [name for name in also if name != BIASES or weights_of(model, [BIASES], strict=False)]
-    return {"targets": _targets(plan, targets, choices), "also": also, **numbers}
-
-
-def _targets(plan: AdapterPlan, targets: list[Target], choices: list[Choice]) -> list[str]:
-    if plan.targets == ALL_LINEAR and plan.layers is None and not plan.exclude:
-        return [ALL_LINEAR]
-    names = [name for name in plan.targets if isinstance(plan.targets, tuple)]
-    plain = dataclasses.replace(plan, targets=tuple(names) or ALL_LINEAR, exclude=(), layers=None)
-    if names and choose(plain, targets, strict=False) == choices:
-        fitting = {choice.target.path for choice in choices}
-        return [name for name in names if any(path == name or path.endswith(f".{name}") for path in fitting)]
-    return [choice.target.path for choice in choices]
+    fitting = [name for name in plan.targets if any(ends_with(name, path) for path in paths)]
+    return {"targets": fitting or [ALL_LINEAR], **numbers}

@@ -21,12 +21,10 @@ of rows, one after the other; a tensor without rows (a count of updates) is one 
 Contract: a manifest whose slices do not make up every tensor exactly once is refused before anything is read.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -295,6 +293,12 @@ class Verdict:
     def finite(self) -> bool:
         return math.isfinite(self.loss)
 
+    @property
+    def best(self) -> tuple[float, int] | None:
+        """(loss, step) of the lowest validation loss until this checkpoint."""
+        loss, step = self.progress.get("best_loss"), self.progress.get("best_step")
+        return (loss, step) if type(loss) is float and math.isfinite(loss) and type(step) is int else None
+
 
 def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
     """Puts the verdict into a checkpoint's folder. It names the manifest, so it counts for no other checkpoint.
@@ -321,54 +325,11 @@ def read_verdict(checkpoint: Path) -> Verdict | None:
         return None
 
 
-def best_known(checkpoint: Path) -> tuple[float, int] | None:
-    """(loss, step) of the lowest validation loss until a checkpoint, by its verdict, or else by its state."""
-    verdict = read_verdict(checkpoint)
-    if verdict is not None:
-        return as_best(verdict.progress, "best_loss", "best_step")
-    try:
-        _verify_file(checkpoint / "state.json", _read_manifest(checkpoint)["files"]["state.json"])
-        return as_best(read_part(checkpoint, "state"), "best_loss", "best_step")
-    except CheckpointError:
-        return None
-
-
-def as_best(values: Mapping[str, Any], loss: str, step: str) -> tuple[float, int] | None:
-    """The two entries, where they are a finite loss and a step."""
-    value, number = values.get(loss), values.get(step)
-    if type(value) is float and math.isfinite(value) and type(number) is int:
-        return value, number
-    return None
-
-
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Hashes every file; the first that is missing, torn or changed is named in a CheckpointError.
-
-    Its hint names the newest whole checkpoint beside it, which is looked for only then.
-    """
-    try:
-        _verify(path)
-    except DamagedError as error:
-        whole = _newest_whole(path)
-        if whole is None:
-            raise DamagedError(error.message, "restore the file: there is no whole checkpoint beside it") from error
-        way = f"restore the file, or name the newest whole checkpoint instead: {whole}"
-        raise DamagedError(error.message, f"{way} (--resume {shlex.quote(str(whole))} resumes from it)") from error
-
-
-def _newest_whole(damaged: Path) -> Path | None:
-    for _, path in reversed(list_checkpoints(damaged.parent)):
-        if path.name != damaged.name:
-            with contextlib.suppress(CheckpointError):
-                _verify(path)
-                return path
-    return None
-
-
-def _verify(path: Path) -> None:
+    """Hashes every file; the first that is missing, torn or changed is named in a DamagedError."""
     for name, entry in _read_manifest(path)["files"].items():
         _verify_file(path / name, entry)
 
@@ -443,7 +404,7 @@ def newest_good(folder: Path) -> tuple[Path | None, list[Unusable]]:
     unusable: list[Unusable] = []
     for step, path in reversed(list_checkpoints(folder)):
         try:
-            _verify(path)
+            verify_checkpoint(path)
         except DamagedError as error:
             unusable.append(Unusable(step, path, "damaged", error.message))
             continue
@@ -496,7 +457,8 @@ def _is_shaped(manifest: dict[str, Any]) -> bool:
 
 
 def _damaged(file: Path, how: str) -> DamagedError:
-    return DamagedError(f"damaged checkpoint: {file} {how}", "restore the file")
+    way = "restore the file, or name another checkpoint of the run; --resume auto takes the newest whole one"
+    return DamagedError(f"damaged checkpoint: {file} {how}", way)
 
 
 def check_files_alone(state: Mapping[str, Any], origin: str) -> None:

@@ -1,4 +1,4 @@
-"""How a checkpoint's folder is written, whole or not at all. No torch here: a process that only writes uses it too.
+"""How a checkpoint's folder is written, whole or not at all.
 
 Two phases. `write_files` puts files into a work folder, hashed and synced, and says what it wrote: several processes
 may do so in one folder. `commit` ends it, once: the manifest with the hash of every file. The folder is then synced and
@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -101,18 +101,14 @@ def save_files(
     step: int,
     tensors: Mapping[str, Iterable[memoryview]],
     texts: Mapping[str, bytes],
-    *,
-    last_look: Callable[[], None] = lambda: None,
 ) -> int:
     """Writes the folder `target` and returns its size in bytes, without the manifest; OSError where that fails.
 
-    A checkpoint of the same step, of a future that the run was taken back from, is set aside. `last_look` comes just
-    before the folder gets its name.
+    A checkpoint of the same step, of a future that the run was taken back from, is set aside.
     """
     with whole_folder(target) as work:
         entries = write_files(work, tensors, texts)
         commit(work, step, entries)
-        last_look()
         if target.is_symlink() or target.exists():
             set_aside(target, "superseded")
     return sum(entry["bytes"] for entry in entries.values())

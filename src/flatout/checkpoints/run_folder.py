@@ -14,7 +14,6 @@ Nothing here is written or removed before a run is accepted: until then the fold
 import contextlib
 import dataclasses
 import errno
-import logging
 import os
 import re
 import shlex
@@ -24,17 +23,15 @@ from pathlib import Path
 from flatout.checkpoints.checkpoint import (
     Checkpoint,
     Unusable,
-    as_best,
-    best_known,
     newest_good,
     read_verdict,
     sweep_leftovers,
     verify_checkpoint,
 )
-from flatout.checkpoints.checkpoint_files import BEST, MANIFEST, OWN_NAMES, list_checkpoints, set_aside, unsealed
+from flatout.checkpoints.checkpoint_files import MANIFEST, OWN_NAMES, list_checkpoints, set_aside
 from flatout.config.schema import OutputConfig
 from flatout.errors import CheckpointError, ResourceError, UsageError
-from flatout.files import FULL, disk_errors, parse_json, sync_folder
+from flatout.files import FULL, disk_errors, sync_folder
 from flatout.folders import make_folders, remove_empty, sweep
 from flatout.lock import LOCK, LOCK_MARK, is_held, owner_of, sign
 
@@ -138,42 +135,13 @@ def _diverged(checkpoint: Path) -> bool:
 def read_best(run: Path) -> int | None:
     """The step of the checkpoint with the lowest validation loss, by the verdicts in the checkpoints.
 
-    Each verdict names the best step until then. `best.json` repeats that for people and other programs; it decides only
-    where the checkpoint that it names has lost its verdict. Where it says something else, a warning is logged.
+    Each verdict names the best step until then. `best.json` repeats that for people and other programs.
     """
     found = dict(list_checkpoints(checkpoints_of(run)))
-    named, loss = best_in_file(run)
-    claims = [best_known(path) for path in found.values()]
-    if named is not None and loss is not None and named in found and read_verdict(found[named]) is None:
-        claims.append((loss, named))
+    verdicts = (read_verdict(path) for path in found.values())
+    claims = [verdict.best for verdict in verdicts if verdict is not None]
     _, step = min((claim for claim in claims if claim is not None and claim[1] in found), default=(0.0, None))
-    # A best step that was not saved is no mistake, and neither is a file that is missing.
-    if step is not None and named != step and (named in found or (named is None and (run / BEST).exists())):
-        logging.getLogger("flatout").warning(
-            "%s is damaged or out of date: by the verdicts in the checkpoints, step %d is the best", run / BEST, step
-        )
     return step
-
-
-def best_in_file(run: Path) -> tuple[int | None, float | None]:
-    """(step, loss) in a run's `best.json`: no loss where it is damaged or from before it had a seal; None for neither.
-
-    Only the part that ours may have is read. A pipe is not opened, since it would be waited for.
-    """
-    raw = b""
-    if (run / BEST).is_file():
-        with contextlib.suppress(OSError), (run / BEST).open("rb") as file:
-            raw = file.read(4096)
-    try:
-        content = parse_json(raw)
-    except ValueError:
-        return None, None
-    step = content.get("step") if isinstance(content, dict) else None
-    try:
-        sealed = as_best(unsealed(raw), "loss", "step")
-    except ValueError:
-        sealed = None
-    return (step if type(step) is int else None), (None if sealed is None else sealed[0])
 
 
 def find_resume_point(run: Path, resume: str | None) -> tuple[Path | None, list[Unusable]]:

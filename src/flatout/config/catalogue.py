@@ -104,14 +104,10 @@ def check_shipped(kind: ShippedKind, name: str, where: str) -> None:
         begun = [known for known in names if len(wanted) > 2 and known.startswith(wanted)]
         close = begun[:2] or get_close_matches(wanted, names, n=2, cutoff=0.5)
         meant = f"did you mean {' or '.join(close)}? " if close else ""
-        listed = "`flatout config presets` lists the presets; a file's name ends in .yaml"
+        listed = "`flatout config presets` lists the presets; a file ends in .yaml; a setting is SECTION.FIELD=VALUE"
         hint = meant + (listed if kind == "preset" else f"the overlays are {', '.join(names)}")
         if kind == "hardware" and name == "auto":  # in a file it would mean another config on every machine
             hint += "; auto is taken on the command line only: --hardware auto"
-        if kind == "preset" and re.fullmatch(r"[a-z_]+\.[a-z0-9_]+", name):
-            hint = f"a setting is written with its value, {name}=VALUE; {listed}"
-        elif kind == "preset" and name.endswith(("]", "}", ",")):
-            hint = f"a setting with blanks in it needs quotes around all of it; {listed}"
         noun = "preset" if kind == "preset" else "hardware overlay"
         raise ConfigError(f"{where}: there is no {noun} {shorten_path(name)}", hint)
 

@@ -133,16 +133,9 @@ def _most_particular(errors: Sequence[ErrorDetails]) -> tuple[ErrorDetails, fact
 def _unknown_in_item(spot: facts.Spot, where: str) -> ConfigError:
     """The error for an unknown key in a mapping inside a list."""
     parent, around = spot.trail[-2]
-    name = spot.path.removeprefix(f"{parent}.")
+    name = suggest.shorten_path(spot.path.removeprefix(f"{parent}."))
     known = [key for option in facts.options_of(around) for key in option.get("properties", {})]
-    wanted = name[:100].strip().lower().replace("-", "_")
-    ours = suggest.FIELD_ELSEWHERE_CALLED.get(wanted, f"{spot.field.partition('.')[0]}.{wanted}")
-    elsewhere = suggest.ITEM_ELSEWHERE_CALLED.get(wanted) or ours.rpartition(".")[2]
-    close = [elsewhere] if elsewhere in known else suggest.close_matches(wanted, known, 0.6)
-    hint = f"did you mean {parent}.{close[0]}?" if close else f"the keys of an item are {', '.join(known)}"
-    if not close and ours in facts.field_facts():
-        hint = f"set {ours}, which holds for all items"
-    return ConfigError(f"{where}: {parent}.{suggest.shorten_path(name)} is not a known key", hint)
+    return ConfigError(f"{where}: {parent}.{name} is not a known key", f"the keys of an item are {', '.join(known)}")
 
 
 def _explain_conflict(path: str, text: str, hint: str, origins: Mapping[str, str], fallback: str) -> ConfigError:
@@ -176,8 +169,6 @@ def _advice(kind: str, spot: facts.Spot, value: object) -> str:
             return " Put brackets around it to make it a list."
     if kind == "literal_error" and isinstance(value, str):
         choices = [str(choice) for option in options for choice in option.get("enum", [])]
-        if value.lower() == "fp8" and spot.path == "speed.precision":
-            return " Products in 8 bits have a switch of their own, speed.fp8."
         if suggest.VALUE_ELSEWHERE_CALLED.get(value.lower()) in choices:
             return f" Did you mean {suggest.VALUE_ELSEWHERE_CALLED[value.lower()]}?"
         close = suggest.close_matches(value[:100].lower(), choices, 0.6)

@@ -1,103 +1,76 @@
 """Settings that earlier versions had: constants now, or parts of another one.
 
-A file or a stored config that still has one is read where it says what holds now, so that those of earlier versions
-load. Any other value is refused with what it is now, and on a command line each of them is. What a run has stored may
-say anything of a setting that changes nothing that is learned, so that the run resumes.
+Who writes one gets an error with the way of today. Stored configs of earlier runs are translated, so that the runs
+resume; a value that has no equal today is refused like a written one.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from flatout.config.yaml_loader import format_value
 from flatout.errors import ConfigError
 
-Written = Mapping[str, Any]  # a section, by name
+_ANY = object()  # a run resumes whatever it has stored, because the setting changes nothing that is learned
 
 
-class Constant(NamedTuple):
-    value: Any  # a function where it follows from other settings of its section
-    why: str  # a clause
+class Former(NamedTuple):
+    way: str
+    constant: Any = None  # the value that stored configs may have
 
 
-class Moved(NamedTuple):
-    """What another field says now.
-
-    `value` gives what stands there, from the value here and the rest of the section; or `NOTHING` or `REFUSED`.
-    """
-
-    field: str
-    value: Callable[[Any, Written], Any]
-    written: str  # how it is written now
-
-
-NOTHING, REFUSED = object(), object()  # it says what holds anyway; what it says depends on what the file leaves out
-
-
-def _by_optimizer(beside_normuon: Any, otherwise: Any) -> Callable[[Written], Any]:
-    def value(optim: Written) -> Any:
-        if "optimizer" not in optim:
-            return REFUSED
-        return beside_normuon if "normuon" in (optim["optimizer"], optim.get("normuon") and "normuon") else otherwise
-
-    return value
-
-
-def _embedding_std(model: Written) -> Any:
-    if not {"zero_init", "tied", "width"} <= model.keys():
-        return REFUSED
-    head = float(f"{0.5 / math.sqrt(model['width']):.3g}")
-    return None if not model["zero_init"] else head if model["tied"] else 1.0
-
-
-def _best(saving: Written) -> Any:
-    return saving["every"] != 0 if "every" in saving else REFUSED
-
-
-_MUON = "optim.muon_rate is what Muon needs"
-CONSTANTS: Mapping[str, Constant] = {
-    "model.state_heads": Constant(8, "horizons are dealt out to 8 groups of states, or as many as divide model.states"),
-    "model.modulation": Constant(0.0, "states decay alike at every token"),
-    "model.convolution": Constant(0, "states read each token by itself; model.scales has means over several"),
-    "model.resonance": Constant(0.0, "states are read as they are"),
-    "model.energy": Constant(0.0, "the loss has no term for eigenvalues"),
-    "model.embedding_std": Constant(_embedding_std, "it is 0.02, or with model.zero_init 1, for a tied head less"),
-    "model.ignore_auto_map": Constant(False, "take auto_map out of the model's files to use it without its code"),
-    "data.shard_tokens": Constant(100_000_000, "the size of shard files changes nothing"),
-    "clean.max_characters": Constant(None, "clean.drop=[quality] drops documents of more than 100,000 words"),
-    "clean.blocked_urls": Constant(None, "take such pages out of the crawl before it is prepared"),
-    "chat.too_long": Constant("truncate", "samples are cut at chat.max_tokens, and the report counts them"),
-    "optim.weight_decay_end": Constant(None, "optim.weight_decay holds for the whole run"),
-    "optim.cautious": Constant(_by_optimizer(True, False), "optim.optimizer=normuon decays cautiously, muon does not"),
-    "optim.momentum": Constant(0.95, _MUON),
-    "optim.momentum_start": Constant(0.85, _MUON),
-    "optim.momentum_warmup_steps": Constant(100, _MUON),
-    "optim.momentum_cooldown_steps": Constant(0, "a cool-down of the momentum gained nothing"),
-    "optim.eps": Constant(_by_optimizer(1e-10, 1e-8), "it is 1e-8, beside NorMuon 1e-10"),
-    "train.batch_rate_power": Constant(0.5, "rates go with the root of the batch"),
-    "eval.epoch_end": Constant(False, "eval.every takes epochs, too, such as `1 epoch`"),
-    "eval.min_delta": Constant(0.0, "eval.patience counts evaluations without a lower loss"),
-    "checkpoint.minutes": Constant(0.0, "checkpoint.every takes minutes, too, such as `10 minutes`"),
-    "checkpoint.epochs": Constant(0, "checkpoint.every takes epochs, too, such as `2 epochs`"),
-    "checkpoint.asynchronous": Constant("auto", "where memory is free, 64 MiB and more are written beside training"),
-    "checkpoint.best": Constant(_best, "it is kept unless checkpoint.every is 0 and eval.patience 0"),
-    "checkpoint.full_disk_wait": Constant(300.0, "a run that ended on a full disk is resumed once there is room"),
-    "speed.activation_offload": Constant(False, "speed.checkpointing=full keeps little on the GPU"),
-    "parallel.join": Constant(lambda _: 25.0, "hosts have parallel.timeout to come, processes of one host 60 s"),
-    "parallel.check_every": Constant(1000, "to compare the weights takes no time that could be seen"),
-    "output.plots": Constant(lambda _: True, "runs of 20 steps and more are drawn, others by `flatout plot`"),
+_MUON = "leave it out: optim.muon_rate is what Muon needs"
+_VALIDATION = "write {0}.validation=0.1, or {0}.validation and the name of a source"
+_BETAS = "write optim.betas=[0.9, 0.95]"
+FORMER: Mapping[str, Former] = {
+    "model.state_heads": Former("leave it out: model.states has 8 groups, or as many as divide it", 8),
+    "model.modulation": Former("leave it out: states decay alike at every token", 0.0),
+    "model.scales": Former("leave it out: states read each token by itself", []),
+    "model.convolution": Former("leave it out: states read each token by itself", 0),
+    "model.resonance": Former("leave it out: states are read as they are", 0.0),
+    "model.energy": Former("leave it out: the loss has no term for eigenvalues", 0.0),
+    "model.embedding_std": Former("leave it out: it is 0.02, or with model.zero_init 1, for a tied head less", _ANY),
+    "model.ignore_auto_map": Former("leave it out, and auto_map out of the files of a model without its code", False),
+    "model.norm_weights": Former("write model.norm=rmsnorm, or plain-rmsnorm for norms without weights"),
+    "model.qk_scale": Former("write model.qk_norm=1.2"),
+    "data.shard_tokens": Former("leave it out: the size of shard files changes nothing", _ANY),
+    "data.reshuffle": Former("write data.packing=reshuffle"),
+    "data.val_source": Former(_VALIDATION.format("data")),
+    "data.val_fraction": Former(_VALIDATION.format("data")),
+    "clean.min_characters": Former("write clean.drop=[short]"),
+    "clean.max_characters": Former("write clean.drop=[quality], which drops more than 100,000 words"),
+    "clean.exact_duplicates": Former("write clean.drop=[exact_duplicates]"),
+    "clean.near_duplicates": Former("write clean.drop=[near_duplicates]"),
+    "clean.repetition": Former("write clean.drop=[repetition]"),
+    "clean.quality": Former("write clean.drop=[quality]"),
+    "clean.blocked_urls": Former("leave it out, and such pages out of the crawl before it is prepared"),
+    "chat.format": Former("write chat.fields=[messages=messages], [text=text] or other columns"),
+    "chat.too_long": Former("leave it out: samples are cut at chat.max_tokens, and counted", "truncate"),
+    "chat.val_source": Former(_VALIDATION.format("chat")),
+    "chat.val_fraction": Former(_VALIDATION.format("chat")),
+    "lora.also": Former("leave it out: adapters train projections alone, lora.rank=0 all weights", []),
+    "optim.beta1": Former(_BETAS),
+    "optim.beta2": Former(_BETAS),
+    "optim.warmup_steps": Former("write optim.warmup=100"),
+    "optim.weight_decay_end": Former("leave it out: optim.weight_decay holds for the whole run"),
+    "optim.normuon": Former("write optim.optimizer=normuon"),
+    "optim.cautious": Former("leave it out: optim.optimizer=normuon decays cautiously, muon does not"),
+    "optim.eps": Former("leave it out: it is 1e-8, beside NorMuon 1e-10"),
+    "optim.momentum": Former(_MUON, 0.95),
+    "optim.momentum_start": Former(_MUON, 0.85),
+    "optim.momentum_warmup_steps": Former(_MUON, 100),
+    "optim.momentum_cooldown_steps": Former(_MUON, 0),
+    "speed.activation_offload": Former("leave it out: speed.checkpointing=full keeps little on the GPU", _ANY),
+    "train.batch_rate_power": Former("leave it out: rates go with the root of the batch", 0.5),
+    "eval.epoch_end": Former("write eval.every='1 epoch'", False),
+    "eval.min_delta": Former("leave it out: eval.patience counts evaluations without a lower loss", _ANY),
+    "checkpoint.minutes": Former("write checkpoint.every='10 minutes'", 0.0),
+    "checkpoint.epochs": Former("write checkpoint.every='2 epochs'", 0),
+    "checkpoint.asynchronous": Former("leave it out: 64 MiB and more are written beside training", _ANY),
+    "checkpoint.best": Former("leave it out: it is kept unless checkpoint.every is 0 and eval.patience 0", _ANY),
+    "checkpoint.full_disk_wait": Former("leave it out: resume the run once there is room", _ANY),
+    "parallel.join": Former("leave it out: hosts have parallel.timeout to come", _ANY),
+    "parallel.check_every": Former("leave it out: weights are compared every 1000 steps", _ANY),
+    "output.plots": Former("leave it out: runs of 20 steps and more are drawn", _ANY),
 }
-# These change nothing that is learned.
-HARMLESS = (
-    "eval.min_delta",
-    "checkpoint.asynchronous",
-    "checkpoint.best",
-    "parallel.join",
-    "output.plots",
-    "speed.activation_offload",
-)
-
-
 _RULES = {  # by the former name: in `clean.drop`, switched on, switched off
     "min_characters": ("short", 200, 0),
     "exact_duplicates": ("exact_duplicates", True, False),
@@ -105,47 +78,8 @@ _RULES = {  # by the former name: in `clean.drop`, switched on, switched off
     "repetition": ("repetition", True, False),
     "quality": ("quality", True, False),
 }
-_OF_A_SOURCE = ("field", "document_start")  # which each source of a mixture had, besides those of `data`
-
-
-def _drop(_: Any, clean: Written) -> Any:
-    if any(clean.get(name, "") not in switch for name, (_, *switch) in _RULES.items()):
-        return REFUSED
-    return [rule for name, (rule, *_) in _RULES.items() if clean[name]]
-
-
-def _source(source: Any, _: Written) -> Any:
-    if not isinstance(source, list):
-        return source
-    return [
-        {name: value for name, value in one.items() if value is not None or name not in _OF_A_SOURCE}
-        if isinstance(one, Mapping)
-        else one
-        for one in source
-    ]
-
-
-def _packing(reshuffles: Any, data: Written) -> Any:
-    return REFUSED if "packing" not in data else "reshuffle" if reshuffles else NOTHING
-
-
-def _optimizer(normuon: Any, optim: Written) -> Any:
-    return REFUSED if "optimizer" not in optim else "normuon" if normuon and optim["optimizer"] == "muon" else NOTHING
-
-
-def _share(share: Any, section: Written) -> Any:
-    return share if section.get("val_source") is None else NOTHING
-
-
-def _validation(section: str) -> dict[str, Moved]:
-    way = f"{section}.validation=0.1, or the name of a source"
-    return {
-        f"{section}.val_source": Moved(f"{section}.validation", lambda path, _: NOTHING if path is None else path, way),
-        f"{section}.val_fraction": Moved(f"{section}.validation", _share, way),
-    }
-
-
-_COLUMNS = {  # by which rows of each format are known
+_COLUMNS = {  # by `chat.format`
+    "auto": [],
     "messages": ["messages"],
     "sharegpt": ["conversations"],
     "alpaca": ["instruction", "output"],
@@ -154,87 +88,87 @@ _COLUMNS = {  # by which rows of each format are known
 }
 
 
-def _fields(format: Any, chat: Written) -> Any:
-    if format not in _COLUMNS:
-        return NOTHING if format == "auto" else REFUSED
-    given = chat.get("fields") or []
-    named = {str(pair).partition("=")[0] for pair in given}
-    return [*given, *(f"{name}={name}" for name in _COLUMNS[format] if name not in named)]
-
-
-def _betas(_: Any, optim: Written) -> Any:
-    return [optim["beta1"], optim["beta2"]] if {"beta1", "beta2"} <= optim.keys() else REFUSED
-
-
-def _qk_norm(scale: Any, model: Written) -> Any:
-    return REFUSED if "qk_norm" not in model else scale if model["qk_norm"] and scale != 1.0 else NOTHING
-
-
-def _norm(weights: Any, model: Written) -> Any:
-    if model.get("norm", "layernorm") == "layernorm":  # whose weights are not left out any more
-        return NOTHING if weights and "norm" in model else REFUSED
-    return NOTHING if weights else "plain-rmsnorm"
-
-
-PARTS: Mapping[str, Moved] = {
-    **{f"clean.{name}": Moved("clean.drop", _drop, f"clean.drop=[{rule}]") for name, (rule, *_) in _RULES.items()},
-    "chat.format": Moved("chat.fields", _fields, "chat.fields=[messages=messages], [text=text] or other columns"),
-    "data.reshuffle": Moved("data.packing", _packing, "data.packing=reshuffle"),
-    "data.source": Moved("data.source", _source, "data.source"),
-    **_validation("data"),
-    **_validation("chat"),
-    "model.norm_weights": Moved("model.norm", _norm, "model.norm=rmsnorm, or plain-rmsnorm for norms without weights"),
-    "model.qk_scale": Moved("model.qk_norm", _qk_norm, "model.qk_norm=1.2"),
-    "optim.beta1": Moved("optim.betas", _betas, "optim.betas=[0.9, 0.95]"),
-    "optim.beta2": Moved("optim.betas", _betas, "optim.betas=[0.9, 0.95]"),
-    "optim.normuon": Moved("optim.optimizer", _optimizer, "optim.optimizer=normuon"),
-    "optim.warmup": Moved("optim.warmup", lambda warmup, _: NOTHING if warmup is None else warmup, "optim.warmup"),
-    "optim.warmup_steps": Moved("optim.warmup", lambda steps, _: steps, "optim.warmup=100"),
-}
-
-
 def refusal(path: str, where: str) -> ConfigError | None:
-    """What to say to somebody who sets what is no setting any more; None for any other key."""
-    if path in PARTS:
-        part = PARTS[path]
-        return ConfigError(f"{where}: {path} is part of {part.field} now", f"write {part.written}")
-    constant = CONSTANTS.get(path)
-    if constant is None:
-        return None
-    always = "it follows from others" if callable(constant.value) else f"it is always {format_value(constant.value)}"
-    return ConfigError(f"{where}: {path} is no setting any more: {always}", f"leave it out: {constant.why}")
-
-
-def section_now(section: str, values: Written, *, stored: bool = False) -> dict[str, tuple[Any, str]]:
-    """A section of a file as this version has it: by path, each value and the name that it stands under there.
-
-    Names that are no fields stay, for whoever reads them to refuse. `stored`: a run wrote it, not a person.
-    """
-    found: dict[str, tuple[Any, str]] = {}
-    for name in sorted(values, key=lambda name: f"{section}.{name}" in PARTS):  # parts win over the field that has them
-        path, value = f"{section}.{name}", values[name]
-        if path in CONSTANTS:
-            constant = CONSTANTS[path].value
-            if (stored and path in HARMLESS) or value == (constant(values) if callable(constant) else constant):
-                continue
-        elif path in PARTS:
-            there = PARTS[path].value(value, values)
-            if there is NOTHING:
-                continue
-            if there is not REFUSED:
-                path, value = PARTS[path].field, there
-        found[path] = value, name
-    return found
+    """The error for a setting that earlier versions had; None for any other key."""
+    former = FORMER.get(path)
+    return None if former is None else ConfigError(f"{where}: {path} is no setting any more", former.way)
 
 
 def as_now(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A stored config as this version writes it."""
-    return {
-        section: {
-            path.removeprefix(f"{section}."): value
-            for path, (value, _) in section_now(section, values, stored=True).items()
-        }
-        if isinstance(values, Mapping)
-        else values
-        for section, values in stored.items()
-    }
+    return {name: _section_now(name, one) if isinstance(one, Mapping) else one for name, one in stored.items()}
+
+
+def _section_now(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(values)
+    if section in ("data", "chat"):
+        _translate_validation(found)
+    if section in _TRANSLATIONS:
+        _TRANSLATIONS[section](found)
+    for name, value in values.items():
+        former = FORMER.get(f"{section}.{name}")
+        if former is not None and (former.constant is _ANY or value == former.constant):
+            found.pop(name, None)
+    return found
+
+
+def _translate_validation(values: dict[str, Any]) -> None:
+    source, share = values.pop("val_source", None), values.pop("val_fraction", None)
+    if source is not None or share is not None:
+        values["validation"] = share if source is None else source
+
+
+def _translate_model(model: dict[str, Any]) -> None:
+    if model.get("norm_weights") is True:
+        del model["norm_weights"]
+    elif model.get("norm_weights") is False and model.get("norm") == "rmsnorm":
+        del model["norm_weights"]
+        model["norm"] = "plain-rmsnorm"
+    scale = model.pop("qk_scale", 1.0)
+    if model.get("qk_norm") and scale != 1.0:
+        model["qk_norm"] = scale
+
+
+def _translate_data(data: dict[str, Any]) -> None:
+    if data.pop("reshuffle", False):
+        data["packing"] = "reshuffle"
+    if isinstance(data.get("source"), list):  # each source had settings that only `data` has now
+        data["source"] = [
+            {name: value for name, value in one.items() if value is not None} if isinstance(one, Mapping) else one
+            for one in data["source"]
+        ]
+
+
+def _translate_clean(clean: dict[str, Any]) -> None:
+    if all(name in clean and clean[name] in (on, off) for name, (_, on, off) in _RULES.items()):
+        clean["drop"] = [rule for name, (rule, on, _) in _RULES.items() if clean.pop(name) == on]
+
+
+def _translate_chat(chat: dict[str, Any]) -> None:
+    if chat.get("format") in _COLUMNS:
+        columns, fields = _COLUMNS[chat.pop("format")], chat.get("fields") or []
+        named = [str(pair).partition("=")[0] for pair in fields]
+        chat["fields"] = [*fields, *(f"{name}={name}" for name in columns if name not in named)]
+
+
+def _translate_optim(optim: dict[str, Any]) -> None:
+    if {"beta1", "beta2"} <= optim.keys():
+        optim["betas"] = [optim.pop("beta1"), optim.pop("beta2")]
+    if "warmup_steps" in optim:
+        steps = optim.pop("warmup_steps")
+        optim["warmup"] = steps if optim.get("warmup") is None else optim["warmup"]
+    if optim.pop("normuon", False) and optim.get("optimizer") == "muon":
+        optim["optimizer"] = "normuon"
+    is_normuon = optim.get("optimizer") == "normuon"
+    for name, constant in {"cautious": is_normuon, "eps": 1e-10 if is_normuon else 1e-8}.items():
+        if optim.get(name) == constant:
+            del optim[name]
+
+
+_TRANSLATIONS = {
+    "model": _translate_model,
+    "data": _translate_data,
+    "clean": _translate_clean,
+    "chat": _translate_chat,
+    "optim": _translate_optim,
+}

@@ -31,12 +31,12 @@ from flatout.config.catalogue import (
 )
 from flatout.config.complain import validate
 from flatout.config.facts import choices, field_facts, item_annotation, names_in, section_paths, with_whole_numbers
-from flatout.config.former import as_now, section_now
+from flatout.config.former import as_now
 from flatout.config.model_section import GPT2
 from flatout.config.schema import RunConfig
 from flatout.config.sizes import LONG, LONG_SIZES, Sized, preset_and_size, size_layer, size_names, size_words
 from flatout.config.source import DEFAULT, IN_PYTHON, Layer, Setting, Source, SourceKind
-from flatout.config.suggest import nearest_paths, unknown_key
+from flatout.config.suggest import unknown_key
 from flatout.config.yaml_loader import shorten
 from flatout.errors import ConfigError, UsageError
 from flatout.shown import Shown
@@ -60,15 +60,12 @@ def check_kinds(target: object, overrides: Iterable[object], hardware: object, s
         raise ConfigError(f"size is {shorten(size)}, but it must be a name", "for example size='124m'")
 
 
-def python_layer(values: Mapping[str, Any], where: str, *, extras: tuple[str, ...] = (), tunes: bool = False) -> Layer:
-    """The layer of what a program gave; `where` is what errors call it, `extras` are keys that are no sections.
-
-    `tunes` says that the config is for fine-tuning.
-    """
+def python_layer(values: Mapping[str, Any], where: str, *, extras: tuple[str, ...] = ()) -> Layer:
+    """The layer of what a program gave; `where` is what errors call it, `extras` are keys that are no sections."""
     layer: Layer = {}
     for path, value in _by_path(values, where):
         if path not in field_facts():
-            raise unknown_key(path, where, top_level_extras=extras, tunes=tunes)
+            raise unknown_key(path, where, top_level_extras=extras)
         if path in layer:
             raise ConfigError(f"{where}: {path} is given twice", "give it in its section or by its path, not both")
         plain = with_whole_numbers(field_facts()[path].annotation, _plain(value))
@@ -175,6 +172,9 @@ def load_config(
         _refuse_data(Path(str(target)) if path is None else path)
     tree = yaml_loader.read_yaml(path) if path is not None else {}
     file_name = yaml_loader.printable(str(path))
+    if path is not None and path.name == "config.yaml" and path.with_name("metrics.jsonl").exists():  # of a run
+        stored = yaml_loader.format_sections(as_now({section: node.plain for section, node in tree.items()}))
+        tree = yaml_loader.parse_yaml(stored.encode("utf-8"), file_name)
     if path is None:
         preset = str(target) if target is not None else DEFAULT_PRESET
         preset_where = COMMAND_LINE
@@ -185,10 +185,8 @@ def load_config(
         named[key] = _named_in_file(tree, key, file_name) if given is None else (given, COMMAND_LINE)
 
     values = {key: node for key, node in tree.items() if key not in _FILE_KEYS}
-    tunes = _fine_tunes(preset, [*values, *overrides, *settings])
-    stored = path is not None and path.name == "config.yaml" and path.with_name("metrics.jsonl").exists()  # of a run
-    own = dict(_settings(values, "file", file_name, extras=_FILE_KEYS, tunes=tunes, stored=stored))
-    above = [_override_layer(overrides, tunes=tunes), python_layer(settings, "keyword", tunes=tunes)]
+    own = dict(_settings(values, "file", file_name, extras=_FILE_KEYS))
+    above = [_override_layer(overrides), python_layer(settings, "keyword")]
     where = file_name if path is not None else f"preset {preset}"
     name = path.stem if path is not None else None
     loaded = _layered(named, [own, *above], name, where, asked=target is not None)
@@ -214,12 +212,6 @@ def _name_of(preset: str | None, own: Layer, merged: Layer, *, asked: bool) -> t
     return f"{preset}-{called}", "names of the config and the text"
 
 
-def _fine_tunes(preset: str | None, words: Sequence[object]) -> bool:
-    """Whether a config is for fine-tuning, as its preset and the names of its settings have it."""
-    shipped = preset in shipped_names("preset") and "chat.source" in _preset_layer(preset, "")
-    return shipped or any(re.match(r"chat\b", str(word)) for word in words)
-
-
 def _from_mapping(
     target: Mapping[str, Any],
     overrides: Sequence[str],
@@ -236,9 +228,8 @@ def _from_mapping(
                 f"the names are {', '.join(_names(key))}",
             )
     values = {key: value for key, value in target.items() if key not in _FILE_KEYS}
-    tunes = _fine_tunes(named["preset"], [*values, *overrides, *settings])
-    own = python_layer(values, where, extras=_FILE_KEYS, tunes=tunes)
-    above = [_override_layer(overrides, tunes=tunes), python_layer(settings, "keyword", tunes=tunes)]
+    own = python_layer(values, where, extras=_FILE_KEYS)
+    above = [_override_layer(overrides), python_layer(settings, "keyword")]
     shipped: dict[str, tuple[str | None, str]] = {key: (name, where) for key, name in named.items()}
     loaded = _layered(shipped, [own, *above], None, where, asked=True)
     if named["preset"] is not None:
@@ -434,8 +425,6 @@ def _settings(
     where: str,
     *,
     extras: tuple[str, ...] = (),
-    tunes: bool = False,
-    stored: bool = False,
 ) -> Iterator[tuple[str, Setting]]:
     """The leaves of a parsed file as (path, setting). A file's sources carry line numbers, those of presets do not."""
     for section, node in tree.items():
@@ -447,7 +436,7 @@ def _settings(
                 f"dots are for the command line; here, write `{parent}:` and indent `{last}:` below it",
             )
         if section not in section_paths():
-            raise unknown_key(section, line, top_level_extras=extras, tunes=tunes)
+            raise unknown_key(section, line, top_level_extras=extras)
         fields = {} if node.value is None else node.value  # a section whose lines are all comments is empty, not wrong
         if not isinstance(fields, dict):
             first = names_in(section)[0]
@@ -455,33 +444,27 @@ def _settings(
                 f"{line}: {section} is {yaml_loader.shorten(node.plain)}, but it is a section",
                 f"write `{section}:` alone and its fields, such as `{first}: ...`, below it",
             )
-        plains = {name: leaf.plain for name, leaf in fields.items()}
-        for path, (plain, name) in section_now(section, plains, stored=stored).items():
-            leaf = fields[name]
-            line = f"{where}:{leaf.line}"
+        for name, leaf in fields.items():
+            path, line = f"{section}.{name}", f"{where}:{leaf.line}"
             if path not in field_facts():
-                raise unknown_key(path, line, top_level_extras=extras, tunes=tunes)
-            value = with_whole_numbers(field_facts()[path].annotation, plain)
+                raise unknown_key(path, line, top_level_extras=extras)
+            value = with_whole_numbers(field_facts()[path].annotation, leaf.plain)
             if kind == "file":
                 yield path, Setting(value, Source(kind, line), dict(_lines_in(path, leaf, where)))
             else:
                 yield path, Setting(value, Source(kind, where))
 
 
-def _override_layer(overrides: Sequence[str], *, tunes: bool = False, where: str = COMMAND_LINE) -> Layer:
+def _override_layer(overrides: Sequence[str], *, where: str = COMMAND_LINE) -> Layer:
     layer: Layer = {}
     source = Source("override", where)
     for override in overrides:
         path, equals, text = override.partition("=")
         path = path.strip()
         if not equals or not path:
-            close = (
-                [f"{known}=..." for known in nearest_paths(path, tunes=tunes) if known in field_facts()] if path else []
-            )
-            example = f"; did you mean {' or '.join(close)}?" if close else ""
             raise ConfigError(
                 f"{yaml_loader.shorten(override)} is not of the form section.field=value",
-                f"write an override like train.steps=100{example}",
+                "write an override like train.steps=100",
                 where=where,
             )
         if path in _FILE_KEYS:
@@ -494,11 +477,9 @@ def _override_layer(overrides: Sequence[str], *, tunes: bool = False, where: str
             layer |= _no_cleaning(text, source)
             continue
         if path not in field_facts():
-            raise unknown_key(path, where, tunes=tunes)
+            raise unknown_key(path, where)
         spot, fact = f"{where}: {path}", field_facts()[path]
-        # Elsewhere a bracket is more likely the shell's or a slip, and the refusal of `parse_scalar` says more.
-        as_list = item_annotation(fact.annotation) is not None and yaml_loader.is_collection(text)
-        value = yaml_loader.parse_collection(text, spot).plain if as_list else yaml_loader.parse_scalar(text, spot)
+        value = yaml_loader.parse_word(text, spot, collections=item_annotation(fact.annotation) is not None)
         layer[path] = Setting(with_whole_numbers(fact.annotation, value), source)
     return layer
 

@@ -54,8 +54,6 @@ class ModelConfig(Section):
     """Tokens that attention of a W block reaches, the token itself included."""
     states: Annotated[int, Field(ge=1, le=65536)] = 128
     """Complex states of an E block, each with a decay and a frequency of its own."""
-    scales: list[Annotated[int, Field(ge=1, le=1024)]] = Field(default=[])
-    """Lengths in tokens of moving averages that states read, such as [1, 4], in equal shares; [] is none."""
     context: Annotated[int, Field(ge=1, le=2**24)] = 256
     """Tokens the model sees at once."""
     vocab: Annotated[int, Field(ge=1, le=2**24)] | None = None
@@ -117,7 +115,7 @@ class ModelConfig(Section):
         return {**GPT2, **values} if isinstance(values, dict) and values.get("family") == "gpt2" else values
 
     def __hash__(self) -> int:
-        """Some fields are lists, which have none."""
+        """For caches of what follows from a model's shape."""
         return hash(repr(self))
 
     @property
@@ -191,17 +189,6 @@ class ModelConfig(Section):
             raise Conflict(f"pattern is {self.pattern}, and GPT-2 has full attention only", "set model.family=gpt")
         if "W" in self.pattern and self.dropout > 0:
             raise Conflict("attention within a window has no dropout", "set model.dropout=0, or model.pattern=A")
-        if "E" in self.pattern and self.scales and self.states % len(self.scales):
-            raise Conflict(
-                f"states {self.states} do not divide into {len(self.scales)} scales",
-                f"set model.states={multiple_near(self.states, math.lcm(len(self.scales), STATE_HEADS))}, "
-                "or other model.scales",
-            )
-        if "E" in self.pattern and self.scales and max(self.scales) >= self.context:
-            raise Conflict(
-                f"scales up to {max(self.scales)} reach beyond the context of {self.context}",
-                "set model.scales to numbers of tokens well below model.context",
-            )
         if self.positions == "rope" and self.head_size is not None and self.head_size % 2:
             raise Conflict(
                 f"rotary positions need an even head_size, not {self.head_size}",

@@ -80,7 +80,7 @@ class SourceConfig(Section):
 
 class DataConfig(_Validated):
     source: str | Annotated[list[Name | SourceConfig], Field(min_length=1)] | None = "shakespeare"
-    """Raw text: `shakespeare` (shipped), a file, a folder, `hf:NAME`, `-` (standard input), or a list."""
+    """Raw text: `shakespeare` (shipped), a file, a folder, `hf:NAME`, or a list."""
     validation: Name | Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Share of the text that is kept for validation, or another source for it."""
     folder: Name | None = None
@@ -162,11 +162,9 @@ class LoraConfig(Section):
     targets: list[Name] = Field(default=["all-linear"])
     """Projections with an adapter, such as [q_proj, v_proj]; all-linear is all."""
     ranks: list[Name] = Field(default=[])
-    """Ranks of some projections, such as [q_proj=8, mlp.down_proj=32]; a name is a pattern for the end of a path."""
+    """Ranks of some projections, such as [q_proj=8, mlp.down_proj=32]; a name is a path or the end of one."""
     alphas: list[Name] = Field(default=[])
     """Alphas of some projections, in the same form."""
-    also: list[Literal["embedding", "head", "biases"]] = Field(default=[])
-    """Weights of the base that are trained whole beside the adapters."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Dropout share on what adapters read, in training."""
     rank_stabilised: bool = False
@@ -431,7 +429,7 @@ class OutputConfig(Section):
     """Name of the run, for its folder."""
     log_every: Positive = 10
     """Steps between lines on the terminal; metrics.jsonl gets every step."""
-    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default=[])
+    trackers: list[Literal["tensorboard", "wandb"]] = Field(default=[])
     """Where records go besides metrics.jsonl; each needs its package."""
 
 
@@ -448,9 +446,7 @@ class SpeedConfig(Section):
     """Norms, activations and residual adds: torch's operations or our Triton kernels; auto on CUDA."""
     products: Literal["auto", "torch", "tuned"] = "auto"
     """Matrix products by torch's choice of kernel, or by the fastest tried; auto beside our kernels."""
-    attention: Literal[
-        "auto", "sdpa", "flash", "cudnn", "efficient", "flex", "fa3", "fa4", "cudnn+fa4", "reference"
-    ] = "auto"
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "fa4", "cudnn+fa4", "reference"] = "auto"
     """Attention kernel; sdpa lets torch pick, auto is cudnn from Hopper on (with fa4, if installed)."""
     scan: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """States of E blocks: token by token, in chunks, or in our Triton kernels; auto is those on CUDA."""

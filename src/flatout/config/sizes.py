@@ -210,7 +210,7 @@ def size_layer(
     shape = shape_of(DEFAULT_SIZE if sized.name == AUTO and minutes else sized.name, where)
     tokenizer = merged["data.tokenizer"].value if "data.tokenizer" in merged else ""
     known = Known(vocab=usual_vocab(tokenizer if isinstance(tokenizer, str) else ""))
-    values = reckoned({path: setting.value for path, setting in written.items()})
+    values = rule_inputs({path: setting.value for path, setting in written.items()})
     derived = derive(preset, shape, values, known).size
     return sized, {path: Setting(value, sized.source) for path, value in derived.items()}
 
@@ -232,7 +232,7 @@ def _long_layer(sized: Sized) -> Layer:
     return {path: Setting(value, sized.source) for path, value in values.items()}
 
 
-def reckoned(written: Mapping[str, Any]) -> dict[str, Any]:
+def rule_inputs(written: Mapping[str, Any]) -> dict[str, Any]:
     """The user's values that rules depend on, by path: positive numbers, how the matrices are trained, and
     whether the head is a matrix of its own.
 

@@ -136,99 +136,38 @@ WAY_ELSEWHERE_CALLED = _by_foreign_name(
         "several GPUs share a model by parallel.form=fsdp; see docs/many-gpus.md": "deepspeed",
     }
 )
-# Fine-tuning has fields of its own in the place of these.
-FINE_TUNING_HAS = {
-    "data.field": "chat.fields",
-    "data.format": "chat.fields",
-    "data.packing": "chat.packing",
-    "data.source": "chat.source",
-    "data.validation": "chat.validation",
-    "model.dropout": "lora.dropout",
-    "train.batch_stages": "chat.batch_samples",
-    "train.batch_tokens": "chat.batch_samples",
-    "train.minutes": "train.epochs",
-    "train.tokens": "train.epochs",
-}
-# Why it does not read these, or the fields of these sections.
-FINE_TUNING_DOES = {
-    "clean": "all rows of chat.source are taken",
-    "data": "all rows of chat.source are taken",
-    "data.tokenizer": "the tokenizer is the model's own",
-    "eval.sample_prompt": "samples answer the first held-out conversation",
-    "model": "the model is that of model.init_from",
-    "train.length_stages": "samples are read whole",
-    "train.window_stages": "the model's own window is used",
-}
-_READ_BY_BOTH = ("chat.source", "data.folder", "model.context", "model.init_from")
-# What other trainers count otherwise than these fields do.
-_UNITS = {
-    "chat.validation": "it is a share, such as 0.05",
-    "data.max_bytes": "it counts bytes, not characters",
-    "data.validation": "it is a share, such as 0.1",
-    "eval.tokens": "it counts tokens, not batches or samples",
-    "optim.min_ratio": "it is a share of the peak rate",
-    "optim.warmup": "it is in steps, such as 100, a share of the run, such as 0.05, or `2 epochs`",
-    "speed.micro_batch": "it counts sequences on one device",
-    "train.batch_stages": "it counts tokens, not samples",
-    "train.batch_tokens": "it counts tokens, not samples: N samples are N x model.context tokens",
-}
-# Settings without which these may be refused.
-_NEEDS = {
-    "model.states": "model.pattern=EEEA",
-    "model.window": "model.pattern=WWWA",
-    "optim.head_rate": "model.tied=false",
-    "optim.muon_rate": "optim.optimizer=muon",
-}
-_FINE_TUNING_NEEDS = {"optim.ema": "lora.rank=0", "optim.muon_rate": "lora.rank=0 optim.optimizer=muon"}
 VALUE_ELSEWHERE_CALLED = _by_foreign_name(
     {"bf16": "bfloat16", "fp16": "float16 half", "fp32": "float32", "off": "false no", "on": "true yes"}
 )
-ITEM_ELSEWHERE_CALLED = _by_foreign_name(
-    {"format": "type", "path": "file name source", "weight": "probability proportion ratio upsample"}
-)
 
 
-def unknown_key(path: str, where: str, *, top_level_extras: tuple[str, ...] = (), tunes: bool = False) -> ConfigError:
-    """The error for a dotted path that is no field, with the nearest one that this kind of run reads.
-
-    `tunes` says that the run is a fine-tuning.
-    """
+def unknown_key(path: str, where: str, *, top_level_extras: tuple[str, ...] = ()) -> ConfigError:
+    """The error for a dotted path that is no field, with the nearest one."""
     if path in section_paths() and path not in FIELD_ELSEWHERE_CALLED:
         hint = f"give one of its fields: {', '.join(names_in(path))}"
         return ConfigError(f"{where}: {path} is a section, not a value", hint)
     if (former := refusal(path, where)) is not None:
         return former
-    close = nearest_paths(path, top_level_extras, tunes=tunes)
+    close = nearest_paths(path, top_level_extras)
     if (way := way_elsewhere(path)) is not None:
         hint = way
     elif close:
-        hint = (
-            not_read(close[0], tunes=tunes) or f"did you mean {' or '.join(close)}?{about(path, close[0], tunes=tunes)}"
-        )
+        hint = f"did you mean {' or '.join(close)}?{meaning(close[0])}"
     else:
         parent = path.rpartition(".")[0]
         hint = known_below(parent if parent in section_paths() else "", top_level_extras)
     return ConfigError(f"{where}: {shorten_path(path)} is not a known key", hint)
 
 
-def not_read(field: str, *, tunes: bool) -> str:
-    """What to do about a field that this kind of run does not read; nothing where it does."""
-    section = field.partition(".")[0]
-    if field not in field_facts() or field in _READ_BY_BOTH:
-        return ""
-    if not tunes:
-        return f"{field} is for fine-tuning: `flatout finetune {field}=...`" if section in ("chat", "lora") else ""
-    does = FINE_TUNING_DOES.get(field) or FINE_TUNING_DOES.get(section)
-    return f"leave it out: {field} is not for fine-tuning, where {does}" if does else ""
+def field_hint(name: str) -> str | None:
+    """What somebody may have meant who wrote the name of a setting otherwise than SECTION.FIELD=VALUE."""
+    close = [path for path in nearest_paths(name) if path in field_facts()]
+    return way_elsewhere(name) or (f"did you mean {close[0]}=VALUE?{meaning(close[0])}" if close else None)
 
 
-def about(name: str, field: str, *, tunes: bool) -> str:
-    """What to know of a field before it gets a value that was written for `name`."""
-    foreign = _plain(name).rpartition(".")[2] in FIELD_ELSEWHERE_CALLED
-    units = _UNITS.get(field) if foreign else None
-    needed = (_FINE_TUNING_NEEDS if tunes else _NEEDS).get(field)
-    said = [units, None if needed is None else f"it needs {needed}"]
-    return "".join(f" {sentence};" for sentence in said if sentence).removesuffix(";")
+def meaning(path: str) -> str:
+    """The sentence of a field, to follow another one: other trainers may count its value in other units."""
+    return f" {field_facts()[path].description}" if path in field_facts() else ""
 
 
 def known_below(section: str, extras: tuple[str, ...]) -> str:
@@ -237,50 +176,23 @@ def known_below(section: str, extras: tuple[str, ...]) -> str:
     return f"the keys at the top level are {', '.join([*section_paths(), *extras])}"
 
 
-def nearest_paths(path: str, top_level_extras: tuple[str, ...] = (), *, tunes: bool = False) -> list[str]:
-    """At most two known paths that `path` was probably meant to be, the likeliest first.
-
-    Fields that this kind of run does not read only come where no other one is near.
-    """
+def nearest_paths(path: str, top_level_extras: tuple[str, ...] = ()) -> list[str]:
+    """At most two known paths that `path` was probably meant to be, the likeliest first."""
     path = _plain(path).lstrip("_")
     known = [*field_facts(), *section_paths(), *top_level_extras]
-    found = [FINE_TUNING_HAS.get(near, near) if tunes else near for near in _near(path, known)]
-    read = [near for near in found if not not_read(near, tunes=tunes)]
-    if not read and path.rpartition(".")[2] not in FIELD_ELSEWHERE_CALLED:
-        read = _near(path, [near for near in known if not not_read(near, tunes=tunes)])
-    return list(dict.fromkeys(read or found))[:2]
-
-
-def _near(path: str, known: list[str]) -> list[str]:
     parent, _, name = path.rpartition(".")
     if name in FIELD_ELSEWHERE_CALLED:
         return [FIELD_ELSEWHERE_CALLED[name]]
-    same_name = [other for other in known if other.rpartition(".")[2] == name]
-    if same_name:
-        return same_name
+    by_name: dict[str, list[str]] = {}
+    for other in known:
+        by_name.setdefault(other.rpartition(".")[2], []).append(other)
     siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
     found = [siblings[match] for match in close_matches(name, list(siblings), 0.6)]
-    found += close_matches(path, known, 0.75)
+    found += by_name.get(name, []) or close_matches(path, known, 0.75)
+    found += [by_name[match][0] for match in close_matches(name, list(by_name), 0.7)]
     if not found:
-        names = {other.rpartition(".")[2]: other for other in known}
-        found = [names[match] for match in close_matches(name, list(names), 0.7)]
-    return found or _meant_elsewhere(name)
-
-
-def nearest_fields(name: str, *, tunes: bool = False) -> list[str]:
-    """The same for a word without a section: fields only, whichever section's name it resembles too."""
-    found = [path for path in nearest_paths(name, tunes=tunes) if path in field_facts()]
-    if found:
-        return found
-    names = {path.rpartition(".")[2]: path for path in reversed(field_facts())}
-    name = name[:100].lower()
-    found = [names[match] for match in close_matches(name, list(names), 0.7)] or _meant_elsewhere(name)
-    return [FINE_TUNING_HAS.get(near, near) if tunes else near for near in found]
-
-
-def _meant_elsewhere(name: str) -> list[str]:
-    """The field that a mistyped word of another trainer means."""
-    return [FIELD_ELSEWHERE_CALLED[match] for match in close_matches(name, list(FIELD_ELSEWHERE_CALLED), 0.85)]
+        found = [FIELD_ELSEWHERE_CALLED[match] for match in close_matches(name, list(FIELD_ELSEWHERE_CALLED), 0.85)]
+    return list(dict.fromkeys(found))[:2]
 
 
 def run_hint(name: str, otherwise: str, runs: Path = Path("runs")) -> str:
@@ -305,18 +217,6 @@ def way_elsewhere(path: str) -> str | None:
     """What to do here instead of a setting that others have and we do not."""
     path = _plain(path)
     return WAY_ELSEWHERE_CALLED.get(path) or WAY_ELSEWHERE_CALLED.get(path.rpartition(".")[2])
-
-
-# Of these the value can be taken over from another trainer: a name or a place, which has no unit, or samples.
-_SAME_EVERYWHERE = (
-    "chat.batch_samples", "chat.source", "chat.validation", "data.source", "data.validation", "model.init_from",
-    "output.folder", "output.name",
-)  # fmt: skip
-
-
-def keeps_value(name: str, field: str) -> bool:
-    """Whether a value written for `name` is one for our field: another trainer's may be in other units."""
-    return name.lower() not in FIELD_ELSEWHERE_CALLED or field in _SAME_EVERYWHERE
 
 
 def shorten_path(path: str) -> str:

@@ -11,15 +11,29 @@ from flatout.config.load import LoadedConfig
 from flatout.config.optimizers import OPTIMIZERS
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import DEFAULT
-from flatout.config.suggest import FINE_TUNING_HAS, not_read
 from flatout.config.yaml_loader import format_value
 from flatout.errors import ConfigError
 
+# Fine-tuning has fields of its own in the place of these.
+_FINE_TUNING_HAS = {
+    "data.field": "chat.fields",
+    "data.format": "chat.fields",
+    "data.packing": "chat.packing",
+    "data.source": "chat.source",
+    "data.validation": "chat.validation",
+    "model.dropout": "lora.dropout",
+    "train.batch_stages": "chat.batch_samples",
+    "train.batch_tokens": "chat.batch_samples",
+    "train.minutes": "train.epochs",
+    "train.tokens": "train.epochs",
+}
+# It does not read these, nor the sections `data` (besides its folder) and `clean`.
+_NOT_IN_FINE_TUNING = ("eval.sample_prompt", "train.length_stages", "train.window_stages")
 # What only blocks of one letter read.
 _OF_BLOCKS = {
     "model.window": "W",
     "train.window_stages": "W",
-    **dict.fromkeys(("model.states", "model.scales", "speed.scan"), "E"),
+    **dict.fromkeys(("model.states", "speed.scan"), "E"),
     **{
         f"model.{name}": "AW"
         for name in ("kv_heads", "head_size", "qkv_bias", "qk_norm", "head_gate", "rope_base",
@@ -52,13 +66,11 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield f"data.{name}", why, f"set data.source, or leave data.{name} out"
     else:
         for path in field_facts():
-            if path in FINE_TUNING_HAS:
-                hint = f"set {FINE_TUNING_HAS[path]} instead"
-            elif not_read(path, tunes=True) and not path.startswith("model."):  # of these a base has a say, later
-                hint = not_read(path, tunes=True)
-            else:
-                continue
-            yield path, "fine-tuning on chat.source does not use it", hint
+            of_text = path.partition(".")[0] in ("data", "clean") and path != "data.folder"
+            if path in _FINE_TUNING_HAS:
+                yield path, "fine-tuning on chat.source does not use it", f"set {_FINE_TUNING_HAS[path]} instead"
+            elif of_text or path in _NOT_IN_FINE_TUNING:
+                yield path, "fine-tuning on chat.source does not use it", f"leave {path} out"
     if config.model.init_from is None:
         # Of a model from elsewhere its own shape is what counts, and it is read later.
         for path, letters in _OF_BLOCKS.items():
@@ -114,16 +126,6 @@ def cut_pattern(model: ModelConfig) -> str | None:
     return (
         f"model.pattern is {model.pattern} and model.layers {model.layers}: {blocks}, and there is no block of "
         f"{' or '.join(never)}"
-    )
-
-
-def wide_window(model: ModelConfig) -> str | None:
-    """What to say where a window reaches over the whole context, so that blocks of windows are full attention."""
-    if "W" not in model.kinds or model.window < model.context:
-        return None
-    return (
-        f"model.window is {model.window:,} and model.context {model.context:,}: blocks of windows (W) see all that "
-        "full attention (A) does"
     )
 
 

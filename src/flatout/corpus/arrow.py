@@ -1,14 +1,12 @@
-"""Parquet files, Hugging Face datasets saved in a folder, and datasets of the hub as they are streamed.
+"""Parquet files, and datasets of the hub as they are streamed.
 
 One column holds the text, or something with fields that holds it (see `rows`). Only that column is read, a few rows at
-a time, so that memory does not depend on the size of the file.
+a time, so that memory does not depend on the size of the file. Text that is not UTF-8 follows the policy in a column of
+texts; inside of lists and objects it is damage.
 
 Contract: every row is one document, an empty one where the value is null, or is counted in one problem. Damage costs as
-little as the format allows: in parquet the rest of a row group, in a saved dataset or a streamed one the rest of a
-file. Where the table has no such column, one problem says so. Rows are counted from 1.
-
-Saved datasets are read with pyarrow as they lie on disk: `datasets` takes seconds to import, and with it one damaged
-file would make all others unreadable.
+little as the format allows: in parquet the rest of a row group, in a streamed dataset the rest of a file. Where the
+table has no such column, one problem says so. Rows are counted from 1.
 
 Trap: importing this module needs pyarrow, so it is imported only where there is such a table to read.
 """
@@ -16,10 +14,7 @@ Trap: importing this module needs pyarrow, so it is imported only where there is
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from flatout.corpus.document import (
@@ -34,17 +29,16 @@ from flatout.corpus.document import (
     reason,
     shown,
 )
-from flatout.corpus.rows import EVERY, document_of, likely_column, limited, names_shown, no_column, quoted
+from flatout.corpus.rows import document_of, likely_column, limited, names_shown, no_column, quoted
 from flatout.corpus.sources import HUB, hub_parts
 from flatout.corpus.streams import CHUNK
 from flatout.errors import DataError
-from flatout.files import parse_json, read_bounded
 
 try:
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 except ImportError:
-    needed("pyarrow", "parquet and saved datasets need")
+    needed("pyarrow", "parquet files need")
     raise
 
 
@@ -53,16 +47,8 @@ _BATCH_BYTES = 2**21
 _BATCH_ROWS = 16, 256
 _PARQUET = b"PAR1"
 _SMALLEST_PARQUET = 12
-# What an arrow stream that was written to its end ends with.
-_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
-# Types of texts, and those of bytes that are the same in memory; and of lists, with how to make them.
+# Types of texts, and those of bytes that are the same in memory.
 _AS_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
-_LISTS = {
-    pa.ListType: pa.list_,
-    pa.LargeListType: pa.large_list,
-    pa.ListViewType: pa.list_view,
-    pa.LargeListViewType: pa.large_list_view,
-}
 
 
 # Parquet.
@@ -95,9 +81,8 @@ def read_parquet(slice: Slice, options: ReadOptions) -> Results:
         def values(batch: pa.RecordBatch) -> list[Any]:
             return _values_of(batch, columns)
 
-        paths = [column.path for column in columns]
         for number, stretch in zip(groups, stretches, strict=True):
-            for found in _row_group(opened, number, stretch, paths, values, last=share == shares - 1):
+            for found in _row_group(opened, number, stretch, columns, values, last=share == shares - 1):
                 if isinstance(found, Problem):
                     yield found
                 else:
@@ -125,7 +110,7 @@ def parquet_group_bytes(path: str) -> list[int]:
         with pa.OSFile(os.fsencode(path)) as source:
             metadata = ParquetFile(source).metadata
             return [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
-    except Exception:  # noqa: BLE001  # reading it will tell
+    except Exception:  # noqa: BLE001  # reading the file reports the damage
         return []
 
 
@@ -135,7 +120,7 @@ class _Parquet(NamedTuple):
     name: str
     parquet: Any
     sizes: list[int]
-    columns: "list[_Column] | str"
+    columns: list[str] | str
 
 
 @contextlib.contextmanager
@@ -184,14 +169,14 @@ def _row_group(
     opened: _Parquet,
     number: int,
     stretch: range,
-    paths: list[str] | None,
+    columns: list[str] | None,
     values_of: Callable[[pa.RecordBatch], list[Any]],
     *,
     last: bool,
 ) -> Iterator[tuple[list[Any], int] | Problem]:
     """A stretch of the rows of one group, as values and the number in the file of the first of them.
 
-    `paths` are the columns to read, if not all. `last`: the stretch goes on to the end of the group, wherever that is.
+    `columns` are those to read, if not all. `last`: the stretch goes on to the end of the group, wherever that is.
     """
     first = sum(opened.sizes[:number]) + 1
     group = opened.parquet.metadata.row_group(number)
@@ -201,7 +186,7 @@ def _row_group(
     done = 0
     broken = "it has fewer rows than its metadata says"
     try:
-        for batch in opened.parquet.iter_batches(rows, row_groups=[number], columns=paths, use_threads=False):
+        for batch in opened.parquet.iter_batches(rows, row_groups=[number], columns=columns, use_threads=False):
             begin = max(stretch.start - done, 0)
             end = batch.num_rows if last else min(stretch.stop - done, batch.num_rows)
             if begin < end:
@@ -217,118 +202,22 @@ def _row_group(
         yield Problem(opened.name, f"row {first + row}", "format", message, records=stretch.stop - row)
 
 
-# Saved datasets.
+# Columns.
 
 
-def read_saved(slice: Slice, options: ReadOptions) -> Results:
-    """The rows of a slice, counted from 0, of a folder that `datasets` has saved."""
-    file, begin = slice.file, slice.start
-    end = sys.maxsize if slice.end is None else slice.end
-    paths = _saved_files(file.path)
-    if isinstance(paths, str):
-        if begin == 0:
-            yield Problem(file.name, "", "format", paths, records=0)
-        return
-    row = lost = 0
-    missing = instead = ""
-    for path in paths:
-        for found in _saved_batches(path):
-            here = row
-            if isinstance(found, Problem):
-                # Only the slice in which it lies reports it.
-                if begin <= here < end:
-                    yield replace(found, file=file.name, place=f"{shown(os.path.basename(path))}, row {here + 1}")
-                continue
-            row += found.num_rows
-            if here >= end:
-                break
-            start, stop = max(begin - here, 0), min(end - here, found.num_rows)
-            if start >= stop:
-                continue
-            sound = _sound_columns(found, options.fields)
-            if isinstance(sound, str):
-                missing, lost, instead = sound, lost + stop - start, _likely(found.schema, options)
-            elif isinstance(sound, Exception):
-                message = f"{stop - start:,} rows from here on are damaged: {reason(sound)}"
-                yield Problem(file.name, f"row {here + start + 1}", "format", message, records=stop - start)
-            else:
-                for at in range(start, stop, _BATCH_ROWS[1]):
-                    part = _values_of(found.slice(at, min(_BATCH_ROWS[1], stop - at)), sound)
-                    yield from _documents(part, here + at + 1, sound, file, options)
-        if row >= end:
-            break
-    if lost:
-        yield Problem(file.name, "", "field", missing, records=lost, instead=instead)
-
-
-def _sound_columns(batch: pa.RecordBatch, fields: Sequence[str]) -> "list[_Column] | str | Exception":
-    """Columns that can be read, or what is missing, or what is damaged."""
-    try:
-        columns = _find_columns(batch.schema, fields)
-        for column in columns if isinstance(columns, list) else ():
-            values = batch.column(batch.schema.names.index(column.name))
-            # The batch is a view of the file, and offsets that lead nowhere would crash whoever follows them. First
-            # come the sizes, which must be right for the rest. Texts are not looked at, since what becomes of those
-            # that are not UTF-8 is a matter of policy.
-            values.validate()
-            pa.array(_WithBytes(values)).validate(full=True)
-    except Exception as error:  # noqa: BLE001  # as above
-        return error
-    return columns
-
-
-def saved_rows(path: str) -> int:
-    """How many rows of a saved dataset can be read; 0 where it cannot be opened."""
-    paths = _saved_files(path)
-    batches = (batch for path in paths for batch in _saved_batches(path)) if isinstance(paths, list) else ()
-    return sum(batch.num_rows for batch in batches if not isinstance(batch, Problem))
-
-
-def _saved_batches(path: str) -> Iterator[pa.RecordBatch | Problem]:
-    """The batches of an arrow file, as views of the file; at the end a problem if the file ends too early."""
-    try:
-        with pa.memory_map(os.fsencode(path)) as memory, pa.ipc.open_stream(memory) as stream:
-            yield from stream
-            memory.seek(max(memory.size() - len(_ARROW_END), 0))
-            if memory.read() != _ARROW_END:
-                yield Problem("", "", "truncated", "the file has no end, so that rows may be missing", records=0)
-    except (OSError, pa.ArrowException) as error:
-        kind = "format" if isinstance(error, pa.ArrowException) else "unreadable" if error.errno else "truncated"
-        yield Problem("", "", kind, f"the rest of the file cannot be read: {reason(error)}", records=1)
-
-
-def _saved_files(folder: str) -> list[str] | str:
-    """The data files of a saved split in order, or what is wrong with it. Splits are found by `sources`."""
-    try:
-        state = parse_json(read_bounded(Path(folder, "state.json")))
-    except (OSError, ValueError) as error:
-        return f"state.json cannot be read: {reason(error)}"
-    entries = state.get("_data_files") if isinstance(state, dict) else None
-    if not isinstance(entries, list) or state.get("_indices_data_files"):
-        return "state.json is not as `datasets` writes it today; load the dataset and save it again"
-    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    for name in names:
-        if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
-            return "state.json names data files that are not in its folder"
-    return [os.path.join(folder, str(name)) for name in names]
-
-
-# Columns of either.
-
-
-class _Column(NamedTuple):
-    """A column to read: its name in the schema, and the path to as much of it as is needed."""
-
-    name: str
-    path: str
-
-
-def _find_columns(schema: pa.Schema, fields: Sequence[str]) -> list[_Column] | str:
+def _find_columns(schema: pa.Schema, fields: Sequence[str]) -> list[str] | str:
     """The columns that hold the fields which are there, or what is wrong with the table."""
-    found = [_find_column(schema, field) for field in fields]
-    if columns := [column for column in found if not isinstance(column, str)]:
-        return columns
-    return str(found[0]) if len(fields) == 1 else f"{no_column(fields)}; there are: {names_shown(schema.names)}"
+    found, wrong = list[str](), ""
+    for field in fields:
+        name = field if field in schema.names else field.partition(".")[0]
+        if name not in schema.names:
+            continue
+        type = schema.field(schema.names.index(name)).type
+        if name == field and pa.types.is_primitive(type):
+            wrong = f"the column {quoted(field)} holds {shown(type)[:200]}, not text"
+        else:
+            found.append(name)
+    return found or wrong or f"{no_column(fields)}; there are: {names_shown(schema.names)}"
 
 
 def _likely(schema: pa.Schema, options: ReadOptions) -> str:
@@ -336,111 +225,32 @@ def _likely(schema: pa.Schema, options: ReadOptions) -> str:
     return likely_column(texts, options.fields)
 
 
-def _find_column(schema: pa.Schema, field: str) -> _Column | str:
-    """The column that holds a field, or what is wrong with the table."""
-    names = schema.names
-    if field in names:
-        name, rest = field, ""
-    else:
-        name, _, rest = field.partition(".")
-    if name not in names:
-        return f"there is no column {quoted(name)}; there are: {names_shown(names)}"
-    type = schema.field(names.index(name)).type
-    return _checked_path(type, rest, _Column(name, name), field)
-
-
-def _checked_path(type: pa.DataType, rest: str, column: _Column, field: str) -> _Column | str:
-    """Follows a path down a type, as far as the type tells, so that what no row has is known before any is read."""
-    inside_struct = True
-    while True:
-        if isinstance(type, pa.BaseExtensionType):
-            type = type.storage_type
-        elif isinstance(type, pa.DictionaryType):
-            type = type.value_type
-        elif pa.types.is_map(type) or pa.types.is_null(type):
-            return column
-        elif not rest:
-            break
-        elif pa.types.is_struct(type):
-            name, _, after = rest.partition(".")
-            names = [type.field(number).name for number in range(type.num_fields)]
-            name, rest = (rest, "") if rest in names else (name, after)
-            if name not in names:
-                below = field.removesuffix(rest).removesuffix(".")
-                return f"there is no field {quoted(below)}; there are: {names_shown(names)}"
-            type = type.field(names.index(name)).type
-            # A name with a dot would be taken for a path.
-            inside_struct = inside_struct and "." not in column.name and "." not in name
-            if inside_struct:
-                column = _Column(column.name, f"{column.path}.{name}")
-        elif isinstance(type, (*_LISTS, pa.FixedSizeListType)):
-            name, _, rest = rest.partition(".")
-            if name != EVERY and not (name.isascii() and name.isdigit()):
-                return f"there is a list where {quoted(name)} of {quoted(field)} is looked for"
-            type = type.value_type
-            inside_struct = False
-        else:
-            return f"there is {type} where {quoted(rest)} of {quoted(field)} is looked for"
-    if type not in (*_AS_BYTES, *_AS_BYTES.values()) and not pa.types.is_fixed_size_binary(type):
-        return f"the column {quoted(field)} holds {shown(type)[:200]}, not text"
-    return column
-
-
-def _as_bytes(type: pa.DataType) -> pa.DataType:
-    """A type with bytes in the place of texts, and otherwise the same in memory."""
-    if isinstance(type, pa.BaseExtensionType):
-        return _as_bytes(type.storage_type)
-    if isinstance(type, pa.DictionaryType):
-        return pa.dictionary(type.index_type, _as_bytes(type.value_type), type.ordered)
-    if pa.types.is_map(type):
-        return pa.map_(_as_bytes(type.key_type), _as_bytes(type.item_type))
-    if pa.types.is_struct(type):
-        return pa.struct([field.with_type(_as_bytes(field.type)) for field in type])
-    if pa.types.is_fixed_size_list(type):
-        return pa.list_(_as_bytes(type.value_type), type.list_size)
-    for kind, list_of in _LISTS.items():
-        if isinstance(type, kind):
-            return list_of(_as_bytes(type.value_type))
-    return _AS_BYTES.get(type, type)
-
-
-@final
-class _WithBytes:
-    """An array to import under another type, by the protocol that Arrow has for it."""
-
-    def __init__(self, values: pa.Array) -> None:
-        self._values = values
-
-    def __arrow_c_array__(self, requested_schema: object = None) -> tuple[object, object]:
-        return _as_bytes(self._values.type).__arrow_c_schema__(), self._values.__arrow_c_array__()[1]
-
-
 def _values(values: pa.Array) -> list[Any]:
-    """The values as Python has them, with bytes for all texts if one of them is not UTF-8."""
+    """The values as Python has them; bytes for all of a column of texts if one of them is not UTF-8."""
     try:
         return values.to_pylist(maps_as_pydicts="lossy")
     except UnicodeDecodeError:
-        return pa.array(_WithBytes(values)).to_pylist(maps_as_pydicts="lossy")
+        texts = values.dictionary_decode() if isinstance(values, pa.DictionaryArray) else values
+        if texts.type not in _AS_BYTES:
+            raise
+        return texts.cast(_AS_BYTES[texts.type]).to_pylist()
 
 
-def _values_of(batch: pa.RecordBatch, columns: "Sequence[_Column]") -> list[Any]:
+def _values_of(batch: pa.RecordBatch, columns: Sequence[str]) -> list[Any]:
     """For each row its values in the columns."""
-    lists = [_values(batch.column(batch.schema.names.index(column.name))) for column in columns]
+    lists = [_values(batch.column(batch.schema.names.index(column))) for column in columns]
     return list(zip(*lists, strict=True))
 
 
-def _documents(
-    rows: list[Any], first: int, columns: "Sequence[_Column]", file: InputFile, options: ReadOptions
-) -> Results:
+def _documents(rows: list[Any], first: int, columns: Sequence[str], file: InputFile, options: ReadOptions) -> Results:
     """One result for each row; `first` is the number of the first."""
-    direct = columns[0].name == options.fields[0]
-    names = [column.name for column in columns]
+    direct = columns[0] == options.fields[0]
     for number, values in enumerate(rows, start=first):
         place = f"row {number}"
         if direct and values[0] and isinstance(values[0], str):
             yield limited(Document(values[0], place), file)
         else:
-            yield limited(document_of(Row(dict(zip(names, values, strict=True)), place), file, options), file)
+            yield limited(document_of(Row(dict(zip(columns, values, strict=True)), place), file, options), file)
 
 
 # Datasets of the hub.

@@ -109,13 +109,13 @@ class _Records(Window):
         self._name = file.name
         self._number = 0
         self._inexact = False  # a record with translated line ends had a wrong length
-        self._told = False  # a problem has said how the stream ended
+        self._end_reported = False  # a problem has said how the stream ended
 
     def __iter__(self) -> Iterator[_Record | Problem]:
         while self._skip_line_ends():
             self._number += 1
             yield self._next()
-        if self._stream.problem is not None and not self._told:
+        if self._stream.problem is not None and not self._end_reported:
             yield self._broken_off("after it", records=0)
         elif not self.end:
             yield Problem(self._name, "", "empty", "there is nothing in it", records=0)
@@ -270,7 +270,7 @@ class _Records(Window):
     def _broken_off(self, message: str, records: int, place: str | None = None) -> Problem:
         """A problem for what was being read when the stream ended."""
         damage = self._stream.problem
-        self._told = True
+        self._end_reported = True
         kind = "truncated" if damage is None else damage.kind
         message = message if damage is None else f"{message}: {damage.message} ({damage.place})"
         problem = Problem(self._name, place or self._place(), kind, message, records)

@@ -124,8 +124,8 @@ class InputFile:
 class Slice:
     """A stretch of one file that can be read by itself, from `start` up to `end` (None: to the end).
 
-    The unit depends on the format: bytes of a text, JSON lines or SMILES file, row groups of parquet, rows of a saved
-    Hugging Face dataset; other formats have one slice, the whole file. Concatenating the documents of a file's slices
+    The unit depends on the format: bytes of a text, JSON lines or SMILES file, or row groups of parquet;
+    other formats have one slice, the whole file. Concatenating the documents of a file's slices
     gives the documents of the file, whatever the cuts. A row group of parquet that is too large for one slice has
     several with the same `start` and `end`, of which each reads its `share` of the rows, one of `shares`.
     """

@@ -66,13 +66,11 @@ def read_slice(slice: Slice, options: ReadOptions, *, watch: Watch | None = None
         yield from _documents(_json_line_rows(slice, options, watch), file, options)
     elif file.format == "smiles":
         yield from _read_molecules(slice, options, watch)
-    elif file.format in ("parquet", "saved", "hub"):
+    elif file.format in ("parquet", "hub"):
         from flatout.corpus import arrow
 
-        if file.format == "hub":
-            yield from arrow.HubStream(file.path, options, file.name)
-        else:
-            yield from (arrow.read_parquet if file.format == "parquet" else arrow.read_saved)(slice, options)
+        is_hub = file.format == "hub"
+        yield from arrow.HubStream(file.path, options, file.name) if is_hub else arrow.read_parquet(slice, options)
     else:
         with ByteStream(file, watch=watch) as stream:
             yield from _read_stream(stream, file, options)
@@ -113,7 +111,10 @@ def _json_line_rows(slice: Slice, options: ReadOptions, watch: Watch | None) -> 
         try:
             yield Row(json.loads(line.text), line.place, line.replaced)
         except (ValueError, RecursionError) as error:
-            yield _broken_line(slice.file, line, error)
+            if not line.ended and _ends_early(line.text, error):
+                yield Problem(slice.file.name, line.place, "truncated", "the file ends inside the line", records=1)
+            else:
+                yield Problem(slice.file.name, line.place, "json", _not_json(error), records=1)
 
 
 def _read_stream(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
@@ -255,13 +256,6 @@ def _records(slice: Slice, options: ReadOptions, watch: Watch | None) -> Iterato
             yield replace(stream.problem, records=lost)
 
 
-def _broken_line(file: InputFile, line: _Record, error: Exception) -> Problem:
-    """The problem of a line that is not JSON; if it is the last one and right as far as it goes, the file was cut."""
-    if not line.ended and isinstance(error, json.JSONDecodeError) and _is_cut(line.text, error):
-        return Problem(file.name, line.place, "truncated", "the file ends inside the line", records=1)
-    return Problem(file.name, line.place, "json", _not_json(error), records=1)
-
-
 # GPT-2 tokens.
 def has_tokens(file: InputFile) -> bool:
     """Whether a file that is named like one of tokens begins with ids of GPT-2, and not with letters or other data."""
@@ -368,31 +362,16 @@ class _TokenRuns:
 
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-_BLANK = re.compile(r"\s*\Z")
-_KEY = re.compile(r'\{[ \t\n\r]*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
-_OUTSIDE = re.compile(r'["\[\]{},]')
-_PUNCTUATION = ' \t\n\r,{}"'
-_NEXT_LINE = re.compile(r"\n(?=[^\s}\]])")
-_IN_STRING = re.compile(r'"|\\.', re.DOTALL)
-# How far to look for the end of a broken element at once, first and at most, and how much of that to look at again.
-_NEAR = 2**12
-_LOOK = 2**18
-_OVERLAP = 2**10
-_PASSED = 2**14
 _DECODER = json.JSONDecoder()
-# More characters than the longest word of JSON, or than a character that is written as two escapes.
-_ESCAPE = 16
-_WORDS = ("true", "false", "null")
-# The rest of a number, or of an escaped character, that was cut.
-_CUT = re.compile(r"-|\.|[eE][+-]?|\\?u[0-9a-fA-F]{0,4}")
+_ESCAPE = 16  # more characters than a word of JSON, or a character that is written as two escapes
 
 
 def _json_rows(stream: ByteStream, file: InputFile, options: ReadOptions) -> Rows:
     """The elements of an array, or values that follow one another; there may be just one."""
-    for item in _json_values(stream, file):
+    for item in _JsonText(stream, file.name).values():
         if isinstance(item, Problem):
             yield item
-            continue
+            return
         place, value, replaced = f"element {item.number}", item.value, 0
         if not item.raw.isascii():
             try:
@@ -402,44 +381,25 @@ def _json_rows(stream: ByteStream, file: InputFile, options: ReadOptions) -> Row
                 continue
             value = json.loads(text) if replaced else value
         yield Row(value, place, replaced)
+    if stream.problem is not None:  # after the last value
+        yield stream.problem
 
 
-def _is_cut(text: str, error: json.JSONDecodeError) -> bool:
-    """Whether a text is right up to its end, and only too short."""
-    if error.msg.startswith("Extra data"):
+def _ends_early(text: str, error: Exception) -> bool:
+    """Whether a line is right up to its end, and only too short."""
+    if not isinstance(error, json.JSONDecodeError):
         return False
-    rest = text[error.pos : error.pos + _ESCAPE].rstrip()
-    if error.msg.startswith("Unterminated string"):
+    text = text.rstrip()
+    if error.msg.startswith("Unterminated string") or error.pos >= len(text):
         return True
-    return _BLANK.match(text, error.pos + len(rest)) is not None and (
-        any(word.startswith(rest) for word in _WORDS) or _CUT.fullmatch(rest) is not None
-    )
-
-
-def _is_final(text: str, error: json.JSONDecodeError) -> bool:
-    """Whether an error stays whatever text follows: a text that just ends too early fails near its end."""
-    return error.pos < len(text) - _ESCAPE and not error.msg.startswith("Unterminated string")
+    # A word, a number or an escape was cut: the error is where it begins, and nothing closes after it.
+    return error.pos >= len(text) - _ESCAPE and text[-1:] not in "}]"
 
 
 def _not_json(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"it is not JSON: {error.msg.removesuffix(' at')} at character {error.pos}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else f"it cannot be read: {error}"
-
-
-def _json_values(stream: ByteStream, file: InputFile) -> "Iterator[_Value | Problem]":
-    held: Problem | None = None
-    for item in _JsonText(stream, file.name).values():
-        if held is not None:
-            yield held
-        held = item if isinstance(item, Problem) else None
-        if held is None:
-            yield item
-    # Where the file itself breaks off, that is the reason for an error at its end.
-    if stream.problem is not None:
-        yield replace(stream.problem, records=0 if held is None else held.records)
-    elif held is not None:
-        yield held
 
 
 class _Value(NamedTuple):
@@ -456,10 +416,6 @@ class _JsonText:
 
     A value that is not complete yet looks like a broken one, so it is tried again with twice as much text, up to the
     limit. Since the text doubles, the time is linear in the size of the value.
-
-    A broken element of an array ends at the next comma outside of its brackets and quotes, or where another object
-    begins as the ones before do, if that comes first: brackets and quotes may be what is missing. Among values that
-    follow one another the reading goes on with the next line that is not indented.
     """
 
     def __init__(self, stream: ByteStream, name: str) -> None:
@@ -470,133 +426,53 @@ class _JsonText:
         self._at = 0
         self._offset = 0  # of the text's first byte
         self._ended = False
-        self._number = 0
-        self._in_array = False
-        self._key = ""  # the first name in the last object, as it is written
+        self._number = 0  # of the value
 
     def values(self) -> Iterator[_Value | Problem]:
-        """Every value in order, and a problem for each broken element."""
+        """Every value in order, up to the first damage, which is a problem."""
         self._grow()
         self._at = 1 if self._text.startswith("\ufeff") else 0
-        self._in_array = self._peek() == "["
-        self._at += self._in_array
-        item: _Value | Problem | None = None  # since the last comma
-        after_comma, closed = False, not self._in_array
-        while following := self._peek():
-            if self._in_array and following == "]":
-                if after_comma:
-                    yield self._broken("there is a comma before the closing bracket")
-                self._at += 1
-                item, after_comma, closed = None, False, True
-                if self._peek():
-                    yield self._broken("there is something after the closing bracket")
-                    self._at += self._peek() in ",[]"
-            elif self._in_array and following == "," and item is not None:
-                self._at += 1
-                item, after_comma = None, True
-            elif self._in_array and isinstance(item, _Value):
-                # After a text, the quote that ends it is likely that of another one, which begins here.
-                is_text, begins = isinstance(item.value, str), following in '{["'
-                item = self._broken("there is no comma after the element", int(is_text and not begins))
-                yield item
-                if not begins:
-                    self._skip(self._at, quoted=is_text)
-                item = item if self._peek() in ",]" else None
-            else:
-                item, after_comma, closed = self._value(), False, not self._in_array
-                yield item
-                item = item if isinstance(item, _Value) or self._peek() in (",", "]", "") else None
-        if not closed and not isinstance(item, Problem):
-            yield self._broken("the array has no closing bracket", kind="truncated")
+        in_array = self._peek() == "["
+        self._at += in_array
+        while (following := self._peek()) and not (in_array and following == "]"):
+            self._number += 1
+            value = self._value()
+            yield value
+            if isinstance(value, Problem):
+                return
+            if in_array and (following := self._peek()) not in (",", "]", ""):
+                yield self._damage("there is no comma after the element")
+                return
+            self._at += in_array and following == ","
+        if in_array and not following:
+            yield self._damage("the array has no closing bracket", kind="truncated")
+        elif in_array:
+            self._at += 1
+            if self._peek():
+                yield self._damage("there is something after the closing bracket")
 
     def _value(self) -> _Value | Problem:
-        """The next value, or what is wrong with it; then the reading goes on behind it."""
-        self._number += 1
+        """The next value, or what is wrong with it."""
         while True:
+            value, end = None, len(self._text)
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                if self._ended and _is_cut(self._text, error):
-                    problem = self._broken("the file ends inside the element", 1, error.pos, "truncated")
-                    self._at = len(self._text)
-                    return problem
-                if self._ended or _is_final(self._text, error):
-                    return self._past(f"it is not JSON: {error.msg.removesuffix(' at')}", error.pos)
-                value, end = None, len(self._text)
+                # A text that just ends too early fails near its end.
+                near = error.pos >= len(self._text) - _ESCAPE or error.msg.startswith("Unterminated string")
+                if not near:
+                    return self._damage(f"it is not JSON: {error.msg.removesuffix(' at')}", 1, error.pos)
+                if self._ended:
+                    return self._damage("the file ends inside the element", 1, error.pos, "truncated")
             except (ValueError, RecursionError) as error:
-                return self._past(_not_json(error), self._at)
+                return self._damage(_not_json(error), 1)
             if end - self._at > LINE_LIMIT:
-                return self._past(f"the element has more than {LINE_LIMIT:,} characters", self._at, "too-long")
+                return self._damage(f"the element has more than {LINE_LIMIT:,} characters", 1, kind="too-long")
             # A number that ends where the text does may go on.
             if end < len(self._text) or self._ended:
-                return self._whole(value, end)
+                raw, self._at = self._text[self._at : end], end
+                return _Value(self._number, value, raw)
             self._grow()
-
-    def _whole(self, value: object, end: int) -> _Value | Problem:
-        """A value that ends at `end`, unless it is the first name in an object that has lost its bracket."""
-        raw = self._text[self._at : end]
-        self._at = end
-        if self._in_array and self._peek() == ":":
-            problem = self._broken("there is a name without an object around it", 1)
-            self._skip(self._at)
-            return problem
-        self._key = _first_key(raw) if isinstance(value, dict) else self._key
-        return _Value(self._number, value, raw)
-
-    def _past(self, message: str, wrong: int, kind: ProblemKind = "json") -> Problem:
-        """The problem of a broken element, whose error is at `wrong`; the reading goes on after the element."""
-        problem = self._broken(message, 1, wrong, kind)
-        # Where a quote is missing, the next object begins a little before the place that is found wrong.
-        before = self._text[max(self._at, wrong - _OVERLAP) : wrong]
-        self._skip(None if kind == "too-long" else wrong - len(before) + len(before.rstrip(_PUNCTUATION)))
-        # Places and errors are counted from the beginning of the text, which must not be far away then.
-        if self._at > max(_PASSED, len(self._text) // 64):
-            self._cut()
-        return problem
-
-    def _skip(self, look: int | None, *, quoted: bool = False) -> None:
-        """Goes on from inside a broken element to the comma or bracket after it, or to the end.
-
-        Another element may begin from `look` on, if brackets and quotes do not match.
-        """
-        depth, reach = 0, _NEAR
-        while True:
-            while len(self._text) - self._at < reach and not self._ended:
-                look = None if look is None else look - self._at
-                self._grow()
-            end = min(self._at + reach, len(self._text))
-            last = self._ended and end == len(self._text)
-            again = None if look is None and self._in_array else self._begins_again(max(look or 0, self._at), end)
-            # The beginning of another element may be cut at the end, and so may an escape.
-            end = again.start() if again is not None else end if last else end - _OVERLAP
-            while self._text[end - 1 : end] == "\\" and end > self._at:
-                end -= 1
-            while self._in_array and self._at < end:
-                match = (_IN_STRING if quoted else _OUTSIDE).search(self._text, self._at, end)
-                if match is None:
-                    break
-                token = match[0]
-                if not depth and not quoted and token in ",]":
-                    self._at = match.start()
-                    return
-                self._at = match.end()
-                quoted ^= token == '"'
-                if not quoted:
-                    depth = max(depth + (token in "{[") - (token in "}]"), 0)
-            if again is not None:
-                self._at = again.start() if again[0][0] == "," else again.end()
-                return
-            self._at = max(self._at, end)
-            if last:
-                return
-            reach = min(2 * reach, _LOOK)
-
-    def _begins_again(self, at: int, end: int) -> re.Match[str] | None:
-        """Where another element begins: an object like those before, or among values a line that is not indented."""
-        if not self._in_array:
-            return _NEXT_LINE.search(self._text, at, end)
-        key = self._key or _first_key(self._text[self._at : end])
-        return re.compile(rf"[,}}\n]\s*(?=\{{\s*{re.escape(key)})").search(self._text, at, end) if key else None
 
     def _peek(self) -> str:
         """The next character that is no space; nothing at the end."""
@@ -607,26 +483,21 @@ class _JsonText:
             self._grow()
 
     def _grow(self) -> None:
-        self._cut()
+        self._offset = self._offset_of(self._at)
+        self._text, self._at = self._text[self._at :], 0
         raw = self._stream.read(max(CHUNK, len(self._text)))
         self._ended = not raw
         self._text += self._bytes.decode(raw, final=self._ended)
 
-    def _cut(self) -> None:
-        """Drops the text before the current position."""
-        self._offset = self._offset_of(self._at)
-        self._text = self._text[self._at :]
-        self._at = 0
-
     def _offset_of(self, at: int) -> int:
         return self._offset + len(self._text[:at].encode("utf-8", "surrogateescape"))
 
-    def _broken(self, message: str, records: int = 0, at: int | None = None, kind: ProblemKind = "json") -> Problem:
-        place = f"element {self._number}, byte {self._offset_of(self._at if at is None else at)}"
-        return Problem(self._name, place, kind, message, records)
-
-
-def _first_key(raw: str) -> str:
-    """The first name in the first object of a text, with its quotes; nothing where there is none."""
-    match = _KEY.search(raw)
-    return match[1] if match else ""
+    def _damage(self, message: str, records: int = 0, at: int | None = None, kind: ProblemKind = "json") -> Problem:
+        """The problem that ends the reading; where the stream itself breaks off, that is the reason."""
+        place = self._offset_of(self._at if at is None else at)
+        rest = self._offset_of(len(self._text)) - place + sum(map(len, self._stream))
+        if self._stream.problem is not None:
+            return replace(self._stream.problem, records=records)
+        if rest:
+            message = f"{message}; from here on {rest:,} bytes are not read"
+        return Problem(self._name, f"element {self._number}, byte {place}", kind, message, records)

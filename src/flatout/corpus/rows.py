@@ -12,17 +12,17 @@ says so, with the number of rows.
 
 CSV: rows and lines are counted from 1. A quote that is never closed takes everything up to the next quote with it; the
 problem names the lines. A quote inside a value that does not begin with one is a character. A last row without a line
-end counts as whole. Blank lines are not rows. A file whose first row ends with b"\r" alone has all rows end so.
+end counts as whole. Blank lines are not rows. Reading ends at a line above the limit.
 """
 
-import codecs
+import csv
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, final
+from typing import Literal, final
 
 from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ReadOptions, Results, Row, shown
-from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream, decode
+from flatout.corpus.streams import LINE_LIMIT, ByteStream, decode, line_end, lines
 
 TEXT_FIELD = "text"
 EVERY = "*"
@@ -245,10 +245,6 @@ def quoted(name: str) -> str:
     return f"'{shown(name)[:80]}'"
 
 
-# Up to the first line end that is not inside of quotes.
-_FIRST_ROW = re.compile(rb'(?:[^"\r\n]++|"[^"]*+")*+')
-
-
 # CSV.
 
 
@@ -274,7 +270,7 @@ def _named_rows(stream: ByteStream, file: InputFile, fields: Sequence[str] = ())
 
     A problem that costs every row comes last, with their number, and what is wrong with single rows before it.
     """
-    rows = iter(_Rows(stream, file))
+    rows = _csv_rows(stream, file)
     header = next(rows, None)
     names: list[str] = []
     wrong: Problem | None = None
@@ -283,193 +279,75 @@ def _named_rows(stream: ByteStream, file: InputFile, fields: Sequence[str] = ())
     if isinstance(header, Problem):
         wrong = replace(header, message=f"the row with the names of the columns: {header.message}")
     else:
-        names = [name.decode("utf-8", "replace") for name in header.values]
+        line, values = header
+        names = [name.decode("utf-8", "replace") for name in values]
         if fields and not any(field in names for field in fields):
             message = f"{no_column(fields)}; there are: {names_shown(names)}"
-            wrong = Problem(file.name, f"line {header.line}", "field", message, records=0)
+            wrong = Problem(file.name, f"line {line}", "field", message, records=0)
     wanted = [names.index(field) for field in fields if field in names] if fields else range(len(names))
     lost, instead = 0, ""
     for row in rows:
         if isinstance(row, Problem):
             yield row
             continue
-        place = f"line {row.line}"
+        line, values = row
+        place = f"line {line}"
         if wrong is not None:
-            instead = instead or likely_field(dict(zip(names, row.values, strict=False)), fields)
+            instead = instead or likely_field(dict(zip(names, values, strict=False)), fields)
             lost += 1
-        elif len(row.values) != len(names):
-            message = f"the row has {len(row.values):,} columns and the first row {len(names):,}"
+        elif len(values) != len(names):
+            message = f"the row has {len(values):,} columns and the first row {len(names):,}"
             yield Problem(file.name, place, "csv", message, records=1)
-        elif fields and row.binary:
+        elif fields and any(b"\0" in value for value in values):
             yield Problem(file.name, place, "binary", "the row holds NUL bytes", records=1)
         else:
-            yield Row({names[at]: row.values[at] for at in wanted}, place)
+            yield Row({names[at]: values[at] for at in wanted}, place)
     if wrong is not None:
         yield replace(wrong, records=lost, instead=instead if wrong.kind == "field" else "")
 
 
-class _Row(NamedTuple):
-    line: int
-    values: list[bytes]
-    binary: bool
+# Stands for b"\r" inside a line, where Python's reader takes it for a line end; no decoded text has this character.
+_CARRIAGE_RETURN = "\ud800"
 
 
-class _Parsed(NamedTuple):
-    end: int
-    values: list[bytes]
-    wrong: str
+def _csv_rows(stream: ByteStream, file: InputFile) -> Iterator[tuple[int, list[bytes]] | Problem]:
+    """Rows as the line that each begins in and its values, and problems in the place of broken ones."""
+    cut: Problem | None = None  # at a line above the limit
+    lost = 0
 
-
-@final
-class _Rows:
-    """The rows of a CSV file as bytes, and problems in the place of those without an end."""
-
-    def __init__(self, stream: ByteStream, file: InputFile) -> None:
-        self._stream = stream
-        self._name = file.name
-        self._delimiter = b"," if file.format == "csv" else b"\t"
-        self._stop = re.compile(b"[%s\n]" % self._delimiter)
-        self._data = b""
-        self._at = 0
-        self._line = 1
-        self._ended = False
-        self._old_ends = False  # rows end at b"\r", which is read as b"\n"
-
-    def __iter__(self) -> Iterator[_Row | Problem]:
-        while len(self._data) < len(codecs.BOM_UTF8) and self._grow():
-            pass
-        self._at = len(codecs.BOM_UTF8) if self._data.startswith(codecs.BOM_UTF8) else 0
-        self._find_ends()
-        lost = 0
-        while self._at < len(self._data) or self._grow():
-            line = self._line
-            parsed = self._parse()
-            if parsed is None:
-                size, closed = self._skip()
-                if not closed and self._stream.problem is not None:
-                    lost = 1
-                elif not closed:
-                    message = f"a quote is opened in this row and not closed; lines {line} to {self._line} are lost"
-                    yield Problem(self._name, f"line {line}", "csv", message, records=1)
-                else:
-                    yield Problem(self._name, f"line {line}", "too-long", too_long(size, LINE_LIMIT), records=1)
-                continue
-            raw = self._data[self._at : parsed.end]
-            self._at = parsed.end
-            self._line += raw.count(b"\n")
-            if not raw.strip(b"\r\n"):
-                continue
-            if self._stream.problem is not None and self._ended and not raw.endswith(b"\n"):
+    def texts() -> Iterator[str]:
+        nonlocal cut, lost
+        for line in lines(stream, LINE_LIMIT, ending=line_end(file)):
+            if line.raw is None:
+                message = f"{too_long(line.length, LINE_LIMIT)}; the rest of the file is not read"
+                cut = Problem(file.name, f"line {line.number}", "too-long", message, records=1)
+                return
+            if stream.problem is not None and not line.ended:
                 lost = 1
-            elif (size := len(raw.removesuffix(b"\n"))) > LINE_LIMIT:
-                yield Problem(self._name, f"line {line}", "too-long", too_long(size, LINE_LIMIT), records=1)
-            elif parsed.wrong:
-                last = self._line - 1 if raw.endswith(b"\n") else self._line
-                message = f"{parsed.wrong}; lines {line} to {last} are lost"
-                yield Problem(self._name, f"line {line}", "csv", message, records=1)
-            else:
-                yield _Row(line, parsed.values, b"\0" in raw)
-        if self._stream.problem is not None:
-            yield replace(self._stream.problem, records=lost)
+                return
+            text = line.raw.decode("utf-8", "surrogateescape")
+            yield text[:-1].replace("\r", _CARRIAGE_RETURN) + text[-1:] + "\n" * line.ended
 
-    def _find_ends(self) -> None:
-        """Looks at the end of the first row, which tells what ends all of them."""
-        while True:
-            match = _FIRST_ROW.match(self._data, self._at)
-            end = match.end() if match else self._at
-            # A b"\r" at the end of what is read may be half of a line end.
-            if end + 1 < len(self._data) or self._ended or len(self._data) > LINE_LIMIT:
-                break
-            self._grow()
-        if self._data[end : end + 1] == b"\r" and self._data[end + 1 : end + 2] != b"\n":
-            self._old_ends = True
-            self._data = _new_ends(self._data)
-
-    def _parse(self) -> _Parsed | None:
-        """The next row; nothing if it has no end, or none within the limit."""
-        while (parsed := self._parse_held()) is None:
-            if self._ended or len(self._data) - self._at > LINE_LIMIT + 1:
-                return None
-            self._grow()
-        return parsed
-
-    def _parse_held(self) -> _Parsed | None:
-        """The next row, if all of it has been read."""
-        data, at, values, wrong = self._data, self._at, [], ""
-        end = data.find(b"\n", at)
-        if end < 0 and not self._ended:
-            return None
-        end = len(data) if end < 0 else end
-        if data.find(b'"', at, end) < 0:
-            return _Parsed(min(end + 1, len(data)), data[at:end].removesuffix(b"\r").split(self._delimiter), "")
-        while True:
-            quoted = data.startswith(b'"', at)
-            close = self._close(at + 1) if quoted else at
-            if close < 0:
-                return None
-            stop = self._stop.search(data, close)
-            if stop is None and not self._ended:
-                return None
-            end = len(data) if stop is None else stop.start()
-            last = stop is None or stop[0] == b"\n"
-            value = data[close:end].removesuffix(b"\r") if last else data[close:end]
-            if quoted:
-                if value != b'"':
-                    wrong = "there is something between a quote that closes and what should follow it"
-                value = data[at + 1 : close].replace(b'""', b'"')
-            values.append(value)
-            at = len(data) if stop is None else stop.end()
-            if last:
-                return _Parsed(at, values, wrong)
-
-    def _close(self, at: int) -> int:
-        """Where the quote is that closes a value; if it has not been read yet, ~place, from where to look for it."""
-        data = self._data
-        while (at := data.find(b'"', at)) >= 0:
-            if at + 1 == len(data) and not self._ended:
-                return ~at  # it may be the first of two
-            if not data.startswith(b'"', at + 1):
-                return at
-            at += 2
-        return ~len(data)
-
-    def _skip(self) -> tuple[int, bool]:
-        """Passes over the next row without holding it: its size, and whether it had an end."""
-        size = 0
-        quoted, begins = False, True
-        while True:
-            data, at = self._data, self._at
-            if begins and at < len(data):
-                begins, quoted = False, data.startswith(b'"', at)
-                at += quoted
-            end = len(data)
-            if quoted:
-                close = self._close(at)
-                if close < 0:
-                    end = ~close
-                else:
-                    quoted, at = False, close + 1
-            stop = None if quoted else self._stop.search(data, at)
-            if stop is not None:
-                begins, end = True, stop.end()
-            self._line += data.count(b"\n", self._at, end)
-            size += end - self._at
-            self._at = end
-            if stop is not None and stop[0] == b"\n":
-                return size - 1, True
-            # What is left at the end is a quote of which it is clear now that no other follows.
-            if stop is None and not self._grow() and self._at == len(self._data):
-                return size, not quoted
-
-    def _grow(self) -> bool:
-        if self._ended:
-            return False
-        rest = self._data[self._at :]
-        more = self._stream.read(max(CHUNK, min(len(rest), LINE_LIMIT)))
-        more = _new_ends(more) if self._old_ends else more
-        self._data, self._at, self._ended = rest + more, 0, not more
-        return bool(more)
-
-
-def _new_ends(raw: bytes) -> bytes:
-    return raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    csv.field_size_limit(LINE_LIMIT)
+    reader = csv.reader(texts(), delimiter="," if file.format == "csv" else "\t", strict=True)
+    while True:
+        first = reader.line_num + 1
+        try:
+            values = next(reader)
+        except StopIteration:
+            break
+        except csv.Error as error:
+            # What the file breaks off in is no problem of its own.
+            if stream.problem is not None and "unexpected end" in str(error):
+                lost = 1
+            elif cut is None:
+                message = f"the row cannot be read ({error}); lines {first} to {reader.line_num} are lost"
+                yield Problem(file.name, f"line {first}", "csv", message, records=1)
+            continue
+        if values:
+            texts_of_row = (value.replace(_CARRIAGE_RETURN, "\r") for value in values)
+            yield first, [text.encode("utf-8", "surrogateescape") for text in texts_of_row]
+    if cut is not None:
+        yield cut
+    if stream.problem is not None:
+        yield replace(stream.problem, records=lost)

@@ -23,7 +23,6 @@ from flatout.corpus.document import InputFile, Problem, Slice, shakespeare, show
 from flatout.corpus.readers import has_tokens
 from flatout.corpus.streams import PIECE, ByteStream, whole_characters
 from flatout.errors import DataError, many
-from flatout.files import parse_json, read_bounded
 
 SHAKESPEARE = "shakespeare"
 HUB = "hf:"
@@ -49,6 +48,7 @@ _BINARY_TYPES = (".docx", ".gif", ".jpeg", ".jpg", ".pdf", ".png", ".ps", ".rtf"
 BINARY = " (binary)"  # after the type of a file that is passed over and holds no text
 _NO_TOKENS = " (not GPT-2 tokens)"
 _EMPTY = "empty"
+_SAVED = {"dataset_dict.json", "dataset_info.json"}  # of datasets in Arrow files
 _LOOKED_AT = 2**13  # bytes
 # Formats whose byte ranges can be read by themselves where they are not compressed.
 _SLICED = ("text", "jsonl", "smiles")
@@ -160,7 +160,7 @@ def format_of(name: str) -> tuple[str | None, str]:
 
 
 def find_files(source: str, *, format: str | None = None, number: int = 0) -> FoundFiles:
-    """The files of a source: `shakespeare`, a file, a folder, a saved Hugging Face dataset, or `hf:NAME:CONFIG:SPLIT`.
+    """The files of a source: `shakespeare`, a file, a folder, or `hf:NAME:CONFIG:SPLIT`.
 
     `format` holds for every file of the source, whatever its name. `number` is that of the source among several.
     """
@@ -201,11 +201,6 @@ def slices_of(file: InputFile, target: int = PIECE) -> list[Slice] | None:
         return _ranges(file, file.bytes, target)
     if file.format == "parquet":
         return _row_groups(file, target)
-    if file.format == "saved":
-        from flatout.corpus import arrow
-
-        rows = arrow.saved_rows(file.path)
-        return _ranges(file, rows, max(1, rows * target // max(file.bytes, 1)))
     if file.format == "hub" or (file.format != "warc" and file.bytes > _WHOLE_BYTES):
         return None
     return [Slice(file)]
@@ -274,11 +269,11 @@ def _in_folder(source: str, format: str | None, number: int) -> FoundFiles:
         problems.append(_unreadable(str(error.filename or source), error, records=0))
 
     for parent, folders, names in os.walk(source, onerror=refuse):
-        if format is None and (saved := _saved(parent, names, number, left)):
-            files.update((file.path, file) for file in saved if isinstance(file, InputFile))
-            problems.extend(file for file in saved if isinstance(file, Problem))
-            folders.clear()
-            continue
+        if format is None and not _SAVED.isdisjoint(names):
+            raise DataError(
+                f"{shown(parent)} is a dataset as `save_to_disk` writes it, which is not read",
+                "write it as a file with `Dataset.to_parquet`, and name that",
+            )
         folders[:] = [name for name in folders if not name.startswith(".")]
         problems.extend(filter(None, (_link_problem(os.path.join(parent, name), root) for name in folders)))
         for name in names:
@@ -333,38 +328,6 @@ def _listed(path: str, format: str | None, number: int) -> InputFile | Problem:
     return file
 
 
-def _saved(folder: str, names: list[str], number: int, left: dict[str, str]) -> list[InputFile | Problem]:
-    """What `save_to_disk` of a Hugging Face dataset left in a folder: one split, or several of which `train` counts.
-
-    The splits beside `train` are noted in `left`.
-    """
-    if "dataset_dict.json" in names:
-        path = os.path.join(folder, "dataset_dict.json")
-        try:
-            splits = sorted(str(split) for split in parse_json(read_bounded(Path(path)))["splits"])
-        except OSError as error:
-            return [_unreadable(path, error, records=0)]
-        except (ValueError, KeyError, TypeError):
-            return [Problem(shown(path), "", "format", "it does not name the splits of a dataset", records=0)]
-        chosen = ["train"] if "train" in splits else splits
-        left.update({os.path.join(folder, split): f"split {shown(split)}" for split in splits if split not in chosen})
-        if any(split in ("", ".", "..") or os.path.basename(split) != split for split in chosen):
-            return [Problem(shown(path), "", "format", "it names splits outside of the folder", records=0)]
-        return [_saved_split(os.path.join(folder, split), number) for split in chosen]
-    if "dataset_info.json" in names and "state.json" in names:
-        return [_saved_split(folder, number)]
-    return []
-
-
-def _saved_split(folder: str, number: int) -> InputFile | Problem:
-    try:
-        with os.scandir(folder) as entries:
-            size = sum(entry.stat().st_size for entry in entries if entry.name.endswith(".arrow"))
-    except OSError as error:
-        return _unreadable(folder, error, records=0)
-    return InputFile(folder, shown(folder), "saved", "none", size, number)
-
-
 def _link_problem(path: str, root: str) -> Problem | None:
     if not os.path.islink(path):
         return None
@@ -379,6 +342,8 @@ def _link_problem(path: str, root: str) -> Problem | None:
 
 
 def _missing_hint(source: str) -> str:
+    if source == "-":
+        return "standard input cannot be read again: write it to a file, and name that"
     folder = os.path.dirname(source) or "."
     try:
         beside = [os.path.join(os.path.dirname(source), name) for name in os.listdir(folder)]

@@ -97,23 +97,23 @@ def open_arrays(
 class ArraySource:
     """The arrays of an object from Python, checked, from any position on and without end."""
 
-    def __init__(self, given: Any, tokenizer: Tokenizer, seed: int) -> None:
-        self._given: Any = given
-        indexed = hasattr(given, "__len__") and hasattr(given, "__getitem__")
-        indexed = indexed and not isinstance(given, torch.utils.data.IterableDataset)  # which has both and no items
-        self._called = not indexed and not hasattr(given, "__iter__")
-        if isinstance(given, Mapping | str | bytes) or (self._called and not callable(given)):
+    def __init__(self, custom: Any, tokenizer: Tokenizer, seed: int) -> None:
+        self._custom: Any = custom
+        indexed = hasattr(custom, "__len__") and hasattr(custom, "__getitem__")
+        indexed = indexed and not isinstance(custom, torch.utils.data.IterableDataset)  # which has both and no items
+        self._called = not indexed and not hasattr(custom, "__iter__")
+        if isinstance(custom, Mapping | str | bytes) or (self._called and not callable(custom)):
             raise DataError(
-                f"a {type(given).__name__} was given to train as data",
+                f"a {type(custom).__name__} was given to train as data",
                 "give an iterable of token arrays or texts, a function that returns an iterator, or a torch Dataset; a "
                 "single text goes into a list",
             )
         self.tokenizer, self.vocab, self.dtype = tokenizer, tokenizer.vocab, token_dtype(tokenizer.vocab)
         self.seed = seed
         self.held = 0  # arrays at the beginning that are not trained on
-        self.items: int | None = len(self._given) if indexed else None
+        self.items: int | None = len(self._custom) if indexed else None
         self.notices: list[str] = []
-        self._once = not indexed and not self._called and iter(self._given) is given
+        self._once = not indexed and not self._called and iter(self._custom) is custom
         self._drawn = 0  # of an iterator that can be read once
         self._begin: str | None = None  # the state of an iterable before anything was drawn
 
@@ -151,11 +151,11 @@ class ArraySource:
                 numbers = range(begin, min(begin + AT_ONCE, self.items))
                 indices = self.held + order.indices(start.epoch * order.windows + begin - self.held, len(numbers))
                 for number, index in zip(numbers, indices.tolist(), strict=True):
-                    yield number, None, self._checked(self._given[index], index)
+                    yield number, None, self._checked(self._custom[index], index)
 
     def _drawn_from(self, start: ArrayPosition) -> Iterator[tuple[int, str | None, Ids]]:
         """(number, state before it, array) in the order of the object itself."""
-        made: Any = self._given() if self._called else self._given
+        made: Any = self._custom() if self._called else self._custom
         number, state_of = self._drawn, _state_of(made)
         if state_of is not None:
             self._begin = self._begin or state_of()

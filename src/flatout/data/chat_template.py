@@ -9,8 +9,8 @@ Contract: a template is a stranger's program. It is compiled and rendered in a c
 and output (`confined`), there in Jinja's immutable sandbox, sees nothing but plain values made of JSON, and reaches
 neither attributes of Python objects nor files. What it refuses is a `TemplateRefusal` with its own words; what breaks
 it is one too; an attempt to leave the sandbox, or to take more than a rendering may, is a `DataError`. Our own two
-templates are rendered here. Rendering is a pure function: the time that `strftime_now` tells is that at which the
-template was loaded, so that two renderings can be compared.
+templates are rendered here. Rendering is a pure function: `strftime_now` formats the time at which the template
+was loaded, so that two renderings can be compared.
 
 Trap: `generation` blocks mark what an assistant writes. They are found by rendering a second time with two marks in the
 text, and only believed where that gives the same text; a template may look at its own output.

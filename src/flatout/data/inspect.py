@@ -47,8 +47,6 @@ REPORT_FORMAT = "flatout-report"
 _REPORT_NUMBERS = ("records", "damaged", "problem_count", "replaced_characters", "files", "input_bytes", "text_bytes")
 _REPORT_TABLES = ("kept", "dropped", "passed_over")
 _CHUNK = 2**20  # larger ones leave the processor's cache and are counted at two thirds of the speed
-_MOST_BINS = 48
-_BINS_PER_DOUBLING = 8
 _SAMPLE_CHARACTERS = 300
 _PROBLEMS = 20
 
@@ -62,8 +60,6 @@ def summarize(folder: str | Path, *, context: int | None = None, samples: int = 
     for shards in splits.values():
         _count_tokens(shards, counts)
     lengths = {name: _count_lengths(shards) for name, shards in splits.items()}
-    found = np.concatenate([values for values, _ in lengths.values()])
-    edges = _edges(int(found.min()), int(found.max()))
     return DataSummary(
         folder=str(folder),
         fingerprint=dataset.manifest.fingerprint,
@@ -71,7 +67,7 @@ def summarize(folder: str | Path, *, context: int | None = None, samples: int = 
         vocab=dataset.manifest.vocab,
         dtype=dataset.manifest.dtype,
         context=context,
-        splits=tuple(_split_summary(dataset, name, lengths[name], edges, context) for name in splits),
+        splits=tuple(_split_summary(dataset, name, lengths[name], context) for name in splits),
         top_tokens=_most_frequent(dataset.tokenizer, counts, top),
         unused_ids=int(np.count_nonzero(counts == 0)),
         samples=_samples(dataset, samples),
@@ -93,16 +89,6 @@ def read_report(folder: str | Path) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {type(error).__name__}: {error}", PREPARE_AGAIN) from error
     return report
-
-
-def unlike_training(report: Mapping[str, Any]) -> str:
-    """A warning that validation is another kind of text than training, with what to do; empty where it is not."""
-    kinds = report.get("unlike_training", [])
-    named = ", ".join(kinds[:3]) + (f" and {len(kinds) - 3} more" if len(kinds) > 3 else "")
-    return named and (
-        f"validation is the end of the text, and most of it is of a kind that training has nearly none of: {named}; "
-        "data.split=document, prepared with --overwrite, takes it from everywhere"
-    )
 
 
 def read_problems(folder: str | Path, most: int) -> list[dict[str, Any]]:
@@ -142,8 +128,6 @@ def _check_report(report: Any) -> None:
         raise ValueError(f"its format is not {REPORT_FORMAT!r}")
     numbers = [report[name] for name in _REPORT_NUMBERS]
     numbers += [number for name in _REPORT_TABLES for number in report[name].values()]
-    if not all(isinstance(kind, str) for kind in report.get("unlike_training", [])):
-        raise ValueError("it names kinds of files that are no text")
     if any(type(number) is not int or number < 0 for number in numbers) or set(report["kept"]) != set(SPLITS):
         raise ValueError("it holds something else than counts")
     found = sum(report["kept"].values()) + sum(report["dropped"].values()) + report["damaged"]
@@ -209,18 +193,8 @@ def _count_lengths(shards: TokenShards) -> tuple[Counts, Counts]:
     return values, times
 
 
-def _edges(least: int, most: int) -> tuple[int, ...]:
-    """Whole numbers about a constant ratio apart, the last above `most`."""
-    bins = min(_MOST_BINS, max(1, int(np.ceil(_BINS_PER_DOUBLING * np.log2((most + 1) / least)))))
-    inner = {round(edge) for edge in np.geomspace(least, most + 1, bins + 1)[1:-1].tolist()}
-    return (least, *sorted(edge for edge in inner if least < edge <= most), most + 1)
-
-
-def _split_summary(
-    dataset: Dataset, name: str, lengths: tuple[Counts, Counts], edges: tuple[int, ...], context: int | None
-) -> SplitSummary:
+def _split_summary(dataset: Dataset, name: str, lengths: tuple[Counts, Counts], context: int | None) -> SplitSummary:
     info, (values, times) = dataset.manifest.splits[name], lengths
-    bins = list(itertools.pairwise(np.searchsorted(values, edges).tolist()))
     return SplitSummary(
         name=name,
         documents=info.documents,
@@ -229,9 +203,6 @@ def _split_summary(
         bytes_per_token=info.text_bytes / info.tokens,
         shards=len(info.shards),
         disk_bytes=sum(file.bytes for file in (*info.shards, info.offsets)),
-        edges=edges,
-        documents_by_length=tuple(int(times[low:high].sum()) for low, high in bins),
-        tokens_by_length=tuple(int((values * times)[low:high].sum()) for low, high in bins),
         quantiles=_quantiles(values, times),
         windows=None if context is None else _windows(name, info.tokens, context),
         remainder=None if context is None else 0 if name == "val" else remainder(info.tokens, context, context),

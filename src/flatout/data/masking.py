@@ -403,7 +403,7 @@ COUNTS: Mapping[str, str] = {
     "turns": "assistant turns that are learned",
     "turns_apart": "turns in samples of their own, since the template writes them differently later on",
     "prompts_apart": "turns that do not begin as the template's prompt does",
-    "turns_without_end_token": "turns that end without a special token, so that only text tells a model to stop",
+    "turns_without_end_token": "turns that end without a special token, so that plain text alone marks their end",
     "contents_changed": "turns that the template does not write as they stand in the file",
     "contents_left_out": "messages that the template leaves out",
     "reasoning_left_out": "turns whose reasoning the template leaves out",

@@ -24,7 +24,7 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, final
@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.corpus.clean import SIMILAR, SLOTS, near_duplicates
-from flatout.corpus.document import Problem, shown
+from flatout.corpus.document import Problem
 from flatout.data.inspect import causes_of, mend_of
 from flatout.data.part import BEGINS, ENDS, PIECE, REJECTED, PartHead, PartResult, Recipe, copies_of, share_of, text_of
 from flatout.data.plan import Done, Inputs, Request, find_part
@@ -59,7 +59,7 @@ _PLAN = "plan.json"
 _PARTS = "parts"
 _READ_HERE = "read-here.json"
 _OWN = re.compile(
-    rf"(?:(?:plan\.json|read-here\.json|stdin-\d+|{_PARTS}/\d{{8,}}\.part)(?:{TEMPORARY})?"
+    rf"(?:(?:plan\.json|read-here\.json|{_PARTS}/\d{{8,}}\.part)(?:{TEMPORARY})?"
     rf"|{re.escape(SIGNATURES)}|{re.escape(MARK)})"
 )
 # SHA-256 of the description that follows, and its length.
@@ -221,13 +221,11 @@ def _is_own(path: Path, folder: Path) -> bool:
 def _head_from(content: dict[str, Any]) -> PartHead:
     problems = tuple(Problem(**problem) for problem in content["problems"])
     rejected = {int(row): reason for row, reason in content["rejected"].items()}
-    types = tuple((type, count) for type, count in content.get("types", ()))
-    return PartHead(**{**content, "problems": problems, "rejected": rejected, "types": types})
+    return PartHead(**{**content, "problems": problems, "rejected": rejected})
 
 
 KEPT, DROPPED, EXACT, NEAR, UNCHOSEN = range(5)
 _REASONS = {EXACT: "exact_duplicate", NEAR: "near_duplicate", UNCHOSEN: "weight"}
-_UNLIKE = 10  # a kind is hardly trained on if its share of validation is this many times that of training
 _DOCUMENTS_AT_ONCE = 4_000_000
 Flags = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.uint64]
@@ -380,8 +378,6 @@ def merge_parts(finished: Finished, folder: Path, tick: Tick) -> Manifest:
     )
     problems = write_file(folder / PROBLEMS, lines)
     report = _report(decisions, inputs, writer.kept, splits)
-    if writer.contiguous and (apart := _unlike_training(writer.from_types, finished.request)):
-        report["unlike_training"] = apart
     manifest = Manifest(
         version=VERSION,
         dtype=token_dtype(tokenizer.vocab).name,
@@ -396,16 +392,6 @@ def merge_parts(finished: Finished, folder: Path, tick: Tick) -> Manifest:
     )
     write_file(folder / MANIFEST, [manifest.to_bytes()])
     return manifest
-
-
-def _unlike_training(from_types: Mapping[str, Counter[tuple[int, str]]], request: Request) -> list[str]:
-    """The kinds of files that most of validation comes from and that training has nearly none of."""
-    train, val = (from_types[name] for name in SPLITS)
-    apart = [kind for kind, size in val.most_common() if size * train.total() > _UNLIKE * train[kind] * val.total()]
-    if sum(val[kind] for kind in apart) * 2 < val.total():
-        return []
-    several = len(request.sources) > 1
-    return [f"{type} of {shown(request.sources[source].path)}" if several else type for source, type in apart]
 
 
 def _border(finished: Finished, decisions: Decisions) -> int | None:
@@ -439,18 +425,11 @@ class _Splitter:
 
     def __init__(self, finished: Finished, decisions: Decisions, folder: Path) -> None:
         self.kept: Counter[str] = Counter()
-        # By split, the characters from each source and type of file.
-        self.from_types: dict[str, Counter[tuple[int, str]]] = {name: Counter() for name in SPLITS}
         self._finished, self._decisions = finished, decisions
         self._request, self._tokenizer = finished.request, finished.tokenizer
         self._border = _border(finished, decisions)
         self._dtype = token_dtype(finished.tokenizer.vocab)
         self._writers = {name: _SplitWriter(folder, name, self._dtype) for name in SPLITS}
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether validation is the end of the text."""
-        return self._border is not None
 
     def write(self, tick: Tick) -> dict[str, SplitInfo]:
         start = position = 0  # in characters: where the source begins, and where its last part ended
@@ -497,11 +476,6 @@ class _Splitter:
             if name == "val" and copy:
                 continue  # validation is measured on each document once
             chosen = kept & (in_val == (name == "val")) & (copies > copy)
-            characters = np.where(chosen, pieces["characters"], 0).astype(np.int64)
-            if cut is not None and copies[cut] > copy and self._border is not None:
-                past = int(ends[cut]) - self._border
-                characters[cut] = past if name == "val" else int(pieces["characters"][cut]) - past
-            self._count_types(name, stored.head, characters)
             if cut is None:
                 self._add(name, ids, pieces, chosen, first_copy=not copy)
                 continue
@@ -514,12 +488,6 @@ class _Splitter:
             self._add(name, ids, pieces, after, first_copy=not copy)
         end = int(ends[-1]) if len(ends) else position
         return end, (int(hashes[-1]), int(taken[-1]))
-
-    def _count_types(self, name: str, head: PartHead, characters: npt.NDArray[np.int64]) -> None:
-        row = 0
-        for type, count in head.types:
-            self.from_types[name][head.source, type] += int(characters[row : row + count].sum())
-            row += count
 
     def _in_val(self, source: int, hashes: Numbers, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         if self._request.data.val_source is not None:

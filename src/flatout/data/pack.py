@@ -40,7 +40,6 @@ from flatout.data.part import CorpusPart, Count, PartHead, Recipe, Tally
 from flatout.data.plan import (
     CUTTING,
     PART_BYTES,
-    STDIN_NAME,
     Done,
     Request,
     check_free,
@@ -53,7 +52,7 @@ from flatout.data.plan import (
 from flatout.data.shards import FILE_NAME, MANIFEST, REPORT, Manifest, read_manifest
 from flatout.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, token_dtype
 from flatout.data.tokenizer_files import train_bpe
-from flatout.data.workers import Engine, EngineName, open_engine
+from flatout.data.workers import ProcessEngine
 from flatout.errors import DataError, ResourceError
 from flatout.files import temporary_name
 from flatout.folders import MARK, claim, foreign_entry, make_folders, remove_empty, sweep, whole_folder
@@ -75,7 +74,6 @@ def pack_corpus(
     folder: str | Path,
     *,
     workers: int | None = None,
-    engine: EngineName = "local",
     progress: Progress | None = None,
     overwrite: bool = False,
     check: Callable[[Path], None] | None = None,
@@ -90,7 +88,7 @@ def pack_corpus(
         made = make_folders(target.parent)
         try:
             with _only_packer(target):
-                return _pack(_Packer(request, workers, engine, progress), target, overwrite, check)
+                return _pack(_Packer(request, workers, progress), target, overwrite, check)
         except BaseException:
             remove_empty(made)
             raise
@@ -136,24 +134,23 @@ def worker_count(input_bytes: int) -> int:
 class _Packer:
     """One prepare, from the list of files to a dataset in `work`/dataset."""
 
-    def __init__(self, request: Request, workers: int | None, engine: EngineName, progress: Progress | None) -> None:
+    def __init__(self, request: Request, workers: int | None, progress: Progress | None) -> None:
         self.began = False  # the work folder is ours from here on; before, it may hold the parts of another command
         self._request = request
         self._workers = workers
-        self._engine: EngineName = engine
         self._progress = progress
 
     def tokenize(self, work: Path) -> Finished:
         """Every part of the request into a journal in `work`."""
         request = self._request
-        self._inputs = inputs = find_inputs(request, work)
+        self._inputs = inputs = find_inputs(request)
         settings = request.settings(inputs.bytes, inputs.digest())
         self._state = PrepareProgress("reading", 0, len(inputs.files), 0, inputs.bytes, 0, 0, 0)
         if self._progress is not None and inputs.summary:
             self._progress(replace(self._state, notice=inputs.summary))
         count = worker_count(inputs.bytes) if self._workers is None else min(self._workers, inputs.most_parts)
         stamps = inputs.stamps()
-        with open_engine(self._engine, count) as engine:
+        with ProcessEngine(count) as engine:
             tokenizer = self._find_tokenizer(engine)
             subword = tokenizer.kind not in ("char", "bytes")
             check_free(
@@ -178,11 +175,11 @@ class _Packer:
         near = "near_duplicates" in self._request.clean.drop
         return Recipe(self._request.options, self._request.rules, description, near)
 
-    def _find_tokenizer(self, engine: Engine) -> Tokenizer:
+    def _find_tokenizer(self, engine: ProcessEngine) -> Tokenizer:
         data = self._request.data
         vocab = learned_vocab(data.tokenizer)
         if vocab is not None:
-            return HuggingFaceTokenizer(train_bpe(self._texts_to_learn_from(), vocab, exact=False))
+            return HuggingFaceTokenizer(train_bpe(self._texts_to_learn_from(), vocab))
         if data.tokenizer != "char":
             return load_tokenizer(data.tokenizer, None)
         found: set[str] = set()
@@ -217,7 +214,7 @@ class _Packer:
             texts = texts if texts[-1] else texts[:-1]
         return texts or ["\n"]  # there is no text; the report says what became of the input
 
-    def _tokenize(self, engine: Engine, journal: Journal, recipe: Recipe) -> int:
+    def _tokenize(self, engine: ProcessEngine, journal: Journal, recipe: Recipe) -> int:
         """Make sure that every part is in the journal, and return how many there are."""
         if limits_of(self._request.data) is None:
             return self._tokenize_parts(engine, journal, recipe, None, 0)
@@ -226,16 +223,18 @@ class _Packer:
             parts = self._tokenize_parts(engine, journal, recipe, source, parts)
         return parts
 
-    def _tokenize_parts(self, engine: Engine, journal: Journal, recipe: Recipe, source: int | None, first: int) -> int:
+    def _tokenize_parts(
+        self, engine: ProcessEngine, journal: Journal, recipe: Recipe, source: int | None, first: int
+    ) -> int:
         """The parts of one source, or of all, numbered from `first`; the number after the last that counts.
 
         Where limits end a source, workers may have gone further by then. The next source uses those numbers again.
         """
         parts = first
-        given = (None, "") if source is None else (self._request.limits(source), self._request.sources[source].path)
+        limited = (None, "") if source is None else (self._request.limits(source), self._request.sources[source].path)
 
         def trim(number: int, count: int, after: Count) -> Count:
-            limits, options = given[0], recipe.options
+            limits, options = limited[0], recipe.options
             assert limits is not None, "only a limit ends a source"
             assert source is not None, "limits are counted by source"
             part = partial(find_part, self._inputs, options, number, source, first)
@@ -243,7 +242,7 @@ class _Packer:
             journal.write(number, result)
             return after
 
-        tally = Tally(*given, first, trim)
+        tally = Tally(*limited, first, trim)
 
         def missing() -> Iterator[CorpusPart]:
             nonlocal parts
@@ -367,7 +366,7 @@ def _work_folder(hidden: Path, overwrite: bool) -> Path:
 
 def _forget(work: Path) -> None:
     """Removes a work folder in which nothing was begun; finished parts of an earlier command stay."""
-    if not any(path.name != MARK and not path.name.startswith(STDIN_NAME) for path in work.iterdir()):
+    if not any(path.name != MARK for path in work.iterdir()):
         clear(work)
 
 

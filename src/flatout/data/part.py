@@ -17,7 +17,6 @@ document is kept is known only when all of its pieces are; a rejected piece is t
 """
 
 import hashlib
-import itertools
 import json
 from array import array
 from collections import Counter
@@ -32,7 +31,7 @@ import numpy.typing as npt
 from flatout.corpus.clean import CleanRules, rejection, signature
 from flatout.corpus.document import Document, Problem, ReadOptions, Slice
 from flatout.corpus.readers import read_slice
-from flatout.corpus.sources import format_of, type_of
+from flatout.corpus.sources import format_of
 from flatout.data.tokenizer import Ids, Tokenizer, token_dtype, tokenizer_from_json
 from flatout.errors import DataError
 from flatout.files import canonical_json
@@ -88,8 +87,6 @@ class PartHead:
     rejected: dict[int, str]
     # Whether a limit ends the source inside this part; what comes after it has been taken out.
     last: bool = False
-    # The types of the files that pieces come from, each with how many pieces in a row; after a limit they may be more.
-    types: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,6 @@ class _Work:
         self._rejected: dict[int, str] = {}
         self._problems: list[Problem] = []
         self._unlisted, self._first_unlisted = 0, ""
-        self._files: list[tuple[str, int]] = []  # of pieces in a row
 
     def add(self, file: str, item: Document | Problem) -> None:
         if isinstance(item, Problem):
@@ -209,7 +205,6 @@ class _Work:
             dropped=dict(self._dropped),
             problems=tuple(self._problems),
             rejected=self._rejected,
-            types=tuple(_by_type(self._files)),
         )
         return PartResult(head, bytes(self._tokens), pieces, bytes(self._signatures))
 
@@ -231,12 +226,8 @@ class _Work:
             encoded = None
         for number, (file, document) in enumerate(waiting):
             ids = self._encode_one(file, document) if encoded is None else encoded[number]
-            before = self._pieces
             if ids is not None:
                 self._keep(document, ids)
-            if self._pieces > before:
-                again = self._files and self._files[-1][0] == file
-                self._files.append((file, self._files.pop()[1] + 1 if again else 1))
 
     def _encode_one(self, file: str, document: Document) -> Ids | None:
         try:
@@ -268,12 +259,6 @@ class _Work:
         self._tokens += ids.astype(self._dtype, copy=False).tobytes()
         if self._near and document.begins:
             self._signatures += signature(document.text)
-
-
-def _by_type(files: list[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    named = ((type_of(file), count) for file, count in files)
-    for type, counts in itertools.groupby(named, key=lambda pair: pair[0]):
-        yield type, sum(count for _, count in counts)
 
 
 def _as_pieces(columns: "array[int]") -> Pieces:
@@ -406,14 +391,14 @@ class Limits:
         """Refuses a source whose first document is larger than the limit, so that nothing would be taken."""
         if full and not count[0]:
             # A document is never too large for a limit on their number.
-            given = {
+            exceeded = {
                 f"data.{key}": most for key, most in zip(LIMITS[1:], self.most[1:], strict=True) if most is not None
             }
-            given_limits = " and ".join(f"{name}={most}" for name, most in given.items())
+            limits = " and ".join(f"{name}={most}" for name, most in exceeded.items())
             smaller = ", or set a data.document_start that occurs more often" if format_of(source)[0] == "text" else ""
             raise DataError(
-                f"the first document of {source} is larger than {given_limits}, and documents are taken whole",
-                f"raise {' and '.join(given)}{smaller}",
+                f"the first document of {source} is larger than {limits}, and documents are taken whole",
+                f"raise {' and '.join(exceeded)}{smaller}",
             )
 
 

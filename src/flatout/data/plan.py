@@ -11,7 +11,6 @@ never span two sources. What cannot be cut (a large compressed file, a large JSO
 process and handed on as documents; `Done` notes how many parts such a file gave, so that it is not read again. Sizes
 are those of the text: a part whose compressed files hold a thousand times their bytes would not fit into memory.
 
-Trap: standard input cannot be read twice. It is copied to a file first, and the parts come from that file.
 """
 
 import contextlib
@@ -19,7 +18,6 @@ import dataclasses
 import hashlib
 import os
 import shutil
-import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,10 +33,8 @@ from flatout.corpus.sources import FoundFiles, but_read, find_files, slices_of, 
 from flatout.corpus.streams import PIECE
 from flatout.data.part import LIMITS, NONE_TAKEN, CorpusPart, Count, Limits, Recipe, judged
 from flatout.errors import ConfigError, DataError, ResourceError
-from flatout.files import readable_sizes
+from flatout.rows import human_bytes
 
-STDIN = "-"
-STDIN_NAME = "stdin-"  # of the file that standard input is copied to
 PART_BYTES = 2**22
 # A compressed file is left to one worker up to this much text; crawl files, which come in great numbers, always are.
 _WHOLE_TEXT = 2**25
@@ -70,8 +66,8 @@ class Request:
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
         """The sources in order; the last is the validation source where there is one."""
-        given = self.data.source
-        listed: list[str | SourceConfig] = given if isinstance(given, list) else [] if given is None else [given]
+        source = self.data.source
+        listed: list[str | SourceConfig] = source if isinstance(source, list) else [] if source is None else [source]
         plain = [SourceConfig(path=item) if isinstance(item, str) else item for item in listed]
         return (*plain, *([] if self.data.val_source is None else [SourceConfig(path=self.data.val_source)]))
 
@@ -81,11 +77,6 @@ class Request:
         data = self.data
         names = (data.field,) if isinstance(data.field, str) else tuple(data.field)
         return ReadOptions(names, data.document_start, data.invalid_utf8)
-
-    @property
-    def piped(self) -> bool:
-        """Whether some of it comes from standard input, which cannot be looked at again."""
-        return any(source.path == STDIN for source in self.sources)
 
     def limits(self, source: int) -> Limits | None:
         """The most that is taken of a source; validation text has `eval.tokens` instead."""
@@ -137,21 +128,18 @@ class Inputs(FoundFiles):
         return total.hexdigest()
 
     def stamps(self) -> list[list[Any]]:
-        """Size and time of change of every file: a change tells that the input is another."""
+        """Size and time of change of every file, by which a changed input is noticed."""
         return [[file.path, file.format, file.compression, file.source, *_stamp(file)] for file in self.files]
 
 
-def find_inputs(request: Request, work: Path) -> Inputs:
-    """List the files of a request. Standard input is copied into `work` first."""
+def find_inputs(request: Request) -> Inputs:
+    """List the files of a request."""
     if not request.sources:
         raise DataError("data.source is not set", "set data.source to a text file or folder")
     listed: list[FoundFiles] = []
     for number, source in enumerate(request.sources):
         form = source.format or request.data.format
-        if source.path == STDIN:
-            listed.append(FoundFiles((_spooled(work / f"{STDIN_NAME}{number}", form or "text", number),)))
-        else:
-            listed.append(find_files(source.path, format=form, number=number))
+        listed.append(find_files(source.path, format=form, number=number))
     listed = but_read(listed, [source.path for source in request.sources])
     for source, found in zip(request.sources, listed, strict=True):
         if found.mostly_unknown:
@@ -331,23 +319,6 @@ def find_part(inputs: Inputs, options: ReadOptions, number: int, source: int, fi
     raise DataError("the source has become shorter while it was read", "prepare it again when nothing writes to it")
 
 
-def _spooled(target: Path, form: str, number: int) -> InputFile:
-    if sys.stdin is None or sys.stdin.isatty():
-        raise DataError(
-            "the source is standard input, and nothing is piped into it", "for example: cat a.txt | flatout prepare ..."
-        )
-    digest = hashlib.sha256()
-    target.unlink(missing_ok=True)  # of an earlier prepare
-    with target.open("xb") as file:
-        while chunk := sys.stdin.buffer.read(2**20):
-            digest.update(chunk)
-            file.write(chunk)
-    # The same bytes piped in again are the same input: the stamp is their hash, not the time.
-    stamp = int.from_bytes(digest.digest()[:6], "big")
-    os.utime(target, ns=(stamp, stamp))
-    return InputFile(str(target), "standard input", form, "none", target.stat().st_size, number)
-
-
 def _stamp(file: InputFile) -> tuple[int, int]:
     if file.format == "hub":
         return 0, 0
@@ -377,9 +348,9 @@ def check_free(folder: Path, inputs: Inputs, bytes_per_token: int, subword: bool
     need = 2 * tokens * bytes_per_token
     free = shutil.disk_usage(folder).free
     if free < need:
-        has, needs, given = readable_sizes(free, need, inputs.bytes)
         raise ResourceError(
-            f"the disk of {shown(folder.parent)} has {has} free, and preparing {given} of input needs about {needs}",
+            f"the disk of {shown(folder.parent)} has {human_bytes(free)} free, and preparing "
+            f"{human_bytes(inputs.bytes)} of input needs about {human_bytes(need)}",
             "free some space, or set data.folder to another disk",
         )
 
@@ -514,11 +485,4 @@ def check_streamable(data: DataConfig, clean: CleanConfig) -> None:
             f"the tokenizer `{data.tokenizer}` is made from the whole corpus, "
             "and data.streaming reads it only as it trains",
             "set data.tokenizer to bytes, gpt2 or a tokenizer.json, such as that of a prepared dataset",
-        )
-    sources = data.source if isinstance(data.source, list) else [data.source]
-    paths = [source if isinstance(source, str | None) else source.path for source in (*sources, data.val_source)]
-    if STDIN in paths:
-        raise ConfigError(
-            "standard input cannot be read twice, so a run that streams from it could not be resumed",
-            "write it to a file first, or prepare it: `flatout prepare data.source=-`",
         )

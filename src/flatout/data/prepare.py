@@ -27,10 +27,9 @@ from flatout.corpus.document import Problem
 from flatout.data.inspect import Cause, all_problems, causes_of, encoding_mend, mend_of, names_to_read, read_report
 from flatout.data.pack import Progress, pack_corpus
 from flatout.data.part import LIMITS
-from flatout.data.plan import DECISIVE, STDIN, Request, find_inputs, request_of
+from flatout.data.plan import DECISIVE, Request, find_inputs, request_of
 from flatout.data.shards import MANIFEST, PROBLEMS, TOKENIZER, Manifest, read_manifest
 from flatout.data.tokenizer import load_tokenizer
-from flatout.data.workers import EngineName
 from flatout.errors import ConfigError, DataError, UsageError, many
 
 # YAML reads it as text without quotes, as it does a name, which `format_value` leaves as it is.
@@ -50,7 +49,7 @@ def data_folder(data: DataConfig) -> Path:
 
 
 def has_dataset(folder: Path) -> bool:
-    """Whether there is a manifest. A folder that cannot be looked at has none; writing to it tells why."""
+    """Whether there is a manifest. An unreadable folder has none; writing to it raises the error."""
     return os.path.exists(folder / MANIFEST)  # unlike Path.exists, it never raises
 
 
@@ -58,8 +57,6 @@ def _source_name(data: DataConfig) -> str:
     if isinstance(data.source, list):
         described = json.dumps(data.model_dump(mode="json")["source"], sort_keys=True)
         return f"mix-{hashlib.sha256(described.encode('utf-8')).hexdigest()[:8]}"
-    if data.source == STDIN:
-        return "stdin"
     return source_name(str(data.source))
 
 
@@ -70,7 +67,6 @@ def prepare_data(
     *,
     overwrite: bool = False,
     workers: int | None = None,
-    engine: EngineName = "local",
 ) -> tuple[Path, bool]:
     """Prepare data.source into its folder; keeps what is already there when it fits. True: it was made just now."""
     folder = data_folder(data)
@@ -85,7 +81,7 @@ def prepare_data(
     request = request_of(data, clean)
     check_outside(folder, request)
     check = partial(_check_not_worse, folder=folder, data=data, clean=request.clean)
-    pack_corpus(request, folder, workers=workers, engine=engine, progress=progress, overwrite=overwrite, check=check)
+    pack_corpus(request, folder, workers=workers, progress=progress, overwrite=overwrite, check=check)
     return folder, True
 
 
@@ -123,16 +119,6 @@ def _lies_inside(folder: Path, source: str) -> bool:
         return os.path.isdir(source) and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(source))
     except (OSError, ValueError):  # a name that no file can have
         return False
-
-
-def refuse_second_pipe(data: DataConfig) -> None:
-    """What is piped in cannot be compared with a dataset that is already there."""
-    folder = data_folder(data)
-    if request_of(data).piped and has_dataset(folder):
-        raise DataError(
-            f"{folder} holds a dataset already, and what is piped in now may be another text",
-            "add --overwrite, or set data.folder to a new folder",
-        )
 
 
 def check_complete(data: DataConfig, clean: CleanConfig) -> None:
@@ -268,51 +254,22 @@ def _check_settings(data: DataConfig, clean: CleanConfig | None, folder: Path) -
     manifest, request = read_manifest(folder), request_of(data, clean)
     for path, (stored, wanted) in _differences(data, clean, manifest).items():
         name = path.removeprefix("data.")
-        if name == "source" and not request.piped and "hf:" not in str(data.source):
-            find_inputs(request, Path())  # which says so where there is no such text
+        if name == "source" and "hf:" not in str(data.source):
+            find_inputs(request)  # which says so where there is no such text
         own = folder / TOKENIZER if name == "tokenizer" and not _is_named(stored) else format_value(stored)
         word = shlex.quote(f"{path}={own}")
         # The folder may be named after source and tokenizer.
         leave = "" if name in ("source", "tokenizer") else f"leave {path} out or "
         keep = f"{leave}set {word} to use it as it is, or " if path in field_facts() else ""
-        meant = _meant_field(folder, stored, wanted) if name == "field" else ""
-        again = _better(path, stored, data, clean, folder)
         raise DataError(
             f"{folder} was prepared with {name} {stored!r}, the config says {wanted!r}",
-            f"{meant}{keep}set data.folder to a new folder to prepare it anew{again}",
+            f"{keep}set data.folder to a new folder to prepare it anew",
         )
     _check_source_size(data, request, manifest, folder)
 
 
 def _listed(field: str | list[str]) -> list[str]:
     return [field] if isinstance(field, str) else field
-
-
-def _meant_field(folder: Path, stored: str | list[str], wanted: str | list[str]) -> str:
-    """Which field was probably meant by one that is nearly its name; empty if there is none."""
-    known = [*_listed(stored), *(cause.first.instead for cause in read_causes(folder) if cause.first.instead)]
-    near = [match for name in _listed(wanted) if name not in known for match in close_matches(name, known, 0.75)]
-    return f"did you mean {near[0]}? " if near else ""
-
-
-def _better(path: str, stored: Any, data: DataConfig, clean: CleanConfig | None, folder: Path) -> str:
-    """The command that replaces a dataset with one that lacks less; empty where other settings may lose more."""
-    report = read_report(folder)
-    if report is None or not report["damaged"] or path not in ("data.field", "data.invalid_utf8"):
-        return ""
-    causes = read_causes(folder)
-    if path == "data.field":
-        there, wanted = {cause.first.instead for cause in causes}, _listed(data.field)
-        new = [name for name in wanted if name in there]
-        # All that was read stays readable.
-        whole = {*new} | {*_listed(stored)} == {*wanted}
-        data = data.model_copy(update={"field": wanted if whole else list(dict.fromkeys([*_listed(stored), *new]))})
-        if not new:
-            return ""
-    elif data.invalid_utf8 == "strict" or not any(cause.first.kind == "not-utf8" for cause in causes):
-        return ""
-    lost = f"{report['damaged']:,} of {many(report['records'], 'record')}"
-    return f"; it lacks {lost}: `{prepare_command(data, clean)}` replaces it"
 
 
 def _tokenizers(manifest: Manifest, data: DataConfig) -> tuple[str, str]:
@@ -330,10 +287,8 @@ def _is_named(tokenizer: str) -> bool:
 def _check_source_size(data: DataConfig, request: Request, manifest: Manifest, folder: Path) -> None:
     before, digest = manifest.settings["source_bytes"], manifest.settings.get("source_sha256")
     try:
-        inputs = None if request.piped else find_inputs(request, Path())
+        inputs = find_inputs(request)
     except DataError:  # the text is gone; the shards stand for themselves
-        inputs = None
-    if inputs is None:
         return
     changed = f"was prepared from {before:,} bytes of text, {data.source} now has {inputs.bytes:,}"
     if inputs.bytes == before:

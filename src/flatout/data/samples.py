@@ -177,7 +177,7 @@ def check_target(target: Path) -> None:
     """Refuse a folder with anything in it that is not ours to replace."""
     if not target.name:
         raise DataError(f"{shown(target)} cannot be replaced by samples", _ANOTHER)
-    if not os.path.lexists(target):  # unlike Path.exists, it never raises; writing tells what is wrong with the name
+    if not os.path.lexists(target):  # unlike Path.exists, it never raises; writing raises the error
         return
     if target.is_symlink() or not target.is_dir():
         what = "link" if target.is_symlink() else "file"

@@ -35,7 +35,7 @@ from flatout.data.batch import (
     as_signed,
     pinned,
 )
-from flatout.data.inspect import read_report, unlike_training
+from flatout.data.inspect import read_report
 from flatout.data.pack import Progress
 from flatout.data.prepare import check_complete, data_folder, prepare_data
 from flatout.data.sampler import Packing, Pieces, Reshuffle, WindowOrder, window_count
@@ -310,8 +310,6 @@ def notices_on_folder(folder: Path) -> Iterator[Finding]:
             f"{report['damaged']:,} of {many(report['records'], 'record')} of the source could not be used; "
             f"see {folder / 'problems.jsonl'}"
         )
-    if report is not None and (unlike := unlike_training(report)):
-        yield Check("data", "validation").warn(unlike)
     if _how_to_verify(folder) == "sizes":
         yield Check("data", "verified").note(
             f"only the sizes of the shards in {folder} were checked; `flatout prepare verify` checks every byte"

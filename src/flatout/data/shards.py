@@ -507,7 +507,7 @@ def _allow_open_files(count: int) -> None:
     needed = count + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        with contextlib.suppress(OSError, ValueError):  # opening will tell, should the limit matter
+        with contextlib.suppress(OSError, ValueError):  # opening raises the error, should the limit matter
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 

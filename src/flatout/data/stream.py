@@ -27,7 +27,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -120,7 +119,7 @@ def open_stream(
     check_streamable(data, clean or CleanConfig())
     request = request_of(data, clean)
     tokenizer = load_tokenizer(data.tokenizer, None)
-    inputs = find_inputs(request, Path())
+    inputs = find_inputs(request)
     stream = TokenStream(request, inputs, tokenizer, workers)
     found = stream.validation(VAL_TOKENS if val_tokens is None else val_tokens, progress)
     held = found.finish(request, stream.folder)

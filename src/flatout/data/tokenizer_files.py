@@ -13,8 +13,7 @@ express is listed in `notices`: in `char`, ours refuses a character it has never
 
 Learning: byte-pair encoding begins with the 256 bytes. The corpus goes by once as a stream of words that are counted;
 only the different words have to fit into memory. The same texts in the same order give the same bytes, whatever the
-number of threads. The vocabulary has exactly the size asked for, with `<|endoftext|>` as the last id; a corpus that is
-too small for it is an error, since ids that no text can use would cost memory and time in every step.
+number of threads. The last id is `<|endoftext|>`. A corpus that is too small for the size asked for gives fewer ids.
 """
 
 import functools
@@ -25,9 +24,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from flatout.corpus.document import gpt2_tokens, shown
 from flatout.data.chat_template import (
@@ -40,20 +37,18 @@ from flatout.data.chat_template import (
     json_object,
     object_if_there,
 )
-from flatout.data.library_tokenizers import GPT4_SPLIT, HuggingFaceTokenizer, ModelTokenizer, names_code, try_out
+from flatout.data.library_tokenizers import HuggingFaceTokenizer, ModelTokenizer, names_code, try_out
 from flatout.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     CharTokenizer,
     Gpt2Tokenizer,
     Tokenizer,
-    groups,
     tokenizer_from_json,
     word_segments,
 )
-from flatout.errors import DataError, ResourceError, UsageError
-from flatout.files import parse_json, read_bounded, write_whole
-from flatout.folders import make_folders, remove_empty
+from flatout.errors import DataError
+from flatout.files import parse_json, read_bounded
 
 TOKENIZER = "tokenizer.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -190,7 +185,9 @@ def portable(tokenizer: Tokenizer) -> Portable:
         return Portable(tokenizer.to_json()["content"], tokenizer.special, tokenizer.begin)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         end = tokenizer.end_of_text_name
-        notices = () if end is not None else ("its tokenizer names no end of text, so nothing tells a reader to stop",)
+        notices = (
+            () if end is not None else ("its tokenizer names no end of text, so readers do not know where to stop",)
+        )
         content = tokenizer.to_json()["content"]
         return Portable(content, {} if end is None else {"eos_token": end}, None, notices)
     if isinstance(tokenizer, ByteTokenizer):
@@ -286,7 +283,7 @@ def _characters(tokenizer: CharTokenizer) -> Portable:
     special = {} if unknown is None else {"unk_token": unknown}
     notices: list[str] = []
     if tokenizer.end_of_text is None:
-        notices.append("its tokenizer (char) has no end of text, so nothing tells a reader to stop")
+        notices.append("its tokenizer (char) has no end of text, so readers do not know where to stop")
     else:
         special["eos_token"] = END_OF_TEXT
     if tokenizer.unknown == "error":
@@ -360,8 +357,6 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, ensure_ascii=False, indent=2) + "\n").encode("utf-8")
 
 
-Split = Literal["gpt2", "gpt4"]
-SMALLEST_VOCAB = 257
 # The library takes 256 texts at a time out of a stream, so what is one text to it must be small.
 _SEGMENT = 2**16
 # Its time grows with the square of a word's length: a sequence of DNA, or one base64 line, would take minutes.
@@ -369,48 +364,17 @@ _LONGEST_WORD = 512
 _LONG_WORD = re.compile(rf"\w{{{_LONGEST_WORD}}}|[^\w\s]{{{_LONGEST_WORD}}}|\s{{{_LONGEST_WORD}}}")
 
 
-@dataclass(frozen=True)
-class Fertility:
-    """How many tokens a tokenizer makes of some texts. A word is what stands between white space.
-
-    `unused` counts the ids that came up in no text, the end-of-text id aside. `round_trip_failures` counts the texts
-    that decoding does not give back as they were.
-    """
-
-    texts: int
-    bytes: int
-    characters: int
-    words: int
-    tokens: int
-    bytes_per_token: float
-    tokens_per_word: float
-    unused: int
-    round_trip_failures: int
-
-
-def train_bpe(
-    texts: Iterable[str], vocab: int, *, min_frequency: int = 2, split: Split = "gpt2", exact: bool = True
-) -> dict[str, Any]:
-    """Learn a byte-level BPE of `vocab` ids; the result is the content of a `tokenizer.json`.
-
-    Where it need not be `exact`, a small text gives fewer.
-    """
-    if vocab < SMALLEST_VOCAB:
-        raise UsageError(
-            f"a vocabulary of {vocab} ids is too small",
-            f"ask for {SMALLEST_VOCAB} or more: there are 256 bytes and {END_OF_TEXT}",
-        )
-    if min_frequency < 1:
-        raise UsageError(f"pairs cannot be asked to occur {min_frequency} times", "ask for 1 or more")
+def train_bpe(texts: Iterable[str], vocab: int) -> dict[str, Any]:
+    """Learn a byte-level BPE of `vocab` ids, or fewer from a small text: the content of a `tokenizer.json`."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     library: Any = tokenizers.Tokenizer(models.BPE())
-    library.pre_tokenizer = _pre_tokenizer(split)
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab - 1,
-        min_frequency=min_frequency,
+        min_frequency=2,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -426,12 +390,6 @@ def train_bpe(
     library.train_from_iterator(parts(), trainer)
     if not characters:
         raise DataError("there is no text to learn a tokenizer from", "give a source that is not empty")
-    learned = library.get_vocab_size()
-    if exact and learned < vocab - 1:
-        raise DataError(
-            f"the text is too small for a vocabulary of {vocab:,}: only {learned + 1:,} ids could be learned",
-            f"ask for {learned + 1} or fewer, or give more text",
-        )
     library.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, normalized=False, special=True)])
     return json.loads(library.to_str())
 
@@ -444,60 +402,3 @@ def _cut_long_words(text: str) -> Iterator[str]:
         start = match.end()
     if start < len(text):
         yield text[start:]
-
-
-def write_tokenizer(content: dict[str, Any], path: str | Path, overwrite: bool = False) -> None:
-    """Write a `tokenizer.json`; the file is there whole or not at all. A link of that name is replaced."""
-    path = Path(path)
-    if os.path.lexists(path) and not overwrite:
-        raise UsageError(f"there is already a file {str(path)!r}", "choose another name, or ask to overwrite it")
-    if os.path.isdir(path) and not os.path.islink(path):
-        raise UsageError(f"{str(path)!r} is a folder", "name a file, for example tokenizer.json")
-    made = []
-    try:
-        made = make_folders(path.parent)
-        raw = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-        write_whole(path, raw.encode("utf-8"), durable=True)
-    except OSError as error:
-        remove_empty(made)
-        raise ResourceError(
-            f"could not write the tokenizer {str(path)!r}: {error.strerror or error}",
-            "make room or choose another place",
-        ) from error
-
-
-def fertility(tokenizer: Tokenizer, texts: Iterable[str]) -> Fertility:
-    """What `tokenizer` makes of `texts`, in one pass."""
-    number = size = characters = words = tokens = failures = 0
-    used = np.zeros(tokenizer.vocab, dtype=bool)
-    for batch in groups(texts):
-        for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-            number += 1
-            size += len(text.encode("utf-8", "surrogatepass"))
-            characters += len(text)
-            words += sum(len(part.split()) for part in word_segments(text, 4 * _SEGMENT))
-            tokens += len(ids)
-            used[ids] = True
-            failures += tokenizer.decode(ids) != text
-    return Fertility(
-        texts=number,
-        bytes=size,
-        characters=characters,
-        words=words,
-        tokens=tokens,
-        bytes_per_token=size / tokens if tokens else 0.0,
-        tokens_per_word=tokens / words if words else 0.0,
-        unused=tokenizer.vocab - int(used.sum()) - (tokenizer.end_of_text is not None),
-        round_trip_failures=failures,
-    )
-
-
-def _pre_tokenizer(split: Split) -> Any:
-    from tokenizers import Regex, pre_tokenizers
-
-    if split == "gpt2":
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if split == "gpt4":
-        words = pre_tokenizers.Split(Regex(GPT4_SPLIT), behavior="isolated")
-        return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    raise UsageError(f"there is no split {split!r}", "use gpt2 or gpt4")

@@ -1,6 +1,6 @@
-"""Where parts run: in this process, in worker processes, or on a Ray cluster; and threads that make batches ahead.
+"""Where parts run: in this process or in worker processes; and threads that make batches ahead.
 
-An engine maps a task over parts and yields each part with its result as soon as it is there, in any order, with a
+`ProcessEngine` maps a task over parts and yields each part with its result as soon as it is there, in any order, with a
 bounded number under way. A worker is a fresh Python that reads jobs from its standard input and writes results to its
 standard output; so it never imports the user's script, shares no threads or locks with this process, and ends by itself
 when this process dies, even by SIGKILL.
@@ -12,7 +12,6 @@ any other failure names the worker's traceback. After `close` no worker runs. Th
 Trap: jobs travel as pickles, from this process to its own children only; nothing of the kind is ever written to disk.
 """
 
-import abc
 import contextlib
 import os
 import pickle
@@ -32,7 +31,7 @@ from typing import IO, Any, Literal, Self, TypeVar, final
 
 import flatout
 from flatout.data.part import CorpusPart, Recipe, characters_of_part, run_part
-from flatout.errors import DataError, HardwareError, ResourceError, UserError
+from flatout.errors import ResourceError, UserError
 from flatout.pulse import die_with_parent
 
 Argument = TypeVar("Argument")
@@ -109,38 +108,17 @@ def innermost_frames(stack: traceback.StackSummary) -> str:
     return " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in list(reversed(stack))[:_FRAMES])
 
 
-EngineName = Literal["local", "ray"]
 Task = Literal["tokens", "characters"]
 Place = TypeVar("Place")
 TASKS: dict[str, Callable[[Recipe, CorpusPart], Any]] = {"tokens": run_part, "characters": characters_of_part}
 
 
-class Engine(abc.ABC):
-    """Runs parts. Use as a context manager."""
-
-    @abc.abstractmethod
-    def run(self, task: Task, recipe: Recipe, parts: Iterable[CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
-        """Each part with its result, in the order in which they finish. Parts are taken only as fast as needed."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Stop all workers at once."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def open_engine(name: EngineName, workers: int) -> Engine:
-    """The engine of that name; `workers` 0 runs in this process. Ray decides by itself how many run."""
-    return RayEngine() if name == "ray" else ProcessEngine(workers)
-
-
 @final
-class ProcessEngine(Engine):
-    """Runs parts in worker processes; a thread per worker hands it its jobs. Without any, a thread does them itself."""
+class ProcessEngine:
+    """Runs parts in worker processes; a thread per worker hands it its jobs. Without any, a thread does them itself.
+
+    Use it as a context manager.
+    """
 
     def __init__(self, workers: int) -> None:
         self._workers = [Worker() for _ in range(workers)]
@@ -151,7 +129,14 @@ class ProcessEngine(Engine):
         self._replaced = self._closed = False
         self._notices: list[str] = []
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def run(self, task: Task, recipe: Recipe, parts: Iterable[CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
+        """Each part with its result, in the order in which they finish. Parts are taken only as fast as needed."""
         # One job more than there are workers is ready, so that none waits for this thread to read the next.
         most = len(self._workers) + 1
         under_way: dict[Future[Any], CorpusPart] = {}
@@ -179,7 +164,7 @@ class ProcessEngine(Engine):
             yield first, result.result()
 
     def close(self, *, wait: bool = True) -> None:
-        """`wait`: for what this process itself is reading, which may hang."""
+        """Stops all workers at once. `wait`: for what this process itself is reading, which may hang."""
         self._closed = True
         for worker in self._workers:
             worker.kill()
@@ -324,61 +309,3 @@ def _receive(stream: IO[bytes]) -> Any:
 
 def _name(part: CorpusPart) -> str:
     return part.file or (part.slices[0].file.name if part.slices else f"part {part.number}")
-
-
-@final
-class RayEngine(Engine):
-    """Runs parts on the Ray cluster this process is in, or on one of its own on this machine."""
-
-    def __init__(self) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise DataError(
-                "--engine ray needs the package ray", "install the extra flatout[ray] with this Python's pip"
-            ) from error
-        self._ray = ray
-        self._ours = not ray.is_initialized()
-        if self._ours:
-            try:
-                # RAY_ADDRESS names the cluster; without it, a running local one is found or a new one is started.
-                ray.init(log_to_driver=False, configure_logging=False)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise HardwareError(
-                    f"cannot reach a Ray cluster: {error}", "check RAY_ADDRESS, or start one with `ray start --head`"
-                ) from error
-
-    def run(self, task: Task, recipe: Recipe, parts: Iterable[CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
-        ray = self._ray
-        remote = ray.remote(_ray_task)
-        stored = ray.put(recipe)
-        under_way: dict[Any, CorpusPart] = {}
-        for part in parts:
-            # The cluster may grow while we run, so its size is asked for each time.
-            if len(under_way) >= 2 * max(1, int(ray.cluster_resources().get("CPU", 1))):
-                yield from self._finished(under_way)
-            under_way[remote.remote(task, stored, part)] = part
-        while under_way:
-            yield from self._finished(under_way)
-
-    def close(self) -> None:
-        if self._ours:
-            self._ray.shutdown()
-
-    def _finished(self, under_way: dict[Any, CorpusPart]) -> Iterator[tuple[CorpusPart, Any]]:
-        from ray.exceptions import RayTaskError
-
-        done, _ = self._ray.wait(list(under_way), num_returns=1)
-        for reference in done:
-            part = under_way.pop(reference)
-            try:
-                result = self._ray.get(reference)
-            except RayTaskError as error:
-                if isinstance(error.cause, UserError):
-                    raise error.cause from error
-                raise
-            yield part, result
-
-
-def _ray_task(task: Task, recipe: Recipe, part: CorpusPart) -> Any:
-    return TASKS[task](recipe, part)

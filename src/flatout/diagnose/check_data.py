@@ -22,24 +22,20 @@ from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import slices_of
 from flatout.data.inspect import causes_of, mend_of
 from flatout.data.library_tokenizers import HuggingFaceTokenizer
-from flatout.data.part import LIMITS, NONE_TAKEN, CorpusPart, Recipe, characters_of_part
+from flatout.data.part import LIMITS
 from flatout.data.plan import (
-    STDIN,
-    Done,
     Inputs,
     Request,
     check_streamable,
-    documents_of,
     find_inputs,
     how_to_read,
-    parts_of,
     request_of,
 )
 from flatout.data.prepare import check_outside, data_folder, has_dataset, prepare_data
 from flatout.data.shards import Dataset, open_dataset
 from flatout.data.tokenizer import ByteTokenizer, Gpt2Tokenizer, Tokenizer, load_tokenizer, token_dtype
 from flatout.data.tokenizer_files import train_bpe
-from flatout.diagnose.check_environment import check_packages, source_paths
+from flatout.diagnose.check_environment import check_packages
 from flatout.diagnose.machine import Machine
 from flatout.errors import ConfigError, UserError, many
 from flatout.finding import Check, Finding, finding_of
@@ -61,7 +57,6 @@ class TokenFacts:
 _check = functools.partial(Check, "data")
 
 _SAMPLE = 2**18  # bytes of a source that are read
-_CHARACTER_BYTES = 2**25  # of a source that are read for the characters in it
 _DOCUMENTS = 1_000_000  # whose lengths are looked at
 # Formats with a fixed ratio of bytes to tokens.
 _MEASURABLE = ("text", "jsonl", "json", "csv", "tsv", "smiles", "tokens")
@@ -153,12 +148,9 @@ def _median_document(dataset: Dataset) -> float | None:
 def _unprepared(data: DataConfig, clean: CleanConfig, folder: Path, machine: Machine, *, quick: bool) -> Looking:
     tokenizer = yield from _tokenizer(data)
     facts = TokenFacts(vocab=_known_vocab(data) if tokenizer is None else tokenizer.vocab)
-    if STDIN in source_paths(data):
-        yield _check("source").note("it comes from standard input, which is read only once: not looked at")
-        return facts
     try:
         request = request_of(data, clean)
-        inputs = find_inputs(request, Path())
+        inputs = find_inputs(request)
         check_outside(folder, request)
     except UserError as error:
         yield finding_of(error, "data", "source")
@@ -172,34 +164,15 @@ def _unprepared(data: DataConfig, clean: CleanConfig, folder: Path, machine: Mac
     sample = yield from _sampled(request, inputs, quick=quick)
     if sample is None:
         return facts
-    try:
-        _check_limits(request, inputs, tokenizer)
-    except UserError as error:
-        yield finding_of(error, "data", "limit")
-        return facts
     if data.tokenizer == "char":
-        facts = dataclasses.replace(facts, vocab=_characters(request, inputs, quick=quick))
+        extra = (data.unknown_characters == "replace") + 1  # one is the end of text
+        facts = dataclasses.replace(facts, vocab=len(set("".join(sample.text))) + extra)
     learned = learned_vocab(data.tokenizer)
     if learned is not None:
-        tokenizer = HuggingFaceTokenizer(train_bpe(_first(sample.text, _SAMPLE), learned, exact=False))
+        tokenizer = HuggingFaceTokenizer(train_bpe(_first(sample.text, _SAMPLE), learned))
         all_read = sample.whole and sample.piece.end is None and len(inputs.files) == 1
         facts = dataclasses.replace(facts, vocab=tokenizer.vocab if all_read else learned)
     return _extrapolated(data, inputs, sample, tokenizer, facts)
-
-
-def _check_limits(request: Request, inputs: Inputs, tokenizer: Tokenizer | None) -> None:
-    """Raises the error that preparing would raise where the first document of a source is larger than a limit."""
-    for number, source in enumerate(request.sources):
-        limits = request.limits(number)
-        if limits is None or any(file.format == "hub" for file in inputs.files if file.source == number):
-            continue
-        documents = (item for item in documents_of(request, inputs, [number]) if isinstance(item, Document))
-        first = next(documents, None)
-        if first is None or first.divisible or learned_vocab(request.data.tokenizer) is not None:
-            continue
-        tokens = len(first.text) if tokenizer is None else len(tokenizer.encode(first.text))
-        ending = tokenizer is None or tokenizer.end_of_text is not None
-        limits.check(NONE_TAKEN, limits.exceeded((1, tokens + ending, 0)), source.path)
 
 
 def _tokenizer(data: DataConfig) -> Generator[Finding, None, Tokenizer | None]:
@@ -296,42 +269,25 @@ def _read(piece: Slice, options: Any) -> tuple[list[Document], list[Problem], bo
     return documents, problems, True
 
 
-def _characters(request: Request, inputs: Inputs, *, quick: bool) -> int | None:
-    """The ids that preparing would find in the text, by its own count; of a long text, those of its beginning."""
-    if any(file.format == "hub" for file in inputs.files):
-        return None
-    recipe, found, read = Recipe(request.options, request.rules), set[str](), 0
-    for part in parts_of(inputs, request.options, Done()):
-        assert isinstance(part, CorpusPart), "nothing is done yet"
-        found.update(characters_of_part(recipe, part))
-        read += part.bytes
-        if read >= _CHARACTER_BYTES // (8 if quick else 1):
-            break
-    return len(found) + (request.data.unknown_characters == "replace") + 1 if found else None  # one is the end of text
-
-
 def _extrapolated(
     data: DataConfig, inputs: Inputs, sample: _Sample, tokenizer: Tokenizer | None, facts: TokenFacts
 ) -> TokenFacts:
-    """Reckons with the rest being like the beginning."""
+    """Estimates the tokens of all files from those at the beginning of the first one."""
     if tokenizer is None and data.tokenizer != "char":
         return facts
     first = _first(sample.text, _SAMPLE)
-    if tokenizer is None:
-        lengths, vocab = [len(part) for part in first], facts.vocab or len(set("".join(sample.text)))
-    else:
-        lengths, vocab = [len(ids) for ids in tokenizer.encode_batch(first)], facts.vocab or tokenizer.vocab
+    lengths = [len(part) for part in (first if tokenizer is None else tokenizer.encode_batch(first))]
     share_of_text, size = _share_of_text(sample, inputs), _bytes_of(first)
     tokens = None if share_of_text is None or not size else round(inputs.bytes * share_of_text * sum(lengths) / size)
     if tokens is not None:
         tokens = min([tokens, *_limits(data, sum(lengths) / len(lengths), sum(lengths) / size)])
     own_val = data.val_source is not None
     share = 0.0 if own_val else data.val_fraction
-    width = token_dtype(max(1, vocab)).itemsize
+    width = token_dtype(max(1, facts.vocab or 1)).itemsize
     return TokenFacts(
         train_tokens=None if tokens is None else round(tokens * (1 - share)),
         val_tokens=None if tokens is None or own_val else round(tokens * share),
-        vocab=vocab,
+        vocab=facts.vocab,
         document_tokens=float(np.median(lengths)) if len(lengths) > 2 else None,
         token_bytes=width,
         to_prepare_bytes=None if tokens is None or data.streaming else tokens * width,

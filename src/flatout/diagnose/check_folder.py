@@ -2,8 +2,6 @@
 
 `measure_disk` writes a temporary file that has no name where the system allows that, so nothing is left behind even
 when the process is killed. No torch here.
-The trap: a file that was just written is read from the system's cache; the pages are dropped first where that can be
-asked for, and elsewhere the rate is left out, since it would be wrong.
 """
 
 import dataclasses
@@ -34,7 +32,6 @@ class Disk:
     free_bytes: int | None = None
     error: str = ""
     write_rate: float | None = None  # bytes per second, on the disk for sure
-    read_rate: float | None = None
 
 
 RUNS = Path("runs")
@@ -55,10 +52,10 @@ def measure_disk(folder: Path, *, quick: bool = False) -> Disk:
     try:
         free = shutil.disk_usage(nearest).free
         disk = dataclasses.replace(disk, free_bytes=free)
-        write, read = _rates(nearest, min((8 if quick else 64) * 2**20, max(0, free // 8)))
+        rate = _write_rate(nearest, min((8 if quick else 64) * 2**20, max(0, free // 8)))
     except OSError as error:
         return dataclasses.replace(disk, error=f"{nearest}: {error.strerror or error}")
-    return dataclasses.replace(disk, write_rate=write, read_rate=read)
+    return dataclasses.replace(disk, write_rate=rate)
 
 
 def _nearest(folder: Path) -> Path:
@@ -69,8 +66,8 @@ def _nearest(folder: Path) -> Path:
     return path
 
 
-def _rates(nearest: Path, size: int) -> tuple[float | None, float | None]:
-    """Bytes per second written and on the disk, and read back; raises OSError where nothing can be written."""
+def _write_rate(nearest: Path, size: int) -> float | None:
+    """Bytes per second that reach the disk; raises OSError where nothing can be written."""
     chunk = os.urandom(2**20) * (_CHUNK // 2**20)  # not zeros, which some disks do not even store
     with tempfile.TemporaryFile(dir=nearest, prefix=".flatout-doctor-") as file:
         number, written = file.fileno(), 0
@@ -81,19 +78,10 @@ def _rates(nearest: Path, size: int) -> tuple[float | None, float | None]:
         if written == 0:
             file.write(b"1")  # at least whether it may be written
             file.flush()
-            return None, None
+            return None
         file.flush()
         os.fsync(number)
-        write = written / (time.perf_counter() - started)
-        if not hasattr(os, "posix_fadvise"):
-            return write, None
-        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        started = time.perf_counter()
-        while file.read(_CHUNK):
-            if time.perf_counter() - started > _SECONDS:
-                break
-        return write, file.tell() / (time.perf_counter() - started)
+        return written / (time.perf_counter() - started)
 
 
 def check_disk(disk: Disk) -> Iterator[Finding]:
@@ -104,10 +92,9 @@ def check_disk(disk: Disk) -> Iterator[Finding]:
             "Set output.folder to a folder that you may write to, or make this one writable.",
         )
     if disk.write_rate is not None:
-        read = "" if disk.read_rate is None else f", reads {disk.read_rate / 1e6:.0f} MB/s"
         yield _check("speed").warn_if(
             disk.write_rate < _SLOW,
-            f"writes {disk.write_rate / 1e6:.0f} MB/s{read}",
+            f"writes {disk.write_rate / 1e6:.0f} MB/s",
             "That is slow, perhaps a network folder: the run waits while a checkpoint is written. Set output.folder to "
             "a local disk, or save less often with checkpoint.every.",
         )
@@ -178,7 +165,7 @@ def _holds_run(folder: Path) -> bool:
 
 
 def _difference(model: ModelConfig, folder: Path) -> str | None:
-    """The first field of the model in which the run in the folder differs; None where it fits, or does not tell."""
+    """The first field of the model in which the run in the folder differs; None where it fits, or is unknown."""
     path = folder / "config.yaml"
     try:
         stored = load_config(path).config.model.model_dump() if path.is_file() else {}

@@ -29,9 +29,8 @@ from flatout.errors import first_line, many
 from flatout.finding import Check, Finding, Status
 from flatout.host import THREAD_VARIABLES, ThreadTrial
 from flatout.model.compiling import compile_failure
-from flatout.ops.attention import attention_failure, causal_attention, install_flash, picked_kernel
+from flatout.ops.attention import attention_failure, causal_attention, picked_kernel
 from flatout.ops.kernels import cublaslt
-from flatout.ops.scan import CHUNK, scan
 from flatout.resolve.case import Probes, no_triton, product_type, shape_of, try_threads
 
 
@@ -73,12 +72,10 @@ def run_trials(
     speed: SpeedConfig | None = None,
     model: ModelConfig | None = None,
     *,
-    apart: bool = False,
     quick: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> DeviceTrials:
-    """Runs what a model needs, or an ordinary one where none is known, on a device. `apart`: documents do not see each
-    other."""
+    """Runs what a model needs, or an ordinary one where none is known, on a device."""
     runner, cuda = _Runner(machine, device, speed, quick, progress), device.kind == "cuda"
     rates: list[float] = []
     runner.add("matrix product", lambda: rates.append(_product_rate(runner.place, runner.dtype)))
@@ -86,8 +83,6 @@ def run_trials(
     if device.kind == "cpu":
         runner.add("threads", lambda: threads.append(try_threads(*shape_of(model))))
     picked = _try_attention(runner, model or ModelConfig(heads=12, width=768, context=1024))
-    if model is not None and "E" in model.kinds:
-        _try_scan(runner, model, apart=apart)
     if cuda:
         _try_on_cuda(runner)
     _try_compile(runner)
@@ -224,13 +219,10 @@ def _try_attention(runner: _Runner, model: ModelConfig) -> str | None:
     if not runner.quick:
         backends.append("efficient")
         backends += ["fa4", "cudnn+fa4"] if packages.get("flash_attn.cute") is not None else []
-        backends += ["fa3"] if packages.get("flash_attn_interface") is not None else []
     if asked not in ("auto", "sdpa", "reference", *backends):
         backends.append(asked)
     for backend in backends:
         runner.add(f"attention {backend}", functools.partial(attention_failure, backend, device, dtype, **shape))
-    with contextlib.suppress(Exception):
-        install_flash("sdpa")  # a trial of fa3 leaves it behind torch's flash entry
     return picked_kernel(device, dtype, **shape)
 
 
@@ -239,46 +231,6 @@ def _plain_attention(device: torch.device, dtype: torch.dtype, shape: Mapping[st
     q, k, v = _random(3, (1, shape["heads"], min(64, shape["context"]), shape["size"]), device, dtype)
     difference = _difference(*(causal_attention(q, k, v, backend=name) for name in ("sdpa", "reference")))
     return None if difference < 0.02 else f"it is {difference:.2g} away from the reference"
-
-
-# --- eigenstates ------------------------------------------------------------------------------------------------------
-
-
-def _try_scan(runner: _Runner, model: ModelConfig, *, apart: bool) -> None:
-    """Tries the ways to compute states that a run could take here: our kernels only where `auto` would."""
-    shape = {"states": min(model.states, 16), "apart": apart}
-    for path in ["chunked"] if runner.no_triton else ["triton", "chunked"]:
-        runner.add(f"scan {path}", functools.partial(scan_failure, path, runner.place, runner.dtype, **shape))
-
-
-def scan_failure(path: str, device: torch.device, dtype: torch.dtype, *, states: int, apart: bool) -> str | None:
-    """How far states and gradients of a path are from those that are made token by token, if that is too far.
-
-    `apart` means that a second document begins inside of the rows.
-    """
-    rows, positions = 2, 2 * CHUNK + 3  # a state goes through several chunks, and the last one is not full
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*size: int) -> Any:
-        return torch.rand(*size, generator=generator)
-
-    given = [random(rows, positions, 2 * states).to(dtype), -0.3 * random(states), 3.0 * random(states)]
-    begins = None
-    if apart:
-        begins = torch.zeros(rows, positions, dtype=torch.bool, device=device)
-        begins[:, CHUNK + 5] = True
-
-    def run(path: str) -> list[tuple[str, Any]]:
-        values = [value.to(device).requires_grad_() for value in given]
-        states_BTC, _ = scan(*values, begins_BT=begins, path=path)
-        gradients = torch.autograd.grad(states_BTC.float().square().mean(), values)
-        return [("result", states_BTC.detach()), *(("gradient", gradient) for gradient in gradients)]
-
-    for (what, mine), (_, theirs) in zip(run(path), run("reference"), strict=True):
-        difference, size = _difference(mine, theirs), float(theirs.float().abs().max())
-        if not difference <= 0.02 * size:  # also where it is no number
-            return f"{path} is {difference:.2g} away from the reference in its {what}, whose values reach {size:.2g}"
-    return None
 
 
 # --- our kernels, 8-bit products, cuBLASLt ----------------------------------------------------------------------------
@@ -354,9 +306,9 @@ def check_kernels(
 ) -> Iterator[Finding | None]:
     """`peak_flops` is the data sheet's rate of the card, None where it is not known."""
     yield _products(trials, kind, peak_flops)
-    yield _threads(machine, trials, "auto" if speed is None else speed.threads) if kind == "cpu" else _load(machine)
+    if kind == "cpu":
+        yield _threads(machine, trials, "auto" if speed is None else speed.threads)
     yield _attention(trials, kind)
-    yield _scan(trials, speed)
     for trial in trials.trials:
         if trial.name in ("triton kernels", "cuBLASLt", "fp8 products", "torch.compile"):
             yield _other(trial, speed)
@@ -398,43 +350,30 @@ def _threads(machine: Machine, trials: DeviceTrials, asked: int | str) -> Findin
         used, words = machine.torch.threads or 1, set_by[0]
     else:
         used, words = trial.chosen, "speed.threads=auto"
-    best, load = trial.chosen, "" if machine.load is None else f" (load {machine.load:.1f})"
-    others = f"others use {trial.others or 0.0:.1f} of {trial.cores} cores{load}"
-    gives = f"{words} gives {many(used, 'thread')}"
-    if used > trial.most or trial.seconds.get(used, 0.0) > _SLOWER * trial.seconds[best]:
-        slower = trial.seconds.get(used, 0.0) / trial.seconds[best]
+    best, found = trial.chosen, f"{words} gives {many(used, 'thread')}"
+    slower = trial.seconds.get(used, 0.0) / trial.seconds[best]
+    if used > trial.most or slower > _SLOWER:
         measured = f", {slower:.1f} times slower than {best}" if slower > _SLOWER else ""
-        stop = " Or stop the other programs, and ask again." if trial.busy else ""
         return _check("threads").warn(
-            f"{gives}{measured}; {others}",
-            f"Threads that share a product wait for the last of them, which waits for a core. Set speed.threads={best}."
-            f"{stop}",
+            f"{found}{measured}; others use {trial.others or 0.0:.1f} of {trial.cores} cores",
+            f"Threads that share a product wait for the last of them, which waits for a core. "
+            f"Set speed.threads={best}.",
         )
     if trial.busy:
         return _check("threads").warn(
-            f"{others}; {gives}",
+            f"others use {trial.others or 0.0:.1f} of {trial.cores} cores; {found}",
             "Training and every figure measured now are slower than this machine can be. Stop the other programs, or "
             "train when they are done.",
         )
-    timed = used > 1 and used in trial.seconds
-    faster = f", {trial.seconds[1] / trial.seconds[used]:.1f} times as fast as one" if timed else ""
-    return _check("threads").ok(f"{gives}{faster}")
-
-
-def _load(machine: Machine) -> Finding | None:
-    # The load is that of the whole host, whatever share of its cores a container has.
-    if machine.load is None or machine.load <= machine.cores:
-        return None
-    return _check("host load").warn(
-        f"load {machine.load:.1f} on {machine.cores} cores: processes wait for one",
-        "A run needs a core to feed the GPU, and more to read data. Stop the other programs.",
-    )
+    return _check("threads").ok(found)
 
 
 def _attention(trials: DeviceTrials, kind: str) -> Finding | None:
-    tried, works, fails = _tried(trials, "attention ")
+    tried = {one.name.removeprefix("attention "): one for one in trials.trials if one.name.startswith("attention ")}
     if not tried:
         return None
+    works = [name for name, one in tried.items() if one.outcome == "works"]
+    fails = [f"{name} ({one.detail})" for name, one in tried.items() if one.outcome == "fails"]
     picks = f"; torch itself picks {trials.picked}" if trials.picked else ""
     found = f"run and right: {', '.join(works) or 'none'}{picks}"
     if kind == "cuda" and not works:
@@ -448,32 +387,6 @@ def _attention(trials: DeviceTrials, kind: str) -> Finding | None:
     if fails:
         return _check("attention").note(found, f"Not usable with these shapes: {'; '.join(fails)}.")
     return _check("attention").ok(found)
-
-
-def _tried(trials: DeviceTrials, what: str) -> tuple[dict[str, DeviceTrial], list[str], list[str]]:
-    """DeviceTrials of one thing by what was tried of it; what works, and what fails, with the reason."""
-    tried = {one.name.removeprefix(what): one for one in trials.trials if one.name.startswith(what)}
-    works = [name for name, one in tried.items() if one.outcome == "works"]
-    return tried, works, [f"{name} ({one.detail})" for name, one in tried.items() if one.outcome == "fails"]
-
-
-def _scan(trials: DeviceTrials, speed: SpeedConfig | None) -> Finding | None:
-    """Who computes the states of eigenstate blocks. Our kernels are tried only where a run would take them."""
-    tried, works, fails = _tried(trials, "scan ")
-    if not tried or speed is None:
-        return None
-    asked = speed.scan
-    used = asked if asked in ("reference", "chunked") else "triton" if "triton" in tried else "chunked"
-    found = f"run and right, forward and backward: {', '.join(works) or 'none'}; a run takes {used}"
-    if (reason := trials.failure(f"scan {used}")) is not None:
-        others = [name for name in works if name != used] or ["reference"]
-        slow = ", which goes token by token and is slow" if others[0] == "reference" else ""
-        return _check("scan").bad(f"a run takes {used}, but {reason}", f"Set speed.scan={others[0]}{slow}.")
-    if used == "reference":
-        return _check("scan").warn(found, "It goes token by token and is slow: set speed.scan=auto.")
-    if fails:
-        return _check("scan").note(found, f"Not usable here: {'; '.join(fails)}.")
-    return _check("scan").ok(found)
 
 
 _MEANS: dict[str, tuple[Status, str]] = {

@@ -4,9 +4,7 @@ What a card can do follows from its generation, so advice does too: what is righ
 Everything here judges a `Machine` and touches nothing.
 """
 
-import datetime
 import functools
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,9 +16,7 @@ from flatout.finding import Check, Finding
 
 _check, _gpu = functools.partial(Check, "machine"), functools.partial(Check, "gpu")
 
-OLDEST_PYTHON, NEWEST_TORCH = (3, 11), (2, 13)
-# The oldest driver for each generation of CUDA, where the driver does not say what CUDA it knows.
-OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+OLDEST_PYTHON = (3, 11)
 INSTALL_TORCH = (
     "Install torch 2.11 or newer with this Python's pip: `pip install torch`, or for a certain CUDA the command that "
     "pytorch.org's selector gives."
@@ -35,7 +31,6 @@ def check_machine(machine: Machine, workers: int | None = None) -> Iterator[Find
     yield _triton(machine)
     yield from _cores(machine, workers)
     yield _memory(machine)
-    yield _clock(machine)
 
 
 def _python(machine: Machine) -> Finding:
@@ -64,9 +59,6 @@ def _torch(torch: Torch) -> Finding:
     found = f"torch {torch.version}, built {built}, {many(torch.threads or 0, 'thread')}"
     if version < OLDEST_TORCH:
         return _check("torch").bad(found, f"Flatout needs torch 2.11 or newer. {INSTALL_TORCH}")
-    if version > NEWEST_TORCH:
-        newest = ".".join(str(part) for part in NEWEST_TORCH)
-        return _check("torch").note(found, f"Flatout is tested with torch up to {newest}; this one is newer.")
     return _check("torch").ok(found)
 
 
@@ -88,31 +80,17 @@ def _cuda(machine: Machine) -> Finding | None:
             "pytorch.org's selector gives.",
         )
     wanted, found = numbers(torch.cuda)[:2], f"{driver}; torch is built for CUDA {torch.cuda}"
-    if _driver_is_old(machine, wanted):
-        oldest = OLDEST_DRIVER.get(wanted[0])
-        least = f" {oldest[0]}.{oldest[1]} or newer" if oldest else " that knows it"
-        return _check("driver").bad(
-            found,
-            f"The driver is too old for this torch. Install driver{least}, or a torch that is built for an older CUDA.",
-        )
+    if machine.driver_cuda and machine.driver_cuda[0] < wanted[0]:  # within one major version an older one will do
+        advice = "Install a driver that knows this CUDA, or a torch that is built for an older one."
+        return _check("driver").bad(found, f"The driver is too old for this torch. {advice}")
     if not torch.sees_cuda:
-        said = f": {torch.why_not}" if torch.why_not else ""
+        why = f": {torch.why_not}" if torch.why_not else ""
         return _check("cuda").bad(
-            f"there is a {cards[0].name}, but torch sees no CUDA device{said}",
+            f"there is a {cards[0].name}, but torch sees no CUDA device{why}",
             "Look at CUDA_VISIBLE_DEVICES, which can hide it. In a container, start it with access to GPUs "
             "(`--gpus all`). After an update of the driver, restart the machine: library and kernel module must match.",
         )
-    if machine.driver_cuda and machine.driver_cuda < wanted and machine.driver_cuda[0] == wanted[0]:
-        works = "That works within one generation of CUDA; what needs the newest driver does not."
-        return _check("driver").note(found, f"{works} Update it when you can.")
     return _check("driver").ok(found)
-
-
-def _driver_is_old(machine: Machine, wanted: tuple[int, ...]) -> bool:
-    if machine.driver_cuda is not None:
-        return machine.driver_cuda[0] < wanted[0]  # within one major version an older driver will do
-    oldest = OLDEST_DRIVER.get(wanted[0])
-    return machine.driver is not None and oldest is not None and numbers(machine.driver)[:2] < oldest
 
 
 def _triton(machine: Machine) -> Finding | None:
@@ -172,24 +150,8 @@ def _memory(machine: Machine) -> Finding:
     )
 
 
-def _clock(machine: Machine) -> Finding:
-    """A wrong clock gives checkpoints and logs wrong times, and certificates are refused."""
-    now = datetime.datetime.fromtimestamp(machine.now, tz=datetime.UTC)
-    shown, wrong = f"{now:%Y-%m-%d %H:%M} UTC", not 2025 <= now.year < 2100
-    found = f"the clock says {shown}" if wrong else shown
-    return _check("clock").warn_if(wrong, found, "Set the clock: downloads and logs depend on it.")
-
-
 # --- the GPU ----------------------------------------------------------------------------------------------------------
 
-# Codes of the driver's error messages that mean the card or its seat, and not a program.
-_HARD_XIDS = {
-    **dict.fromkeys(("48", "63", "64", "94", "95"), "memory damage"),
-    "74": "a fault of NVLink",
-    "79": "the card fell off the bus",
-    "92": "many corrected memory errors",
-    **dict.fromkeys(("119", "120"), "its own processor hangs"),
-}
 # The oldest capability whose matrix units have each type.
 _UNITS = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
 
@@ -259,19 +221,18 @@ def check_cards(
     count = len(machine.cards)
     more = f"; {count} cards, of which a run uses one, or N with --gpus N" if count > 1 else ""
     hidden = f"; {machine.hidden_cards} more are hidden from torch" if machine.hidden_cards else ""
-    yield _gpu("card").ok(f"{card.name}, {size}{more}{hidden} (told by {machine.told_by})")
-    yield from _generation(card, machine, overlays=overlays)
+    yield _gpu("card").ok(f"{card.name}, {size}{more}{hidden} (by {machine.cards_by})")
+    yield _generation(card, overlays=overlays)
     yield _in_use(card)
-    yield from _state(card)
-    yield from _health(card, machine)
+    yield _clock(card)
+    yield _memory_errors(card)
     if speed is not None:
         yield _precision(card, speed)
 
 
-def _generation(card: CardState, machine: Machine, *, overlays: bool) -> Iterator[Finding | None]:
+def _generation(card: CardState, *, overlays: bool) -> Finding:
     if card.capability is None:
-        yield _gpu("generation").note("its compute capability is not known, as torch cannot reach it")
-        return
+        return _gpu("generation").note("its compute capability is not known, as torch cannot reach it")
     generation = generation_of(card.capability)
     have = [name for name, oldest in _UNITS.items() if card.capability >= oldest]
     lacks = [name for name in _UNITS if name not in have]
@@ -280,28 +241,7 @@ def _generation(card: CardState, machine: Machine, *, overlays: bool) -> Iterato
     advice = generation.advice
     if card.memory_bytes is not None and overlays:
         advice += f" Its memory overlay is --hardware {hardware_for(card.memory_bytes)}."
-    yield _gpu("generation").finding("ok" if "bf16" in have else "note", found, advice)
-    yield _built_for(card.capability, machine)
-
-
-def _built_for(capability: tuple[int, int], machine: Machine) -> Finding | None:
-    """torch holds code for certain cards only; others fail in the first kernel, with words few understand."""
-    known = machine.torch.architectures
-    mine = 10 * capability[0] + capability[1]
-
-    def runs(name: str) -> bool:
-        """Code of the card's own generation (sm_), or an older form that the driver compiles again (compute_)."""
-        found = re.match(r"(sm|compute)_(\d+)", name)
-        number = mine + 1 if found is None else int(found[2])
-        return number <= mine and (name.startswith("compute") or number // 10 == capability[0])
-
-    if not known or any(map(runs, known)):
-        return None
-    return _gpu("torch's code").bad(
-        f"this torch has code for {', '.join(known)}, and the card is sm_{mine}",
-        "Its kernels cannot run on this card. Install a build of torch for it: an older one for an old card, a newer "
-        "one for a new card.",
-    )
+    return _gpu("generation").finding("ok" if "bf16" in have else "note", found, advice)
 
 
 def _in_use(card: CardState) -> Finding | None:
@@ -321,7 +261,7 @@ def _in_use(card: CardState) -> Finding | None:
     if busy:
         advice = "Somebody else computes on this card; your run gets the rest. `nvidia-smi` shows who."
         return _gpu("in use").warn(found + busy, advice)
-    return _gpu("in use").ok(f"{in_gib(card.memory_bytes - card.used_bytes)} free, nobody else computes on it")
+    return _gpu("in use").ok(f"{in_gib(card.memory_bytes - card.used_bytes)} free, no other process computes on it")
 
 
 # Why a clock is held down, and what to do about it.
@@ -342,55 +282,29 @@ _HELD_DOWN = {
 }
 
 
-def _state(card: CardState) -> Iterator[Finding]:
+def _clock(card: CardState) -> Finding | None:
+    """Whether the driver holds the clock down, and why."""
     if card.throttled:
         reasons, advice = zip(*(_HELD_DOWN[word] for word in card.throttled), strict=True)
         clock = "" if card.clock_mhz is None else f" at {card.clock_mhz:.0f} MHz"
         most = "" if card.clock_most_mhz is None else f" of {card.clock_most_mhz:.0f}"
         found = f"its clock is held down{clock}{most} by {' and '.join(reasons)}"
-        yield _gpu("throttling").warn(found, " ".join(advice))
-    elif card.clock_most_mhz is not None:
-        yield _gpu("clocks").ok(f"up to {card.clock_most_mhz:.0f} MHz, not held down")
-    if card.temperature is not None:
-        hot = "It slows down from about 85 to 90 °C on. See to its cooling before a long run."
-        yield _gpu("temperature").warn_if(card.temperature >= 85, f"{card.temperature:.0f} °C", hot)
-    limit, default = card.power_limit_watts, card.power_default_watts
-    if limit is not None and default is not None and limit < 0.95 * default:
-        yield _gpu("power cap").note(
-            f"{limit:.0f} W, {default:.0f} W by default",
-            "Somebody has lowered it. Under full load the card is slower by about the same share; `nvidia-smi -pl` "
-            "sets it, as root.",
-        )
-    elif limit is not None:
-        yield _gpu("power cap").ok(f"{limit:.0f} W")
+        return _gpu("throttling").warn(found, " ".join(advice))
+    if card.clock_most_mhz is None:
+        return None
+    heat = "" if card.temperature is None else f", {card.temperature:.0f} °C"
+    power = "" if card.power_limit_watts is None else f", {card.power_limit_watts:.0f} W at most"
+    return _gpu("clocks").ok(f"up to {card.clock_most_mhz:.0f} MHz, not held down{heat}{power}")
 
 
-def _health(card: CardState, machine: Machine) -> Iterator[Finding]:
-    if card.uncorrected_errors:
-        yield _gpu("memory errors").warn(
-            f"{card.uncorrected_errors} errors of its memory could not be corrected since the driver was loaded",
-            "Results may be wrong. Reset the card (`nvidia-smi --gpu-reset`, as root) or restart the machine; if they "
-            "come back, the card has to be replaced.",
-        )
-    if card.remapping:
-        yield _gpu("memory rows").warn(
-            f"{card.remapping} in its memory",
-            "Reset the card or restart the machine, so that the row is replaced; a row that cannot be means a card "
-            "for the workshop.",
-        )
-    hard = [code for code in machine.xids if code in _HARD_XIDS]
-    if hard:
-        named = ", ".join(f"Xid {code} ({_HARD_XIDS[code]})" for code in hard)
-        yield _gpu("driver errors").warn(
-            f"the kernel's log holds {named}",
-            "Runs on this machine can die or go wrong. Restart it, watch `dmesg` for Xid, and have the card or its "
-            "seat checked if they come back.",
-        )
-    elif machine.xids:
-        yield _gpu("driver errors").note(
-            f"the kernel's log holds Xid {', '.join(machine.xids)}",
-            "Those are mostly faults of programs (an illegal address), not of the card.",
-        )
+def _memory_errors(card: CardState) -> Finding | None:
+    if not card.uncorrected_errors:
+        return None
+    return _gpu("memory errors").warn(
+        f"{card.uncorrected_errors} errors of its memory could not be corrected since the driver was loaded",
+        "Results may be wrong. Reset the card (`nvidia-smi --gpu-reset`, as root) or restart the machine; if they "
+        "come back, the card has to be replaced.",
+    )
 
 
 def _precision(card: CardState, speed: SpeedConfig) -> Finding | None:

@@ -1,36 +1,37 @@
-"""The run of a config on a described machine: decided in spite of what is refused, then judged.
+"""The run of a config on a described machine: decided as training decides it, then judged.
 
-The plan is that of `resolve`, so what is said here of switches, memory, steps and rates is what training would do.
-Nothing is prepared for it but samples of a fine-tuning run, in a temporary folder, by the functions that training
-calls: so what is fine here is fine there, and an error there is a finding here, in the same words. Of a large source of
-rows only the first are read. Nothing is fetched from the hub: a base that is not here ends the visit, and that is said.
+The plan is that of `resolve`, so what is found about switches, memory, steps and rates is what training would do. What
+training would refuse is a finding in the same words. Nothing is prepared but samples of a fine-tuning run, in a
+temporary folder, by the functions that training calls. Nothing is fetched from the hub: where the base is not on this
+machine, the run is not checked, and a finding says so.
 
 The least time is a bound, not a guess: the FLOPs of a step at the rate of a matrix product; `flatout estimate` times
-real steps. This module imports torch: only where `Machine.torch.usable`.
+real steps. Where several ranks were not asked for, what would be bad for them is a note. Ranks that start compare what
+they have by themselves (`parallel.ranks`, `resolve.form`).
+
+This module imports torch: only where `Machine.torch.usable`.
 """
 
 import contextlib
 import dataclasses
 import functools
 import itertools
-import json
+import os
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
+import torch.distributed as dist
 
 from flatout.checkpoints.base_and_adapter import Base, open_base, open_start
 from flatout.checkpoints.run_folder import is_checkpoint
-from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, with_values
 from flatout.config.schema import ChatConfig, ModelConfig
 from flatout.config.sizes import Known, usual_vocab
-from flatout.config.source import DEFAULT, Source
-from flatout.corpus.document import Row
-from flatout.corpus.readers import read_rows
-from flatout.corpus.sources import find_files
+from flatout.config.source import Source
 from flatout.data.batch import BatchLoader, DataFacts, Delivery, Span, TrainingData, check_evaluable
 from flatout.data.sample_data import SampleData
 from flatout.data.sampler import window_count
@@ -50,19 +51,17 @@ from flatout.model.hub_folder import inventory, is_within_reach
 from flatout.model.quantize import check_quantizing
 from flatout.resolve.advice import advice_on, known_steps, step_tokens
 from flatout.resolve.case import Probes
-from flatout.resolve.fit_check import BESIDE_KEPT, check_disk, fit_of, memory_on, smaller, ways
+from flatout.resolve.fit_check import BESIDE_KEPT, check_disk, fit_of, smaller, ways
 from flatout.resolve.length import asked_schedule
 from flatout.resolve.memory import checkpoint_size, state_of, trained_count
-from flatout.resolve.opening import DataSource, Opened, why_samples_are_made, with_tokenizer
+from flatout.resolve.opening import DataSource, Opened, check_even, why_samples_are_made, with_tokenizer
 from flatout.resolve.plan import RunPlan
 from flatout.resolve.resolve import resolve
 from flatout.world import World
 
-Sources = Iterable[Callable[[LoadedConfig], DataSource]]  # of settings, from which refused ones are left out
-
 # --- the visit --------------------------------------------------------------------------------------------------------
 
-# Checks that go by the number of steps, which is not known of some rows alone, and of a length in minutes.
+# Checks that go by the number of steps, which is not known of a length in minutes.
 _OF_STEPS = ("steps", "length", "warm-up", "evaluation", "saving", "samples")
 _MADE = ("data", "folder")  # of samples: it was made for this visit and is gone
 
@@ -70,83 +69,59 @@ _MADE = ("data", "folder")  # of samples: it was made for this visit and is gone
 class RunVisit:
     """What there is to say of one run. `plan` is None until one of the first three methods could decide it."""
 
-    def __init__(
-        self, machine: Machine, device: Device, index: int, trials: DeviceTrials, world: World, *, quick: bool
-    ) -> None:
-        self.machine, self.device, self.index, self.trials = machine, device, index, trials
-        self.world, self.quick = world, quick
+    def __init__(self, machine: Machine, device: Device, index: int, trials: DeviceTrials, world: World) -> None:
+        self.machine, self.device, self.index, self.trials, self.world = machine, device, index, trials, world
         self.plan: RunPlan | None = None
         self.tokens = TokenFacts()
-        self.step_seconds: float | None = None
-        self.whole = True  # all rows of a fine-tuning run were read
 
     def with_tokenizer(self, asked: LoadedConfig) -> LoadedConfig:
         return with_tokenizer(asked, self.device)
 
-    def decide_on_text(self, asked: LoadedConfig, known: TokenFacts | None = None) -> Iterator[Finding]:
+    def decide_on_text(self, asked: LoadedConfig, known: TokenFacts) -> Iterator[Finding]:
         """`known` is what looking at the text has found."""
-        self.tokens = known = known or TokenFacts()
-        uncounted = dataclasses.replace(known, exact=False, train_tokens=None, val_tokens=None)
-        expected = [functools.partial(ExpectedSource, device=self.device, known=facts) for facts in (known, uncounted)]
-        yield from self._decide(asked, [*([self._source] if known.exact else []), *expected])
+        self.tokens = known
+        exact, expected = DataSource, functools.partial(ExpectedSource, known=known)
+        self._decide((exact if known.exact else expected)(asked, self.device))
         if self.plan is not None and asked.size is not None and not known.exact:
-            said = "settled as for text that is read once, because its tokens are not counted"
+            found = "decided as for text that is read once, because its tokens are not counted"
             if known.train_tokens is not None:
-                said = f"settled for about {known.train_tokens:,} tokens to train on; a run counts them first"
-            yield Check("config", "size").note(said)
+                found = f"decided for about {known.train_tokens:,} tokens to train on; a run counts them first"
+            yield Check("config", "size").note(found)
 
     def open(self, asked: LoadedConfig, _: contextlib.ExitStack) -> Iterator[Finding]:
         """Opens data that is neither text nor rows as training does."""
-        yield from self._decide(asked, [self._source])
+        self._decide(DataSource(asked, self.device))
         if self.plan is not None:
             data = self.plan.data
             known = {"train_tokens": data.facts.train_tokens, "val_tokens": data.val.tokens}
             self.tokens = TokenFacts(exact=True, vocab=data.tokenizer.vocab, **known)
             counted = "" if data.facts.train_tokens is None else f"{data.facts.train_tokens:,} tokens to train on, "
-            told = f"{counted}{data.val.tokens:,} to validate, tokenizer {data.tokenizer.kind}"
-            yield Check("data", "source").ok(f"{data.facts.place}: {told} with {data.tokenizer.vocab:,} ids")
+            counted += f"{data.val.tokens:,} to validate, tokenizer {data.tokenizer.kind}"
+            yield Check("data", "source").ok(f"{data.facts.place}: {counted} with {data.tokenizer.vocab:,} ids")
 
     def look_at_rows(self, asked: LoadedConfig, scratch: contextlib.ExitStack) -> Iterator[Finding]:
         folder = Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="flatout-doctor-")))
-        ready = yield from look_at_chat(asked, folder, quick=self.quick)
+        ready = yield from look_at_chat(asked, folder)
         if ready is None:
             return
-        rows = asked.config.chat.source
-        yield from self._decide(ready, [self._source])
-        self.whole = ready.config.chat.source == rows
+        self._decide(DataSource(ready, self.device))
         if self.plan is not None:
-            yield from check_samples(self.plan, asked.config.chat)
-        if not self.whole:
-            yield unchecked("config", f"{rows} is large: rows after the first {FIRST:,}, and steps, were not checked")
+            yield from check_samples(self.plan)
 
-    def _source(self, asked: LoadedConfig) -> DataSource:
-        return DataSource(asked, self.device)
-
-    def _decide(self, asked: LoadedConfig, sources: Sources) -> Iterator[Finding]:
-        self.plan, refused = decide(asked, sources, self.world, probes_of(self.machine, self.trials))
-        yield from refused
+    def _decide(self, source: DataSource) -> None:
+        self.plan = resolve(source, self.world, probes=probes_of(self.machine, self.trials), must_fit=False)
 
     def judge(self, plan: RunPlan, disk: Disk) -> Iterator[Finding | None]:
-        ranks = self.world.size
-        self.step_seconds, whose = least_seconds(plan, self.trials, ranks)
         about = "" if self.tokens.exact or plan.fine_tunes else "about "
-        advice = advice_on(plan, about=about, step_seconds=self.step_seconds, write_rate=disk.write_rate)
-        counted = self.whole and known_steps(plan) is not None
-        for one in (*plan.checks, *advice):
+        counted = known_steps(plan) is not None
+        for one in (*plan.checks, *advice_on(plan, about=about)):
             by_steps = one.area == "config" and one.name in _OF_STEPS
             if (counted or not by_steps) and (one.area, one.name) != _MADE:
                 yield one
         yield from check_space(plan, disk, self.tokens)
         yield from check_start(plan, self.tokens)
-        yield from check_memory(plan, self.machine, self.index, ranks)
-        yield check_time(plan, self.step_seconds, whose)
-
-    def facts_of_gradients(self) -> dict[str, Any]:
-        """What `check_ranks` needs to know of the run."""
-        if self.plan is None:
-            return {}
-        parameters = parameter_count(self.plan.model, self.plan.vocab)
-        return {"reduce": self.plan.parallel.reduce, "parameters": parameters, "step_seconds": self.step_seconds}
+        yield from check_memory(plan, self.machine, self.index, self.world.size)
+        yield check_time(plan, *least_seconds(plan, self.trials, self.world.size))
 
 
 # --- a described machine ----------------------------------------------------------------------------------------------
@@ -173,8 +148,6 @@ def probes_of(machine: Machine, trials: DeviceTrials) -> Probes:
     def attention(backend: str, _device: object, **_: object) -> str | None:
         if "fa4" in backend and machine.packages.get("flash_attn.cute") is None:
             return "flash-attn-4 is not installed (the extra flatout[fa4])"
-        if backend == "fa3" and machine.packages.get("flash_attn_interface") is None:
-            return "flash_attn_3 is not installed"
         return trials.failure(f"attention {backend}")
 
     cores = max(1, int(machine.usable_cores))
@@ -269,38 +242,6 @@ FETCHED = "It is fetched from the hub when training starts; the hub is not asked
 _STEP = Check("memory", "a step")
 
 
-def decide(asked: LoadedConfig, sources: Sources, world: World, probes: Probes) -> tuple[RunPlan | None, list[Finding]]:
-    """The plan of a run, and all that it would be refused for: a setting that is refused is left at its default.
-
-    The first of `sources` that can be opened is taken.
-    """
-    refused: list[Finding] = []
-    for source_of in sources:
-        settings: LoadedConfig | None = asked
-        while settings is not None:
-            try:
-                return resolve(source_of(settings), world, probes=probes, must_fit=False), refused
-            except UnevenError:  # `check_share` reports it
-                world = World()
-            except UserError as error:
-                found = finding_of(error, "config")
-                refused += [] if found in refused else [found]
-                settings = without(settings, error.setting)
-    return None, refused
-
-
-def without(loaded: LoadedConfig, path: str) -> LoadedConfig | None:
-    """The settings as if this one had not been written; None where it was not, or where that is refused too."""
-    if not path or loaded.sources[path] == DEFAULT:
-        return None
-    if path.startswith("speed."):  # it falls back to what the machine can have
-        return dataclasses.replace(loaded, sources={**loaded.sources, path: DEFAULT})
-    try:
-        return with_values(loaded, {path: field_facts()[path].default}, DEFAULT)
-    except UserError:
-        return None
-
-
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -308,7 +249,7 @@ def check_memory(plan: RunPlan, machine: Machine, index: int, ranks: int) -> Ite
     """Whether a step fits what is free, and what would; whether the host has room for what it keeps."""
     speed, free = plan.speed, _free(machine, plan.speed.device, index)
     if free is None:
-        yield _STEP.note("not known, as the device does not tell its memory")
+        yield _STEP.note("not known: the device does not report its memory")
         return
     # A memory limit holds torch's tensors only; on a real card CUDA's own share has to fit as well.
     beside = CONTEXT_BYTES if speed.device.kind == "cuda" and speed.device.limit_bytes is None else 0
@@ -323,7 +264,6 @@ def check_memory(plan: RunPlan, machine: Machine, index: int, ranks: int) -> Ite
     status = fit_of(need, free)
     if status == "ok":
         yield _STEP.ok(found)
-        yield _tiny_micro_batches(plan, free - beside)
         return
     fitting = list(ways(plan, free - beside))
     if status == "warn":
@@ -356,29 +296,6 @@ def _on_host(plan: RunPlan, have: int | None) -> Finding | None:
         f"speed.optimizer_offload keeps {in_gib(need)} in host memory, of which {in_gib(have)} are free",
         "The system would end the run. Close other programs, or set speed.optimizer_state=8bit and "
         "speed.optimizer_offload=false.",
-    )
-
-
-def _tiny_micro_batches(plan: RunPlan, have: int) -> Finding | None:
-    """Many small micro-batches where larger ones would fit: the device waits for the host between them."""
-    speed, context = plan.speed, plan.model.context
-    enough = 8192 if speed.device.kind == "cuda" else 512  # tokens that keep a device busy
-    if plan.fine_tunes or speed.accumulation < 8 or speed.micro_batch * context >= enough:
-        return None
-    share = best = speed.micro_batch
-    share *= speed.accumulation
-    for size in (size for size in range(best + 1, share + 1) if share % size == 0):
-        larger = dataclasses.replace(speed, micro_batch=size, accumulation=share // size)
-        memory = memory_on(plan.data, plan.settings.config, plan.vocab, larger)
-        if best * context >= enough or fit_of(memory.total, have) != "ok":
-            break
-        best = size
-    if best == speed.micro_batch:
-        return None
-    return Check("memory", "micro-batch").warn(
-        f"{speed.accumulation} micro-batches of {speed.micro_batch} a step, and {best} at once would fit",
-        f"So little work at once leaves the device waiting. Set speed.micro_batch={best}, or let `flatout tune` find "
-        "the best; the batch and what is learned stay the same.",
     )
 
 
@@ -447,7 +364,7 @@ def check_space(plan: RunPlan, disk: Disk, data: TokenFacts) -> Iterator[Finding
         yield check.bad(found, sentence(error.hint))
         return
     if disk.free_bytes < 2 * need:
-        yield check.warn(found, "It fits, with little to spare for anybody else. Free some space before a long run.")
+        yield check.warn(found, "It fits, but leaves little for other files. Free some space before a long run.")
     else:
         yield check.ok(found)
 
@@ -465,45 +382,39 @@ def check_start(plan: RunPlan, known: TokenFacts) -> Iterator[Finding]:
     except UserError as error:
         yield finding_of(error, "config", "start")
     else:
-        assert start is not None, "a name was given"
+        assert start is not None, "init_from is set"
         yield check.ok(start.notice)
 
 
 # --- what a run is fine-tuned from and on -----------------------------------------------------------------------------
 
-_WHOLE, _WHOLE_QUICK = 32 * 2**20, 4 * 2**20  # bytes of a source that is read to its end
-FIRST = 2000  # rows of a larger one
+_READ_WHOLE = 32 * 2**20  # bytes of a source from which samples are made for the visit
 
 
-def look_at_chat(asked: LoadedConfig, temporary: Path, *, quick: bool) -> Generator[Finding, None, LoadedConfig | None]:
+def look_at_chat(asked: LoadedConfig, temporary: Path) -> Generator[Finding, None, LoadedConfig | None]:
     """Yields what was found of the base, and returns the settings with samples that may be made in a temporary folder;
-    None where there is no base to make them for."""
-    base = yield from _check_base(asked.config.model)
+    None where there is no base to make them for, or too much to read."""
+    base, chat = (yield from _check_base(asked.config.model)), asked.config.chat
+    why = "" if base is None else why_samples_are_made(asked.config, written=asked.sources["model.context"])[1]
+    if base is not None and not why:
+        return asked
+    size = yield from _check_sources(chat)
     if base is None:
-        yield from _check_sources(asked.config.chat)
         return None
-    try:
-        _, why = why_samples_are_made(asked.config, written=asked.sources["model.context"])
-    except UserError:  # opening them meets it again and reports it
-        return asked
-    if not why:
-        return asked
-    chat, most = asked.config.chat, _WHOLE_QUICK if quick else _WHOLE
-    found = {"source": chat.source, "val_source": chat.val_source}
-    cut = {name: _head(name, source, temporary, most) for name, source in found.items() if source is not None}
-    values = {f"chat.{name}": str(path) for name, path in cut.items() if path is not None}
-    return with_values(asked, {**values, "data.folder": str(temporary / "samples")}, Source("preset", "the doctor"))
+    if size > _READ_WHOLE:
+        yield unchecked("config", f"{chat.source} is large: rows, steps and memory were not checked")
+        return None
+    return with_values(asked, {"data.folder": str(temporary / "samples")}, Source("preset", "the doctor"))
 
 
-def check_samples(plan: RunPlan, asked: ChatConfig) -> Iterator[Finding]:
+def check_samples(plan: RunPlan) -> Iterator[Finding]:
     """The rows, and what they are written by."""
     data = plan.data
     assert isinstance(data, SampleData), "there is a chat.source"
     counts, readings = data.sample_set.manifest["counts"], data.sample_set.manifest.get("reading") or [{}]
     rows = counts.get("rows", 0) - counts.get("rows_not_used", 0)
-    part = "" if plan.chat.source == asked.source else f"; only the first {FIRST:,} rows were read"
     reading = readings[0].get("format", "conversations")
-    yield Check("data", "rows").ok(f"{asked.source}: {many(rows, 'row')}, read as {reading}{part}")
+    yield Check("data", "rows").ok(f"{plan.chat.source}: {many(rows, 'row')}, read as {reading}")
     template = "none: samples are bare text" if data.template is None else data.template.name
     if not any(check.name == "template" for check in plan.checks):
         yield Check("data", "template").ok("the model's own" if template == "model" else template)
@@ -538,28 +449,129 @@ def _check_base(model: ModelConfig) -> Generator[Finding, None, Base | None]:
     return base
 
 
-def _check_sources(chat: ChatConfig) -> Iterator[Finding]:
-    """Whether there is anything to read rows from; without a base that is all that can be said of it."""
+def _check_sources(chat: ChatConfig) -> Generator[Finding, None, int]:
+    """Whether there is anything to read rows from; returns how many bytes."""
+    size = 0
     for field, source in {"chat.source": chat.source, "chat.validation": chat.val_source}.items():
         if source is not None:
-            try:
-                files = row_files(source, field)
-            except UserError as error:
-                yield finding_of(error, "data", "rows")
-            else:
-                size = sum(file.bytes for file in files) / 1e6
-                yield Check("data", "rows").ok(f"{source}: {many(len(files), 'file')}, {size:,.1f} MB, not read")
+            files = row_files(source, field)
+            size += sum(file.bytes for file in files)
+            yield Check("data", field).ok(f"{source}: {many(len(files), 'file')}, {size / 1e6:,.1f} MB")
+    return size
 
 
-def _head(name: str, source: str, temporary: Path, most: int) -> Path | None:
-    """A file with the first rows of a source that is too large to be read whole; None for one that is not."""
-    files = find_files(source).files
-    if sum(file.bytes for file in files) <= most:
+# --- several GPUs of this host ----------------------------------------------------------------------------------------
+
+SHARED_MEMORY = "/dev/shm"
+LEAST_SHARED_MEMORY = 2**30  # as NVIDIA's documentation of NCCL has it for containers
+_ranks = functools.partial(Check, "ranks")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Several:
+    """What `size` ranks need, which were `asked` for or are only possible; None for what is unknown."""
+
+    size: int
+    asked: bool
+    nccl: str | None = ""  # None where torch has none
+    apart: tuple[tuple[int, int], ...] = ()  # GPUs that cannot read each other's memory
+    shared_memory_bytes: int | None = None
+
+
+def look_at_ranks(several: Several, kind: str) -> Several:
+    """What several ranks on devices of this kind need, as far as this host reports it."""
+    apart = unlinked(several.size) if kind == "cuda" else ()
+    return dataclasses.replace(several, nccl=nccl_version(), apart=apart, shared_memory_bytes=shared_memory_bytes())
+
+
+def unlinked(size: int) -> tuple[tuple[int, int], ...]:
+    """Pairs of the first GPUs that cannot read each other's memory."""
+    pairs = itertools.combinations(range(min(size, torch.cuda.device_count())), 2)
+    return tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair))
+
+
+def nccl_version() -> str | None:
+    """The version of torch's NCCL; None where it has none."""
+    with contextlib.suppress(Exception):
+        if dist.is_available() and dist.is_nccl_available():
+            from torch.cuda import nccl
+
+            return ".".join(str(part) for part in nccl.version())
+    return None
+
+
+def shared_memory_bytes() -> int | None:
+    """The size of the memory that processes of this host share."""
+    with contextlib.suppress(OSError, AttributeError):
+        found = os.statvfs(SHARED_MEMORY)
+        return found.f_frsize * found.f_blocks
+    return None
+
+
+def check_ranks(several: Several, machine: Machine, kind: str) -> Iterator[Finding | None]:
+    """`kind` is that of the device."""
+    if kind != "cuda":
+        yield _ranks("ranks").ok(f"{several.size} processes on this host share its cores")
+        return
+    yield _cards(several, machine)
+    yield _library(several)
+    yield _links(several)
+    yield _shared_memory(several)
+
+
+def _cards(several: Several, machine: Machine) -> Finding:
+    cards = len(machine.cards)
+    if several.size > cards:
+        return _ranks("ranks").bad(
+            f"{several.size} GPUs were asked for, and this host has {cards}",
+            f"Use --gpus {cards}, or ask on the host that has them.",
+        )
+    names = Counter(card.name for card in machine.cards[: several.size])
+    found = ", ".join(f"{count} x {name}" for name, count in names.items())
+    if len(names) > 1:
+        return _ranks("ranks").warn(found, "All ranks do equal work, so the slowest card sets the pace of the others.")
+    return _ranks("ranks").ok(found)
+
+
+def _library(several: Several) -> Finding:
+    if several.nccl is None:
+        advice = "GPUs exchange gradients by NCCL. Install a CUDA build of torch for Linux; it brings NCCL along."
+        return _ranks("nccl").finding("bad" if several.asked else "note", "this torch has no NCCL", advice)
+    return _ranks("nccl").ok(f"NCCL {several.nccl}")
+
+
+def _links(several: Several) -> Finding:
+    if not several.apart:
+        return _ranks("links").ok("all pairs of GPUs read each other's memory")
+    first, second = several.apart[0]
+    more = f", nor can {many(len(several.apart) - 1, 'other pair')}" if len(several.apart) > 1 else ""
+    return _ranks("links").warn(
+        f"GPUs {first} and {second} cannot read each other's memory{more}",
+        "Their gradients go through the host's memory, which is slow; `nvidia-smi topo -m` shows the links. In a "
+        "virtual machine or with an IOMMU this is often a setting of the host (ACS); in a container, all GPUs must be "
+        "visible to every process.",
+    )
+
+
+def _shared_memory(several: Several) -> Finding | None:
+    size = several.shared_memory_bytes
+    if size is None:
         return None
-    path = temporary / f"{name}.jsonl"
-    rows = itertools.chain.from_iterable(read_rows(file) for file in files)
-    with path.open("w", encoding="utf-8") as target:
-        for row in itertools.islice(rows, FIRST):
-            if isinstance(row, Row):
-                target.write(json.dumps(row.value, default=str) + "\n")
-    return path
+    return _ranks("shared memory").warn_if(
+        size < LEAST_SHARED_MEMORY,
+        f"/dev/shm has {in_gib(size)}",
+        "NCCL connects processes of a host through it and fails where it is full. Start the container with "
+        "--shm-size=1g or more, or with --ipc=host.",
+    )
+
+
+def check_share(plan: RunPlan, several: Several) -> Finding | None:
+    """Whether ranks share a step evenly."""
+    if plan.fine_tunes:
+        return None
+    check, windows = _ranks("batch"), plan.schedule.at(plan.steps).windows
+    try:
+        check_even(plan.data, several.size)
+    except UnevenError as error:
+        return check.finding("bad" if several.asked else "note", error.message, sentence(error.hint))
+    return check.ok(f"{windows // several.size} of {windows} windows of {plan.model.context:,} tokens a rank and step")

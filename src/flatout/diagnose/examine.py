@@ -1,10 +1,9 @@
 """The whole visit: facts are gathered, checks are made of them in order, findings come out as soon as they are known.
 
 The contract: `examine` never raises for what it finds; a config that cannot be read is a finding, and what does not
-depend on it is checked all the same. Facts that are handed over are taken as they are: with a `machine` of somebody
-else nothing is run on this one, unless `trials` is None and its torch is the one here. The run is the one that
+depend on it is checked all the same. Facts that are handed over are taken as they are: with the `machine` of another
+host nothing is run on this one, unless `trials` is None and its torch is the one here. The run is the one that
 `resolve` decides for this machine; without a torch that works there is none.
-Under a launcher the first rank examines, and the others `attend`: what concerns all of them is asked of all.
 """
 
 import contextlib
@@ -20,16 +19,14 @@ from flatout.diagnose.check_data import TokenFacts, check_documents, look_at_dat
 from flatout.diagnose.check_environment import check_environment, check_nccl, check_tracker_packages
 from flatout.diagnose.check_folder import RUNS, Disk, check_disk, check_folder, check_room, folder_of, measure_disk
 from flatout.diagnose.check_machine import check_cards, check_machine
-from flatout.diagnose.machine import Machine, gather_machine, look_at_torch
+from flatout.diagnose.machine import Machine, gather_machine
 from flatout.errors import UserError, first_line
 from flatout.finding import Check, Finding, finding_of, unchecked
-from flatout.launch import Launch
 
 if TYPE_CHECKING:
     from flatout.device import Device
     from flatout.diagnose.check_kernels import DeviceTrials
-    from flatout.diagnose.check_ranks import Several
-    from flatout.diagnose.check_run import RunVisit
+    from flatout.diagnose.check_run import RunVisit, Several
     from flatout.resolve.plan import RunPlan
 
 Progress = Callable[[str], None]
@@ -47,13 +44,12 @@ def examine(
     disk: Disk | None = None,
     several: "Several | None" = None,
     gpus: int | None = None,
-    launched: Launch | None = None,
     progress: Progress = lambda _: None,
 ) -> Iterator[Finding]:
     """Checks a machine and a config. `hardware` may be auto; `quick` leaves out compiling and slow trials.
 
-    `gpus` is how many ranks the config is meant for, and `launched` this process as the first of those that a launcher
-    started. Several GPUs are looked at without being asked where this machine has them.
+    `gpus` is how many ranks the config is meant for. Several GPUs are looked at without being asked where this machine
+    has them.
     """
     asked, found = _load(target, overrides, None if hardware == "auto" else hardware, size)
     progress("looking at the machine; importing torch")
@@ -61,7 +57,7 @@ def examine(
     if hardware == "auto" and asked is not None:
         asked = _for_card(machine, asked, found)
     visit = _Visit(asked, machine, quick=quick, here=here, progress=progress)
-    visit.look_at_ranks(several, gpus, launched)
+    visit.look_at_ranks(several, gpus)
     yield from visit.check_machine(trials)
     progress("looking at disk and data")
     with contextlib.ExitStack() as scratch:
@@ -70,15 +66,6 @@ def examine(
     for area in ("disk", "data", "config", "memory"):
         yield from (one for one in found if one.area == area)
     yield from visit.check_ranks()
-
-
-def attend(launched: Launch, target: str | None, overrides: Sequence[str], size: str | None = None) -> None:
-    """Takes part as a rank that is not the first: it answers, and says nothing itself."""
-    asked, _ = _load(target, overrides, None, size)
-    if look_at_torch().usable:
-        from flatout.diagnose.check_ranks import meet
-
-        meet(launched, asked)
 
 
 def guarded(area: str, name: str, check: Callable[[], Iterable[Finding | None]]) -> Iterator[Finding]:
@@ -109,7 +96,7 @@ class _Visit:
         self.tunes = self.config is not None and self.config.fine_tunes
         self.works = machine.torch.usable
         self.kind, self.index, self.no_device = _device(machine, "auto" if self.speed is None else self.speed.device)
-        self.ranks = 1  # that share a step, as far as somebody asked for several
+        self.ranks = 1  # that share a step, if several were asked for
         self.several: Several | None = None
         self.trials: DeviceTrials | None = None
         self.run: RunVisit | None = None
@@ -129,23 +116,16 @@ class _Visit:
         limit = None if self.speed is None else self.speed.memory_limit
         return device_of(self.machine, self.kind, self.index, limit)
 
-    def look_at_ranks(self, several: "Several | None", gpus: int | None, launched: Launch | None) -> None:
-        """What several ranks need. First of all, as other ranks are waiting, and to time nothing beside it."""
-        possible = len(self.machine.cards) if self.kind == "cuda" else 1
-        size = launched.size if launched is not None else gpus or possible
-        asked = launched is not None or gpus is not None
-        if several is None and self.works and (launched is not None or size > 1):
-            from flatout.diagnose.check_ranks import Several, look_at_ranks
+    def look_at_ranks(self, several: "Several | None", gpus: int | None) -> None:
+        """What several ranks need, where they were asked for or this machine has several cards."""
+        size = gpus or (len(self.machine.cards) if self.kind == "cuda" else 1)
+        if several is None and self.works and size > 1:
+            from flatout.diagnose.check_run import Several, look_at_ranks
 
-            several = Several(size=size, asked=asked)
-            if self.here:
-                self.progress("looking at links between GPUs and ranks")
-                cards = self.machine.cards[:size] if self.kind == "cuda" else ()
-                several = look_at_ranks(several, self.asked, cards, launched)
+            several = Several(size=size, asked=gpus is not None)
+            several = look_at_ranks(several, self.kind) if self.here else several
         self.several = several
-        if several is not None:
-            size, asked = several.size, several.asked
-        self.ranks = size if asked else 1
+        self.ranks = (gpus or 1) if several is None else several.size if several.asked else 1
 
     # --- the machine --------------------------------------------------------------------------------------------------
 
@@ -160,8 +140,7 @@ class _Visit:
         else:
             why = "They are tried once torch works."
             yield Check("kernels", "kernels").note("not tried, as torch cannot be used", why)
-        data = None if self.config is None else self.config.data
-        yield from guarded("environment", "variables", lambda: check_environment(machine, data, kind))
+        yield from guarded("environment", "variables", lambda: check_environment(machine, kind))
 
     def _check_kernels(self) -> Iterator[Finding | None]:
         from flatout.diagnose.check_kernels import DeviceTrials, check_kernels, run_trials
@@ -169,8 +148,7 @@ class _Visit:
         device, config = self.device, self.config
         if self.trials is None and self.here:
             model = None if config is None or self.tunes else config.model
-            apart = config is not None and config.documents_apart
-            how = {"apart": apart, "quick": self.quick, "progress": self.progress}
+            how = {"quick": self.quick, "progress": self.progress}
             self.trials = run_trials(self.machine, device, self.speed, model, **how)
         self.trials = self.trials or DeviceTrials()
         yield from check_kernels(self.machine, self.trials, self.speed, self.kind, device.peak_flops)
@@ -190,13 +168,13 @@ class _Visit:
         if asked.config.reads_text:
             with contextlib.suppress(UserError):  # looking at the data meets it again and reports it
                 asked = as_prepared(asked if run is None else run.with_tokenizer(asked))
-            known: list[TokenFacts] = []
+            known = [TokenFacts()]
             yield from guarded("data", "source", lambda: self._look_at_text(asked, known))
             if run is not None:
-                yield from guarded("config", "run", lambda: run.decide_on_text(asked, *known))
+                yield from guarded("config", "refused", lambda: run.decide_on_text(asked, known[-1]))
         elif run is not None:
-            look, name = (run.look_at_rows, "fine-tuning") if self.tunes else (run.open, "source")
-            yield from guarded("data", name, lambda: look(asked, scratch))
+            look = run.look_at_rows if self.tunes else run.open
+            yield from guarded("data", "refused", lambda: look(asked, scratch))
         if self.plan is None:
             why = "it cannot be decided" if self.works else "torch does not work"
             yield unchecked("config", f"steps, settings and memory of the run were not checked, as {why}")
@@ -206,19 +184,17 @@ class _Visit:
         from flatout.diagnose.check_run import RunVisit
         from flatout.world import World
 
-        met = () if self.several is None else tuple(one.host for one in self.several.ranks)
-        world = World(size=self.ranks, hosts=met or ("this host",) * self.ranks) if self.ranks > 1 else World()
-        trials = self.trials or DeviceTrials()
-        return RunVisit(self.machine, self.device, self.index, trials, world, quick=self.quick)
+        world = World(size=self.ranks, hosts=("this host",) * self.ranks) if self.ranks > 1 else World()
+        return RunVisit(self.machine, self.device, self.index, self.trials or DeviceTrials(), world)
 
     def _look_at_text(self, asked: LoadedConfig, known: list[TokenFacts]) -> Iterator[Finding]:
         data = asked.config.data
         known.append((yield from look_at_data(data, asked.config.clean, self.machine, quick=self.quick)))
-        yield from check_documents(known[0], asked.config.model.context, data.packing)
+        yield from check_documents(known[-1], asked.config.model.context, data.packing)
 
     def judge_run(self, disk: Disk) -> Iterator[Finding]:
         """What there is to say of the run, and of what it needs of disk and machine."""
-        run, plan, config, several = self.run, self.plan, self.config, self.several
+        run, plan, config = self.run, self.plan, self.config
         yield from check_disk(disk)
         if run is None or plan is None:
             yield from check_room(disk)
@@ -226,67 +202,37 @@ class _Visit:
             yield from guarded("config", "run", lambda: run.judge(plan, disk))
         if config is None:
             return
-        if several is not None and not self.tunes:
-            from flatout.diagnose.check_ranks import check_rank_data
-
-            yield from guarded("data", "on all ranks", lambda: check_rank_data(several.ranks, config.data))
         yield from guarded("config", "packages", lambda: check_tracker_packages(self.machine, config.output.trackers))
         model, verb = config.model if plan is None else plan.model, "finetune" if self.tunes else "train"
         yield from guarded("config", "run folder", lambda: [check_folder(config.output, model, verb)])
 
     def check_ranks(self) -> Iterator[Finding]:
-        several, plan, run = self.several, self.plan, self.run
+        several, plan = self.several, self.plan
         if several is None:
             if self.ranks > 1:
                 yield unchecked("ranks", "the ranks were not checked, as torch does not work")
             return
-        from flatout.diagnose.check_ranks import check_ranks, check_share
+        from flatout.diagnose.check_run import check_ranks, check_share
 
-        facts, variables = {} if run is None else run.facts_of_gradients(), self.machine.environment
-        yield from guarded("ranks", "several GPUs", lambda: check_ranks(several, self.machine, self.kind, **facts))
+        yield from guarded("ranks", "several GPUs", lambda: check_ranks(several, self.machine, self.kind))
         if plan is not None:
             yield from guarded("ranks", "batch", lambda: [check_share(plan, several)])
-        yield from guarded("ranks", "variables", lambda: check_nccl(variables, several.interfaces, several.hosts))
+        yield from guarded("ranks", "variables", lambda: check_nccl(self.machine.environment))
 
 
 # --- the config -------------------------------------------------------------------------------------------------------
 
 
-def _loaded(
-    target: str | LoadedConfig | None, overrides: Sequence[str], hardware: str | None, size: str | None
-) -> LoadedConfig:
-    if not isinstance(target, LoadedConfig):
-        return load_config(target, overrides, hardware=hardware, size=size)
-    return target if hardware is None else dataclasses.replace(target, hardware=hardware)
-
-
 def _load(
     target: str | LoadedConfig | None, overrides: Sequence[str], hardware: str | None, size: str | None
 ) -> tuple[LoadedConfig | None, list[Finding]]:
-    """The config; if it has a mistake, that as a finding, and the config without the words that are to blame."""
+    """The config, or its mistake as a finding."""
     try:
-        return _loaded(target, overrides, hardware, size), []
+        if not isinstance(target, LoadedConfig):
+            return load_config(target, overrides, hardware=hardware, size=size), []
+        return target if hardware is None else dataclasses.replace(target, hardware=hardware), []
     except UserError as error:
-        complaints = [finding_of(error, "config", "values")]
-    good: list[str] = []
-    loaded: LoadedConfig | None = None
-    for overlay in dict.fromkeys((hardware, None)):
-        with contextlib.suppress(UserError):
-            loaded = _loaded(target, (), overlay, size)
-            hardware = overlay
-            break
-    if loaded is None:
-        return None, complaints
-    for word in overrides:
-        with contextlib.suppress(UserError):
-            loaded = _loaded(target, [*good, word], hardware, size)
-            good.append(word)
-    left = [word for word in overrides if word not in good]
-    if left:
-        found = f"everything else was checked without {', '.join(left)}"
-        advice = "Mend that first, then ask again: what follows from it is not checked yet."
-        complaints.append(Check("config", "left out").note(found, advice))
-    return loaded, complaints
+        return None, [finding_of(error, "config", "values")]
 
 
 def _for_card(machine: Machine, asked: LoadedConfig, found: list[Finding]) -> LoadedConfig:

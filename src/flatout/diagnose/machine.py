@@ -16,11 +16,9 @@ import importlib.util
 import os
 import platform
 import re
-import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +43,6 @@ class Torch(Library):
     sees_cuda: bool = False
     why_not: str = ""  # what torch says when it sees none
     mps: bool = False
-    architectures: tuple[str, ...] = ()  # cards it has code for: sm_90, compute_90
     threads: int | None = None
     wants_triton: str | None = None  # the exact version its own metadata asks for
 
@@ -69,12 +66,10 @@ class CardState:
     temperature: float | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
-    power_default_watts: float | None = None
     clock_mhz: float | None = None
     clock_most_mhz: float | None = None
     throttled: tuple[str, ...] = ()  # power, heat, hardware
     uncorrected_errors: int | None = None  # of its memory, since the driver was loaded
-    remapping: str = ""  # rows of its memory that wait for a reset, or could not be replaced
     identity: str = ""  # UUID
 
 
@@ -93,13 +88,11 @@ class Machine:
     available_bytes: int | None
     environment: Mapping[str, str]
     packages: Mapping[str, str | None]  # by the name that is imported; None where it is missing
-    now: float  # seconds since 1970
     cards: tuple[CardState, ...] = ()
     hidden_cards: int = 0  # that the driver has and torch does not see
-    told_by: str = ""  # NVML, nvidia-smi or torch
+    cards_by: str = ""  # where the cards are from: NVML or torch
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None  # the newest CUDA that the driver knows
-    xids: tuple[str, ...] = ()  # errors of the card in the kernel's log
 
 
 OLDEST_TORCH = (2, 11)
@@ -107,14 +100,13 @@ OLDEST_TORCH = (2, 11)
 _HELD_BY = {"power": 0x04 | 0x80, "heat": 0x20 | 0x40, "hardware": 0x08}
 # Packages by the names that are imported; flash_attn.cute is FlashAttention-4, flash_attn_interface FlashAttention-3.
 _SAME_NAME = ("pyarrow", "zstandard", "datasets", "fastwarc", "resiliparse", "rensa")
-_SAME_NAME += ("tensorboard", "trackio", "wandb", "optuna")
+_SAME_NAME += ("tensorboard", "wandb", "optuna")
 OPTIONAL = {name: name for name in _SAME_NAME} | {
     "flash_attn.cute": "flash-attn-4",
-    "flash_attn_interface": "flash_attn_3",
     "pynvml": "nvidia-ml-py",
 }
 # Variables that change what torch, CUDA or a math library do. The rest may hold secrets and is not read.
-_TELLING = re.compile(
+_RELEVANT = re.compile(
     r"^(PYTORCH_|TORCH|CUDA_|CUBLAS_|CUDNN_|NVIDIA_TF32|TRITON_|OMP_|MKL_|OPENBLAS_|GOMP_|KMP_|NCCL_|GLOO_|TF32_"
     r"|HF_(HUB|DATASETS)_OFFLINE$|LD_LIBRARY_PATH$|LD_PRELOAD$|PYTHON(OPTIMIZE|MALLOC|FAULTHANDLER|DEVMODE)$|TMPDIR$)"
 )
@@ -124,7 +116,7 @@ def gather_machine() -> Machine:
     """Looks at this machine. Takes as long as importing torch, plus some tenths of a second."""
     report = read_cards()
     torch = look_at_torch()
-    cards, hidden, told_by = _cards(report, torch)
+    cards, hidden, cards_by = _cards(report, torch)
     available, total = host_memory()
     return Machine(
         system=f"{platform.system()} {platform.release()}, {platform.machine()}",
@@ -136,15 +128,13 @@ def gather_machine() -> Machine:
         load=load_average(),
         memory_bytes=total,
         available_bytes=available,
-        environment={name: value for name, value in os.environ.items() if _TELLING.match(name)},
+        environment={name: value for name, value in os.environ.items() if _RELEVANT.match(name)},
         packages={module: _version(module, package) for module, package in OPTIONAL.items()},
-        now=time.time(),
         cards=cards,
         hidden_cards=hidden,
-        told_by=told_by,
+        cards_by=cards_by,
         driver=report.driver,
         driver_cuda=report.cuda,
-        xids=read_xids() if cards else (),
     )
 
 
@@ -165,7 +155,6 @@ def look_at_torch() -> Torch:
             sees_cuda=sees,
             why_not=why,
             mps=bool(torch.backends.mps.is_available()),
-            architectures=tuple(torch.cuda.get_arch_list()) if sees else (),
             threads=torch.get_num_threads(),
             wants_triton=_wanted_triton(),
         )
@@ -196,10 +185,10 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def _sees_cuda(torch: Any) -> tuple[bool, str]:
     """Whether there is a CUDA device, and what torch says if not: it says so in a warning only."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         sees = bool(torch.cuda.is_available())
-    return sees, "" if sees or not told else first_line(told[-1].message)
+    return sees, "" if sees or not caught else first_line(caught[-1].message)
 
 
 def _wanted_triton() -> str | None:
@@ -242,23 +231,16 @@ class DriverReport:
     cards: tuple[CardState, ...] = ()
 
 
-@contextlib.contextmanager
-def nvml() -> Iterator[Any]:
-    """NVIDIA's library of its driver, ready to be asked; raises whatever it likes where there is none."""
-    import pynvml  # pyright: ignore[reportMissingImports]
-
-    pynvml.nvmlInit()
-    try:
-        yield pynvml
-    finally:
-        with contextlib.suppress(Exception):
-            pynvml.nvmlShutdown()
-
-
 def read_cards() -> DriverReport:
     """Every card of this machine, by its driver; nothing where there is none, or one of another version."""
-    with contextlib.suppress(Exception), nvml() as library:
-        return report_of_nvml(library)
+    with contextlib.suppress(Exception):
+        import pynvml  # pyright: ignore[reportMissingImports]
+
+        pynvml.nvmlInit()
+        try:
+            return report_of_nvml(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
     return DriverReport()
 
 
@@ -282,11 +264,9 @@ def _nvml_card(nvml: Any, number: int) -> CardState:
     memory = ask("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", 2)) or ask("nvmlDeviceGetMemoryInfo")
     bits = ask("nvmlDeviceGetCurrentClocksEventReasons")
     bits = ask("nvmlDeviceGetCurrentClocksThrottleReasons") if bits is None else bits
-    names = ("PowerUsage", "EnforcedPowerLimit", "PowerManagementDefaultLimit")
-    milliwatts = (ask(f"nvmlDeviceGet{name}") for name in names)
-    power, limit, default = (None if value is None else value / 1000 for value in milliwatts)
+    milliwatts = (ask(f"nvmlDeviceGet{name}") for name in ("PowerUsage", "EnforcedPowerLimit"))
+    power, limit = (None if value is None else value / 1000 for value in milliwatts)
     rates = ask("nvmlDeviceGetUtilizationRates")
-    _, _, waiting, failed = ask("nvmlDeviceGetRemappedRows") or (0, 0, 0, 0)
     capability = ask("nvmlDeviceGetCudaComputeCapability")
     processes = ask("nvmlDeviceGetComputeRunningProcesses") or ()
     return CardState(
@@ -299,12 +279,10 @@ def _nvml_card(nvml: Any, number: int) -> CardState:
         temperature=ask("nvmlDeviceGetTemperature", 0),
         power_watts=power,
         power_limit_watts=limit,
-        power_default_watts=default,
         clock_mhz=ask("nvmlDeviceGetClockInfo", 1),
         clock_most_mhz=ask("nvmlDeviceGetMaxClockInfo", 1),
         throttled=held_by(int(bits or 0)),
         uncorrected_errors=ask("nvmlDeviceGetTotalEccErrors", 1, 0),
-        remapping="a row could not be replaced" if failed else "a row waits to be replaced" if waiting else "",
         identity=_text(ask("nvmlDeviceGetUUID")) or "",
     )
 
@@ -336,12 +314,12 @@ def _cards(report: DriverReport, torch: Torch) -> tuple[tuple[CardState, ...], i
     return merged(report.cards, seen), max(0, len(report.cards) - len(seen)), "NVML"
 
 
-def merged(told: Sequence[CardState], seen: Sequence[CardState]) -> tuple[CardState, ...]:
+def merged(reported: Sequence[CardState], seen: Sequence[CardState]) -> tuple[CardState, ...]:
     """Torch's cards, each with the state of the driver's card of the same UUID, or else of the same number."""
-    by_identity = {card.identity: card for card in told if card.identity}
+    by_identity = {card.identity: card for card in reported if card.identity}
     cards: list[CardState] = []
     for number, card in enumerate(seen):
-        state = by_identity.get(card.identity) or (told[number] if number < len(told) else card)
+        state = by_identity.get(card.identity) or (reported[number] if number < len(reported) else card)
         own = {"name": card.name, "capability": card.capability, "memory_bytes": card.memory_bytes}
         cards.append(dataclasses.replace(state, **{name: value for name, value in own.items() if value is not None}))
     return tuple(cards)
@@ -363,16 +341,3 @@ def _torch_cards() -> list[CardState]:
             )
             cards.append(card)
     return cards
-
-
-def read_xids() -> tuple[str, ...]:
-    """Errors of the cards in the kernel's log, the newest last; nothing where we may not read it."""
-    try:
-        done = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return xids_in(done.stdout)
-
-
-def xids_in(log: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(re.findall(r"Xid \([^)]*\): (\d+)", log)))[-5:]

@@ -1,4 +1,4 @@
-"""A model or an optimizer that a program gives to `train` instead of those that the config describes.
+"""A model or an optimizer from Python, in the place of those that the config describes.
 
 A model is our decoder with other parts in it, or a module of the user's. A part is an ordinary torch module. A block
 takes the residual stream [B, T, W] and returns it; what stands in the place of `attention` or `mlp` takes the norm's
@@ -11,7 +11,7 @@ the rates that it was built with. Its state goes to checkpoints by parameter and
 are, numbers as tensors of no dimensions with their type in the name (`step:int`), numbers of a group that have moved
 with its first parameter (`group:k:int`). Other state is refused after the first update.
 
-Contract: what cannot be had together with them is refused by name. A checkpoint says that they were given, since its
+Contract: what cannot be had together with them is refused by name. A checkpoint says so, since its
 files alone do not make such a run again.
 Traps:
 - Kernels, recordings, caches and packed documents know nothing of such models, which run by torch's operations.
@@ -52,9 +52,9 @@ from flatout.resolve.case import Speed
 from flatout.resolve.plan import Custom
 from flatout.world import World
 
-ModelGiven = nn.Module | Callable[[GPT], nn.Module | None]
+ModelFromPython = nn.Module | Callable[[GPT], nn.Module | None]
 Build = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
-OptimizerGiven = Rule | Sequence[Rule] | Build
+OptimizerFromPython = Rule | Sequence[Rule] | Build
 BUFFER = "buffer."  # before the names of buffers in a checkpoint
 _TYPES: dict[str, tuple[type, torch.dtype]] = {
     "bool": (bool, torch.bool),
@@ -123,34 +123,31 @@ class CustomModel(nn.Module):
         """Nothing is left behind."""
 
 
-def check_model(given: object) -> None:
-    if not callable(given):  # a module is, too
+def check_model(model: object) -> None:
+    if not callable(model):  # a module is, too
         raise ConfigError(
-            f"a {type(given).__name__} was given as model=",
-            "give a function that changes the built model, or a torch module",
+            f"model= is a {type(model).__name__}", "give a function that changes the built model, or a torch module"
         )
 
 
-def customize(built: GPT, given: ModelGiven, *, seed: int) -> GPT | CustomModel:
-    """The model that a program gave: `built` after its function has changed it, or a module in its place.
+def customize(built: GPT, custom: ModelFromPython, *, seed: int) -> GPT | CustomModel:
+    """The model of a program: `built` after its function has changed it, or a module in its place.
 
     What the function draws comes from `seed`, and the random streams of the process stay as they were.
     """
-    check_model(given)
+    check_model(custom)
     places = {name: type(module) for name, module in built.named_modules()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        found = given if isinstance(given, nn.Module) else given(built)
+        found = custom if isinstance(custom, nn.Module) else custom(built)
         found = built if found is None else found
         if not isinstance(found, nn.Module):
             raise ConfigError(
-                f"the function given as model= returned a {type(found).__name__}",
+                f"the function model= returned a {type(found).__name__}",
                 "return a torch module, or nothing where the model was changed in its place",
             )
         if not any(parameter.requires_grad for parameter in found.parameters()):
-            raise ConfigError(
-                "the model given as model= has nothing to train", "let some of its parameters require gradients"
-            )
+            raise ConfigError("model= has nothing to train", "let some of its parameters require gradients")
         if isinstance(found, GPT):
             return _with_parts(found, built, places)
         model = CustomModel(found, built.config, built.vocab)
@@ -161,12 +158,10 @@ def customize(built: GPT, given: ModelGiven, *, seed: int) -> GPT | CustomModel:
 def _with_parts(model: GPT, built: GPT, places: dict[str, type]) -> GPT:
     """A decoder of ours whose foreign parts can be called as its own."""
     if (model.config, model.vocab) != (built.config, built.vocab):
-        raise ConfigError(
-            "the model given as model= is of another shape than the config's", "give it the model section of that model"
-        )
+        raise ConfigError("model= is of another shape than the config's", "give it the model section of that model")
     if len(model.blocks) != built.config.layers:
         raise ConfigError(
-            f"the model given as model= has {len(model.blocks)} blocks, and model.layers is {built.config.layers}",
+            f"model= has {len(model.blocks)} blocks, and model.layers is {built.config.layers}",
             f"set model.layers={len(model.blocks)}",
         )
     for place, block in enumerate(model.blocks):
@@ -223,7 +218,7 @@ def _check_logits(model: CustomModel) -> None:
     shape = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
     if shape != (1, 2, model.vocab):
         raise ConfigError(
-            f"the module given as model= answers ids of shape (1, 2) with {shape}",
+            f"the module model= answers ids of shape (1, 2) with {shape}",
             f"it must return logits of shape (1, 2, {model.vocab}), or an object with such `logits`",
         )
 
@@ -231,19 +226,18 @@ def _check_logits(model: CustomModel) -> None:
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def check_optimizer(given: OptimizerGiven) -> None:
+def check_optimizer(optimizer: OptimizerFromPython) -> None:
     """Refuses anything but rules or a function that builds a torch optimizer."""
-    way = "give a function that builds a torch optimizer, such as lambda named: torch.optim.SGD(named.values(), lr=0.1)"
-    if isinstance(given, type) and issubclass(given, torch.optim.Optimizer | Optimizer):
-        raise ConfigError(f"the class {given.__name__} was given as optimizer=", way)
-    if isinstance(given, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer= is a {type(given).__name__} over parameters of another model", way)
-    if isinstance(given, str) or not (callable(given) or isinstance(given, Rule | Sequence)):
-        raise ConfigError(f"a {type(given).__name__} was given as optimizer=", way)
-    wrong = next((one for one in given if not isinstance(one, Rule)), None) if isinstance(given, Sequence) else None
-    if wrong is not None:
+    rules = [optimizer] if isinstance(optimizer, Rule) else optimizer
+    if not isinstance(rules, str) and isinstance(rules, Sequence) and all(isinstance(rule, Rule) for rule in rules):
+        return
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer | Optimizer)
+    if not callable(optimizer) or is_class:
+        what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
         raise ConfigError(
-            f"optimizer= holds a {type(wrong).__name__}", "give rules, or a function that builds a torch optimizer"
+            f"optimizer= is {what}",
+            "give rules, or a function that builds a torch optimizer for the parameters of the run's model, such as "
+            "lambda named: torch.optim.SGD(named.values(), lr=0.1)",
         )
 
 
@@ -252,7 +246,7 @@ def _rule_of(build: Build, trained: Sequence[Trainable], factors: Table) -> Rule
     built = build(dict(named))
     if not isinstance(built, torch.optim.Optimizer):
         raise ConfigError(
-            f"the function given as optimizer= returned a {type(built).__name__}",
+            f"the function optimizer= returned a {type(built).__name__}",
             "return a torch.optim.Optimizer over the parameters it is given, by name",
         )
     what = type(built).__name__
@@ -325,7 +319,7 @@ class TorchOptimizer(Optimizer):
             found |= {f"group:{key}": value for key, value in _encoded(moved, type(self.built).__name__).items()}
         return found
 
-    def take_over(self, parameter: Tensor, saved: Mapping[str, Tensor]) -> str:
+    def take_over(self, parameter: Tensor, saved: Mapping[str, Tensor]) -> None:
         group = self.built.param_groups[self._group[parameter]]
         state: dict[str, Any] = {}
         on_device = bool(group.get("fused") or group.get("capturable"))  # kernels that never ask the host for counts
@@ -337,7 +331,6 @@ class TorchOptimizer(Optimizer):
                 state[name] = value
         if state:
             self.built.state[parameter] = state
-        return ""
 
     def forget(self) -> None:
         self.built.state.clear()
@@ -392,8 +385,8 @@ def _decoded(key: str, tensor: Tensor, parameter: Tensor, *, on_device: bool) ->
 class CustomParts:
     """`model` is a module, or a function that changes the built one; `optimizer` is rules, or builds one of torch's."""
 
-    model: ModelGiven | None = None
-    optimizer: OptimizerGiven | None = None
+    model: ModelFromPython | None = None
+    optimizer: OptimizerFromPython | None = None
 
     @property
     def facts(self) -> Custom:
@@ -430,8 +423,8 @@ class CustomParts:
 
     def rules(self, own: Sequence[Rule], trained: Sequence[Trainable], factors: Table) -> tuple[Rule, ...]:
         """The rules of a run: custom ones first and the config's for the rest, or that of a torch optimizer."""
-        given = () if self.optimizer is None else self.optimizer
-        first = (given,) if isinstance(given, Rule) else given
+        custom = () if self.optimizer is None else self.optimizer
+        first = (custom,) if isinstance(custom, Rule) else custom
         return (*first, *own) if isinstance(first, Sequence) else (_rule_of(first, trained, factors),)
 
     def notices(self, model: LanguageModel) -> Iterator[str]:
@@ -487,13 +480,13 @@ def count_of(model: LanguageModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_same_parts(given: Mapping[str, str], stored: Mapping[str, Any]) -> None:
+def check_same_parts(current: Mapping[str, str], stored: Mapping[str, Any]) -> None:
     """Refuses to resume a run with another model or optimizer from Python than it was trained with.
 
-    `given` are the entries that this run would save, `stored` is the state of the checkpoint.
+    `current` are the entries that this run would save, `stored` is the state of the checkpoint.
     """
     for key, word in (("given_model", "model="), ("given_optimizer", "optimizer=")):
-        before, now = stored.get(key), given.get(key)
+        before, now = stored.get(key), current.get(key)
         if before == now:
             continue
         if now is None:
@@ -507,5 +500,5 @@ def check_same_parts(given: Mapping[str, str], stored: Mapping[str, Any]) -> Non
         if key == "given_optimizer":
             other = f"the run was trained with the optimizer {before}, and {now} was given"
         else:
-            other = "the model given as model= is made of other parts than the run's"
+            other = "model= is made of other parts than the run's"
         raise CheckpointError(other, f"give the same {word} as before, or start a new run")

@@ -6,7 +6,6 @@ evaluates. Of a run whose length is set in minutes the loop keeps the time, and 
 
 import contextlib
 import dataclasses
-import functools
 import math
 import time
 from collections import Counter
@@ -30,17 +29,16 @@ from flatout.engine.recovery import (
     attempt_step,
     fitting_evaluation,
     for_all_ranks,
-    full_disk_wait,
     needs_a_restart,
     use_less_memory,
     use_no_compiler,
-    when_there_is_room,
 )
 from flatout.engine.run import Run
 from flatout.engine.saving import Boundary, due_after, is_due, out_of_patience, sample_ids, write_best
 from flatout.engine.spans import PendingReports, SpanTotals, StepReport
 from flatout.engine.state import Progress, due_of, lacks_verdict, mend_run_adapter, notice_on_adapter, restore
 from flatout.errors import DivergedError, DriftError, UsageError
+from flatout.files import disk_errors
 from flatout.launch import OtherProcessError
 from flatout.model.compiling import is_compile_error
 from flatout.model.count import parameter_count, table_count
@@ -88,8 +86,8 @@ def train_loop(
     resumed = None if resumed is None else resumed.without_tensors()
     origin = None if resumed is None else resumed.path
     resumed_from = None if origin is None else str(origin)
-    mend = functools.partial(_mend_files, run, progress, folder, resumed)
-    mended = yield from when_there_is_room(mend, progress.step, full_disk_wait(run))
+    with disk_errors("the run's files"):
+        mended = _mend_files(run, progress, folder, resumed)
     yield run_info(run, folder, progress.step, resumed_from)
     yield from notices_at(progress.step, (*run.notices, *mended) if progress.step < run.last_step else ())
     preview = run.data.preview() if progress.step == 0 else ()
@@ -411,14 +409,9 @@ def begin(run: Run) -> None:
 
 
 def noted(run: Run, records: Iterator[Record]) -> Iterator[Record]:
-    """Passes records on, after the deadline has seen how long evaluations and saves take.
-
-    A save with a notice before it is not as others are: it has waited for space, or was written twice.
-    """
-    unusual = False
+    """Passes records on, after the deadline has seen how long evaluations and saves take."""
     for record in records:
-        unusual = unusual or isinstance(record, NoticeRecord)
-        if run.deadline is not None and not (unusual and isinstance(record, CheckpointRecord)):
+        if run.deadline is not None:
             run.deadline.see(record)
         yield record
 
@@ -458,7 +451,7 @@ def warm_up(run: Run, first_step: int) -> str | None:
     known = {name: tensor.clone() for name, tensor in run.model.narrow.tensors().items()}
     failure = _attempt(run, shapes)
     if measuring and failure is None:
-        run.model.narrow.settle()
+        run.model.narrow.update_scales()
         failure = _attempt(run, shapes)
     run.random.assign(random)
     run.model.narrow.assign(known)

@@ -1,4 +1,4 @@
-"""Ways to go on where a step or a file fails: out of memory, a compiler that fails, a full disk.
+"""Ways to go on where a step fails: out of memory, a compiler that fails.
 
 Out of memory. A step's memory grows with its micro-batch, and its result does not depend on it. So where a step does
 not fit, the micro-batch is halved, the same batch is taken again, and a notice says so. The config stays as it is: the
@@ -11,17 +11,9 @@ or a single sequence does not fit, it is an error as before. Packed samples come
 recorded yet needs its memory beside that of the recordings: there CUDA graphs are given up first.
 Trap: the failed step's tensors hang on its error through the frames of its traceback. No memory is free before the
 `except` block is left, so each attempt is a function of its own that returns a sentence.
-
-A full disk. The run pauses and tries again, since the user may make room. Everything that a run writes after it was
-accepted goes through here: `when_there_is_room` in the loop, which passes notices on, and `wait_for_room` in the thread
-that saves beside training. They call `write` again from its beginning, so where it fails it must leave nothing half
-done. Files of trackers and pictures are not part of it: a full disk costs only these files.
 """
 
 import itertools
-import time
-from collections.abc import Callable, Generator
-from typing import TypeVar
 
 import torch
 
@@ -29,18 +21,11 @@ from flatout.data.batch import Batch
 from flatout.device import free_memory, is_out_of_memory
 from flatout.engine.evaluate import evaluate
 from flatout.engine.run import Run
-from flatout.errors import FullDiskError, HardwareError, ResourceError, UserError, many
-from flatout.files import disk_errors
+from flatout.errors import HardwareError, ResourceError, UserError, many
 from flatout.launch import OtherProcessError
 from flatout.model.compiling import is_compile_error, is_compiled, use_uncompiled
 from flatout.pulse import State
-from flatout.records import NoticeRecord
 from flatout.resolve.fit_check import first_sentence, memory_error
-from flatout.world import World
-
-WAIT = 300.0  # seconds before a run on a full disk ends
-PAUSE = 5.0  # between tries
-Result = TypeVar("Result")
 
 
 class CompileFailure(str):
@@ -150,7 +135,7 @@ def for_all_ranks(run: Run, batch: Batch | None, error: RuntimeError) -> UserErr
     if not size or run.world.pulse.folder is None:
         return memory_error(error)
     run.world.pulse.note_micro_batch(size)
-    run.world.pulse.tell(State.OUT_OF_MEMORY)
+    run.world.pulse.set_state(State.OUT_OF_MEMORY)
     return OtherProcessError(ResourceError.exit_code)
 
 
@@ -206,58 +191,3 @@ def _attempt_evaluation(run: Run, batch_size: int, batches: int | None) -> tuple
         if batch_size == 1:
             raise memory_error(error) from error
         return first_sentence(error)
-
-
-# --- a full disk ------------------------------------------------------------------------------------------------------
-
-
-def full_disk_wait(run: Run) -> float:
-    """How many seconds a file of the run may wait for space. Other ranks wait meanwhile, and not forever."""
-    return WAIT if run.world.size == 1 else min(WAIT, run.plan.parallel.timeout / 2)
-
-
-def when_there_is_room(
-    write: Callable[[], Result], step: int, wait: float, world: World | None = None, *, what: str = "the run's files"
-) -> Generator[NoticeRecord, None, Result]:
-    """Calls `write` until it works, for `wait` seconds; yields a notice when the pause begins and when it ends.
-
-    Where all processes of a `world` write, a disk that is full for one of them makes all pause. `what` names files for
-    which `write` has no words of its own.
-    """
-    world = world or World()
-    began = time.monotonic()
-    until, paused = began + wait, False
-    while True:
-        try:
-            with disk_errors(what):
-                written = write()
-            break
-        except UserError as error:
-            full = world.gather(error.message if isinstance(error, FullDiskError) else None)
-            left = world.broadcast(until - time.monotonic())
-            if not any(full) or left <= 0:
-                raise
-            if not paused:
-                paused = True
-                yield NoticeRecord(
-                    step=step,
-                    message=f"{next(filter(None, full))}: training pauses and tries again every {PAUSE:g} s, for "
-                    f"{wait:g} s; free some space",
-                )
-        time.sleep(min(PAUSE, left))
-    if paused:
-        seconds = time.monotonic() - began
-        yield NoticeRecord(step=step, message=f"the disk has room again: training goes on after {seconds:.0f} s")
-    return written
-
-
-def wait_for_room(
-    write: Callable[[], Result], step: int, wait: float, notice: Callable[[str], None], *, what: str = "the run's files"
-) -> Result:
-    """The same in a thread: notices are handed to `notice`."""
-    waiting = when_there_is_room(write, step, wait, what=what)
-    while True:
-        try:
-            notice(next(waiting).message)
-        except StopIteration as done:
-            return done.value

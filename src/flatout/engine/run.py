@@ -31,7 +31,6 @@ from flatout.model.adapters import Adapters
 from flatout.model.count import flops_per_token
 from flatout.model.gpt import GPT
 from flatout.model.protocol import LanguageModel
-from flatout.ops.attention import install_flash
 from flatout.resolve.case import Speed
 from flatout.resolve.plan import RunPlan
 from flatout.world import World
@@ -112,8 +111,6 @@ class Run:
                 torch.cuda.reset_peak_memory_stats(device)  # the peak shown is this run's own
             use_expandable_segments(device, on=plan.speed.expandable_segments)
             model = built_model(plan, self.custom, weights=fresh)
-            if device.type == "cuda":
-                install_flash(plan.speed.execution.attention)
             compile_as_planned(plan, model, self.new_notices)
         self.model: LanguageModel = model
         self.trained = trained_of(plan, model, self.world)

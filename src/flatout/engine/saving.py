@@ -1,7 +1,7 @@
 """Boundaries, the steps after which something is due: saving, evaluating, sampling and judging, in a fixed order.
 
 `Boundary` does it in this order. DO NOT change it:
-1. `begin_save`: the run's state is written, or copied for the process that writes it while training goes on (`Saver`).
+1. `begin_save`: the run's state is written, or copied for the thread that writes it while training goes on (`Saver`).
 2. `evaluate_and_sample`, where that is due. An evaluation that fails costs nothing, since the state is safe by then.
 3. `evaluate_checkpoint`: the loss of this step becomes the checkpoint's verdict.
 4. `_judge`: the verdict is written into the checkpoint, and only then are older checkpoints removed, so nothing is
@@ -22,12 +22,13 @@ import functools
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from flatout.checkpoints.base_and_adapter import ADAPTER
 from flatout.checkpoints.checkpoint import (
     Verdict,
     checkpoint_bytes,
@@ -36,23 +37,22 @@ from flatout.checkpoints.checkpoint import (
     write_json_atomically,
     write_verdict,
 )
-from flatout.checkpoints.checkpoint_files import BEST
-from flatout.checkpoints.run_folder import best_in_file, checkpoints_of
+from flatout.checkpoints.checkpoint_files import BEST, sealed
+from flatout.checkpoints.run_folder import checkpoints_of
 from flatout.config.sections import keeps_best
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.monitor import look_at_eigenstates, notices_at
-from flatout.engine.recovery import fitting_evaluation, full_disk_wait, when_there_is_room
+from flatout.engine.recovery import fitting_evaluation
 from flatout.engine.run import Run
 from flatout.engine.saver import Saved, Saver, finished
 from flatout.engine.spans import SpanTotals
 from flatout.engine.state import Due, Progress, capture, save_run_adapter, write_sharded
 from flatout.errors import CheckpointError
+from flatout.files import disk_errors
 from flatout.generation import generate_tokens
 from flatout.model.adapter_files import adapter_tensors
-from flatout.records import CheckpointRecord, EvalRecord, NoticeRecord, Record, SampleRecord
+from flatout.records import CheckpointRecord, EvalRecord, Record, SampleRecord
 from flatout.resolve.fit_check import out_of_memory
-
-_LOOK = 1.0  # seconds between two looks for notices of a save that is waited for
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -87,8 +87,7 @@ class Boundary:
 
     def __post_init__(self) -> None:
         run, device = self.run, self.run.speed.device.torch_device
-        self.patience = full_disk_wait(run)
-        self.saver = Saver(checkpoints_of(self.folder), device, run.step, run.new_notices.add, self.patience)
+        self.saver = Saver(checkpoints_of(self.folder), device, run.step, run.new_notices.add)
         self.keeps_best = keeps_best(run.plan.eval, run.plan.checkpoint)
         self.saved_at = time.monotonic()  # the clock of the wall may jump
 
@@ -106,7 +105,7 @@ class Boundary:
             yield from self.begin_save(Due(), position)
             saving = True
         if saving:
-            yield from self.evaluate_checkpoint(loss)
+            self.evaluate_checkpoint(loss)
         if last or self.exhausted or self.save_is_done:
             yield from self.conclude()
 
@@ -115,7 +114,7 @@ class Boundary:
         loss = yield from self.evaluate_and_sample(due)
         saved = Saved(path=path, bytes=checkpoint_bytes(path))
         self.pending_save = PendingSave(step=self.progress.step, seconds=0.0, written=finished(saved))
-        yield from self.evaluate_checkpoint(loss)
+        self.evaluate_checkpoint(loss)
         yield from self.conclude()
 
     @property
@@ -130,12 +129,10 @@ class Boundary:
         checkpoint = capture(run, self.progress, position, due)
         folder, sharding, beside = checkpoints_of(self.folder), run.trained.sharding, False
         if sharding is not None:
-            write = functools.partial(write_sharded, folder, checkpoint, sharding, run.world)
-            path, size = yield from when_there_is_room(write, checkpoint.step, self.patience, run.world)
+            path, size = write_sharded(folder, checkpoint, sharding, run.world)
             written = finished(Saved(path=path, bytes=size))
         elif run.world.first:  # of several ranks one writes, since all have the same
-            begin = functools.partial(self.saver.begin, checkpoint)
-            written = yield from when_there_is_room(begin, checkpoint.step, self.patience)
+            written = self.saver.begin(checkpoint)
             beside = self.saver.beside
         else:
             written = finished(Saved(path=checkpoint_path(folder, checkpoint.step), bytes=0))
@@ -157,7 +154,7 @@ class Boundary:
             yield from self._sample()
         return loss
 
-    def evaluate_checkpoint(self, loss: float | None) -> Iterator[NoticeRecord]:
+    def evaluate_checkpoint(self, loss: float | None) -> None:
         """Gives the pending save its verdict: the loss of its step, or a quick one where no evaluation was due."""
         run, progress, save, began = self.run, self.progress, self.pending_save, time.perf_counter()
         assert save is not None, "a save was begun"
@@ -170,48 +167,43 @@ class Boundary:
             return
         if save.beside:
             save.adapter = None if run.adapters is None else adapter_tensors(run.adapters)
-            save.written = self.saver.then(functools.partial(self._judge, save, verdict), save.step)
+            save.written = self.saver.then(functools.partial(self._judge, save, verdict))
         else:
-            judge = functools.partial(self._judge, save, verdict, save.written.result())
-            yield from when_there_is_room(judge, save.step, self.patience)
+            self._judge(save, verdict, save.written.result())
         save.seconds += time.perf_counter() - began
 
     def _judge(self, save: PendingSave, verdict: Verdict, saved: Saved) -> None:
-        """Writes the verdict on a checkpoint, and only then removes older ones. Training may have gone on since.
-
-        On a full disk all of it is done again, so its notices are kept only at its end.
-        """
-        run, folder, loss, notices = self.run, self.folder, verdict.loss, []
+        """Writes the verdict on a checkpoint, and only then removes older ones. Training may have gone on since."""
+        run, folder, loss = self.run, self.folder, verdict.loss
         best_step, best_loss = verdict.progress["best_step"], verdict.progress["best_loss"]
         write_verdict(saved.path, verdict)
         if not math.isfinite(loss):
-            notices.append(
+            save.notices.append(
                 f"the checkpoint of step {save.step} has validation loss {loss}; the newest one with a finite loss "
                 "is kept beside it"
             )
         if save.best:
             write_best(folder, best_step, best_loss)
         cooldown = None if run.deadline is None else run.deadline.cooldown_step
-        left = set(keep_newest(checkpoints_of(folder), run.plan.checkpoint.keep, best_step, cooldown)) - self.kept
-        notices += [
+        with disk_errors("the run's files"):
+            left = set(keep_newest(checkpoints_of(folder), run.plan.checkpoint.keep, best_step, cooldown)) - self.kept
+        save.notices += [
             f"{path} is kept: it is a link, its manifest is damaged, or it holds files that are not the run's"
             for path in sorted(left)
         ]
-        notices += save_run_adapter(run, folder, save.step, save.adapter)
         self.kept |= left
-        save.notices += notices
+        with disk_errors(str(folder / ADAPTER)):
+            save.notices += save_run_adapter(run, folder, save.step, save.adapter)
 
     def conclude(self) -> Iterator[Record]:
         """Waits until the pending save is on the disk and judged; yields its record."""
         save, self.pending_save, began = self.pending_save, None, time.perf_counter()
         if save is None:
             return
-        while not wait([save.written], _LOOK).done:  # there may be notices that the disk is full
-            yield from notices_at(save.step, self.run.new_notices.take())
         saved = save.written.result()
         seconds = save.seconds + time.perf_counter() - began
         self.totals.add("checkpoint", seconds)
-        yield from notices_at(save.step, [*filter(None, [saved.notice]), *save.notices])
+        yield from notices_at(save.step, save.notices)
         self.last_save = str(saved.path)
         yield CheckpointRecord(
             step=save.step,
@@ -224,7 +216,7 @@ class Boundary:
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """Waits for the last save also where the run ends by an error, and leaves no process behind."""
+        """Waits for the last save also where the run ends by an error."""
         try:
             yield
         except BaseException:
@@ -280,8 +272,10 @@ def _note_loss(progress: Progress, loss: float) -> bool:
 
 def write_best(folder: Path, step: int | None, loss: float | None) -> None:
     """Makes `best.json` name this step, or none."""
-    if best_in_file(folder) != (step, None if step is None else loss):
-        write_json_atomically(folder / BEST, {"step": step, "loss": loss})
+    path, content = folder / BEST, {"step": step, "loss": loss}
+    known = path.read_bytes() if path.is_file() else None
+    if known != sealed(content) and not (known is None and step is None):
+        write_json_atomically(path, content)
 
 
 def quick_loss(run: Run, batch_size: int) -> tuple[float, int, list[str]]:

@@ -20,7 +20,7 @@ from flatout.model.adapters import Adapters, attach
 from flatout.model.compiling import CompileWatch, compile_model
 from flatout.model.count import blocks_gathered
 from flatout.model.gpt import GPT, build_model
-from flatout.model.quantize import check_quantizing, notice_of, quantize_linears
+from flatout.model.quantize import check_quantizing, quantize_linears
 from flatout.model.weights import assign_tensors, check_tensors
 from flatout.optim.optimizers import Optimizers, Trainable, check_slices, trainables
 from flatout.optim.rules import rate_factors, rules_of
@@ -191,7 +191,5 @@ def notices_of(plan: RunPlan, model: GPT | CustomModel, trained: Trained, custom
     if plan.start is not None:
         yield plan.start.notice
     yield from custom.notices(model)
-    if (quantized := notice_of(model)) is not None:
-        yield quantized
     if trained.adapters is not None:
         yield from needless_rank(trained.adapters.choices)

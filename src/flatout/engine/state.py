@@ -145,16 +145,15 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     """Puts a checkpoint's state into a freshly built run; the counterpart of `capture`."""
     state = restore_weights(run, checkpoint)
     try:
-        converted = run.step.optimizer.assign(run.trained.own(state), "the checkpoint")
+        run.step.optimizer.assign(run.trained.own(state), "the checkpoint")
     except CheckpointError as error:
-        changed = [row for row in differences(run.plan.stored, checkpoint.config) if row[0].startswith("optim.")]
+        about = ("optim.", "speed.optimizer_state")
+        changed = [row for row in differences(run.plan.stored, checkpoint.config) if row[0].startswith(about)]
         if not changed:
             raise
         what = "; ".join(f"{path} was {format_value(was)}, is now {format_value(now)}" for path, was, now in changed)
         words = " ".join(as_word(path, was) for path, was, _ in changed)
         raise CheckpointError(f"{error.message} ({what})", f"resume with {words}, or start a new run") from error
-    for notice in converted:
-        run.new_notices.add(notice)
     run.step.updates.copy_(checkpoint.run["updates"])
     run.custom.restore_buffers(run.model, checkpoint.run)
     random = _random_of(run, checkpoint.run)
@@ -178,9 +177,7 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
                 "it was not written by Flatout: name another checkpoint",
             )
     progress = Progress(**numbers)
-    progress.bad_steps = 0  # nothing is saved while they are counted; older checkpoints may say otherwise
-    if "tokens" not in checkpoint.state:  # saved before tokens were counted
-        progress.tokens = progress.step * run.plan.train.batch_tokens
+    progress.bad_steps = 0  # a run that ended while they were counted may go on
     return progress
 
 
@@ -249,8 +246,8 @@ def notice_on_adapter(run: Run, folder: Path) -> Iterator[str]:
         return
     limit = who_loads(name, base.description) if base is not None and name is not None else None
     lora = run.plan.lora
-    # vLLM refuses whole modules and DoRA, and takes one rank and alpha for all targets whatever the patterns say.
-    alone = bool(lora.also or lora.dora or lora.ranks or lora.alphas)
+    # vLLM refuses DoRA, and takes one rank and alpha for all targets whatever the patterns say.
+    alone = bool(lora.dora or lora.ranks or lora.alphas)
     who = "" if limit is not None else " for PEFT" if alone else " for PEFT and vLLM"
     known = f"adapter{who}: {place}, of step {step}"
     yield "; ".join(filter(None, [known, limit, IN_4_BITS if run.plan.lora.quantize != "none" else None]))

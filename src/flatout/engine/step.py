@@ -226,7 +226,7 @@ class TrainStep:
         self.updates.add_(finite)
         if self.average is not None:
             self.average.update(self.updates, finite)
-        self.model.narrow.settle()
+        self.model.narrow.update_scales()
         self.updating = False
         self._clear(drop=not self.keep_gradients)
         return torch.cat([report, *self._update_ratios(seen)]) if seen else report

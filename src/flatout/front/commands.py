@@ -11,12 +11,12 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-from flatout.errors import UsageError, UserError, quoted
+from flatout.errors import UsageError, quoted
 from flatout.front import verbs_ahead, verbs_looking, verbs_measuring, verbs_models, verbs_training
 from flatout.front.completion import SHELLS, script
 from flatout.front.configs import config_options
 from flatout.front.words import Command, Option, Parser, choice, flag, number, option, word
-from flatout.tuning.cluster import CARDS, FAILURE_HOURS, LLAMAS
+from flatout.tuning.cluster import CARDS, LLAMAS
 from flatout.tuning.rungs import every_name
 
 
@@ -92,11 +92,10 @@ _ALL = (
     Command(
         "prepare",
         verbs_models.prepare,
-        "turn text into token shards (train does this when needed); inspect shards; train a tokenizer",
+        "turn text into token shards (train does this when needed); inspect shards",
         (
             *CONFIG,
             number("--workers", 0, 1024, "worker processes; default: one per core; 0: none"),
-            choice("--engine", ("local", "ray"), "where workers run; default: local", default="local"),
             flag("--overwrite", "replace shards that are already there"),
             number("--context", 1, 2**24, "count windows and documents of this many tokens; default: model.context"),
             JSON,
@@ -106,13 +105,10 @@ _ALL = (
     Command(
         "prepare inspect",
         verbs_models.inspect,
-        "what a prepared dataset holds, what was dropped and why, with a picture",
+        "what a prepared dataset holds, what was dropped and why",
         (
             word("folder", "folder of prepared shards"),
             number("--context", 1, 2**24, "count windows of this many tokens"),
-            option("--picture", "FILE", "PNG or SVG to draw; default: FOLDER.png beside it"),
-            flag("--no-picture", "draw nothing"),
-            OVERWRITE,
             JSON,
         ),
     ),
@@ -121,29 +117,6 @@ _ALL = (
         verbs_models.verify,
         "check every byte of a prepared dataset",
         (word("folder", "folder of prepared shards"), JSON),
-    ),
-    Command(
-        "prepare train-tokenizer",
-        verbs_models.train_tokenizer,
-        "learn a byte-pair encoding from the config's text",
-        (
-            *CONFIG,
-            number("--vocab", 257, 2**24, "ids in all", required=True),
-            option("--out", "FILE", "file to write", default="tokenizer.json"),
-            choice("--split", ("gpt2", "gpt4"), "how text is cut into words", default="gpt4"),
-            flag("--overwrite", "replace the file"),
-            JSON,
-        ),
-    ),
-    Command(
-        "prepare compare-tokenizers",
-        verbs_models.compare_tokenizers,
-        "bytes per token of one or more tokenizers on the config's text",
-        (
-            *CONFIG,
-            option("--tokenizer", "NAME", "gpt2, bytes or a tokenizer.json; may be repeated", action="append"),
-            JSON,
-        ),
     ),
     Command(
         "eval",
@@ -209,17 +182,17 @@ _ALL = (
         "check machine, data and config, and say what to do",
         (
             *CONFIG,
-            number("--gpus", 1, 4096, "check for so many ranks; under torchrun, its own number"),
+            number("--gpus", 1, 4096, "check for N ranks on this host"),
             flag("--quick", "leave out what takes seconds, such as compiling"),
             flag("--json", "print findings as JSON lines"),
         ),
         "Check machine, data and config before training: what was found, whether it is fine, and what to do about it.",
-        processes="ranks",
+        processes="one",
     ),
     Command(
         "estimate",
         verbs_ahead.estimate,
-        "time, memory, energy and cost of a run, from a few real steps; with --gpus, on many GPUs before you rent them",
+        "time, memory and cost of a run, from a few real steps; with --gpus, on many GPUs before you rent them",
         (
             *config_options(more_sizes=f"; with --gpus, a Llama of {', '.join(LLAMAS)}"),
             number("--price", 0, 1e6, "per hour of the machine, or with --gpus of one GPU", metavar="PER_HOUR"),
@@ -233,15 +206,12 @@ _ALL = (
             number("--inter", 0.001, 1e5, "what it reaches between hosts, for each GPU", metavar="GB/S"),
             number("--rate", 1.0, 1e9, "of one GPU with this model; default: from --mfu", metavar="TOKENS/S"),
             number("--mfu", 0.01, 1.0, "share of the peak rate; default: rows of `flatout bench` here, else known"),
-            number("--disk", 0.001, 1e4, "what each host writes; default 2", metavar="GB/S"),
-            number("--restart", 0.0, 1e6, "after an interruption; default 300", metavar="SECONDS"),
-            number("--failure-hours", 1.0, 1e12, f"GPU-hours between interruptions; default {FAILURE_HOURS:,.0f}"),
             option("--plot", "FILE", "with --gpus: draw it to this PNG or SVG file"),
             OVERWRITE,
         ),
-        "Time, memory, disk, energy and cost of a run, from a short timed piece of it. Trains nothing that is kept. "
-        "With --gpus nothing is measured and no GPU is needed: memory, communication, step time, checkpoints and "
-        "interruptions of a run on many GPUs, for data parallel, FSDP2 and hybrid sharding.",
+        "Time, memory, disk and cost of a run, from a short timed piece of it. Trains nothing that is kept. "
+        "With --gpus nothing is measured and no GPU is needed: memory, communication and step time of a run on many "
+        "GPUs, for data parallel, FSDP2 and hybrid sharding.",
         processes="one",
     ),
     # --- measurements -------------------------------------------------------------------------------------------------
@@ -256,10 +226,7 @@ _ALL = (
             WRITTEN_CONFIG,
             OVERWRITE,
             flag("--exhaustive", "try every micro-batch with everything else"),
-            flag("--compile", "try torch.compile's modes as well; takes minutes for each"),
-            number(
-                "--seconds", 1, 1e6, "take the best after this long; default 120, 1200 with compile, 3600 if exhaustive"
-            ),
+            number("--seconds", 1, 1e6, "take the best after this long; default 120, 3600 if exhaustive"),
             flag("--json", "print rows as JSON lines instead of the table"),
         ),
         "Find the micro-batch, checkpointing and loss with the most tokens per second for the config's global batch, "
@@ -292,7 +259,7 @@ _ALL = (
             word("space", "a file with the fields to search over and their ranges", metavar="SPACE.yaml", nargs="?"),
             *CONFIG,
             number("--trials", 1, 100_000, "finished trials in all; default 20", default=20),
-            option("--study", "FILE.db", "keep the trials in this SQLite file, to continue with later"),
+            option("--study", "FILE.jsonl", "keep the trials in this file, to continue with later"),
             option("--out", "FILE", "write the best config to this YAML file, to train with"),
             option("--plot", "FILE", "draw all trials to this PNG or SVG file"),
             OVERWRITE,
@@ -311,12 +278,10 @@ _ALL = (
             number("--steps", 3, 10_000, "most steps to time per rung; default 800", default=800),
             number("--parity-steps", 2, 10_000, "steps whose losses must be the reference's; default 20", default=20),
             number("--batch-tokens", 1, 2**40, "tokens per step; default: the config's, at most 64 sequences"),
-            number("--seconds", 10, 1e6, "begin no rung after about this many seconds; --go-on measures the rest"),
+            number("--seconds", 10, 1e6, "begin no rung after about this many seconds"),
             option("--rungs", "A,B,C", "only these rungs, and what they are compared with; the names are below"),
             choice("--only", verbs_measuring.GROUPS, "only this part of the ladder"),
             option("--out", "FOLDER", "for rows and picture; default: bench/NAME, numbered when taken"),
-            flag("--go-on", "measure what is missing in the rows that --out holds already"),
-            flag("--claims", "show what guides claim of each switch, in the table and the picture"),
             flag("--json", "print rows as JSON lines instead of the table"),
         ),
         "Measure every speed switch on this machine: from a naive baseline up, one at a time, then each one out of the "
@@ -324,7 +289,7 @@ _ALL = (
         "turns with the rung they are compared with, and called faster or slower only where the error allows it.",
         processes="one",
         more_help="The ladder sets the switches of `speed` itself; speed.micro_batch is the most it tries.\n\n"
-        f"rungs (docs/bench.md tells what each one is): {', '.join(every_name())}",
+        f"rungs (docs/bench.md has each one): {', '.join(every_name())}",
     ),
     Command(
         "ablate",
@@ -359,7 +324,7 @@ _ALL = (
             flag("--json", "print the figures as one JSON object instead of the page"),
         ),
         "Take some real training steps under torch's profiler and say what holds them: arithmetic, memory, launches or "
-        "data, and which switch to try. Writes a trace, a memory snapshot, the kernels and a page to read.",
+        "data, and which switch to try. Writes a trace, the kernels and a page to read.",
         processes="ranks",
     ),
     # --- runs and settings --------------------------------------------------------------------------------------------
@@ -380,12 +345,10 @@ _ALL = (
     Command(
         "watch",
         verbs_looking.watch,
-        "follow a run from another terminal, or in the browser",
+        "follow a run from another terminal",
         (
             word("run", "a run folder, or a name under runs/; default: the newest run there", nargs="?"),
             flag("--json", "print the run's records as JSON lines and nothing else"),
-            flag("--web", "show its report in the browser, on this machine only"),
-            number("--port", 0, 65535, "port of --web; default: a free one"),
         ),
         "Follow a run that another process trains: how far it is, how it goes, what goes wrong.",
         more_help="Ends with the run: code 0, or 1 if the run's process is gone without having finished.",
@@ -398,7 +361,6 @@ _ALL = (
             word("runs", "a run folder, such as runs/shakespeare", nargs="+", metavar="RUN"),
             option("--out", "FOLDER", "default: plots in the run's folder or here; of several runs, also a picture"),
             flag("--svg", "write SVG pictures instead of PNG"),
-            flag("--each", "also write every panel as a picture of its own"),
             flag("--no-csv", "write pictures only"),
             OVERWRITE,
             flag("--json", "print the files written as JSON"),
@@ -480,24 +442,11 @@ FORMER_NAMES = {
     "data": "prepare inspect",
     "data inspect": "prepare inspect",
     "data verify": "prepare verify",
-    "tokenizer": "prepare compare-tokenizers",
-    "tokenizer train": "prepare train-tokenizer",
-    "tokenizer report": "prepare compare-tokenizers",
+    "tokenizer": "prepare data.tokenizer=bpe-8192",
     "plan": "estimate --gpus 1..8",
     "merge": "export",
     "bundle": "report --zip",
     "serve-report": "report --serve",
-}
-
-# What other programs call a verb, where no spelling leads to ours.
-ELSEWHERE_CALLED = {
-    **dict.fromkeys(("serve", "server", "infer", "predict", "sample", "run"), "generate RUN --interactive"),
-    **dict.fromkeys(("fit", "pretrain"), "train"),
-    **dict.fromkeys(("sft", "qlora"), "finetune"),
-    **dict.fromkeys(("test", "validate"), "eval RUN"),
-    **dict.fromkeys(("convert", "save", "upload"), "export RUN FOLDER"),
-    **dict.fromkeys(("ls", "list"), "runs"),
-    "tokenize": "prepare",
 }
 
 _HELP = """\
@@ -509,7 +458,7 @@ verbs:
 {verbs}
 
 CONFIG is a preset's name (see `flatout config presets`) or a YAML file.
-`flatout VERB --help` tells more about a verb; `flatout --version` prints the version.
+`flatout VERB --help` explains a verb; `flatout --version` prints the version.
 
 exit codes: 0 done, 2 usage or config, 3 bad data or checkpoint, 4 training diverged,
             5 out of memory or disk, 129, 130 and 143 stopped by a signal; watch: 1 if the run died
@@ -518,7 +467,7 @@ exit codes: 0 done, 2 usage or config, 3 bad data or checkpoint, 4 training dive
 
 def help_text(width: int | None = None) -> str:
     """What `flatout --help` prints, in lines of at most `width` characters, by default the terminal's."""
-    return _HELP.format(verbs=_listing(VERBS, 11, width))
+    return _HELP.format(verbs=_listing(VERBS, 12, width))
 
 
 def actions_of(verb: str) -> dict[str, Command]:
@@ -533,7 +482,7 @@ def parser_of(command: Command) -> Parser:
 def actions_text(verb: str, width: int | None = None) -> str:
     """The help of a verb that has nothing but actions."""
     listing = _listing(actions_of(verb), 9, width)
-    return f"usage: flatout {verb} ACTION ...\n\nactions:\n{listing}\n\n`flatout {verb} ACTION --help` tells more.\n"
+    return f"usage: flatout {verb} ACTION ...\n\nactions:\n{listing}\n\n`flatout {verb} ACTION --help` explains it.\n"
 
 
 def _listing(commands: dict[str, Command], indent: int, width: int | None) -> str:
@@ -574,18 +523,5 @@ def _unknown(verb: str, rest: list[str]) -> UsageError:
         )
     near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.6)
     near = [f"config {verb}"] if verb in actions_of("config") else near
-    near = [ELSEWHERE_CALLED[verb].replace("RUN", _newest_run())] if verb in ELSEWHERE_CALLED else near
     hint = f"did you mean `flatout {near[0]}`?" if near else "see `flatout --help` for the verbs"
-    return UsageError(
-        f"unknown verb {quoted(verb)}", f"there is no server; {hint}" if verb.startswith("serve") else hint
-    )
-
-
-def _newest_run() -> str:
-    """The newest run as a word of a command; RUN where there is none."""
-    from flatout.observe.runs import find_run  # here: other commands do without
-
-    try:
-        return shlex.quote(str(find_run(None)))
-    except (UserError, OSError):
-        return "RUN"
+    return UsageError(f"unknown verb {quoted(verb)}", hint)

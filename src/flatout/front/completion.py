@@ -4,20 +4,19 @@ Idea: everything the script offers is read off the table of commands and the sch
 second list to keep. Only runs are looked up when a word is completed.
 
 Contract: the script is one function that prints candidates, in the language that both shells share, and a few lines for
-each shell that hand them over. A candidate that ends in `=` is not followed by a space.
+each shell that hand them over. A candidate that ends in `=` is not followed by a space. Where there is no candidate,
+the shell completes names of files.
 """
 
 import shlex
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from flatout.config.catalogue import shipped_names
-from flatout.config.facts import field_facts, options_of, spot_at
+from flatout.config.facts import field_facts
 from flatout.config.sizes import LONG_SIZES, size_names
 from flatout.front.words import Command, Option
 
 SHELLS = ("bash", "zsh")
-_FILES = "@files"  # stands for the files that are there
 
 
 def script(shell: str, commands: Sequence[Command]) -> str:
@@ -36,8 +35,8 @@ def script(shell: str, commands: Sequence[Command]) -> str:
                 lines += [f"        {name})", *_body(action, "          "), "          return ;;"]
             lines.append("      esac")
         lines += [*_body(verb, "      "), "      return ;;"]
-    lines += ["  esac", "}", "", *_values(), ""]
-    return "\n".join([_HEAD, *lines]) + "\n" + (_BASH if shell == "bash" else _ZSH)
+    settings = ["_flatout_settings() {", f"  {_printed(f'{path}=' for path in field_facts())}", "}", ""]
+    return "\n".join([_HEAD, *lines, "  esac", "}", "", *settings]) + "\n" + (_BASH if shell == "bash" else _ZSH)
 
 
 def _body(command: Command, indent: str) -> list[str]:
@@ -60,7 +59,6 @@ def _body(command: Command, indent: str) -> list[str]:
 def _values_of(option: Option) -> str:
     """The command that prints the values of an option or of a word."""
     name = option.names[0].lstrip("-")
-    kind = str(option.more.get("metavar", name)).upper()
     if "choices" in option.more:
         return _printed(option.more["choices"])
     if name == "hardware":
@@ -70,33 +68,10 @@ def _values_of(option: Option) -> str:
     if name == "resume":
         return f"{_printed(['auto'])}; _flatout_runs"
     if name in ("run", "runs"):
-        return f"_flatout_runs; {_printed([_FILES])}"
+        return "_flatout_runs"
     if name in ("config", "preset"):
-        return f"{_printed(shipped_names('preset'))}; {_printed([_FILES])}"
-    if name == "field":
-        return _printed(field_facts())
-    return _printed([_FILES]) if any(word in kind for word in ("FILE", "FOLDER", "MODEL", "SPACE")) else ""
-
-
-def _values() -> list[str]:
-    """Settings, and the words that one is chosen from."""
-    lines = ["_flatout_settings() {", f"  {_printed(f'{path}=' for path in field_facts())}", "}", ""]
-    lines += ["_flatout_choices() {", '  case "$1" in']
-    by_words: dict[tuple[str, ...], list[str]] = {}
-    for path, field in field_facts().items():
-        options = options_of(spot_at(path.split(".")).described)
-        known: list[Any] = [value for option in options for value in option.get("enum", [])]
-        known += ["true", "false"] if field.annotation is bool else []
-        if known:
-            by_words.setdefault(tuple(map(str, known)), []).append(path)
-    lines += [f"    {'|'.join(paths)}) {_printed(known)} ;;" for known, paths in by_words.items()]
-    files = ["data.source", "data.folder", "data.validation", "chat.source", "chat.validation", "output.folder"]
-    return [
-        *lines,
-        f"    {'|'.join([*files, 'model.init_from', 'lora.init_from'])}) {_printed([_FILES])} ;;",
-        "  esac",
-        "}",
-    ]
+        return _printed(shipped_names("preset"))
+    return _printed(field_facts()) if name == "field" else ""
 
 
 def _printed(words: Iterable[str]) -> str:
@@ -119,44 +94,27 @@ _flatout() {
   [ "$COMP_CWORD" -lt 2 ] || verb=${COMP_WORDS[1]}
   [ "$COMP_CWORD" -lt 3 ] || action=${COMP_WORDS[2]}
   # Readline takes `a.b=c` for three words.
-  if [ "$word" = = ]; then
-    found=$(_flatout_choices "$before") word=
-  elif [ "$before" = = ]; then
-    found=$(_flatout_choices "${COMP_WORDS[COMP_CWORD-2]}")
-  else
-    found=$(_flatout_candidates "$verb" "$action" "$before")
-  fi
+  case "$word$before" in *=) return ;; esac
+  found=$(_flatout_candidates "$verb" "$action" "$before")
   COMPREPLY=()
   while IFS= read -r line; do
-    if [ "$line" = @files ]; then
-      compopt -o filenames 2>/dev/null
-      while IFS= read -r line; do COMPREPLY+=("$line"); done < <(compgen -f -- "$word")
-    else
-      case "$line" in ?*) case "$line" in "$word"*) COMPREPLY+=("$line") ;; esac ;; esac
-    fi
+    case "$line" in ?*) case "$line" in "$word"*) COMPREPLY+=("$line") ;; esac ;; esac
   done <<< "$found"
   if [ "${#COMPREPLY[@]}" -eq 1 ]; then
     case "${COMPREPLY[0]}" in *=) compopt -o nospace 2>/dev/null ;; esac
   fi
 }
-complete -F _flatout flatout
+complete -o default -F _flatout flatout
 """
 _ZSH = """\
 _flatout() {
-  local verb= action= key
+  local verb= action=
   local -a found
   (( CURRENT < 3 )) || verb=${words[2]}
   (( CURRENT < 4 )) || action=${words[3]}
-  if [[ ${words[CURRENT]} == *=* ]]; then
-    key=${words[CURRENT]%%=*}
-    compset -P '*='
-    found=("${(@f)$(_flatout_choices $key)}")
-  else
-    found=("${(@f)$(_flatout_candidates "$verb" "$action" "${words[CURRENT-1]}")}")
-  fi
+  compset -P '*=' || found=("${(@f)$(_flatout_candidates "$verb" "$action" "${words[CURRENT-1]}")}")
   compadd -S '' -- ${(M)found:#*=}
-  compadd -- ${${found:#*=}:#@files}
-  [[ -z ${(M)found:#@files} ]] || _files
+  compadd -- ${found:#*=} || _files
 }
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }
 compdef _flatout flatout

@@ -7,20 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.load import Config, LoadedConfig
-from flatout.config.suggest import run_hint
 from flatout.diagnose.examine import examine
 from flatout.diagnose.machine import gather_machine
-from flatout.errors import DataError, UsageError, quoted
-from flatout.files import disk_errors
+from flatout.errors import UsageError, quoted
 from flatout.finding import Finding
 from flatout.front.configs import with_sources
-from flatout.launch import Launch
 from flatout.observe.bundle import Private, bundle_files, is_secret, write_bundle
 from flatout.observe.bundle import check_target as check_bundle_target
 from flatout.observe.plots import COMPARISON, write_comparison, write_run_plots
 from flatout.observe.report import check_target, write_report
 from flatout.observe.runs import SORTS, RunRow, find_run, follow, list_runs
-from flatout.observe.series import EIGENSTATES, EVALS, STEPS
+from flatout.observe.series import EVALS, STEPS
 from flatout.observe.sinks import read_history
 from flatout.records import Record
 
@@ -35,74 +32,41 @@ def plot(
     out: str | Path | None = None,
     *,
     svg: bool = False,
-    each: bool = False,
     tables: bool = True,
     overwrite: bool = False,
 ) -> list[Path]:
     """Draws a run as pictures with its numbers as CSV beside them, or several runs into one; returns the files written.
 
     They go to the run's own folder `plots`, those of several runs to ./plots, or to the folder `out`, which for several
-    runs may also be the picture's name. `each` draws every panel of one run as a picture of its own, too. Files that
-    are not ours are replaced only with `overwrite`.
+    runs may also be the picture's name. Files that are not ours are replaced only with
+    `overwrite`.
     """
     named = [runs] if isinstance(runs, str | Path) else list(runs)
     if not named:
         raise UsageError("no run was named", "name a run folder, such as runs/NAME")
-    folders = [_run_folder(str(run)) for run in named]
-    if each and len(folders) > 1:
-        raise UsageError("--each goes with one run", "leave it out, or name one run")
+    folders = [find_run(str(run)) for run in named]
     folder, form, name = _target(None if out is None else str(out), folders, svg=svg)
     if len(folders) == 1:
-        how = {"form": form, "tables": tables, "each": each}
-        return write_run_plots(folders[0], out=folder, overwrite=overwrite, **how)
+        return write_run_plots(folders[0], out=folder, form=form, tables=tables, overwrite=overwrite)
     before = "" if name is None else f"{Path(name).stem}-"
-    files = [folder / f"{before}{table}" for table in (STEPS, EVALS, EIGENSTATES)] if tables else []
+    files = [folder / f"{before}{table}" for table in (STEPS, EVALS)] if tables else []
     return write_comparison(folders, folder / (name or f"{COMPARISON}.{form}"), *files, overwrite=overwrite)
 
 
-def _run_folder(word: str) -> Path:
-    """The folder, if there is a run in it; else an error that names one where there is."""
-    path = Path(word)
-    if not word or not os.path.isdir(word):
-        hint = run_hint(word, "name a run folder, such as runs/NAME")
-        if path.name == "metrics.jsonl" and os.path.isfile(word):
-            hint = f"name its folder: {path.parent}"
-        raise UsageError(f"{quoted(word)} is not a folder", hint)
-    if os.path.isfile(path / "metrics.jsonl"):
-        return path
-    absolute = path.absolute()
-    for above in absolute.parents[:3]:
-        if os.path.isfile(above / "metrics.jsonl"):
-            raise DataError(f"{quoted(word)} is part of a run, and no run", f"name the run: {above}")
-    with disk_errors(f"a list of {quoted(word)}", safe=""):
-        inside = sorted(name for name in os.listdir(path) if os.path.isfile(path / name / "metrics.jsonl"))
-    if inside:
-        raise DataError(
-            f"{quoted(word)} holds runs, and is none itself",
-            f"name a run, such as {path / inside[0]}",
-        )
-    raise DataError(f"{quoted(word)} is not a run: it has no metrics.jsonl", "name a run folder, such as runs/NAME")
-
-
 def _target(out: str | None, runs: list[Path], *, svg: bool) -> tuple[Path, str, str | None]:
-    """Where files go: a folder, the form of pictures, and the name of the picture where one was given."""
+    """Where files go: a folder, the form of pictures, and the name of the picture where one was named."""
     several = len(runs) > 1
-    folder, form, name = Path(out or "plots"), "svg" if svg else "png", None
     if out is None:
-        folder = folder if several else runs[0] / "plots"
-    elif not out:
+        return (Path("plots") if several else runs[0] / "plots"), "svg" if svg else "png", None
+    if not out:
         raise UsageError("--out needs a folder", "for example --out plots")
-    elif out.lower().endswith(_FORMS) and not os.path.isdir(out):
-        if not several:
-            raise UsageError(
-                f"a run has several pictures, and --out {quoted(out)} names one",
-                "name a folder with --out; --svg writes SVG",
-            )
+    folder, form, name = Path(out), "svg" if svg else "png", None
+    is_picture = out.lower().endswith(_FORMS) and not os.path.isdir(out)
+    if is_picture and not several:
+        raise UsageError(f"a run has several pictures, and --out {quoted(out)} names one", "name a folder with --out")
+    if is_picture:
         folder, form, name = folder.parent, folder.suffix[1:].lower(), folder.name
-        if svg and form != "svg":
-            raise UsageError(f"--svg does not go with --out {quoted(out)}", "name a file that ends in .svg")
-    own = folder.name == "plots" and os.path.isfile(folder.absolute().parent / "metrics.jsonl")
-    if own and several:
+    if several and folder.name == "plots" and os.path.isfile(folder.absolute().parent / "metrics.jsonl"):
         raise UsageError(
             f"{folder} is the plots folder of a run, whose files it would replace", "name another folder with --out"
         )
@@ -142,21 +106,19 @@ def doctor(
     size: str | None = None,
     quick: bool = False,
     gpus: int | None = None,
-    launched: Launch | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Finding]:
     """Checks machine, data and config, and yields what was found, each with advice where there is some.
 
     A config that is named, with `overrides`, may have mistakes: they are findings too. `quick` leaves out compiling and
-    slow trials. `gpus` is how many ranks the config is meant for, `launched` this process as the first of those that a
-    launcher started.
+    slow trials. `gpus` is how many ranks the config is meant for.
     """
     target = str(config) if isinstance(config, str | Path) else config
     if not isinstance(target, str | LoadedConfig | None):
         target = with_sources(target)
     if overrides and isinstance(target, LoadedConfig):
         raise UsageError("overrides are for a config by its name", "change the config itself, or name its file")
-    how = {"hardware": hardware, "size": size, "quick": quick, "gpus": gpus, "launched": launched}
+    how = {"hardware": hardware, "size": size, "quick": quick, "gpus": gpus}
     return examine(target, overrides, progress=progress, **how)
 
 
@@ -204,7 +166,7 @@ def bundle(
         progress("looking at the machine ...")
         machine, findings = _machine_without_secrets(folder)
     private = Private.of(os.environ, Path.home())
-    write_bundle(folder, private, target, bundle_files(folder, private, machine=machine, doctor=findings))
+    write_bundle(target, bundle_files(folder, private, machine=machine, doctor=findings))
     return target
 
 
@@ -216,6 +178,6 @@ def _machine_without_secrets(folder: Path) -> tuple[dict[str, Any], list[dict[st
     facts = dataclasses.asdict(machine)
     facts["environment"] = {name: value for name, value in machine.environment.items() if not is_secret(name)}
     for card in facts["cards"]:
-        card.pop("identity")  # its number tells who owns it, and nothing about a bug
+        card.pop("identity")  # its number identifies the owner, not the bug
         card.pop("processes")
     return facts, found

@@ -7,8 +7,8 @@ and the first one writes.
 
 import contextlib
 import dataclasses
+import json
 import os
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,10 @@ from flatout.records import (
 from flatout.rows import read_rows
 from flatout.shown import Shown
 from flatout.tuning import profile_page
-from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, Told
+from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, RunProgress
 from flatout.tuning.ablation import ablate as ablate_fields
 from flatout.tuning.changes import check_length, choose, read_space, space_of
-from flatout.tuning.cluster import CARDS, FAILURE_HOURS, GB, Card, Cluster, card_here, card_named
+from flatout.tuning.cluster import CARDS, GB, Card, Cluster, card_here, card_named
 from flatout.tuning.estimate import SECONDS as PROBE_SECONDS
 from flatout.tuning.estimate import EstimateResult
 from flatout.tuning.estimate import estimate as look_ahead
@@ -52,7 +52,7 @@ from flatout.tuning.many_gpus import plan as plan_on_many
 from flatout.tuning.measure import borrowed_run
 from flatout.tuning.practice_data import practice_config, scratch_folder, settled_for_runs
 from flatout.tuning.profile import attend, fitted, profile_run
-from flatout.tuning.study import TRIALS, StudyResult, TrialRow
+from flatout.tuning.study import TRIALS, StudyResult, TrialRow, trial_row_from_json
 from flatout.tuning.study import search as search_space
 from flatout.tuning.tuner import tune as search_settings
 from flatout.world import World
@@ -70,7 +70,6 @@ def bench(
     only: str | None = None,
     seconds: float | None = None,
     folder: str | Path | None = None,
-    go_on: bool = False,
     notice: Callable[[str], None] = lambda _: None,
     progress: Callable[[BenchProgress], None] = lambda _: None,
 ) -> Generator[BenchRow]:
@@ -79,16 +78,13 @@ def bench(
     A rung first has to show the reference's losses over `parity_steps` steps; then at most `steps` steps are timed, in
     turns with the rung that it is compared with. `rungs` are names, `only` is ladder, without or extra. After about
     `seconds`, no other rung is begun. With a `folder`, rows are also written to bench.jsonl there, from the first
-    measured one on; with `go_on`, rungs that are there already are not measured again.
+    measured one on.
     """
     path = None if folder is None else Path(folder) / "bench.jsonl"
-    if path is not None and path.exists() and not go_on:
-        raise UsageError(
-            f"{path} holds the rows of an earlier ladder", "name a new folder, or measure what is missing with --go-on"
-        )
-    earlier = [] if path is None else earlier_rungs(path, notice)
+    if path is not None and path.exists():
+        raise UsageError(f"{path} holds the rows of an earlier ladder", "name a new folder")
     how = {"steps": steps, "parity_steps": parity_steps, "batch_tokens": batch_tokens, "names": rungs, "only": only}
-    how |= {"seconds": seconds, "earlier": earlier, "notice": notice, "progress": progress}
+    how |= {"seconds": seconds, "notice": notice, "progress": progress}
     ladder = climb_ladder(with_sources(config), **how)
     if path is None:
         yield from ladder
@@ -97,16 +93,9 @@ def bench(
     for row in ladder:
         waiting.append(row)
         if row.status != "absent" or path.exists():  # rows without a measurement alone would only block the folder
-            _append(path, waiting)
+            _append(path, *map(record_to_json, waiting))
             waiting = []
         yield row
-
-
-def earlier_rungs(path: Path, notice: Callable[[str], None] = lambda _: None) -> list[BenchRow]:
-    """The rows of a ladder's file, in the order in which they were measured; none where there is no file."""
-    if not path.exists():
-        return []
-    return read_rows(path, bench_row_from_json, "bench", "its rung is measured again", notice)
 
 
 def tune(
@@ -114,7 +103,6 @@ def tune(
     *,
     memory: float | None = None,
     exhaustive: bool = False,
-    compile: bool = False,
     seconds: float | None = None,
     progress: Callable[[TuneProgress], None] = lambda _: None,
 ) -> Generator[TuneRow | TuneResult]:
@@ -122,9 +110,9 @@ def tune(
     or, where it has `chat.source`, in fine-tuning.
 
     Yields a row for every setting tried, and a `TuneResult` last; its `fragment` is a config file. `memory` is a cap in
-    GiB that emulates a smaller card, `exhaustive` tries everything, `compile` torch.compile's modes too (minutes).
+    GiB that emulates a smaller card, `exhaustive` tries everything.
     """
-    how = {"memory": memory, "thorough": exhaustive, "compiled": compile, "seconds": seconds, "progress": progress}
+    how = {"memory": memory, "thorough": exhaustive, "seconds": seconds, "progress": progress}
     yield from search_settings(with_sources(config), **how)
 
 
@@ -160,12 +148,18 @@ def search(
     """Searches hyperparameters by short real runs; yields a row for each new trial, and a `StudyResult` last.
 
     `space` is a YAML file of fields and ranges, or what it would hold: `{"model.layers": {"range": [2, 6]}}`.
-    `trials` counts the finished ones in all; a `study` file (SQLite) keeps them, and the same call goes on with it.
+    `trials` counts the finished ones in all; a `study` file (JSON lines) keeps them, and the same call resumes.
     """
     loaded = with_sources(config)
     found = space_of(space, loaded) if isinstance(space, Mapping) else read_space(Path(space), loaded)
-    kept = None if study is None else Path(study)
-    return search_space(loaded, found, trials=trials, study=kept, notice=notice, progress=progress)
+    path = None if study is None else Path(study)
+    earlier = []
+    if path is not None and path.exists():
+        earlier = read_rows(path, trial_row_from_json, "trial", "its trial is taken again", notice)
+    for record in search_space(loaded, found, trials=trials, earlier=earlier, notice=notice, progress=progress):
+        if path is not None and isinstance(record, TrialRow):
+            _append(path, json.dumps(record.to_json()))
+        yield record
 
 
 def ablate(
@@ -177,7 +171,7 @@ def ablate(
     minutes: float | None = None,
     folder: str | Path | None = None,
     notice: Callable[[str], None] = lambda _: None,
-    progress: Told = lambda *_: None,
+    progress: RunProgress = lambda *_: None,
 ) -> Generator[AblateRow | AblateResult]:
     """Trains a config with and without each of some fields; yields a row for each new run, an `AblateResult` last.
 
@@ -201,16 +195,16 @@ def ablate(
     how = {"seeds": seeds, "equal": equal, "minutes": minutes, "earlier": earlier, "progress": progress}
     for record in ablate_fields(loaded, changes, left_out=left_out, **how):
         if path is not None and isinstance(record, AblateRow):
-            _append(path, [record])
+            _append(path, record_to_json(record))
         yield record
 
 
-def _append(path: Path, rows: Sequence[BenchRow | AblateRow]) -> None:
-    """Adds rows to a file, which is made with its folder."""
+def _append(path: Path, *lines: str) -> None:
+    """Adds lines to a file, which is made with its folder."""
     with disk_errors(str(path), safe=""):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(record_to_json(row) + "\n" for row in rows)
+            file.writelines(line + "\n" for line in lines)
 
 
 def estimate(
@@ -222,7 +216,7 @@ def estimate(
     imported: float | None = None,
     notice: Callable[[str], None] = lambda _: None,
 ) -> EstimateResult:
-    """Says what the run of a config will take in time, memory, disk, energy and money, from a short timed piece of it.
+    """Says what the run of a config will take in time, memory, disk and money, from a short timed piece of it.
 
     `price` is per hour; steps are timed for about `seconds`, or not at all without `probe`. `imported` is how long
     importing took, to be counted into the start-up. A run that does not fit has a `problem` and a `way_out`.
@@ -241,17 +235,13 @@ def plan(
     inter: float | None = None,
     rate: float | None = None,
     mfu: float | None = None,
-    disk: float = 2.0,
-    restart: float = 300.0,
-    failure_hours: float = FAILURE_HOURS,
     notice: Callable[[str], None] = lambda _: None,
 ) -> PlanResult:
-    """Memory, communication, step time, saves and interruptions of a run on each of these numbers of GPUs.
+    """Memory, communication and step time of a run on each of these numbers of GPUs.
 
     `gpu` is a card's name, by default this machine's, or h100. `intra` and `inter` are what a collective reaches for
-    each GPU inside a host and between hosts, `disk` what a host writes, in GB/s. One GPU reaches `rate` tokens per
-    second, or the share `mfu` of its peak; by default rows of `bench` here decide, or what is known of the card.
-    `restart` is in seconds, `failure_hours` are GPU-hours between interruptions. Measures nothing and needs no GPU.
+    each GPU inside a host and between hosts, in GB/s. One GPU reaches `rate` tokens per second, or the share `mfu` of
+    its peak; by default rows of `bench` here decide, or what is known of the card. Measures nothing and needs no GPU.
     """
     name, card = (gpu, card_named(gpu)) if gpu is not None else card_here() or ("h100", CARDS["h100"])
     loaded = with_sources(config)
@@ -265,8 +255,7 @@ def plan(
         across=card.across if inter is None else inter * GB,
     )
     speed = _rate_of(name, card, planned_parameters(loaded), rate, mfu)
-    how = {"disk": disk * GB, "restart": restart, "failure_hours": failure_hours}
-    return plan_on_many(loaded, cluster, speed, gpus, **how)
+    return plan_on_many(loaded, cluster, speed, gpus)
 
 
 def _rate_of(name: str, card: Card, parameters: int, rate: float | None, mfu: float | None) -> Rate:
@@ -274,16 +263,16 @@ def _rate_of(name: str, card: Card, parameters: int, rate: float | None, mfu: fl
     if rate is not None and mfu is not None:
         raise UsageError("--rate and --mfu say the same thing twice", "leave one of them out")
     if rate is not None:
-        return Rate(tokens_per_second=rate, source="as told by --rate")
+        return Rate(tokens_per_second=rate, source="by --rate")
     if mfu is not None:
-        return Rate(mfu=mfu, source="as told by --mfu")
+        return Rate(mfu=mfu, source="by --mfu")
     measured = max(_measured(name, parameters), key=lambda found: found[1].mfu or 0.0, default=None)
     if measured is not None:
         path, row = measured
         return Rate(mfu=row.mfu, source=f"measured here: rung {row.rung} of {row.config} in {path}")
     if card.mfu is None:
         raise UsageError(
-            f"nobody has told us what share of its peak rate {card.name} reaches in training",
+            f"it is not known what share of its peak rate {card.name} reaches in training",
             "give --rate, tokens/s of one GPU with this model, or --mfu such as 0.4; `flatout bench` there measures it",
         )
     return Rate(mfu=card.mfu, source=card.mfu_source)
@@ -298,7 +287,7 @@ def _measured(name: str, parameters: int) -> Iterator[tuple[Path, BenchRow]]:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = bench_row_from_json(line)
-            except ValueError:  # another version's, or torn: `flatout bench` tells of it
+            except ValueError:  # another version's, or torn
                 continue
             large = row.parameters >= min(parameters / 4, 1e8)
             if row.status == "green" and row.mfu and large and name.upper() in row.device.upper():
@@ -333,7 +322,7 @@ def profile(
 ) -> Profile | None:
     """Takes some training steps under torch's profiler and says what limits them, and which switch to try.
 
-    Writes a trace, a memory snapshot, the kernels and a page to read into a new folder, by default profile/NAME. No run
+    Writes a trace, the kernels and a page to read into a new folder, by default profile/NAME. No run
     is written. Without `steps` it is 4, fewer if a step has many micro-batches. In the ranks of a launcher all but the
     first get None.
     """
@@ -395,15 +384,11 @@ def _quiet_profiler() -> Iterator[None]:
 
 
 def _named_folder(written: str) -> Path:
-    if not written.strip():
-        raise UsageError("--out needs a folder", "for example --out profiles/first")
     folder = Path(written)
-    if folder.name in ("", ".."):  # the root, or where we are
+    if not written.strip() or folder.name in ("", ".."):  # the root, or where we are
         raise UsageError(f"--out {quoted(written)} is not the name of a new folder", "for example --out profiles/first")
     with disk_errors(f"to the folder {written}", safe=", or name another one with --out"):
-        if folder.is_symlink():
-            raise UsageError(f"--out {quoted(written)} is a link, and links are not followed", "name a new folder")
-        if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(f"--out {quoted(written)} is there already and is not an empty folder", "name a new one")
     return folder
 
@@ -411,22 +396,14 @@ def _named_folder(written: str) -> Path:
 @contextlib.contextmanager
 def _folder_for(folder: Path) -> Iterator[Path]:
     """A folder to write into that gets its name at the end of the block, or goes with everything made for it."""
-    what, safe = f"to the folder {folder}", ", or name another one with --out"
-    stack = contextlib.ExitStack()
-    with disk_errors(what, safe=safe):
-        parent = next(filter(os.path.lexists, folder.absolute().parents))
-        if not parent.is_dir():
-            raise UsageError(
-                f"{quoted(str(folder))} lies in {quoted(str(parent))}, which is no folder", "name another one"
-            )
-        unfinished = stack.enter_context(whole_folder(folder, occupied=_occupied))
-    try:
+    parent = next(filter(os.path.lexists, folder.absolute().parents))
+    if not parent.is_dir():
+        raise UsageError(f"{quoted(str(folder))} lies in {quoted(str(parent))}, which is no folder", "name another one")
+    with (
+        disk_errors(f"to the folder {folder}", safe=", or name another one with --out"),
+        whole_folder(folder, occupied=_occupied) as unfinished,
+    ):
         yield unfinished
-    except BaseException:
-        stack.__exit__(*sys.exc_info())
-        raise
-    with disk_errors(what, safe=safe):
-        stack.close()
 
 
 def _occupied(folder: Path, name: str) -> UsageError:

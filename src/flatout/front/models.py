@@ -40,7 +40,7 @@ from flatout.data.shards import open_dataset
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.tokenizer_files import own_tokenizer, read_model_tokenizer
 from flatout.device import Device, arithmetic, detect_device
-from flatout.engine.custom import CustomModel, CustomParts, ModelGiven, check_same_parts, customize, structure_of
+from flatout.engine.custom import CustomModel, CustomParts, ModelFromPython, check_same_parts, customize, structure_of
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.setup import only_adapters
@@ -53,7 +53,7 @@ from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import DTYPES, Description, description_of, model_type_of, read_description
 from flatout.model.hub_folder import export_huggingface, find_model, load_described
-from flatout.model.merge import LogitDifference, MergeReport, logit_difference, quiet_narrow_products
+from flatout.model.merge import Retention
 from flatout.model.merge import merge as merge_adapters
 from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
@@ -137,7 +137,7 @@ def load_model(
     device: str = "auto",
     best: bool = True,
     base: str | None = None,
-    model: ModelGiven | None = None,
+    model: ModelFromPython | None = None,
 ) -> LoadedModel:
     """A model from a run folder (its best checkpoint), a checkpoint folder, a Hugging Face folder or a PEFT adapter.
 
@@ -179,7 +179,7 @@ def _load_folder(folder: Path, device: Device) -> LoadedModel:
     )
 
 
-def _load_checkpoint(folder: Path, device: Device, base: str | None, given: ModelGiven | None) -> LoadedModel:
+def _load_checkpoint(folder: Path, device: Device, base: str | None, given: ModelFromPython | None) -> LoadedModel:
     checkpoint = read_checkpoint(folder)
     settings, state = load_stored(checkpoint.config), checkpoint.state
     if given is None:
@@ -293,7 +293,7 @@ def _stops(tokenizer: Tokenizer, template: ChatTemplate | None, named: Sequence[
 def _stops_in(folder: Path, tokenizer: Tokenizer, description: Description) -> tuple[int, ...]:
     """Where a model of others ends: what its files name, and what its template writes after an answer."""
     template = None
-    with contextlib.suppress(DataError):  # a template that is broken is told of when somebody chats
+    with contextlib.suppress(DataError):  # `chat` reports a broken template
         if isinstance(tokenizer, ModelTokenizer) and read_templates(folder):
             template = load_template("model", folder, tokenizer)
     return _stops(tokenizer, template, description.end_of_text)
@@ -513,7 +513,6 @@ def _in_folder(folder: Path, loaded: LoadedModel) -> TrainingData:
 
 
 MERGED_DTYPE = "bf16"  # what a base is mostly in, and what others load
-MERGE_PROMPT = "Name three things that fly, and say in one sentence how they do it."
 
 
 def export(
@@ -544,10 +543,14 @@ def export(
     if adapter and not adapted:
         raise UsageError(f"{loaded.origin} has no adapters to export", "leave --adapter out")
     if adapted and not adapter:
-        folder = merge(loaded, folder, dtype=dtype or MERGED_DTYPE, notice=notice).folder
-        if dtype is None:
-            notice(f"adapters are merged into the weights, which are in {MERGED_DTYPE}; --dtype fp32 rounds nothing")
-        return folder
+        merged = merge(loaded, folder, dtype=dtype or MERGED_DTYPE, notice=notice)
+        kept = merged.report
+        notice(f"the adapters are merged into the weights, in {dtype or MERGED_DTYPE}; --dtype fp32 rounds nothing")
+        notice(
+            f"the update is {kept.relative_update:.2%} of the weights it changes; {kept.kept:.1%} of it survived the "
+            f"rounding, {kept.unchanged:.1%} of those weights are as before"
+        )
+        return merged.folder
     target = _new_folder(folder)
     if adapted:
         _write_adapter(loaded, target, notice)
@@ -638,11 +641,10 @@ def consolidate(model: str | Path, folder: str | Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Merged(Shown):
-    """A merge: where it lies, how much of the adapters' update survived, how far its logits are from the adapters'."""
+    """A merge: where it lies, and how much of the adapters' update survived."""
 
     folder: Path
-    report: MergeReport
-    difference: LogitDifference
+    report: Retention
 
 
 def merge(
@@ -650,13 +652,12 @@ def merge(
     folder: str | Path,
     *,
     dtype: str = MERGED_DTYPE,
-    prompt: str | None = None,
     notice: Callable[[str], None] = lambda _: None,
 ) -> Merged:
     """Writes a fine-tuned model as one Hugging Face folder, its adapters inside the weights.
 
-    The sum is made in fp32 and rounded once; a model that is handed over has it in its own weights afterwards. Logits
-    are compared on `prompt`, or on a short text of our own. `notice` hears what cannot be said in files.
+    The sum is made in fp32 and rounded once; a model that is handed over has it in its own weights afterwards.
+    `notice` gets what cannot be written to files.
     """
     if dtype not in DTYPES:
         raise UsageError(f"weights cannot be written as {dtype!r}", f"use {', '.join(DTYPES)}")
@@ -664,14 +665,9 @@ def merge(
     if loaded.adapters is None or loaded.adapters.detached:
         raise UsageError(f"{loaded.origin} has no adapters to merge", _instead_of_merging(loaded))
     target = _new_folder(folder)
-    ids = loaded.tokenizer.encode(prompt or chat_prompt(loaded, MERGE_PROMPT))[: loaded.model.config.context]
-    tokens = torch.tensor([ids.tolist()], device=loaded.device.torch_device)
-    with torch.no_grad(), quiet_narrow_products():
-        before = loaded.model.logits(tokens).double().cpu()
-        report = merge_adapters(loaded.adapters, getattr(torch, DTYPES[dtype]))
-        after = loaded.model.logits(tokens).double().cpu()
+    report = merge_adapters(loaded.adapters, getattr(torch, DTYPES[dtype]))
     _write_model(loaded, target, dtype, notice)
-    return Merged(target, report, logit_difference(before, after))
+    return Merged(target, report)
 
 
 def _instead_of_merging(loaded: LoadedModel) -> str:

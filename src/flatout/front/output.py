@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, final
 
-from flatout.errors import UsageError, quoted
+from flatout.errors import UsageError, UserError, quoted
 from flatout.files import check_folder_writable, check_replaceable, disk_errors, write_whole
 from flatout.folders import make_folders, remove_empty
 from flatout.front.words import one_line
@@ -46,7 +46,7 @@ def usable_streams() -> Iterator[None]:
 
 @contextlib.contextmanager
 def output_that_may_go_away() -> Iterator[None]:
-    """Inside, standard output never raises; when it is lost, standard error is told once."""
+    """Inside, standard output never raises; when it is lost, standard error gets one notice."""
 
     def tell(error: Exception) -> None:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -194,7 +194,7 @@ def ended_by_signals(said: Callable[[], str]) -> Iterator[None]:
 
 
 class Line:
-    """One line on the terminal that is written over; where nobody watches, a line each if it `logs`, else nothing."""
+    """One line on the terminal that is written over; without a terminal, a line each if it `logs`, else nothing."""
 
     def __init__(self, *, watched: bool = True, logs: bool = False) -> None:
         self.watched = watched and sys.stderr.isatty()
@@ -236,7 +236,7 @@ def picture_target(path: Path, option: str, *, overwrite: bool = False) -> Path:
 
 def study_target(path: Path) -> Path:
     """The path, if the trials of a search can be kept there; whether a file that is there has some, the search asks."""
-    _check_name(path, "--study", (".db", ".sqlite"))
+    _check_name(path, "--study", (".jsonl",))
     check_replaceable(path, lambda _: True, way="name another file with --study")
     return path
 
@@ -259,10 +259,14 @@ def folder_target(folder: Path, written: str, rows: str) -> None:
 
 
 def write_config(path: Path, text: str, *, overwrite: bool = False) -> None:
-    """Writes the whole file or nothing."""
-    _check_config(path, overwrite=overwrite)  # it may have been edited while it was measured
-    with disk_errors(str(path), safe="; what was found is printed above"):
-        write_whole(path, text.encode("utf-8"))
+    """Writes the whole file, or prints the text where that is not possible."""
+    try:
+        _check_config(path, overwrite=overwrite)  # the file may have been written during the measurement
+        with disk_errors(str(path), safe="; what was found is printed above"):
+            write_whole(path, text.encode("utf-8"))
+    except UserError:
+        print(text, file=sys.stderr)
+        raise
 
 
 def _check_name(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
@@ -280,16 +284,6 @@ def _check_name(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
 
 
 def _check_config(path: Path, *, overwrite: bool) -> None:
-    from flatout.tuning.changes import is_unchanged
-
-    shown, way = f"--out {quoted(str(path))}", "name another file with --out"
-
-    def is_ours(path: Path) -> bool:
-        unchanged = is_unchanged(path.read_text(encoding="utf-8", errors="replace"))
-        if unchanged is None:
-            raise UsageError(f"{shown} exists and was not written by `flatout tune`", f"{way}, or add --overwrite")
-        if not unchanged:
-            raise UsageError(f"{shown} was edited after `flatout tune` wrote it", f"{way}, or add --overwrite")
-        return True
-
-    check_replaceable(path, is_ours, overwrite=overwrite, way=way)
+    if path.exists() and not path.is_symlink() and not overwrite:
+        raise UsageError(f"--out {quoted(str(path))} is already there", "name another file, or add --overwrite")
+    check_replaceable(path, lambda _: False, overwrite=overwrite, way="name another file with --out")

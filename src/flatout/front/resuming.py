@@ -51,7 +51,7 @@ class Origin:
 
     @property
     def resumable(self) -> Path:
-        """What a refusal tells to resume: the folder would mean its newest checkpoint, damaged or not."""
+        """The path that a refusal names to resume: the folder would mean its newest checkpoint, damaged or not."""
         point = None if self.checkpoint is None else self.checkpoint.path
         return point if point is not None and self.unusable else self.folder
 
@@ -124,7 +124,7 @@ def _check_stays(asked: LoadedConfig, folder: Path) -> None:
 
 
 def more_minutes(path: str | Path, minutes: float) -> tuple[Path, list[str]]:
-    """The checkpoint from which a run goes on for so many minutes more, and the settings of its new length.
+    """The checkpoint from which a run resumes for more minutes, and the settings of its new length.
 
     That is the one at the start of its cool-down, or the newest where it has not come so far.
     """
@@ -132,7 +132,7 @@ def more_minutes(path: str | Path, minutes: float) -> tuple[Path, list[str]]:
     plan, train = newest.state.get("deadline"), newest.config.get("train", {})
     if not isinstance(plan, dict) or not isinstance(train, dict) or newest.path is None:
         raise UsageError(
-            f"{path} is no run whose length was told in minutes", "resume it with a length in steps: train.steps=N"
+            f"{path} is no run whose length is in minutes", "resume it with a length in steps: train.steps=N"
         )
     step = plan.get("cooldown_step")
     chosen = newest
@@ -190,7 +190,7 @@ def check_resumed(run: Run, origin: Origin) -> list[str]:
 
 
 def _other_data(run: Run, checkpoint: Checkpoint) -> str:
-    """That a checkpoint was trained on other data, with the setting that tells most of which."""
+    """That a checkpoint was trained on other data, with the setting that differs."""
     changed = {path: (before, after) for path, before, after in differences(run.plan.stored, checkpoint.config)}
     deciding = ("chat.source", *(f"data.{name}" for name in ("source", "folder", "tokenizer", *DECISIVE, *LIMITS)))
     rules = (path for path in changed if path.startswith(("clean.", "chat.")))
@@ -222,7 +222,7 @@ def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
     for path, before, after in differences(run.plan.stored, checkpoint.config):
         section, _, name = path.partition(".")
         if section == "lora" and name != "rank" and not run.plan.lora.rank:
-            continue  # without adapters nobody reads it
+            continue  # it is not read without adapters
         if section == "lora" and name not in _FREE_LORA:
             raise CheckpointError(
                 f"the checkpoint has {path} {format_value(before)}, the config says {format_value(after)}",

@@ -5,7 +5,6 @@ Fine-tuning: training on conversations or instructions.
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -19,16 +18,16 @@ from flatout.config.load import Config, LoadedConfig, as_loaded, load_config
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
 from flatout.data.prepare import as_prepared, check_text, prepare_data
-from flatout.data.workers import EngineName
 from flatout.device import free_memory
-from flatout.engine.custom import CustomParts, ModelGiven, OptimizerGiven
+from flatout.engine.custom import CustomParts, ModelFromPython, OptimizerFromPython
 from flatout.engine.diverged import Ended, with_way_back
 from flatout.engine.loop import train_loop
-from flatout.engine.recovery import full_disk_wait, use_at_most, when_there_is_room
+from flatout.engine.monitor import notices_at
+from flatout.engine.recovery import use_at_most
 from flatout.engine.run import Run
 from flatout.engine.state import lacks_verdict, recorded_again
 from flatout.errors import DataError, DivergedError, UsageError
-from flatout.files import write_whole
+from flatout.files import disk_errors, write_whole
 from flatout.front.configs import check_rows_named, stored_config, with_sources
 from flatout.front.resuming import HeldFolder, Origin, as_begun, check_resumed, own_settings
 from flatout.launch import OtherProcessError, launch
@@ -37,7 +36,7 @@ from flatout.observe.notebook import Chart, RunResult
 from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
 from flatout.observe.trackers import Trackers, open_trackers
 from flatout.parallel.ranks import joined
-from flatout.records import NoticeRecord, Record, RunInfo
+from flatout.records import Record, RunInfo
 from flatout.resolve.case import try_threads
 from flatout.resolve.fit_check import check_disk
 from flatout.resolve.memory import checkpoint_size
@@ -56,7 +55,6 @@ def prepare(
     progress: Progress | None = None,
     overwrite: bool = False,
     workers: int | None = None,
-    engine: EngineName = "local",
 ) -> Path:
     """Tokenizes the config's text into shards and returns their folder; does nothing when they are there.
 
@@ -65,17 +63,17 @@ def prepare(
     loaded = as_loaded(config or load_config(), all_written=True)
     check_text(loaded, "prepare")
     if not overwrite:
-        told, loaded = len(loaded.notices), as_prepared(loaded)
-        for notice in loaded.notices[told:]:
+        before, loaded = len(loaded.notices), as_prepared(loaded)
+        for notice in loaded.notices[before:]:
             logging.getLogger("flatout").warning("%s", notice)
     wanted = loaded.config
-    return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers, engine=engine)[0]
+    return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers)[0]
 
 
 class TuneOptions(TypedDict, total=False):
     """What `finetune` takes beside its config; see `train`."""
 
-    optimizer: OptimizerGiven | None
+    optimizer: OptimizerFromPython | None
     resume: str | Path | None
     stop: Callable[[], bool]
     save: Callable[[], bool]
@@ -88,7 +86,7 @@ class TrainOptions(TuneOptions, total=False):
 
     data: Any
     val: Any
-    model: ModelGiven | None
+    model: ModelFromPython | None
 
 
 @overload
@@ -108,8 +106,8 @@ def train(
     *,
     data: Any = None,
     val: Any = None,
-    model: ModelGiven | None = None,
-    optimizer: OptimizerGiven | None = None,
+    model: ModelFromPython | None = None,
+    optimizer: OptimizerFromPython | None = None,
     resume: str | Path | None = None,
     stop: Callable[[], bool] = lambda: False,
     save: Callable[[], bool] = lambda: False,
@@ -187,12 +185,11 @@ def _train(
         run = Run(plan, world, resumed=origin.checkpoint, custom=custom)
         limit = None if found is None or found.attempt is None else found.attempt.micro_batch
         less = [] if limit is None else use_at_most(run, limit)
-        early: list[NoticeRecord] = []
         with world.fail_together():
             judged = origin.checkpoint is not None and not lacks_verdict(origin.checkpoint)
             ended = judged and origin.step == run.last_step and ends_at(origin.metrics, origin.step)
             done = lock is not None and ended  # judged and recorded
-            notices = [] if lock is None else [*less, *(yield from _accepted(run, origin, lock, early, done=done))]
+            notices = [] if lock is None else [*less, *_accepted(run, origin, lock, done=done)]
         world.pulse.note_run(origin.folder, accepted=True)
         saves = (row for row in read_metrics(origin.metrics) if row["type"] == "checkpoint")
         recorded = any(row.get("step") == origin.step for row in saves)
@@ -201,13 +198,13 @@ def _train(
         if origin.checkpoint is not None:
             origin = dataclasses.replace(origin, checkpoint=origin.checkpoint.without_tensors())
             source.resumed = origin.checkpoint
-        if world.broadcast(done):  # that is told, and the run's files stay as they are
-            yield from (NoticeRecord(step=origin.step, message=notice) for notice in notices)
+        if world.broadcast(done):  # a notice says so, and the run's files stay as they are
+            yield from notices_at(origin.step, notices)
             yield from records
             return
         device = plan.speed.device.torch_device
         try:
-            yield from records if lock is None else _recorded(early, notices, records, run, origin, lock)
+            yield from records if lock is None else _recorded(notices, records, run, origin, lock)
         except DivergedError as error:
             del run, records
             traceback.clear_frames(error.__traceback__)  # they hold the run, which may have to be built again
@@ -228,7 +225,7 @@ def _planned(
     custom: CustomParts,
     world: World,
 ) -> tuple[DataSource, RunPlan]:
-    """Decides the run; where its data cannot be had, the way back to what it was trained on is told, too."""
+    """Decides the run; where its data cannot be had, the hint also names the data it was trained on."""
     resumed = origin.checkpoint
     with world.fail_together():
         asked = as_begun(asked, origin)
@@ -253,41 +250,20 @@ def _first_loss(metrics: Path) -> float | None:
 
 
 def _recorded(
-    early: list[NoticeRecord],
-    notices: Sequence[str],
-    records: Generator[Record],
-    run: Run,
-    origin: Origin,
-    lock: RunLock,
+    notices: Sequence[str], records: Generator[Record], run: Run, origin: Origin, lock: RunLock
 ) -> Generator[Record]:
     """Passes records on, with the files of a run written."""
-    # A loop that nobody reads from any more may have a save to wait for, and the folder is locked only until then.
+    # A loop whose reader is gone may have a save to wait for, and the folder is locked only until then.
     with _undone_before_the_first_step(lock, origin), contextlib.closing(records):
         path, step, again = origin.folder / "config.yaml", origin.step, recorded_again(origin.checkpoint)
-        room = functools.partial(_room, run=run, step=step, early=early, what=str(path))
-        yield from room(lambda: write_whole(path, run.plan.yaml.encode("utf-8")))
-        with (yield from room(lambda: MetricsFile(origin.metrics, keep_to_step=step, again=again))) as metrics:
-            for notice in early:
-                metrics.add(notice)
+        with disk_errors(str(path)):
+            write_whole(path, run.plan.yaml.encode("utf-8"))
+            metrics_file = MetricsFile(origin.metrics, keep_to_step=step, again=again)
+        with metrics_file as metrics:
             yield from _written(notices, records, run, metrics, step)
 
 
-def _room(
-    write: Callable[[], Result], *, run: Run, step: int, early: list[NoticeRecord], what: str
-) -> Generator[NoticeRecord, None, Result]:
-    """`when_there_is_room`, while there is no file of records yet: `early` keeps the notices for it."""
-    waiting = when_there_is_room(write, step, full_disk_wait(run), what=what)
-    while True:
-        try:
-            early.append(next(waiting))
-        except StopIteration as done:
-            return done.value
-        yield early[-1]
-
-
-def _accepted(
-    run: Run, origin: Origin, lock: RunLock, early: list[NoticeRecord], *, done: bool
-) -> Generator[NoticeRecord, None, list[str]]:
+def _accepted(run: Run, origin: Origin, lock: RunLock, *, done: bool) -> list[str]:
     """Refuses what can still be refused, then puts the folder in order for the run; returns notices on both.
 
     A finished run is left as it is, like one that was refused.
@@ -298,15 +274,13 @@ def _accepted(
     size = checkpoint_size(run.trained.count, run.plan.model, run.plan.optim, run.speed)
     check_disk(origin.folder, size, run.plan.checkpoint.keep + 2)
     place, checkpoint = origin.folder, origin.checkpoint
-    room = functools.partial(_room, run=run, step=origin.step, early=early, what=f"files of {place}")
-    with _undone_before_the_first_step(lock, origin):
+    with _undone_before_the_first_step(lock, origin), disk_errors(f"files of {place}"):
         if not done or origin.unusable:
-            yield from room(lock.accept)
-        for number, unusable in enumerate(origin.unusable):
-            notices.insert(number, (yield from room(functools.partial(set_unusable_aside, unusable))))
+            lock.accept()
+        notices = [*map(set_unusable_aside, origin.unusable), *notices]
         if checkpoint is not None and origin.asked != "auto" and not done:
-            yield from room(lambda: set_later_aside(place, checkpoint, notices.append))
-        return [*notices, *(yield from room(lambda: list(_mark_base(run, place))))]
+            set_later_aside(place, checkpoint, notices.append)
+        return [*notices, *_mark_base(run, place)]
 
 
 @contextlib.contextmanager
@@ -315,7 +289,7 @@ def _undone_before_the_first_step(lock: RunLock, origin: Origin) -> Iterator[Non
     made = [path for path in (origin.folder / "config.yaml", origin.metrics) if not path.exists()]
     try:
         yield
-    except BaseException:  # one that nobody reads on with, or that is interrupted, fails too
+    except BaseException:  # a generator that is closed, or interrupted, fails too
         with contextlib.suppress(OSError):  # a disk that fails here must not hide what went wrong first
             if origin.checkpoint is None and not any(row["type"] == "step" for row in read_metrics(origin.metrics)):
                 for path in made:
@@ -346,32 +320,21 @@ def _written(
     """Passes notices and records on, after they were written to metrics.jsonl and to the trackers."""
     trackers: Trackers | None = None
     try:
-        yield from _written_notices(notices, run, metrics, step)
+        for notice in notices_at(step, notices):
+            metrics.write(notice)
+            yield notice
         for record in records:
             step = record.start_step if isinstance(record, RunInfo) else record.step
-            yield from _put(record, run, metrics, step)
+            metrics.write(record)
             if isinstance(record, RunInfo):
                 trackers = open_trackers(run.plan.output.trackers, Path(record.folder), record)
             yield record
-            yield from _written_notices(() if trackers is None else trackers.write(record), run, metrics, step)
+            for notice in notices_at(step, () if trackers is None else trackers.write(record)):
+                metrics.write(notice)
+                yield notice
     finally:
-        for notice in () if trackers is None else trackers.close():
-            metrics.add(NoticeRecord(step=step, message=notice))  # which is written when the file is closed
-
-
-def _written_notices(notices: Iterable[str], run: Run, metrics: MetricsFile, step: int) -> Generator[NoticeRecord]:
-    for notice in notices:
-        record = NoticeRecord(step=step, message=notice)
-        yield from _put(record, run, metrics, step)
-        yield record
-
-
-def _put(record: Record, run: Run, metrics: MetricsFile, step: int) -> Generator[NoticeRecord]:
-    """Writes a record, after a pause if the disk is full; passes on what there is to tell of that."""
-    metrics.add(record)
-    for notice in when_there_is_room(metrics.flush, step, full_disk_wait(run)):
-        metrics.add(notice)
-        yield notice
+        for notice in notices_at(step, () if trackers is None else trackers.close()):
+            metrics.add(notice)  # which is written when the file is closed
 
 
 @overload

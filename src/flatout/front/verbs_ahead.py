@@ -1,8 +1,8 @@
 """The verbs estimate and doctor: what a run will take and whether it would work, before it is started.
 
 Contract: as in `flatout.cli`. Nothing is written but the picture that `estimate --plot` names; `estimate --gpus`
-measures nothing and needs no GPU. A run that does not fit is shown with the table of what would, and ends with the
-error and exit code 5. For the doctor a mistake in the config is a finding among others, so that the rest is checked
+measures nothing and needs no GPU. A run that does not fit is shown, and ends with the error and exit
+code 5. For the doctor a mistake in the config is a finding among others, so that the rest is checked
 too; mistakes in the options are errors as everywhere. It works without torch, and with a broken one. Its exit code is 0
 when nothing is bad (warnings are allowed), 2 for the machine or the config, 3 for data, 5 for memory or disk. With
 --json there is one JSON object a line, findings first and a summary last, and nothing else on stdout.
@@ -26,8 +26,6 @@ from flatout.config.sizes import SIZED
 from flatout.errors import ResourceError, UsageError, many, quoted
 from flatout.front.configs import load_any, load_pretraining, print_notices
 from flatout.front.output import Line, ended_by_signals, picture_target
-from flatout.front.verbs_training import reported_once
-from flatout.launch import launch
 from flatout.tuning.cluster import LLAMAS, llama_words
 
 if TYPE_CHECKING:
@@ -70,7 +68,7 @@ def estimate(parsed: argparse.Namespace) -> int:
 
 
 MOST = 2**20  # GPUs
-ON_MANY_GPUS = ("gpu", "per_host", "intra", "inter", "rate", "mfu", "disk", "restart", "failure_hours")
+ON_MANY_GPUS = ("gpu", "per_host", "intra", "inter", "rate", "mfu")
 LLAMAS_STAND_ON, SMALL = "gpt-124m", "modern"  # presets for a --size without a config
 
 
@@ -115,11 +113,11 @@ def _estimate_on_many(parsed: argparse.Namespace) -> int:
 
 
 def _costs(result: "PlanResult", loaded: "LoadedConfig", price: float) -> list[dict[str, float]]:
-    """What the run costs on each number of GPUs, with interruptions; without a length, 1B tokens of it."""
+    """What the run costs on each number of GPUs; without a length, 1B tokens of it."""
     train, rows = loaded.config.train, []
     tokens = train.tokens or (train.steps or 0) * train.batch_tokens or 10**9
     for row in (row for row in result.rows if row.auto and row.tokens_per_second):
-        hours = tokens / (3600 * row.gpus * (row.tokens_per_second or 0) * result.saves[row.gpus].best)
+        hours = tokens / (3600 * row.gpus * (row.tokens_per_second or 0))
         rows.append({"gpus": row.gpus, "tokens": tokens, "hours": hours, "cost": hours * row.gpus * price})
     return rows
 
@@ -159,25 +157,13 @@ _ARROW = "        -> "
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    launched = launch()
-
-    def check() -> None:
-        if launched is not None and parsed.gpus not in (None, launched.size):
-            raise UsageError(f"--gpus {parsed.gpus}, but {launched.size} processes were started", "leave --gpus out")
-
-    reported_once(check)
-    from flatout.diagnose.examine import attend
     from flatout.finding import exit_code
 
-    if launched is not None and launched.rank:
-        attend(launched, parsed.config, parsed.overrides, parsed.size)
-        return 0
     printer = _Printer(as_json=parsed.json)
     findings: list[Finding] = []
-    how = {"hardware": parsed.hardware, "size": parsed.size, "quick": parsed.quick, "progress": printer.progress}
-    how |= {"gpus": parsed.gpus, "launched": launched}
+    how = {"hardware": parsed.hardware, "size": parsed.size, "quick": parsed.quick, "gpus": parsed.gpus}
     with ended_by_signals(printer.stopped):
-        for finding in flatout.doctor(parsed.config, parsed.overrides, **how):
+        for finding in flatout.doctor(parsed.config, parsed.overrides, **how, progress=printer.progress):
             findings.append(finding)
             printer.finding(finding)
         printer.end(findings, exit_code(findings))

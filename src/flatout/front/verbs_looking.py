@@ -24,7 +24,6 @@ import flatout
 from flatout.config import catalogue
 from flatout.config import load as configs
 from flatout.config.facts import allowed_values, field_facts, section_paths, spot_at, value_at
-from flatout.config.optimizers import rate_setting
 from flatout.config.yaml_loader import format_value
 from flatout.errors import DataError, UsageError, quoted
 from flatout.front.configs import load
@@ -75,7 +74,7 @@ def _explain_field(path: str, loaded: "LoadedConfig", *, as_json: bool) -> None:
     if path not in field_facts():
         from flatout.config.suggest import unknown_key
 
-        raise unknown_key(path, "command line", tunes=loaded.config.fine_tunes)
+        raise unknown_key(path, "command line")
     fact, source = field_facts()[path], loaded.sources[path]
     default = format_value(fact.get_default(call_default_factory=True))
     about = {
@@ -114,16 +113,12 @@ def show(parsed: argparse.Namespace) -> int:
 
 
 def search(parsed: argparse.Namespace) -> int:
-    from flatout.config.suggest import nearest_fields, search_fields, way_elsewhere
+    from flatout.config.suggest import field_hint, search_fields
 
     found = search_fields(parsed.words)
     if not found:
-        asked = " ".join(parsed.words)
-        near = nearest_fields(parsed.words[0])
-        hint = way_elsewhere(parsed.words[0]) or (
-            f"did you mean {' or '.join(near)}?" if near else "`flatout config explain` lists every setting"
-        )
-        raise UsageError(f"no setting is about {quoted(asked)}", hint)
+        hint = field_hint(parsed.words[0]) or "`flatout config explain` lists every setting"
+        raise UsageError(f"no setting is about {quoted(' '.join(parsed.words))}", hint)
     if parsed.json:
         print(json.dumps([vars(row) for row in found], ensure_ascii=False))
         return 0
@@ -191,27 +186,14 @@ LOST = 1
 
 
 def watch(parsed: argparse.Namespace) -> int:
-    if parsed.web and parsed.json:
-        raise UsageError("--web and --json exclude each other", "leave one of them out")
-    if parsed.port is not None and not parsed.web:
-        raise UsageError("--port is for --web", "add --web, or leave --port out")
     from flatout.observe.runs import find_run
 
     folder = find_run(parsed.run)
     with held_signal() as stop:
-        if not parsed.web:
-            return _show(folder, as_json=parsed.json)
-        _serve([folder], parsed.port, f"watching {one_line(str(folder))} at")
+        return _show(folder, as_json=parsed.json)
     if stop.number == signal.SIGINT:
         print("stopped watching; the run is not affected", file=sys.stderr)
     return 128 + (stop.number or 0)
-
-
-def _serve(folders: Sequence[Path], port: int | None, said: str) -> None:
-    """Serves the report of runs on this machine until a signal ends it; `said` is printed before the address."""
-    from flatout.observe.report import serve
-
-    serve(folders, port=port, ready=lambda url: print(f"{said} {url} (Ctrl-C ends it)", flush=True))
 
 
 def _show(folder: Path, *, as_json: bool) -> int:
@@ -222,17 +204,17 @@ def _show(folder: Path, *, as_json: bool) -> int:
     if not (folder / METRICS).exists():
         print(f"waiting for the first record of {one_line(str(folder))}", file=sys.stderr)
     reader: JsonReader | ViewReader | None = JsonReader() if as_json else None
-    last = _LastWord()
+    last: Record | None = None
     try:
         for record in follow(folder):
             if reader is None:
                 reader = ViewReader(_log_every(record))
-            last.hear(record)
+            last = record
             reader.show(record)
     finally:
         if reader is not None:
             reader.close()
-    return last.tell(folder)
+    return _exit_code(folder, last)
 
 
 def _log_every(record: "Record") -> int:
@@ -242,62 +224,29 @@ def _log_every(record: "Record") -> int:
     return value if isinstance(value, int) and value > 0 else 10
 
 
-@dataclasses.dataclass
-class _LastWord:
-    """How a run ended, from the records it left."""
+def _exit_code(folder: Path, last: "Record | None") -> int:
+    """The exit code of a run with this last record; where the run has no ending of its own, says so."""
+    from flatout.records import EndRecord, RunInfo
 
-    reason: str | None = None
-    step: int = 0
-    skipped: int = 0
-    heard: bool = False
-    rate: str = "optim.learning_rate"
-
-    def hear(self, record: "Record") -> None:
-        from flatout.records import EndRecord, RunInfo, StepRecord
-
-        self.heard = True
-        if isinstance(record, EndRecord):
-            self.reason = record.reason
-        elif isinstance(record, RunInfo):
-            self.reason, self.step, self.skipped = None, record.start_step, 0
-            self.rate = rate_setting(record.config)
-        elif isinstance(record, StepRecord):
-            self.reason, self.step = None, record.step
-            self.skipped = 0 if record.applied else self.skipped + 1
-
-    def tell(self, folder: Path) -> int:
-        """The exit code; where the run has no ending of its own, says so."""
-        shown = one_line(str(folder))
-        again = f"resume with: flatout train --resume {shlex.quote(shown)}"
-        if self.reason == "interrupted":
-            print(f"the run was interrupted; {again}", file=sys.stderr)
-        if self.reason is not None:
-            return 0
-        if not self.heard:
-            from flatout.observe.runs import METRICS
-
-            if (folder / METRICS).exists():  # as `plot` and `report` have it
-                raise DataError(
-                    f"{folder / METRICS} holds no run", "name the folder of a run that was started by flatout train"
-                )
-            print(f"error: the run in {shown} ended before its first record", file=sys.stderr)
-            print("hint: start it again with flatout train, which says what is wrong", file=sys.stderr)
-        elif self.skipped >= DIVERGED:
-            stopped = (
-                f"the run stopped at step {self.step:,} after {self.skipped} skipped updates in a row: it diverged"
-            )
-            print(f"{stopped}; lower {self.rate}, then {again}", file=sys.stderr)
-        else:
-            dead = f"the run seems dead: no process works in {shown}, and its last record is of step {self.step:,}"
-            print(f"{dead}; {again}", file=sys.stderr)
+    shown = one_line(str(folder))
+    again = f"resume with: flatout train --resume {shlex.quote(shown)}"
+    if last is None:
+        raise DataError(f"the run in {shown} ended before its first record", "start it again with `flatout train`")
+    if not isinstance(last, EndRecord):
+        step = last.start_step if isinstance(last, RunInfo) else last.step
+        print(f"no process works in {shown} any more, and step {step:,} is its last: ", end="", file=sys.stderr)
+        print(f"the run was killed, or it diverged; {again}", file=sys.stderr)
         return LOST
+    if last.reason == "interrupted":
+        print(f"the run was interrupted; {again}", file=sys.stderr)
+    return 0
 
 
 # --- plot -------------------------------------------------------------------------------------------------------------
 
 
 def plot(parsed: argparse.Namespace) -> int:
-    how = {"svg": parsed.svg, "each": parsed.each, "tables": not parsed.no_csv, "overwrite": parsed.overwrite}
+    how = {"svg": parsed.svg, "tables": not parsed.no_csv, "overwrite": parsed.overwrite}
     with ended_by_signals(lambda: "files that are there are whole"):
         written = flatout.plot(parsed.runs, parsed.out, **how)
     if parsed.json:
@@ -356,8 +305,11 @@ def _bundle(parsed: argparse.Namespace) -> int:
 
 def _serve_reports(parsed: argparse.Namespace) -> int:
     folders = _folders(parsed.runs)
+    from flatout.observe.report import serve
+
     with held_signal():
-        _serve(folders, parsed.port, "the report is at")
+        ready = "the report is at {} (Ctrl-C ends it)"
+        serve(folders, port=parsed.port, ready=lambda url: print(ready.format(url), flush=True))
     print("stopped", file=sys.stderr)
     return 0
 

@@ -11,17 +11,16 @@ make it a failure. `profile`: in the ranks of a launcher the first one speaks, a
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flatout
-from flatout.errors import HardwareError, ResourceError, UsageError, UserError, many
+from flatout.errors import HardwareError, UsageError, many
 from flatout.folders import free_folder
 from flatout.front.configs import load_any
 from flatout.front.output import (
@@ -60,8 +59,6 @@ def bench(parsed: argparse.Namespace) -> int:
         raise UsageError(
             "--rungs goes without --only: the one names rungs, the other a part of the ladder", "leave one of them out"
         )
-    if parsed.go_on and parsed.out is None:
-        raise UsageError("--go-on needs the folder of the rows", "name it with --out FOLDER")
     from flatout.tuning.rungs import check_asked
 
     loaded = load_any(parsed)
@@ -74,8 +71,9 @@ def bench(parsed: argparse.Namespace) -> int:
         line.close()
         print(one_line(message), file=sys.stderr)
 
-    rows: list[BenchRow] = _earlier_rows(folder, notice) if parsed.go_on else []
-    _check_picture(folder, rows, going_on=parsed.go_on)
+    rows: list[BenchRow] = []
+    if os.path.lexists(folder / BENCH_PICTURE) and not (folder / BENCH_ROWS).exists():
+        raise UsageError(f"{folder / BENCH_PICTURE} is there already", "name another folder with --out")
     from flatout.records import record_to_json
     from flatout.tuning.ladder_rows import progress_line, row_line
 
@@ -85,8 +83,7 @@ def bench(parsed: argparse.Namespace) -> int:
         if line.watched or now.phase != "timing":  # one line a rung is enough in a file
             line.show(progress_line(now))
 
-    before = len(rows)
-    options = ("steps", "parity_steps", "batch_tokens", "only", "seconds", "go_on")
+    options = ("steps", "parity_steps", "batch_tokens", "only", "seconds")
     asked = {name: getattr(parsed, name) for name in options}
     asked |= {"notice": notice, "progress": progress}
     with held_signal() as stop, contextlib.closing(line):
@@ -96,40 +93,15 @@ def bench(parsed: argparse.Namespace) -> int:
                 notice(row_line(row, place))
             if parsed.json:
                 print(record_to_json(row), flush=True)
-    bad = any(row.status in ("red", "failed") for row in rows[before:])
+    bad = any(row.status in ("red", "failed") for row in rows)
     measured = any(row.status != "absent" for row in rows)
     ladder = _ladder_names(loaded.config.speed.device, samples=loaded.config.fine_tunes) if rows else []
-    _finish(rows, folder, ladder, quiet=parsed.json, claims=parsed.claims)
+    _finish(rows, folder, ladder, quiet=parsed.json)
     if stop.number is not None:
-        kept = f"{many(len(rows), 'rung')} {'is' if len(rows) == 1 else 'are'} in {folder}, --go-on measures the others"
+        kept = f"{many(len(rows), 'rung')} {'is' if len(rows) == 1 else 'are'} in {folder}"
         return stop.reported(kept if measured else "nothing was measured yet")
     _check_something_was_had(names, rows)
     return 4 if bad else 0
-
-
-def _earlier_rows(folder: Path, notice: Callable[[str], None]) -> "list[BenchRow]":
-    """The rows to continue from; prints a notice if there are none."""
-    from flatout.front.measuring import earlier_rungs
-
-    rows = earlier_rungs(folder / BENCH_ROWS, notice)
-    if not rows:
-        notice(f"there is nothing to continue from in {folder}: the ladder starts at its beginning")
-    return rows
-
-
-def _check_picture(folder: Path, rows: "Sequence[BenchRow]", *, going_on: bool) -> None:
-    """Refuses a folder with a picture that is not of the ladder whose rows lie beside it."""
-    picture, why = folder / BENCH_PICTURE, ""
-    if not os.path.lexists(picture) or ((folder / BENCH_ROWS).exists() and not going_on):
-        return  # such rows are refused anyway, and in better words
-    from flatout.observe.picture import is_picture
-
-    if all(row.status == "absent" for row in rows):
-        why = ", and no measured rows beside it: it is not of this ladder"
-    elif picture.is_symlink() or not is_picture(picture):
-        why = " and does not look like a picture of flatout"
-    if why:
-        raise UsageError(f"{picture} is there{why}", "name another folder with --out, or move the picture away")
 
 
 def _ladder_names(device: str, *, samples: bool) -> list[str]:
@@ -142,7 +114,7 @@ def _ladder_names(device: str, *, samples: bool) -> list[str]:
     return [rung.name for rung in listed if rung.group == "ladder"]
 
 
-def _finish(rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quiet: bool, claims: bool) -> None:
+def _finish(rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quiet: bool) -> None:
     """The table and the picture of what was measured."""
     if not rows:
         return
@@ -151,15 +123,12 @@ def _finish(rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quie
 
     complete = sorted(rows, key=lambda row: row.place)
     if not quiet:
-        print_sheet(sheet_of(complete, ladder, claims=claims))
+        print_sheet(sheet_of(complete, ladder))
     if not (folder / BENCH_ROWS).exists():
         return
     made = [folder / BENCH_ROWS]
     if any(row.status != "absent" for row in complete):
-        try:
-            draw_picture(picture_of(complete, ladder, claims=claims), folder / BENCH_PICTURE)
-        except ResourceError as error:
-            raise ResourceError(error.message, f"{error.hint}; the rows are kept, and --go-on draws them") from error
+        draw_picture(picture_of(complete, ladder), folder / BENCH_PICTURE)
         made.append(folder / BENCH_PICTURE)
     print(f"wrote {' and '.join(str(path) for path in made)}", file=sys.stderr if quiet else sys.stdout)
 
@@ -190,7 +159,7 @@ def ablate(parsed: argparse.Namespace) -> int:
     from flatout.tuning.changes import check_length, check_named, choose, split_fields
 
     fields = None if parsed.fields is None else split_fields(parsed.fields)
-    # What is wrong with them is told before anything else. Values of a size wait for the data, and so do their changes.
+    # Bad fields are refused before anything else. Values of a size wait for the data, and so do their changes.
     if loaded.size is None:
         choose(fields, loaded)
     else:
@@ -217,8 +186,8 @@ def ablate(parsed: argparse.Namespace) -> int:
     def progress(number: int, total: int, job: str, record: Any) -> None:
         nonlocal place
         place = (number, total)
-        told = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
-        line.show(f"[{number}/{total}] {job}{told}")
+        at = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
+        line.show(f"[{number}/{total}] {job}{at}")
 
     with held_signal() as stop, contextlib.closing(line):
         for record in flatout.ablate(loaded, **asked, minutes=parsed.minutes, notice=notice, progress=progress):
@@ -266,48 +235,26 @@ def tune(parsed: argparse.Namespace) -> int:
     line = Line(logs=True)
     rows: list[TuneRow] = []
     result: TuneResult | None = None
-    failure: UserError | None = None
-    shown = parsed.json
-    asked = {name: getattr(parsed, name) for name in ("memory", "exhaustive", "compile", "seconds")}
-    with held_signal() as stop:
-        with contextlib.closing(line):
-            for record in flatout.tune(loaded, **asked, progress=lambda now: line.show(progress_line(now))):
-                if parsed.json:
-                    print(record_to_json(record), flush=True)
-                if isinstance(record, TuneResult):
-                    result = record
-                else:
-                    rows.append(record)
-        assert result is not None, "the last record of a search"
-        failure = (
-            None if out is None else _failure_of(lambda: write_config(out, result.fragment, overwrite=parsed.overwrite))
-        )
-        if not shown:
-            shown = True
-            print_sheet(sheet_of(rows, result))
-            if out is None or failure is not None:
-                print(f"{result.fragment}\n", end="")
-            print(_train_with(verb, None if failure else out, result.words, parsed))
-            if out is None:
-                print("or write it to a file with --out FILE")
-    if stop.number is not None:
-        if result is not None and out is not None and _holds(out, result.fragment):
-            stop.reported(f"{out} was written before that, and is whole")
-            return 0
-        if not shown:
-            print_sheet(sheet_of(rows, None))
+    asked = {name: getattr(parsed, name) for name in ("memory", "exhaustive", "seconds")}
+    with held_signal() as stop, contextlib.closing(line):
+        for record in flatout.tune(loaded, **asked, progress=lambda now: line.show(progress_line(now))):
+            if parsed.json:
+                print(record_to_json(record), flush=True)
+            if isinstance(record, TuneResult):
+                result = record
+            else:
+                rows.append(record)
+    if not parsed.json:
+        print_sheet(sheet_of(rows, result))
+    if result is None or stop.number is not None:
         return stop.reported("nothing was written")
-    if failure is not None:
-        raise failure
+    if out is not None:
+        write_config(out, result.fragment, overwrite=parsed.overwrite)
+    if not parsed.json:
+        print("" if out else result.fragment, end="")
+        print(_train_with(verb, out, result.words, parsed))
+        print("" if out else "or write it to a file with --out FILE\n", end="")
     return 0
-
-
-def _holds(path: Path, text: str) -> bool:
-    """Whether the file is there and whole; the file is asked, since a signal can come right after its writing."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace") == text
-    except OSError:
-        return False
 
 
 # --- tune lr, tune search ---------------------------------------------------------------------------------------------
@@ -341,9 +288,9 @@ def tune_search(parsed: argparse.Namespace) -> int:
     line, trials, result = Line(), 0, None
 
     def progress(number: int, values: dict[str, Any], record: Any) -> None:
-        told = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
+        at = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
         shown = ", ".join(f"{path.rpartition('.')[2]} {value}" for path, value in values.items())
-        line.show(f"trial {number}: {shown}{told}")
+        line.show(f"trial {number}: {shown}{at}")
 
     def became() -> str:
         kept = f"; {study} keeps the trials so far, the same command continues with them" if study else ""
@@ -358,7 +305,7 @@ def tune_search(parsed: argparse.Namespace) -> int:
                 continue
             trials += 1
             if parsed.json:
-                print(json.dumps({"type": "trial", **dataclasses.asdict(record)}, ensure_ascii=False), flush=True)
+                print(json.dumps(record.to_json(), ensure_ascii=False), flush=True)
             else:
                 print(one_line(trial_line(record)), file=sys.stderr, flush=True)
     return _hand_over(result, _verb_of(loaded), out, plot, parsed)
@@ -388,37 +335,22 @@ def _show(result: Any, *, as_json: bool) -> None:
 
 
 def _hand_over(result: Any, verb: str, out: Path | None, plot: Path | None, parsed: argparse.Namespace) -> int:
-    """Shows what was found, then writes it; an error of writing comes after everything else."""
+    """Shows what was found, then writes it."""
     from flatout.observe.sheets import draw_picture
 
     _show(result, as_json=parsed.json)
-    unwritten = (
-        None if out is None else _failure_of(lambda: write_config(out, result.fragment, overwrite=parsed.overwrite))
-    )
-    undrawn = (
-        None if plot is None else _failure_of(lambda: draw_picture(result.picture(), plot, overwrite=parsed.overwrite))
-    )
+    if out is not None:
+        write_config(out, result.fragment, overwrite=parsed.overwrite)
     if not parsed.json:
-        print(_train_with(verb, None if unwritten else out, result.words, parsed))
-        if unwritten is not None:
-            print(result.fragment, end="")
-        if plot is not None and undrawn is None:
+        print(_train_with(verb, out, result.words, parsed))
+    if plot is not None:
+        draw_picture(result.picture(), plot, overwrite=parsed.overwrite)
+        if not parsed.json:
             print(f"drew {plot}")
-    if failure := unwritten or undrawn:
-        raise failure
     return 0
 
 
 # --- what all of them have in common ----------------------------------------------------------------------------------
-
-
-def _failure_of(write: Callable[[], None]) -> UserError | None:
-    """Why writing did not work, to be told after everything was shown."""
-    try:
-        write()
-    except UserError as error:
-        return ResourceError(error.message, error.hint)
-    return None
 
 
 def _train_with(verb: str, out: Path | None, found: tuple[str, ...], parsed: argparse.Namespace) -> str:

@@ -1,12 +1,11 @@
-"""The verbs about text and models: prepare, data, tokenizer, eval, generate, chat, export and merge.
+"""The verbs about text and models: prepare, eval, generate, chat and export.
 
-Contract: as in `flatout.cli`. The first three need no torch; input that could not be used is listed after the result,
+Contract: as in `flatout.cli`. `prepare` needs no torch; input that could not be used is listed after the result,
 and the exit code is 3.
 """
 
 import argparse
 import json
-import os
 import re
 import sys
 import time
@@ -15,10 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flatout
-from flatout.errors import DataError, UsageError, UserError, many, quoted
-from flatout.files import check_folder_writable, check_replaceable, disk_errors
+from flatout.errors import UsageError, UserError, many, quoted
 from flatout.front.configs import load_pretraining, print_notices
-from flatout.front.output import picture_target
 from flatout.front.words import one_line, tell
 
 if TYPE_CHECKING:
@@ -32,17 +29,16 @@ if TYPE_CHECKING:
 
 def prepare(parsed: argparse.Namespace) -> int:
     loaded = load_pretraining(parsed)
-    from flatout.data.prepare import as_prepared, check_text, prepare_data, refuse_second_pipe
+    from flatout.data.prepare import as_prepared, check_text, prepare_data
     from flatout.observe.terminal import PrepareBar
 
     check_text(loaded, "prepare")
     if not parsed.overwrite:
-        refuse_second_pipe(loaded.config.data)
         before, loaded = len(loaded.notices), as_prepared(loaded)
         print_notices(loaded.notices[before:])
     config = loaded.config
     started = time.monotonic()
-    how = {"overwrite": parsed.overwrite, "workers": parsed.workers, "engine": parsed.engine}
+    how = {"overwrite": parsed.overwrite, "workers": parsed.workers}
     with PrepareBar() as bar:
         try:
             folder, fresh = prepare_data(config.data, config.clean, bar, **how)
@@ -92,8 +88,6 @@ def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | Non
 
 
 def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
-    from flatout.data.inspect import unlike_training
-
     tokens = facts["train_tokens"] + facts["val_tokens"]
     yield (
         f"{facts['folder']}: {facts['train_tokens']:,} training and {facts['val_tokens']:,} validation tokens "
@@ -107,8 +101,8 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
         read = report["records"] - dropped.pop("limit", 0)  # counted as dropped in older datasets
         yield f"kept {kept:,} of {many(read, 'record')} from {many(report['files'], 'file')}{rate}"
         if facts["limits"]:
-            told = " and ".join(f"data.{name}={value}" for name, value in facts["limits"].items())
-            yield f"of each source its beginning was taken, up to {told}; the rest is left out and not counted"
+            limits = " and ".join(f"data.{name}={value}" for name, value in facts["limits"].items())
+            yield f"of each source its beginning was taken, up to {limits}; the rest is left out and not counted"
         if dropped:
             reasons = sorted(dropped.items(), key=lambda pair: (-pair[1], pair[0]))
             yield "dropped " + ", ".join(f"{count:,} {reason}" for reason, count in reasons)
@@ -119,8 +113,6 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
             yield f"passed over: {others}"
             if facts["how_to_read"]:
                 yield facts["how_to_read"]
-        if told := unlike_training(report):
-            yield f"note: {told}"
     if facts["packing"] == "best_fit":
         yield f"windows of {facts['context']:,} tokens are fitted to whole documents when training starts"
     elif facts["remainder"] is not None:
@@ -158,24 +150,17 @@ def inspect(parsed: argparse.Namespace) -> int:
     _check_shards(parsed)
     from flatout.data.inspect import summarize
     from flatout.data.shards import verify_dataset
-    from flatout.observe.dataset import draw_data, print_data
+    from flatout.observe.dataset import data_sheet
+    from flatout.observe.sheets import print_sheet
     from flatout.records import record_to_json
 
     folder = Path(parsed.folder)
-    whole = folder.resolve()
-    beside = whole.parent / f"{whole.name or 'data'}.png"  # the root of a disk has no name
-    picture = None if parsed.no_picture else Path(parsed.picture or os.path.relpath(beside))
-    if picture is not None:
-        picture_target(picture, "--picture", overwrite=parsed.overwrite)
-    verify_dataset(folder)  # a picture of damaged shards would be of nothing
+    verify_dataset(folder)  # counts of damaged shards would mean nothing
     summary = summarize(folder, context=parsed.context)
     if parsed.json:
         print(record_to_json(summary))
     else:
-        print_data(summary)
-    if picture is not None:
-        draw_data(summary, picture, overwrite=parsed.overwrite)
-        print(f"picture: {picture}", file=sys.stderr if parsed.json else sys.stdout)
+        print_sheet(data_sheet(summary))
     return 0
 
 
@@ -196,102 +181,6 @@ def verify(parsed: argparse.Namespace) -> int:
 def _check_shards(parsed: argparse.Namespace) -> None:
     if not Path(parsed.folder).is_dir():
         raise UsageError(f"{quoted(parsed.folder)} is not a folder", "name a folder that `flatout prepare` made")
-
-
-# --- tokenizer --------------------------------------------------------------------------------------------------------
-
-
-def train_tokenizer(parsed: argparse.Namespace) -> int:
-    config = _config_of_text(parsed)
-    from flatout.data.tokenizer import load_tokenizer
-    from flatout.data.tokenizer_files import train_bpe, write_tokenizer
-
-    if not parsed.out:
-        raise UsageError("--out needs a file", "for example --out tokenizer.json")
-    target, way = Path(parsed.out), "name another file with --out"
-    if target.is_file() and not target.is_symlink() and not parsed.overwrite:
-        raise UsageError(f"{quoted(str(target))} is already there", f"{way}, or add --overwrite")
-    check_replaceable(target, lambda _: False, overwrite=parsed.overwrite, way=way)
-    if target.parent.is_dir():
-        with disk_errors(str(target), safe=f", or {way}"):
-            check_folder_writable(target.parent)
-    started = time.monotonic()
-    content = train_bpe(_texts(config), parsed.vocab, split=parsed.split)
-    write_tokenizer(content, target, overwrite=parsed.overwrite)
-    seconds = time.monotonic() - started
-    row = _fertility(str(target), load_tokenizer(str(target), None), config)
-    if parsed.json:
-        print(json.dumps({**row, "seconds": round(seconds, 3)}))
-    else:
-        print(f"wrote {target}: {parsed.vocab:,} ids, learned in {seconds:.1f} s")
-        _print_fertility([row])
-    return 0
-
-
-def compare_tokenizers(parsed: argparse.Namespace) -> int:
-    config = _config_of_text(parsed)
-    from flatout.data.tokenizer import load_tokenizer
-
-    names = parsed.tokenizer or ["bytes", "gpt2"]
-    rows = [_fertility(name, load_tokenizer(name, lambda: _texts(config)), config) for name in names]
-    if parsed.json:
-        print(json.dumps(rows))
-    else:
-        _print_fertility(rows)
-    return 0
-
-
-def _config_of_text(parsed: argparse.Namespace) -> "RunConfig":
-    from flatout.data.prepare import check_text
-
-    loaded = load_pretraining(parsed)
-    check_text(loaded, parsed.verb)
-    return loaded.config
-
-
-def _texts(config: "RunConfig") -> Iterator[str]:
-    """The texts of the config's source that its clean section keeps; what cannot be read is told on stderr."""
-    from flatout.corpus.document import Problem
-    from flatout.data.inspect import causes_of, mend_of
-    from flatout.data.plan import documents_of, find_inputs, request_of
-
-    request = request_of(config.data, config.clean)
-    if request.piped:
-        raise UsageError("standard input cannot be read more than once", "name a file or folder as data.source")
-    if config.data.max_tokens is not None:
-        raise UsageError("data.max_tokens counts the tokens of one tokenizer", "set data.max_bytes instead")
-    inputs = find_inputs(request, Path())
-    problems: list[Problem] = list(inputs.problems)
-    for item in documents_of(request, inputs):
-        if isinstance(item, Problem):
-            problems.append(item)
-        else:
-            yield item.text
-    if problems:
-        causes, field = causes_of(problems), config.data.field
-        lost = many(sum(cause.records for cause in causes), "record")
-        raise DataError(
-            f"{lost} of the source could not be read: {causes[0].text}",
-            f"{mend_of(causes, [field] if isinstance(field, str) else field)}; `flatout prepare` lists them all",
-        )
-
-
-def _fertility(name: str, made: Any, config: "RunConfig") -> dict[str, Any]:
-    import dataclasses
-
-    from flatout.data.tokenizer_files import fertility
-
-    return {"tokenizer": name, "vocab": made.vocab, **dataclasses.asdict(fertility(made, _texts(config)))}
-
-
-def _print_fertility(rows: list[dict[str, Any]]) -> None:
-    width = max(len("tokenizer"), *(len(row["tokenizer"]) for row in rows))
-    print(f"{'tokenizer':<{width}}  {'vocab':>9}  {'tokens':>14}  {'bytes/token':>11}  {'tokens/word':>11}")
-    for row in rows:
-        print(
-            f"{row['tokenizer']:<{width}}  {row['vocab']:>9,}  {row['tokens']:>14,}  "
-            f"{row['bytes_per_token']:>11.3f}  {row['tokens_per_word']:>11.3f}"
-        )
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -396,38 +285,12 @@ def chat(parsed: argparse.Namespace) -> int:
 
 
 def export(parsed: argparse.Namespace) -> int:
-    """Writes a folder; of adapters that are written into the weights, prints what the rounding left of their update."""
-    model = _model(parsed)
     notes: list[str] = []
-    body: dict[str, Any]
-    if parsed.adapter or model.adapters is None or model.adapters.detached:
-        how = {"dtype": parsed.dtype, "adapter": parsed.adapter, "notice": notes.append}
-        target, dtype = flatout.export(model, parsed.folder, **how), ""
-        body, lines = {"folder": str(target)}, []
-    else:
-        from flatout.front.models import MERGED_DTYPE
-
-        dtype = parsed.dtype or MERGED_DTYPE
-        done = flatout.merge(model, parsed.folder, dtype=dtype, notice=notes.append)
-        target, total, difference = done.folder, done.report.total, done.difference
-        body = {"folder": str(target), "kept": total.kept, "lost": total.lost, "unchanged": total.unchanged}
-        body |= {"relative_update": total.relative_update, "logits_relative": difference.relative}
-        body |= {"logits_largest": difference.largest, "same_choice": difference.same_choice}
-        lines = [
-            f"the update is {total.relative_update:.2%} of the weights it changes; {total.kept:.1%} of it survived the "
-            f"rounding, {total.unchanged:.1%} of those weights are as before",
-            f"logits on a short text: {difference.relative:.2%} apart from the adapters', the largest by "
-            f"{difference.largest:.3g}; the likeliest token is the same at {difference.same_choice:.1%} of its places",
-        ]
-        if parsed.dtype is None:
-            notes.append(f"adapters are merged into the weights, which are in {dtype}; --dtype fp32 rounds nothing")
-        if total.kept < 0.9:
-            notes.append(
-                f"much of the update is lost in {dtype}: write it with --dtype fp32, or keep the adapters apart"
-            )
+    how = {"dtype": parsed.dtype, "adapter": parsed.adapter, "notice": notes.append}
+    target = flatout.export(_model(parsed), parsed.folder, **how)
     if parsed.json:
-        print(json.dumps({**body, "notes": notes}))
+        print(json.dumps({"folder": str(target), "notes": notes}))
     else:
-        print(f"wrote {target}{f', in {dtype}' if dtype else ''}")
-        print("".join(f"{line}\n" for line in [*lines, *(f"note: {note}" for note in notes)]), end="")
+        print(f"wrote {target}")
+        print("".join(f"note: {note}\n" for note in notes), end="")
     return 0

@@ -121,7 +121,7 @@ def _follow_training(
     from flatout.observe.view import ViewReader
 
     if loaded is None or stored is not None:
-        started = found is not None and found.attempt is not None  # by our agent, which has reckoned the minutes
+        started = found is not None and found.attempt is not None  # by our agent, which has computed the minutes
         if getattr(parsed, "minutes", None) is not None and stored is not None and not started:
             stored, more = flatout.more_minutes(stored, parsed.minutes)
             parsed.overrides, resume = [*more, *parsed.overrides], str(stored)
@@ -144,8 +144,6 @@ def _follow_training(
                     stop.training = True
                     preparing.close()
                     folder, nothing_left = record.folder, record.nothing_left
-                    if speaks and isinstance(reader, ViewReader):
-                        reader.recall(record)
                 elif isinstance(record, records.EndRecord):
                     steps, checkpoint, interrupted = record.step, record.checkpoint, record.reason == "interrupted"
                 if speaks:
@@ -172,7 +170,7 @@ def _follow_training(
 
 
 def _draw(folder: Path) -> None:
-    """The run's pictures and tables. Training is done: what goes wrong here is told and costs nothing."""
+    """The run's pictures and tables. Training is done: an error here is a notice."""
     from flatout.observe.plots import write_run_plots
 
     try:

@@ -132,7 +132,7 @@ class Parser(argparse.ArgumentParser):
             elif free is not None and not left.startswith("-"):
                 setattr(known, free, left)
             else:
-                self._refuse(left, _value_after(left, words))
+                self._refuse(left)
         known.verb, known.typed = self.command.name, list(words)
         if self.command.takes_config:
             if known.config is not None and known.config_option is not None:
@@ -146,31 +146,24 @@ class Parser(argparse.ArgumentParser):
             known.overrides = overrides
         return known
 
-    def _refuse(self, word: str, value: str | None) -> NoReturn:
+    def _refuse(self, word: str) -> NoReturn:
         if word.startswith("-"):
-            raise UsageError(f"unknown option {quoted(word)}", self._nearest(word.partition("=")[0], value))
+            raise UsageError(f"unknown option {quoted(word)}", self._nearest(word.partition("=")[0]))
         hint = "write settings as SECTION.FIELD=VALUE" if self.command.takes_config else f"see `{self.prog} --help`"
         if self.command.text:
             hint = f"write text as `{self.prog} RUN {self.command.text} {shlex.quote(word)}`"
         raise UsageError(f"unexpected word {quoted(word)}", hint)
 
-    def _nearest(self, option: str, value: str | None) -> str:
-        """What an unknown option may have meant: one of ours, the config itself, or a field of it."""
-        takes_config, tunes = self.command.takes_config, self.command.name == "finetune"
-        if takes_config and option in ("-c", "--preset", *(() if tunes else ("--model",))):
-            return f"write it without the option: `{self.prog} {shlex.quote(value or 'NAME-OR-FILE')}`"
+    def _nearest(self, option: str) -> str:
+        """What an unknown option may have meant: one of ours, or a setting, which other trainers write as an option."""
         near = difflib.get_close_matches(option, list(self._option_string_actions), n=1, cutoff=0.75)
         if near:
             return f"did you mean {near[0]}?"
-        name = option.strip("-").replace("-", "_")
-        if takes_config:
-            from flatout.config.suggest import way_elsewhere
+        if self.command.takes_config:
+            from flatout.config.suggest import field_hint
 
-            way = way_elsewhere(name) or _setting_called(
-                "base_model" if tunes and name == "model" else name, value, tunes
-            )
-            if way is not None:
-                return way
+            if (hint := field_hint(option.strip("-"))) is not None:
+                return hint
         return f"see `{self.prog} --help` for its options"
 
 
@@ -187,28 +180,6 @@ class _Help(argparse.HelpFormatter):
 
 def tell(error: UserError) -> None:
     print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
-
-
-def _setting_called(name: str, value: str | None, tunes: bool) -> str | None:
-    """A hint at the setting that people coming from other trainers write as an option: --steps 5, --batch-size 8."""
-    from flatout.config.suggest import about, keeps_value, nearest_fields, not_read
-
-    field = next(iter(nearest_fields(name, tunes=tunes)), None)
-    if field is None:
-        return None
-    taken = shlex.quote(value) if value and keeps_value(name, field) and len(value) <= 80 else "..."
-    more = about(name, field, tunes=tunes)
-    meant = f"did you mean the setting {field}={taken}?{more}{';' if more else ''} settings are written without dashes"
-    return not_read(field, tunes=tunes) or meant
-
-
-def _value_after(word: str, words: Sequence[str]) -> str | None:
-    """What was written as the value of an option that we do not have: after its `=`, or as the next word."""
-    _, equals, value = word.partition("=")
-    if equals:
-        return value
-    following = list(words)[list(words).index(word) + 1 :] if word in words else []
-    return following[0] if following and not following[0].startswith("--") and not is_override(following[0]) else None
 
 
 def is_override(word: str) -> bool:

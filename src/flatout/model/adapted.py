@@ -169,22 +169,20 @@ class AdaptedLinear(nn.Linear):
         return tuple((version_of(value), value.data_ptr()) for value in (self.lora_a, *self.b))
 
 
-def unsupported(execution: Execution, *, dora: bool = False, dropout: float = 0.0, whole: bool = False) -> str | None:
+def unsupported(execution: Execution, *, dora: bool = False, dropout: float = 0.0) -> str | None:
     """Why adapters do not work with this execution, or None."""
     if execution.kernels == "torch":
         return None
-    reason = kernels_missing(dora=dora, dropout=dropout, whole=whole, fp8=execution.fp8)
+    reason = kernels_missing(dora=dora, dropout=dropout, fp8=execution.fp8)
     return None if reason is None else f"adapters do not go with speed.kernels={execution.kernels}: {reason}"
 
 
-def kernels_missing(*, dora: bool, dropout: float, whole: bool, fp8: Sequence[str]) -> str | None:
+def kernels_missing(*, dora: bool, dropout: float, fp8: Sequence[str]) -> str | None:
     """Why our kernels do not support such adapters, or None."""
     if dora:
         return "they have no DoRA"
     if dropout > 0:
         return "they have no dropout on adapters"
-    if whole:
-        return "beside adapters they train no whole weights (lora.also)"
     if fp8:
         return "under adapters they have no 8-bit products"
     return None

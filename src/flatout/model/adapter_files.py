@@ -24,16 +24,8 @@ from flatout.files import canonical_json, disk_errors, write_new
 from flatout.folders import foreign_entry, sweep, whole_folder
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Choice, choose, targets_of
 from flatout.model.adapters import (
-    BIASES,
-    EMBEDDING,
-    HEAD,
-    MODULES,
     Adapters,
     attach,
-    module_names,
-    settled,
-    stored_as,
-    weights_of,
 )
 from flatout.model.gpt import GPT
 from flatout.model.hub import read_json
@@ -47,9 +39,10 @@ _WITHOUT_EFFECT = {
     "qalora_group_size", "revision", "runtime_config", "task_type",
 }  # fmt: skip
 _READ = {
-    "peft_type", "r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "target_modules", "rank_pattern",
-    "alpha_pattern", "exclude_modules", "layers_to_transform", "modules_to_save", "init_lora_weights", "lora_bias",
+    "peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules", "rank_pattern",
+    "alpha_pattern", "init_lora_weights",
 }  # fmt: skip
+_PLAIN = re.compile(r"[\w.]+")
 # Ways to draw the first values that leave the base as it is. The others (PiSSA, OLoRA, CorDA, LoftQ) change it.
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 
@@ -62,14 +55,11 @@ def read_plan(values: dict[str, Any], path: Path) -> AdapterPlan:
             rank=_typed(values, "r", int, 8, path),
             alpha=_typed(values, "lora_alpha", (int, float), 8, path),
             dropout=_typed(values, "lora_dropout", (int, float), 0.0, path),
-            targets=_names(values, "target_modules", path),
+            targets=_targets(values, path),
             rank_stabilised=_typed(values, "use_rslora", bool, False, path),
             dora=_typed(values, "use_dora", bool, False, path),
-            ranks=tuple(_typed(values, "rank_pattern", dict, {}, path).items()),
-            alphas=tuple(_typed(values, "alpha_pattern", dict, {}, path).items()),
-            exclude=_names(values, "exclude_modules", path),
-            layers=_layers(values, path),
-            also=_also(values, path),
+            ranks=_numbers(values, "rank_pattern", path),
+            alphas=_numbers(values, "alpha_pattern", path),
         )
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error.message}", "fetch the adapter again, or mend its config") from error
@@ -79,27 +69,22 @@ def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
     kind = values.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(
-            f"{path}: peft_type is {_told(kind)}", "only LORA adapters, DoRA among them, can be loaded"
-        )
-    if values.get("lora_bias"):
-        raise CheckpointError(
-            f"{path}: lora_bias is {_told(values['lora_bias'])}",
-            "biases of adapters cannot be loaded; merge with PEFT first",
+            f"{path}: peft_type is {_shown(kind)}", "only LORA adapters, DoRA among them, can be loaded"
         )
     start = values.get("init_lora_weights", True)
     if not any(start is plain or (isinstance(start, str) and start == plain) for plain in _PLAIN_STARTS):
         raise CheckpointError(
-            f"{path}: init_lora_weights is {_told(start)}, which changes the base weights too",
+            f"{path}: init_lora_weights is {_shown(start)}, which changes the base weights too",
             "convert it to a plain adapter with PEFT (path_initial_model_for_weight_conversion)",
         )
     for name, value in values.items():
-        if name not in _READ | _WITHOUT_EFFECT and value:
+        if name not in _READ | _WITHOUT_EFFECT and value and (name, value) != ("bias", "none"):
             raise CheckpointError(
-                f"{path}: {name} is {_told(value)}, which is not known here", "merge the adapter with PEFT first"
+                f"{path}: {name} is {_shown(value)}, which is not known here", "merge the adapter with PEFT first"
             )
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, bool) else shorten(value)
 
 
@@ -108,45 +93,30 @@ def _typed(values: dict[str, Any], name: str, kind: Any, default: Any, path: Pat
     if value is None:
         return default
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise CheckpointError(f"{path}: {name} is {_told(value)}, which it cannot be", "fetch the adapter again")
+        raise CheckpointError(f"{path}: {name} is {_shown(value)}, which it cannot be", "fetch the adapter again")
     return value
 
 
-def _names(values: dict[str, Any], name: str, path: Path) -> tuple[str, ...] | str:
-    value = values.get(name)
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        return value
+def _targets(values: dict[str, Any], path: Path) -> tuple[str, ...]:
+    value = values.get("target_modules")
+    if value == ALL_LINEAR:
+        return (ALL_LINEAR,)
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise CheckpointError(f"{path}: {name} is {_told(value)}, not a list of names", "fetch the adapter again")
+        raise CheckpointError(
+            f"{path}: target_modules is {_shown(value)}, not a list of names", "merge the adapter with PEFT first"
+        )
     return tuple(value)
 
 
-def _also(values: dict[str, Any], path: Path) -> tuple[str, ...]:
-    """What is trained whole. `lora_only` is read as `all`: where some biases have no adapter beside them the file lacks
-    those, and is refused for that."""
-    modules = _names(values, "modules_to_save", path)
-    unknown = [name for name in modules if name not in MODULES]
-    if isinstance(modules, str) or unknown:
-        raise CheckpointError(
-            f"{path}: modules_to_save is {_told(values['modules_to_save'])}",
-            f"of whole modules only {', '.join(MODULES)} can be loaded; merge with PEFT first",
-        )
-    bias = values.get("bias") or "none"
-    if bias not in ("none", "all", "lora_only"):
-        raise CheckpointError(f"{path}: bias is {_told(bias)}", "it is none, all or lora_only; fetch the adapter again")
-    return (*dict.fromkeys(MODULES[name] for name in modules), *((BIASES,) if bias != "none" else ()))
-
-
-def _layers(values: dict[str, Any], path: Path) -> tuple[int, ...] | None:
-    value = values.get("layers_to_transform")
-    if value is None or value == []:
-        return None
-    layers = value if isinstance(value, list) else [value]
-    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
-        raise CheckpointError(f"{path}: layers_to_transform is {_told(value)}, not numbers", "fetch the adapter again")
-    return tuple(layers)
+def _numbers(values: dict[str, Any], name: str, path: Path) -> tuple[tuple[str, Any], ...]:
+    numbers = _typed(values, name, dict, {}, path)
+    for pattern in numbers:
+        if not _PLAIN.fullmatch(pattern):  # regular expressions of strangers may take exponential time
+            raise CheckpointError(
+                f"{path}: {name} has the pattern {_shown(pattern)}, and only plain names are known here",
+                "merge the adapter with PEFT first",
+            )
+    return tuple(numbers.items())
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -229,36 +199,34 @@ def _named(adapters: Adapters) -> dict[str, Tensor]:
         for kind, value in {"lora_A": part.a, "lora_B": part.b, "magnitude": part.magnitude}.items():
             if value is not None:
                 tensors[_PREFIX + part.choice.target.path + _KINDS[kind]] = value
-    whole = {name: weight.trained.detach() for name, weight in adapters.whole.items()}
-    stored = stored_as(adapters.model.config, whole, adapters.choices)
-    return tensors | {_PREFIX + name: value for name, value in stored.items()}
+    return tensors
 
 
 def peft_config(adapters: Adapters, base: str | None) -> dict[str, Any]:
     """adapter_config.json. `all-linear` is written as a list of names, because not all programs know the word."""
     plan, model = adapters.plan, adapters.model.config
-    targets: Any = plan.targets
+    targets = list(plan.targets)
     ranks, alphas = _patterns(adapters)
-    if targets == ALL_LINEAR:
+    if targets == [ALL_LINEAR]:
         targets = sorted({choice.target.name for choice in adapters.choices})
     return {
         "alpha_pattern": {pattern: _whole(alpha) for pattern, alpha in alphas.items()},
         "base_model_name_or_path": base,
-        "bias": "all" if BIASES in plan.also else "none",
-        "exclude_modules": (plan.exclude if isinstance(plan.exclude, str) else list(plan.exclude)) or None,
+        "bias": "none",
+        "exclude_modules": None,
         "fan_in_fan_out": model.family == "gpt2",
         "inference_mode": True,
         "init_lora_weights": True,
         "layers_pattern": None,
-        "layers_to_transform": None if plan.layers is None else list(plan.layers),
+        "layers_to_transform": None,
         "lora_alpha": _whole(plan.alpha),
         "lora_dropout": plan.dropout,
-        "modules_to_save": module_names(model, plan.also) or None,
+        "modules_to_save": None,
         "peft_type": "LORA",
         "r": plan.rank,
         "rank_pattern": ranks,
         "revision": None,
-        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "target_modules": targets,
         "task_type": "CAUSAL_LM",
         "use_dora": plan.dora,
         "use_rslora": plan.rank_stabilised,
@@ -266,8 +234,8 @@ def peft_config(adapters: Adapters, base: str | None) -> dict[str, Any]:
 
 
 def _patterns(adapters: Adapters) -> tuple[dict[str, int], dict[str, float]]:
-    """Patterns for ranks and alphas. The first match counts, and files have them sorted, as PEFT's own. If sorting
-    would change the result, every target gets a pattern of its own."""
+    """Ranks and alphas by name. The first match counts, and files have them sorted, as PEFT's own. If sorting would
+    change the result, every target gets a name of its own."""
     plan = adapters.plan
     filed = dataclasses.replace(plan, ranks=tuple(sorted(plan.ranks)), alphas=tuple(sorted(plan.alphas)))
     if filed == plan or choose(filed, targets_of(adapters.model), strict=False) == adapters.choices:
@@ -317,11 +285,6 @@ def load_into(adapters: Adapters, folder: Path) -> AdapterOrigin:
     origin = read_origin(folder)
     theirs, ours = origin.plan, adapters.plan
     same = choose(theirs, targets_of(adapters.model), strict=False) == adapters.choices
-    if settled(theirs.also, adapters.model.config) != settled(ours.also, adapters.model.config):
-        raise CheckpointError(
-            f"{folder / CONFIG}: {_listed(theirs.also)} trained whole, here {_listed(ours.also)}",
-            "use the settings that the adapter was trained with (lora.also)",
-        )
     for name in ("dora", "rank_stabilised", "rank", "alpha", *(() if same else ("ranks", "alphas"))):
         if getattr(theirs, name) != getattr(ours, name):
             raise CheckpointError(
@@ -345,26 +308,12 @@ def _weights_of(folder: Path) -> Path:
     return path
 
 
-def _listed(also: Iterable[str]) -> str:
-    return f"{' and '.join(also) or 'nothing'} {'are' if len(tuple(also)) > 1 else 'is'}"
-
-
 def check_stored(origin: AdapterOrigin, model: GPT, choices: list[Choice]) -> None:
     """Refuses an adapter whose tensors do not match its config, before memory is allocated for them.
 
     `model` may be on the meta device.
     """
     needed: dict[str, tuple[int, ...]] = {}
-    if EMBEDDING in origin.plan.also and HEAD not in origin.plan.also and model.config.tied:
-        raise CheckpointError(
-            f"{origin.folder / CONFIG}: modules_to_save has the embedding without the head, and this model has one "
-            "table for both",
-            "train it with both modules in PEFT (embed_tokens, lm_head), or merge it with PEFT first",
-        )
-    found = dict(model.named_parameters())
-    whole = {name: found[name] for name in weights_of(model, origin.plan.also, strict=False)}
-    for name, value in stored_as(model.config, whole, choices).items():
-        needed[_PREFIX + name] = tuple(value.shape)
     for choice in choices:
         prefix, target = _PREFIX + choice.target.path, choice.target
         needed[prefix + _KINDS["lora_A"]] = (choice.rank, target.inputs)
@@ -403,22 +352,9 @@ def _assign(adapters: Adapters, tensors: dict[str, Tensor], path: Path) -> None:
             raise CheckpointError(f"{path}: {name} is of type {tensor.dtype}", "adapters are fp32, bf16, fp16 or fp64")
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{path}: {name} holds values that are not finite", "the adapter is of no use")
-    _refuse_untied(places, tensors, path)
     for name, place in places.items():
         place.copy_(tensors[name])
     adapters.forget()
-
-
-def _refuse_untied(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Refuses two different tensors for the single table of a tied model."""
-    first: dict[int, str] = {}
-    for name, place in places.items():
-        other = first.setdefault(place.data_ptr(), name)
-        if not torch.equal(tensors[name], tensors[other]):
-            raise CheckpointError(
-                f"{path}: {name} is not {other}, and this model has one table for both",
-                "the adapter untied them: merge it with PEFT, and take that as the model",
-            )
 
 
 def _several(names: list[str]) -> str:
@@ -428,7 +364,7 @@ def _several(names: list[str]) -> str:
 
 def _why(name: str) -> str:
     if "lora_embedding" in name or "embed_tokens" in name or "lm_head" in name:
-        return "adapters of embeddings and of the output head cannot be loaded here, only whole ones (modules_to_save)"
+        return "embeddings and the output head cannot have an adapter here; merge it with PEFT first"
     if name.endswith(_KINDS["magnitude"]):
         return "it has DoRA's magnitudes, but its config does not say use_dora"
     return "the adapter belongs to another base model, or its config does not name all of its targets"

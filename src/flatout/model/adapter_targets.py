@@ -4,10 +4,8 @@ A checkpoint of Hugging Face has q_proj, k_proj and v_proj; here they are rows o
 such projection: its path there, its matrix and rows here. A plan selects targets by PEFT's rules, so that a config of
 PEFT means the same here:
 - a list of names: each is a whole path, or the end of one after a dot;
-- `all-linear`: every projection of every block, without the output head;
-- any other text: a regular expression for whole paths.
-Patterns for ranks and alphas are regular expressions for the ends of paths; the first match wins. `patterns` matches
-all of them, with limits on time and memory, because they may come from untrusted files.
+- `all-linear`: every projection of every block, without the output head.
+Ranks and alphas that differ are named in the same way; the first name that fits wins.
 """
 
 import dataclasses
@@ -20,11 +18,10 @@ from flatout.errors import AdapterError
 from flatout.model.fields import projections
 from flatout.model.gpt import GPT
 from flatout.model.layers import Attention, Block
-from flatout.model.patterns import endings, is_plain, what_is_wrong, whole
 
 ALL_LINEAR = "all-linear"
 _MOST = 2**20  # of ranks and alphas: more than any side of a matrix
-_MOST_PATTERNS, _MOST_REGULAR = 2000, 50
+_MOST_NAMES = 2000
 _NO_ADAPTER = ("lm_head", "embed_tokens", "wte", "wpe", "embedding", "head")
 
 
@@ -46,22 +43,19 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterPlan:
-    """Adapters as configured. `ranks` and `alphas` map patterns to values that differ."""
+    """Adapters as configured. `ranks` and `alphas` map names to values that differ."""
 
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
-    targets: tuple[str, ...] | str = ALL_LINEAR
+    targets: tuple[str, ...] = (ALL_LINEAR,)
     rank_stabilised: bool = False
     dora: bool = False
     ranks: tuple[tuple[str, int], ...] = ()
     alphas: tuple[tuple[str, float], ...] = ()
-    exclude: tuple[str, ...] | str = ()
-    layers: tuple[int, ...] | None = None  # None means all
-    also: tuple[str, ...] = ()  # trained whole: embedding, head, biases
 
     def __post_init__(self) -> None:
-        for what, rank in [("rank", self.rank), *((f"the rank of {pattern!r}", rank) for pattern, rank in self.ranks)]:
+        for what, rank in [("rank", self.rank), *((f"the rank of {name!r}", rank) for name, rank in self.ranks)]:
             if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MOST:
                 wrong = f"{what} is {rank!r:.40}, it must be a whole number from 1 to {_MOST:,}"
                 raise AdapterError(wrong, "16 is a usual rank", "lora.ranks")
@@ -72,20 +66,8 @@ class AdapterPlan:
                 raise AdapterError(wrong, "twice the rank is usual", "lora.alphas")
         if not 0 <= self.dropout < 1:
             raise AdapterError(f"dropout is {self.dropout!r}, it must be from 0 to below 1", "0 is usual, and fastest")
-        patterns = [(name, f"lora.{field}") for field in ("ranks", "alphas") for name, _ in getattr(self, field)]
-        listed = (self.targets, self.exclude)
-        patterns += [(names, "lora.targets") for names in listed if isinstance(names, str) and names]
-        # Each is matched with all paths; one that is not a plain name in a child process.
-        regular = sum(not is_plain(pattern) for pattern, _ in patterns)
-        if len(patterns) > _MOST_PATTERNS or regular > _MOST_REGULAR:
-            limits = f"the limits are {_MOST_PATTERNS:,} and {_MOST_REGULAR}"
-            raise AdapterError(
-                f"{len(patterns):,} patterns, {regular:,} of them no plain names: {limits}", "list fewer"
-            )
-        for pattern, setting in patterns:
-            if (wrong := what_is_wrong(pattern)) is not None:
-                text = f"{shorten(pattern)} is no regular expression: {wrong}"
-                raise AdapterError(text, "list names instead", setting)
+        if len(self.ranks) + len(self.alphas) > _MOST_NAMES:
+            raise AdapterError(f"more than {_MOST_NAMES:,} ranks and alphas by name", "list fewer")
         if not self.targets:
             raise AdapterError("an adapter needs at least one target", f"list names, or write {ALL_LINEAR}")
 
@@ -132,40 +114,29 @@ def targets_of(model: GPT) -> list[Target]:
 def choose(plan: AdapterPlan, targets: Iterable[Target], *, strict: bool = True) -> list[Choice]:
     """The targets that the plan selects, each with its rank and scale.
 
-    `strict` refuses a listed name or pattern without a match. PEFT accepts it as long as some target matches.
+    `strict` refuses a listed name without a match. PEFT accepts it as long as some target matches.
     """
     targets = list(targets)
-    if strict:
-        for names in (plan.targets, plan.exclude):
-            for name in () if isinstance(names, str) else names:
-                if not any(_ends_with(name, target.path) for target in targets):
-                    raise _unknown(name, targets)
-    if strict and plan.layers is not None:
-        count = 1 + max(target.layer for target in targets)
-        for layer in plan.layers:
-            if not 0 <= layer < count:
-                raise AdapterError(f"there is no layer {layer}", f"the model has layers 0 to {count - 1}")
-    paths = tuple(target.path for target in targets)
-    wanted = _wanted(plan, targets)
-    ranks = [(endings(pattern, paths), rank) for pattern, rank in plan.ranks]
-    alphas = [(endings(pattern, paths), alpha) for pattern, alpha in plan.alphas]
+    names = () if plan.targets == (ALL_LINEAR,) else plan.targets
+    for name in names:
+        if strict and not any(ends_with(name, target.path) for target in targets):
+            raise _unknown(name, targets)
     chosen = []
     for target in targets:
-        if target.path not in wanted:
+        if names and not any(ends_with(name, target.path) for name in names):
             continue
-        rank = next((rank for fitting, rank in ranks if target.path in fitting), plan.rank)
-        alpha = next((alpha for fitting, alpha in alphas if target.path in fitting), plan.alpha)
+        rank = next((rank for name, rank in plan.ranks if ends_with(name, target.path)), plan.rank)
+        alpha = next((alpha for name, alpha in plan.alphas if ends_with(name, target.path)), plan.alpha)
         chosen.append(Choice(target=target, rank=rank, alpha=alpha, scale=plan.scale(rank, alpha)))
     if not chosen:
-        names = ", ".join(_names(targets))
         raise AdapterError(
             f"the targets {shorten(plan.targets)} choose none of the model's projections",
-            f"the names are {names}; one text alone is a regular expression for whole paths like {targets[0].path}",
+            f"the names are {', '.join(_names(targets))}",
         )
     for setting, pairs in (("lora.ranks", plan.ranks), ("lora.alphas", plan.alphas)):
-        for pattern, _ in pairs:
-            if strict and not any(choice.target.path in endings(pattern, paths) for choice in chosen):
-                raise _unknown(pattern, [choice.target for choice in chosen], setting)
+        for name, _ in pairs:
+            if strict and not any(ends_with(name, choice.target.path) for choice in chosen):
+                raise _unknown(name, [choice.target for choice in chosen], setting)
     return chosen
 
 
@@ -179,20 +150,8 @@ def needless_rank(choices: Iterable[Choice]) -> tuple[str, ...]:
     return (f"lora.rank {rank:,} is more than the smaller side of {where}: beyond that side ranks add nothing",)
 
 
-def _wanted(plan: AdapterPlan, targets: list[Target]) -> frozenset[str]:
-    paths = tuple(target.path for target in targets)
-    chosen = frozenset(paths) if plan.targets == ALL_LINEAR else _listed(plan.targets, paths)
-    layers = frozenset(target.path for target in targets if plan.layers is None or target.layer in plan.layers)
-    return (chosen & layers) - _listed(plan.exclude, paths)
-
-
-def _listed(names: tuple[str, ...] | str, paths: tuple[str, ...]) -> frozenset[str]:
-    if isinstance(names, str):
-        return whole(names, paths) if names else frozenset()
-    return frozenset(path for path in paths if any(_ends_with(name, path) for name in names))
-
-
-def _ends_with(name: str, path: str) -> bool:
+def ends_with(name: str, path: str) -> bool:
+    """Whether a name is a path, or the end of one after a dot."""
     return path == name or path.endswith(f".{name}")
 
 
@@ -203,7 +162,7 @@ def _names(targets: Iterable[Target]) -> list[str]:
 
 def _unknown(name: str, targets: list[Target], setting: str = "lora.targets") -> AdapterError:
     if name.rpartition(".")[2] in _NO_ADAPTER:
-        way = "leave it out; lora.also=[embedding, head] trains those whole"
+        way = "leave it out: adapters are for the linear layers of blocks; lora.rank=0 trains all weights"
         return AdapterError(f"{name} cannot have an adapter here", way, setting)
     names = _names(targets)
     near = difflib.get_close_matches(name, names, n=1)

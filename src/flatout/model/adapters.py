@@ -4,14 +4,8 @@
 draws it (uniform within 1/√inputs), on the CPU from a generator of its own for each (seed, layer, target), so it does
 not depend on the device or on other targets. B is zero: the first pass equals that of the base, bit for bit.
 
-All A, B, magnitudes and wholly trained weights are views of one flat fp32 tensor, their gradients views of another. So
-the optimizer, the gradient norm and zeroing take one kernel each, and autograd accumulates into the views in place.
-
-Weights trained whole beside adapters (`lora.also`: embedding, head, biases): a parameter in fp32, which is part of the
-flat tensor, replaces the frozen weight, so optimizers, checkpoints, reducers and clipping need no special case.
-`detach` puts the frozen weight back. In PEFT's files the embedding and the head are `modules_to_save`, biases are
-`bias=all`. A tied head is the embedding's table: training one trains both, and files hold the table under both names,
-because PEFT has two modules. Files with two different tables are refused.
+All A, B and magnitudes are views of one flat fp32 tensor, their gradients views of another. So the optimizer, the
+gradient norm and zeroing take one kernel each, and autograd accumulates into the views in place.
 
 Contract: `flat.grad` stays the same tensor: zero it with `zero_gradients`, never with set_to_none. After
 `model.to(device)` call `gather`, which makes the flat tensor on the new device, before building an optimizer on it.
@@ -22,125 +16,23 @@ steps begin with `model.train()` and evaluations with `model.eval()`, as in the 
 import dataclasses
 import hashlib
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, final
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from flatout.config.schema import ModelConfig
-from flatout.errors import AdapterError, ConfigError
+from flatout.errors import ConfigError
 from flatout.model.adapted import AdaptedLinear, unsupported
 from flatout.model.adapter_targets import AdapterPlan, Choice, choose, targets_of
 from flatout.model.gpt import GPT
-from flatout.model.hub_folder import pieces_of
 from flatout.model.layers import Block
 from flatout.ops.lora import LoraLayout, LoraPart, dora_norm
 from flatout.ops.scales import version_of
 
 if TYPE_CHECKING:
     from flatout.ops.kernels.adapters import Spreading
-
-EMBEDDING, HEAD, BIASES = "embedding", "head", "biases"
-_TABLES = {EMBEDDING: "embedding.weight", HEAD: "head.weight"}
-HEAD_MODULE = "lm_head"
-# PEFT's names of modules that are trained whole.
-MODULES: Mapping[str, str] = {"embed_tokens": EMBEDDING, "wte": EMBEDDING, HEAD_MODULE: HEAD}
-
-
-@final
-class Whole:
-    """A weight that is trained whole and replaces the frozen one."""
-
-    def __init__(self, owner: nn.Module, attribute: str) -> None:
-        self.owner, self.attribute = owner, attribute
-        self.frozen: nn.Parameter = getattr(owner, attribute)
-        self.put(attribute, nn.Parameter(self.frozen.detach().to(torch.float32, copy=True)))
-
-    @property
-    def trained(self) -> nn.Parameter:
-        return getattr(self.owner, self.attribute)
-
-    def own(self) -> dict[str, nn.Parameter]:
-        """The trained parameter by its name in its module."""
-        return {self.attribute: self.trained}
-
-    def put(self, name: str, parameter: nn.Parameter) -> None:
-        """Replaces the parameter."""
-        setattr(self.owner, name, parameter)
-
-    def start(self) -> None:
-        """Sets it to the frozen weight's values."""
-        self.trained.copy_(self.frozen.detach())
-
-    def merge(self, dtype: torch.dtype) -> None:
-        """Copies the trained values into the frozen weight."""
-        self.frozen.data = self.trained.detach().to(dtype, copy=True)
-
-    def restore(self) -> None:
-        """Puts the frozen weight back, on the device of the trained one."""
-        self.frozen.data = self.frozen.data.to(self.trained.device)
-        self.put(self.attribute, self.frozen)
-
-
-def settled(also: Iterable[str], config: ModelConfig) -> tuple[str, ...]:
-    """Names of what is trained whole, each once and in order; if tied, the embedding includes the head."""
-    named = set(also)
-    if config.tied and HEAD in named:
-        if EMBEDDING not in named:
-            raise AdapterError(
-                "the output head is the embedding's own table in this model, and cannot be trained alone",
-                "train both: lora.also=[embedding]",
-                "lora.also",
-            )
-        named.discard(HEAD)
-    if config.embedding_norm and EMBEDDING in named:
-        raise AdapterError(
-            "this model norms its embedding (model.embedding_norm), and no format of adapters can say so of a table",
-            "leave embedding out of lora.also",
-            "lora.also",
-        )
-    return tuple(name for name in (EMBEDDING, HEAD, BIASES) if name in named)
-
-
-def weights_of(model: GPT, also: Iterable[str], *, strict: bool = True) -> list[str]:
-    """Names of the parameters that are trained whole. `strict` refuses biases if the model has none."""
-    named = settled(also, model.config)
-    biases = [name for name, _ in model.named_parameters() if name.endswith(".bias")]
-    if BIASES in named and not biases and strict:
-        raise AdapterError("the model has no biases to train", "leave biases out of lora.also", "lora.also")
-    return [*(_TABLES[name] for name in named if name != BIASES), *(biases if BIASES in named else ())]
-
-
-def taken_over(model: GPT, names: Iterable[str]) -> dict[str, Whole]:
-    """Replaces the frozen weights of these names by trained ones."""
-    pairs = ((name, name.rpartition(".")) for name in names)
-    return {name: Whole(model.get_submodule(owner), attribute) for name, (owner, _, attribute) in pairs}
-
-
-def stored_as(config: ModelConfig, parameters: Mapping[str, Tensor], choices: Iterable[Choice]) -> dict[str, Tensor]:
-    """Wholly trained weights under PEFT's names. A layer with an adapter is called `base_layer`."""
-    adapted = {choice.target.path for choice in choices}
-    prefix = "transformer." if config.family == "gpt2" else "model."
-    stored: dict[str, Tensor] = {}
-    for name, piece in pieces_of(config).items():
-        if piece.name not in parameters:
-            continue
-        module, _, kind = (name if name.startswith(f"{HEAD_MODULE}.") else prefix + name).rpartition(".")
-        stored[f"{module}{'.base_layer' if module in adapted else ''}.{kind}"] = piece.of(parameters[piece.name])
-        if config.tied and piece.name == _TABLES[EMBEDDING]:
-            stored[f"{HEAD_MODULE}.{kind}"] = stored[f"{module}.{kind}"]
-    return stored
-
-
-def module_names(config: ModelConfig, also: Iterable[str]) -> list[str]:
-    """PEFT's `modules_to_save`."""
-    named = settled(also, config)
-    table = "wte" if config.family == "gpt2" else "embed_tokens"
-    head = HEAD in named or (EMBEDDING in named and config.tied)
-    return [*([table] if EMBEDDING in named else []), *([HEAD_MODULE] if head else [])]
-
 
 ALIGNED = 32  # elements: each tensor starts at a multiple of 128 bytes in the flat one
 
@@ -157,19 +49,18 @@ class AdapterTensors:
 
 def attach(model: GPT, plan: AdapterPlan, seed: int, *, strict: bool = True) -> "Adapters":
     """Freezes the model and gives it adapters."""
-    reason = unsupported(model.execution, dora=plan.dora, dropout=plan.dropout, whole=bool(plan.also))
+    reason = unsupported(model.execution, dora=plan.dora, dropout=plan.dropout)
     if reason is not None:
         raise ConfigError(reason, "set speed.kernels=torch")
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
         raise RuntimeError("the model has adapters already: detach those first")
-    choices, whole = choose(plan, targets_of(model), strict=strict), weights_of(model, plan.also, strict=strict)
-    return Adapters(model, plan, choices, whole, seed)
+    return Adapters(model, plan, choose(plan, targets_of(model), strict=strict), seed)
 
 
 class Adapters:
     """The adapters of one model."""
 
-    def __init__(self, model: GPT, plan: AdapterPlan, choices: list[Choice], whole: list[str], seed: int) -> None:
+    def __init__(self, model: GPT, plan: AdapterPlan, choices: list[Choice], seed: int) -> None:
         self.model, self.plan, self.choices = model, plan, choices
         self.detached = False
         self._trained_before = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -189,7 +80,6 @@ class Adapters:
             for linear, module in block.linears().items():
                 if here := self.choices_of(layer, linear):
                     self.layers[layer, linear] = self._replace(block, linear, module, here)
-        self.whole = taken_over(model, whole)
         self.flat: nn.Parameter
         self.optimizer_parameters: list[nn.Parameter]
         self.gather()
@@ -213,8 +103,6 @@ class Adapters:
         for layer in self.layers.values():
             for name, parameter in layer.own().items():
                 yield f"{names[id(layer)]}.{name}", parameter
-        for name, weight in self.whole.items():
-            yield name, weight.trained
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.named_parameters()]
@@ -239,12 +127,9 @@ class Adapters:
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """Initial values: A drawn, B zero, magnitudes the norms of the weights, whole weights those of the base. Does
-        nothing on the meta device."""
+        """Initial values: A drawn, B zero, magnitudes the norms of the weights. Does nothing on the meta device."""
         if self.flat.device.type == "meta":
             return
-        for weight in self.whole.values():
-            weight.start()
         for part in self.tensors():
             part.b.zero_()
             rank, inputs = part.a.shape
@@ -260,13 +145,13 @@ class Adapters:
     def gather(self) -> None:
         """Moves all adapters into one flat tensor on their device; does nothing if they are in it already.
 
-        Matrices come first, magnitudes and biases last. `optimizer_parameters` has one tensor for each of the two,
-        because weight decay is for matrices only. Without magnitudes and biases it is `flat` alone.
+        Matrices come first, magnitudes last. `optimizer_parameters` has one tensor for each of the two,
+        because weight decay is for matrices only. Without magnitudes it is `flat` alone.
         """
         if self._gathered():
             return
         # Without references to old parameters, so that each is freed when it has been replaced.
-        slots = [(layer, name) for layer in (*self.layers.values(), *self.whole.values()) for name in layer.own()]
+        slots = [(layer, name) for layer in self.layers.values() for name in layer.own()]
         slots.sort(key=lambda slot: slot[0].own()[slot[1]].dim() < 2)
         places, end, matrices_end = [], 0, 0
         for layer, name in slots:
@@ -390,8 +275,6 @@ class Adapters:
     def detach(self) -> None:
         """Removes the adapters: the model is the base again, with `requires_grad` as before."""
         self.unfold()
-        for weight in self.whole.values():
-            weight.restore()
         for (layer, linear), module in self.layers.items():
             block = self.model.blocks[layer]
             assert isinstance(block, Block)

@@ -105,15 +105,12 @@ class LayerCache:
 
 
 class EigenstateCache:
-    """The states of one layer, and the inputs that its running means look back at. Its size is constant."""
+    """The states of one layer. Its size is constant."""
 
-    def __init__(
-        self, batch: int, channels: int, averaged: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        """`averaged`: positions that means look back; `dtype`: the type of products."""
+    def __init__(self, batch: int, channels: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        """`dtype`: the type of products."""
         wide = torch.promote_types(dtype, torch.float32)
         self.state_BC = torch.zeros(batch, channels, dtype=wide, device=device)
-        self.averaged_BSC = torch.zeros(batch, averaged, channels, dtype=dtype, device=device)
 
     def tensors(self) -> list[Tensor]:
         return [self.state_BC, self.averaged_BSC]

@@ -26,7 +26,7 @@ Trap: torch makes its compiler skip a dispatch mode, and imports the compiler fo
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -188,7 +188,7 @@ class _Watch(TorchDispatchMode):
             part.results += each if memory in self.results else 0.0
             if self.copies.get(memory) in lean:
                 part.copies += each
-            elif memory in lean or (saved and mixer is not None and (self.chunked or mixer.config.scales)):
+            elif memory in lean or (saved and mixer is not None and self.chunked):
                 part.lean += each
             elif memory in self.normed:
                 part.stream += each / x.itemsize
@@ -265,28 +265,16 @@ def adapter_count(config: ModelConfig, rank: int) -> int:
     return config.layers * rank * total
 
 
-def whole_count(config: ModelConfig, vocab: int, also: Collection[str]) -> int:
-    """Trained values of weights trained whole beside adapters; a tied head is part of the embedding."""
-
-    def biases(module: nn.Module) -> int:
-        return sum(x.numel() for name, x in module.named_parameters() if name.endswith("bias"))
-
-    tables = ("embedding" in also) + ("head" in also and not config.tied)
-    counted = biases(outline(config)[0].norm) + _over_blocks(config, biases) if "biases" in also else 0
-    return tables * vocab * config.width + counted
-
-
 def flops_per_token(
-    config: ModelConfig, vocab: int, context: float | None = None, *, adapters: int | None = None, head: bool = False
+    config: ModelConfig, vocab: int, context: float | None = None, *, adapters: int | None = None
 ) -> float:
     """Forward and backward FLOPs of one training token, by the convention at the top of this file.
 
     `context`: the length of a sample, if rows hold several. `adapters`: trained values beside frozen weights; None: all
-    weights are trained. `head`: the head is trained beside adapters.
+    weights are trained.
     """
     weights = vocab * config.width + sum(part.times * part.work for part in parts_of(config))
     products = 6.0 * weights if adapters is None else 4.0 * weights + 6.0 * adapters
-    products += 2.0 * vocab * config.width if head and adapters is not None else 0.0
     return products + _attention_flops(config, config.windows, context or config.context)
 
 
@@ -345,7 +333,6 @@ class FrozenModel:
     dora: bool = False
     dropout: bool = False
     quantized: bool = False  # linear layers in 4 bits
-    also: frozenset[str] = frozenset()  # trained whole: embedding, head, biases
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -404,10 +391,9 @@ def estimate_memory(
     elif frozen is None:
         weights = 4 * parameters + _narrow_bytes(config, parameters - table_count(config, vocab), form)
     else:
-        adapters, whole = adapter_count(config, frozen.rank), whole_count(config, vocab, frozen.also)
-        weights = form.cell * parameters + (4 + form.cell) * adapters + 4 * whole
+        trained = adapter_count(config, frozen.rank)
+        weights = form.cell * parameters + (4 + form.cell) * trained
         weights -= round((form.cell - QUANTIZED_BYTES) * linear_count(config)) if frozen.quantized else 0
-        trained = adapters + whole
     activations, working = _step_bytes(config, vocab, tokens, labels, form, frozen)
     if row_tokens is not None:
         activations += _mask_bytes(config, tokens, row_tokens, form)
@@ -551,9 +537,7 @@ def _loss_bytes(
     matrix = padded * config.width
     if frozen is not None:
         chunk, each = (tokens if how.loss == "plain" else chunk), _fused_loss_cell(form) if how.loss == "fused" else 12
-        # Gradients of trained tables are made before they are added to the accumulated ones.
-        tables = 4 * matrix if frozen.also & {"embedding", "head"} else 0
-        return chunk * padded * each + tokens * cell * config.width + tables, tables
+        return chunk * padded * each + tokens * cell * config.width, 0
     if how.loss == "fused":
         stays = 4 * matrix if config.tied else 0  # until the embedding's own gradient is added to it
         inside = chunk * padded * _fused_loss_cell(form) + tokens * cell * config.width

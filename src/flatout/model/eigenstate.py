@@ -4,8 +4,6 @@
     c_t = λ ⊙ c_{t-1} + β_t        |λ| = exp(−exp ν), so it is below 1 whatever is learned;  angle of λ = α + φ · exp ν
     y_t = W_out · (silu(W_g · x_t) ⊙ [Re c_t, Im c_t])
 
-With `scales`, groups of states get means over the last s positions of their document, weighted at the read-out. The
-means look back only: pooling over blocks of s positions would leak the future to the first positions of a block.
 For inputs of size B at most, states have √E(t) ≤ √E(0) + t·B.
 
 Contract: the interface of `Attention`. The result at t depends on positions up to t of its own document. States are
@@ -21,8 +19,7 @@ parameter is φ, the rotation over the state's own horizon. It is added to a fix
 and is in no checkpoint. If the angle itself (or its logarithm) were learned, every step would scramble the contribution
 of inputs thousands of tokens back.
 
-Shape legend: B batch, T positions, W width, K states, C = 2K (real parts, then imaginary; in `both` 4K), S positions
-that means look back.
+Shape legend: B batch, T positions, W width, K states, C = 2K (real parts, then imaginary; in `both` 4K).
 """
 
 import math
@@ -32,9 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatout.config.schema import ModelConfig
-from flatout.model.cache import Decoding, EigenstateCache
+from flatout.model.cache import EigenstateCache
 from flatout.model.operations import Branch, Own, Shared
-from flatout.ops.documents import DocumentLayout
 from flatout.ops.scan import scan, state_type
 
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # any number of its multiples are spread evenly on a circle
@@ -48,18 +44,11 @@ def horizons(config: ModelConfig, within_K: Tensor) -> Tensor:
 
     The range has one part per state; `within_K`, 0 to 1, is a state's place in its part.
     """
-    groups = config.scales or [1]
-    share = config.states // len(groups)
-    # Heads are runs of states, and each head should have short and long horizons: deal the states of a share to as
-    # many runs as it has heads. A head that begins in the middle of a run still has long and short ones.
-    runs = -(-config.state_heads // len(groups))
-    dealt = torch.cat([torch.arange(first, share, runs) for first in range(runs)])
-    found = []
-    for scale, within in zip(groups, within_K.split(share), strict=True):
-        shortest = _SHORTEST * scale  # shorter horizons are of no use with means of s positions
-        longest = max(shortest, float(config.context))
-        found.append(shortest * (longest / shortest) ** ((dealt + within) / share))
-    return torch.cat(found)
+    # Heads are runs of states, and each head gets short and long horizons.
+    heads = config.state_heads
+    dealt_K = torch.cat([torch.arange(first, config.states, heads) for first in range(heads)])
+    longest = max(_SHORTEST, float(config.context))
+    return _SHORTEST * (longest / _SHORTEST) ** ((dealt_K + within_K) / config.states)
 
 
 def angles(states: int, place: int) -> Tensor:
@@ -76,7 +65,7 @@ class Eigenstate(nn.Module):
     """The mixer. `init_states` initialises all weights but those of the linear layers."""
 
     # No weight decay: for these parameters 0 is not a simpler value than others.
-    undecayed = ("decay_K", "detuning_K", "scale_weights")
+    undecayed = ("decay_K", "detuning_K")
 
     def __init__(self, config: ModelConfig, place: int = 0) -> None:
         """`place`: index among the model's blocks, whose angles all differ."""
@@ -92,7 +81,6 @@ class Eigenstate(nn.Module):
         self.detuning_K = nn.Parameter(torch.empty(states))  # φ
         self.register_buffer("angle_K", torch.empty(states), persistent=False)  # α
         self.angle_K: Tensor
-        self.scale_weights = nn.Parameter(torch.empty(len(config.scales))) if config.scales else None
         self.fill()
 
     @torch.no_grad()
@@ -107,8 +95,6 @@ class Eigenstate(nn.Module):
         within_K = torch.rand(self.config.states, generator=generator)
         self.decay_K.copy_(-horizons(self.config, within_K).log())
         self.detuning_K.zero_()
-        if self.scale_weights is not None:
-            self.scale_weights.zero_()
 
     # --- what to look at -----------------------------------------------------------------------------------------
 
@@ -120,8 +106,7 @@ class Eigenstate(nn.Module):
 
     def empty_cache(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> EigenstateCache:
         """`dtype` is that of the products."""
-        averaged = max(self.config.scales, default=1) - 1
-        return EigenstateCache(batch, 2 * self.config.states, averaged, dtype, device)
+        return EigenstateCache(batch, 2 * self.config.states, dtype, device)
 
     # --- the mixer -----------------------------------------------------------------------------------------------
 
@@ -139,7 +124,7 @@ class Eigenstate(nn.Module):
         if do.scales_weights(self.inward, narrow.qkv):
             weight, scale_C = self._scaled(self.inward.weight, scale_C), None
         both_BTC = do.product(x_BTW, self.inward, narrow.qkv, weight).value_BTW
-        if do.kernels and do.execution.scan == "triton" and scale_C is None and not self.config.scales:
+        if do.kernels and do.execution.scan == "triton" and scale_C is None:
             from flatout.ops.kernels.scan import gated_scan
 
             begins_BT = None if layout is None else document_begins(layout.documents_BT)
@@ -162,11 +147,9 @@ class Eigenstate(nn.Module):
     ) -> Tensor:
         """Gated states, from inputs and gate side by side. `scale_C`: the input's scale if not in the weights."""
         input_BTC, gate_BTC = both_BTC.chunk(2, dim=-1)
-        layout, decoding = shared.layout, shared.decoding
+        layout = shared.layout
         if scale_C is not None:
             input_BTC = input_BTC * scale_C.to(input_BTC.dtype)
-        if self.config.scales:
-            input_BTC = self._averaged(input_BTC, cache, decoding, layout)
         states_BTC, last_BC = scan(
             input_BTC,
             *eigenvalue,
@@ -177,60 +160,7 @@ class Eigenstate(nn.Module):
         )
         if cache is not None:
             cache.state_BC.copy_(last_BC.detach())
-        return F.silu(gate_BTC) * self._read(states_BTC)
-
-    def _read(self, states_BTC: Tensor) -> Tensor:
-        config = self.config
-        if self.scale_weights is not None:
-            weights = len(config.scales) * torch.softmax(self.scale_weights, dim=0)
-            weights_K = weights.repeat_interleave(config.states // len(config.scales))
-            states_BTC = states_BTC * weights_K.repeat(2).to(states_BTC.dtype)
-        return states_BTC
-
-    # --- means of a few positions --------------------------------------------------------------------------------
-
-    def _averaged(
-        self, input_BTC: Tensor, cache: EigenstateCache | None, decoding: Decoding | None, layout: DocumentLayout | None
-    ) -> Tensor:
-        """The inputs of every group of states, averaged over the last positions as its scale says."""
-        scales, tail_BSC = self.config.scales, None if cache is None else cache.averaged_BSC
-        past = _Past(input_BTC, tail_BSC, max(scales) - 1, None if layout is None else layout.documents_BT)
-        if decoding is not None:
-            positions_BT = decoding.positions_BT
-        elif layout is not None:
-            positions_BT = layout.positions_BT
-        else:
-            positions_BT = torch.arange(input_BTC.shape[1], device=input_BTC.device)[None]
-        seen_BT = positions_BT + 1
-        total = input_BTC.to(state_type(input_BTC)).unflatten(-1, (2, len(scales), -1))  # wide, as it is a long sum
-        means: dict[int, Tensor] = {}
-        for lag in range(max(scales)):
-            if lag:
-                total = total + past.at(lag).unflatten(-1, (2, len(scales), -1))
-            if lag + 1 in scales:
-                count_BT = seen_BT.clamp(max=lag + 1).to(total.dtype)
-                means[lag + 1] = (total / count_BT[..., None, None, None]).to(input_BTC.dtype)
-        return torch.stack([means[scale][..., group, :] for group, scale in enumerate(scales)], dim=-2).flatten(-3)
-
-
-class _Past:
-    """Values with those before them: from a cache, which is updated, or zeros."""
-
-    def __init__(self, x_BTC: Tensor, tail_BSC: Tensor | None, reach: int, documents_BT: Tensor | None) -> None:
-        self.positions, self.reach, self.documents_BT = x_BTC.shape[1], reach, documents_BT
-        if tail_BSC is None:
-            self.whole_BTC = F.pad(x_BTC, (0, 0, reach, 0))
-        else:
-            self.whole_BTC = torch.cat([tail_BSC.to(x_BTC.dtype), x_BTC], dim=1)
-            tail_BSC.copy_(self.whole_BTC[:, self.positions :].detach())
-
-    def at(self, lag: int) -> Tensor:
-        """The values `lag` positions earlier; zeros where that is another document."""
-        earlier_BTC = self.whole_BTC[:, self.reach - lag : self.reach - lag + self.positions]
-        if self.documents_BT is None:
-            return earlier_BTC
-        same_BT = F.pad(self.documents_BT[:, lag:] == self.documents_BT[:, :-lag], (min(lag, self.positions), 0))
-        return earlier_BTC.masked_fill(~same_BT[..., None], 0.0)
+        return F.silu(gate_BTC) * states_BTC
 
 
 def document_begins(documents_BT: Tensor) -> Tensor:

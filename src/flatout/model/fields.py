@@ -6,7 +6,7 @@ type.
 Contract: each field of `ModelConfig` belongs to exactly one feature of `FEATURES`; a test names missing ones. Declared
 formats are tested against transformers. How to add a feature: docs/extending.md.
 Trap: transformers 5 writes `rope_parameters` where 4 wrote `rope_theta` and `rope_scaling`. Both are read; where
-both are given, `rope_scaling` wins, as in transformers.
+both are there, `rope_scaling` wins, as in transformers.
 """
 
 import dataclasses
@@ -353,16 +353,16 @@ QK_NORM = ModelFeature(
 
 def _read_rope(read: HubValues) -> dict[str, Any]:
     """The rotary fields, from either spelling."""
-    given = read.get("rope_scaling") or read.get("rope_parameters") or {}
-    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        raise read.refuse(f"rotary settings {shorten(given)} are not supported: one set for all layers is")
-    inside = HubValues(given, read.path)
-    partial = given.get("partial_rotary_factor", read.get("partial_rotary_factor", 1.0))
+    rope = read.get("rope_scaling") or read.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise read.refuse(f"rotary settings {shorten(rope)} are not supported: one set for all layers is")
+    inside = HubValues(rope, read.path)
+    partial = rope.get("partial_rotary_factor", read.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1.0):
         raise read.refuse(f"partial_rotary_factor is {shorten(partial)}, only whole heads can be turned")
-    base = (inside if "rope_theta" in given else read).number("rope_theta", 10000.0)
+    base = (inside if "rope_theta" in rope else read).number("rope_theta", 10000.0)
     fields: dict[str, Any] = {"rope_base": base}
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return fields
     if kind not in ("linear", "llama3"):
@@ -433,7 +433,7 @@ PATTERN = ModelFeature(
 )
 
 EIGENSTATES = ModelFeature(
-    fields=("states", "scales"),
+    fields=("states",),
     no_export="transformers has no blocks of eigenstates; model.pattern says whether there are any",
 )
 

@@ -26,7 +26,7 @@ from flatout.model.adapted import AdaptedLinear
 from flatout.model.cache import Cache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
-from flatout.model.layers import MLP, Attention, Block, Embedding, Head, Positions, TokenTable, bigram_ids
+from flatout.model.layers import Attention, Block, Embedding, Head, Positions, TokenTable, bigram_ids
 from flatout.model.narrow import ModelNarrow, NarrowBlock, NarrowWeights
 from flatout.model.operations import (
     Norm,
@@ -184,8 +184,6 @@ class GPT(nn.Module):
         x_BTW = self.embedding(tokens_BT, do, positions_TW)
         if self.bigram is not None:
             x_BTW = do.add_rows(x_BTW, self._bigrams(tokens_BT, places, cache), self.bigram.weight)
-        if self.embedding.weight.requires_grad and not self._inside.requires_grad:
-            x_BTW = x_BTW.to(self._inside.dtype)  # an embedding trained beside adapters is fp32, the blocks narrower
         if config.embedding_norm:
             x_BTW = do.unit_norm(x_BTW, config.norm_eps)
         if dropout > 0.0:
@@ -214,16 +212,6 @@ class GPT(nn.Module):
         before_B1 = tokens_BT[:, :1] if cache is None else cache.last_B1
         return bigram_ids(tokens_BT, before_B1, places == 0, self.config.bigram_rows)
 
-    @property
-    def _inside(self) -> Tensor:
-        """A weight that adapters never train: it tells the type of the blocks and whether they are frozen."""
-        if self.norm.weight is not None:
-            return self.norm.weight
-        for block in self.blocks:
-            if isinstance(block, Block) and isinstance(block.mlp, MLP):
-                return block.mlp.out.weight
-        return self.embedding.weight  # custom blocks, which have no adapters
-
     def _begin(self, cache: Cache | None, *, one: bool) -> tuple[Operations, Sequence[NarrowBlock]]:
         """The form of operations for this pass, and each block's weight copies in narrower types, up to date.
 
@@ -239,7 +227,7 @@ class GPT(nn.Module):
         from flatout.model.kernel_operations import FrozenOperations, KernelOperations
 
         dtype = product_type(self.embedding.weight)
-        if self._inside.requires_grad or not all(block.is_frozen for block in self.blocks):
+        if self.embedding.weight.requires_grad or not all(block.is_frozen for block in self.blocks):
             if how.sharded:
                 return KernelOperations(how), nothing
             recording = self.training and torch.is_grad_enabled()

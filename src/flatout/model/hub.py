@@ -157,11 +157,6 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
 def _check_kind(values: dict[str, Any], path: Path) -> None:
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in SUPPORTED:
-        if values.get("auto_map"):
-            raise CheckpointError(
-                f"{path}: models of type {shorten(kind)} run code that comes with them, which Flatout never does",
-                ANOTHER,
-            )
         raise CheckpointError(f"{path} describes a model of type {shorten(kind)}, which is not supported", ANOTHER)
     if values.get("quantization_config"):
         raise CheckpointError(

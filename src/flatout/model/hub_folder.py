@@ -446,8 +446,6 @@ def _found(path: Path) -> FoundModel:
             f"{path} holds an adapter, not a model",
             "name the model that the adapter was made for; to train it on, set lora.init_from to it",
         )
-    if any(path.glob("*.gguf")):
-        raise CheckpointError(f"{path} holds a GGUF file, which cannot be trained", "name the model it was made from")
     check_seal(path)  # names config.json if our folder has lost it
     raise CheckpointError(
         f"{path} holds no model", "name a run, a checkpoint, or a folder with config.json and model.safetensors"

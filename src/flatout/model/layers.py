@@ -87,7 +87,7 @@ class Head(nn.Module):
     ) -> Tensor:
         """The summed loss; without targets the logits [B, T, V] in at least fp32."""
         weight_VW = table_VW if self.weight is None else self.weight
-        assert weight_VW is not None, "a tied head is given the table"
+        assert weight_VW is not None, "a tied head needs the embedding's table"
         if targets_BT is None:
             return padded_logits(hidden_BTW, weight_VW, how.pad_vocab, self.cap)
         return linear_cross_entropy(

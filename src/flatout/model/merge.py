@@ -9,17 +9,14 @@ of 5e-4 of the weights' size, 88% of bf16 weights do not change. So every merge 
 The base is rounded to the requested type before the comparison, so its own rounding does not count as a loss.
 """
 
-import contextlib
 import dataclasses
-import warnings
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from flatout.errors import CheckpointError
 from flatout.model.adapted import AdaptedLinear
-from flatout.model.adapters import Adapters, Whole
+from flatout.model.adapters import Adapters
 from flatout.ops.lora import adapted_weight, dora_norm
 
 ROWS_AT_ONCE = 2048  # of a matrix in fp32 and wider
@@ -30,28 +27,10 @@ MERGED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Retention:
     """How much of an update survived rounding."""
 
-    name: str
-    weights: int
-    update: float  # its size, the root of the sum of squares
-    relative_update: float  # divided by the size of the adapted rows
+    relative_update: float  # the update's size divided by that of the adapted rows
     kept: float
     lost: float
     unchanged: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MergeReport:
-    matrices: tuple[Retention, ...]
-    total: Retention
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LogitDifference:
-    """How far the logits of two models on the same tokens differ."""
-
-    largest: float
-    relative: float  # root mean square of the difference over that of the first model's logits
-    same_choice: float  # share of positions with the same most likely token
 
 
 @dataclasses.dataclass
@@ -82,11 +61,8 @@ class _Sums:
         self.base += float(base.double().square().sum())
         return rounded
 
-    def retention(self, name: str) -> Retention:
+    def retention(self) -> Retention:
         return Retention(
-            name=name,
-            weights=self.weights,
-            update=self.update**0.5,
             relative_update=(self.update / self.base) ** 0.5 if self.base > 0 else 0.0,
             kept=self.along / self.update if self.update > 0 else 1.0,  # no update, nothing lost
             lost=(self.wrong / self.update) ** 0.5 if self.update > 0 else 0.0,
@@ -95,37 +71,26 @@ class _Sums:
 
 
 @torch.no_grad()
-def merged_matrix(layer: AdaptedLinear, dtype: torch.dtype) -> tuple[Tensor, list[_Sums]]:
-    """The layer's merged weight in `dtype`, and the sums of every part; some rows at a time, to save memory."""
+def merged_matrix(layer: AdaptedLinear, dtype: torch.dtype) -> tuple[Tensor, _Sums]:
+    """The layer's merged weight in `dtype`, and its sums; some rows at a time, to save memory."""
     weight, a, b, layout = layer.weight.detach(), layer.lora_a.detach(), [x.detach() for x in layer.b], layer.layout
     merged = weight.to(dtype, copy=True).contiguous()
     factors = None
     if layer.magnitude is not None:
         factor_P = layer.magnitude.detach() / dora_norm(weight, a, b, layout)
         factors = factor_P.split([part.rows for part in layout.parts])
-    sums = []
+    sums = _Sums()
     for index, part in enumerate(layout.parts):
-        total = _Sums()
         for start in range(0, part.rows, ROWS_AT_ONCE):
             rows = slice(start, min(start + ROWS_AT_ONCE, part.rows))
             whole = adapted_weight(weight, a, b, layout, index, rows)
             if factors is not None:
                 whole *= factors[index][rows, None]
-            merged[part.span][rows] = total.rounded(weight[part.span][rows].to(whole.dtype), whole, dtype)
-        sums.append(total)
+            merged[part.span][rows] = sums.rounded(weight[part.span][rows].to(whole.dtype), whole, dtype)
     return merged, sums
 
 
-@torch.no_grad()
-def _whole_sums(weight: Whole, dtype: torch.dtype) -> _Sums:
-    """The sums of a wholly trained weight; some rows at a time, to save memory."""
-    total, trained = _Sums(), weight.trained.detach()
-    for base, rows in zip(weight.frozen.detach().split(ROWS_AT_ONCE), trained.split(ROWS_AT_ONCE), strict=True):
-        total.rounded(base.to(rows.device, rows.dtype), rows, dtype)
-    return total
-
-
-def merge(adapters: Adapters, dtype: torch.dtype) -> MergeReport:
+def merge(adapters: Adapters, dtype: torch.dtype) -> Retention:
     """Merges the adapters into their model's weights, detaches them, and casts the model to `dtype`.
 
     If an adapter is not finite, or a weight exceeds fp16's range, it is refused and nothing is changed.
@@ -135,37 +100,18 @@ def merge(adapters: Adapters, dtype: torch.dtype) -> MergeReport:
     _refuse_broken(adapters)
     if dtype == torch.float16:  # the other types have the range of fp32
         _refuse_overflow(adapters)
-    rows: list[Retention] = []
     total = _Sums()
     adapters.unfold()
-    for layer, parts, merged in _merged(adapters, dtype):
-        layer.weight.data = merged
-        rows += [sums.retention(path) for path, sums in parts.items()]
-        for sums in parts.values():
-            total.add(sums)
-    for name, weight in adapters.whole.items():
-        sums = _whole_sums(weight, dtype)
-        rows.append(sums.retention(name))
+    for layer in adapters.layers.values():  # one by one: only one matrix is in memory twice
+        layer.weight.data, sums = merged_matrix(layer, dtype)
         total.add(sums)
-        weight.merge(dtype)
     adapters.detach()
     for parameter in adapters.model.parameters():  # not the buffers: position tables stay in fp32
         parameter.data = parameter.data.to(dtype)
-    return MergeReport(matrices=tuple(rows), total=total.retention("all"))
-
-
-def _merged(adapters: Adapters, dtype: torch.dtype) -> Iterator[tuple[AdaptedLinear, dict[str, _Sums], Tensor]]:
-    """Merged matrices one by one, with the sums of each target by its path: only one matrix is in memory twice."""
-    for (number, linear), layer in adapters.layers.items():
-        paths = [choice.target.path for choice in adapters.choices_of(number, linear)]
-        merged, sums = merged_matrix(layer, dtype)
-        yield layer, dict(zip(paths, sums, strict=True)), merged
+    return total.retention()
 
 
 def _refuse_broken(adapters: Adapters) -> None:
-    for name, weight in adapters.whole.items():
-        if not bool(torch.isfinite(weight.trained).all()):
-            raise CheckpointError(f"{name} holds values that are not finite", "take an earlier checkpoint")
     for part in adapters.tensors():
         for value in (part.a, part.b, part.magnitude):
             if value is not None and not bool(torch.isfinite(value).all()):
@@ -178,30 +124,11 @@ def _refuse_broken(adapters: Adapters) -> None:
 def _refuse_overflow(adapters: Adapters) -> None:
     """Checks that every weight fits fp16, before the first one is changed."""
     hint = "merge it as bf16 or fp32, which have a wider range"
-    for layer, paths, merged in _merged(adapters, torch.float16):
-        if not bool(torch.isfinite(merged).all()):
-            pairs = zip(layer.layout.parts, paths, strict=True)
-            beyond = [path for part, path in pairs if not bool(torch.isfinite(merged[part.span]).all())]
-            raise CheckpointError(f"with its adapter, {(beyond or ['a weight'])[0]} leaves fp16's range", hint)
+    for (number, linear), layer in adapters.layers.items():
+        if not bool(torch.isfinite(merged_matrix(layer, torch.float16)[0]).all()):
+            path = adapters.choices_of(number, linear)[0].target.path
+            raise CheckpointError(f"with its adapter, the matrix of {path} leaves fp16's range", hint)
     inside = {id(layer.weight) for layer in adapters.layers.values()}
     for name, parameter in adapters.model.named_parameters():
         if id(parameter) not in inside and not bool(torch.isfinite(parameter.detach().half()).all()):
             raise CheckpointError(f"{name} holds values beyond the range of fp16", hint)
-
-
-@contextlib.contextmanager
-def quiet_narrow_products() -> Iterator[None]:
-    """Silences a warning with stack frames that torch prints on a CPU without bf16 or fp16 products."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS gemm", UserWarning)
-        yield
-
-
-def logit_difference(one: Tensor, other: Tensor) -> LogitDifference:
-    """Compares the logits of two models on the same tokens; both in float64."""
-    difference, size = one - other, one.square().mean().sqrt()
-    return LogitDifference(
-        largest=float(difference.abs().max()),
-        relative=float(difference.square().mean().sqrt() / size) if size > 0 else 0.0,
-        same_choice=float((one.argmax(-1) == other.argmax(-1)).double().mean()),
-    )

@@ -167,10 +167,10 @@ class ModelNarrow:
         measuring = self.scales is not None and not self.scales.rounding
         return False if measuring else (self.weights.allocations, self.beginnings)
 
-    def settle(self) -> None:
+    def update_scales(self) -> None:
         """After an update: computes the next step's scales."""
         if self.scales is not None:
-            self.scales.settle()
+            self.scales.update()
 
     def drop(self) -> None:
         """After a failed pass: drops its 8-bit values and its records."""

@@ -88,9 +88,7 @@ class LayerNorm(Norm):
     centred = True
 
     def forward(self, x: Tensor) -> Tensor:
-        # A bias trained beside adapters is fp32, the frozen weight may be narrower.
-        bias = None if self.bias is None or self.weight is None else self.bias.to(self.weight.dtype)
-        return F.layer_norm(x, (x.shape[-1],), self.weight, bias, self.eps)
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
 
 def build_norm(config: ModelConfig, width: int) -> Norm:

@@ -29,7 +29,6 @@ from flatout.errors import ConfigError
 from flatout.model.adapter_targets import targets_of
 from flatout.model.gpt import GPT
 from flatout.model.layers import Block
-from flatout.model.protocol import LanguageModel
 
 BLOCK = 64  # weights that share a scale
 BYTES = 0.5 + (1 + 4 / 256) / BLOCK  # per weight: 4 bits, an 8-bit scale for 64 weights, an fp32 one for 256 scales
@@ -88,15 +87,6 @@ class QuantizedWeight(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
-
-    @property
-    def bytes(self) -> int:
-        """Its size in memory."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for packed, state in self.parts
-            for tensor in (packed, state.absmax, state.offset, state.state2.absmax)
-        )
 
     def widened(self) -> Tensor:
         """The dequantized weight."""
@@ -178,20 +168,6 @@ def round_linears(model: GPT) -> None:
     """Sets linear layers to their dequantized 4-bit values: the base that adapters were trained with."""
     for block, name, parts in _linears(model):
         block.linears()[name].weight.copy_(quantized(parts).widened())
-
-
-def quantized_base(model: LanguageModel) -> tuple[int, int, int]:
-    """(number of quantized weights, their bytes, their bytes without quantization)."""
-    found = [parameter for parameter in model.parameters() if isinstance(parameter, QuantizedWeight)]
-    wide = sum(weight.numel() * weight.element_size() for weight in found)
-    return sum(weight.numel() for weight in found), sum(weight.bytes for weight in found), wide
-
-
-def notice_of(model: LanguageModel) -> str | None:
-    """A notice with the memory of 4-bit weights; None if there are none."""
-    count, small, wide = quantized_base(model)
-    sizes = f"{small / 2**20:,.1f} MiB instead of {wide / 2**20:,.1f}"
-    return f"base: {count:,} weights of linear layers in 4 bits, {sizes}" if count else None
 
 
 def _linears(model: GPT) -> Iterator[tuple[Block, str, list[Tensor]]]:

@@ -10,7 +10,7 @@ returns, the file is synced to disk; it returns what `files.sync_and_hash` does.
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,13 +104,6 @@ def opened(path: Path, hint: str = "it is torn or damaged; fetch it again") -> I
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}", hint) from error
 
 
-def why_not_these(names: Iterable[str], sections: str = "model section") -> str:
-    """The hint for tensors whose names are not the model's."""
-    if any(name.endswith(".frequency_K") for name in names):
-        return "its eigenstates are of an earlier form, with other weights; train it again, or use the version it is of"
-    return f"it belongs to another model; check the {sections}"
-
-
 def assign_weights(model: torch.nn.Module, tensors: Mapping[str, Tensor], origin: str) -> None:
     """Copies tensors into the model; names and shapes must match."""
     assign_tensors(dict(model.named_parameters()), tensors, origin, "model section")
@@ -130,7 +123,7 @@ def check_tensors(
     expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], origin: str, sections: str
 ) -> None:
     """Refuses tensors of other names or shapes than expected."""
-    hint = why_not_these(tensors, sections)
+    hint = f"it belongs to another model; check the {sections}"
     for name in sorted(expected.keys() ^ tensors.keys()):
         what = "has no tensor" if name in expected else "holds an unknown tensor"
         raise CheckpointError(f"{origin} {what} {name}", hint)

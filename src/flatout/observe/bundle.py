@@ -1,4 +1,4 @@
-"""A run as one archive for a bug report: what it was told, where it ran, what it said, and nothing of its data.
+"""A run as one archive for a bug report: its settings, its machine and its records, and nothing of its data.
 
 Contract: text of the data never goes in: samples, previews of rows and settings that hold text (`eval.sample_prompt`,
 `data.document_start`) are replaced by their length or left out, and so are records that this version does not know. The
@@ -23,10 +23,8 @@ from flatout.config.yaml_loader import format_sections, read_yaml
 from flatout.errors import ConfigError
 from flatout.files import disk_errors, write_whole
 from flatout.observe.human import human_bytes, printable
-from flatout.observe.report import check_named, page_of
-from flatout.observe.report_data import report_data
+from flatout.observe.report import check_named
 from flatout.observe.runs import record_of
-from flatout.observe.sinks import read_history
 from flatout.records import PreviewRecord, SampleRecord
 
 METRICS = "metrics.jsonl"
@@ -34,7 +32,6 @@ CONFIG = "config.yaml"
 README = "README.txt"
 _MARK = "A run of Flatout for a bug report."
 _LEFT_OUT = "(left out)"
-_MOST_FILES = 1000
 _SECRET = "(secret)"
 # Settings that hold text of the data, or text for the model.
 _TEXTS = ("sample_prompt", "document_start")
@@ -130,20 +127,19 @@ def bundle_files(
         "files.txt": scrubbed(_list(folder), private),
     }
     if machine is not None:
-        told = _scrubbed_values(dict(machine), private)
-        texts["environment.json"] = json.dumps(told, indent=2, sort_keys=True, default=str) + "\n"
+        facts = scrubbed_values(dict(machine), private)
+        texts["environment.json"] = json.dumps(facts, indent=2, sort_keys=True, default=str) + "\n"
     texts["doctor.jsonl"] = _lines(doctor, private)
     texts = {name: text for name, text in texts.items() if text}
     return {README: _readme(texts), **texts}
 
 
-def write_bundle(folder: Path, private: Private, target: Path, texts: Mapping[str, str]) -> int:
-    """Writes the texts and a report made from them to a zip file; returns its size in bytes."""
+def write_bundle(target: Path, texts: Mapping[str, str]) -> int:
+    """Writes the texts to a zip file; returns its size in bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
             archive.writestr(_entry(f"{target.stem}/{name}"), text.encode("utf-8", "replace"))
-        archive.writestr(_entry(f"{target.stem}/report.html"), _report(folder, private, texts[METRICS]))
     content = buffer.getvalue()
     with disk_errors(f"the bundle {printable(str(target))}", safe=""):
         write_whole(target, content)
@@ -186,9 +182,9 @@ def _settings(path: Path, private: Private) -> str:
         return ""
     try:
         sections = {name: node.plain for name, node in read_yaml(path).items()}
-    except ConfigError:  # without its structure, texts in it cannot be told from settings
+    except ConfigError:  # without its structure, texts and settings look alike
         return f"# {_LEFT_OUT}: it is not a config that can be read\n"
-    return format_sections(_scrubbed_values(sections, private))
+    return format_sections(scrubbed_values(sections, private))
 
 
 def _without_data(metrics: str) -> Iterator[dict[str, Any]]:
@@ -207,7 +203,7 @@ def _without_data(metrics: str) -> Iterator[dict[str, Any]]:
 
 
 def _lines(rows: Iterable[Mapping[str, Any]], private: Private) -> str:
-    return "".join(f"{json.dumps(_scrubbed_values(dict(row), private), ensure_ascii=False)}\n" for row in rows)
+    return "".join(f"{json.dumps(scrubbed_values(dict(row), private), ensure_ascii=False)}\n" for row in rows)
 
 
 def _list(folder: Path) -> str:
@@ -219,37 +215,27 @@ def _list(folder: Path) -> str:
             found.append(f"{'link':>12}  {name}")
         elif path.is_file():
             found.append(f"{human_bytes(path.stat().st_size):>12}  {name}")
-    more = [f"and {len(found) - _MOST_FILES:,} more"] if len(found) > _MOST_FILES else []
-    return "".join(f"{line}\n" for line in found[:_MOST_FILES] + more)
+    return "".join(f"{line}\n" for line in found)
 
 
-def _report(folder: Path, private: Private, metrics: str) -> bytes:
-    """The page of the run as the archive tells it, without data."""
-    import tempfile  # here: nothing else needs it
-
-    with tempfile.TemporaryDirectory(prefix="flatout-bundle-") as scratch:
-        (Path(scratch) / METRICS).write_text(metrics, encoding="utf-8", errors="replace")
-        history = dataclasses.replace(read_history(Path(scratch)), folder=folder)
-    return page_of(_scrubbed_values(report_data([history]), private))
-
-
-def _scrubbed_values(value: Any, private: Private) -> Any:
+def scrubbed_values(value: Any, private: Private) -> Any:
+    """The same value without secrets, names of users and texts of the data."""
     if isinstance(value, str):
         return scrubbed(value, private)
     if isinstance(value, dict):
         return {key: _scrubbed_item(str(key), item, private) for key, item in value.items()}
-    return [_scrubbed_values(item, private) for item in value] if isinstance(value, list | tuple) else value
+    return [scrubbed_values(item, private) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _scrubbed_item(key: str, item: Any, private: Private) -> Any:
     if item not in (None, "") and key in _TEXTS:
         return _LEFT_OUT
-    return _SECRET if isinstance(item, str) and item and _holds_secret(key) else _scrubbed_values(item, private)
+    return _SECRET if isinstance(item, str) and item and _holds_secret(key) else scrubbed_values(item, private)
 
 
-_TOLD = {
+_CONTENTS = {
     CONFIG: "the settings of the run",
-    METRICS: "what the run said, without samples and rows of the data",
+    METRICS: "the records of the run, without samples and rows of the data; `flatout report` makes a page of them",
     "files.txt": "names and sizes of the files in the run folder",
     "environment.json": "machine, versions, and variables that change what torch and CUDA do",
     "doctor.jsonl": "what `flatout doctor` found, just now",
@@ -257,7 +243,7 @@ _TOLD = {
 
 
 def _readme(texts: Mapping[str, str]) -> str:
-    rows = [f"  {name:<18}{_TOLD[name]}" for name in texts] + [f"  {'report.html':<18}the run as a page"]
+    rows = [f"  {name:<18}{_CONTENTS[name]}" for name in texts]
     return "\n".join(
         [
             f"{_MARK} It holds:",

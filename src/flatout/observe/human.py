@@ -29,6 +29,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub("\ufffd", text)
 
 
+def one_line(text: str) -> str:
+    """The text as one printable line."""
+    return " ".join(printable(text).split())
+
+
 def loss_text(loss: float) -> str:
     return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.3g}"
 
@@ -44,7 +49,7 @@ def human_parameters(parameters: float, trained: float | None, tables: float | N
 
 
 class Terminal(Console):
-    """rich ends the process by itself when the reader of a pipe leaves; ours is told, and exits with the usual code.
+    """A console that raises BrokenPipeError when the reader of a pipe leaves, where rich would end the process.
 
     A file or pipe has no edge at which to cut, so lines there may have `width_of_files` columns.
     """
@@ -59,7 +64,7 @@ class Terminal(Console):
         raise BrokenPipeError
 
     def redraw(self, line: str) -> None:
-        """Shows a line in the place of the one before, for what changes while somebody watches."""
+        """Shows a line in the place of the one before, for what changes while it runs."""
         if self._line is None:
             self._line = Live(console=self, refresh_per_second=8, transient=True)
             self._line.start()
@@ -73,7 +78,7 @@ class Terminal(Console):
 
 
 def say(console: Console, words: str, style: str = "") -> None:
-    """Prints a line: no markup, no control characters, and broken by nobody but the terminal."""
+    """Prints a line without markup and control characters; only the terminal breaks it."""
     console.print(Text(printable(words), style), soft_wrap=True)
 
 

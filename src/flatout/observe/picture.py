@@ -35,7 +35,6 @@ else:
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
-    from matplotlib.lines import Line2D
 
 INK, FAINT, LINE = "#22272e", "#6e7781", "#b6bcc3"
 BLUE, ORANGE, RED, TEAL = "#2f6db5", "#e08a1e", "#c0392b", "#3a9d8f"
@@ -47,7 +46,7 @@ _SVG_MARK = b"<dc:title>flatout</dc:title>"
 
 
 def new_figure(width: float, height: float, dpi: int = 120) -> Figure:
-    """A figure of so many inches that belongs to no window and to no global state."""
+    """A figure of this size in inches that belongs to no window and to no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -94,7 +93,7 @@ def is_picture(path: Path) -> bool:
 
 
 def drawable(text: str, family: str = "DejaVu Sans") -> str:
-    """The text with each character that the font lacks as an escape: an empty box would tell nothing."""
+    """The text with each character that the font lacks as an escape, in the place of an empty box."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     glyphs = get_font(findfont(FontProperties(family=[family]))).get_charmap()
@@ -121,7 +120,7 @@ def unit_for(largest: float, units: Units) -> tuple[float, str]:
 @dataclasses.dataclass(frozen=True)
 class Quantity:
     """How a panel shows values. `units` are those of its axis: the first whose size is not above the largest value, or
-    the last one; without any it is the unit of the series. `tell` puts a value into words.
+    the last one; without any it is the unit of the series. `words_of` puts a value into words.
 
     `slack` is as in `usual_range`. Where the highest value is more than `logarithmic_from` times the lowest, the axis
     is logarithmic.
@@ -131,7 +130,7 @@ class Quantity:
     slack: float = math.inf
     from_zero: bool = False
     logarithmic_from: float = math.inf
-    tell: Callable[[float], str] = lambda value: short_number(float(f"{value:.3g}"))
+    words_of: Callable[[float], str] = lambda value: short_number(float(f"{value:.3g}"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +188,7 @@ def draw_panel(
     divisor = _set_vertical(axes, lines, quantity, context)
     for line in lines:
         scaled = dataclasses.replace(line.series, x=line.series.x / stretch, y=line.series.y / divisor)
-        _draw_line(axes, dataclasses.replace(line, series=scaled), lambda value: quantity.tell(divisor * value))
+        _draw_line(axes, dataclasses.replace(line, series=scaled), lambda value: quantity.words_of(divisor * value))
     if context is not None:
         draw_context(axes, context, context / divisor, zorder=2)
     for kind in marks:
@@ -228,7 +227,7 @@ def draw_context(axes: Axes, context: int, height: float, zorder: int) -> None:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Divisor and name of the unit in which so long a time is told."""
+    """Divisor and name of the unit for a time of this length."""
     for limit, divisor, name in ((4 * 86400, 86400, "days"), (3 * 3600, 3600, "hours"), (180, 60, "minutes")):
         if seconds >= limit:
             return float(divisor), name
@@ -244,21 +243,6 @@ def short_number(value: float, _place: object = None) -> str:
         text = human_count(size)
         return f"-{text}" if value < 0 else text
     return f"{value:,.6g}"
-
-
-def tick_text(largest: float, *, logarithmic: bool = False) -> Callable[[float, object], str]:
-    """How ticks of an axis are written: all in the unit of the largest, on a logarithmic axis each in its own."""
-    units = ((1e15, 0.0, ""), (1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
-    factor, suffix = next(((factor, suffix) for limit, factor, suffix in units if abs(largest) >= limit), (0.0, ""))
-
-    def text(value: float, _place: object = None) -> str:
-        if not factor or not value:
-            return short_number(value)
-        if logarithmic:
-            return human_count(value) if value >= 1e3 else short_number(value)
-        return f"{value / factor:,.6g}{suffix}"
-
-    return text
 
 
 # --- axes -------------------------------------------------------------------------------------------------------------
@@ -286,7 +270,7 @@ def _set_horizontal(axes: Axes, places: Array, across: str, *, logarithmic: bool
     margin = 0.015 * (high - low) or max(1.0, 0.05 * abs(high))
     axes.set_xlim(low - (margin if low or high <= 0 or low == high else 0.3 * margin), high + margin)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=_NICE, integer=across != "seconds"))
-    axes.xaxis.set_major_formatter(FuncFormatter(tick_text(max(abs(low), abs(high)))))
+    axes.xaxis.set_major_formatter(FuncFormatter(short_number))
     return stretch
 
 
@@ -316,7 +300,7 @@ def _set_vertical(axes: Axes, lines: Sequence[Curve], quantity: Quantity, contex
     margin = 0.07 * (high - low)
     axes.set_ylim(low if quantity.from_zero and low == 0 else low - margin, high + margin)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_NICE))
-    axes.yaxis.set_major_formatter(FuncFormatter(tick_text(max(abs(low), abs(high)))))
+    axes.yaxis.set_major_formatter(FuncFormatter(short_number))
     return divisor
 
 
@@ -347,10 +331,9 @@ def _set_logarithmic_ticks(axis: "Axis") -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     low, high = sorted(axis.get_view_interval())
-    decades = math.log10(high / low)
-    subs = (1.0, 2.0, 5.0) if decades < 3 else (1.0,)
+    subs = (1.0, 2.0, 5.0) if math.log10(high / low) < 3 else (1.0,)
     axis.set_major_locator(LogLocator(subs=subs, numticks=8))
-    axis.set_major_formatter(FuncFormatter(tick_text(high, logarithmic=True)))
+    axis.set_major_formatter(FuncFormatter(short_number))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
 
@@ -358,7 +341,7 @@ def _set_logarithmic_ticks(axis: "Axis") -> None:
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-def _draw_line(axes: Axes, line: Curve, tell: Callable[[float], str]) -> None:
+def _draw_line(axes: Axes, line: Curve, words_of: Callable[[float], str]) -> None:
     drawn = curve = line.series
     low, high = axes.get_ylim()
     window = window_of(len(curve.x)) if line.smoothed else 1
@@ -382,11 +365,11 @@ def _draw_line(axes: Axes, line: Curve, tell: Callable[[float], str]) -> None:
             markersize=13, markeredgecolor="white", markeredgewidth=0.8, zorder=5, clip_on=False,
             label=f"lowest {line.label}" if line.label else "",
         )  # fmt: skip
-    _draw_edges(axes, line, tell)
+    _draw_edges(axes, line, words_of)
 
 
 def _plot(axes: Axes, series: Series, **look: Any) -> Series:
-    """Draws as many points as can be told apart, none of them far outside the panel; returns these."""
+    """Draws at most a few points for each column of dots, none far outside the panel; returns these."""
     low, high = axes.get_ylim()
     thin = series.thinned(_MOST_POINTS, logarithmic=_is_logarithmic(axes))
     far = 5 * (high - low)
@@ -396,7 +379,7 @@ def _plot(axes: Axes, series: Series, **look: Any) -> Series:
     return drawn
 
 
-def _draw_edges(axes: Axes, line: Curve, tell: Callable[[float], str]) -> None:
+def _draw_edges(axes: Axes, line: Curve, words_of: Callable[[float], str]) -> None:
     """A triangle for what is beyond the limits, a cross for what is no number."""
     curve, named = line.series, bool(line.label)
     low, high = axes.get_ylim()
@@ -405,7 +388,7 @@ def _draw_edges(axes: Axes, line: Curve, tell: Callable[[float], str]) -> None:
     for beyond, marker, height in ((above, "^", 0.985), (below, "v", 0.015)):
         if beyond.any():
             extreme = curve.y[beyond].max() if marker == "^" else curve.y[beyond].min()
-            words = f"{line.label} off the scale, {'up' if marker == '^' else 'down'} to {tell(float(extreme))}"
+            words = f"{line.label} off the scale, {'up' if marker == '^' else 'down'} to {words_of(float(extreme))}"
             draw_signs(axes, curve.x[beyond], height, marker, 5, line.colour, words if named else "")
     if len(curve.bad):
         words = f"{line.label}: {_times(len(curve.bad), 'NaN or infinite')}" if named else ""
@@ -461,39 +444,12 @@ def _draw_legend(axes: Axes) -> None:
     named = dict(zip(reversed(labels), reversed(handles), strict=True))  # of equal names, the first
     if len(named) < 2:
         return
-    width, height = _inches(axes)
-    columns = 2 if width > 6 and len(named) > 4 else 1
-    tall = (0.35 + 0.165 * math.ceil(len(named) / columns)) / height
-    wide = columns * (0.6 + 0.068 * max(map(len, named))) / width
-    # Marks stand along the edges; no name may hide one.
-    low, high = (0.05, 0.91) if any(line.get_linestyle() == "None" for line in axes.lines) else (0.0, 1.0)
-    across = {"left": 0.0, "center": (1 - wide) / 2, "right": 1 - wide}
-    up = {"upper": high - tall, "lower": low, "center": (1 - tall) / 2}
-    points = numpy.concatenate([_places(axes, line) for line in axes.lines if line.get_alpha() is None])
-
-    def covered(place: tuple[str, str]) -> int:
-        inside = points - (across[place[1]], up[place[0]])
-        return int(((inside >= 0) & (inside <= (wide, tall))).all(axis=1).sum())
-
-    corners = [(high, side) for high in ("upper", "lower", "center") for side in ("right", "left", "center")]
-    place: Any = " ".join(min(corners, key=covered)).replace("center center", "center")
     ordered = list(dict.fromkeys(labels))
+    columns = 2 if _inches(axes)[0] > 6 and len(ordered) > 4 else 1
     axes.legend(
-        [named[label] for label in ordered], ordered, loc=place, ncols=columns, fontsize=8, labelcolor=INK,
-        bbox_to_anchor=(0.0, low, 1.0, high - low), framealpha=0.85, edgecolor="none", borderpad=0.3, handlelength=1.6,
-        borderaxespad=0.8,
+        [named[label] for label in ordered], ordered, loc="best", ncols=columns, fontsize=8, labelcolor=INK,
+        framealpha=0.85, edgecolor="none", borderpad=0.3, handlelength=1.6, borderaxespad=0.8,
     ).set_zorder(8)  # fmt: skip
-
-
-def _places(axes: Axes, line: "Line2D") -> Array:
-    """Points of a line as shares of the panel, evenly along its way."""
-    points = axes.transAxes.inverted().transform(line.get_transform().transform(line.get_xydata()))
-    points = numpy.clip(points[numpy.isfinite(points).all(axis=1)], 0.0, 1.0)
-    if line.get_linestyle() == "None" or len(points) < 2:
-        return points
-    way = numpy.concatenate(([0.0], numpy.cumsum(numpy.hypot(*numpy.diff(points, axis=0).T))))
-    even = numpy.linspace(0.0, way[-1], 400)
-    return numpy.stack([numpy.interp(even, way, points[:, side]) for side in (0, 1)], axis=1)
 
 
 def _say(axes: Axes, words: str) -> None:

@@ -51,14 +51,10 @@ from flatout.observe.picture import (
     unit_for,
     write_picture,
 )
-from flatout.observe.series import EIGENSTATES as EIGENSTATES_TABLE
 from flatout.observe.series import (
     EVALS,
-    QUANTILES,
     STEPS,
-    UNITS,
     Array,
-    LayerHistory,
     RunNumbers,
     Series,
     distance_from_1,
@@ -75,33 +71,33 @@ Draw = Callable[[Axes, RunNumbers], None]
 
 
 def metrics_figure(run: RunNumbers) -> Figure:
-    return page_figure(run, "how it ran", list(_METRIC_PANELS.values()))
+    panels = [_learning_rate, _throughput, _memory, _gradient_norm, _parameter_norm, _step_time]
+    return page_figure(run, "how it ran", panels)
 
 
 def results_figure(run: RunNumbers) -> Figure:
-    return page_figure(run, "what it learned", list(_RESULT_PANELS.values()))
+    losses: list[Draw] = [
+        functools.partial(_loss, title="Loss", against="step"),
+        functools.partial(_loss, title="Loss over tokens", against="tokens"),
+        functools.partial(_loss, title="Loss over time", against="seconds"),
+    ]
+    return page_figure(run, "what it learned", [*losses, _learning_rate, _throughput])
 
 
 def page_figure(run: RunNumbers, what: str, panels: Sequence[Draw], caption: str | None = None) -> Figure:
-    """Six panels below a header, or five, the first of which is twice as wide."""
+    """Panels below a header: six, five of which the first is twice as wide, or three in one row."""
     figure = picture.new_figure(WIDTH, HEIGHT)
     draw_title(figure, f"{run.name}: {what}", _facts(run), _state(run))
     words = _caption(run) if caption is None else caption
     figure.text(0.985, 0.955, words, size=SMALL, color=FAINT, va="center", ha="right")
     grid = figure.add_gridspec(2, 3, left=0.065, right=0.985, top=0.835, bottom=0.075, wspace=0.2, hspace=0.38)
-    first = [grid[0, :2]] if len(panels) == 5 else [grid[0, 0], grid[0, 1]]
-    for cell, draw in zip([*first, grid[0, 2], *(grid[1, column] for column in range(3))], panels, strict=True):
+    if len(panels) == 3:
+        cells = [grid[:, column] for column in range(3)]
+    else:
+        first = [grid[0, :2]] if len(panels) == 5 else [grid[0, 0], grid[0, 1]]
+        cells = [*first, grid[0, 2], *(grid[1, column] for column in range(3))]
+    for cell, draw in zip(cells, panels, strict=True):
         draw(figure.add_subplot(cell), run)
-    return figure
-
-
-def panel_figure(run: RunNumbers, draw: Draw, caption: str | None = None) -> Figure:
-    figure = picture.new_figure(NARROW, 5.4)
-    name = fitted(picture.drawable(run.name), 10.5, 0.4 * NARROW)
-    figure.text(0.085, 0.965, name, size=10.5, color=INK, va="center")
-    words = _caption(run) if caption is None else caption
-    figure.text(0.98, 0.965, words, size=SMALL, color=FAINT, va="center", ha="right")
-    draw(figure.add_axes((0.085, 0.105, 0.895, 0.765)), run)
     return figure
 
 
@@ -132,7 +128,6 @@ def _marks(run: RunNumbers, *names: str, against: str = "step") -> list[Marks]:
     """Where the run was resumed, and what else happened to it."""
     kinds = {
         "skipped": Marks(run.skipped, "update skipped", ORANGE, "v"),
-        "memory": Marks(run.memory, "out of memory", PURPLE, "D"),
         "notices": Marks(run.notices, "notice", GREY, "s"),
     }
     resumes = run.place((int(step) for step in run.resumes), against)
@@ -146,32 +141,32 @@ def _loss(axes: Axes, run: RunNumbers, title: str, against: str) -> None:
     ]
     marks, words, steps = _marks(run, against=against), _last_words(run, against), against == "step"
     if steps:
-        marks, best = _marks(run, "skipped", "memory", "notices"), run.best()
+        marks, best = _marks(run, "skipped", "notices"), run.best()
         words = "" if best is None else f"best validation loss {loss_text(best['loss'])} at step {best['step']:,}"
     draw_panel(
         axes, title, lines, LOSS, against, logarithmic=against == "tokens", marks=marks, words=words, legend=steps
     )
 
 
-def _told(run: RunNumbers, **words: Callable[[Array], str]) -> str:
-    """What there is to say of the values of fields; of one without values, nothing."""
-    return ", ".join(tell(values) for field, tell in words.items() if len(values := run.series(field).values))
+def _words(run: RunNumbers, **words: Callable[[Array], str]) -> str:
+    """A note on each field that has values."""
+    return ", ".join(note(values) for field, note in words.items() if len(values := run.series(field).values))
 
 
 def _learning_rate(axes: Axes, run: RunNumbers) -> None:
-    words = _told(run, learning_rate=lambda rates: f"highest {rates.max():.3g}, last {rates[-1]:.3g}")
+    words = _words(run, learning_rate=lambda rates: f"highest {rates.max():.3g}, last {rates[-1]:.3g}")
     lines = [Curve(run.series("learning_rate"), TEAL, "rate")]
     draw_panel(axes, "Learning rate", lines, _LEARNING_RATE, marks=_marks(run), words=words)
 
 
 def _throughput(axes: Axes, run: RunNumbers) -> None:
-    words = _told(
+    words = _words(
         run,
         tokens_per_second=lambda rates: f"median {human_count(_median(rates))} tokens/s",
         mfu=lambda shares: f"MFU {100 * _median(shares):.0f}%",
     )
     lines = [Curve(run.series("tokens_per_second"), BLUE, "tokens/s", smoothed=True)]
-    draw_panel(axes, "Throughput", lines, THROUGHPUT, marks=_marks(run, "memory"), words=words)
+    draw_panel(axes, "Throughput", lines, THROUGHPUT, marks=_marks(run, "notices"), words=words)
 
 
 def _memory(axes: Axes, run: RunNumbers) -> None:
@@ -179,20 +174,20 @@ def _memory(axes: Axes, run: RunNumbers) -> None:
     most = {
         name: float(curve.values.max()) for name, curve in (("peak", peak), ("held", reserved)) if len(curve.values)
     }
-    told = _in_unit(list(most.values()), max(most.values(), default=0.0), _BYTES)
-    words = ", ".join(f"{name} {size}" for name, size in zip(most, told, strict=True))
+    sizes = _in_unit(list(most.values()), max(most.values(), default=0.0), _BYTES)
+    words = ", ".join(f"{name} {size}" for name, size in zip(most, sizes, strict=True))
     lines = [Curve(peak, BLUE, "peak in use"), Curve(reserved, ORANGE, "held by the allocator")]
-    draw_panel(axes, "Memory", lines, _MEMORY, marks=_marks(run, "memory"), words=words)
+    draw_panel(axes, "Memory", lines, _MEMORY, marks=_marks(run, "notices"), words=words)
 
 
 def _gradient_norm(axes: Axes, run: RunNumbers) -> None:
-    words = _told(run, grad_norm=lambda norms: f"median {_median(norms):.3g}, highest {norms.max():.3g}")
+    words = _words(run, grad_norm=lambda norms: f"median {_median(norms):.3g}, highest {norms.max():.3g}")
     lines = [Curve(run.series("grad_norm"), BLUE, "norm", smoothed=True)]
     draw_panel(axes, "Gradient norm", lines, _GRADIENT_NORM, marks=_marks(run, "skipped"), words=words)
 
 
 def _parameter_norm(axes: Axes, run: RunNumbers) -> None:
-    words = _told(run, parameter_norm=lambda norms: f"first {norms[0]:.4g}, last {norms[-1]:.4g}")
+    words = _words(run, parameter_norm=lambda norms: f"first {norms[0]:.4g}, last {norms[-1]:.4g}")
     lines = [Curve(run.series("parameter_norm"), BLUE, "norm")]
     draw_panel(axes, "Parameter norm", lines, _PARAMETER_NORM, marks=_marks(run), words=words)
 
@@ -205,7 +200,7 @@ def _step_time(axes: Axes, run: RunNumbers) -> None:
         [(1.0, "seconds")] if median >= 1 else [(1e-3, "milliseconds")],
         slack=1,
         from_zero=True,
-        tell=lambda seconds: _in_unit([seconds], seconds, _TIMES)[0],  # beyond the axis, so in its own unit
+        words_of=lambda seconds: _in_unit([seconds], seconds, _TIMES)[0],  # beyond the axis, so in its own unit
     )
     words = f"median {_in_unit([median], median, _TIMES)[0]}" if len(step.values) else ""
     lines = [
@@ -213,24 +208,6 @@ def _step_time(axes: Axes, run: RunNumbers) -> None:
         Curve(waiting, ORANGE, "waiting for data", smoothed=True, raw=False),
     ]
     draw_panel(axes, "Step time", lines, quantity, marks=_marks(run), words=words)
-
-
-_METRIC_PANELS: dict[str, Draw] = {
-    "learning-rate": _learning_rate,
-    "throughput": _throughput,
-    "memory": _memory,
-    "gradient-norm": _gradient_norm,
-    "parameter-norm": _parameter_norm,
-    "step-time": _step_time,
-}
-_RESULT_PANELS: dict[str, Draw] = {
-    "loss": functools.partial(_loss, title="Loss", against="step"),
-    "loss-over-tokens": functools.partial(_loss, title="Loss over tokens", against="tokens"),
-    "loss-over-time": functools.partial(_loss, title="Loss over time", against="seconds"),
-    "learning-rate": _learning_rate,
-    "throughput": _throughput,
-}
-PANELS = _RESULT_PANELS | _METRIC_PANELS
 
 
 # --- words and frames ------------------------------------------------------------------------------------------------
@@ -256,30 +233,12 @@ def draw_title(figure: Figure, name: str, facts: str, state: str, *, warning: bo
 def _facts(run: RunNumbers) -> str:
     info = run.info
     parts = [_text(info, "family")]
-    samples = number(info.get("batch_samples"))
     some = [number(info.get(f"{name}_parameters")) for name in ("trained", "table")]
     parts += [human_parameters(size, *some)] if (size := number(info.get("parameters"))) is not None else []
-    parts += [f"{samples:,.0f} samples per step"] if samples is not None else []
-    size = number(info.get("batch_tokens")) if samples is None else None
-    parts += [f"{size:,.0f} tokens per step"] if size is not None else []
+    parts += [f"{size:,.0f} tokens per step"] if (size := number(info.get("batch_tokens"))) is not None else []
     parts += [f"context {size:,.0f}"] if (size := number(info.get("context"))) is not None else []
-    parts += [f"data: {name}"] if (name := _data_name(info)) else []
     parts += [f"{_text(info, 'tokenizer')} tokenizer" if _text(info, "tokenizer") else "", _text(info, "device")]
     return "   ·   ".join(part for part in parts if part)
-
-
-def _data_name(info: dict[str, Any]) -> str:
-    """What a run was trained on: the last part of its path, or how many sources there are."""
-    config = info.get("config")
-    sections = config if isinstance(config, dict) else {}
-    for section, fields in (("chat", ("source",)), ("data", ("source", "folder"))):
-        values = sections.get(section)
-        for value in (values.get(field) for field in fields) if isinstance(values, dict) else ():
-            if isinstance(value, list):
-                return many(len(value), "source")
-            if isinstance(value, str) and value:
-                return picture.shortened(picture.drawable(value.rstrip("/").rpartition("/")[2] or value), 40)
-    return ""
 
 
 def _text(info: dict[str, Any], field: str) -> str:
@@ -308,21 +267,10 @@ def _state(run: RunNumbers) -> str:
 
 
 def fitted(text: str, size: float, room: float) -> str:
-    """The text within `room` inches, cut in its middle: names of runs often differ at their ends only."""
-    from matplotlib.font_manager import FontProperties, findfont, get_font
-
-    font = get_font(findfont(FontProperties(family=["DejaVu Sans"])))
-    font.set_size(size, 72)
-    count = min(len(text), int(72 * room / (0.27 * size)))  # no more than that of the narrowest letters
-    while True:
-        half = count // 2
-        shown = text if count >= len(text) else f"{text[:half]}\u2026{text[len(text) - (count - half) :]}"
-        font.set_text(shown)
-        beyond = font.get_width_height()[0] / 64 - 72 * room
-        if count <= 4 or beyond <= 0:
-            return shown
-        # No letter is wider than two heights: with one more of them than this left out, it would not fit either.
-        count = max(4, count - max(1, int(beyond / (2 * size))))
+    """The text in about `room` inches, cut in its middle: names of runs often differ at their ends only."""
+    most = max(4, int(72 * room / (0.65 * size)))  # most letters are narrower than that
+    head = most // 2
+    return text if len(text) <= most else f"{text[:head]}\u2026{text[len(text) - (most - head - 1) :]}"
 
 
 def spent_on(run: RunNumbers) -> str:
@@ -340,28 +288,18 @@ def _last_words(run: RunNumbers, against: str) -> str:
     return f"{human_count(last)} tokens" if against == "tokens" else f"{last / divisor:.3g} {unit}"
 
 
-_OF_LINES = "line: median"
-_OF_BARS = "bar: all states, middle 80% strong   ·   diamond: at the start"
 _OF_STATES = Quantity(logarithmic_from=0.0)
-_MOST_NAMES, _MOST_TICKS = 8, 16
-_LOWEST, _HIGHEST = 1e-6, 1e100  # tokens; what lies beyond is drawn as these
+_MOST_NAMES = 8
 
 
 def eigenstates_figure(run: RunNumbers) -> Figure:
     """The picture, not yet written."""
-    caption = f"{_OF_LINES}   ·   {_OF_BARS}"
-    return page_figure(run, "what its states remember", list(EIGENSTATE_PANELS.values()), caption)
-
-
-def eigenstate_panel_figure(run: RunNumbers, name: str) -> Figure:
-    """One of the panels alone."""
-    caption = _OF_BARS if name.endswith("-by-layer") else _OF_LINES
-    return panel_figure(run, EIGENSTATE_PANELS[name], caption)
+    panels = [_horizon, _magnitude, _period]
+    return page_figure(run, "what its states remember", panels, "line: median of a layer's states")
 
 
 def _horizon(axes: Axes, run: RunNumbers) -> None:
-    words = run.eigenstates.sentence.removeprefix("eigenstate memory: ")
-    context = run.eigenstates.context
+    words, context = _last(run, "horizon", lambda value: f"{short_tokens(value)} tokens"), run.eigenstates.context
     draw_panel(axes, "Memory horizon", _lines(run, "horizon"), _OF_STATES, words=words, context=context)
 
 
@@ -392,84 +330,28 @@ def _lines(run: RunNumbers, quantity: str) -> list[Curve]:
     ]
 
 
-def _last(run: RunNumbers, quantity: str, tell: Callable[[float], str]) -> str:
+def _last(run: RunNumbers, quantity: str, words_of: Callable[[float], str]) -> str:
     """The newest medians of all layers, from the lowest to the highest."""
     known = [value for layer in run.eigenstates.layers if (value := layer.last(quantity)) is not None]
-    ends = [tell(end(known)) for end in (min, max)] if known else []
+    ends = [words_of(end(known)) for end in (min, max)] if known else []
     return f"last {' to '.join(dict.fromkeys(ends))}" if ends else ""
 
 
 def _named(count: int) -> set[int]:
-    """Which of so many lines are in the legend: all of a few, else some that are evenly spread, both ends too."""
+    """The lines that are in the legend: all of a few, else five that are evenly spread, with both ends."""
     if count <= _MOST_NAMES:
         return set(range(count))
     return {round(place * (count - 1) / 4) for place in range(5)}
 
 
 def _colours(count: int) -> list[str]:
-    """Dark to light with depth, so that neighbours look alike and any two can still be told apart."""
+    """Dark to light with depth, so that neighbours look alike and any two can still be distinguished."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
     if count == 1:
         return [BLUE]
     return [to_hex(colormaps["viridis"](0.88 * place / (count - 1))) for place in range(count)]
-
-
-# --- the newest record, layer by layer --------------------------------------------------------------------------------
-
-
-def _by_layer(axes: Axes, run: RunNumbers, title: str, quantity: str) -> None:
-    """For each layer from the lowest to the highest state, the middle 80% strong, with the median now and at first."""
-    from matplotlib.ticker import MaxNLocator
-
-    layers = run.eigenstates.layers
-    last = max((layer.steps[-1] for layer in layers), default=0)
-    context = run.eigenstates.context if quantity == "horizon" else None
-    picture.draw_frame(axes, title, f"step {last:,}" + ("" if context is None else ", dashed: context"))
-    places = numpy.array([layer.layer for layer in layers], dtype=float)
-    now = {name: _column(layers, quantity, name, newest=True) for name in QUANTILES}
-    then = _column(layers, quantity, "50%", newest=False)
-    seen = numpy.concatenate([*now.values(), then, [] if context is None else [context]])
-    seen = seen[numpy.isfinite(seen)]
-    _, high = picture.set_logarithmic(axes, *((float(seen.min()), float(seen.max())) if len(seen) else (1.0, 10.0)))
-    now = {name: numpy.where(numpy.isposinf(column), high, column) for name, column in now.items()}
-    axes.set_ylabel(UNITS[quantity] + " (logarithmic)", size=SMALL, color=FAINT)
-    axes.set_xlabel("layer", size=SMALL, color=FAINT)
-    axes.set_xlim(places.min() - 0.6, places.max() + 0.6)
-    if len(places) <= _MOST_TICKS:
-        axes.set_xticks(places, [f"{place:.0f}" for place in places])
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    axes.grid(False, axis="x")
-    wide = min(9.0, 130.0 / (places.max() - places.min() + 1.2))
-    if context is not None:
-        picture.draw_context(axes, context, context, zorder=1)
-    axes.vlines(places, now["min"], now["max"], color=BLUE, alpha=0.35, linewidth=0.35 * wide)
-    axes.vlines(places, now["10%"], now["90%"], color=BLUE, linewidth=wide, zorder=2)
-    dot = {"linestyle": "none", "markersize": min(6.5, 0.9 * wide), "markeredgewidth": 0.9, "zorder": 4}
-    if any(len(layer.steps) > 1 for layer in layers):
-        axes.plot(places, then, marker="D", color="white", markeredgecolor=GREY, **dot)
-    axes.plot(places, now["50%"], marker="o", color="white", markeredgecolor=INK, **dot)
-    lost = numpy.isnan(numpy.stack(list(now.values()))).any(axis=0)
-    if lost.any():
-        picture.draw_signs(axes, places[lost], 0.95, "X", 7, RED, rim=("white", 0.6))
-
-
-def _column(layers: Sequence[LayerHistory], quantity: str, quantile: str, *, newest: bool) -> numpy.ndarray:
-    """One value of each layer, NaN where it is not known, and within what can be drawn."""
-    found = [(layer.last if newest else layer.first)(quantity, quantile) for layer in layers]
-    column = numpy.array([math.nan if value is None else value for value in found], dtype=float)
-    return numpy.where(numpy.isfinite(column), numpy.clip(column, _LOWEST, _HIGHEST), column)
-
-
-EIGENSTATE_PANELS: dict[str, Draw] = {
-    "eigenstate-horizon": _horizon,
-    "eigenstate-horizon-by-layer": functools.partial(_by_layer, title="Horizon by layer", quantity="horizon"),
-    "eigenstate-magnitude": _magnitude,
-    "eigenstate-period": _period,
-    "eigenstate-period-by-layer": functools.partial(_by_layer, title="Period by layer", quantity="period"),
-}
 
 
 _COLOURS = (BLUE, ORANGE, TEAL, PURPLE, "#c94f7c", "#8c6d46", "#5f6b76", "#9aa62a", "#38b0c9", "#e3b505")
@@ -553,44 +435,30 @@ METRICS, RESULTS, EIGENSTATES, COMPARISON, FOLDER = "metrics", "results", "eigen
 
 
 def write_run_plots(
-    folder: Path,
-    *,
-    out: Path | None = None,
-    form: str = "png",
-    tables: bool = True,
-    each: bool = False,
-    overwrite: bool = False,
+    folder: Path, *, out: Path | None = None, form: str = "png", tables: bool = True, overwrite: bool = False
 ) -> list[Path]:
     """Draws the run in `folder`, by default into its own `plots` folder; returns the files written.
 
-    With `each`, every panel is a picture of its own as well. With `overwrite`, files that are not ours are replaced.
+    With `overwrite`, files that are not ours are replaced.
     """
     target = folder / FOLDER if out is None else out
-    places = [target / name for name in (STEPS, EVALS, EIGENSTATES_TABLE)]
-    names = picture_names(each=each)
-    check_places([target / f"{name}.{form}" for name in names] + (places if tables else []), overwrite=overwrite)
+    places = [target / name for name in (STEPS, EVALS)] if tables else []
+    names = (METRICS, RESULTS, EIGENSTATES)
+    check_places([*places, *(target / f"{name}.{form}" for name in names)], overwrite=overwrite)
     run = RunNumbers(read_history(folder))
-    pictures: dict[str, Callable[[], Figure]] = {
-        METRICS: lambda: metrics_figure(run),
-        RESULTS: lambda: results_figure(run),
-        **{name: lambda draw=draw: panel_figure(run, draw) for name, draw in PANELS.items() if each},
-    }
-    if run.eigenstates.layers:
-        pictures[EIGENSTATES] = lambda: eigenstates_figure(run)
-        for name in EIGENSTATE_PANELS if each else ():
-            pictures[name] = lambda name=name: eigenstate_panel_figure(run, name)
+    figures = [metrics_figure, results_figure, *([eigenstates_figure] if run.eigenstates.layers else [])]
     with _folder(target):
-        written = write_tables([run], *places) if tables else []
-        for name, make in pictures.items():
+        written = write_tables([run], *places)
+        for name, figure_of in zip(names, figures, strict=False):
             path = target / f"{name}.{form}"
-            write_picture(path, make, overwrite=overwrite)
+            write_picture(path, functools.partial(figure_of, run), overwrite=overwrite)
             written.append(path)
     return written
 
 
 def write_comparison(folders: Sequence[Path], picture: Path, *tables: Path, overwrite: bool = False) -> list[Path]:
     """Draws several runs into one picture, PNG or SVG by its name, and writes their numbers where `tables` are named:
-    that of steps, of evaluations, and of eigenstates."""
+    that of steps and that of evaluations."""
     check_places([picture, *tables], names=True, overwrite=overwrite)
     paths = [folder.resolve() for folder in folders]
     for place, path in enumerate(paths):
@@ -601,11 +469,6 @@ def write_comparison(folders: Sequence[Path], picture: Path, *tables: Path, over
         written = write_tables(runs, *tables, names=True)
         write_picture(picture, lambda: comparison_figure(runs), overwrite=overwrite)
     return [*written, picture]
-
-
-def picture_names(*, each: bool) -> list[str]:
-    """What the pictures of one run can be called, without their endings; those of eigenstates not every run has."""
-    return [METRICS, RESULTS, EIGENSTATES, *({**PANELS, **EIGENSTATE_PANELS} if each else ())]
 
 
 def check_places(files: Sequence[Path], *, names: bool = False, overwrite: bool = False) -> None:

@@ -7,8 +7,7 @@ Contract: text of a run never becomes markup or code. The JSON has no character 
 Content-Security-Policy allows only the script and the style with the hashes in it. A file is written whole or not at
 all, and never over a file that is no report. The server listens on 127.0.0.1 alone and answers GET and HEAD of the
 page and its data, asked for under the name localhost or 127.0.0.1: a foreign page could make another name mean this
-machine (DNS rebinding) and read along. No path in a request is used to open a file. A request has a few seconds and a
-few kilobytes for its head, and the number of connections is limited; anything that is no request gets 400.
+machine (DNS rebinding) and read along. No path in a request is used to open a file.
 
 Traps: the hashes are of the exact bytes between the tags, so nothing may be changed there after hashing. Reading a
 long run takes time that training needs more: data is read again only when a file has changed, by one thread at a time,
@@ -16,13 +15,11 @@ and for at most a tenth of the time.
 """
 
 import base64
-import contextlib
 import dataclasses
 import hashlib
 import html
 import http.server
 import importlib.resources
-import io
 import json
 import os
 import re
@@ -107,7 +104,7 @@ def is_report(path: Path) -> bool:
 
 
 def page_of(data: dict[str, Any], *, live: bool = False) -> bytes:
-    """The whole page, as bytes. A live one asks the server it came from for news, and nobody else."""
+    """The whole page, as bytes. A live one asks the server it came from for news, and no other."""
     style = _part("report.css")
     script = "\n".join(['"use strict";', *(_part(name) for name in _SCRIPTS)])
     values = {
@@ -155,12 +152,14 @@ FIRST_PORT, TRIED_PORTS = 8484, 20
 ADDRESS = "127.0.0.1"
 _NAMES = ("localhost", "127.0.0.1")
 _READING_SHARE = 0.1  # of the time may go into reading what was written
-_HEAD_SECONDS = 5.0  # for the whole head of a request, however it drips
-_ANSWER_SECONDS = 20.0  # for the whole answer, however slowly it is taken
-_MOST_HEAD = 32 << 10  # bytes
-_MOST_AT_ONCE = 64  # connections
-_REQUEST_LINE = re.compile(rb"[!-~]+ /[!-~]* HTTP/[0-9]+\.[0-9]+\r?")
-_EMPTY_LINE = re.compile(rb"\n\r?\n")
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+}
 
 
 def serve(
@@ -170,7 +169,7 @@ def serve(
     ready: Callable[[str], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> None:
-    """Serves the report of these runs until Ctrl-C, or until `stop()` says so; `ready` is told the address.
+    """Serves the report of these runs until Ctrl-C, or until `stop()` is true; `ready` gets the address.
 
     Without a port it takes a free one, the first from 8484 on.
     """
@@ -201,14 +200,14 @@ def open_server(source: "FollowedRuns", port: int | None = None) -> "ReportServe
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What the runs said up to now; `version` changes when it does."""
+    """The data of the runs up to now; `version` changes with it."""
 
     version: str
     data: dict[str, Any]
 
 
 class FollowedRuns:
-    """The report's data, read anew when a run has written something; safe to ask from several threads."""
+    """The report's data, read again when a run has written something; for several threads."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = folders
@@ -242,7 +241,7 @@ class FollowedRuns:
 
 
 def _read_begun(folder: Path) -> RunHistory:
-    """The run in a folder; of one that was just started and has said nothing yet, nothing."""
+    """The run in a folder; an empty history if it was just started and has written no record."""
     try:
         return read_history(folder)
     except DataError:
@@ -252,7 +251,7 @@ def _read_begun(folder: Path) -> RunHistory:
 
 
 def _mark(folder: Path) -> tuple[int, int, int, bool] | None:
-    """Changes when the run writes something, and when its process ends without a word."""
+    """Changes when the run writes something, and when its process ends without an end record."""
     try:
         status = (folder / "metrics.jsonl").stat()
         return status.st_ino, status.st_size, status.st_mtime_ns, at_work(folder)
@@ -269,7 +268,6 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
     def __init__(self, source: FollowedRuns, port: int) -> None:
         self.source = source
-        self.places = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self.stop: Callable[[], bool] | None = None
         super().__init__((ADDRESS, port), _Handler)
 
@@ -286,85 +284,17 @@ class ReportServer(http.server.ThreadingHTTPServer):
         if self.stop is not None and self.stop():
             threading.Thread(target=self.shutdown).start()  # it waits for the loop that this is called from
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self.places.acquire(blocking=False):
-            self._turn_away(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # the system has no thread left
-            self.places.release()
-            self._turn_away(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.places.release()
-
-    def _turn_away(self, request: Any) -> None:
-        with contextlib.suppress(OSError):
-            request.setblocking(False)
-            request.send(b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\n\r\n")
-        self.shutdown_request(request)
-
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that hangs up in the middle is no news; anything else is our mistake, and keeps its traceback."""
+        """Ignores a browser that hangs up in the middle; any other error is our mistake and keeps its traceback."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
-
-
-class _BadHead(Exception):
-    """The head of a request that is none, or that did not come in time; its argument is the status to answer with."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.0"  # one answer per connection: nothing is left open when the server ends
     server_version, sys_version = "flatout", ""
+    timeout = 10.0  # seconds without a byte from the other side, after which the connection is closed
     server: ReportServer  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def handle(self) -> None:
-        """Reads the head of the one request first, within its bounds, and has the base class parse what was read."""
-        try:
-            head = self._read_head()
-        except _BadHead as bad:
-            self._drain()
-            self.send_error(bad.args[0])
-            return
-        if head:
-            self.connection.settimeout(_ANSWER_SECONDS)
-            self.rfile.close()
-            self.rfile = io.BytesIO(head)
-            self.handle_one_request()
-
-    def _read_head(self) -> bytes:
-        """Everything up to the empty line; nothing if the other side hung up before it had said a whole line."""
-        head, until = b"", time.monotonic() + _HEAD_SECONDS
-        while True:
-            line, newline, _ = head.partition(b"\n")
-            if newline and not _REQUEST_LINE.fullmatch(line):
-                raise _BadHead(HTTPStatus.BAD_REQUEST)
-            if (end := _EMPTY_LINE.search(head)) is not None:
-                return head[: end.end()]
-            if len(head) > _MOST_HEAD:
-                raise _BadHead(HTTPStatus.BAD_REQUEST)
-            try:
-                self.connection.settimeout(max(until - time.monotonic(), 0.001))
-                part = self.connection.recv(4096)
-            except TimeoutError:
-                raise _BadHead(HTTPStatus.REQUEST_TIMEOUT) from None
-            if not part:
-                return head if newline else b""
-            head += part
-
-    def _drain(self) -> None:
-        """Takes what is on its way: closing a connection with unread bytes resets it, and the answer would be lost."""
-        with contextlib.suppress(OSError):
-            self.connection.settimeout(0.05)
-            for _ in range(64):
-                if not self.connection.recv(1 << 16):
-                    break
-        self.connection.settimeout(_ANSWER_SECONDS)
 
     def do_GET(self) -> None:
         if not self._is_for_us():
@@ -386,12 +316,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def __getattr__(self, name: str) -> Any:
-        """Any other method: the base class looks for a function of its name."""
-        if name.startswith("do_"):
-            return self._refuse_method
-        raise AttributeError(name)
-
     def _is_for_us(self) -> bool:
         host = self.headers.get_all("Host") or []
         name, colon, port = (host[0] if len(host) == 1 else "").strip().lower().partition(":")
@@ -400,39 +324,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._refuse(HTTPStatus.FORBIDDEN, f"this server answers to {' and '.join(_NAMES)} only")
         return False
 
-    def _refuse_method(self) -> None:
-        if self._is_for_us():
-            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are answered", [("Allow", "GET, HEAD")])
+    def _refuse(self, status: HTTPStatus, text: str) -> None:
+        self._answer(status, "text/plain; charset=utf-8", f"{text}\n".encode())
 
-    def _refuse(self, status: HTTPStatus, text: str, headers: Sequence[tuple[str, str]] = ()) -> None:
-        self._answer(status, "text/plain; charset=utf-8", f"{text}\n".encode(), headers)
-
-    def _answer(
-        self, status: HTTPStatus, kind: str | None, body: bytes, headers: Sequence[tuple[str, str]] = ()
-    ) -> None:
+    def _answer(self, status: HTTPStatus, kind: str | None, body: bytes) -> None:
         self.send_response(status)
-        for name, value in [
-            *([("Content-Type", kind), ("Content-Length", str(len(body)))] if kind else []),
-            ("Cache-Control", "no-store"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("X-Frame-Options", "DENY"),
-            ("Content-Security-Policy", "frame-ancestors 'none'"),
-            ("Cross-Origin-Resource-Policy", "same-origin"),
-            ("Referrer-Policy", "no-referrer"),
-            *headers,
-        ]:
+        if kind is not None:
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+        for name, value in _HEADERS.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the base class refuses, a malformed request, gets a plain line instead of its page."""
-        self.command = getattr(self, "command", None) or "GET"
-        # Else the base class takes a malformed line for HTTP/0.9: no status, no headers.
-        self.request_version = "HTTP/1.0"
-        self.requestline = getattr(self, "requestline", "")
-        self._refuse(HTTPStatus(code), message or HTTPStatus(code).phrase)
-
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody wants a line for every question of the page."""
+        """The page asks every two seconds: a line for each request would hide all others."""

@@ -13,7 +13,7 @@ in it. Cost counts steps, evaluations, samples and checkpoints; start-ups are no
 resumed run.
 """
 
-import functools
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ import numpy
 from flatout.config.yaml_loader import format_sections
 from flatout.errors import many
 from flatout.observe.human import exposed_share, human_bytes, human_count, human_seconds, printable, slowest_rank
-from flatout.observe.report_facts import commands_of, facts_of, flat_config, shown_config, summary_of, texts_of
+from flatout.observe.report_facts import facts_of, flat_config, summary_of, texts_of
 from flatout.observe.runs import RunState, state_of
 from flatout.observe.series import (
     QUANTILES,
@@ -41,7 +41,7 @@ from flatout.observe.series import (
     short_tokens,
 )
 from flatout.observe.sinks import RunHistory, distinct_names, incomparable, rows_with_step
-from flatout.records import STEP_SPANS, WAITING
+from flatout.records import STEP_SPANS
 
 Noted = list[list[str]]  # of a label, a text and a note
 
@@ -54,7 +54,7 @@ _FAR = 1e30  # stands for infinity in a bar, which ends at the edge anyway
 def report_data(histories: Sequence[RunHistory], *, live: bool = False, price: float | None = None) -> dict[str, Any]:
     """Everything the page shows of these runs, side by side where there are several; `price` is of an hour."""
     names = distinct_names([history.folder for history in histories])
-    configs = [flat_config(shown_config(history.info)) for history in histories]
+    configs = [flat_config(history.info.get("config")) for history in histories]
     paths = dict.fromkeys(path for config in configs for path in config)
     different = [path for path in paths if len({config.get(path) for config in configs}) > 1]
     runs = [
@@ -73,8 +73,8 @@ def _run(history: RunHistory, name: str, paths: list[str], runs: int, price: flo
     info, state, numbers = history.info, state_of(history), RunNumbers(history, name)
     resumes = [int(start) for row in history.infos[1:] if (start := amount(row.get("start_step")))]
     places = (numpy.nan_to_num(numbers.place(resumes, axis)).tolist() for axis in ("tokens", "seconds"))
-    samples, samples_left_out = _spread(rows_with_step(history.samples), max(4, _MOST_SAMPLES // runs))
-    notices, notices_left_out = _notices(history)
+    samples, notices = rows_with_step(history.samples), _notices(history)
+    shown_samples = samples[-max(4, _MOST_SAMPLES // runs) :]
     checkpoints = rows_with_step(history.checkpoints)
     return {
         "name": name,
@@ -90,17 +90,15 @@ def _run(history: RunHistory, name: str, paths: list[str], runs: int, price: flo
         "resumes": [list(place) for place in zip(resumes, *places, strict=True)],
         "throttled": [row["step"] for row in rows_with_step(history.machine) if row.get("throttled")][:500],
         "switches": _switches(info),
-        "samples": [[row["step"], _cut(row.get("prompt")), _cut(row.get("text"))] for row in reversed(samples)],
-        "samples_left_out": samples_left_out,
+        "samples": [[row["step"], _cut(row.get("prompt")), _cut(row.get("text"))] for row in reversed(shown_samples)],
+        "samples_left_out": len(samples) - len(shown_samples),
         "warnings": _warnings(history, state),
-        "notices": notices,
-        "notices_left_out": notices_left_out,
+        "notices": notices[-_MOST_NOTICES:],
+        "notices_left_out": max(0, len(notices) - _MOST_NOTICES),
         "checkpoints": [_checkpoint(row, history.folder) for row in reversed(checkpoints[-_MOST_CHECKPOINTS:])],
         "checkpoints_left_out": max(0, len(checkpoints) - _MOST_CHECKPOINTS),
         "environment": texts_of((label, info.get(label.lower())) for label in ("Flatout", "torch", "Device", "Folder")),
-        "starts": _starts(history),
-        "commands": commands_of(history, state),
-        "config": format_sections(shown_config(info)),
+        "config": format_sections(info.get("config")),
         "paths": paths,
     }
 
@@ -249,15 +247,15 @@ def _memory_rows(history: RunHistory) -> Noted:
         rows.append(["Peak with torch's cache", human_bytes(max(reserved)), ""])
     if (estimate := amount(history.info.get("memory_estimate_bytes"))) is not None and not on_host:
         rows.append(["Estimated before the run", human_bytes(estimate), ""])
-    settled = next(row["step"] for row in known if row["memory_bytes"] >= 0.99 * peak)
-    return [*rows, ["Within 1% of the peak", f"from step {settled:,} on", "aim: steady after the first steps"]]
+    steady = next(row["step"] for row in known if row["memory_bytes"] >= 0.99 * peak)
+    return [*rows, ["Within 1% of the peak", f"from step {steady:,} on", "aim: steady after the first steps"]]
 
 
 def _rank_rows(history: RunHistory) -> Noted:
     """How several ranks share the work, over the whole run."""
-    told = [row for row in history.spans if isinstance(row.get("rank_seconds"), list | tuple)]
-    count = len(told[-1]["rank_seconds"]) if told else 0
-    rows = [row for row in told if len(finite(row["rank_seconds"])) == count]
+    shares = [row for row in history.spans if isinstance(row.get("rank_seconds"), list | tuple)]
+    count = len(shares[-1]["rank_seconds"]) if shares else 0
+    rows = [row for row in shares if len(finite(row["rank_seconds"])) == count]
     if count < 2 or not rows:
         return []
     totals = [sum(seconds) for seconds in zip(*(row["rank_seconds"] for row in rows), strict=True)]
@@ -272,57 +270,43 @@ def _rank_rows(history: RunHistory) -> Noted:
 
 def _machine_rows(machine: Sequence[dict[str, Any]]) -> Noted:
     """The card and the host, from the readings of a run."""
-    rows: Noted = []
-
-    @functools.cache
-    def values(field: str) -> list[float]:
-        return finite(row.get(field) for row in machine)
-
-    def add(label: str, field: str, text: Callable[[list[float]], str], note: str) -> None:
-        if values(field):
-            rows.append([label, text(values(field)), note])
-
-    def middle(form: str) -> Callable[[list[float]], str]:
-        return lambda found: format(statistics.median(found), form)
-
-    def of_whole(whole: str) -> Callable[[list[float]], str]:
-        def text(found: list[float]) -> str:
-            most = max(values(whole), default=0)
-            return human_bytes(max(found)) + (f" of {human_bytes(most)} ({max(found) / most:.0%})" if most else "")
-
-        return text
-
-    add("GPU utilisation", "utilisation", middle(".0%"), "median; aim: 90% or more")
-    add("Card memory in use", "memory_bytes", of_whole("memory_total_bytes"), "highest, by everybody")
-    limit = f" of {max(values('power_limit_watts')):,.0f} W" if values("power_limit_watts") else " W"
-    add("Power", "power_watts", lambda found: f"{statistics.median(found):,.0f}{limit}", "median")
-    add("Temperature", "temperature", lambda found: f"{max(found):.0f} °C", "highest")
-    add("Clock", "clock_mhz", lambda found: f"{statistics.median(found):,.0f} MHz", "median")
-    if values("utilisation") or values("clock_mhz"):
-        held = sum(bool(row.get("throttled")) for row in machine) / len(machine)
-        rows.append(["Clock held down", f"in {held:.0%} of the readings", "aim: never"])
-    others = f"; by others {statistics.median(values('cores_others')):.1f}" if values("cores_others") else ""
-    if cores := values("cores"):
-        most = max(cores)
-        add(
-            "Host cores in use",
-            "cores_busy",
-            lambda found: f"{statistics.median(found):.1f} of {most:g}",
-            f"median{others}",
-        )
-    add("Threads waiting for cores", "threads_waiting", middle(".1f"), "median; aim: below 0.3")
-    add("Host load", "load", middle(".1f"), "median, of everybody's processes")
-    add(
-        "Host memory of the run",
-        "process_bytes",
-        lambda found: human_bytes(max(found)),
-        "highest; mapped files left out",
-    )
-    if max(values("host_total_bytes"), default=0):
-        add("Host memory in use", "host_bytes", of_whole("host_total_bytes"), "highest, by everybody")
-    if max(values("swap_bytes"), default=0):
-        rows.append(["Swap", human_bytes(max(values("swap_bytes"))), "highest, by everybody; aim: none"])
+    values = {reading.field: finite(row.get(reading.field) for row in machine) for reading in _READINGS}
+    rows = [
+        [reading.label, reading.form(reading.choose(values[reading.field])), reading.note]
+        for reading in _READINGS
+        if values[reading.field]
+    ]
+    if values["utilisation"] or values["clock_mhz"]:
+        throttled = sum(bool(row.get("throttled")) for row in machine) / len(machine)
+        rows.append(["Clock held down", f"in {throttled:.0%} of the readings", "aim: never"])
     return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """A field of `MachineRecord`, and how the readings of a run become one text."""
+
+    label: str
+    field: str
+    choose: Callable[[list[float]], float]
+    form: Callable[[float], str]
+    note: str
+
+
+_READINGS = (
+    _Reading("GPU utilisation", "utilisation", statistics.median, "{:.0%}".format, "median; aim: 90% or more"),
+    _Reading("Card memory in use", "memory_bytes", max, human_bytes, "highest, of all processes"),
+    _Reading("Power", "power_watts", statistics.median, "{:,.0f} W".format, "median"),
+    _Reading("Power limit", "power_limit_watts", max, "{:,.0f} W".format, ""),
+    _Reading("Temperature", "temperature", max, "{:.0f} °C".format, "highest"),
+    _Reading("Clock", "clock_mhz", statistics.median, "{:,.0f} MHz".format, "median"),
+    _Reading("Host cores in use", "cores_busy", statistics.median, "{:.1f}".format, "median, of all processes"),
+    _Reading("Host cores in use by others", "cores_others", statistics.median, "{:.1f}".format, "median"),
+    _Reading("Threads waiting for cores", "threads_waiting", statistics.median, "{:.1f}".format, "aim: below 0.3"),
+    _Reading("Host memory of the run", "process_bytes", max, human_bytes, "highest; mapped files left out"),
+    _Reading("Host memory in use", "host_bytes", max, human_bytes, "highest, of all processes"),
+    _Reading("Swap", "swap_bytes", max, human_bytes, "highest; aim: none"),
+)
 
 
 def _time_parts(history: RunHistory) -> dict[str, Any]:
@@ -363,9 +347,9 @@ def _seconds_by_part(history: RunHistory) -> tuple[dict[str, float], dict[str, i
     if "data" in seconds:
         note += " Data is how long the host waited for batches, perhaps while the device was busy; not in the sum."
     if not seconds:
-        note = "This run kept no spans: whole steps, evaluations and checkpoints, as their records tell."
-        told = {"steps": history.steps, "evaluation": history.evals, "checkpoint": history.checkpoints}
-        for name, rows in told.items():
+        note = "This run kept no spans: whole steps, evaluations and checkpoints, by their records."
+        timed = {"steps": history.steps, "evaluation": history.evals, "checkpoint": history.checkpoints}
+        for name, rows in timed.items():
             if spent := finite(row.get("seconds") for row in rows):
                 seconds[name], calls[name] = sum(spent), len(spent)
     return seconds, calls, note
@@ -418,7 +402,7 @@ def _switches(info: dict[str, Any]) -> list[list[str]]:
 
 
 def _warnings(history: RunHistory, state: RunState) -> list[str]:
-    """What should not be overlooked, found in the numbers themselves."""
+    """What a reader should see first, from the numbers of the run."""
     found: list[str] = []
     steps = rows_with_step(history.steps)
     if state.kind == "stopped":
@@ -434,28 +418,19 @@ def _warnings(history: RunHistory, state: RunState) -> list[str]:
         share = len(held) / max(len(history.machine), 1)
         why = ", ".join(sorted({str(row["throttled"]) for row in held}))
         found.append(f"The card's clock was held down ({why}) in {share:.0%} of the readings.")
-    waits = finite(row.get("threads_waiting") for row in history.machine)
-    starved = sum(value >= WAITING for value in waits)
-    if _on_host(history.info) and 2 * starved > len(waits):
-        share = starved / len(waits)
-        found.append(f"Threads waited for cores in {share:.0%} of the readings: too many threads, or a busy machine.")
     sizes = {size for row in steps if (size := amount(row.get("micro_batch"))) is not None}
     if len(sizes) > 1:
         found.append(f"The device ran out of memory: the micro-batch went from {max(sizes):g} to {min(sizes):g}.")
     return found
 
 
-def _notices(history: RunHistory) -> tuple[list[list[Any]], int]:
-    """[step, message, how often] of each message, in order of its first time; the first and the last of very many."""
+def _notices(history: RunHistory) -> list[list[Any]]:
+    """[step, message, how often] of each message, in order of its first time."""
     seen: dict[str, list[Any]] = {}
     for row in rows_with_step(history.notices):
         message = _cut(row.get("message"))
         seen.setdefault(message, [row["step"], message, 0])[2] += 1
-    rows = list(seen.values())
-    if len(rows) <= _MOST_NOTICES:
-        return rows, 0
-    half = _MOST_NOTICES // 2
-    return rows[:half] + rows[-half:], len(rows) - _MOST_NOTICES
+    return list(seen.values())
 
 
 def _checkpoint(row: dict[str, Any], folder: Path) -> list[Any]:
@@ -464,20 +439,6 @@ def _checkpoint(row: dict[str, Any], folder: Path) -> list[Any]:
     name = f"checkpoints/step-{row['step']:08d}"  # where it lies now, which need not be where it was written
     texts = ["–" if size is None else human_bytes(size), "–" if seconds is None else f"{seconds:.2f} s"]
     return [row["step"], name, *texts, bool(row.get("best")), (folder / name).is_dir()]
-
-
-def _starts(history: RunHistory) -> list[list[str]]:
-    """Every time the run was started: step, what it went on from, and with what; empty for a run started once."""
-    if len(history.infos) < 2:
-        return []
-    return [
-        [
-            f"{row.get('start_step', 0)}",
-            str(row.get("resumed_from") or "from the beginning"),
-            *(str(row.get(name, "–")) for name in ("flatout", "torch", "device")),
-        ]
-        for row in history.infos
-    ]
 
 
 # --- small parts ------------------------------------------------------------------------------------------------------
@@ -499,14 +460,6 @@ def _duration(seconds: float) -> str:
     if seconds >= 90:
         return human_seconds(seconds)
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
-def _spread(rows: list[dict[str, Any]], most: int) -> tuple[list[dict[str, Any]], int]:
-    """At most `most` of the rows, evenly over time, first and last among them; and how many are left out."""
-    if len(rows) <= most:
-        return rows, 0
-    chosen = sorted({round(index * (len(rows) - 1) / (most - 1)) for index in range(most)})
-    return [rows[index] for index in chosen], len(rows) - len(chosen)
 
 
 def _cut(text: Any) -> str:

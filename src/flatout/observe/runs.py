@@ -9,7 +9,7 @@ not come again, and the `RunInfo` that follows says from which step the run goes
 unknown fields are left out; a field that is missing or of another type gets the emptiest value of its type.
 
 Traps: the file is never kept open, since Windows would then refuse to replace it and the resumed run would fail. A
-killed run and a running one have the same last record. `run.lock` tells them apart; it is only read, since looking at
+killed run and a running one have the same last record. `run.lock` shows which it is; it is only read, since looking at
 a run must not keep it from starting.
 """
 
@@ -38,7 +38,6 @@ from flatout.observe.series import amount, finite, number
 from flatout.observe.sinks import (
     NUMBERS,
     RunHistory,
-    early_stop_reason,
     incomparable,
     minutes_of,
     read_history,
@@ -224,70 +223,48 @@ def record_of_line(line: bytes) -> Record | None:
 
 
 def record_of(row: dict[str, Any]) -> Record | None:
-    """The record in a row of `read_metrics` or `RunHistory`; None if it is of an unknown kind or has no step."""
+    """The record in a row of metrics.jsonl; None for an unknown kind, a missing field, or a value of another type."""
     name = row.get("type")
     kind = _KINDS.get(name) if isinstance(name, str) else None
-    step = row.get("step", 0 if kind is RunInfo else None)
-    if kind is None or not isinstance(step, int) or abs(step) > _MOST:
+    try:
+        return None if kind is None else _filled(kind, row)
+    except (TypeError, KeyError, OverflowError):
         return None
-    return _fill(kind, row)
 
 
-def _fill(kind: type, row: dict[str, Any]) -> Any:
-    values = {}
-    for name, (plain, hint, empty) in _fields(kind).items():
-        value = row.get(name, _MISSING)
-        plainly = type(value) is plain and (plain is not int or abs(value) <= _MOST)
-        values[name] = value if plainly else _convert(hint, empty, value)
-    return kind(**values)
-
-
-_MISSING: Any = object()
 _MOST = 2**63  # of whole numbers: JSON knows those of any length, with which Python cannot divide
 
 
+def _filled(kind: type, row: dict[str, Any]) -> Any:
+    hints = _type_hints(kind)
+    return kind(**{name: _value(hint, row[name]) for name, hint in hints.items() if name in row})
+
+
 @functools.cache
-def _fields(kind: type) -> dict[str, tuple[Any, Any, Any]]:
-    """Of every field: the type whose values are taken as they are, its whole type, and what stands for nothing."""
-    table, hints = {}, typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        empty = None if field.default is dataclasses.MISSING else field.default
-        if (kind, field.name) == (StepRecord, "applied"):
-            empty = True  # what does not say that it was skipped was not
-        hint = hints[field.name]
-        options = [option for option in typing.get_args(hint) or (hint,) if option in (float, int, str, bool)]
-        simple = not isinstance(hint, types.GenericAlias) and len(options) == 1
-        table[field.name] = (options[0] if simple else None, hint, empty)
-    return table
+def _type_hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
-def _convert(hint: Any, empty: Any, value: Any) -> Any:
-    """`value` as a `hint`, or else the emptiest value of it: `empty`, None where None may be, NaN, 0, "" and so on."""
+def _value(hint: Any, value: Any) -> Any:
+    """What JSON has for a field, in the field's own type."""
     if isinstance(hint, types.UnionType):
         if value is None:
             return None
         hint = next(option for option in hint.__args__ if option is not types.NoneType)
-        missing = empty
-    else:
-        missing = {float: math.nan, int: 0, str: "", bool: False}.get(hint) if empty is None else empty
-    if hint in (float, int) and type(value) in (float, int):
-        try:
-            return hint(value) if hint is float or abs(int(value)) <= _MOST else missing
-        except (OverflowError, ValueError):  # one that is too large to be a float, and NaN, which is no whole number
-            return missing
-    if hint is float:
-        return NUMBERS.get(value, missing) if isinstance(value, str) else missing
-    if hint in (int, str, bool):
-        return value if type(value) is hint else missing
-    if typing.get_origin(hint) is dict:
-        inner = typing.get_args(hint)[1]
-        rows = value if isinstance(value, dict) else {}
-        return rows if inner is Any else {key: _convert(inner, None, item) for key, item in rows.items()}
-    inner = typing.get_args(hint)[0]
-    rows = value if isinstance(value, list | tuple) else ()
-    if not (isinstance(inner, type) and dataclasses.is_dataclass(inner)):
-        return tuple(_convert(inner, None, row) for row in rows)
-    return tuple(_fill(inner, row) for row in rows if isinstance(row, dict))
+    if hint is Any or (type(value) is hint and (hint is not int or abs(value) <= _MOST)):
+        return value
+    if hint is float and isinstance(value, str):
+        return NUMBERS[value]
+    if hint is float and type(value) is int:
+        return float(value)
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is dict and isinstance(value, dict):
+        return {key: _value(inner[1], item) for key, item in value.items()}
+    if typing.get_origin(hint) is tuple and isinstance(value, list | tuple):
+        return tuple(_value(inner[0], item) for item in value)
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return _filled(typing.cast(type, hint), value)
+    raise TypeError(f"no {hint}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -428,20 +405,20 @@ def state_of(history: RunHistory) -> RunState:
         return RunState("running", "running", f"It goes on, at {where}.", step, steps)
     spent = None if end is None else amount(end.get("seconds"))
     after = "" if spent is None else f" after {human_seconds(spent)} of training"
-    told = ("stopped", "stopped", f"It stopped at {where} without an end: killed, or ended by an error.")
+    words = ("stopped", "stopped", f"It stopped at {where} without an end: killed, or ended by an error.")
     if reason == "finished":
-        told = (reason, "finished", f"It finished at {where}{after}.")
+        words = (reason, "finished", f"It finished at {where}{after}.")
     elif reason == "early_stop":
-        told = (reason, "stopped early", f"It stopped early at {where}{after}: {early_stop_reason(history.info)}.")
+        words = (reason, "stopped early", f"It stopped early at {where}{after}: no lower validation loss.")
     elif reason is not None:
-        told = ("interrupted", "interrupted", f"It was interrupted at {where}{after}.")
+        words = ("interrupted", "interrupted", f"It was interrupted at {where}{after}.")
     elif len(rows) >= 3 and all(row.get("applied") is False for row in rows[-3:]):
-        told = ("stopped", "diverged", f"It diverged and was stopped at {where}.")
-    return RunState(*told, step, steps)
+        words = ("stopped", "diverged", f"It diverged and was stopped at {where}.")
+    return RunState(*words, step, steps)
 
 
 def at_work(folder: Path) -> bool:
-    """Whether a process works in the folder, as far as can be told from here."""
+    """Whether a process works in the folder, as far as can be seen from here."""
     owner = owner_of(folder / LOCK)
     if owner is not None and owner.is_here and os.name == "posix":
         return process_lives(owner.pid)

@@ -14,7 +14,6 @@ import dataclasses
 import io
 import itertools
 import math
-import re
 import statistics
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,9 +38,6 @@ _LARGEST = 1e100  # what is drawn must survive being squared
 _DAMAGED = 1e30  # a count, a size or a time beyond this is damage
 _SHORT = 40  # steps below which smoothing would hide more than it shows
 _NEAREST = 1e-12  # |λ| is shown no nearer to 1 than this
-_MEMORY_WORDS = re.compile(
-    r"out of memory|allocate memory|STATUS_ALLOC_FAILED|with micro-batches of|sequences at once", re.I
-)
 
 
 # --- numbers of a record ----------------------------------------------------------------------------------------------
@@ -144,9 +140,6 @@ class GrowingSeries:
         """Forgets what came after `step`: a resumed run repeats it."""
         count = bisect.bisect_right(self._steps, step)
         del self._steps[count:], self._values[count:]
-
-    def latest(self, count: int) -> Points:
-        return list(zip(map(int, self._steps[-count:]), self._values[-count:], strict=True))
 
     @property
     def series(self) -> Series:
@@ -268,10 +261,10 @@ class EigenstateHistory:
 
 
 def eigenstate_history(rows: Sequence[dict[str, Any]]) -> EigenstateHistory:
-    """What these rows tell, layer by layer."""
+    """These rows, layer by layer."""
     by_step = {row["step"]: row for row in rows if is_count(row.get("step"))}
     context = next((row["context"] for row in reversed(by_step.values()) if is_count(row.get("context"), 1)), None)
-    told: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+    records: dict[int, list[tuple[int, dict[str, Any]]]] = {}
     for step in sorted(by_step):
         layers = by_step[step].get("layers")
         named = {
@@ -280,8 +273,8 @@ def eigenstate_history(rows: Sequence[dict[str, Any]]) -> EigenstateHistory:
             if isinstance(layer, dict) and is_count(layer.get("layer"), 1) and layer["layer"] <= MOST_LAYERS
         }
         for number, layer in named.items():
-            told.setdefault(number, []).append((step, layer))
-    return EigenstateHistory(context, tuple(_layer(number, told[number]) for number in sorted(told)))
+            records.setdefault(number, []).append((step, layer))
+    return EigenstateHistory(context, tuple(_layer(number, records[number]) for number in sorted(records)))
 
 
 def memory_sentence(medians: Sequence[tuple[int, float | None]], context: int | None) -> str:
@@ -310,18 +303,18 @@ def short_tokens(value: float) -> str:
     return f"{value:.2g}" if value < 10 else human_count(value) if value < 1e15 else f"{value:.3g}"
 
 
-def _layer(number: int, told: Sequence[tuple[int, dict[str, Any]]]) -> LayerHistory:
+def _layer(number: int, records: Sequence[tuple[int, dict[str, Any]]]) -> LayerHistory:
     def column(quantity: str, quantile: str) -> tuple[float | None, ...]:
-        groups = [layer.get(quantity) for _, layer in told]
+        groups = [layer.get(quantity) for _, layer in records]
         return tuple(_number(group.get(quantile)) if isinstance(group, dict) else None for group in groups)
 
-    counts = [layer["states"] for _, layer in told if is_count(layer.get("states"), 1)]
+    counts = [layer["states"] for _, layer in records if is_count(layer.get("states"), 1)]
     return LayerHistory(
         layer=number,
         states=counts[-1] if counts else None,
-        steps=tuple(step for step, _ in told),
+        steps=tuple(step for step, _ in records),
         values={quantity: {name: column(quantity, name) for name in QUANTILES} for quantity in QUANTITIES},
-        beyond=tuple(_number(layer.get("beyond")) for _, layer in told),
+        beyond=tuple(_number(layer.get("beyond")) for _, layer in records),
     )
 
 
@@ -351,7 +344,7 @@ class RunNumbers:
     """A run that was read, as series: its steps and evaluations, each step once and in order.
 
     `axes` holds what steps can be drawn against: step, tokens and seconds of training. Each of the marks is a list of
-    steps: `skipped` updates, notices about `memory`, other `notices`, and `resumes`.
+    steps: `skipped` updates, `notices` and `resumes`.
     """
 
     def __init__(self, history: RunHistory, name: str | None = None) -> None:
@@ -369,8 +362,8 @@ class RunNumbers:
             "seconds": _array(itertools.accumulate(spent)),
         }
         skipped = [row["step"] for row in self.rows if row.get("applied") is False]
-        memory, notices = _notices(history.notices, set(skipped))
-        self.skipped, self.memory, self.notices = _array(skipped), _array(memory), _array(notices)
+        notices = {row["step"] for row in rows_with_step(history.notices)} - set(skipped)  # a skip is one event
+        self.skipped, self.notices = _array(skipped), _array(sorted(notices))
         self.resumes = _array(_resumes(history.infos, self.rows))
         self.eigenstates = eigenstate_history(history.eigenstates)
 
@@ -381,8 +374,8 @@ class RunNumbers:
 
     def layer_series(self, layer: LayerHistory, quantity: str, quantile: str = "50%") -> Series:
         """A quantity of the states of an eigenstate block."""
-        told = zip(layer.steps, layer.values[quantity][quantile], strict=True)
-        return self.series_of([(step, value) for step, value in told if value is not None], quantity)
+        points = zip(layer.steps, layer.values[quantity][quantile], strict=True)
+        return self.series_of([(step, value) for step, value in points if value is not None], quantity)
 
     def series_of(self, points: Points, name: str, against: str = "step") -> Series:
         """Steps and their values, placed on an axis of this run."""
@@ -420,18 +413,6 @@ def _once_per_step(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]
 
 def _array(values: Iterable[float]) -> Array:
     return numpy.fromiter(values, dtype=numpy.float64)
-
-
-def _notices(rows: Sequence[dict[str, Any]], skipped: set[int]) -> tuple[list[int], list[int]]:
-    """Steps with a notice about memory, and with another one; that of a skipped step is the same event."""
-    memory, others = set(), set()
-    for row in rows_with_step(rows):
-        step, message = row["step"], row.get("message")
-        if isinstance(message, str) and _MEMORY_WORDS.search(message):
-            memory.add(step)
-        elif step not in skipped:
-            others.add(step)
-    return sorted(memory), sorted(others)
 
 
 def _resumes(infos: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[int]:
@@ -530,27 +511,20 @@ def short(value: float) -> float | int | str:
 
 # --- the same as CSV --------------------------------------------------------------------------------------------------
 
-STEPS, EVALS, EIGENSTATES = "steps.csv", "evals.csv", "eigenstates.csv"
+STEPS, EVALS = "steps.csv", "evals.csv"
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(StepRecord) if field.name != "update_ratio")  # several
 _EVAL_FIELDS = tuple(field.name for field in dataclasses.fields(EvalRecord))
 STEP_HEADER = (*_STEP_FIELDS, "training_seconds", "val_loss")
 EVAL_HEADER = (*_EVAL_FIELDS, "tokens_seen", "training_seconds")
-_OF_STATES = tuple((quantity, quantile) for quantity in QUANTITIES for quantile in QUANTILES)
-EIGENSTATE_HEADER = (
-    "step", "layer", "states", *(f"{quantity}_{quantile}" for quantity, quantile in _OF_STATES), "beyond_context",
-    "tokens_seen", "training_seconds",
-)  # fmt: skip
 
 
 def write_tables(runs: Sequence[RunNumbers], *paths: Path, names: bool = False) -> list[Path]:
-    """Writes the tables of steps, evaluations and eigenstates to as many paths as are given; returns those written.
+    """Writes the tables of steps and of evaluations to these paths, if there are any; returns them.
 
-    That of eigenstate blocks is written only where a run has some. With `names`, the first column is the run's name.
+    With `names`, the first column is the run's name.
     """
     tables = [(STEP_HEADER, _step_rows), (EVAL_HEADER, _eval_rows)]
-    tables += [(EIGENSTATE_HEADER, _eigenstate_rows)] if any(run.eigenstates.layers for run in runs) else []
-    written = dict(zip(paths, tables, strict=False))
-    for path, (header, rows_of) in written.items():
+    for path, (header, rows_of) in zip(paths, tables, strict=False):
         shown, safe = f"the table {printable(str(path))}", ", or name another folder with --out"
         with disk_errors(shown, safe=safe), whole_file(path) as raw:
             file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
@@ -560,7 +534,7 @@ def write_tables(runs: Sequence[RunNumbers], *paths: Path, names: bool = False) 
                 first = [_cell(run.name)] if names else []
                 writer.writerows([*first, *(_cell(row.get(name)) for name in header)] for row in rows_of(run))
             file.detach()  # writes what it holds
-    return list(written)
+    return list(paths)
 
 
 def is_table(path: Path, *, names: bool) -> bool:
@@ -569,7 +543,7 @@ def is_table(path: Path, *, names: bool) -> bool:
     with path.open("rb") as file:
         columns = file.readline(4000).decode("utf-8", "replace").strip().split(",")
     begin = ["run", "step"] if names else ["step"]
-    known = {"run", *STEP_HEADER, *EVAL_HEADER, *EIGENSTATE_HEADER}
+    known = {"run", *STEP_HEADER, *EVAL_HEADER}
     return columns[: len(begin)] == begin and "training_seconds" in columns and known >= set(columns)
 
 
@@ -581,17 +555,6 @@ def _step_rows(run: RunNumbers) -> Iterator[dict[str, Any]]:
 
 def _eval_rows(run: RunNumbers) -> Iterator[dict[str, Any]]:
     return _placed(run, run.evals)
-
-
-def _eigenstate_rows(run: RunNumbers) -> Iterator[dict[str, Any]]:
-    """Step by step, and at each step layer by layer."""
-    rows: list[dict[str, Any]] = []
-    for layer in run.eigenstates.layers:
-        for place, step in enumerate(layer.steps):
-            row = {f"{quantity}_{name}": layer.values[quantity][name][place] for quantity, name in _OF_STATES}
-            row |= {"step": step, "layer": layer.layer, "states": layer.states, "beyond_context": layer.beyond[place]}
-            rows.append(row)
-    return _placed(run, sorted(rows, key=lambda row: (row["step"], row["layer"])))
 
 
 def _placed(run: RunNumbers, rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from flatout.observe import picture
-from flatout.observe.human import Terminal, printable, say
+from flatout.observe.human import Terminal, one_line, printable, say
 from flatout.observe.picture import FAINT, INK, LINE, RED, SMALL, Axes, Figure, drawable, shortened
 from flatout.rows import (
     BAD,
@@ -45,7 +45,7 @@ _NAME = 58  # characters of a kernel's name
 
 
 def print_sheet(sheet: Sheet, stream: TextIO | None = None, *, console: Console | None = None) -> None:
-    """Prints a sheet, to stdout unless another `stream` is given."""
+    """Prints a sheet, by default to stdout."""
     console = console or Terminal(stream, width_of_files=sheet.width)
     if console.is_terminal:
         _print(sheet, console)
@@ -111,10 +111,6 @@ def _cells(block: Table, row: ResultRow, columns: Sequence[str]) -> list[str]:
     return [*marks, indent + one_line(name), *map(one_line, texts)]
 
 
-def one_line(text: str) -> str:
-    return " ".join(printable(text).split())
-
-
 # --- Markdown ---------------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +161,7 @@ _WIDTH, _ROW, _CHART = 12.0, 0.27, 2.9  # inches
 _LETTERS = 15  # of the words beside a bar, on an inch
 _COLOURS = {
     "blue": picture.BLUE, "orange": picture.ORANGE, "red": RED, "teal": picture.TEAL, "purple": picture.PURPLE,
-    "grey": picture.GREY, "faint": "#b9c2cc", "claim": "#f6d9b0",
+    "grey": picture.GREY, "faint": "#b9c2cc",
 }  # fmt: skip
 _GRID = "#e7eaee"
 
@@ -251,7 +247,7 @@ def _draw_bars(axes: Axes, panel: BarPanel) -> None:
             axes.barh(
                 bar.line,
                 end - start,
-                0.84 if colour == "claim" else 0.56,
+                0.56,
                 left=start,
                 color=_COLOURS[colour],
                 alpha=alpha,
@@ -276,7 +272,7 @@ def _draw_bars(axes: Axes, panel: BarPanel) -> None:
             look |= {"ha": "right"}
             if not bar.parts:
                 look |= {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.8}}
-            elif not bar.pale and bar.parts[-1][1] not in ("faint", "claim"):
+            elif not bar.pale and bar.parts[-1][1] != "faint":
                 look |= {"color": "white"}
         axes.text(end, bar.line, f" {words} ", **look)
     if panel.legend:

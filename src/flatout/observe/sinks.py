@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import DataError, ResourceError, many
+from flatout.errors import DataError, ResourceError
 from flatout.files import disk_errors, open_to_append, write_whole
 from flatout.observe.human import printable
 from flatout.records import Record, record_to_json
@@ -56,7 +56,7 @@ class MetricsFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError, ResourceError), self.file:  # a full disk has been told of already
+        with contextlib.suppress(OSError, ResourceError), self.file:  # a full disk has been reported already
             self.flush()
 
 
@@ -74,7 +74,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def ends_at(path: Path, step: int) -> bool:
-    """Whether a metrics file tells of a run that ended at a step, and of nothing after it."""
+    """Whether the run of a metrics file ended at a step, with no record after it."""
     rows = read_metrics(path)
     ended = any(row["type"] == "end" and _step_of(row) == step for row in rows)
     return ended and all(_step_of(row) <= step for row in rows)
@@ -152,7 +152,7 @@ def read_history(folder: Path) -> RunHistory:
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """Each folder's name, with as many parents as it takes to tell it from the others."""
+    """Each folder's name, with as many parents as it takes to make it unique."""
     parts = [path.resolve().parts for path in folders]
     names: list[str] = []
     for own in parts:
@@ -166,32 +166,22 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 def incomparable(infos: Sequence[dict[str, Any]]) -> str:
     """Why the losses of these runs do not compare, as a sentence; empty where they do."""
     for field, words in (("tokenizer", "tokenizers"), ("vocab", "vocabularies"), ("dataset", "data")):
-        told = {str(info.get(field)) for info in infos}
+        values = {str(info.get(field)) for info in infos}
         if field == "tokenizer":
-            told.discard("model")  # a fine-tuned model's own, which may be any of the others
-        if len(told) > 1:
+            values.discard("model")  # a fine-tuned model's own, which may be any of the others
+        if len(values) > 1:
             return f"losses do not compare: these runs have different {words}; bits per byte are the better measure"
     return ""
 
 
 def minutes_of(config: Any) -> float | None:
-    """The length of a run by its stored config, where it is told in minutes: its steps are a plan then, and change."""
+    """The length of a run by its stored config, where that is in minutes: its steps are then a plan that changes."""
     train = config.get("train") if isinstance(config, dict) else None  # what was read from a file may be anything
     minutes = train.get("minutes") if isinstance(train, dict) else None
     return minutes if isinstance(minutes, int | float) and 0 < minutes < math.inf else None
 
 
 ENDINGS = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}  # of a run, in words
-
-
-def early_stop_reason(info: dict[str, Any]) -> str:
-    """Why a run stopped early."""
-    config = info.get("config")
-    settings = config.get("eval") if isinstance(config, dict) else None
-    patience = settings.get("patience") if isinstance(settings, dict) else None
-    if not isinstance(patience, int | float) or patience <= 0:
-        return "no lower validation loss"
-    return f"no lower validation loss in {many(int(patience), 'evaluation')}"
 
 
 def is_count(value: Any, least: int = 0) -> bool:

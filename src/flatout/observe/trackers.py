@@ -1,14 +1,14 @@
-"""TensorBoard, trackio and Weights & Biases beside metrics.jsonl, which is the complete record of a run.
+"""TensorBoard and Weights & Biases beside metrics.jsonl, which is the complete record of a run.
 
 Idea: each tracker has a thread of its own with a queue before it; `write` only puts a record there. The thread writes
-TensorBoard's files itself. The packages of the others print, import much, start threads, wait for networks and
-sometimes crash, so they run in a child process (`serve`), which reads JSON lines from a pipe and writes its output to a
-log file in the run's folder. When the trainer dies, the pipe ends, and the child finishes what it has.
+TensorBoard's files itself. The package of W&B prints, imports much, starts threads, waits for networks and sometimes
+crashes, so it runs in a child process (`serve`), which reads JSON lines from a pipe and writes its output to a log file
+in the run's folder. When the trainer dies, the pipe ends, and the child finishes what it has.
 
 Contract: nothing is imported or started for a tracker that is not asked for. `write` never waits and never raises. A
 tracker that fails or cannot keep up causes one message, and the run goes on without it. `close` gives each tracker a
 while to finish, then leaves it. A scalar is a finite float; values that are not finite become notes, since trackers
-draw them as gaps or zeros. Control characters are removed from text, and settings that look like secrets are masked.
+draw them as gaps or zeros. Control characters are removed from text, and settings that look like secrets are hidden.
 
 TensorBoard's event files need no package to be written. A file is a row of frames: length (8 bytes), its checksum, the
 message, its checksum. A message is a protobuf `Event`, of which we use a few fields:
@@ -53,8 +53,6 @@ from flatout.records import EndRecord, Record, RunInfo, record_to_json, slowest_
 
 GIB = 2**30
 _OF_LAYERS = {"horizon_tokens": "horizon", "magnitude": "magnitude", "period_tokens": "period"}
-_SECRET = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|(access|auth|hf|bearer)_?token)(_|$)", re.I)
-_IN_ADDRESS = re.compile(r"(\w+://)[^/@\s]+@")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +64,10 @@ class Values:
     texts: dict[str, str]
     odd: dict[str, float]
 
-    def odd_notes(self, told: set[str]) -> list[str]:
-        """What is not finite has no place on a curve; the first of each tag, which then is `told`, is put in words."""
-        notes = [f"{tag} is {value} at step {self.step}" for tag, value in self.odd.items() if tag not in told]
-        told.update(self.odd)
+    def odd_notes(self, noted: set[str]) -> list[str]:
+        """A note on the first value of each tag that is not finite; it is added to the tags that are `noted`."""
+        notes = [f"{tag} is {value} at step {self.step}" for tag, value in self.odd.items() if tag not in noted]
+        noted.update(self.odd)
         return notes
 
 
@@ -87,22 +85,6 @@ def values_of(record: Record) -> Values:
         texts={tag: printable(text) for tag, text in _texts(record).items()},
         odd={tag: value for tag, value in numbers.items() if not math.isfinite(value)},
     )
-
-
-def safe_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config without secrets: by the name of the field, and passwords in addresses."""
-    return {
-        name: "(hidden)" if isinstance(value, str) and _SECRET.search(name) else _safe(value)
-        for name, value in config.items()
-    }
-
-
-def _safe(value: Any) -> Any:
-    if isinstance(value, dict):
-        return safe_config(value)
-    if isinstance(value, list):
-        return [_safe(item) for item in value]
-    return _IN_ADDRESS.sub(r"\1(hidden)@", printable(value)) if isinstance(value, str) else value
 
 
 def _numbers(record: Record) -> dict[str, float | None]:
@@ -221,7 +203,7 @@ class TensorBoard:
         name = f"events.out.tfevents.{moment:017.6f}.{socket.gethostname()}.{os.getpid()}.flatout"
         self._file = (place / name).open("xb")
         self._flushed = time.monotonic()
-        self._told_odd: set[str] = set()
+        self._noted: set[str] = set()
         self._write(_text_field(3, "brain.Event:2"), 0)
         # What lies behind a later start is forgotten. TensorBoard's own reader wants to have seen a first one for that;
         # its faster server, which not every machine has, does not.
@@ -231,7 +213,7 @@ class TensorBoard:
         values = values_of(record)
         parts = [_scalar(tag, value) for tag, value in values.scalars.items()]
         parts += [_text(tag, text) for tag, text in values.texts.items()]
-        for note in values.odd_notes(self._told_odd):
+        for note in values.odd_notes(self._noted):
             parts.append(_text("notices", f"{note}; such values are left out of the curve"))
         if parts:
             self._write(_field(5, b"".join(_field(1, part) for part in parts)), values.step)
@@ -304,10 +286,9 @@ PROJECT = "flatout"
 
 def serve() -> None:
     """The child's whole life."""
-    name, folder = sys.argv[1], Path(sys.argv[2])
     lines, answers = _take_over()
     try:
-        _run(name, folder, lines, answers)
+        _run(Path(sys.argv[1]), lines, answers)
     except Exception as error:  # noqa: BLE001 - foreign code may raise anything; the trainer gets one line about it
         words = " ".join(f"{type(error).__name__}: {error}".split())
         _say(answers, f"failed {words[:300]}")
@@ -332,46 +313,24 @@ def _say(answers: TextIO, line: str) -> None:
         answers.flush()
 
 
-def _run(name: str, folder: Path, lines: Any, answers: TextIO) -> None:
+def _run(folder: Path, lines: Any, answers: TextIO) -> None:
     info = record_of_line(lines.readline())
     if not isinstance(info, RunInfo):
         return  # the trainer was gone before it began
-    adapter = _ADAPTERS[name](folder, info, lambda words: _say(answers, f"note {words}"))
+    run = WeightsAndBiases(folder, info, lambda words: _say(answers, f"note {words}"))
     _say(answers, "ready")
-    told_odd: set[str] = set()
+    noted: set[str] = set()
     for line in lines:
         record = record_of_line(line)
         if record is None:
             continue
         values = values_of(record)
         texts = dict(values.texts)
-        if odd := values.odd_notes(told_odd):
+        if odd := values.odd_notes(noted):
             texts["notices"] = "\n".join([*odd, *filter(None, [texts.get("notices")])])
         if values.scalars or texts:
-            adapter.log(values.step, values.scalars, texts)
-    adapter.run.finish()
-
-
-@final
-class Trackio:
-    """Local runs in trackio's own database; `trackio show` displays them."""
-
-    def __init__(self, folder: Path, info: RunInfo, _note: Callable[[str], None]) -> None:
-        trackio = importlib.import_module("trackio")
-        self._text = trackio.Markdown
-        self.run = trackio.init(
-            project=PROJECT,
-            name=folder.resolve().name,
-            config=safe_config(info.config),
-            resume="allow" if info.resumed_from else "never",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-
-    def log(self, step: int, scalars: dict[str, float], texts: dict[str, str]) -> None:
-        blocks = {tag: self._text(code_block(text)) for tag, text in texts.items()}
-        self.run.log({**scalars, **blocks}, step=step)
+            run.log(values.step, values.scalars, texts)
+    run.finish()
 
 
 @final
@@ -379,6 +338,8 @@ class WeightsAndBiases:
     """A run of W&B, online where the user has logged in, else offline in the run's folder, to be synced later."""
 
     def __init__(self, folder: Path, info: RunInfo, note: Callable[[str], None]) -> None:
+        from flatout.observe.bundle import Private, scrubbed_values  # here: TensorBoard needs no secrets hidden
+
         wandb = importlib.import_module("wandb")
         settings = wandb.Settings(
             console="off", silent=True, disable_git=True, save_code=False, disable_code=True, x_disable_stats=True,
@@ -390,7 +351,7 @@ class WeightsAndBiases:
             "dir": str(folder),
             "id": _run_id(folder),
             "resume": "allow",
-            "config": safe_config(info.config),
+            "config": scrubbed_values(info.config, Private.of(os.environ, Path.home())),
             "settings": settings,
         }
         self._html = wandb.Html
@@ -399,7 +360,7 @@ class WeightsAndBiases:
         except wandb.errors.UsageError as error:
             if "api key" not in str(error).lower() and "api_key" not in str(error).lower():
                 raise
-            # Nobody has logged in. Nothing is lost: the same data is kept on disk.
+            # Without a login nothing is lost: the same data is kept on disk.
             self.run = wandb.init(**arguments, mode="offline")
             note(f"there is no login, so the run is kept offline; upload it with `wandb sync` from {folder / 'wandb'}")
         # A resumed run goes back some steps; W&B would drop them if they were its own steps.
@@ -409,6 +370,9 @@ class WeightsAndBiases:
     def log(self, step: int, scalars: dict[str, float], texts: dict[str, str]) -> None:
         blocks = {tag: self._html(f"<pre>{html.escape(text)}</pre>", inject=False) for tag, text in texts.items()}
         self.run.log({"step": step, **scalars, **blocks})
+
+    def finish(self) -> None:
+        self.run.finish()
 
 
 def _run_id(folder: Path) -> str:
@@ -425,12 +389,9 @@ def _run_id(folder: Path) -> str:
     return made
 
 
-_ADAPTERS = {"trackio": Trackio, "wandb": WeightsAndBiases}
-
-
 MOST_WAITING = 20_000  # records; a step's takes about 1 KB
 CLOSE_SECONDS = 30.0
-_TITLES = {"tensorboard": "TensorBoard", "trackio": "trackio", "wandb": "Weights & Biases"}
+_TITLES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
 
 
 class Tracker(Protocol):
@@ -453,7 +414,7 @@ def open_trackers(names: Sequence[str], folder: Path, info: RunInfo) -> "Tracker
     """Trackers for a run that begins with `info`, which is their first record; give the later ones to `write`."""
 
     def opener(name: str) -> Callable[[Callable[[str], None]], Tracker]:
-        return lambda tell: TensorBoard(folder, info) if name == "tensorboard" else _Child(name, folder, tell)
+        return lambda notify: TensorBoard(folder, info) if name == "tensorboard" else _Child(folder, notify)
 
     return Trackers([_Lane(name, opener(name), info) for name in dict.fromkeys(names)])
 
@@ -492,7 +453,7 @@ class _Lane:
     def __init__(self, name: str, opener: Callable[[Callable[[str], None]], Tracker], info: RunInfo) -> None:
         self.title = _TITLES[name]
         self._queue: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
-        self._told: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._off = threading.Event()
         self._left_out = 0
         self._queue.put(info)
@@ -506,7 +467,7 @@ class _Lane:
             self._queue.put_nowait(record)
         except queue.Full:
             if not self._left_out:
-                self._tell("cannot keep up: records are left out of it from here on; metrics.jsonl has them all")
+                self._notify("cannot keep up: records are left out of it from here on; metrics.jsonl has them all")
             self._left_out += 1
 
     def finish(self) -> None:
@@ -518,25 +479,25 @@ class _Lane:
         self._thread.join(max(until - time.monotonic(), 0.0))
         if self._thread.is_alive() and not self._off.is_set():
             self._off.set()
-            self._tell("did not finish in time and was left alone: its last records may be missing there")
+            self._notify("did not finish in time and was left alone: its last records may be missing there")
 
     def messages(self) -> list[str]:
-        return [self._told.get() for _ in range(self._told.qsize())]
+        return [self._messages.get() for _ in range(self._messages.qsize())]
 
-    def _tell(self, words: str) -> None:
-        self._told.put(printable(f"{self.title} {words}"))
+    def _notify(self, words: str) -> None:
+        self._messages.put(printable(f"{self.title} {words}"))
 
     def _work(self, opener: Callable[[Callable[[str], None]], Tracker]) -> None:
         tracker: Tracker | None = None
         try:
-            tracker = opener(self._tell)
+            tracker = opener(self._notify)
             while (record := self._queue.get()) is not None and not self._off.is_set():
                 tracker.write(record)
             tracker.close()
         except Exception as error:  # noqa: BLE001 - whatever happens to a tracker must not happen to the run
             self._off.set()
             words = " ".join(str(error).split()) or type(error).__name__
-            self._tell(f"failed and is off for the rest of the run: {words[:300]}")
+            self._notify(f"failed and is off for the rest of the run: {words[:300]}")
             if tracker is not None:
                 with contextlib.suppress(Exception):
                     tracker.close()
@@ -550,18 +511,18 @@ class _ChildError(Exception):
 
 @final
 class _Child:
-    """A tracker in a process of its own, fed with JSON lines."""
+    """W&B in a process of its own, fed with JSON lines."""
 
-    def __init__(self, name: str, folder: Path, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._log = folder / f"{name}.log"
+    def __init__(self, folder: Path, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._log = folder / "wandb.log"
         root = str(Path(flatout.__file__).parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         # A session of its own: Ctrl-C is for the trainer, which then says what there is to say, and ends the pipe.
         command = "from flatout.observe.trackers import serve; serve()"
         with open_to_append(self._log) as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", command, name, str(folder)],
+                [sys.executable, "-c", command, str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -596,7 +557,7 @@ class _Child:
         for line in lines:
             kind, _, words = line.partition(" ")
             if kind == "note":
-                self._tell(f"says: {words}")
+                self._notify(f"says: {words}")
             elif kind == "failed":
                 why = words
         if not why and code:

@@ -3,8 +3,6 @@
     reference   written out, every score in memory
     sdpa        torch picks one of its kernels
     flash, cudnn, efficient     exactly that kernel of torch, or an error
-    flex        torch's FlexAttention, compiled, with a causal (or banded) block mask
-    fa3         torch's flash entry with FlashAttention-3 of the package flash_attn_3 behind it
     fa4         FlashAttention-4 of the package flash-attn-4, which compiles its kernels on first use
     cudnn+fa4   forward by cuDNN, backward by FlashAttention-4: on an H200 each is the faster one. The backward pass
                 needs the result and the log-sum-exp of each query, which both libraries define alike
@@ -194,7 +192,6 @@ def _blocks(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, window: int) -> Tens
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
-    "fa3": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
@@ -224,8 +221,6 @@ def causal_attention(
         return attention_reference(q_BHTD, k_BGTD, v_BGTD, keep_BHTS=_dropout_factors(q_BHTD, k_BGTD, dropout))
     if backend == "sdpa" or _inferring():
         return _torch_attention(q_BHTD, k_BGTD, v_BGTD, dropout)
-    if backend == "flex":
-        return _flex(q_BHTD, k_BGTD, v_BGTD, dropout)
     if backend in FA4:
         if dropout > 0.0:
             raise ValueError("FlashAttention-4 has no dropout")
@@ -243,8 +238,6 @@ def _within_window(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, backend: str,
         raise ValueError("attention within a window has no dropout")
     if _inferring() and backend != "reference":  # a prompt: by torch's kernels, and without a full mask
         backend = "sdpa"
-    if backend == "flex":
-        return _flex(q_BHTD, k_BGTD, v_BGTD, 0.0, window)
     return window_attention(q_BHTD, k_BGTD, v_BGTD, window=window, kernel=window_kernel(backend, q_BHTD))
 
 
@@ -355,73 +348,6 @@ def _switches() -> tuple[tuple[SDPBackend, Callable[[], bool], Callable[[bool], 
     )
 
 
-def install_flash(backend: str) -> None:
-    """Makes torch's flash entry use FlashAttention-3 for fa3, and torch's own kernel for all other backends.
-
-    Process-wide. The entry exists since torch 2.11; `fa3_missing` tells whether it can be used.
-    """
-    current = getattr(torch_attention, "current_flash_attention_impl", lambda: None)()
-    if backend == "fa3" and current != "FA3":
-        torch_attention.activate_flash_attention_impl("FA3")
-    elif backend != "fa3" and current == "FA3":
-        torch_attention.restore_flash_attention_impl()
-
-
-def fa3_missing() -> str | None:
-    """Why FlashAttention-3 cannot be used, or None."""
-    known = getattr(torch_attention, "list_flash_attention_impls", None)
-    if known is None or "FA3" not in known():
-        return f"torch {torch.__version__} cannot take in FlashAttention-3"
-    return None if importlib.util.find_spec("flash_attn_interface") else "flash_attn_3 is not installed"
-
-
-# --- FlexAttention ----------------------------------------------------------------------------------------------------
-
-
-def _flex(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, dropout: float, window: int | None = None) -> Tensor:
-    if dropout > 0.0:
-        raise ValueError("FlexAttention has no dropout")
-    positions = q_BHTD.shape[2]
-    grouped = q_BHTD.shape[1] != k_BGTD.shape[1]
-    if torch.compiler.is_compiling():  # the compiler shares one mask among all layers by itself
-        mask = _block_mask(positions, q_BHTD.device, window)
-        return _flex_attention()(q_BHTD, k_BGTD, v_BGTD, block_mask=mask, enable_gqa=grouped)
-    return _compiled_flex(q_BHTD.device.type)(
-        q_BHTD, k_BGTD, v_BGTD, block_mask=_kept_block_mask(positions, q_BHTD.device, window), enable_gqa=grouped
-    )
-
-
-def _flex_attention() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention  # imports the compiler, which takes seconds
-
-    return flex_attention
-
-
-@functools.cache
-def _compiled_flex(kind: str) -> Callable[..., Any]:
-    """Compiled once for all layers; without CUDA torch's plain form, which has no backward on a CPU."""
-    function = _flex_attention()
-    return torch.compile(function, dynamic=False, fullgraph=True) if kind == "cuda" else function
-
-
-def _earlier(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key
-
-
-def _block_mask(positions: int, device: torch.device, window: int | None = None) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (query - key < reach)
-
-    reach = window or 0
-    seen = _earlier if window is None else near
-    return create_block_mask(seen, None, None, positions, positions, device=str(device))
-
-
-_kept_block_mask = functools.lru_cache(maxsize=8)(_block_mask)
-
-
 # --- what works here --------------------------------------------------------------------------------------------------
 
 
@@ -439,16 +365,13 @@ def attention_failure(
     """Why this kernel cannot train these shapes here, or None. It is tried on one sequence, both passes."""
     if backend in ("sdpa", "reference"):
         return None
-    if backend == "fa3" and (missing := fa3_missing()) is not None:
-        return missing
     if backend in FA4 and (missing := fa4_missing()) is not None:
         return missing
-    if backend in ("flex", *FA4) and dropout > 0.0:
-        return f"{'FlexAttention' if backend == 'flex' else 'FlashAttention-4'} has no dropout"
+    if backend in FA4 and dropout > 0.0:
+        return "FlashAttention-4 has no dropout"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            install_flash(backend)
             for packed in (True, False):  # with rotary positions they are separate tensors
                 values = trial_inputs(device, dtype, heads, groups, size, context, packed=packed)
                 if (reason := _trial(backend, values, dropout)) is not None:
@@ -493,7 +416,7 @@ def trial_inputs(
 
 def _reason(backend: str, error: Exception, warned: list[str]) -> str:
     """The reason for a failure. With "No available kernel" torch gives it as one of several warnings."""
-    words = {"fa3": "flash", "cudnn+fa4": "cudnn", "efficient": "memory efficient"}
+    words = {"cudnn+fa4": "cudnn", "efficient": "memory efficient"}
     if "No available kernel" in str(error) or "No viable backend" in str(error):
         skipped = ("because", "not been runtime disabled", "runtime disabled")
         reasons = [text for text in warned if not any(word in text.lower() for word in skipped)]

@@ -273,11 +273,9 @@ class _LoraProduct(torch.autograd.Function):
         layout, needed = ctx.layout, ctx.needs_input_grad
         shape = dy.shape
         dy = dy.reshape(-1, shape[-1]).to(x.dtype)
-        dx = da = dbias = dmagnitude = None
+        dx = da = dmagnitude = None
         db: list[Tensor | None] = [None] * len(layout.parts)
         with torch.autocast(dy.device.type, enabled=False):
-            if needed[2]:
-                dbias = dy.sum(dim=0, dtype=torch.promote_types(dy.dtype, torch.float32))
             if factor is not None:
                 along = (dy.to(factor.dtype) * plain).sum(dim=0)
                 if bias is not None:
@@ -294,7 +292,7 @@ class _LoraProduct(torch.autograd.Function):
             if needed[3] or any(needed[10:]):
                 seen = x if mask is None else x * mask * (1 / (1 - ctx.dropout))
                 da, db[:] = adapter_gradients(dy, g, seen, u, layout)
-        return dx, None, dbias, da, dmagnitude, *([None] * 5), *db
+        return dx, None, None, da, dmagnitude, *([None] * 5), *db
 
 
 def lora_product(
@@ -310,13 +308,13 @@ def lora_product(
     dropout: float = 0.0,
     in_place: bool = True,
 ) -> Tensor:
-    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, with gradients for all but W. `norm_P`: `dora_norm`, for DoRA.
+    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, with gradients for all but W and bias. `norm_P`: `dora_norm`, for DoRA.
 
     `dropout` is on the adapter's input only. `in_place=False` is for selective checkpointing, which saves the base
     product's result.
     """
-    if weight_OI.requires_grad:
-        raise ValueError("the weight under an adapter must be frozen: it gets no gradient here")
+    if weight_OI.requires_grad or (bias_O is not None and bias_O.requires_grad):
+        raise ValueError("weight and bias under an adapter must be frozen: they get no gradient here")
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_OI.dtype
     if magnitude_P is not None and dropout > 0:

@@ -57,7 +57,7 @@ class Scales:
         self.slots = [None if kind is None else Slot(self, index, kind) for index, kind in enumerate(kinds)]
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def update(self) -> None:
         """Computes the next scales from the records. The host waits only until all scales are known."""
         highest_S = self.seen_S.view(torch.float32)
         usable_S = torch.isfinite(highest_S) & (highest_S > SMALLEST) & self.used_S

@@ -1,13 +1,13 @@
 """AdamW in four forms: torch's, fused or plain; with moments in 8 bits; with moments on the host.
 
 Contract: all of them update as torch's AdamW does. Groups may differ in rate, decay, betas and eps; rate and decay may
-follow schedules. State in 8 bits and in fp32 is converted into one another when it is taken over from a checkpoint.
+follow schedules.
 """
 
 import abc
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
-from flatout.ops.adam8 import BLOCK, NO_SCALE, Settings, adam8_reference, blocks_of, decode, encode
+from flatout.ops.adam8 import BLOCK, NO_SCALE, Settings, adam8_reference, blocks_of
 from flatout.optim.optimizers import Group, Optimizer, StateBytes, gradient_of, numbers_of, read_numbers
 
 State = dict[str, Tensor]  # of one parameter
@@ -29,12 +29,6 @@ class _Form(Optimizer, abc.ABC):
     def __init__(self, groups: Sequence[Group], *, fused: bool) -> None:
         super().__init__(groups)
         self.fused = fused
-
-    def take_over(self, parameter: Tensor, saved: Mapping[str, Tensor]) -> str:
-        if "exp_avg_scale" not in saved:
-            return super().take_over(parameter, saved)
-        super().take_over(parameter, _widened(saved, parameter))
-        return "in 8 bits: widened to fp32"
 
     def _torch_update(
         self, group: Group, weights: list[Tensor], gradients: list[Tensor], states: list[State], scaling: Scaling
@@ -140,14 +134,6 @@ class EightBitAdamW(_OnDevice):
             "exp_avg_sq_scale": scales[1],
         }
 
-    def take_over(self, parameter: Tensor, saved: Mapping[str, Tensor]) -> str:
-        if not self.quantised(parameter):
-            return super().take_over(parameter, saved)
-        if "exp_avg_scale" in saved:
-            return Optimizer.take_over(self, parameter, saved)
-        Optimizer.take_over(self, parameter, _narrowed(saved, parameter.device))
-        return "fp32: quantised to 8 bits"
-
     def _update_group(self, group: Group, chosen: Sequence[Tensor], scaling: Scaling) -> None:
         super()._update_group(group, [p for p in chosen if not self.quantised(p)], scaling)
         large = [p for p in chosen if self.quantised(p)]
@@ -184,23 +170,6 @@ def _update_for(device: torch.device, fused: bool) -> Callable[..., None]:
 
         return adam8
     return adam8_reference
-
-
-def _widened(moments: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-    """Saved 8-bit state as torch's AdamW has it."""
-    shape, count = parameter.shape, parameter.numel()
-    first = decode(moments["exp_avg"], moments["exp_avg_scale"], count, signed=True)
-    second = decode(moments["exp_avg_sq"], moments["exp_avg_sq_scale"], count, signed=False)
-    return {"step": moments["step"], "exp_avg": first.view(shape), "exp_avg_sq": second.view(shape)}
-
-
-def _narrowed(moments: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Saved state of torch's AdamW in 8 bits; a count stays as it is."""
-    narrow = dict(moments)
-    for key in moments.keys() - {"step"}:
-        flat = moments[key].to(device, torch.float32).reshape(-1)
-        narrow[key], narrow[f"{key}_scale"] = encode(flat, signed=key == "exp_avg")
-    return narrow
 
 
 # --- on the host ------------------------------------------------------------------------------------------------------

@@ -151,8 +151,8 @@ class Optimizer(abc.ABC):
         """The state of a parameter as a checkpoint holds it; empty before the first update."""
         return self.state.get(parameter, {})
 
-    def take_over(self, parameter: Tensor, saved: Mapping[str, Tensor]) -> str:
-        """Puts saved state back. Returns how it had to be converted, or nothing where it is as it was."""
+    def take_over(self, parameter: Tensor, saved: Mapping[str, Tensor]) -> None:
+        """Puts saved state back."""
         state = self.fresh_state(parameter)
         if saved.keys() != state.keys():
             raise CheckpointError(
@@ -162,7 +162,6 @@ class Optimizer(abc.ABC):
         for key, value in saved.items():
             state[key].copy_(value)
         self.state[parameter] = state
-        return ""
 
     def forget(self) -> None:
         """Drops all state, as before the first update."""
@@ -310,8 +309,8 @@ class Optimizers:
             for key, value in self._of[parameter].saved(parameter).items()
         }
 
-    def assign(self, tensors: Mapping[str, Tensor], origin: str) -> list[str]:
-        """Puts saved state back; the counterpart of `tensors`. Returns notices."""
+    def assign(self, tensors: Mapping[str, Tensor], origin: str) -> None:
+        """Puts saved state back; the counterpart of `tensors`."""
         saved: dict[str, dict[str, Tensor]] = {}
         for full_name, tensor in tensors.items():
             name, _, key = full_name.rpartition(".")
@@ -320,9 +319,9 @@ class Optimizers:
                 raise CheckpointError(f"{origin} holds optimizer state for unknown {name}", hint)
             saved.setdefault(name, {})[key] = tensor
         self._complete = False
-        parameters = ((self.named[name], state) for name, state in saved.items())
-        converted = collections.Counter(self._of[p].take_over(p, state) for p, state in parameters)
-        return [f"the moments of {count} tensors in {origin} are {how}" for how, count in converted.items() if how]
+        for name, state in saved.items():
+            parameter = self.named[name]
+            self._of[parameter].take_over(parameter, state)
 
 
 def _some_rows(weight: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class Ranks(World):
         # A process of which another failed leaves with its code. Where one of those is the cause, it speaks.
         causes = [rank for rank in where if codes[rank][0] != OtherProcessError.__name__] or where
         if failed is None or self.rank != causes[0]:
-            self.pulse.tell(State.LOST)
+            self.pulse.set_state(State.LOST)
             raise OtherProcessError(codes[causes[0]][2]) from failed
         # Where it was the first one's turn, the others have not tried.
         tried = [code for code in codes if code is None or code[0] != OtherProcessError.__name__]
@@ -165,14 +165,14 @@ def joined(
             world_size=found.size,
             timeout=datetime.timedelta(seconds=timeout),
         )
-        own_pulse.tell(State.WORKING)
+        own_pulse.set_state(State.WORKING)
         yield Ranks(found.rank, found.size, found.local, own_pulse, store=store, hosts=hosts, timeout=timeout)
-        own_pulse.tell(State.ENDED)
+        own_pulse.set_state(State.ENDED)
     except RuntimeError as error:
         if not _is_about_others(error, own_pulse):
             raise
         late = re.search(r"time(d )?out|timed out", str(error), re.IGNORECASE) is not None
-        own_pulse.tell(State.TIMED_OUT if late else State.LOST)
+        own_pulse.set_state(State.TIMED_OUT if late else State.LOST)
         if found.attempt is not None:  # the agent sees which rank it was, and says so
             raise OtherProcessError(1) from error
         raise _lost(found.rank, error) from error
@@ -231,7 +231,7 @@ def _unreachable(found: Launch, reason: str) -> UserError:
 def refuse(found: Launch, error: UserError) -> UserError:
     """The error that a process raises for one that it has before it meets the others, such as in its config.
 
-    All processes see the errors of all, and one of them tells: the first that has one.
+    All processes see the errors of all. The first that has one prints its error.
     """
     try:
         _check_alike(found, _meet(found, START), START, error=error)
@@ -294,7 +294,7 @@ def _about_absent(found: Launch, error: UserError) -> UserError:
     sees which, and starts all again."""
     if not found.resumes or found.attempt is None:
         return error
-    pulse().tell(State.TIMED_OUT)
+    pulse().set_state(State.TIMED_OUT)
     return OtherProcessError(1)
 
 

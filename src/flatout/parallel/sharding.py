@@ -89,7 +89,7 @@ class Sharding:
         self._modules.append(fully_shard(model, reshard_after_forward=False, **how))
         for entry in entries:
             register_fsdp_forward_method(model, entry)
-        # Blocks hand on views, and nobody writes into them.
+        # Blocks return views, which are never written to.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         self._prepare([*groups, [model]], wide)
         self._set_up(model)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from flatout.checkpoints.base_and_adapter import adapter_plan
-from flatout.config.optimizers import FAR_ABOVE, FAR_BELOW, SMALL_BASE, found_by_range_test, usual_rate
+from flatout.config.optimizers import FAR_ABOVE, FAR_BELOW, found_by_range_test, usual_rate
 from flatout.errors import many
 from flatout.finding import Check, Finding
 from flatout.model.adapter_targets import choose, needless_rank, targets_of
@@ -17,7 +17,7 @@ from flatout.model.count import parameter_count
 from flatout.model.gpt import empty_model
 from flatout.resolve.checks import shorter_warmup
 from flatout.resolve.length import Visits, visits_of
-from flatout.resolve.memory import SMALL, checkpoint_size, trained_count
+from flatout.resolve.memory import trained_count
 from flatout.resolve.plan import RunPlan
 
 _data, _check = functools.partial(Check, "data"), functools.partial(Check, "config")
@@ -25,21 +25,17 @@ _data, _check = functools.partial(Check, "data"), functools.partial(Check, "conf
 # About twenty tokens per parameter give the lowest loss for a given amount of computing (Hoffmann and others, 2022).
 BALANCED = 20
 _MANY_EPOCHS, _SOME_EPOCHS = 10.0, 4.2
-_FEW_TARGETS, _ENOUGH_TARGETS = 1_000, 10_000
+_FEW_TARGETS = 1_000
 _SPREAD = 2.0  # of the loss of single tokens, roughly, in nats
 _BIG_SHARE = 0.2  # of a run's time for anything but training
-_BIG_BOUND = 1 / 3  # the same where the share is an upper bound, as it rests on the least time of a step
 
 
-def advice_on(
-    plan: RunPlan, *, about: str = "", step_seconds: float | None = None, write_rate: float | None = None
-) -> Iterator[Finding]:
-    """`about` stands before numbers of tokens that are estimates. `step_seconds` is the least time of a step,
-    `write_rate` how many bytes per second reach the disk, where these are known."""
-    said = {(check.area, check.name) for check in plan.checks}
-    found = [*_on_switches(plan), *_on_settings(plan, step_seconds, write_rate)]
+def advice_on(plan: RunPlan, *, about: str = "") -> Iterator[Finding]:
+    """`about` stands before numbers of tokens that are estimates."""
+    printed = {(check.area, check.name) for check in plan.checks}
+    found = [*_on_switches(plan), *_on_settings(plan)]
     found += _on_samples(plan) if plan.fine_tunes else _on_tokens(plan, about)
-    yield from (one for one in found if one is not None and (one.area, one.name) not in said)
+    yield from (one for one in found if one is not None and (one.area, one.name) not in printed)
 
 
 def known_steps(plan: RunPlan) -> int | None:
@@ -56,7 +52,7 @@ def step_tokens(plan: RunPlan) -> float:
 def _on_switches(plan: RunPlan) -> Iterator[Finding]:
     """Switches that came out as something else than was asked for, where that costs something."""
     features = [one for one in plan.speed.features if one.why and one.asked not in ("auto", "null", one.used)]
-    changed = [one for one in features if one.name not in ("micro_batch", "workers", "loss_chunk")]
+    changed = [one for one in features if one.name not in ("workers", "loss_chunk")]
     if changed:
         listed = "; ".join(f"speed.{one.name} {one.asked} becomes {one.used}: {one.why}" for one in changed)
         yield _check("switches").note(listed, "A preset or overlay asked for them; the run goes on without.")
@@ -70,7 +66,6 @@ def _on_switches(plan: RunPlan) -> Iterator[Finding]:
 
 def _on_tokens(plan: RunPlan, about: str) -> Iterator[Finding | None]:
     windows, steps = plan.data.facts.windows, known_steps(plan)
-    yield _vocabulary(plan, about)
     if windows:
         yield _windows(plan, windows, about)
         if steps:
@@ -78,19 +73,6 @@ def _on_tokens(plan: RunPlan, about: str) -> Iterator[Finding | None]:
     if steps:
         yield _per_parameter(plan, steps)
     yield _validation(plan, about)
-
-
-def _vocabulary(plan: RunPlan, about: str) -> Finding | None:
-    asked, known = plan.model.vocab, plan.data.tokenizer.vocab
-    if asked is None:
-        return None
-    if not about and asked > 1.5 * known + 1024:
-        return _data("vocabulary").note(
-            f"model.vocab is {asked:,}, and the tokenizer has {known:,} ids",
-            "Rows that no token ever reaches cost memory and time in the head. Leave model.vocab at null; "
-            "speed.pad_vocab rounds up where that is faster.",
-        )
-    return _data("vocabulary").ok(f"{asked:,} for a tokenizer of {about}{known:,} ids")
 
 
 def _windows(plan: RunPlan, windows: int, about: str) -> Finding:
@@ -140,12 +122,6 @@ def _per_parameter(plan: RunPlan, steps: int) -> Finding:
             f"{rule} With fewer, as here, a smaller model would learn more in the same time, or this one from more "
             "tokens.",
         )
-    if ratio > 10 * BALANCED:
-        return _data("tokens per parameter").ok(
-            found,
-            f"{rule} More, as here, is right for a small model that is to be cheap to use; a larger one would learn "
-            "more from the same computing.",
-        )
     return _data("tokens per parameter").ok(f"{found}; about {BALANCED} are well balanced")
 
 
@@ -162,8 +138,6 @@ def _validation(plan: RunPlan, about: str) -> Finding | None:
         return _data("validation").warn(
             found, f"That is too few to compare two runs by, or to choose the best checkpoint. {more}."
         )
-    if used < _ENOUGH_TARGETS:
-        return _data("validation").note(found, f"Small differences between runs drown in that. {more}.")
     return _data("validation").ok(found)
 
 
@@ -180,15 +154,14 @@ def _on_samples(plan: RunPlan) -> Iterator[Finding]:
     choices = choose(adapter_plan(lora), targets_of(empty_model(plan.model, plan.vocab, device="meta")))
     names = ", ".join(sorted({choice.target.name for choice in choices}))
     held = "" if lora.quantize == "none" else f", the base in 4 bits ({lora.quantize})"
-    beside = f", and {' and '.join(lora.also)} whole" if lora.also else ""
-    yield _check("trained").ok(f"adapters of rank {lora.rank} on {names}{beside}: {count}{held}")
+    yield _check("trained").ok(f"adapters of rank {lora.rank} on {names}: {count}{held}")
     yield from (_check("rank").note(found) for found in needless_rank(choices))
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def _on_settings(plan: RunPlan, step_seconds: float | None, write_rate: float | None) -> Iterator[Finding | None]:
+def _on_settings(plan: RunPlan) -> Iterator[Finding | None]:
     facts, steps = plan.data.facts, known_steps(plan)
     if not plan.fine_tunes:
         yield _batch(plan)
@@ -205,9 +178,7 @@ def _on_settings(plan: RunPlan, step_seconds: float | None, write_rate: float | 
         sequences = facts.batch_samples or plan.schedule.at(0).windows
         visits = visits_of(plan.eval, plan.checkpoint, steps, facts.windows, sequences)
         yield _evaluation(plan, steps, visits)
-        yield _sampling(plan, visits, step_seconds)
-        yield _saving(plan, steps, step_seconds, write_rate)
-    yield _deterministic(plan)
+        yield _saving(plan, steps)
 
 
 def _batch(plan: RunPlan) -> Finding:
@@ -215,14 +186,6 @@ def _batch(plan: RunPlan) -> Finding:
     sequences = plan.schedule.at(plan.steps).windows
     split = "all at once" if count == 1 else f"{size} at once, {count} times"
     found = f"{sequences * context:,} tokens a step: {many(sequences, 'sequence')} of {context}, {split}"
-    asked = plan.settings.config.speed.micro_batch
-    if asked is not None and size < asked <= sequences:
-        above = next(number for number in range(asked, sequences + 1) if sequences % number == 0)
-        return _check("batch").warn(
-            f"{found}; speed.micro_batch is {asked}, which does not divide {sequences}",
-            f"The next smaller divisor, {size}, is used. Set speed.micro_batch to {size} or {above}, or "
-            f"train.batch_tokens={max(1, round(sequences / asked)) * asked * context}, of which {asked} is a divisor.",
-        )
     if sequences * context < 512:
         return _check("batch").note(
             found,
@@ -246,17 +209,12 @@ def _length(plan: RunPlan, steps: int) -> Finding:
 
 
 def _warmup(plan: RunPlan, steps: int) -> Finding:
-    warmup, decay = plan.optim.warmup_steps, plan.optim.decay_fraction * steps
+    warmup = plan.optim.warmup_steps
     found = f"{warmup:,} of {steps:,} steps"
     if warmup > steps // 2 and warmup > 20:
         return _check("warm-up").warn(
             f"{found}: more than half of the run",
             f"Little is left for the peak and the decay. 1 to 10% is usual: set {shorter_warmup(plan)}.",
-        )
-    if plan.optim.schedule == "wsd" and warmup + decay > steps:
-        return _check("warm-up").warn(
-            f"{found}, and optim.decay_fraction takes the last {decay:,.0f}: together more than the run",
-            "The schedule has no stable part. Lower one of them.",
         )
     return _check("warm-up").ok(found)
 
@@ -269,28 +227,19 @@ def _learning_rate(plan: RunPlan) -> Finding:
     usual = usual_rate(kind, parameters, tunes=plan.fine_tunes, adapters=adapters)
     if usual is None:
         return check.ok(f"{rate:g} of {kind.called}, {plan.optim.learning_rate:g} of the rest")
-    if not plan.fine_tunes:
-        whose = f"{parameters / 1e6:.3g}M parameters" if kind.usual is None else kind.called
-    elif adapters:
-        whose = "adapters on a base this small" if parameters < SMALL_BASE else "adapters"
-    else:
-        whose = "all weights of a trained model"
+    whose = f"{parameters / 1e6:.3g}M parameters" if kind.usual is None else kind.called
+    if plan.fine_tunes:
+        whose = f"adapters on {whose}" if adapters else "all weights of a trained model"
     found = f"{rate:g}; about {usual:.1g} is usual for {whose}"
     if found_by_range_test(
         plan.settings.sources[f"optim.{field}"]
     ):  # on this model, of which a usual rate knows nothing
         return check.ok(f"{found}, and `flatout tune lr` found this one")
-    test = "" if plan.fine_tunes else ", or let `flatout tune lr` find one"
+    way = f"Set optim.{field}={usual:.1g}{'' if plan.fine_tunes else ', or let `flatout tune lr` find one'}."
     if rate > FAR_ABOVE * usual:
-        forgets = ", or the model forget what it knows" if plan.fine_tunes else " or become NaN"
-        return check.warn(
-            found,
-            f"That is {rate / usual:.0f} times as much: the loss will likely jump{forgets}. Set "
-            f"optim.{field}={usual:.1g}{test}.",
-        )
+        return check.warn(found, f"That is {rate / usual:.0f} times as much: the loss will likely jump. {way}")
     if rate < usual / FAR_BELOW and (plan.fine_tunes or plan.model.init_from is None):
-        slow = "little will be learned" if plan.fine_tunes else "training will be very slow"
-        return check.warn(found, f"That is {usual / rate:.0f} times less: {slow}. Set optim.{field}={usual:.1g}{test}.")
+        return check.warn(found, f"That is {usual / rate:.0f} times less: little will be learned. {way}")
     return check.ok(found)
 
 
@@ -308,7 +257,7 @@ def _evaluation(plan: RunPlan, steps: int, visits: Visits) -> Finding | None:
     # Forward only: a third of what a training token costs.
     spent, trained = count * tokens / 3, steps * step_tokens(plan)
     share = spent / (spent + trained)
-    found = f"{many(count, 'time')} {tokens:,} tokens: {_percent(share)} of the run's time"
+    found = f"{many(count, 'time')} {tokens:,} tokens: about {share:.0%} of the run's time"
     ways: list[str] = []
     if share > _BIG_SHARE:
         times = _times_rarer(share)
@@ -321,74 +270,16 @@ def _evaluation(plan: RunPlan, steps: int, visits: Visits) -> Finding | None:
     return _check("evaluation").ok(found)
 
 
-def _sampling(plan: RunPlan, visits: Visits, step_seconds: float | None) -> Finding | None:
-    every, tokens = plan.eval.sample_every, plan.eval.sample_tokens
-    if tokens == 0 or every == 0 or step_seconds is None:
-        return None
-    # A sampled token is a whole forward pass for one position: the host's launches, not arithmetic, take the time.
-    one = tokens * plan.model.layers * 2.5e-4
-    share = one / (one + every * step_seconds)
-    count = f"{many(visits.samples, 'sample')} of {many(tokens, 'token')}"
-    found = f"{count}: {_percent(share, 'up to about')} of the run's time"
-    if share > _BIG_BOUND:
-        rarer = f"Set eval.sample_every={round(every * _times_rarer(share))}, or fewer eval.sample_tokens."
-        return _check("samples").warn(found, f"Sampling eats the time. {rarer}")
-    return _check("samples").ok(found)
-
-
-def _saving(plan: RunPlan, steps: int, step_seconds: float | None, write_rate: float | None) -> Finding:
-    saving, check = plan.checkpoint, _check("saving")
-    every = saving.every
-    if isinstance(every, str):
-        return check.ok("at the end of every epoch" if saving.epochs == 1 else f"every {every}")
+def _saving(plan: RunPlan, steps: int) -> Finding:
+    every = plan.checkpoint.every
     if every == 0:
-        long_run = step_seconds is not None and steps * step_seconds > 1800
-        return check.finding(
-            "warn" if long_run else "note",
+        return _check("saving").note(
             "checkpoint.every is 0: only the end is saved, and a run that is stopped by a signal",
             f"A crash or a lost machine costs the whole run. Set checkpoint.every={max(1, steps // 10)}.",
         )
-    if step_seconds is None or write_rate is None:
-        return check.ok(f"every {many(every, 'step')}")
-    size = checkpoint_size(trained_count(plan.settings.config, plan.vocab), plan.model, plan.optim, plan.speed)
-    one = size / write_rate
-    share = one / (one + every * step_seconds)
-    found = f"every {many(every, 'step')}, about {one:.2g} s each"
-    if size >= SMALL and one < every * step_seconds:
-        return check.ok(f"{found}, written beside training")
-    found += f": {_percent(share, 'up to about')} of the run's time"
-    if share > _BIG_BOUND and one > 0.5:
-        rarer = f"Set checkpoint.every={round(every * _times_rarer(share))}, or output.folder to a faster disk."
-        return check.warn(found, f"Saving eats the time. {rarer}")
-    return check.ok(found)
-
-
-def _deterministic(plan: RunPlan) -> Finding | None:
-    if not plan.train.deterministic:
-        return None
-    speed, sources = plan.settings.config.speed, plan.settings.sources
-    fast = [
-        f"speed.{name}"
-        for name in ("attention", "products", "compile", "cuda_graphs", "fp8", "kernels")
-        if sources[f"speed.{name}"].by_user and str(getattr(speed, name)) not in ("off", "torch", "[]", "reference")
-    ]
-    if fast:
-        return _check("deterministic").warn(
-            f"train.deterministic is set beside {', '.join(fast)}",
-            "Kernels that repeat bit for bit are slower ones, and some fast ones are left out. Take one or the other: "
-            "set train.deterministic=false for speed.",
-        )
-    return _check("deterministic").note(
-        "train.deterministic is set",
-        "The result repeats bit for bit on this machine, at some cost in speed; cuDNN's attention and tuned "
-        "products are left out.",
-    )
+    return _check("saving").ok(f"every {every if isinstance(every, str) else many(every, 'step')}")
 
 
 def _times_rarer(share: float) -> float:
     """How many times rarer something that takes this share of a run has to be, to take a twentieth of it."""
     return share / (1 - share) / (0.05 / 0.95)
-
-
-def _percent(share: float, about: str = "about") -> str:
-    return "under 1%" if share < 0.01 else f"{about} {share:.0%}"

@@ -115,7 +115,7 @@ def try_documents(backend: str, device: torch.device, *, precision: str, **shape
 
 
 def ask_sdpa(device: torch.device, *, precision: str, deterministic: bool, **shape: Any) -> str | None:
-    """Which kernel torch takes for these shapes under these switches, or None where it does not tell."""
+    """Which kernel torch takes for these shapes under these switches, or None where it does not report that."""
     with arithmetic(precision, deterministic, device):
         return picked_kernel(device, product_type(precision), **shape)
 
@@ -191,15 +191,15 @@ class ShardingChoice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SwitchContext:
-    """One run on one device. `corpus_bytes` is None where the tokens stay on the host."""
+    """One run on one device."""
 
     config: RunConfig
     device: Device
-    corpus_bytes: int | None
-    vocab: int | None
-    step_tokens: float | None
-    probes: Probes
-    ranks: int = 1
+    corpus_bytes: int | None  # None where the tokens stay on the host
+    vocab: int | None = None
+    step_tokens: float | None = None  # of the samples of a step, on average
+    probes: Probes = dataclasses.field(default_factory=Probes)
+    ranks: int = 1  # that share a step
     ranks_here: int = 1  # those of this host
     threads_before: int | None = None  # of a run that is resumed
     own_model: bool = False  # from Python: nothing of ours knows it

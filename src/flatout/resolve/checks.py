@@ -13,7 +13,7 @@ from pathlib import Path
 from flatout.checkpoints.base_and_adapter import adapter_at, stored_base, stored_quantize
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.sections import keeps_best
-from flatout.config.unused import cut_pattern, wide_window
+from flatout.config.unused import cut_pattern
 from flatout.config.yaml_loader import format_value
 from flatout.data.batch import Schedule
 from flatout.errors import ConfigError, many
@@ -72,9 +72,6 @@ def _on_model(model: ModelConfig) -> Iterator[Finding]:
     if (cut := cut_pattern(model)) is not None:
         whole = f"Set model.layers={len(model.pattern)} for the whole pattern, or a pattern that is as short."
         yield Check("config", "pattern").warn(cut, whole)
-    if (wide := wide_window(model)) is not None:
-        shorter = f"Set a shorter one, such as model.window={max(1, model.context // 4)}."
-        yield Check("config", "window").warn(wide, shorter)
 
 
 def _on_intervals(plan: RunPlan) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """Whether a run fits its device and its disk: what a step needs, refusals with a way out, out of memory in words.
 
-Ways out are words for the command line, each checked by the same estimate. Three kinds, at most one of
-each: switches that leave what is learned as it is, a shorter context, and a hardware overlay.
+Ways out are words for the command line, each checked by the same estimate: switches that leave what is learned as it
+is, and a shorter context.
 """
 
 import contextlib
@@ -13,19 +13,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flatout.config.catalogue import hardware_for, shipped_names
-from flatout.config.load import LoadedConfig
-from flatout.config.schema import RunConfig, micro_batch_of, windows_of_steps
+from flatout.config.schema import RunConfig, windows_of_steps
 from flatout.data.batch import TrainingData
 from flatout.device import Device, is_out_of_memory
 from flatout.errors import DeviceMemoryError, DoesNotFitError, ResourceError, in_gib
-from flatout.files import readable_sizes
 from flatout.finding import Status
 from flatout.model.count import MemoryEstimate
 from flatout.resolve.memory import memory_of
 from flatout.resolve.plan import RunPlan
-from flatout.resolve.sizing import fitted_to
 from flatout.resolve.switches import Speed
+from flatout.rows import human_bytes
 
 ROOM = 0.92  # of the memory may be taken: fragmentation and evaluation want the rest
 _SLACK = 1.15  # times the device is refused: the estimate may be that far off, and a wrong refusal is worse
@@ -88,11 +85,10 @@ def check_disk(folder: Path, checkpoint: int, checkpoints: int, *, beside: int =
     need = checkpoints * checkpoint + beside
     free = shutil.disk_usage(folder).free if free is None else free
     if free < need:
-        has, needs = readable_sizes(free, need)
         fewer = (free - beside) // checkpoint - BESIDE_KEPT
         keep = f", or set checkpoint.keep={fewer}" if fewer >= 1 else ""
         raise ResourceError(
-            f"{folder} has {has} free, {checkpoints} checkpoints need {needs}",
+            f"{folder} has {human_bytes(free)} free, {checkpoints} checkpoints need {human_bytes(need)}",
             f"free some space, or set output.folder to another disk{keep}",
         )
 
@@ -128,36 +124,31 @@ def first_sentence(error: RuntimeError) -> str:
 
 # --- ways out ---------------------------------------------------------------------------------------------------------
 
-
-def ways(plan: RunPlan, have: int, *, resumed: bool = False) -> Iterator[str]:
-    """What would make a step fit the given bytes. A `resumed` run keeps its context, and so does a fine-tuned model."""
-    config, speed, text = plan.settings.config, plan.speed, plan.base is None
-    room = ROOM if text else 1.0  # samples are known one by one
-
-    def fits(config: RunConfig, switches: Speed) -> str:
-        """How much it takes, where that fits; nothing where it does not."""
-        size = memory_on(plan.data, config, plan.vocab, switches).total
-        return f"about {in_gib(size)}" if size <= room * have else ""
-
-    kept = ((config, saving, [f"speed.{name}={value}" for name, value in saving.items()]) for saving in _SAVINGS)
-    yield from _first_fitting(kept, config, speed, fits)
-    if text and not resumed:
-        yield from _first_fitting(_shorter(config), config, speed, fits)
-    if text and speed.device.kind == "cuda":  # overlays are worked out for cards
-        yield from _by_overlay(plan.settings, speed, fits, have)
-
-
-Fits = Callable[[RunConfig, Speed], str]
 Change = tuple[RunConfig, dict[str, Any], list[str]]  # config, other switches, and both as words
 
 
-def _first_fitting(changes: Iterable[Change], config: RunConfig, speed: Speed, fits: Fits) -> Iterator[str]:
+def ways(plan: RunPlan, have: int, *, resumed: bool = False) -> Iterator[str]:
+    """What would make a step fit the given bytes. A `resumed` run keeps its context, and so does a fine-tuned model."""
+    config, text = plan.settings.config, plan.base is None
+    kept = [(config, saving, [f"speed.{name}={value}" for name, value in saving.items()]) for saving in _SAVINGS]
+    yield from _first_fitting(kept, plan, have)
+    if text and not resumed:
+        yield from _first_fitting(_shorter(config), plan, have)
+
+
+def _first_fitting(changes: Iterable[Change], plan: RunPlan, have: int) -> Iterator[str]:
     """The first change with which a step fits, in micro-batches that are as large as can be."""
-    for changed, saving, words in changes:
-        for size in _sizes(changed, speed.micro_batch):
-            if found := fits(changed, _switched(changed, speed, size, saving)):
-                yield f"{' '.join([*words, *_words_for(config, changed.model.context, size)])} ({found})"
-                return
+    room = ROOM if plan.base is None else 1.0  # samples are known one by one
+    for config, saving, words in changes:
+        sequences, size = _sequences(config), plan.speed.micro_batch
+        while size >= 1:
+            if sequences % size == 0 or config.fine_tunes:
+                speed = _switched(config, plan.speed, size, saving)
+                need = memory_on(plan.data, config, plan.vocab, speed).total
+                if need <= room * have:
+                    yield f"{' '.join([*words, *_words_for(config, size)])} (about {in_gib(need)})"
+                    return
+            size //= 2
 
 
 def _shorter(config: RunConfig) -> Iterator[Change]:
@@ -173,44 +164,19 @@ def _shorter(config: RunConfig) -> Iterator[Change]:
             return
 
 
-def _by_overlay(loaded: LoadedConfig, speed: Speed, fits: Fits, have: int) -> Iterator[str]:
-    """The largest overlay that is not above the memory, and with which it fits."""
-    names = shipped_names("hardware")
-    for name in reversed(names[: names.index(hardware_for(have)) + 1]):
-        other = fitted_to(loaded, name).config
-        size, _ = micro_batch_of(other)
-        if found := fits(other, _switched(other, speed, size, {"checkpointing": other.speed.checkpointing})):
-            yield f"--hardware {name} ({found})"
-            return
+def _words_for(config: RunConfig, size: int) -> list[str]:
+    """What to write for micro-batches of `size` sequences."""
+    words = [f"speed.micro_batch={size}"]
+    if config.speed.accumulation is not None:
+        words.append(f"speed.accumulation={_sequences(config) // size}")
+    return words
 
 
-def _words_for(config: RunConfig, context: int, size: int) -> list[str]:
-    """What to write so that micro-batches have `size` sequences of `context` tokens; nothing where they have anyway."""
-    speed, sequences = config.speed, _sequences(config, context)
-    words = []
-    if speed.accumulation is not None:
-        count = sequences // size
-        words += [f"speed.accumulation={count}"] if speed.accumulation != count else []
-        words += [f"speed.micro_batch={size}"] if speed.micro_batch not in (None, size) else []
-        return words
-    most = min(speed.micro_batch or sequences, sequences)
-    comes = next(other for other in range(most, 0, -1) if sequences % other == 0)
-    return [] if comes == size else [f"speed.micro_batch={size}"]
-
-
-def _sizes(config: RunConfig, most: int) -> Iterator[int]:
-    """Micro-batches from `most` down, each about half of the one before, that divide the batch."""
-    sequences, size = _sequences(config, config.model.context), most
-    while size >= 1:
-        if sequences % size == 0 or config.fine_tunes:
-            yield size
-        size //= 2
-
-
-def _sequences(config: RunConfig, context: int) -> int:
+def _sequences(config: RunConfig) -> int:
     """Sequences of a step, which every micro-batch has to divide; of samples as many as a step takes."""
     if config.fine_tunes:
         return config.chat.batch_samples
+    context = config.model.context
     return math.gcd(*(batch // context for batch, _, _ in config.train.stages(context)))
 
 

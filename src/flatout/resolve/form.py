@@ -57,7 +57,7 @@ def first_form_that_fits(
                 sharding=sharding,
                 own_model=custom.model,
                 own_optimizer=custom.torch_optimizer,
-                probes=probes,
+                probes=probes or Probes(),
             )
             memory = memory_on(opened.data, settings.config, vocab, speed)
         if not waiting:
@@ -128,7 +128,7 @@ def check_alike(plan: RunPlan, world: World, resumed: Checkpoint | None) -> None
         "the number of steps": plan.steps,
         "the step to resume from": 0 if resumed is None else resumed.step,
         "the state of the checkpoint": "" if resumed is None else digest(resumed.state)[:12],
-        "what was given in Python": plan.custom.names,
+        "what comes from Python": plan.custom.names,
     }
     odd = odd_rank(world.gather(digest(decided)))
     if odd is None:

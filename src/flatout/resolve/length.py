@@ -130,32 +130,22 @@ class Visits:
 def visits_of(
     evaluating: EvalConfig, saving: CheckpointConfig, steps: int, windows: int | None, sequences: int
 ) -> Visits:
-    """The loop's own rules, counted instead of walked through: a run can have millions of steps.
+    """How often a run of this length reaches its intervals; its end counts as well.
 
-    `windows` are those of an epoch, `sequences` those of a step, or samples.
+    `windows` are those of an epoch, `sequences` those of a step, or samples. Where the best evaluation is kept,
+    checkpoints are as many as evaluations at most, since saved steps mostly are evaluated ones.
     """
-    every, save = evaluating.steps, saving.steps
-    last = {steps} if steps else set()
 
-    def ends_of_epochs(every: int) -> set[int]:
-        if not every or windows is None:
-            return set()
-        return {-(-epoch * windows // sequences) for epoch in range(every, steps * sequences // windows + 1, every)}
+    def times(every: int, epochs: int) -> int:
+        if every:
+            return math.ceil(steps / every)
+        if epochs and windows:
+            return min(steps, math.ceil(steps * sequences / (windows * epochs)))
+        return min(steps, 1)
 
-    ends = last | ends_of_epochs(evaluating.epochs)
-    best = keeps_best(evaluating, saving)
-    saved = ends_of_epochs(saving.epochs) | (ends if best else last)
-
-    def due(intervals: list[int], also: set[int]) -> int:
-        """Steps that are a multiple of one of the intervals, or among `also`."""
-        intervals = [interval for interval in intervals if interval]
-        counted = sum(steps // interval for interval in intervals)
-        if len(intervals) == 2:
-            counted -= steps // math.lcm(*intervals)
-        return counted + sum(1 for step in also if all(step % interval for interval in intervals))
-
+    evaluations, checkpoints = times(evaluating.steps, evaluating.epochs), times(saving.steps, saving.epochs)
     return Visits(
-        evaluations=due([every], ends),
-        samples=due([evaluating.sample_every], last) if evaluating.sample_tokens else 0,
-        checkpoints=due([save, every] if best else [save], saved),
+        evaluations=evaluations,
+        samples=times(evaluating.sample_every, 0) if evaluating.sample_tokens else 0,
+        checkpoints=max(checkpoints, evaluations) if keeps_best(evaluating, saving) else checkpoints,
     )

@@ -5,7 +5,6 @@ from flatout.config.schema import ModelConfig, OptimConfig, RunConfig, SpeedConf
 from flatout.data.batch import LargestRows
 from flatout.errors import AdapterError, ConfigError
 from flatout.model.adapter_targets import choose, targets_of
-from flatout.model.adapters import weights_of
 from flatout.model.count import (
     FrozenModel,
     LayerRow,
@@ -15,7 +14,6 @@ from flatout.model.count import (
     layer_rows,
     matrix_count,
     parameter_count,
-    whole_count,
 )
 from flatout.model.execution import Form
 from flatout.model.gpt import empty_model
@@ -31,7 +29,7 @@ def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | N
     lora = config.lora
     rank = max(lora.rank, *(rank for _, rank in lora.named_ranks), 0)
     kind = {"dora": lora.dora, "dropout": lora.dropout > 0, "quantized": lora.quantize != "none"}
-    frozen = FrozenModel(rank=rank, also=frozenset(lora.also), **kind)
+    frozen = FrozenModel(rank=rank, **kind)
     row_tokens = config.model.context if config.documents_apart and config.model.attends else None
     return estimate_memory(
         config.model,
@@ -58,28 +56,24 @@ def layers_of(model: ModelConfig, vocab: int, speed: Speed) -> tuple[LayerRow, .
 
 
 def trained_count(config: RunConfig, vocab: int) -> int:
-    """The values that a run trains: all of its model, or its adapters and what is trained whole beside them."""
+    """The values that a run trains: all of its model, or its adapters."""
     if not config.lora.rank:
         return parameter_count(config.model, vocab)
     try:
         plan, model = adapter_plan(config.lora), empty_model(config.model, vocab, device="meta")
         choices = choose(plan, targets_of(model))
-        weights_of(model, plan.also)
     except AdapterError as error:
         raise ConfigError(error.what, error.hint, where=error.setting, setting=error.setting) from error
     adapters = sum(choice.rank * (choice.target.rows + choice.target.inputs) for choice in choices)
     magnitudes = sum(choice.target.rows for choice in choices) if plan.dora else 0
-    return adapters + magnitudes + whole_count(config.model, vocab, plan.also)
+    return adapters + magnitudes
 
 
 def training_flops(config: RunConfig, vocab: int, attended: float | None) -> float:
     """FLOPs of one training token, by what the run trains. `attended` is the length that a token attends to."""
     if not config.lora.rank:
         return flops_per_token(config.model, vocab, attended)
-    also = config.lora.also
-    adapters = trained_count(config, vocab) - whole_count(config.model, vocab, also)
-    head = "head" in also or ("embedding" in also and config.model.tied)
-    return flops_per_token(config.model, vocab, attended, adapters=adapters, head=head)
+    return flops_per_token(config.model, vocab, attended, adapters=trained_count(config, vocab))
 
 
 def checkpoint_size(parameters: int, model: ModelConfig, optim: OptimConfig, speed: Speed | SpeedConfig) -> int:

@@ -121,7 +121,7 @@ def with_tokenizer(asked: LoadedConfig, device: Device) -> LoadedConfig:
     theirs = any(asked.sources[name].by_user for name in (path, "model.vocab"))
     if not chosen or theirs or data.source is None or asked.config.data_kind != "text" or data.format == "tokens":
         return asked
-    if data.folder is not None and has_dataset(Path(data.folder)):  # of a tokenizer that somebody has chosen
+    if data.folder is not None and has_dataset(Path(data.folder)):  # which has its own tokenizer
         return asked
     notice = f"{data.tokenizer}'s vocabulary is large for a CPU: {path}={CPU_TOKENIZER}, learned from the text"
     asked = with_values(asked, {path: CPU_TOKENIZER}, Source("size", device.name))
@@ -201,15 +201,11 @@ def _open_arrays(source: DataSource, settings: LoadedConfig) -> Opened:
     named = next((path for path, value in asked.items() if value is not None and path in wrote), None)
     if named is not None:
         raise ConfigError(f"{named} is set, and train was given data=", f"leave out {named}, or data=")
-    if data.streaming or (data.packing, data.stride, data.documents) != ("concat", None, "joined"):
+    of_text = (data.packing, data.stride, data.documents) != ("concat", None, "joined")
+    if data.streaming or of_text or limits_of(data) is not None:
         raise ConfigError(
-            "arrays that are given to train are joined as they come",
-            "set data.packing=concat, data.stride=null, data.documents=joined and data.streaming=false",
-        )
-    if limits_of(data) is not None:
-        raise ConfigError(
-            "limits on documents, tokens or bytes are for text that is read, and train was given data=",
-            "leave data.max_documents, data.max_tokens and data.max_bytes out, and give fewer arrays",
+            "data= joins arrays as they come: packing, stride, documents, streaming and limits are for text",
+            "leave these settings of data out",
         )
     if config.train.epochs is not None:
         raise ConfigError("train.epochs is set, but how long an epoch of data= is, is not known", "set train.steps")
@@ -222,13 +218,15 @@ def _open_arrays(source: DataSource, settings: LoadedConfig) -> Opened:
 
 def _check_no_epoch_end(config: RunConfig, what: str) -> None:
     asked = {
-        "eval.every": (config.eval.epochs, "set eval.every in steps"),
-        "checkpoint.every": (config.checkpoint.epochs, "set checkpoint.every in steps or minutes"),
-        "optim.warmup": (config.optim.warmup_epochs, "set optim.warmup in steps, or to a share of the run"),
+        "eval.every": config.eval.epochs,
+        "checkpoint.every": config.checkpoint.epochs,
+        "optim.warmup": config.optim.warmup_epochs,
     }
-    for path, (value, hint) in asked.items():
-        if value:
-            raise ConfigError(f"{path} is in epochs, but where an epoch of {what} ends is not known", hint)
+    for path, epochs in asked.items():
+        if epochs:
+            raise ConfigError(
+                f"{path} is in epochs, but where an epoch of {what} ends is not known", f"set {path} in steps"
+            )
 
 
 class Kind(NamedTuple):
@@ -383,8 +381,8 @@ def _asked(
         val_fraction=chat.val_fraction,
         limit=sample_limit(config),
     )
-    said = {"template": notice, "context": cut}
-    notices = tuple(Check("data", name).note(line) for name, line in said.items() if line)
+    found = {"template": notice, "context": cut}
+    notices = tuple(Check("data", name).note(line) for name, line in found.items() if line)
     return base, template, notices, request, samples_folder(config)
 
 

@@ -21,7 +21,7 @@ from flatout.resolve.length import optim_of, pace_of, schedule_of, steps_of
 from flatout.resolve.memory import training_flops
 from flatout.resolve.opening import DataSource, check_shares, vocabulary_of
 from flatout.resolve.plan import Custom, RunPlan
-from flatout.resolve.sizing import settled
+from flatout.resolve.sizing import sized
 from flatout.world import World
 
 
@@ -41,7 +41,7 @@ def resolve(
     asked, device, resumed, custom = source.asked, source.device, source.resumed, custom or Custom()
     with world.fail_together(), world.rank0_first():  # the first one prepares the data, and the others find it
         known = source.known()
-    settings = settled(asked, known, device, world)
+    settings = sized(asked, known, device, world)
     with world.fail_together():
         check_custom(custom, settings.config)
     with world.fail_together(), world.rank0_first():

@@ -36,12 +36,11 @@ from flatout.config.sizes import (
     Shape,
     Sized,
     derive,
-    reckoned,
+    rule_inputs,
     shape_of,
     usual_vocab,
 )
 from flatout.config.source import DEFAULT, Setting, Source
-from flatout.config.yaml_loader import format_value
 from flatout.device import Device
 from flatout.resolve.case import Probes
 from flatout.resolve.memory import memory_of
@@ -87,14 +86,8 @@ def decide(loaded: LoadedConfig, shape: Shape, known: Known, device: Device) -> 
         times = f"{derived.epochs:.1f} epochs"
         repeated = {path: value for path, value in derived.repeated.items() if path not in impossible}
         values |= {path: (value, times) for path, value in repeated.items()}
-        named = ", ".join(
-            f"{path}={format_value(value)}"
-            for path, value in repeated.items()
-            if not _by_user(loaded, path) and value_at(loaded.config, path) != value
-        )
         notices.append(
-            f"the data is read {derived.epochs:.1f} times, more than {FRESH_EPOCHS}: settings are those for repeated "
-            f"data{named and f' ({named})'}"
+            f"the data is read {derived.epochs:.1f} times, more than {FRESH_EPOCHS}: settings for repeated data"
         )
     left = [path for path in TABLES if values.get(path, (0, ""))[0] and not _by_user(loaded, path)]
     if left and is_small(device) and known.vocab > SMALL_VOCAB:
@@ -110,10 +103,11 @@ def is_small(device: Device) -> bool:
 
 def written(loaded: LoadedConfig) -> dict[str, Any]:
     """The user's values that rules depend on, by path."""
-    return reckoned({path: value_at(loaded.config, path) for path, source in loaded.sources.items() if source.by_user})
+    paths = (path for path, source in loaded.sources.items() if source.by_user)
+    return rule_inputs({path: value_at(loaded.config, path) for path in paths})
 
 
-def settled(asked: LoadedConfig, known: Known, device: Device, world: World | None = None) -> LoadedConfig:
+def sized(asked: LoadedConfig, known: Known, device: Device, world: World | None = None) -> LoadedConfig:
     """Settings with what a size or an overlay leaves open until data and device are known, which may be elsewhere.
 
     The first of several processes decides for all.
@@ -135,7 +129,7 @@ def settled(asked: LoadedConfig, known: Known, device: Device, world: World | No
 
 
 def applied(loaded: LoadedConfig, decision: Mapping[str, Any]) -> LoadedConfig:
-    """The config with a decision (as `Decision.as_dict` gives it) applied; its size is settled then."""
+    """The config with a decision (as `Decision.as_dict` gives it) applied, which no longer waits for its size."""
     layer = {path: Setting(value, Source("size", where)) for path, (value, where) in decision["values"].items()}
     loaded = with_layer(loaded, layer, "size")
     return replace(loaded, size=None, notices=(*loaded.notices, *decision["notices"]))
@@ -205,11 +199,11 @@ def fitted_to(loaded: LoadedConfig, name: str) -> LoadedConfig:
     loaded = dataclasses.replace(loaded, hardware=None)
     config, have = loaded.config, int(gigabytes(name) * 1e9)
     if config.fine_tunes:
-        said = (
+        notice = (
             f"hardware {name} changes nothing in fine-tuning, whose model is not known before it is read: `flatout "
             "estimate` says what a step needs, `flatout tune` finds a micro-batch that fits"
         )
-        return dataclasses.replace(loaded, notices=(*loaded.notices, said))
+        return dataclasses.replace(loaded, notices=(*loaded.notices, notice))
     changes: dict[str, Any] = {}
     for changes in _changes(loaded):
         changed = with_values(loaded, changes, Source("hardware", f"hardware {name}"))

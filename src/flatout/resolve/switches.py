@@ -27,7 +27,7 @@ from flatout.model.count import outline
 from flatout.model.layers import Block, mlp_width_of
 from flatout.ops.attention import FA4
 from flatout.records import Feature
-from flatout.resolve.case import NOT_CUDA, Answer, Probes, ShardingChoice, Speed, SwitchContext, no_triton, shape_of
+from flatout.resolve.case import NOT_CUDA, Answer, Probes, Speed, SwitchContext, no_triton, shape_of
 
 
 def attention(case: SwitchContext) -> Answer:
@@ -193,7 +193,7 @@ def _adapters_beyond_kernels(case: SwitchContext) -> str | None:
     beside = sorted({name for block in blocks for name in block.beside})
     if beside:
         return f"under adapters they have no {' and no '.join(beside)}"
-    return adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, whole=bool(lora.also), fp8=())
+    return adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, fp8=())
 
 
 def _wide(case: SwitchContext) -> bool:
@@ -495,38 +495,14 @@ def resolve_speed(
     device: Device,
     corpus_bytes: int | None,
     source: Callable[[str], Source],
-    *,
-    vocab: int | None = None,
-    step_tokens: float | None = None,
-    ranks: int = 1,
-    ranks_here: int = 1,
-    threads_before: int | None = None,
-    sharding: ShardingChoice | None = None,
-    own_model: bool = False,
-    own_optimizer: bool = False,
-    probes: Probes | None = None,
+    **facts: Any,
 ) -> Speed:
     """Decides every switch in the order of the table; `source(path)` returns where a field's value comes from.
 
-    `corpus_bytes` is the size of the tokens, None where they stay on the host. `vocab` is the model's vocabulary,
-    `step_tokens` what the samples of a step hold on average, `ranks` how many processes share a step, of
-    which `ranks_here` are on this host, `sharding` how they share the model. `threads_before` is how many CPU threads a
-    run had that is resumed. `own_model` and `own_optimizer` say that they come from Python.
+    `corpus_bytes` is the size of the tokens, None where they stay on the host; `facts` are further fields of
+    `SwitchContext`.
     """
-    case = SwitchContext(
-        config=config,
-        device=device,
-        corpus_bytes=corpus_bytes,
-        vocab=vocab,
-        step_tokens=step_tokens,
-        ranks=ranks,
-        ranks_here=ranks_here,
-        threads_before=threads_before,
-        sharding=sharding or ShardingChoice(),
-        own_model=own_model,
-        own_optimizer=own_optimizer,
-        probes=probes or Probes(),
-    )
+    case = SwitchContext(config=config, device=device, corpus_bytes=corpus_bytes, **facts)
     features: list[Feature] = []
     for row in ROWS:
         asked = getattr(config.speed, row.name) if row.asked is None else row.asked(case)

@@ -63,15 +63,12 @@ from flatout.rows import (
     Bar,
     BarPanel,
     Block,
-    ChartPanel,
     Heading,
     Picture,
-    Points,
     ResultRow,
     Sentence,
     Sheet,
     Table,
-    human_count,
     human_seconds,
     or_dash,
     shortened,
@@ -130,7 +127,7 @@ def _measured_effect(own: Sequence[float], noise: Noise | None) -> Effect:
 def pooled(differences: Sequence[Sequence[float]]) -> Noise | None:
     """The noise of one difference; None where no field has two pairs."""
     several = [own for own in differences if len(own) > 1]
-    # A field that the run does not use makes no difference at all, and tells nothing of the noise of others.
+    # A field that the run does not use makes no difference at all, and says nothing of the noise of others.
     several = [own for own in several if any(own)] or several
     if not several:
         return None
@@ -242,7 +239,7 @@ class AblateResult(Shown):
 
 
 # Which run of how many, in words, and its evaluations as they come; None when it begins.
-Told = Callable[[int, int, str, EvalRecord | None], None]
+RunProgress = Callable[[int, int, str, EvalRecord | None], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +265,7 @@ def ablate(
     equal: str = BOTH,
     minutes: float | None = None,
     earlier: Sequence[AblateRow] = (),
-    progress: Told = lambda *_: None,
+    progress: RunProgress = lambda *_: None,
 ) -> Generator[AblateRow | AblateResult]:
     """Trains what is missing and yields a row for each new run; the `AblateResult` last."""
     began = time.monotonic()
@@ -282,8 +279,8 @@ def ablate(
             if not (runs.can_be_made(job) and runs.in_time(job)):
                 missing += 1
                 continue
-            told = functools.partial(progress, number, len(jobs), job.words)
-            yield runs.make(job, scratch / str(number), told)
+            report = functools.partial(progress, number, len(jobs), job.words)
+            yield runs.make(job, scratch / str(number), report)
     yield _result(runs, changes, dict(left_out or {}), jobs, missing, time.monotonic() - began)
 
 
@@ -391,16 +388,16 @@ class _Runs:
         known = [row.whole_seconds for row in rows]
         return time.monotonic() + max(known, default=0.0) < self.deadline
 
-    def make(self, job: _Job, folder: Path, told: Callable[[EvalRecord | None], None]) -> AblateRow:
+    def make(self, job: _Job, folder: Path, report: Callable[[EvalRecord | None], None]) -> AblateRow:
         """Trains one run and keeps its row."""
-        told(None)
+        report(None)
         began, change = time.monotonic(), job.change
         loaded = self._config(job)
         if job.equal == SECONDS:
             loaded = with_words(loaded, [f"train.steps={self._steps_in_time(job)}"])
         run = WholeRun()
         for evaluation in run.train(lambda: loaded, folder):
-            told(evaluation)
+            report(evaluation)
         if change is None and run.error is not None:
             raise run.error  # there is nothing to compare with
         row = AblateRow(
@@ -508,8 +505,6 @@ def _effect(
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
-_CURVES = ("blue", "orange", "teal", "purple", "red", "grey")  # of the fields with the largest differences
-
 
 def sheet_of(result: AblateResult) -> Sheet:
     """What each field is worth, at equal tokens and at equal seconds, and how small a difference could be seen."""
@@ -610,14 +605,14 @@ def _notes(result: AblateResult) -> Iterator[str]:
         paths: dict[str, list[str]] = {}
         for path, why in result.left_out.items():
             paths.setdefault(why, []).append(path)
-        told = "; ".join(f"{', '.join(those)} ({why})" for why, those in paths.items())
-        yield f"left out: {told}; --fields names what to change"
+        listed = "; ".join(f"{', '.join(those)} ({why})" for why, those in paths.items())
+        yield f"left out: {listed}; --fields names what to change"
     if result.missing:
         yield f"not run yet: {many(result.missing, 'run')}; the same command goes on with them"
 
 
 def picture_of(result: AblateResult) -> Picture:
-    """The difference that each field makes with its interval, and how it came about.
+    """The difference that each field makes, with its interval.
 
     To the right of the line at 0 the value in the config has the lower loss. Intervals that reach over 0 are pale.
     """
@@ -638,10 +633,7 @@ def picture_of(result: AblateResult) -> Picture:
     title = "loss with the change minus loss as configured (right of 0 the value in the config helps)"
     panel = BarPanel(title=title, bars=bars, limits=_limits(result.effects), at=0.0, at_edge=True)
     lines = [_sentence(result)]
-    return Picture(
-        title=f"What each field of {result.config} is worth", lines=lines, names=names, bars=[panel],
-        charts=list(_charts(result)),
-    )  # fmt: skip
+    return Picture(title=f"What each field of {result.config} is worth", lines=lines, names=names, bars=[panel])
 
 
 def _limits(effects: Sequence[FieldEffect]) -> tuple[float, float]:
@@ -652,32 +644,6 @@ def _limits(effects: Sequence[FieldEffect]) -> tuple[float, float]:
     return -1.08 * most, 1.08 * most
 
 
-def _charts(result: AblateResult) -> Iterator[ChartPanel]:
-    """By field, the mean difference at equal tokens at every evaluation that all its pairs have."""
-    plain = {row.seed: row.curve for row in result.rows if not row.field}
-    curves: list[Points] = []
-    largest = sorted(_ordered(result, TOKENS), key=lambda one: -abs(one.difference or 0.0))[: len(_CURVES)]
-    for one, colour in zip(largest, _CURVES, strict=False):
-        points: dict[int, list[float]] = {}
-        own = [row for row in result.rows if _name(row) == _name(one) and row.equal == TOKENS]
-        for row in own:
-            before = {tokens: loss for tokens, _, loss in plain.get(row.seed, ())}
-            for tokens, _, loss in row.curve:
-                if tokens in before:
-                    points.setdefault(tokens, []).append(loss - before[tokens])
-        whole = [(tokens, statistics.fmean(at)) for tokens, at in sorted(points.items()) if len(at) == len(own)]
-        if len(whole) > 1:
-            curves.append(Points(points=whole, look="points", colour=colour, name=shortened(_name(one), 36)))
-    if not curves:
-        return
-    # The first evaluations differ most and matter least: the last half decides the height of the panel.
-    late = [0.0, *(loss for curve in curves for _, loss in curve.points[len(curve.points) // 2 :])]
-    room = 0.25 * (max(late) - min(late)) or 1e-3
-    limits = (min(late) - room, max(late) + room)
-    title = "difference over the run, at equal tokens"
-    yield ChartPanel(title=title, curves=curves, x="tokens", limits=limits, at=0.0, form=human_count, wide=True)
-
-
 def _name(one: FieldEffect | AblateRow) -> str:
     return f"{one.field} {one.configured} \u2192 {one.changed}"
 
@@ -686,6 +652,6 @@ def run_line(row: AblateRow, number: int, total: int) -> str:
     """One finished run in one line."""
     name = f"{row.field}={row.changed}" if row.field else "as configured"
     at = ", equal seconds" if row.equal == SECONDS else ""
-    told = f"loss {row.loss:.4f}" if row.loss is not None else f"{row.status}: {row.reason}"
+    outcome = f"loss {row.loss:.4f}" if row.loss is not None else f"{row.status}: {row.reason}"
     steps = f"after {many(row.steps, 'step')}, {human_seconds(row.whole_seconds)}"
-    return f"[{number}/{total}] {name}, seed {row.seed}{at}: {told} {steps}"
+    return f"[{number}/{total}] {name}, seed {row.seed}{at}: {outcome} {steps}"

@@ -376,7 +376,6 @@ def _communication_bound(measured: Measurements) -> _Verdict:
     rows = [
         (slow, "", f"look at {measured.slowest}: the others wait for it, however fast the links are"),
         (wide, "parallel.reduce=bf16", "sends half the bytes, and rounds their sum"),
-        (True, "", "`flatout doctor` in the same ranks measures the links and names what slows them down"),
         (
             True,
             "",

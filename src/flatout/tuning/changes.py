@@ -5,7 +5,6 @@ A search space, from YAML or Python:
     optim.learning_rate: {log: [1e-4, 1e-2]}      # a number, evenly over its logarithm
     optim.weight_decay: {range: [0.0, 0.3]}       # a number, evenly; whole where the field takes whole numbers
     model.layers: {range: [2, 6]}
-    optim.warmup: {steps: [0, 200, 50]}           # from, to, by
     optim.schedule: {choices: [cosine, wsd]}
 
 It is as strict as the config loader, with file and line in every complaint. Every end of a range and every choice is
@@ -26,7 +25,6 @@ No torch here.
 
 import dataclasses
 import difflib
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +44,7 @@ from flatout.errors import ConfigError, many
 from flatout.records import TuneRow
 from flatout.tuning.search import Candidate
 
-FORMS = {"log": "[low, high]", "range": "[low, high]", "steps": "[low, high, step]", "choices": "[one, other, ...]"}
+FORMS = {"log": "[low, high]", "range": "[low, high]", "choices": "[one, other, ...]"}
 MOST_FIELDS, MOST_CHOICES = 30, 100
 
 _REFUSED = {
@@ -72,7 +70,7 @@ _MAY_BE_SEARCHED = ("chat.batch_samples",)  # of a section that is refused other
 
 @dataclasses.dataclass(frozen=True)
 class Dimension:
-    """One field and its values. `form` is log, range, steps or choices; `whole`: only whole numbers are meant."""
+    """One field and its values. `form` is log, range or choices; `whole`: only whole numbers are meant."""
 
     path: str
     form: str
@@ -171,15 +169,13 @@ def _dimension(path: str, node: Node, where: str) -> Dimension:
     if form == "choices":
         return Dimension(path, form, _choices(path, items, annotation, where), False, where)
     values = [with_whole_numbers(annotation, item.value) for item in items]
-    low, high = _ends(path, form, values, where)
+    low, _ = _ends(path, form, values, where)
     kinds, all_whole = kinds_of(annotation), all(isinstance(value, int) for value in values)
     whole = int in kinds and (all_whole or float not in kinds)
     if whole and not all_whole:
         _fail(where, f"{path} takes whole numbers only", f"write for example {{{form}: [1, 8]}}")
     if form == "log" and low <= 0:
         _fail(where, f"{path}: a logarithmic range begins above 0, not at {format_value(low)}", "raise its low end")
-    if form == "steps" and (values[2] <= 0 or values[2] > high - low):
-        _fail(where, f"{path}: the step {format_value(values[2])} does not fit between the ends", "take a smaller step")
     return Dimension(path, form, tuple(values if whole else map(float, values)), whole, where)
 
 
@@ -189,7 +185,7 @@ def reason_against(path: str) -> str | None:
 
 
 def _form(path: str, node: Node, where: str) -> tuple[str, list[Node]]:
-    example = f"write `{path}: {{log: [1e-4, 1e-2]}}`, or with range, steps or choices"
+    example = f"write `{path}: {{log: [1e-4, 1e-2]}}`, or with range or choices"
     if not isinstance(node.value, dict) or len(node.value) != 1:
         _fail(where, f"{path} is {shorten(node.plain)}, not one form of values", example)
     form, inner = next(iter(node.value.items()))
@@ -202,9 +198,8 @@ def _form(path: str, node: Node, where: str) -> tuple[str, list[Node]]:
 
 
 def _ends(path: str, form: str, values: list[Any], where: str) -> tuple[float, float]:
-    wanted = 3 if form == "steps" else 2
-    if len(values) != wanted:
-        _fail(where, f"{path}: {form} takes {wanted} numbers {FORMS[form]}, not {len(values)}", "give exactly these")
+    if len(values) != 2:
+        _fail(where, f"{path}: {form} takes two numbers {FORMS[form]}, not {len(values)}", "give exactly these")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             _fail(where, f"{path}: {shorten(value)} is not a number", f"{form} takes numbers; for words use choices")
@@ -385,7 +380,6 @@ def _default(path: str, loaded: LoadedConfig) -> Any:
 # rule.
 TUNED = ("micro_batch", "accumulation", "checkpointing", "loss", "loss_chunk", "kernels", "compile")
 TUNED += ("optimizer_offload", "threads")
-_CHECKSUM = " Checksum of the rest: "
 
 
 def written_paths(loaded: LoadedConfig) -> dict[str, Source]:
@@ -422,7 +416,7 @@ def words_of(found: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def fragment_of(loaded: LoadedConfig, settings: dict[str, Any], row: TuneRow, device: str, capacity: int | None) -> str:
-    """The YAML of a config file that is the given config with the tuned switches."""
+    """The YAML of a config file that is the config with the tuned switches."""
     of = "" if capacity is None else f" of {capacity / 2**30:.1f}"
     peak = "" if row.peak_bytes is None else f", at most {row.peak_bytes / 2**30:.2f}{of} GiB"
     batch = f"{row.micro_batch} x {row.accumulation} sequences"
@@ -434,7 +428,7 @@ def fragment_of(loaded: LoadedConfig, settings: dict[str, Any], row: TuneRow, de
 
 
 def config_text(loaded: LoadedConfig, found: Mapping[str, Any], first: str, comments: Sequence[str] = ()) -> str:
-    """The YAML of a config file that is the given config with the values of `found`, by dotted path.
+    """The YAML of a config file that is the config with the values of `found`, by dotted path.
 
     `first` is the rest of the first line, after its opening words: what was found, and where.
     """
@@ -458,16 +452,4 @@ def config_text(loaded: LoadedConfig, found: Mapping[str, Any], first: str, comm
     for section, fields in sections.items():
         lines += ["", f"{section}:", *(f"  {name}: {format_value(value)}" for name, value in fields.items())]
     body = "\n".join(lines) + "\n"
-    return f"{' '.join(f'{TUNED_FILE}{first}'.split())}{_CHECKSUM}{_checksum(body)}\n{body}"
-
-
-def is_unchanged(text: str) -> bool | None:
-    """Whether the text of a file is as `config_text` made it; None for a file that is not from here at all."""
-    first, _, body = text.partition("\n")
-    if not first.startswith(TUNED_FILE):
-        return None
-    return first.rstrip().endswith(f"{_CHECKSUM}{_checksum(body)}")
-
-
-def _checksum(body: str) -> str:
-    return hashlib.sha256(body.encode("utf-8", "replace")).hexdigest()[:16]
+    return f"{' '.join(f'{TUNED_FILE}{first}'.split())}\n{body}"

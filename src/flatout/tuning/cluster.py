@@ -1,4 +1,4 @@
-"""Cards in hosts: links, collectives, a step over ranks, interruptions, models of Llama's sizes. No torch at import.
+"""Cards in hosts: links, collectives, a step over ranks, models of Llama's sizes. No torch at import.
 
 Idea: a collective is a ring, as NCCL plans it. Inside a host every GPU passes on all that it receives; between hosts
 the GPUs of a host share what crosses. So the bandwidth between hosts counts once for each GPU that takes part:
@@ -14,16 +14,11 @@ What overlaps:
   links of their own.
 Hidden communication counts as free. In truth its kernels take some of the card's processors and memory bandwidth.
 
-Interruptions come at random, at a rate that grows with the number of GPUs. Each costs a restart and the steps since the
-last save. In data parallel one rank copies the state to its host and training goes on while it is written; the next
-save waits for that. Slices are written by all ranks of one copy of the model while training stands still.
-
 Contract: every figure has its source beside it. Bandwidths are those that collectives reach, not those of a data sheet,
 in bytes per second, for each GPU and each direction.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -41,7 +36,7 @@ HOP_INSIDE, HOP_ACROSS = 3.4e-6, 9.6e-6
 REACHED = 0.8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Card:
     """A GPU and the hosts it usually comes in."""
 
@@ -50,10 +45,7 @@ class Card:
     bandwidth: float  # of its own memory, by the data sheet
     capability: tuple[int, int]
     inside: float  # between GPUs of a host
-    inside_source: str
     across: float  # between hosts
-    across_source: str
-    to_host: float  # from the GPU into pinned memory of its host
     mfu: float | None = None  # of the peak rate, in training without recomputation; None where it was not measured
     mfu_source: str = ""
 
@@ -72,85 +64,25 @@ class Card:
         )
 
 
-_RING_H200 = "all-gather on 8 H200, 361 GB/s (stas00/ml-engineering, network/README.md)"
-_400 = "80% of 400 Gb/s for each GPU"
+_TITAN_A100 = "torchtitan, Llama 3 8B on 64 A100 (lab/plan_rows.jsonl)"
+_TITAN_H100 = "torchtitan, Llama 3.1 8B compiled on H100 held to 500 W (lab/plan_rows.jsonl)"
 _OURS = "GPT of 124M to 1.3B on one H200 reach 0.50 to 0.60 (lab/throughput.jsonl)"
-_PCIE4 = "80% of PCIe 4.0 x16, 31.5 GB/s"
-_SHARED = "80% of 100 Gb/s for a host of 8"
 
+# Inside a host: A100 by NCCL's own limit for Ampere (NVIDIA/nccl, src/graph/tuning.cc); Hopper and Blackwell by
+# collectives on 8 cards (stas00/ml-engineering, network/README.md): all-gather on H200, all-reduce on B200; L40S by
+# PCIe 4.0 x16; RTX 4090 by half of it, since all passes through the host's memory.
+# Between hosts: 200 Gb/s for each A100, 400 Gb/s for each H100, H200 and B200, 100 Gb/s for a host of 8 others.
 CARDS = {
     "a100": Card(
-        name="NVIDIA A100-SXM4-80GB",
-        memory=79.15,
-        bandwidth=2.039e12,
-        capability=(8, 0),
-        inside=235 * GB,
-        inside_source="NCCL's own limit for Ampere, 235 GB/s (NVIDIA/nccl, src/graph/tuning.cc)",
-        across=REACHED * 25 * GB,
-        across_source="80% of 200 Gb/s for each GPU",
-        to_host=25 * GB,
-        mfu=0.55,
-        mfu_source="torchtitan, Llama 3 8B on 64 A100 (lab/plan_rows.jsonl)",
+        "NVIDIA A100-SXM4-80GB", 79.15, 2.039e12, (8, 0), 235 * GB, REACHED * 25 * GB, mfu=0.55, mfu_source=_TITAN_A100
     ),
     "h100": Card(
-        name="NVIDIA H100 80GB HBM3",
-        memory=79.1,
-        bandwidth=3.35e12,
-        capability=(9, 0),
-        inside=361 * GB,
-        inside_source=_RING_H200,
-        across=REACHED * 50 * GB,
-        across_source=_400,
-        to_host=55 * GB,
-        mfu=0.39,
-        mfu_source="torchtitan, Llama 3.1 8B compiled on H100 held to 500 W (lab/plan_rows.jsonl)",
+        "NVIDIA H100 80GB HBM3", 79.1, 3.35e12, (9, 0), 361 * GB, REACHED * 50 * GB, mfu=0.39, mfu_source=_TITAN_H100
     ),
-    "h200": Card(
-        name="NVIDIA H200",
-        memory=139.8,
-        bandwidth=4.8e12,
-        capability=(9, 0),
-        inside=361 * GB,
-        inside_source=_RING_H200,
-        across=REACHED * 50 * GB,
-        across_source=_400,
-        to_host=55 * GB,
-        mfu=0.50,
-        mfu_source=_OURS,
-    ),
-    "b200": Card(
-        name="NVIDIA B200",
-        memory=178.0,
-        bandwidth=8.0e12,
-        capability=(10, 0),
-        inside=682 * GB,
-        inside_source="all-reduce by a ring on 8 B200, 682 GB/s (stas00/ml-engineering, network/README.md)",
-        across=REACHED * 50 * GB,
-        across_source=_400,
-        to_host=55 * GB,
-    ),
-    "l40s": Card(
-        name="NVIDIA L40S",
-        memory=44.5,
-        bandwidth=0.864e12,
-        capability=(8, 9),
-        inside=REACHED * 31.5 * GB,
-        inside_source=_PCIE4,
-        across=REACHED * 12.5 / 8 * GB,
-        across_source=_SHARED,
-        to_host=25 * GB,
-    ),
-    "4090": Card(
-        name="NVIDIA GeForce RTX 4090",
-        memory=23.6,
-        bandwidth=1.008e12,
-        capability=(8, 9),
-        inside=REACHED * 31.5 / 2 * GB,
-        inside_source="80% of half of PCIe 4.0 x16: without peer access all passes through the host's memory",
-        across=REACHED * 12.5 / 8 * GB,
-        across_source=_SHARED,
-        to_host=25 * GB,
-    ),
+    "h200": Card("NVIDIA H200", 139.8, 4.8e12, (9, 0), 361 * GB, REACHED * 50 * GB, mfu=0.50, mfu_source=_OURS),
+    "b200": Card("NVIDIA B200", 178.0, 8.0e12, (10, 0), 682 * GB, REACHED * 50 * GB),
+    "l40s": Card("NVIDIA L40S", 44.5, 0.864e12, (8, 9), REACHED * 31.5 * GB, REACHED * 12.5 / 8 * GB),
+    "4090": Card("NVIDIA GeForce RTX 4090", 23.6, 1.008e12, (8, 9), REACHED * 31.5 / 2 * GB, REACHED * 12.5 / 8 * GB),
 }
 
 
@@ -175,7 +107,7 @@ def card_here() -> tuple[str, Card] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts with equal cards. `inside` and `across` are a card's own unless given."""
+    """Hosts with equal cards. `inside` and `across` are a card's own by default."""
 
     card: Card
     per_host: int
@@ -188,19 +120,16 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """What a collective costs one rank: seconds, bytes sent, and its share of what crosses between hosts."""
+    """What a collective costs one rank: seconds, and bytes sent."""
 
     seconds: float = 0.0
     sent: float = 0.0
-    crossed: float = 0.0
 
     def __mul__(self, times: float) -> "Transfer":
-        return Transfer(seconds=times * self.seconds, sent=times * self.sent, crossed=times * self.crossed)
+        return Transfer(seconds=times * self.seconds, sent=times * self.sent)
 
     def __add__(self, other: "Transfer") -> "Transfer":
-        return Transfer(
-            seconds=self.seconds + other.seconds, sent=self.sent + other.sent, crossed=self.crossed + other.crossed
-        )
+        return Transfer(seconds=self.seconds + other.seconds, sent=self.sent + other.sent)
 
 
 def ring(cluster: Cluster, size: float, local: int, hosts: int) -> Transfer:
@@ -215,7 +144,7 @@ def ring(cluster: Cluster, size: float, local: int, hosts: int) -> Transfer:
     sent, crossed = size * (ranks - 1) / ranks, size * (hosts - 1) / hosts / local
     inside = sent / cluster.inside if local > 1 else 0.0
     hops = (ranks - hosts) * HOP_INSIDE + (hosts - 1) * HOP_ACROSS
-    return Transfer(seconds=max(inside, crossed / cluster.across) + hops, sent=sent, crossed=crossed)
+    return Transfer(seconds=max(inside, crossed / cluster.across) + hops, sent=sent)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,7 +199,6 @@ class StepTime:
     communication: float
     exposed: float
     sent: float  # bytes by each rank
-    crossed: float  # its share of the bytes between hosts
 
     @property
     def seconds(self) -> float:
@@ -291,7 +219,6 @@ def step_time(work: Work, cluster: Cluster, layout: Layout, *, micro_batches: in
         communication=total.seconds,
         exposed=exposed,
         sent=total.sent,
-        crossed=total.crossed,
     )
 
 
@@ -359,72 +286,7 @@ def _sharded(work: Work, cluster: Cluster, layout: Layout, block: _Block, micro_
     return total, micro_batches * (first + late) + after
 
 
-# --- interruptions, and models of Llama's sizes ----------------------------------------------------------------------
-
-# Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv 2407.21783, section 3.3.4).
-FAILURE_HOURS = 54 * 24 * 16_384 / 419
-FAILURE_SOURCE = "Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv 2407.21783)"
-INTERVALS = (60, 300, 1800, 7200)  # seconds
-SHORTEST = 60.0  # seconds between saves: below, evaluation and deletion of older checkpoints are in the way
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Goodput:
-    """Checkpoint and interruptions of one form and number of GPUs. Shares are of the time that steps themselves take.
-
-    `pause_seconds` is how long training stands still for a save, `write_seconds` until it is on the disk.
-    """
-
-    form: str
-    checkpoint_bytes: int
-    pause_seconds: float
-    write_seconds: float
-    restart_seconds: float
-    interruptions_per_day: float
-    best_interval: float
-    best: float
-    by_interval: dict[int, float]
-
-
-def goodput(interval: float, *, save: float, restart: float, between: float) -> float:
-    """The share of time that goes into steps which are kept, with interruptions every `between` seconds on average.
-
-    Exact for interruptions that come independently of each other: an interval and its save begin again until they pass
-    without one (Daly, "A higher order estimate of the optimum checkpoint interval", 2006).
-    """
-    tried = (interval + save) / between
-    return 0.0 if tried > 700 else interval / ((between + restart) * math.expm1(tried))
-
-
-def plan_saves(
-    checkpoint: int,
-    layout: Layout,
-    *,
-    to_host: float,
-    disk: float,
-    restart: float,
-    failure_hours: float,
-) -> Goodput:
-    """Saves of `checkpoint` bytes by the first copy of the model; rates in bytes per second, `disk` for each host."""
-    write = checkpoint / layout.hosts / disk
-    pause = write if layout.shards > 1 else checkpoint / to_host
-    gpus = layout.shards * layout.replicas
-    between = failure_hours * 3600 / gpus
-    # After a restart every host reads all of it, to check the hashes.
-    costs = {"save": pause, "restart": restart + checkpoint / disk, "between": between}
-    best = max(SHORTEST, write, math.sqrt(2 * pause * between))  # Young's first-order optimum
-    return Goodput(
-        form=layout.form,
-        checkpoint_bytes=checkpoint,
-        pause_seconds=pause,
-        write_seconds=write,
-        restart_seconds=costs["restart"],
-        interruptions_per_day=86_400 / between,
-        best_interval=best,
-        best=goodput(best, **costs),
-        by_interval={interval: goodput(interval, **costs) for interval in INTERVALS if interval >= write},
-    )
-
+# --- models of Llama's sizes ------------------------------------------------------------------------------------------
 
 _LLAMA = "family=gpt norm=rmsnorm positions=rope pattern=A dropout=0 mlp=swiglu tied=false qk_norm=false"
 _LLAMA2 = f"{_LLAMA} kv_heads=null vocab=32000 context=4096"
@@ -442,5 +304,5 @@ def llama_words(size: str, written: Sequence[str], *, batch: bool) -> list[str]:
     """The settings of a Llama that the user has not written, `batch` with its usual tokens per step."""
     words = [f"model.{setting}" for setting in LLAMAS[size].split()]
     words += [f"train.batch_tokens={STEP_TOKENS}", "speed.micro_batch=null"] if batch else []
-    given = {word.partition("=")[0] for word in written}
-    return [word for word in words if word.partition("=")[0] not in given]
+    named = {word.partition("=")[0] for word in written}
+    return [word for word in words if word.partition("=")[0] not in named]

@@ -1,24 +1,26 @@
-"""How long, how much, how dear: what a run will be like, from a short timed piece of that very run.
+"""Time, memory and cost of a run, from a short timed piece of that very run.
 
-Idea: a constant knows nothing of this machine, this model and what else is going on here. So some real steps are timed
-by the protocol of `measure.py`, an evaluation, a sample and a checkpoint once each, and the config says how often
-each of them will come.
+Idea: some real steps are timed by the protocol of `measure.py`, an evaluation, a sample and a checkpoint once each, and
+the config says how often each of them will come.
 
 Contract:
 - Every figure says how it came about: `counted` (exact, from the config and the data), `measured` here, `projected`
-  (something measured, times how often), `estimated` by a formula without measuring, or `not told`. No figure is made
+  (something measured, times how often), `estimated` by a formula without measuring, or `unknown`. No figure is made
   up: without a probe there is no time.
 - Nothing is left behind: the model is the probe's own, data is read or made in a temporary folder, the checkpoint goes
   to a temporary folder on the disk of the run, random states and torch's switches are borrowed.
-- A run that does not fit is an answer: the result holds the sentence in `problem`, and the table says what would fit.
+- A run that does not fit is an answer: the result holds the sentence in `problem`, and a way out.
 Trap: the sum is that of a run that goes through. Early stopping ends sooner, and a checkpoint at every evaluation is
-assumed where the best one is kept, because in a healthy run nearly every evaluation is the best so far.
-
-It lives beside `measure.py` and not in `diagnose`, whose modules may not import their siblings'.
+assumed where the best one is kept.
+Trap: the mean of the steps adds up to a run's time, not their median. It needs some seconds of steps.
 """
 
+import contextlib
 import dataclasses
 import mmap
+import shutil
+import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,15 +31,20 @@ import torch
 import flatout
 from flatout.config.load import LoadedConfig
 from flatout.config.sections import keeps_best
+from flatout.engine.evaluate import evaluate
+from flatout.engine.run import Run
+from flatout.engine.saver import Saver
+from flatout.engine.state import Progress, capture
 from flatout.errors import ConfigError, DataError, ResourceError, many
+from flatout.files import disk_errors
+from flatout.generation import generate_tokens
 from flatout.model.count import LayerRow, parameter_count, table_count
 from flatout.resolve.checks import check_memory
-from flatout.resolve.fit_check import memory_on
+from flatout.resolve.fit_check import out_of_memory
 from flatout.resolve.length import Visits, visits_of
-from flatout.resolve.memory import checkpoint_size, layers_of, memory_of, trained_count
+from flatout.resolve.memory import checkpoint_size, layers_of, trained_count
 from flatout.resolve.plan import RunPlan
 from flatout.resolve.resolve import planned
-from flatout.resolve.switches import Speed
 from flatout.rows import (
     OWN,
     Block,
@@ -52,13 +59,53 @@ from flatout.rows import (
     or_dash,
 )
 from flatout.shown import Shown
-from flatout.tuning.estimate_probe import Figure, Timed, time_run
-from flatout.tuning.measure import machine_of
+from flatout.tuning.measure import (
+    WARMUP,
+    Steps,
+    borrowed_run,
+    free_memory,
+    machine_of,
+    of_steps,
+    summary_of,
+    with_sequences,
+)
 from flatout.tuning.practice_data import PracticeSamples, is_made_up, practice_config, practice_samples, scratch_folder
 
 SECONDS = 15.0  # of timed steps; what else is timed comes on top
 _UNTIMED = "it needs timed steps, and there were none"
 _MOMENTS = "fp32 weights and two moments"
+FEWEST, MOST = 8, 400  # timed steps
+SHARE = 0.25  # of the time for steps; an evaluation and a sample may take so much each
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A number and how it came about; None where it is not known, and `note` says why."""
+
+    value: float | None
+    how: str  # counted, measured, projected, estimated or unknown
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What the probe found. `first` is what the first step took beyond a later one, `evaluation_once` the same of the
+    first evaluation."""
+
+    steps: int
+    setup: float
+    first: float
+    step: float
+    note: str
+    tokens_per_second: float
+    spread: float
+    mfu: float | None
+    evaluation: Figure
+    evaluation_once: float
+    sample: Figure
+    checkpoint: Figure
+    checkpoint_bytes: int | None
+    peak_bytes: int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,18 +117,6 @@ class TimePart:
     each: Figure
     once: float
     seconds: Figure
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-    """Memory of a step in another micro-batch or context, by estimate; `fits` is None where the memory is not known."""
-
-    micro_batch: int
-    context: int
-    bytes: int
-    fits: bool | None
-    own: bool
-    tokens_per_second: float | None  # measured, of the config's own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,8 +149,6 @@ class EstimateResult(Shown):
     mfu: Figure
     seconds: Figure
     parts: tuple[TimePart, ...]
-    watts: Figure
-    kilowatt_hours: Figure
     price: float | None
     cost: Figure
     peak_estimate: Figure
@@ -125,7 +158,6 @@ class EstimateResult(Shown):
     disk_bytes: Figure
     memory_parts: dict[str, int]  # of `peak_estimate`; `later` is to be taken off
     layers: tuple[LayerRow, ...]
-    table: tuple[Cell, ...]
     notes: tuple[str, ...]
     probe_seconds: float
 
@@ -239,10 +271,10 @@ class _Look:
             accumulation=speed.accumulation,
             context=plan.model.context,
             tokens=Figure(tokens, "counted"),
-            epochs=_told(
+            epochs=_known(
                 epochs, "counted", why="the data is not prepared" if self.made_up else "a stream is not counted"
             ),
-            tokens_per_parameter=_told(
+            tokens_per_parameter=_known(
                 None if self.practice is not None else tokens / self.parameters,
                 "counted",
                 why=f"the model has learned before; {self._trained_words()}",
@@ -254,11 +286,10 @@ class _Look:
             device_bytes=speed.device.memory_bytes,
             memory_parts={"process": self.base} | dataclasses.asdict(plan.memory),
             layers=layers_of(plan.model, self.vocab, speed) if self.practice is None else (),
-            table=self._table(timed),
             notes=tuple(self._notes(timed)),
             probe_seconds=time.monotonic() - self.began,
             **_rates(timed),
-            **_costs(parts, timed, price),
+            **_costs(parts, price),
             **self._disk(timed, visits),
         )
 
@@ -301,43 +332,6 @@ class _Look:
     def _trained_words(self) -> str:
         return "" if self.practice is None else f"{self.trained:,} values are trained"
 
-    def _memory(self, context: int, speed: Speed) -> int:
-        """What a step would need with another context and micro-batch."""
-        config = self.plan.settings.config
-        if self.practice is not None:
-            return self.base + memory_on(self.plan.data, config, self.vocab, speed).total
-        config = config.model_copy(update={"model": config.model.model_copy(update={"context": context})})
-        return self.base + memory_of(config, self.vocab, speed).total
-
-    def _table(self, timed: Timed | None) -> tuple[Cell, ...]:
-        """Every power of two around the config's own micro-batch and context; of samples, which have their own lengths,
-        around the micro-batch alone.
-
-        On a CPU the process itself is most of it, so what was measured beyond the formula is added to every cell.
-        """
-        own, device = (self.speed.micro_batch, self.plan.model.context), self.speed.device
-        beyond = 0
-        if timed is not None and timed.peak_bytes is not None and device.kind == "cpu":
-            beyond = max(0, timed.peak_bytes - self.base - self.plan.memory.total)
-        rate = None if timed is None else timed.tokens_per_second
-        cells = []
-        contexts = {max(16, own[1] * 2**power // 4) for power in range(5)} if self.practice is None else set()
-        for context in sorted(contexts | {own[1]}):
-            for size in sorted({max(1, own[0] * 2**power // 4) for power in range(5)} | {own[0]}):
-                need = beyond + self._memory(context, dataclasses.replace(self.speed, micro_batch=size))
-                here = device.memory_bytes
-                cells.append(
-                    Cell(
-                        micro_batch=size,
-                        context=context,
-                        bytes=need,
-                        fits=None if here is None else need <= here,
-                        own=(size, context) == own,
-                        tokens_per_second=rate if (size, context) == own else None,
-                    )
-                )
-        return tuple(cells)
-
     def _notes(self, timed: Timed | None) -> Iterator[str]:
         yield from self.said
         if self.made_up:
@@ -352,42 +346,36 @@ class _Look:
             yield "the best checkpoint is kept: one at every evaluation is assumed"
 
 
-def _told(value: float | None, how: str, note: str = "", *, why: str) -> Figure:
+def _known(value: float | None, how: str, note: str = "", *, why: str) -> Figure:
     """A figure, or `why` there is none."""
-    return Figure(None, "not told", why) if value is None else Figure(value, how, note)
+    return Figure(None, "unknown", why) if value is None else Figure(value, how, note)
 
 
 def _rates(timed: Timed | None) -> dict[str, Figure]:
     """What the timed steps were like."""
     names = ("tokens_per_second", "step_seconds", "peak_measured")
     if timed is None:
-        return dict.fromkeys(names, Figure(None, "not told", _UNTIMED)) | {
-            "mfu": Figure(None, "not told", "no timed steps")
+        return dict.fromkeys(names, Figure(None, "unknown", _UNTIMED)) | {
+            "mfu": Figure(None, "unknown", "no timed steps")
         }
     return {
         "tokens_per_second": Figure(timed.tokens_per_second, "measured", timed.note),
         "step_seconds": Figure(timed.step, "measured", timed.note),
-        "peak_measured": _told(timed.peak_bytes, "measured", why="Windows does not tell it"),
-        "mfu": _told(timed.mfu, "measured", why="the peak rate of this device is not known"),
+        "peak_measured": _known(timed.peak_bytes, "measured", why="Windows does not report it"),
+        "mfu": _known(timed.mfu, "measured", why="the peak rate of this device is not known"),
     }
 
 
-def _costs(parts: Sequence[TimePart], timed: Timed | None, price: float | None) -> dict[str, Figure]:
-    """Time, energy and money of the whole run; a part without a figure is named."""
+def _costs(parts: Sequence[TimePart], price: float | None) -> dict[str, Figure]:
+    """Time and money of the whole run; a part without a figure is named."""
     total = sum(part.seconds.value or 0.0 for part in parts) if parts else None
     missing = ", ".join(part.name for part in parts if part.seconds.value is None) if parts else _UNTIMED
-    without = f"without {missing}, which could not be told" if missing else ""
-    no_watts = "no driver of an NVIDIA card tells the power" if timed is not None else missing
-    power = None if timed is None else timed.watts
-    watts = _told(power, "measured", "mean of the timed steps, of the card alone", why=no_watts)
-    energy = None if total is None or power is None else power * total / 3.6e6
+    without = f"without {missing}, which is unknown" if missing else ""
     money = None if total is None or price is None else price * total / 3600
     no_money = "give a price per hour with --price" if price is None else missing
     return {
-        "seconds": _told(total, "projected", without, why=missing),
-        "watts": watts,
-        "kilowatt_hours": _told(energy, "projected", "of the card alone", why=watts.note),
-        "cost": _told(money, "projected", without, why=no_money),
+        "seconds": _known(total, "projected", without, why=missing),
+        "cost": _known(money, "projected", without, why=no_money),
     }
 
 
@@ -398,6 +386,208 @@ def _resident_bytes() -> int:
     except (OSError, ValueError, IndexError):  # only Linux has it
         return 0
     return pages * mmap.PAGESIZE
+
+
+# --- the timed piece of the run ---------------------------------------------------------------------------------------
+
+
+def time_run(
+    loaded: LoadedConfig,
+    *,
+    validation_tokens: int | None,
+    seconds: float,
+    notice: Callable[[str], None],
+    practice: PracticeSamples | None = None,
+) -> Timed:
+    """Builds the run of a config, whose data is here, and times its parts; `seconds` are for the steps.
+
+    `validation_tokens` is how many an evaluation will have, None where that is not known. `practice` are the samples of
+    a run that is fine-tuned.
+    """
+    notice("building the model")
+    free_memory()  # of whatever was here before: that is not this run's time
+    began = time.perf_counter()
+    with borrowed_run(loaded) as run:
+        built = time.perf_counter() - began
+        device = run.speed.device.torch_device
+        notice("timing training steps")
+        longer = run.replanned(steps=max(run.steps, 4 * MOST))
+        if practice is None:
+            found = _time_steps(longer, seconds)
+        else:
+            found = _time_sample_steps(longer, practice, seconds, run.steps)
+        notice("timing an evaluation")
+        evaluation, once = _time_evaluation(run, validation_tokens, SHARE * seconds)
+        notice("timing a sample")
+        sample = _time_sample(run, SHARE * seconds)
+        peak = run.peak_memory_bytes()
+        notice("timing a checkpoint")
+        checkpoint, size = _time_checkpoint(run)
+        if device.type == "cpu":  # what is written passes through the host's memory, which is the device's here
+            peak = run.peak_memory_bytes()
+        return Timed(
+            steps=run.steps,
+            setup=built,
+            evaluation=evaluation,
+            evaluation_once=once,
+            sample=sample,
+            checkpoint=checkpoint,
+            checkpoint_bytes=size,
+            peak_bytes=peak,
+            **found,
+        )
+
+
+def _time_steps(run: Run, seconds: float) -> dict[str, Any]:
+    """Whole steps where there is time for some, else shorter ones, from which a whole one follows."""
+    size, count = run.step.micro_batch, run.speed.accumulation
+    few = min(count, 2)
+    # Two micro-batches make the moments, compile, and record graphs; how long they take says what there is time for.
+    with Steps(with_sequences(run, few * size)) as steps:
+        first = steps.take(1)[0].seconds
+        short = min(report.seconds for report in steps.take(WARMUP - 1))
+    if count == few or FEWEST * short * count / few <= seconds:
+        with Steps(run) as steps:
+            untimed = steps.take(2)
+            wanted = int(seconds / max(untimed[-1].seconds, 1e-6))
+            timed = steps.take(max(FEWEST, min(MOST, wanted)))
+        found = summary_of(run, untimed, timed)
+        step, spread, note = found.mean_milliseconds / 1000, found.spread, f"mean of {len(timed)} steps"
+    else:
+        step, spread, note = _put_together(run, short, seconds)
+    return _step_figures(run, step, run.plan.train.batch_tokens / step, spread, note, first - short)
+
+
+def _time_sample_steps(run: Run, practice: PracticeSamples, seconds: float, length: int) -> dict[str, Any]:
+    """Whole steps, the fullest ones first, for the peak. The others differ, so the rate is over all their tokens.
+
+    They are of the whole run, `length` steps. Each is taken once before it is timed: the first step of a shape
+    compiles, or records a graph, which is start-up.
+    """
+    fullest = tuple(practice.largest(run.speed))
+    with Steps(of_steps(run, fullest)) as steps:
+        first = steps.take(1)[0].seconds
+        short = min(report.seconds for report in steps.take(max(WARMUP, len(fullest))))
+    wanted = min(MOST, int(seconds / max(short, 1e-6)))
+    chosen = practice.spread(max(FEWEST, wanted // 2), length)
+    with Steps(of_steps(run, chosen)) as steps:
+        untimed = steps.take(len(chosen))
+        rounds = max(1, wanted // len(chosen) - 1)
+        timed = steps.take(rounds * len(chosen))
+    spent = sum(report.seconds for report in timed) / rounds
+    rate = sum(map(practice.tokens, chosen)) / max(spent, 1e-9)
+    first += max(0.0, sum(report.seconds for report in untimed) - spent)
+    spread, note = summary_of(run, untimed, timed).spread, f"mean of {len(timed)} steps"
+    return _step_figures(run, practice.step_tokens / rate, rate, spread, note, first - short)
+
+
+def _step_figures(run: Run, step: float, rate: float, spread: float, note: str, first: float) -> dict[str, Any]:
+    peak = run.speed.device.peak_flops
+    return {
+        "first": max(0.0, first),
+        "step": step,
+        "note": note,
+        "tokens_per_second": rate,
+        "spread": spread,
+        "mfu": None if peak is None else rate * run.plan.flops_per_token / peak,
+    }
+
+
+def _put_together(run: Run, short: float, seconds: float) -> tuple[float, float, str]:
+    """(seconds of a whole step, spread, how). Steps of two lengths give a micro-batch's time and the update's."""
+    size, count = run.step.micro_batch, run.speed.accumulation
+    longer = max(3, min(count, int(seconds / 4 / short)))  # three of them take about two thirds of the time
+    with Steps(with_sequences(run, 2 * size)) as steps:
+        few = [report.seconds for report in steps.take(max(3, min(16, int(seconds / 4 / short))))]
+    with Steps(with_sequences(run, longer * size)) as steps:
+        many = [report.seconds for report in steps.take(3)]
+    low, high = statistics.median(few), statistics.median(many)
+    each = max((high - low) / (longer - 2), 0.5 * high / longer)
+    update = max(low - 2 * each, 0.0)
+    spread = (max(few) - min(few)) / max(low, 1e-9)
+    return count * each + update, spread, f"put together from steps of 2 and of {longer} out of {count} micro-batches"
+
+
+def _time_evaluation(run: Run, tokens: int | None, seconds: float) -> tuple[Figure, float]:
+    """Seconds of an evaluation of `tokens` tokens, and what the first costs beyond that."""
+    if tokens is None:
+        return Figure(None, "unknown", "how much validation text there is, is not known"), 0.0
+    context, size, there = run.plan.model.context, run.step.micro_batch, run.data.val.tokens - 1
+
+    def timed(most: int) -> tuple[float, int]:
+        """Seconds, and the tokens read: with documents apart, and of samples, fewer have a label."""
+        began = time.perf_counter()
+        batches = run.data.evaluation(size, run.speed.delivery(size, run.world), most if most < there else None)
+        with out_of_memory():
+            evaluate(run.model, batches, run.scope)
+        return time.perf_counter() - began, min(most, there)
+
+    cold, read = timed(min(tokens, 2 * size * context))
+    warm, read = timed(read)
+    most = max(read, int(read * seconds / max(warm, 1e-6)))
+    spent, read = timed(tokens if 2 * most >= tokens else most)  # what is nearly whole may as well be whole
+    if read >= tokens:
+        return Figure(spent, "measured"), max(0.0, cold - warm)
+    part = Figure(spent * tokens / max(read, 1), "projected", f"from {read:,} of {tokens:,} tokens")
+    return part, max(0.0, cold - warm)
+
+
+def _time_sample(run: Run, seconds: float) -> Figure:
+    wanted = run.plan.eval.sample_tokens
+    if not wanted:
+        return Figure(0.0, "counted", "eval.sample_tokens is 0")
+    prompt = run.data.val.read(0, 1).tolist() if run.plan.base is None else run.data.prompt(run.plan.eval.sample_prompt)
+    taken, began, cut = 0, time.perf_counter(), False
+    how = {"seed": 0, "vocab": run.data.tokenizer.vocab, "stops": run.data.stops}
+    with run.scope(), out_of_memory():
+        for _ in generate_tokens(run.model, prompt[-run.plan.model.context :], count=wanted, **how):
+            taken += 1
+            if time.perf_counter() - began > seconds and taken >= min(wanted, 8):
+                cut = True
+                break
+    spent = time.perf_counter() - began
+    if not cut:  # the whole of it, or as far as the model goes before it ends its answer
+        return Figure(spent, "measured")
+    return Figure(spent * wanted / taken, "projected", f"from {taken} of {wanted} tokens")
+
+
+def _time_checkpoint(run: Run) -> tuple[Figure, int | None]:
+    """Seconds that training stands still for one, on the disk on which the run will write, and its bytes.
+
+    Two are saved where they are written beside training: the first one also makes the memory for the copy.
+    """
+    device = run.speed.device.torch_device
+    need = 2 * checkpoint_size(run.trained.count, run.plan.model, run.plan.optim, run.speed)
+    try:
+        with _beside(Path(run.plan.output.folder or "runs")) as folder:
+            free = shutil.disk_usage(folder).free
+            if free < 1.1 * need:
+                room, needs = human_bytes(free), human_bytes(1.1 * need)
+                return Figure(None, "unknown", f"the disk has {room} free, and timing one needs {needs}"), None
+            with contextlib.closing(Saver(folder, device, run.step, lambda notice: None)) as saver:
+                for step in (1, 2):
+                    began = time.perf_counter()
+                    written = saver.begin(capture(run, Progress(step=step)))
+                    seconds, saved = time.perf_counter() - began, written.result()
+                    if saved.background_seconds is None:
+                        return Figure(seconds, "measured"), saved.bytes
+                took = f"then {saved.background_seconds:.2g} s beside training"
+                return Figure(seconds, "measured", took), saved.bytes
+    except ResourceError as error:
+        return Figure(None, "unknown", error.message), None
+
+
+@contextlib.contextmanager
+def _beside(folder: Path) -> Iterator[Path]:
+    """A temporary folder on the disk of a run folder that may not exist yet, and need not exist afterwards."""
+    there = folder.absolute()
+    while not there.is_dir():
+        there = there.parent
+    with (
+        disk_errors(f"a checkpoint in {there}", safe=""),
+        tempfile.TemporaryDirectory(prefix=".flatout-estimate-", dir=there, ignore_cleanup_errors=True) as name,
+    ):
+        yield Path(name)
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
@@ -438,11 +628,7 @@ def sheet_of(result: EstimateResult) -> Sheet:
         ]
         title = "layers, each; what is kept for backward is of one micro-batch"
         blocks += [Heading(title), Table(rows=layers, names="layer")]
-    blocks += [Heading("memory of a step by micro-batch and context, estimated"), _memory_table(result)]
-    own = next((cell for cell in result.table if cell.own), None)
-    rate = "" if own is None or own.tokens_per_second is None else f", {own.tokens_per_second:,.0f} tokens/s"
-    too_large = "; ! does not fit" if any(cell.fits is False for cell in result.table) else ""
-    closing = [f"* the config's own{rate}{too_large}", "", _meanings(rows), *(f"note: {note}" for note in result.notes)]
+    closing = ["", _meanings(rows), *(f"note: {note}" for note in result.notes)]
     return Sheet(blocks=[*blocks, *map(Sentence, closing)])
 
 
@@ -476,8 +662,6 @@ def _rows(result: EstimateResult) -> Iterator[ResultRow]:
             )
     yield _row("checkpoint", result.checkpoint_bytes, human_bytes)
     yield _row("  on disk at most", result.disk_bytes, human_bytes)
-    watts = "" if result.watts.value is None else f"{result.watts.value:.0f} W"
-    yield _row("energy", result.kilowatt_hours, "{:.3g} kWh", watts)
     price = "" if result.price is None else f"at {result.price:g} per hour"
     yield _row("cost", result.cost, "{:,.2f}", price)
 
@@ -488,25 +672,6 @@ def _row(name: str, figure: Figure, form: str | Callable[[float], str], note: st
     return ResultRow(
         name=name, cells={" ": or_dash(figure.value, form), "  ": figure.how, "   ": shown}, value=figure.value
     )
-
-
-def _memory_table(result: EstimateResult) -> Table:
-    cells = {(cell.context, cell.micro_batch): cell for cell in result.table}
-    sizes = sorted({size for _, size in cells})
-
-    def shown(cell: Cell | None) -> str:
-        if cell is None:
-            return "-"
-        return ("* " if cell.own else "! " if cell.fits is False else "") + human_bytes(cell.bytes)
-
-    rows = [
-        ResultRow(
-            name=f"{context:,}",
-            cells={f"micro-batch {size}": shown(cells.get((context, size))) for size in sizes},
-        )
-        for context in sorted({context for context, _ in cells})
-    ]
-    return Table(rows=rows, names="context", numbers=True)
 
 
 def _meanings(rows: Sequence[ResultRow]) -> str:

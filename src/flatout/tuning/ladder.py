@@ -27,7 +27,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -41,7 +41,6 @@ from flatout.config.source import DEFAULT, Source
 from flatout.config.yaml_loader import format_value
 from flatout.device import Device, allocator_words, detect_device
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError, UserError, many
-from flatout.host import thread_words
 from flatout.model.count import parameter_count
 from flatout.ops.attention import FA4
 from flatout.records import BenchProgress, BenchRow
@@ -60,7 +59,6 @@ from flatout.tuning.rungs import (
     as_words,
     check_asked,
     choose_rungs,
-    claim_of,
     settings_of,
     tolerance_of,
 )
@@ -101,13 +99,8 @@ def make_plan(
     parity_steps: int,
     batch_tokens: int | None,
     notice: Callable[[str], None],
-    earlier: Sequence[BenchRow] = (),
 ) -> LadderPlan:
-    """Fits a config for measuring, and says what was changed for that.
-
-    `earlier` rows are gone on from: with `speed.threads=auto`, the others get as many CPU threads as they had.
-    """
-    threads = next((int(row.used["threads"]) for row in earlier if row.used.get("threads", "").isdigit()), None)
+    """Fits a config for measuring, and says what was changed for that."""
     samples = None
     if loaded.config.fine_tunes:
         if batch_tokens is not None:
@@ -119,7 +112,7 @@ def make_plan(
     else:
         practice, described = practice_config(loaded, scratch, notice)
     notice(f"data: {described}")
-    _tell_unused(practice, notice)
+    _report_unused(practice, notice)
     words = [] if samples is not None else [f"train.batch_tokens={_tokens(practice, batch_tokens, notice)}"]
     words += _length(practice, steps, parity_steps, notice)
     fitted = load_stored(practice.config.model_dump(), words, where="bench")
@@ -133,7 +126,6 @@ def make_plan(
     return _plan(
         loaded,
         fitted,
-        threads,
         corpus_bytes=data.facts.corpus_bytes,
         data=described,
         vocab=vocab,
@@ -161,7 +153,7 @@ def _tokens(loaded: LoadedConfig, asked: int | None, notice: Callable[[str], Non
     return tokens
 
 
-def _tell_unused(loaded: LoadedConfig, notice: Callable[[str], None]) -> None:
+def _report_unused(loaded: LoadedConfig, notice: Callable[[str], None]) -> None:
     unused = [f"{path}={format_value(value_at(loaded.config, path))}" for path in OWN_SWITCHES if _sets(loaded, path)]
     if unused:
         notice(f"the ladder sets its switches itself; of the config it does not use {', '.join(unused)}")
@@ -179,10 +171,9 @@ def _length(loaded: LoadedConfig, steps: int, parity_steps: int, notice: Callabl
     return [f"train.steps={length}", f"optim.warmup={warmup}"]
 
 
-def _plan(loaded: LoadedConfig, fitted: LoadedConfig, threads_before: int | None, **known: Any) -> LadderPlan:
+def _plan(loaded: LoadedConfig, fitted: LoadedConfig, **known: Any) -> LadderPlan:
     device = detect_device(loaded.config.speed.device)
-    how = {"vocab": known["vocab"], "threads_before": threads_before}
-    threads = resolve_speed(fitted.config, device, None, lambda _: DEFAULT, **how).threads
+    threads = resolve_speed(fitted.config, device, None, lambda _: DEFAULT, vocab=known["vocab"]).threads
     if device.kind == "cpu":  # one number for all rungs
         fitted = load_stored(fitted.config.model_dump(), [f"speed.threads={threads}"], where="bench")
     return LadderPlan(
@@ -204,31 +195,6 @@ def _sets(loaded: LoadedConfig, path: str) -> bool:
     name = path.removeprefix("speed.")
     default = SpeedConfig.model_fields[name].default
     return loaded.sources[path].kind != "default" and getattr(loaded.config.speed, name) != default
-
-
-def check_same(plan: LadderPlan, earlier: Sequence[BenchRow]) -> None:
-    """Refuses to go on with rows of another config, machine or code: their speeds would not compare."""
-    facts: dict[str, tuple[str, object]] = {
-        "config": ("the config", plan.settings.config.output.name),
-        "batch_tokens": ("train.batch_tokens", plan.batch_tokens),
-        "parity_steps": ("--parity-steps", plan.parity_steps),
-        "device": ("the device", plan.machine),
-        "torch": ("torch", torch.__version__),
-        "flatout": ("flatout", flatout.__version__),
-        "commit": ("the commit", plan.commit),
-    }
-    for row in earlier:
-        pairs = [(words, getattr(row, name), now) for name, (words, now) in facts.items()]
-        before, now = set(row.config_words), set(plan.config_words)
-        told = [", ".join(sorted(part)) or "none" for part in (before - now, now - before)]
-        for words, was, is_now in [*pairs, ("the settings", *told)]:
-            if was != is_now:
-                threads = thread_words() if words == "the device" and plan.device.kind == "cpu" else None
-                unset = "" if threads is None else f", or go on without {threads}: auto takes the threads of the rows"
-                raise UsageError(
-                    f"the rows there were measured with {words} {was or 'unknown'}, now it is {is_now or 'unknown'}",
-                    f"name a new folder for this ladder{unset}",
-                )
 
 
 def commit_of(folder: Path) -> str | None:
@@ -307,8 +273,8 @@ def refusals(speed: Speed, settings: dict[str, str]) -> dict[str, str]:
         name, feature = path.removeprefix("speed."), found.get(path)
         if name == path:  # no switch of `speed`
             continue
-        if feature is None:  # whoever says nothing of a switch has done nothing with it
-            refused |= {} if asked == BASELINE.get(path) else {path: f"{name} is not told of"}
+        if feature is None:  # a switch that is not reported was not used
+            refused |= {} if asked == BASELINE.get(path) else {path: f"{name} is not reported"}
         elif name not in _NOT_CHECKED and feature.used.partition(" (")[0] != asked:
             refused[path] = f"{name} is {feature.used} here: {feature.why or 'it was not taken'}"
     return refused
@@ -399,7 +365,6 @@ def bench(
     names: Sequence[str] | None = None,
     only: str | None = None,
     seconds: float | None = None,
-    earlier: Sequence[BenchRow] = (),
     notice: Callable[[str], None] = lambda _: None,
     progress: Callable[[BenchProgress], None] = lambda _: None,
 ) -> Generator[BenchRow]:
@@ -407,29 +372,24 @@ def bench(
 
     `names` chooses rungs, `only` one of the groups ladder, without and extra; without either, all are measured. What a
     rung is compared with is measured too. The gate takes `parity_steps` steps, the clock at most `steps`. After about
-    `seconds` in all, no other rung is begun. Rungs in `earlier` were measured before, with the same config on the same
-    machine, and stand for themselves.
+    `seconds` in all, no other rung is begun.
     """
     check_asked(loaded, names)
     clock = Clock(seconds, parity_steps)
     with scratch_folder("flatout-bench-") as scratch:
-        plan = make_plan(loaded, scratch, steps, parity_steps, batch_tokens, notice, earlier)
-        check_same(plan, earlier)
+        plan = make_plan(loaded, scratch, steps, parity_steps, batch_tokens, notice)
         listed = rungs_for(plan)
         how = functools.partial(absences, plan)
-        present, chosen, absent = choose_rungs(listed, names, only, plan.device.kind, how)
+        present, rungs, absent = choose_rungs(listed, names, only, plan.device.kind, how)
         places = {rung.name: place for place, rung in enumerate(listed)}
-        known = {row.rung: row for row in earlier}
-        rungs = [rung for rung in chosen if rung.name not in known]
         if rungs:
             progress(BenchProgress(0, len(rungs), "reference", "reference"))
         ground = Ground(plan, reference_losses(plan, notice, clock) if rungs else [], clock)
-        for row in _climb(ground, present, rungs, known, notice, progress):
+        for row in _climb(ground, present, rungs, notice, progress):
             yield dataclasses.replace(row, place=places[row.rung])
         for rung, reason in absent:
-            if rung.name not in known:
-                row = row_of(plan, rung, settings_of(rung, []), Outcome("absent", reason))
-                yield dataclasses.replace(row, place=places[rung.name])
+            row = row_of(plan, rung, settings_of(rung, []), Outcome("absent", reason))
+            yield dataclasses.replace(row, place=places[rung.name])
 
 
 def reference_losses(plan: LadderPlan, notice: Callable[[str], None], clock: Clock) -> list[float]:
@@ -459,7 +419,6 @@ def _climb(
     ground: Ground,
     present: Sequence[Rung],
     rungs: Sequence[Rung],
-    known: Mapping[str, BenchRow],
     notice: Callable[[str], None],
     progress: Callable[[BenchProgress], None],
 ) -> Generator[BenchRow]:
@@ -467,18 +426,11 @@ def _climb(
     climbed: list[Rung] = []  # the rungs of the ladder whose switches are on
     timed: dict[str, BenchRow] = {}
     for rung in present:
-        row = known.get(rung.name)
-        if row is not None:
-            timed |= {rung.name: row} if row.milliseconds is not None else {}
-            carried_up = rung.group == "ladder" and row.status == "green"
-            # Its micro-batch may have shrunk.
-            climbed += [dataclasses.replace(rung, words=_as_settings(row.words))] if carried_up else []
-            continue
         if rung.name not in waiting:
             climbed += [rung] if rung.group == "ladder" else []
             continue
         if ground.clock.up and len(waiting) < len(rungs):
-            notice(f"the time is up; not measured: {', '.join(waiting)}. --go-on measures them")
+            notice(f"the time is up; not measured: {', '.join(waiting)}")
             return
         number = len(rungs) - len(waiting) + 1
         carried = {step.name for step in climbed}
@@ -622,7 +574,7 @@ def step_count(steps: int, seconds: float, limit: float = TIMED_SECONDS, *, whol
 
 
 def row_of(plan: LadderPlan, rung: Rung, settings: dict[str, str], outcome: Outcome) -> BenchRow:
-    speed, claim = outcome.speed, None if plan.chosen else claim_of(rung.name)  # guides tell of pretraining
+    speed = outcome.speed
     unmeasured = dict.fromkeys(field.name for field in dataclasses.fields(Measurement)) | {"steps": 0}
     timed: dict[str, Any] = unmeasured if outcome.measured is None else vars(outcome.measured)
     # A trick that happens in some steps only is not seen by a median, and steps over samples differ.
@@ -646,9 +598,6 @@ def row_of(plan: LadderPlan, rung: Rung, settings: dict[str, str], outcome: Outc
         mfu=None if rate is None or peak is None else rate * plan.flops_per_token / peak,
         gain=None,
         factor=None,
-        claim="" if claim is None else claim.text,
-        claim_low=None if claim is None else claim.low,
-        claim_high=None if claim is None else claim.high,
         config=plan.settings.config.output.name,
         config_words=plan.config_words,
         data=plan.data,
@@ -667,7 +616,7 @@ def row_of(plan: LadderPlan, rung: Rung, settings: dict[str, str], outcome: Outc
 
 
 def _load_average() -> float | None:
-    """Of the last minute, with our own work in it; not every system tells."""
+    """Of the last minute, with our own work in it; None where the system has no such figure."""
     try:
         return round(os.getloadavg()[0], 2)
     except (AttributeError, OSError):

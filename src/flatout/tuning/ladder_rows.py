@@ -1,10 +1,9 @@
 """The rows of a ladder as a sheet and a picture: how fast each rung is, the gain of its switch, and the verdict.
 
 Contract: any rows can be shown, also none with a speed; a rung without one says why in its place. A gain is drawn in
-colour only where its verdict is faster or slower. The claims of the guides are shown only if asked for.
+colour only where its verdict is faster or slower.
 """
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,6 @@ from flatout.rows import (
     human_count,
     or_dash,
 )
-from flatout.tuning.rungs import TOTALS
 
 TITLES = {
     "ladder": "one switch at a time",
@@ -34,7 +32,6 @@ TITLES = {
 }
 LOST = ("red", "failed", "out_of_memory")  # a switch this device has, but the ladder went on without
 UNDECIDED = ("no difference seen", "too noisy to tell")
-CLAIMS_PAGE = "docs/from-the-guides.md"
 _WORDS = {"out_of_memory": "no memory"}
 _TIMES = "\u00d7"
 
@@ -57,8 +54,8 @@ def row_line(row: BenchRow, place: BenchProgress) -> str:
     return f"[{place.number}/{place.total}] {row.rung}: {_WORDS.get(row.status, row.status)}, {found}"
 
 
-def sheet_of(rows: Sequence[BenchRow], ladder: Sequence[str] = (), *, claims: bool = False) -> Sheet:
-    """The table of a ladder; `ladder` is for `full_set`. With `claims`, what the guides claim stands beside it."""
+def sheet_of(rows: Sequence[BenchRow], ladder: Sequence[str] = ()) -> Sheet:
+    """The table of a ladder; `ladder` is for `full_set`."""
     measured = [row for row in rows if row.status != "absent"]
     # Where the peak of a card is not known, or nothing was compiled, there is no column for it.
     columns = {
@@ -68,23 +65,19 @@ def sheet_of(rows: Sequence[BenchRow], ladder: Sequence[str] = (), *, claims: bo
     }
     blocks: list[Block] = [Sentence(headline(rows), OWN)]
     for group, title in titles(rows, ladder).items():
-        shown = [_row(row, columns, claims=claims) for row in measured if row.group == group]
+        shown = [_row(row, columns) for row in measured if row.group == group]
         if shown:
-            blocks += [Heading(title), Table(rows=shown, names="rung", left=("guides claim", " "))]
+            blocks += [Heading(title), Table(rows=shown, names="rung")]
     missing = [row for row in rows if row.status == "absent"]
     if missing:
         blocks += [Heading("not measured"), *(Sentence(f"  {row.rung:<24}{row.reason}", "faint") for row in missing)]
     lines = ["", *total_lines(rows, ladder), *noise_lines(rows)]
-    if claims and measured:
-        promised = "; ".join(claim.text for claim in TOTALS)
-        lines.append(f"the guides promise {promised} of everything together ({CLAIMS_PAGE})")
     return Sheet(blocks=[*blocks, *map(Sentence, lines)], width=150)
 
 
-def _row(row: BenchRow, columns: dict[str, Callable[[BenchRow], str]], *, claims: bool) -> ResultRow:
+def _row(row: BenchRow, columns: dict[str, Callable[[BenchRow], str]]) -> ResultRow:
     cells = {"parity": f"{_WORDS.get(row.status, row.status)} {or_dash(row.parity, '{:.1e}')}"}
     cells |= {name: "-" if row.tokens_per_second is None else cell(row) for name, cell in columns.items()}
-    cells |= {"guides claim": row.claim, " ": beside_claim(row)} if claims else {}
     return ResultRow(
         name=row.rung,
         cells=cells,
@@ -121,8 +114,8 @@ def headline(rows: Sequence[BenchRow]) -> str:
 
 def with_error(value: float, error: float | None, times: str = "x") -> str:
     """A ratio as it is shown everywhere, such as 1.35x ±4.0%."""
-    told = "" if error is None else f" \u00b1{100 * error:.{0 if error >= 0.1 else 1}f}%"
-    return f"{value:.{1 if value >= 10 else 2}f}{times}{told}"
+    known = "" if error is None else f" \u00b1{100 * error:.{0 if error >= 0.1 else 1}f}%"
+    return f"{value:.{1 if value >= 10 else 2}f}{times}{known}"
 
 
 def interval_of(row: BenchRow) -> tuple[float, float] | None:
@@ -138,18 +131,6 @@ def verdict_of(row: BenchRow) -> str:
     if not row.verdict or interval is None:
         return row.verdict
     return f"{row.verdict} ({with_error(interval[0], None, '')} to {with_error(interval[1], None)})"
-
-
-def beside_claim(row: BenchRow) -> str:
-    """How the interval of a gain lies to the range that is claimed; empty where one of them is missing."""
-    interval = interval_of(row)
-    if interval is None or row.claim_low is None or row.claim_high is None:
-        return ""
-    if interval[1] < row.claim_low:
-        return "less here"
-    if interval[0] > row.claim_high:
-        return "more here"
-    return "agrees" if row.claim_low <= interval[0] and interval[1] <= row.claim_high else "unclear"
 
 
 def noise_lines(rows: Sequence[BenchRow]) -> list[str]:
@@ -179,9 +160,9 @@ def full_set(rows: Sequence[BenchRow], ladder: Sequence[str] = ()) -> str | None
     green = [row.rung for row in rows if row.group == "ladder" and row.status == "green"]
     if not green:
         return None
-    last, told = green[-1], {row.rung for row in rows}
+    last, measured = green[-1], {row.rung for row in rows}
     compared = any(row.group != "ladder" and row.gain is not None and row.against == last for row in rows)
-    tried = last in ladder and told.issuperset(ladder[ladder.index(last) :])
+    tried = last in ladder and measured.issuperset(ladder[ladder.index(last) :])
     return last if compared or tried else None
 
 
@@ -230,13 +211,11 @@ def short_reason(row: BenchRow, most: int = 110) -> str:
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def picture_of(rows: Sequence[BenchRow], ladder: Sequence[str] = (), *, claims: bool = False) -> Picture:
+def picture_of(rows: Sequence[BenchRow], ladder: Sequence[str] = ()) -> Picture:
     """How fast each rung is, and beside it the gain of its switch; rungs that the device lacks are left out.
 
     The gain is on a logarithmic axis, on which a factor of two up and one down are equally long.
     """
-    if not claims:
-        rows = [dataclasses.replace(row, claim="", claim_low=None, claim_high=None) for row in rows]
     names: list[str | Heading] = []
     speeds: list[Bar] = []
     gains: list[Bar] = []
@@ -247,10 +226,10 @@ def picture_of(rows: Sequence[BenchRow], ladder: Sequence[str] = (), *, claims: 
             speeds.append(_speed_bar(row, len(names)))
             gains += _gain_bars(row, len(names))
             names.append(row.rung)
-    ends = [end for row in rows for end in (row.gain, row.gain_low, row.gain_high, row.claim_low, row.claim_high)]
+    ends = [end for row in rows for end in (row.gain, row.gain_low, row.gain_high)]
     known = [end for end in ends if end is not None and math.isfinite(end)]
     limits = (min([0.75, *known]) / 1.1, max([2.0, *known]) * 1.1)
-    title = "gain of the switch with its interval" + (", and the guides' claim (pale)" if claims else "")
+    title = "gain of the switch with its interval"
     panels = [
         BarPanel(title="tokens per second while it was timed", bars=speeds, form=human_count),
         BarPanel(title=title, bars=gains, limits=limits, at=1.0, log=True, form="{:g}\u00d7".format, at_edge=True),
@@ -268,22 +247,15 @@ def _speed_bar(row: BenchRow, line: int) -> Bar:
 
 
 def _gain_bars(row: BenchRow, line: int) -> Iterator[Bar]:
-    if row.claim_low is not None and row.claim_high is not None:
-        low, high = sorted((row.claim_low, row.claim_high))
-        low, high = (low / 1.006, high * 1.006) if high / low < 1.01 else (low, high)  # one figure is still visible
-        yield Bar(line=line, start=low, parts=[(high - low, "claim")])
     if row.gain is None:
-        if row.claim:
-            yield Bar(line=line, words=row.claim, start=1.0, pale=True)
         return
     colour = {"faster": "teal", "slower": "red"}.get(row.verdict, "faint")
-    claimed = f"   {row.claim}" if row.claim else ""
     yield Bar(
         line=line,
         start=min(1.0, row.gain),
         parts=[(abs(row.gain - 1.0), colour)],
         interval=interval_of(row),
-        words=f"{with_error(row.gain, row.error, _TIMES)}{claimed}",
+        words=with_error(row.gain, row.error, _TIMES),
         colour="red" if row.verdict == "slower" else "blue",
         pale=row.verdict not in ("faster", "slower"),
     )

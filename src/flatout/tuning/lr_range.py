@@ -32,12 +32,11 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
-from flatout.config.optimizers import FAR_ABOVE, FAR_BELOW, RANGE_STEPS, usual_rate
+from flatout.config.optimizers import RANGE_STEPS
 from flatout.config.sections import MOST_RATE, OptimConfig
 from flatout.engine.run import Run
 from flatout.engine.state import Progress, capture, restore
 from flatout.errors import ConfigError, UsageError
-from flatout.model.count import parameter_count
 from flatout.ops.gradients import clear_gradients
 from flatout.rows import OWN, ChartPanel, Picture, Points, ResultRow, Sentence, Sheet, Table, human_seconds
 from flatout.shown import Shown
@@ -95,8 +94,7 @@ class LrResult(Shown):
     """One call of the finder. `before` is the rate the config had; `fragment` a config file with the one found.
 
     `field` is whose rate that is, of the points too; `found` has it and all other rates of the config, in its ratios.
-    `usual` is the rate that models of this size usually do well with, or None where nothing is usual; `notes` say what
-    to think of one far from it.
+    `notes` say what to think of it.
     """
 
     config: str
@@ -111,7 +109,6 @@ class LrResult(Shown):
     rate: float
     found: dict[str, float]
     before: float
-    usual: float | None
     notes: tuple[str, ...]
     ended: str
     words: tuple[str, ...]
@@ -152,8 +149,13 @@ def find_rate(
         field, before = next(iter(optim.rates.items()))
         _check_rates(optim, high, before)
         with borrowed_run(fitted) as run:
-            device, (usual, whose) = machine_of(run.speed.device, run.speed.threads), _usual(run)
+            device = machine_of(run.speed.device, run.speed.threads)
             points, ended = range_test(run, low=low, high=high, steps=steps, progress=progress)
+    if steps < RANGE_STEPS:
+        said.append(
+            f"{steps} steps raise the rate faster than the {RANGE_STEPS} that the choice was calibrated with, and what "
+            f"they find is often several times too high; --steps {RANGE_STEPS} gives a rate to train with"
+        )
     tuning = loaded.config.fine_tunes
     reading = read_curve([point.rate for point in points], [point.loss for point in points], tuning=tuning)
     all_rates = optim.scaled_rates(reading.rate / before)
@@ -172,8 +174,7 @@ def find_rate(
         rate=rate,
         found=found,
         before=before,
-        usual=usual,
-        notes=(*said, *notes_on(rate, usual, steps, whose)),
+        notes=tuple(said),
         ended=ended,
         words=words_of(found),
         fragment=config_text(
@@ -199,35 +200,6 @@ def _check_rates(optim: OptimConfig, high: float, first: float) -> None:
             f"--to {high:g} takes optim.{field} to {high * largest / first:g}, and rates above {MOST_RATE:g} are "
             "never taken",
             f"set --to {10.0 ** math.floor(math.log10(MOST_RATE * first / largest)):g}",
-        )
-
-
-def _usual(run: Run) -> tuple[float | None, str]:
-    """The usual rate, and for whom it is usual."""
-    kind, tunes, adapters = run.plan.optim.kind, run.plan.fine_tunes, run.adapters is not None
-    if tunes:
-        whose = "adapters" if adapters else "all weights of a trained model"
-    else:
-        whose = "a model of this size" if kind.usual is None else kind.called
-    size = parameter_count(run.plan.model, run.model.vocab)
-    return usual_rate(kind, size, tunes=tunes, adapters=adapters), whose
-
-
-def notes_on(rate: float, usual: float | None, steps: int, whose: str = "a model of this size") -> Iterator[str]:
-    """Why a rate may be wrong, or why it is right where the doctor's rule of thumb says something else."""
-    far = usual is not None and (rate > FAR_ABOVE * usual or rate < usual / FAR_BELOW)
-    times = "" if usual is None else f"{rate:g} is {rate / usual:.2g} times the {usual:.1g} that is usual for {whose}"
-    if steps < RANGE_STEPS:
-        yield (
-            f"{steps} steps raise the rate faster than the {RANGE_STEPS} that the choice was calibrated with, and what "
-            f"they find is often several times too high; --steps {RANGE_STEPS} gives a rate to train with"
-        )
-        if far:
-            yield f"{times}, and `flatout doctor` warns of it"
-    elif far:
-        yield (
-            f"{times}, but this model's loss fell on its own data up to there, of which a usual rate knows nothing; "
-            "`flatout doctor` accepts it in the file that --out writes, and warns of it on a command line"
         )
 
 
@@ -337,18 +309,10 @@ def read_curve(rates: Sequence[float], losses: Sequence[float], *, tuning: bool 
     fall = smoothed[0] - smoothed[bottom]
     if fall < LEAST_FALL * abs(smoothed[0]):
         raise _no_curve(f"the loss went from {smoothed[0]:.4g} to {smoothed[bottom]:.4g} at best")
-    slopes = [
-        (smoothed[index + 1] - smoothed[index - 1]) / (places[index + 1] - places[index - 1])
-        for index in range(1, max(2, bottom))
-    ]
-    steepest = 1 + min(range(len(slopes)), key=lambda index: slopes[index])
-    start, end = longest_fall(smoothed[:read])
-    rate_at = [10.0**place for place in places]
+    knee = _crossing(places, smoothed, bottom, KNEE * fall)
     suggestions = [
-        Suggestion("minimum / 10", rate_at[bottom] / 10, "a tenth of the rate with the lowest loss"),
-        Suggestion("steepest", rate_at[steepest], "where the loss falls fastest"),
-        Suggestion("valley", rate_at[start + 2 * (end - start) // 3], "two thirds along the longest fall"),
-        Suggestion("knee", _crossing(places, smoothed, bottom, KNEE * fall), f"where {KNEE:.0%} of the fall is over"),
+        Suggestion("minimum / 10", 10.0 ** places[bottom] / 10, "a tenth of the rate with the lowest loss"),
+        Suggestion("knee", knee, f"where {KNEE:.0%} of the fall is over"),
     ]
     chosen = CHOSEN
     if tuning:
@@ -386,17 +350,6 @@ def first_rise(smoothed: Sequence[float]) -> int:
         if fall > LEAST_FALL * abs(smoothed[0]) and loss > best + RISE * fall:
             return index
     return len(smoothed)
-
-
-def longest_fall(smoothed: Sequence[float]) -> tuple[int, int]:
-    """(first, last) index of the longest stretch in which every loss is below the one before."""
-    best, start = (0, 0), 0
-    for index in range(1, len(smoothed)):
-        if smoothed[index] >= smoothed[index - 1]:
-            start = index
-        elif index - start > best[1] - best[0]:
-            best = (start, index)
-    return best
 
 
 def _crossing(places: Sequence[float], smoothed: Sequence[float], bottom: int, depth: float) -> float:

@@ -1,7 +1,7 @@
-"""A run on many GPUs: memory, communication, time, checkpoints and interruptions, all computed; no GPU is needed.
+"""A run on many GPUs: memory, communication and time, all computed; no GPU is needed.
 
 Idea: a step on one GPU is known, measured or from a stated share of the card's peak rate. `cluster.py` spreads it
-over GPUs and hosts, and says what interruptions cost. Nothing is measured or written.
+over GPUs and hosts. Nothing is measured or written.
 
 Contract: the global batch is the config's on any number of GPUs. A form takes the largest micro-batch that fits, with
 the config's own checkpointing if that fits and more of it if not. A rate (`seconds_per_token`) is that of one GPU
@@ -11,7 +11,7 @@ one GPU without recomputation, whether or not the model fits there.
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flatout.config.load import LoadedConfig
@@ -26,8 +26,8 @@ from flatout.model.count import MemoryEstimate, block_count, flops_per_token, pa
 from flatout.resolve.case import Probes, ShardingChoice
 from flatout.resolve.fit_check import ROOM, fits_well
 from flatout.resolve.form import by_preference, not_in_slices
-from flatout.resolve.memory import checkpoint_size, memory_of, state_of
-from flatout.resolve.sizing import settled, uncounted
+from flatout.resolve.memory import memory_of, state_of
+from flatout.resolve.sizing import sized, uncounted
 from flatout.resolve.switches import Speed, resolve_speed
 from flatout.rows import (
     FAINT,
@@ -47,16 +47,11 @@ from flatout.rows import (
 )
 from flatout.tuning.cluster import (
     AGAIN,
-    FAILURE_HOURS,
-    FAILURE_SOURCE,
     FORMS,
-    GB,
     Card,
     Cluster,
-    Goodput,
     Layout,
     Work,
-    plan_saves,
     step_time,
     update_seconds,
 )
@@ -127,7 +122,6 @@ class PlanRow:
     optimizer_bytes: int
     activations_bytes: int
     sent_bytes: float | None = None
-    crossed_bytes: float | None = None  # its share of what passes between hosts
     step_seconds: float | None = None
     compute_seconds: float | None = None
     update_seconds: float | None = None
@@ -139,7 +133,7 @@ class PlanRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """Rows by number of GPUs and form, and for each number what saving and interruptions leave of them."""
+    """Rows by number of GPUs and form. `inside` and `across` are bytes per second, inside a host and between hosts."""
 
     config: str
     size: str | None = None  # as the user named it
@@ -151,18 +145,11 @@ class PlanResult:
     usable_bytes: int
     per_host: int
     inside: float
-    inside_source: str
     across: float
-    across_source: str
     rate_source: str
     mfu: float | None
     one_gpu_tokens_per_second: float
     rows: tuple[PlanRow, ...]
-    saves: dict[int, Goodput]
-    failure_hours: float
-    failure_source: str
-    disk: float
-    forms: dict[str, str]
     recommendation: str
     notes: tuple[str, ...]
 
@@ -176,40 +163,13 @@ class PlanResult:
         return picture_of(self)
 
 
-def plan(
-    loaded: LoadedConfig,
-    cluster: Cluster,
-    rate: Rate,
-    counts: Sequence[int],
-    *,
-    disk: float = 2 * GB,
-    restart: float = 300.0,
-    failure_hours: float = FAILURE_HOURS,
-) -> PlanResult:
-    """What the run of a config is like on each of these numbers of GPUs.
-
-    `disk` is what a host writes, in bytes per second, `restart` the seconds from an interruption to the first step
-    without reading the checkpoint, `failure_hours` the GPU-hours between interruptions.
-    """
+def plan(loaded: LoadedConfig, cluster: Cluster, rate: Rate, counts: Sequence[int]) -> PlanResult:
+    """What the run of a config is like on each of these numbers of GPUs."""
     _check_counts(counts, cluster)
     if not loaded.config.fine_tunes:
         loaded = dataclasses.replace(loaded, config=at_last_stage(loaded.config))
     look = _Look(loaded, cluster, rate)
-    rows: list[PlanRow] = []
-    saves: dict[int, Goodput] = {}
-    for gpus in counts:
-        spreads = layouts(cluster, gpus)
-        here = _with_auto([look.row(gpus, layout) for layout in spreads])
-        taken = next((row.form for row in here if row.auto), spreads[-1].form)
-        rows += here
-        saves[gpus] = plan_saves(
-            checkpoint_size(look.work.parameters, look.config.model, look.config.optim, look.speeds[taken]),
-            next(layout for layout in spreads if layout.form == taken),
-            to_host=cluster.card.to_host,
-            disk=disk,
-            restart=restart,
-            failure_hours=failure_hours,
-        )
+    rows = [row for gpus in counts for row in _with_auto([look.row(gpus, layout) for layout in layouts(cluster, gpus)])]
     return PlanResult(
         config=look.config.output.name,
         parameters=look.work.parameters,
@@ -220,19 +180,12 @@ def plan(
         usable_bytes=int(ROOM * (look.device.memory_bytes or 0)),
         per_host=cluster.per_host,
         inside=cluster.inside,
-        inside_source=_source(cluster.inside, cluster.card.inside, cluster.card.inside_source),
         across=cluster.across,
-        across_source=_source(cluster.across, cluster.card.across, cluster.card.across_source),
         rate_source=rate.source,
         mfu=look.mfu,
         one_gpu_tokens_per_second=look.one_gpu,
         rows=tuple(rows),
-        saves=saves,
-        failure_hours=failure_hours,
-        failure_source=_source(failure_hours, FAILURE_HOURS, FAILURE_SOURCE),
-        disk=disk,
-        forms=FORMS,
-        recommendation=_recommendation(rows, look),
+        recommendation=_recommendation(rows, loaded),
         notes=tuple(look.notes(rows)),
     )
 
@@ -246,10 +199,6 @@ def _check_counts(counts: Sequence[int], cluster: Cluster) -> None:
             )
 
 
-def _source(value: float, usual: float, source: str) -> str:
-    return source if value == usual else "as told"
-
-
 class _Look:
     """A config on one card, and what is the same for all forms and numbers of GPUs."""
 
@@ -260,7 +209,6 @@ class _Look:
         self.known = _known(loaded)
         self.vocab = self.known.vocab
         self.alone = self._speed(1, ShardingChoice())
-        self.speeds: dict[str, Speed] = {}  # the switches of each form
         flops, peak = flops_per_token(model, self.vocab), self.device.peak_flops or 0.0
         seconds = 1 / rate.tokens_per_second if rate.tokens_per_second else flops / ((rate.mfu or 0) * peak)
         self.work = work_of(
@@ -292,8 +240,7 @@ class _Look:
 
     def row(self, gpus: int, layout: Layout) -> PlanRow:
         sharding = ShardingChoice(layout.form, layout.shards) if gpus > 1 else ShardingChoice()
-        self.speeds[layout.form] = self._speed(gpus, sharding)
-        (speed, memory), fits = self._fitting(gpus, self.speeds[layout.form])
+        (speed, memory), fits = self._fitting(gpus, self._speed(gpus, sharding))
         same = {
             "gpus": gpus,
             "hosts": self.cluster.hosts(gpus),
@@ -324,7 +271,6 @@ class _Look:
             **same,
             fits=True,
             sent_bytes=step.sent,
-            crossed_bytes=step.crossed,
             step_seconds=step.seconds,
             compute_seconds=step.compute,
             update_seconds=step.update,
@@ -384,7 +330,7 @@ class _Look:
 def on_card(loaded: LoadedConfig, card: Card) -> LoadedConfig:
     """The config with what its preset leaves open until the data is known, as far as it is; no data is prepared."""
     known = _known(loaded)
-    found = settled(loaded, known, limit_memory(card.device, loaded.config.speed.memory_limit))
+    found = sized(loaded, known, limit_memory(card.device, loaded.config.speed.memory_limit))
     if loaded.size is None or found is loaded:
         return found
     read = "" if known.unique else ", and is settled as for text that is read once, because its tokens are not counted"
@@ -412,7 +358,7 @@ def _all_works() -> Probes:
     """A card that is elsewhere: all that torch and Triton have works there; packages beside them are not assumed."""
 
     def attention(backend: str, *_: object, **__: object) -> str | None:
-        return "it is not assumed to be installed" if backend in ("fa3", "fa4", "cudnn+fa4") else None
+        return "it is not assumed to be installed" if backend in ("fa4", "cudnn+fa4") else None
 
     return Probes(
         attention=attention,
@@ -434,35 +380,24 @@ def _with_auto(rows: list[PlanRow]) -> list[PlanRow]:
     return [dataclasses.replace(row, auto=row is taken) for row in rows]
 
 
-def _recommendation(rows: Sequence[PlanRow], look: _Look) -> str:
-    """Which form `parallel.form=auto` takes for which numbers of GPUs, and why."""
-    groups: list[tuple[str, list[int]]] = []
+def _recommendation(rows: Sequence[PlanRow], loaded: LoadedConfig) -> str:
+    """Which form `parallel.form=auto` takes on which numbers of GPUs, and with which settings."""
+    found = []
     for gpus in dict.fromkeys(row.gpus for row in rows):
-        form = next((row.form for row in rows if row.gpus == gpus and row.auto), "")
-        if not groups or groups[-1][0] != form:
-            groups.append((form, []))
-        groups[-1][1].append(gpus)
-    return "parallel.form=auto takes " + "; ".join(_group_words(form, counts, rows, look) for form, counts in groups)
-
-
-def _group_words(form: str, counts: Sequence[int], rows: Sequence[PlanRow], look: _Look) -> str:
-    """What is taken at some numbers of GPUs; reason, rate and settings are those of the largest."""
-    largest = [row for row in rows if row.gpus == counts[-1]]
-    at = f"{counts[0]} to {counts[-1]} GPUs" if len(counts) > 1 else f"{counts[0]} GPU{'s' if counts[0] > 1 else ''}"
-    if not form:
-        least = min(largest, key=lambda row: row.memory_bytes)
-        return f"no form at {at} ({FORMS[least.form]} comes closest, but {least.why})"
-    own = next(row for row in largest if row.auto)
-    best = max((row for row in largest if row.fits), key=lambda row: row.efficiency or 0.0)
-    share = f"{100 * (own.efficiency or 0):.0f}% of one GPU's rate"
-    words = [_reason(own, largest, look), share + (f" at {counts[-1]}" if len(counts) > 1 else "")]
-    if (best.efficiency or 0) > 1.02 * (own.efficiency or 0):
-        words.append(f"{FORMS[best.form]} would have {100 * (best.efficiency or 0):.0f}%")
-    return f"{FORMS[form]} at {at} ({', '.join([*words, *_settings(own, look.loaded)])})"
+        at = [row for row in rows if row.gpus == gpus]
+        own = next((row for row in at if row.auto), None)
+        if own is None:
+            least = min(at, key=lambda row: row.memory_bytes)
+            found.append(f"no form at {many(gpus, 'GPU')} ({FORMS[least.form]}: {least.why})")
+        else:
+            share = f"{100 * (own.efficiency or 0):.0f}% of one GPU's rate"
+            words = ", ".join([share, *_settings(own, loaded)])
+            found.append(f"{FORMS[own.form]} at {many(gpus, 'GPU')} ({words})")
+    return "parallel.form=auto takes " + "; ".join(found)
 
 
 def _settings(own: PlanRow, loaded: LoadedConfig) -> Iterator[str]:
-    """What a run must be given to be the planned one: a run takes its micro-batch as the config has it."""
+    """Settings of the planned run that its config does not have: a run takes its micro-batch as the config has it."""
     config, settings = loaded.config, {}
     if own.micro_batch != micro_batch_of(config, own.gpus)[0]:
         settings["speed.micro_batch"] = own.micro_batch
@@ -472,50 +407,24 @@ def _settings(own: PlanRow, loaded: LoadedConfig) -> Iterator[str]:
         yield "with " + " ".join(f"{name}={value}" for name, value in settings.items())
 
 
-def _reason(own: PlanRow, rows: Sequence[PlanRow], look: _Look) -> str:
-    card = f"{(look.device.memory_bytes or 0) / 2**30:.0f} GiB"
-    if own.form == "data":
-        return f"a whole copy fits every GPU: {own.memory_bytes / 2**30:.1f} of {card}"
-    whole = next(row for row in rows if row.form == "data")
-    alone = f"a whole copy does not fit one GPU of {card}"
-    if whole.fits:
-        alone = f"a whole copy fits one GPU of {card} only with speed.checkpointing={whole.checkpointing}"
-    if own.form == "hybrid":
-        return f"{alone}, but the GPUs of one host"
-    return f"{alone}, nor the GPUs of one host" if own.hosts > 1 else f"{alone}, but all of them together"
-
-
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
-_STEP_EXTRAS = ("between hosts", "hidden", "compute", "sent", "tokens/s/GPU", "micro-batch")
-_SAVE_EXTRAS = ("at 2h00m", "at 60s", "at 30m00s", "at 5m00s", "written in", "pause", "form")
+_EXTRAS = ("compute", "sent", "tokens/s/GPU", "micro-batch")
 
 
 def sheet_of(result: PlanResult) -> Sheet:
-    """A row for each form and number of GPUs, then saving and interruptions."""
-    saves = [_save_row(gpus, save, result.forms) for gpus, save in result.saves.items()]
+    """A row for each form and number of GPUs."""
     lines = [
-        f"one interruption in {result.failure_hours:,.0f} GPU-hours: {result.failure_source}",
-        "goodput: time in steps that are kept; pause: training stands still for a save, of which "
-        f"each host writes {result.disk / 1e9:g} GB/s",
-        "",
+        "* parallel.form=auto; micro-batch: sequences x micro-batches of a rank; sent: by a rank in a step",
+        "exposed: communication that compute does not hide; of each card "
+        f"{human_bytes(result.usable_bytes)} are usable",
         *result.notes,
         "",
     ]
     return Sheet(
         blocks=[
-            *map(Sentence, _headline(result)),
-            Sentence(""),
-            Table(rows=list(_step_rows(result)), names="GPUs", left=("form",), extras=_STEP_EXTRAS, numbers=True),
-            Sentence(
-                "* parallel.form=auto; micro-batch: sequences x micro-batches of a rank; sent: by a rank in a step"
-            ),
-            Sentence(
-                "exposed: communication that compute does not hide; of each card "
-                f"{human_bytes(result.usable_bytes)} are usable"
-            ),
-            Heading("checkpoints and interruptions"),
-            Table(rows=saves, names="GPUs", left=("form",), extras=_SAVE_EXTRAS, numbers=True),
+            *map(Sentence, [*_headline(result), ""]),
+            Table(rows=list(_step_rows(result)), names="GPUs", left=("form",), extras=_EXTRAS, numbers=True),
             *map(Sentence, lines),
             Sentence(result.recommendation, OWN),
         ],
@@ -529,8 +438,7 @@ def _headline(result: PlanResult) -> list[str]:
         f"{result.size or result.config}: {human_count(result.parameters)} parameters, {result.batch_tokens:,} tokens "
         f"a step of context {result.context:,}, on hosts of {result.per_host} {result.card}",
         f"one GPU: {result.one_gpu_tokens_per_second:,.0f} tokens/s{share}; {result.rate_source}",
-        f"inside a host {result.inside / 1e9:g} GB/s for each GPU: {result.inside_source}",
-        f"between hosts {result.across / 1e9:g} GB/s for each GPU: {result.across_source}",
+        f"each GPU sends {result.inside / 1e9:g} GB/s inside a host, {result.across / 1e9:g} GB/s between hosts",
     ]
 
 
@@ -541,39 +449,21 @@ def _step_rows(result: PlanResult) -> Iterator[ResultRow]:
         again = "" if row.checkpointing == "none" else f" {row.checkpointing}"
         unfit = "refused" if row.refused else "does not fit"
         cells = {
-            "form": f"{result.forms[row.form]}{' *' if row.auto else ''}",
+            "form": f"{FORMS[row.form]}{' *' if row.auto else ''}",
             "micro-batch": f"{row.micro_batch} x {row.accumulation}{again}" if row.fits else unfit,
             "memory": human_bytes(row.memory_bytes),
         }
         if row.fits:
-            hidden = max((row.communication_seconds or 0.0) - (row.exposed_seconds or 0.0), 0.0)
             cells |= {
                 "sent": or_dash(row.sent_bytes, human_bytes),
-                "between hosts": or_dash(row.crossed_bytes, human_bytes),
                 "step": or_dash(row.step_seconds, _short),
                 "compute": or_dash(row.compute_seconds, _short),
                 "exposed": or_dash(row.exposed_seconds, _short),
-                "hidden": _short(hidden),
                 "tokens/s/GPU": or_dash(row.tokens_per_second, "{:,.0f}"),
                 "efficiency": or_dash(row.efficiency, "{:.1%}"),
             }
         tone = FAINT if not row.fits else OWN if row.auto else ""
         yield ResultRow(name=f"{row.gpus:,}" if first else "", cells=cells, tone=tone)
-
-
-def _save_row(gpus: int, save: Goodput, forms: Mapping[str, str]) -> ResultRow:
-    cells = {
-        "form": forms[save.form],
-        "checkpoint": human_bytes(save.checkpoint_bytes),
-        "pause": _short(save.pause_seconds),
-        "written in": _short(save.write_seconds),
-        "interruptions/day": f"{save.interruptions_per_day:.3g}",
-        "best interval": human_seconds(save.best_interval),
-        "goodput": f"{100 * save.best:.2f}%",
-    }
-    shares = sorted(save.by_interval.items())
-    cells |= {f"at {human_seconds(interval)}": f"{100 * share:.2f}%" for interval, share in shares}
-    return ResultRow(name=f"{gpus:,}", cells=cells)
 
 
 def _short(value: float) -> str:
@@ -593,7 +483,7 @@ def picture_of(result: PlanResult) -> Picture:
     for row in result.rows:
         names += [""] if before not in (None, row.gpus) else []
         before, line = row.gpus, len(names)
-        names.append(f"{many(row.gpus, 'GPU')}, {result.forms[row.form]}{' *' if row.auto else ''}")
+        names.append(f"{many(row.gpus, 'GPU')}, {FORMS[row.form]}{' *' if row.auto else ''}")
         words = f"{row.memory_bytes / 2**30:,.1f}"
         words += "" if row.fits else " refused" if row.refused else " does not fit"
         shown = min(1.0, 1.4 * usable * 2**30 / row.memory_bytes)  # what is far too large is drawn smaller

@@ -202,7 +202,7 @@ def free_memory(*, compiled: bool = True) -> None:
 
 
 def machine_of(device: Device, threads: int | None = None) -> str:
-    """The device by a name that tells it from others; a CPU by its model and by how many threads compute."""
+    """The device by a name that distinguishes it; a CPU by its model and by how many threads compute."""
     if device.kind != "cpu":
         return device.name
     try:

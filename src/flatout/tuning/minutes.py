@@ -269,17 +269,17 @@ def in_minutes(source: DataSource, world: World, *, uncounted: Known | None = No
     if train.minutes is None or train.steps is not None or asked.config.fine_tunes:
         return source
     asked = fitted(asked)
-    told = Decision().as_dict()
+    decision = Decision().as_dict()
     with world.fail_together(), world.rank0_first():  # the first one prepares the data, and the others find it
         known = dataclasses.replace(uncounted or source.known(), ranks=world.size)
     with world.fail_together():
         if world.first and source.arrays is None:
-            told = plan(asked, known, device, source.progress).as_dict()
-        elif world.first and asked.size is not None:  # arrays that come from Python may be given only once
-            told = decide(asked, shape_named(asked.size), known, device).as_dict()
-    told = world.broadcast(told)
+            decision = plan(asked, known, device, source.progress).as_dict()
+        elif world.first and asked.size is not None:  # arrays that come from Python may be read only once
+            decision = decide(asked, shape_named(asked.size), known, device).as_dict()
+    decision = world.broadcast(decision)
     with world.fail_together():
-        chosen = applied(asked, told)
+        chosen = applied(asked, decision)
         return source.with_settings(chosen if asked.size is None else on_device(chosen, device))
 
 
@@ -339,8 +339,8 @@ def decision_for(
 ) -> Decision:
     """The settings of a choice, and its notices."""
     where = many(loaded.config.train.minutes or 0.0, "minute")
-    told = dataclasses.replace(known, tokens=best.tokens, batch=best.batch)
-    sized = Decision() if loaded.size is None else decide(loaded, best.shape, told, device)
+    planned = dataclasses.replace(known, tokens=best.tokens, batch=best.batch)
+    sized = Decision() if loaded.size is None else decide(loaded, best.shape, planned, device)
     values = {**sized.values, "train.steps": (best.steps, where)}
     if loaded.size is not None:
         context = sized.values.get("model.context", (loaded.config.model.context, ""))[0]

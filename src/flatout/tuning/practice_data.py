@@ -63,7 +63,7 @@ from flatout.resolve.opening import (
     with_tokenizer,
 )
 from flatout.resolve.resolve import take_device
-from flatout.resolve.sizing import settled, uncounted
+from flatout.resolve.sizing import sized, uncounted
 from flatout.resolve.switches import Speed
 from flatout.tuning.minutes import in_minutes
 from flatout.world import World
@@ -195,7 +195,7 @@ class PracticeSamples:
         return rows.most_rows(self.data.order, self.fullest)
 
     def spread(self, count: int, steps: int | None = None) -> tuple[int, ...]:
-        """So many of the first `steps`, which are an epoch if nothing is said, far apart from each other."""
+        """`count` of the first `steps`, which are an epoch if nothing is said, far apart from each other."""
         steps = steps or self.data.order.steps_per_epoch
         places = (np.arange(count) + 0.5) * steps / max(count, 1)
         return tuple(dict.fromkeys(int(place) for place in places))
@@ -240,7 +240,7 @@ def practice_config(
         described += f"; size {practice.size.name} is settled as for text that is read once" if once else ""
         source = DataSource(practice, device)
         known = uncounted(practice.config) if once else source.known()
-        practice = settled(in_minutes(source, world, uncounted=known).asked, known, device, world)
+        practice = sized(in_minutes(source, world, uncounted=known).asked, known, device, world)
     for message in practice.notices[before:]:
         say(message)
     return _at_last_stage(practice, say), described
@@ -256,7 +256,7 @@ def settled_for_runs(loaded: LoadedConfig, notice: Callable[[str], None]) -> Loa
     else:
         world = World()
         source = in_minutes(DataSource(loaded, take_device(loaded, world)), world)
-        settings = settled(source.asked, source.known(), source.device)
+        settings = sized(source.asked, source.known(), source.device)
     for message in settings.notices[before:]:
         notice(message)
     return settings
@@ -276,12 +276,12 @@ def _at_last_stage(loaded: LoadedConfig, say: Callable[[str], None]) -> LoadedCo
 
 def practice_samples(loaded: LoadedConfig, scratch: Path, say: Callable[[str], None]) -> PracticeSamples:
     """The samples that a config names. `scratch` is a folder for what has to be made; `say` gets a notice."""
-    fitted, told = practice_config(loaded, scratch, say)
+    fitted, text = practice_config(loaded, scratch, say)
     base, data = open_sample_data(fitted.config, None, written=loaded.sources["model.context"])
     settings = described(fitted, base)
     fullest = fullest_steps(data.train, data.order, steps_of(settings.config, data.facts))
     vocab = base.description.vocab
-    return PracticeSamples(settings=settings, data=data, vocab=vocab, fullest=fullest, described=told)
+    return PracticeSamples(settings=settings, data=data, vocab=vocab, fullest=fullest, described=text)
 
 
 def _sample_folder(loaded: LoadedConfig, scratch: Path, say: Callable[[str], None]) -> tuple[DataConfig, str]:

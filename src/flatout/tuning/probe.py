@@ -72,7 +72,7 @@ class Probe:
         values = {**loaded.config.model_dump(), "data": data}
         self.kept = kept_settings(loaded)
         self.kept_written = {f"speed.{name}": loaded.sources[f"speed.{name}"] for name in self.kept}
-        # What a candidate cannot have is an answer; what the user wrote and cannot have is an error, told by `check`.
+        # What a candidate cannot have is an answer; what the user wrote and cannot have is an error, raised by `check`.
         tuned = {f"speed.{name}" for name in TUNED}
         written = {path: source for path, source in written_paths(loaded).items() if path not in tuned}
         sources = dict.fromkeys(field_facts(), Source("preset", "tune")) | written

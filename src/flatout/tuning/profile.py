@@ -2,7 +2,6 @@
 
     trace.json.gz            for Perfetto or chrome://tracing, with the ranges of `trace.RANGES` by name
     kernels.csv              every kernel, or on a CPU every operator, with its kind and its share
-    memory_snapshot.json.gz  on CUDA: every block of the allocator and one step's history of it, with lines of code
     profile.json             all figures and the verdict, for programs
 
 Idea: the profiler slows the host down, so a step that waits for its host looks worse under it than it is. Steps are
@@ -15,15 +14,13 @@ Trap: a step trains. A run that was profiled has moved its weights; it is built 
 Trap: a replayed graph runs none of our Python, so forward and backward are one piece there: `micro-batch`.
 Trap: the wait for the first batch and the first steps (compiling, recording, tuning) are in no figure but peak memory.
 
-What holds the memory of a run, in a few lines and in every block.
+What holds the memory of a run, in a few lines.
 
 Idea: a peak is one number, and the question is what it is made of. Weights, gradients and moments are counted as the
 tensors they are; what is left of the measured peak is activations and whatever lives for a moment only. The estimate
 that every run prints before its start stands beside it, so that it can be held to the truth.
 
-Contract: `memory_parts` reads and changes nothing. `write_snapshot` takes a step of the caller's with the allocator's
-history on, and turns it off again.
-Trap: torch's snapshot has no public name and is meant to be pickled. Ours is JSON, and says so if torch has changed.
+Contract: `memory_parts` reads and changes nothing.
 
 Parts of a step by name in a trace of torch's profiler, put around it from outside and taken off again.
 """
@@ -31,7 +28,6 @@ Parts of a step by name in a trace of torch's profiler, put around it from outsi
 import contextlib
 import csv
 import dataclasses
-import functools
 import gzip
 import io
 import itertools
@@ -41,7 +37,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +63,6 @@ from flatout.resolve.fit_check import memory_on, out_of_memory
 from flatout.resolve.switches import resolve_speed
 from flatout.tuning.bottleneck import STEP, Diagnosis, Kernel, Measurements, Range, TraceFacts, judge, read_trace
 from flatout.world import Reducer
-
-_HISTORY = 200_000  # entries of the allocator's history; a step has some thousands per micro-batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,49 +112,6 @@ def memory_parts(run: Run) -> tuple[MemoryPart, ...]:
     ]
     host = sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
     return (*parts, *([MemoryPart("moments in the host's memory", host, None)] if host > 2**20 else []))
-
-
-def write_snapshot(device: torch.device, step: Callable[[], object], path: Path) -> list[str]:
-    """One `step` with the allocator's history on, as JSON; a line for the user if this torch cannot do that.
-
-    torch's own form is a pickle, which is not safe to open; and it repeats the stack of every event.
-    """
-    memory = torch.cuda.memory  # what is asked of it here has no public name
-    snapshot: Mapping[str, Any] | None = None
-    try:
-        memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=_HISTORY)
-    except (AttributeError, TypeError, NotImplementedError) as error:
-        return [f"no memory snapshot: {type(error).__name__}: {error}"]
-    try:
-        step()
-        torch.cuda.synchronize(device)
-        with contextlib.suppress(AttributeError, TypeError, NotImplementedError):
-            snapshot = memory._snapshot(device)
-    finally:
-        memory._record_memory_history(enabled=None)
-    if snapshot is None:
-        return ["no memory snapshot: this torch does not give one"]
-    content = json.dumps(shared_frames(snapshot), default=str, separators=(",", ":")).encode("utf-8")
-    with disk_errors(path.name, safe=""):
-        write_whole(path, gzip.compress(content, 6, mtime=0))
-    return []
-
-
-def shared_frames(snapshot: Mapping[str, Any]) -> dict[str, Any]:
-    """A snapshot with one table of `code_lines`, to which every `frames` refers by number."""
-    numbers: dict[tuple[str, int, str], int] = {}
-
-    def smaller(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {str(key): _numbered(item) if key == "frames" else smaller(item) for key, item in value.items()}
-        return [smaller(item) for item in value] if isinstance(value, list | tuple) else value
-
-    def _numbered(frames: Any) -> list[int]:
-        keys = [(str(one["filename"]), int(one["line"]), str(one["name"])) for one in frames or ()]
-        return [numbers.setdefault(key, len(numbers)) for key in keys]
-
-    body = {key: smaller(value) for key, value in snapshot.items()}
-    return {"code_lines": [{"filename": a, "line": b, "name": c} for a, b, c in numbers], **body}
 
 
 @contextlib.contextmanager
@@ -251,8 +202,7 @@ class _NamedModel:
 WARMUP = 4  # steps, as in `flatout bench`
 LEAST_TIMED, MOST_TIMED, TIMED_SECONDS = 4, 20, 1.0
 MICRO_BATCHES = 32  # most in the profiled steps, unless --steps says more: a trace that can still be opened
-TRACE, SNAPSHOT, KERNELS, REPORT = "trace.json.gz", "memory_snapshot.json.gz", "kernels.csv", "profile.json"
-_UPDATE_BYTES = 32  # per weight: AdamW reads weight, gradient and two moments, writes three; the norm reads gradients
+TRACE, KERNELS, REPORT = "trace.json.gz", "kernels.csv", "profile.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -290,8 +240,6 @@ class ProfileReport(Measurements):
     timed_steps: int
     profiled_steps: int
     ranges: tuple[Range, ...]
-    update_bytes_per_second: float | None
-    peak_bytes_per_second: float | None
     memory: tuple[MemoryPart, ...]
     top: tuple[Kernel, ...]
     verdict: Diagnosis
@@ -341,10 +289,7 @@ def profile_run(
         progress(f"{steps} {'step' if steps == 1 else 'steps'} under the profiler")
         events, profiled_seconds = _profiled(run, batches, steps, folder)
         progress("memory")
-        memory, notices = memory_parts(run), []
-        if device.kind == "cuda":
-            one_step = functools.partial(_one_step, run, batches)
-            notices = write_snapshot(device.torch_device, one_step, folder / SNAPSHOT)
+        memory = memory_parts(run)
     progress("reading the trace")
     facts = _facts(events, steps, step_seconds / profiled_seconds, cuda=device.kind == "cuda")
     measured = _measurements(run, facts, step_seconds, waiting, profiled_seconds, ranks, used)
@@ -362,13 +307,11 @@ def profile_run(
         timed_steps=timed,
         profiled_steps=steps,
         ranges=facts.ranges,
-        update_bytes_per_second=_update_rate(run, measured),
-        peak_bytes_per_second=_peak_bandwidth(device),
         memory=memory,
         top=facts.kernels[:15],
         verdict=judge(measured, lambda words: can_have(run, words)),
-        files=(*(name for name in (TRACE, KERNELS, SNAPSHOT) if (folder / name).exists()), REPORT),
-        notices=(*run.new_notices.take(), *notices),
+        files=(TRACE, KERNELS, REPORT),
+        notices=tuple(run.new_notices.take()),
         ranks=ranks and dataclasses.replace(ranks, exposed_seconds=facts.exposed_seconds),
     )
     with disk_errors(REPORT, safe=""):
@@ -381,7 +324,7 @@ def attend(run: Run, *, steps: int | None = None) -> None:
     with out_of_memory(), run.batches(0) as loader:
         batches = iter(loader)
         _timed(run, batches, _warmed_up(run, batches))
-        for _ in range(_profiled_steps(run, steps) + (run.speed.device.kind == "cuda")):  # one for the snapshot
+        for _ in range(_profiled_steps(run, steps)):
             _one_step(run, batches)
         _wait(run.speed.device)
 
@@ -574,24 +517,6 @@ def _write_kernels(facts: TraceFacts, path: Path) -> None:
         row = [kernel.kind, kernel.name, f"{1000 * kernel.seconds:.4f}", f"{kernel.calls:g}", f"{mean:.2f}"]
         writer.writerow([*row, f"{kernel.seconds / total:.4f}"])
     write_whole(path, text.getvalue().encode("utf-8"))
-
-
-def _update_rate(run: Run, measured: Measurements) -> float | None:
-    """Bytes per second of the update, the one piece of a step whose bytes are known; None where they are not."""
-    speed, seconds = run.speed, measured.seconds_by_kind.get("optimizer", 0.0)
-    plain = speed.fused_optimizer and speed.optimizer_state == "fp32" and not speed.optimizer_offload
-    if speed.device.kind != "cuda" or not plain or seconds <= 0:
-        return None
-    return _UPDATE_BYTES * sum(one.numel() for one in run.model.parameters() if one.requires_grad) / seconds
-
-
-def _peak_bandwidth(device: Device) -> float | None:
-    """Bytes per second that the memory's clock and width allow, as the driver tells them."""
-    if device.kind != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device.torch_device)
-    kilohertz, bits = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
-    return 2.0 * 1000 * kilohertz * bits / 8 or None  # two transfers per tick
 
 
 def _name_of(device: Device, threads: int) -> str:

@@ -27,7 +27,6 @@ _BAR = 20  # characters for the whole step
 _SHOWN = ("precision", "kernels", "compile", "cuda_graphs", "attention", "loss", "checkpointing", "loader", "workers")
 _WHAT_IS_IN = {
     "trace.json.gz": "the steps event by event: open it at ui.perfetto.dev or in chrome://tracing",
-    "memory_snapshot.json.gz": "every block of the allocator and one step's history, with lines of code",
     "kernels.csv": "all kernels with kind, time, calls and share",
     "profile.json": "every figure of this page, for programs",
     "reading.md": "this page",
@@ -155,10 +154,6 @@ def _rates(report: Mapping[str, Any]) -> Iterator[Block]:
     if products is not None:
         share = "" if not peak else f"{products / peak:.1%} of the peak"
         lines.append(("FLOP/s in products and attention", _flops(products), share))
-    rate, limit = report["update_bytes_per_second"], report["peak_bytes_per_second"]
-    if rate is not None:
-        share = "the memory's peak is not known" if not limit else f"{rate / limit:.0%} of {limit / 1e12:.2f} TB/s"
-        lines.append(("memory bandwidth in the update", f"{rate / 1e12:.2f} TB/s", share))
     what = "kernels" if report["device_kind"] == "cuda" else "operators"
     mean = f"{1e6 * report['mean_kernel_seconds']:.1f} µs each on average"
     lines.append((f"{what} per second", f"{report['kernels_per_second']:,.0f}", mean))

@@ -195,7 +195,7 @@ def _extras(kind: str, attention: str, plain_attention: str) -> list[Rung]:
     compiled = {"kernels": "torch", "residual": "fp32", "products": "torch", "attention": plain_attention}
     compiled |= {"cuda_graphs": "off"}
     modes = ["reduce-overhead", "max-autotune", "regional"] if kind == "cuda" else ["regional"]
-    names = ("flash", "cudnn", "efficient", "flex", "fa3", "fa4", "cudnn+fa4")
+    names = ("flash", "cudnn", "efficient", "fa4", "cudnn+fa4")
     backends = [name for name in names if name not in (attention, plain_attention)]
     tricks = ("empty-cache", "empty-cache-each-step", "gc-collect", "cudnn-benchmark")
     return [
@@ -240,11 +240,11 @@ def choose_rungs(
     if asked is not None and FULL in asked:
         absent = absences(ladder)
         asked.append([rung.name for rung in ladder if rung.name not in absent][-1])
-    told = [rung for rung in listed if asked_for(rung, names=asked, only=only)]
-    wanted = [rung for rung in listed if rung in ladder or rung in told or rung.name == COMPILED]
+    named = [rung for rung in listed if asked_for(rung, names=asked, only=only)]
+    wanted = [rung for rung in listed if rung in ladder or rung in named or rung.name == COMPILED]
     absent = absences(wanted)
     present = linked([rung for rung in wanted if rung.name not in absent])
-    lacking = [(rung, absent[rung.name]) for rung in told if rung.name in absent]
+    lacking = [(rung, absent[rung.name]) for rung in named if rung.name in absent]
     return present, choose(present, names=asked, only=only), lacking
 
 
@@ -292,7 +292,7 @@ def check_asked(loaded: "LoadedConfig", names: Sequence[str] | None) -> None:
 
 
 def settings_of(rung: Rung, climbed: Sequence[Rung]) -> dict[str, str]:
-    """All words of a rung, given the rungs of the ladder whose switches are on below it."""
+    """All words of a rung that stands on the climbed rungs of the ladder."""
     settings = dict(BASELINE)
     for below in climbed:
         settings.update(below.words)
@@ -309,57 +309,3 @@ def tolerance_of(settings: dict[str, str]) -> float:
 
 def as_words(settings: dict[str, str]) -> list[str]:
     return [f"{path}={value}" for path, value in settings.items()]
-
-
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """What the guides say of a switch: a factor in speed, such as 1.5, from `low` to `high`, over the rung
-    that ours is measured against; None where the claim is of memory alone, or of a gain over something else."""
-
-    text: str
-    low: float | None
-    high: float | None
-
-
-# What the guides claim of each switch, by the name of the rung that tests it. None of it was measured in the guides. A
-# claim stands here as it is made, also where two contradict each other: the range then spans both.
-CLAIMS: dict[str, Claim] = {
-    "tf32": Claim("1.5-8x", 1.5, 8.0),
-    "bf16": Claim("1.3-3x, half the memory", 1.3, 3.0),
-    "fp16": Claim("1.3-3x over fp32", None, None),
-    "fused-qkv": Claim("part of 1.1-1.5x, -20% memory", 1.1, 1.5),
-    "sdpa": Claim("1.2-4x, -20 to -60% memory", 1.2, 4.0),
-    "micro-batch": Claim("1.3-3x", 1.3, 3.0),
-    "fused-adamw": Claim("1.05-1.15x", 1.05, 1.15),
-    "compile": Claim("1.1-1.5x", 1.1, 1.5),
-    "loss": Claim("less memory", None, None),
-    "loader-thread": Claim("1.1-1.4x", 1.1, 1.4),
-    "device-loader": Claim("1.2x", 1.2, 1.2),
-    "expandable": Claim("less fragmentation", None, None),
-    "checkpointing-selective": Claim("less memory", None, None),
-    "checkpointing-full": Claim("0.95x, -20% memory", 0.95, 0.95),
-    "optimizer-8bit": Claim("less memory", None, None),
-    "compile-max-autotune": Claim("1.1-1.3x over eager", None, None),
-    "compile-reduce-overhead": Claim("1.15-1.2x over eager", None, None),
-    "attention-flash": Claim("1.2-4x over attention by hand", None, None),
-    "loss-chunked": Claim("less memory", None, None),
-    "workers-4": Claim("1.1-1.4x", 1.1, 1.4),
-    "empty-cache": Claim("1.05x, less fragmentation", 1.05, 1.05),
-    "empty-cache-each-step": Claim("less fragmentation", None, None),
-    "gc-collect": Claim("less fragmentation", None, None),
-    "cudnn-benchmark": Claim("1.01-1.02x", 1.01, 1.02),
-    "split-512": Claim("less fragmentation", None, None),
-}
-
-# What the guides promise of everything together, to stand beside the factor from the baseline to the full set.
-TOTALS: tuple[Claim, ...] = (
-    Claim("6-20x in one table, 5-10x in its conclusion", 5.0, 20.0),
-    Claim("2-5x", 2.0, 5.0),
-    Claim("4-6x", 4.0, 6.0),
-    Claim("85-107x", 85.0, 107.0),
-)
-
-
-def claim_of(rung: str) -> Claim | None:
-    """What the guides say of a rung's switch; taking a switch out is measured against the claim for it."""
-    return CLAIMS.get(rung.removeprefix("without-"))

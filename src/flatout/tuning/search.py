@@ -3,7 +3,7 @@
 Idea: memory is known before it is used, up to a few percent (`estimate_memory`), and better once some sizes of a way of
 working were measured, which give the estimate an offset and a slope. So little is tried that cannot fit, and what lies
 at the border is tried. Speed is not known, but it behaves: it rises with the micro-batch, ever more slowly,
-and may fall again; recomputing makes a given micro-batch slower and a larger one possible.
+and may fall again; recomputing makes the same micro-batch slower and a larger one possible.
 
 Contract: a search is a generator that yields candidates and is sent their trials. `choose` takes the fastest that fits,
 and among those within a hundredth of it the one with the least memory.
@@ -191,27 +191,6 @@ def quick(space: SwitchSpace, trials: Trials) -> Search:
             largest = max([largest, *(trial.candidate.micro_batch for trial in fitted)])
 
 
-def around(space: SwitchSpace, trials: Trials, start: Candidate) -> Search:
-    """For what takes minutes to try: the micro-batch of another path's best, and its neighbours while they gain."""
-    for loss in space.losses:
-        sizes = [m for m in space.micro_batches if trials.memory.fitting(space, m, start.checkpointing, loss)]
-        below = [m for m in sizes if m <= start.micro_batch]
-        if not sizes:
-            continue
-        at = sizes.index(below[-1] if below else sizes[0])
-        best = trials.best()
-        first = yield from _attempt_size(space, trials, sizes[at], start.checkpointing, loss)
-        if first is None or (best is not None and first.rate < 0.95 * best.rate):
-            continue
-        for step in (1, -1):
-            place, before = at + step, first.rate
-            while 0 <= place < len(sizes):
-                trial = yield from _attempt_size(space, trials, sizes[place], start.checkpointing, loss)
-                if trial is None or trial.rate <= before:
-                    break
-                place, before = place + step, trial.rate
-
-
 def other_threads(trials: Trials, best: Candidate, counts: Sequence[int]) -> Search:
     """The best so far with other numbers of CPU threads."""
     for count in counts:
@@ -235,7 +214,7 @@ def _attempt_size(
 def _losses_worth_it(space: SwitchSpace, trials: Trials) -> Generator[Candidate, Trial, Sequence[str]]:
     """The losses that are faster or smaller than every other, the fastest first, by one trial each.
 
-    Compared at a middling size: speed there tells them apart, and a trial takes no longer than it must.
+    Compared at a middling size: the speed there distinguishes them, and a trial is short.
     """
     if len(space.losses) == 1:
         return space.losses

@@ -5,25 +5,22 @@ the validation loss at its end. Optuna (the extra `search`) draws the next value
 (TPE) and says at every evaluation whether a trial is worse than the median of the others there.
 
 Contract:
-- With a study file every finished trial is on disk before the next begins. A killed search goes on where it was:
-  `trials` counts finished ones, a trial that was under way is taken again. Another space or another config is refused.
+- A row is yielded as soon as its trial has ended. Rows of an `earlier` search count as trials of this one, so a killed
+  search resumes; a trial that was under way is taken again. Rows of another space or another config are refused.
 - A trial that diverges, runs out of memory or is no valid config counts as the worst there is, and its row says why.
 - Trials write nothing but to a temporary folder; data is prepared once, where `flatout train` would put it.
 Trap: an objective of a few hundred steps favours what is good in a few hundred steps: high rates, small models. Make
 the trials as long as you can pay for, and look at the picture, not only at the best.
 """
 
-import contextlib
 import dataclasses
+import hashlib
 import json
 import math
-import os
 import random
-import sqlite3
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +36,6 @@ from flatout.errors import (
     UsageError,
     many,
 )
-from flatout.files import disk_errors, open_to_append
 from flatout.records import EvalRecord
 from flatout.rows import (
     FAINT,
@@ -62,16 +58,15 @@ from flatout.tuning.practice_data import scratch_folder, settled_for_runs
 
 TRIALS = 20
 BEFORE_CUTTING = 4  # finished trials
-ENOUGH = 10  # trials that came to their end, before anything is said of what matters
 WORST = 1e9  # what a failed trial counts as; only the order of losses matters to the proposals
-NAME = "flatout"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrialRow(Shown):
-    """One trial. `status` is done, pruned, diverged, out_of_memory, invalid or interrupted, and `reason` says why.
+    """One trial. `status` is done, pruned, diverged, out_of_memory or invalid, and `reason` says why.
 
-    `loss` is the last validation loss it had; only that of a trial that is done was at the end.
+    `evaluations` are its (step, validation loss), and `loss` is the last of them; only that of a trial that is done was
+    at the end. `search` is a hash of the space and of the config's other fields.
     """
 
     number: int
@@ -80,8 +75,13 @@ class TrialRow(Shown):
     values: dict[str, Any]
     loss: float | None
     step: int
+    evaluations: tuple[tuple[int, float], ...]
     seconds: float
     best: bool  # of those up to here
+    search: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "trial", **dataclasses.asdict(self)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,10 +91,8 @@ class StudyResult(Shown):
     rows: tuple[TrialRow, ...]
     best: TrialRow
     forms: dict[str, str]
-    importance: dict[str, float | None]
     words: tuple[str, ...]
     fragment: str
-    study: str | None
     config: str
     device: str
     seconds: float
@@ -112,7 +110,7 @@ class StudyResult(Shown):
 
 
 # A trial's number and values, and one of its evaluations or None when it begins.
-Told = Callable[[int, dict[str, Any], EvalRecord | None], None]
+TrialProgress = Callable[[int, dict[str, Any], EvalRecord | None], None]
 
 
 def search(
@@ -120,77 +118,89 @@ def search(
     space: Space,
     *,
     trials: int = TRIALS,
-    study: Path | None = None,
+    earlier: Sequence[TrialRow] = (),
     notice: Callable[[str], None] = lambda _: None,
-    progress: Told = lambda *_: None,
+    progress: TrialProgress = lambda *_: None,
 ) -> Generator[TrialRow | StudyResult]:
-    """Trains until there are `trials` finished ones in all and yields a row for each new one; the `StudyResult` last.
+    """Trains until there are `trials` rows in all, the `earlier` ones included, and yields each new one; the
+    `StudyResult` last.
 
     What a preset leaves open until its data is known is settled once, for all trials, with a `notice`. `progress`
-    hears a trial's number and values when it begins, and each of its evaluations.
+    gets a trial's number and values when it begins, and each of its evaluations.
     """
     optuna = _optuna()
-    began = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        storage = None if study is None else stack.enter_context(_opened(optuna, study))
-        kept = _study(optuna, storage, loaded, space, study)
-        for trial in kept.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
-            # What was under way when a search was killed will not end any more.
-            kept.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-        base = for_trials(settled_for_runs(loaded, notice))
-        if loaded.config.data_kind == "text" and loaded.size is None:  # else the first trial makes what has to be made
-            prepare_data(base.config.data, base.config.clean)
-        # A run that warms up for longer looks worse at first: the first third says nothing yet.
-        warm_up = (length_of(base) or 0) // 3
-        kept.pruner = optuna.pruners.MedianPruner(n_startup_trials=BEFORE_CUTTING, n_warmup_steps=warm_up)
-        scratch = stack.enter_context(scratch_folder("flatout-search-"))
-        while len(rows := rows_of(kept)) < trials:
-            # A fresh seed for every trial: one that is taken again after a kill must not repeat an earlier draw.
-            seed = random.Random(f"{loaded.config.train.seed} {len(kept.trials)}").randrange(2**31)
-            kept.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=min(10, max(4, trials // 2)))
-            trial = kept.ask({one.path: _distribution(optuna, one) for one in space.dimensions})
+    began, key, rows = time.monotonic(), search_key(loaded, space), list(earlier)
+    if any(row.search != key for row in rows):
+        raise UsageError(
+            "the trials that are there are of another space or another config",
+            "name another file with --study, or search as they did",
+        )
+    study = optuna.create_study()
+    distributions = {one.path: _distribution(optuna, one) for one in space.dimensions}
+    for row in rows:
+        study.add_trial(_as_trial(optuna, row, distributions))
+    base = for_trials(settled_for_runs(loaded, notice))
+    if loaded.config.data_kind == "text" and loaded.size is None:  # else the first trial makes what has to be made
+        prepare_data(base.config.data, base.config.clean)
+    # A run that warms up for longer looks worse at first: the first third says nothing yet.
+    warm_up = (length_of(base) or 0) // 3
+    study.pruner = optuna.pruners.MedianPruner(n_startup_trials=BEFORE_CUTTING, n_warmup_steps=warm_up)
+    with scratch_folder("flatout-search-") as scratch:
+        while len(rows) < trials:
+            number = len(rows)
+            seed = random.Random(f"{loaded.config.train.seed} {number}").randrange(2**31)
+            study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=min(10, max(4, trials // 2)))
+            trial = study.ask(distributions)
             values = {one.path: one.settled(trial.params[one.path]) for one in space.dimensions}
-            progress(trial.number, values, None)
-            _run(kept, trial, base, values, scratch / str(trial.number), progress)
-            yield rows_of(kept)[-1]
-        yield _result(loaded, space, rows, study, time.monotonic() - began)
+            progress(number, values, None)
+            trial_began, run, evaluations = time.monotonic(), WholeRun(), list[tuple[int, float]]()
+            for record in run.train(lambda values=values: with_values(base, values, "trial"), scratch / str(number)):
+                progress(number, values, record)
+                evaluations.append((record.step, record.loss))
+                trial.report(record.loss, record.step)
+                if record.reason != "end" and trial.should_prune():
+                    run.status, run.reason = "pruned", f"worse than the median at step {record.step}"
+                    break
+            best = min((row.loss for row in rows if row.status == "done" and row.loss is not None), default=math.inf)
+            row = TrialRow(
+                number=number,
+                status=run.status,
+                reason=run.reason,
+                values=values,
+                loss=run.loss,
+                step=run.step,
+                evaluations=tuple(evaluations),
+                seconds=time.monotonic() - trial_began,
+                best=run.status == "done" and (run.loss or math.inf) < best,
+                search=key,
+            )
+            state, value = _outcome(optuna, row)
+            study.tell(trial, value, state)
+            rows.append(row)
+            yield row
+    yield _result(loaded, space, rows, time.monotonic() - began)
 
 
-def _run(kept: Any, trial: Any, base: LoadedConfig, values: dict[str, Any], folder: Path, progress: Told) -> None:
-    """Trains one trial and tells the study what came of it."""
-    began, states, run = time.monotonic(), _optuna().trial.TrialState, WholeRun()
-    try:
-        for record in run.train(lambda: with_values(base, values, "trial"), folder):
-            progress(trial.number, values, record)
-            trial.report(record.loss, record.step)
-            if record.reason != "end" and trial.should_prune():
-                run.status, run.reason = "pruned", f"worse than the median at step {record.step}"
-                break
-    finally:
-        # One entry for all of it: each is a transaction that waits for the disk.
-        facts = {"status": run.status, "reason": run.reason, "values": values, "loss": run.loss}
-        facts |= {"step": run.step, "seconds": time.monotonic() - began}
-        trial.set_user_attr("facts", facts)
-        if run.status == "interrupted":
-            kept.tell(trial, state=states.FAIL)
-        elif run.status == "pruned":
-            kept.tell(trial, state=states.PRUNED)
-        else:
-            kept.tell(trial, WORST if run.status != "done" or run.loss is None else run.loss)
+def _outcome(optuna: Any, row: TrialRow) -> tuple[Any, float | None]:
+    """A trial's state for Optuna, and its value: a failed one counts as the worst."""
+    if row.status == "pruned":
+        return optuna.trial.TrialState.PRUNED, None
+    return optuna.trial.TrialState.COMPLETE, WORST if row.status != "done" or row.loss is None else row.loss
+
+
+def _as_trial(optuna: Any, row: TrialRow, distributions: dict[str, Any]) -> Any:
+    state, value = _outcome(optuna, row)
+    evaluations = dict(row.evaluations)
+    known = {"params": row.values, "distributions": distributions, "intermediate_values": evaluations}
+    return optuna.trial.create_trial(state=state, value=value, **known)
 
 
 def _distribution(optuna: Any, one: Dimension) -> Any:
     kinds = optuna.distributions
     if one.form == "choices":
         return kinds.CategoricalDistribution(list(one.values))
-    low, high, *steps = one.values
-    for step in steps:  # the end that the steps reach
-        high = low + (high - low) // step * step
-    how = {"log": one.form == "log", **({"step": steps[0]} if steps else {})}
-    return (kinds.IntDistribution if one.whole else kinds.FloatDistribution)(low, high, **how)
-
-
-# --- the study and its file -------------------------------------------------------------------------------------------
+    low, high = one.values
+    return (kinds.IntDistribution if one.whole else kinds.FloatDistribution)(low, high, log=one.form == "log")
 
 
 def _optuna() -> Any:
@@ -204,78 +214,8 @@ def _optuna() -> Any:
     return optuna
 
 
-@contextlib.contextmanager
-def _opened(optuna: Any, path: Path) -> Iterator[Any]:
-    """The file of a study, for this process alone; made where there is none."""
-    if any(character in str(path) for character in "?#%\0"):
-        raise UsageError(f"--study {str(path)!r} has a character that SQLite takes for its own", "name another file")
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        raise UsageError(
-            "--study needs file locks that Windows does not have", "leave --study out, or use Flatout in WSL"
-        ) from None
-    made = not os.path.lexists(path)
-    with disk_errors(f"the study {path}", safe=""), open_to_append(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(
-                f"another search is at work on the study {path}", "wait for it, or name another file with --study"
-            ) from None
-        _check_study(path)
-        import sqlalchemy.exc
-
-        try:
-            storage = optuna.storages.RDBStorage(f"sqlite:///{path.resolve()}")
-        except (sqlalchemy.exc.SQLAlchemyError, RuntimeError) as error:
-            if made:
-                path.unlink()
-            raise DataError(
-                f"{path} is not a study that can be read: {type(error).__name__}", "name another file with --study"
-            ) from error
-        try:
-            yield storage
-        finally:
-            empty = made and not any(one.n_trials for one in optuna.get_all_study_summaries(storage))
-            storage.engine.dispose()
-            if empty:  # it was refused before its first trial: nothing is left of it
-                path.unlink()
-
-
-def _check_study(path: Path) -> None:
-    """Refuses a file that is no study of ours: Optuna would put its tables into whatever database it finds."""
-    if not path.stat().st_size:
-        return
-    try:
-        with contextlib.closing(sqlite3.connect(f"file:{path.resolve()}?mode=rw", uri=True)) as database:
-            names = {name for (name,) in database.execute("select study_name from studies")}
-    except sqlite3.Error as error:
-        raise DataError(f"{path} is not a study that can be read: {error}", "name another file with --study") from error
-    if names - {NAME}:
-        raise DataError(f"{path} holds studies of another program", "name another file with --study")
-
-
-def _study(optuna: Any, storage: Any, loaded: LoadedConfig, space: Space, path: Path | None) -> Any:
-    """The study, new or as it was left; one of another space or config is refused."""
-    study = optuna.create_study(storage=storage, study_name=NAME, load_if_exists=True)
-    facts = {"space": space.spelling, "config": config_facts(loaded, space)}
-    known = study.user_attrs
-    for name in ("space", "config"):
-        if name in known and known[name] != facts[name]:
-            before, now = _differing(known[name], facts[name])
-            raise UsageError(
-                f"the study {path} was made with another {name}: {before} there, {now} now",
-                "name another file with --study, or search as it was",
-            )
-    for name, fact in facts.items():
-        if name not in known:
-            study.set_user_attr(name, fact)
-    return study
-
-
-def config_facts(loaded: LoadedConfig, space: Space) -> str:
-    """What must be the same in every trial of a study, as one text: all that is not searched over nor only output."""
+def search_key(loaded: LoadedConfig, space: Space) -> str:
+    """A hash of what all trials of a search have in common: the space, and what of the config is learned from."""
     searched = {one.path for one in space.dimensions}
     facts = {
         f"{section}.{name}": value
@@ -283,34 +223,26 @@ def config_facts(loaded: LoadedConfig, space: Space) -> str:
         for name, value in fields.items()
         if section not in ("output", "checkpoint", "speed") and f"{section}.{name}" not in searched
     }
-    return json.dumps(facts, sort_keys=True)
+    text = json.dumps([space.spelling, facts], sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
-def _differing(before: str, now: str) -> tuple[str, str]:
-    """The first entry in which two facts differ, as each has it."""
-    first, second = json.loads(before), json.loads(now)
-    path = next(path for path in sorted({*first, *second}) if first.get(path) != second.get(path))
-    return tuple(f"{path} {json.dumps(facts[path]) if path in facts else 'absent'}" for facts in (first, second))  # pyright: ignore[reportReturnType]
-
-
-def rows_of(study: Any) -> list[TrialRow]:
-    """The finished trials of a study, in order; those that were interrupted are not among them."""
-    rows: list[TrialRow] = []
-    best = math.inf
-    for trial in study.get_trials(deepcopy=False):
-        facts = trial.user_attrs.get("facts")
-        if not trial.state.is_finished() or facts is None or facts["status"] == "interrupted":
-            continue
-        leading = facts["status"] == "done" and facts["loss"] < best
-        best = min(best, facts["loss"]) if leading else best
-        rows.append(TrialRow(number=trial.number, best=leading, **facts))
-    return rows
+def trial_row_from_json(line: str) -> TrialRow:
+    """The row that a search wrote; a line of anything else is a ValueError."""
+    try:
+        body = json.loads(line)
+        if body.pop("type") != "trial":
+            raise ValueError("a record of another kind")
+        evaluations = tuple((int(step), float(loss)) for step, loss in body["evaluations"])
+        return TrialRow(**{**body, "evaluations": evaluations})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 # --- the result -------------------------------------------------------------------------------------------------------
 
 
-def _result(loaded: LoadedConfig, space: Space, rows: list[TrialRow], path: Path | None, seconds: float) -> StudyResult:
+def _result(loaded: LoadedConfig, space: Space, rows: list[TrialRow], seconds: float) -> StudyResult:
     done = [row for row in rows if row.status == "done"]
     if not done:
         reasons = sorted({f"{row.status}: {row.reason}" for row in rows})
@@ -326,42 +258,14 @@ def _result(loaded: LoadedConfig, space: Space, rows: list[TrialRow], path: Path
         rows=tuple(rows),
         best=best,
         forms={one.path: one.form for one in space.dimensions},
-        importance={one.path: importance(one, done) for one in space.dimensions},
         words=words_of(best.values),
         fragment=config_text(loaded, best.values, first, [f"{one.path}: {one.text}" for one in space.dimensions]),
-        study=None if path is None else str(path),
         config=loaded.config.output.name,
         device=device,
         seconds=seconds,
         flatout=flatout.__version__,
         torch=torch.__version__,
     )
-
-
-def importance(one: Dimension, done: list[TrialRow]) -> float | None:
-    """The share of the differences in loss that goes along with this field by itself: with a parabola over a number,
-    with means over choices. None where the trials are too few for that."""
-    import numpy as np
-
-    losses = np.array([row.loss for row in done], dtype=float)
-    values = [row.values[one.path] for row in done]
-    total = float(((losses - losses.mean()) ** 2).sum())
-    if len(done) < ENOUGH or total == 0.0 or len({json.dumps(value) for value in values}) < 2:
-        return None
-    if one.form == "choices":
-        groups = [losses[[value == choice for value in values]] for choice in one.values]
-        fitted = np.concatenate([np.full(len(group), group.mean()) for group in groups if len(group)])
-        rest = float(((np.concatenate(groups) - fitted) ** 2).sum())
-        parameters = sum(1 for group in groups if len(group))
-    else:
-        places = np.log([float(value) for value in values]) if one.form == "log" else np.array(values, dtype=float)
-        places = (places - places.mean()) / (places.std() or 1.0)
-        degree = min(2, len(set(places.tolist())) - 1)
-        rest = float(((losses - np.polyval(np.polyfit(places, losses, degree), places)) ** 2).sum())
-        parameters = degree + 1
-    # Corrected for how many numbers were fitted: with few trials anything explains something.
-    share = 1 - (rest / max(1, len(done) - parameters)) / (total / (len(done) - 1))
-    return min(1.0, max(0.0, share))
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
@@ -381,8 +285,8 @@ def trial_line(row: TrialRow) -> str:
     values = ", ".join(f"{path} {_value(value)}" for path, value in row.values.items())
     loss = "" if row.loss is None else f", loss {row.loss:.4f}"
     status = _STATUS.get(row.status, row.status)
-    told = f", {status}: {row.reason}" if status else ", best so far" if row.best else ""
-    return f"trial {row.number}: {values}{loss} after {human_seconds(row.seconds)}{told}"
+    outcome = f", {status}: {row.reason}" if status else ", best so far" if row.best else ""
+    return f"trial {row.number}: {values}{loss} after {human_seconds(row.seconds)}{outcome}"
 
 
 def sheet_of(result: StudyResult) -> Sheet:
@@ -392,15 +296,12 @@ def sheet_of(result: StudyResult) -> Sheet:
     blocks: list[Block] = [Table(rows=rows, names="trial", left=(" ",), marks=True, numbers=True)]
     if len(ordered) > _SHOWN:
         blocks.append(Sentence(f"and {len(ordered) - _SHOWN} more"))
-    explained = [(share, path) for path, share in result.importance.items() if share is not None]
-    alone = "{:.0%} of the differences in loss go along with {} alone"
-    blocks += [Sentence(alone.format(share, path)) for share, path in sorted(explained, reverse=True)]
     counts = {status: sum(row.status == status for row in result.rows) for status in _STATUS}
-    told = ", ".join(f"{count} {_STATUS[status] or 'to the end'}" for status, count in counts.items() if count)
+    ended = ", ".join(f"{count} {_STATUS[status] or 'to the end'}" for status, count in counts.items() if count)
     blocks.append(
         Sentence(
             f"best of {many(len(result.rows), 'trial')}: number {result.best.number}, validation loss "
-            f"{result.best.loss:.4f}; {told}; on {result.device}"
+            f"{result.best.loss:.4f}; {ended}; on {result.device}"
         )
     )
     note = "note: the best {} is at the edge of its range; a wider one may hold a better"
@@ -428,9 +329,9 @@ def at_the_edge(result: StudyResult) -> list[str]:
 def picture_of(result: StudyResult) -> Picture:
     """Every trial and the best so far; below, the loss over the values of each field.
 
-    The fields show more than one number of importance does: whether the best value lies in the middle of a valley, or
-    at the edge of its range, where the range should be wider. Trials that were cut short are pale, at the loss they had
-    then; those that failed are crosses at the top. A loss far above the others does not flatten the rest.
+    A field's panel shows whether its best value lies in the middle of a valley or at the edge of its range. Trials that
+    were cut short are pale, at the loss they had then; those that failed are crosses at the top. A loss far above the
+    others does not flatten the rest.
     """
     limits = _limits([row.loss for row in result.rows if row.status == "done" and row.loss is not None])
     best, leading = math.inf, []
@@ -449,13 +350,12 @@ def picture_of(result: StudyResult) -> Picture:
 
 
 def _field_chart(result: StudyResult, path: str, limits: tuple[float, float]) -> ChartPanel:
-    form, values, share = result.forms[path], [row.values[path] for row in result.rows], result.importance[path]
+    form, values = result.forms[path], [row.values[path] for row in result.rows]
     ticks = sorted({_value(value) for value in values}) if form == "choices" else []
     places = [ticks.index(_value(value)) if ticks else float(value) for value in values]
-    title = path + ("" if share is None else f"   ({share:.0%} of the differences)")
     whole = not ticks and all(isinstance(value, int) for value in values)
     curves = _points(result, places, limits)
-    return ChartPanel(title=title, curves=curves, limits=limits, log=form == "log", whole=whole, ticks=ticks)
+    return ChartPanel(title=path, curves=curves, limits=limits, log=form == "log", whole=whole, ticks=ticks)
 
 
 def _points(result: StudyResult, places: Sequence[float], limits: tuple[float, float]) -> list[Points]:

@@ -1,7 +1,7 @@
 """One call of `tune`: which settings are tried, for how long, a row for each, and the choice at the end.
 
 `search.py` says what to try next and what is best, `probe.py` tries it; here are the clock, the rows and the order of
-things: the config's own kernels first, moments on the host where nothing fits, torch.compile's modes where asked for.
+things: the config's own kernels, then moments on the host where nothing fits.
 """
 
 import dataclasses
@@ -14,8 +14,7 @@ import flatout
 from flatout.config.load import LoadedConfig, with_values
 from flatout.config.source import Source
 from flatout.config.yaml_loader import format_value
-from flatout.device import detect_device
-from flatout.errors import ConfigError, DoesNotFitError, HardwareError, ResourceError, UsageError, many
+from flatout.errors import ConfigError, DoesNotFitError, ResourceError, many
 from flatout.host import candidates, core_clock, core_use, thread_words, usable_cores, whole_cores
 from flatout.records import TuneProgress, TuneResult, TuneRow
 from flatout.rows import FAINT, OWN, Block, ResultRow, Sentence, Sheet, Table, human_seconds, or_dash
@@ -29,21 +28,19 @@ from flatout.tuning.search import (
     SwitchSpace,
     Trial,
     Trials,
-    around,
     choose,
     exhaustive,
     other_threads,
     quick,
 )
 
-SECONDS, COMPILED_SECONDS, EXHAUSTIVE_SECONDS = 120.0, 1200.0, 3600.0
+SECONDS, COMPILED_SECONDS, EXHAUSTIVE_SECONDS = 120.0, 1200.0, 3600.0  # of a config that compiles; of all trials
 SEARCHING = 0.8  # of the time; the rest is for confirming
 # The best confirmed speed must be so much above the search's figure of the next one, or that is confirmed as well.
 SURE = 1.05
 MOST_CONFIRMED = 3
 BUSY = 0.5  # cores
 SMALL_CHUNK = 2048
-COMPILE_MODES = ("default", "regional", "max-autotune")
 
 
 def tune(
@@ -51,21 +48,16 @@ def tune(
     *,
     memory: float | None = None,
     thorough: bool = False,
-    compiled: bool = False,
     seconds: float | None = None,
     progress: Callable[[TuneProgress], None] = lambda _: None,
 ) -> Generator[TuneRow | TuneResult]:
     """Tries settings for a config on this device and yields a row for each; the last record is the `TuneResult`.
 
-    `memory` is a cap in GiB that emulates a smaller card, `thorough` tries everything, `compiled` the modes of
-    torch.compile as well. After `seconds` the best so far is taken. A switch that the user wrote stays as written.
+    `memory` is a cap in GiB that emulates a smaller card, `thorough` tries everything. After `seconds` the best so far
+    is taken. A switch that the user wrote stays as written.
     """
-    _refuse_contradictions(loaded, compiled)
-    if compiled and detect_device(loaded.config.speed.device).kind != "cuda":
-        raise HardwareError(
-            "torch.compile's modes are tried on CUDA only, and this is no such device", "leave --compile out"
-        )
-    budget = seconds or (EXHAUSTIVE_SECONDS if thorough else COMPILED_SECONDS if compiled else SECONDS)
+    _refuse_accumulation(loaded)
+    budget = seconds or (EXHAUSTIVE_SECONDS if thorough else SECONDS)
 
     def say(text: str) -> None:
         progress(TuneProgress(number=1, text=text, seconds=0.0, budget=budget))
@@ -82,25 +74,19 @@ def tune(
             probe = SampleProbe(loaded, samples, memory)
         probe.check()
         try:
-            yield from _Tuning(loaded, probe, described, seconds, progress).run(thorough, compiled)
+            yield from _Tuning(loaded, probe, described, seconds, progress).run(thorough)
         finally:
             probe.close()
 
 
-def _refuse_contradictions(loaded: LoadedConfig, compiled: bool) -> None:
-    kept = kept_settings(loaded)
-    if "accumulation" in kept:
+def _refuse_accumulation(loaded: LoadedConfig) -> None:
+    accumulation = kept_settings(loaded).get("accumulation")
+    if accumulation is not None:
         raise ConfigError(
-            f"{loaded.sources['speed.accumulation'].where}: speed.accumulation is {kept['accumulation']}, "
+            f"{loaded.sources['speed.accumulation'].where}: speed.accumulation is {accumulation}, "
             "but tune chooses micro-batch and accumulation itself",
             "leave it out, or take it back with speed.accumulation=null",
         )
-    for name in ("compile", "kernels"):
-        if compiled and name in kept and (name, kept[name]) != ("kernels", "torch"):
-            raise UsageError(
-                f"speed.{name} is {kept[name]}, and --compile tries torch.compile's modes with torch's kernels",
-                f"leave out --compile or speed.{name}",
-            )
 
 
 class _Tuning:
@@ -124,10 +110,10 @@ class _Tuning:
         self.usable: int | None = None
         self.samples = loaded.config.chat.batch_samples if loaded.config.fine_tunes else None
 
-    def run(self, thorough: bool, compiled: bool) -> Generator[TuneRow | TuneResult]:
+    def run(self, thorough: bool) -> Generator[TuneRow | TuneResult]:
         probe = self.probe
         space = self._space()
-        if self.seconds is None and (thorough or compiled or space.compile != "off"):
+        if self.seconds is None and (thorough or space.compile != "off"):
             self.budget = EXHAUSTIVE_SECONDS if thorough else COMPILED_SECONDS
         self._say("building the model")
         smallest = dataclasses.replace(
@@ -154,13 +140,6 @@ class _Tuning:
         if best is not None and self._may_choose_threads():
             counts = [count for count in candidates(whole_cores()) if count != space.threads]
             yield from self._drive(other_threads(found, best.candidate, counts), found)
-        if compiled and best is not None:
-            for mode in [mode for mode in COMPILE_MODES if mode != space.compile]:
-                if self.samples is not None and mode == "max-autotune":  # it wants one shape, and samples make several
-                    continue
-                losses = (probe.kept["loss"],) if "loss" in probe.kept else ("plain", "fused")
-                other = dataclasses.replace(space, kernels="torch", compile=mode, losses=losses)
-                yield from self._drive(around(other, found, best.candidate), found)
         yield self._result(capacity)
 
     def _may_choose_threads(self) -> bool:

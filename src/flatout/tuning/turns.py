@@ -11,7 +11,7 @@ Contract:
 - The interval of a look at the data misses the true ratio in at most `MISS` of all cases. There are at most four looks
   (`LOOKS`), so an interval is wrong in at most 2 of 100 rungs, and so is a verdict.
 - `FLOOR` is added on both sides: the same rung built twice differs by that much, by where its memory lies.
-- A verdict of faster or slower is given only where the whole interval is on one side of 1.
+- The verdict is faster or slower only where the whole interval is on one side of 1.
 - Each sitting of the same two rungs has the same coins. It ends when its ratio is known well enough, or after
   `seconds`, but not before the first look, at ten pairs; and at `most` even before that. It then has a comparison all
   the same, however few pairs there were.

@@ -36,15 +36,16 @@ if RANK is not None and FAULT and "LOCAL_RANK" in os.environ and os.environ.pop(
     import torch
 
     import flatout
+    from flatout.checkpoints import checkpoint
     from flatout.corpus import sources
     from flatout.data import plan, stream
     from flatout.data.shards import TokenShards
-    from flatout.engine import loop, saver, writer
+    from flatout.engine import loop, saver
     from flatout.engine.step import TrainStep
 
     pause = sum(float(word.partition("=")[2] or 0.02) for word in FAULT if word.startswith("slow"))
     accumulate, gather, chunks = TrainStep.accumulate, TokenShards.gather, stream.TokenStream.chunks
-    save, save_plan, now = writer.Writer.save, saver.save_plan, time.time
+    save_files, now = checkpoint.save_files, time.time
     steps = jumped = 0
 
     def faulty_accumulate(self, *arguments):
@@ -73,19 +74,14 @@ if RANK is not None and FAULT and "LOCAL_RANK" in os.environ and os.environ.pop(
                 _hang()
             yield chunk
 
-    def faulty_save(self, wanted):
-        if Path(f"full-{RANK}").exists():  # the writer finds it full, and then so does this process
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return save(self, wanted)
-
-    def faulty_save_plan(*arguments):
+    def faulty_save(*arguments):
         if _told("full"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return save_plan(*arguments)
+        return save_files(*arguments)
 
     TrainStep.accumulate, TokenShards.gather = faulty_accumulate, faulty_gather
     stream.TokenStream.chunks = faulty_chunks
-    writer.Writer.save, saver.save_plan = faulty_save, faulty_save_plan
+    checkpoint.save_files = faulty_save
     time.time = lambda: now() + jumped
     if "drift" in FAULT:
         loop.COMPARED_EVERY = 4

@@ -216,9 +216,9 @@ const SECTIONS = [
   { id: "notices", title: "Notices", show: showNotices },
   { id: "checkpoints", half: true, title: "Checkpoints", show: showCheckpoints },
   { id: "environment", half: true, title: "Environment", show: showEnvironment,
-    part: (run) => [run.environment, run.starts] },
-  { id: "reproduce", short: "Reproduce", title: "How to reproduce", show: showReproduce,
-    part: (run) => [run.config, run.commands] },
+    part: (run) => [run.environment] },
+  { id: "reproduce", short: "Reproduce", title: "Config to train it again", show: showReproduce,
+    part: (run) => [run.config] },
 ];
 
 /* Calls `make` only if this part of the data is not what was shown last. */
@@ -294,7 +294,7 @@ function follow(version) {
         line.classList.remove("lost");
         wait = goes ? 2000 : 5000;
       } catch {
-        line.textContent = "The server does not answer. This is what it told last; asking again.";
+        line.textContent = "The server does not answer. This is its last answer; asking again.";
         line.classList.add("lost");
         wait = 5000;
       }

@@ -261,18 +261,18 @@ function showSamples({ runs }) {
       make("span", { class: "text" }, body)));
   return perRun(runs, ({ samples, samples_left_out: left }) => make("div", {}, samples.slice(0, 3).map(one),
     folded("Earlier samples", samples.slice(3).length, samples.slice(3).map(one)),
-    leftOut(left, counted(left) + " more are in metrics.jsonl.")));
+    leftOut(left, counted(left) + " earlier ones are in metrics.jsonl.")));
 }
 
 function showNotices({ runs }) {
   return perRun(runs, (run) => {
-    if (!run.notices.length) return card(soft("Nothing to tell."));
+    if (!run.notices.length) return card(soft("There are none."));
     const rows = run.notices.map(([step, message, often]) => [
       ["figure soft", "step " + counted(step)],
       [null, text(message), often > 1 ? make("span", { class: "soft" }, " (" + counted(often) + " times)") : null]
     ]);
     return card(table("notices", null, rows), leftOut(run.notices_left_out,
-      run.notices_left_out + " between the first and the last ones are in metrics.jsonl."));
+      run.notices_left_out + " earlier ones are in metrics.jsonl."));
   });
 }
 
@@ -291,14 +291,8 @@ function showCheckpoints({ runs }) {
 }
 
 function showEnvironment({ runs }) {
-  const parts = [card(runs.length === 1 ? factTable(runs[0].environment)
-    : besideTable("Environments", runs, joined(runs, (run) => run.environment), true))];
-  for (const run of runs.filter((each) => each.starts.length)) {
-    const rows = run.starts.map((start) => start.map((value) => ["figure", text(value)]));
-    parts.push(card(make("h3", {}, "Starts", runs.length > 1 ? make("span", {}, " of ", text(run.name)) : null),
-      scrolling("Starts", table(null, ["From step", "Went on from", "Flatout", "torch", "Device"], rows))));
-  }
-  return parts;
+  return card(runs.length === 1 ? factTable(runs[0].environment)
+    : besideTable("Environments", runs, joined(runs, (run) => run.environment), true));
 }
 
 function showReproduce({ runs, differences }) {
@@ -323,12 +317,9 @@ function showReproduce({ runs, differences }) {
     });
     return button;
   };
-  const item = ([what, command]) => make("li", {}, make("div", { class: "soft small" }, what),
-    make("div", { class: "command" }, make("pre", {}, command), copyButton(command, "the command")));
   return perRun(runs, (run) => card(
-    make("ul", { class: "commands" }, run.commands.map(item)),
     make("p", { class: "soft small" },
-      "What is written as auto is chosen anew on another machine; the table of switches tells what ran here."),
+      "flatout train CONFIG trains it again. What is written as auto is chosen anew on another machine."),
     make("details", { open: runs.length === 1 ? true : null },
       make("summary", {}, "The whole config" + (different.size ? ", differences marked" : "")), config(run)),
     make("div", { class: "tools" }, copyButton(run.config, "the config"), save(run))));

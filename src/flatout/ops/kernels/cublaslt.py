@@ -122,7 +122,7 @@ class _Product:
         self.a = _layout(shape.dtype, *((inner, columns) if shape.b_transposed else (columns, inner)), b_stride)
         self.b = _layout(shape.dtype, *((rows, inner) if shape.a_transposed else (inner, rows)), a_stride)
         self.out = _layout(shape.out_dtype, columns, rows, out_stride)
-        self.kernels = self._find()
+        self.kernels = self._candidates()
         self.launch: Callable[..., None] | None = None
         self.worth = True  # whether gelu in the epilogue is the faster way
 
@@ -130,7 +130,7 @@ class _Product:
         size = ctypes.c_size_t(ctypes.sizeof(value))
         _call("cublasLtMatmulDescSetAttribute", self.description, attribute, ctypes.byref(value), size)
 
-    def _find(self) -> list[_Kernel]:
+    def _candidates(self) -> list[_Kernel]:
         preference, limit = ctypes.c_void_p(), ctypes.c_size_t(_WORKSPACE_BYTES)
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         _call("cublasLtMatmulPreferenceSetAttribute", preference, 1, ctypes.byref(limit), ctypes.c_size_t(8))

@@ -1,19 +1,15 @@
-"""The picture and the tables of a dataset: nothing overlaps, nothing acts on the terminal, any summary can be shown."""
+"""The tables of a dataset: nothing acts on the terminal, any summary can be shown."""
 
 import dataclasses
 import io
-import itertools
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from flatout.errors import DataError, ResourceError, UsageError
-from flatout.observe import dataset as data_picture
-from flatout.observe.dataset import draw_data, print_data
+from flatout.observe.dataset import data_sheet, record_counts
+from flatout.observe.sheets import print_sheet
 from flatout.records import DataSummary, DocumentSample, SplitSummary, TokenCount
 
 
@@ -26,9 +22,7 @@ def split(name: str, edges: tuple[int, ...], documents: tuple[int, ...], **named
         "documents": sum(documents), "tokens": sum(tokens) or 1, "text_bytes": 3 * sum(tokens), "bytes_per_token": 3.0,
         "shards": 1, "disk_bytes": 2 * sum(tokens), "quantiles": quantiles, "windows": None, "remainder": None,
     }  # fmt: skip
-    return SplitSummary(
-        name=name, edges=edges, documents_by_length=documents, tokens_by_length=tokens, **(values | named)
-    )
+    return SplitSummary(name=name, **(values | named))
 
 
 def report(kept: dict[str, int], dropped: dict[str, int], damaged: int = 0, **named: Any) -> dict[str, Any]:
@@ -127,73 +121,18 @@ SUMMARIES = {
 every_summary = pytest.mark.parametrize("summary", SUMMARIES.values(), ids=SUMMARIES)
 
 
-@every_summary
-def test_nothing_overlaps_and_nothing_leaves_the_picture(
-    summary: DataSummary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn = []
-    figure_of = data_picture._figure
-    monkeypatch.setattr(data_picture, "_figure", lambda given: drawn.append(figure_of(given)) or drawn[0])
-    draw_data(summary, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    figure = drawn[0]
-    from matplotlib.text import Text
-
-    boxes = [
-        (text.get_text(), text.get_window_extent()) for text in figure.findobj(Text)
-        if text.get_visible() and text.get_text().strip()
-    ]  # fmt: skip
-    assert len(boxes) > 8
-    for words, box in boxes:
-        assert 0 <= box.x0 <= box.x1 <= figure.bbox.x1, words
-        assert 0 <= box.y0 <= box.y1 <= figure.bbox.y1, words
-    for (first, one), (second, other) in itertools.combinations(boxes, 2):
-        apart = one.x1 <= other.x0 or other.x1 <= one.x0 or one.y1 <= other.y0 or other.y1 <= one.y0
-        assert apart, (first, second)
-
-
-def test_vector_pictures_are_written_and_the_same_every_time(tmp_path: Path) -> None:
-    for file in ("a.svg", "b.SVG"):
-        draw_data(SUMMARIES["odd"], tmp_path / file)
-    assert b"<svg" in (tmp_path / "a.svg").read_bytes()
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.SVG").read_bytes()
-
-
-def test_a_picture_is_the_same_every_time_and_a_users_own_style_is_left_alone(tmp_path: Path) -> None:
-    import matplotlib
-
-    draw_data(SUMMARIES["drops"], tmp_path / "a.png")
-    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "black"}):
-        draw_data(SUMMARIES["drops"], tmp_path / "b.png")
-        assert matplotlib.rcParams["font.size"] == 30
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    assert "matplotlib.pyplot" not in sys.modules
-
-
-def test_pictures_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    summary = SUMMARIES["one document"]
-    for name in ("a.jpg", "a", "png", "a.png.txt"):
-        with pytest.raises(UsageError, match="cannot be written as"):
-            draw_data(summary, tmp_path / name)
-    for name in ("none/a.png", "a\0b.png"):
-        with pytest.raises(ResourceError, match="could not write the picture"):
-            draw_data(summary, tmp_path / name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(DataError, match="needs the package matplotlib"):
-        draw_data(summary, tmp_path / "a.png")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_account_adds_up_and_names_the_largest_reasons() -> None:
     summary = enormous()
     account = summary.report
     assert account is not None
-    rows = data_picture._where_records_went(summary, account)
-    assert sum(count for _, count, _ in rows) == account["records"]
-    assert [kind for _, _, kind in rows] == ["kept"] * 2 + ["dropped"] * 9 + ["damaged"]
-    assert rows[-2][0] == "dropped: 22 other reasons"
-    counts = [count for _, count, kind in rows[:-2] if kind == "dropped"]
-    assert counts == sorted(counts, reverse=True)
+    counts = record_counts(summary, account)
+    assert sum(counts.values()) == account["records"]
+    names = list(counts)
+    assert names[:2] == ["kept for training", "kept for validation"]
+    assert names[-2:] == ["dropped: other reasons", "could not be read"]
+    largest = [count for name, count in counts.items() if name.startswith("dropped: a reason")]
+    assert len(largest) == 9
+    assert largest == sorted(largest, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -206,51 +145,34 @@ def test_the_account_adds_up_and_names_the_largest_reasons() -> None:
         ({"train": 9, "val": 2}, (9, 2), [("kept for training", 9), ("kept for validation", 2)]),
     ],
 )  # fmt: skip
-def test_a_document_in_both_splits_is_told_as_one(kept, documents, rows) -> None:
+def test_a_document_in_both_splits_counts_once(kept, documents, rows) -> None:
     splits = tuple(split(name, (5, 6), (count,)) for name, count in zip(("train", "val"), documents, strict=True))
     account = report(kept, {})
-    found = data_picture._where_records_went(summary_of(splits=splits, report=account), account)
-    assert [(what, count) for what, count, _ in found] == rows
+    assert list(record_counts(summary_of(splits=splits, report=account), account).items()) == rows
 
 
+@pytest.mark.grid
 @every_summary
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_tables_fit_the_terminal_and_cannot_act_on_it(summary: DataSummary, width: int) -> None:
+def test_tables_cannot_act_on_the_terminal(summary: DataSummary, width: int) -> None:
     stream = io.StringIO()
-    print_data(summary, Console(file=stream, width=width, highlight=False))
+    print_sheet(data_sheet(summary), console=Console(file=stream, width=width, highlight=False))
     shown = stream.getvalue()
     assert all(letter.isprintable() or letter == "\n" for letter in shown)
-    from rich.cells import cell_len
-
-    assert max(cell_len(line) for line in shown.splitlines()) <= width
     for part in summary.splits:
         assert f"{part.tokens:,}" in shown
     for token in summary.top_tokens:
-        assert data_picture._percent(token.share) in shown
+        assert f"{token.share:.2%}" in shown
 
 
-def test_the_terminal_tells_what_was_dropped_and_shows_samples() -> None:
+def test_the_terminal_shows_what_was_dropped_and_samples() -> None:
     stream = io.StringIO()
-    print_data(SUMMARIES["drops"], Console(file=stream, width=80))
+    print_sheet(data_sheet(SUMMARIES["drops"]), console=Console(file=stream, width=80))
     lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
     assert "dropped: exact duplicate 7 0.69%" in lines
     assert "could not be read 2 0.20%" in lines
     stream = io.StringIO()
-    print_data(SUMMARIES["odd"], Console(file=stream, width=100))
+    print_sheet(data_sheet(SUMMARIES["odd"]), console=Console(file=stream, width=100))
     assert "\ufffd[2J日本 ↵ ↵ [red]b\ufffd..." in stream.getvalue()
     assert "problem: a\ufffd.txt, line ↵ 1: \ufffd [bold]m" in stream.getvalue()
     assert "<b>[red]x[/red]" in stream.getvalue()
-
-
-def test_terminals_without_unicode_get_escapes() -> None:
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="latin-1")
-    for width in (40, 100):
-        print_data(SUMMARIES["odd"], Console(file=stream, width=width))
-    stream.flush()
-    assert "\\u65e5\\u672c" in raw.getvalue().decode("latin-1")
-
-
-def test_shares_in_words() -> None:
-    words = [data_picture._percent(share) for share in (0, 1e-9, 0.001, 0.0999, 0.25, 0.99951, 0.9999, 1)]
-    assert words == ["0%", "<0.01%", "0.10%", "9.99%", "25.0%", "99.95%", "99.99%", "100%"]

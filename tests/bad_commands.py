@@ -44,7 +44,7 @@ CONTRADICTIONS = [
     ["bench", "--rungs", ","], ["bench", "--rungs", "bf16", "--only", "extra"],
     ["bench", "--rungs", "nope"], ["bench", "--out", ""], ["profile", "--out", " "], ["tune", "--out", "found.txt"],
     ["ablate", "--fields", ","], ["ablate", "--fields", "model.nope"], ["ablate", "--fields", "model.width"],
-    ["ablate", "--fields", "train.seed=2"], ["ablate", "--equal", "steps"], ["ablate", "--out", ""],
+    ["ablate", "--fields", "train.seed=2"], ["ablate", "--out", ""],
     ["tune", "--out", "nowhere/found.yaml"], ["tune", "lr", "--from", "1", "--to", "2"], ["tune", "search"],
     ["tune", "search", "nowhere.yaml"], ["tune", "search", "nowhere.yaml", "--study", "nowhere/x.jsonl"],
     ["prepare", "inspect"], ["prepare", "verify", "."],

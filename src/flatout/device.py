@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from flatout.errors import HardwareError
+from flatout.host import host_memory
 
 # torch's generators and switches are those of the process: runs in several threads take turns, step by step.
 ONE_AT_A_TIME = threading.RLock()
@@ -157,7 +158,7 @@ def detect_device(asked: str = "auto", local: int = 0) -> Device:
             memory_bytes=properties.total_memory,
             capability=(properties.major, properties.minor),
         )
-    memory = _host_memory_bytes() if kind == "cpu" else None
+    memory = host_memory()[1] if kind == "cpu" else None
     return Device(torch_device=torch.device(kind), name=kind, memory_bytes=memory, capability=None)
 
 
@@ -176,13 +177,6 @@ def limit_memory(device: Device, gibibytes: float | None) -> Device:
         return device
     limit = min(int(gibibytes * 2**30), device.memory_bytes)
     return dataclasses.replace(device, memory_bytes=limit, limit_bytes=limit)
-
-
-def _host_memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not on every system
-        return None
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:

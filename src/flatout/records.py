@@ -431,15 +431,13 @@ class BenchProgress:
 class AblateRow(Shown):
     """One run of `flatout ablate`: the config as it is, or with one field changed.
 
-    `status` is done, diverged, out_of_memory or invalid, and `reason` says why. `equal` is what the run has in common
-    with that of the unchanged config: tokens or seconds. `seconds` and those in `curve` are of training steps alone,
-    without evaluation, compiling and warm-up; `curve` has a point for each evaluation.
+    `status` is done, diverged, out_of_memory or invalid, and `reason` says why. `seconds` and those in `curve` are of
+    training steps alone, without evaluation, compiling and warm-up; `curve` has a point for each evaluation.
     """
 
     field: str  # path of the field that is changed; empty for the config as it is
     configured: str  # its value in the config, as YAML
     changed: str  # its value in this run, as YAML
-    equal: str
     seed: int  # train.seed
     status: str
     reason: str
@@ -449,7 +447,7 @@ class AblateRow(Shown):
     seconds: float
     whole_seconds: float  # of the run with all that belongs to it
     curve: tuple[tuple[int, float, float], ...]  # tokens, seconds, validation loss
-    hash: str  # of settings, data and device; a run at equal seconds has that of the one at equal tokens
+    hash: str  # of settings, data and device
     config: str  # name of the config
     device: str  # name of the machine's device
     flatout: str  # version
@@ -585,6 +583,8 @@ def ablate_row_from_json(line: str) -> AblateRow:
         body = json.loads(line)
         if body.pop("type") != NAMES[AblateRow]:
             raise ValueError("a record of another kind")
+        if body.pop("equal", "tokens") != "tokens":
+            body["hash"] = ""  # an earlier version compared runs at equal seconds too; such a row is never looked up
         curve = tuple((int(tokens), float(seconds), float(loss)) for tokens, seconds, loss in body["curve"])
         return AblateRow(**{**body, "curve": curve})
     except (KeyError, TypeError, AttributeError) as error:

@@ -98,14 +98,13 @@ class Sheet:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A mark on a line of a picture: parts one after another, each with its colour, a dot, an interval, words.
+    """A mark on a line of a picture: parts one after another, each with its colour, or a dot with its interval.
 
-    The words stand at the end of the bar, or at the panel's right edge where the panel says so.
+    The words stand at the right edge of the panel.
     """
 
     line: float
     parts: Sequence[tuple[float, str]] = ()
-    start: float = 0.0
     dot: float | None = None
     interval: tuple[float, float] | None = None
     words: str = ""
@@ -115,48 +114,41 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class BarPanel:
-    """A panel of bars. `share` is its part of the width; a line is drawn `at` a value; `form` shows a tick."""
+    """A panel of bars. A line is drawn `at` a value; `form` shows a tick."""
 
     title: str
     bars: Sequence[Bar]
-    share: float = 1.0
     limits: tuple[float, float] | None = None
     at: float | None = None
     log: bool = False
     form: Callable[[float], str] = "{:g}".format
     legend: Mapping[str, str] = field(default_factory=dict)
-    at_edge: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """Points of a chart: `look` is line, dots, crosses, steps or rings."""
+    """Points of a chart: `look` is line, dots, crosses or steps. With `best`, the lowest has a star."""
 
     points: Sequence[tuple[float, float]]
     look: str = "line"
     colour: str = "blue"
     name: str = ""
-    pale: bool = False
+    best: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChartPanel:
-    """A panel of curves. `marks` are values of x with their names, of which one may be the chosen one; from `grey` on,
-    the background is grey. `ticks` stand for words on the x axis, `whole` for ticks at whole numbers only."""
+    """A panel of curves. `marks` are values of x with their names and colours; `ticks` are words on the x axis."""
 
     title: str
     curves: Sequence[Points]
     x: str = ""
     y: str = ""
     log: bool = False
-    whole: bool = False
     limits: tuple[float, float] | None = None
     ticks: Sequence[str] = ()
-    marks: Sequence[tuple[float, str, bool]] = ()
-    grey: float | None = None
-    at: float | None = None
-    form: Callable[[float], str] | None = None
-    wide: bool = False  # over the whole width
+    marks: Sequence[tuple[float, str, str]] = ()
+    wide: bool = False  # over the whole width, with a legend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +163,6 @@ class Picture:
     names: Sequence[str | Heading] = ()
     bars: Sequence[BarPanel] = ()
     charts: Sequence[ChartPanel] = ()
-    columns: int = 3
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ from flatout.config.schema import RunConfig
 from flatout.front.commands import VERBS
 
 HELD = {
-    "lines of code": 48_063,  # all Python outside tests: no blank lines, no comments, no docstrings
-    "statements": 38_155,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
-    "lines that the formatter skips": 96,  # all Python outside tests
+    "lines of code": 47_935,  # all Python outside tests: no blank lines, no comments, no docstrings
+    "statements": 38_026,  # all Python outside tests: nodes of `ast.stmt`, without docstrings
+    "lines that the formatter skips": 95,  # all Python outside tests
     "modules": 225,  # of src/flatout, as all the following
     "modules with one importer": 36,
     "settings": 145,  # leaves of RunConfig, and environment variables of our own

@@ -25,7 +25,7 @@ def words_for(tiny, *more: str) -> list[str]:
 
 
 def test_runs_rows_table_and_picture(tiny, tmp_path: Path, capsys):
-    words = words_for(tiny, "--fields", "model.qk_norm,optim.learning_rate=1e-5", "--equal", "tokens", "--out", "kept")
+    words = words_for(tiny, "--fields", "model.qk_norm,optim.learning_rate=1e-5", "--out", "kept")
     assert main(words) == 0
     shown = capsys.readouterr()
     assert shown.err.count("seed 1337: loss") == 3
@@ -56,9 +56,7 @@ def test_a_signal_keeps_what_has_ended(tiny, tmp_path: Path, capsys, monkeypatch
         return real(*args, **settings)
 
     monkeypatch.setattr(measure, "train_loop", stops_in_the_third)
-    words = words_for(
-        tiny, "--fields", "model.qk_norm,optim.clip=0.5", "--seeds", "1", "--equal", "tokens", "--out", "kept"
-    )
+    words = words_for(tiny, "--fields", "model.qk_norm,optim.clip=0.5", "--seeds", "1", "--out", "kept")
     assert main(words) == 143
     shown = capsys.readouterr()
     assert "the same command goes on with them" in shown.err
@@ -78,7 +76,6 @@ def test_a_refused_command_leaves_the_disk_as_it_was(tiny, tmp_path: Path, capsy
         ["--fields", "model.qk_norm", "--out", "mine"],
         ["--fields", "model.qk_norm", "--out", "mine/ablate.png"],
         ["--fields", "optim.schedule=cosine"],
-        ["--equal", "steps"],
         ["--seeds", "0"],
     ):
         assert main(words_for(tiny, *more)) == 2

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.config.alike import MAY_DIFFER, different_settings
+from flatout.config.alike import MAY_DIFFER, different_settings, shared_settings
 from flatout.config.facts import field_facts, names_in, section_paths
 from flatout.config.load import load_config
 from flatout.errors import UserError
@@ -107,6 +107,9 @@ def test_settings_of_one_rank_alone_are_refused_by_name(folder: Path):
 def test_every_setting_that_may_differ_is_one_and_has_a_reason():
     assert set(MAY_DIFFER) <= set(field_facts())
     assert all(MAY_DIFFER.values())
+    words = ("parallel.reduce=fp32", "parallel.reduce=bf16")
+    first, other = (shared_settings(load_config("shakespeare-char", [word])) for word in words)
+    assert "parallel.reduce is fp32 and bf16" in different_settings(first, other, ("rank 0", "rank 1")).message
 
 
 def test_of_many_differences_the_first_are_named_and_the_rest_counted():

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import io
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+import flatout
 from flatout import cli
 from flatout.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from flatout.front.commands import COMMANDS, VERBS
@@ -387,6 +389,22 @@ def test_a_read_only_folder_is_told_in_two_lines(tiny_words, tmp_path):
     locked.chmod(stat.S_IRUSR | stat.S_IXUSR)
     done = call(["train", *tiny_words, "output.folder=locked/run"])
     assert_two_lines(done.code, done.errors, expected=5)
+
+
+def test_a_chat_in_the_terminal_remembers_questions_and_answers(tmp_path, monkeypatch, capsys):
+    seen: list[list[str]] = []
+
+    def answered(_model: object, messages: list[dict[str, str]], **_how: object) -> Iterator[str]:
+        seen.append([f"{one['role']}: {one['content']}" for one in messages])
+        yield from (f"answer {len(seen)}", ".")
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("first\n\nsecond\n"))
+    for name, value in {"load_model": lambda *_, **__: None, "is_untaught": lambda _: False, "chat": answered}.items():
+        monkeypatch.setattr(flatout, name, value)
+    assert cli.main(["chat", str(tmp_path), "--system", "be brief"]) == 0
+    first = ["system: be brief", "user: first"]
+    assert seen == [first, [*first, "assistant: answer 1.", "user: second"]]
+    assert capsys.readouterr().out == "> answer 1.\n> > answer 2.\n> \n"
 
 
 def test_divergence_exits_with_4(tiny_words):

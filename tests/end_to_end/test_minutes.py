@@ -25,7 +25,7 @@ WSD = ["optim.schedule=wsd", "optim.decay_fraction=0.6", "optim.min_ratio=0.0", 
 def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(
     tiny: Callable[..., LoadedConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny("train.minutes=0.06", "train.steps=200", *WSD)
+    config = tiny("train.minutes=0.06", "train.steps=200", "checkpoint.keep=1", *WSD)
     records = list(flatout.train(config))
     info, end = records[0], records[-1]
     assert isinstance(info, RunInfo)
@@ -45,6 +45,8 @@ def test_a_run_ends_on_time_and_goes_on_before_its_cool_down(
 
     point, words = flatout.more_minutes(info.folder, 0.01)
     assert point == kept[state["cooldown_step"]]
+    before = read_checkpoint(point).state["deadline"]["spent"]
+    assert float(words[0].removeprefix("train.minutes=")) == pytest.approx(before / 60 + 0.01)
     more = list(flatout.train(flatout.stored_config(point, words), resume=point))
     told = next(record.message for record in more if "train.minutes was" in getattr(record, "message", ""))
     assert len(told.rpartition(" ")[2].replace(".", "").lstrip("0")) <= 3, told

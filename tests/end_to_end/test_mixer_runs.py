@@ -67,13 +67,6 @@ def test_a_run_says_which_blocks_of_its_pattern_never_come(tiny, layers, told):
     assert all(words in said[0] for words in told)
 
 
-def test_a_run_says_where_a_window_cuts_nothing_off(tiny):
-    context = tiny("train.steps=1").config.model.context
-    for window, told in ((context - 1, False), (context, True)):
-        run = set_up(tiny("model.pattern=WA", "model.layers=2", f"model.window={window}"))
-        assert any("model.window" in notice for notice in run.notices) == told
-
-
 def test_tune_sizes_up_a_model_with_eigenstates(tiny):
     *_, result = flatout.tune(tiny(*MIXED), seconds=5.0)
     assert isinstance(result, TuneResult)

@@ -115,7 +115,7 @@ def test_it_is_measured_as_it_is(opened: list[bool], capsys: pytest.CaptureFixtu
     assert isinstance(chosen, TuneResult)
     assert chosen.data == "numbers data, as it is"
     assert main(["profile", "shakespeare-char", *WORDS, "--steps", "1", "--out", "profiled"]) == 0
-    *_, ablated = flatout.ablate(config("train.steps=2"), fields=["model.qk_norm"], seeds=1, equal="tokens")
+    *_, ablated = flatout.ablate(config("train.steps=2"), fields=["model.qk_norm"], seeds=1)
     assert not ablated.missing
     assert len(opened) >= 8
     assert sorted(path.name for path in Path().iterdir()) == ["a.numbers", "profiled"], "nothing was prepared"

@@ -206,7 +206,7 @@ def test_a_search_takes_its_space_from_a_mapping(tiny: Tiny):
     assert isinstance(result, flatout.StudyResult)
     for space, told in (({}, "names 0 fields"), ({"model.layers": 3}, "not one form"), ({"x": {}}, "not a known key")):
         with pytest.raises(ConfigError, match=told):
-            flatout.search(space, config)
+            next(flatout.search(space, config))
 
 
 def test_finetune_says_what_it_lacks(tiny: Tiny):

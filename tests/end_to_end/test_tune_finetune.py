@@ -233,7 +233,7 @@ def test_shapes_are_recorded_before_they_are_timed(made, place: Path, monkeypatc
     monkeypatch.setattr(measure.Steps, "take", take)
     loaded = made()
     one = Recorded(loaded, practice_samples(loaded, place / "scratch", lambda _: None), None)
-    rows = list(tuner._Tuning(loaded, one, "", None, lambda _: None).run(True, False))
+    rows = list(tuner._Tuning(loaded, one, "", None, lambda _: None).run(True))
     one.close()
     assert all(row.cuda_graphs for row in rows if isinstance(row, TuneRow))
 
@@ -336,7 +336,7 @@ class Card(SampleProbe):
 
 def on_card(loaded: LoadedConfig, place: Path, capacity: int) -> tuple[list[TuneRow], TuneResult]:
     card = Card(loaded, practice_samples(loaded, place / "scratch", lambda _: None), capacity)
-    *rows, result = list(tuner._Tuning(loaded, card, "made up", None, lambda _: None).run(False, False))
+    *rows, result = list(tuner._Tuning(loaded, card, "made up", None, lambda _: None).run(False))
     card.close()
     assert isinstance(result, TuneResult)
     return rows, result  # pyright: ignore[reportReturnType]

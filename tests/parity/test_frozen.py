@@ -113,7 +113,6 @@ RANKS = {"ranks": (("k_proj", 5), ("up_proj", 2)), "alphas": (("v_proj", 9.0),)}
         (QWEN3 | BARE, {}, {"checkpointing": "full"}, True),
         (GPT2, {}, {}, False),
         (GPT2 | {"layers": 1}, {}, {"checkpointing": "full"}, True),
-        (GPT2 | {"layers": 3}, {"layers": (1,)}, {"checkpointing": "selective"}, False),
         (LLAMA | {"mlp": "relu2", "mlp_width": None, "layers": 1}, {}, {"loss": "chunked"}, False),
     ],
     ids=str,

@@ -118,41 +118,24 @@ def ablated(loaded: Any, **settings: Any) -> tuple[list[AblateRow], AblateResult
     return rows, result  # pyright: ignore[reportReturnType]
 
 
-def test_runs_are_paired_by_seed_and_judged_at_equal_tokens_and_seconds(tiny, made):
+def test_runs_are_paired_by_seed_and_judged(tiny, made):
     rows, result = ablated(tiny("train.seed=5"), fields=["model.qk_norm", "optim.clip=0.5"])
-    assert [(row.field, row.seed, row.equal, row.steps) for row in rows] == [
-        (field, seed, equal, steps)
-        for seed in (5, 6)
-        for field, equal, steps in [
-            ("", "tokens", 40),
-            ("model.qk_norm", "tokens", 40),
-            ("optim.clip", "tokens", 40),
-            ("model.qk_norm", "seconds", 80),  # twice as fast; clipping is as fast, and is not trained again
-        ]
+    assert [(row.field, row.seed, row.steps) for row in rows] == [
+        (field, seed, 40) for seed in (5, 6) for field in ("", "model.qk_norm", "optim.clip")
     ]
     assert all(config["checkpoint"]["every"] == 0 and config["eval"]["sample_tokens"] == 0 for config in made)
-    effects = {(one.field, one.equal): one for one in result.effects}
-    assert effects["model.qk_norm", "tokens"].verdict == "helps"
-    assert effects["model.qk_norm", "tokens"].difference == pytest.approx(0.5055)
-    assert effects["model.qk_norm", "seconds"].step_time == pytest.approx(0.5)
-    assert effects["optim.clip", "seconds"].difference == 0.0
-    assert effects["optim.clip", "tokens"].verdict == "no difference seen"
+    effects = {one.field: one for one in result.effects}
+    assert effects["model.qk_norm"].verdict == "helps"
+    assert effects["model.qk_norm"].difference == pytest.approx(0.5055)
+    assert effects["model.qk_norm"].step_time == pytest.approx(0.5)
+    assert effects["optim.clip"].difference == 0.0
+    assert effects["optim.clip"].verdict == "no difference seen"
     assert result.loss == pytest.approx(2.055)
     assert result.missing == 0
 
 
-def test_equal_tokens_alone_and_equal_seconds_alone(tiny, made):
-    rows, result = ablated(tiny(), fields=["model.qk_norm"], equal="tokens")
-    assert {row.equal for row in rows} == {"tokens"}
-    assert len(rows) == 4
-    rows, result = ablated(tiny(), fields=["model.qk_norm"], equal="seconds", seeds=3)
-    assert sum(row.equal == "seconds" for row in rows) == 3
-    assert sum(row.equal == "tokens" and row.field != "" for row in rows) == 1, "speeds are those of the first seed"
-    assert [one.pairs for one in result.effects if one.equal == "seconds"] == [3]
-
-
 def test_another_batch_is_trained_for_as_many_tokens(tiny, made):
-    rows, _ = ablated(tiny(), fields=["train.batch_tokens=128"], equal="tokens", seeds=1)
+    rows, _ = ablated(tiny(), fields=["train.batch_tokens=128"], seeds=1)
     assert [(row.steps, row.tokens) for row in rows] == [(40, 40 * 64), (20, 40 * 64)]
 
 
@@ -163,23 +146,37 @@ def test_the_same_call_goes_on_with_what_is_there(tiny, made, tmp_path: Path):
     rows, first = ablated(tiny(), fields=["model.qk_norm"], seeds=1, folder=folder)
     assert rows == []
     assert len(made) == count
-    assert len(first.rows) == 3
-    assert [one.verdict for one in first.effects] == ["", ""]
+    assert len(first.rows) == 2
+    assert [one.verdict for one in first.effects] == [""]
     rows, second = ablated(tiny(), fields=["model.qk_norm", "optim.clip=0.5"], seeds=2, folder=folder)
     assert [(row.field, row.seed) for row in rows] == [
-        ("optim.clip", 1337), ("", 1338), ("model.qk_norm", 1338), ("optim.clip", 1338), ("model.qk_norm", 1338),
-    ]  # fmt: skip
+        ("optim.clip", 1337),
+        ("", 1338),
+        ("model.qk_norm", 1338),
+        ("optim.clip", 1338),
+    ]
     assert second.effects[0].verdict == "helps"
     # Another config shares nothing, and the rows that are there stay.
     before = (folder / "ablate.jsonl").read_bytes()
-    rows, _ = ablated(tiny("model.width=64"), fields=["model.qk_norm"], seeds=1, equal="tokens", folder=folder)
+    rows, _ = ablated(tiny("model.width=64"), fields=["model.qk_norm"], seeds=1, folder=folder)
     assert len(rows) == 2
     assert (folder / "ablate.jsonl").read_bytes().startswith(before)
 
 
+def test_rows_at_equal_seconds_of_an_earlier_version_are_passed_over(tiny, made, tmp_path: Path):
+    ablated(tiny(), fields=["model.qk_norm"], seeds=1, folder=tmp_path)
+    path = tmp_path / "ablate.jsonl"
+    row = json.loads(path.read_text().splitlines()[-1])
+    with path.open("a") as file:
+        file.write(json.dumps({**row, "equal": "seconds", "loss": 9.0}) + "\n")
+    rows, result = ablated(tiny(), fields=["model.qk_norm"], seeds=1, folder=tmp_path)
+    assert rows == []
+    assert result.effects[0].changed_loss == row["loss"]
+
+
 def test_a_row_that_was_cut_off_is_made_again_and_other_lines_are_refused(tiny, made, tmp_path: Path):
     path = tmp_path / "ablate.jsonl"
-    how = {"fields": ["model.qk_norm"], "seeds": 1, "equal": "tokens", "folder": tmp_path}
+    how = {"fields": ["model.qk_norm"], "seeds": 1, "folder": tmp_path}
     ablated(tiny(), **how)
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
@@ -195,7 +192,7 @@ def test_a_row_that_was_cut_off_is_made_again_and_other_lines_are_refused(tiny, 
 
 def test_no_minutes_begin_nothing(tiny, made, tmp_path: Path):
     rows, result = ablated(tiny(), fields=["model.qk_norm"], minutes=0.0)
-    assert (rows, made, result.missing, result.loss) == ([], [], 6, None)
+    assert (rows, made, result.missing, result.loss) == ([], [], 4, None)
     tuned = load_config("lora", ["chat.source=rows.jsonl", "data.source=null", "train.steps=3"])
     assert ablated(tuned, fields=["optim.betas=[0.8, 0.95]"], minutes=0.0)[1].missing, "there is no text to ask for"
     assert not list(Path().iterdir()), "not even data is prepared"
@@ -206,9 +203,9 @@ def test_no_minutes_begin_nothing(tiny, made, tmp_path: Path):
     ]
     path.write_text("".join(record_to_json(row) + "\n" for row in slow))
     rows, result = ablated(tiny(), fields=["model.qk_norm"], seeds=2, minutes=1.0, folder=tmp_path)
-    assert (rows, result.missing) == ([], 3), "a run takes 90 s here"
+    assert (rows, result.missing) == ([], 2), "a run takes 90 s here"
     rows, result = ablated(tiny(), fields=["model.qk_norm"], seeds=2, minutes=2.0, folder=tmp_path)
-    assert (len(rows), result.missing) == (3, 0)
+    assert (len(rows), result.missing) == (2, 0)
 
 
 def test_a_change_that_diverges_is_told_and_the_rest_goes_on(tiny, made):
@@ -216,7 +213,7 @@ def test_a_change_that_diverges_is_told_and_the_rest_goes_on(tiny, made):
     assert {row.status for row in rows if row.field == "optim.learning_rate"} == {"diverged"}
     lost = [one for one in result.effects if one.field == "optim.learning_rate"]
     assert all(one.pairs == 0 and "non-finite" in one.reason and one.verdict == "" for one in lost)
-    assert [one.verdict for one in result.effects if one.field == "model.qk_norm"] == ["helps", "helps"]
+    assert [one.verdict for one in result.effects if one.field == "model.qk_norm"] == ["helps"]
     with pytest.raises(DivergedError, match="non-finite"):  # nothing to compare with
         ablated(tiny("optim.learning_rate=50"), fields=["model.qk_norm"])
 
@@ -236,19 +233,19 @@ def test_the_table_says_what_helps_and_what_could_not_be_seen(tiny, made, tmp_pa
     text = shown(result)
     lines = text.splitlines()
     assert next(line for line in lines if line.startswith("model.qk_norm")).endswith("keep true (false +1.837)")
-    assert "at equal tokens (2,560)" in text
-    assert "at equal seconds" in text
-    assert "smallest difference that could be seen at equal tokens" in text
+    assert "2,560 tokens" in text
+    assert "0.50x" in text
+    assert "smallest difference that could be seen: " in text
     assert "equal to the last digit with and without: optim.clip" in text
     assert "diverged: 3 steps in a row" in text
     draw_picture(result.picture(), tmp_path / "a.png")
     assert is_picture(tmp_path / "a.png")
-    _, result = ablated(tiny(), fields=["model.qk_norm"], seeds=1, equal="tokens")
+    _, result = ablated(tiny(), fields=["model.qk_norm"], seeds=1)
     assert "one pair says nothing of the noise" in shown(result)
 
 
 def test_what_hurts_is_told_as_the_better_value(tiny, made, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(LOSSES, "model.qk_norm", -0.5 - 1.337)
-    _, result = ablated(tiny(), fields=["model.qk_norm"], equal="tokens")
+    _, result = ablated(tiny(), fields=["model.qk_norm"])
     assert result.effects[0].verdict == "hurts"
     assert "model.qk_norm=false instead of true lowered the loss by 0.4" in shown(result)

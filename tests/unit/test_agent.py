@@ -160,11 +160,12 @@ def test_a_host_does_not_wait_for_ever_where_something_silent_listens(stopping: 
 def test_workers_learn_what_earlier_attempts_left(monkeypatch: pytest.MonkeyPatch):
     with OneHost(2).meet(Left("runs/x", True, 4, 1), lambda: False) as (place, _, attempt, _listen):
         assert (place.first, place.count, place.size) == (0, 2, 2)
-    variables = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    variables = {"WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
     for name, value in {**variables, "FLATOUT_AGENT": attempt.as_json()}.items():
         monkeypatch.setenv(name, value)
     found = launch()
     assert found is not None
+    assert (found.rank, found.size, found.local) == (5, 8, 1)
     assert found.attempt == attempt == Attempt("1", attempt.listen, "runs/x", True, 4)
     assert (found.folder, found.resumes) == (Path("runs/x"), True)
 

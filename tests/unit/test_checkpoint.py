@@ -119,10 +119,10 @@ def test_no_good_checkpoint_left_is_an_error_not_a_fresh_start(tmp_path: Path):
 
 
 def test_old_ones_go_and_the_best_stays(tmp_path: Path):
-    for step in range(10, 60, 10):
+    for step in range(10, 70, 10):
         write_checkpoint(tmp_path, make(step))
-    keep_newest(tmp_path, 2, best_step=20)
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [20, 40, 50]
+    keep_newest(tmp_path, 2, best_step=20, cooldown_step=30)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [20, 30, 50, 60]
 
 
 def test_saving_a_step_again_sets_the_other_one_aside(tmp_path: Path):

@@ -407,12 +407,20 @@ def test_bare_quotes_and_carriage_returns_are_characters() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 2**20])
-def test_a_line_above_the_limit_ends_the_reading(step: int) -> None:
-    results = read_rows(f"id,text\n1,a\n2,{'x' * 200}\n3,b\n", limit=100, step=step)
-    assert texts(results) == ["a"]
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_a_line_above_the_limit_costs_its_row_alone(step: int, quote: str) -> None:
+    long = f"{quote}{'x' * 200}{quote}"
+    results = read_rows(f"id,text\n1,a\n2,{long}\n3,b\n4,{long}", limit=100, step=step)
+    assert texts(results) == ["a", "b"]
+    found = [(problem.kind, problem.records, problem.place) for problem in problems(results)]
+    assert found == [("too-long", 1, "line 3"), ("too-long", 1, "line 5")]
+
+
+def test_a_line_above_the_limit_inside_quotes_costs_the_row_it_is_in() -> None:
+    results = read_rows(f'id,text\n1,"a\n{"x" * 200}"\n2,b\n', limit=100)
+    assert texts(results) == ["b"]
     (problem,) = problems(results)
-    assert (problem.kind, problem.records, problem.place) == ("too-long", 1, "line 3")
-    assert "the rest of the file is not read" in problem.message
+    assert (problem.kind, problem.records, problem.place) == ("too-long", 1, "line 2")
 
 
 def test_a_byte_order_mark_and_quoted_names_are_understood(tmp_path: Path) -> None:

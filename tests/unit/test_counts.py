@@ -6,6 +6,7 @@ The input is put together here record by record, so how many there are is known 
 import gzip
 import io
 import json
+import re
 import tempfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -48,7 +49,6 @@ JSON = {
     "not UTF-8": '{"text": "\udcff{}"}',
     "half a pair": '{"text": "\\ud800"}',
 }
-# These are told apart in an array only by how elements begin.
 JSON_QUOTES = {
     "quote not closed": '{"text": "{}}',
     "quote not opened": '{"text": {}"}',
@@ -83,7 +83,9 @@ def written(table: dict[str, str], chosen: Sequence[str]) -> list[str]:
     return [table[kind].replace("{}", f"text {number}", 1) for number, kind in enumerate(chosen)]
 
 
-def check(name: str, content: bytes, count: int, good: Sequence[str], target: int = 2**24, **options: str) -> None:
+def check(
+    name: str, content: bytes, count: int, good: Sequence[str], target: int = 2**24, **options: str
+) -> list[Document | Problem]:
     """Read a file, in slices, and compare with what is known of it."""
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -102,6 +104,7 @@ def check(name: str, content: bytes, count: int, good: Sequence[str], target: in
     assert documents + lost == count, (content, results)
     texts = [result.text.strip() for result in results if isinstance(result, Document)]
     assert set(good) <= set(texts), (content, results)
+    return results
 
 
 def good_texts(chosen: Sequence[str]) -> list[str]:
@@ -116,36 +119,38 @@ def test_json_lines(chosen: list[str], end: str, target: int) -> None:
     check("a.jsonl", raw_of(end.join(lines) + end), len(chosen), good_texts(chosen), target)
 
 
-@settings(max_examples=80, deadline=None)
-@given(kinds(JSON), st.sampled_from([", ", ",", "\n,\n"]), st.sampled_from(["", ".gz"]))
-@example(["word", *["plain"] * 49], ", ", "")
-@example(["long", *["plain"] * 49], ", ", "")
-def test_json_arrays(chosen: list[str], comma: str, suffix: str) -> None:
-    content = raw_of(f"[{comma.join(written(JSON, chosen))}]")
-    check(f"a.json{suffix}", gzip.compress(content) if suffix else content, len(chosen), good_texts(chosen))
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("end", [', {"text": "text 1"}]', "]", ', {"text": 5'])
-@pytest.mark.parametrize("broken", ["{'text': 'hello world'}", '{"text": hello "world"}', '{"text": [1, "world"}'])
-def test_long_stretches_of_broken_elements(broken: str, end: str) -> None:
-    """Longer than what is looked at in one go; each is tried to be understood a few times at most."""
-    count, decode = 1_000, json.JSONDecoder.raw_decode
-    tries = patch.object(json.JSONDecoder, "raw_decode", autospec=True, side_effect=decode)
-    with patch.object(readers, "_LOOK", 2**13), tries as tried:
-        content = raw_of("[" + ", ".join([broken] * count) + end)
-        check("a.json", content, count + (end != "]"), ["text 1"] * ("1" in end))
-    assert tried.call_count < 3 * count
+# An array is read up to the first of these.
+DAMAGE = {*JSON_QUOTES, "word", "no value", "control character", "bad escape", "number", "long"}
 
 
 @settings(max_examples=80, deadline=None)
-@given(kinds({"plain": ""}, JSON_QUOTES), st.sampled_from(list(JSON_QUOTES)))
-def test_json_arrays_with_broken_quotes_and_brackets(around: list[str], broken: str) -> None:
-    # A sound element after each: of two side by side, nobody could tell where one ends. And at the end of the file, a
-    # quote that is never closed is a file that was cut.
-    chosen = [kind for each in (*around, broken) for kind in ("plain", each)] + ["plain"]
-    content = raw_of(f"[{', '.join(written({**JSON, **JSON_QUOTES}, chosen))}]")
-    check("a.json", content, len(chosen), good_texts(chosen))
+@given(
+    kinds(JSON),
+    st.sampled_from(["plain", *JSON_QUOTES]),
+    st.sampled_from([", ", ",", "\n,\n"]),
+    st.sampled_from(["", "\xe9\u4e2d\U0001f600"]),
+    st.sampled_from([7, 64, readers.CHUNK]),
+)
+@example(["plain"] * 49 + ["word", "plain"], "plain", ", ", "", 64)
+def test_json_arrays(around: list[str], broken: str, comma: str, after: str, chunk: int) -> None:
+    """Every element counts up to the first damage; the problem says where it is and how many bytes follow it."""
+    chosen = [*around, broken, "plain"]
+    content = raw_of(f'[{comma.join(written({**JSON, **JSON_QUOTES}, chosen))}, "{after}"]')
+    damaged = next((number for number, kind in enumerate(chosen) if kind in DAMAGE), len(chosen))
+    whole = damaged == len(chosen)
+    with patch.object(readers, "CHUNK", chunk):
+        results = check("a.json", content, damaged + 1, good_texts(chosen[:damaged]))
+    last = results[-1]
+    assert isinstance(last, Document) == whole
+    if isinstance(last, Problem):
+        at, rest = (
+            re.fullmatch(r"byte (\d+)", last.place.split(", ")[1]),
+            re.search(r"([\d,]+) bytes are", last.message),
+        )
+        assert at is not None
+        left = 0 if rest is None else int(rest[1].replace(",", ""))
+        assert int(at[1]) + left == len(content)
+        assert last.place.startswith(f"element {damaged + 1}, ")
 
 
 @settings(max_examples=30, deadline=None)
@@ -236,9 +241,10 @@ def test_the_report_of_a_dataset_adds_up(tmp_path: Path) -> None:
     place = tmp_path / "in"
     place.mkdir()
     both = {**JSON, **JSON_QUOTES}
+    array = [kind for kind in JSON if kind not in DAMAGE]
     elements = [*JSON, *(kind for each in JSON_QUOTES for kind in ("plain", each)), "plain"]
     rows = [kind for kind in CSV if kind != "NUL"]
-    (place / "a.json").write_bytes(raw_of(f"[{', '.join(written(both, elements))}]"))
+    (place / "a.json").write_bytes(raw_of(f"[{', '.join(written(both, [*array, 'word', 'plain']))}]"))
     (place / "b.jsonl").write_bytes(raw_of("\r".join(written(both, [*elements, "plain"])).replace("\t", "\x01")))
     for end, name in (("\n", "c.csv"), ("\r", "d.csv"), ("\r\n", "e.csv")):
         (place / name).write_bytes(raw_of("\n".join(["n,text", *written(CSV, rows)]).replace("\n", end)))
@@ -249,6 +255,6 @@ def test_the_report_of_a_dataset_adds_up(tmp_path: Path) -> None:
     pack_corpus(request_of(data), tmp_path / "out", workers=0)
     report = read_report(tmp_path / "out")
     assert report is not None
-    count = 2 * len(elements) + 1 + 3 * len(rows) + 9 + 3 + 1
+    count = len(array) + 1 + len(elements) + 1 + 3 * len(rows) + 9 + 3 + 1
     assert report["records"] == count
     assert sum(report["kept"].values()) + sum(report["dropped"].values()) + report["damaged"] == count

@@ -874,7 +874,7 @@ def test_a_disk_that_fails_is_reported_and_the_next_try_goes_on(
 def test_too_little_disk_is_told_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = plan.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ResourceError, match=r"1000 bytes free, and preparing 1\.1 MiB .* about 4\.3 MiB") as caught:
+    with pytest.raises(ResourceError, match=r"1000 B free, and preparing 1\.1 MiB .* about 4\.3 MiB") as caught:
         pack("shakespeare", tmp_path / "deep" / "data", "bytes")
     assert "data.folder" in caught.value.hint
     assert list(tmp_path.iterdir()) == []
@@ -967,16 +967,14 @@ def test_damaged_shards_are_found_by_prepare_and_mended_by_its_hint(
     assert prepare(*words, "--overwrite") == prepare(*words) == 0
 
 
-def test_the_picture_lies_beside_the_dataset_and_nothing_else_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_looking_at_a_dataset_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flatout import cli
 
     (tmp_path / "else").mkdir()
     pack(rows(tmp_path), tmp_path / "out", "bytes")
     monkeypatch.chdir(tmp_path / "else")
     assert cli.main(["prepare", "inspect", "../out"]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["else", "out", "out.png", "rows.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["else", "out", "rows.jsonl"]
     assert list((tmp_path / "else").iterdir()) == []
 
 

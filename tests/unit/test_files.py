@@ -1,20 +1,16 @@
 """Files that are ours to replace, and those that are not; sizes in words."""
 
 import os
-import sqlite3
 from pathlib import Path
 
 import pytest
 
 from flatout.cli import dispatch
-from flatout.config.load import load_config
-from flatout.errors import DataError, ResourceError, UsageError, UserError
+from flatout.errors import ResourceError, UsageError, UserError
 from flatout.files import check_replaceable
 from flatout.front import output
 from flatout.observe.sinks import MetricsFile, read_metrics
 from flatout.records import NoticeRecord
-from flatout.tuning.changes import read_space
-from flatout.tuning.study import search
 
 
 def tree(folder: Path) -> dict[str, object]:
@@ -114,31 +110,3 @@ def test_overwriting_a_config_replaces_a_link_and_not_what_it_leads_to(tmp_path:
         output.write_config(link, "found")
     output.write_config(link, "found", overwrite=True)
     assert (mine.read_text(), link.read_text(), link.is_symlink()) == ("mine", "found", False)
-
-
-def test_a_database_of_another_program_gets_no_study(tmp_path: Path, monkeypatch):
-    pytest.importorskip("optuna")
-    monkeypatch.chdir(tmp_path)
-    theirs = tmp_path / "theirs.db"
-    with sqlite3.connect(theirs) as database:
-        database.execute("create table songs (name text)")
-    database.close()
-    (tmp_path / "space.yaml").write_text("optim.learning_rate: {log: [1e-4, 1e-2]}\n")
-    before, loaded = theirs.read_bytes(), load_config("shakespeare-char", ["data.source=nowhere.txt"])
-    space = read_space(tmp_path / "space.yaml", loaded)
-    with pytest.raises(DataError, match="is not a study"):
-        list(search(loaded, space, trials=1, study=theirs))
-    with pytest.raises(UserError, match=r"nowhere\.txt"):
-        list(search(loaded, space, trials=1, study=tmp_path / "new.db"))
-    assert theirs.read_bytes() == before
-    assert not list(tmp_path.glob("new.db*")), "a search that was refused leaves no study"
-
-
-def test_the_picture_of_a_dataset_replaces_nothing_foreign(tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set.png").write_bytes(b"mine")
-    before = tree(tmp_path)
-    with pytest.raises(UsageError, match="does not look like a file that flatout wrote"):
-        dispatch(["prepare", "inspect", "set"])
-    assert tree(tmp_path) == before

@@ -252,6 +252,13 @@ def test_fields_of_blocks_that_a_model_has_not_are_refused(word):
     assert "no block of model.pattern=AAAE is E where model.layers=3" in refusal(never)
 
 
+@pytest.mark.parametrize("name", ["rate", "decay"])
+def test_a_tied_head_has_no_settings_of_its_own(name):
+    message = refusal(load_config("shakespeare-char", ["model.tied=true", f"optim.head_{name}=0.3"]))
+    assert f"optim.head_{name} is set, but the head has the embedding's weights" in message
+    assert f"optim.embedding_{name}" in message
+
+
 def test_defaults_presets_and_what_is_read_pass(words):
     check_used(load_config("lora", words("data.folder=here", "data.tokenizer=char", "train.batch_tokens=16384")))
     check_used(load_config("shakespeare-char", []))

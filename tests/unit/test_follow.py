@@ -206,13 +206,13 @@ def test_the_lock_is_seen_without_the_list_of_locks(tmp_path: Path, monkeypatch:
 def test_a_run_elsewhere_is_left_only_after_its_last_word(tmp_path: Path):
     with locked(tmp_path, host="far-away"):
         pass
-    write(tmp_path, info(), step(1))
+    write(tmp_path, info(), step(1), end(1), info(start_step=1), step(2))  # resumed after a first end
     waits: list[float] = []
 
     def later(seconds: float) -> None:
         waits.append(seconds)
         if len(waits) == 20:
-            write(tmp_path, end(1))
+            write(tmp_path, end(2))
 
     assert isinstance(list(follow(tmp_path, wait=later, clock=lambda: float(len(waits))))[-1], EndRecord)
 

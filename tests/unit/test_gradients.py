@@ -1,8 +1,13 @@
 """The door through which kernels hand over gradients of weights."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from flatout.ops.gradients import accumulated, clear_gradients, for_autograd, hold_gradients
+from flatout.parallel import reducer as reducer_module
+from flatout.parallel.reducer import BucketReducer
 
 
 class Doubling(torch.autograd.Function):
@@ -55,3 +60,21 @@ def test_gradients_are_held_zeroed_or_dropped():
     assert held.tolist() == [0.0, 0.0]
     clear_gradients(parameters, drop=True)
     assert parameters[0].grad is None
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_gradients_that_leave_in_the_backward_pass_come_back_as_the_sum_of_all(monkeypatch, bf16):
+    """Of two processes that are alike."""
+
+    def all_reduce(values, async_op=False):
+        values.mul_(2)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(reducer_module.dist, "all_reduce", all_reduce)
+    weight = torch.nn.Parameter(torch.ones(3))
+    reducer = BucketReducer([weight], bf16=bf16, replayed=False)
+    reducer.last_micro_batch()
+    (5 * weight).sum().backward()
+    reducer.finish()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [10.0] * 3

@@ -513,7 +513,7 @@ def test_a_torn_last_row_is_cut_off_and_other_damage_is_named_by_its_line(tmp_pa
     cases = [
         ([good, good, good[:40]], " is damaged in line 3: ", "remove that line"),
         ([good, "\ufffd" * 3, good], " is damaged in line 2: ", "remove that line"),
-        ([good, good, '{"type": "step"}'], ", line 3 is not a row of this version", "a new folder"),
+        ([good, good, '{"type": "step"}'], " is damaged in line 3: ", "a new folder"),
     ]
     for lines, message, hint in cases:
         text = "\n".join([*lines, ""])

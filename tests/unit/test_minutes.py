@@ -227,6 +227,24 @@ def test_a_choice_becomes_settings_with_their_source(tmp_path: Path) -> None:
     assert again.config == settled.config, "a resume decides nothing anew"
 
 
+def test_ranks_share_the_tokens_of_a_size_that_was_timed_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_config("record", ["data.source=x", "train.minutes=5", "train.batch_tokens=65536"], size="15m")
+    monkeypatch.setattr(minutes, "measured_speed", lambda *_: SizeSpeed(1e-6, 0.0, 0.0))
+    one, four = (
+        minutes.plan(loaded, Known(vocab=1024, ranks=ranks), CPU).as_dict()["values"]["train.steps"][0]
+        for ranks in (1, 4)
+    )
+    assert four == pytest.approx(4 * one, rel=0.02)
+
+
+@pytest.mark.parametrize("word", ["speed.accumulation=2", "speed.micro_batch=99"])
+def test_a_processor_keeps_the_micro_batch_that_the_user_wrote(word: str) -> None:
+    loaded = load_config("record", ["data.source=x", "train.batch_tokens=65536", word], size="15m")
+    assert on_device(loaded, CPU).config.speed == loaded.config.speed
+    unwritten = load_config("record", ["data.source=x", "train.batch_tokens=65536"], size="15m")
+    assert on_device(unwritten, CPU).config.speed != unwritten.config.speed
+
+
 def test_a_resume_keeps_the_plan_of_minutes_and_takes_another_length() -> None:
     words = ["data.source=shakespeare"]
     for preset in ("shakespeare", "record"):  # with steps of its own, and without

@@ -493,6 +493,8 @@ def test_places_that_name_a_rate_name_muons():
     config = loaded.config
     gentle = {"optim.muon_rate": "0.02", "optim.learning_rate": "0.0004", "optim.embedding_rate": "0.01"}
     assert gentler(planned(loaded)) == gentle
+    unclipped = load_config("shakespeare-char", [*words[:-1], "optim.clip=0"])
+    assert gentler(planned(unclipped)) == {**gentle, "optim.clip": "1"}
     wild = load_config("shakespeare-char", [*words, "optim.betas=[0.8, 0.0]", "optim.weight_decay=10"])
     assert gentler(planned(wild)) == {**gentle, "optim.betas": "[0.8, 0.95]", "optim.weight_decay": "0.5"}
     tied = planned(load_config("shakespeare-char", [*words[:6], "model.tied=true", "data.tokenizer=char"]))

@@ -119,7 +119,7 @@ def test_a_run_asks_for_it_and_goes_on_from_any_step(tiny):
 def test_where_it_means_nothing_it_is_refused_or_told(tiny):
     with pytest.raises(ConfigError, match=r"data.streaming goes with data.packing concat"):
         tiny("data.packing=reshuffle", "data.streaming=true", "train.steps=2")
-    with pytest.raises(ConfigError, match="joined as they come"):
+    with pytest.raises(ConfigError, match="joins arrays as they come"):
         list(flatout.train(load_config(None, [*TINY, "data.packing=reshuffle"]), data=np.arange(4000) % 9))
     notices = set_up(tiny("data.packing=reshuffle")).notices
     assert any("data.packing=reshuffle: the training text is one document" in notice for notice in notices)

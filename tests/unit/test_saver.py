@@ -181,7 +181,7 @@ def test_a_copy_leaves_room(tmp_path: Path, monkeypatch, free, at_once):
     monkeypatch.setattr(module, "host_memory", lambda: (free, 2**40))
     one = Beside(tmp_path)
     assert saved_at_once(one, make(1)) == at_once
-    assert [("of host memory, and 200 bytes are free" in told) for told in one.notices] == [True] * at_once
+    assert [("of host memory, and 200 B are free" in told) for told in one.notices] == [True] * at_once
 
 
 def test_where_there_is_no_memory_a_save_waits_and_says_so(tmp_path: Path, monkeypatch):

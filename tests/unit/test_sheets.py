@@ -86,13 +86,12 @@ PICTURE = Picture(
         BarPanel(
             title="gains",
             bars=[
-                Bar(line=1, start=1.0, parts=[(0.5, "teal")], interval=(1.2, 99.0), words="1.50\u00d7"),
+                Bar(line=1, dot=1.5, interval=(1.2, 99.0), words="1.50\u00d7"),
                 Bar(line=3, dot=0.5, interval=(0.4, 0.6), pale=True, words="no difference seen " * 5),
             ],
             limits=(0.2, 4.0),
             at=1.0,
             log=True,
-            at_edge=True,
         ),
     ],
     charts=[
@@ -101,12 +100,11 @@ PICTURE = Picture(
             curves=[Points(points=[(10.0**-n, float(n)) for n in range(7)], name="loss")],
             log=True,
             limits=(0.0, 5.0),
-            marks=[(1e-3, "steepest", False), (1.1e-3, "valley", True), (0.5, "minimum", False)],
-            grey=0.1,
+            marks=[(1e-3, "steepest", "purple"), (1.1e-3, "valley", "red"), (0.5, "minimum", "teal")],
             wide=True,
         ),
         ChartPanel(title="choices", curves=[Points(points=[(0, 1.0), (1, 2.0)], look="dots")], ticks=["a", "b" * 40]),
-        ChartPanel(title="whole", curves=[Points(points=[(2, 1.0), (6, 2.0)], look="crosses")], whole=True),
+        ChartPanel(title="whole", curves=[Points(points=[(2, 1.0), (6, 2.0)], look="crosses")]),
     ],
 )
 

@@ -209,8 +209,9 @@ def test_a_run_without_a_length_reads_the_data_twice_at_most() -> None:
 def test_a_file_names_a_size(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("preset: record\nsize: 60m\n", encoding="utf-8")
-    assert load_config(path).config.model.width == 512
-    assert load_config(path, size="15m").config.model.width == 256
+    for target in (path, {"preset": "record", "size": "60m"}):
+        assert load_config(target).config.model.width == 512
+        assert load_config(target, size="15m").config.model.width == 256
 
 
 @pytest.mark.parametrize(

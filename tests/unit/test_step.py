@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from flatout.data.batch import Batch
 from flatout.engine.evaluate import evaluate
 from flatout.engine.step import LossScale, TrainStep
 from flatout.model.gpt import GPT, build_model
+from flatout.ops.documents import PackedRows
 from flatout.ops.reference import IGNORED
 from flatout.optim import adamw as adamw_module
 from flatout.optim.optimizers import Optimizers
@@ -237,6 +239,20 @@ def test_a_step_of_two_processes_is_that_of_one_with_the_data_of_both():
     torch.testing.assert_close(mine, theirs)
     for (name, a), b in zip(model.named_parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_micro_batch_that_only_fills_a_pass_is_not_learned(monkeypatch: pytest.MonkeyPatch):
+    """Another process has two micro-batches more, and slices of weights are gathered by all."""
+    monkeypatch.setattr(TwiceAsMuch, "passes", lambda _self, count: count + 2)
+    tokens, targets = batch(rows=2)
+    packed = PackedRows(tokens.numpy(), np.zeros((2, 8), np.int32), targets.numpy())
+    model, alone = build_model(SMALL, VOCAB, seed=1), build_model(SMALL, VOCAB, seed=1)
+    step = make_step(model, reducer=TwiceAsMuch(model), micro_batch=1)
+    torch.testing.assert_close(
+        step.accumulate(tokens, targets, packed), make_step(alone, micro_batch=1).accumulate(tokens, targets, packed)
+    )
+    for (name, a), b in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
 
 
 def test_an_evaluation_of_two_processes_is_over_the_text_of_both():

@@ -495,7 +495,8 @@ class _JsonText:
     def _damage(self, message: str, records: int = 0, at: int | None = None, kind: ProblemKind = "json") -> Problem:
         """The problem that ends the reading; where the stream itself breaks off, that is the reason."""
         place = self._offset_of(self._at if at is None else at)
-        rest = self._offset_of(len(self._text)) - place + sum(map(len, self._stream))
+        # The decoder may hold the beginning of a character.
+        rest = self._offset_of(len(self._text)) - place + len(self._bytes.getstate()[0]) + sum(map(len, self._stream))
         if self._stream.problem is not None:
             return replace(self._stream.problem, records=records)
         if rest:

@@ -12,7 +12,7 @@ says so, with the number of rows.
 
 CSV: rows and lines are counted from 1. A quote that is never closed takes everything up to the next quote with it; the
 problem names the lines. A quote inside a value that does not begin with one is a character. A last row without a line
-end counts as whole. Blank lines are not rows. Reading ends at a line above the limit.
+end counts as whole. Blank lines are not rows.
 """
 
 import csv
@@ -312,16 +312,16 @@ _CARRIAGE_RETURN = "\ud800"
 
 def _csv_rows(stream: ByteStream, file: InputFile) -> Iterator[tuple[int, list[bytes]] | Problem]:
     """Rows as the line that each begins in and its values, and problems in the place of broken ones."""
-    cut: Problem | None = None  # at a line above the limit
+    long = 0  # bytes of a line above the limit
     lost = 0
 
     def texts() -> Iterator[str]:
-        nonlocal cut, lost
+        nonlocal long, lost
         for line in lines(stream, LINE_LIMIT, ending=line_end(file)):
             if line.raw is None:
-                message = f"{too_long(line.length, LINE_LIMIT)}; the rest of the file is not read"
-                cut = Problem(file.name, f"line {line.number}", "too-long", message, records=1)
-                return
+                long = line.length
+                yield '"x"x\n'  # an error of Python's reader, inside a quoted value and outside
+                continue
             if stream.problem is not None and not line.ended:
                 lost = 1
                 return
@@ -340,14 +340,14 @@ def _csv_rows(stream: ByteStream, file: InputFile) -> Iterator[tuple[int, list[b
             # What the file breaks off in is no problem of its own.
             if stream.problem is not None and "unexpected end" in str(error):
                 lost = 1
-            elif cut is None:
+            elif long:
+                yield Problem(file.name, f"line {first}", "too-long", too_long(long, LINE_LIMIT), records=1)
+                long = 0
+            else:
                 message = f"the row cannot be read ({error}); lines {first} to {reader.line_num} are lost"
                 yield Problem(file.name, f"line {first}", "csv", message, records=1)
             continue
         if values:
-            texts_of_row = (value.replace(_CARRIAGE_RETURN, "\r") for value in values)
-            yield first, [text.encode("utf-8", "surrogateescape") for text in texts_of_row]
-    if cut is not None:
-        yield cut
+            yield first, [value.replace(_CARRIAGE_RETURN, "\r").encode("utf-8", "surrogateescape") for value in values]
     if stream.problem is not None:
         yield replace(stream.problem, records=lost)

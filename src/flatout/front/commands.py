@@ -304,13 +304,12 @@ _ALL = (
                 "default: whatever model, optim and train set differently from the default, back to it",
             ),
             number("--seeds", 1, 100, "pairs of runs per field; default 2, one gives no verdict", default=2),
-            choice("--equal", ("tokens", "seconds", "both"), "what pairs share; default both", default="both"),
             number("--minutes", 0, 1e6, "begin no run that would end later; 0 shows what is there"),
             option("--out", "FOLDER", "for rows and picture, and where rows are looked for; default: ablate/NAME"),
             flag("--json", "print runs and the result as JSON lines instead of the table"),
         ),
-        "Find what each field of a config is worth: whole runs with and without it, with the same seeds, at equal "
-        "tokens and at equal seconds. A field helps or hurts only where the noise between seeds allows to say so.",
+        "Find what each field of a config is worth: whole runs with and without it, with the same seeds and "
+        "as many tokens. A field helps or hurts only where the noise between seeds allows to say so.",
         processes="one",
     ),
     Command(

@@ -38,7 +38,7 @@ from flatout.records import (
 from flatout.rows import read_rows
 from flatout.shown import Shown
 from flatout.tuning import profile_page
-from flatout.tuning.ablation import BOTH, SECONDS, SEEDS, TOKENS, AblateResult, RunProgress
+from flatout.tuning.ablation import SEEDS, AblateResult, RunProgress
 from flatout.tuning.ablation import ablate as ablate_fields
 from flatout.tuning.changes import check_length, choose, read_space, space_of
 from flatout.tuning.cluster import CARDS, GB, Card, Cluster, card_here, card_named
@@ -167,7 +167,6 @@ def ablate(
     *,
     fields: Sequence[str] | None = None,
     seeds: int = SEEDS,
-    equal: str = BOTH,
     minutes: float | None = None,
     folder: str | Path | None = None,
     notice: Callable[[str], None] = lambda _: None,
@@ -177,12 +176,10 @@ def ablate(
 
     `fields` are words such as `model.qk_norm`, which is flipped, or `optim.schedule=linear`; without them everything
     that the config sets in `model`, `optim` and `train` goes back to its default, one at a time. Pairs of runs have a
-    seed in common, `seeds` of them, and are compared at `equal` tokens, seconds or both. With a `folder`, rows are kept
-    in ablate.jsonl there, and the same call goes on with them. After `minutes` nothing is begun; 0 reads what is there.
+    seed in common, `seeds` of them. With a `folder`, rows are kept in ablate.jsonl there, and the same call goes on
+    with them. After `minutes` nothing is begun; 0 reads what is there.
     """
     loaded = with_sources(config)
-    if equal not in (TOKENS, SECONDS, BOTH):
-        raise UsageError(f"runs cannot be compared at equal {equal!r}", "use tokens, seconds or both")
     check_length(loaded)
     # To show what is there, nothing is prepared.
     if loaded.size is None or minutes != 0 or has_dataset(data_folder(loaded.config.data)):
@@ -192,7 +189,7 @@ def ablate(
     earlier = []
     if path is not None and path.exists():
         earlier = read_rows(path, ablate_row_from_json, "ablate", "its run is trained again", notice)
-    how = {"seeds": seeds, "equal": equal, "minutes": minutes, "earlier": earlier, "progress": progress}
+    how = {"seeds": seeds, "minutes": minutes, "earlier": earlier, "progress": progress}
     for record in ablate_fields(loaded, changes, left_out=left_out, **how):
         if path is not None and isinstance(record, AblateRow):
             _append(path, record_to_json(record))

@@ -174,7 +174,7 @@ def ablate(parsed: argparse.Namespace) -> int:
     from flatout.tuning.ablation import run_line
 
     line, place, result = Line(), (0, 0), None
-    asked: dict[str, Any] = {"fields": fields, "seeds": parsed.seeds, "equal": parsed.equal, "folder": folder}
+    asked: dict[str, Any] = {"fields": fields, "seeds": parsed.seeds, "folder": folder}
 
     noticed: set[str] = set()
 

@@ -131,6 +131,7 @@ class Quantity:
     from_zero: bool = False
     logarithmic_from: float = math.inf
     words_of: Callable[[float], str] = lambda value: short_number(float(f"{value:.3g}"))
+    limits: tuple[float, float] | None = None  # in the place of those by `slack`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,11 +146,12 @@ class Curve:
     dots: bool = False
     style: str = "-"
     best: bool = False  # a star at the lowest point
+    look: str = "line"  # or dots, crosses or steps
 
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """Steps at which something happened: at the lower edge, or as lines from bottom to top."""
+    """Steps at which something happened: at the lower edge, or as lines from bottom to top, of which one is named."""
 
     places: Array
     label: str
@@ -205,7 +207,7 @@ def _drawable(series: Series) -> Series:
     return dataclasses.replace(series, y=y)
 
 
-def draw_frame(axes: Axes, title: str, words: str) -> None:
+def draw_frame(axes: Axes, title: str, words: str = "") -> None:
     """What all panels look like."""
     # Without `y`, matplotlib measures every label of the panel to find the place of its title.
     axes.set_title(title, loc="left", y=1.0, size=11.5, weight="bold", color=INK, pad=7)
@@ -256,20 +258,21 @@ def _set_horizontal(axes: Axes, places: Array, across: str, *, logarithmic: bool
     stretch, unit = 1.0, ""
     if across == "seconds":
         stretch, unit = time_unit(math.sqrt(low * high) if logarithmic else high)
-    names = {"step": "step", "tokens": "tokens seen", "seconds": f"training time, {unit}"}
-    axes.set_xlabel(names[across] + (" (logarithmic)" if logarithmic else ""), size=SMALL, color=FAINT)
+    names = {"tokens": "tokens seen", "seconds": f"training time, {unit}"}
+    axes.set_xlabel(names.get(across, across) + (" (logarithmic)" if logarithmic else ""), size=SMALL, color=FAINT)
     low, high = low / stretch, high / stretch
     if logarithmic:
         axes.set_xscale("log")
         margin = (high / low) ** 0.02
         axes.set_xlim(low / margin, high * margin)
-        _set_logarithmic_ticks(axes.xaxis)
+        set_logarithmic_ticks(axes.xaxis)
         return stretch
-    if across != "step" or 0 < low < 0.1 * high:
+    if across in names or 0 < low < 0.1 * high:
         low = min(low, 0.0)
     margin = 0.015 * (high - low) or max(1.0, 0.05 * abs(high))
     axes.set_xlim(low - (margin if low or high <= 0 or low == high else 0.3 * margin), high + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=_NICE, integer=across != "seconds"))
+    whole = across != "seconds" and bool((places % 1 == 0).all())
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=_NICE, integer=whole))
     axes.xaxis.set_major_formatter(FuncFormatter(short_number))
     return stretch
 
@@ -283,6 +286,7 @@ def _set_vertical(axes: Axes, lines: Sequence[Curve], quantity: Quantity, contex
         values, slack = [_evenly_in_logarithm(line.series) for line in lines], min(slack, 0.5)
     ranges = [found for array in values if (found := usual_range(array, slack)) is not None]
     ranges += [] if context is None else [(float(context), float(context))]
+    ranges = ranges if quantity.limits is None else [quantity.limits]
     low, high = min((pair[0] for pair in ranges), default=0.0), max((pair[1] for pair in ranges), default=1.0)
     logarithmic = low > _TINY and high / low > quantity.logarithmic_from
     if quantity.from_zero and not logarithmic:
@@ -323,22 +327,29 @@ def set_logarithmic(axes: Axes, low: float, high: float) -> tuple[float, float]:
     margin = max((high / low) ** 0.06, 1.04)
     low, high = low / margin, high * margin
     axes.set_ylim(low, high)
-    _set_logarithmic_ticks(axes.yaxis)
+    set_logarithmic_ticks(axes.yaxis)
     return low, high
 
 
-def _set_logarithmic_ticks(axis: "Axis") -> None:
+def set_logarithmic_ticks(axis: "Axis", form: Callable[[float], str] = short_number) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     low, high = sorted(axis.get_view_interval())
-    subs = (1.0, 2.0, 5.0) if math.log10(high / low) < 3 else (1.0,)
+    subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if high / low < 6 else (1.0, 2.0, 5.0) if high / low < 1000 else (1.0,)
     axis.set_major_locator(LogLocator(subs=subs, numticks=8))
-    axis.set_major_formatter(FuncFormatter(short_number))
+    axis.set_major_formatter(FuncFormatter(lambda value, _place: form(value)))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
 
 
 # --- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+_LOOKS: dict[str, dict[str, Any]] = {
+    "dots": {"linestyle": "", "marker": "o", "markersize": 4.5},
+    "crosses": {"linestyle": "", "marker": "x", "markersize": 6},
+    "steps": {"drawstyle": "steps-post", "linewidth": 1.2},
+}
 
 
 def _draw_line(axes: Axes, line: Curve, words_of: Callable[[float], str]) -> None:
@@ -350,13 +361,15 @@ def _draw_line(axes: Axes, line: Curve, words_of: Callable[[float], str]) -> Non
         if line.raw:
             _plot(axes, curve, color=line.colour, alpha=0.28, linewidth=0.8)
         drawn = dataclasses.replace(curve, y=smooth(numpy.clip(curve.y, low, high), window))
+    elif line.look != "line":
+        strong |= _LOOKS[line.look]
     elif line.dots or len(curve.x) <= _FEW:
         strong |= {"marker": "o", "markersize": 3.5}
     drawn = _plot(axes, drawn, label=line.label, **strong)
     # A point between two that are not finite is a dot: a line through one point cannot be seen.
     finite = numpy.concatenate(([False], numpy.isfinite(drawn.y), [False]))
     lonely = finite[1:-1] & ~finite[:-2] & ~finite[2:]
-    if lonely.any():
+    if lonely.any() and line.look == "line":
         axes.plot(drawn.x[lonely], drawn.y[lonely], "o", color=line.colour, markersize=3.5, zorder=4)
     if line.best and len(curve.values):
         place = int(numpy.nanargmin(curve.y))
@@ -421,7 +434,15 @@ def _draw_marks(axes: Axes, kind: Marks, places: Array) -> None:
     if len(places) and kind.marker:
         draw_signs(axes, places, 0.025, kind.marker, 6, kind.colour, _times(len(places), kind.label))
     elif len(places):
-        look = {"color": kind.colour, "linewidth": 1.0, "linestyle": (0, (4, 3)), "zorder": 2}
+        # Resumes are explained in the caption.
+        label = "" if kind.colour == FAINT else kind.label
+        look: dict[str, Any] = {
+            "colors": kind.colour,
+            "linewidth": 1.0,
+            "linestyle": (0, (4, 3)),
+            "zorder": 2,
+            "label": label,
+        }
         axes.vlines(_apart(axes, places), 0, 1, transform=axes.get_xaxis_transform(), **look)
 
 

@@ -12,8 +12,9 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
+import numpy
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table as RichTable
@@ -21,7 +22,21 @@ from rich.text import Text
 
 from flatout.observe import picture
 from flatout.observe.human import Terminal, one_line, printable, say
-from flatout.observe.picture import FAINT, INK, LINE, RED, SMALL, Axes, Figure, drawable, shortened
+from flatout.observe.picture import (
+    FAINT,
+    INK,
+    LINE,
+    RED,
+    SMALL,
+    Axes,
+    Curve,
+    Figure,
+    Marks,
+    Quantity,
+    drawable,
+    shortened,
+)
+from flatout.observe.series import Series
 from flatout.rows import (
     BAD,
     OWN,
@@ -157,13 +172,13 @@ def _inert(text: str) -> str:
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
-_WIDTH, _ROW, _CHART = 12.0, 0.27, 2.9  # inches
-_LETTERS = 15  # of the words beside a bar, on an inch
+_WIDTH, _ROW, _CHART, _COLUMNS = 12.0, 0.27, 2.9, 3  # inches, and charts beside each other
+_LETTER = 0.0058  # of the width, that a letter beside a bar takes
+_MOST_WORDS = 52  # letters beside a bar
 _COLOURS = {
     "blue": picture.BLUE, "orange": picture.ORANGE, "red": RED, "teal": picture.TEAL, "purple": picture.PURPLE,
-    "grey": picture.GREY, "faint": "#b9c2cc",
+    "grey": picture.GREY, "faint": LINE,
 }  # fmt: skip
-_GRID = "#e7eaee"
 
 
 def draw_picture(made: Picture, path: str | Path, *, overwrite: bool = False) -> None:
@@ -172,192 +187,105 @@ def draw_picture(made: Picture, path: str | Path, *, overwrite: bool = False) ->
 
 
 def figure_of(made: Picture) -> Figure:
-    """The figure, not yet written: titles, panels of bars side by side, charts in lines of `columns`."""
+    """The figure, not yet written: titles, panels of bars side by side, wide charts, then the others in threes."""
     top = 0.5 + 0.22 * len(made.lines)
     below = 0.75 if any(panel.legend for panel in made.bars) else 0.45  # ticks of bars, and a legend under them
     rows = _ROW * max(len(made.names), 3) + 0.55 + below if made.bars else 0.0
-    wide = [chart for chart in made.charts if chart.wide]
-    small = [chart for chart in made.charts if not chart.wide]
-    columns = max(1, min(made.columns, len(small)))
-    lines = len(wide) + -(-len(small) // columns)
-    tall = 4.6 if len(made.charts) == 1 and not made.bars else _CHART
-    height = top + rows + lines * tall + 0.1
+    charts = sorted(made.charts, key=lambda chart: not chart.wide)
+    wide = sum(chart.wide for chart in charts)
+    columns = max(1, min(_COLUMNS, len(charts) - wide))
+    tall = 4.6 if len(charts) == 1 else _CHART
+    height = top + rows + (wide + math.ceil((len(charts) - wide) / columns)) * tall + 0.1
     figure = picture.new_figure(_WIDTH, height, dpi=110)
-    figure.text(
-        0.012, 1 - 0.36 / height, shortened(drawable(printable(made.title)), 90), size=15, weight="bold", color=INK
-    )
+    figure.text(0.012, 1 - 0.36 / height, _words(made.title, 90), size=15, weight="bold", color=INK)
     for number, line in enumerate(made.lines):
-        place = 1 - (0.6 + 0.22 * number) / height
-        figure.text(0.012, place, shortened(drawable(printable(line)), 150), size=SMALL, color=FAINT)
+        figure.text(0.012, 1 - (0.6 + 0.22 * number) / height, _words(line, 150), size=SMALL, color=FAINT)
     if made.bars:
         _draw_rows(figure, made, (height - top - rows + below) / height, (rows - below - 0.5) / height)
-    for number, chart in enumerate([*wide, *small]):
-        place = max(0, number - len(wide))
-        line = number if chart.wide else len(wide) + place // columns
+    for number, chart in enumerate(charts):
+        line, place = (number, 0) if chart.wide else divmod(number - wide, columns)
+        line += 0 if chart.wide else wide
         across = 0.92 if chart.wide else 0.92 / columns
-        left = 0.07 + (0 if chart.wide else place % columns * across)
         bottom = height - top - rows - (line + 1) * tall + 0.55
-        box = (left, bottom / height, across - (0.0 if chart.wide else 0.055), (tall - 0.95) / height)
+        box = (0.07 + place * across, bottom / height, across - (0.0 if chart.wide else 0.055), (tall - 0.95) / height)
         _draw_chart(figure.add_axes(box), chart)
     return figure
 
 
+def _words(text: str, most: int) -> str:
+    return shortened(drawable(printable(text)), most)
+
+
 def _draw_rows(figure: Figure, made: Picture, bottom: float, tall: float) -> None:
-    names = [("", name.text) if isinstance(name, Heading) else (name, "") for name in made.names]
-    longest = max((len(shortened(name, 44)) for name, _ in names), default=0)
-    left = 0.02 + 0.0062 * longest
-    room = 0.985 - left
-    whole = sum(panel.share for panel in made.bars)
-    for number, panel in enumerate(made.bars):
-        width = room * panel.share / whole
-        inside = width - (0.19 if panel.at_edge else 0.015)
+    """Panels side by side: the names of their lines at the left, and at the right of each the words of its bars."""
+    names = ["" if isinstance(name, Heading) else _words(name, 44) for name in made.names]
+    left = 0.02 + 0.0062 * max(map(len, names), default=0)
+    words = [max((len(_words(bar.words, _MOST_WORDS)) for bar in panel.bars), default=0) for panel in made.bars]
+    inside = (0.985 - left - _LETTER * sum(words)) / len(made.bars) - 0.025
+    for number, (panel, longest) in enumerate(zip(made.bars, words, strict=True)):
         axes = figure.add_axes((left, bottom, inside, tall))
         axes.set_ylim(max(len(names), 3) - 0.4, -0.6)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        labels = [shortened(drawable(name), 44) for name, _ in names] if number == 0 else [""] * len(names)
-        axes.set_yticks(range(len(names)), labels, size=SMALL, color=INK)
-        axes.tick_params(axis="y", length=0)
-        for place, (_, title) in enumerate(names if number == 0 else ()):
-            where = {"transform": axes.get_yaxis_transform(), "va": "center"}
-            axes.text(0.0, place + 0.15, title, size=SMALL, weight="bold", color=FAINT, **where)
+        axes.set_yticks(range(len(names)), names if number == 0 else [""] * len(names))
+        for place, name in enumerate(made.names if number == 0 else ()):
+            if isinstance(name, Heading):
+                where = {"transform": axes.get_yaxis_transform(), "va": "center"}
+                axes.text(0.0, place + 0.15, name.text, size=SMALL, weight="bold", color=FAINT, **where)
         _draw_bars(axes, panel)
-        left += width
+        left += inside + 0.025 + _LETTER * longest
 
 
 def _draw_bars(axes: Axes, panel: BarPanel) -> None:
-    axes.set_title(panel.title, size=10, color=INK, loc="left", pad=8)
-    if panel.log:
-        axes.set_xscale("log")
-    ends = [bar.start + sum(length for length, _ in bar.parts) for bar in panel.bars if bar.parts]
-    low, high = panel.limits or (0.0, 1.38 * (max(ends, default=0.0) or 1.0))  # room for words after the longest bar
+    picture.draw_frame(axes, panel.title)
+    axes.grid(False, axis="y")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    ends = [sum(length for length, _ in bar.parts) for bar in panel.bars]
+    low, high = panel.limits or (0.0, 1.05 * max(ends, default=0.0) or 1.0)
     axes.set_xlim(low, high)
     if panel.log:
-        _set_log_ticks(axes, low, high, panel.form)
+        axes.set_xscale("log")
+        picture.set_logarithmic_ticks(axes.xaxis, panel.form)
     else:
-        axes.locator_params(axis="x", nbins=7)
+        axes.locator_params(axis="x", nbins=5)
         axes.xaxis.set_major_formatter(lambda value, _place: panel.form(value))
-    axes.tick_params(axis="x", labelsize=8, colors=FAINT)
     if panel.at is not None:
         axes.axvline(panel.at, color=INK, linewidth=0.8, zorder=1)
-    inches = axes.get_position().width * _WIDTH
     for bar in panel.bars:
-        alpha, end, start = 0.45 if bar.pale else 1.0, bar.start, bar.start
-        for length, colour in bar.parts:
-            end = min(max(start + length, low), high)
-            axes.barh(
-                bar.line,
-                end - start,
-                0.56,
-                left=start,
-                color=_COLOURS[colour],
-                alpha=alpha,
-                zorder=2,
-            )
-            start = end
+        alpha, end, colour = 0.45 if bar.pale else 1.0, 0.0, _COLOURS[bar.colour]
+        for length, part in bar.parts:
+            axes.barh(bar.line, length, 0.56, left=end, color=_COLOURS[part], alpha=alpha, zorder=2)
+            end += length
         if bar.interval is not None:
-            inside = [min(max(edge, low), high) for edge in bar.interval]
-            colour = INK if bar.parts else _COLOURS[bar.colour]
-            axes.plot(inside, [bar.line] * 2, color=colour, linewidth=0.9 if bar.parts else 2.0, alpha=alpha, zorder=4)
+            axes.plot(bar.interval, [bar.line] * 2, color=colour, linewidth=2.0, alpha=alpha, zorder=4)
         if bar.dot is not None:
-            end = min(max(bar.dot, low), high)
-            axes.plot([end], [bar.line], "o", markersize=6, color=_COLOURS[bar.colour], alpha=alpha, zorder=4)
+            axes.plot([min(max(bar.dot, low), high)], [bar.line], "o", color=colour, alpha=alpha, zorder=4)
         ink = FAINT if bar.pale else RED if bar.colour == "red" else INK
-        look: dict[str, Any] = {"size": 8, "color": ink, "va": "center", "zorder": 5}
-        words = shortened(drawable(printable(bar.words)), 40)
-        if panel.at_edge:
-            axes.text(1.02, bar.line, words, transform=axes.get_yaxis_transform(), **look)
-            continue
-        place = axes.transAxes.inverted().transform(axes.transData.transform((end, bar.line)))[0]
-        if (1 - place) * inches < len(words) / _LETTERS:  # no room behind the bar: over its end, which stays visible
-            look |= {"ha": "right"}
-            if not bar.parts:
-                look |= {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.8}}
-            elif not bar.pale and bar.parts[-1][1] != "faint":
-                look |= {"color": "white"}
-        axes.text(end, bar.line, f" {words} ", **look)
+        where = {"transform": axes.get_yaxis_transform(), "va": "center"}
+        axes.text(1.02, bar.line, _words(bar.words, _MOST_WORDS), size=8, color=ink, **where)
+    for name, part in panel.legend.items():
+        axes.plot([], [], "s", color=_COLOURS[part], label=name)
     if panel.legend:
-        for name, colour in panel.legend.items():
-            axes.plot([], [], "s", color=_COLOURS[colour], label=name)
         under = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.0), "borderaxespad": 2.6}  # below the ticks
         axes.legend(ncols=4, fontsize=8, frameon=False, labelcolor=FAINT, **under)
 
 
-def _set_log_ticks(axes: Axes, low: float, high: float, form: Any) -> None:
-    steps = (1, 1.5, 2, 3, 5, 7) if high / low < 6 else (1, 2, 5) if high / low < 300 else (1,)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [tick for power in powers for step in steps if low <= (tick := step * 10.0**power) <= high]
-    axes.set_xticks(ticks, [form(tick) for tick in ticks])
-    axes.set_xticks([], minor=True)
-
-
-_LOOKS: dict[str, dict[str, Any]] = {
-    "line": {"linestyle": "-", "linewidth": 1.6, "marker": ""},
-    "points": {"linestyle": "-", "linewidth": 1.4, "marker": "o", "markersize": 3},
-    "dots": {"linestyle": "", "marker": "o", "markersize": 4.5},
-    "crosses": {"linestyle": "", "marker": "x", "markersize": 5},
-    "steps": {"linestyle": "-", "linewidth": 1.2, "drawstyle": "steps-post"},
-    "rings": {"linestyle": "", "marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgewidth": 1.8},
-}
-
-
 def _draw_chart(axes: Axes, chart: ChartPanel) -> None:
-    axes.set_title(drawable(chart.title), size=SMALL, color=INK, loc="left")
-    if chart.log:
-        axes.set_xscale("log")
-    if chart.limits is not None:
-        axes.set_ylim(*chart.limits)
-    if chart.at is not None:
-        axes.axhline(chart.at, color=LINE, linewidth=1.2, zorder=1)
-    low, high = axes.get_ylim() if chart.limits is None else chart.limits
-    for curve in chart.curves:
-        points = curve.points if chart.limits is None else [(x, min(max(y, low), high)) for x, y in curve.points]
-        look = {**_LOOKS[curve.look], "color": _COLOURS[curve.colour], "alpha": 0.45 if curve.pale else 1.0}
-        axes.plot(
-            *zip(*points, strict=True), label=drawable(curve.name), clip_on=curve.look == "line", zorder=3, **look
+    lines = [
+        Curve(
+            Series(*numpy.array(points.points, dtype=float).T),
+            _COLOURS[points.colour],
+            drawable(points.name),
+            best=points.best,
+            look=points.look,
         )
-    xs = [x for curve in chart.curves for x, _ in curve.points]
-    if chart.log:
-        edge = axes.set_xlim(min(xs) / 1.2, max(xs) * 1.2)
-        _set_log_ticks(axes, *edge, "{:g}".format)
-    elif chart.ticks:
+        for points in chart.curves
+    ]
+    marks = [Marks(numpy.array([x]), drawable(name), _COLOURS[colour]) for x, name, colour in chart.marks]
+    quantity = Quantity([(1.0, chart.y)], limits=chart.limits)
+    across = drawable(chart.x)
+    picture.draw_panel(
+        axes, drawable(chart.title), lines, quantity, across, logarithmic=chart.log, marks=marks, legend=chart.wide
+    )
+    if chart.ticks:
         axes.set_xticks(range(len(chart.ticks)), [shortened(drawable(tick), 14) for tick in chart.ticks])
         axes.set_xlim(-0.6, len(chart.ticks) - 0.4)
-    elif chart.whole:
-        from matplotlib.ticker import MaxNLocator
-
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    elif chart.form is not None:
-        form = chart.form
-        axes.xaxis.set_major_formatter(lambda value, _place: form(value))
-    if chart.grey is not None:
-        axes.axvspan(chart.grey, axes.get_xlim()[1], color="#f3f4f6", zorder=0)
-    _draw_marks(axes, chart)
-    axes.set_xlabel(drawable(chart.x), size=SMALL, color=INK)
-    axes.set_ylabel(chart.y, size=SMALL, color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, colors=FAINT)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    if chart.wide and any(curve.name for curve in chart.curves):  # above the panel, where no point can be
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=6, fontsize=8, frameon=False, labelcolor=FAINT)
-
-
-def _draw_marks(axes: Axes, chart: ChartPanel) -> None:
-    """Vertical lines with their names, each on a line of its own above the curves."""
-    if not chart.marks:
-        return
-    bottom, top = axes.get_ylim()
-    step = 0.12 * (top - bottom)
-    axes.set_ylim(bottom, top + step * (len(chart.marks) + 0.5))
-    left, right = (math.log10(edge) if chart.log else edge for edge in axes.get_xlim())
-    for place, (x, words, chosen) in enumerate(sorted(chart.marks)):
-        height, colour = top + step * (len(chart.marks) - place), RED if chosen else FAINT
-        style = "-" if chosen else (0, (4, 3))
-        axes.plot([x, x], [bottom, height], color=colour, linewidth=1.6 if chosen else 1.0, linestyle=style, zorder=1)
-        # Names run to the side that has room for them, over the lines of the others.
-        leftwards = (math.log10(x) if chart.log else x) > left + 0.72 * (right - left)
-        axes.annotate(
-            words, (x, height), xytext=(-5 if leftwards else 5, 0), textcoords="offset points", size=SMALL,
-            va="center", ha="right" if leftwards else "left", color=colour, weight="bold" if chosen else "normal",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0}, zorder=5,
-        )  # fmt: skip

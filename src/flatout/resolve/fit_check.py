@@ -146,7 +146,7 @@ def _first_fitting(changes: Iterable[Change], plan: RunPlan, have: int) -> Itera
                 speed = _switched(config, plan.speed, size, saving)
                 need = memory_on(plan.data, config, plan.vocab, speed).total
                 if need <= room * have:
-                    yield f"{' '.join([*words, *_words_for(config, size)])} (about {in_gib(need)})"
+                    yield f"{' '.join([*words, *_words_for(plan, sequences, size)])} (about {in_gib(need)})"
                     return
             size //= 2
 
@@ -164,11 +164,11 @@ def _shorter(config: RunConfig) -> Iterator[Change]:
             return
 
 
-def _words_for(config: RunConfig, size: int) -> list[str]:
-    """What to write for micro-batches of `size` sequences."""
+def _words_for(plan: RunPlan, sequences: int, size: int) -> list[str]:
+    """What to write for micro-batches of `size`, of the `sequences` of a step."""
     words = [f"speed.micro_batch={size}"]
-    if config.speed.accumulation is not None:
-        words.append(f"speed.accumulation={_sequences(config) // size}")
+    if plan.settings.config.speed.accumulation is not None:
+        words.append(f"speed.accumulation={sequences // size}")
     return words
 
 

@@ -2,17 +2,14 @@
 speed.
 
 Idea: a field is judged by pairs of runs that differ in nothing else: same seed, so the same order of the data and the
-same random draws. At equal tokens the changed run reads as much as the unchanged one. At equal seconds it gets as many
-steps as fit into the time of the unchanged run's steps, each at its own measured speed; its schedule is that of a run
-of this length. What counts is the validation loss at the end. `effects` makes a verdict of the differences.
+same random draws, and as many tokens. What counts is the validation loss at the end. `effects` makes a verdict of the
+differences.
 
 Contract:
 - Runs go through the same loop as `flatout train` and write nothing. Data is prepared once, where training would put
   it.
 - A row is a finished run and is yielded as soon as it is known; a run that is among the `earlier` rows, by the hash of
   its settings, data and device, is not made again. The order is seed by seed, so that all fields have as many pairs.
-- Times of equal seconds are of training steps, without evaluation, compiling and warm-up. Two speeds closer than
-  `SAME_SPEED` are the same: then the run at equal tokens counts for both.
 - After about `minutes`, nothing is begun; a run that would probably end later is not begun either.
 - A changed run that diverges, runs out of memory or is no valid config is a row with that status, and has no pair. An
   error of the unchanged run is an error of the ablation.
@@ -171,8 +168,6 @@ def _integral(angle: float, power: float, pieces: int = 200) -> float:
 
 
 SEEDS = 2
-TOKENS, SECONDS, BOTH = "tokens", "seconds", "both"
-SAME_SPEED = 0.02
 EVALUATIONS = 4  # of a run, for its curve
 # With one of these changed, as many steps are not as many tokens.
 _BATCH = ("train.batch_tokens", "train.batch_stages")
@@ -180,7 +175,7 @@ _BATCH = ("train.batch_tokens", "train.batch_stages")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldEffect(Shown):
-    """What the pairs of a field say at equal tokens or at equal seconds.
+    """What the pairs of a field say.
 
     `difference` is the loss with the change minus the loss as configured, the mean over `pairs` seeds; `half_width` is
     half of its interval, the smallest difference that these runs could have shown. `verdict` is of the value in the
@@ -190,7 +185,6 @@ class FieldEffect(Shown):
     field: str
     configured: str
     changed: str
-    equal: str  # tokens or seconds
     pairs: int
     loss: float | None  # as configured, the mean over the same seeds
     changed_loss: float | None
@@ -206,8 +200,8 @@ class FieldEffect(Shown):
 class AblateResult(Shown):
     """The end of an ablation: what each field is worth, and the noise that it was judged by.
 
-    `noise` is the standard deviation of one paired difference, pooled over the fields, at equal tokens and at equal
-    seconds; `degrees` are its degrees of freedom. `missing` counts the runs that were not begun for lack of time.
+    `noise` is the standard deviation of one paired difference, pooled over the fields; `degrees` are its degrees of
+    freedom. `missing` counts the runs that were not begun for lack of time.
     """
 
     effects: tuple[FieldEffect, ...]
@@ -218,8 +212,8 @@ class AblateResult(Shown):
     steps: int
     tokens: int
     training_seconds: float  # of a run of the config as it is, the median over the seeds
-    noise: dict[str, float]
-    degrees: dict[str, float]
+    noise: float | None
+    degrees: float | None
     rows: tuple[AblateRow, ...]
     missing: int
     config: str
@@ -244,16 +238,15 @@ RunProgress = Callable[[int, int, str, EvalRecord | None], None]
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A run to make: a change or none, a seed, and what it has in common with the unchanged run."""
+    """A run to make: a change or none, and a seed."""
 
     change: Change | None
     seed: int
-    equal: str
 
     @property
     def words(self) -> str:
         name = "as configured" if self.change is None else self.change.word
-        return f"{name}, seed {self.seed}" + (", equal seconds" if self.equal == SECONDS else "")
+        return f"{name}, seed {self.seed}"
 
 
 def ablate(
@@ -262,7 +255,6 @@ def ablate(
     *,
     left_out: Mapping[str, str] | None = None,
     seeds: int = SEEDS,
-    equal: str = BOTH,
     minutes: float | None = None,
     earlier: Sequence[AblateRow] = (),
     progress: RunProgress = lambda *_: None,
@@ -270,7 +262,8 @@ def ablate(
     """Trains what is missing and yields a row for each new run; the `AblateResult` last."""
     began = time.monotonic()
     runs = _Runs(loaded, earlier, None if minutes is None else began + 60 * minutes)
-    jobs = _jobs(changes, [loaded.config.train.seed + number for number in range(seeds)], equal)
+    first = loaded.config.train.seed
+    jobs = [_Job(change, seed) for seed in range(first, first + seeds) for change in (None, *changes)]
     missing = 0
     with scratch_folder("flatout-ablate-") as scratch:
         for number, job in enumerate(jobs, start=1):
@@ -282,17 +275,6 @@ def ablate(
             report = functools.partial(progress, number, len(jobs), job.words)
             yield runs.make(job, scratch / str(number), report)
     yield _result(runs, changes, dict(left_out or {}), jobs, missing, time.monotonic() - began)
-
-
-def _jobs(changes: Sequence[Change], seeds: Sequence[int], equal: str) -> list[_Job]:
-    jobs: list[_Job] = []
-    for number, seed in enumerate(seeds):
-        jobs.append(_Job(None, seed, TOKENS))
-        if equal != SECONDS or number == 0:  # at equal seconds alone, the first seed still has to show the speeds
-            jobs += [_Job(change, seed, TOKENS) for change in changes]
-        if equal != TOKENS:
-            jobs += [_Job(change, seed, SECONDS) for change in changes]
-    return jobs
 
 
 @final
@@ -308,44 +290,16 @@ class _Runs:
         self.device = machine_of(detect_device(loaded.config.speed.device))
         prepared = shards and has_dataset(data_folder(data))
         self.dataset = read_manifest(data_folder(data)).fingerprint if prepared else ""
-        self.rows = {(row.hash, row.equal): row for row in earlier}
-        self.first_seed = loaded.config.train.seed
+        self.rows = {row.hash: row for row in earlier}
         self.configs: dict[tuple[str, ...], tuple[LoadedConfig, str]] = {}
 
     def row_of(self, job: _Job) -> AblateRow | None:
-        """The row of a job, if there is one; at equal seconds that of equal tokens where the speeds are the same."""
-        row = self.rows.get((self._hash(job), job.equal))
-        if row is not None or job.equal == TOKENS:
-            return row
-        same = self.row_of(dataclasses.replace(job, equal=TOKENS))
-        if same is not None and (same.status != "done" or self._steps_in_time(job) == same.steps):
-            return same
-        return None
+        return self.rows.get(self._hash(job))
 
     def reference(self, seed: int) -> AblateRow | None:
-        return self.row_of(_Job(None, seed, TOKENS))
-
-    def step_time(self, job: _Job) -> float | None:
-        """How long a step with the change takes, over a step without it; by the runs of this seed or of the first."""
-        for seed in (job.seed, self.first_seed):
-            changed, plain = self.row_of(_Job(job.change, seed, TOKENS)), self.reference(seed)
-            if changed is not None and plain is not None and changed.status == "done":
-                return (changed.seconds / changed.steps) / (plain.seconds / plain.steps)
-        return None
-
-    def _steps_in_time(self, job: _Job) -> int | None:
-        """How many steps with the change fit into the time of the unchanged run."""
-        plain, ratio = self.reference(job.seed), self.step_time(job)
-        at_tokens = self.row_of(dataclasses.replace(job, equal=TOKENS)) or self.row_of(
-            _Job(job.change, self.first_seed, TOKENS)
-        )
-        if plain is None or ratio is None or at_tokens is None:
-            return None
-        steps = max(1, math.floor(plain.steps / ratio + 1e-9))
-        return at_tokens.steps if abs(steps / at_tokens.steps - 1) < SAME_SPEED else steps
+        return self.row_of(_Job(None, seed))
 
     def _config(self, job: _Job) -> LoadedConfig:
-        """The config of a job, at equal tokens."""
         return self._made(*self._words(job))[0]
 
     def _hash(self, job: _Job) -> str:
@@ -371,10 +325,8 @@ class _Runs:
         return self.configs[words]
 
     def can_be_made(self, job: _Job) -> bool:
-        """Whether what a run is compared with is there, and what its length is taken from."""
-        if job.change is None:
-            return True
-        return self.reference(job.seed) is not None and (job.equal == TOKENS or self._steps_in_time(job) is not None)
+        """Whether the run that this one is compared with is there."""
+        return job.change is None or self.reference(job.seed) is not None
 
     def in_time(self, job: _Job) -> bool:
         """Whether a run would end before the deadline, if it takes as long as the slowest with this change or none."""
@@ -393,8 +345,6 @@ class _Runs:
         report(None)
         began, change = time.monotonic(), job.change
         loaded = self._config(job)
-        if job.equal == SECONDS:
-            loaded = with_words(loaded, [f"train.steps={self._steps_in_time(job)}"])
         run = WholeRun()
         for evaluation in run.train(lambda: loaded, folder):
             report(evaluation)
@@ -404,7 +354,6 @@ class _Runs:
             field="" if change is None else change.path,
             configured="" if change is None else change.configured,
             changed="" if change is None else change.changed,
-            equal=job.equal,
             seed=job.seed,
             status=run.status,
             reason=run.reason,
@@ -420,7 +369,7 @@ class _Runs:
             flatout=flatout.__version__,
             torch=torch.__version__,
         )
-        self.rows[row.hash, row.equal] = row
+        self.rows[row.hash] = row
         return row
 
 
@@ -437,22 +386,14 @@ def _result(
 ) -> AblateResult:
     plain = [row for job in jobs if job.change is None and (row := runs.row_of(job)) is not None]
     losses = [row.loss for row in plain if row.loss is not None]
-    found: list[FieldEffect] = []
-    noise: dict[str, float] = {}
-    degrees: dict[str, float] = {}
-    for equal in dict.fromkeys(job.equal for job in jobs if job.change is not None):
-        pairs = {change.word: list(_pairs(runs, jobs, change, equal)) for change in changes}
-        differences = {
-            word: [other.loss - own.loss for own, other in pair if own.loss is not None and other.loss is not None]
-            for word, pair in pairs.items()
-        }
-        known = pooled(list(differences.values()))
-        if known is not None:
-            noise[equal], degrees[equal] = known.deviation, known.degrees
-        judged = effects(differences)
-        found += [_effect(runs, change, equal, pairs[change.word], judged.get(change.word)) for change in changes]
+    pairs = {change.word: list(_pairs(runs, jobs, change)) for change in changes}
+    differences = {
+        word: [other.loss - own.loss for own, other in pair if own.loss is not None and other.loss is not None]
+        for word, pair in pairs.items()
+    }
+    noise, judged = pooled(list(differences.values())), effects(differences)
     return AblateResult(
-        effects=tuple(found),
+        effects=tuple(_effect(change, pairs[change.word], judged.get(change.word)) for change in changes),
         left_out=left_out,
         seeds=tuple(dict.fromkeys(job.seed for job in jobs)),
         loss=statistics.fmean(losses) if losses else None,
@@ -460,8 +401,8 @@ def _result(
         steps=plain[0].steps if plain else 0,
         tokens=plain[0].tokens if plain else 0,
         training_seconds=statistics.median(row.seconds for row in plain) if plain else 0.0,
-        noise=noise,
-        degrees=degrees,
+        noise=None if noise is None else noise.deviation,
+        degrees=None if noise is None else noise.degrees,
         rows=tuple(dict.fromkeys(row for job in jobs if (row := runs.row_of(job)) is not None)),
         missing=missing,
         config=runs.loaded.config.output.name,
@@ -472,25 +413,23 @@ def _result(
     )
 
 
-def _pairs(runs: _Runs, jobs: Sequence[_Job], change: Change, equal: str) -> Iterator[tuple[AblateRow, AblateRow]]:
+def _pairs(runs: _Runs, jobs: Sequence[_Job], change: Change) -> Iterator[tuple[AblateRow, AblateRow]]:
     """The unchanged and the changed run of every seed that has both."""
     for job in jobs:
-        if job.change == change and job.equal == equal:
+        if job.change == change:
             own, other = runs.reference(job.seed), runs.row_of(job)
             if own is not None and other is not None:
                 yield own, other
 
 
-def _effect(
-    runs: _Runs, change: Change, equal: str, pairs: Sequence[tuple[AblateRow, AblateRow]], judged: Effect | None
-) -> FieldEffect:
+def _effect(change: Change, pairs: Sequence[tuple[AblateRow, AblateRow]], judged: Effect | None) -> FieldEffect:
     whole = [(own.loss, other.loss) for own, other in pairs if own.loss is not None and other.loss is not None]
-    ratios = [ratio for own, _ in pairs if (ratio := runs.step_time(_Job(change, own.seed, equal))) is not None]
+    done = [(own, other) for own, other in pairs if other.status == "done"]
+    ratios = [(other.seconds / other.steps) / (own.seconds / own.steps) for own, other in done]
     return FieldEffect(
         field=change.path,
         configured=change.configured,
         changed=change.changed,
-        equal=equal,
         pairs=len(whole),
         loss=statistics.fmean(own for own, _ in whole) if whole else None,
         changed_loss=statistics.fmean(other for _, other in whole) if whole else None,
@@ -507,12 +446,11 @@ def _effect(
 
 
 def sheet_of(result: AblateResult) -> Sheet:
-    """What each field is worth, at equal tokens and at equal seconds, and how small a difference could be seen."""
+    """What each field is worth, and how small a difference could be seen."""
     blocks: list[Block] = [Sentence(_sentence(result))]
-    for equal in (TOKENS, SECONDS):
-        if rows := [_row(one) for one in _ordered(result, equal)]:
-            extras = ("loss", "changed", "steps", "config", "change")
-            blocks += [Heading(_title(result, equal)), Table(rows=rows, names="field", left=extras[3:], extras=extras)]
+    if rows := [_row(one) for one in _ordered(result)]:
+        extras = ("loss", "changed", "step time", "config", "change")
+        blocks += [Sentence(""), Table(rows=rows, names="field", left=extras[3:], extras=extras)]
     return Sheet(blocks=[*blocks, Sentence(""), *map(Sentence, _notes(result))])
 
 
@@ -531,18 +469,16 @@ def advice_of(one: FieldEffect) -> str:
 _LONG = 24  # characters of a value; longer ones are cut
 
 
-def _ordered(result: AblateResult, equal: str) -> list[FieldEffect]:
-    """The effects at equal tokens or seconds, what helps most first; without a difference last."""
-    rows = [one for one in result.effects if one.equal == equal]
-    return sorted(rows, key=lambda one: (one.difference is None, -(one.difference or 0.0)))
+def _ordered(result: AblateResult) -> list[FieldEffect]:
+    """The effects, what helps most first; without a difference last."""
+    return sorted(result.effects, key=lambda one: (one.difference is None, -(one.difference or 0.0)))
 
 
 def _row(one: FieldEffect) -> ResultRow:
-    steps = {"steps": f"{one.steps:,}" if one.pairs else "-"} if one.equal == SECONDS else {}
     cells = {
         "config": shortened(one.configured, _LONG),
         "change": shortened(one.changed, _LONG),
-        **steps,
+        "step time": or_dash(one.step_time, "{:.2f}x"),
         "loss": or_dash(one.loss, "{:.4f}"),
         "changed": or_dash(one.changed_loss, "{:.4f}"),
         "difference": _difference(one),
@@ -568,11 +504,6 @@ def _sentence(result: AblateResult) -> str:
     )
 
 
-def _title(result: AblateResult, equal: str) -> str:
-    amount = f"{result.tokens:,}" if equal == TOKENS else f"{_seconds(result.training_seconds)} of training steps"
-    return f"at equal {equal} ({amount})"
-
-
 def _seconds(value: float) -> str:
     return f"{value:.2g} s" if value < 10 else human_seconds(value)
 
@@ -580,25 +511,24 @@ def _seconds(value: float) -> str:
 def _notes(result: AblateResult) -> Iterator[str]:
     """What the table means, what it could not have shown, and what is still missing."""
     yield "difference: loss with the change minus loss as configured, over pairs of one seed, with its 95% interval"
-    for equal in (TOKENS, SECONDS):
-        widths = [one.half_width for one in result.effects if one.equal == equal and one.half_width]
-        if widths:
-            spread = f"{min(widths):.4f}" + (f" to {max(widths):.4f}" if max(widths) > 1.05 * min(widths) else "")
-            yield (
-                f"smallest difference that could be seen at equal {equal}: {spread} (noise of a pair "
-                f"{result.noise[equal]:.4f}, {result.degrees[equal]:.1f} degrees of freedom)"
-            )
+    widths = [one.half_width for one in result.effects if one.half_width]
+    if widths:
+        spread = f"{min(widths):.4f}" + (f" to {max(widths):.4f}" if max(widths) > 1.05 * min(widths) else "")
+        yield (
+            f"smallest difference that could be seen: {spread} (noise of a pair {result.noise:.4f}, "
+            f"{result.degrees:.1f} degrees of freedom)"
+        )
     yield from sorted({f"{one.field}={one.changed}: {one.reason}" for one in result.effects if one.reason})
     for one in result.effects:
         if one.verdict == HURTS:
             yield (
                 f"{one.field}={one.changed} instead of {one.configured} lowered the loss by "
-                f"{-(one.difference or 0.0):.4f} \u00b1 {one.half_width:.4f} at equal {one.equal}"
+                f"{-(one.difference or 0.0):.4f} \u00b1 {one.half_width:.4f}"
             )
     unread = {one.field for one in result.effects if one.pairs and one.difference == 0.0}
     if unread:
         yield f"equal to the last digit with and without: {', '.join(sorted(unread))}; does this run use it?"
-    if result.loss is not None and not result.noise:
+    if result.loss is not None and result.noise is None:
         way = ": --seeds 2 trains a second one" if len(result.seeds) == 1 else ""
         yield f"one pair says nothing of the noise, so there is no verdict{way}"
     if result.left_out:
@@ -618,20 +548,17 @@ def picture_of(result: AblateResult) -> Picture:
     """
     names: list[str | Heading] = []
     bars: list[Bar] = []
-    for equal in (TOKENS, SECONDS):
-        if ordered := _ordered(result, equal):
-            names.append(Heading(_title(result, equal)))
-        for one in ordered:
-            interval = None
-            if one.difference is not None and one.half_width is not None:
-                interval = (one.difference - one.half_width, one.difference + one.half_width)
-            colour = {HELPS: "blue", HURTS: "red"}.get(one.verdict, "grey")
-            words = advice_of(one) if one.verdict else one.reason or f"{_difference(one)}  {advice_of(one)}"
-            bar = Bar(line=len(names), dot=one.difference, interval=interval, words=words, colour=colour)
-            bars.append(dataclasses.replace(bar, pale=one.verdict not in (HELPS, HURTS)))
-            names.append(_name(one))
+    for one in _ordered(result):
+        interval = None
+        if one.difference is not None and one.half_width is not None:
+            interval = (one.difference - one.half_width, one.difference + one.half_width)
+        colour = {HELPS: "blue", HURTS: "red"}.get(one.verdict, "grey")
+        words = advice_of(one) if one.verdict else one.reason or f"{_difference(one)}  {advice_of(one)}"
+        bar = Bar(line=len(names), dot=one.difference, interval=interval, words=words, colour=colour)
+        bars.append(dataclasses.replace(bar, pale=one.verdict not in (HELPS, HURTS)))
+        names.append(_name(one))
     title = "loss with the change minus loss as configured (right of 0 the value in the config helps)"
-    panel = BarPanel(title=title, bars=bars, limits=_limits(result.effects), at=0.0, at_edge=True)
+    panel = BarPanel(title=title, bars=bars, limits=_limits(result.effects), at=0.0)
     lines = [_sentence(result)]
     return Picture(title=f"What each field of {result.config} is worth", lines=lines, names=names, bars=[panel])
 
@@ -651,7 +578,6 @@ def _name(one: FieldEffect | AblateRow) -> str:
 def run_line(row: AblateRow, number: int, total: int) -> str:
     """One finished run in one line."""
     name = f"{row.field}={row.changed}" if row.field else "as configured"
-    at = ", equal seconds" if row.equal == SECONDS else ""
     outcome = f"loss {row.loss:.4f}" if row.loss is not None else f"{row.status}: {row.reason}"
     steps = f"after {many(row.steps, 'step')}, {human_seconds(row.whole_seconds)}"
-    return f"[{number}/{total}] {name}, seed {row.seed}{at}: {outcome} {steps}"
+    return f"[{number}/{total}] {name}, seed {row.seed}: {outcome} {steps}"

@@ -232,7 +232,7 @@ def picture_of(rows: Sequence[BenchRow], ladder: Sequence[str] = ()) -> Picture:
     title = "gain of the switch with its interval"
     panels = [
         BarPanel(title="tokens per second while it was timed", bars=speeds, form=human_count),
-        BarPanel(title=title, bars=gains, limits=limits, at=1.0, log=True, form="{:g}\u00d7".format, at_edge=True),
+        BarPanel(title=title, bars=gains, limits=limits, at=1.0, log=True, form="{:g}\u00d7".format),
     ]
     lines = [headline(rows), "; ".join(total_lines(rows, ladder))] if rows else []
     return Picture(title="What each switch is worth", lines=lines, names=names, bars=panels)
@@ -249,13 +249,11 @@ def _speed_bar(row: BenchRow, line: int) -> Bar:
 def _gain_bars(row: BenchRow, line: int) -> Iterator[Bar]:
     if row.gain is None:
         return
-    colour = {"faster": "teal", "slower": "red"}.get(row.verdict, "faint")
     yield Bar(
         line=line,
-        start=min(1.0, row.gain),
-        parts=[(abs(row.gain - 1.0), colour)],
+        dot=row.gain,
         interval=interval_of(row),
         words=with_error(row.gain, row.error, _TIMES),
-        colour="red" if row.verdict == "slower" else "blue",
+        colour={"faster": "teal", "slower": "red"}.get(row.verdict, "grey"),
         pale=row.verdict not in ("faster", "slower"),
     )

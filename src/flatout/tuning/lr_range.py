@@ -396,11 +396,11 @@ def sheet_of(result: LrResult) -> Sheet:
 
 
 def picture_of(result: LrResult) -> Picture:
-    """The loss over the rate, with the suggestions. What lies beyond the first clear rise was not read and is pale.
+    """The loss over the rate, with the suggestions. What lies beyond the first clear rise was not read and is grey.
 
     A loss that blew up at the end does not flatten the rest: the axis ends a little above the first loss.
     """
-    reading, one = result.reading, len(result.found) == 1
+    reading, alone = result.reading, len(result.found) == 1
     points = [(point.rate, point.loss) for point in result.points if math.isfinite(point.loss)]
     smoothed = [(rate, loss) for (rate, _), loss in zip(points, reading.smoothed, strict=True)]
     read = reading.read
@@ -411,17 +411,22 @@ def picture_of(result: LrResult) -> Picture:
         Points(points=smoothed[:read], name="smoothed"),
     ]
     if read < len(points):
-        curves.append(Points(points=smoothed[read - 1 :], name="risen for good, not read", pale=True))
-    chosen = [(each.rate, f"{each.name}  {each.rate:.1e}", each.name == reading.chosen) for each in reading.suggestions]
+        curves.append(Points(points=smoothed[read - 1 :], colour="grey"))
+    others = iter(("orange", "purple", "teal", "grey"))
+    marks = [
+        (one.rate, f"{one.name}  {one.rate:.1e}  (chosen)", "red")
+        if one.name == reading.chosen
+        else (one.rate, f"{one.name}  {one.rate:.1e}", next(others, "grey"))
+        for one in reading.suggestions
+    ]
     chart = ChartPanel(
         title="",
         curves=curves,
-        x="learning rate" if one else f"{result.field}, with which the other rates rose",
+        x="learning rate" if alone else f"{result.field}, with which the other rates rose",
         y="training loss",
         log=True,
         limits=(low - 0.08 * room, top + 0.05 * room),
-        marks=[(rate, words + "  (chosen)" * own, own) for rate, words, own in chosen],
-        grey=points[read - 1][0] if read < len(points) else None,
+        marks=marks,
         wide=True,
     )
     count = f"{len(result.points)} steps in {human_seconds(result.seconds)}, {result.ended}"
@@ -429,5 +434,5 @@ def picture_of(result: LrResult) -> Picture:
         f"range test of {result.config[:60]} on {result.device[:80]}",
         f"{count}; chosen by {reading.chosen}, the config had {result.before:g}",
     ]
-    title = f"Learning rate: {result.rate:g}" + ("" if one else f" ({result.field})")  # the table has the others
+    title = f"Learning rate: {result.rate:g}" + ("" if alone else f" ({result.field})")  # the table has the others
     return Picture(title=title, lines=lines, charts=[chart])

@@ -494,10 +494,10 @@ def picture_of(result: PlanResult) -> Picture:
             words = f"{row.efficiency:.0%}, a step in {or_dash(row.step_seconds, _short)}"
             colour = "purple" if row.auto else "faint"
             rates.append(Bar(line=line, parts=[(100 * row.efficiency, colour)], words=words))
-    limits = (0, 1.12 * usable if all(row.fits for row in result.rows) else 1.9 * usable)
+    limits = (0, 1.12 * usable if all(row.fits for row in result.rows) else 1.45 * usable)
     panels = [
-        BarPanel(title="memory of a rank, GiB", bars=memory, share=1.4, limits=limits, at=usable, legend=parts),
-        BarPanel(title="rate of a GPU, % of one GPU alone", bars=rates, limits=(0, 110), at=100, at_edge=True),
+        BarPanel(title="memory of a rank, GiB", bars=memory, limits=limits, at=usable, legend=parts),
+        BarPanel(title="rate of a GPU, % of one GPU alone", bars=rates, limits=(0, 110), at=100),
     ]
     lines = [*_headline(result)[:2], *textwrap.wrap(result.recommendation, 150)[:4]]
     title = f"{result.size or result.config} on {many(max(row.gpus for row in result.rows), 'GPU')}"

@@ -330,7 +330,7 @@ def picture_of(result: StudyResult) -> Picture:
     """Every trial and the best so far; below, the loss over the values of each field.
 
     A field's panel shows whether its best value lies in the middle of a valley or at the edge of its range. Trials that
-    were cut short are pale, at the loss they had then; those that failed are crosses at the top. A loss far above the
+    were cut short are grey, at the loss they had then; those that failed are crosses at the top. A loss far above the
     others does not flatten the rest.
     """
     limits = _limits([row.loss for row in result.rows if row.status == "done" and row.loss is not None])
@@ -339,40 +339,32 @@ def picture_of(result: StudyResult) -> Picture:
         best = min(best, row.loss or math.inf) if row.status == "done" else best
         leading += [(row.number, best)] if math.isfinite(best) else []
     history = _points(result, [row.number for row in result.rows], limits)
-    history += [Points(points=leading, look="steps", colour="red", name="best so far", pale=True)] if leading else []
-    charts = [
-        ChartPanel(title="", curves=history, x="trial", y="validation loss", limits=limits, whole=True, wide=True),
-        *(_field_chart(result, path, limits) for path in result.forms),
-    ]
+    history += [Points(points=leading, look="steps", colour="red", name="best so far")] if leading else []
+    charts = [ChartPanel(title="", curves=history, x="trial", y="validation loss", limits=limits, wide=True)]
+    for path, form in result.forms.items():
+        values = [row.values[path] for row in result.rows]
+        ticks = sorted({_value(value) for value in values}) if form == "choices" else []
+        places = [ticks.index(_value(value)) if ticks else float(value) for value in values]
+        curves = _points(result, places, limits)
+        charts.append(ChartPanel(title=path, curves=curves, limits=limits, log=form == "log", ticks=ticks))
     tried, loss = many(len(result.rows), "trial"), result.best.loss
     lines = [f"{tried}; the best, number {result.best.number}, has validation loss {loss:.4f}; on {result.device}"]
     return Picture(title=f"Search of {result.config}", lines=lines, charts=charts)
 
 
-def _field_chart(result: StudyResult, path: str, limits: tuple[float, float]) -> ChartPanel:
-    form, values = result.forms[path], [row.values[path] for row in result.rows]
-    ticks = sorted({_value(value) for value in values}) if form == "choices" else []
-    places = [ticks.index(_value(value)) if ticks else float(value) for value in values]
-    whole = not ticks and all(isinstance(value, int) for value in values)
-    curves = _points(result, places, limits)
-    return ChartPanel(title=path, curves=curves, limits=limits, log=form == "log", whole=whole, ticks=ticks)
-
-
 def _points(result: StudyResult, places: Sequence[float], limits: tuple[float, float]) -> list[Points]:
-    looks = {
-        "pruned": Points(points=[], look="dots", colour="faint", name="cut short"),
-        "done": Points(points=[], look="dots", name="to the end"),
-        "failed": Points(points=[], look="crosses", colour="red", name="failed"),
-        "best": Points(points=[], look="rings", colour="red"),
-    }
-    points: dict[str, list[tuple[float, float]]] = {name: [] for name in looks}
+    """The trials at these places, in order of x within each kind."""
+    kinds: dict[str, list[tuple[float, float]]] = {"pruned": [], "done": [], "failed": []}
     for place, row in zip(places, result.rows, strict=True):
-        kind = row.status if row.status in looks else "failed"
-        point = (place, limits[1] if kind == "failed" or row.loss is None else row.loss)
-        points[kind].append(point)
-        if row.number == result.best.number:
-            points["best"].append(point)
-    return [dataclasses.replace(look, points=points[kind]) for kind, look in looks.items() if points[kind]]
+        kind = row.status if row.status in kinds else "failed"
+        failed = kind == "failed" or row.loss is None
+        kinds[kind].append((place, limits[1] if failed or row.loss is None else row.loss))
+    looks = {
+        "pruned": Points(points=kinds["pruned"], look="dots", colour="faint", name="cut short"),
+        "done": Points(points=kinds["done"], look="dots", name="finished", best=True),
+        "failed": Points(points=kinds["failed"], look="crosses", colour="red", name="failed"),
+    }
+    return [dataclasses.replace(look, points=sorted(look.points)) for look in looks.values() if look.points]
 
 
 def _limits(losses: Sequence[float]) -> tuple[float, float]:

@@ -319,7 +319,7 @@ function showReproduce({ runs, differences }) {
   };
   return perRun(runs, (run) => card(
     make("p", { class: "soft small" },
-      "flatout train CONFIG trains it again. What is written as auto is chosen anew on another machine."),
+      `flatout ${/^chat:\n  source: (?!null)/m.test(run.config) ? "finetune" : "train"} CONFIG trains it again. What is written as auto is chosen anew on another machine.`),
     make("details", { open: runs.length === 1 ? true : null },
       make("summary", {}, "The whole config" + (different.size ? ", differences marked" : "")), config(run)),
     make("div", { class: "tools" }, copyButton(run.config, "the config"), save(run))));

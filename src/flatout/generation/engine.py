@@ -18,6 +18,7 @@ import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Generator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ class Engine:
             self.tokens_B1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
             self.rules = Rules.room(rows, self.device, (vocab or model.vocab) if penalties else None)
         self.cache.kernels = kernels
+        self.draws = self.device.type == "cuda" and find_spec("triton") is not None
         self.rows, self.room = rows, self.cache.room
         self.live: list[_Row] = []
         self.waiting: collections.deque[Request] = collections.deque()
@@ -173,7 +175,7 @@ class Engine:
         logits_BV = self.model.logits(tokens_BT, part, last=True)[:, -1, : self.vocab]
         row.filled = len(ids)
         self.rules.assign(place, request.sampling, len(request.made), [*request.ids, *request.made])
-        choose(logits_BV, self.rules.rows(place, 1), self.tokens_B1[place : place + 1, 0], kernels=self.kernels)
+        choose(logits_BV, self.rules.rows(place, 1), self.tokens_B1[place : place + 1, 0], kernels=self.draws)
         self._send([row], self.tokens_B1[place : place + 1, 0], logits_BV)
 
     def _go_on(self, row: _Row) -> None:
@@ -235,7 +237,7 @@ class Engine:
             part.length_B.clamp_(max=self.room - 1)  # of rows that are not live
         tokens_B1 = self.tokens_B1[:count]
         logits_BV = self.model.logits(tokens_B1.clamp(min=0), part, last=True)[:, -1, : self.vocab]
-        choose(logits_BV, self.rules.rows(0, count), tokens_B1[:, 0], kernels=self.kernels)
+        choose(logits_BV, self.rules.rows(0, count), tokens_B1[:, 0], kernels=self.draws)
         return logits_BV
 
     def _recorded(self, rows: int) -> tuple[Callable[[], None], Tensor]:
@@ -316,6 +318,7 @@ def generate_tokens(
     vocab: int | None = None,
     kernels: bool = False,
     cached: bool = True,
+    scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Generator[int]:
     """Yields up to `count` token ids after `prompt`; stops after a token in `stops`. Restores the model's mode.
 
@@ -326,7 +329,7 @@ def generate_tokens(
         return
     room = min(model.config.context, len(prompt) + count)
     penalties = sampling.repetition_penalty != 1.0
-    engine = Engine(model, room=room, vocab=vocab, kernels=kernels, penalties=penalties)
+    engine = Engine(model, room=room, vocab=vocab, kernels=kernels, penalties=penalties, scope=scope)
     try:
         request = engine.add(Request(ids=list(prompt), count=count, sampling=sampling, stops=stops))
         given = 0

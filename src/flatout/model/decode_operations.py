@@ -97,9 +97,7 @@ class DecodeOperations(Operations):
     def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
         return False
 
-    def advance_states(self, mixer: Eigenstate, h_BTW: Any, shared: Shared, own: Own) -> Tensor | None:
-        if mixer.config.scales:
-            return None
+    def advance_states(self, mixer: Eigenstate, h_BTW: Any, shared: Shared, own: Own) -> Tensor:
         both_RC = self.product(h_BTW, mixer.inward, own.narrow.qkv).value_BTW.flatten(0, 1)
         return advance(both_RC, own.cache.state_BC, mixer.decay_K, mixer.detuning_K, mixer.angle_K)[:, None]
 
